@@ -1,0 +1,225 @@
+"""Verification rules: pure functions from laws and uniforms to a verdict.
+
+Each keeps the output's law equal to the target's, however bad the proposal. p is the target's law, q the draft's; a
+draft token that was not sampled is a point mass, and so is a greedy target's law, so one rule serves greedy and
+sampling. Rows are ragged. Knows no model and draws nothing but from a law it was given.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from foresay.core import Proposal, Rule, Verdict
+from foresay.errors import UnknownNameError
+from foresay.randomness import Purpose, Streams
+from foresay.sampling import Laws, draw, inverse_cdf
+
+
+def residual(target_probs: torch.Tensor, draft_probs: torch.Tensor) -> torch.Tensor:
+    """Residual law after a rejection: norm(max(0, p - q)) (Leviathan et al. 2023, Alg. 1).
+
+    target_probs, draft_probs: [..., V] -> [..., V], rows sum to 1.
+    Where p <= q everywhere up to rounding the mass is 0 and p is returned: such a rejection has probability below
+    float eps, and dividing would give NaN.
+    """
+    excess = (target_probs - draft_probs).clamp(min=0)
+    mass = excess.sum(-1, keepdim=True)
+    return torch.where(mass > 0, excess / mass.clamp(min=torch.finfo(excess.dtype).tiny), target_probs)
+
+
+def _valid(proposal: Proposal) -> torch.Tensor:
+    """[B, K] bool: which columns hold a draft token."""
+    counts = torch.tensor(proposal.num_tokens, device=proposal.token_ids.device)
+    return torch.arange(proposal.width, device=counts.device) < counts[:, None]
+
+
+def _leading(accepted: torch.Tensor) -> torch.Tensor:
+    """[B, K] bool -> [B], how many hold before the first that does not."""
+    return accepted.long().cumprod(-1).sum(-1)
+
+
+def _draft_probs(proposal: Proposal) -> torch.Tensor:
+    """q(x) of each draft token, [B, K]; 1 for a point mass."""
+    if proposal.laws is None or proposal.law_index is None:
+        return torch.ones(proposal.token_ids.shape, device=proposal.token_ids.device)
+    dense = proposal.laws[proposal.law_index.clamp(min=0), proposal.token_ids]
+    return torch.where(proposal.law_index >= 0, dense, 1.0)
+
+
+def _draft_rows(proposal: Proposal, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor | None:
+    """q at places (rows, columns) as dense laws; a point mass is zero everywhere (see `_remove_point`)."""
+    if proposal.laws is None or proposal.law_index is None:
+        return None
+    index = proposal.law_index[rows, columns]
+    return proposal.laws[index.clamp(min=0)] * (index >= 0)[:, None]
+
+
+def _is_point(proposal: Proposal, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    if proposal.law_index is None:
+        return torch.ones_like(rows, dtype=torch.bool)
+    return proposal.law_index[rows, columns] < 0
+
+
+def _extra_tokens(
+    target: Laws, proposal: Proposal, num_accepted: torch.Tensor, uniform: torch.Tensor, scale: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The token after the accepted ones, [B]: from the residual after a rejection, from p after none.
+
+    uniform: [B]. scale: [B] or None, the factor on p in block verification's residual (1 elsewhere).
+    """
+    batch = torch.arange(len(num_accepted), device=num_accepted.device)
+    out = target.points[batch, num_accepted]
+    if target.probs is None or target.index is None:
+        return out
+    index = target.index[batch, num_accepted]
+    dense = torch.nonzero(index >= 0)[:, 0]
+    column = num_accepted[dense]
+    law = target.probs[index[dense]]
+    rejected = column < torch.tensor(proposal.num_tokens, device=column.device)[dense]
+    if proposal.width:
+        column = column.clamp(max=proposal.width - 1)
+        law = _without_draft(law, proposal, dense, column, rejected, None if scale is None else scale[dense])
+    out[dense] = inverse_cdf(law, uniform[dense])
+    return out
+
+
+def _without_draft(
+    law: torch.Tensor,
+    proposal: Proposal,
+    rows: torch.Tensor,
+    columns: torch.Tensor,
+    rejected: torch.Tensor,
+    scale: torch.Tensor | None,
+) -> torch.Tensor:
+    """norm(max(0, scale * p - q)) where `rejected`, p elsewhere. law: [N, V] of p; rows, columns: [N] places of q."""
+    q = _draft_rows(proposal, rows, columns)
+    out = law
+    if q is not None:
+        scaled = law if scale is None else law * scale[:, None]
+        out = torch.where(rejected[:, None], residual(scaled, q), law)
+    # a point mass takes all of its token and nothing else: max(0, p - 1) there
+    point = rejected & _is_point(proposal, rows, columns)
+    tokens = proposal.token_ids[rows, columns]
+    places = torch.arange(len(rows), device=rows.device)
+    out = out.clone()
+    out[places[point], tokens[point]] = 0
+    # p itself when nothing is left: a rejection that has probability zero
+    empty = out.sum(-1, keepdim=True) <= 0
+    return torch.where(empty, law, out)
+
+
+class Speculative:
+    """Speculative sampling: accept x while u < p(x) / q(x), then the residual or bonus (Leviathan et al. 2023, Alg. 1)."""
+
+    name, exact, coupled = "speculative", True, False
+
+    def judge(self, target: Laws, proposal: Proposal, streams: Streams) -> Verdict:
+        """Each draft token is kept with probability min(1, p(x) / q(x)), the first rejection ends the block."""
+        batch = torch.arange(len(proposal.token_ids), device=proposal.token_ids.device)
+        if target.probs is None and proposal.laws is None:
+            agreed = (target.points[:, : proposal.width] == proposal.token_ids) & _valid(proposal)
+            count = _leading(agreed)
+            return Verdict(count, target.points[batch, count])
+        offsets = torch.arange(proposal.width, device=batch.device)
+        uniform = streams.uniform(Purpose.ACCEPT, offsets)
+        p, q = target.prob_of(proposal.token_ids), _draft_probs(proposal)
+        count = _leading((uniform * q < p) & _valid(proposal))
+        extra = streams.uniform(Purpose.EXTRA, torch.zeros(1, dtype=torch.int64, device=batch.device))[:, 0]
+        return Verdict(count, _extra_tokens(target, proposal, count, extra))
+
+
+class Block:
+    """Block verification: the longest accepted block, never shorter in expectation (Sun et al. 2024, Alg. 2)."""
+
+    name, exact, coupled = "block", True, False
+
+    def judge(self, target: Laws, proposal: Proposal, streams: Streams) -> Verdict:
+        """Accept up to the last i whose own uniform is at most h_i; every token is tested."""
+        if target.probs is None or target.index is None or proposal.width == 0:
+            return Speculative().judge(target, proposal, streams)
+        device = proposal.token_ids.device
+        valid = _valid(proposal)
+        offsets = torch.arange(proposal.width, device=device)
+        uniform = streams.uniform(Purpose.ACCEPT, offsets)
+        pi = _joint(target.prob_of(proposal.token_ids), _draft_probs(proposal))
+        h = self._thresholds(target, proposal, pi)
+        accepted = (uniform <= h) & valid & (h > 0)
+        count = torch.where(accepted, offsets + 1, 0).amax(-1)
+        # a greedy row is a point mass: its products are 0 or 1 and the leading ones are the accepted block
+        greedy = target.index[:, 0] < 0
+        count = torch.where(greedy, _leading((pi > 0) & valid), count)
+        scale = torch.cat([torch.ones(len(pi), 1, device=device, dtype=pi.dtype), pi], 1).gather(1, count[:, None])[:, 0]
+        extra = streams.uniform(Purpose.EXTRA, torch.zeros(1, dtype=torch.int64, device=device))[:, 0]
+        return Verdict(count, _extra_tokens(target, proposal, count, extra, scale))
+
+    @staticmethod
+    def _thresholds(target: Laws, proposal: Proposal, pi: torch.Tensor) -> torch.Tensor:
+        """h [B, K]: h_i = S_i / (S_i + 1 - pi_i), S_i = sum max(0, pi_i p_{i+1} - q_{i+1}); the last of a row is pi."""
+        assert target.probs is not None and target.index is not None
+        h = pi.clone()
+        counts = torch.tensor(proposal.num_tokens, device=pi.device)
+        for i in range(proposal.width - 1):
+            rows = torch.nonzero((counts > i + 1) & (target.index[:, i + 1] >= 0))[:, 0]
+            if not len(rows):
+                continue
+            columns = torch.full_like(rows, i + 1)
+            p = target.probs[target.index[rows, i + 1]]
+            scale = pi[rows, i].to(p.dtype)
+            q = _draft_rows(proposal, rows, columns)
+            # q a point mass at x: sum max(0, pi p - q) = pi (1 - p(x)), because pi p(x) <= 1
+            here = p.gather(1, proposal.token_ids[rows, columns][:, None])[:, 0]
+            mass = scale * (1 - here)
+            if q is not None:
+                spread = (p * scale[:, None] - q).clamp(min=0).sum(-1)
+                mass = torch.where(_is_point(proposal, rows, columns), mass, spread)
+            mass = mass.clamp(min=0)
+            rest = mass + 1 - scale
+            h[rows, i] = torch.where(rest > 0, mass / rest.clamp(min=torch.finfo(p.dtype).tiny), 1.0).to(h.dtype)
+        return h
+
+
+def _joint(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """pi_i = min(1, pi_{i-1} p_i(x_i) / q_i(x_i)), pi_0 = 1. p, q: [B, K] -> [B, K]."""
+    ratio = p / q.clamp(min=torch.finfo(q.dtype).tiny)
+    out, last = torch.empty_like(ratio), torch.ones_like(ratio[:, 0])
+    for i in range(ratio.shape[1]):
+        last = torch.clamp(last * ratio[:, i], max=1.0)
+        out[:, i] = last
+    return out
+
+
+class Match:
+    """Draw the target's own token at each place and accept while it equals the draft's."""
+
+    name, exact, coupled = "match", True, False
+
+    def judge(self, target: Laws, proposal: Proposal, streams: Streams) -> Verdict:
+        """The target's tokens alone are written; the draft only saves passes."""
+        tokens = draw(target, streams, Purpose.TARGET)
+        count = _leading((tokens[:, : proposal.width] == proposal.token_ids) & _valid(proposal))
+        batch = torch.arange(len(count), device=count.device)
+        return Verdict(count, tokens[batch, count])
+
+
+class Coupled(Match):
+    """Gumbel coupling: `match` with noise that drafter and target share by position (Daliri et al. 2024).
+
+    The output is a function of (seed, target) alone: the same with any drafter, any length, alone or in a batch.
+    """
+
+    name, exact, coupled = "coupled", True, True
+
+
+RULES: dict[str, type[Speculative] | type[Block] | type[Match]] = {
+    "speculative": Speculative,
+    "block": Block,
+    "match": Match,
+    "coupled": Coupled,
+}
+
+
+def make_rule(name: str) -> Rule:
+    """The rule of that name; UnknownNameError names the nearest."""
+    if name not in RULES:
+        raise UnknownNameError("rule", name, RULES)
+    return RULES[name]()

@@ -1,0 +1,98 @@
+"""Prompt lookup: the longest suffix of the context that occurs earlier, and what followed it there.
+
+Each row keeps an index from n-gram to the place behind its latest occurrence, extended by the committed tokens only, so
+a look-up costs a few dictionary reads however long the context is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from foresay.core import IntArray, LengthPolicy, Move, Proposal, Row, Rows, Verdict
+from foresay.errors import ConfigError
+from foresay.models.base import ModelOutput
+
+
+class _Index:
+    """Where each n-gram of a row's context last ended, for n from `low` to `high`."""
+
+    __slots__ = ("ends", "high", "indexed", "low")
+
+    def __init__(self, low: int, high: int) -> None:
+        self.low, self.high = low, high
+        self.ends: dict[tuple[int, ...], int] = {}
+        self.indexed = 0
+
+    def extend(self, tokens: Sequence[int], start: int, end: int) -> None:
+        """Index the n-grams that end before `end` (so that the suffix of the context never finds itself)."""
+        for stop in range(max(self.indexed, self.low - 1) + 1, end):
+            for n in range(self.low, min(self.high, stop) + 1):
+                self.ends[tuple(tokens[stop - n - start : stop - start])] = stop
+        self.indexed = max(self.indexed, end - 1)
+
+    def find(self, suffix: Sequence[int]) -> int | None:
+        """The place behind the latest earlier occurrence of the longest indexed suffix."""
+        for n in range(min(self.high, len(suffix)), self.low - 1, -1):
+            place = self.ends.get(tuple(suffix[-n:]))
+            if place is not None:
+                return place
+        return None
+
+
+class PromptLookup:
+    """Guesses by copying from the row's own context (no weights, no cost in the model's time)."""
+
+    hidden_layers: tuple[int, ...] = ()
+
+    def __init__(self, *, max_ngram: int = 4, min_ngram: int = 2, device: torch.device | str = "cpu") -> None:
+        """Suffixes of max_ngram down to min_ngram tokens are looked up."""
+        if not 1 <= min_ngram <= max_ngram <= 64:
+            raise ConfigError(f"min_ngram={min_ngram}, max_ngram={max_ngram} must satisfy 1 <= min_ngram <= max_ngram <= 64")
+        self.max_ngram, self.min_ngram = max_ngram, min_ngram
+        self._device = torch.device(device)
+        self._indices: list[_Index] = []
+
+    def admit(self, rows: Rows, first: int) -> None:
+        """Start an index for each new row."""
+        assert len(self._indices) == first
+        self._indices += [_Index(self.min_ngram, self.max_ngram) for _ in range(len(rows) - first)]
+
+    def rearrange(self, moves: Sequence[Move], count: int) -> None:
+        """Follow the engine's moves."""
+        for source, target in moves:
+            self._indices[target] = self._indices[source]
+        del self._indices[count:]
+
+    def reset(self) -> None:
+        """Forget every row."""
+        self._indices = []
+
+    def observe(self, rows: Rows, verdict: Verdict | None, target: ModelOutput | None) -> None:
+        """Nothing to learn from the target's pass: the index reads committed tokens when it is asked."""
+
+    def propose(self, rows: Rows, budget: Sequence[int], policy: LengthPolicy) -> Proposal:
+        """Copy what followed the longest suffix; a copy that reaches the context's end goes on into itself."""
+        guesses = [self._guess(row, index, n) for row, index, n in zip(rows, self._indices, budget, strict=True)]
+        counts = [len(guess) for guess in guesses]
+        width = max(counts)
+        if width == 0:
+            return Proposal.empty(len(rows), self._device)
+        padded = [guess + [0] * (width - len(guess)) for guess in guesses]
+        return Proposal(torch.tensor(padded, device=self._device), counts)
+
+    def _guess(self, row: Row, index: _Index, count: int) -> list[int]:
+        tokens = row.tokens
+        start = max(0, index.indexed - self.max_ngram)
+        index.extend(tokens[start:].tolist(), start, row.size)
+        if count <= 0:
+            return []
+        place = index.find(tokens[-self.max_ngram :].tolist())
+        return [] if place is None else _copy(tokens, place, count)
+
+
+def _copy(tokens: IntArray, place: int, count: int) -> list[int]:
+    """`count` tokens from `place` on; past the end the copy repeats what it has copied, as LZ77 does."""
+    source = tokens[place : place + count].tolist()
+    return [source[i % len(source)] for i in range(count)]

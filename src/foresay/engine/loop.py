@@ -1,0 +1,205 @@
+"""The engine: requests join and leave between steps of one decode loop.
+
+    admit -> prefill -> step (propose, score, judge, commit, rewind) -> retire
+
+Owns the rows, the target's cache and the order of things. Knows no text: a stop string comes in as a condition.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import deque
+from collections.abc import Sequence
+
+from foresay.core import (
+    MAX_SEED,
+    Drafter,
+    FinishReason,
+    IntArray,
+    LengthPolicy,
+    Row,
+    Rows,
+    Rule,
+    SamplingParams,
+    Step,
+    StopCondition,
+)
+from foresay.engine.guard import GuardedDrafter
+from foresay.engine.places import plan_moves
+from foresay.errors import ConfigError, ContextLengthError, PromptError
+from foresay.models.base import LanguageModel
+from foresay.models.prefill import fill_chunk, pending
+from foresay.processing import check_processors, check_token_ids
+from foresay.step import step
+
+PREFILL_TOKENS = 512
+"""Prompt tokens filled between two decoding steps, about; more would make the rows that decode wait."""
+
+
+class Engine:
+    """Continuous batching around `step`.
+
+    Requests are submitted at any time; each call of `step` admits what fits, fills prompts, runs one target pass over
+    every row that decodes, and returns what was committed.
+    """
+
+    def __init__(
+        self,
+        target: LanguageModel,
+        drafter: Drafter | None,
+        rule: Rule,
+        policy: LengthPolicy,
+        *,
+        max_batch_size: int = 32,
+    ) -> None:
+        if isinstance(max_batch_size, bool) or not isinstance(max_batch_size, int) or not 1 <= max_batch_size <= 4096:
+            raise ConfigError(f"max_batch_size={max_batch_size!r} must be an integer in [1, 4096]")
+        self.target, self.rule, self.policy, self.max_batch_size = target, rule, policy, max_batch_size
+        self.drafter = None if drafter is None else GuardedDrafter(drafter, target.vocab_size, target.device)
+        self._cache = target.new_cache()
+        self._waiting: deque[Row] = deque()
+        self._items: list[Row] = []
+        self._decoding = 0
+        self._rows: Rows | None = None
+        self._cancelled: set[int] = set()
+        self._next_id = 0
+
+    def submit(
+        self,
+        prompt: Sequence[int] | IntArray,
+        params: SamplingParams,
+        *,
+        eos: frozenset[int] = frozenset(),
+        stop: StopCondition | None = None,
+    ) -> int:
+        """Queue a request and return its id.
+
+        prompt: token ids. eos: the model's end-of-sequence ids. stop: asked about every committed token. Raises
+        PromptError for an empty prompt or foreign ids, ContextLengthError when the prompt fills the context, and
+        ConfigError for parameters that name tokens the vocabulary lacks.
+        """
+        limit = self._check(prompt, params)
+        seed = params.seed if params.seed is not None else secrets.randbelow(MAX_SEED)
+        row = Row(self._next_id, prompt, params, seed=seed, limit=limit, eos=eos, stop=stop)
+        self._next_id += 1
+        self._waiting.append(row)
+        return row.request_id
+
+    def _check(self, prompt: Sequence[int] | IntArray, params: SamplingParams) -> int:
+        check_processors(params.processors)
+        check_token_ids(params, self.target.vocab_size)
+        if len(prompt) == 0:
+            raise PromptError("the prompt is empty; give at least one token")
+        low, high = min(prompt), max(prompt)
+        if low < 0 or high >= self.target.vocab_size:
+            bad = int(low if low < 0 else high)
+            raise PromptError(f"prompt token id {bad} is not in the vocabulary (0 to {self.target.vocab_size - 1})")
+        if len(prompt) >= self.target.max_length:
+            raise ContextLengthError(
+                f"the prompt has {len(prompt)} tokens; the model's context is {self.target.max_length}, which must also "
+                "hold at least one new token. Shorten the prompt"
+            )
+        if params.min_new_tokens > self.target.max_length - len(prompt):
+            raise ContextLengthError(
+                f"min_new_tokens={params.min_new_tokens} cannot fit: the prompt takes {len(prompt)} of the context's "
+                f"{self.target.max_length} tokens"
+            )
+        return min(len(prompt) + params.max_new_tokens, self.target.max_length)
+
+    def cancel(self, request_id: int) -> None:
+        """End a request before its next step; unknown and finished ids are ignored."""
+        self._cancelled.add(request_id)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is unfinished."""
+        return bool(self._items or self._waiting)
+
+    @property
+    def num_active(self) -> int:
+        """Rows in the batch, those being prefilled included."""
+        return len(self._items)
+
+    @property
+    def draft_failures(self) -> int:
+        """How often the drafter raised."""
+        return 0 if self.drafter is None else self.drafter.failures
+
+    def seed_of(self, request_id: int) -> int | None:
+        """The seed of an unfinished request (drawn when none was given)."""
+        return next((r.seed for r in (*self._items, *self._waiting) if r.request_id == request_id), None)
+
+    def step(self) -> list[Step]:
+        """Admit, prefill, decode once. Returns one Step per decoded row; none while only prompts are filled."""
+        ended = self._cancel()
+        self._admit()
+        self._prefill()
+        if self._decoding == 0:
+            return ended
+        rows = self._active()
+        steps = step(rows, self.target, self._cache, self.drafter, self.rule, self.policy)
+        self._retire([s.finish_reason is None for s in steps])
+        return ended + steps
+
+    def _active(self) -> Rows:
+        if self._rows is None:
+            self._rows = Rows(self._items[: self._decoding], coupled=self.rule.coupled)
+        return self._rows
+
+    def _cancel(self) -> list[Step]:
+        if not self._cancelled:
+            return []
+        gone = [r for r in (*self._items, *self._waiting) if r.request_id in self._cancelled]
+        self._waiting = deque(r for r in self._waiting if r.request_id not in self._cancelled)
+        self._retire([r.request_id not in self._cancelled for r in self._items])
+        self._cancelled.clear()
+        return [Step(r.request_id, (), (), 0, 0, FinishReason.CANCELLED) for r in gone]
+
+    def _admit(self) -> None:
+        """Move waiting requests into free places, the short prompts of one admission first so that they pad little."""
+        free = min(self.max_batch_size - len(self._items), len(self._waiting))
+        if free <= 0:
+            return
+        first = len(self._items)
+        if first == 0 and self.drafter is not None:
+            self.drafter.reset()
+        self._items += sorted((self._waiting.popleft() for _ in range(free)), key=lambda row: row.size)
+        self.target.admit(Rows(self._items), first, self._cache)
+
+    def _prefill(self) -> None:
+        """Fill prompts: all of the first row's when nothing decodes, else about PREFILL_TOKENS between two steps."""
+        if self._decoding == len(self._items):
+            return
+        everyone = Rows(self._items)
+        filled = 0
+        while filled < PREFILL_TOKENS or self._decoding == 0:
+            count = fill_chunk(self.target, self._cache, everyone, self._decoding)
+            filled += count
+            self._join(everyone)
+            if count == 0:
+                break
+
+    def _join(self, everyone: Rows) -> None:
+        """Rows whose prompts are in the cache begin to decode."""
+        first = self._decoding
+        while self._decoding < len(everyone) and pending(everyone, self._cache, self._decoding) == 0:
+            self._decoding += 1
+        if self._decoding > first:
+            self._rows = None
+            if self.drafter is not None:
+                self.drafter.admit(self._active(), first)
+
+    def _retire(self, alive: Sequence[bool]) -> None:
+        """Close the gaps of ended rows; each surviving row moves at most once."""
+        alive = [*alive, *[True] * (len(self._items) - len(alive))]
+        if all(alive):
+            return
+        front, back, decoding = plan_moves(alive, self._decoding)
+        for source, place in (*front, *back):
+            self._items[place] = self._items[source]
+        count = sum(alive)
+        del self._items[count:]
+        self._cache.rearrange([*front, *back], count)
+        if self.drafter is not None:
+            self.drafter.rearrange(front, decoding)
+        self._decoding, self._rows = decoding, None

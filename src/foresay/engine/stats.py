@@ -1,0 +1,102 @@
+"""What Steps add up to. Counts are stored, every mean is derived from them, and nothing is counted twice."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from foresay.core import Origin, Step
+
+
+@dataclass(slots=True)
+class Stats:
+    """Counts over the Steps of a request, or of many."""
+
+    num_passes: int = 0
+    """Row passes of the target: one per Step."""
+    num_tokens: int = 0
+    """Tokens committed."""
+    num_drafted: int = 0
+    num_tested: int = 0
+    num_accepted: int = 0
+    origins: Counter[Origin] = field(default_factory=Counter)
+    """Committed tokens by who produced them."""
+    accepted_lengths: Counter[int] = field(default_factory=Counter)
+    """How many Steps accepted how many draft tokens."""
+    tested_at: Counter[int] = field(default_factory=Counter)
+    accepted_at: Counter[int] = field(default_factory=Counter)
+    """Draft tokens tested and accepted, by position in the draft from 0."""
+    draft_s: float = 0.0
+    target_s: float = 0.0
+    total_s: float = 0.0
+    """Seconds, each row's share of its steps."""
+
+    @classmethod
+    def of(cls, steps: Iterable[Step]) -> Stats:
+        """The counts over some Steps."""
+        stats = cls()
+        for step in steps:
+            stats.add(step)
+        return stats
+
+    def add(self, step: Step) -> None:
+        """Count one Step; one that committed nothing and drafted nothing (a cancellation) is no pass."""
+        if not step.token_ids and not step.num_drafted:
+            return
+        self.num_passes += 1
+        self.num_tokens += len(step.token_ids)
+        self.num_drafted += step.num_drafted
+        self.num_tested += step.num_tested
+        self.num_accepted += step.num_accepted
+        self.origins.update(step.origins)
+        self.accepted_lengths[step.num_accepted] += 1
+        self.tested_at.update(range(step.num_tested))
+        self.accepted_at.update(range(step.num_accepted))
+        self.draft_s += step.draft_s / step.batch_size
+        self.target_s += step.target_s / step.batch_size
+        self.total_s += step.total_s / step.batch_size
+
+    def merge(self, other: Stats) -> None:
+        """Add another's counts."""
+        for name in self.__slots__:
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if isinstance(mine, Counter):
+                mine.update(theirs)
+            else:
+                setattr(self, name, mine + theirs)
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """accepted / tested, None when nothing was tested."""
+        return self.num_accepted / self.num_tested if self.num_tested else None
+
+    @property
+    def draft_utilization(self) -> float | None:
+        """accepted / drafted, None when nothing was drafted."""
+        return self.num_accepted / self.num_drafted if self.num_drafted else None
+
+    @property
+    def block_efficiency(self) -> float | None:
+        """Tokens per target pass, None without a pass."""
+        return self.num_tokens / self.num_passes if self.num_passes else None
+
+    def as_dict(self) -> dict[str, object]:
+        """Plain types, for JSON."""
+        return {
+            "num_passes": self.num_passes,
+            "num_tokens": self.num_tokens,
+            "num_drafted": self.num_drafted,
+            "num_tested": self.num_tested,
+            "num_accepted": self.num_accepted,
+            "acceptance_rate": self.acceptance_rate,
+            "draft_utilization": self.draft_utilization,
+            "block_efficiency": self.block_efficiency,
+            "origins": {origin.value: self.origins[origin] for origin in Origin},
+            "accepted_lengths": {str(k): v for k, v in sorted(self.accepted_lengths.items())},
+            "tested_at": {str(k): v for k, v in sorted(self.tested_at.items())},
+            "accepted_at": {str(k): v for k, v in sorted(self.accepted_at.items())},
+            "draft_s": self.draft_s,
+            "target_s": self.target_s,
+            "total_s": self.total_s,
+        }

@@ -1,0 +1,59 @@
+"""Every error foresay raises on purpose.
+
+    ForesayError
+    ├── ConfigError (ValueError)            a parameter has a value that cannot be honoured
+    │   ├── PromptError                     the prompt cannot be decoded as given
+    │   └── UnknownNameError                a drafter, rule, model alias or parameter nobody knows
+    ├── ContextLengthError (ValueError)     prompt, or prompt and output, exceed the context
+    ├── VocabularyMismatchError             target and draft do not share their tokens
+    ├── UnsupportedModelError               a model that cannot be rewound or batched exactly
+    ├── ModelNotFoundError                  no model under that name or path
+    └── ModelLoadError                      files that are there but cannot be read
+
+A message says what is wrong, the value, what is allowed and what to do. `assert` is for foresay's own invariants.
+"""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class ForesayError(Exception):
+    """Base of all of foresay's errors."""
+
+
+class ConfigError(ForesayError, ValueError):
+    """A parameter has a value that cannot be honoured."""
+
+
+class PromptError(ConfigError):
+    """The prompt cannot be decoded as given."""
+
+
+class UnknownNameError(ConfigError):
+    """A name that is not among the known ones; the message offers the nearest."""
+
+    def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
+        choices = sorted(known)
+        near = get_close_matches(name, choices, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        super().__init__(f"unknown {kind} {name!r}.{hint} Known: {', '.join(choices)}.")
+
+
+class ContextLengthError(ForesayError, ValueError):
+    """The prompt, or the prompt and the output asked for, do not fit the model's context."""
+
+
+class VocabularyMismatchError(ForesayError):
+    """Target and draft do not share their tokens, so a draft's token ids mean something else."""
+
+
+class UnsupportedModelError(ForesayError):
+    """The model cannot be decoded exactly by this engine; the message names the reason."""
+
+
+class ModelNotFoundError(ForesayError):
+    """No model under that name or path."""
+
+
+class ModelLoadError(ForesayError):
+    """The model's files exist but cannot be read."""

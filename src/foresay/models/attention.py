@@ -1,0 +1,142 @@
+"""The attention and the masks that plain and speculated passes share, registered with transformers as "foresay".
+
+Owns how a query sees the slots of its row. A mask is built from the family's own mask function (causal, sliding, chunked)
+evaluated at each row's absolute positions, so ragged rows need no padding. Grouped query heads are folded into query
+rows and padded to at least four: PyTorch's CPU kernel takes another path below that, and bits would depend on whether a
+pass speculates. Outside a foresay pass both functions hand over to transformers' own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from foresay.models.slots import Pass
+
+NAME = "foresay"
+MIN_QUERY_ROWS = 4
+
+_current: ContextVar[Pass | None] = ContextVar("foresay_pass", default=None)
+
+
+@contextmanager
+def during(at: Pass) -> Iterator[None]:
+    """Let the model's masks and attention see where the pass's tokens are."""
+    token = _current.set(at)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def current_pass() -> Pass | None:
+    """The pass under way in this context."""
+    return _current.get()
+
+
+def register() -> None:
+    """Make the implementation known to transformers; harmless when repeated."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(NAME, attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, additive_mask)
+
+
+def additive_mask(*args: Any, mask_function: Callable[..., Any], dtype: torch.dtype = torch.float32, **kwargs: Any) -> Any:
+    """[B, 1, T, width]: 0 where the family's mask function lets a position see a slot, the dtype's least number elsewhere."""
+    at = _current.get()
+    if at is None:
+        from transformers.masking_utils import eager_mask
+
+        return eager_mask(*args, mask_function=mask_function, dtype=dtype, **kwargs)
+    device = at.positions.device
+    batch = torch.arange(at.batch, device=device)[:, None, None, None]
+    head = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=device)
+    slots = torch.arange(at.width, device=device)[None, None, None, :]
+    seen = mask_function(batch, head, at.positions[:, None, :, None], slots)
+    mask = torch.zeros(seen.shape, dtype=dtype, device=device)
+    return mask.masked_fill_(~seen, torch.finfo(dtype).min)
+
+
+def attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """query [B, Hq, T, D], key and value [B, Hk, S, D] -> [B, T, Hq, D].
+
+    softcap: scores become softcap * tanh(scores / softcap) (Gemma 2). s_aux: [Hq] sink logits (gpt-oss).
+    """
+    at = _current.get()
+    if at is None and softcap is None and s_aux is None:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+        return out, None
+    if softcap is not None or s_aux is not None:
+        return _explicit(query, key, value, attention_mask, scaling, softcap, s_aux), None
+    assert at is not None and attention_mask is not None
+    batch, heads, columns, dim = query.shape
+    group = heads // key.shape[1]
+    rows = group * columns
+    folded = query.reshape(batch, key.shape[1], rows, dim)
+    if rows < MIN_QUERY_ROWS:
+        folded = F.pad(folded, (0, 0, 0, MIN_QUERY_ROWS - rows))
+    mask = _folded_mask(at, attention_mask.to(query.device), group, rows)
+    out = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
+    out = out[:, :, :rows].reshape(batch, heads, columns, value.shape[-1])
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _folded_mask(at: Pass, mask: torch.Tensor, group: int, rows: int) -> torch.Tensor:
+    """The mask repeated over a group of query heads and padded, [B, 1, rows, S]; made once per pass, not per layer."""
+    known = at.folded.get(id(mask))
+    if known is not None and known[0] is mask:
+        return known[1]
+    folded = mask.repeat(1, 1, group, 1) if group > 1 else mask
+    if rows < MIN_QUERY_ROWS:
+        folded = F.pad(folded, (0, 0, 0, MIN_QUERY_ROWS - rows))
+    at.folded[id(mask)] = (mask, folded)
+    return folded
+
+
+def _explicit(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention written out in float32, for what the fused kernel does not offer."""
+    batch, heads, columns, dim = query.shape
+    group = heads // key.shape[1]
+    folded = query.float().reshape(batch, key.shape[1], group * columns, dim)
+    scores = torch.matmul(folded, key.float().transpose(2, 3)).view(batch, heads, columns, -1)
+    scores = scores * (scaling if scaling is not None else dim**-0.5)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is not None:
+        scores = scores + mask[..., : scores.shape[-1]].to(scores.device)
+    if sinks is not None:
+        sink = sinks.float().view(1, heads, 1, 1).expand(batch, -1, columns, 1)
+        weights = torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
+    weights = weights.reshape(batch, key.shape[1], group * columns, -1)
+    out = torch.matmul(weights, value.float()).view(batch, heads, columns, -1)
+    return out.transpose(1, 2).to(query.dtype).contiguous()

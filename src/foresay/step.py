@@ -1,0 +1,120 @@
+"""The one step: propose, score, judge, commit, rewind.
+
+Everything that decodes calls this function: plain decoding is a budget of 0, a batch of one is a batch. It knows
+neither requests nor texts; it is given rows whose caches lack exactly their last token, and it leaves them so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import perf_counter
+
+import torch
+
+from foresay.core import (
+    Drafter,
+    FinishReason,
+    KVCache,
+    LengthPolicy,
+    Origin,
+    Proposal,
+    Row,
+    Rows,
+    Rule,
+    Step,
+    TokenLogprob,
+    Verdict,
+)
+from foresay.models.base import LanguageModel
+from foresay.sampling import build_laws
+
+
+@torch.inference_mode()
+def step(
+    rows: Rows, target: LanguageModel, cache: KVCache, drafter: Drafter | None, rule: Rule, policy: LengthPolicy
+) -> list[Step]:
+    """One target pass over all rows, and what it commits to each. One Step per row, in order."""
+    began = perf_counter()
+    proposal = propose(rows, target, drafter, policy)
+    proposed = perf_counter()
+    last = torch.tensor([[int(row.tokens[-1])] for row in rows], device=target.device)
+    token_ids = torch.cat([last, proposal.token_ids], 1) if proposal.width else last
+    counts = [1 + n for n in proposal.num_tokens]
+    hidden = drafter.hidden_layers if drafter is not None else ()
+    output = target.forward(token_ids, counts, cache, hidden_layers=hidden)
+    scored = perf_counter()
+    laws = build_laws(output.scores(), rows, proposal.token_ids)
+    verdict = rule.judge(laws, proposal, rows.streams(target.device))
+    committed = commit(rows, proposal, verdict, output.scores())
+    cache.truncate([row.size - 1 for row in rows])
+    if drafter is not None:
+        drafter.observe(rows, verdict, output)
+    total = perf_counter() - began
+    return [
+        Step(
+            request_id=row.request_id,
+            token_ids=tuple(kept),
+            origins=origins,
+            num_drafted=drafted,
+            num_accepted=accepted,
+            finish_reason=reason,
+            logprobs=logprobs,
+            batch_size=len(rows),
+            draft_s=proposed - began,
+            target_s=scored - proposed,
+            total_s=total,
+        )
+        for row, (kept, origins, drafted, accepted, reason, logprobs) in zip(rows, committed, strict=True)
+    ]
+
+
+def propose(rows: Rows, target: LanguageModel, drafter: Drafter | None, policy: LengthPolicy) -> Proposal:
+    """The drafter's guess, never longer than what the row may still commit besides the target's own token."""
+    if drafter is None:
+        return Proposal.empty(len(rows), target.device)
+    budget = [max(0, min(n, row.remaining - 1)) for n, row in zip(policy.budget(rows), rows, strict=True)]
+    return drafter.propose(rows, budget, policy) if any(budget) else Proposal.empty(len(rows), target.device)
+
+
+_Committed = tuple[list[int], tuple[Origin, ...], int, int, FinishReason | None, tuple[TokenLogprob, ...] | None]
+
+
+def commit(rows: Rows, proposal: Proposal, verdict: Verdict, scores: torch.Tensor) -> list[_Committed]:
+    """Append the accepted tokens and the extra one, cut at the first stop. The only place that waits for the device."""
+    told = torch.cat([verdict.num_accepted[:, None], verdict.token_ids[:, None], proposal.token_ids], 1).tolist()
+    out: list[_Committed] = []
+    for i, row in enumerate(rows):
+        accepted, extra, drafted = told[i][0], told[i][1], proposal.num_tokens[i]
+        tokens = [*told[i][2 : 2 + accepted], extra]
+        kept, reason = cut(row, tokens)
+        row.extend(kept)
+        last = Origin.RESIDUAL if accepted < drafted else Origin.BONUS
+        origins = ((Origin.DRAFT,) * accepted + (last,))[: len(kept)]
+        logprobs = _logprobs(scores[i], kept, row.params.logprobs) if row.params.logprobs is not None else None
+        out.append((kept, origins, drafted, accepted, reason, logprobs))
+    return out
+
+
+def cut(row: Row, tokens: Sequence[int]) -> tuple[list[int], FinishReason | None]:
+    """The tokens up to the first stop (token, string, length or context), that one included, and why it ended there."""
+    kept = list(tokens[: row.remaining])
+    reason = FinishReason.LENGTH if len(kept) == row.remaining else None
+    free = row.params.min_new_tokens - row.num_new
+    for i, token in enumerate(kept):
+        if token in row.eos and i + 1 > free:
+            kept, reason = kept[: i + 1], FinishReason.STOP
+            break
+    if row.stop is not None:
+        count = row.stop(kept)
+        if count is not None:
+            return kept[:count], FinishReason.STOP
+    return kept, reason
+
+
+def _logprobs(scores: torch.Tensor, kept: Sequence[int], top: int) -> tuple[TokenLogprob, ...]:
+    """Log-probabilities of the kept tokens under the raw logits. scores: [T, V], column t scores kept[t]."""
+    logprobs = scores[: len(kept)].float().log_softmax(-1)
+    chosen = logprobs[torch.arange(len(kept)), torch.tensor(kept, device=scores.device)].tolist()
+    values, ids = logprobs.topk(min(top, logprobs.shape[-1])) if top else (logprobs[:, :0], logprobs[:, :0].long())
+    pairs = [tuple(zip(i, v, strict=True)) for i, v in zip(ids.tolist(), values.tolist(), strict=True)]
+    return tuple(TokenLogprob(c, p) for c, p in zip(chosen, pairs, strict=True))
