@@ -61,7 +61,11 @@ def _is_point(proposal: Proposal, rows: torch.Tensor, columns: torch.Tensor) -> 
 
 
 def _extra_tokens(
-    target: Laws, proposal: Proposal, num_accepted: torch.Tensor, uniform: torch.Tensor, scale: torch.Tensor | None = None
+    target: Laws,
+    proposal: Proposal,
+    num_accepted: torch.Tensor,
+    uniform: torch.Tensor,
+    scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The token after the accepted ones, [B]: from the residual after a rejection, from p after none.
 
@@ -148,7 +152,9 @@ class Block:
         # a greedy row is a point mass: its products are 0 or 1 and the leading ones are the accepted block
         greedy = target.index[:, 0] < 0
         count = torch.where(greedy, _leading((pi > 0) & valid), count)
-        scale = torch.cat([torch.ones(len(pi), 1, device=device, dtype=pi.dtype), pi], 1).gather(1, count[:, None])[:, 0]
+        scale = torch.cat([torch.ones(len(pi), 1, device=device, dtype=pi.dtype), pi], 1).gather(1, count[:, None])[
+            :, 0
+        ]
         extra = streams.uniform(Purpose.EXTRA, torch.zeros(1, dtype=torch.int64, device=device))[:, 0]
         return Verdict(count, _extra_tokens(target, proposal, count, extra, scale))
 

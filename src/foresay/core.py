@@ -146,7 +146,9 @@ class SamplingParams:
         if self.allowed_token_ids is not None:
             allowed = _token_ids("allowed_token_ids", self.allowed_token_ids)
             if not set(allowed) - set(self.banned_token_ids):
-                raise ConfigError("allowed_token_ids is empty, or all of it is in banned_token_ids: nothing can be written")
+                raise ConfigError(
+                    "allowed_token_ids is empty, or all of it is in banned_token_ids: nothing can be written"
+                )
             put(self, "allowed_token_ids", allowed)
         for token, bias in self.logit_bias.items():
             _integer("logit_bias key", token, 0)

@@ -96,7 +96,7 @@ def _repetition(scores: torch.Tensor, ids: torch.Tensor, penalty: float) -> None
 
 
 def _subtract_counts(scores: torch.Tensor, ids: torch.Tensor, presence: float, frequency: float) -> None:
-    unique, counts = ids.unique(return_counts=True)
+    unique, counts = torch.unique(ids, return_counts=True)
     scores[unique] -= presence + frequency * counts
 
 

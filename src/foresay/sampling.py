@@ -92,7 +92,9 @@ def build_laws(logits: torch.Tensor, rows: Rows, continuation: torch.Tensor | No
         return Laws(logits.max(-1).indices)
     batch, width, vocab = logits.shape
     count = len(plan.sampled)
-    points = logits.max(-1).indices if count < batch else torch.zeros(batch, width, dtype=torch.int64, device=logits.device)
+    points = (
+        logits.max(-1).indices if count < batch else torch.zeros(batch, width, dtype=torch.int64, device=logits.device)
+    )
     flat = logits.index_select(0, plan.sampled).reshape(count * width, vocab).float()
     index = torch.full((batch, width), -1, dtype=torch.int64, device=logits.device)
     index[plan.sampled] = torch.arange(count * width, device=logits.device).view(count, width)

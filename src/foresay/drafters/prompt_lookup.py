@@ -49,7 +49,9 @@ class PromptLookup:
     def __init__(self, *, max_ngram: int = 4, min_ngram: int = 2, device: torch.device | str = "cpu") -> None:
         """Suffixes of max_ngram down to min_ngram tokens are looked up."""
         if not 1 <= min_ngram <= max_ngram <= 64:
-            raise ConfigError(f"min_ngram={min_ngram}, max_ngram={max_ngram} must satisfy 1 <= min_ngram <= max_ngram <= 64")
+            raise ConfigError(
+                f"min_ngram={min_ngram}, max_ngram={max_ngram} must satisfy 1 <= min_ngram <= max_ngram <= 64"
+            )
         self.max_ngram, self.min_ngram = max_ngram, min_ngram
         self._device = torch.device(device)
         self._indices: list[_Index] = []

@@ -62,7 +62,9 @@ class GuardedDrafter:
         if proposal.token_ids.shape[0] != len(rows) or len(counts) != len(rows):
             raise ValueError(f"a proposal for {len(counts)} rows in a batch of {len(rows)}")
         if any(not 0 <= n <= min(b, proposal.width) for n, b in zip(counts, budget, strict=True)):
-            raise ValueError(f"proposed {counts} tokens with a budget of {list(budget)} and a width of {proposal.width}")
+            raise ValueError(
+                f"proposed {counts} tokens with a budget of {list(budget)} and a width of {proposal.width}"
+            )
         if proposal.width > max(counts, default=0):
             width = max(counts)
             index = None if proposal.law_index is None else proposal.law_index[:, :width]

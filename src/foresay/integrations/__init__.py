@@ -1,0 +1,1 @@
+"""foresay inside other libraries."""

@@ -1,0 +1,1 @@
+"""What scores tokens: transformers models, tables, and where they come from."""

@@ -48,7 +48,9 @@ def register() -> None:
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, additive_mask)
 
 
-def additive_mask(*args: Any, mask_function: Callable[..., Any], dtype: torch.dtype = torch.float32, **kwargs: Any) -> Any:
+def additive_mask(
+    *args: Any, mask_function: Callable[..., Any], dtype: torch.dtype = torch.float32, **kwargs: Any
+) -> Any:
     """[B, 1, T, width]: 0 where the family's mask function lets a position see a slot, the dtype's least number elsewhere."""
     at = _current.get()
     if at is None:

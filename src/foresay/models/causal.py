@@ -6,6 +6,7 @@ rewound. Refuses to know what the tokens mean or why they are scored.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Sequence
 from typing import Any
@@ -105,23 +106,52 @@ class CausalModel:
             raise UnsupportedModelError(f"{type(model).__name__} cannot be decoded: {'; '.join(reasons)}")
         attention.register()
         self.model = model.eval()
+        self._configs: dict[int, tuple[Any, str]] = {}
         self._set_attention()
         config = model.config.get_text_config(decoder=True)
         self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
         self.max_length = context_limit(model)
         self.position_limit = int(getattr(config, "max_position_embeddings", None) or self.max_length)
         self.device = model.get_input_embeddings().weight.device
+        self.num_parameters = int(model.num_parameters())
         accepted = inspect.signature(model.forward).parameters
         self._takes_positions = "position_ids" in accepted
         self._body = model.base_model
 
     def _set_attention(self) -> None:
-        for config in {id(c): c for c in (self.model.config, self.model.config.get_text_config(decoder=True))}.values():
-            config._attn_implementation = attention.NAME
+        """Route masks, and attention where the family lets it be chosen, through foresay.
+
+        A family with attention code of its own (Falcon, BLOOM) keeps it, and only its masks are ours: its attention
+        modules then read a copy of the configuration that still names the implementation they were built for.
+        """
+        pluggable = getattr(self.model, "_supports_attention_backend", False)
         for module in self.model.modules():
-            inner = getattr(module, "config", None)
-            if inner is not None and hasattr(inner, "_attn_implementation"):
-                inner._attn_implementation = attention.NAME
+            config = getattr(module, "config", None)
+            if config is None or not hasattr(config, "_attn_implementation"):
+                continue
+            if not pluggable and not isinstance(module, PreTrainedModel):
+                module.config = copy.copy(config)
+            else:
+                self._configs.setdefault(id(config), (config, config._attn_implementation))
+        for config, _ in self._configs.values():
+            config._attn_implementation = attention.NAME
+
+    def release(self) -> PreTrainedModel:
+        """Give the model its own attention back and return it; this object must not be used afterwards."""
+        for config, implementation in self._configs.values():
+            config._attn_implementation = implementation
+        return self.model
+
+    def uncached(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Logits of whole sequences by the model's own attention, [B, T] -> [B, T, V]; the reference of the self-check."""
+        for config, implementation in self._configs.values():
+            config._attn_implementation = implementation
+        try:
+            logits: torch.Tensor = self.model(input_ids=token_ids, use_cache=False).logits
+        finally:
+            for config, _ in self._configs.values():
+                config._attn_implementation = attention.NAME
+        return logits
 
     def new_cache(self) -> SlotCache:
         """A cache without rows."""

@@ -28,7 +28,9 @@ class PackedLinear(nn.Module):
 
 def available(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether packing helps: bf16 on a CPU whose oneDNN has bf16 kernels."""
-    if device.type != "cpu" or dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():
+    if device.type != "cpu" or dtype != torch.bfloat16:
+        return False
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 

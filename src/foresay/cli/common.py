@@ -1,0 +1,70 @@
+"""What the commands share: options, reading prompts, showing progress."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from foresay.errors import PromptError
+
+DtypeOption = Annotated[str, typer.Option(help="auto, bf16, fp16 or fp32.")]
+TrustOption = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")]
+
+
+@contextmanager
+def loading(message: str) -> Iterator[Callable[[str], None]]:
+    """A spinner on stderr while something loads; silent when stderr is no terminal."""
+    from rich.console import Console
+
+    console = Console(file=sys.stderr)
+    if not console.is_terminal:
+        yield lambda text: None
+        return
+    with console.status(message) as status:
+        yield status.update
+
+
+def read_prompt(argument: str | None, file: Path | None) -> str:
+    """The prompt from the argument, a file, or standard input ("-", or nothing when it is no terminal)."""
+    if argument is not None and argument != "-" and file is not None:
+        raise PromptError("give the prompt as an argument or with --file, not both")
+    if file is not None and str(file) != "-":
+        try:
+            raw = file.read_bytes()
+        except OSError as error:
+            raise PromptError(f"cannot read {str(file)!r}: {error.strerror}") from None
+        return _decoded(raw, str(file))
+    if argument is not None and argument != "-":
+        return _given(argument)
+    if argument is None and file is None and sys.stdin.isatty():
+        raise PromptError("no prompt: give it as an argument, with --file, or on standard input")
+    return _decoded(sys.stdin.buffer.read(), "standard input")
+
+
+def _decoded(raw: bytes, name: str) -> str:
+    try:
+        return _given(raw.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise PromptError(f"{name} is not UTF-8 text: byte {raw[error.start]:#04x} at offset {error.start}") from None
+
+
+def _given(text: str) -> str:
+    if not text.strip():
+        raise PromptError("the prompt is empty")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise PromptError("the prompt is not UTF-8 text") from None
+    return text
+
+
+def as_prompt(text: str, generator: Any, *, raw: bool) -> Any:
+    """A chat message where the model has a chat template and `raw` is not set, else the text itself."""
+    if raw or not getattr(generator.tokenizer, "chat_template", None):
+        return text
+    return [{"role": "user", "content": text}]

@@ -1,0 +1,195 @@
+"""`foresay generate`: one prompt, streamed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from foresay.cli.common import DtypeOption, TrustOption, as_prompt, loading, read_prompt
+
+if TYPE_CHECKING:
+    from foresay.core import SamplingParams
+    from foresay.generator import Generation, Generator
+
+
+def run(
+    prompt: Annotated[str | None, typer.Argument(help="The prompt; '-' or nothing reads standard input.")] = None,
+    file: Annotated[Path | None, typer.Option(help="Read the prompt from a UTF-8 file.")] = None,
+    model: Annotated[str, typer.Option(help="Alias, hub id, folder or GGUF file.")] = "smollm2-135m",
+    draft: Annotated[str | None, typer.Option(help="A draft model, named the same way.")] = None,
+    drafter: Annotated[str, typer.Option(help="auto, none, model or prompt_lookup.")] = "auto",
+    num_draft_tokens: Annotated[int | None, typer.Option(help="Tokens guessed per pass; 0 is plain decoding.")] = None,
+    rule: Annotated[str, typer.Option(help="speculative, block, match or coupled.")] = "speculative",
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", help="Tokens to write at most.")] = 256,
+    min_new_tokens: Annotated[int, typer.Option(help="Tokens to write at least.")] = 0,
+    temperature: Annotated[float, typer.Option("--temperature", "-t", help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens of this mass.")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="Keep tokens this share as likely as the likeliest.")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1 discourages repetition.")] = 1.0,
+    presence_penalty: Annotated[float, typer.Option(help="Once per token already written.")] = 0.0,
+    frequency_penalty: Annotated[float, typer.Option(help="Per occurrence already written.")] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="Makes a sampled output reproducible.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be repeated.")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Write past the end token.")] = False,
+    logprobs: Annotated[
+        int | None, typer.Option(help="With --json: log-probabilities, and of this many others.")
+    ] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="No chat template: continue the text as it is.")] = False,
+    trace: Annotated[bool, typer.Option("--trace", help="Colour each token by who wrote it.")] = False,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Decode plainly too and compare; 1 if they differ.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the text.")] = False,
+    dtype: DtypeOption = "auto",
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")] = None,
+    trust_remote_code: TrustOption = False,
+) -> int:
+    """Write a continuation of one prompt, faster and unchanged."""
+    from foresay.core import SamplingParams
+    from foresay.errors import ConfigError
+    from foresay.loading import load
+
+    if trace and as_json:
+        raise ConfigError("--trace and --json contradict; give one of them")
+    if logprobs is not None and not as_json:
+        raise ConfigError("--logprobs needs --json")
+    params = SamplingParams(
+        max_new_tokens=max_new_tokens,
+        min_new_tokens=min_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        seed=seed,
+        stop=tuple(stop or ()),
+        ignore_eos=ignore_eos,
+        logprobs=logprobs,
+    )
+    if compare and not params.greedy and rule != "coupled":
+        raise ConfigError("--compare needs --temperature 0, or --rule coupled, under which a seed gives one output")
+    text = read_prompt(prompt, file)
+    with loading(f"Loading {model}") as progress:
+        generator = load(
+            model,
+            draft,
+            drafter=drafter,
+            num_draft_tokens=num_draft_tokens,
+            rule=rule,
+            dtype=dtype,
+            device=device,
+            trust_remote_code=trust_remote_code,
+            progress=progress,
+        )
+    request = as_prompt(text, generator, raw=raw)
+    if params.seed is None and not params.greedy:
+        params = SamplingParams.of(params, seed=_fresh_seed())
+    if compare:
+        generator.generate(request, SamplingParams(max_new_tokens=4))  # neither side pays for the first passes
+    fast, seconds = (_quiet if as_json else _stream)(generator, request, params, trace)
+    plain = _plain(generator, request, params) if compare else None
+    if as_json:
+        typer.echo(json.dumps(_record(fast, seconds, plain), ensure_ascii=False))
+    else:
+        _sum_up(generator, fast, seconds, plain, trace)
+    return 1 if plain is not None and plain[0].token_ids != fast.token_ids else 0
+
+
+def _fresh_seed() -> int:
+    import secrets
+
+    return secrets.randbelow(2**32)
+
+
+def _quiet(generator: Generator, request: Any, params: SamplingParams, trace: bool) -> tuple[Generation, float]:
+    began = perf_counter()
+    return generator.generate(request, params), perf_counter() - began
+
+
+def _stream(generator: Generator, request: Any, params: SamplingParams, trace: bool) -> tuple[Generation, float]:
+    """Print what comes as it comes; Ctrl-C leaves what was printed."""
+    from foresay.cli.trace import coloured, console
+
+    out = console()
+    began = perf_counter()
+    whole = None
+    try:
+        for chunk in generator.stream(request, params):
+            if trace:
+                out.print(coloured(chunk.pieces), end="")
+            else:
+                sys.stdout.write(chunk.text)
+            sys.stdout.flush()
+            whole = chunk.generation or whole
+    except KeyboardInterrupt:
+        sys.stdout.write("\n")
+        raise
+    seconds = perf_counter() - began
+    sys.stdout.write("\n")
+    assert whole is not None
+    return whole, seconds
+
+
+def _plain(generator: Generator, request: Any, params: SamplingParams) -> tuple[Generation, float]:
+    began = perf_counter()
+    return generator.plain().generate(request, params), perf_counter() - began
+
+
+def _record(fast: Generation, seconds: float, plain: tuple[Generation, float] | None) -> dict[str, Any]:
+    record: dict[str, Any] = {
+        "text": fast.text,
+        "token_ids": fast.token_ids,
+        "prompt_tokens": len(fast.prompt_token_ids),
+        "finish_reason": fast.finish_reason.value,
+        "seed": fast.seed,
+        "exact": fast.exact,
+        "seconds": seconds,
+        "tokens_per_s": len(fast.token_ids) / seconds,
+        "stats": fast.stats.as_dict(),
+        "draft_error": fast.draft_error,
+    }
+    if fast.logprobs is not None:
+        record["logprobs"] = [
+            {"logprob": entry.logprob, "top": [list(pair) for pair in entry.top]} for entry in fast.logprobs
+        ]
+    if plain is not None:
+        record["plain_seconds"] = plain[1]
+        record["speed_up"] = plain[1] / seconds
+        record["identical"] = plain[0].token_ids == fast.token_ids
+    return record
+
+
+def _sum_up(
+    generator: Generator, fast: Generation, seconds: float, plain: tuple[Generation, float] | None, trace: bool
+) -> None:
+    """What a terminal's reader wants to know; nothing on stdout unless it was asked for."""
+    from rich.console import Console
+
+    from foresay.cli.trace import comparison, console, first_difference, legend, percent
+
+    out = console()
+    if trace:
+        out.print()
+        out.print(legend())
+    if plain is not None:
+        out.print()
+        out.print(comparison(plain[1], plain[0].stats, seconds, fast.stats))
+        where = first_difference(plain[0], fast, generator.tokenizer)
+        out.print("identical output: yes" if where is None else f"identical output: no, at {where}")
+    notes = Console(file=sys.stderr, highlight=False)
+    if notes.is_terminal:
+        stats = fast.stats
+        seed = "" if fast.seed is None else f", seed {fast.seed}"
+        notes.print(
+            f"{stats.num_tokens} tokens in {seconds:.2f} s, {stats.num_tokens / seconds:.1f} tokens/s, "
+            f"{stats.block_efficiency or 0:.2f} tokens/pass, accepted {percent(stats.acceptance_rate)}{seed}",
+            style="dim",
+        )

@@ -1,0 +1,58 @@
+"""`foresay info MODEL`: what a model supports, and why not."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from foresay.cli.common import DtypeOption, TrustOption, loading
+
+
+def run(
+    model: Annotated[str, typer.Argument(help="Alias, hub id, folder or GGUF file.")],
+    dtype: DtypeOption = "auto",
+    trust_remote_code: TrustOption = False,
+) -> int:
+    """Load a model, check it against its own uncached scores, and say what it supports."""
+    from foresay.errors import UnsupportedModelError
+    from foresay.models.catalog import LoadOptions, load_model
+    from foresay.models.causal import UNLIMITED, CausalModel
+    from foresay.models.probe import VERIFIED, probe
+
+    try:
+        with loading(f"Loading {model}") as progress:
+            options = LoadOptions(dtype=dtype, trust_remote_code=trust_remote_code, progress=progress)
+            loaded = load_model(model, options)
+            causal = loaded.model
+            assert isinstance(causal, CausalModel)
+            difference = probe(causal)
+    except UnsupportedModelError as error:
+        typer.echo(f"{model}\n  supported: no\n  reason: {error}")
+        return 2
+    weights, tokenizer = causal.model, loaded.tokenizer
+    kind = str(weights.config.model_type)
+    context = "unlimited" if causal.max_length == UNLIMITED else f"{causal.max_length} tokens"
+    lines = {
+        "supported": "yes: speculation, ragged batches, every drafter and rule",
+        "family": f"{kind} ({type(weights).__name__}), "
+        + ("tested" if kind in VERIFIED else "self-checked, not in the tests"),
+        "parameters": f"{_parameters(causal) / 1e6:.1f} M",
+        "dtype, device": f"{str(weights.dtype).removeprefix('torch.')}, {causal.device}",
+        "context": context,
+        "vocabulary": f"{causal.vocab_size} embeddings, {len(tokenizer)} tokens in the tokenizer",
+        "chat template": "yes" if getattr(tokenizer, "chat_template", None) else "no",
+        "end tokens": ", ".join(map(str, sorted(loaded.eos_token_ids))) or "none",
+        "self-check": f"cached and uncached scores differ by {difference:.1e} of their spread",
+    }
+    typer.echo(model)
+    for name, value in lines.items():
+        typer.echo(f"  {name}: {value}")
+    return 0
+
+
+def _parameters(causal: object) -> int:
+    from foresay.models.causal import CausalModel
+
+    assert isinstance(causal, CausalModel)
+    return causal.num_parameters

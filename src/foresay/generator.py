@@ -1,0 +1,263 @@
+"""Text in, text out: the object `foresay.load` returns.
+
+Owns the way from a prompt through the engine to text, in one piece, streamed or asynchronously. Each call has an engine
+and caches of its own, so calls do not see each other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, overload
+
+from foresay.core import Drafter, FinishReason, LengthPolicy, Rule, SamplingParams, Step, TokenLogprob
+from foresay.engine import Engine, Stats
+from foresay.errors import ConfigError
+from foresay.lengths import ConstantLength
+from foresay.models.catalog import LoadedModel
+from foresay.prompts import Prompt, encode, is_batch
+from foresay.text import Detokenizer, Piece, StopStrings, TextStream
+
+DrafterBuilder = Callable[[], Drafter | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What one request wrote, and how."""
+
+    text: str
+    """The output, special tokens left out, cut before a stop string."""
+    token_ids: list[int]
+    """The output's ids; the stop token, and the token that completed a stop string, included."""
+    prompt_token_ids: list[int]
+    finish_reason: FinishReason
+    steps: list[Step]
+    """One per target pass; everything else here is read off them."""
+    stats: Stats
+    seed: int | None
+    """The seed that reproduces a sampled output; None for a greedy one."""
+    exact: bool
+    """Whether the rule keeps the target's law."""
+    draft_error: str | None = None
+    """Why drafting ended early, when the drafter failed (the output is not affected)."""
+
+    @property
+    def logprobs(self) -> list[TokenLogprob] | None:
+        """One per output token, when they were asked for."""
+        if not self.steps or self.steps[0].logprobs is None:
+            return None
+        return [entry for step in self.steps for entry in step.logprobs or ()]
+
+    def pieces(self, tokenizer: Any) -> list[Piece]:
+        """The text token by token, with who wrote each."""
+        stream = TextStream(tokenizer)
+        out = [p for step in self.steps for p in stream.push(step.token_ids, step.origins)]
+        return out + stream.finish(stopped=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What one target pass added to a streamed request."""
+
+    index: int
+    """Which prompt of a batch."""
+    text: str
+    pieces: tuple[Piece, ...]
+    """The text by who wrote it."""
+    step: Step
+    finish_reason: FinishReason | None
+    generation: Generation | None = None
+    """The whole, with the last chunk."""
+
+
+class _Request:
+    """One request on its way through an engine."""
+
+    def __init__(self, index: int, prompt: list[int], params: SamplingParams, tokenizer: Any) -> None:
+        if params.stop and tokenizer is None:
+            raise ConfigError(
+                "stop strings need a tokenizer, and this model was loaded without one; use stop_token_ids"
+            )
+        self.index, self.prompt, self.params, self._tokenizer = index, prompt, params, tokenizer
+        self.stop = StopStrings(tokenizer, params.stop, params.min_new_tokens) if params.stop else None
+        self.steps: list[Step] = []
+        self.seed: int | None = None
+
+    def finish(self, reason: FinishReason, exact: bool, draft_error: str | None) -> Generation:
+        ids = [token for step in self.steps for token in step.token_ids]
+        return Generation(
+            text=self._text(ids),
+            token_ids=ids,
+            prompt_token_ids=self.prompt,
+            finish_reason=reason,
+            steps=self.steps,
+            stats=Stats.of(self.steps),
+            seed=self.seed,
+            exact=exact,
+            draft_error=draft_error,
+        )
+
+    def _text(self, ids: list[int]) -> str:
+        if self._tokenizer is None:
+            return ""
+        if self.stop is not None and self.stop.cut_at is not None:
+            return self.stop.text[: self.stop.cut_at]
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
+
+
+class Generator:
+    """A target with a drafter, a rule and a length policy, ready to write."""
+
+    def __init__(
+        self,
+        target: LoadedModel,
+        build_drafter: DrafterBuilder,
+        rule: Rule,
+        policy: LengthPolicy,
+        *,
+        max_batch_size: int = 32,
+        description: str = "",
+    ) -> None:
+        self.target, self.rule, self.policy = target, rule, policy
+        self.max_batch_size = max_batch_size
+        self.description = description
+        self._build_drafter = build_drafter
+
+    def __repr__(self) -> str:
+        return f"<foresay.Generator {self.description}>"
+
+    @property
+    def tokenizer(self) -> Any:
+        """The target's tokenizer, or None."""
+        return self.target.tokenizer
+
+    def plain(self) -> Generator:
+        """The same target without a drafter: plain decoding through the same loop."""
+        return Generator(
+            self.target,
+            lambda: None,
+            self.rule,
+            ConstantLength(0),
+            max_batch_size=self.max_batch_size,
+            description=f"target={self.target.name} drafter=none",
+        )
+
+    def engine(self) -> Engine:
+        """A fresh engine over the shared weights."""
+        return Engine(
+            self.target.model, self._build_drafter(), self.rule, self.policy, max_batch_size=self.max_batch_size
+        )
+
+    @overload
+    def generate(self, prompt: str, params: SamplingParams | None = None, **changes: Any) -> Generation: ...
+
+    @overload
+    def generate(self, prompt: Any, params: Any = None, **changes: Any) -> Any: ...
+
+    def generate(
+        self,
+        prompt: Any,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        on_chunk: Callable[[Chunk], None] | None = None,
+        **changes: Any,
+    ) -> Generation | list[Generation]:
+        """Write one output per prompt.
+
+        prompt: a text, chat messages, token ids, or a list of those, which is decoded as a batch and gives a list.
+        params: for all prompts, or one per prompt. changes: fields of SamplingParams, over `params`. on_chunk: called
+        after every target pass of every prompt. Raises ConfigError, PromptError or ContextLengthError before anything
+        is decoded.
+        """
+        batch = is_batch(prompt)
+        done: dict[int, Generation] = {}
+        for chunk in self._chunks(list(prompt) if batch else [prompt], params, changes, text=on_chunk is not None):
+            if on_chunk is not None:
+                on_chunk(chunk)
+            if chunk.generation is not None:
+                done[chunk.index] = chunk.generation
+        return [done[i] for i in sorted(done)] if batch else done[0]
+
+    def stream(
+        self, prompt: Any, params: SamplingParams | Sequence[SamplingParams] | None = None, **changes: Any
+    ) -> Iterator[Chunk]:
+        """Yield what each target pass adds, as it comes. Arguments as `generate`; a bad one raises here, not later.
+
+        The iterator may be abandoned at any time.
+        """
+        prompts = list(prompt) if is_batch(prompt) else [prompt]
+        return self._run(*self._requests(prompts, params, changes), text=True)
+
+    async def astream(
+        self, prompt: Any, params: SamplingParams | Sequence[SamplingParams] | None = None, **changes: Any
+    ) -> AsyncIterator[Chunk]:
+        """`stream` for asyncio: passes run in a worker thread, the event loop stays free."""
+        iterator = self.stream(prompt, params, **changes)
+        try:
+            while True:
+                pending = asyncio.ensure_future(asyncio.to_thread(next, iterator, None))
+                try:
+                    chunk = await asyncio.shield(pending)
+                except asyncio.CancelledError:
+                    await asyncio.wait([pending])  # the pass under way cannot be interrupted
+                    raise
+                if chunk is None:
+                    return
+                yield chunk
+        finally:
+            iterator.close()  # type: ignore[attr-defined]
+
+    def _chunks(
+        self, prompts: Sequence[Prompt], params: Any, changes: dict[str, Any], *, text: bool
+    ) -> Iterator[Chunk]:
+        return self._run(*self._requests(prompts, params, changes), text=text)
+
+    def _requests(
+        self, prompts: Sequence[Prompt], params: Any, changes: dict[str, Any]
+    ) -> tuple[Engine, dict[int, _Request]]:
+        """Encode, validate and submit everything; nothing is decoded when one prompt is bad."""
+        if params is not None and not isinstance(params, SamplingParams):
+            each = list(params)
+            if len(each) != len(prompts):
+                raise ConfigError(
+                    f"{len(each)} params were given for {len(prompts)} prompts; give one, or one for each"
+                )
+        else:
+            each = [params] * len(prompts)
+        engine = self.engine()
+        requests: dict[int, _Request] = {}
+        for i, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
+            final = SamplingParams.of(one, **changes)
+            request = _Request(i, encode(prompt, self.tokenizer), final, self.tokenizer)
+            number = engine.submit(request.prompt, final, eos=self.target.eos_token_ids, stop=request.stop)
+            request.seed = None if final.greedy else engine.seed_of(number)
+            requests[number] = request
+        return engine, requests
+
+    def _run(self, engine: Engine, requests: dict[int, _Request], *, text: bool) -> Iterator[Chunk]:
+        streams = {
+            number: TextStream(self.tokenizer, request.params.stop) if text and self.tokenizer is not None else None
+            for number, request in requests.items()
+        }
+        while engine.has_work:
+            for step in engine.step():
+                request, stream = requests[step.request_id], streams[step.request_id]
+                request.steps.append(step)
+                pieces = stream.push(step.token_ids, step.origins) if stream is not None else []
+                whole = None
+                if step.finish_reason is not None:
+                    stopped = request.stop is not None and request.stop.cut_at is not None
+                    pieces += stream.finish(stopped=stopped) if stream is not None else []
+                    whole = request.finish(step.finish_reason, self.rule.exact, _draft_error(engine))
+                joined = "".join(piece.text for piece in pieces)
+                yield Chunk(request.index, joined, tuple(pieces), step, step.finish_reason, whole)
+
+
+def _draft_error(engine: Engine) -> str | None:
+    error = engine.drafter.last_error if engine.drafter is not None else None
+    return None if error is None else f"{type(error).__name__}: {error}"
+
+
+__all__ = ["Chunk", "Detokenizer", "Generation", "Generator"]

@@ -1,0 +1,174 @@
+"""foresay as a decoding method of transformers: `model.generate(..., custom_generate=foresay.generate)`.
+
+Owns the translation of transformers' generation settings; a setting that cannot be honoured is an error that names it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from foresay.core import SamplingParams
+from foresay.errors import ConfigError, UnsupportedModelError
+from foresay.loading import load
+
+_UNSUPPORTED: dict[str, Any] = {
+    "num_beams": 1,
+    "num_beam_groups": 1,
+    "penalty_alpha": None,
+    "dola_layers": None,
+    "guidance_scale": None,
+    "watermarking_config": None,
+    "token_healing": False,
+    "prompt_lookup_num_tokens": None,
+    "output_scores": False,
+    "output_logits": False,
+    "output_attentions": False,
+    "output_hidden_states": False,
+    "prefill_chunk_size": None,
+}
+"""Settings of GenerationConfig that are not honoured, with the value (beside None) that asks for nothing."""
+
+_TRANSLATED = {
+    "TemperatureLogitsWarper": "temperature",
+    "TopKLogitsWarper": "top_k",
+    "TopPLogitsWarper": "top_p",
+    "MinPLogitsWarper": "min_p",
+}
+_LENGTHS = ("MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor")
+
+
+def generate(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    logits_processor: LogitsProcessorList | None = None,
+    stopping_criteria: StoppingCriteriaList | None = None,
+    generation_config: GenerationConfig | None = None,
+    *,
+    draft: Any = None,
+    drafter: Any = "auto",
+    num_draft_tokens: int | None = None,
+    rule: str = "speculative",
+    seed: int | None = None,
+    **model_kwargs: Any,
+) -> Any:
+    """Decode with foresay inside transformers' `generate`; pass it as `custom_generate`.
+
+    draft, drafter, num_draft_tokens, rule and seed as in `foresay.load` and SamplingParams; without a seed one is drawn
+    from PyTorch's generator, so `torch.manual_seed` works. input_ids: [B, L], left-padded with an attention mask.
+    Returns [B, L + new] token ids, padded on the right, or a GenerateDecoderOnlyOutput when that was asked for.
+    """
+    config = generation_config or model.generation_config
+    _refuse(config, model, model_kwargs)
+    params, stops = _params(config, logits_processor, stopping_criteria, input_ids.shape[1])
+    prompts = _prompts(input_ids, model_kwargs.get("attention_mask"))
+    generator = load(
+        model, draft, drafter=drafter, num_draft_tokens=num_draft_tokens, rule=rule, max_batch_size=len(prompts)
+    )
+    try:
+        engine = generator.engine()
+        outputs: dict[int, list[int]] = {}
+        for i, prompt in enumerate(prompts):
+            one = SamplingParams.of(params, seed=_seed(seed, i))
+            stop = _Stop(prompt, stops) if stops else None
+            outputs[engine.submit(prompt, one, eos=_eos(config), stop=stop)] = []
+        while engine.has_work:
+            for step in engine.step():
+                outputs[step.request_id].extend(step.token_ids)
+    finally:
+        generator.target.model.release()  # type: ignore[attr-defined]
+    sequences = _padded(input_ids, list(outputs.values()), config)
+    if config.return_dict_in_generate:
+        return GenerateDecoderOnlyOutput(sequences=sequences)
+    return sequences
+
+
+def _refuse(config: GenerationConfig, model: PreTrainedModel, model_kwargs: dict[str, Any]) -> None:
+    if model.config.is_encoder_decoder:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is an encoder-decoder model; foresay.generate takes causal ones"
+        )
+    for name, harmless in _UNSUPPORTED.items():
+        value = getattr(config, name, harmless)
+        if value is not None and value != harmless:
+            raise ConfigError(f"generation setting {name}={value!r} is not supported by foresay.generate; leave it out")
+    if model_kwargs.get("inputs_embeds") is not None:
+        raise ConfigError("inputs_embeds is not supported by foresay.generate; pass input_ids")
+    cache = model_kwargs.get("past_key_values")
+    if cache is not None and cache.get_seq_length() > 0:
+        raise ConfigError("a filled past_key_values is not supported by foresay.generate; pass the whole input_ids")
+
+
+def _params(
+    config: GenerationConfig,
+    processors: LogitsProcessorList | None,
+    criteria: StoppingCriteriaList | None,
+    prompt_length: int,
+) -> tuple[SamplingParams, list[Any]]:
+    """Translate what has a field of its own; other processors and criteria are called as they are."""
+    fields: dict[str, Any] = {"temperature": 1.0 if config.do_sample else 0.0}
+    others: list[Any] = []
+    for processor in processors or ():
+        name = type(processor).__name__
+        if name in _TRANSLATED:
+            key = _TRANSLATED[name]
+            fields[key] = getattr(processor, key)
+        elif name == "RepetitionPenaltyLogitsProcessor" and not getattr(processor, "prompt_ignore_length", None):
+            fields["repetition_penalty"] = float(processor.penalty)
+        elif name not in _LENGTHS:
+            others.append(processor)
+    stops = [c for c in criteria or () if type(c).__name__ not in ("MaxLengthCriteria", "EosTokenCriteria")]
+    least = max(0, (config.min_length or 0) - prompt_length, config.min_new_tokens or 0)
+    budget = config.max_length - prompt_length
+    return SamplingParams(
+        max_new_tokens=budget, min_new_tokens=min(least, budget), processors=tuple(others), **fields
+    ), stops
+
+
+def _prompts(input_ids: torch.Tensor, mask: torch.Tensor | None) -> list[list[int]]:
+    """The rows without their left padding."""
+    if mask is None:
+        return [list(map(int, row)) for row in input_ids.tolist()]
+    if bool((mask[:, :-1] > mask[:, 1:]).any()):
+        raise ConfigError("attention_mask has padding on the right or inside; pad on the left")
+    return [
+        [int(t) for t, m in zip(row, keep, strict=True) if m]
+        for row, keep in zip(input_ids.tolist(), mask.tolist(), strict=True)
+    ]
+
+
+def _seed(seed: int | None, row: int) -> int:
+    base = seed if seed is not None else int(torch.randint(2**62, (1,)))
+    return (base + row) % 2**63
+
+
+def _eos(config: GenerationConfig) -> frozenset[int]:
+    eos = config.eos_token_id
+    return frozenset() if eos is None else frozenset([eos] if isinstance(eos, int) else eos)
+
+
+class _Stop:
+    """transformers' stopping criteria as a stop condition: asked after every committed token."""
+
+    def __init__(self, prompt: list[int], criteria: list[Any]) -> None:
+        self._ids, self._criteria = list(prompt), criteria
+
+    def __call__(self, token_ids: Any) -> int | None:
+        for i, token in enumerate(token_ids):
+            self._ids.append(token)
+            ids = torch.tensor([self._ids])
+            if any(bool(torch.as_tensor(criterion(ids, None)).any()) for criterion in self._criteria):
+                return i + 1
+        return None
+
+
+def _padded(input_ids: torch.Tensor, outputs: list[list[int]], config: GenerationConfig) -> torch.Tensor:
+    pad = config.pad_token_id if config.pad_token_id is not None else next(iter(_eos(config)), 0)
+    width = max(map(len, outputs))
+    tail = torch.full((len(outputs), width), pad, dtype=input_ids.dtype, device=input_ids.device)
+    for i, ids in enumerate(outputs):
+        tail[i, : len(ids)] = torch.tensor(ids, dtype=input_ids.dtype, device=input_ids.device)
+    return torch.cat([input_ids, tail], 1)

@@ -1,0 +1,68 @@
+"""A self-check: does a model, cached in ragged rows and rewound, score what it scores without a cache?
+
+Families that the tests cover are trusted; any other is probed once when it is loaded, and refused when it fails, so that
+an attention implementation nobody has looked at gives an error instead of a wrong text.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from foresay.errors import UnsupportedModelError
+from foresay.models.base import Logits
+from foresay.models.causal import CausalModel
+
+VERIFIED = frozenset(
+    ("llama", "mistral", "mixtral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "gemma3_text", "phi", "phi3")
+    + ("gpt_neox", "gpt2", "opt", "falcon", "olmo2", "granite", "starcoder2", "gpt_oss", "deepseek_v3", "bloom")
+)
+"""model_type of the families whose greedy output the tests compare with transformers."""
+
+_LENGTHS = (3, 9)
+_DRAFT = 3
+
+
+@torch.inference_mode()
+def probe(model: CausalModel) -> float:
+    """Largest difference between cached and uncached logits, as a share of the uncached logits' spread.
+
+    Two ragged rows are filled, fed tokens that are then rejected, rewound, and fed again.
+    """
+    generator = torch.Generator().manual_seed(0)
+    total = max(_LENGTHS) + _DRAFT
+    tokens = torch.randint(2, max(3, min(model.vocab_size, 30000)), (2, total), generator=generator).to(model.device)
+    cache = model.new_cache()
+    cache.add_rows(len(_LENGTHS))
+    model.forward(tokens[:, : max(_LENGTHS)], _LENGTHS, cache, logits=Logits.NONE)
+    model.forward(tokens[:, :_DRAFT].flip(1), (_DRAFT, 1), cache)
+    starts = [length - 1 for length in _LENGTHS]
+    cache.truncate(starts)
+    fed = torch.stack([row[start : start + _DRAFT] for row, start in zip(tokens, starts, strict=True)])
+    cached = model.forward(fed, (_DRAFT,) * len(_LENGTHS), cache).scores().float()
+    worst = 0.0
+    for i, start in enumerate(starts):
+        plain = model.uncached(tokens[i : i + 1, : start + _DRAFT])[0, -_DRAFT:].float()
+        spread = (plain.amax() - plain.amin()).clamp(min=1e-6)
+        worst = max(worst, float((plain - cached[i]).abs().amax() / spread))
+    return worst
+
+
+def check(model: CausalModel) -> None:
+    """Probe a model of a family the tests do not cover; raises UnsupportedModelError when cached and uncached differ."""
+    kind = str(model.model.config.model_type)
+    if kind in VERIFIED:
+        return
+    precise = model.model.dtype == torch.float32
+    allowed = 1e-3 if precise else 5e-2
+    try:
+        difference = probe(model)
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"{type(model.model).__name__} (model_type {kind!r}) does not run over a cache of ragged rows: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    if difference > allowed:
+        raise UnsupportedModelError(
+            f"{type(model.model).__name__} (model_type {kind!r}) scores differently over ragged rows than without "
+            f"a cache (difference {difference:.1e} of the logits' spread, {allowed:.0e} allowed), so its output would not be exact"
+        )

@@ -1,0 +1,79 @@
+"""What a caller may pass as a prompt, and its token ids.
+
+A prompt is a text, a list of chat messages, or token ids (a list, a NumPy array or a tensor); a list of prompts is a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+from foresay.errors import PromptError
+
+Message: TypeAlias = Mapping[str, Any]
+Prompt: TypeAlias = str | Sequence[int] | Sequence[Message] | torch.Tensor
+_ROLES = ("system", "user", "assistant", "tool", "developer")
+
+
+def is_batch(prompt: Any) -> bool:
+    """Whether this is a list of prompts rather than one."""
+    if isinstance(prompt, str):
+        return False
+    if isinstance(prompt, torch.Tensor | np.ndarray):
+        return prompt.ndim > 1
+    if not isinstance(prompt, Sequence):
+        raise PromptError(
+            f"a prompt of type {type(prompt).__name__} is neither a text, nor messages, nor token ids, nor a list of those"
+        )
+    if not prompt:
+        raise PromptError("the prompt is empty; give a text, messages or token ids")
+    return isinstance(prompt[0], str | Sequence | torch.Tensor | np.ndarray)
+
+
+def encode(prompt: Any, tokenizer: Any) -> list[int]:
+    """One prompt's token ids; a text is encoded as it is, messages go through the chat template."""
+    if isinstance(prompt, str):
+        if not prompt:
+            raise PromptError("the prompt is empty; give at least one character")
+        ids: list[int] = _need(tokenizer, "a text prompt")(prompt).input_ids
+        return ids
+    if isinstance(prompt, torch.Tensor | np.ndarray):
+        if prompt.ndim != 1 or "int" not in str(prompt.dtype):
+            raise PromptError(
+                f"token ids of shape {tuple(prompt.shape)} and dtype {prompt.dtype}; give one row of integers"
+            )
+        prompt = prompt.tolist()
+    items = list(prompt)
+    if not items:
+        raise PromptError("the prompt is empty; give a text, messages or token ids")
+    if all(isinstance(item, Mapping) for item in items):
+        return _chat(items, _need(tokenizer, "chat messages"))
+    for item in items:
+        if isinstance(item, bool) or not isinstance(item, int | np.integer):
+            raise PromptError(f"prompt item {item!r} of type {type(item).__name__} is neither a token id nor a message")
+    return [int(item) for item in items]
+
+
+def _chat(messages: Sequence[Message], tokenizer: Any) -> list[int]:
+    for i, message in enumerate(messages):
+        if "role" not in message or "content" not in message:
+            raise PromptError(f"message {i} has the keys {sorted(message)}; it needs 'role' and 'content'")
+        if message["role"] not in _ROLES:
+            raise PromptError(f"message {i} has role={message['role']!r}; known roles: {', '.join(_ROLES)}")
+    if not getattr(tokenizer, "chat_template", None):
+        raise PromptError("this tokenizer has no chat template; pass a text instead of messages")
+    try:
+        out = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=True)
+    except Exception as error:  # a template is a program of its own and may raise anything
+        raise PromptError(f"the chat template refused the messages: {error}") from error
+    ids: list[int] = out["input_ids"]
+    return ids
+
+
+def _need(tokenizer: Any, what: str) -> Any:
+    if tokenizer is None:
+        raise PromptError(f"{what} needs a tokenizer, and this model was loaded without one; pass token ids")
+    return tokenizer

@@ -1,0 +1,128 @@
+"""Tiny random models of every supported family, made on the spot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+VOCAB = 97
+_BASE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}
+
+
+def _base(**changes: Any) -> dict[str, Any]:
+    return {**_BASE, **changes}
+
+
+_GPT = {
+    "vocab_size": VOCAB,
+    "n_embd": 32,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_positions": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", _base()),
+    "mistral": ("mistral", _base(sliding_window=8)),
+    "mixtral": ("mixtral", _base(num_local_experts=4, num_experts_per_tok=2)),
+    "qwen2": ("qwen2", _base(use_sliding_window=True, sliding_window=8, max_window_layers=1)),
+    "qwen3": ("qwen3", _base(head_dim=8)),
+    "gemma": ("gemma", _base(head_dim=8)),
+    "gemma2": ("gemma2", _base(head_dim=8, sliding_window=8, query_pre_attn_scalar=8)),
+    "gemma3": ("gemma3_text", _base(head_dim=8, sliding_window=8, num_hidden_layers=4, query_pre_attn_scalar=8)),
+    "phi": ("phi", _base(num_key_value_heads=4)),
+    "phi3": ("phi3", _base(sliding_window=8)),
+    "gpt_neox": ("gpt_neox", _base(num_key_value_heads=4)),
+    "gpt2": ("gpt2", _GPT),
+    "opt": (
+        "opt",
+        {
+            "vocab_size": VOCAB,
+            "hidden_size": 32,
+            "ffn_dim": 48,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "max_position_embeddings": 256,
+            "word_embed_proj_dim": 32,
+            "bos_token_id": 1,
+            "eos_token_id": 0,
+            "pad_token_id": 0,
+        },
+    ),
+    "falcon": ("falcon", _base(new_decoder_architecture=True, num_kv_heads=2)),
+    "falcon_alibi": ("falcon", _base(alibi=True, new_decoder_architecture=False, multi_query=False)),
+    "olmo2": ("olmo2", _base()),
+    "granite": ("granite", _base(logits_scaling=2.0, residual_multiplier=0.8, attention_multiplier=0.3)),
+    "starcoder2": ("starcoder2", _base(sliding_window=8)),
+    "gpt_oss": ("gpt_oss", _base(head_dim=8, sliding_window=8, num_local_experts=4, num_experts_per_tok=2)),
+    "deepseek_v3": (
+        "deepseek_v3",
+        _base(
+            num_key_value_heads=4,
+            kv_lora_rank=16,
+            q_lora_rank=16,
+            qk_rope_head_dim=8,
+            qk_nope_head_dim=8,
+            v_head_dim=8,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            n_group=1,
+            topk_group=1,
+            moe_intermediate_size=16,
+            first_k_dense_replace=1,
+        ),
+    ),
+    "bloom": (
+        "bloom",
+        {
+            "vocab_size": VOCAB,
+            "hidden_size": 32,
+            "n_layer": 3,
+            "n_head": 4,
+            "bos_token_id": 1,
+            "eos_token_id": 0,
+            "pad_token_id": 0,
+        },
+    ),
+}
+
+
+def _spread(model: PreTrainedModel, seed: int) -> None:
+    """Random weights large enough that greedy choices are far apart and depend on the context."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() >= 2:
+                noise = torch.randn(weight.shape, generator=generator)
+                scale = 1.0 if "embed" in name or "wte" in name or "lm_head" in name else weight.shape[-1] ** -0.5
+                weight.copy_(noise * scale)
+
+
+def make(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """A tiny model of a family in float32."""
+    kind, values = FAMILIES[family]
+    config = CONFIG_MAPPING[kind](**{**values, **changes})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    _spread(model, seed)
+    return model
+
+
+Maker = Callable[..., PreTrainedModel]
