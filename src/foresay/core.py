@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -134,15 +135,15 @@ class SamplingParams:
             raise ConfigError(f"ignore_eos={self.ignore_eos!r} must be True or False")
 
     def _check_tokens(self) -> None:
-        """Normalise the collections to tuples and refuse contradictions among them."""
+        """Copy the collections, so that what was validated stays, and refuse contradictions among them."""
         put = object.__setattr__
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        stop = (self.stop,) if isinstance(self.stop, str) else self._items("stop")
         if any(not isinstance(s, str) or not s for s in stop):
             raise ConfigError(f"stop={self.stop!r} must be non-empty strings")
         put(self, "stop", stop)
         put(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
         put(self, "banned_token_ids", _token_ids("banned_token_ids", self.banned_token_ids))
-        put(self, "processors", tuple(self.processors))
+        put(self, "processors", self._items("processors"))
         if self.allowed_token_ids is not None:
             allowed = _token_ids("allowed_token_ids", self.allowed_token_ids)
             if not set(allowed) - set(self.banned_token_ids):
@@ -150,9 +151,18 @@ class SamplingParams:
                     "allowed_token_ids is empty, or all of it is in banned_token_ids: nothing can be written"
                 )
             put(self, "allowed_token_ids", allowed)
+        if not isinstance(self.logit_bias, Mapping):
+            raise ConfigError(f"logit_bias={self.logit_bias!r} must map token ids to numbers")
         for token, bias in self.logit_bias.items():
             _integer("logit_bias key", token, 0)
             _number(f"logit_bias[{token}]", bias, -1e4, 1e4)
+        put(self, "logit_bias", MappingProxyType(dict(self.logit_bias)))
+
+    def _items(self, name: str) -> tuple[Any, ...]:
+        value = getattr(self, name)
+        if not isinstance(value, list | tuple):
+            raise ConfigError(f"{name}={value!r} must be a list or a tuple")
+        return tuple(value)
 
     @property
     def greedy(self) -> bool:

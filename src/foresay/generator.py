@@ -7,6 +7,7 @@ and caches of its own, so calls do not see each other.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
@@ -103,8 +104,8 @@ class _Request:
             return ""
         if self.stop is not None and self.stop.cut_at is not None:
             return self.stop.text[: self.stop.cut_at]
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return text
+        # as the stream decodes it: `decode` of the whole may turn complete characters before a cut one into U+FFFD
+        return Detokenizer(self._tokenizer).all(ids)
 
 
 class Generator:
@@ -201,7 +202,7 @@ class Generator:
                 try:
                     chunk = await asyncio.shield(pending)
                 except asyncio.CancelledError:
-                    await asyncio.wait([pending])  # the pass under way cannot be interrupted
+                    await _settled(pending)
                     raise
                 if chunk is None:
                     return
@@ -253,6 +254,14 @@ class Generator:
                     whole = request.finish(step.finish_reason, self.rule.exact, _draft_error(engine))
                 joined = "".join(piece.text for piece in pieces)
                 yield Chunk(request.index, joined, tuple(pieces), step, step.finish_reason, whole)
+
+
+async def _settled(pending: asyncio.Future[Any]) -> None:
+    """Wait for the pass under way, which cannot be interrupted, however often the waiting is cancelled."""
+    while not pending.done():
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.wait([pending])
+    pending.exception()
 
 
 def _draft_error(engine: Engine) -> str | None:

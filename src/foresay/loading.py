@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from foresay.acceptance import make_rule
 from foresay.core import Drafter
@@ -61,10 +61,12 @@ def load(
     kind = ("model" if draft is not None else "prompt_lookup") if drafter == "auto" else drafter
     if kind == "model" and (max_ngram, min_ngram) != (None, None):
         raise ConfigError("max_ngram and min_ngram belong to drafter='prompt_lookup', and a draft model was given")
+    if kind == "none" and num_draft_tokens:
+        raise ConfigError(f"drafter='none' drafts nothing, but num_draft_tokens={num_draft_tokens} was given; drop one")
     chosen = make_rule(rule)
     length = num_draft_tokens if num_draft_tokens is not None else DEFAULT_LENGTH.get(str(kind), 5)
     policy = ConstantLength(length)
-    given = {"max_ngram": max_ngram, "min_ngram": min_ngram}
+    given: dict[str, Any] = {"max_ngram": max_ngram, "min_ngram": min_ngram}
     ngrams = {key: value for key, value in given.items() if value is not None}
     if kind == "prompt_lookup":
         PromptLookup(**ngrams)  # a bad n-gram range must fail before the weights are read
@@ -117,7 +119,7 @@ def _builder(kind: Any, target: LoadedModel, draft: LoadedModel | None, ngrams: 
     if hasattr(kind, "propose"):
         return lambda: kind
     if callable(kind):
-        return kind
+        return lambda: cast(Drafter, kind())
     raise ConfigError(f"drafter={kind!r} is neither a name, nor a Drafter, nor a function that makes one")
 
 

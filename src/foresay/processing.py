@@ -35,6 +35,8 @@ def check_processors(processors: Sequence[LogitsProcessor]) -> None:
     """Raise ConfigError for a processor that is not callable, or is known to keep state."""
     for processor in processors:
         name = type(processor).__name__
+        if isinstance(processor, list):  # transformers' LogitsProcessorList
+            check_processors(processor)
         if not callable(processor):
             raise ConfigError(f"processors: {processor!r} is not callable as (input_ids, scores) -> scores")
         if name in STATEFUL_PROCESSORS:

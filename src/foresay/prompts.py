@@ -24,7 +24,7 @@ def is_batch(prompt: Any) -> bool:
         return False
     if isinstance(prompt, torch.Tensor | np.ndarray):
         return prompt.ndim > 1
-    if not isinstance(prompt, Sequence):
+    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
         raise PromptError(
             f"a prompt of type {type(prompt).__name__} is neither a text, nor messages, nor token ids, nor a list of those"
         )
@@ -46,6 +46,8 @@ def encode(prompt: Any, tokenizer: Any) -> list[int]:
                 f"token ids of shape {tuple(prompt.shape)} and dtype {prompt.dtype}; give one row of integers"
             )
         prompt = prompt.tolist()
+    if isinstance(prompt, bytes | bytearray):
+        raise PromptError("the prompt is bytes; decode it to a text first")
     items = list(prompt)
     if not items:
         raise PromptError("the prompt is empty; give a text, messages or token ids")

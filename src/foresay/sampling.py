@@ -118,7 +118,8 @@ def _probabilities(logits: torch.Tensor, plan: _Plan, width: int) -> torch.Tenso
     def per_place(values: torch.Tensor) -> torch.Tensor:
         return values.repeat_interleave(width) if width > 1 else values
 
-    logits = logits / per_place(plan.temperature)[:, None]
+    temperature = per_place(plan.temperature).clamp(torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max)
+    logits = (logits - logits.amax(-1, keepdim=True)) / temperature[:, None]
     min_p = per_place(plan.min_p)
     if plan.truncated is None:
         return _min_p(logits.softmax(-1), min_p) if plan.any_min_p else logits.softmax(-1)
@@ -157,8 +158,10 @@ def _truncate(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, mi
         total = torch.where(limit < vocab, cumulative[:, -1], (log_total - values[:, 0]).double().exp())
         target = torch.where(top_p < 1, top_p.double() * total, torch.inf)
         last = values[:, -1]
-        complete = (limit < size) & (last < kth[:, 0]) | (weights[:, -1] < min_p)
-        complete |= (cumulative[:, -1] >= target) & ((limit == vocab) | (limit < size))
+        inside = (limit < size) & (last < kth[:, 0])
+        # the nucleus' mass is a share of all that top-k keeps, which must be in sight or be everything
+        known = inside | (limit == vocab) | (top_p >= 1)
+        complete = inside | known & ((cumulative[:, -1] >= target) | (weights[:, -1] < min_p))
         if size == vocab or bool(complete.all()):
             break
         size = min(8 * size, vocab)
@@ -178,7 +181,7 @@ def inverse_cdf(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     count, vocab = probs.shape
     if vocab % _BLOCK:
         probs = torch.nn.functional.pad(probs, (0, _BLOCK - vocab % _BLOCK))
-    blocks = probs.view(count, -1, _BLOCK)
+    blocks = probs.view(count, probs.shape[1] // _BLOCK, _BLOCK)
     sums = blocks.sum(-1, dtype=torch.float64)
     ends = sums.cumsum(-1)
     goal = uniform[:, None] * ends[:, -1:]

@@ -45,6 +45,10 @@ class Detokenizer:
         self._prefix, self._read = self._read, len(self._ids)
         return text[len(known) :]
 
+    def all(self, token_ids: Sequence[int]) -> str:
+        """The text of these tokens, whole: what `push` gives for each, and then `flush`."""
+        return "".join(map(self.push, token_ids)) + self.flush()
+
     def flush(self) -> str:
         """What was held back, incomplete as it is."""
         known = self._decode(self._prefix, self._read)
@@ -98,11 +102,13 @@ class TextStream:
         self._stops = tuple(stops)
         self._held: list[Piece] = []
         self._last = Origin.BONUS
+        self._before = 0
 
     def push(self, token_ids: Sequence[int], origins: Sequence[Origin]) -> list[Piece]:
         """The pieces that these tokens make certain."""
         for token, origin in zip(token_ids, origins, strict=True):
             self._last = origin
+            self._before = sum(len(piece.text) for piece in self._held)
             if text := self._detokenizer.push(token):
                 self._held.append(Piece(text, origin))
         if not self._stops:
@@ -117,20 +123,21 @@ class TextStream:
         whole = "".join(piece.text for piece in self._held)
         end = len(whole)
         if stopped:
-            places = [place for s in self._stops if (place := whole.find(s)) >= 0]
+            places = [p for s in self._stops if (p := whole.find(s, max(0, self._before - len(s) + 1))) >= 0]
             end = min(places, default=end)
         return self._release(end)
 
     def _certain(self) -> int:
         """Characters of the held text that cannot belong to a stop string."""
         whole = "".join(piece.text for piece in self._held)
-        for start in range(max(0, len(whole) - max(map(len, self._stops))), len(whole)):
+        for start in range(max(0, self._before - max(map(len, self._stops)) + 1), len(whole)):
             if any(s.startswith(whole[start:]) or whole.startswith(s, start) for s in self._stops):
                 return start
         return len(whole)
 
     def _release(self, count: int) -> list[Piece]:
         out: list[Piece] = []
+        self._before = max(0, self._before - count)
         while self._held and count > 0:
             piece = self._held.pop(0)
             if len(piece.text) > count:

@@ -2,38 +2,67 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
-import click
 import typer
 
 from foresay.cli import generate, info, models, version
 
+CLOSED_PIPE = 141
+"""128 + SIGPIPE, what a shell reports for a program that the signal ended."""
+
 app = typer.Typer(
     name="foresay",
-    help="Exact speculative decoding: language models that write faster and write the same.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-app.command("generate")(generate.run)
-app.command("models")(models.run)
-app.command("info")(info.run)
-app.command("version")(version.run)
+
+
+@app.callback(invoke_without_command=True)
+def _root(context: typer.Context) -> None:
+    """Exact speculative decoding: language models that write faster and write the same."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+        raise typer.Exit(2)
+
+
+def _add(name: str, command: Callable[..., Any]) -> None:
+    """Register a command; a reader that has gone ends it quietly."""
+
+    @functools.wraps(command)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        try:
+            code = command(*args, **kwargs)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            _discard_stdout()
+            raise typer.Exit(CLOSED_PIPE) from None
+        return code
+
+    app.command(name)(guarded)
+
+
+_add("generate", generate.run)
+_add("models", models.run)
+_add("info", info.run)
+_add("version", version.run)
 
 
 def main(args: list[str] | None = None) -> None:
     """Run the command line and exit."""
-    code = _run(args)
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        _discard_stdout()
-    sys.exit(code)
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # closed by whoever started us
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+        elif hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a terminal without Unicode shows "?" instead of ending the run
+    sys.exit(_run(args))
 
 
 def _run(args: list[str] | None) -> int:
@@ -43,16 +72,14 @@ def _run(args: list[str] | None) -> int:
         result: Any = app(args, standalone_mode=False)
     except ForesayError as error:
         return _fail(str(error))
-    except click.exceptions.NoArgsIsHelpError as error:
-        print(error.format_message())  # noqa: T201
-        return 2
-    except click.ClickException as error:
-        return _fail(error.format_message())
-    except (KeyboardInterrupt, click.Abort):
+    except typer.TyperException as error:  # a usage error
+        format_message = getattr(error, "format_message", None)
+        return _fail(format_message() if format_message is not None else str(error))
+    except (KeyboardInterrupt, typer.Abort):
         return 130
-    except BrokenPipeError:
+    except OSError as error:
         _discard_stdout()
-        return 141
+        return _fail(f"{error.strerror or error}")
     return result if isinstance(result, int) else 0
 
 

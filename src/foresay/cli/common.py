@@ -10,9 +10,11 @@ from typing import Annotated, Any
 
 import typer
 
-from foresay.errors import PromptError
+from foresay.errors import ConfigError, PromptError
 
 DtypeOption = Annotated[str, typer.Option(help="auto, bf16, fp16 or fp32.")]
+DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")]
+ThreadsOption = Annotated[int | None, typer.Option(help="Processor threads; fewer on a machine that is busy.")]
 TrustOption = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")]
 
 
@@ -29,6 +31,17 @@ def loading(message: str) -> Iterator[Callable[[str], None]]:
         yield status.update
 
 
+def use_threads(count: int | None) -> None:
+    """Limit PyTorch's threads: two processes that both take every core slow each other far more than twofold."""
+    if count is None:
+        return
+    if not 1 <= count <= 1024:
+        raise ConfigError(f"--threads {count} must be between 1 and 1024")
+    import torch
+
+    torch.set_num_threads(count)
+
+
 def read_prompt(argument: str | None, file: Path | None) -> str:
     """The prompt from the argument, a file, or standard input ("-", or nothing when it is no terminal)."""
     if argument is not None and argument != "-" and file is not None:
@@ -41,7 +54,7 @@ def read_prompt(argument: str | None, file: Path | None) -> str:
         return _decoded(raw, str(file))
     if argument is not None and argument != "-":
         return _given(argument)
-    if argument is None and file is None and sys.stdin.isatty():
+    if argument is None and file is None and (sys.stdin is None or sys.stdin.isatty()):
         raise PromptError("no prompt: give it as an argument, with --file, or on standard input")
     return _decoded(sys.stdin.buffer.read(), "standard input")
 

@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foresay.cli.common import DtypeOption, TrustOption, as_prompt, loading, read_prompt
+from foresay.cli.common import (
+    DeviceOption,
+    DtypeOption,
+    ThreadsOption,
+    TrustOption,
+    as_prompt,
+    loading,
+    read_prompt,
+    use_threads,
+)
 
 if TYPE_CHECKING:
     from foresay.core import SamplingParams
@@ -47,7 +56,8 @@ def run(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the text.")] = False,
     dtype: DtypeOption = "auto",
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")] = None,
+    device: DeviceOption = None,
+    threads: ThreadsOption = None,
     trust_remote_code: TrustOption = False,
 ) -> int:
     """Write a continuation of one prompt, faster and unchanged."""
@@ -76,6 +86,8 @@ def run(
     )
     if compare and not params.greedy and rule != "coupled":
         raise ConfigError("--compare needs --temperature 0, or --rule coupled, under which a seed gives one output")
+    _refuse_unused(params)
+    use_threads(threads)
     text = read_prompt(prompt, file)
     with loading(f"Loading {model}") as progress:
         generator = load(
@@ -101,6 +113,23 @@ def run(
     else:
         _sum_up(generator, fast, seconds, plain, trace)
     return 1 if plain is not None and plain[0].token_ids != fast.token_ids else 0
+
+
+def _refuse_unused(params: SamplingParams) -> None:
+    """A greedy output does not depend on these: whoever gives one has forgotten the temperature."""
+    from foresay.errors import ConfigError
+
+    if not params.greedy:
+        return
+    unused = {
+        "--seed": params.seed is not None,
+        "--top-k": params.top_k,
+        "--top-p": params.top_p < 1,
+        "--min-p": params.min_p,
+    }
+    for flag, given in unused.items():
+        if given:
+            raise ConfigError(f"{flag} changes nothing at temperature 0; add --temperature")
 
 
 def _fresh_seed() -> int:
@@ -181,7 +210,7 @@ def _sum_up(
         out.print(legend())
     if plain is not None:
         out.print()
-        out.print(comparison(plain[1], plain[0].stats, seconds, fast.stats))
+        out.print(comparison(plain[1], plain[0].stats, seconds, fast.stats, out.width))
         where = first_difference(plain[0], fast, generator.tokenizer)
         out.print("identical output: yes" if where is None else f"identical output: no, at {where}")
     notes = Console(file=sys.stderr, highlight=False)

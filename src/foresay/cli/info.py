@@ -6,15 +6,16 @@ from typing import Annotated
 
 import typer
 
-from foresay.cli.common import DtypeOption, TrustOption, loading
+from foresay.cli.common import DeviceOption, DtypeOption, TrustOption, loading
 
 
 def run(
     model: Annotated[str, typer.Argument(help="Alias, hub id, folder or GGUF file.")],
     dtype: DtypeOption = "auto",
+    device: DeviceOption = None,
     trust_remote_code: TrustOption = False,
 ) -> int:
-    """Load a model, check it against its own uncached scores, and say what it supports."""
+    """Say what a model supports, or why it is not supported."""
     from foresay.errors import UnsupportedModelError
     from foresay.models.catalog import LoadOptions, load_model
     from foresay.models.causal import UNLIMITED, CausalModel
@@ -22,7 +23,7 @@ def run(
 
     try:
         with loading(f"Loading {model}") as progress:
-            options = LoadOptions(dtype=dtype, trust_remote_code=trust_remote_code, progress=progress)
+            options = LoadOptions(dtype=dtype, device=device, trust_remote_code=trust_remote_code, progress=progress)
             loaded = load_model(model, options)
             causal = loaded.model
             assert isinstance(causal, CausalModel)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import groupby
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from foresay.core import Origin
@@ -24,8 +24,8 @@ MEANINGS = {
 def coloured(pieces: Iterable[Piece]) -> Text:
     """The pieces, each in its origin's colour."""
     text = Text()
-    for piece in pieces:
-        text.append(piece.text, style=STYLES[piece.origin])
+    for origin, run in groupby(pieces, key=lambda piece: piece.origin):
+        text.append("".join(piece.text for piece in run), style=STYLES[origin])
     return text
 
 
@@ -40,22 +40,34 @@ def percent(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.0f}%"
 
 
-def comparison(plain_s: float, plain: Stats, seconds: float, stats: Stats) -> Table:
-    """Plain decoding beside speculation."""
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for name in ("", "tokens", "seconds", "tokens/s", "speed-up", "tokens/pass", "accepted"):
-        table.add_column(name, justify="left" if not name else "right")
-    for name, elapsed, one in (("plain", plain_s, plain), ("foresay", seconds, stats)):
-        table.add_row(
-            name,
-            str(one.num_tokens),
-            f"{elapsed:.2f}",
-            f"{one.num_tokens / elapsed:.1f}",
-            f"{plain_s / elapsed:.2f}x",
-            f"{one.block_efficiency or 0:.2f}",
-            percent(one.acceptance_rate),
-        )
-    return table
+def comparison(plain_s: float, plain: Stats, seconds: float, stats: Stats, width: int = 80) -> Text:
+    """Plain decoding beside speculation: a table, or a line per figure where the terminal is narrow."""
+    rows = [("plain", *_figures(plain_s, plain_s, plain)), ("foresay", *_figures(plain_s, seconds, stats))]
+    names = ("", "tokens", "seconds", "tokens/s", "speed-up", "tokens/pass", "accepted")
+    if width < 62:
+        lines = [f"{name}: {a} plain, {b} foresay" for name, a, b in list(zip(names, *rows, strict=True))[1:]]
+        return Text("\n".join(lines))
+    sizes = [max(len(row[i]) for row in (names, *rows)) for i in range(len(names))]
+    text = Text()
+    for row in (names, *rows):
+        cells = [
+            cell.ljust(size) if i == 0 else cell.rjust(size)
+            for i, (cell, size) in enumerate(zip(row, sizes, strict=True))
+        ]
+        text.append("  ".join(cells) + "\n", style="bold" if row is names else "")
+    text.rstrip()
+    return text
+
+
+def _figures(plain_s: float, seconds: float, stats: Stats) -> tuple[str, ...]:
+    return (
+        str(stats.num_tokens),
+        f"{seconds:.2f}",
+        f"{stats.num_tokens / seconds:.1f}",
+        f"{plain_s / seconds:.2f}x",
+        f"{stats.block_efficiency or 0:.2f}",
+        percent(stats.acceptance_rate),
+    )
 
 
 def first_difference(plain: Any, fast: Any, tokenizer: Any) -> str | None:

@@ -48,6 +48,9 @@ class PromptLookup:
 
     def __init__(self, *, max_ngram: int = 4, min_ngram: int = 2, device: torch.device | str = "cpu") -> None:
         """Suffixes of max_ngram down to min_ngram tokens are looked up."""
+        for name, value in (("max_ngram", max_ngram), ("min_ngram", min_ngram)):
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise ConfigError(f"{name}={value!r} must be an integer")
         if not 1 <= min_ngram <= max_ngram <= 64:
             raise ConfigError(
                 f"min_ngram={min_ngram}, max_ngram={max_ngram} must satisfy 1 <= min_ngram <= max_ngram <= 64"

@@ -58,25 +58,36 @@ class GuardedDrafter:
         return proposal if proposal is not None else Proposal.empty(len(rows), self._device)
 
     def _checked(self, proposal: Proposal, rows: Rows, budget: Sequence[int]) -> Proposal:
+        """The proposal cut to its longest guess and on the target's device; ValueError when it is malformed."""
         counts = list(proposal.num_tokens)
-        if proposal.token_ids.shape[0] != len(rows) or len(counts) != len(rows):
-            raise ValueError(f"a proposal for {len(counts)} rows in a batch of {len(rows)}")
+        ids, laws, index = proposal.token_ids, proposal.laws, proposal.law_index
+        if ids.ndim != 2 or ids.dtype != torch.int64 or ids.shape[0] != len(rows) or len(counts) != len(rows):
+            raise ValueError(
+                f"ids of shape {tuple(ids.shape)} and dtype {ids.dtype} for {len(rows)} rows, not [B, K] int64"
+            )
         if any(not 0 <= n <= min(b, proposal.width) for n, b in zip(counts, budget, strict=True)):
             raise ValueError(
                 f"proposed {counts} tokens with a budget of {list(budget)} and a width of {proposal.width}"
             )
-        if proposal.width > max(counts, default=0):
-            width = max(counts)
-            index = None if proposal.law_index is None else proposal.law_index[:, :width]
-            proposal = Proposal(proposal.token_ids[:, :width], counts, proposal.laws, index)
-        ids = proposal.token_ids
-        if proposal.laws is None and ids.numel() and not bool(((ids >= 0) & (ids < self._vocab)).all()):
+        width = max(counts)
+        ids = ids[:, :width].to(self._device)
+        if ids.numel() and not bool(((ids >= 0) & (ids < self._vocab)).all()):
             raise ValueError(f"a proposed token id is not in [0, {self._vocab})")
-        if ids.device != self._device:
-            index = None if proposal.law_index is None else proposal.law_index.to(self._device)
-            laws = None if proposal.laws is None else proposal.laws.to(self._device)
-            proposal = Proposal(ids.to(self._device), counts, laws, index)
-        return proposal
+        if laws is None and index is None:
+            return Proposal(ids, counts)
+        return Proposal(ids, counts, *self._checked_laws(laws, index, proposal.token_ids.shape, width))
+
+    def _checked_laws(
+        self, laws: torch.Tensor | None, index: torch.Tensor | None, shape: torch.Size, width: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if laws is None or index is None:
+            raise ValueError("laws without law_index, or law_index without laws")
+        if laws.ndim != 2 or laws.shape[1] != self._vocab or index.shape != shape:
+            raise ValueError(f"laws of shape {tuple(laws.shape)} with an index of shape {tuple(index.shape)}")
+        index = index[:, :width].to(self._device)
+        if index.numel() and not bool(((index >= -1) & (index < len(laws))).all()):
+            raise ValueError("law_index is not into laws")
+        return laws.to(self._device), index
 
     def observe(self, rows: Rows, verdict: Verdict | None, target: ModelOutput | None) -> None:
         """Pass on, unless drafting is off."""

@@ -5,15 +5,18 @@ Owns the translation of transformers' generation settings; a setting that cannot
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from foresay.core import SamplingParams
+from foresay.core import LogitsProcessor, SamplingParams
 from foresay.errors import ConfigError, UnsupportedModelError
 from foresay.loading import load
+from foresay.models.catalog import LoadedModel, wrap
+from foresay.processing import check_processors
 
 _UNSUPPORTED: dict[str, Any] = {
     "num_beams": 1,
@@ -29,6 +32,10 @@ _UNSUPPORTED: dict[str, Any] = {
     "output_attentions": False,
     "output_hidden_states": False,
     "prefill_chunk_size": None,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "top_h": None,
 }
 """Settings of GenerationConfig that are not honoured, with the value (beside None) that asks for nothing."""
 
@@ -38,7 +45,7 @@ _TRANSLATED = {
     "TopPLogitsWarper": "top_p",
     "MinPLogitsWarper": "min_p",
 }
-_LENGTHS = ("MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor")
+_LENGTHS = {"MinLengthLogitsProcessor": "min_length", "MinNewTokensLengthLogitsProcessor": "min_new_tokens"}
 
 
 def generate(
@@ -63,27 +70,37 @@ def generate(
     """
     config = generation_config or model.generation_config
     _refuse(config, model, model_kwargs)
-    params, stops = _params(config, logits_processor, stopping_criteria, input_ids.shape[1])
     prompts = _prompts(input_ids, model_kwargs.get("attention_mask"))
-    generator = load(
-        model, draft, drafter=drafter, num_draft_tokens=num_draft_tokens, rule=rule, max_batch_size=len(prompts)
-    )
-    try:
-        engine = generator.engine()
+    padded = any(len(prompt) < input_ids.shape[1] for prompt in prompts)
+    params, stops = _params(config, logits_processor, stopping_criteria, input_ids.shape[1], padded)
+    with contextlib.ExitStack() as borrowed:
+        target = _borrow(model, borrowed)
+        assistant = _borrow(draft, borrowed) if isinstance(draft, PreTrainedModel) else draft
+        options = {"drafter": drafter, "num_draft_tokens": num_draft_tokens, "rule": rule}
+        engine = load(target, assistant, max_batch_size=len(prompts), **options).engine()
         outputs: dict[int, list[int]] = {}
         for i, prompt in enumerate(prompts):
-            one = SamplingParams.of(params, seed=_seed(seed, i))
-            stop = _Stop(prompt, stops) if stops else None
+            pads = input_ids[i, : input_ids.shape[1] - len(prompt)]
+            seen = (
+                tuple(_Padded(processor, pads) for processor in params.processors) if len(pads) else params.processors
+            )
+            one = SamplingParams.of(params, seed=_seed(seed, i), processors=seen)
+            stop = _Stop(input_ids[i].tolist(), stops) if stops else None
             outputs[engine.submit(prompt, one, eos=_eos(config), stop=stop)] = []
         while engine.has_work:
             for step in engine.step():
                 outputs[step.request_id].extend(step.token_ids)
-    finally:
-        generator.target.model.release()  # type: ignore[attr-defined]
     sequences = _padded(input_ids, list(outputs.values()), config)
     if config.return_dict_in_generate:
         return GenerateDecoderOnlyOutput(sequences=sequences)
     return sequences
+
+
+def _borrow(model: PreTrainedModel, borrowed: contextlib.ExitStack) -> LoadedModel:
+    """Wrap somebody else's model; it gets its own attention and mode back when `borrowed` ends."""
+    loaded = wrap(type(model).__name__, model, None, optimise=False)
+    borrowed.callback(loaded.model.release)  # type: ignore[attr-defined]
+    return loaded
 
 
 def _refuse(config: GenerationConfig, model: PreTrainedModel, model_kwargs: dict[str, Any]) -> None:
@@ -107,6 +124,7 @@ def _params(
     processors: LogitsProcessorList | None,
     criteria: StoppingCriteriaList | None,
     prompt_length: int,
+    padded: bool,
 ) -> tuple[SamplingParams, list[Any]]:
     """Translate what has a field of its own; other processors and criteria are called as they are."""
     fields: dict[str, Any] = {"temperature": 1.0 if config.do_sample else 0.0}
@@ -116,10 +134,15 @@ def _params(
         if name in _TRANSLATED:
             key = _TRANSLATED[name]
             fields[key] = getattr(processor, key)
-        elif name == "RepetitionPenaltyLogitsProcessor" and not getattr(processor, "prompt_ignore_length", None):
+        elif name == "RepetitionPenaltyLogitsProcessor" and not padded and not processor.prompt_ignore_length:
             fields["repetition_penalty"] = float(processor.penalty)
-        elif name not in _LENGTHS:
+        elif name.endswith("LogitsWarper"):
+            raise ConfigError(
+                f"{name} is not supported by foresay.generate: it acts after the temperature; leave it out"
+            )
+        elif name not in _LENGTHS or getattr(processor, _LENGTHS[name]) != getattr(config, _LENGTHS[name]):
             others.append(processor)
+    check_processors(others)
     stops = [c for c in criteria or () if type(c).__name__ not in ("MaxLengthCriteria", "EosTokenCriteria")]
     least = max(0, (config.min_length or 0) - prompt_length, config.min_new_tokens or 0)
     budget = config.max_length - prompt_length
@@ -148,6 +171,16 @@ def _seed(seed: int | None, row: int) -> int:
 def _eos(config: GenerationConfig) -> frozenset[int]:
     eos = config.eos_token_id
     return frozenset() if eos is None else frozenset([eos] if isinstance(eos, int) else eos)
+
+
+class _Padded:
+    """A processor that sees the padding of its row, as it does in transformers: some count tokens, or penalise them."""
+
+    def __init__(self, processor: LogitsProcessor, pads: torch.Tensor) -> None:
+        self._processor, self._pads = processor, pads[None]
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return self._processor(torch.cat([self._pads, input_ids], 1), scores)
 
 
 class _Stop:

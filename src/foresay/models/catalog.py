@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from foresay.errors import ConfigError, ModelLoadError, ModelNotFoundError, UnknownNameError
+from foresay.errors import ConfigError, ForesayError, ModelLoadError, ModelNotFoundError, UnknownNameError
 from foresay.models import packing
 from foresay.models.base import LanguageModel
 
@@ -28,6 +28,8 @@ logger = logging.getLogger("foresay")
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 DTYPES |= {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
+_HUB_TIMEOUT_S = 10.0
+DEVICES = ("cpu", "cuda", "mps", "xpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,10 @@ class LoadOptions:
             )
         if self.max_memory is not None and self.device_map is None:
             raise ConfigError("max_memory is only heeded with a device_map; add device_map='auto'")
+        if not isinstance(self.dtype, str) and self.dtype not in DTYPES.values():
+            raise ConfigError(
+                f"dtype={self.dtype!r} must be 'auto', {', '.join(map(repr, DTYPES))} or such a torch.dtype"
+            )
         if self.device is not None:
             _check_device(self.device)
 
@@ -88,8 +94,10 @@ class LoadOptions:
 def _check_device(device: str | torch.device) -> None:
     try:
         kind = torch.device(device).type
-    except RuntimeError as error:
-        raise ConfigError(f"device={device!r} is not a device: {str(error).splitlines()[0]}") from None
+    except (RuntimeError, TypeError):
+        kind = ""
+    if kind not in DEVICES:
+        raise ConfigError(f"device={device!r} is not a device; known kinds: {', '.join(DEVICES)}")
     if kind == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device={str(device)!r} was asked for, but PyTorch sees no GPU; use device='cpu'")
 
@@ -145,7 +153,11 @@ def wrap(name: str, weights: Any, tokenizer: Any, *, optimise: bool) -> LoadedMo
     from foresay.models.probe import check
 
     model = CausalModel(weights)
-    check(model)
+    try:
+        check(model)
+    except BaseException:
+        model.release()
+        raise
     if optimise:
         packing.pack_linears(weights)
     return LoadedModel(name, model, tokenizer, end_tokens(weights, tokenizer))
@@ -192,7 +204,14 @@ def _read(
 
         kwargs["quantization_config"] = GgufConfig(dequantize=True)
     tokenizer = AutoTokenizer.from_pretrained(folder, **common)
-    return AutoModelForCausalLM.from_pretrained(folder, **kwargs), tokenizer
+    model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **kwargs)
+    absent = sorted([*report["missing_keys"], *(str(key) for key in report["mismatched_keys"])])
+    if absent:
+        raise ModelLoadError(
+            f"{len(absent)} weights are missing from {folder!r} or have the wrong shape ({', '.join(absent[:3])}, ...): "
+            "the model would write noise; get its files again"
+        )
+    return model, tokenizer
 
 
 def _locate(name: str, options: LoadOptions) -> tuple[str, dict[str, Any], bool]:
@@ -220,7 +239,31 @@ def _locate(name: str, options: LoadOptions) -> tuple[str, dict[str, Any], bool]
         raise ModelNotFoundError(
             str(UnknownNameError("model", name, ALIASES)) + " Or give org/name, a folder or a GGUF file."
         )
-    return name, {}, False
+    return name, _reached(name, options), False
+
+
+def _reached(name: str, options: LoadOptions) -> dict[str, Any]:
+    """Ask the hub once, briefly, for a model's configuration: without a network, use what was downloaded before.
+
+    transformers itself would retry every file for most of a minute. What the hub says against the name is left to
+    transformers to report.
+    """
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError
+
+    if constants.HF_HUB_OFFLINE:
+        return {}
+    try:
+        get_hf_file_metadata(hf_hub_url(name, "config.json", revision=options.revision), timeout=_HUB_TIMEOUT_S)
+    except (HfHubHTTPError, ValueError):
+        return {}
+    except Exception as error:  # whatever the network library raises
+        if isinstance(try_to_load_from_cache(name, "config.json", revision=options.revision), str):
+            return {"local_files_only": True}
+        raise ModelNotFoundError(
+            f"{name!r} is neither a file nor a folder here, and the hub did not give it: {error} (check your network)"
+        ) from error
+    return {}
 
 
 def _check_gguf(path: Path) -> None:
@@ -259,7 +302,10 @@ def _converted(alias: str, options: LoadOptions) -> Path:
         if problem is None:
             return folder
         logger.warning("the cached copy of %s is broken (%s); making it anew", alias, problem)
-        shutil.rmtree(folder, ignore_errors=True)
+        if folder.is_dir():
+            shutil.rmtree(folder, ignore_errors=True)
+        else:
+            folder.unlink()
     if options.progress is not None:
         options.progress(f"Converting {alias} (once; about 20 s)")
     convert(source, folder)
@@ -268,34 +314,44 @@ def _converted(alias: str, options: LoadOptions) -> Path:
 
 def convert(source: Path, folder: Path) -> None:
     """Dequantise a GGUF file to a transformers folder in bf16. The folder appears whole or not at all."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-
     _check_gguf(source)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+        with tempfile.TemporaryDirectory(
+            prefix=f".{folder.name}-", dir=folder.parent, ignore_cleanup_errors=True
+        ) as parent:
+            work = Path(parent) / folder.name
+            _write_conversion(source, work)
+            try:
+                work.rename(folder)
+            except OSError:
+                if damage(folder) is not None:  # not another process that was faster
+                    raise
     except OSError as error:
         raise ModelLoadError(
-            f"cannot write to the cache folder {str(folder.parent)!r} ({error.strerror}); set FORESAY_CACHE to a writable one"
-        ) from None
-    try:
-        with _quiet_transformers(), _load_errors(str(source), False):
-            extra = {"gguf_file": source.name}
-            model = AutoModelForCausalLM.from_pretrained(
-                source.parent, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True), **extra
-            )
-            tokenizer = AutoTokenizer.from_pretrained(source.parent, **extra)
-            model.save_pretrained(work)
-            tokenizer.save_pretrained(work)
-        sizes = {p.name: p.stat().st_size for p in sorted(work.iterdir())}
-        (work / "foresay.json").write_text(json.dumps({"source": source.name, "sizes": sizes}, indent=1))
-        try:
-            work.rename(folder)
-        except OSError:
-            if damage(folder) is not None:  # not another process that was faster
-                raise
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+            f"cannot write to the cache folder {str(folder.parent)!r} ({error.strerror or error}); "
+            "make room there, or set FORESAY_CACHE to a writable folder"
+        ) from error
+    except ForesayError:
+        raise
+    except Exception as error:
+        raise ModelLoadError(f"{str(source)!r} cannot be converted: {type(error).__name__}: {error}") from error
+
+
+def _write_conversion(source: Path, work: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    with _quiet_transformers(), _load_errors(str(source), False):
+        extra = {"gguf_file": source.name}
+        model = AutoModelForCausalLM.from_pretrained(
+            source.parent, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True), **extra
+        )
+        tokenizer = AutoTokenizer.from_pretrained(source.parent, **extra)
+    with _quiet_transformers():
+        model.save_pretrained(work)
+        tokenizer.save_pretrained(work)
+    sizes = {p.name: p.stat().st_size for p in sorted(work.iterdir())}
+    (work / "foresay.json").write_text(json.dumps({"source": source.name, "sizes": sizes}, indent=1))
 
 
 def damage(folder: Path) -> str | None:
@@ -304,6 +360,12 @@ def damage(folder: Path) -> str | None:
 
     try:
         sizes = json.loads((folder / "foresay.json").read_text())["sizes"]
+        listed = [name for name, _ in sizes.items()]
+        for name in ("config.json", "tokenizer.json"):
+            if name not in listed:
+                return f"the manifest does not list {name}"
+        if not any(name.endswith(".safetensors") for name in sizes):
+            return "the manifest lists no weights"
         for name, size in sizes.items():
             if (folder / name).stat().st_size != size:
                 return f"{name} has {(folder / name).stat().st_size} bytes instead of {size}"
@@ -323,8 +385,6 @@ def damage(folder: Path) -> str | None:
 @contextmanager
 def _load_errors(name: str, owned: bool) -> Iterator[None]:
     """Turn whatever transformers raises while loading into one of ours, with what to do."""
-    from foresay.errors import ForesayError
-
     try:
         yield
     except ForesayError:
@@ -349,6 +409,9 @@ def _quiet_transformers() -> Iterator[None]:
     from transformers.utils import logging as hf_logging
 
     level, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
+    hub = logging.getLogger("huggingface_hub")
+    hub_level = hub.level
+    hub.setLevel(logging.ERROR)
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
     try:
@@ -356,5 +419,6 @@ def _quiet_transformers() -> Iterator[None]:
             yield
     finally:
         hf_logging.set_verbosity(level)
+        hub.setLevel(hub_level)
         if bars:
             hf_logging.enable_progress_bar()

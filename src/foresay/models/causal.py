@@ -105,8 +105,10 @@ class CausalModel:
         if reasons:
             raise UnsupportedModelError(f"{type(model).__name__} cannot be decoded: {'; '.join(reasons)}")
         attention.register()
+        self._was_training = model.training
         self.model = model.eval()
         self._configs: dict[int, tuple[Any, str]] = {}
+        self._copied: list[tuple[Any, Any]] = []
         self._set_attention()
         config = model.config.get_text_config(decoder=True)
         self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
@@ -130,6 +132,7 @@ class CausalModel:
             if config is None or not hasattr(config, "_attn_implementation"):
                 continue
             if not pluggable and not isinstance(module, PreTrainedModel):
+                self._copied.append((module, config))
                 module.config = copy.copy(config)
             else:
                 self._configs.setdefault(id(config), (config, config._attn_implementation))
@@ -137,10 +140,12 @@ class CausalModel:
             config._attn_implementation = attention.NAME
 
     def release(self) -> PreTrainedModel:
-        """Give the model its own attention back and return it; this object must not be used afterwards."""
+        """Give the model its own attention and mode back and return it; this object must not be used afterwards."""
         for config, implementation in self._configs.values():
             config._attn_implementation = implementation
-        return self.model
+        for module, config in self._copied:
+            module.config = config
+        return self.model.train(self._was_training)
 
     def uncached(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Logits of whole sequences by the model's own attention, [B, T] -> [B, T, V]; the reference of the self-check."""

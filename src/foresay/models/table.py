@@ -45,6 +45,7 @@ class TableModel:
         if bool((table < 0).any()) or not bool(torch.isfinite(table).all()) or bool((table.sum(-1) <= 0).any()):
             raise ConfigError("table must hold finite, non-negative weights, with a positive one in each law")
         self.table = table.double() / table.double().sum(-1, keepdim=True)
+        self._logits = self.table.log().float()
         self.vocab_size = int(table.shape[0])
         self.max_length = max_length
         self.device = table.device
@@ -90,8 +91,8 @@ class TableModel:
             place = first_row + i
             start = cache.lengths[place]
             seen = cache.tokens[place][:start] + row
-            for t in range(columns):
-                out[i, t] = self.law(seen[: start + t + 1]).log().float()
+            before = [0, *seen] if start == 0 else seen[start - 1 :]
+            out[i] = self._logits[before[:-1], before[1:]]
             cache.tokens[place] = seen
             cache.lengths[place] += num_tokens[i]
         if logits is Logits.NONE:

@@ -1,0 +1,57 @@
+"""Shared fixtures. Tests run offline, and a skip outside tests/gpu fails the run."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+torch.set_num_threads(min(2, os.cpu_count() or 1))
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: Any) -> Iterator[None]:
+    outcome: Any = yield
+    report = outcome.get_result()
+    if report.skipped and not hasattr(report, "wasxfail") and "gpu" not in Path(str(item.fspath)).parts:
+        report.outcome = "failed"
+        report.longrepr = f"a skip outside tests/gpu is a failure: {report.longrepr}"
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def smollm2_folder() -> Path:
+    """The dequantised SmolLM2-135M-Instruct, in the cache the tests share with the user."""
+    from foresay.models.catalog import LoadOptions, _converted
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # gguf's and transformers' own
+        return _converted("smollm2-135m", LoadOptions())
+
+
+@pytest.fixture(scope="session")
+def smollm2_fp32(smollm2_folder: Path) -> Any:
+    """SmolLM2 in float32 as transformers loads it."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(smollm2_folder, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="session")
+def smollm2_tokenizer(smollm2_folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(smollm2_folder)

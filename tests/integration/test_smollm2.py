@@ -1,0 +1,109 @@
+"""SmolLM2-135M in float32: speculation on writes what transformers' greedy `generate` writes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from foresay.core import SamplingParams
+from foresay.drafters import ModelDrafter
+from foresay.models.causal import CausalModel
+from support import PromptLookup, run
+
+pytestmark = pytest.mark.slow
+NEW, MARGIN = 64, 1e-4
+PROMPTS = [
+    "Explain in two sentences why the sky is blue.",
+    "List five vegetables that grow in winter.",
+    "Write a Python function that returns the n-th Fibonacci number.",
+    "Translate to French: The train leaves at noon.",
+    "What is 17 times 23? Show the steps.",
+    "Fix the typos and repeat the rest: Teh cat sat on teh mat. It was a sunny day and the birds sang in the tall trees.",
+    "Copy this list in capital letters: apple, pear, plum, cherry, quince, medlar.",
+    "Give me a name for a bakery by the sea.",
+    "Summarise: Rivers carry sediment. Where they slow down, it settles and builds deltas.",
+    "Which words in 'the quick brown fox jumps over the lazy dog' have five letters?",
+    "Write a short poem about rain.",
+    "Continue: def area(width, height):\n    return width * height\n\ndef perimeter(width, height):\n",
+    "How do I boil an egg?",
+    "Name the capital of each: Italy, Spain, Portugal, Greece.",
+    "Turn into a question: The library opens at nine.",
+    "A shop sells 3 pens for 2 euros. How much are 12 pens?",
+    "Write an e-mail asking a neighbour to water the plants.",
+    "Quote the second sentence: Bees dance. They point to flowers. Others follow.",
+    "What does the word 'ephemeral' mean?",
+    "Repeat after me, once: she sells sea shells by the sea shore, and he mends nets by the pier.",
+]
+
+
+@pytest.fixture(scope="module")
+def prompts(smollm2_tokenizer: Any) -> list[list[int]]:
+    template = smollm2_tokenizer.apply_chat_template
+    chats = [[{"role": "user", "content": text}] for text in PROMPTS]
+    return [template(chat, add_generation_prompt=True, return_dict=True)["input_ids"] for chat in chats]
+
+
+@pytest.fixture(scope="module")
+def reference(smollm2_fp32: Any, prompts: list[list[int]]) -> list[list[int]]:
+    """What transformers writes; made before foresay touches the model."""
+    outputs = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        out = smollm2_fp32.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW)
+        outputs.append(out[0, len(prompt) :].tolist())
+    return outputs
+
+
+@pytest.fixture(scope="module")
+def target(smollm2_fp32: Any, reference: list[list[int]]) -> CausalModel:
+    return CausalModel(smollm2_fp32)
+
+
+def _assert_same(target: CausalModel, prompts: list[list[int]], ours: list[list[int]], theirs: list[list[int]]) -> None:
+    for prompt, a, b in zip(prompts, ours, theirs, strict=True):
+        if a == b:
+            continue
+        place = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+        with torch.no_grad():
+            top = target.uncached(torch.tensor([[*prompt, *b[:place]]]))[0, -1].topk(2).values
+        margin = float(top[0] - top[1])
+        assert margin < MARGIN, f"differs at token {place} with a margin of {margin:.2e}"
+
+
+def test_batch_of_one_with_prompt_lookup(
+    target: CausalModel, prompts: list[list[int]], reference: list[list[int]]
+) -> None:
+    params = SamplingParams(max_new_tokens=NEW)
+    ours, steps, engine = run(
+        target, prompts, params, drafter=PromptLookup(), gamma=6, max_batch_size=1, eos=frozenset([2])
+    )
+    _assert_same(target, prompts, ours, reference)
+    assert engine.draft_failures == 0
+    assert any(s.num_accepted < s.num_drafted for s in steps)
+    assert any(s.num_accepted == s.num_drafted > 0 for s in steps)
+
+
+def test_ragged_batch_of_eight_with_rows_joining(
+    target: CausalModel, prompts: list[list[int]], reference: list[list[int]]
+) -> None:
+    params = SamplingParams(max_new_tokens=NEW)
+    ours, steps, engine = run(
+        target, prompts, params, drafter=PromptLookup(), gamma=6, max_batch_size=8, eos=frozenset([2]), join_later=6
+    )
+    _assert_same(target, prompts, ours, reference)
+    assert engine.draft_failures == 0
+    assert max(s.batch_size for s in steps) == 8
+
+
+def test_a_draft_model(target: CausalModel, prompts: list[list[int]], reference: list[list[int]]) -> None:
+    """The target as its own draft: every guess must be accepted, in a ragged batch."""
+    params = SamplingParams(max_new_tokens=24)
+    ours, steps, engine = run(
+        target, prompts[:4], params, drafter=ModelDrafter(target, target.vocab_size), gamma=4, eos=frozenset([2])
+    )
+    _assert_same(target, prompts[:4], ours, [out[:24] for out in reference[:4]])
+    assert engine.draft_failures == 0
+    accepted, tested = sum(s.num_accepted for s in steps), sum(s.num_tested for s in steps)
+    assert accepted / tested > 0.97

@@ -1,0 +1,103 @@
+"""The whole loop over a table: the law of what is written equals the enumerated law of the target.
+
+Each cell compares SAMPLES outputs of LENGTH tokens with their enumerated law by chi-squared. Seeds are fixed; with
+ALPHA = 1e-6 and about 45 cells the odds that correct code would have failed when the seeds were chosen are 5e-5.
+`pytest tests/law --full-law` runs the full product.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from reference import joint, p_value
+
+from foresay.core import Drafter, SamplingParams
+from foresay.models.table import TableModel
+from support import Mixed, ModelDrafter, PromptLookup, run
+
+SIZE, LENGTH, SAMPLES, ALPHA = 4, 3, 3000, 1e-6
+PROMPT = [1, 2, 1, 3, 1, 2]
+TARGET = TableModel.random(SIZE, seed=1, concentration=0.7)
+DRAFT = TableModel.random(SIZE, seed=2, concentration=0.7)
+
+DRAFTERS: dict[str, Callable[[], Drafter | None]] = {
+    "none": lambda: None,
+    "model": lambda: ModelDrafter(DRAFT, SIZE),
+    "same": lambda: ModelDrafter(TARGET, SIZE),
+    "lookup": lambda: PromptLookup(min_ngram=1),
+    "mixed": lambda: Mixed(SIZE),
+}
+RULES = ["speculative", "block", "match", "coupled"]
+LENGTHS = [0, 1, 2, 5]
+PARAMS = {
+    "plain": SamplingParams(temperature=1.0, max_new_tokens=LENGTH),
+    "nucleus": SamplingParams(temperature=0.8, top_p=0.8, max_new_tokens=LENGTH),
+    "top_k": SamplingParams(temperature=1.3, top_k=3, min_p=0.05, max_new_tokens=LENGTH),
+    "context": SamplingParams(
+        temperature=0.9, repetition_penalty=1.4, presence_penalty=0.5, frequency_penalty=0.3, max_new_tokens=LENGTH
+    ),
+}
+BATCHES = {"one": (1, 0), "eight": (8, 0), "joining": (64, 40)}
+Cell = tuple[str, str, int, str, str]
+
+
+def product() -> list[Cell]:
+    return list(itertools.product(DRAFTERS, RULES, LENGTHS, PARAMS, BATCHES))
+
+
+def pairwise() -> list[Cell]:
+    """Cells that together hold every pair of values of two axes, chosen greedily."""
+    rng = np.random.default_rng(0)
+    cells = product()
+    order = rng.permutation(len(cells))
+    missing = {(i, c[i], j, c[j]) for c in cells for i, j in itertools.combinations(range(5), 2)}
+    chosen: list[Cell] = []
+    while missing:
+        gains = [
+            sum((i, cells[k][i], j, cells[k][j]) in missing for i, j in itertools.combinations(range(5), 2))
+            for k in order
+        ]
+        best = cells[order[int(np.argmax(gains))]]
+        chosen.append(best)
+        missing -= {(i, best[i], j, best[j]) for i, j in itertools.combinations(range(5), 2)}
+    return chosen
+
+
+def sample(cell: Cell, samples: int = SAMPLES) -> list[list[int]]:
+    drafter, rule, gamma, params, batch = cell
+    size, late = BATCHES[batch]
+    requests = [SamplingParams.of(PARAMS[params], seed=seed) for seed in range(samples)]
+    outputs, _, engine = run(
+        TARGET,
+        [PROMPT] * samples,
+        requests,
+        drafter=DRAFTERS[drafter](),
+        rule=rule,
+        gamma=gamma,
+        max_batch_size=size,
+        join_later=late,
+    )
+    assert engine.draft_failures == 0
+    return outputs
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "cell" in metafunc.fixturenames:
+        cells = product() if metafunc.config.getoption("--full-law", default=False) else pairwise()
+        metafunc.parametrize("cell", cells, ids=["-".join(map(str, c)) for c in cells])
+
+
+def test_output_has_the_targets_law(cell: Cell) -> None:
+    probs = joint(TARGET, PARAMS[cell[3]], PROMPT, LENGTH)
+    assert p_value(sample(cell), probs, SIZE) > ALPHA
+
+
+def test_the_comparison_sees_another_law() -> None:
+    """The draft's own law, and a law one parameter away, are told from the target's at this sample size."""
+    outputs = sample(("none", "speculative", 0, "plain", "joining"))
+    assert p_value(outputs, joint(DRAFT, PARAMS["plain"], PROMPT, LENGTH), SIZE) < ALPHA
+    warmer = SamplingParams.of(PARAMS["plain"], temperature=1.2)
+    assert p_value(outputs, joint(TARGET, warmer, PROMPT, LENGTH), SIZE) < ALPHA

@@ -1,0 +1,170 @@
+"""Broken versions that the law tests must kill, by name, at the same sample size and significance."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from reference import joint, p_value
+from test_loop_law import ALPHA, DRAFT, LENGTH, PARAMS, PROMPT, SAMPLES, SIZE, TARGET
+
+from foresay import acceptance, randomness
+from foresay.acceptance import Block, Match, Speculative, make_rule
+from foresay.core import LengthPolicy, Proposal, Rows, SamplingParams, Verdict
+from foresay.models.table import TableModel
+from foresay.randomness import Purpose, Streams
+from foresay.sampling import Laws, draw
+from support import ModelDrafter, run
+
+Patch = pytest.MonkeyPatch
+
+
+def value(rule: object, *, drafter: ModelDrafter | None = None, gamma: int = 3) -> float:
+    """The p-value of what a (broken) rule and drafter write."""
+    params = [SamplingParams.of(PARAMS["plain"], seed=seed) for seed in range(SAMPLES)]
+    outputs, _, engine = run(
+        TARGET,
+        [PROMPT] * SAMPLES,
+        params,
+        drafter=drafter or ModelDrafter(DRAFT, SIZE),
+        rule=rule,  # type: ignore[arg-type]
+        gamma=gamma,
+        max_batch_size=64,
+    )
+    assert engine.draft_failures == 0
+    return p_value(outputs, joint(TARGET, PARAMS["plain"], PROMPT, LENGTH), SIZE)
+
+
+@pytest.mark.parametrize("rule", ["speculative", "block", "match", "coupled"])
+def test_the_intact_rule_survives(rule: str) -> None:
+    assert value(make_rule(rule)) > ALPHA
+
+
+@pytest.mark.parametrize("rule", [Speculative, Block])
+def test_no_residual(rule: type, monkeypatch: Patch) -> None:
+    """After a rejection the extra token is drawn from p instead of norm(max(0, p - q))."""
+    monkeypatch.setattr(acceptance, "_without_draft", lambda law, *rest: law)
+    assert value(rule()) < ALPHA
+
+
+@pytest.mark.parametrize("rule", [Speculative, Block])
+def test_residual_of_the_wrong_sign(rule: type, monkeypatch: Patch) -> None:
+    intact = acceptance.residual
+    monkeypatch.setattr(acceptance, "residual", lambda p, q: intact(q, p))
+    assert value(rule()) < ALPHA
+
+
+def _keyed_by_position(self: Streams, purpose: Purpose, offsets: torch.Tensor) -> torch.Tensor:
+    position = self.starts[:, None] + offsets
+    key = randomness._absorb(randomness._mix(self.seeds), int(purpose))[:, None]
+    return randomness._unit(randomness._absorb(key, position))
+
+
+def _long_blocks() -> float:
+    """Block verification over two tokens and six places, where a step often re-tests the places of the one before."""
+    target, draft = (TableModel.random(2, seed=seed, concentration=0.7) for seed in (1, 2))
+    params = [SamplingParams(temperature=1.0, seed=seed, max_new_tokens=6) for seed in range(SAMPLES)]
+    drafter = ModelDrafter(draft, 2)
+    outputs, _, _ = run(
+        target, [[1, 0, 1]] * SAMPLES, params, drafter=drafter, rule="block", gamma=5, max_batch_size=64
+    )
+    return p_value(outputs, joint(target, params[0], [1, 0, 1], 6), 2)
+
+
+def test_uniforms_keyed_by_position(monkeypatch: Patch) -> None:
+    """Block verification then meets uniforms that already failed in an earlier step."""
+    assert _long_blocks() > ALPHA
+    monkeypatch.setattr(Streams, "uniform", _keyed_by_position)
+    assert _long_blocks() < ALPHA
+
+
+class _DropsUnlikely(ModelDrafter):
+    """Drops a sampled token because its own q is low: that conditions the law it was drawn from."""
+
+    def propose(self, rows: Rows, budget: Sequence[int], policy: LengthPolicy) -> Proposal:
+        full = super().propose(rows, budget, policy)
+        if full.laws is None or full.law_index is None:
+            return full
+        q = full.laws[full.law_index.clamp(min=0), full.token_ids]
+        keep = (q > 0.25).long().cumprod(-1).sum(-1)
+        counts = torch.minimum(keep, torch.tensor(full.num_tokens)).tolist()
+        return Proposal(full.token_ids, counts, full.laws, full.law_index)
+
+
+@pytest.mark.parametrize("rule", [Speculative, Block])
+def test_a_dropped_unlikely_token(rule: type) -> None:
+    assert value(rule(), drafter=_DropsUnlikely(DRAFT, SIZE)) < ALPHA
+
+
+def _shifted(rule: type) -> object:
+    """Judges each draft token by the law one place further on."""
+
+    class Shifted(rule):  # type: ignore[misc]
+        def judge(self, target: Laws, proposal: Proposal, streams: Streams) -> Verdict:
+            assert target.index is not None
+            index = torch.cat([target.index[:, 1:], target.index[:, -1:]], 1)
+            return super().judge(Laws(target.points, target.probs, index), proposal, streams)
+
+    return Shifted()
+
+
+@pytest.mark.parametrize("rule", [Speculative, Block, Match])
+def test_an_index_off_by_one(rule: type) -> None:
+    assert value(_shifted(rule)) < ALPHA
+
+
+@pytest.mark.parametrize("rule", [Speculative, Block])
+def test_a_stream_shared_by_draft_and_target(rule: type, monkeypatch: Patch) -> None:
+    """The draft draws its tokens with the numbers that will accept them."""
+    from foresay.drafters import model as module
+
+    def shared(laws: Laws, streams: Streams, purpose: Purpose, first: int = 0) -> torch.Tensor:
+        return draw(laws, streams, Purpose.ACCEPT, first)
+
+    monkeypatch.setattr(module, "draw", shared)
+    assert value(rule()) < ALPHA
+
+
+def test_match_with_the_drafts_own_numbers(monkeypatch: Patch) -> None:
+    """Only the coupled rule may share noise: match with shared uniforms still writes p, so this one must survive."""
+    from foresay.drafters import model as module
+
+    def shared(laws: Laws, streams: Streams, purpose: Purpose, first: int = 0) -> torch.Tensor:
+        return draw(laws, streams, Purpose.TARGET, first)
+
+    monkeypatch.setattr(module, "draw", shared)
+    assert value(Match()) > ALPHA
+
+
+def test_a_law_other_than_the_one_drawn_from() -> None:
+    """q recorded at another temperature than the tokens were drawn at."""
+
+    class Mislabelled(ModelDrafter):
+        def propose(self, rows: Rows, budget: Sequence[int], policy: LengthPolicy) -> Proposal:
+            full = super().propose(rows, budget, policy)
+            if full.laws is None:
+                return full
+            cooler = full.laws.square() / full.laws.square().sum(-1, keepdim=True)
+            return Proposal(full.token_ids, full.num_tokens, cooler, full.law_index)
+
+    assert value(Speculative(), drafter=Mislabelled(DRAFT, SIZE)) < ALPHA
+
+
+def test_greedy_accepted_by_the_ratio_of_temperature_one() -> None:
+    """A greedy target that accepts by p(x) / q(x) of the unscaled laws writes something else than its argmax."""
+
+    class Ratio(Speculative):
+        def judge(self, target: Laws, proposal: Proposal, streams: Streams) -> Verdict:
+            warm = [[i] for i in range(len(target.points))]
+            probs = TARGET.table[PROMPT[-2], PROMPT[-1]].float().expand(len(warm), -1)
+            index = torch.tensor(warm).expand(-1, target.points.shape[1])
+            return super().judge(Laws(target.points, probs.contiguous(), index.contiguous()), proposal, streams)
+
+    plain, _, _ = run(TARGET, [PROMPT], SamplingParams(max_new_tokens=40))
+    broken, _, _ = run(
+        TARGET, [PROMPT], SamplingParams(max_new_tokens=40, seed=1), drafter=ModelDrafter(DRAFT, SIZE), rule=Ratio()
+    )
+    intact, _, _ = run(TARGET, [PROMPT], SamplingParams(max_new_tokens=40), drafter=ModelDrafter(DRAFT, SIZE))
+    assert intact == plain
+    assert broken != plain

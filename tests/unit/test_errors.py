@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import pytest
+
+from foresay import errors
+from foresay.acceptance import RULES, make_rule
+from foresay.errors import ConfigError, ForesayError, UnknownNameError
+
+PARENTS = {
+    "ConfigError": (ForesayError, ValueError),
+    "PromptError": (ConfigError,),
+    "UnknownNameError": (ConfigError,),
+    "ContextLengthError": (ForesayError, ValueError),
+    "VocabularyMismatchError": (ForesayError,),
+    "UnsupportedModelError": (ForesayError,),
+    "ModelNotFoundError": (ForesayError,),
+    "ModelLoadError": (ForesayError,),
+}
+
+
+def _exceptions() -> dict[str, type[BaseException]]:
+    return {n: v for n, v in vars(errors).items() if isinstance(v, type) and issubclass(v, BaseException)}
+
+
+def test_the_tree_is_the_one_drawn() -> None:
+    assert {name: kind.__bases__ for name, kind in _exceptions().items()} == {**PARENTS, "ForesayError": (Exception,)}
+
+
+@pytest.mark.parametrize("name", sorted(PARENTS))
+def test_every_error_is_in_the_docstring(name: str) -> None:
+    assert errors.__doc__ is not None and name in errors.__doc__
+
+
+def test_the_nearest_name_is_offered() -> None:
+    message = str(UnknownNameError("rule", "blok", {"speculative", "block", "match"}))
+    assert message == "unknown rule 'blok'. Did you mean 'block'? Known: block, match, speculative."
+
+
+def test_a_name_near_nothing_gets_no_guess() -> None:
+    assert str(UnknownNameError("rule", "zzz", ["block", "match"])) == "unknown rule 'zzz'. Known: block, match."
+
+
+def test_rules_are_found_by_name() -> None:
+    assert {name: make_rule(name).name for name in RULES} == {name: name for name in RULES}
+    with pytest.raises(UnknownNameError, match=r"unknown rule 'speculativ'\. Did you mean 'speculative'"):
+        make_rule("speculativ")
