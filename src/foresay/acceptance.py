@@ -77,12 +77,14 @@ def _extra_tokens(
         return out
     index = target.index[batch, num_accepted]
     dense = torch.nonzero(index >= 0)[:, 0]
+    if not proposal.width:
+        out[dense] = inverse_cdf(target.probs, uniform[dense], index[dense])
+        return out
     column = num_accepted[dense]
-    law = target.probs[index[dense]]
     rejected = column < torch.tensor(proposal.num_tokens, device=column.device)[dense]
-    if proposal.width:
-        column = column.clamp(max=proposal.width - 1)
-        law = _without_draft(law, proposal, dense, column, rejected, None if scale is None else scale[dense])
+    column = column.clamp(max=proposal.width - 1)
+    factor = None if scale is None else scale[dense]
+    law = _without_draft(target.probs[index[dense]], proposal, dense, column, rejected, factor)
     out[dense] = inverse_cdf(law, uniform[dense])
     return out
 

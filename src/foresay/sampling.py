@@ -16,9 +16,10 @@ from foresay.core import Rows
 from foresay.processing import process_row
 from foresay.randomness import Purpose, Streams
 
-NUCLEUS = 256
-"""Tokens looked at first when a law is truncated; eight times as many when they do not hold the nucleus."""
 _BLOCK = 128
+_ROWS = 4
+_BINS = 0x3F80 + 1
+"""High halves of the floats from 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,9 @@ def build_laws(logits: torch.Tensor, rows: Rows, continuation: torch.Tensor | No
     points = (
         logits.max(-1).indices if count < batch else torch.zeros(batch, width, dtype=torch.int64, device=logits.device)
     )
-    flat = logits.index_select(0, plan.sampled).reshape(count * width, vocab).float()
+    flat = (
+        logits.index_select(0, plan.sampled).reshape(count * width, vocab).to(torch.float32)
+    )  # a copy: it is overwritten
     index = torch.full((batch, width), -1, dtype=torch.int64, device=logits.device)
     index[plan.sampled] = torch.arange(count * width, device=logits.device).view(count, width)
     return Laws(points, _probabilities(flat, plan, width), index)
@@ -119,7 +122,7 @@ def _probabilities(logits: torch.Tensor, plan: _Plan, width: int) -> torch.Tenso
         return values.repeat_interleave(width) if width > 1 else values
 
     temperature = per_place(plan.temperature).clamp(torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max)
-    logits = (logits - logits.amax(-1, keepdim=True)) / temperature[:, None]
+    logits = logits.sub_(logits.amax(-1, keepdim=True)).div_(temperature[:, None])
     min_p = per_place(plan.min_p)
     if plan.truncated is None:
         return _min_p(logits.softmax(-1), min_p) if plan.any_min_p else logits.softmax(-1)
@@ -135,60 +138,82 @@ def _probabilities(logits: torch.Tensor, plan: _Plan, width: int) -> torch.Tenso
 
 def _min_p(probs: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
     kept = torch.where(probs >= probs.amax(-1, keepdim=True) * min_p[:, None], probs, 0.0)
-    return kept / kept.sum(-1, keepdim=True)
+    return kept.div_(kept.sum(-1, keepdim=True))
 
 
 def _truncate(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
     """Top-k, then top-p, then min-p, as transformers orders them, without sorting the vocabulary.
 
-    logits: [N, V]; top_k [N] (0 = all), top_p [N], min_p [N] -> laws [N, V]. Looks at the NUCLEUS likeliest tokens
-    and widens only when a nucleus does not fit.
+    logits: [N, V], the greatest of a row 0, overwritten; top_k [N] (0 = all), top_p [N], min_p [N] -> laws [N, V]. Each of
+    the three keeps the tokens at least as likely as some least likely one, so a law is the weights above a threshold.
+    Tokens tied with the last one stay: which tokens a law holds must not depend on the order of a sort.
     """
     vocab = logits.shape[1]
-    limit = torch.where(top_k > 0, top_k, vocab).clamp(max=vocab)
-    log_total = logits.logsumexp(-1)
-    size = min(NUCLEUS, vocab) if logits.device.type == "cpu" else vocab
-    while True:
-        values, ids = logits.topk(size)
-        weights = (values - values[:, :1]).exp()
-        kth = values.gather(1, limit.clamp(max=size)[:, None] - 1)
-        keep = values >= kth
-        masses = (weights * keep).double()
-        cumulative = masses.cumsum(-1)
-        total = torch.where(limit < vocab, cumulative[:, -1], (log_total - values[:, 0]).double().exp())
-        target = torch.where(top_p < 1, top_p.double() * total, torch.inf)
-        last = values[:, -1]
-        inside = (limit < size) & (last < kth[:, 0])
-        # the nucleus' mass is a share of all that top-k keeps, which must be in sight or be everything
-        known = inside | (limit == vocab) | (top_p >= 1)
-        complete = inside | known & ((cumulative[:, -1] >= target) | (weights[:, -1] < min_p))
-        if size == vocab or bool(complete.all()):
-            break
-        size = min(8 * size, vocab)
-    keep &= cumulative - masses < target[:, None]
-    keep &= weights >= min_p[:, None]
-    kept = torch.where(keep, weights, 0.0)
-    kept /= kept.sum(-1, keepdim=True)
-    return torch.zeros_like(logits).scatter_(1, ids, kept)
+    # below e^-80 a weight is 0: denormal numbers would slow every later pass down
+    weights = torch.threshold_(logits, -80.0, -torch.inf).exp_()
+    if bool((top_k > 0).any()):
+        limit = torch.where(top_k > 0, top_k, vocab).clamp(max=vocab)
+        most = int(torch.where(limit < vocab, limit, 1).max())
+        kth = weights.topk(most).values.gather(1, limit.clamp(max=most)[:, None] - 1)
+        weights.masked_fill_((weights < kth) & (limit < vocab)[:, None], 0.0)
+    least = min_p
+    if bool((top_p < 1).any()):
+        # a few rows at a time: their temporaries stay in the processor's cache
+        nuclei = [
+            _nucleus_threshold(w, p)
+            for w, p in zip(torch.split(weights, _ROWS), torch.split(top_p, _ROWS), strict=True)
+        ]
+        least = torch.maximum(torch.where(top_p < 1, torch.cat(nuclei), 0.0), min_p)
+    weights.masked_fill_(weights < least[:, None], 0.0)
+    return weights.div_(weights.sum(-1, keepdim=True))
 
 
-def inverse_cdf(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Draw by inverting the distribution function, in two levels of float64 sums.
+def _nucleus_threshold(weights: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """The least weight in each row's nucleus, by histogram. weights: [N, V] in [0, 1], top_p: [N] -> [N].
 
-    probs: [N, V], non-negative, any positive total (it is normalised here). uniform: [N] float64 in (0, 1) -> [N] int64.
-    A token of probability zero is never drawn.
+    Positive floats are ordered as their bits are, so the high 16 bits are a bin; only the tokens of the bin in which the
+    nucleus ends are sorted.
     """
+    bins = (weights.view(torch.int32) >> 16).long()
+    masses = torch.zeros(len(weights), _BINS, dtype=torch.float64, device=weights.device)
+    masses.scatter_add_(1, bins, weights.double())
+    above = masses.flip(-1).cumsum_(-1)  # column i: all bins from the heaviest to the i-th from above
+    goal = top_p.double() * above[:, -1]
+    place = (above < goal[:, None]).sum(-1).clamp(max=_BINS - 1)
+    heavier = (above.gather(1, place[:, None]) - masses.gather(1, _BINS - 1 - place[:, None]))[:, 0]
+    out = torch.empty_like(weights[:, 0])
+    for row, bin_ in enumerate((_BINS - 1 - place).tolist()):
+        inside = weights[row][bins[row] == bin_].sort(descending=True).values
+        last = (heavier[row] + inside.cumsum(-1, dtype=torch.float64) < goal[row]).sum().clamp(max=len(inside) - 1)
+        out[row] = inside[last]
+    return out
+
+
+def inverse_cdf(probs: torch.Tensor, uniform: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
+    """Draw by inverting the distribution function, in two levels: a block of the vocabulary, then a token in it.
+
+    probs: [N, V], non-negative, any positive total (it is normalised here). uniform: [M] float64 in (0, 1). rows: [M]
+    int64, which laws to draw from; None draws from each in order. Returns [M] int64. A token of probability zero is
+    never drawn.
+    """
+    if rows is not None and 2 * len(rows) < len(probs):
+        probs, rows = probs[rows], None
     count, vocab = probs.shape
     if vocab % _BLOCK:
         probs = torch.nn.functional.pad(probs, (0, _BLOCK - vocab % _BLOCK))
     blocks = probs.view(count, probs.shape[1] // _BLOCK, _BLOCK)
-    sums = blocks.sum(-1, dtype=torch.float64)
+    sums = blocks.sum(-1).double()
+    if rows is None:
+        rows = torch.arange(count, device=probs.device)
+    else:
+        sums = sums[rows]
     ends = sums.cumsum(-1)
     goal = uniform[:, None] * ends[:, -1:]
     block = torch.minimum((ends <= goal).sum(-1), _last_positive(sums))
-    chosen = blocks[torch.arange(count, device=probs.device), block].double()
+    chosen = blocks[rows, block].double()
     inner = chosen.cumsum(-1)
-    rest = goal[:, 0] - ends.gather(1, block[:, None])[:, 0] + inner[:, -1]
+    before = ends.gather(1, block[:, None]) - sums.gather(1, block[:, None])
+    rest = (goal - before)[:, 0]
     place = torch.minimum((inner <= rest[:, None]).sum(-1), _last_positive(chosen))
     # rounding may leave `rest` a hair below zero: the first positive entry is then meant
     place = torch.maximum(place, (chosen > 0).to(torch.int8).argmax(-1))
@@ -208,13 +233,13 @@ def draw(laws: Laws, streams: Streams, purpose: Purpose, first: int = 0) -> torc
     if laws.probs is None or laws.index is None:
         return laws.points
     where, column = torch.nonzero(laws.index >= 0, as_tuple=True)
-    probs = laws.probs[laws.index[where, column]]
+    rows = laws.index[where, column]
     if streams.coupled:
-        noise = streams.gumbel(where, column + first, probs.shape[1])
-        tokens = (probs.log() + noise).argmax(-1)
+        noise = streams.gumbel(where, column + first, laws.probs.shape[1])
+        tokens = noise.add_(laws.probs[rows].log_()).argmax(-1)
     else:
         offsets = torch.arange(first, first + laws.index.shape[1], device=where.device)
-        tokens = inverse_cdf(probs, streams.uniform(purpose, offsets)[where, column])
+        tokens = inverse_cdf(laws.probs, streams.uniform(purpose, offsets)[where, column], rows)
     out = laws.points.clone()
     out[where, column] = tokens
     return out

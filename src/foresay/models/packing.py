@@ -7,8 +7,20 @@ products are the same bits, for one row or many. Knows nothing of models but tha
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TypeGuard
+
 import torch
 from torch import nn
+
+_LINEAR = torch.ops.mkldnn._linear_pointwise.default
+_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Names of layers that most families apply to one and the same input."""
+
+
+def _pack(weight: torch.Tensor) -> torch.Tensor:
+    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
+    return packed
 
 
 class PackedLinear(nn.Module):
@@ -17,13 +29,51 @@ class PackedLinear(nn.Module):
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), 1)
+        self.packed = _pack(linear.weight.detach())
         self.bias = linear.bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., in] -> [..., out]."""
-        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        out: torch.Tensor = _LINEAR(x, self.packed, self.bias, "none", [], "")
         return out
+
+
+class _Joint:
+    """Linear layers that read the same input, multiplied as one: fewer, wider products reach more of the bandwidth.
+
+    The first layer that is given an input computes for all; the others find theirs waiting. A layer that is given
+    something else, or asked twice, computes again, so nothing depends on the order of the calls.
+    """
+
+    def __init__(self, layers: Sequence[nn.Linear]) -> None:
+        self._sizes = [layer.out_features for layer in layers]
+        self._packed = _pack(torch.cat([layer.weight.detach() for layer in layers]))
+        biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
+        self._bias = torch.cat(biases) if biases else None
+        # (input, outputs not yet asked for); one attribute, so that threads see the two together
+        self._waiting: tuple[torch.Tensor, dict[int, torch.Tensor]] | None = None
+
+    def output(self, x: torch.Tensor, index: int) -> torch.Tensor:
+        waiting = self._waiting
+        if waiting is None or waiting[0] is not x or index not in waiting[1]:
+            parts = _LINEAR(x, self._packed, self._bias, "none", [], "").split(self._sizes, -1)
+            waiting = (x, dict(enumerate(parts)))
+        out = waiting[1].pop(index)
+        self._waiting = waiting if waiting[1] else None
+        return out
+
+
+class JointLinear(nn.Module):
+    """One of several linear layers that are multiplied together."""
+
+    def __init__(self, joint: _Joint, index: int, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self._joint, self._index = joint, index
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [..., in] -> [..., out]."""
+        return self._joint.output(x, self._index)
 
 
 def available(dtype: torch.dtype, device: torch.device) -> bool:
@@ -42,8 +92,25 @@ def pack_linears(model: nn.Module) -> int:
     """
     count = 0
     for parent in list(model.modules()):
+        for names in _TOGETHER:
+            count += _pack_together(parent, names)
         for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear and available(child.weight.dtype, child.weight.device):
+            if _packable(child):
                 setattr(parent, name, PackedLinear(child))
                 count += 1
     return count
+
+
+def _packable(module: object) -> TypeGuard[nn.Linear]:
+    return type(module) is nn.Linear and available(module.weight.dtype, module.weight.device)
+
+
+def _pack_together(parent: nn.Module, names: Sequence[str]) -> int:
+    layers = [getattr(parent, name, None) for name in names]
+    plain = [layer for layer in layers if _packable(layer)]
+    if len(plain) < len(names) or len({(layer.in_features, layer.bias is None) for layer in plain}) > 1:
+        return 0
+    joint = _Joint(plain)
+    for i, (name, layer) in enumerate(zip(names, plain, strict=True)):
+        setattr(parent, name, JointLinear(joint, i, layer))
+    return len(names)
