@@ -389,8 +389,8 @@ def machine() -> str:
             line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")
         ]
         model = names[0] if names else model
-    capability = torch.backends.cpu.get_cpu_capability()
-    return f"{model}, {torch.get_num_threads()} threads, {capability}, torch {torch.__version__}, python {platform.python_version()}"
+    threads = f"{torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
+    return f"{model}, {threads}, torch {torch.__version__}, python {platform.python_version()}"
 
 
 def table(figures: dict[str, Any]) -> str:

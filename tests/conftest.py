@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-torch.set_num_threads(min(2, os.cpu_count() or 1))
+torch.set_num_threads(1)  # tiny models are slower with more, and other processes are not disturbed
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -47,6 +47,7 @@ def smollm2_fp32(smollm2_folder: Path) -> Any:
     """SmolLM2 in float32 as transformers loads it."""
     from transformers import AutoModelForCausalLM
 
+    torch.set_num_threads(2)
     return AutoModelForCausalLM.from_pretrained(smollm2_folder, dtype=torch.float32).eval()
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -150,6 +150,9 @@ class Generator:
         return Engine(
             self.target.model, self._build_drafter(), self.rule, self.policy, max_batch_size=self.max_batch_size
         )
+
+    @overload
+    def generate(self, prompt: Sequence[Mapping[str, str]], params: None = None, **changes: Any) -> Generation: ...
 
     @overload
     def generate(self, prompt: str, params: SamplingParams | None = None, **changes: Any) -> Generation: ...

@@ -10,7 +10,7 @@ from typing import Any
 
 import typer
 
-from foresay.cli import generate, info, models, version
+from foresay.cli import demo, generate, info, models, version
 
 CLOSED_PIPE = 141
 """128 + SIGPIPE, what a shell reports for a program that the signal ended."""
@@ -49,6 +49,7 @@ def _add(name: str, command: Callable[..., Any]) -> None:
 
 
 _add("generate", generate.run)
+_add("demo", demo.run)
 _add("models", models.run)
 _add("info", info.run)
 _add("version", version.run)

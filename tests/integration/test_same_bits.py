@@ -1,0 +1,97 @@
+"""Same bits: in bf16, what a position scores does not depend on how many columns or rows its pass has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_smollm2 import PROMPTS
+
+from foresay.core import SamplingParams
+from foresay.models import packing
+from foresay.models.base import Logits
+from foresay.models.catalog import LoadedModel, LoadOptions, load_model
+from foresay.models.causal import CausalModel
+from support import PromptLookup, run
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def loaded(smollm2_folder: Path) -> LoadedModel:
+    torch.set_num_threads(2)
+    return load_model(smollm2_folder, LoadOptions(dtype="bf16"))
+
+
+@pytest.fixture(scope="module")
+def tokens() -> torch.Tensor:
+    return torch.randint(3, 40000, (1, 300), generator=torch.Generator().manual_seed(0))
+
+
+def _scores(model: CausalModel, tokens: torch.Tensor, start: int, columns: int, rows: int) -> torch.Tensor:
+    """Logits of position `start` scored in a pass of so many columns, as the last of so many rows of different lengths."""
+    cache = model.new_cache()
+    cache.add_rows(rows)
+    for row in range(rows):
+        length = start if row == rows - 1 else 7 + 11 * row
+        model.forward(tokens[:, :length], [length], cache, first_row=row, logits=Logits.NONE)
+    fed = torch.stack([tokens[0, n : n + columns] for n in cache.lengths])
+    return model.forward(fed, [columns] * rows, cache).scores()[-1, 0]
+
+
+@pytest.mark.parametrize("start", [40, 61, 64, 200])
+def test_a_position_scores_the_same_in_any_pass(loaded: LoadedModel, tokens: torch.Tensor, start: int) -> None:
+    model = loaded.model
+    assert isinstance(model, CausalModel)
+    plain = _scores(model, tokens, start, 1, 1)
+    for columns, rows in ((2, 1), (5, 1), (9, 1), (1, 2), (1, 8), (4, 8)):
+        assert torch.equal(_scores(model, tokens, start, columns, rows), plain), (columns, rows)
+
+
+def test_bf16_output_does_not_depend_on_speculation_or_batch(loaded: LoadedModel) -> None:
+    template = loaded.tokenizer.apply_chat_template
+    chats = [[{"role": "user", "content": text}] for text in PROMPTS[:8]]
+    prompts = [template(chat, add_generation_prompt=True, return_dict=True)["input_ids"] for chat in chats]
+    params = SamplingParams(max_new_tokens=48)
+    plain = [run(loaded.model, [p], params, gamma=0, eos=frozenset([2]))[0][0] for p in prompts]
+    for size in (1, 8):
+        ours, steps, _ = run(
+            loaded.model, prompts, params, drafter=PromptLookup(), gamma=8, max_batch_size=size, eos=frozenset([2])
+        )
+        assert ours == plain
+        assert sum(s.num_accepted for s in steps) > 20
+
+
+def test_packed_linear_layers_give_the_same_bits_for_one_row_and_many() -> None:
+    if not packing.available(torch.bfloat16, torch.device("cpu")):  # nothing is packed then
+        return
+    layer = torch.nn.Linear(576, 1536, dtype=torch.bfloat16)
+    packed = packing.PackedLinear(layer)
+    x = torch.randn(64, 576, dtype=torch.bfloat16)
+    whole = packed(x)
+    for rows in (1, 2, 3, 5, 8, 17, 40):
+        assert torch.equal(packed(x[:rows]), whole[:rows])
+    torch.testing.assert_close(whole, layer(x), atol=2e-2, rtol=2e-2)
+
+
+def test_joint_linear_layers_equal_separate_ones() -> None:
+    class Block(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q_proj = torch.nn.Linear(64, 64, dtype=torch.bfloat16)
+            self.k_proj = torch.nn.Linear(64, 32, dtype=torch.bfloat16)
+            self.v_proj = torch.nn.Linear(64, 32, dtype=torch.bfloat16)
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+            return [self.q_proj(x), self.k_proj(x), self.v_proj(y), self.q_proj(y), self.q_proj(x)]
+
+    block: Any = Block()
+    x, y = (torch.randn(3, 64, dtype=torch.bfloat16) for _ in range(2))
+    with torch.no_grad():
+        wanted = block(x, y)
+        count = packing.pack_linears(block)
+        for a, b in zip(block(x, y), wanted, strict=True):
+            torch.testing.assert_close(a, b, atol=2e-2, rtol=2e-2)
+    assert count == (3 if packing.available(torch.bfloat16, torch.device("cpu")) else 0)
