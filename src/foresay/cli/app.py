@@ -70,7 +70,7 @@ def _run(args: list[str] | None) -> int:
     from foresay.errors import ForesayError
 
     try:
-        result: Any = app(args, standalone_mode=False)
+        result: Any = app(args, prog_name="foresay", standalone_mode=False)
     except ForesayError as error:
         return _fail(str(error))
     except typer.TyperException as error:  # a usage error

@@ -6,11 +6,14 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from foresay.errors import ConfigError, PromptError
+
+if TYPE_CHECKING:
+    from foresay.generator import Generation
 
 DtypeOption = Annotated[str, typer.Option(help="auto, bf16, fp16 or fp32.")]
 DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")]
@@ -81,3 +84,20 @@ def as_prompt(text: str, generator: Any, *, raw: bool) -> Any:
     if raw or not getattr(generator.tokenizer, "chat_template", None):
         return text
     return [{"role": "user", "content": text}]
+
+
+def as_record(one: Generation) -> dict[str, Any]:
+    """What --json tells of one output."""
+    record: dict[str, Any] = {
+        "text": one.text,
+        "token_ids": one.token_ids,
+        "prompt_tokens": len(one.prompt_token_ids),
+        "finish_reason": one.finish_reason.value,
+        "seed": one.seed,
+        "exact": one.exact,
+        "stats": one.stats.as_dict(),
+        "draft_error": one.draft_error,
+    }
+    if one.logprobs is not None:
+        record["logprobs"] = [{"logprob": e.logprob, "top": [list(pair) for pair in e.top]} for e in one.logprobs]
+    return record

@@ -14,17 +14,15 @@ if TYPE_CHECKING:
     from foresay.generator import Generation, Generator
 
 PROMPTS = (
-    "Rewrite this note with every 'Tuesday' changed to 'Friday' and nothing else changed:\n"
-    "The plumber comes on Tuesday at nine. Please leave the key under the blue pot, feed the cat before you go, and put "
-    "the bins out on Tuesday evening. Mrs Okafor from number twelve has a spare key if the door sticks.",
-    "Copy the function and give every parameter a type hint:\n\n"
-    "def find_cheapest(offers, budget, currency):\n"
-    "    matching = [offer for offer in offers if offer.currency == currency]\n"
-    "    affordable = [offer for offer in matching if offer.price <= budget]\n"
-    "    return min(affordable, key=lambda offer: offer.price, default=None)\n",
-    "List the e-mail addresses in this text, one per line:\n"
-    "Write to anna.lindqvist@harbour-museum.example for tickets, to the archive at records@harbour-museum.example for "
-    "photographs, and to tomas.brandt@quayworks.example about the crane.",
+    "Correct the spelling mistakes in this note and repeat the rest as it is:\n"
+    "The plumber comes on Tuesday at nine. Please leeve the key under the blue pot, feed the cat before you go, and put "
+    "the bins out in the evning. Mrs Okafor from number twelve has a spare key if the door sticks.",
+    "Turn this into a numbered list and keep the words:\n"
+    "Soak the beans overnight in cold water; rinse them well and drain them; fry the onion slowly until it is soft; add "
+    "the beans, the stock and a bay leaf; simmer for an hour and salt at the end.",
+    "Repeat the code with the comments in capital letters:\n\n"
+    "# open the file\nwith open(path) as file:\n    # read every line\n    lines = file.readlines()\n"
+    "# count the words\ntotal = sum(len(line.split()) for line in lines)\n",
     "Why do leaves change colour in autumn? Answer in three sentences.",
 )
 
@@ -34,7 +32,7 @@ def run(
     model: Annotated[str, typer.Option(help="Alias, hub id, folder or GGUF file.")] = "smollm2-135m",
     threads: ThreadsOption = None,
 ) -> int:
-    """Decode a few prompts with and without speculation, and compare; 1 if any output differs."""
+    """Decode a few prompts with and without speculation, and compare."""
     from foresay.cli.trace import comparison, console, first_difference, legend
     from foresay.engine import Stats
     from foresay.loading import load

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from foresay.cli import batch
 from foresay.cli.common import (
     DeviceOption,
     DtypeOption,
     ThreadsOption,
     TrustOption,
     as_prompt,
+    as_record,
     loading,
     read_prompt,
     use_threads,
@@ -49,6 +51,10 @@ def run(
     logprobs: Annotated[
         int | None, typer.Option(help="With --json: log-probabilities, and of this many others.")
     ] = None,
+    lines: Annotated[
+        bool, typer.Option("--lines", help="Each line is a prompt; all are decoded as one batch.")
+    ] = False,
+    batch_size: Annotated[int, typer.Option(help="With --lines: prompts decoded at a time.")] = 32,
     raw: Annotated[bool, typer.Option("--raw", help="No chat template: continue the text as it is.")] = False,
     trace: Annotated[bool, typer.Option("--trace", help="Colour each token by who wrote it.")] = False,
     compare: Annotated[
@@ -65,10 +71,6 @@ def run(
     from foresay.errors import ConfigError
     from foresay.loading import load
 
-    if trace and as_json:
-        raise ConfigError("--trace and --json contradict; give one of them")
-    if logprobs is not None and not as_json:
-        raise ConfigError("--logprobs needs --json")
     params = SamplingParams(
         max_new_tokens=max_new_tokens,
         min_new_tokens=min_new_tokens,
@@ -84,11 +86,23 @@ def run(
         ignore_eos=ignore_eos,
         logprobs=logprobs,
     )
+    _refuse_unused(params)
+    _refuse_contradictions(
+        {
+            "--trace": trace,
+            "--compare": compare,
+            "--lines": lines,
+            "--json": as_json,
+            "--logprobs": logprobs is not None,
+        }
+    )
+    if batch_size != 32 and not lines:
+        raise ConfigError("--batch-size needs --lines")
     if compare and not params.greedy and rule != "coupled":
         raise ConfigError("--compare needs --temperature 0, or --rule coupled, under which a seed gives one output")
-    _refuse_unused(params)
     use_threads(threads)
     text = read_prompt(prompt, file)
+    prompts = batch.split_lines(text) if lines else []
     with loading(f"Loading {model}") as progress:
         generator = load(
             model,
@@ -98,10 +112,21 @@ def run(
             rule=rule,
             dtype=dtype,
             device=device,
+            max_batch_size=batch_size,
             trust_remote_code=trust_remote_code,
             progress=progress,
         )
-    request = as_prompt(text, generator, raw=raw)
+    if lines:
+        return batch.run(generator, prompts, params, raw=raw, as_json=as_json)
+    return _one(generator, as_prompt(text, generator, raw=raw), params, trace=trace, compare=compare, as_json=as_json)
+
+
+def _one(
+    generator: Generator, request: Any, params: SamplingParams, *, trace: bool, compare: bool, as_json: bool
+) -> int:
+    """Decode one prompt, and plainly too when asked."""
+    from foresay.core import SamplingParams
+
     if params.seed is None and not params.greedy:
         params = SamplingParams.of(params, seed=_fresh_seed())
     if compare:
@@ -113,6 +138,18 @@ def run(
     else:
         _sum_up(generator, fast, seconds, plain, trace)
     return 1 if plain is not None and plain[0].token_ids != fast.token_ids else 0
+
+
+def _refuse_contradictions(flags: dict[str, bool]) -> None:
+    """Flags that exclude each other, and flags that need another."""
+    from foresay.errors import ConfigError
+
+    if flags["--trace"] and flags["--json"]:
+        raise ConfigError("--trace and --json contradict; give one of them")
+    if flags["--lines"] and (flags["--trace"] or flags["--compare"]):
+        raise ConfigError("--lines decodes a batch; --trace and --compare show one prompt")
+    if flags["--logprobs"] and not flags["--json"]:
+        raise ConfigError("--logprobs needs --json")
 
 
 def _refuse_unused(params: SamplingParams) -> None:
@@ -173,22 +210,7 @@ def _plain(generator: Generator, request: Any, params: SamplingParams) -> tuple[
 
 
 def _record(fast: Generation, seconds: float, plain: tuple[Generation, float] | None) -> dict[str, Any]:
-    record: dict[str, Any] = {
-        "text": fast.text,
-        "token_ids": fast.token_ids,
-        "prompt_tokens": len(fast.prompt_token_ids),
-        "finish_reason": fast.finish_reason.value,
-        "seed": fast.seed,
-        "exact": fast.exact,
-        "seconds": seconds,
-        "tokens_per_s": len(fast.token_ids) / seconds,
-        "stats": fast.stats.as_dict(),
-        "draft_error": fast.draft_error,
-    }
-    if fast.logprobs is not None:
-        record["logprobs"] = [
-            {"logprob": entry.logprob, "top": [list(pair) for pair in entry.top]} for entry in fast.logprobs
-        ]
+    record = as_record(fast) | {"seconds": seconds, "tokens_per_s": len(fast.token_ids) / seconds}
     if plain is not None:
         record["plain_seconds"] = plain[1]
         record["speed_up"] = plain[1] / seconds

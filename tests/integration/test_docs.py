@@ -1,0 +1,80 @@
+"""The documents do what they say: Python blocks run, commands run, and the help page is the program's."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from foresay.cli.app import _run
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.slow
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/extending.md"])
+def test_python_blocks_run(page: str, smollm2_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = blocks(page, "python")
+    assert found
+    namespace: dict[str, Any] = {}
+    for block in found:
+        exec(compile(block, page, "exec"), namespace)
+    assert capsys.readouterr().out.strip()
+
+
+def _commands() -> list[str]:
+    lines = [line for block in blocks("README.md", "console") for line in block.splitlines()]
+    return [line.removeprefix("$ ") for line in lines if line.startswith("$ foresay")]
+
+
+@pytest.mark.parametrize("command", _commands())
+def test_commands_run(
+    command: str, smollm2_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert _run(shlex.split(command)[1:]) == 0
+    out, err = capsys.readouterr()
+    assert out.strip()
+    assert err == ""
+
+
+def test_there_are_commands_to_run() -> None:
+    assert len(_commands()) >= 3
+
+
+def test_the_help_page_is_the_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = importlib.util.spec_from_file_location("cli_help", ROOT / "scripts" / "cli_help.py")
+    assert spec is not None
+    assert spec.loader is not None
+    for name in ("COLUMNS", "TERM", "NO_COLOR"):
+        monkeypatch.setenv(name, "")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.page() == (ROOT / "docs" / "cli.md").read_text(), "run scripts/docs"
+
+
+def test_the_demo_writes_the_same_both_ways(smollm2_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run(["demo", "-n", "40"]) == 0
+    out = capsys.readouterr().out
+    assert "identical output: yes" in out
+    assert re.search(r"^foresay +\d+ .*x", out, re.MULTILINE)
+
+
+def test_the_demo_shows_a_difference_and_fails(
+    smollm2_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: with plain decoding that writes something else, the demo must notice."""
+    from foresay.cli import demo
+
+    intact = demo._plain
+    monkeypatch.setattr(demo, "_plain", lambda generator, prompt, new: intact(generator, prompt + " Why?", new))
+    assert _run(["demo", "-n", "12"]) == 1
+    assert re.search(r"identical output: no, at token \d+: plain wrote", capsys.readouterr().out)
