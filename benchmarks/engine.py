@@ -32,7 +32,8 @@ from foresay.core import LengthPolicy, Proposal, Rows, SamplingParams, Step
 from foresay.drafters import PromptLookup
 from foresay.engine import Engine
 from foresay.lengths import ConstantLength
-from foresay.models.catalog import LoadOptions, _converted
+from foresay.models.options import LoadOptions
+from foresay.models.packaged import converted
 from foresay.models.slots import SlotCache
 
 HERE = Path(__file__).parent
@@ -57,7 +58,7 @@ class Bench:
     @property
     def theirs(self) -> Any:
         if self._theirs is None:
-            folder = _converted(MODEL, LoadOptions())
+            folder = converted(MODEL, LoadOptions())
             self._theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
         return self._theirs
 

@@ -35,11 +35,12 @@ def _seeded() -> None:
 @pytest.fixture(scope="session")
 def smollm2_folder() -> Path:
     """The dequantised SmolLM2-135M-Instruct, in the cache the tests share with the user."""
-    from foresay.models.catalog import LoadOptions, _converted
+    from foresay.models.options import LoadOptions
+    from foresay.models.packaged import converted
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # gguf's and transformers' own
-        return _converted("smollm2-135m", LoadOptions())
+        return converted("smollm2-135m", LoadOptions())
 
 
 @pytest.fixture(scope="session")

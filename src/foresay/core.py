@@ -7,18 +7,16 @@ Letters in docstrings: B rows, K draft tokens, T columns of a pass, V vocabulary
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from foresay.errors import ConfigError, UnknownNameError
+from foresay.params import SamplingParams as SamplingParams
 
 if TYPE_CHECKING:
     from foresay.models.base import ModelOutput
@@ -26,10 +24,6 @@ if TYPE_CHECKING:
     from foresay.sampling import Laws
 
 IntArray = npt.NDArray[np.int64]
-LogitsProcessor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""A pure function of (token ids [1, L], scores [1, V]) -> scores [1, V], as transformers defines it."""
-
-MAX_SEED = 2**63 - 1
 
 
 class Origin(StrEnum):
@@ -46,152 +40,6 @@ class FinishReason(StrEnum):
     STOP = "stop"
     LENGTH = "length"
     CANCELLED = "cancelled"
-
-
-def _number(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
-    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not good or not (low < value if open_low else low <= value) or value > high:
-        left, right = ("(" if open_low else "["), (")" if high == math.inf else "]")
-        raise ConfigError(f"{name}={value!r} must be a finite number in {left}{low:g}, {high:g}{right}")
-
-
-def _integer(name: str, value: Any, low: int, high: int | None = None) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):
-        bound = f"at least {low}" if high is None else f"in [{low}, {high}]"
-        raise ConfigError(f"{name}={value!r} must be an integer {bound}")
-
-
-def _token_ids(name: str, value: Any) -> tuple[int, ...]:
-    if isinstance(value, str | bytes) or not hasattr(value, "__iter__"):
-        raise ConfigError(f"{name}={value!r} must be a sequence of token ids")
-    ids = tuple(value)
-    for token in ids:
-        _integer(name, token, 0)
-    return ids
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
-    """What one request asks for. Validates itself: a ConfigError names the field, the value and the bound."""
-
-    max_new_tokens: int = 256
-    """Tokens to write at most; the context limit may end the request earlier."""
-    min_new_tokens: int = 0
-    """No stop token, and no stop string, ends the output before this many tokens."""
-    temperature: float = 0.0
-    """0 is greedy; otherwise logits are divided by it."""
-    top_k: int = 0
-    """Keep the k likeliest tokens (ties with the k-th stay); 0 keeps all."""
-    top_p: float = 1.0
-    """Keep the smallest set of likeliest tokens whose mass reaches this share."""
-    min_p: float = 0.0
-    """Keep tokens at least this share as likely as the likeliest."""
-    repetition_penalty: float = 1.0
-    """Logits of tokens in prompt or output: divided by it when positive, multiplied when negative."""
-    presence_penalty: float = 0.0
-    """Subtracted once from the logit of each token already in the output."""
-    frequency_penalty: float = 0.0
-    """Subtracted from a token's logit once per occurrence in the output."""
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    """Added to the logits of these token ids."""
-    allowed_token_ids: tuple[int, ...] | None = None
-    """When given, no other token is ever written."""
-    banned_token_ids: tuple[int, ...] = ()
-    """Never written."""
-    processors: tuple[LogitsProcessor, ...] = ()
-    """transformers LogitsProcessors, applied after the penalties and biases, before the temperature."""
-    seed: int | None = None
-    """Stream of the request's randomness; None draws one and reports it."""
-    stop_token_ids: tuple[int, ...] = ()
-    """End the output, beside the model's own end-of-sequence tokens; the stop token stays in the ids."""
-    stop: tuple[str, ...] = ()
-    """Strings that end the output; the text is cut before the first of them."""
-    ignore_eos: bool = False
-    """Write on past the model's end-of-sequence tokens (stop_token_ids still stop)."""
-    logprobs: int | None = None
-    """Report the log-probability of each token, and of this many likeliest ones, under the raw logits."""
-
-    def __post_init__(self) -> None:
-        _integer("max_new_tokens", self.max_new_tokens, 1)
-        _integer("min_new_tokens", self.min_new_tokens, 0)
-        if self.min_new_tokens > self.max_new_tokens:
-            raise ConfigError(
-                f"min_new_tokens={self.min_new_tokens} exceeds max_new_tokens={self.max_new_tokens}; "
-                "raise max_new_tokens or lower min_new_tokens"
-            )
-        _number("temperature", self.temperature, 0.0, math.inf)
-        _integer("top_k", self.top_k, 0)
-        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _number("min_p", self.min_p, 0.0, 1.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
-        _number("presence_penalty", self.presence_penalty, -100.0, 100.0)
-        _number("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
-        self._check_tokens()
-        if self.seed is not None:
-            _integer("seed", self.seed, 0, MAX_SEED)
-        if self.logprobs is not None:
-            _integer("logprobs", self.logprobs, 0, 1000)
-        if not isinstance(self.ignore_eos, bool):
-            raise ConfigError(f"ignore_eos={self.ignore_eos!r} must be True or False")
-
-    def _check_tokens(self) -> None:
-        """Copy the collections, so that what was validated stays, and refuse contradictions among them."""
-        put = object.__setattr__
-        stop = (self.stop,) if isinstance(self.stop, str) else self._items("stop")
-        if any(not isinstance(s, str) or not s for s in stop):
-            raise ConfigError(f"stop={self.stop!r} must be non-empty strings")
-        put(self, "stop", stop)
-        put(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
-        put(self, "banned_token_ids", _token_ids("banned_token_ids", self.banned_token_ids))
-        put(self, "processors", self._items("processors"))
-        if self.allowed_token_ids is not None:
-            allowed = _token_ids("allowed_token_ids", self.allowed_token_ids)
-            if not set(allowed) - set(self.banned_token_ids):
-                raise ConfigError(
-                    "allowed_token_ids is empty, or all of it is in banned_token_ids: nothing can be written"
-                )
-            put(self, "allowed_token_ids", allowed)
-        if not isinstance(self.logit_bias, Mapping):
-            raise ConfigError(f"logit_bias={self.logit_bias!r} must map token ids to numbers")
-        for token, bias in self.logit_bias.items():
-            _integer("logit_bias key", token, 0)
-            _number(f"logit_bias[{token}]", bias, -1e4, 1e4)
-        put(self, "logit_bias", MappingProxyType(dict(self.logit_bias)))
-
-    def _items(self, name: str) -> tuple[Any, ...]:
-        value = getattr(self, name)
-        if not isinstance(value, list | tuple):
-            raise ConfigError(f"{name}={value!r} must be a list or a tuple")
-        return tuple(value)
-
-    @property
-    def greedy(self) -> bool:
-        """Whether the law is a point mass."""
-        return self.temperature == 0
-
-    @property
-    def processes(self) -> bool:
-        """Whether anything changes the logits before the temperature."""
-        return bool(
-            self.min_new_tokens
-            or self.repetition_penalty != 1.0
-            or self.presence_penalty
-            or self.frequency_penalty
-            or self.logit_bias
-            or self.allowed_token_ids is not None
-            or self.banned_token_ids
-            or self.processors
-        )
-
-    @classmethod
-    def of(cls, params: SamplingParams | None = None, **changes: Any) -> SamplingParams:
-        """`params` with some fields changed; an unknown name raises with the nearest match."""
-        known = {f.name for f in fields(cls)}
-        for name in changes:
-            if name not in known:
-                raise UnknownNameError("parameter", name, known)
-        values = {name: getattr(params, name) for name in known} if params is not None else {}
-        return cls(**{**values, **changes})
 
 
 StopCondition = Callable[[Sequence[int]], int | None]

@@ -15,7 +15,8 @@ from foresay.drafters import ModelDrafter, PromptLookup
 from foresay.errors import ConfigError, UnknownNameError, VocabularyMismatchError
 from foresay.generator import DrafterBuilder, Generator
 from foresay.lengths import ConstantLength
-from foresay.models.catalog import LoadedModel, LoadOptions, load_model, wrap
+from foresay.models.catalog import LoadedModel, load_model, wrap
+from foresay.models.options import LoadOptions
 
 if TYPE_CHECKING:
     pass

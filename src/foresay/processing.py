@@ -10,8 +10,9 @@ from collections.abc import Sequence
 
 import torch
 
-from foresay.core import LogitsProcessor, Row, SamplingParams
+from foresay.core import Row, SamplingParams
 from foresay.errors import ConfigError
+from foresay.params import LogitsProcessor
 
 STATEFUL_PROCESSORS = frozenset(
     {

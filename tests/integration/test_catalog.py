@@ -18,8 +18,10 @@ from transformers import PreTrainedModel
 import foresay
 import tiny
 from foresay import ConfigError, ModelLoadError, ModelNotFoundError, UnknownNameError
-from foresay.models import catalog
-from foresay.models.catalog import ALIASES, LoadOptions, cache_dir, damage, load_model, packaged_file
+from foresay.models import packaged
+from foresay.models.catalog import load_model
+from foresay.models.options import LoadOptions
+from foresay.models.packaged import ALIASES, cache_dir, damage, packaged_file
 
 ALIAS = "smollm2-135m"
 
@@ -109,7 +111,7 @@ def converted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Path, li
         _manifest(tiny.save(folder))
         made.append(folder)
 
-    monkeypatch.setattr(catalog, "convert", convert)
+    monkeypatch.setattr(packaged, "convert", convert)
     return tmp_path / "models" / f"{ALIAS}-{ALIASES[ALIAS].version}", made
 
 
@@ -185,10 +187,10 @@ def test_a_file_where_the_conversion_belongs(converted: tuple[Path, list[Path]])
 def test_a_conversion_appears_whole(tmp_path: Path) -> None:
     source = _write_gguf(tmp_path / "tiny.gguf", tiny.llama())
     folder = tmp_path / "cache" / "models" / "tiny-1"
-    catalog.convert(source, folder)
+    packaged.convert(source, folder)
     assert damage(folder) is None
     assert [p.name for p in folder.parent.iterdir()] == ["tiny-1"]
-    catalog.convert(source, folder)  # another process was faster: its folder stays, nothing else does
+    packaged.convert(source, folder)  # another process was faster: its folder stays, nothing else does
     assert [p.name for p in folder.parent.iterdir()] == ["tiny-1"]
 
 
@@ -204,7 +206,7 @@ def test_a_conversion_that_fails_leaves_nothing(
     monkeypatch.setattr("transformers.PreTrainedTokenizerFast.save_pretrained", fail)
     expected = ModelLoadError if isinstance(error, Exception) else type(error)
     with pytest.raises(expected):
-        catalog.convert(source, tmp_path / "cache" / "tiny-1")
+        packaged.convert(source, tmp_path / "cache" / "tiny-1")
     assert list((tmp_path / "cache").iterdir()) == []
 
 
@@ -217,7 +219,7 @@ def test_a_conversion_without_room_for_its_manifest(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(Path, "write_text", full)
     with pytest.raises(ModelLoadError, match="No space left on device"):
-        catalog.convert(source, tmp_path / "cache" / "tiny-1")
+        packaged.convert(source, tmp_path / "cache" / "tiny-1")
     assert list((tmp_path / "cache").iterdir()) == []
 
 

@@ -12,8 +12,9 @@ from test_smollm2 import PROMPTS
 from foresay.core import SamplingParams
 from foresay.models import packing
 from foresay.models.base import Logits
-from foresay.models.catalog import LoadedModel, LoadOptions, load_model
+from foresay.models.catalog import LoadedModel, load_model
 from foresay.models.causal import CausalModel
+from foresay.models.options import LoadOptions
 from support import PromptLookup, run
 
 pytestmark = pytest.mark.slow

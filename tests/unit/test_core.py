@@ -7,8 +7,9 @@ import pytest
 import torch
 from making import make_row
 
-from foresay.core import MAX_SEED, FinishReason, Origin, Proposal, Row, SamplingParams, Step
+from foresay.core import FinishReason, Origin, Proposal, Row, SamplingParams, Step
 from foresay.errors import ConfigError, UnknownNameError
+from foresay.params import MAX_SEED
 
 INF, NAN = float("inf"), float("nan")
 

@@ -16,6 +16,7 @@ import foresay
 SOURCE = Path(foresay.__file__).parent
 LAYERS = [
     {"errors"},
+    {"params"},
     {"core"},
     {"randomness", "sampling", "acceptance", "theory", "processing"},
     {"models"},
@@ -30,7 +31,9 @@ LAYERS = [
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 STRANGERS = {"server", "training", "lab"}
-MAY_IMPORT_TRANSFORMERS = {"models/causal.py", "models/seq2seq.py", "models/attention.py", "models/catalog.py"}
+MAY_IMPORT_TRANSFORMERS = {
+    f"models/{name}.py" for name in ("causal", "seq2seq", "attention", "catalog", "packaged", "reading")
+}
 FILES = sorted(path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py"))
 FILE = pytest.mark.parametrize("file", FILES)
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from making import make_row
 from scipy import stats
 
-from foresay.core import MAX_SEED, Rows
+from foresay.core import Rows
+from foresay.params import MAX_SEED
 from foresay.randomness import Purpose, Streams
 
 CPU = torch.device("cpu")

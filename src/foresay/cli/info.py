@@ -17,8 +17,9 @@ def run(
 ) -> int:
     """Say what a model supports, or why it is not supported."""
     from foresay.errors import UnsupportedModelError
-    from foresay.models.catalog import LoadOptions, load_model
+    from foresay.models.catalog import load_model
     from foresay.models.causal import UNLIMITED, CausalModel
+    from foresay.models.options import LoadOptions
     from foresay.models.probe import VERIFIED, probe
 
     try:

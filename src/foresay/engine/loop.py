@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Sequence
 
 from foresay.core import (
-    MAX_SEED,
     Drafter,
     FinishReason,
     IntArray,
@@ -29,6 +28,7 @@ from foresay.engine.places import plan_moves
 from foresay.errors import ConfigError, ContextLengthError, PromptError
 from foresay.models.base import LanguageModel
 from foresay.models.prefill import fill_chunk, pending
+from foresay.params import MAX_SEED
 from foresay.processing import check_processors, check_token_ids
 from foresay.step import step
 

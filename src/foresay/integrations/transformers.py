@@ -12,10 +12,11 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from foresay.core import LogitsProcessor, SamplingParams
+from foresay.core import SamplingParams
 from foresay.errors import ConfigError, UnsupportedModelError
 from foresay.loading import load
 from foresay.models.catalog import LoadedModel, wrap
+from foresay.params import LogitsProcessor
 from foresay.processing import check_processors
 
 _UNSUPPORTED: dict[str, Any] = {

@@ -1,0 +1,60 @@
+"""How to load a model: the options, checked before anything is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from foresay.errors import ConfigError, UnknownNameError
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
+DTYPES |= {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
+DEVICES = ("cpu", "cuda", "mps", "xpu")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """How to load a model; each field goes to transformers as it is, except dtype and device."""
+
+    dtype: str | torch.dtype = "auto"
+    """"auto": bf16 where the processor computes in it natively, else float32."""
+    device: str | torch.device | None = None
+    """Where the model goes; None takes the GPU when there is one."""
+    device_map: str | Mapping[str, Any] | None = None
+    max_memory: Mapping[int | str, str] | None = None
+    quantization_config: Any = None
+    tp_plan: str | None = None
+    revision: str | None = None
+    trust_remote_code: bool = False
+    progress: Callable[[str], None] | None = field(default=None, compare=False)
+    """Told what is being done when it may take long."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.dtype, str) and self.dtype != "auto" and self.dtype not in DTYPES:
+            raise UnknownNameError("dtype", self.dtype, ["auto", *DTYPES])
+        if self.device is not None and self.device_map is not None:
+            raise ConfigError(
+                f"device={str(self.device)!r} and device_map={self.device_map!r} contradict; give one of them"
+            )
+        if self.max_memory is not None and self.device_map is None:
+            raise ConfigError("max_memory is only heeded with a device_map; add device_map='auto'")
+        if not isinstance(self.dtype, str) and self.dtype not in DTYPES.values():
+            raise ConfigError(
+                f"dtype={self.dtype!r} must be 'auto', {', '.join(map(repr, DTYPES))} or such a torch.dtype"
+            )
+        if self.device is not None:
+            _check_device(self.device)
+
+
+def _check_device(device: str | torch.device) -> None:
+    try:
+        kind = torch.device(device).type
+    except (RuntimeError, TypeError):
+        kind = ""
+    if kind not in DEVICES:
+        raise ConfigError(f"device={device!r} is not a device; known kinds: {', '.join(DEVICES)}")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device={str(device)!r} was asked for, but PyTorch sees no GPU; use device='cpu'")

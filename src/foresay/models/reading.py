@@ -1,0 +1,53 @@
+"""What transformers prints and raises while it reads a model, turned into what foresay's users see."""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
+from pathlib import Path
+
+from foresay.errors import ForesayError, ModelLoadError, ModelNotFoundError
+
+
+@contextmanager
+def load_errors(name: str, owned: bool) -> Iterator[None]:
+    """Turn whatever transformers raises while loading into one of ours, with what to do."""
+    try:
+        yield
+    except ForesayError:
+        raise
+    except Exception as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        if not Path(name).expanduser().exists() and not owned and isinstance(error, OSError):
+            raise ModelNotFoundError(
+                f"{name!r} is neither a file nor a folder here, and the hub did not give it: {first} "
+                "(check the spelling, your network, and `hf auth login` for gated models)"
+            ) from error
+        if "trust_remote_code" in str(error):
+            raise ModelLoadError(
+                f"{name!r} runs code of its own; pass trust_remote_code=True (--trust-remote-code) if you trust it"
+            ) from error
+        raise ModelLoadError(f"{name!r} cannot be loaded: {type(error).__name__}: {first}") from error
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Keep transformers' notes and everybody's progress bars off the user's terminal while loading."""
+    from transformers.utils import logging as hf_logging
+
+    level, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
+    hub = logging.getLogger("huggingface_hub")
+    hub_level = hub.level
+    hub.setLevel(logging.ERROR)
+    hf_logging.set_verbosity_error()
+    hf_logging.disable_progress_bar()
+    try:
+        with redirect_stderr(io.StringIO()):  # some bars are drawn by tqdm itself, whatever the settings say
+            yield
+    finally:
+        hf_logging.set_verbosity(level)
+        hub.setLevel(hub_level)
+        if bars:
+            hf_logging.enable_progress_bar()
