@@ -50,6 +50,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("gemma3_text", _base(head_dim=8, sliding_window=8, num_hidden_layers=4, query_pre_attn_scalar=8)),
     "phi": ("phi", _base(num_key_value_heads=4)),
     "phi3": ("phi3", _base(sliding_window=8)),
+    "phi3_longrope": (
+        "phi3",
+        _base(
+            max_position_embeddings=512,
+            original_max_position_embeddings=64,
+            rope_parameters={
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "short_factor": [1.0] * 4,
+                "long_factor": [3.0] * 4,
+                "original_max_position_embeddings": 64,
+            },
+        ),
+    ),
     "gpt_neox": ("gpt_neox", _base(num_key_value_heads=4)),
     "gpt2": ("gpt2", _GPT),
     "opt": (

@@ -203,7 +203,7 @@ class Match:
 
     def judge(self, target: Laws, proposal: Proposal, streams: Streams) -> Verdict:
         """The target's tokens alone are written; the draft only saves passes."""
-        tokens = draw(target, streams, Purpose.TARGET)
+        tokens = draw(target, streams, Purpose.TARGET, counts=proposal.num_tokens)
         count = _leading((tokens[:, : proposal.width] == proposal.token_ids) & _valid(proposal))
         batch = torch.arange(len(count), device=count.device)
         return Verdict(count, tokens[batch, count])

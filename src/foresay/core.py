@@ -40,6 +40,7 @@ class FinishReason(StrEnum):
     STOP = "stop"
     LENGTH = "length"
     CANCELLED = "cancelled"
+    ERROR = "error"
 
 
 StopCondition = Callable[[Sequence[int]], int | None]
@@ -178,7 +179,7 @@ class Step:
     origins: tuple[Origin, ...]
     num_drafted: int
     num_accepted: int
-    """Accepted by the rule; a stop may have cut some of them from token_ids."""
+    """Draft tokens committed. Those behind a stop are counted neither here nor as drafted."""
     finish_reason: FinishReason | None = None
     logprobs: tuple[TokenLogprob, ...] | None = None
     batch_size: int = 1

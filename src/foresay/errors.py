@@ -5,6 +5,7 @@
     │   ├── PromptError                     the prompt cannot be decoded as given
     │   └── UnknownNameError                a drafter, rule, model alias or parameter nobody knows
     ├── ContextLengthError (ValueError)     prompt, or prompt and output, exceed the context
+    ├── RequestError                        one request failed in mid-run; the others go on
     ├── VocabularyMismatchError             target and draft do not share their tokens
     ├── UnsupportedModelError               a model that cannot be rewound or batched exactly
     ├── ModelNotFoundError                  no model under that name or path
@@ -34,13 +35,21 @@ class UnknownNameError(ConfigError):
 
     def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
         choices = sorted(known)
-        near = get_close_matches(name, choices, n=1)
+        near = get_close_matches(str(name), choices, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         super().__init__(f"unknown {kind} {name!r}.{hint} Known: {', '.join(choices)}.")
 
 
 class ContextLengthError(ForesayError, ValueError):
     """The prompt, or the prompt and the output asked for, do not fit the model's context."""
+
+
+class RequestError(ForesayError):
+    """One request cannot go on, because of something of its own such as a processor; the others do."""
+
+    def __init__(self, request_id: int, reason: str) -> None:
+        super().__init__(f"request {request_id} ended: {reason}")
+        self.request_id = request_id
 
 
 class VocabularyMismatchError(ForesayError):

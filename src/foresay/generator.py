@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
@@ -125,6 +126,7 @@ class Generator:
         self.max_batch_size = max_batch_size
         self.description = description
         self._build_drafter = build_drafter
+        self._latest: weakref.ref[Engine] | None = None
 
     def __repr__(self) -> str:
         return f"<foresay.Generator {self.description}>"
@@ -147,9 +149,15 @@ class Generator:
 
     def engine(self) -> Engine:
         """A fresh engine over the shared weights."""
-        return Engine(
-            self.target.model, self._build_drafter(), self.rule, self.policy, max_batch_size=self.max_batch_size
-        )
+        drafter = self._build_drafter()
+        busy = self._latest() if self._latest is not None else None
+        if busy is not None and busy.has_work and busy.drafter is not None and busy.drafter.inner is drafter:
+            raise ConfigError(
+                f"this {type(drafter).__name__} drafts for another call that has not ended; pass a function that makes one"
+            )
+        engine = Engine(self.target.model, drafter, self.rule, self.policy, max_batch_size=self.max_batch_size)
+        self._latest = weakref.ref(engine)
+        return engine
 
     @overload
     def generate(self, prompt: Sequence[Mapping[str, str]], params: None = None, **changes: Any) -> Generation: ...
@@ -247,6 +255,8 @@ class Generator:
         }
         while engine.has_work:
             for step in engine.step():
+                if step.finish_reason is FinishReason.ERROR:
+                    raise engine.errors[step.request_id]
                 request, stream = requests[step.request_id], streams[step.request_id]
                 request.steps.append(step)
                 pieces = stream.push(step.token_ids, step.origins) if stream is not None else []

@@ -5,6 +5,7 @@ Owns the choice of drafter and the check that target and draft share their token
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 from foresay.acceptance import make_rule
 from foresay.core import Drafter
 from foresay.drafters import ModelDrafter, PromptLookup
+from foresay.engine.loop import check_batch_size
 from foresay.errors import ConfigError, UnknownNameError, VocabularyMismatchError
 from foresay.generator import DrafterBuilder, Generator
 from foresay.lengths import ConstantLength
@@ -72,8 +74,10 @@ def load(
     if kind == "prompt_lookup":
         PromptLookup(**ngrams)  # a bad n-gram range must fail before the weights are read
     settings = LoadOptions(**_known(options))
+    check_batch_size(max_batch_size)
     loaded = resolve(target, settings, tokenizer)
-    assistant = resolve(draft, settings, None) if draft is not None else None
+    # a revision names one repository's version: the target's
+    assistant = resolve(draft, dataclasses.replace(settings, revision=None), None) if draft is not None else None
     if assistant is not None:
         check_vocabularies(loaded, assistant)
     return Generator(
@@ -97,16 +101,26 @@ def _known(options: dict[str, Any]) -> dict[str, Any]:
 
 def resolve(source: Any, options: LoadOptions, tokenizer: Any) -> LoadedModel:
     """A LoadedModel from a name, a transformers model, a LanguageModel or a LoadedModel."""
-    if isinstance(source, LoadedModel):
-        return source
     if isinstance(source, str | os.PathLike):
-        loaded = load_model(source, options)
-        return loaded if tokenizer is None else LoadedModel(loaded.name, loaded.model, tokenizer, loaded.eos_token_ids)
+        source = load_model(source, options)
+    elif options != LoadOptions():
+        raise ConfigError(
+            f"{_given(options)} apply to a model that is loaded by name, not to a {type(source).__name__}"
+        )
+    if isinstance(source, LoadedModel):
+        return source if tokenizer is None else dataclasses.replace(source, tokenizer=tokenizer)
     if hasattr(source, "forward") and hasattr(source, "new_cache"):
         return LoadedModel(type(source).__name__, source, tokenizer, frozenset())
     if hasattr(source, "config") and hasattr(source, "get_input_embeddings"):
         return wrap(type(source).__name__, source, tokenizer, optimise=False)
     raise ConfigError(f"a model of type {type(source).__name__} is neither a name nor a transformers model")
+
+
+def _given(options: LoadOptions) -> str:
+    default = LoadOptions()
+    return ", ".join(
+        f.name for f in dataclasses.fields(options) if getattr(options, f.name) != getattr(default, f.name)
+    )
 
 
 def _builder(kind: Any, target: LoadedModel, draft: LoadedModel | None, ngrams: dict[str, Any]) -> DrafterBuilder:

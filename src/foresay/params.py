@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from types import MappingProxyType
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -19,14 +19,15 @@ MAX_SEED = 2**63 - 1
 
 
 def _number(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
-    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    good = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
     if not good or not (low < value if open_low else low <= value) or value > high:
         left, right = ("(" if open_low else "["), (")" if high == math.inf else "]")
         raise ConfigError(f"{name}={value!r} must be a finite number in {left}{low:g}, {high:g}{right}")
 
 
 def _integer(name: str, value: Any, low: int, high: int | None = None) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):
+    good = isinstance(value, Integral) and not isinstance(value, bool)
+    if not good or int(value) < low or (high is not None and int(value) > high):
         bound = f"at least {low}" if high is None else f"in [{low}, {high}]"
         raise ConfigError(f"{name}={value!r} must be an integer {bound}")
 
@@ -126,7 +127,7 @@ class SamplingParams:
         for token, bias in self.logit_bias.items():
             _integer("logit_bias key", token, 0)
             _number(f"logit_bias[{token}]", bias, -1e4, 1e4)
-        put(self, "logit_bias", MappingProxyType(dict(self.logit_bias)))
+        put(self, "logit_bias", dict(self.logit_bias))
 
     def _items(self, name: str) -> tuple[Any, ...]:
         value = getattr(self, name)
@@ -141,10 +142,9 @@ class SamplingParams:
 
     @property
     def processes(self) -> bool:
-        """Whether anything changes the logits before the temperature."""
+        """Whether anything but min_new_tokens changes the logits before the temperature."""
         return bool(
-            self.min_new_tokens
-            or self.repetition_penalty != 1.0
+            self.repetition_penalty != 1.0
             or self.presence_penalty
             or self.frequency_penalty
             or self.logit_bias

@@ -78,9 +78,10 @@ class Streams:
     @classmethod
     def of(cls, rows: Rows, device: torch.device) -> Streams:
         """The streams of `rows` at their present lengths."""
-        seeds = rows.memo.get("seeds")
-        if seeds is None or seeds.device != device:
-            seeds = rows.memo["seeds"] = torch.tensor([row.seed for row in rows], device=device)
+        key = f"seeds {device}"
+        if key not in rows.memo:
+            rows.memo[key] = torch.tensor([row.seed for row in rows], device=device)
+        seeds = rows.memo[key]
         starts = torch.tensor([row.size for row in rows], device=device)
         return cls(seeds, starts, level=rows.level, coupled=rows.coupled)
 
@@ -91,14 +92,12 @@ class Streams:
             self._step = _absorb(_absorb(self._key, self.starts), self.level)
         return _unit(_absorb(_absorb(self._step, int(purpose))[:, None], offsets))
 
-    def gumbel(self, rows: torch.Tensor, offsets: torch.Tensor, vocab_size: int) -> torch.Tensor:
-        """Gumbel(0, 1) noise for tokens at absolute positions.
+    def gumbel(self, row: torch.Tensor, offset: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """Gumbel(0, 1) noise for some tokens at an absolute position.
 
-        rows, offsets: [N] int64, batch index and offset from the row's start -> [N, V] float32.
+        row, offset: int64 scalars, batch index and offset from the row's start. tokens: [n] int64 -> [n] float32.
         Depends on (seed, position, token) alone: drafter, target and plain decoding meet the same noise.
         """
-        position = self.starts[rows] + offsets
-        key = _absorb(_absorb(_mix(self.seeds[rows] + _GOLDEN), int(Purpose.COUPLED)), position)
-        tokens = torch.arange(vocab_size, device=position.device)
-        uniform = _unit(_absorb(key[:, None], tokens))
-        return -torch.log(-torch.log(uniform)).to(torch.float32)
+        position = self.starts[row] + offset
+        key = _absorb(_absorb(_mix(self.seeds[row] + _GOLDEN), int(Purpose.COUPLED)), position)
+        return -torch.log(-torch.log(_unit(_absorb(key, tokens)))).to(torch.float32)

@@ -13,9 +13,11 @@ from dataclasses import dataclass
 import torch
 
 from foresay.core import Rows
-from foresay.processing import process_row
+from foresay.processing import process_row, processes
 from foresay.randomness import Purpose, Streams
 
+NUCLEUS = 256
+"""Tokens among which a nucleus is looked for first."""
 _BLOCK = 128
 _ROWS = 4
 _BINS = 0x3F80 + 1
@@ -49,8 +51,9 @@ class Laws:
 class _Plan:
     """What a batch's parameters ask of the law builder; depends on the membership alone."""
 
-    processed: tuple[int, ...]
     sampled: torch.Tensor | None
+    places: dict[int, int]
+    """Row -> its place among the sampled rows."""
     temperature: torch.Tensor
     top_k: torch.Tensor
     top_p: torch.Tensor
@@ -58,9 +61,16 @@ class _Plan:
     truncated: torch.Tensor | None
     """Places among the sampled rows with top-k or top-p; None when there are none."""
     any_min_p: bool
+    any_top_p: bool
+    most: int
+    """The greatest top-k, 0 when there is none."""
 
 
 def _plan(rows: Rows, device: torch.device) -> _Plan:
+    key = f"plan {device}"
+    if key in rows.memo:
+        plan: _Plan = rows.memo[key]
+        return plan
     params = [row.params for row in rows]
     sampled = [i for i, p in enumerate(params) if not p.greedy]
     cut = [j for j, i in enumerate(sampled) if params[i].top_k or params[i].top_p < 1]
@@ -68,50 +78,71 @@ def _plan(rows: Rows, device: torch.device) -> _Plan:
     def column(name: str) -> torch.Tensor:
         return torch.tensor([float(getattr(params[i], name)) for i in sampled], device=device)
 
-    return _Plan(
-        processed=tuple(i for i, p in enumerate(params) if p.processes),
+    rows.memo[key] = plan = _Plan(
         sampled=torch.tensor(sampled, device=device) if sampled else None,
+        places={i: j for j, i in enumerate(sampled)},
         temperature=column("temperature"),
         top_k=column("top_k").long(),
         top_p=column("top_p"),
         min_p=column("min_p"),
         truncated=torch.tensor(cut, device=device) if cut else None,
         any_min_p=any(params[i].min_p > 0 for i in sampled),
+        any_top_p=any(params[i].top_p < 1 for i in sampled),
+        most=max((params[i].top_k for i in sampled), default=0),
     )
+    return plan
 
 
-def build_laws(logits: torch.Tensor, rows: Rows, continuation: torch.Tensor | None = None, first: int = 0) -> Laws:
+def build_laws(
+    logits: torch.Tensor,
+    rows: Rows,
+    continuation: torch.Tensor | None = None,
+    first: int = 0,
+    counts: Sequence[int] | None = None,
+) -> Laws:
     """Laws of the next token at T consecutive places of each row.
 
     logits: [B, T, V] raw scores. continuation: [B, >= first + T - 1] tokens guessed behind the committed ones, needed
-    where a processor looks at the context; column t is scored after `first + t` of them.
+    where a processor looks at the context; column t is scored after `first + t` of them. counts: how many guesses of each
+    row are real, so that place counts[i] is the last one that matters; None for a draft, whose laws may be anything.
     """
-    plan: _Plan = rows.memo.get("plan") or rows.memo.setdefault("plan", _plan(rows, logits.device))
-    if plan.processed:
-        logits = _process(logits, rows, plan.processed, continuation, first)
-    if plan.sampled is None:
-        return Laws(logits.max(-1).indices)
+    plan = _plan(rows, logits.device)
+    processed = _process(logits, rows, continuation, first, counts)
     batch, width, vocab = logits.shape
+    if plan.sampled is None:
+        points = logits.max(-1).indices
+        for i, scores in processed.items():
+            points[i, : len(scores)] = scores.max(-1).indices
+        return Laws(points)
     count = len(plan.sampled)
-    points = (
-        logits.max(-1).indices if count < batch else torch.zeros(batch, width, dtype=torch.int64, device=logits.device)
-    )
-    flat = (
-        logits.index_select(0, plan.sampled).reshape(count * width, vocab).to(torch.float32)
-    )  # a copy: it is overwritten
+    points = torch.zeros(batch, width, dtype=torch.int64, device=logits.device)
+    if count < batch:
+        points = logits.max(-1).indices
+    chosen = logits if count == batch else logits.index_select(0, plan.sampled)
+    flat = chosen.reshape(count * width, vocab).to(torch.float32, copy=True)  # it is overwritten
+    for i, scores in processed.items():
+        if i in plan.places:
+            flat.view(count, width, vocab)[plan.places[i], : len(scores)] = scores
+        else:
+            points[i, : len(scores)] = scores.max(-1).indices
     index = torch.full((batch, width), -1, dtype=torch.int64, device=logits.device)
     index[plan.sampled] = torch.arange(count * width, device=logits.device).view(count, width)
     return Laws(points, _probabilities(flat, plan, width), index)
 
 
 def _process(
-    logits: torch.Tensor, rows: Rows, processed: Sequence[int], continuation: torch.Tensor | None, first: int
-) -> torch.Tensor:
-    out = logits.to(torch.float32, copy=True)
+    logits: torch.Tensor, rows: Rows, continuation: torch.Tensor | None, first: int, counts: Sequence[int] | None
+) -> dict[int, torch.Tensor]:
+    """The processed scores of the rows that ask for processing, [places that matter, V] float32 each."""
+    asking = [i for i, row in enumerate(rows) if processes(row)]
+    if not asking:
+        return {}
     guessed = continuation.tolist() if continuation is not None else [[]] * len(rows)
-    for i in processed:
-        for t in range(out.shape[1]):
-            process_row(out[i, t], rows[i], guessed[i][: first + t])
+    out: dict[int, torch.Tensor] = {}
+    for i in asking:
+        matter = logits.shape[1] if counts is None else counts[i] + 1
+        out[i] = logits[i, :matter].to(torch.float32, copy=True)
+        process_row(out[i], rows[i], guessed[i], first, strict=counts is not None)
     return out
 
 
@@ -128,20 +159,23 @@ def _probabilities(logits: torch.Tensor, plan: _Plan, width: int) -> torch.Tenso
         return _min_p(logits.softmax(-1), min_p) if plan.any_min_p else logits.softmax(-1)
     top_k, top_p = per_place(plan.top_k), per_place(plan.top_p)
     if len(plan.truncated) * width == len(logits):
-        return _truncate(logits, top_k, top_p, min_p)
-    probs = _min_p(logits.softmax(-1), min_p)
+        return _truncate(logits, top_k, top_p, min_p, plan)
+    probs = _min_p(logits.softmax(-1), min_p) if plan.any_min_p else logits.softmax(-1)
     offsets = torch.arange(width, device=logits.device)
     cut = (plan.truncated[:, None] * width + offsets).reshape(-1)
-    probs[cut] = _truncate(logits[cut], top_k[cut], top_p[cut], min_p[cut])
+    probs[cut] = _truncate(logits[cut], top_k[cut], top_p[cut], min_p[cut], plan)
     return probs
 
 
 def _min_p(probs: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
     kept = torch.where(probs >= probs.amax(-1, keepdim=True) * min_p[:, None], probs, 0.0)
-    return kept.div_(kept.sum(-1, keepdim=True))
+    # a row without min-p must not change by the rounding of a division when another row has it
+    return torch.where(min_p[:, None] > 0, kept / kept.sum(-1, keepdim=True), probs)
 
 
-def _truncate(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
+def _truncate(
+    logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor, plan: _Plan
+) -> torch.Tensor:
     """Top-k, then top-p, then min-p, as transformers orders them, without sorting the vocabulary.
 
     logits: [N, V], the greatest of a row 0, overwritten; top_k [N] (0 = all), top_p [N], min_p [N] -> laws [N, V]. Each of
@@ -151,41 +185,56 @@ def _truncate(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, mi
     vocab = logits.shape[1]
     # below e^-80 a weight is 0: denormal numbers would slow every later pass down
     weights = torch.threshold_(logits, -80.0, -torch.inf).exp_()
-    if bool((top_k > 0).any()):
+    if plan.most:
         limit = torch.where(top_k > 0, top_k, vocab).clamp(max=vocab)
-        most = int(torch.where(limit < vocab, limit, 1).max())
-        kth = weights.topk(most).values.gather(1, limit.clamp(max=most)[:, None] - 1)
+        heaviest = weights.topk(min(plan.most, vocab)).values
+        kth = heaviest.gather(1, limit.clamp(max=heaviest.shape[1])[:, None] - 1)
         weights.masked_fill_((weights < kth) & (limit < vocab)[:, None], 0.0)
     least = min_p
-    if bool((top_p < 1).any()):
+    if plan.any_top_p:
         # a few rows at a time: their temporaries stay in the processor's cache
-        nuclei = [
-            _nucleus_threshold(w, p)
-            for w, p in zip(torch.split(weights, _ROWS), torch.split(top_p, _ROWS), strict=True)
-        ]
-        least = torch.maximum(torch.where(top_p < 1, torch.cat(nuclei), 0.0), min_p)
+        pairs = zip(torch.split(weights, _ROWS), torch.split(top_p, _ROWS), strict=True)
+        nuclei = torch.cat([_nucleus_threshold(w, p) for w, p in pairs])
+        least = torch.maximum(torch.where(top_p < 1, nuclei, 0.0), min_p)
     weights.masked_fill_(weights < least[:, None], 0.0)
     return weights.div_(weights.sum(-1, keepdim=True))
 
 
 def _nucleus_threshold(weights: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """The least weight in each row's nucleus, by histogram. weights: [N, V] in [0, 1], top_p: [N] -> [N].
+    """The least weight in each row's nucleus. weights: [N, V] in [0, 1], top_p: [N] -> [N].
+
+    The nucleus is looked for among the NUCLEUS heaviest tokens, and by histogram in the rows whose nucleus is wider.
+    """
+    goal = top_p.double() * weights.sum(-1).double()
+    heaviest = weights.topk(min(NUCLEUS, weights.shape[1])).values
+    place = (heaviest.cumsum(-1, dtype=torch.float64) < goal[:, None]).sum(-1)
+    least = heaviest.gather(1, place.clamp(max=heaviest.shape[1] - 1)[:, None])[:, 0]
+    wide = torch.nonzero((place == heaviest.shape[1]) & (top_p < 1))[:, 0]
+    if len(wide):
+        least[wide] = _wide_threshold(weights[wide], goal[wide])
+    return least
+
+
+def _wide_threshold(weights: torch.Tensor, goal: torch.Tensor) -> torch.Tensor:
+    """The least weight whose tokens, with all heavier ones, reach `goal`. weights: [N, V] in [0, 1], goal: [N] -> [N].
 
     Positive floats are ordered as their bits are, so the high 16 bits are a bin; only the tokens of the bin in which the
-    nucleus ends are sorted.
+    goal is reached are sorted.
     """
     bins = (weights.view(torch.int32) >> 16).long()
     masses = torch.zeros(len(weights), _BINS, dtype=torch.float64, device=weights.device)
     masses.scatter_add_(1, bins, weights.double())
     above = masses.flip(-1).cumsum_(-1)  # column i: all bins from the heaviest to the i-th from above
-    goal = top_p.double() * above[:, -1]
     place = (above < goal[:, None]).sum(-1).clamp(max=_BINS - 1)
     heavier = (above.gather(1, place[:, None]) - masses.gather(1, _BINS - 1 - place[:, None]))[:, 0]
     out = torch.empty_like(weights[:, 0])
     for row, bin_ in enumerate((_BINS - 1 - place).tolist()):
         inside = weights[row][bins[row] == bin_].sort(descending=True).values
-        last = (heavier[row] + inside.cumsum(-1, dtype=torch.float64) < goal[row]).sum().clamp(max=len(inside) - 1)
-        out[row] = inside[last]
+        if len(inside):
+            last = (heavier[row] + inside.cumsum(-1, dtype=torch.float64) < goal[row]).sum()
+            out[row] = inside[last.clamp(max=len(inside) - 1)]
+        else:  # the goal is above the whole mass by a rounding
+            out[row] = 0.0
     return out
 
 
@@ -225,21 +274,40 @@ def _last_positive(values: torch.Tensor) -> torch.Tensor:
     return values.shape[-1] - 1 - reverse
 
 
-def draw(laws: Laws, streams: Streams, purpose: Purpose, first: int = 0) -> torch.Tensor:
+def draw(
+    laws: Laws, streams: Streams, purpose: Purpose, first: int = 0, counts: Sequence[int] | None = None
+) -> torch.Tensor:
     """One token from each law, [B, T] int64; place t uses the streams' number at offset `first + t`.
 
-    Under coupled streams the token is argmax(log law + noise at its position), whatever the purpose.
+    Under coupled streams the token is argmax(log law + noise at its position), whatever the purpose. counts: places past
+    counts[i] of row i are not drawn; None draws all.
     """
     if laws.probs is None or laws.index is None:
         return laws.points
-    where, column = torch.nonzero(laws.index >= 0, as_tuple=True)
+    wanted = laws.index >= 0
+    if counts is not None:
+        limit = torch.tensor(counts, device=wanted.device)[:, None]
+        wanted &= torch.arange(wanted.shape[1], device=wanted.device) <= limit
+    where, column = torch.nonzero(wanted, as_tuple=True)
     rows = laws.index[where, column]
     if streams.coupled:
-        noise = streams.gumbel(where, column + first, laws.probs.shape[1])
-        tokens = noise.add_(laws.probs[rows].log_()).argmax(-1)
+        tokens = _coupled(laws.probs, rows, streams, where, column + first)
     else:
         offsets = torch.arange(first, first + laws.index.shape[1], device=where.device)
         tokens = inverse_cdf(laws.probs, streams.uniform(purpose, offsets)[where, column], rows)
     out = laws.points.clone()
     out[where, column] = tokens
+    return out
+
+
+def _coupled(
+    probs: torch.Tensor, rows: torch.Tensor, streams: Streams, where: torch.Tensor, offsets: torch.Tensor
+) -> torch.Tensor:
+    """argmax(log p + Gumbel noise) at each place, [M]. Noise is made for the tokens of the law alone, place by place."""
+    out = torch.empty_like(rows)
+    for i in range(len(rows)):
+        law = probs[rows[i]]
+        tokens = torch.nonzero(law)[:, 0]
+        noise = streams.gumbel(where[i], offsets[i], tokens)
+        out[i] = tokens[noise.add_(law[tokens].log()).argmax()]
     return out

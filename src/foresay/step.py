@@ -43,7 +43,7 @@ def step(
     hidden = drafter.hidden_layers if drafter is not None else ()
     output = target.forward(token_ids, counts, cache, hidden_layers=hidden)
     scored = perf_counter()
-    laws = build_laws(output.scores(), rows, proposal.token_ids)
+    laws = build_laws(output.scores(), rows, proposal.token_ids, counts=proposal.num_tokens)
     verdict = rule.judge(laws, proposal, rows.streams(target.device))
     committed = commit(rows, proposal, verdict, output.scores())
     cache.truncate([row.size - 1 for row in rows])
@@ -88,6 +88,8 @@ def commit(rows: Rows, proposal: Proposal, verdict: Verdict, scores: torch.Tenso
         tokens = [*told[i][2 : 2 + accepted], extra]
         kept, reason = cut(row, tokens)
         row.extend(kept)
+        if len(kept) <= accepted:  # what lies behind a stop is not counted either
+            accepted = drafted = len(kept)
         last = Origin.RESIDUAL if accepted < drafted else Origin.BONUS
         origins = ((Origin.DRAFT,) * accepted + (last,))[: len(kept)]
         logprobs = _logprobs(scores[i], kept, row.params.logprobs) if row.params.logprobs is not None else None

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 
 from families import VOCAB, make
 from foresay.acceptance import make_rule
 from foresay.core import FinishReason, Origin, SamplingParams
-from foresay.drafters import ModelDrafter
+from foresay.drafters import ModelDrafter, PromptLookup
 from foresay.engine import Engine, Stats
 from foresay.errors import ConfigError, ContextLengthError, PromptError
 from foresay.lengths import ConstantLength
@@ -185,3 +187,98 @@ def test_long_prompts_are_filled_in_chunks_while_others_decode() -> None:
     assert [len(o) for o in outputs.values()] == [11, 11, 12]
     assert [o[-11:] for o in list(outputs.values())[:2]] == [a[1:] for a in alone[:2]]
     assert outputs[2] == alone[2]
+
+
+def test_a_longrope_model_fills_the_context_it_is_served_to_in_a_ragged_batch() -> None:
+    """Pads behind a nearly full row must not make the model change every row's frequencies."""
+    model = CausalModel(make("phi3_longrope"))
+    assert model.max_length == 64
+    prompts = [[5 + i % 40 for i in range(55)], [9, 8, 7]]
+    alone = [run(model, [p], SamplingParams(max_new_tokens=99), gamma=0)[0][0] for p in prompts]
+    ours, _, engine = run(model, prompts, SamplingParams(max_new_tokens=99), drafter=Sometimes(alone, VOCAB), gamma=8)
+    assert ours == alone
+    assert engine.draft_failures == 0
+
+
+@pytest.mark.parametrize("rule", ["speculative", "block", "match", "coupled"])
+def test_embeddings_larger_than_the_head(rule: str) -> None:
+    """Ids that can be read but not written: prompts may hold them, drafts may look them up, nothing writes them."""
+    reference = make("llama")
+    reference.resize_token_embeddings(VOCAB + 8)
+    reference.lm_head = torch.nn.Linear(32, VOCAB, bias=False)
+    model = CausalModel(reference)
+    prompts = [[100, 101, 102, 100, 101], [3, 4, 5], [102, 102, 102]]
+    params = [SamplingParams(max_new_tokens=12, temperature=t, seed=i) for i, t in enumerate((1.0, 0.0, 2.0))]
+    for drafter in (ModelDrafter(model, model.vocab_size), PromptLookup(min_ngram=1)):
+        ours, steps, engine = run(model, prompts, params, drafter=drafter, rule=rule, gamma=3)
+        assert engine.draft_failures == 0
+        assert all(token < VOCAB for output in ours for token in output)
+        assert any(s.num_drafted for s in steps)
+        assert ours[1] == run(model, prompts[1:2], params[1], gamma=0)[0][0]
+
+
+def _alternating(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """A grammar: the next token has the other parity. It refuses a context that it forbids."""
+    tokens = ids[0].tolist()[3:]
+    assert all((a - b) % 2 for a, b in pairwise(tokens)), f"asked about {tokens}, which plain decoding never reaches"
+    if tokens:
+        scores[:, tokens[-1] % 2 :: 2] = -torch.inf
+    return scores
+
+
+@pytest.mark.parametrize("rule", ["speculative", "block", "match", "coupled"])
+def test_a_processor_never_sees_a_context_that_plain_decoding_cannot_reach(rule: str) -> None:
+    prompts = [[1, 2, 3], [4, 4, 4], [5, 5, 6]]
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(max_new_tokens=15, temperature=temperature, seed=3, processors=(_alternating,))
+        ours, steps, engine = run(TARGET, prompts, params, drafter=PromptLookup(min_ngram=1), rule=rule, gamma=5)
+        assert engine.draft_failures == 0
+        assert all((a - b) % 2 for out in ours for a, b in pairwise(out))
+        assert any(s.num_drafted for s in steps)
+        if temperature == 0 or rule == "coupled":
+            assert ours == run(TARGET, prompts, params, rule=rule, gamma=0)[0]
+
+
+def test_a_request_whose_processor_fails_ends_alone() -> None:
+    calls = []
+
+    def broken(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        calls.append(len(ids[0]))
+        if len(calls) > 4:
+            raise ValueError("broken")
+        return scores
+
+    engine = Engine(TARGET, ModelDrafter(TARGET, SIZE), make_rule("speculative"), ConstantLength(3))
+    good = SamplingParams(max_new_tokens=20)
+    outputs = {engine.submit(PROMPTS[0], good): []}
+    bad = engine.submit(PROMPTS[1], SamplingParams(max_new_tokens=20, processors=(broken,)))
+    outputs[engine.submit(PROMPTS[2], good)] = []
+    reasons = {}
+    while engine.has_work:
+        for step in engine.step():
+            outputs.setdefault(step.request_id, []).extend(step.token_ids)
+            reasons[step.request_id] = step.finish_reason
+    plain = greedy(20)
+    assert reasons[bad] is FinishReason.ERROR
+    assert isinstance(engine.errors[bad].__cause__, ValueError)
+    assert outputs[0] == plain[0]
+    assert outputs[2] == plain[2]
+
+
+def test_a_draft_that_lacks_every_allowed_token_hurts_nobody() -> None:
+    draft = TableModel.random(5, seed=9)
+    params = [SamplingParams(max_new_tokens=12), SamplingParams(max_new_tokens=12, allowed_token_ids=(7, 8))]
+    prompts = [[1, 2, 3], [1, 2]]
+    plain = run(TARGET, prompts, params, gamma=0)[0]
+    ours, steps, engine = run(TARGET, prompts, params, drafter=ModelDrafter(draft, SIZE), gamma=3)
+    assert ours == plain
+    assert engine.draft_failures == 0
+    assert any(s.num_drafted for s in steps if s.request_id == 0)
+
+
+def test_contradictions_between_tokens_are_found_when_a_request_is_submitted() -> None:
+    engine = _engine()
+    with pytest.raises(ConfigError, match="every token in allowed_token_ids ends the output"):
+        engine.submit([1], SamplingParams(allowed_token_ids=(3,), stop_token_ids=(3,), min_new_tokens=2))
+    with pytest.raises(PromptError, match="something other than integer token ids"):
+        engine.submit([1.7, 2.0], SamplingParams())  # type: ignore[list-item]

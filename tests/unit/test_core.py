@@ -136,7 +136,6 @@ def test_greedy_is_temperature_zero() -> None:
 @pytest.mark.parametrize(
     "values",
     [
-        {"min_new_tokens": 1},
         {"repetition_penalty": 1.1},
         {"presence_penalty": -0.1},
         {"frequency_penalty": 0.1},
@@ -212,4 +211,4 @@ def test_tokens_behind_the_first_rejection_were_not_tested(drafted: int, accepte
 
 def test_enums_read_as_plain_words() -> None:
     assert [str(origin) for origin in Origin] == ["draft", "residual", "bonus"]
-    assert [str(reason) for reason in FinishReason] == ["stop", "length", "cancelled"]
+    assert [str(reason) for reason in FinishReason] == ["stop", "length", "cancelled", "error"]

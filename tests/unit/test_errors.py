@@ -11,6 +11,7 @@ PARENTS = {
     "PromptError": (ConfigError,),
     "UnknownNameError": (ConfigError,),
     "ContextLengthError": (ForesayError, ValueError),
+    "RequestError": (ForesayError,),
     "VocabularyMismatchError": (ForesayError,),
     "UnsupportedModelError": (ForesayError,),
     "ModelNotFoundError": (ForesayError,),

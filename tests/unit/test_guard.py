@@ -64,7 +64,7 @@ def test_a_drafter_that_raises_changes_nothing(
     drafter = RaisesIn(method, at, error)
     outputs, steps, engine = run(target, PROMPTS, GREEDY, drafter=drafter, max_batch_size=2)
     assert outputs == plain
-    assert engine.draft_failures == 1
+    assert 1 <= engine.draft_failures <= 3, "tried again when a row joins, three times at most"
     assert engine.drafter is not None and engine.drafter.last_error is error
     message = f"the drafter failed ({type(error).__name__}: {error}); decoding goes on without it"
     assert warnings_of(caplog) == [message]
@@ -83,7 +83,7 @@ def test_a_drafter_that_cannot_be_reset_changes_nothing(target: TableModel, capl
     plain, _, _ = run(target, PROMPTS, GREEDY)
     outputs, steps, engine = run(target, PROMPTS, GREEDY, drafter=RaisesIn("reset", 0, RuntimeError("x")))
     assert outputs == plain
-    assert engine.draft_failures == 2, "when the engine was made, and when the first batch began"
+    assert engine.draft_failures == 3, "when the engine was made, when the first batch began, and when its rows joined"
     assert len(warnings_of(caplog)) == 1
     assert not any(step.num_drafted for step in steps)
 

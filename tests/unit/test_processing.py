@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from transformers import (
 from transformers.generation import logits_process
 
 from foresay.core import SamplingParams
-from foresay.errors import ConfigError
+from foresay.errors import ConfigError, RequestError
 from foresay.processing import STATEFUL_PROCESSORS, check_processors, check_token_ids, process_row
 from foresay.sampling import build_laws
 
@@ -29,7 +30,7 @@ def processed(
 ) -> list[float]:
     eos = params.pop("eos", frozenset())
     scores = torch.tensor(SCORES)
-    process_row(scores, make_row(prompt or [5], output, eos=eos, **params), guessed)
+    process_row(scores[None], make_row(prompt or [5], output, eos=eos, **params), guessed, len(guessed), strict=True)
     return scores.tolist()
 
 
@@ -237,7 +238,7 @@ def test_what_is_not_callable_is_refused() -> None:
     ids=["only the stop token allowed", "a processor that bans all", "a processor that makes NaN"],
 )
 def test_nothing_left_is_an_error(params: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="leave no token that may be written"):
+    with pytest.raises(RequestError, match="leave no token to write"):
         processed(**params)
 
 
@@ -280,3 +281,41 @@ def test_ids_past_a_narrower_drafts_vocabulary_are_left_out() -> None:
         min_new_tokens=9,
     )
     assert out == [1.0, -4.0, -INF, -INF, -INF, -INF]
+
+
+# -- several places at once -----------------------------------------------------------------------------------------
+
+
+def _alternating(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """Allows tokens of the other parity only, and refuses a context that broke the rule itself."""
+    tokens = ids[0].tolist()
+    assert all((a - b) % 2 for a, b in pairwise(tokens)), f"asked about {tokens}, which it forbids"
+    scores[:, tokens[-1] % 2 :: 2] = -INF
+    return scores
+
+
+def test_places_behind_a_forbidden_guess_are_left_alone() -> None:
+    """No rule reaches them, and a processor must not see a context that it ruled out."""
+    scores = torch.zeros(4, 8)
+    process_row(scores, make_row([2], [], processors=(_alternating,)), [3, 5, 6], 0, strict=True)
+    assert scores[0].isinf().tolist() == [True, False] * 4
+    assert scores[1].isinf().tolist() == [False, True] * 4
+    assert not scores[2:].isinf().any()
+
+
+def test_a_draft_without_a_token_left_keeps_its_raw_scores() -> None:
+    scores = torch.arange(8.0)[None].clone()
+    process_row(scores, make_row([2], [], allowed_token_ids=(60,)), [], 0, strict=False)
+    assert torch.equal(scores[0], torch.arange(8.0))
+
+
+def test_a_processor_that_raises_or_returns_something_else_names_the_request() -> None:
+    def broken(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        raise ZeroDivisionError("by zero")
+
+    with pytest.raises(RequestError, match="its processor function raised ZeroDivisionError: by zero"):
+        processed(processors=(broken,))
+    with pytest.raises(RequestError, match=r"returned NoneType, not scores \[1, "):
+        processed(processors=(lambda ids, scores: None,))
+    with pytest.raises(RequestError, match=r"returned \(1, 2\), not scores \[1, "):
+        processed(processors=(lambda ids, scores: scores[:, :2],))

@@ -339,8 +339,18 @@ def test_coupled_draws_add_the_noise_of_the_position() -> None:
     tokens = draw(laws, streams, Purpose.DRAFT, first=1)
     assert torch.equal(tokens, draw(laws, streams, Purpose.TARGET, first=1)), "drafter and target share it"
     for row in (1, 2):
-        noise = streams.gumbel(torch.full((4,), row), torch.arange(1, 5), 20)
-        assert torch.equal(tokens[row], (laws.probs[laws.index[row]].log() + noise).argmax(-1))
+        for column in range(4):
+            noise = streams.gumbel(torch.tensor(row), torch.tensor(column + 1), torch.arange(20))
+            assert int(tokens[row, column]) == int((laws.probs[laws.index[row, column]].log() + noise).argmax())
+
+
+def test_coupled_draws_leave_out_the_places_that_are_not_asked_for() -> None:
+    _, laws = _sampled_rows()
+    streams = Streams(torch.tensor([7, 8, 9]), torch.tensor([4, 5, 6]), coupled=True)
+    whole = draw(laws, streams, Purpose.TARGET)
+    some = draw(laws, streams, Purpose.TARGET, counts=[3, 1, 0])
+    assert torch.equal(some[1, :2], whole[1, :2])
+    assert torch.equal(some[2, :1], whole[2, :1])
 
 
 def test_coupled_draws_follow_the_law() -> None:

@@ -109,7 +109,8 @@ def committed(row: Row, drafted: Sequence[int], accepted: int, extra: int) -> tu
     proposal = Proposal(torch.tensor([drafted], dtype=torch.int64), [len(drafted)])
     verdict = Verdict(torch.tensor([accepted]), torch.tensor([extra]))
     [(kept, origins, num_drafted, num_accepted, _, _)] = commit(Rows([row]), proposal, verdict, torch.zeros(1, 5, 10))
-    assert (num_drafted, num_accepted) == (len(drafted), accepted)
+    behind_a_stop = len(kept) <= accepted  # and counted nowhere
+    assert (num_drafted, num_accepted) == ((len(kept),) * 2 if behind_a_stop else (len(drafted), accepted))
     assert row.tokens.tolist()[row.size - len(kept) :] == kept
     return kept, origins
 
@@ -247,7 +248,7 @@ def test_a_step_that_stops_inside_the_block_rewinds_to_the_stop(target: TableMod
     cache = ready(target, rows)
     [only] = step(rows, target, cache, Always([truth]), make_rule("speculative"), ConstantLength(4))
     assert (list(only.token_ids), only.origins, only.finish_reason) == (truth[:2], (D, D), STOP)
-    assert (only.num_accepted, row.num_new, cache.lengths) == (4, 2, [3])
+    assert (only.num_drafted, only.num_accepted, row.num_new, cache.lengths) == (2, 2, 2, [3])
 
 
 def test_a_plain_step_writes_one_bonus_token(target: TableModel) -> None:

@@ -1,11 +1,12 @@
 """A drafter cannot hurt: whatever it raises, the requests go on with plain decoding.
 
-Wraps a drafter. A failure is counted, logged once, and ends drafting for the rows now in the batch; a batch that starts
-afresh tries again, and after three failures drafting stays off. The law of the output never depends on any of this.
+Wraps a drafter. A failure is counted, logged once, and ends drafting for the rows now in the batch; when rows join, it is
+tried again for all of them, and after three failures drafting stays off. The law of the output never depends on any of this.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
 
@@ -46,10 +47,15 @@ class GuardedDrafter:
             if self.failures == 1:
                 logger.warning("the drafter failed (%s: %s); decoding goes on without it", type(error).__name__, error)
             logger.debug("drafter failure %d", self.failures, exc_info=error)
+            with contextlib.suppress(Exception):
+                self.inner.reset()  # what it holds, caches above all, is of no more use
             return None
 
     def admit(self, rows: Rows, first: int) -> None:
-        """Pass on, unless drafting is off."""
+        """Pass on; a drafter that failed is tried again with all rows, now that new ones have come."""
+        if not self._active:
+            self.reset()
+            first = 0
         self._try(lambda: self.inner.admit(rows, first))
 
     def propose(self, rows: Rows, budget: Sequence[int], policy: LengthPolicy) -> Proposal:

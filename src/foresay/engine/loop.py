@@ -11,6 +11,8 @@ import secrets
 from collections import deque
 from collections.abc import Sequence
 
+import numpy as np
+
 from foresay.core import (
     Drafter,
     FinishReason,
@@ -25,7 +27,7 @@ from foresay.core import (
 )
 from foresay.engine.guard import GuardedDrafter
 from foresay.engine.places import plan_moves
-from foresay.errors import ConfigError, ContextLengthError, PromptError
+from foresay.errors import ConfigError, ContextLengthError, PromptError, RequestError
 from foresay.models.base import LanguageModel
 from foresay.models.prefill import fill_chunk, pending
 from foresay.params import MAX_SEED
@@ -34,6 +36,12 @@ from foresay.step import step
 
 PREFILL_TOKENS = 512
 """Prompt tokens filled between two decoding steps, about; more would make the rows that decode wait."""
+
+
+def check_batch_size(value: object) -> None:
+    """Raise ConfigError for a batch size that is not an integer from 1 to 4096."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 4096:
+        raise ConfigError(f"max_batch_size={value!r} must be an integer in [1, 4096]")
 
 
 class Engine:
@@ -52,8 +60,7 @@ class Engine:
         *,
         max_batch_size: int = 32,
     ) -> None:
-        if isinstance(max_batch_size, bool) or not isinstance(max_batch_size, int) or not 1 <= max_batch_size <= 4096:
-            raise ConfigError(f"max_batch_size={max_batch_size!r} must be an integer in [1, 4096]")
+        check_batch_size(max_batch_size)
         self.target, self.rule, self.policy, self.max_batch_size = target, rule, policy, max_batch_size
         self.drafter = None if drafter is None else GuardedDrafter(drafter, target.vocab_size, target.device)
         self._cache = target.new_cache()
@@ -63,6 +70,8 @@ class Engine:
         self._rows: Rows | None = None
         self._cancelled: set[int] = set()
         self._next_id = 0
+        self.errors: dict[int, RequestError] = {}
+        """Why requests that ended with FinishReason.ERROR did."""
 
     def submit(
         self,
@@ -78,18 +87,22 @@ class Engine:
         PromptError for an empty prompt or foreign ids, ContextLengthError when the prompt fills the context, and
         ConfigError for parameters that name tokens the vocabulary lacks.
         """
-        limit = self._check(prompt, params)
+        limit = self._check(
+            prompt, params, (frozenset() if params.ignore_eos else eos) | frozenset(params.stop_token_ids)
+        )
         seed = params.seed if params.seed is not None else secrets.randbelow(MAX_SEED)
         row = Row(self._next_id, prompt, params, seed=seed, limit=limit, eos=eos, stop=stop)
         self._next_id += 1
         self._waiting.append(row)
         return row.request_id
 
-    def _check(self, prompt: Sequence[int] | IntArray, params: SamplingParams) -> int:
+    def _check(self, prompt: Sequence[int] | IntArray, params: SamplingParams, eos: frozenset[int]) -> int:
         check_processors(params.processors)
-        check_token_ids(params, self.target.vocab_size)
+        check_token_ids(params, self.target.vocab_size, eos)
         if len(prompt) == 0:
             raise PromptError("the prompt is empty; give at least one token")
+        if np.asarray(prompt).dtype.kind not in "iu":
+            raise PromptError("the prompt holds something other than integer token ids")
         low, high = min(prompt), max(prompt)
         if low < 0 or high >= self.target.vocab_size:
             bad = int(low if low < 0 else high)
@@ -137,9 +150,24 @@ class Engine:
         if self._decoding == 0:
             return ended
         rows = self._active()
-        steps = step(rows, self.target, self._cache, self.drafter, self.rule, self.policy)
+        try:
+            steps = step(rows, self.target, self._cache, self.drafter, self.rule, self.policy)
+        except BaseException as error:
+            # the pass may have filled the caches before it failed: whoever goes on must find them as they were
+            self._cache.truncate([row.size - 1 for row in rows])
+            if self.drafter is not None:
+                self.drafter.observe(rows, None, None)
+            if not isinstance(error, RequestError):
+                raise
+            return [*ended, self._fail(error)]
         self._retire([s.finish_reason is None for s in steps])
         return ended + steps
+
+    def _fail(self, error: RequestError) -> Step:
+        """End the request that cannot go on; the others take part in the next step."""
+        self.errors[error.request_id] = error
+        self._retire([row.request_id != error.request_id for row in self._items])
+        return Step(error.request_id, (), (), 0, 0, FinishReason.ERROR)
 
     def _active(self) -> Rows:
         if self._rows is None:

@@ -12,7 +12,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from foresay.core import SamplingParams
+from foresay.core import FinishReason, SamplingParams
 from foresay.errors import ConfigError, UnsupportedModelError
 from foresay.loading import load
 from foresay.models.catalog import LoadedModel, wrap
@@ -90,6 +90,9 @@ def generate(
             outputs[engine.submit(prompt, one, eos=_eos(config), stop=stop)] = []
         while engine.has_work:
             for step in engine.step():
+                if step.finish_reason is FinishReason.ERROR:
+                    error = engine.errors[step.request_id]
+                    raise error.__cause__ or error  # what the caller's own processor raised
                 outputs[step.request_id].extend(step.token_ids)
     sequences = _padded(input_ids, list(outputs.values()), config)
     if config.return_dict_in_generate:
@@ -115,9 +118,24 @@ def _refuse(config: GenerationConfig, model: PreTrainedModel, model_kwargs: dict
             raise ConfigError(f"generation setting {name}={value!r} is not supported by foresay.generate; leave it out")
     if model_kwargs.get("inputs_embeds") is not None:
         raise ConfigError("inputs_embeds is not supported by foresay.generate; pass input_ids")
+    _refuse_positions(model_kwargs.get("position_ids"), model_kwargs.get("attention_mask"))
     cache = model_kwargs.get("past_key_values")
     if cache is not None and cache.get_seq_length() > 0:
         raise ConfigError("a filled past_key_values is not supported by foresay.generate; pass the whole input_ids")
+
+
+def _refuse_positions(positions: torch.Tensor | None, mask: torch.Tensor | None) -> None:
+    """Positions other than the ones transformers gives by itself are not honoured."""
+    if positions is None:
+        return
+    if mask is None:
+        usual = torch.arange(positions.shape[1], device=positions.device).expand_as(positions)
+        same = torch.equal(usual, positions)
+    else:
+        usual = (mask.cumsum(-1) - 1).clamp(min=0)
+        same = torch.equal(usual * mask, positions * mask)
+    if not same:
+        raise ConfigError("position_ids of your own are not supported by foresay.generate; leave them out")
 
 
 def _params(
@@ -134,8 +152,12 @@ def _params(
         name = type(processor).__name__
         if name in _TRANSLATED:
             key = _TRANSLATED[name]
+            if getattr(processor, "min_tokens_to_keep", 1) > 1:
+                raise ConfigError(
+                    f"{name}(min_tokens_to_keep={processor.min_tokens_to_keep}) is not supported; leave it out"
+                )
             fields[key] = getattr(processor, key)
-        elif name == "RepetitionPenaltyLogitsProcessor" and not padded and not processor.prompt_ignore_length:
+        elif name == "RepetitionPenaltyLogitsProcessor" and not (padded or others or processor.prompt_ignore_length):
             fields["repetition_penalty"] = float(processor.penalty)
         elif name.endswith("LogitsWarper"):
             raise ConfigError(

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from transformers import Cache, PreTrainedModel
 
 from foresay.core import KVCache, Rows
@@ -113,7 +114,10 @@ class CausalModel:
         config = model.config.get_text_config(decoder=True)
         self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
         self.max_length = context_limit(model)
-        self.position_limit = int(getattr(config, "max_position_embeddings", None) or self.max_length)
+        # also the bound below which the frequencies of a longrope model stay what they are, pads included
+        self.position_limit = min(
+            self.max_length, int(getattr(config, "max_position_embeddings", None) or self.max_length)
+        )
         self.device = model.get_input_embeddings().weight.device
         self.num_parameters = int(model.num_parameters())
         accepted = inspect.signature(model.forward).parameters
@@ -192,6 +196,9 @@ class CausalModel:
         if logits is Logits.NONE:
             return ModelOutput(None, hidden)
         scores = out.logits[:, :columns]
+        if scores.shape[-1] < self.vocab_size:
+            # embeddings larger than the head: ids that can be read but not written
+            scores = F.pad(scores, (0, self.vocab_size - scores.shape[-1]), value=-torch.inf)
         if logits is Logits.LAST and columns > 1:
             last = torch.tensor(num_tokens, device=scores.device).clamp(min=1) - 1
             scores = scores[torch.arange(batch, device=scores.device), last][:, None]
