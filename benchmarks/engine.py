@@ -256,7 +256,7 @@ def _per_prompt(bench: Bench, ids: Sequence[Sequence[int]], new: int, repeats: i
 
 def lookup(bench: Bench) -> dict[str, Any]:
     """Prompt lookup where there is something to look up, and where there is not."""
-    new, repeats = (64, 1) if bench.quick else (128, 3)
+    new, repeats = (64, 1) if bench.quick else (128, 2)
     edit = [bench.chat(text) for text in prompts("editing", "extraction")[:: 8 if bench.quick else 2]]
     talk = [bench.chat(text) for text in prompts("chat")[:: 10 if bench.quick else 3]]
     edit_speed, edit_block = _per_prompt(bench, edit, new, repeats)

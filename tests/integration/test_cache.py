@@ -74,3 +74,19 @@ def test_decoding_allocates_slots_only_when_the_width_is_full() -> None:
         assert isinstance(engine._cache, SlotCache)
         sizes.append(engine._cache.nbytes)
     assert len(set(sizes)) <= 4
+
+
+def test_hidden_states_of_the_layers_asked_for() -> None:
+    """What a drafter that looks at the target sees: the hidden states of a cached, ragged pass equal the uncached ones."""
+    reference = make("llama")
+    model = CausalModel(copy.deepcopy(reference))
+    tokens = torch.tensor([[5, 6, 7, 8, 9], [11, 12, 13, 0, 0]])
+    cache = model.new_cache()
+    cache.add_rows(2)
+    out = model.forward(tokens, [5, 3], cache, hidden_layers=(1, 3))
+    assert set(out.hidden) == {1, 3}
+    for row, count in enumerate((5, 3)):
+        with torch.no_grad():
+            fresh = reference(tokens[row : row + 1, :count], output_hidden_states=True).hidden_states
+        for layer in (1, 3):
+            torch.testing.assert_close(out.hidden[layer][row, :count], fresh[layer][0], atol=1e-4, rtol=1e-4)

@@ -462,3 +462,33 @@ def test_loading_leaves_transformers_settings_alone(folder: Path) -> None:
     with pytest.raises(ModelNotFoundError):
         load_model(folder)
     assert (hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()) == before
+
+
+def test_options_reach_transformers_as_they_are(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is not for us to interpret is passed on, and what was not given is not."""
+    import transformers
+
+    seen: dict[str, Any] = {}
+
+    class EnoughError(Exception):
+        pass
+
+    def capture(source: str, **kwargs: Any) -> None:
+        seen.clear()
+        seen.update(kwargs)
+        raise EnoughError
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", capture)
+    quantization = object()
+    for options, wanted in (
+        ({"device_map": "auto", "max_memory": {0: "9GB"}}, {"device_map": "auto", "max_memory": {0: "9GB"}}),
+        ({"quantization_config": quantization}, {"quantization_config": quantization}),
+        ({"tp_plan": "auto"}, {"tp_plan": "auto"}),
+        ({"trust_remote_code": True}, {"trust_remote_code": True}),
+        ({"dtype": "bf16"}, {"dtype": torch.bfloat16}),
+        ({}, {"trust_remote_code": False}),
+    ):
+        with pytest.raises(ModelLoadError, match="EnoughError"):
+            load_model(folder, LoadOptions(**options))
+        assert {key: seen[key] for key in wanted} == wanted
+        assert not {"device_map", "max_memory", "quantization_config", "tp_plan"} & (set(seen) - set(wanted))

@@ -2,7 +2,7 @@
 
 Each cell compares SAMPLES outputs of LENGTH tokens with their enumerated law by chi-squared. Seeds are fixed; with
 ALPHA = 1e-6 and about 45 cells the odds that correct code would have failed when the seeds were chosen are 5e-5.
-`pytest tests/law --full-law` runs the full product.
+`pytest tests/law --full-law` runs the full product of 1,344.
 """
 
 from __future__ import annotations
@@ -22,10 +22,15 @@ SIZE, LENGTH, SAMPLES, ALPHA = 4, 3, 3000, 1e-6
 PROMPT = [1, 2, 1, 3, 1, 2]
 TARGET = TableModel.random(SIZE, seed=1, concentration=0.7)
 DRAFT = TableModel.random(SIZE, seed=2, concentration=0.7)
+# drafts whose vocabulary is padded otherwise: ids they lack, and ids the target lacks
+NARROW = TableModel.random(SIZE - 1, seed=3, concentration=0.7)
+WIDE = TableModel.random(SIZE + 2, seed=4, concentration=0.7)
 
 DRAFTERS: dict[str, Callable[[], Drafter | None]] = {
     "none": lambda: None,
     "model": lambda: ModelDrafter(DRAFT, SIZE),
+    "narrow": lambda: ModelDrafter(NARROW, SIZE),
+    "wide": lambda: ModelDrafter(WIDE, SIZE),
     "same": lambda: ModelDrafter(TARGET, SIZE),
     "lookup": lambda: PromptLookup(min_ngram=1),
     "mixed": lambda: Mixed(SIZE),
