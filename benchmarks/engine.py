@@ -154,7 +154,7 @@ def plain(bench: Bench) -> dict[str, Any]:
     ids = [bench.chat(text) for text in prompts("chat")[:2]]
     new = 64 if bench.quick else 128
     times = interleaved(
-        2 if bench.quick else 5,
+        2 if bench.quick else 3,
         ours=lambda: sum(bench.run([one], new).seconds for one in ids),
         dynamic=lambda: sum(bench.transformers_one(one, new, False) for one in ids),
         static=lambda: sum(bench.transformers_one(one, new, True) for one in ids),
@@ -175,7 +175,7 @@ def batch32(bench: Bench) -> dict[str, Any]:
     ids = [bench.chat(text) for text in prompts("chat")[:32]]
     new = 32 if bench.quick else 128
     times = interleaved(
-        1 if bench.quick else 3,
+        1 if bench.quick else 2,
         ours=lambda: bench.run(ids, new).seconds / len(ids),
         padded=lambda: bench.transformers_batch(ids, new) / len(ids),
         one=lambda: bench.transformers_one(ids[0], new, False),
@@ -257,8 +257,8 @@ def _per_prompt(bench: Bench, ids: Sequence[Sequence[int]], new: int, repeats: i
 def lookup(bench: Bench) -> dict[str, Any]:
     """Prompt lookup where there is something to look up, and where there is not."""
     new, repeats = (64, 1) if bench.quick else (128, 2)
-    edit = [bench.chat(text) for text in prompts("editing", "extraction")[:: 8 if bench.quick else 2]]
-    talk = [bench.chat(text) for text in prompts("chat")[:: 10 if bench.quick else 3]]
+    edit = [bench.chat(text) for text in prompts("editing", "extraction")[:: 8 if bench.quick else 4]]
+    talk = [bench.chat(text) for text in prompts("chat")[:: 10 if bench.quick else 6]]
     edit_speed, edit_block = _per_prompt(bench, edit, new, repeats)
     chat_speed, chat_block = _per_prompt(bench, talk, new, repeats)
     return {

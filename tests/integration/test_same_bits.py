@@ -9,12 +9,14 @@ import pytest
 import torch
 from test_smollm2 import PROMPTS
 
-from foresay.core import SamplingParams
+from foresay.core import Row, Rows, SamplingParams
 from foresay.models import packing
 from foresay.models.base import Logits
 from foresay.models.catalog import LoadedModel, load_model
 from foresay.models.causal import CausalModel
 from foresay.models.options import LoadOptions
+from foresay.models.prefill import fill_chunk
+from foresay.models.slots import SlotCache
 from support import PromptLookup, run
 
 pytestmark = pytest.mark.slow
@@ -49,6 +51,54 @@ def test_a_position_scores_the_same_in_any_pass(loaded: LoadedModel, tokens: tor
     plain = _scores(model, tokens, start, 1, 1)
     for columns, rows in ((2, 1), (5, 1), (9, 1), (1, 2), (1, 8), (4, 8)):
         assert torch.equal(_scores(model, tokens, start, columns, rows), plain), (columns, rows)
+
+
+def _first_difference(model: CausalModel, tokens: torch.Tensor, columns: int) -> int | None:
+    """The first position that scores differently when decoded in blocks of so many columns than one by one."""
+    begin, end = 60, 300
+    single, block = model.new_cache(), model.new_cache()
+    for cache in (single, block):
+        cache.add_rows(1)
+        model.forward(tokens[:, :begin], [begin], cache, logits=Logits.NONE)
+    for start in range(begin, end, columns):
+        fed = tokens[:, start : min(start + columns, end)]
+        together = model.forward(fed, [fed.shape[1]], block).scores()[0]
+        for j in range(fed.shape[1]):
+            if not torch.equal(together[j], model.forward(fed[:, j : j + 1], [1], single).scores()[0, 0]):
+                return start + j
+    return None
+
+
+@pytest.mark.parametrize("columns", [5, 9])
+def test_decoding_in_blocks_gives_the_bits_of_decoding_one_by_one(
+    loaded: LoadedModel, tokens: torch.Tensor, columns: int
+) -> None:
+    assert isinstance(loaded.model, CausalModel)
+    assert _first_difference(loaded.model, tokens, columns) is None
+
+
+def test_prefilling_together_gives_the_bits_of_prefilling_alone(loaded: LoadedModel, tokens: torch.Tensor) -> None:
+    model = loaded.model
+    assert isinstance(model, CausalModel)
+    everyone = [Row(i, tokens[0, :n].tolist(), SamplingParams(), limit=999) for i, n in enumerate((150, 200, 290))]
+    together = _filled(model, everyone)
+    for place, row in enumerate(everyone):
+        alone = _filled(model, [row])
+        for shared, own in zip(together._layers, alone._layers, strict=True):
+            assert shared is not None
+            assert own is not None
+            size = row.size - 1
+            assert all(torch.equal(a[place, :size], b[0, :size]) for a, b in zip(shared, own, strict=True))
+
+
+def _filled(model: CausalModel, items: list[Row]) -> SlotCache:
+    cache = model.new_cache()
+    rows = Rows(items)
+    model.admit(rows, 0, cache)
+    while fill_chunk(model, cache, rows, 0):
+        pass
+    assert cache.lengths == [row.size - 1 for row in items]
+    return cache
 
 
 def test_bf16_output_does_not_depend_on_speculation_or_batch(loaded: LoadedModel) -> None:

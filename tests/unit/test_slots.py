@@ -56,7 +56,7 @@ def filled(*rows: Sequence[float]) -> SlotCache:
     return cache
 
 
-@pytest.mark.parametrize(("value", "rounded"), [(0, 0), (1, 64), (63, 64), (64, 64), (65, 128)])
+@pytest.mark.parametrize(("value", "rounded"), [(0, 0), (1, 128), (127, 128), (128, 128), (129, 256)])
 def test_round_up(value: int, rounded: int) -> None:
     assert round_up(value) == rounded
 

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from foresay.models.slots import Pass
+from foresay.models.slots import Pass, spans
 
 NAME = "foresay"
 MIN_QUERY_ROWS = 4
+_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 _current: ContextVar[Pass | None] = ContextVar("foresay_pass", default=None)
 
@@ -97,22 +98,54 @@ def attention(
     folded = query.reshape(batch, key.shape[1], rows, dim)
     if rows < MIN_QUERY_ROWS:
         folded = F.pad(folded, (0, 0, 0, MIN_QUERY_ROWS - rows))
-    mask = _folded_mask(at, attention_mask.to(query.device), group, rows)
-    out = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
+    whole = query.device.type != "cpu" or key.shape[-1] != value.shape[-1]  # what the CPU kernel does not take
+    masks = _folded_masks(at, attention_mask.to(query.device), group, rows, whole)
+    if len(masks) == 1:
+        out = F.scaled_dot_product_attention(folded, key, value, attn_mask=masks[0], scale=scaling)
+    else:
+        out = _in_spans(folded, key, value, masks, scaling)
     out = out[:, :, :rows].reshape(batch, heads, columns, value.shape[-1])
     return out.transpose(1, 2).contiguous(), None
 
 
-def _folded_mask(at: Pass, mask: torch.Tensor, group: int, rows: int) -> torch.Tensor:
-    """The mask repeated over a group of query heads and padded, [B, 1, rows, S]; made once per pass, not per layer."""
+def _folded_masks(at: Pass, mask: torch.Tensor, group: int, rows: int, whole: bool) -> list[torch.Tensor]:
+    """The mask of each span, repeated over a group of query heads and padded, [B, 1, rows, S]; once per pass, not per layer."""
     known = at.folded.get(id(mask))
     if known is not None and known[0] is mask:
         return known[1]
     folded = mask.repeat(1, 1, group, 1) if group > 1 else mask
     if rows < MIN_QUERY_ROWS:
         folded = F.pad(folded, (0, 0, 0, MIN_QUERY_ROWS - rows))
-    at.folded[id(mask)] = (mask, folded)
-    return folded
+    masks = [folded] if whole else [folded[..., a:b].contiguous() for a, b in spans(mask.shape[-1])]
+    at.folded[id(mask)] = (mask, masks)
+    return masks
+
+
+def _in_spans(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, masks: list[torch.Tensor], scaling: float | None
+) -> torch.Tensor:
+    """Attention span by span, put together by their log-sum-exps in float32 (Milakov & Gimelshein 2018).
+
+    A span in which a row sees nothing has a log-sum-exp near the dtype's least number and weighs exactly nothing.
+    """
+    start, parts = 0, []
+    for mask in masks:
+        end = start + mask.shape[-1]
+        k, v = key[:, :, start:end], value[:, :, start:end]
+        parts.append(_FLASH(query, k, v, 0.0, False, attn_mask=mask, scale=scaling))
+        start = end
+    top = parts[0][1]
+    for _, mass in parts[1:]:
+        top = torch.maximum(top, mass)
+    total: torch.Tensor | None = None
+    out: torch.Tensor | None = None
+    for part, mass in parts:
+        weight = (mass - top).exp_()
+        share = part.float() * weight[..., None]
+        total = weight if total is None else total + weight
+        out = share if out is None else out.add_(share)
+    assert out is not None and total is not None
+    return out.div_(total[..., None]).to(query.dtype)
 
 
 def _explicit(

@@ -13,13 +13,35 @@ import torch
 
 from foresay.core import Move
 
-WIDTH = 64
-"""Slots are read and grown in multiples of this, so that passes of different lengths share shapes."""
+WIDTH = 128
+"""Slots of the first two spans; slots grow in multiples of this."""
 
 
 def round_up(value: int, unit: int = WIDTH) -> int:
     """The least multiple of `unit` that is at least `value`."""
     return -(-value // unit) * unit
+
+
+def spans(width: int) -> list[tuple[int, int]]:
+    """The ranges in which the first `width` slots are attended to on a CPU: 128, 128, 256, 256, 512, 512, ... slots.
+
+    A matrix product over 192 keys and one over 256 sum in different orders, even where the further ones weigh nothing, so
+    what a query sees must not depend on how far the longest row of its batch, or its own draft, reaches. Spans depend on
+    nothing. They grow, so that a long context takes few of them, and slowly, so that little of the last one is wasted.
+    """
+    out: list[tuple[int, int]] = []
+    start, size = 0, WIDTH
+    while start < width:
+        out.append((start, start + size))
+        start += size
+        if len(out) % 2 == 0:
+            size *= 2
+    return out
+
+
+def visible_width(needed: int, device: torch.device) -> int:
+    """Slots that a pass looks at so that `needed` are among them."""
+    return spans(needed)[-1][1] if device.type == "cpu" else round_up(needed)
 
 
 class Pass:
@@ -31,7 +53,7 @@ class Pass:
         """positions: [B, T] int64 on any device."""
         self.positions, self.first_row, self.width = positions, first_row, width
         self.batch = int(positions.shape[0])
-        self.folded: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.folded: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
         self._placed: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def place(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -57,7 +79,7 @@ class SlotCache:
     def begin_pass(self, first_row: int, batch: int, columns: int, device: torch.device) -> Pass:
         """Place `columns` tokens behind each of `batch` rows, growing the capacity when they do not fit."""
         starts = self.lengths[first_row : first_row + batch]
-        width = round_up(max(starts) + columns)
+        width = visible_width(max(starts) + columns, device)
         self._reserve(len(self.lengths), width)
         if batch == 1:
             positions = torch.arange(starts[0], starts[0] + columns, device=device)[None]
