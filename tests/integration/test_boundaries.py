@@ -16,6 +16,7 @@ from foresay.errors import ConfigError, ContextLengthError, PromptError
 from foresay.lengths import ConstantLength
 from foresay.models.causal import CausalModel
 from foresay.models.table import TableModel
+from foresay.sampling import Laws
 from support import Always, Never, Sometimes, run
 
 SIZE = 11
@@ -282,3 +283,23 @@ def test_contradictions_between_tokens_are_found_when_a_request_is_submitted() -
         engine.submit([1], SamplingParams(allowed_token_ids=(3,), stop_token_ids=(3,), min_new_tokens=2))
     with pytest.raises(PromptError, match="something other than integer token ids"):
         engine.submit([1.7, 2.0], SamplingParams())  # type: ignore[list-item]
+
+
+def test_a_policy_may_stop_rows_while_they_are_drafted() -> None:
+    """Rows stop at different places, also for good, and ride on as pads; the output stays what it is."""
+
+    class Uneven(ConstantLength):
+        def proceed(self, index: int, laws: Laws, hidden: torch.Tensor | None) -> torch.Tensor:
+            return torch.arange(len(laws.points)) > index
+
+    plain = greedy()
+    ours, steps, engine = run(
+        TARGET,
+        PROMPTS,
+        SamplingParams(max_new_tokens=30),
+        drafter=ModelDrafter(TARGET, SIZE),
+        policy=Uneven(6),
+    )
+    assert ours == plain
+    assert engine.draft_failures == 0
+    assert {s.num_drafted for s in steps if s.batch_size == 4} >= {1, 2, 3, 4}

@@ -10,7 +10,7 @@ import torch
 from test_smollm2 import PROMPTS
 
 from foresay.core import Row, Rows, SamplingParams
-from foresay.models import packing
+from foresay.models import attention, packing, slots
 from foresay.models.base import Logits
 from foresay.models.catalog import LoadedModel, load_model
 from foresay.models.causal import CausalModel
@@ -75,6 +75,18 @@ def test_decoding_in_blocks_gives_the_bits_of_decoding_one_by_one(
 ) -> None:
     assert isinstance(loaded.model, CausalModel)
     assert _first_difference(loaded.model, tokens, columns) is None
+
+
+def test_keys_taken_in_one_range_of_any_width_are_seen_to_differ(
+    loaded: LoadedModel, tokens: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: widths in steps of 64, summed whole, as they were before the fixed spans."""
+    if not packing.available(torch.bfloat16, torch.device("cpu")):  # other kernels may sum alike
+        return
+    assert isinstance(loaded.model, CausalModel)
+    monkeypatch.setattr(slots, "visible_width", lambda needed, device: slots.round_up(needed, 64))
+    monkeypatch.setattr(attention, "spans", lambda width: [(0, width)])
+    assert _first_difference(loaded.model, tokens, 9) is not None
 
 
 def test_prefilling_together_gives_the_bits_of_prefilling_alone(loaded: LoadedModel, tokens: torch.Tensor) -> None:
