@@ -185,7 +185,8 @@ class Generator:
         """
         batch = is_batch(prompt)
         done: dict[int, Generation] = {}
-        for chunk in self._chunks(list(prompt) if batch else [prompt], params, changes, text=on_chunk is not None):
+        requests = self._requests(list(prompt) if batch else [prompt], params, changes)
+        for chunk in self._run(*requests, text=on_chunk is not None):
             if on_chunk is not None:
                 on_chunk(chunk)
             if chunk.generation is not None:
@@ -220,11 +221,6 @@ class Generator:
                 yield chunk
         finally:
             iterator.close()  # type: ignore[attr-defined]
-
-    def _chunks(
-        self, prompts: Sequence[Prompt], params: Any, changes: dict[str, Any], *, text: bool
-    ) -> Iterator[Chunk]:
-        return self._run(*self._requests(prompts, params, changes), text=text)
 
     def _requests(
         self, prompts: Sequence[Prompt], params: Any, changes: dict[str, Any]
