@@ -117,7 +117,7 @@ def _without_draft(
 class Speculative:
     """Speculative sampling: accept x while u < p(x) / q(x), then the residual or bonus (Leviathan et al. 2023, Alg. 1)."""
 
-    name, exact, coupled = "speculative", True, False
+    name, exact, coupled, confident = "speculative", True, False, False
 
     def judge(self, target: Laws, proposal: Proposal, streams: Streams) -> Verdict:
         """Each draft token is kept with probability min(1, p(x) / q(x)), the first rejection ends the block."""
@@ -137,7 +137,7 @@ class Speculative:
 class Block:
     """Block verification: the longest accepted block, never shorter in expectation (Sun et al. 2024, Alg. 2)."""
 
-    name, exact, coupled = "block", True, False
+    name, exact, coupled, confident = "block", True, False, False
 
     def judge(self, target: Laws, proposal: Proposal, streams: Streams) -> Verdict:
         """Accept up to the last i whose own uniform is at most h_i; every token is tested."""
@@ -199,7 +199,7 @@ def _joint(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 class Match:
     """Draw the target's own token at each place and accept while it equals the draft's."""
 
-    name, exact, coupled = "match", True, False
+    name, exact, coupled, confident = "match", True, False, False
 
     def judge(self, target: Laws, proposal: Proposal, streams: Streams) -> Verdict:
         """The target's tokens alone are written; the draft only saves passes."""
@@ -215,7 +215,7 @@ class Coupled(Match):
     The output is a function of (seed, target) alone: the same with any drafter, any length, alone or in a batch.
     """
 
-    name, exact, coupled = "coupled", True, True
+    name, exact, coupled, confident = "coupled", True, True, False
 
 
 RULES: dict[str, type[Speculative] | type[Block] | type[Match]] = {

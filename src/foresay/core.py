@@ -51,7 +51,21 @@ It is asked once for every committed token and may keep state."""
 class Row:
     """One request while it is decoded: its tokens so far, and what it asked for."""
 
-    __slots__ = ("_buffer", "eos", "extras", "limit", "params", "prompt_length", "request_id", "seed", "size", "stop")
+    __slots__ = (
+        "_buffer",
+        "eos",
+        "extras",
+        "key",
+        "limit",
+        "params",
+        "prompt_length",
+        "request_id",
+        "root",
+        "seed",
+        "size",
+        "source",
+        "stop",
+    )
 
     def __init__(
         self,
@@ -63,10 +77,16 @@ class Row:
         limit: int,
         eos: frozenset[int] = frozenset(),
         stop: StopCondition | None = None,
+        source: Sequence[int] | IntArray | None = None,
     ) -> None:
-        """prompt: at least one token id. limit: most tokens the row may ever hold, prompt included."""
+        """prompt: at least one token id. limit: most tokens the row may ever hold, prompt included.
+
+        source: what an encoder-decoder's encoder reads; the prompt is then what its decoder starts from.
+        """
         self.request_id, self.params, self.seed, self.limit = request_id, params, seed, limit
         self.stop = stop
+        self.source = None if source is None else np.asarray(source, dtype=np.int64)
+        self.key, self.root = seed, self
         self.eos = (frozenset() if params.ignore_eos else eos) | frozenset(params.stop_token_ids)
         self.prompt_length = self.size = len(prompt)
         self._buffer = np.empty(max(self.size + 64, 128), dtype=np.int64)
@@ -88,6 +108,35 @@ class Row:
         """Tokens that may still be committed."""
         return self.limit - self.size
 
+    @property
+    def history(self) -> IntArray:
+        """All that was read and written: the tokens, behind the source where an encoder reads one."""
+        if self.source is None:
+            return self.tokens
+        return np.concatenate([self.source, self.tokens[self.prompt_length :]])
+
+    def flat(self) -> Row:
+        """This row with its history for tokens."""
+        out = Row(self.request_id, self.history, self.params, seed=self.seed, limit=self.limit, eos=self.eos)
+        out.key, out.root = self.key, self.root
+        return out
+
+    def ahead(self, token_ids: Sequence[int], key: int) -> Row:
+        """This row with tokens guessed behind it: what a drafter that drafts further sees.
+
+        `root` stays the engine's row, whose tokens are committed; `key` seeds what is drawn for it. It never stops on
+        strings, which are conditions of committed text.
+        """
+        out = Row.__new__(Row)
+        out.request_id, out.params, out.seed, out.limit = self.request_id, self.params, self.seed, self.limit
+        out.stop, out.source, out.key, out.root = None, self.source, key, self.root
+        out.eos, out.prompt_length, out.extras = self.eos, self.prompt_length, {}
+        out._buffer = np.empty(self.size + len(token_ids) + 64, dtype=np.int64)
+        out._buffer[: self.size] = self.tokens
+        out.size = self.size
+        out.extend(token_ids)
+        return out
+
     def extend(self, token_ids: Sequence[int]) -> None:
         """Append committed tokens."""
         end = self.size + len(token_ids)
@@ -106,12 +155,36 @@ class Rows:
     depends on the membership and the parameters alone.
     """
 
-    __slots__ = ("coupled", "items", "level", "memo")
+    __slots__ = ("confident", "coupled", "items", "level", "memo")
 
-    def __init__(self, items: Sequence[Row], *, coupled: bool = False, level: int = 0) -> None:
+    def __init__(self, items: Sequence[Row], *, coupled: bool = False, confident: bool = False, level: int = 0) -> None:
+        """coupled: the rule shares noise with the drafter. confident: the rule looks at `Proposal.confidence`.
+
+        level: 0 for the engine's rows, one more for each drafter that drafts by decoding itself.
+        """
         self.items = tuple(items)
-        self.coupled, self.level = coupled, level
+        self.coupled, self.confident, self.level = coupled, confident, level
         self.memo: dict[str, Any] = {}
+
+    def ahead(self, drafted: Sequence[Sequence[int]], tag: int) -> Rows:
+        """The rows with tokens guessed behind them, a level deeper, with random streams of their own.
+
+        drafted: B lists of tokens. tag: tells apart those who draft from the same rows in one step. Keys are derived
+        from (key, level, start, tag), so that nothing drawn for one drafter is drawn again for another.
+        """
+        from foresay.randomness import derive
+
+        items = [
+            row.ahead(tokens, derive(row.key, self.level, row.size, tag))
+            for row, tokens in zip(self.items, drafted, strict=True)
+        ]
+        out = Rows(items, coupled=self.coupled, confident=self.confident, level=self.level + 1)
+        out.memo = self.memo  # membership and parameters are the same
+        return out
+
+    def flat(self) -> Rows:
+        """The rows as a decoder-only model reads an encoder-decoder's requests: source and output as one text."""
+        return Rows([row.flat() for row in self.items], level=self.level)
 
     def __len__(self) -> int:
         return len(self.items)
@@ -135,13 +208,15 @@ class Proposal:
 
     token_ids: [B, K] int64, right-padded. num_tokens: B ints, 0 <= n <= K.
     laws: [N, V] float32, the laws that sampled tokens were drawn from. law_index: [B, K] into laws, -1 = point mass;
-    None when no token was sampled.
+    None when no token was sampled. confidence: [B, K] float32, the draft model's softmax probability of each token at
+    temperature 1, which no exact rule looks at; None where no model made a guess.
     """
 
     token_ids: torch.Tensor
     num_tokens: Sequence[int]
     laws: torch.Tensor | None = None
     law_index: torch.Tensor | None = None
+    confidence: torch.Tensor | None = None
 
     @property
     def width(self) -> int:
@@ -212,6 +287,19 @@ class KVCache(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """One token that a draft model has just added to each row's draft, and what it thought.
+
+    token_ids: [B] int64. laws: the laws [B, 1] they were drawn from, with the raw scores. hidden: [B, H] or None, the draft's
+    last hidden state.
+    """
+
+    token_ids: torch.Tensor
+    laws: Laws
+    hidden: torch.Tensor | None = None
+
+
 class LengthPolicy(Protocol):
     """How many tokens to guess."""
 
@@ -219,8 +307,15 @@ class LengthPolicy(Protocol):
         """Most tokens to guess for each row in this step."""
         ...
 
-    def proceed(self, index: int, laws: Laws, hidden: torch.Tensor | None) -> torch.Tensor | None:
-        """[B] bool after draft token `index`: which rows draft on; None lets all of them."""
+    def proceed(self, index: int, guess: Guess) -> torch.Tensor | None:
+        """[B] bool after a draft model's token `index`: which rows draft on; None lets all of them.
+
+        A token stays in the draft whatever it is: dropping it for its own value would condition its law.
+        """
+        ...
+
+    def observe(self, rows: Rows, steps: Sequence[Step]) -> None:
+        """See what a step did to each row, after it."""
         ...
 
 
@@ -259,6 +354,8 @@ class Rule(Protocol):
     """Whether the output's law is the target's."""
     coupled: bool
     """Whether drafter and target share noise keyed by position alone."""
+    confident: bool
+    """Whether it looks at the draft's confidence, and not at its laws alone."""
 
     def judge(self, target: Laws, proposal: Proposal, streams: Streams) -> Verdict:
         """Decide how much of the proposal stays, and the token after it."""

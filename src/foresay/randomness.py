@@ -1,8 +1,9 @@
 """Randomness that belongs to a request.
 
-Every uniform is a pure function of (seed, purpose, level, start, offset): the request's seed, what the number is for,
-the cascade level, the committed length when the step began, and the place within the step. Nothing has state, so a
-request draws the same numbers alone or in any batch, and no number is used twice. Knows nothing of laws.
+Every uniform is a pure function of (key, purpose, level, start, offset): the request's key, what the number is for, the
+cascade level, the length when the step began, and the place within the step. An engine's row has its seed for a key; a
+drafter that decodes itself gets keys derived from that step's. Nothing has state, so a request draws the same numbers
+alone or in any batch, and no number is used twice. Knows nothing of laws.
 
 The mixing function is the finaliser of splitmix64 (Steele et al. 2014), chained over the fields, in wrapping int64.
 """
@@ -39,6 +40,20 @@ _MIX_1 = _signed(0xBF58476D1CE4E5B9)
 _MIX_2 = _signed(0x94D049BB133111EB)
 
 
+def _mix_int(x: int) -> int:
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & _MASK
+    return x ^ (x >> 31)
+
+
+def derive(key: int, *values: int) -> int:
+    """A key for streams of their own, as a function of a key and some small integers, in [0, 2^63)."""
+    state = _mix_int((key + 0x9E3779B97F4A7C15) & _MASK)
+    for value in values:
+        state = _mix_int((state * 3 + (value + 1) * 0x9E3779B97F4A7C15) & _MASK)
+    return state >> 1
+
+
 def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
     """Logical right shift of int64."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
@@ -64,15 +79,24 @@ def _unit(bits: torch.Tensor) -> torch.Tensor:
 class Streams:
     """The random streams of B rows in one step.
 
-    seeds, starts: [B] int64; starts are the committed lengths. coupled: tokens are drawn with Gumbel noise that
+    seeds, starts: [B] int64; starts are the committed lengths. keys: [B], what uniforms are made of; None takes the seeds.
+    coupled: tokens are drawn with Gumbel noise that
     is a function of (seed, position, token) alone (Daliri et al. 2024) instead of by an inverse CDF.
     """
 
-    __slots__ = ("_key", "_step", "coupled", "level", "seeds", "starts")
+    __slots__ = ("_step", "coupled", "keys", "level", "seeds", "starts")
 
-    def __init__(self, seeds: torch.Tensor, starts: torch.Tensor, *, level: int = 0, coupled: bool = False) -> None:
+    def __init__(
+        self,
+        seeds: torch.Tensor,
+        starts: torch.Tensor,
+        *,
+        keys: torch.Tensor | None = None,
+        level: int = 0,
+        coupled: bool = False,
+    ) -> None:
         self.seeds, self.starts, self.level, self.coupled = seeds, starts, level, coupled
-        self._key: torch.Tensor | None = None
+        self.keys = seeds if keys is None else keys
         self._step: torch.Tensor | None = None
 
     @classmethod
@@ -83,13 +107,14 @@ class Streams:
             rows.memo[key] = torch.tensor([row.seed for row in rows], device=device)
         seeds = rows.memo[key]
         starts = torch.tensor([row.size for row in rows], device=device)
-        return cls(seeds, starts, level=rows.level, coupled=rows.coupled)
+        keys = torch.tensor([row.key for row in rows], device=device) if rows.level else None
+        return cls(seeds, starts, keys=keys, level=rows.level, coupled=rows.coupled)
 
     def uniform(self, purpose: Purpose, offsets: torch.Tensor) -> torch.Tensor:
         """offsets: [B, n] or [n] int64 -> [B, n] float64 uniforms in (0, 1)."""
         if self._step is None:
-            self._key = _absorb(_mix(self.seeds + _GOLDEN), 0)
-            self._step = _absorb(_absorb(self._key, self.starts), self.level)
+            key = _absorb(_mix(self.keys + _GOLDEN), 0)
+            self._step = _absorb(_absorb(key, self.starts), self.level)
         return _unit(_absorb(_absorb(self._step, int(purpose))[:, None], offsets))
 
     def gumbel(self, row: torch.Tensor, offset: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

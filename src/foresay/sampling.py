@@ -29,12 +29,14 @@ class Laws:
     """The laws at [B, T] places.
 
     points: [B, T] int64, the token of a point mass (the argmax elsewhere). probs: [N, V] float32, rows sum to 1, or
-    None when every law is a point mass. index: [B, T] int64 into probs, -1 for a point mass.
+    None when every law is a point mass. index: [B, T] int64 into probs, -1 for a point mass. scores: [B, T, V], the raw
+    logits the laws were made of, for what looks behind a point mass: length policies and lossy rules.
     """
 
     points: torch.Tensor
     probs: torch.Tensor | None = None
     index: torch.Tensor | None = None
+    scores: torch.Tensor | None = None
 
     def prob_of(self, token_ids: torch.Tensor) -> torch.Tensor:
         """token_ids: [B, K], K <= T -> [B, K], the probability of each under the law at its place."""
@@ -45,6 +47,12 @@ class Laws:
         index = self.index[:, :width]
         dense = self.probs[index.clamp(min=0), token_ids]
         return torch.where(index >= 0, dense, hits.to(dense.dtype))
+
+    def confidence(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """token_ids: [B, K], K <= T -> [B, K] float32, their softmax probabilities at temperature 1, unprocessed."""
+        assert self.scores is not None
+        scores = self.scores[:, : token_ids.shape[1]].float()
+        return (scores.gather(-1, token_ids[..., None])[..., 0] - scores.logsumexp(-1)).exp()
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +121,7 @@ def build_laws(
         points = logits.max(-1).indices
         for i, scores in processed.items():
             points[i, : len(scores)] = scores.max(-1).indices
-        return Laws(points)
+        return Laws(points, scores=logits)
     count = len(plan.sampled)
     points = torch.zeros(batch, width, dtype=torch.int64, device=logits.device)
     if count < batch:
@@ -127,7 +135,7 @@ def build_laws(
             points[i, : len(scores)] = scores.max(-1).indices
     index = torch.full((batch, width), -1, dtype=torch.int64, device=logits.device)
     index[plan.sampled] = torch.arange(count * width, device=logits.device).view(count, width)
-    return Laws(points, _probabilities(flat, plan, width), index)
+    return Laws(points, _probabilities(flat, plan, width), index, logits)
 
 
 def _process(

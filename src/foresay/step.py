@@ -1,7 +1,8 @@
 """The one step: propose, score, judge, commit, rewind.
 
-Everything that decodes calls this function: plain decoding is a budget of 0, a batch of one is a batch. It knows
-neither requests nor texts; it is given rows whose caches lack exactly their last token, and it leaves them so.
+Everything that decodes calls this function: plain decoding is a budget of 0, a batch of one is a batch, and a cascade is
+a drafter that calls it with a target of its own. It knows neither requests nor texts; it is given rows whose caches lack
+their last token, and perhaps a few before it, and leaves caches that lack exactly the last one.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 from time import perf_counter
 
 import torch
+import torch.nn.functional as F
 
 from foresay.core import (
     Drafter,
@@ -25,7 +27,7 @@ from foresay.core import (
     TokenLogprob,
     Verdict,
 )
-from foresay.models.base import LanguageModel
+from foresay.models.base import LanguageModel, ModelOutput
 from foresay.sampling import build_laws
 
 
@@ -33,15 +35,14 @@ from foresay.sampling import build_laws
 def step(
     rows: Rows, target: LanguageModel, cache: KVCache, drafter: Drafter | None, rule: Rule, policy: LengthPolicy
 ) -> list[Step]:
-    """One target pass over all rows, and what it commits to each. One Step per row, in order."""
+    """One target pass over all rows, and what it commits to each. One Step per row, in order.
+
+    A row with no token remaining takes no part: nothing of it is fed, and its Step is empty.
+    """
     began = perf_counter()
     proposal = propose(rows, target, drafter, policy)
     proposed = perf_counter()
-    last = torch.tensor([[int(row.tokens[-1])] for row in rows], device=target.device)
-    token_ids = torch.cat([last, proposal.token_ids], 1) if proposal.width else last
-    counts = [1 + n for n in proposal.num_tokens]
-    hidden = drafter.hidden_layers if drafter is not None else ()
-    output = target.forward(token_ids, counts, cache, hidden_layers=hidden)
+    output = score(rows, proposal, target, cache, drafter.hidden_layers if drafter is not None else ())
     scored = perf_counter()
     laws = build_laws(output.scores(), rows, proposal.token_ids, counts=proposal.num_tokens)
     verdict = rule.judge(laws, proposal, rows.streams(target.device))
@@ -50,7 +51,7 @@ def step(
     if drafter is not None:
         drafter.observe(rows, verdict, output)
     total = perf_counter() - began
-    return [
+    steps = [
         Step(
             request_id=row.request_id,
             token_ids=tuple(kept),
@@ -66,6 +67,36 @@ def step(
         )
         for row, (kept, origins, drafted, accepted, reason, logprobs) in zip(rows, committed, strict=True)
     ]
+    policy.observe(rows, steps)
+    return steps
+
+
+def score(
+    rows: Rows, proposal: Proposal, target: LanguageModel, cache: KVCache, hidden_layers: Sequence[int]
+) -> ModelOutput:
+    """The target's scores behind each row's last token and each of its guesses, [B, 1 + K, V], in one pass.
+
+    What the cache lacks is fed along, so that a model that sat out a step needs no pass of its own.
+    """
+    unseen = [row.size - cache.lengths[i] if row.remaining > 0 else 0 for i, row in enumerate(rows)]
+    counts = [u + n if u else 0 for u, n in zip(unseen, proposal.num_tokens, strict=True)]
+    if max(unseen) <= 1:
+        last = torch.tensor([[int(row.tokens[-1])] for row in rows], device=target.device)
+        token_ids = torch.cat([last, proposal.token_ids], 1) if proposal.width else last
+        return target.forward(token_ids, counts, cache, hidden_layers=hidden_layers)
+    missed = max(unseen)
+    ahead = torch.zeros(len(rows), missed, dtype=torch.int64)
+    for i, (row, u) in enumerate(zip(rows, unseen, strict=True)):
+        ahead[i, :u] = torch.from_numpy(row.tokens[row.size - u :])
+    token_ids = F.pad(ahead.to(target.device), (0, proposal.width))
+    columns = torch.tensor(unseen, device=target.device).clamp(min=1)[:, None] + torch.arange(
+        proposal.width + 1, device=target.device
+    )
+    token_ids.scatter_(1, columns[:, :-1], proposal.token_ids)
+    output = target.forward(token_ids, counts, cache, hidden_layers=hidden_layers)
+    batch = torch.arange(len(rows), device=target.device)[:, None]
+    hidden = {layer: states[batch, columns - 1] for layer, states in output.hidden.items()}
+    return ModelOutput(output.scores()[batch, columns - 1], hidden)
 
 
 def propose(rows: Rows, target: LanguageModel, drafter: Drafter | None, policy: LengthPolicy) -> Proposal:

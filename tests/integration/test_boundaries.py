@@ -9,14 +9,13 @@ import torch
 
 from families import VOCAB, make
 from foresay.acceptance import make_rule
-from foresay.core import FinishReason, Origin, SamplingParams
+from foresay.core import FinishReason, Guess, Origin, SamplingParams
 from foresay.drafters import ModelDrafter, PromptLookup
 from foresay.engine import Engine, Stats
 from foresay.errors import ConfigError, ContextLengthError, PromptError
 from foresay.lengths import ConstantLength
 from foresay.models.causal import CausalModel
 from foresay.models.table import TableModel
-from foresay.sampling import Laws
 from support import Always, Never, Sometimes, run
 
 SIZE = 11
@@ -289,8 +288,8 @@ def test_a_policy_may_stop_rows_while_they_are_drafted() -> None:
     """Rows stop at different places, also for good, and ride on as pads; the output stays what it is."""
 
     class Uneven(ConstantLength):
-        def proceed(self, index: int, laws: Laws, hidden: torch.Tensor | None) -> torch.Tensor:
-            return torch.arange(len(laws.points)) > index
+        def proceed(self, index: int, guess: Guess) -> torch.Tensor:
+            return torch.arange(len(guess.token_ids)) > index
 
     plain = greedy()
     ours, steps, engine = run(

@@ -79,9 +79,14 @@ class GuardedDrafter:
         ids = ids[:, :width].to(self._device)
         if ids.numel() and not bool(((ids >= 0) & (ids < self._vocab)).all()):
             raise ValueError(f"a proposed token id is not in [0, {self._vocab})")
+        confidence = proposal.confidence
+        if confidence is not None:
+            if confidence.shape != proposal.token_ids.shape:
+                raise ValueError(f"confidence of shape {tuple(confidence.shape)}")
+            confidence = confidence[:, :width].to(self._device)
         if laws is None and index is None:
-            return Proposal(ids, counts)
-        return Proposal(ids, counts, *self._checked_laws(laws, index, proposal.token_ids.shape, width))
+            return Proposal(ids, counts, confidence=confidence)
+        return Proposal(ids, counts, *self._checked_laws(laws, index, proposal.token_ids.shape, width), confidence)
 
     def _checked_laws(
         self, laws: torch.Tensor | None, index: torch.Tensor | None, shape: torch.Size, width: int

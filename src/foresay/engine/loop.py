@@ -80,21 +80,43 @@ class Engine:
         *,
         eos: frozenset[int] = frozenset(),
         stop: StopCondition | None = None,
+        source: Sequence[int] | IntArray | None = None,
     ) -> int:
         """Queue a request and return its id.
 
-        prompt: token ids. eos: the model's end-of-sequence ids. stop: asked about every committed token. Raises
+        prompt: token ids. eos: the model's end-of-sequence ids. stop: asked about every committed token. source: what an
+        encoder-decoder's encoder reads, the prompt being what its decoder starts from. Raises
         PromptError for an empty prompt or foreign ids, ContextLengthError when the prompt fills the context, and
         ConfigError for parameters that name tokens the vocabulary lacks.
         """
         limit = self._check(
             prompt, params, (frozenset() if params.ignore_eos else eos) | frozenset(params.stop_token_ids)
         )
+        self._check_source(source)
         seed = params.seed if params.seed is not None else secrets.randbelow(MAX_SEED)
-        row = Row(self._next_id, prompt, params, seed=seed, limit=limit, eos=eos, stop=stop)
+        row = Row(self._next_id, prompt, params, seed=seed, limit=limit, eos=eos, stop=stop, source=source)
         self._next_id += 1
         self._waiting.append(row)
         return row.request_id
+
+    def _check_source(self, source: Sequence[int] | IntArray | None) -> None:
+        """An encoder-decoder needs a source its encoder can read; any other model has no use for one."""
+        reads = getattr(self.target, "reads_source", False)
+        if source is None:
+            if reads:
+                raise PromptError("an encoder-decoder model needs a source; pass source=")
+            return
+        if not reads:
+            raise PromptError("a source was given, but the model has no encoder to read it")
+        if len(source) == 0:
+            raise PromptError("the source is empty; give at least one token")
+        vocab, longest = self.target.vocab_size, getattr(self.target, "max_source_length", None)
+        if min(source) < 0 or max(source) >= vocab:
+            raise PromptError(f"a source token id is not in the vocabulary (0 to {vocab - 1})")
+        if longest is not None and len(source) > longest:
+            raise ContextLengthError(
+                f"the source has {len(source)} tokens; the encoder reads {longest} at most. Shorten it"
+            )
 
     def _check(self, prompt: Sequence[int] | IntArray, params: SamplingParams, eos: frozenset[int]) -> int:
         check_processors(params.processors)
@@ -171,7 +193,8 @@ class Engine:
 
     def _active(self) -> Rows:
         if self._rows is None:
-            self._rows = Rows(self._items[: self._decoding], coupled=self.rule.coupled)
+            rule = self.rule
+            self._rows = Rows(self._items[: self._decoding], coupled=rule.coupled, confident=rule.confident)
         return self._rows
 
     def _cancel(self) -> list[Step]:

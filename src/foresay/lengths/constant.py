@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
 
-from foresay.core import Rows
+from foresay.core import Guess, Rows, Step
 from foresay.errors import ConfigError
-
-if TYPE_CHECKING:
-    from foresay.sampling import Laws
 
 MAX_DRAFT_TOKENS = 64
 
@@ -29,6 +26,9 @@ class ConstantLength:
         """gamma for each row."""
         return [self.num_draft_tokens] * len(rows)
 
-    def proceed(self, index: int, laws: Laws, hidden: torch.Tensor | None) -> torch.Tensor | None:
+    def proceed(self, index: int, guess: Guess) -> torch.Tensor | None:
         """No row stops early."""
         return None
+
+    def observe(self, rows: Rows, steps: Sequence[Step]) -> None:
+        """Nothing to learn."""

@@ -1,0 +1,93 @@
+"""A draft model's cache, kept true to whatever context the model is asked to draft from.
+
+Owns catching up and rewinding. At the engine's level a context only grows, and what was rejected is rewound when it is
+observed. Deeper, inside a cascade, a drafter is asked about contexts that were guessed and may be taken back without a
+word; there the cache remembers what it was fed, and keeps the longest common prefix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from foresay.core import IntArray, KVCache, Move, Rows
+from foresay.models.aligned import AlignedModel
+from foresay.models.base import LanguageModel
+from foresay.models.prefill import fill_chunk, pending
+
+MAX_CATCH_UP = 4
+"""Missed tokens that ride in a drafting pass; more are filled in passes of their own."""
+
+
+class DraftContext:
+    """A draft model over the target's vocabulary, with a cache row for each row of the batch."""
+
+    def __init__(self, model: LanguageModel, vocab_size: int) -> None:
+        self.model = AlignedModel(model, vocab_size)
+        self.cache: KVCache = self.model.new_cache()
+        self._fed: list[IntArray | None] = []
+
+    def admit(self, rows: Rows, first: int) -> None:
+        """Give new rows empty cache rows; their prompts are filled when they are first drafted for."""
+        self.model.admit(self.view(rows), first, self.cache)
+        self._fed += [None] * (len(rows) - first)
+
+    def rearrange(self, moves: Sequence[Move], count: int) -> None:
+        """Follow the engine's moves."""
+        self.cache.rearrange(moves, count)
+        for source, target in moves:
+            self._fed[target] = self._fed[source]
+        del self._fed[count:]
+
+    def reset(self) -> None:
+        """Forget every row."""
+        self.cache = self.model.new_cache()
+        self._fed = []
+
+    def view(self, rows: Rows) -> Rows:
+        """The rows as the model reads them: a decoder-only draft of an encoder-decoder reads source and output as one."""
+        if self.model.reads_source or all(row.source is None for row in rows):
+            return rows
+        return rows.flat()
+
+    def rewind(self, rows: Rows) -> None:
+        """Rewind to the rows' tokens, of which all that the cache holds beyond them were guesses."""
+        self.cache.truncate([row.size - 1 for row in self.view(rows)])
+        self._fed[: len(rows)] = [None] * len(rows)
+
+    def prepare(self, rows: Rows, wanted: Sequence[bool]) -> Rows:
+        """Bring the cache to within MAX_CATCH_UP tokens of each wanted row; returns the rows as the model reads them."""
+        rows = self.view(rows)
+        if rows.level:
+            self._keep_common(rows)
+        for place in range(len(rows)):
+            while wanted[place] and pending(rows, self.cache, place) >= MAX_CATCH_UP:
+                fill_chunk(self.model, self.cache, rows, place)
+        return rows
+
+    def _keep_common(self, rows: Rows) -> None:
+        """Cut each cache row to what it shares with the row's tokens."""
+        lengths = []
+        for place, row in enumerate(rows):
+            length = min(self.cache.lengths[place], row.size - 1)
+            fed = self._fed[place]
+            if fed is not None:
+                length = min(length, common_prefix(fed, row.tokens))
+            lengths.append(length)
+        self.cache.truncate(lengths)
+        for place, row in enumerate(rows):
+            self._fed[place] = row.tokens
+
+    def remember(self, rows: Rows, drafted: Sequence[Sequence[int]]) -> None:
+        """Note what the cache was fed behind the rows' tokens. rows: as `prepare` gave them. drafted: B lists of tokens."""
+        if rows.level:
+            for place, (row, tokens) in enumerate(zip(rows, drafted, strict=True)):
+                self._fed[place] = np.concatenate([row.tokens, np.asarray(tokens, dtype=np.int64)])
+
+
+def common_prefix(a: IntArray, b: IntArray) -> int:
+    """How many tokens two contexts share from the start."""
+    size = min(len(a), len(b))
+    different = np.flatnonzero(a[:size] != b[:size])
+    return int(different[0]) if len(different) else size
