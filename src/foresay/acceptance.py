@@ -1,14 +1,18 @@
 """Verification rules: pure functions from laws and uniforms to a verdict.
 
-Each keeps the output's law equal to the target's, however bad the proposal. p is the target's law, q the draft's; a
+The exact ones keep the output's law equal to the target's, however bad the proposal; the lossy ones, asked for by name,
+trade that for longer acceptance. p is the target's law, q the draft's; a
 draft token that was not sampled is a point mass, and so is a greedy target's law, so one rule serves greedy and
 sampling. Rows are ragged. Knows no model and draws nothing but from a law it was given.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
+from foresay.checks import number
 from foresay.core import Proposal, Rule, Verdict
 from foresay.errors import UnknownNameError
 from foresay.randomness import Purpose, Streams
@@ -72,14 +76,11 @@ def _extra_tokens(
     uniform: [B]. scale: [B] or None, the factor on p in block verification's residual (1 elsewhere).
     """
     batch = torch.arange(len(num_accepted), device=num_accepted.device)
+    if not proposal.width or target.probs is None or target.index is None:
+        return _from_target(target, num_accepted, uniform)
     out = target.points[batch, num_accepted]
-    if target.probs is None or target.index is None:
-        return out
     index = target.index[batch, num_accepted]
     dense = torch.nonzero(index >= 0)[:, 0]
-    if not proposal.width:
-        out[dense] = inverse_cdf(target.probs, uniform[dense], index[dense])
-        return out
     column = num_accepted[dense]
     rejected = column < torch.tensor(proposal.num_tokens, device=column.device)[dense]
     column = column.clamp(max=proposal.width - 1)
@@ -218,16 +219,90 @@ class Coupled(Match):
     name, exact, coupled, confident = "coupled", True, True, False
 
 
-RULES: dict[str, type[Speculative] | type[Block] | type[Match]] = {
+class Lenience:
+    """Speculative sampling that keeps more: q is replaced by q / l, l >= 1 (Leviathan et al. 2023, A.5; Chen et al. 2023).
+
+    Lossy. A greedy row keeps x also when p(x) > q(x) / l, p and q the softmax at temperature 1 and q = 1 for a token that
+    no model guessed.
+    """
+
+    name, exact, coupled, confident = "lenience", False, False, True
+
+    def __init__(self, lenience: float = 2.0) -> None:
+        """lenience: l; 1 is exact speculative sampling."""
+        self.lenience = number("lenience", lenience, 1.0, 1e6)
+
+    def judge(self, target: Laws, proposal: Proposal, streams: Streams) -> Verdict:
+        """Keep x while u q(x) / l < p(x); then norm(max(0, p - q / l)), or the greedy target's own token."""
+        ids, device = proposal.token_ids, proposal.token_ids.device
+        q = _draft_probs(proposal) / self.lenience
+        p = target.prob_of(ids)
+        uniform = streams.uniform(Purpose.ACCEPT, torch.arange(proposal.width, device=device))
+        accepted = uniform * q < p
+        if proposal.width:
+            sure = torch.ones_like(q) if proposal.confidence is None else proposal.confidence
+            close = target.confidence(ids) > sure / self.lenience
+            greedy = torch.ones_like(accepted) if target.index is None else target.index[:, : proposal.width] < 0
+            accepted = torch.where(greedy, (target.points[:, : proposal.width] == ids) | close, accepted)
+        count = _leading(accepted & _valid(proposal))
+        extra = streams.uniform(Purpose.EXTRA, torch.zeros(1, dtype=torch.int64, device=device))[:, 0]
+        # norm(max(0, p - q / l)) is norm(max(0, l p - q))
+        scale = torch.full((len(ids),), self.lenience, device=device)
+        return Verdict(count, _extra_tokens(target, proposal, count, extra, scale))
+
+
+class Typical:
+    """Typical acceptance: keep x when p(x) > min(eps, delta exp(-H(p))) (Cai et al. 2024, Medusa). Lossy.
+
+    After a rejection, and after none, the next token is drawn from p. A greedy row keeps its argmax alone.
+    """
+
+    name, exact, coupled, confident = "typical", False, False, False
+
+    def __init__(self, eps: float = 0.3, delta: float = 0.09) -> None:
+        """eps: a token at least this likely always stays. delta: how far below exp(-entropy) one may be."""
+        self.eps, self.delta = number("eps", eps, 0.0, 1.0), number("delta", delta, 0.0, 1.0)
+
+    def judge(self, target: Laws, proposal: Proposal, streams: Streams) -> Verdict:
+        """Look at p alone."""
+        ids, device = proposal.token_ids, proposal.token_ids.device
+        p = target.prob_of(ids)
+        if target.probs is None or target.index is None:
+            bar = torch.full_like(p, 0.5)
+        else:
+            entropy = -(target.probs * target.probs.clamp(min=torch.finfo(p.dtype).tiny).log()).sum(-1)
+            index = target.index[:, : proposal.width]
+            bar = torch.where(index >= 0, (-entropy[index.clamp(min=0)]).exp() * self.delta, 0.5).clamp(max=self.eps)
+            bar = torch.where(index >= 0, bar, 0.5)
+        count = _leading((p > bar) & _valid(proposal))
+        extra = streams.uniform(Purpose.EXTRA, torch.zeros(1, dtype=torch.int64, device=device))[:, 0]
+        return Verdict(count, _from_target(target, count, extra))
+
+
+def _from_target(target: Laws, num_accepted: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """The target's own next token after the accepted ones, [B]."""
+    batch = torch.arange(len(num_accepted), device=num_accepted.device)
+    out = target.points[batch, num_accepted]
+    if target.probs is None or target.index is None:
+        return out
+    index = target.index[batch, num_accepted]
+    dense = torch.nonzero(index >= 0)[:, 0]
+    out[dense] = inverse_cdf(target.probs, uniform[dense], index[dense])
+    return out
+
+
+RULES: dict[str, Callable[..., Rule]] = {
     "speculative": Speculative,
     "block": Block,
     "match": Match,
     "coupled": Coupled,
+    "lenience": Lenience,
+    "typical": Typical,
 }
 
 
 def make_rule(name: str) -> Rule:
-    """The rule of that name; UnknownNameError names the nearest."""
+    """The rule of that name with its own settings; UnknownNameError names the nearest."""
     if name not in RULES:
         raise UnknownNameError("rule", name, RULES)
     return RULES[name]()

@@ -178,13 +178,20 @@ class Rows:
             row.ahead(tokens, derive(row.key, self.level, row.size, tag))
             for row, tokens in zip(self.items, drafted, strict=True)
         ]
-        out = Rows(items, coupled=self.coupled, confident=self.confident, level=self.level + 1)
-        out.memo = self.memo  # membership and parameters are the same
+        out = self.of(items)
+        out.level += 1
         return out
 
     def flat(self) -> Rows:
         """The rows as a decoder-only model reads an encoder-decoder's requests: source and output as one text."""
-        return Rows([row.flat() for row in self.items], level=self.level)
+        return self.of([row.flat() for row in self.items])
+
+    def of(self, items: Sequence[Row], *, confident: bool | None = None) -> Rows:
+        """Other rows in the place of these, with the same parameters; perhaps for a rule that needs confidence."""
+        needs = self.confident if confident is None else confident
+        out = Rows(items, coupled=self.coupled, confident=needs, level=self.level)
+        out.memo = self.memo
+        return out
 
     def __len__(self) -> int:
         return len(self.items)

@@ -16,7 +16,7 @@ import foresay
 SOURCE = Path(foresay.__file__).parent
 LAYERS = [
     {"errors"},
-    {"params"},
+    {"params", "checks"},
     {"core"},
     {"randomness", "sampling", "acceptance", "theory", "processing"},
     {"models"},

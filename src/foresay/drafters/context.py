@@ -52,9 +52,8 @@ class DraftContext:
         return rows.flat()
 
     def rewind(self, rows: Rows) -> None:
-        """Rewind to the rows' tokens, of which all that the cache holds beyond them were guesses."""
-        self.cache.truncate([row.size - 1 for row in self.view(rows)])
-        self._fed[: len(rows)] = [None] * len(rows)
+        """Rewind to the rows' committed tokens."""
+        self._keep_common(self.view(rows))
 
     def prepare(self, rows: Rows, wanted: Sequence[bool]) -> Rows:
         """Bring the cache to within MAX_CATCH_UP tokens of each wanted row; returns the rows as the model reads them."""
@@ -67,7 +66,7 @@ class DraftContext:
         return rows
 
     def _keep_common(self, rows: Rows) -> None:
-        """Cut each cache row to what it shares with the row's tokens."""
+        """Cut each cache row to what it shares with the row's tokens, the last of which is never cached."""
         lengths = []
         for place, row in enumerate(rows):
             length = min(self.cache.lengths[place], row.size - 1)
@@ -75,15 +74,16 @@ class DraftContext:
             if fed is not None:
                 length = min(length, common_prefix(fed, row.tokens))
             lengths.append(length)
+            if fed is not None or rows.level:
+                self._fed[place] = row.tokens
         self.cache.truncate(lengths)
-        for place, row in enumerate(rows):
-            self._fed[place] = row.tokens
 
     def remember(self, rows: Rows, drafted: Sequence[Sequence[int]]) -> None:
         """Note what the cache was fed behind the rows' tokens. rows: as `prepare` gave them. drafted: B lists of tokens."""
         if rows.level:
             for place, (row, tokens) in enumerate(zip(rows, drafted, strict=True)):
-                self._fed[place] = np.concatenate([row.tokens, np.asarray(tokens, dtype=np.int64)])
+                new = np.asarray(tokens, dtype=np.int64)
+                self._fed[place] = np.concatenate([row.tokens, new]) if len(new) else row.tokens
 
 
 def common_prefix(a: IntArray, b: IntArray) -> int:

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 import torch
 
-from foresay.core import IntArray, LengthPolicy, Move, Proposal, Row, Rows, Verdict
+from foresay.core import IntArray, Row
+from foresay.drafters.copying import CopyingDrafter
 from foresay.errors import ConfigError
-from foresay.models.base import ModelOutput
 
 
 class _Index:
@@ -41,13 +41,12 @@ class _Index:
         return None
 
 
-class PromptLookup:
+class PromptLookup(CopyingDrafter[_Index]):
     """Guesses by copying from the row's own context (no weights, no cost in the model's time)."""
-
-    hidden_layers: tuple[int, ...] = ()
 
     def __init__(self, *, max_ngram: int = 4, min_ngram: int = 2, device: torch.device | str = "cpu") -> None:
         """Suffixes of max_ngram down to min_ngram tokens are looked up."""
+        super().__init__(device)
         for name, value in (("max_ngram", max_ngram), ("min_ngram", min_ngram)):
             if isinstance(value, bool) or not isinstance(value, int):
                 raise ConfigError(f"{name}={value!r} must be an integer")
@@ -56,45 +55,21 @@ class PromptLookup:
                 f"min_ngram={min_ngram}, max_ngram={max_ngram} must satisfy 1 <= min_ngram <= max_ngram <= 64"
             )
         self.max_ngram, self.min_ngram = max_ngram, min_ngram
-        self._device = torch.device(device)
-        self._indices: list[_Index] = []
 
-    def admit(self, rows: Rows, first: int) -> None:
-        """Start an index for each new row."""
-        assert len(self._indices) == first
-        self._indices += [_Index(self.min_ngram, self.max_ngram) for _ in range(len(rows) - first)]
+    def start(self, row: Row) -> _Index:
+        """An empty index."""
+        return _Index(self.min_ngram, self.max_ngram)
 
-    def rearrange(self, moves: Sequence[Move], count: int) -> None:
-        """Follow the engine's moves."""
-        for source, target in moves:
-            self._indices[target] = self._indices[source]
-        del self._indices[count:]
-
-    def reset(self) -> None:
-        """Forget every row."""
-        self._indices = []
-
-    def observe(self, rows: Rows, verdict: Verdict | None, target: ModelOutput | None) -> None:
-        """Nothing to learn from the target's pass: the index reads committed tokens when it is asked."""
-
-    def propose(self, rows: Rows, budget: Sequence[int], policy: LengthPolicy) -> Proposal:
+    def guess(self, row: Row, state: _Index, count: int) -> list[int]:
         """Copy what followed the longest suffix; a copy that reaches the context's end goes on into itself."""
-        guesses = [self._guess(row, index, n) for row, index, n in zip(rows, self._indices, budget, strict=True)]
-        counts = [len(guess) for guess in guesses]
-        width = max(counts)
-        if width == 0:
-            return Proposal.empty(len(rows), self._device)
-        padded = [guess + [0] * (width - len(guess)) for guess in guesses]
-        return Proposal(torch.tensor(padded, device=self._device), counts)
-
-    def _guess(self, row: Row, index: _Index, count: int) -> list[int]:
-        tokens = row.tokens
-        start = max(0, index.indexed - self.max_ngram)
-        index.extend(tokens[start:].tolist(), start, row.size)
+        committed = row.root.history
+        start = max(0, state.indexed - self.max_ngram)
+        state.extend(committed[start:].tolist(), start, len(committed))
         if count <= 0:
             return []
-        place = index.find(tokens[-self.max_ngram :].tolist())
-        return [] if place is None else _copy(tokens, place, count)
+        context = committed if row is row.root else row.history
+        place = state.find(context[-self.max_ngram :].tolist())
+        return [] if place is None else _copy(context, place, count)
 
 
 def _copy(tokens: IntArray, place: int, count: int) -> list[int]:

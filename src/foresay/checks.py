@@ -1,0 +1,37 @@
+"""Checks of the settings that drafters, rules and policies take: a ConfigError names setting, value and bound."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from foresay.errors import ConfigError
+
+
+def integer(name: str, value: Any, low: int, high: int) -> int:
+    """`value` if it is an integer in [low, high]."""
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ConfigError(f"{name}={value!r} must be an integer in [{low}, {high}]")
+    return value
+
+
+def number(name: str, value: Any, low: float, high: float) -> float:
+    """`value` as a float if it is a finite number in [low, high]."""
+    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not good or not low <= value <= high:
+        raise ConfigError(f"{name}={value!r} must be a number in [{low:g}, {high:g}]")
+    return float(value)
+
+
+def flag(name: str, value: Any) -> bool:
+    """`value` if it is True or False."""
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name}={value!r} must be true or false")
+    return value
+
+
+def choice(name: str, value: Any, known: tuple[str, ...]) -> str:
+    """`value` if it is one of the known words."""
+    if value not in known:
+        raise ConfigError(f"{name}={value!r} must be one of {', '.join(known)}")
+    return str(value)

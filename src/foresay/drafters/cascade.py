@@ -1,0 +1,265 @@
+"""Cascades: drafters that draft for each other (Chen et al. 2023, Cascade Speculative Drafting).
+
+Vertical: a draft model's own tokens come from speculative decoding with the drafters behind it. Horizontal: within one
+proposal the first tokens come from larger drafters and the later ones from smaller. Both are this drafter calling `step`
+with a target of its own; the law attached to a token is that of the model that reviewed it last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from foresay.acceptance import Coupled, Lenience, Speculative
+from foresay.checks import number
+from foresay.core import Drafter, Guess, LengthPolicy, Move, Proposal, Row, Rows, Rule, Step, Verdict
+from foresay.drafters.growing import GrowingProposal
+from foresay.drafters.model import ModelDrafter
+from foresay.errors import ConfigError
+from foresay.lengths import ConstantLength
+from foresay.lengths.constant import MAX_DRAFT_TOKENS
+from foresay.models.base import ModelOutput
+from foresay.randomness import Streams
+from foresay.sampling import Laws
+from foresay.step import step
+
+Matrix = Sequence[Sequence[int]]
+
+
+class Cascade:
+    """Drafters d_1 (largest) to d_n and a control matrix.
+
+    k: [n, n], upper triangular. Row i is a model's plan: the target's for i = 0, d_i's otherwise. k[i][j] is how many tokens
+    d_{j+1} adds, j from i on: it works until the proposal has k[i][i] + ... + k[i][j], and what overshoots is kept. A model
+    whose row is zero, and the last drafter, guess by themselves. lenience: at least 1, of the inner reviews alone; above
+    1 their tokens have no known law and count as point masses, so the output stays exact.
+    """
+
+    def __init__(self, drafters: Sequence[Drafter], k: Matrix, *, lenience: float = 1.0) -> None:
+        check_matrix(k, len(drafters))
+        self.drafters, self.k = tuple(drafters), tuple(tuple(row) for row in k)
+        self.lenience = number("lenience", lenience, 1.0, 1e6)
+        self.hidden_layers = tuple(sorted({layer for d in drafters for layer in d.hidden_layers}))
+        self._device = torch.device("cpu")
+        workers: list[_Worker] = []
+        for place in range(len(drafters) - 1, -1, -1):  # the deepest first: those before it draft with it
+            workers.insert(0, self._worker(place, workers))
+        self._plan = _Plan(self.k[0], workers)
+
+    def _worker(self, place: int, deeper: Sequence[_Worker]) -> _Worker:
+        drafter = self.drafters[place]
+        plan = self.k[place + 1][place + 1 :] if place + 1 < len(self.k) else ()
+        if not any(plan):
+            return _Alone(drafter)
+        if not isinstance(drafter, ModelDrafter):
+            raise ConfigError(
+                f"k[{place + 1}]={list(self.k[place + 1])} asks drafter {place + 1} ({type(drafter).__name__}) to review "
+                "what others draft, which only a model can; make that row zero"
+            )
+        return _Reviewer(drafter, _Plan(plan, deeper), self.lenience)
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """Tokens that the target's row asks for."""
+        return min(sum(self.k[0]), MAX_DRAFT_TOKENS)
+
+    def admit(self, rows: Rows, first: int) -> None:
+        """Pass on."""
+        for drafter in self.drafters:
+            drafter.admit(rows, first)
+
+    def rearrange(self, moves: Sequence[Move], count: int) -> None:
+        """Pass on."""
+        for drafter in self.drafters:
+            drafter.rearrange(moves, count)
+
+    def reset(self) -> None:
+        """Pass on."""
+        for drafter in self.drafters:
+            drafter.reset()
+
+    def observe(self, rows: Rows, verdict: Verdict | None, target: ModelOutput | None) -> None:
+        """Pass on."""
+        for drafter in self.drafters:
+            drafter.observe(rows, verdict, target)
+
+    def propose(self, rows: Rows, budget: Sequence[int], policy: LengthPolicy) -> Proposal:
+        """Carry out the target's row of the matrix, never past `budget`."""
+        return self._plan.draft(rows, budget, policy)
+
+
+def check_matrix(k: Matrix, count: int) -> None:
+    """Raise ConfigError unless k is an upper-triangular [count, count] matrix whose first row asks for something."""
+    if count == 0:
+        raise ConfigError("a cascade needs at least one drafter")
+    shape = f"{count} drafters need a matrix k of {count} rows of {count} numbers"
+    if isinstance(k, str) or not isinstance(k, Sequence) or any(not isinstance(row, list | tuple) for row in k):
+        raise ConfigError(f"k={k!r} is not a matrix; {shape}")
+    if len(k) != count or any(len(row) != count for row in k):
+        raise ConfigError(f"k has rows of {[len(row) for row in k]} numbers; {shape}")
+    for i, row in enumerate(k):
+        for j, value in enumerate(row):
+            if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_DRAFT_TOKENS:
+                raise ConfigError(f"k[{i}][{j}]={value!r} must be an integer in [0, {MAX_DRAFT_TOKENS}]")
+            if j < i and value:
+                raise ConfigError(
+                    f"k[{i}][{j}]={value} must be 0: k is upper triangular, drafter {j + 1} does not draft for drafter {i}"
+                )
+    if not any(k[0]):
+        raise ConfigError("k[0] is all zeros: nobody drafts for the target")
+
+
+class _Worker(Protocol):
+    """What carries out one entry of a plan."""
+
+    def work(self, rows: Rows, want: Sequence[int], most: Sequence[int], policy: LengthPolicy) -> Proposal:
+        """At least `want` tokens for each row if it can, and no more than `most`. The rows are the worker's to change."""
+        ...
+
+
+class _Alone:
+    """A drafter that guesses by itself."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter = drafter
+
+    def work(self, rows: Rows, want: Sequence[int], most: Sequence[int], policy: LengthPolicy) -> Proposal:
+        return self.drafter.propose(rows, want, policy)
+
+
+class _Plan:
+    """One row of the matrix: who adds how much, one after the other."""
+
+    hidden_layers: tuple[int, ...] = ()
+
+    def __init__(self, counts: Sequence[int], workers: Sequence[_Worker]) -> None:
+        self._parts = list(zip(counts, workers, strict=True))
+
+    def draft(self, rows: Rows, most: Sequence[int], policy: LengthPolicy) -> Proposal:
+        """A proposal of up to `most` tokens for each row."""
+        grown = GrowingProposal(len(rows), torch.device("cpu"))
+        closed = [False] * len(rows)
+        goal = 0
+        for tag, (count, worker) in enumerate(self._parts):
+            goal += count
+            sizes = [len(tokens) for tokens in grown.tokens]
+            each = zip(sizes, most, closed, strict=True)
+            want = [0 if shut else max(0, min(goal, limit) - size) for size, limit, shut in each]
+            if count == 0 or not any(want):
+                continue
+            room = [limit - size if n else 0 for n, limit, size in zip(want, most, sizes, strict=True)]
+            watched = _Watched(policy, min(size for size, n in zip(sizes, want, strict=True) if n))
+            proposal = worker.work(rows.ahead(grown.tokens, tag), want, room, watched)
+            grown.add(proposal)
+            closed = [shut or watched.stopped(i, proposal.num_tokens[i]) for i, shut in enumerate(closed)]
+            closed = [
+                shut or _ended(row, grown.tokens[i]) for i, (row, shut) in enumerate(zip(rows, closed, strict=True))
+            ]
+        return grown.proposal(confident=rows.confident)
+
+    # a plan is also the drafter of an inner step, whose rows come and go with the outer ones
+
+    def propose(self, rows: Rows, budget: Sequence[int], policy: LengthPolicy) -> Proposal:
+        return self.draft(rows, budget, policy)
+
+    def admit(self, rows: Rows, first: int) -> None: ...
+
+    def rearrange(self, moves: Sequence[Move], count: int) -> None: ...
+
+    def reset(self) -> None: ...
+
+    def observe(self, rows: Rows, verdict: Verdict | None, target: ModelOutput | None) -> None: ...
+
+
+def _ended(row: Row, tokens: Sequence[int]) -> bool:
+    """Whether a draft holds a token that ends the output, so that nothing behind it could be kept."""
+    return not row.eos.isdisjoint(tokens)
+
+
+class _Watched:
+    """A policy that remembers which rows it stopped, for a worker that begins behind `offset` tokens."""
+
+    def __init__(self, policy: LengthPolicy, offset: int) -> None:
+        self._policy, self._offset = policy, offset
+        self._masks: list[torch.Tensor | None] = []
+
+    def budget(self, rows: Rows) -> list[int]:
+        return self._policy.budget(rows)
+
+    def observe(self, rows: Rows, steps: Sequence[Step]) -> None: ...
+
+    def proceed(self, index: int, guess: Guess) -> torch.Tensor | None:
+        mask = self._policy.proceed(index + self._offset, guess)
+        self._masks.append(mask)
+        return mask
+
+    def stopped(self, place: int, count: int) -> bool:
+        """Whether a row was stopped by one of its first `count` tokens."""
+        return any(mask is not None and not bool(mask[place]) for mask in self._masks[:count])
+
+
+class _Witness:
+    """A rule that keeps the laws it judged by."""
+
+    def __init__(self, rule: Rule) -> None:
+        self._rule = rule
+        self.name, self.exact, self.coupled, self.confident = rule.name, rule.exact, rule.coupled, rule.confident
+        self.laws: Laws | None = None
+
+    def judge(self, target: Laws, proposal: Proposal, streams: Streams) -> Verdict:
+        self.laws = target
+        return self._rule.judge(target, proposal, streams)
+
+
+class _Reviewer:
+    """A draft model that decodes speculatively with the drafters behind it.
+
+    Its review ends where a token is rejected, which depends on what came before a token and never on the token itself; so
+    a token's law is the model's own law. Block verification would not do here: it looks ahead.
+    """
+
+    def __init__(self, drafter: ModelDrafter, plan: _Plan, lenience: float) -> None:
+        self._context, self._plan, self._lenience = drafter.context, plan, lenience
+        self._length = ConstantLength(MAX_DRAFT_TOKENS)
+
+    def work(self, rows: Rows, want: Sequence[int], most: Sequence[int], policy: LengthPolicy) -> Proposal:
+        context, model = self._context, self._context.model
+        device = model.device
+        lenient = self._lenience > 1 and not rows.coupled
+        witness = _Witness(Coupled() if rows.coupled else Lenience(self._lenience) if lenient else Speculative())
+        room = [
+            max(0, min(m, model.max_length - row.size)) if n else 0
+            for n, m, row in zip(want, most, context.view(rows), strict=True)
+        ]
+        grown = GrowingProposal(len(rows), device)
+        if not any(room):
+            return grown.proposal()
+        seen = context.prepare(rows, [m > 0 for m in room])
+        seen = seen.of(seen.items, confident=lenient)
+        for row, m in zip(seen, room, strict=True):
+            row.limit = row.size + m
+        while any(row.remaining for row in seen):
+            steps = step(seen, model, context.cache, self._plan, witness, self._length)
+            assert witness.laws is not None
+            grown.add(_reviewed(steps, witness.laws, lenient=lenient, confident=rows.confident))
+            for i, (row, one) in enumerate(zip(seen, steps, strict=True)):
+                if one.finish_reason is not None or len(grown.tokens[i]) >= want[i]:
+                    row.limit = row.size
+        context.remember(seen, [[]] * len(seen))
+        return grown.proposal(confident=rows.confident)
+
+
+def _reviewed(steps: Sequence[Step], laws: Laws, *, lenient: bool, confident: bool) -> Proposal:
+    """What an inner step committed, as a proposal with the reviewer's laws."""
+    counts = [len(one.token_ids) for one in steps]
+    width = max(counts)
+    device = laws.points.device
+    ids = torch.tensor(
+        [[*one.token_ids, *[0] * (width - n)] for one, n in zip(steps, counts, strict=True)], device=device
+    )
+    confidence = laws.confidence(ids) if confident and width else None
+    if lenient or laws.probs is None or laws.index is None:
+        return Proposal(ids, counts, confidence=confidence)
+    return Proposal(ids, counts, laws.probs, laws.index[:, :width], confidence)

@@ -1,0 +1,364 @@
+"""N-gram tables: the likeliest next token of a corpus, after contexts of up to n - 1 tokens.
+
+Owns the look-up and the file. Knows no tokenizer beyond its fingerprint, and not how tables are counted
+(`training/ngrams.py` is). V vocabulary, N contexts of one length.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import tempfile
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from foresay import __version__
+from foresay.core import IntArray
+from foresay.errors import ConfigError, ModelLoadError, ModelNotFoundError, VocabularyMismatchError
+
+MAX_ORDER = 5
+TOKEN_BITS = 21
+"""Bits of a token inside a packed key: MAX_ORDER - 2 of them fit into an int64."""
+MAX_VOCAB_SIZE = 1 << TOKEN_BITS
+_KIND, _FORMAT = "foresay n-gram table", 1
+_LEVEL_ARRAYS = ("starts", "keys", "successor")
+
+TokenArray = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """What a table was counted from."""
+
+    files: tuple[str, ...]
+    """Names without their folders."""
+    num_tokens: int
+    num_documents: int
+    min_count: int
+    """N-grams seen less often than this were left out."""
+    num_pruned: int = 0
+    """N-grams dropped while counting, for want of room; one that came back and was dropped again counts twice."""
+    pruned_count: int = 0
+    """The highest count that was dropped for want of room: what was seen more often is complete."""
+
+    def __post_init__(self) -> None:
+        if not all(isinstance(name, str) for name in self.files):
+            raise ConfigError(f"files={self.files!r} must be names")
+        for name in ("num_tokens", "num_documents", "min_count", "num_pruned", "pruned_count"):
+            check_integer(name, getattr(self, name), 0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Level:
+    """Contexts of k - 1 tokens, k >= 3, and the likeliest token after each.
+
+    A context is found by its last token t, which has the places from starts[t] to starts[t + 1], and among those by the
+    packed key of the tokens before it: key = sum of token[-2 - j] << (21 j), ascending.
+    """
+
+    starts: IntArray
+    """[V + 1] int64."""
+    keys: IntArray
+    """[N] int64."""
+    successor: TokenArray
+    """[N] int32."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NgramTable:
+    """The likeliest next token after a context, by the longest context that is known."""
+
+    successor: TokenArray
+    """[V] int32: the likeliest token after each token, -1 where none is known."""
+    counts: IntArray | None = None
+    """[V] int64: how often each token occurs in the corpus; None in a table that came without."""
+    levels: tuple[Level, ...] = ()
+    """Contexts of 2 tokens, of 3, and so on."""
+    fingerprint: str | None = None
+    """`text.tokenizer_fingerprint` of the tokenizer that the ids are of."""
+    corpus: Corpus | None = None
+    _views: tuple[tuple[memoryview, ...], ...] = field(init=False, repr=False)
+    _next: memoryview = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Check every array; ConfigError says what is wrong."""
+        own = partial(object.__setattr__, self)
+        own("successor", _integers("successor", self.successor, np.int32, -1, np.size(self.successor) - 1))
+        size = len(self.successor)
+        if not 1 <= size <= MAX_VOCAB_SIZE:
+            raise ConfigError(f"vocab_size={size} must be in [1, {MAX_VOCAB_SIZE}]")
+        if len(self.levels) > MAX_ORDER - 2:
+            raise ConfigError(f"order={self.order} must be in [2, {MAX_ORDER}]")
+        if self.counts is not None:
+            own("counts", _integers("counts", self.counts, np.int64, 0, 2**62, size))
+        if self.fingerprint is not None and not _is_fingerprint(self.fingerprint):
+            raise ConfigError(f"fingerprint={self.fingerprint!r} must be 64 hexadecimal digits")
+        own("levels", tuple(_checked(level, k, size) for k, level in enumerate(self.levels, 3)))
+        own("_views", tuple((level.starts.data, level.keys.data, level.successor.data) for level in self.levels))
+        own("_next", self.successor.data)
+
+    @property
+    def order(self) -> int:
+        """N: 2 for a bigram table, whose contexts are single tokens."""
+        return len(self.levels) + 2
+
+    @property
+    def vocab_size(self) -> int:
+        """V: ids from 0 to V - 1."""
+        return len(self.successor)
+
+    @property
+    def num_contexts(self) -> tuple[int, ...]:
+        """How many contexts are known of 1 token, of 2, and so on."""
+        return int((self.successor >= 0).sum()), *(len(level.keys) for level in self.levels)
+
+    @property
+    def max_id(self) -> int:
+        """The highest id that occurs in the table, -1 in an empty one."""
+        held: list[npt.NDArray[Any]] = [
+            self.successor,
+            *(level.successor for level in self.levels),
+            np.flatnonzero(self.successor >= 0),
+        ]
+        if self.counts is not None:
+            held.append(np.flatnonzero(self.counts))
+        return max(int(ids.max(initial=-1)) for ids in held)
+
+    def next(self, context: Sequence[int] | IntArray) -> int | None:
+        """The likeliest token after the longest known end of the context, None where even its last token is unknown."""
+        return self._find(_tail(context, self.order - 1))
+
+    def continuation(self, context: Sequence[int] | IntArray, count: int) -> list[int]:
+        """Up to `count` tokens, each the likeliest after those before it; fewer where nothing is known."""
+        width = self.order - 1
+        tokens = _tail(context, width)
+        given = len(tokens)
+        for _ in range(count):
+            token = self._find(tokens[-width:])
+            if token is None:
+                break
+            tokens.append(token)
+        return tokens[given:]
+
+    def _find(self, tokens: list[int]) -> int | None:
+        """The likeliest token after at most n - 1 tokens. An id outside the vocabulary is an unknown token."""
+        size = len(self._next)
+        if not tokens or not 0 <= tokens[-1] < size:
+            return None
+        last, key, shift = tokens[-1], 0, 0
+        found: int = self._next[last]
+        packed = []
+        for token in tokens[-2::-1]:
+            if not 0 <= token < size:
+                break
+            key |= token << shift
+            shift += TOKEN_BITS
+            packed.append(key)
+        for (starts, keys, successor), key in zip(self._views[len(packed) - 1 :: -1], packed[::-1], strict=False):
+            end = starts[last + 1]
+            place = bisect_left(keys, key, starts[last], end)
+            if place < end and keys[place] == key:
+                found = successor[place]
+                break
+        return found if found >= 0 else None
+
+    def frequent(self, count: int | None = None, *, coverage: float | None = None) -> IntArray:
+        """The most frequent tokens, ascending by id: `count` of them, or the fewest whose share of the corpus reaches coverage.
+
+        Among tokens seen equally often the smaller ids come first. Raises ConfigError where the arguments or the table
+        do not allow an answer.
+        """
+        if (count is None) == (coverage is None):
+            raise ConfigError(f"count={count!r}, coverage={coverage!r}: give exactly one of them")
+        if self.counts is None or not self.counts.any():
+            raise ConfigError("the table holds no token counts; build one with `foresay ngram build`")
+        ranked = np.argsort(-self.counts, kind="stable")
+        if coverage is not None:
+            if isinstance(coverage, bool) or not isinstance(coverage, int | float) or not 0 < coverage <= 1:
+                raise ConfigError(f"coverage={coverage!r} must be a number in (0, 1]")
+            wanted = Fraction(repr(float(coverage))) * int(self.counts.sum())  # 0.55 of 100 tokens is 55, not 56
+            count = int(np.searchsorted(np.cumsum(self.counts[ranked]), -(-wanted // 1))) + 1
+        assert count is not None
+        check_integer("count", count, 1, self.vocab_size)
+        return np.sort(ranked[:count]).astype(np.int64)
+
+    def check(self, fingerprint: str | None, vocab_size: int) -> None:
+        """Raise VocabularyMismatchError when the table was made with another tokenizer than the one given."""
+        advice = "build a table with this tokenizer: foresay ngram build FILE... --model NAME --output TABLE"
+        if fingerprint is not None and self.fingerprint is not None and fingerprint != self.fingerprint:
+            raise VocabularyMismatchError(
+                f"the n-gram table was made with another tokenizer (fingerprint {self.fingerprint[:12]}, "
+                f"{self.vocab_size} tokens) than the one in use ({fingerprint[:12]}, {vocab_size} tokens); {advice}"
+            )
+        if self.max_id >= vocab_size:
+            raise VocabularyMismatchError(
+                f"the n-gram table holds token {self.max_id}, but the vocabulary in use has {vocab_size} tokens; {advice}"
+            )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a safetensors file, which appears whole or not at all; one that is there is replaced."""
+        from safetensors.numpy import save_file
+
+        path = Path(path)
+        if path.suffix != ".safetensors":
+            raise ConfigError(f"path={str(path)!r} must end in .safetensors")
+        tensors: dict[str, npt.NDArray[Any]] = {"successor": self.successor}
+        if self.counts is not None:
+            tensors["counts"] = self.counts
+        for k, level in enumerate(self.levels, 3):
+            tensors |= {f"level_{k}.{name}": getattr(level, name) for name in _LEVEL_ARRAYS}
+        facts = {
+            "kind": _KIND,
+            "format": _FORMAT,
+            "order": self.order,
+            "vocab_size": self.vocab_size,
+            "fingerprint": self.fingerprint,
+            "corpus": None if self.corpus is None else dataclasses.asdict(self.corpus),
+            "foresay_version": __version__,
+        }
+        with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as work:
+            whole = Path(work) / path.name
+            save_file(tensors, whole, {name: json.dumps(value) for name, value in facts.items()})
+            os.replace(whole, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> NgramTable:
+        """Read a table that `save` wrote, or a bigram list of CS-Drafting (.json), which has neither counts nor a fingerprint.
+
+        The list's entry i is the id of the token after token i; null or -1 where none is known. Raises
+        ModelNotFoundError, or ModelLoadError with the path and what is wrong.
+        """
+        path = Path(path)
+        if not path.exists():
+            raise ModelNotFoundError(f"no such n-gram table: {str(path)!r}")
+        if path.is_dir():
+            _refuse(path, "it is a folder")
+        try:
+            return cls(_read_json(path)) if path.suffix == ".json" else cls(**_read_safetensors(path))
+        except (ConfigError, OSError) as error:
+            _refuse(path, getattr(error, "strerror", None) or str(error), error)
+
+
+def check_integer(name: str, value: Any, low: int, high: int | None = None) -> None:
+    """Raise ConfigError unless the value is an integer within the bounds."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
+        bound = f"at least {low}" if high is None else f"in [{low}, {high}]"
+        raise ConfigError(f"{name}={value!r} must be an integer {bound}")
+
+
+def _tail(context: Sequence[int] | IntArray, width: int) -> list[int]:
+    end = context[-width:]
+    return end.tolist() if isinstance(end, np.ndarray) else list(end)
+
+
+def _is_fingerprint(value: object) -> bool:
+    return isinstance(value, str) and len(value) == 64 and set(value) <= set("0123456789abcdef")
+
+
+def _integers(name: str, value: Any, dtype: Any, low: int, high: int, size: int | None = None) -> npt.NDArray[Any]:
+    """A read-only array of integers from low to high, checked."""
+    array = np.asarray(value)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise ConfigError(f"{name} must be a list of integers, not {array.dtype} of shape {array.shape}")
+    if size is not None and len(array) != size:
+        raise ConfigError(f"{name} has {len(array)} entries instead of {size}")
+    if len(array) and not (low <= array.min() and array.max() <= high):
+        worst = int(array.min()) if array.min() < low else int(array.max())
+        raise ConfigError(f"{name} holds {worst}, which is not in [{low}, {high}]")
+    array = np.ascontiguousarray(array, dtype=dtype).view()
+    array.flags.writeable = False
+    return array
+
+
+def _checked(level: Level, order: int, vocab_size: int) -> Level:
+    """A level whose contexts can be searched for: places in order, keys ascending, tokens in the vocabulary."""
+    name, size = f"level_{order}", np.size(level.keys)
+    starts = _integers(f"{name}.starts", level.starts, np.int64, 0, size, vocab_size + 1)
+    keys = _integers(f"{name}.keys", level.keys, np.int64, 0, (1 << TOKEN_BITS * (order - 2)) - 1)
+    successor = _integers(f"{name}.successor", level.successor, np.int32, 0, vocab_size - 1, size)
+    if starts[0] != 0 or starts[-1] != size or (np.diff(starts) < 0).any():
+        raise ConfigError(f"{name}.starts must ascend from 0 to {size}")
+    rising = np.diff(keys) > 0
+    rising[starts[(starts > 0) & (starts < size)] - 1] = True  # from one last token to the next
+    if not rising.all():
+        raise ConfigError(f"{name}.keys must ascend within each last token")
+    for shift in range(0, TOKEN_BITS * (order - 2), TOKEN_BITS):
+        if size and int((keys >> shift & (MAX_VOCAB_SIZE - 1)).max()) >= vocab_size:
+            raise ConfigError(f"{name}.keys holds a token beyond the vocabulary of {vocab_size}")
+    return Level(starts, keys, successor)
+
+
+def _refuse(path: Path, problem: str, cause: Exception | None = None) -> NoReturn:
+    raise ModelLoadError(f"{str(path)!r} cannot be read as an n-gram table: {problem}") from cause
+
+
+def _read_json(path: Path) -> TokenArray:
+    try:
+        entries = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        _refuse(path, f"it is not JSON: {error}", error)
+    if not isinstance(entries, list) or not entries:
+        _refuse(path, "it must be a JSON list of token ids, with the id of the token after token i at entry i")
+    for i, entry in enumerate(entries):
+        if entry is not None and (isinstance(entry, bool) or not isinstance(entry, int)):
+            _refuse(path, f"entry {i} is {entry!r}, neither a token id nor null")
+        if entry is not None and not -1 <= entry < len(entries):
+            _refuse(path, f"entry {i} is {entry}, which is not in [-1, {len(entries) - 1}]")
+    return np.array([-1 if entry is None else entry for entry in entries], dtype=np.int32)
+
+
+def _read_safetensors(path: Path) -> dict[str, Any]:
+    """The arguments of the table in the file."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="numpy") as file:
+            facts = _facts(path, file.metadata() or {})
+            levels = range(3, facts["order"] + 1)
+            needed = {"successor", *(f"level_{k}.{name}" for k in levels for name in _LEVEL_ARRAYS)}
+            if wrong := (set(file.keys()) - {"counts"}) ^ needed:
+                _refuse(path, f"these arrays are missing or unexpected: {', '.join(sorted(wrong))}")
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, TypeError, KeyError, AttributeError) as error:
+        _refuse(path, f"it is no sound safetensors file: {error}", error)
+    if len(arrays["successor"]) != facts["vocab_size"]:
+        _refuse(path, f"successor has {len(arrays['successor'])} entries, vocab_size is {facts['vocab_size']}")
+    return {
+        "successor": arrays["successor"],
+        "counts": arrays.get("counts"),
+        "levels": tuple(Level(*(arrays[f"level_{k}.{name}"] for name in _LEVEL_ARRAYS)) for k in levels),
+        "fingerprint": facts["fingerprint"],
+        "corpus": facts["corpus"],
+    }
+
+
+def _facts(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
+    """The metadata, checked; ConfigError or ModelLoadError where it is not a table's."""
+    try:
+        facts = {name: json.loads(text) for name, text in metadata.items()}
+    except ValueError:  # another program's metadata
+        facts = {}
+    if facts.get("kind") != _KIND:
+        _refuse(path, "it is a safetensors file, but not an n-gram table")
+    if facts.get("format") != _FORMAT:
+        _refuse(path, f"its format is {facts.get('format')!r}, this foresay reads {_FORMAT}; build it again")
+    for name in ("order", "vocab_size", "fingerprint", "corpus"):
+        if name not in facts:
+            _refuse(path, f"its metadata has no {name}")
+    check_integer("order", facts["order"], 2, MAX_ORDER)
+    check_integer("vocab_size", facts["vocab_size"], 1, MAX_VOCAB_SIZE)
+    if facts["corpus"] is not None:
+        try:
+            facts["corpus"] = Corpus(**{**facts["corpus"], "files": tuple(facts["corpus"]["files"])})
+        except (TypeError, KeyError) as error:
+            _refuse(path, f"its description of the corpus is wrong: {error}", error)
+    return facts

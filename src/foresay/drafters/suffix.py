@@ -1,0 +1,174 @@
+"""Suffix drafting: the longest match of the context in its own text or in earlier requests, as long as it is sure.
+
+After SuffixDecoding (Oliaro et al. 2024): the longer the match, the more tokens are guessed. A row's own text and the
+requests that came before are suffix automata, so a match is followed in amortised O(1) per token.
+"""
+
+from __future__ import annotations
+
+from threading import Lock
+
+import torch
+
+from foresay.checks import integer, number
+from foresay.core import IntArray, Row
+from foresay.drafters.automaton import SuffixAutomaton
+from foresay.drafters.copying import CopyingDrafter
+
+_REMATCH = 64
+"""Tokens of the context that are matched anew when the past has changed."""
+
+
+class _Past:
+    """One automaton over finished requests, and their text."""
+
+    __slots__ = ("automaton", "text")
+
+    def __init__(self) -> None:
+        self.automaton = SuffixAutomaton()
+        self.text: list[int] = []
+
+    def add(self, tokens: IntArray) -> None:
+        """Append a request; a separator that no text holds keeps it apart from the one before."""
+        new = [-1 - self.automaton.size, *tokens.tolist()]
+        self.automaton.extend(new)
+        self.text += new
+
+    def after(self, end: int, count: int) -> list[int]:
+        """The tokens behind a place, up to the end of their request."""
+        out: list[int] = []
+        for token in self.text[end : end + count]:
+            if token < 0:
+                break
+            out.append(token)
+        return out
+
+
+class PastRequests:
+    """Earlier requests, in bounded memory: when the newer half is full, the older half is forgotten."""
+
+    def __init__(self, max_tokens: int = 1 << 18) -> None:
+        """max_tokens: tokens remembered at most, about 400 bytes each; 0 remembers nothing."""
+        self.max_tokens = integer("max_tokens", max_tokens, 0, 1 << 26)
+        self._lock = Lock()
+        self.halves: tuple[_Past, ...] = (_Past(),)
+
+    def __len__(self) -> int:
+        """Tokens remembered, a separator per request included."""
+        return sum(half.automaton.size for half in self.halves)
+
+    def add(self, tokens: IntArray) -> None:
+        """Remember a finished request, its last tokens when it alone is too long."""
+        half = self.max_tokens // 2
+        if half < 2 or len(tokens) == 0:
+            return
+        tokens = tokens[-(half - 1) :]
+        with self._lock:
+            newest = self.halves[-1]
+            if newest.automaton.size + len(tokens) + 1 > half:
+                newest = _Past()
+                self.halves = (self.halves[-1], newest)
+            newest.add(tokens)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        with self._lock:
+            self.halves = (_Past(),)
+
+
+class _Match:
+    """How far a row's context is found in one half of the past."""
+
+    __slots__ = ("length", "past", "read", "size", "state")
+
+    def __init__(self, past: _Past) -> None:
+        self.past, self.size = past, past.automaton.size
+        self.state = self.length = self.read = 0
+
+
+class _Suffix:
+    """A row's own automaton, and its matches in the past."""
+
+    __slots__ = ("automaton", "history", "matches", "root")
+
+    def __init__(self, row: Row) -> None:
+        self.root = row
+        self.automaton = SuffixAutomaton()
+        self.history = row.history
+        self.matches: dict[int, _Match] = {}
+
+
+class SuffixDrafter(CopyingDrafter[_Suffix]):
+    """Guesses by the longest match in the row's own text or in earlier requests."""
+
+    def __init__(
+        self,
+        past: PastRequests | None = None,
+        *,
+        scale: float = 2.0,
+        min_match: int = 1,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """past: earlier requests, shared by whoever is given the same; None looks at the row's own text alone.
+
+        scale: tokens guessed per token matched. min_match: shorter matches guess nothing.
+        """
+        super().__init__(device)
+        self.past = past
+        self.scale = number("scale", scale, 0.1, 64.0)
+        self.min_match = integer("min_match", min_match, 1, 1024)
+
+    def start(self, row: Row) -> _Suffix:
+        """Index the prompt."""
+        state = _Suffix(row)
+        state.automaton.extend(state.history.tolist())
+        return state
+
+    def finish(self, state: _Suffix) -> None:
+        """Hand a finished request over to the past."""
+        if self.past is not None:
+            self.past.add(state.root.history)
+
+    def reset(self) -> None:
+        """Forget every row; those that were at work are remembered as past requests."""
+        for state in self._states:
+            self.finish(state)
+        super().reset()
+
+    def guess(self, row: Row, state: _Suffix, count: int) -> list[int]:
+        """Copy what followed the longest match, `scale` tokens for each token of it."""
+        own = state.automaton
+        state.history = row.root.history
+        own.extend(state.history[own.size :].tolist())
+        if count <= 0:
+            return []
+        context = state.history if row is row.root else row.history
+        guessed = context[len(state.history) :].tolist()
+        place, length = own.followed(*own.match(guessed, own.last, own.size))
+        found = state.history[(end := own.recent_end(place)) : end + count].tolist() if length else []
+        for past in self.past.halves if self.past is not None else ():
+            other, theirs = self._in_past(state, past, guessed, count)
+            if theirs > length and other:
+                found, length = other, theirs
+        if length < self.min_match:
+            return []
+        return found[: max(1, int(self.scale * length))]
+
+    def _in_past(self, state: _Suffix, past: _Past, guessed: list[int], count: int) -> tuple[list[int], int]:
+        """(what followed the longest match in a half of the past, that match's length)."""
+        automaton = past.automaton
+        known = state.matches.get(id(past))
+        if known is None or known.past is not past or known.size != automaton.size:
+            known = _Match(past)
+            known.read = max(0, len(state.history) - _REMATCH)
+            state.matches = {id(m.past): m for m in state.matches.values() if m.past in self.past_halves()}
+            state.matches[id(past)] = known
+        new = state.history[known.read :].tolist()
+        known.state, known.length = automaton.match(new, known.state, known.length)
+        known.read = len(state.history)
+        place, length = automaton.followed(*automaton.match(guessed, known.state, known.length))
+        return (past.after(automaton.recent_end(place), count), length) if length else ([], 0)
+
+    def past_halves(self) -> tuple[_Past, ...]:
+        """The halves of the past that are alive."""
+        return () if self.past is None else self.past.halves
