@@ -1,5 +1,20 @@
 """How many tokens to guess in a step."""
 
-from foresay.lengths.constant import ConstantLength
+from collections.abc import Callable
 
-__all__ = ["ConstantLength"]
+from foresay.core import LengthPolicy
+from foresay.lengths.confidence import ConfidenceLength, EntropyLength
+from foresay.lengths.constant import ConstantLength
+from foresay.lengths.heuristic import HeuristicLength
+from foresay.lengths.throughput import ThroughputLength
+
+LENGTHS: dict[str, Callable[..., LengthPolicy]] = {
+    "constant": ConstantLength,
+    "heuristic": HeuristicLength,
+    "confidence": ConfidenceLength,
+    "entropy": EntropyLength,
+    "throughput": ThroughputLength,
+}
+"""Length policies by name."""
+
+__all__ = ["LENGTHS", "ConfidenceLength", "ConstantLength", "EntropyLength", "HeuristicLength", "ThroughputLength"]

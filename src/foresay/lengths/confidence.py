@@ -1,0 +1,85 @@
+"""Lengths that end where the draft model becomes unsure: by its probability of the token just drawn, or by its entropy.
+
+The unsure token itself stays: dropping it for its own value would condition its law. A greedy draft's law is a point mass,
+so there the softmax at temperature 1 is looked at. Drafters without a model are never unsure.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+
+from foresay.checks import integer, number
+from foresay.core import Guess, Rows, Step
+from foresay.lengths.constant import MAX_DRAFT_TOKENS
+
+
+class _UntilUnsure(ABC):
+    """Draft until a measure of doubt passes a bound, within [low, high]."""
+
+    def __init__(self, low: int, high: int) -> None:
+        self.high = integer("high", high, 1, MAX_DRAFT_TOKENS)
+        self.low = integer("low", low, 1, self.high)
+
+    def budget(self, rows: Rows) -> list[int]:
+        """The upper bound."""
+        return [self.high] * len(rows)
+
+    def proceed(self, index: int, guess: Guess) -> torch.Tensor | None:
+        """Rows whose last token the draft was sure of draft on; all of them up to the lower bound."""
+        if index + 1 < self.low:
+            return None
+        return self.sure(guess)
+
+    def observe(self, rows: Rows, steps: Sequence[Step]) -> None:
+        """Learn nothing: each token is judged by itself."""
+        del rows, steps
+
+    @abstractmethod
+    def sure(self, guess: Guess) -> torch.Tensor:
+        """[B] bool."""
+
+
+class ConfidenceLength(_UntilUnsure):
+    """Stop after a token whose probability q(x) is below a threshold."""
+
+    def __init__(self, threshold: float = 0.4, *, low: int = 1, high: int = 20) -> None:
+        super().__init__(low, high)
+        self.threshold = number("threshold", threshold, 0.0, 1.0)
+
+    def sure(self, guess: Guess) -> torch.Tensor:
+        """q(x) >= threshold."""
+        ids, laws = guess.token_ids[:, None], guess.laws
+        if laws.index is None:
+            return laws.confidence(ids)[:, 0] >= self.threshold
+        drawn = laws.prob_of(ids)[:, 0]
+        greedy = laws.index[:, 0] < 0
+        if bool(greedy.any()):
+            drawn = torch.where(greedy, laws.confidence(ids)[:, 0], drawn)
+        return drawn >= self.threshold
+
+
+class EntropyLength(_UntilUnsure):
+    """Stop after a token that was drawn from a law of high entropy (in nats)."""
+
+    def __init__(self, threshold: float = 2.0, *, low: int = 1, high: int = 20) -> None:
+        super().__init__(low, high)
+        self.threshold = number("threshold", threshold, 0.0, 100.0)
+
+    def sure(self, guess: Guess) -> torch.Tensor:
+        """H(q) <= threshold."""
+        laws = guess.laws
+        assert laws.scores is not None
+        raw = _entropy(laws.scores[:, 0].float().softmax(-1))
+        if laws.probs is None or laws.index is None:
+            return raw <= self.threshold
+        index = laws.index[:, 0]
+        return torch.where(index >= 0, _entropy(laws.probs)[index.clamp(min=0)], raw) <= self.threshold
+
+
+def _entropy(probs: torch.Tensor) -> torch.Tensor:
+    """[..., V] -> [...], in nats."""
+    entropy: torch.Tensor = -torch.special.xlogy(probs, probs).sum(-1)
+    return entropy

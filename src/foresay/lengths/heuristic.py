@@ -1,0 +1,39 @@
+"""The length transformers' assisted generation uses: longer after a draft that held whole, shorter after one that did not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from foresay.checks import integer
+from foresay.core import Guess, Rows, Step
+from foresay.lengths.constant import MAX_DRAFT_TOKENS
+
+_KEY = "heuristic"
+
+
+class HeuristicLength:
+    """Begin at `start`; `up` more after a fully accepted draft, else `down` fewer, within [low, high], row by row."""
+
+    def __init__(self, start: int = 5, *, up: int = 2, down: int = 1, low: int = 1, high: int = 20) -> None:
+        self.high = integer("high", high, 1, MAX_DRAFT_TOKENS)
+        self.low = integer("low", low, 0, self.high)
+        self.start = integer("start", start, self.low, self.high)
+        self.up, self.down = integer("up", up, 0, MAX_DRAFT_TOKENS), integer("down", down, 0, MAX_DRAFT_TOKENS)
+
+    def budget(self, rows: Rows) -> list[int]:
+        """Each row's own length."""
+        return [int(row.extras.get(_KEY, self.start)) for row in rows]
+
+    def proceed(self, index: int, guess: Guess) -> torch.Tensor | None:
+        """No row stops early."""
+        return None
+
+    def observe(self, rows: Rows, steps: Sequence[Step]) -> None:
+        """Lengthen or shorten; a step without a draft says nothing."""
+        for row, step in zip(rows, steps, strict=True):
+            if step.num_drafted:
+                length = int(row.extras.get(_KEY, self.start))
+                length += self.up if step.num_accepted == step.num_drafted else -self.down
+                row.extras[_KEY] = min(max(length, self.low), self.high)

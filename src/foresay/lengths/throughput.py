@@ -1,0 +1,199 @@
+"""The length that writes most tokens per second, measured while decoding; 0 where no draft pays.
+
+Keeps how long a pass takes by batch size and columns, how long drafting takes, and how often a draft reaches each length.
+For every step it takes the K that maximises
+
+    E[tokens | K] / E[seconds | K],   E[tokens | K] = 1 + sum_{k <= K} P(k tokens accepted)
+
+After two plain passes to compare with, a few steps try a draft. When none pays, they are tried again only as often as
+the time they lost allows: at most a hundredth of the time in between.
+"""
+
+from __future__ import annotations
+
+import statistics
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Mapping, Sequence
+from threading import Lock
+
+import torch
+
+from foresay.checks import integer
+from foresay.core import Guess, Rows, Step
+from foresay.lengths.constant import MAX_DRAFT_TOKENS
+
+_SAMPLES = 9
+"""Latest measurements of a kind, of which the median is taken."""
+_FORGET = 0.98
+"""What a step leaves of the counts before it."""
+_TRIAL = 4
+"""Steps of a trial: the first may pay for what the draft missed."""
+_LOSS = 0.01
+"""Share of the time that trials may lose."""
+_STALE = 256
+"""Steps after which a plain pass is measured again."""
+_STEEP = 0.03
+"""Cost of a further column in plain passes, until two widths were measured."""
+
+
+class _Times:
+    """Seconds by (batch size, width): medians of the latest, straight lines between widths."""
+
+    def __init__(self) -> None:
+        self._samples: dict[int, dict[int, deque[float]]] = {}
+
+    def add(self, batch: int, width: int, seconds: float) -> None:
+        """Note a measurement."""
+        at = self._samples.setdefault(batch, {})
+        at.setdefault(width, deque(maxlen=_SAMPLES)).append(seconds)
+
+    def curve(self, batch: int, width: int) -> list[tuple[int, float]]:
+        """(width, seconds), in order of width, at the batch size nearest to `batch` that was measured at `width`.
+
+        Empty when no size within a factor of two was.
+        """
+        sizes = [b for b, at in self._samples.items() if width in at and b <= 2 * batch and batch <= 2 * b]
+        if not sizes:
+            return []
+        nearest = min(sizes, key=lambda b: (abs(b - batch), b))
+        return [(w, statistics.median(values)) for w, values in sorted(self._samples[nearest].items())]
+
+
+def at(curve: Sequence[tuple[int, float]], width: float, steep: float) -> float:
+    """A curve's value: a straight line between points, `steep` of the first value per unit beyond the last."""
+    place = bisect_left(curve, (int(width), 0.0))
+    if place < len(curve) and curve[place][0] == width:
+        return curve[place][1]
+    if place == 0:
+        return curve[0][1]
+    (x0, y0) = curve[place - 1]
+    if place == len(curve):
+        slope = curve[0][1] * steep
+        if len(curve) > 1:  # a narrow noisy pair must not make wide passes free
+            slope = max((y0 - curve[0][1]) / (x0 - curve[0][0]), slope / 3)
+        return y0 + slope * (width - x0)
+    (x1, y1) = curve[place]
+    return y0 + (y1 - y0) * (width - x0) / (x1 - x0)
+
+
+class _Reach:
+    """How often drafts reach each length, forgetting: proposed by anyone of the batch, accepted per row."""
+
+    def __init__(self, high: int) -> None:
+        self.offered = [0.0] * (high + 1)
+        self.wide = [0.0] * (high + 1)
+        self.accepted = [0.0] * (high + 1)
+
+    def add(self, budget: int, drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        """Count one step with a budget."""
+        width = max(drafted)
+        for k in range(1, budget + 1):
+            self.offered[k] = self.offered[k] * _FORGET + 1
+            self.wide[k] = self.wide[k] * _FORGET + (width >= k)
+            self.accepted[k] = self.accepted[k] * _FORGET + sum(n >= k for n in accepted) / len(accepted)
+
+    def shares(self, counts: Sequence[float]) -> list[float]:
+        """The share of steps that reached k = 0, 1, ...; past what was offered it falls as it last fell."""
+        out = [1.0]
+        for k in range(1, len(counts)):
+            if self.offered[k] >= 1:
+                out.append(min(out[-1], counts[k] / self.offered[k]))
+            else:
+                out.append(out[-1] * (out[-1] / out[-2] if k > 1 and out[-2] > 0 else 0.5))
+        return out
+
+
+class ThroughputLength:
+    """Never slower than plain decoding: lengthens, shortens or stops drafting by what it measures.
+
+    Estimates are kept between requests. Where a draft is sampled, the output's law does not depend on it; its tokens may,
+    as they do on every length.
+    """
+
+    def __init__(self, *, start: int = 4, high: int = 16) -> None:
+        """start: length of the first drafts. high: longest."""
+        self.high = integer("high", high, 1, MAX_DRAFT_TOKENS)
+        self.start = integer("start", start, 1, self.high)
+        self._lock = Lock()
+        self._passes, self._drafts, self._reach = _Times(), _Times(), _Reach(self.high)
+        self._trial = 0
+        """Steps of the trial still to come."""
+        self._lost = self._elapsed = self._resume_s = 0.0
+        self._since_plain = self._num_plain = 0
+        self._offered = 0
+
+    def budget(self, rows: Rows) -> list[int]:
+        """The same for every row: the widest draft sets what a pass costs."""
+        with self._lock:
+            self._offered = self._choose(len(rows))
+            return [self._offered] * len(rows)
+
+    def _choose(self, batch: int) -> int:
+        if self._trial:
+            return self.start
+        passes = self._passes.curve(batch, 1)
+        if not passes or self._num_plain < 2 or self._since_plain >= _STALE:
+            return 0
+        best = self._best(batch, passes)
+        if best:
+            return best
+        if self._elapsed >= self._resume_s:
+            self._trial, self._lost = _TRIAL, 0.0
+            return self.start
+        return 0
+
+    def _best(self, batch: int, passes: Sequence[tuple[int, float]]) -> int:
+        """The K of the greatest expected throughput. passes: the curve of a pass at this batch size."""
+        drafts = self._drafts.curve(batch, self.start)
+        if not drafts:
+            return 0
+        reached, wide = self._reach.shares(self._reach.accepted), self._reach.shares(self._reach.wide)
+        longest = max((k for k in range(1, self.high + 1) if self._reach.offered[k] >= 1), default=0)
+        plain = at(passes, 1, _STEEP)
+        tokens, seconds, best, best_rate = 1.0, plain, 0, 1 / plain
+        for k in range(1, min(self.high, longest + 2) + 1):
+            tokens += reached[k]
+            # one more column in the steps whose drafts are that long
+            seconds += wide[k] * (at(passes, k + 1, _STEEP) - at(passes, k, _STEEP))
+            rate = tokens / (seconds + at(drafts, k, 1 / max(1, longest)))
+            if rate > best_rate:
+                best, best_rate = k, rate
+        return best
+
+    def proceed(self, index: int, guess: Guess) -> torch.Tensor | None:
+        """No row stops early."""
+        return None
+
+    def observe(self, rows: Rows, steps: Sequence[Step]) -> None:
+        """Measure a step."""
+        with self._lock:
+            self._measure(steps)
+
+    def _measure(self, steps: Sequence[Step]) -> None:
+        one, batch = steps[0], len(steps)
+        drafted = [step.num_drafted for step in steps]
+        self._passes.add(batch, 1 + max(drafted), one.total_s - one.draft_s)
+        self._since_plain = 0 if max(drafted) == 0 else self._since_plain + 1
+        self._num_plain += max(drafted) == 0
+        self._elapsed += one.total_s
+        if not self._offered:
+            return
+        self._drafts.add(batch, self._offered, one.draft_s)
+        self._reach.add(self._offered, drafted, [step.num_accepted for step in steps])
+        if self._trial:
+            self._trial -= 1
+            tokens = sum(len(step.token_ids) for step in steps) / batch
+            curve = self._passes.curve(batch, 1)
+            self._lost += one.total_s - tokens * (at(curve, 1, _STEEP) if curve else one.total_s)
+            self._resume_s = self._elapsed + max(self._lost / _LOSS, 16 * one.total_s)
+
+    @property
+    def estimates(self) -> Mapping[str, float]:
+        """What is known at batch 1, for reports: seconds of a plain pass, and acceptance of the first draft token."""
+        curve = self._passes.curve(1, 1)
+        offered = self._reach.offered[1]
+        return {
+            "plain_pass_s": at(curve, 1, _STEEP) if curve else 0.0,
+            "first_accepted": self._reach.accepted[1] / offered if offered else 0.0,
+        }
