@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 VOCAB = 97
@@ -119,14 +119,70 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+_T5: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 48,
+    "num_layers": 3,
+    "num_decoder_layers": 3,
+    "num_heads": 4,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 20,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "decoder_start_token_id": 0,
+}
+_PAIR: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "d_model": 32,
+    "encoder_layers": 3,
+    "decoder_layers": 3,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+    "decoder_start_token_id": 1,
+    "forced_eos_token_id": None,
+}
+
+SEQ2SEQ: dict[str, tuple[str, dict[str, Any]]] = {
+    "t5": ("t5", _T5),
+    "t5_gated": ("t5", {**_T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
+    "bart": ("bart", _PAIR),
+    "marian": ("marian", {**_PAIR, "decoder_start_token_id": 0}),
+    "mbart": ("mbart", _PAIR),
+    "m2m_100": ("m2m_100", {**_PAIR, "scale_embedding": False}),
+}
+REFUSED_SEQ2SEQ: dict[str, tuple[str, dict[str, Any]]] = {
+    "led": ("led", {**_PAIR, "attention_window": 8, "max_encoder_position_embeddings": 256}),
+}
+PROBED_SEQ2SEQ: dict[str, tuple[str, dict[str, Any]]] = {
+    "mt5": ("mt5", _T5),
+    "umt5": ("umt5", _T5),
+    "pegasus": ("pegasus", _PAIR),
+    "blenderbot": ("blenderbot", _PAIR),
+    "plbart": ("plbart", _PAIR),
+}
+"""Encoder-decoders that the tests probe, but do not compare token for token; and one whose positions cannot be told."""
+
+
 def _spread(model: PreTrainedModel, seed: int) -> None:
     """Random weights large enough that greedy choices are far apart and depend on the context."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if weight.dim() >= 2:
+            if weight.dim() >= 2 and weight.requires_grad:  # Marian's sinusoids stay as they are
                 noise = torch.randn(weight.shape, generator=generator)
-                scale = 1.0 if "embed" in name or "wte" in name or "lm_head" in name else weight.shape[-1] ** -0.5
+                scale = (
+                    1.0
+                    if "embed" in name or "wte" in name or "lm_head" in name or "shared" in name
+                    else weight.shape[-1] ** -0.5
+                )
                 weight.copy_(noise * scale)
 
 
@@ -136,6 +192,22 @@ def make(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
     config = CONFIG_MAPPING[kind](**{**values, **changes})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     _spread(model, seed)
+    return model
+
+
+def make_seq2seq(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """A tiny encoder-decoder model of a family in float32."""
+    kind, values = (SEQ2SEQ | PROBED_SEQ2SEQ | REFUSED_SEQ2SEQ)[family]
+    values = {**values, **changes}
+    model = AutoModelForSeq2SeqLM.from_config(CONFIG_MAPPING[kind](**values), dtype=torch.float32).eval()
+    if values.get("tie_word_embeddings") is False:  # transformers ties what a T5 config leaves untied
+        model.lm_head.weight = torch.nn.Parameter(torch.empty_like(model.lm_head.weight))
+    _spread(model, seed)
+    with torch.no_grad():  # a decoder that follows its source alone, or its last token alone, repeats itself
+        for name, weight in model.named_parameters():
+            if weight.dim() >= 2:
+                gain = 3.0 if any(part in name for part in ("wi", "wo.", "fc1", "fc2")) else 1.0
+                weight *= 0.5 if "encoder_attn.out" in name or "EncDecAttention.o" in name else gain
     return model
 
 

@@ -111,21 +111,25 @@ def run(
     max_batch_size: int = 32,
     eos: frozenset[int] = frozenset(),
     join_later: int = 0,
+    sources: Sequence[Sequence[int]] | None = None,
 ) -> tuple[list[list[int]], list[Step], Engine]:
-    """Decode prompts; the last `join_later` of them are submitted one by one while others decode."""
+    """Decode prompts; the last `join_later` of them are submitted one by one while others decode.
+
+    sources: what an encoder-decoder's encoder reads, for each prompt.
+    """
     chosen = make_rule(rule) if isinstance(rule, str) else rule
     engine = Engine(target, drafter, chosen, policy or ConstantLength(gamma), max_batch_size=max_batch_size)
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
     outputs: dict[int, list[int]] = {}
     steps: list[Step] = []
-    waiting = list(zip(prompts, each, strict=True))
-    for prompt, one in waiting[: len(waiting) - join_later]:
-        outputs[engine.submit(prompt, one, eos=eos)] = []
+    waiting = list(zip(prompts, each, sources or [None] * len(prompts), strict=True))
+    for prompt, one, source in waiting[: len(waiting) - join_later]:
+        outputs[engine.submit(prompt, one, eos=eos, source=source)] = []
     late = waiting[len(waiting) - join_later :]
     while engine.has_work or late:
         if late and (len(steps) % 3 == 0 or not engine.has_work):
-            prompt, one = late.pop(0)
-            outputs[engine.submit(prompt, one, eos=eos)] = []
+            prompt, one, source = late.pop(0)
+            outputs[engine.submit(prompt, one, eos=eos, source=source)] = []
         for step in engine.step():
             steps.append(step)
             outputs[step.request_id] += step.token_ids

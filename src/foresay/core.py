@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -350,6 +350,15 @@ class Drafter(Protocol):
 
     def reset(self) -> None:
         """Forget every row."""
+        ...
+
+
+@runtime_checkable
+class BorrowsCache(Protocol):
+    """A drafter that drafts in the target's own cache."""
+
+    def borrow(self, cache: KVCache) -> None:
+        """Called once, before anything is admitted."""
         ...
 
 

@@ -13,15 +13,14 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
-from foresay.core import Drafter, FinishReason, LengthPolicy, Rule, SamplingParams, Step, TokenLogprob
+from foresay.building import DrafterBuilder, Shelf
+from foresay.core import FinishReason, LengthPolicy, Rule, SamplingParams, Step, TokenLogprob
 from foresay.engine import Engine, Stats
 from foresay.errors import ConfigError
 from foresay.lengths import ConstantLength
 from foresay.models.catalog import LoadedModel
 from foresay.prompts import Prompt, encode, is_batch
 from foresay.text import Detokenizer, Piece, StopStrings, TextStream
-
-DrafterBuilder = Callable[[], Drafter | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +32,7 @@ class Generation:
     token_ids: list[int]
     """The output's ids; the stop token, and the token that completed a stop string, included."""
     prompt_token_ids: list[int]
+    """The prompt's ids: of an encoder-decoder what its encoder read."""
     finish_reason: FinishReason
     steps: list[Step]
     """One per target pass; everything else here is read off them."""
@@ -120,16 +120,47 @@ class Generator:
         policy: LengthPolicy,
         *,
         max_batch_size: int = 32,
-        description: str = "",
+        drafter: str = "none",
+        shelf: Shelf | None = None,
+        forget: Callable[[], None] | None = None,
     ) -> None:
+        """drafter: what its maker calls it. shelf: what `foresay.change` needs. forget: clears what outlives requests."""
         self.target, self.rule, self.policy = target, rule, policy
         self.max_batch_size = max_batch_size
-        self.description = description
-        self._build_drafter = build_drafter
+        self.drafter_name, self.shelf = drafter, shelf
+        self._build_drafter, self._forget = build_drafter, forget
         self._latest: weakref.ref[Engine] | None = None
 
     def __repr__(self) -> str:
         return f"<foresay.Generator {self.description}>"
+
+    @property
+    def description(self) -> str:
+        """Target, drafter, length and rule in a line."""
+        gamma = getattr(self.policy, "num_draft_tokens", None)
+        length = f"gamma={gamma}" if gamma is not None else f"length={type(self.policy).__name__}"
+        lossy = "" if self.rule.exact else " (lossy)"
+        return f"target={self.target.name} drafter={self.drafter_name} {length} rule={self.rule.name}{lossy}"
+
+    def forget(self) -> None:
+        """Clear what the drafter has learned from earlier requests: n-gram stores, past texts."""
+        if self._forget is not None:
+            self._forget()
+
+    def with_settings(
+        self, *, rule: Rule | None = None, policy: LengthPolicy | None = None, max_batch_size: int | None = None
+    ) -> Generator:
+        """The same target and drafter under another rule, length policy or batch size."""
+        return Generator(
+            self.target,
+            self._build_drafter,
+            rule or self.rule,
+            policy or self.policy,
+            max_batch_size=max_batch_size or self.max_batch_size,
+            drafter=self.drafter_name,
+            shelf=self.shelf,
+            forget=self._forget,
+        )
 
     @property
     def tokenizer(self) -> Any:
@@ -144,7 +175,7 @@ class Generator:
             self.rule,
             ConstantLength(0),
             max_batch_size=self.max_batch_size,
-            description=f"target={self.target.name} drafter=none",
+            shelf=self.shelf,
         )
 
     def engine(self) -> Engine:
@@ -238,11 +269,20 @@ class Generator:
         requests: dict[int, _Request] = {}
         for i, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
             final = SamplingParams.of(one, **changes)
-            request = _Request(i, encode(prompt, self.tokenizer), final, self.tokenizer)
-            number = engine.submit(request.prompt, final, eos=self.target.eos_token_ids, stop=request.stop)
+            ids = encode(prompt, self.tokenizer)
+            begun, final, source = self._begin(ids, final)
+            request = _Request(i, ids, final, self.tokenizer)
+            number = engine.submit(begun, final, eos=self.target.eos_token_ids, stop=request.stop, source=source)
             request.seed = None if final.greedy else engine.seed_of(number)
             requests[number] = request
         return engine, requests
+
+    def _begin(self, ids: list[int], params: SamplingParams) -> tuple[list[int], SamplingParams, list[int] | None]:
+        """What the output continues, the parameters, and the source: an encoder-decoder reads the prompt there."""
+        model: Any = self.target.model
+        if not getattr(model, "reads_source", False):
+            return ids, params, None
+        return *model.start(params), ids
 
     def _run(self, engine: Engine, requests: dict[int, _Request], *, text: bool) -> Iterator[Chunk]:
         streams = {

@@ -1,10 +1,12 @@
-"""Tokens to text as they come: incremental decoding, stop strings, and who wrote which piece.
+"""Tokens to text as they come: incremental decoding, stop strings, and who wrote which piece; what a tokenizer's ids mean.
 
 Owns the boundary between token ids and characters. Knows nothing of models or of how tokens were found.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -12,6 +14,17 @@ from typing import Any, NamedTuple
 from foresay.core import Origin
 
 _INCOMPLETE = "\ufffd"
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """The sha256 of the tokenizer's (token, id) pairs, as hex: equal where ids mean the same, however it is implemented."""
+    pairs = sorted((str(token), int(i)) for token, i in tokenizer.get_vocab().items())
+    return hashlib.sha256(json.dumps(pairs).encode("ascii")).hexdigest()
+
+
+def tokenizer_size(tokenizer: Any) -> int:
+    """One more than the tokenizer's highest id: ids may have gaps, and its own length counts names."""
+    return int(max(tokenizer.get_vocab().values())) + 1
 
 
 class Piece(NamedTuple):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from families import VOCAB, make
+from families import VOCAB, make, make_seq2seq
 from foresay.core import SamplingParams
 from foresay.models.causal import CausalModel
+from foresay.models.seq2seq import Seq2SeqModel
 from support import ModelDrafter, Sometimes, run
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -33,3 +34,15 @@ def test_sampled_rows_equal_single_requests_on_the_gpu(rule: str) -> None:
         for p, s in zip(PROMPTS, params, strict=True)
     ]
     assert run(target, PROMPTS, params, drafter=ModelDrafter(target, VOCAB), rule=rule)[0] == alone
+
+
+@pytest.mark.parametrize("family", ["t5", "bart", "m2m_100"])
+def test_an_encoder_decoder_on_the_gpu_equals_the_cpu(family: str) -> None:
+    params, sources = SamplingParams(max_new_tokens=32), [[5, 6, 7], [8] * 140, [9] * 12]
+    cpu = Seq2SeqModel(make_seq2seq(family))
+    starts = [[cpu.decoder_start_token_id]] * 3
+    wanted = run(cpu, starts, params, gamma=0, sources=sources)[0]
+    target = Seq2SeqModel(make_seq2seq(family).to("cuda"))
+    ours, _, engine = run(target, starts, params, drafter=Sometimes(wanted, VOCAB), gamma=4, sources=sources)
+    assert engine.draft_failures == 0
+    assert ours == wanted

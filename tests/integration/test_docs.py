@@ -46,6 +46,25 @@ def test_commands_run(
     assert err == ""
 
 
+def test_the_page_on_ngrams_runs(
+    smollm2_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its blocks in order, in a folder of their own: they make the corpus that the commands read."""
+    text = (ROOT / "docs/ngrams.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    found = re.findall(r"^```(python|console)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    assert [language for language, _ in found] == ["python", "console", "python"]
+    for language, block in found:
+        if language == "python":
+            exec(compile(block, "docs/ngrams.md", "exec"), {})
+            continue
+        for line in block.splitlines():
+            assert _run(shlex.split(line.removeprefix("$ "))[1:]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert "most frequent: " in out and "tokens are 90% of the corpus" in out
+
+
 def test_there_are_commands_to_run() -> None:
     assert len(_commands()) >= 3
 

@@ -39,13 +39,21 @@ def plain(model: PreTrainedModel, prompt: Sequence[int], new: int = NEW) -> list
     return out[0, len(prompt) :].tolist()
 
 
-def assert_same(model: PreTrainedModel, prompt: Sequence[int], ours: list[int], theirs: list[int]) -> None:
+def assert_same(
+    model: PreTrainedModel,
+    prompt: Sequence[int],
+    ours: list[int],
+    theirs: list[int],
+    source: Sequence[int] | None = None,
+) -> None:
     """Equal, or different from a place on where the two top logits are closer than MARGIN."""
     if ours == theirs:
         return
     place = next(i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b)
+    ids = torch.tensor([[*prompt, *theirs[:place]]])
+    inputs = {"input_ids": ids} if source is None else {"input_ids": torch.tensor([source]), "decoder_input_ids": ids}
     with torch.no_grad():
-        logits = model(torch.tensor([[*prompt, *theirs[:place]]])).logits[0, -1]
+        logits = model(**inputs).logits[0, -1]
     top = logits.topk(2).values
     margin = float(top[0] - top[1])
     assert margin < MARGIN, (

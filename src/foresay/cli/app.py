@@ -10,29 +10,37 @@ from typing import Any
 
 import typer
 
-from foresay.cli import demo, generate, info, models, version
+from foresay.cli import demo, generate, info, models, ngram, version
 
 CLOSED_PIPE = 141
 """128 + SIGPIPE, what a shell reports for a program that the signal ended."""
 
-app = typer.Typer(
-    name="foresay",
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-)
+
+def _group(name: str, purpose: str) -> typer.Typer:
+    """Commands under one name, which alone prints their help."""
+    group = typer.Typer(
+        name=name,
+        help=purpose,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    )
+
+    @group.callback(invoke_without_command=True, help=purpose)
+    def _alone(context: typer.Context) -> None:
+        if context.invoked_subcommand is None:
+            typer.echo(context.get_help())
+            raise typer.Exit(2)
+
+    return group
 
 
-@app.callback(invoke_without_command=True)
-def _root(context: typer.Context) -> None:
-    """Exact speculative decoding: language models that write faster and write the same."""
-    if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
-        raise typer.Exit(2)
+app = _group("foresay", "Exact speculative decoding: language models that write faster and write the same.")
+ngram_group = _group("ngram", "Make n-gram tables from text, and look into them.")
 
 
-def _add(name: str, command: Callable[..., Any]) -> None:
+def _add(name: str, command: Callable[..., Any], group: typer.Typer = app) -> None:
     """Register a command; a reader that has gone ends it quietly."""
 
     @functools.wraps(command)
@@ -45,7 +53,7 @@ def _add(name: str, command: Callable[..., Any]) -> None:
             raise typer.Exit(CLOSED_PIPE) from None
         return code
 
-    app.command(name)(guarded)
+    group.command(name)(guarded)
 
 
 _add("generate", generate.run)
@@ -53,6 +61,9 @@ _add("demo", demo.run)
 _add("models", models.run)
 _add("info", info.run)
 _add("version", version.run)
+_add("build", ngram.build, ngram_group)
+_add("show", ngram.show, ngram_group)
+app.add_typer(ngram_group)
 
 
 def main(args: list[str] | None = None) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from foresay.cli.common import as_prompt, as_record
+from foresay.cli.common import as_prompt, as_record, progress_bar
 from foresay.errors import PromptError
 
 if TYPE_CHECKING:
@@ -46,12 +46,10 @@ class _Progress:
     """A bar of finished prompts on stderr; nothing when stderr is no terminal."""
 
     def __init__(self, total: int) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 
-        console = Console(file=sys.stderr)
         columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[tokens]} tokens"), TimeRemainingColumn())
-        self._progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._progress = progress_bar(*columns)
         self._task = self._progress.add_task("", total=total, tokens=0)
         self._tokens = 0
 

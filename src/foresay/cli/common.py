@@ -13,6 +13,8 @@ import typer
 from foresay.errors import ConfigError, PromptError
 
 if TYPE_CHECKING:
+    from rich.progress import Progress, ProgressColumn
+
     from foresay.generator import Generation
 
 DtypeOption = Annotated[str, typer.Option(help="auto, bf16, fp16 or fp32.")]
@@ -32,6 +34,15 @@ def loading(message: str) -> Iterator[Callable[[str], None]]:
         return
     with console.status(message) as status:
         yield status.update
+
+
+def progress_bar(*columns: ProgressColumn) -> Progress:
+    """A bar on stderr that goes away when it is done; nothing when stderr is no terminal."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(file=sys.stderr)
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 def use_threads(count: int | None) -> None:

@@ -18,31 +18,33 @@ def run(
     """Say what a model supports, or why it is not supported."""
     from foresay.errors import UnsupportedModelError
     from foresay.models.catalog import load_model
-    from foresay.models.causal import UNLIMITED, CausalModel
+    from foresay.models.causal import CausalModel
+    from foresay.models.hosted import UNLIMITED
     from foresay.models.options import LoadOptions
-    from foresay.models.probe import VERIFIED, probe
+    from foresay.models.probe import probe, verified
+    from foresay.models.seq2seq import Seq2SeqModel
 
     try:
         with loading(f"Loading {model}") as progress:
             options = LoadOptions(dtype=dtype, device=device, trust_remote_code=trust_remote_code, progress=progress)
             loaded = load_model(model, options)
-            causal = loaded.model
-            assert isinstance(causal, CausalModel)
-            difference = probe(causal)
+            scorer = loaded.model
+            assert isinstance(scorer, CausalModel | Seq2SeqModel)
+            difference = probe(scorer)
     except UnsupportedModelError as error:
         typer.echo(f"{model}\n  supported: no\n  reason: {error}")
         return 2
-    weights, tokenizer = causal.model, loaded.tokenizer
+    weights, tokenizer = scorer.model, loaded.tokenizer
     kind = str(weights.config.model_type)
-    context = "unlimited" if causal.max_length == UNLIMITED else f"{causal.max_length} tokens"
+    context = "unlimited" if scorer.max_length == UNLIMITED else f"{scorer.max_length} tokens"
     lines = {
         "supported": "yes: speculation, ragged batches, every drafter and rule",
         "family": f"{kind} ({type(weights).__name__}), "
-        + ("tested" if kind in VERIFIED else "self-checked, not in the tests"),
-        "parameters": f"{_parameters(causal) / 1e6:.1f} M",
-        "dtype, device": f"{str(weights.dtype).removeprefix('torch.')}, {causal.device}",
+        + ("tested" if verified(scorer) else "self-checked, not in the tests"),
+        "parameters": f"{scorer.num_parameters / 1e6:.1f} M",
+        "dtype, device": f"{str(weights.dtype).removeprefix('torch.')}, {scorer.device}",
         "context": context,
-        "vocabulary": f"{causal.vocab_size} embeddings, {len(tokenizer)} tokens in the tokenizer",
+        "vocabulary": f"{scorer.vocab_size} embeddings, {len(tokenizer)} tokens in the tokenizer",
         "chat template": "yes" if getattr(tokenizer, "chat_template", None) else "no",
         "end tokens": ", ".join(map(str, sorted(loaded.eos_token_ids))) or "none",
         "self-check": f"cached and uncached scores differ by {difference:.1e} of their spread",
@@ -51,10 +53,3 @@ def run(
     for name, value in lines.items():
         typer.echo(f"  {name}: {value}")
     return 0
-
-
-def _parameters(causal: object) -> int:
-    from foresay.models.causal import CausalModel
-
-    assert isinstance(causal, CausalModel)
-    return causal.num_parameters

@@ -5,6 +5,7 @@ from foresay.drafters.max_gram import MaxGram
 from foresay.drafters.model import ModelDrafter
 from foresay.drafters.ngram_store import NgramStore, NgramStoreDrafter
 from foresay.drafters.prompt_lookup import PromptLookup
+from foresay.drafters.self_draft import SelfDrafter
 from foresay.drafters.suffix import PastRequests, SuffixDrafter
 
 __all__ = [
@@ -15,5 +16,6 @@ __all__ = [
     "NgramStoreDrafter",
     "PastRequests",
     "PromptLookup",
+    "SelfDrafter",
     "SuffixDrafter",
 ]

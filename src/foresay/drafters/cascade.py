@@ -14,7 +14,20 @@ import torch
 
 from foresay.acceptance import Coupled, Lenience, Speculative
 from foresay.checks import number
-from foresay.core import Drafter, Guess, LengthPolicy, Move, Proposal, Row, Rows, Rule, Step, Verdict
+from foresay.core import (
+    BorrowsCache,
+    Drafter,
+    Guess,
+    KVCache,
+    LengthPolicy,
+    Move,
+    Proposal,
+    Row,
+    Rows,
+    Rule,
+    Step,
+    Verdict,
+)
 from foresay.drafters.growing import GrowingProposal
 from foresay.drafters.model import ModelDrafter
 from foresay.errors import ConfigError
@@ -64,6 +77,12 @@ class Cascade:
     def max_draft_tokens(self) -> int:
         """Tokens that the target's row asks for."""
         return min(sum(self.k[0]), MAX_DRAFT_TOKENS)
+
+    def borrow(self, cache: KVCache) -> None:
+        """Pass on to those that draft in the target's cache."""
+        for drafter in self.drafters:
+            if isinstance(drafter, BorrowsCache):
+                drafter.borrow(cache)
 
     def admit(self, rows: Rows, first: int) -> None:
         """Pass on."""

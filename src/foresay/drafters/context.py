@@ -15,6 +15,7 @@ from foresay.core import IntArray, KVCache, Move, Rows
 from foresay.models.aligned import AlignedModel
 from foresay.models.base import LanguageModel
 from foresay.models.prefill import fill_chunk, pending
+from foresay.models.slots import BorrowedSlots, SlotCache
 
 MAX_CATCH_UP = 4
 """Missed tokens that ride in a drafting pass; more are filled in passes of their own."""
@@ -84,6 +85,49 @@ class DraftContext:
             for place, (row, tokens) in enumerate(zip(rows, drafted, strict=True)):
                 new = np.asarray(tokens, dtype=np.int64)
                 self._fed[place] = np.concatenate([row.tokens, new]) if len(new) else row.tokens
+
+
+class SharedContext(DraftContext):
+    """The context of a draft made of the target's first layers: it drafts in the target's own cache.
+
+    All that is committed is already there, so there is nothing to prefill and never anything to catch up on. Until an
+    engine lends its cache it has one of its own.
+    """
+
+    def __init__(self, model: LanguageModel, vocab_size: int) -> None:
+        super().__init__(model, vocab_size)
+        self._owner: SlotCache | None = None
+
+    def borrow(self, cache: KVCache) -> None:
+        """Draft in this cache from now on; it is the target's."""
+        assert isinstance(cache, SlotCache)
+        self._owner = cache
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget every row."""
+        super().reset()
+        if self._owner is not None:
+            self.cache = BorrowedSlots(self._owner)
+
+    def admit(self, rows: Rows, first: int) -> None:
+        """New rows, whose prompts the target has filled."""
+        super().admit(rows, first)
+        if self._owner is not None:
+            self.cache.lengths[first:] = self._owner.lengths[first : len(rows)]
+
+    def _keep_common(self, rows: Rows) -> None:
+        """All that is committed is cached, and what was guessed behind it as far as it is the same."""
+        if self._owner is None:
+            super()._keep_common(rows)
+            return
+        for place, row in enumerate(rows):
+            fed, length = self._fed[place], row.root.size - 1
+            if fed is not None and row.root is not row:
+                held = min(self.cache.lengths[place], common_prefix(fed, row.tokens), row.size - 1)
+                length = max(length, held)
+            self.cache.lengths[place] = length
+            self._fed[place] = row.tokens if rows.level else None
 
 
 def common_prefix(a: IntArray, b: IntArray) -> int:

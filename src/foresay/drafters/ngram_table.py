@@ -45,6 +45,8 @@ class Corpus:
     num_documents: int
     min_count: int
     """N-grams seen less often than this were left out."""
+    num_ngrams: tuple[int, ...] = ()
+    """Distinct n-grams of 2 tokens, of 3, and so on, before that."""
     num_pruned: int = 0
     """N-grams dropped while counting, for want of room; one that came back and was dropped again counts twice."""
     pruned_count: int = 0
@@ -53,6 +55,8 @@ class Corpus:
     def __post_init__(self) -> None:
         if not all(isinstance(name, str) for name in self.files):
             raise ConfigError(f"files={self.files!r} must be names")
+        for number in self.num_ngrams:
+            check_integer("num_ngrams", number, 0)
         for name in ("num_tokens", "num_documents", "min_count", "num_pruned", "pruned_count"):
             check_integer(name, getattr(self, name), 0)
 
@@ -205,9 +209,10 @@ class NgramTable:
             )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a safetensors file, which appears whole or not at all; one that is there is replaced."""
-        from safetensors.numpy import save_file
+        """Write a safetensors file, which appears whole or not at all; one that is there is replaced.
 
+        Raises ConfigError when it cannot be written there.
+        """
         path = Path(path)
         if path.suffix != ".safetensors":
             raise ConfigError(f"path={str(path)!r} must end in .safetensors")
@@ -225,10 +230,7 @@ class NgramTable:
             "corpus": None if self.corpus is None else dataclasses.asdict(self.corpus),
             "foresay_version": __version__,
         }
-        with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as work:
-            whole = Path(work) / path.name
-            save_file(tensors, whole, {name: json.dumps(value) for name, value in facts.items()})
-            os.replace(whole, path)
+        _write(path, tensors, {name: json.dumps(value) for name, value in facts.items()})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> NgramTable:
@@ -297,6 +299,22 @@ def _checked(level: Level, order: int, vocab_size: int) -> Level:
     return Level(starts, keys, successor)
 
 
+def _write(path: Path, tensors: dict[str, npt.NDArray[Any]], metadata: dict[str, str]) -> None:
+    from safetensors import SafetensorError
+    from safetensors.numpy import save_file
+
+    try:
+        with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as work:
+            whole = Path(work) / path.name
+            whole.touch()
+            mode = whole.stat().st_mode  # what the umask allows; safetensors would keep others from reading
+            save_file(tensors, whole, metadata)
+            whole.chmod(mode)
+            os.replace(whole, path)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"cannot write {str(path)!r}: {getattr(error, 'strerror', None) or error}") from error
+
+
 def _refuse(path: Path, problem: str, cause: Exception | None = None) -> NoReturn:
     raise ModelLoadError(f"{str(path)!r} cannot be read as an n-gram table: {problem}") from cause
 
@@ -358,7 +376,8 @@ def _facts(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
     check_integer("vocab_size", facts["vocab_size"], 1, MAX_VOCAB_SIZE)
     if facts["corpus"] is not None:
         try:
-            facts["corpus"] = Corpus(**{**facts["corpus"], "files": tuple(facts["corpus"]["files"])})
+            lists = {name: tuple(facts["corpus"][name]) for name in ("files", "num_ngrams")}
+            facts["corpus"] = Corpus(**{**facts["corpus"], **lists})
         except (TypeError, KeyError) as error:
             _refuse(path, f"its description of the corpus is wrong: {error}", error)
     return facts

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from foresay.core import Drafter, LengthPolicy, Move, Proposal, Rows, Verdict
+from foresay.core import BorrowsCache, Drafter, KVCache, LengthPolicy, Move, Proposal, Rows, Verdict
 from foresay.models.base import ModelOutput
 
 logger = logging.getLogger("foresay")
@@ -50,6 +50,11 @@ class GuardedDrafter:
             with contextlib.suppress(Exception):
                 self.inner.reset()  # what it holds, caches above all, is of no more use
             return None
+
+    def borrow(self, cache: KVCache) -> None:
+        """Lend the target's cache to a drafter that drafts in it."""
+        if isinstance(self.inner, BorrowsCache):
+            self.inner.borrow(cache)
 
     def admit(self, rows: Rows, first: int) -> None:
         """Pass on; a drafter that failed is tried again with all rows, now that new ones have come."""

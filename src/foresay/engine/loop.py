@@ -64,6 +64,8 @@ class Engine:
         self.target, self.rule, self.policy, self.max_batch_size = target, rule, policy, max_batch_size
         self.drafter = None if drafter is None else GuardedDrafter(drafter, target.vocab_size, target.device)
         self._cache = target.new_cache()
+        if self.drafter is not None:
+            self.drafter.borrow(self._cache)
         self._waiting: deque[Row] = deque()
         self._items: list[Row] = []
         self._decoding = 0

@@ -77,19 +77,23 @@ def attention(
     dropout: float = 0.0,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """query [B, Hq, T, D], key and value [B, Hk, S, D] -> [B, T, Hq, D].
 
-    softcap: scores become softcap * tanh(scores / softcap) (Gemma 2). s_aux: [Hq] sink logits (gpt-oss).
+    softcap: scores become softcap * tanh(scores / softcap) (Gemma 2). s_aux: [Hq] sink logits (gpt-oss). position_bias:
+    [B or 1, Hq, T, S], added to the scores (T5).
     """
     at = _current.get()
     if at is None and softcap is None and s_aux is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+        kwargs["position_bias"] = position_bias
         out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
         return out, None
     if softcap is not None or s_aux is not None:
+        attention_mask = _biased(attention_mask, position_bias)
         return _explicit(query, key, value, attention_mask, scaling, softcap, s_aux), None
     assert at is not None and attention_mask is not None
     batch, heads, columns, dim = query.shape
@@ -99,7 +103,7 @@ def attention(
     if rows < MIN_QUERY_ROWS:
         folded = F.pad(folded, (0, 0, 0, MIN_QUERY_ROWS - rows))
     whole = query.device.type != "cpu" or key.shape[-1] != value.shape[-1]  # what the CPU kernel does not take
-    masks = _folded_masks(at, attention_mask.to(query.device), group, rows, whole)
+    masks = _folded_masks(at, attention_mask.to(query.device), position_bias, group, rows, whole)
     if len(masks) == 1:
         out = F.scaled_dot_product_attention(folded, key, value, attn_mask=masks[0], scale=scaling)
     else:
@@ -108,17 +112,35 @@ def attention(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _folded_masks(at: Pass, mask: torch.Tensor, group: int, rows: int, whole: bool) -> list[torch.Tensor]:
-    """The mask of each span, repeated over a group of query heads and padded, [B, 1, rows, S]; once per pass, not per layer."""
-    known = at.folded.get(id(mask))
-    if known is not None and known[0] is mask:
-        return known[1]
-    folded = mask.repeat(1, 1, group, 1) if group > 1 else mask
+def _folded_masks(
+    at: Pass, mask: torch.Tensor, bias: torch.Tensor | None, group: int, rows: int, whole: bool
+) -> list[torch.Tensor]:
+    """The mask of each span with the bias added, as a group of query heads sees it, padded; once per pass, not per layer.
+
+    [B, 1, rows, S] where all heads see alike, else [B, Hk, rows, S].
+    """
+    key = (id(mask), id(bias))
+    known = at.folded.get(key)
+    if known is not None and known[0] is mask and known[1] is bias:
+        return known[2]
+    folded = _biased(mask, bias)
+    assert folded is not None
+    if folded.shape[1] > 1:
+        folded = folded.reshape(folded.shape[0], -1, rows, folded.shape[3])
+    elif group > 1:
+        folded = folded.repeat(1, 1, group, 1)
     if rows < MIN_QUERY_ROWS:
         folded = F.pad(folded, (0, 0, 0, MIN_QUERY_ROWS - rows))
     masks = [folded] if whole else [folded[..., a:b].contiguous() for a, b in spans(mask.shape[-1])]
-    at.folded[id(mask)] = (mask, masks)
+    at.folded[key] = (mask, bias, masks)
     return masks
+
+
+def _biased(mask: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor | None:
+    """Mask and bias together; what is masked stays at the dtype's least number, since less would be minus infinity."""
+    if mask is None or bias is None:
+        return bias if mask is None else mask
+    return (mask + bias).clamp_(min=torch.finfo(mask.dtype).min)
 
 
 def _in_spans(

@@ -20,6 +20,7 @@ from foresay.models.packaged import ALIASES, check_gguf, converted
 from foresay.models.reading import load_errors, quiet_transformers
 
 _HUB_TIMEOUT_S = 10.0
+_TOKENIZER_FILES = ("tokenizer", "tokenization", "vocab", "spiece", "sentencepiece", "source.spm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,19 @@ def load_model(name: str | os.PathLike[str], options: LoadOptions | None = None)
     return wrap(os.fspath(name), weights, tokenizer, optimise=True)
 
 
+def load_tokenizer(name: str | os.PathLike[str], options: LoadOptions | None = None) -> Any:
+    """Load a model's tokenizer without its weights, named as for `load_model`; a folder may hold nothing else.
+
+    Of the options only revision, trust_remote_code and progress apply. Raises as `load_model` does.
+    """
+    from transformers import AutoTokenizer
+
+    options = options or LoadOptions()
+    folder, extra, owned = _locate(os.fspath(name), options, weights=False)
+    with quiet_transformers(), load_errors(os.fspath(name), owned):
+        return AutoTokenizer.from_pretrained(folder, **_common(options), **extra)
+
+
 def wrap(name: str, weights: Any, tokenizer: Any, *, optimise: bool) -> LoadedModel:
     """Put a transformers model behind the protocol.
 
@@ -64,8 +78,9 @@ def wrap(name: str, weights: Any, tokenizer: Any, *, optimise: bool) -> LoadedMo
     """
     from foresay.models.causal import CausalModel
     from foresay.models.probe import check
+    from foresay.models.seq2seq import Seq2SeqModel
 
-    model = CausalModel(weights)
+    model = Seq2SeqModel(weights) if weights.config.is_encoder_decoder else CausalModel(weights)
     try:
         check(model)
     except BaseException:
@@ -98,12 +113,17 @@ def _device(options: LoadOptions) -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def _common(options: LoadOptions) -> dict[str, Any]:
+    """What weights and tokenizer are read with."""
+    return {"trust_remote_code": options.trust_remote_code, "revision": options.revision or "main"}
+
+
 def _read(
     folder: str, extra: dict[str, Any], options: LoadOptions, dtype: Any, device: torch.device
 ) -> tuple[Any, Any]:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
-    common = {"trust_remote_code": options.trust_remote_code, "revision": options.revision or "main", **extra}
+    common = {**_common(options), **extra}
     kwargs: dict[str, Any] = {"dtype": dtype, **common}
     for key in ("max_memory", "quantization_config", "tp_plan"):
         if (value := getattr(options, key)) is not None:
@@ -117,7 +137,10 @@ def _read(
 
         kwargs["quantization_config"] = GgufConfig(dequantize=True)
     tokenizer = AutoTokenizer.from_pretrained(folder, **common)
-    model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **kwargs)
+    # a GGUF file is taken for a decoder-only model: finding out would read all of its header once more
+    paired = "gguf_file" not in extra and AutoConfig.from_pretrained(folder, **common).is_encoder_decoder
+    kind = AutoModelForSeq2SeqLM if paired else AutoModelForCausalLM
+    model, report = kind.from_pretrained(folder, output_loading_info=True, **kwargs)
     absent = sorted([*report["missing_keys"], *(str(key) for key in report["mismatched_keys"])])
     if absent:
         raise ModelLoadError(
@@ -127,15 +150,17 @@ def _read(
     return model, tokenizer
 
 
-def _locate(name: str, options: LoadOptions) -> tuple[str, dict[str, Any], bool]:
-    """(folder or hub id, extra arguments, whether the folder is a conversion of ours)."""
+def _locate(name: str, options: LoadOptions, *, weights: bool = True) -> tuple[str, dict[str, Any], bool]:
+    """(folder or hub id, extra arguments, whether the folder is a conversion of ours). weights: they are wanted too."""
     if not name:
         raise ModelNotFoundError("the model's name is empty; give an alias, a hub id, a folder or a GGUF file")
     if name in ALIASES:
         return str(converted(name, options)), {}, True
     path = Path(name).expanduser()
     if path.is_dir():
-        if not (path / "config.json").is_file():
+        if not weights and not any(file.name.startswith(_TOKENIZER_FILES) for file in path.iterdir()):
+            raise ModelNotFoundError(f"the folder {name!r} holds no tokenizer (tokenizer.json, tokenizer.model, ...)")
+        if weights and not (path / "config.json").is_file():
             raise ModelNotFoundError(f"the folder {name!r} holds no config.json; is it a transformers model folder?")
         return str(path), {}, False
     if path.is_file():

@@ -14,8 +14,10 @@ import torch
 from torch import nn
 
 _LINEAR = torch.ops.mkldnn._linear_pointwise.default
-_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q", "k", "v"), ("wi_0", "wi_1"))
 """Names of layers that most families apply to one and the same input."""
+_CROSS = ("encoder_attn", "EncDecAttention")
+"""Names of attention that reads an encoder's output: its query layer is used without the two others."""
 
 
 def _pack(weight: torch.Tensor) -> torch.Tensor:
@@ -25,6 +27,9 @@ def _pack(weight: torch.Tensor) -> torch.Tensor:
 
 class PackedLinear(nn.Module):
     """A frozen linear layer in oneDNN's own layout."""
+
+    weight: torch.Tensor | None = None
+    """None: T5 asks its layers for their weights' dtype where they have any."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -36,6 +41,13 @@ class PackedLinear(nn.Module):
         """x: [..., in] -> [..., out]."""
         out: torch.Tensor = _LINEAR(x, self.packed, self.bias, "none", [], "")
         return out
+
+
+def weight_of(layer: nn.Module) -> torch.Tensor | None:
+    """A linear layer's weight in plain layout, [out, in]; None for a layer of another kind."""
+    if isinstance(layer, PackedLinear):
+        return layer.packed.to_dense()
+    return layer.weight.detach() if isinstance(layer, nn.Linear) else None
 
 
 class _Joint:
@@ -91,8 +103,8 @@ def pack_linears(model: nn.Module) -> int:
     Returns how many were replaced. A weight tied to an embedding stays, since the embedding reads it in plain layout.
     """
     count = 0
-    for parent in list(model.modules()):
-        for names in _TOGETHER:
+    for path, parent in list(model.named_modules()):
+        for names in () if path.endswith(_CROSS) else _TOGETHER:
             count += _pack_together(parent, names)
         for name, child in list(parent.named_children()):
             if _packable(child):

@@ -53,7 +53,7 @@ class Pass:
         """positions: [B, T] int64 on any device."""
         self.positions, self.first_row, self.width = positions, first_row, width
         self.batch = int(positions.shape[0])
-        self.folded: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
+        self.folded: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor | None, list[torch.Tensor]]] = {}
         self._placed: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def place(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -115,13 +115,21 @@ class SlotCache:
             shapes = [(self._rows, self._slots, x.shape[1], x.shape[3]) for x in (keys, values)]
             held = self._layers[layer] = (keys.new_zeros(shapes[0]), values.new_zeros(shapes[1]))
         rows, slots = at.place(keys.device)
-        end = at.first_row + at.batch
         for store, new in zip(held, (keys, values), strict=True):
             store[rows, slots] = new.transpose(1, 2)
-        return (
-            held[0][at.first_row : end, : at.width].transpose(1, 2),
-            held[1][at.first_row : end, : at.width].transpose(1, 2),
-        )
+        return self.read(layer, at.first_row, at.batch, at.width)
+
+    def read(self, layer: int, first_row: int, batch: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values that rows see, [B, heads, width, dim] views."""
+        held = self._layers[layer]
+        assert held is not None
+        end = first_row + batch
+        return held[0][first_row:end, :width].transpose(1, 2), held[1][first_row:end, :width].transpose(1, 2)
+
+    @property
+    def num_layers(self) -> int:
+        """Layers written so far."""
+        return len(self._layers)
 
     def truncate(self, lengths: Sequence[int]) -> None:
         """Rewind row i to min(its length, lengths[i]); rows behind the given ones stay as they are."""
@@ -143,3 +151,30 @@ class SlotCache:
     def nbytes(self) -> int:
         """Bytes held."""
         return sum(store.nbytes for layer in self._layers for store in layer or ())
+
+
+class BorrowedSlots(SlotCache):
+    """Another cache's slots, read and written at lengths of its own.
+
+    For a draft that is the first layers of the target: what the target has cached for them is what they would cache. What
+    the draft writes behind that is overwritten by the target's next pass, with the same values or with others' tokens.
+    """
+
+    def __init__(self, owner: SlotCache) -> None:
+        super().__init__()
+        self._owner = owner
+
+    def _reserve(self, rows: int, slots: int) -> None:
+        self._owner._reserve(len(self._owner.lengths), slots)
+
+    def write(
+        self, layer: int, keys: torch.Tensor, values: torch.Tensor, at: Pass
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store a pass in the owner's slots; see SlotCache.write."""
+        return self._owner.write(layer, keys, values, at)
+
+    def rearrange(self, moves: Sequence[Move], count: int) -> None:
+        """Follow the moves; the owner moves what is cached."""
+        for source, target in moves:
+            self.lengths[target] = self.lengths[source]
+        del self.lengths[count:]

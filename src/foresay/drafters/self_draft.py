@@ -1,0 +1,25 @@
+"""Self-speculation: the target's first layers, with its own final norm and head, as the draft.
+
+Shares the target's weights, and its cache: the first layers' keys and values of what is committed are the target's. Takes
+no memory but a trimmed head's, and no prefill. `target` must be a decoder-only transformers model.
+"""
+
+from __future__ import annotations
+
+from foresay.core import KVCache
+from foresay.drafters.context import SharedContext
+from foresay.drafters.model import ModelDrafter
+from foresay.models.base import LanguageModel
+
+
+class SelfDrafter(ModelDrafter):
+    """Guesses with the first layers of the target. model: those layers, as `models.shallow.first_layers` makes them."""
+
+    context: SharedContext
+
+    def __init__(self, model: LanguageModel, target_vocab_size: int) -> None:
+        super().__init__(model, target_vocab_size, context=SharedContext(model, target_vocab_size))
+
+    def borrow(self, cache: KVCache) -> None:
+        """Draft in the target's cache."""
+        self.context.borrow(cache)

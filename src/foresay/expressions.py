@@ -1,0 +1,179 @@
+"""Readable settings: `name`, `name(value, key=value)`, nested as deep as one likes.
+
+    max_gram
+    prompt_lookup(max_ngram=6)
+    cascade(model=A, model=B, max_gram; k=[[5, 14, 10], [0, 1, 10], [0, 0, 10]], lenience=2)
+
+Owns the grammar and how a call meets a function's parameters; knows none of the names. Values are numbers, true, false,
+none, quoted or bare words (a path needs no quotes unless it holds one of , ; ( ) [ ] = or white space), lists and calls. A
+comma and a semicolon mean the same.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from foresay.errors import ConfigError, UnknownNameError
+
+_TOKEN = re.compile(r"""\s*(?:(?P<quoted>"[^"]*"|'[^']*')|(?P<mark>[,;()\[\]=])|(?P<word>[^\s,;()\[\]="']+))""")
+_WORDS: dict[str, Any] = {"true": True, "false": False, "none": None}
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A name with the values it was given, in order: (key or None, value)."""
+
+    name: str
+    values: tuple[tuple[str | None, Any], ...] = ()
+
+    def __str__(self) -> str:
+        if not self.values:
+            return self.name
+        return f"{self.name}({', '.join(f'{k}={_shown(v)}' if k else _shown(v) for k, v in self.values)})"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(_shown, value))}]"
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    return str(value)
+
+
+class _Parser:
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._tokens = list(self._split())
+        self._next = 0
+
+    def _split(self) -> Iterable[tuple[str, str, int]]:
+        place, end = 0, len(self._text.rstrip())
+        while place < end:
+            found = _TOKEN.match(self._text, place)
+            if found is None:
+                raise ConfigError(f"{self._text!r} has a quote without an end at character {place + 1}")
+            kind = str(found.lastgroup)
+            yield kind, found[kind], found.start(kind)
+            place = found.end()
+
+    def _fail(self, wanted: str) -> ConfigError:
+        if self._next < len(self._tokens):
+            _, text, place = self._tokens[self._next]
+            return ConfigError(f"{self._text!r}: {text!r} at character {place + 1}, where {wanted} should be")
+        return ConfigError(f"{self._text!r} ends where {wanted} should be")
+
+    def _peek(self, mark: str) -> bool:
+        return self._next < len(self._tokens) and self._tokens[self._next][:2] == ("mark", mark)
+
+    def _take(self, mark: str) -> bool:
+        found = self._peek(mark)
+        self._next += found
+        return found
+
+    def whole(self) -> Call:
+        value = self._value()
+        if self._next < len(self._tokens):
+            raise self._fail("the end")
+        if isinstance(value, str):
+            return Call(value)
+        if not isinstance(value, Call):
+            raise ConfigError(f"{self._text!r} is not a name, nor a name with settings in parentheses")
+        return value
+
+    def _value(self) -> Any:
+        if self._take("["):
+            return self._list()
+        if self._next >= len(self._tokens) or self._tokens[self._next][0] == "mark":
+            raise self._fail("a value")
+        kind, text, _ = self._tokens[self._next]
+        self._next += 1
+        if kind == "quoted":
+            return text[1:-1]
+        if self._take("("):
+            return Call(text, tuple(self._values()))
+        return _read(text)
+
+    def _list(self) -> list[Any]:
+        out: list[Any] = []
+        while not self._take("]"):
+            if out and not (self._take(",") or self._take(";")):
+                raise self._fail("',' or ']'")
+            if not (out and self._peek("]")):
+                out.append(self._value())
+        return out
+
+    def _values(self) -> Iterable[tuple[str | None, Any]]:
+        first = True
+        while not self._take(")"):
+            if not first and not (self._take(",") or self._take(";")):
+                raise self._fail("',' or ')'")
+            first = False
+            if self._peek(")"):
+                continue
+            value = self._value()
+            if self._take("="):
+                if not isinstance(value, str):
+                    self._next -= 1
+                    raise self._fail("',' or ')'")
+                yield value, self._value()
+            else:
+                yield None, value
+
+
+def _read(word: str) -> Any:
+    if word.lower() in _WORDS:
+        return _WORDS[word.lower()]
+    for kind in (int, float):
+        try:
+            return kind(word)
+        except ValueError:
+            continue
+    return word
+
+
+def parse(text: str) -> Call:
+    """An expression as a Call; ConfigError says where it goes wrong."""
+    if not text.strip():
+        raise ConfigError("an empty text names nothing")
+    return _Parser(text).whole()
+
+
+def apply(kind: str, call: Call, known: Mapping[str, Callable[..., T]]) -> T:
+    """Call the function of that name with the call's values.
+
+    UnknownNameError for a name or setting nobody knows, ConfigError for a value given twice, too many or missing.
+    """
+    if call.name not in known:
+        raise UnknownNameError(kind, call.name, known)
+    parameters = inspect.signature(known[call.name]).parameters
+    free = [p.name for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    anything = any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
+    names = [p.name for p in parameters.values() if p.kind is not p.VAR_POSITIONAL]
+    positional: list[Any] = []
+    named: dict[str, Any] = {}
+    for key, value in call.values:
+        if anything and key not in names:
+            positional.append((key, value))
+        elif key is None and len(positional) >= len(free):
+            raise ConfigError(f"{call}: {kind} {call.name!r} takes {len(free)} values without a name at most")
+        elif key is None:
+            positional.append(value)
+        elif key not in names:
+            raise UnknownNameError(f"setting of {kind} {call.name!r}", key, names)
+        elif key in named or key in free[: len(positional)]:
+            raise ConfigError(f"{call}: {key} is given twice")
+        else:
+            named[key] = value
+    missing = [
+        p.name
+        for p in parameters.values()
+        if p.default is p.empty and p.kind is not p.VAR_POSITIONAL and p.name not in {*named, *free[: len(positional)]}
+    ]
+    if missing:
+        raise ConfigError(f"{kind} {call.name!r} needs {', '.join(missing)}, for example {call.name}({missing[0]}=...)")
+    return known[call.name](*positional, **named)

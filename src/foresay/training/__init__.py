@@ -1,0 +1,1 @@
+"""What drafts are made of: corpora, n-gram tables."""

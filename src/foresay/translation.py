@@ -1,0 +1,113 @@
+"""Between two tokenizers: one's tokens of a text that is known in the other's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+_INCOMPLETE = "\ufffd"
+_SETTLE = 96
+"""Tokens behind which the beginning of the tail is settled, so that a long text is not read again and again."""
+_KEEP = 32
+"""Tokens of the tail that may still be read differently when more text follows."""
+
+
+class TokenizerTranslator:
+    """A draft's tokenizer and the target's; a Translator for `TranslatedDrafter`."""
+
+    def __init__(self, target: Any, draft: Any) -> None:
+        self.target, self.draft = target, draft
+        ours, theirs = draft.get_vocab(), target.get_vocab()
+        common = sorted((ours[token], theirs[token]) for token in ours.keys() & theirs.keys())
+        pairs = torch.tensor(common, dtype=torch.int64).view(-1, 2)
+        self.shared = (pairs[:, 0].contiguous(), pairs[:, 1].contiguous())
+        self._special = {i: token for token, i in theirs.items() if i in set(target.all_special_ids)}
+        self._known = ours
+
+    def opening(self) -> list[int]:
+        """What the draft's tokenizer puts before every text."""
+        bos = self.draft.bos_token_id
+        return [bos] if bos is not None and self.draft("a").input_ids[:1] == [bos] else []
+
+    def reader(self) -> TextReader:
+        """A reader of one row's growing text."""
+        return TextReader(self)
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """The text of the target's tokens; special ones only where the draft has them too."""
+        parts: list[str] = []
+        plain: list[int] = []
+        for token in tokens:
+            if token not in self._special:
+                plain.append(token)
+                continue
+            parts.append(self._decoded(self.target, plain))
+            plain = []
+            if self._special[token] in self._known:
+                parts.append(self._special[token])
+        parts.append(self._decoded(self.target, plain))
+        return "".join(parts)
+
+    @staticmethod
+    def _decoded(tokenizer: Any, tokens: Sequence[int]) -> str:
+        if not tokens:
+            return ""
+        text: str = tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
+
+    def draft_tokens(self, text: str) -> list[int]:
+        """The draft's tokens of a text."""
+        ids: list[int] = self.draft(text, add_special_tokens=False).input_ids
+        return ids
+
+    def to_target(self, context: Sequence[int], drafted: Sequence[int]) -> list[int]:
+        """The target's tokens of the drafted text behind the context, as it would split the two together."""
+        new = self._decoded(self.draft, drafted).rstrip(_INCOMPLETE)
+        if not new:
+            return []
+        begin = self._boundary(context)
+        tail = list(context[begin:])
+        known = self._decoded(self.target, tail)
+        whole: list[int] = self.target(known + new, add_special_tokens=False).input_ids
+        if whole[: len(tail)] == tail:
+            return whole[len(tail) :]
+        alone: list[int] = self.target(new, add_special_tokens=False).input_ids
+        return alone
+
+    def _boundary(self, tokens: Sequence[int]) -> int:
+        """A place in the tokens where a word begins, so that what follows splits as it does in the whole text."""
+        for place in range(max(0, len(tokens) - 8), 0, -1):
+            if self.begins_word(tokens[place]):
+                return place
+        return 0
+
+    def begins_word(self, token: int) -> bool:
+        """Whether a target token begins with white space (or is special), so that texts may be cut before it."""
+        if token in self._special:
+            return True
+        piece = str(self.target.convert_ids_to_tokens(token))
+        return piece[:1] in ("\u0120", "\u010a", "\u2581", " ", "\n")
+
+
+class TextReader:
+    """One row's text in the draft's tokens: the beginning settled, the tail read again as it grows."""
+
+    def __init__(self, translator: TokenizerTranslator) -> None:
+        self._translator = translator
+        self._settled: list[int] = translator.opening()
+        self._place = 0
+
+    def read(self, tokens: Sequence[int], committed: int) -> list[int]:
+        """The draft's tokens of the whole text. tokens: the target's, of which the first `committed` stay as they are."""
+        translator = self._translator
+        while committed - self._place > _SETTLE:
+            stop = max(self._place + 1, min(committed - _KEEP, self._place + 4 * _SETTLE))
+            cut = next((i for i in range(stop, self._place, -1) if translator.begins_word(tokens[i])), stop)
+            self._settled += translator.draft_tokens(translator.text(tokens[self._place : cut]))
+            self._place = cut
+        tail = translator.text(tokens[self._place :]).rstrip(_INCOMPLETE)
+        out = self._settled + translator.draft_tokens(tail)
+        # a context cannot be empty: the first shared token stands for a text that has no tokens yet
+        return out or [int(translator.shared[0][0]) if len(translator.shared[0]) else 0]
