@@ -99,6 +99,24 @@ class Mixed(Fake):
         return Proposal(tokens, counts, laws, index)
 
 
+class Renumbered:
+    """A Translator between ids and the same ids counted from the other end; the last `private` are not shared."""
+
+    def __init__(self, size: int, private: int = 0) -> None:
+        self.size = size
+        ours = torch.arange(size - private)
+        self.shared = (ours, size - 1 - ours)
+
+    def reader(self) -> Renumbered:
+        return self
+
+    def read(self, tokens: Sequence[int], committed: int) -> list[int]:
+        return [self.size - 1 - token for token in tokens]
+
+    def to_target(self, context: Sequence[int], drafted: Sequence[int]) -> list[int]:
+        return [self.size - 1 - token for token in drafted]
+
+
 def run(
     target: LanguageModel,
     prompts: Sequence[Sequence[int]],

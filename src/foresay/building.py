@@ -7,6 +7,7 @@ stores that outlive a request. Settings are checked when an expression is read; 
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -296,7 +297,7 @@ def read_rule(rule: str | Rule) -> Rule:
 
 def read_length(length: str | int | LengthPolicy) -> LengthPolicy:
     """The policy an expression or a number names; a LengthPolicy is taken as it is."""
-    if isinstance(length, str) and length.strip().lstrip("-").isdigit():
+    if isinstance(length, str) and re.fullmatch(r"-?\d+", length.strip(), re.ASCII):
         length = int(length)
     if isinstance(length, int):
         return ConstantLength(length)

@@ -8,10 +8,11 @@ from typing import Any
 from foresay.errors import ConfigError
 
 
-def integer(name: str, value: Any, low: int, high: int) -> int:
-    """`value` if it is an integer in [low, high]."""
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ConfigError(f"{name}={value!r} must be an integer in [{low}, {high}]")
+def integer(name: str, value: Any, low: int, high: int | None = None) -> int:
+    """`value` if it is an integer in [low, high]; None sets no upper bound."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
+        bound = f"at least {low}" if high is None else f"in [{low}, {high}]"
+        raise ConfigError(f"{name}={value!r} must be an integer {bound}")
     return value
 
 

@@ -42,7 +42,15 @@ def _shown(value: Any) -> str:
         return f"[{', '.join(map(_shown, value))}]"
     if value is None or isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, str) and not _is_bare(value):
+        return f"'{value}'" if '"' in value else f'"{value}"'
     return str(value)
+
+
+def _is_bare(value: str) -> bool:
+    """Whether a text is read as itself without quotes."""
+    found = _TOKEN.fullmatch(value)
+    return found is not None and found["word"] == value and _read(value) == value
 
 
 class _Parser:
@@ -56,7 +64,8 @@ class _Parser:
         while place < end:
             found = _TOKEN.match(self._text, place)
             if found is None:
-                raise ConfigError(f"{self._text!r} has a quote without an end at character {place + 1}")
+                quote = end - len(self._text[place:end].lstrip())
+                raise ConfigError(f"{self._text!r} has a quote without an end at character {quote + 1}")
             kind = str(found.lastgroup)
             yield kind, found[kind], found.start(kind)
             place = found.end()
@@ -81,6 +90,8 @@ class _Parser:
             raise self._fail("the end")
         if isinstance(value, str):
             return Call(value)
+        if value is None:
+            return Call("none")
         if not isinstance(value, Call):
             raise ConfigError(f"{self._text!r} is not a name, nor a name with settings in parentheses")
         return value
@@ -165,10 +176,12 @@ def apply(kind: str, call: Call, known: Mapping[str, Callable[..., T]]) -> T:
             positional.append(value)
         elif key not in names:
             raise UnknownNameError(f"setting of {kind} {call.name!r}", key, names)
-        elif key in named or key in free[: len(positional)]:
+        elif key in named:
             raise ConfigError(f"{call}: {key} is given twice")
         else:
             named[key] = value
+    if twice := named.keys() & set(free[: len(positional)]):
+        raise ConfigError(f"{call}: {min(twice)} is given twice")
     missing = [
         p.name
         for p in parameters.values()

@@ -348,7 +348,7 @@ def test_ctrl_c_while_loading(folder: Path, shell: tiny.Shell, monkeypatch: pyte
     def interrupted(*args: Any, **kwargs: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("foresay.loading.load_model", interrupted)
+    monkeypatch.setattr("foresay.resolving.load_model", interrupted)
     code, out, err = shell("generate", "--model", str(folder), PROMPT)
     assert (code, out, err) == (130, "", "")
 

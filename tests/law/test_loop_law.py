@@ -1,8 +1,8 @@
 """The whole loop over a table: the law of what is written equals the enumerated law of the target.
 
 Each cell compares SAMPLES outputs of LENGTH tokens with their enumerated law by chi-squared. Seeds are fixed; with
-ALPHA = 1e-6 and about 45 cells the odds that correct code would have failed when the seeds were chosen are 5e-5.
-`pytest tests/law --full-law` runs the full product of 1,344.
+ALPHA = 1e-6 and about 80 cells the odds that correct code would have failed when the seeds were chosen are 8e-5.
+`pytest tests/law --full-law` runs the full product of 3,744.
 """
 
 from __future__ import annotations
@@ -14,9 +14,21 @@ import numpy as np
 import pytest
 from reference import joint, p_value
 
-from foresay.core import Drafter, SamplingParams
+from foresay.core import Drafter, LengthPolicy, SamplingParams
+from foresay.drafters import (
+    Cascade,
+    MaxGram,
+    ModelDrafter,
+    NgramStore,
+    NgramStoreDrafter,
+    PastRequests,
+    PromptLookup,
+    SuffixDrafter,
+)
+from foresay.drafters.translated import TranslatedDrafter
+from foresay.lengths import ConfidenceLength, ConstantLength, HeuristicLength, ThroughputLength
 from foresay.models.table import TableModel
-from support import Mixed, ModelDrafter, PromptLookup, run
+from support import Mixed, Renumbered, run
 
 SIZE, LENGTH, SAMPLES, ALPHA = 4, 3, 3000, 1e-6
 PROMPT = [1, 2, 1, 3, 1, 2]
@@ -26,17 +38,38 @@ DRAFT = TableModel.random(SIZE, seed=2, concentration=0.7)
 NARROW = TableModel.random(SIZE - 1, seed=3, concentration=0.7)
 WIDE = TableModel.random(SIZE + 2, seed=4, concentration=0.7)
 
+SMALL = TableModel.random(SIZE, seed=5, concentration=0.7)
+
+
+def model(table: TableModel) -> ModelDrafter:
+    return ModelDrafter(table, SIZE)
+
+
 DRAFTERS: dict[str, Callable[[], Drafter | None]] = {
     "none": lambda: None,
-    "model": lambda: ModelDrafter(DRAFT, SIZE),
-    "narrow": lambda: ModelDrafter(NARROW, SIZE),
-    "wide": lambda: ModelDrafter(WIDE, SIZE),
-    "same": lambda: ModelDrafter(TARGET, SIZE),
+    "model": lambda: model(DRAFT),
+    "same": lambda: model(TARGET),
     "lookup": lambda: PromptLookup(min_ngram=1),
     "mixed": lambda: Mixed(SIZE),
+    "max_gram": MaxGram,
+    "store": lambda: NgramStoreDrafter(3, filler_top_k=2),
+    "shared_store": lambda: NgramStoreDrafter(3, filler_top_k=2, stop_unknown=False, store=NgramStore(3)),
+    "suffix": lambda: SuffixDrafter(PastRequests(256)),
+    "cascade": lambda: Cascade([model(DRAFT), MaxGram()], [[3, 2], [0, 2]]),
+    "deep": lambda: Cascade([model(WIDE), model(NARROW), Mixed(SIZE)], [[2, 2, 1], [0, 1, 2], [0, 0, 2]]),
+    "lenient": lambda: Cascade([model(DRAFT), model(SMALL), MaxGram()], [[2, 2, 1], [0, 2, 1], [0, 0, 2]], lenience=2),
+    "horizontal": lambda: Cascade([model(DRAFT), model(SMALL)], [[2, 3], [0, 0]]),
+    "translated": lambda: TranslatedDrafter(DRAFT, SIZE, Renumbered(SIZE, private=1)),
 }
 RULES = ["speculative", "block", "match", "coupled"]
-LENGTHS = [0, 1, 2, 5]
+LENGTHS: dict[str, Callable[[], LengthPolicy]] = {
+    "0": lambda: ConstantLength(0),
+    "2": lambda: ConstantLength(2),
+    "5": lambda: ConstantLength(5),
+    "heuristic": lambda: HeuristicLength(2, high=5),
+    "confidence": lambda: ConfidenceLength(0.4, high=5),
+    "throughput": lambda: ThroughputLength(start=2, high=5),
+}
 PARAMS = {
     "plain": SamplingParams(temperature=1.0, max_new_tokens=LENGTH),
     "nucleus": SamplingParams(temperature=0.8, top_p=0.8, max_new_tokens=LENGTH),
@@ -46,7 +79,7 @@ PARAMS = {
     ),
 }
 BATCHES = {"one": (1, 0), "eight": (8, 0), "joining": (64, 40)}
-Cell = tuple[str, str, int, str, str]
+Cell = tuple[str, str, str, str, str]
 
 
 def product() -> list[Cell]:
@@ -72,7 +105,7 @@ def pairwise() -> list[Cell]:
 
 
 def sample(cell: Cell, samples: int = SAMPLES) -> list[list[int]]:
-    drafter, rule, gamma, params, batch = cell
+    drafter, rule, length, params, batch = cell
     size, late = BATCHES[batch]
     requests = [SamplingParams.of(PARAMS[params], seed=seed) for seed in range(samples)]
     outputs, _, engine = run(
@@ -81,7 +114,7 @@ def sample(cell: Cell, samples: int = SAMPLES) -> list[list[int]]:
         requests,
         drafter=DRAFTERS[drafter](),
         rule=rule,
-        gamma=gamma,
+        policy=LENGTHS[length](),
         max_batch_size=size,
         join_later=late,
     )
@@ -102,7 +135,7 @@ def test_output_has_the_targets_law(cell: Cell) -> None:
 
 def test_the_comparison_sees_another_law() -> None:
     """The draft's own law, and a law one parameter away, are told from the target's at this sample size."""
-    outputs = sample(("none", "speculative", 0, "plain", "joining"))
+    outputs = sample(("none", "speculative", "0", "plain", "joining"))
     assert p_value(outputs, joint(DRAFT, PARAMS["plain"], PROMPT, LENGTH), SIZE) < ALPHA
     warmer = SamplingParams.of(PARAMS["plain"], temperature=1.2)
     assert p_value(outputs, joint(TARGET, warmer, PROMPT, LENGTH), SIZE) < ALPHA

@@ -11,6 +11,7 @@ from typing import Any
 import typer
 
 from foresay.cli import demo, generate, info, models, ngram, version
+from foresay.cli.options import spread
 
 CLOSED_PIPE = 141
 """128 + SIGPIPE, what a shell reports for a program that the signal ended."""
@@ -42,6 +43,7 @@ ngram_group = _group("ngram", "Make n-gram tables from text, and look into them.
 
 def _add(name: str, command: Callable[..., Any], group: typer.Typer = app) -> None:
     """Register a command; a reader that has gone ends it quietly."""
+    command = spread(command)
 
     @functools.wraps(command)
     def guarded(*args: Any, **kwargs: Any) -> Any:
@@ -57,7 +59,10 @@ def _add(name: str, command: Callable[..., Any], group: typer.Typer = app) -> No
 
 
 _add("generate", generate.run)
+# _add("chat", chat.run)
+# _add("compare", compare.run)
 _add("demo", demo.run)
+# _add("methods", methods.run)
 _add("models", models.run)
 _add("info", info.run)
 _add("version", version.run)

@@ -1,4 +1,4 @@
-"""What the commands share: options, reading prompts, showing progress."""
+"""What the commands share: loading a model, reading prompts, showing progress."""
 
 from __future__ import annotations
 
@@ -6,21 +6,15 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from foresay.errors import ConfigError, PromptError
 
 if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn
 
-    from foresay.generator import Generation
-
-DtypeOption = Annotated[str, typer.Option(help="auto, bf16, fp16 or fp32.")]
-DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")]
-ThreadsOption = Annotated[int | None, typer.Option(help="Processor threads; fewer on a machine that is busy.")]
-TrustOption = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")]
+    from foresay.cli.options import MachineOptions, MethodOptions, ModelOptions
+    from foresay.generator import Generation, Generator
 
 
 @contextmanager
@@ -54,6 +48,50 @@ def use_threads(count: int | None) -> None:
     import torch
 
     torch.set_num_threads(count)
+
+
+def load_generator(
+    models: ModelOptions, drafter: str, methods: MethodOptions, machine: MachineOptions, **more: Any
+) -> Generator:
+    """What the options name, loaded; a draft model by its expression, so that it is kept for `foresay.change`."""
+    from foresay.loading import load
+
+    use_threads(machine.threads)
+    draft: str | None = models.draft
+    if draft is not None and drafter in ("auto", "model"):
+        drafter, draft = model_expression(draft), None
+    with loading(f"Loading {models.model}") as progress:
+        return load(
+            models.model,
+            draft,
+            drafter=drafter,
+            num_draft_tokens=methods.num_draft_tokens,
+            length=methods.length,
+            rule=methods.rule,
+            dtype=machine.dtype,
+            device=machine.device,
+            trust_remote_code=machine.trust_remote_code,
+            progress=progress,
+            **more,
+        )
+
+
+def model_expression(name: str) -> str:
+    """The drafter expression of a draft model, its name quoted where the grammar needs it."""
+    from foresay.expressions import Call, parse
+
+    bare = f"model({name})"
+    try:
+        return bare if parse(bare) == Call("model", ((None, name),)) else f'model("{name}")'
+    except ConfigError:
+        return f'model("{name}")'
+
+
+def fresh_seed() -> int:
+    """A seed for a sampled output whose caller gave none."""
+    import secrets
+
+    return secrets.randbelow(2**32)
 
 
 def read_prompt(argument: str | None, file: Path | None) -> str:

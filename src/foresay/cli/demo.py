@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from foresay.cli.common import ThreadsOption, loading, use_threads
+from foresay.cli.common import loading, use_threads
+from foresay.cli.options import ThreadsOption
 
 if TYPE_CHECKING:
     from foresay.generator import Generation, Generator

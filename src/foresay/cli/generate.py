@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from foresay.cli import batch
-from foresay.cli.common import (
-    DeviceOption,
-    DtypeOption,
-    ThreadsOption,
-    TrustOption,
-    as_prompt,
-    as_record,
-    loading,
-    read_prompt,
-    use_threads,
+from foresay.cli.common import as_prompt, as_record, fresh_seed, load_generator, read_prompt
+from foresay.cli.options import (
+    DrafterOption,
+    FileOption,
+    MachineOptions,
+    MethodOptions,
+    ModelOptions,
+    PromptArgument,
+    RawOption,
+    SamplingOptions,
+    TraceOption,
 )
 
 if TYPE_CHECKING:
@@ -29,25 +29,13 @@ if TYPE_CHECKING:
 
 
 def run(
-    prompt: Annotated[str | None, typer.Argument(help="The prompt; '-' or nothing reads standard input.")] = None,
-    file: Annotated[Path | None, typer.Option(help="Read the prompt from a UTF-8 file.")] = None,
-    model: Annotated[str, typer.Option(help="Alias, hub id, folder or GGUF file.")] = "smollm2-135m",
-    draft: Annotated[str | None, typer.Option(help="A draft model, named the same way.")] = None,
-    drafter: Annotated[str, typer.Option(help="auto, none, model or prompt_lookup.")] = "auto",
-    num_draft_tokens: Annotated[int | None, typer.Option(help="Tokens guessed per pass; 0 is plain decoding.")] = None,
-    rule: Annotated[str, typer.Option(help="speculative, block, match or coupled.")] = "speculative",
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", help="Tokens to write at most.")] = 256,
-    min_new_tokens: Annotated[int, typer.Option(help="Tokens to write at least.")] = 0,
-    temperature: Annotated[float, typer.Option("--temperature", "-t", help="0 is greedy.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens of this mass.")] = 1.0,
-    min_p: Annotated[float, typer.Option(help="Keep tokens this share as likely as the likeliest.")] = 0.0,
-    repetition_penalty: Annotated[float, typer.Option(help="Above 1 discourages repetition.")] = 1.0,
-    presence_penalty: Annotated[float, typer.Option(help="Once per token already written.")] = 0.0,
-    frequency_penalty: Annotated[float, typer.Option(help="Per occurrence already written.")] = 0.0,
-    seed: Annotated[int | None, typer.Option(help="Makes a sampled output reproducible.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be repeated.")] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Write past the end token.")] = False,
+    prompt: PromptArgument = None,
+    file: FileOption = None,
+    *,
+    models: ModelOptions,
+    drafter: DrafterOption = "auto",
+    methods: MethodOptions,
+    sampling: SamplingOptions,
     logprobs: Annotated[
         int | None, typer.Option(help="With --json: log-probabilities, and of this many others.")
     ] = None,
@@ -55,38 +43,19 @@ def run(
         bool, typer.Option("--lines", help="Each line is a prompt; all are decoded as one batch.")
     ] = False,
     batch_size: Annotated[int, typer.Option(help="With --lines: prompts decoded at a time.")] = 32,
-    raw: Annotated[bool, typer.Option("--raw", help="No chat template: continue the text as it is.")] = False,
-    trace: Annotated[bool, typer.Option("--trace", help="Colour each token by who wrote it.")] = False,
+    raw: RawOption = False,
+    trace: TraceOption = False,
     compare: Annotated[
         bool, typer.Option("--compare", help="Decode plainly too and compare; 1 if they differ.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the text.")] = False,
-    dtype: DtypeOption = "auto",
-    device: DeviceOption = None,
-    threads: ThreadsOption = None,
-    trust_remote_code: TrustOption = False,
+    machine: MachineOptions,
 ) -> int:
     """Write a continuation of one prompt, faster and unchanged."""
-    from foresay.core import SamplingParams
+    from foresay.building import read_rule
     from foresay.errors import ConfigError
-    from foresay.loading import load
 
-    params = SamplingParams(
-        max_new_tokens=max_new_tokens,
-        min_new_tokens=min_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        seed=seed,
-        stop=tuple(stop or ()),
-        ignore_eos=ignore_eos,
-        logprobs=logprobs,
-    )
-    _refuse_unused(params)
+    params = sampling.params(logprobs=logprobs)
     _refuse_contradictions(
         {
             "--trace": trace,
@@ -98,24 +67,11 @@ def run(
     )
     if batch_size != 32 and not lines:
         raise ConfigError("--batch-size needs --lines")
-    if compare and not params.greedy and rule != "coupled":
+    if compare and not params.greedy and not read_rule(methods.rule).coupled:
         raise ConfigError("--compare needs --temperature 0, or --rule coupled, under which a seed gives one output")
-    use_threads(threads)
     text = read_prompt(prompt, file)
     prompts = batch.split_lines(text) if lines else []
-    with loading(f"Loading {model}") as progress:
-        generator = load(
-            model,
-            draft,
-            drafter=drafter,
-            num_draft_tokens=num_draft_tokens,
-            rule=rule,
-            dtype=dtype,
-            device=device,
-            max_batch_size=batch_size,
-            trust_remote_code=trust_remote_code,
-            progress=progress,
-        )
+    generator = load_generator(models, drafter, methods, machine, max_batch_size=batch_size)
     if lines:
         return batch.run(generator, prompts, params, raw=raw, as_json=as_json)
     return _one(generator, as_prompt(text, generator, raw=raw), params, trace=trace, compare=compare, as_json=as_json)
@@ -128,16 +84,17 @@ def _one(
     from foresay.core import SamplingParams
 
     if params.seed is None and not params.greedy:
-        params = SamplingParams.of(params, seed=_fresh_seed())
+        params = SamplingParams.of(params, seed=fresh_seed())
     if compare:
         generator.generate(request, SamplingParams(max_new_tokens=4))  # neither side pays for the first passes
+        generator.forget()  # and the drafter does not profit from them
     fast, seconds = (_quiet if as_json else _stream)(generator, request, params, trace)
     plain = _plain(generator, request, params) if compare else None
     if as_json:
         typer.echo(json.dumps(_record(fast, seconds, plain), ensure_ascii=False))
     else:
         _sum_up(generator, fast, seconds, plain, trace)
-    return 1 if plain is not None and plain[0].token_ids != fast.token_ids else 0
+    return 1 if plain is not None and fast.exact and plain[0].token_ids != fast.token_ids else 0
 
 
 def _refuse_contradictions(flags: dict[str, bool]) -> None:
@@ -150,29 +107,6 @@ def _refuse_contradictions(flags: dict[str, bool]) -> None:
         raise ConfigError("--lines decodes a batch; --trace and --compare show one prompt")
     if flags["--logprobs"] and not flags["--json"]:
         raise ConfigError("--logprobs needs --json")
-
-
-def _refuse_unused(params: SamplingParams) -> None:
-    """A greedy output does not depend on these: whoever gives one has forgotten the temperature."""
-    from foresay.errors import ConfigError
-
-    if not params.greedy:
-        return
-    unused = {
-        "--seed": params.seed is not None,
-        "--top-k": params.top_k,
-        "--top-p": params.top_p < 1,
-        "--min-p": params.min_p,
-    }
-    for flag, given in unused.items():
-        if given:
-            raise ConfigError(f"{flag} changes nothing at temperature 0; add --temperature")
-
-
-def _fresh_seed() -> int:
-    import secrets
-
-    return secrets.randbelow(2**32)
 
 
 def _quiet(generator: Generator, request: Any, params: SamplingParams, trace: bool) -> tuple[Generation, float]:
@@ -222,9 +156,7 @@ def _sum_up(
     generator: Generator, fast: Generation, seconds: float, plain: tuple[Generation, float] | None, trace: bool
 ) -> None:
     """What a terminal's reader wants to know; nothing on stdout unless it was asked for."""
-    from rich.console import Console
-
-    from foresay.cli.trace import comparison, console, first_difference, legend, percent
+    from foresay.cli.trace import comparison, console, first_difference, legend, notes, sum_up
 
     out = console()
     if trace:
@@ -234,13 +166,7 @@ def _sum_up(
         out.print()
         out.print(comparison(plain[1], plain[0].stats, seconds, fast.stats, out.width))
         where = first_difference(plain[0], fast, generator.tokenizer)
-        out.print("identical output: yes" if where is None else f"identical output: no, at {where}")
-    notes = Console(file=sys.stderr, highlight=False)
-    if notes.is_terminal:
-        stats = fast.stats
-        seed = "" if fast.seed is None else f", seed {fast.seed}"
-        notes.print(
-            f"{stats.num_tokens} tokens in {seconds:.2f} s, {stats.num_tokens / seconds:.1f} tokens/s, "
-            f"{stats.block_efficiency or 0:.2f} tokens/pass, accepted {percent(stats.acceptance_rate)}{seed}",
-            style="dim",
-        )
+        lossy = "" if fast.exact else " (the rule is lossy)"
+        out.print("identical output: yes" if where is None else f"identical output: no, at {where}{lossy}")
+    if notes().is_terminal:
+        notes().print(sum_up(fast.stats, seconds, fast.seed, exact=fast.exact), style="dim")

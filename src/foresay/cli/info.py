@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from foresay.cli.common import DeviceOption, DtypeOption, TrustOption, loading
+from foresay.cli.common import loading
+from foresay.cli.options import DeviceOption, DtypeOption, TrustOption
 
 
 def run(

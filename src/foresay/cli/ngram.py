@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foresay.cli.common import TrustOption, loading, progress_bar
+from foresay.cli.common import loading, progress_bar
+from foresay.cli.options import TrustOption
 from foresay.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from itertools import groupby
 from typing import Any
@@ -70,6 +71,17 @@ def _figures(plain_s: float, seconds: float, stats: Stats) -> tuple[str, ...]:
     )
 
 
+def sum_up(stats: Stats, seconds: float, seed: int | None, *, exact: bool) -> str:
+    """One output's figures in a line."""
+    rate = stats.num_tokens / seconds if seconds else 0.0
+    return (
+        f"{stats.num_tokens} tokens in {seconds:.2f} s, {rate:.1f} tokens/s, "
+        f"{stats.block_efficiency or 0:.2f} tokens/pass, accepted {percent(stats.acceptance_rate)}"
+        + ("" if seed is None else f", seed {seed}")
+        + ("" if exact else ", not exact (lossy rule)")
+    )
+
+
 def first_difference(plain: Any, fast: Any, tokenizer: Any) -> str | None:
     """Where two outputs part, in words; None when they are the same."""
     a, b = plain.token_ids, fast.token_ids
@@ -80,6 +92,25 @@ def first_difference(plain: Any, fast: Any, tokenizer: Any) -> str | None:
     return f"token {place}: plain wrote {words[0]}, speculation {words[1]}"
 
 
+class _Console(Console):
+    """A console whose closed pipe is an error like any other stream's, not an exit of rich's own."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 def console() -> Console:
     """Standard output, without wrapping or markup surprises."""
-    return Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+    return _plain(stderr=False)
+
+
+def notes() -> Console:
+    """Standard error, the same way."""
+    return _plain(stderr=True)
+
+
+def _plain(*, stderr: bool) -> Console:
+    colours: Any = None if os.environ.get("NO_COLOR") else "auto"
+    return _Console(
+        stderr=stderr, highlight=False, markup=False, emoji=False, soft_wrap=True, color_system=colours
+    )

@@ -235,8 +235,8 @@ class _Witness:
 class _Reviewer:
     """A draft model that decodes speculatively with the drafters behind it.
 
-    Its review ends where a token is rejected, which depends on what came before a token and never on the token itself; so
-    a token's law is the model's own law. Block verification would not do here: it looks ahead.
+    Whether a review goes on to a token depends on what came before it and never on the token itself, so that the law of
+    each token it writes, given those before it, is the model's own law.
     """
 
     def __init__(self, drafter: ModelDrafter, plan: _Plan, lenience: float) -> None:

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from foresay import __version__
+from foresay.checks import integer
 from foresay.core import IntArray
 from foresay.errors import ConfigError, ModelLoadError, ModelNotFoundError, VocabularyMismatchError
 
@@ -33,6 +34,7 @@ _KIND, _FORMAT = "foresay n-gram table", 1
 _LEVEL_ARRAYS = ("starts", "keys", "successor")
 
 TokenArray = npt.NDArray[np.int32]
+check_integer = integer  # under its former name, for `foresay ngram show`
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +58,9 @@ class Corpus:
         if not all(isinstance(name, str) for name in self.files):
             raise ConfigError(f"files={self.files!r} must be names")
         for number in self.num_ngrams:
-            check_integer("num_ngrams", number, 0)
+            integer("num_ngrams", number, 0)
         for name in ("num_tokens", "num_documents", "min_count", "num_pruned", "pruned_count"):
-            check_integer(name, getattr(self, name), 0)
+            integer(name, getattr(self, name), 0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -192,7 +194,7 @@ class NgramTable:
             wanted = Fraction(repr(float(coverage))) * int(self.counts.sum())  # 0.55 of 100 tokens is 55, not 56
             count = int(np.searchsorted(np.cumsum(self.counts[ranked]), -(-wanted // 1))) + 1
         assert count is not None
-        check_integer("count", count, 1, self.vocab_size)
+        integer("count", count, 1, self.vocab_size)
         return np.sort(ranked[:count]).astype(np.int64)
 
     def check(self, fingerprint: str | None, vocab_size: int) -> None:
@@ -248,13 +250,6 @@ class NgramTable:
             return cls(_read_json(path)) if path.suffix == ".json" else cls(**_read_safetensors(path))
         except (ConfigError, OSError) as error:
             _refuse(path, getattr(error, "strerror", None) or str(error), error)
-
-
-def check_integer(name: str, value: Any, low: int, high: int | None = None) -> None:
-    """Raise ConfigError unless the value is an integer within the bounds."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
-        bound = f"at least {low}" if high is None else f"in [{low}, {high}]"
-        raise ConfigError(f"{name}={value!r} must be an integer {bound}")
 
 
 def _tail(context: Sequence[int] | IntArray, width: int) -> list[int]:
@@ -372,8 +367,8 @@ def _facts(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
     for name in ("order", "vocab_size", "fingerprint", "corpus"):
         if name not in facts:
             _refuse(path, f"its metadata has no {name}")
-    check_integer("order", facts["order"], 2, MAX_ORDER)
-    check_integer("vocab_size", facts["vocab_size"], 1, MAX_VOCAB_SIZE)
+    integer("order", facts["order"], 2, MAX_ORDER)
+    integer("vocab_size", facts["vocab_size"], 1, MAX_VOCAB_SIZE)
     if facts["corpus"] is not None:
         try:
             lists = {name: tuple(facts["corpus"][name]) for name in ("files", "num_ngrams")}

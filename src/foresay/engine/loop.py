@@ -216,8 +216,13 @@ class Engine:
         first = len(self._items)
         if first == 0 and self.drafter is not None:
             self.drafter.reset()
-        self._items += sorted((self._waiting.popleft() for _ in range(free)), key=lambda row: row.size)
-        self.target.admit(Rows(self._items), first, self._cache)
+        new = sorted((self._waiting.popleft() for _ in range(free)), key=lambda row: row.size)
+        try:
+            self.target.admit(Rows([*self._items, *new]), first, self._cache)
+        except BaseException:  # an encoder may run out of memory: whoever goes on must find no half-admitted rows
+            self._cache.rearrange([], first)
+            raise
+        self._items += new
 
     def _prefill(self) -> None:
         """Fill prompts: all of the first row's when nothing decodes, else about PREFILL_TOKENS between two steps."""

@@ -117,7 +117,7 @@ class Seq2SeqModel(HostedModel):
         self._width = int(model.get_input_embeddings().weight.shape[1])
         self._undo: list[Callable[[], None]] = []
         relative = [module for module in self._decoder.modules() if getattr(module, "relative_attention_bias", None)]
-        absolute = [module for module in self._decoder.modules() if _position_names(module)]
+        absolute = [module for module in self._decoder.modules() if _embeds_positions(module)]
         # positions counted from each other have no bound
         most = None if relative else _limit(model.config, "max_decoder_position_embeddings")
         self.max_length = most or UNLIMITED
@@ -263,12 +263,10 @@ def _asked(config: Any, params: SamplingParams, begun: int, max_length: int) -> 
     return changes
 
 
-def _position_names(module: nn.Module) -> set[str]:
-    """The arguments by which a position embedding may be told its positions; none for any other module."""
+def _embeds_positions(module: nn.Module) -> bool:
+    """Whether this is a position embedding that counts from one past length, and can be told otherwise."""
     names = set(inspect.signature(module.forward).parameters)
-    if "past_key_values_length" not in names:
-        return set()
-    return names & {"position_ids"} or ({"input_ids"} if {"input_ids", "inputs_embeds"} <= names else set())
+    return "past_key_values_length" in names and ("position_ids" in names or {"input_ids", "inputs_embeds"} <= names)
 
 
 def _positions_per_row(module: Any, limit: int, undo: list[Callable[[], None]]) -> None:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from foresay.checks import integer
 from foresay.core import IntArray
 from foresay.drafters.ngram_table import (
     MAX_ORDER,
@@ -24,7 +25,6 @@ from foresay.drafters.ngram_table import (
     Level,
     NgramTable,
     TokenArray,
-    check_integer,
 )
 from foresay.errors import ConfigError
 from foresay.training.corpus import CorpusReader, Piece
@@ -94,11 +94,11 @@ def check_counting(
     order: int, min_count: int = 1, max_entries: int = MAX_ENTRIES, max_tokens: int | None = None
 ) -> None:
     """Raise ConfigError for what NgramCounter and count_corpus would refuse, before anything is read."""
-    check_integer("order", order, 2, MAX_ORDER)
-    check_integer("min_count", min_count, 1)
-    check_integer("max_entries", max_entries, 1)
+    integer("order", order, 2, MAX_ORDER)
+    integer("min_count", min_count, 1)
+    integer("max_entries", max_entries, 1)
     if max_tokens is not None:
-        check_integer("max_tokens", max_tokens, 1)
+        integer("max_tokens", max_tokens, 1)
 
 
 class NgramCounter:
@@ -119,8 +119,8 @@ class NgramCounter:
         more, the rarest are dropped, and the table says how many. chunk_tokens: tokens sorted at a time.
         """
         check_counting(order, min_count, max_entries)
-        check_integer("vocab_size", vocab_size, 1, MAX_VOCAB_SIZE)
-        check_integer("chunk_tokens", chunk_tokens, order + 1)
+        integer("vocab_size", vocab_size, 1, MAX_VOCAB_SIZE)
+        integer("chunk_tokens", chunk_tokens, order + 1)
         self.order, self.vocab_size, self.min_count, self.max_entries = order, vocab_size, min_count, max_entries
         self.num_tokens = self.num_documents = self.num_pruned = 0
         self._pruned_count = 0

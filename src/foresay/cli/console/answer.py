@@ -1,0 +1,118 @@
+"""One answer: written as it comes, ended by Ctrl-C, kept as an Exchange."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from foresay.cli.console.session import INTERRUPTED, Exchange, Session
+from foresay.cli.trace import sum_up
+from foresay.core import FinishReason, SamplingParams, Step
+from foresay.engine import Stats
+
+if TYPE_CHECKING:
+    from foresay.generator import Chunk, Generation
+
+
+@contextmanager
+def interruptible(enabled: bool) -> Iterator[Callable[[], bool]]:
+    """Within, the first Ctrl-C only answers the question that is yielded; a second one is a KeyboardInterrupt.
+
+    An answer ends between two passes, so that nothing a drafter keeps is left half written.
+    """
+    pressed = False
+
+    def note(*_: object) -> None:
+        nonlocal pressed
+        if pressed:
+            raise KeyboardInterrupt
+        pressed = True
+
+    if not enabled or threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+class _Written:
+    """What has come of an answer so far."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self.steps: list[Step] = []
+        self.text = ""
+        self.whole: Generation | None = None
+
+    def show(self, chunk: Chunk) -> None:
+        self.steps.append(chunk.step)
+        self.text += chunk.text
+        self.whole = chunk.generation or self.whole
+        self._session.screen.written(chunk.pieces, trace=self._session.trace)
+
+
+def write(session: Session, user: str, before: Sequence[Exchange]) -> Exchange | None:
+    """Answer a message that follows some exchanges; None when Ctrl-C came before the first word.
+
+    Raises what `Generator.stream` raises for a message that cannot be answered.
+    """
+    prompt, left_out = session.fitted(before, user)
+    params = session.seeded()
+    written = _Written(session)
+    stream: Any = session.generator.stream(prompt, params)
+    if left_out:
+        session.screen.note(_left_out(left_out))
+    began = perf_counter()
+    with interruptible(session.interactive) as interrupted, suppress(KeyboardInterrupt, *_never(session)):
+        for chunk in stream:
+            written.show(chunk)
+            if interrupted() and written.whole is None:
+                break
+    stream.close()
+    seconds = perf_counter() - began
+    session.screen.line()
+    if not written.text and written.whole is None:
+        session.screen.note("interrupted before the first word; the message was not kept")
+        return None
+    one = _exchange(session, user, params, written, seconds, left_out)
+    if session.screen.notes.is_terminal:
+        session.screen.note(_sum_up(session, one))
+    return one
+
+
+def _exchange(
+    session: Session, user: str, params: SamplingParams, written: _Written, seconds: float, left_out: int
+) -> Exchange:
+    whole = written.whole
+    return Exchange(
+        user=user,
+        answer=written.text if whole is None else whole.text,
+        ended=INTERRUPTED if whole is None else whole.finish_reason.value,
+        stats=Stats.of(written.steps),
+        seconds=seconds,
+        seed=None if params.greedy else params.seed,
+        exact=session.generator.rule.exact,
+        method=session.method,
+        left_out=left_out,
+        draft_error=None if whole is None else whole.draft_error,
+    )
+
+
+def _left_out(count: int) -> str:
+    what = "the oldest exchange is" if count == 1 else f"the {count} oldest exchanges are"
+    return f"({what} left out: the model's context is full)"
+
+
+def _sum_up(session: Session, one: Exchange) -> str:
+    ended = f", {INTERRUPTED}" if one.ended == INTERRUPTED else ""
+    if one.ended == FinishReason.LENGTH:
+        full = one.stats.num_tokens < session.params.max_new_tokens
+        ended = ", ended by the context" if full else f", ended by /max-new-tokens {session.params.max_new_tokens}"
+    return sum_up(one.stats, one.seconds, one.seed, exact=one.exact) + ended

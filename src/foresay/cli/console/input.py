@@ -1,0 +1,207 @@
+"""What the user enters: lines joined to messages, with editing and history on a terminal, plainly elsewhere.
+
+A line that ends in a backslash goes on; a block from a line that begins with three double quotes to one that ends with them
+is a message as it stands, commands included.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import typer
+
+from foresay.errors import PromptError
+
+if TYPE_CHECKING:
+    from prompt_toolkit.history import History
+
+PROMPT, MORE = "> ", ". "
+_BLOCK = '"""'
+Words = Mapping[str, Callable[[], Iterable[str]]]
+"""What may follow each command, for completion."""
+
+
+class Entry(NamedTuple):
+    """A message or a command; a block is never a command."""
+
+    text: str
+    block: bool = False
+
+
+def is_open(text: str) -> bool:
+    """Whether another line belongs to this."""
+    if text.lstrip().startswith(_BLOCK):
+        return not text.strip()[len(_BLOCK) :].endswith(_BLOCK)
+    return text.endswith("\\") and not text.endswith("\\\\")
+
+
+def entry(text: str) -> Entry:
+    """Lines that belong together, without the marks that joined them; what the input's end left open ends there."""
+    bare = text.strip()
+    if bare.startswith(_BLOCK):
+        inner = bare[len(_BLOCK) :].removesuffix(_BLOCK)
+        return Entry(inner.removeprefix("\n").removesuffix("\n"), block=True)
+    return Entry(re.sub(r"(?<!\\)\\(\n|\Z)", r"\1", text).strip("\n"))
+
+
+class Reader(Protocol):
+    """Gives what the user enters, one message or command at a time."""
+
+    def read(self) -> Entry:
+        """Raises EOFError at the end, KeyboardInterrupt on Ctrl-C, PromptError for what is not UTF-8."""
+        ...
+
+    @property
+    def left(self) -> str:
+        """What was typed when Ctrl-C came."""
+        ...
+
+
+class PlainReader:
+    """Lines of standard input; prompts only when somebody types them."""
+
+    left = ""
+
+    def __init__(self) -> None:
+        self._typed = sys.stdin is not None and sys.stdin.isatty()
+
+    def read(self) -> Entry:
+        """Lines up to one that ends the message."""
+        text = self._line(PROMPT)
+        if text is None:
+            raise EOFError
+        while is_open(text) and (more := self._line(MORE)) is not None:
+            text += "\n" + more
+        return entry(text)
+
+    def _line(self, prompt: str) -> str | None:
+        if sys.stdin is None:
+            return None
+        if self._typed:
+            typer.echo(prompt, nl=False, err=True)
+        raw = sys.stdin.buffer.readline()
+        if not raw:
+            if self._typed:
+                typer.echo(err=True)
+            return None
+        try:
+            return raw.decode("utf-8").rstrip("\r\n")
+        except UnicodeDecodeError as error:
+            raise PromptError(f"a line is not UTF-8 text: byte {raw[error.start]:#04x} at {error.start}") from None
+
+
+class TerminalReader:
+    """A line editor: history, Ctrl-R, completion with Tab, Alt-Enter for a new line."""
+
+    def __init__(self, history: Path | None, words: Words) -> None:
+        """history: the file that keeps what was entered; None keeps it for this session."""
+        from prompt_toolkit import PromptSession
+        from prompt_toolkit.shortcuts import CompleteStyle
+
+        self._session: PromptSession[str] = PromptSession(
+            PROMPT,
+            multiline=True,
+            prompt_continuation=MORE,
+            history=_history(history),
+            completer=_completer(words),
+            complete_while_typing=False,
+            complete_style=CompleteStyle.READLINE_LIKE,
+            key_bindings=_keys(),
+            enable_suspend=True,
+        )
+
+    def read(self) -> Entry:
+        """One entry, edited."""
+        text = self._session.prompt()
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError:
+            raise PromptError("this is not UTF-8 text") from None
+        return entry(text)
+
+    @property
+    def left(self) -> str:
+        """What was typed when Ctrl-C came."""
+        return self._session.default_buffer.text
+
+
+def _keys() -> Any:
+    from prompt_toolkit.enums import DEFAULT_BUFFER
+    from prompt_toolkit.filters import has_focus
+    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+
+    keys = KeyBindings()
+    typing = has_focus(DEFAULT_BUFFER)
+
+    @keys.add("enter", filter=typing)
+    def _enter(event: KeyPressEvent) -> None:
+        buffer = event.current_buffer
+        if is_open(buffer.text):
+            buffer.insert_text("\n")
+        else:
+            buffer.validate_and_handle()
+
+    @keys.add("escape", "enter", filter=typing)
+    def _newline(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    return keys
+
+
+def _completer(words: Words) -> Any:
+    from prompt_toolkit.completion import CompleteEvent, Completer, Completion
+    from prompt_toolkit.document import Document
+
+    class Commands(Completer):
+        def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:
+            return [Completion(word, start_position=-typed) for word, typed in completions(document.text, words)]
+
+    return Commands()
+
+
+def completions(text: str, words: Words) -> list[tuple[str, int]]:
+    """(word, how much of it is typed): command names, then what may follow a command."""
+    if not text.startswith("/") or text.startswith("//") or "\n" in text:
+        return []
+    name, space, argument = text[1:].partition(" ")
+    if not space:
+        return [(f"/{word}", len(text)) for word in words if word.startswith(name)]
+    if name not in words:
+        return []
+    last = re.split(r"[\s(,;=]", argument)[-1]
+    return [(word, len(last)) for word in words[name]() if word.startswith(last)]
+
+
+def history_file() -> Path:
+    """Where a user's entries are kept: $XDG_STATE_HOME/foresay/history."""
+    state = os.environ.get("XDG_STATE_HOME", "")
+    folder = Path(state) if os.path.isabs(state) else Path.home() / ".local" / "state"
+    return folder / "foresay" / "history"
+
+
+def _history(path: Path | None) -> History:
+    """The history in a file that only its user can read; in memory where there is none, or it cannot be written."""
+    from prompt_toolkit.history import FileHistory, InMemoryHistory
+
+    if path is None:
+        return InMemoryHistory()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path.touch(mode=0o600)
+        with path.open("ab"):
+            return FileHistory(path)
+    except OSError:
+        return InMemoryHistory()
+
+
+def reader(words: Words, *, keep_history: bool) -> Reader:
+    """What fits the terminal, or the want of one."""
+    typed = sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty()
+    if typed and os.environ.get("TERM") not in ("dumb", "unknown"):
+        return TerminalReader(history_file() if keep_history else None, words)
+    return PlainReader()

@@ -1,0 +1,48 @@
+"""Where the console writes: answers and tables to standard output, notes and errors to standard error."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from rich.text import Text
+
+from foresay.cli.trace import coloured, console, notes
+
+if TYPE_CHECKING:
+    from foresay.text import Piece
+
+_CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+
+
+class Screen:
+    """A pair of consoles that wrap at words on a terminal and nowhere else."""
+
+    def __init__(self) -> None:
+        self.out, self.notes = console(), notes()
+        self.narrow = self.out.width < 62
+
+    def written(self, pieces: Iterable[Piece], *, trace: bool) -> None:
+        """Some of an answer, at once; what would steer the terminal is shown as U+FFFD there."""
+        pieces = list(pieces)
+        if self.out.is_terminal:
+            pieces = [piece._replace(text=piece.text.translate(_CONTROLS)) for piece in pieces]
+        if trace:
+            self.out.print(coloured(pieces), end="")
+        else:
+            sys.stdout.write("".join(piece.text for piece in pieces))
+        sys.stdout.flush()
+
+    def line(self, text: str | Text = "") -> None:
+        """What a command has to say."""
+        self.out.print(text, soft_wrap=not self.out.is_terminal)
+        sys.stdout.flush()
+
+    def note(self, text: str) -> None:
+        """An aside."""
+        self.notes.print(text, style="dim", soft_wrap=not self.notes.is_terminal)
+
+    def error(self, message: str) -> None:
+        """Why something was not done, in one line."""
+        self.notes.print(" ".join(message.split()), style="red", soft_wrap=not self.notes.is_terminal)

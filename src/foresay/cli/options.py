@@ -1,0 +1,136 @@
+"""Options that several commands take, in groups: a command names a group as one parameter, `spread` lays it out.
+
+def run(prompt: PromptArgument, models: ModelOptions, sampling: SamplingOptions) -> int: ...
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from foresay.errors import ConfigError
+
+if TYPE_CHECKING:
+    from foresay.core import SamplingParams
+
+_EXPRESSION = "an expression such as max_gram, suffix(scale=3), cascade(...); docs/drafters.md"
+
+PromptArgument = Annotated[str | None, typer.Argument(help="The prompt; '-' or nothing reads standard input.")]
+FileOption = Annotated[Path | None, typer.Option(help="Read the prompt from a UTF-8 file.")]
+ModelOption = Annotated[str, typer.Option(help="Alias, hub id, folder or GGUF file.")]
+DrafterOption = Annotated[str, typer.Option(help=f"auto, none or {_EXPRESSION}.")]
+DraftersOption = Annotated[list[str] | None, typer.Option("--drafter", help=f"A further method: {_EXPRESSION}.")]
+RawOption = Annotated[bool, typer.Option("--raw", help="No chat template: continue the text as it is.")]
+TraceOption = Annotated[bool, typer.Option("--trace", help="Colour each token by who wrote it.")]
+DtypeOption = Annotated[str, typer.Option(help="auto, bf16, fp16 or fp32.")]
+DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")]
+ThreadsOption = Annotated[int | None, typer.Option(help="Processor threads; fewer on a machine that is busy.")]
+TrustOption = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """Which weights."""
+
+    model: ModelOption = "smollm2-135m"
+    draft: Annotated[str | None, typer.Option(help="A draft model, named the same way.")] = None
+
+
+@dataclass(frozen=True, slots=True)
+class MethodOptions:
+    """How much is guessed, and what is kept."""
+
+    num_draft_tokens: Annotated[int | None, typer.Option(help="Tokens guessed per pass; 0 is plain decoding.")] = None
+    length: Annotated[
+        str | None,
+        typer.Option(help="Length policy: a number, heuristic, confidence(0.4), entropy, throughput."),
+    ] = None
+    rule: Annotated[
+        str,
+        typer.Option(help="speculative, block, match, coupled; lossy, output may differ: lenience(2), typical."),
+    ] = "speculative"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingOptions:
+    """What a request asks for."""
+
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", help="Tokens to write at most.")] = 256
+    min_new_tokens: Annotated[int, typer.Option(help="Tokens to write at least.")] = 0
+    temperature: Annotated[float, typer.Option("--temperature", "-t", help="0 is greedy.")] = 0.0
+    top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")] = 0
+    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens of this mass.")] = 1.0
+    min_p: Annotated[float, typer.Option(help="Keep tokens this share as likely as the likeliest.")] = 0.0
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1 discourages repetition.")] = 1.0
+    presence_penalty: Annotated[float, typer.Option(help="Once per token already written.")] = 0.0
+    frequency_penalty: Annotated[float, typer.Option(help="Per occurrence already written.")] = 0.0
+    seed: Annotated[int | None, typer.Option(help="Makes a sampled output reproducible.")] = None
+    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be repeated.")] = None
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Write past the end token.")] = False
+
+    def params(self, **more: Any) -> SamplingParams:
+        """SamplingParams of these; ConfigError for one that a greedy output does not depend on."""
+        from foresay.core import SamplingParams
+
+        given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        params = SamplingParams(**{**given, "stop": tuple(self.stop or ()), **more})
+        if params.greedy:  # whoever gives one of these has forgotten the temperature
+            for flag, used in idle(params).items():
+                if used:
+                    raise ConfigError(f"--{flag} changes nothing at temperature 0; add --temperature")
+        return params
+
+
+def idle(params: SamplingParams) -> dict[str, bool]:
+    """What has no effect on a greedy output, and whether it was asked for."""
+    return {
+        "seed": params.seed is not None,
+        "top-k": params.top_k > 0,
+        "top-p": params.top_p < 1,
+        "min-p": params.min_p > 0,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class MachineOptions:
+    """What it runs on."""
+
+    dtype: DtypeOption = "auto"
+    device: DeviceOption = None
+    threads: ThreadsOption = None
+    trust_remote_code: TrustOption = False
+
+
+def spread(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The command with each parameter that is a group replaced by the group's fields, as the command line sees it."""
+    parameters: list[inspect.Parameter] = []
+    groups: dict[str, tuple[Callable[..., Any], list[str]]] = {}
+    for parameter in inspect.signature(command, eval_str=True).parameters.values():
+        kind: Any = parameter.annotation
+        if not dataclasses.is_dataclass(kind):
+            parameters.append(parameter)
+            continue
+        fields = list(inspect.signature(kind, eval_str=True).parameters.values())
+        groups[parameter.name] = (kind, [field.name for field in fields])
+        parameters += fields
+    if not groups:
+        return command
+
+    @functools.wraps(command)
+    def laid_out(**given: Any) -> Any:
+        for name, (kind, fields) in groups.items():
+            given[name] = kind(**{field: given.pop(field) for field in fields})
+        return command(**given)
+
+    keyword = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters]
+    laid_out.__signature__ = inspect.Signature(keyword)  # type: ignore[attr-defined]
+    laid_out.__annotations__ = {p.name: p.annotation for p in keyword}
+    del laid_out.__wrapped__
+    return laid_out

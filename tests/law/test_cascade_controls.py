@@ -1,0 +1,123 @@
+"""Broken cascades, lossy rules and broken translations: the law tests must kill each at the same sample size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from reference import joint, p_value
+from test_loop_law import ALPHA, DRAFT, PARAMS, PROMPT, SAMPLES, SIZE, SMALL, TARGET, model
+
+from foresay.acceptance import Lenience, Typical
+from foresay.core import Drafter, Proposal, Row, Rows, Rule, SamplingParams, Step
+from foresay.drafters import Cascade, MaxGram, cascade
+from foresay.drafters.translated import TranslatedDrafter
+from foresay.randomness import Streams
+from foresay.sampling import Laws
+from support import Renumbered, run
+
+LENGTH = 4
+Patch = pytest.MonkeyPatch
+
+
+def value(drafter: Drafter, rule: str | Rule = "speculative", gamma: int = 5) -> float:
+    """The p-value of what a drafter makes the loop write."""
+    params = SamplingParams.of(PARAMS["plain"], max_new_tokens=LENGTH)
+    each = [SamplingParams.of(params, seed=seed) for seed in range(SAMPLES)]
+    outputs, _, engine = run(
+        TARGET, [PROMPT] * SAMPLES, each, drafter=drafter, rule=rule, gamma=gamma, max_batch_size=64
+    )
+    assert engine.draft_failures == 0
+    return p_value(outputs, joint(TARGET, params, PROMPT, LENGTH), SIZE)
+
+
+def two(lenience: float = 1.0) -> Cascade:
+    return Cascade([model(DRAFT), model(SMALL)], [[4, 1], [0, 3]], lenience=lenience)
+
+
+def overshooting() -> Cascade:
+    """One token is wanted of a review of up to five: how many come depends on where it ends."""
+    return Cascade([model(DRAFT), model(SMALL)], [[1, 0], [0, 5]])
+
+
+def three(lenience: float = 1.0) -> Cascade:
+    return Cascade([model(DRAFT), model(SMALL), MaxGram()], [[3, 2, 1], [0, 2, 2], [0, 0, 2]], lenience=lenience)
+
+
+@pytest.mark.parametrize("make", [two, three])
+@pytest.mark.parametrize("lenience", [1.0, 2.0])
+@pytest.mark.parametrize("rule", ["speculative", "block"])
+def test_the_intact_cascade_survives(make: Callable[[float], Cascade], lenience: float, rule: str) -> None:
+    assert value(make(lenience), rule) > ALPHA
+
+
+def test_streams_shared_by_the_levels(monkeypatch: Patch) -> None:
+    """A cascade whose inner reviews draw the numbers that the target's review will draw."""
+
+    def of(cls: type[Streams], rows: Rows, device: torch.device) -> Streams:
+        seeds = torch.tensor([row.seed for row in rows], device=device)
+        return cls(seeds, torch.tensor([row.size for row in rows], device=device))
+
+    monkeypatch.setattr(Streams, "of", classmethod(of))
+    assert value(two()) < ALPHA
+
+
+def test_a_lenient_review_passed_off_as_exact(monkeypatch: Patch) -> None:
+    """Tokens of a lenient review labelled with the reviewer's law, which they do not have."""
+    intact = cascade._reviewed
+    monkeypatch.setattr(
+        cascade, "_reviewed", lambda *args, lenient, confident: intact(*args, lenient=False, confident=confident)
+    )
+    assert value(two(4.0)) < ALPHA
+
+
+def test_a_review_that_hides_its_unlikely_tokens(monkeypatch: Patch) -> None:
+    """Where a review ends may depend on what came before a token, never on the token."""
+    intact = cascade._reviewed
+
+    def choosy(steps: Sequence[Step], laws: Laws, **kwargs: bool) -> Proposal:
+        full = intact(steps, laws, **kwargs)
+        assert full.laws is not None and full.law_index is not None
+        q = full.laws[full.law_index.clamp(min=0), full.token_ids]
+        kept = torch.minimum((q > 0.4).long().cumprod(-1).sum(-1).clamp(min=1), torch.tensor(full.num_tokens))
+        return Proposal(full.token_ids, kept.tolist(), full.laws, full.law_index)
+
+    assert value(overshooting()) > ALPHA
+    monkeypatch.setattr(cascade, "_reviewed", choosy)
+    assert value(overshooting()) < ALPHA
+
+
+def test_tokens_labelled_with_the_law_one_place_on(monkeypatch: Patch) -> None:
+    intact = cascade._reviewed
+
+    def shifted(*args: object, **kwargs: bool) -> Proposal:
+        full = intact(*args, **kwargs)  # type: ignore[arg-type]
+        assert full.law_index is not None
+        index = torch.roll(full.law_index, -1, 1)
+        return Proposal(full.token_ids, full.num_tokens, full.laws, index)
+
+    monkeypatch.setattr(cascade, "_reviewed", shifted)
+    assert value(two()) < ALPHA
+
+
+@pytest.mark.parametrize("rule", [Lenience(2.0), Typical()])
+def test_a_lossy_rule_is_seen_to_be_lossy(rule: Rule) -> None:
+    assert not rule.exact
+    assert value(model(DRAFT), rule) < ALPHA
+
+
+def test_lenience_of_one_is_exact() -> None:
+    assert value(model(DRAFT), Lenience(1.0)) > ALPHA
+
+
+def test_a_translation_without_its_restriction() -> None:
+    """Tokens that the target lacks must have probability zero in the law drawn from, not only in the law recorded."""
+    assert value(TranslatedDrafter(DRAFT, SIZE, Renumbered(SIZE, private=1))) > ALPHA
+
+    class Unrestricted(TranslatedDrafter):
+        def _translated(self, place: int, row: Row, greedy: bool) -> Row:
+            self._model._others[:] = False
+            return super()._translated(place, row, greedy)
+
+    assert value(Unrestricted(DRAFT, SIZE, Renumbered(SIZE, private=1))) < ALPHA
