@@ -37,8 +37,8 @@ def two(lenience: float = 1.0) -> Cascade:
 
 
 def overshooting() -> Cascade:
-    """One token is wanted of a review of up to five: how many come depends on where it ends."""
-    return Cascade([model(DRAFT), model(SMALL)], [[1, 0], [0, 5]])
+    """One token is wanted of a review of five, all of which hold: how many are kept is the review's choice."""
+    return Cascade([model(DRAFT), model(DRAFT)], [[1, 0], [0, 5]])
 
 
 def three(lenience: float = 1.0) -> Cascade:
@@ -79,8 +79,10 @@ def test_a_review_that_hides_its_unlikely_tokens(monkeypatch: Patch) -> None:
     def choosy(steps: Sequence[Step], laws: Laws, **kwargs: bool) -> Proposal:
         full = intact(steps, laws, **kwargs)
         assert full.laws is not None and full.law_index is not None
-        q = full.laws[full.law_index.clamp(min=0), full.token_ids]
-        kept = torch.minimum((q > 0.4).long().cumprod(-1).sum(-1).clamp(min=1), torch.tensor(full.num_tokens))
+        index = full.law_index.clamp(min=0)
+        likeliest = full.laws[index].argmax(-1) == full.token_ids
+        leading = 1 + likeliest[:, 1:].long().cumprod(-1).sum(-1)
+        kept = torch.minimum(leading, torch.tensor(full.num_tokens))
         return Proposal(full.token_ids, kept.tolist(), full.laws, full.law_index)
 
     assert value(overshooting()) > ALPHA

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -70,11 +70,16 @@ def write(session: Session, user: str, before: Sequence[Exchange]) -> Exchange |
     if left_out:
         session.screen.note(_left_out(left_out))
     began = perf_counter()
-    with interruptible(session.interactive) as interrupted, suppress(KeyboardInterrupt, *_never(session)):
-        for chunk in stream:
-            written.show(chunk)
-            if interrupted() and written.whole is None:
-                break
+    try:
+        with interruptible(session.interactive) as interrupted:
+            for chunk in stream:
+                written.show(chunk)
+                if interrupted():
+                    break
+    except KeyboardInterrupt:
+        if not session.interactive:
+            session.screen.line()
+            raise
     stream.close()
     seconds = perf_counter() - began
     session.screen.line()

@@ -21,7 +21,6 @@ class Screen:
 
     def __init__(self) -> None:
         self.out, self.notes = console(), notes()
-        self.narrow = self.out.width < 62
 
     def written(self, pieces: Iterable[Piece], *, trace: bool) -> None:
         """Some of an answer, at once; what would steer the terminal is shown as U+FFFD there."""

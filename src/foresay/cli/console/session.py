@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from foresay.building import DRAFTERS
 from foresay.cli.common import fresh_seed
 from foresay.cli.console.screen import Screen
 from foresay.core import SamplingParams
@@ -155,8 +154,3 @@ class Session:
         if not self.exchanges:
             raise ConfigError("there is no answer yet; write a message first")
         return self.exchanges[-1]
-
-
-def drafter_names() -> list[str]:
-    """Names a drafter expression may begin with."""
-    return ["auto", *DRAFTERS]
