@@ -8,7 +8,10 @@ os.environ |= {"COLUMNS": "100", "TERM": "dumb", "NO_COLOR": "1"}
 
 from foresay.cli.app import _run
 
-COMMANDS = ("generate", "demo", "models", "info", "version", "ngram build", "ngram show")
+COMMANDS = (
+    *("generate", "chat", "compare", "demo", "methods", "models", "info", "version"),
+    *("ngram build", "ngram show"),
+)
 
 
 def help_of(*args: str) -> str:
@@ -26,7 +29,7 @@ def page() -> str:
     parts = ["# The command line\n\nMade by `scripts/docs`; a test compares it with the program.\n"]
     parts += [_section(*args) for args in ((), *(tuple(name.split()) for name in COMMANDS))]
     parts.append(
-        "## Exit codes\n\n0: done. 1: `generate --compare` or `demo` found a difference. 2: wrong input, with one line on "
+        "## Exit codes\n\n0: done. 1: `generate --compare`, `compare` or `demo` found a difference under an exact rule. 2: wrong input, with one line on "
         "standard error. 130: interrupted. 141: whoever read the output has gone.\n"
     )
     return "\n".join(parts)

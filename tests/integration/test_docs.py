@@ -20,7 +20,7 @@ def blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/extending.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/extending.md", "docs/drafters.md"])
 def test_python_blocks_run(page: str, smollm2_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = blocks(page, "python")
     assert found

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from foresay.building import Shelf, read_drafter, read_length
 from foresay.core import SamplingParams
 from foresay.drafters import ModelDrafter
+from foresay.models.catalog import LoadedModel
 from foresay.models.causal import CausalModel
 from support import PromptLookup, run
 
@@ -107,3 +109,40 @@ def test_a_draft_model(target: CausalModel, prompts: list[list[int]], reference:
     assert engine.draft_failures == 0
     accepted, tested = sum(s.num_accepted for s in steps), sum(s.num_tested for s in steps)
     assert accepted / tested > 0.97
+
+
+METHODS: dict[str, str] = {
+    "max_gram": "10",
+    "ngram_store(n=3, filler_top_k=4)": "8",
+    "suffix": "throughput",
+    "self(28)": "confidence(0.5)",
+    "cascade(self=28, max_gram; k=[[4, 6], [0, 4]], lenience=2)": "10",
+    "cascade(self=29, self=26, suffix; k=[[3, 4, 6], [0, 2, 3], [0, 0, 4]])": "heuristic(high=13)",
+}
+
+
+@pytest.mark.parametrize("drafter", METHODS)
+def test_every_method(
+    drafter: str,
+    target: CausalModel,
+    smollm2_tokenizer: Any,
+    prompts: list[list[int]],
+    reference: list[list[int]],
+) -> None:
+    """Each drafter with another length policy, six prompts in a ragged batch of three with rows joining."""
+    loaded = LoadedModel("SmolLM2", target, smollm2_tokenizer, frozenset([2]))
+    build = read_drafter(drafter).prepare(Shelf(loaded))
+    some = slice(4, 16, 2)
+    ours, steps, engine = run(
+        target,
+        prompts[some],
+        SamplingParams(max_new_tokens=40),
+        drafter=build(),
+        policy=read_length(METHODS[drafter]),
+        max_batch_size=3,
+        eos=frozenset([2]),
+    )
+    _assert_same(target, prompts[some], ours, [out[:40] for out in reference[some]])
+    assert engine.draft_failures == 0
+    assert any(s.num_accepted < s.num_drafted for s in steps)
+    assert any(s.num_accepted == s.num_drafted > 0 for s in steps)

@@ -2,7 +2,7 @@
 
 Each cell compares SAMPLES outputs of LENGTH tokens with their enumerated law by chi-squared. Seeds are fixed; with
 ALPHA = 1e-6 and about 80 cells the odds that correct code would have failed when the seeds were chosen are 8e-5.
-`pytest tests/law --full-law` runs the full product of 3,744.
+`pytest tests/law --full-law` runs the full product of 4,032.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import Any
 
 import typer
 
-from foresay.cli import demo, generate, info, models, ngram, version
+from foresay.cli import chat, compare, demo, generate, info, methods, models, ngram, version
 from foresay.cli.options import spread
 
 CLOSED_PIPE = 141
@@ -59,10 +59,10 @@ def _add(name: str, command: Callable[..., Any], group: typer.Typer = app) -> No
 
 
 _add("generate", generate.run)
-# _add("chat", chat.run)
-# _add("compare", compare.run)
+_add("chat", chat.run)
+_add("compare", compare.run)
 _add("demo", demo.run)
-# _add("methods", methods.run)
+_add("methods", methods.run)
 _add("models", models.run)
 _add("info", info.run)
 _add("version", version.run)

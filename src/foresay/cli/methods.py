@@ -68,5 +68,5 @@ def _first_line(make: Any) -> str:
 
 
 def _rule(make: Any) -> str:
-    lossy = "" if make.exact else "Lossy: the output may differ from the target's own. "
-    return lossy + _first_line(make)
+    line = _first_line(make).removesuffix(" Lossy.")
+    return line if make.exact else f"{line} Lossy: the output may differ from the target's own."

@@ -113,10 +113,10 @@ def spread(command: Callable[..., Any]) -> Callable[..., Any]:
     parameters: list[inspect.Parameter] = []
     groups: dict[str, tuple[Callable[..., Any], list[str]]] = {}
     for parameter in inspect.signature(command, eval_str=True).parameters.values():
-        kind: Any = parameter.annotation
-        if not dataclasses.is_dataclass(kind):
+        if not dataclasses.is_dataclass(parameter.annotation):
             parameters.append(parameter)
             continue
+        kind: Any = parameter.annotation
         fields = list(inspect.signature(kind, eval_str=True).parameters.values())
         groups[parameter.name] = (kind, [field.name for field in fields])
         parameters += fields

@@ -111,6 +111,4 @@ def notes() -> Console:
 
 def _plain(*, stderr: bool) -> Console:
     colours: Any = None if os.environ.get("NO_COLOR") else "auto"
-    return _Console(
-        stderr=stderr, highlight=False, markup=False, emoji=False, soft_wrap=True, color_system=colours
-    )
+    return _Console(stderr=stderr, highlight=False, markup=False, emoji=False, soft_wrap=True, color_system=colours)

@@ -7,6 +7,7 @@ is committed, and the target's likeliest tokens at every place it scored: those 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from threading import Lock
 from typing import Any
 
 import torch
@@ -33,6 +34,8 @@ class NgramStore:
         self.max_contexts = integer("max_contexts", max_contexts, 16, 1 << 28)
         self._counts: dict[Context, dict[int, int]] = {}
         self._best: dict[Context, int] = {}
+        self._lock = Lock()
+        """Two requests may learn at once where the store outlives them."""
 
     def __len__(self) -> int:
         """Contexts known."""
@@ -45,8 +48,9 @@ class NgramStore:
 
     def clear(self) -> None:
         """Forget everything."""
-        self._counts.clear()
-        self._best.clear()
+        with self._lock:
+            self._counts.clear()
+            self._best.clear()
 
     def learn(self, tokens: Sequence[int], start: int) -> None:
         """Count the n-grams of `tokens` that end at place `start` or behind."""
@@ -55,20 +59,22 @@ class NgramStore:
 
     def add(self, context: Sequence[int], token: int) -> None:
         """Count one token behind a context (its last n - 1 tokens matter)."""
-        for size in self.sizes:
-            if size > len(context):
-                continue
-            key = tuple(context[-size:])
-            counts = self._counts.pop(key, None)
-            if counts is None:
-                if len(self._counts) >= self.max_contexts:
-                    self._forget()
-                counts = {}
-            self._counts[key] = counts  # the last place of the dictionary: seen just now
-            count = counts[token] = counts.get(token, 0) + 1
-            best = self._best.get(key)
-            if best is None or count >= counts[best]:  # of equals the later
-                self._best[key] = token
+        with self._lock:
+            for size in self.sizes:
+                if size <= len(context):
+                    self._count(tuple(context[-size:]), token)
+
+    def _count(self, key: Context, token: int) -> None:
+        counts = self._counts.pop(key, None)
+        if counts is None:
+            if len(self._counts) >= self.max_contexts:
+                self._forget()
+            counts = {}
+        self._counts[key] = counts  # the last place of the dictionary: seen just now
+        count = counts[token] = counts.get(token, 0) + 1
+        best = self._best.get(key)
+        if best is None or count >= counts[best]:  # of equals the later
+            self._best[key] = token
 
     def _forget(self) -> None:
         oldest = next(iter(self._counts))

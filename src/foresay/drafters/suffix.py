@@ -34,6 +34,19 @@ class _Past:
         self.automaton.extend(new)
         self.text += new
 
+    def behind(self, place: int, length: int, count: int) -> tuple[list[int], int]:
+        """(what followed the longest suffix of a match that did not always end its request, that suffix's length)."""
+        automaton = self.automaton
+        while place:
+            if found := self.after(automaton.recent_end(place), count):
+                return found, length
+            for token, state in list(automaton.next[place].items()):
+                if token >= 0:
+                    return self.after(automaton.first_end[state] - 1, count), length
+            place = automaton.link[place]
+            length = automaton.length[place]
+        return [], 0
+
     def after(self, end: int, count: int) -> list[int]:
         """The tokens behind a place, up to the end of their request."""
         out: list[int] = []
@@ -167,7 +180,7 @@ class SuffixDrafter(CopyingDrafter[_Suffix]):
         known.state, known.length = automaton.match(new, known.state, known.length)
         known.read = len(state.history)
         place, length = automaton.followed(*automaton.match(guessed, known.state, known.length))
-        return (past.after(automaton.recent_end(place), count), length) if length else ([], 0)
+        return past.behind(place, length, count)
 
     def past_halves(self) -> tuple[_Past, ...]:
         """The halves of the past that are alive."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,16 +20,17 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def interruptible(enabled: bool) -> Iterator[Callable[[], bool]]:
-    """Within, the first Ctrl-C only answers the question that is yielded; a second one is a KeyboardInterrupt.
+def interruptible(enabled: bool, begun: Callable[[], bool]) -> Iterator[Callable[[], bool]]:
+    """Within, once the answer has begun, the first Ctrl-C only answers the question that is yielded.
 
-    An answer ends between two passes, so that nothing a drafter keeps is left half written.
+    So an answer ends between two passes, and nothing a drafter keeps is left half written. A second Ctrl-C, or one before
+    the first word, is a KeyboardInterrupt.
     """
     pressed = False
 
     def note(*_: object) -> None:
         nonlocal pressed
-        if pressed:
+        if pressed or not begun():
             raise KeyboardInterrupt
         pressed = True
 
@@ -37,9 +39,28 @@ def interruptible(enabled: bool) -> Iterator[Callable[[], bool]]:
         return
     before = signal.signal(signal.SIGINT, note)
     try:
-        yield lambda: pressed
+        with _unechoed():
+            yield lambda: pressed
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def _unechoed() -> Iterator[None]:
+    """Keys pressed within are not shown among what is written; the next prompt has them."""
+    try:
+        import termios
+    except ImportError:  # no such terminals here
+        yield
+        return
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+    quiet = [*before[:3], before[3] & ~termios.ECHO, *before[4:]]
+    termios.tcsetattr(descriptor, termios.TCSANOW, quiet)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSANOW, before)
 
 
 class _Written:
@@ -71,7 +92,7 @@ def write(session: Session, user: str, before: Sequence[Exchange]) -> Exchange |
         session.screen.note(_left_out(left_out))
     began = perf_counter()
     try:
-        with interruptible(session.interactive) as interrupted:
+        with interruptible(session.interactive, lambda: bool(written.steps)) as interrupted:
             for chunk in stream:
                 written.show(chunk)
                 if interrupted():

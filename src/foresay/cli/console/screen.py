@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from rich.table import Table
 from rich.text import Text
 
 from foresay.cli.trace import coloured, console, notes
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from foresay.text import Piece
 
 _CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+_TWO_COLUMNS = 62
 
 
 class Screen:
@@ -37,6 +39,18 @@ class Screen:
         """What a command has to say."""
         self.out.print(text, soft_wrap=not self.out.is_terminal)
         sys.stdout.flush()
+
+    def pairs(self, rows: Iterable[tuple[str, str]]) -> None:
+        """Names and the first line of what they mean: two columns, or one under the other where that is narrow."""
+        rows = [(name, meaning.split("\n")[0]) for name, meaning in rows]
+        if self.out.is_terminal and self.out.width >= _TWO_COLUMNS:
+            grid = Table.grid(padding=(0, 2))
+            for name, meaning in rows:
+                grid.add_row(Text(name, style="bold"), meaning)
+            self.out.print(grid, soft_wrap=False)
+        else:
+            for name, meaning in rows:
+                self.line(Text.assemble((name, "bold"), f": {meaning}"))
 
     def note(self, text: str) -> None:
         """An aside."""

@@ -129,7 +129,9 @@ def warn_if_idle(session: Session, name: str, changed: bool) -> None:
         session.screen.note("(has no effect while decoding is greedy; /temperature 0.7 samples)")
 
 
-temperature = _sampling("temperature", float, "X: sample, from the law sharpened below 1 and flattened above; 0 is greedy.")
+temperature = _sampling(
+    "temperature", float, "X: sample, from the law sharpened below 1 and flattened above; 0 is greedy."
+)
 top_k = _sampling("top-k", int, "N: sample among the N likeliest tokens; 0 is all.")
 top_p = _sampling("top-p", float, "X: sample among the likeliest tokens of this mass, up to 1.")
 min_p = _sampling("min-p", float, "X: sample among tokens at least this share as likely as the likeliest.")

@@ -1,0 +1,74 @@
+"""`foresay chat`: a conversation, and everything that can be changed during it."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from foresay.cli.common import load_generator
+from foresay.cli.options import (
+    DrafterOption,
+    MachineOptions,
+    MethodOptions,
+    ModelOptions,
+    SamplingOptions,
+    TraceOption,
+)
+
+if TYPE_CHECKING:
+    from foresay.cli.console.input import Reader
+    from foresay.cli.console.session import Session
+
+
+def run(
+    *,
+    models: ModelOptions,
+    drafter: DrafterOption = "auto",
+    methods: MethodOptions,
+    sampling: SamplingOptions,
+    system: Annotated[str | None, typer.Option(help="The system message.")] = None,
+    trace: TraceOption = False,
+    no_history: Annotated[
+        bool, typer.Option("--no-history", help="Do not keep what is entered for the next time.")
+    ] = False,
+    machine: MachineOptions,
+) -> int:
+    """Talk with a model, and change how it decodes while it runs."""
+    from foresay.cli.console.commands import words
+    from foresay.cli.console.input import reader
+    from foresay.cli.console.screen import Screen
+    from foresay.cli.console.session import Session
+
+    params = sampling.params()
+    generator = load_generator(models, drafter, methods, machine)
+    interactive = sys.stdin is not None and sys.stdin.isatty()
+    session = Session(generator, params, Screen(), interactive, system=system, trace=trace, length=methods.length)
+    session.template = session.has_template
+    if session.interactive:
+        session.screen.note(generator.description)
+        session.screen.note("/help lists the commands, Ctrl-D leaves")
+    return _loop(session, reader(words(), keep_history=not no_history))
+
+
+def _loop(session: Session, reader: Reader) -> int:
+    """Read and do, until the end."""
+    from foresay.cli.console.commands import handle
+    from foresay.errors import ForesayError
+
+    while session.running:
+        try:
+            handle(session, reader.read())
+        except EOFError:
+            break
+        except ForesayError as error:
+            session.screen.error(str(error))
+        except RuntimeError as error:  # PyTorch's, such as no memory: the conversation is not lost for it
+            session.screen.error(f"{type(error).__name__}: {error}")
+        except KeyboardInterrupt:
+            if not session.interactive:
+                raise
+            if not reader.left:
+                session.screen.note("(Ctrl-D or /quit leaves)")
+    return 0

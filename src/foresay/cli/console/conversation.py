@@ -1,0 +1,188 @@
+"""The commands that look at the conversation, change it, measure it and keep it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from foresay import __version__
+from foresay.cli.common import fresh_seed, loading, model_expression
+from foresay.cli.console import table
+from foresay.cli.console.answer import write
+from foresay.cli.console.session import INTERRUPTED, Exchange, Session
+from foresay.cli.console.settings import nothing
+from foresay.cli.trace import percent
+from foresay.engine import Stats
+from foresay.errors import ConfigError
+from foresay.expressions import parse
+
+if TYPE_CHECKING:
+    from foresay.generator import Generator
+    from foresay.prompts import Prompt
+
+
+def say(session: Session, text: str) -> None:
+    """Answer a message, and keep both."""
+    if not text.strip():
+        return
+    one = write(session, text, session.exchanges)
+    if one is not None:
+        session.exchanges.append(one)
+
+
+def retry(session: Session, argument: str) -> None:
+    """/retry: write the last answer again, as things are set now."""
+    nothing("retry", argument)
+    one = write(session, session.last().user, session.exchanges[:-1])
+    if one is not None:
+        session.exchanges[-1] = one
+
+
+def undo(session: Session, argument: str) -> None:
+    """/undo: take the last message and its answer back."""
+    nothing("undo", argument)
+    gone = session.last()
+    session.exchanges.pop()
+    session.screen.line(f"taken back: {_short(gone.user)}")
+
+
+def clear(session: Session, argument: str) -> None:
+    """/clear: begin a new conversation; settings and the system message stay."""
+    nothing("clear", argument)
+    session.exchanges.clear()
+    session.screen.line("a new conversation")
+
+
+def history(session: Session, argument: str) -> None:
+    """/history: show the conversation."""
+    nothing("history", argument)
+    if session.system is not None:
+        session.screen.line(f"system: {session.system}")
+    left_out = session.exchanges[-1].left_out if session.exchanges else 0
+    for i, one in enumerate(session.exchanges):
+        if i == left_out and left_out:
+            session.screen.note("(up to here the model no longer saw it)")
+        session.screen.line(f"you: {one.user}")
+        session.screen.line(f"answer{f' ({INTERRUPTED})' if one.ended == INTERRUPTED else ''}: {one.answer}")
+    if not session.exchanges:
+        session.screen.line("no messages yet")
+
+
+def stats(session: Session, argument: str) -> None:
+    """/stats: what the last answer and the conversation took."""
+    nothing("stats", argument)
+    last = session.last()
+    session.screen.line(f"last answer: {_figures(last.stats, last.seconds)}, exact {_yes(last.exact)}")
+    exact = all(one.exact for one in session.exchanges)
+    counts, seconds = session.totals()
+    count = f"{len(session.exchanges)} answer{'s' if len(session.exchanges) > 1 else ''}"
+    session.screen.line(f"conversation: {count}, {_figures(counts, seconds)}, exact {_yes(exact)}")
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"
+
+
+def _figures(counts: Stats, seconds: float) -> str:
+    share = counts.draft_s / counts.total_s if counts.total_s else None
+    return (
+        f"{counts.num_tokens} tokens in {seconds:.2f} s, {counts.num_tokens / seconds if seconds else 0:.1f} tokens/s, "
+        f"{counts.block_efficiency or 0:.2f} tokens/pass, accepted {percent(counts.acceptance_rate)}, "
+        f"drafting {percent(share)} of the time"
+    )
+
+
+def compare(session: Session, argument: str) -> None:
+    """/compare PROMPT: decode it plainly and with each method, one table; without PROMPT the last message again."""
+    user, before = (argument, session.exchanges) if argument else (session.last().user, session.exchanges[:-1])
+    prompt, _ = session.fitted(before, user)
+    params = table.seeded(session.params, fresh_seed)
+    with loading("Preparing the drafters") as progress:
+        methods = table.plain_and(session.generator, prompt, _methods(session))
+        if session.draft is not None:
+            methods.insert(1, table.alone(session.generator, session.draft, lambda own: _alone(session, own, prompt)))
+        table.measure(methods, params, 1, progress)
+    session.screen.line(table.table(methods, params, session.screen.out))
+    for line in table.differences(methods, params, session.generator.tokenizer):
+        session.screen.line(line)
+    if not session.generator.rule.exact:
+        session.screen.note(f"(the rule {session.generator.rule.name} is lossy: a different output is allowed)")
+
+
+def _methods(session: Session) -> list[tuple[str, dict[str, Any]]]:
+    """The usual methods, the draft model, and the one in use at its own length; each drafts as it would by itself."""
+    own = session.generator.drafter_name
+    known = [*table.DEFAULT_METHODS, *([] if session.draft is None else [model_expression(session.draft)])]
+    named = [name for name in known if parse(name) != parse(own)]
+    current = [] if own == "none" else [(own, {"length": session.length or session.generator.policy})]
+    return [(name, {}) for name in named] + current
+
+
+def _alone(session: Session, own: Generator, prompt: Prompt) -> Prompt:
+    """The same prompt for the draft model; without a template of its own it reads the last message alone."""
+    if isinstance(prompt, str) or getattr(own.tokenizer, "chat_template", None):
+        return prompt
+    last: Any = prompt[-1]
+    return str(last["content"])
+
+
+def save(session: Session, argument: str) -> None:
+    """/save FILE: write settings, messages and what each answer took as JSON; /save! FILE replaces a file."""
+    _save(session, argument, replace=False)
+
+
+def save_over(session: Session, argument: str) -> None:
+    """/save! FILE: as /save, and replace the file if there is one."""
+    _save(session, argument, replace=True)
+
+
+def _save(session: Session, argument: str, *, replace: bool) -> None:
+    if not argument:
+        raise ConfigError("/save needs the name of a file")
+    path = Path(argument).expanduser()
+    text = json.dumps(record(session), ensure_ascii=False, indent=2) + "\n"
+    try:
+        if replace:
+            draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+            draft.write_text(text, encoding="utf-8")
+            draft.replace(path)
+        else:
+            with path.open("x", encoding="utf-8") as file:
+                file.write(text)
+    except FileExistsError:
+        raise ConfigError(f"{str(path)!r} exists; /save! {argument} replaces it") from None
+    except OSError as error:
+        raise ConfigError(f"cannot write {str(path)!r}: {error.strerror}") from None
+    session.screen.line(f"saved to {path}")
+
+
+def record(session: Session) -> dict[str, Any]:
+    """What /save keeps."""
+    generator, params = session.generator, session.params
+    settings = {
+        "model": generator.target.name,
+        "draft": session.draft,
+        **session.method,
+        "exact": generator.rule.exact,
+        "template": session.template,
+        "params": {f.name: getattr(params, f.name) for f in dataclasses.fields(params) if f.name != "processors"},
+    }
+    return {
+        "foresay": __version__,
+        "settings": settings,
+        "messages": session.messages(),
+        "answers": [_answer(one) for one in session.exchanges],
+    }
+
+
+def _answer(one: Exchange) -> dict[str, Any]:
+    kept = {f.name: getattr(one, f.name) for f in dataclasses.fields(one) if f.name not in ("user", "answer", "stats")}
+    return kept | {"tokens_per_s": one.rate, "stats": one.stats.as_dict()}
+
+
+def _short(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= 60 else line[:59] + "…"

@@ -1,0 +1,212 @@
+"""Methods side by side on one prompt: plain decoding, a draft by itself, and what drafts for the target.
+
+Each method begins without what another learned, after a warm-up nobody is charged for; repeats take turns, and the median
+counts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from rich.text import Text
+
+from foresay.cli.common import as_record
+from foresay.cli.trace import first_difference, percent
+from foresay.core import SamplingParams
+from foresay.engine import Stats
+from foresay.errors import ForesayError
+from foresay.lengths import ConstantLength
+from foresay.loading import change
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from foresay.generator import Generation, Generator
+    from foresay.prompts import Prompt
+
+DEFAULT_METHODS = ("prompt_lookup", "max_gram", "ngram_store", "suffix")
+PLAIN, ALONE = "plain", "draft alone"
+_WIDE = (
+    "method",
+    "tokens",
+    "seconds",
+    "tokens/s",
+    "speed-up",
+    "tokens/pass",
+    "accepted",
+    "drafts used",
+    "identical",
+    "exact",
+)
+_SHORT = ("method", "tokens", "seconds", "tok/s", "speed", "tok/pass", "accepted", "used", "same", "exact")
+_WARM_UP = 4
+
+
+@dataclass(slots=True)
+class Method:
+    """One row: who writes, from which prompt, and what came of it."""
+
+    name: str
+    generator: Generator
+    prompt: Prompt
+    seconds: list[float] = field(default_factory=list)
+    written: Generation | None = None
+    failed: str | None = None
+    """Why there is no output."""
+
+    @property
+    def median_s(self) -> float:
+        """The seconds that count."""
+        return statistics.median(self.seconds)
+
+    def run(self, params: SamplingParams) -> None:
+        """Decode once, knowing nothing of earlier runs."""
+        self.generator.forget()
+        began = perf_counter()
+        self.written = self.generator.generate(self.prompt, params)
+        self.seconds.append(perf_counter() - began)
+
+    def same_as(self, plain: Method, params: SamplingParams) -> bool | None:
+        """Whether the output is plain decoding's; None where it need not be."""
+        if self.written is None or plain.written is None or self.name == ALONE:
+            return None
+        if not params.greedy and not self.generator.rule.coupled:
+            return None
+        return self.written.token_ids == plain.written.token_ids
+
+
+def plain_and(generator: Generator, prompt: Prompt, drafters: Sequence[tuple[str, dict[str, Any]]]) -> list[Method]:
+    """Plain decoding, and a row for each (drafter, other settings); raises for one that cannot be made."""
+    rows = [Method(PLAIN, generator.plain(), prompt)]
+    return rows + [Method(name, change(generator, drafter=name, **more), prompt) for name, more in drafters]
+
+
+def alone(generator: Generator, draft: str, prompt: Callable[[Generator], Prompt]) -> Method:
+    """The draft model decoding by itself."""
+    from foresay.generator import Generator
+
+    assert generator.shelf is not None
+    own = Generator(generator.shelf.model(draft), lambda: None, generator.rule, ConstantLength(0))
+    return Method(ALONE, own, prompt(own))
+
+
+def measure(methods: Sequence[Method], params: SamplingParams, repeats: int, progress: Callable[[str], None]) -> None:
+    """Warm up, then run each method in turn, `repeats` times."""
+    warm = SamplingParams(max_new_tokens=min(_WARM_UP, params.max_new_tokens))
+    for turn in range(repeats + 1):
+        for method in methods:
+            if method.failed is not None:
+                continue
+            progress(f"Decoding: {method.name} ({f'{turn} of {repeats}' if turn else 'warm-up'})")
+            try:
+                method.run(params if turn else warm)
+            except ForesayError as error:
+                if method.name == PLAIN:  # what the target itself cannot decode
+                    raise
+                method.failed, method.written = str(error), None
+        if turn == 0:
+            for method in methods:
+                method.seconds.clear()
+
+
+def differences(methods: Sequence[Method], params: SamplingParams, tokenizer: Any) -> list[str]:
+    """Where outputs that should be plain decoding's part from it, and drafters that failed, a line each."""
+    plain, lines = methods[0], []
+    for one in methods[1:]:
+        if one.failed is not None:
+            lines.append(f"{one.name} failed: {one.failed}")
+        elif one.written is not None and one.written.draft_error is not None:
+            lines.append(f"{one.name}: the drafter failed, and decoding went on plainly: {one.written.draft_error}")
+        if one.same_as(plain, params) is False:
+            lines.append(f"{one.name}: {first_difference(plain.written, one.written, tokenizer)}")
+    return lines
+
+
+def broken(methods: Sequence[Method], params: SamplingParams) -> bool:
+    """Whether an exact rule gave something else than plain decoding."""
+    return any(one.generator.rule.exact and one.same_as(methods[0], params) is False for one in methods[1:])
+
+
+def records(methods: Sequence[Method], params: SamplingParams) -> list[dict[str, Any]]:
+    """The rows as --json tells them."""
+    plain = methods[0]
+    out = []
+    for one in methods:
+        record: dict[str, Any] = {"method": one.name, "failed": one.failed}
+        if one.written is not None:
+            record |= as_record(one.written) | {
+                "exact": _exact(one),
+                "seconds": one.median_s,
+                "all_seconds": one.seconds,
+                "tokens_per_s": one.written.stats.num_tokens / one.median_s,
+                "speed_up": plain.median_s / one.median_s,
+                "identical": one.same_as(plain, params),
+                "length": getattr(one.generator.policy, "num_draft_tokens", type(one.generator.policy).__name__),
+            }
+        out.append(record)
+    return out
+
+
+def _exact(one: Method) -> bool | None:
+    """Whether the target's law is kept: plain decoding is it, and a draft by itself has its own."""
+    return None if one.name == ALONE else one.name == PLAIN or one.generator.rule.exact
+
+
+def _cells(one: Method, plain: Method, params: SamplingParams) -> tuple[str, ...]:
+    if one.written is None:
+        return (one.name, *["-"] * 7, "failed", "-")
+    stats: Stats = one.written.stats
+    identical = {True: "yes", False: "no", None: "another" if one.name == ALONE else "sampled"}
+    exact = {True: "yes", False: "no", None: "-"}
+    failed = one.written.draft_error is not None
+    return (
+        one.name,
+        str(stats.num_tokens),
+        f"{one.median_s:.2f}",
+        f"{stats.num_tokens / one.median_s:.1f}",
+        f"{plain.median_s / one.median_s:.2f}x",
+        f"{stats.block_efficiency or 0:.2f}",
+        "failed" if failed else percent(stats.acceptance_rate),
+        percent(stats.draft_utilization),
+        "-" if one is plain else identical[one.same_as(plain, params)],
+        exact[_exact(one)],
+    )
+
+
+def table(methods: Sequence[Method], params: SamplingParams, console: Console) -> Text:
+    """The figures as a table as wide as fits, or a line per figure where none does."""
+    rows = [_cells(one, methods[0], params) for one in methods]
+    bounded = console.is_terminal or "COLUMNS" in os.environ
+    for names, gap in ((_WIDE, 2), (_SHORT, 2), (_SHORT, 1)):
+        sizes = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
+        if not bounded or sum(sizes) + gap * (len(sizes) - 1) <= console.width:
+            return _grid((names, *rows), sizes, " " * gap)
+    lines = [
+        Text.assemble((f"{name}: ", "bold"), ", ".join(f"{cell} {row[0]}" for row in rows for cell in [row[i]]))
+        for i, name in enumerate(_WIDE)
+        if i
+    ]
+    return Text("\n").join(lines)
+
+
+def _grid(rows: Sequence[Sequence[str]], sizes: Sequence[int], gap: str) -> Text:
+    lines = []
+    for number, row in enumerate(rows):
+        cells = [
+            cell.rjust(size) if i else cell.ljust(size) for i, (cell, size) in enumerate(zip(row, sizes, strict=True))
+        ]
+        lines.append(Text(gap.join(cells).rstrip(), style="" if number else "bold"))
+    return Text("\n").join(lines)
+
+
+def seeded(params: SamplingParams, seed: Callable[[], int]) -> SamplingParams:
+    """The parameters with one seed for all methods and repeats."""
+    if params.greedy or params.seed is not None:
+        return params
+    return dataclasses.replace(params, seed=seed())
