@@ -105,15 +105,17 @@ def _prompt_lookup(max_ngram: int = 4, min_ngram: int = 2) -> Recipe:
 
 
 def _max_gram(table: str | None = None) -> Recipe:
+    path = None if table is None else _path("table", table)
+
     def prepare(shelf: Shelf) -> DrafterBuilder:
-        continuation = None if table is None else shelf.table(_path("table", table))
+        continuation = None if path is None else shelf.table(path)
         return lambda: MaxGram(continuation, device=shelf.device)
 
     return Recipe(prepare, 10)
 
 
 def _ngram_store(
-    n: int = 4,
+    n: int = 6,
     levels: str = "all",
     filler_top_k: int = 1,
     stop_unknown: bool = True,
@@ -134,7 +136,7 @@ def _ngram_store(
     return Recipe(lambda shelf: lambda: make(store=store, device=shelf.device), 8, forget)
 
 
-def _suffix(scale: float = 2.0, min_match: int = 1, keep: bool = True, max_tokens: int = 1 << 18) -> Recipe:
+def _suffix(scale: float = 3.0, min_match: int = 1, keep: bool = False, max_tokens: int = 1 << 18) -> Recipe:
     past = PastRequests(max_tokens) if flag("keep", keep) else None
     make = partial(SuffixDrafter, past, scale=scale, min_match=min_match)
     make()
@@ -167,7 +169,8 @@ def _draft_with(shelf: Shelf, draft: LoadedModel, trim: _Trim | None) -> Drafter
     try:
         check_vocabularies(shelf.target, draft)
     except VocabularyMismatchError:
-        if shelf.target.tokenizer is None or draft.tokenizer is None or trim is not None:
+        reads = getattr(draft.model, "reads_source", False)  # its encoder is given the source in the target's tokens
+        if shelf.target.tokenizer is None or draft.tokenizer is None or trim is not None or reads:
             raise
         from foresay.translation import TokenizerTranslator
 

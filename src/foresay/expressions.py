@@ -42,6 +42,8 @@ def _shown(value: Any) -> str:
         return f"[{', '.join(map(_shown, value))}]"
     if value is None or isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, Call) and not value.values:
+        return f"{value.name}()"  # without parentheses it would be a word
     if isinstance(value, str) and not _is_bare(value):
         return f"'{value}'" if '"' in value else f'"{value}"'
     return str(value)
@@ -190,3 +192,19 @@ def apply(kind: str, call: Call, known: Mapping[str, Callable[..., T]]) -> T:
     if missing:
         raise ConfigError(f"{kind} {call.name!r} needs {', '.join(missing)}, for example {call.name}({missing[0]}=...)")
     return known[call.name](*positional, **named)
+
+
+def written(value: object, known: Mapping[str, Callable[..., Any]]) -> str:
+    """An object as an expression that makes one like it: its name and the settings that are not as usual.
+
+    Settings are looked for in attributes of the same name; an object of a class that is not known is called by its class.
+    """
+    name = next((name for name, maker in known.items() if maker is type(value)), None)
+    if name is None:
+        return type(value).__name__
+    given = [
+        (p.name, getattr(value, p.name))
+        for p in inspect.signature(known[name]).parameters.values()
+        if hasattr(value, p.name) and getattr(value, p.name) != p.default
+    ]
+    return str(Call(name, tuple(given)))

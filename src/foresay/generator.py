@@ -13,11 +13,13 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
+from foresay.acceptance import RULES, Speculative
 from foresay.building import DrafterBuilder, Shelf
 from foresay.core import FinishReason, LengthPolicy, Rule, SamplingParams, Step, TokenLogprob
 from foresay.engine import Engine, Stats
 from foresay.errors import ConfigError
-from foresay.lengths import ConstantLength
+from foresay.expressions import written
+from foresay.lengths import LENGTHS, ConstantLength
 from foresay.models.catalog import LoadedModel
 from foresay.prompts import Prompt, encode, is_batch
 from foresay.text import Detokenizer, Piece, StopStrings, TextStream
@@ -138,9 +140,9 @@ class Generator:
     def description(self) -> str:
         """Target, drafter, length and rule in a line."""
         gamma = getattr(self.policy, "num_draft_tokens", None)
-        length = f"gamma={gamma}" if gamma is not None else f"length={type(self.policy).__name__}"
+        length = f"gamma={gamma}" if gamma is not None else f"length={written(self.policy, LENGTHS)}"
         lossy = "" if self.rule.exact else " (lossy)"
-        return f"target={self.target.name} drafter={self.drafter_name} {length} rule={self.rule.name}{lossy}"
+        return f"target={self.target.name} drafter={self.drafter_name} {length} rule={written(self.rule, RULES)}{lossy}"
 
     def forget(self) -> None:
         """Clear what the drafter has learned from earlier requests: n-gram stores, past texts."""
@@ -168,11 +170,11 @@ class Generator:
         return self.target.tokenizer
 
     def plain(self) -> Generator:
-        """The same target without a drafter: plain decoding through the same loop."""
+        """The same target without a drafter: plain decoding through the same loop, which no lossy rule changes."""
         return Generator(
             self.target,
             lambda: None,
-            self.rule,
+            self.rule if self.rule.exact else Speculative(),
             ConstantLength(0),
             max_batch_size=self.max_batch_size,
             shelf=self.shelf,

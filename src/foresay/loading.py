@@ -5,7 +5,7 @@ Owns the choice of drafter, rule and length, and how they are changed on a model
 
 from __future__ import annotations
 
-import dataclasses
+import os
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -40,7 +40,7 @@ def load(
     """Load a target, and what drafts for it.
 
     target, draft: an alias (`foresay models` lists them), a hub id, a folder, a GGUF file, or a transformers model
-    (with `tokenizer`). drafter: "auto" (the draft model when one is given, else prompt lookup), an expression such as
+    (with `tokenizer`). drafter: "auto" (the draft model when one is given, else "suffix"), an expression such as
     "max_gram" or "cascade(model=A, max_gram; k=[[5, 10], [0, 10]])" (docs/drafters.md has all), a Drafter, or a function
     that makes one. num_draft_tokens: tokens guessed per pass, 0 is plain decoding. length: instead, a policy such as
     "heuristic", "confidence(0.5)" or "throughput". rule: "speculative", "block", "match", "coupled", or a lossy one,
@@ -54,9 +54,10 @@ def load(
     settings = LoadOptions(**_known(options))
     check_batch_size(max_batch_size)
     shelf = Shelf(resolve(target, settings, tokenizer), settings)
-    if recipe is None:  # a draft model
-        # a revision names one repository's version: the target's
-        recipe = draft_model(resolve(draft, dataclasses.replace(settings, revision=None), None))
+    if recipe is None and isinstance(draft, str | os.PathLike):
+        recipe, name = DRAFTERS["model"](os.fspath(draft)), str(Call("model", ((None, os.fspath(draft)),)))
+    elif recipe is None:
+        recipe = draft_model(resolve(draft, LoadOptions(), None))
     return _generator(shelf, recipe, name, chosen, policy, max_batch_size)
 
 
@@ -109,12 +110,14 @@ def _recipe(draft: Any, drafter: Any, ngrams: dict[str, int]) -> tuple[Recipe | 
         raise ConfigError(f"max_ngram and min_ngram belong to drafter='prompt_lookup', {given}")
     if draft is not None:
         return None, "model"
+    if drafter == "auto" and not ngrams:
+        drafter = "suffix"
     if drafter in ("auto", "prompt_lookup"):
         call = Call("prompt_lookup", tuple(ngrams.items()))
         return DRAFTERS["prompt_lookup"](**ngrams), str(call)
     if isinstance(drafter, str):
         return read_drafter(drafter), drafter
-    if hasattr(drafter, "propose"):
+    if hasattr(drafter, "propose") and not isinstance(drafter, type):
         return Recipe(lambda shelf: lambda: cast(Drafter, drafter), DEFAULT_LENGTH), type(drafter).__name__
     if callable(drafter):
         return Recipe(lambda shelf: lambda: cast(Drafter, drafter()), DEFAULT_LENGTH), _name_of(drafter)

@@ -235,7 +235,7 @@ def test_methods_lists_what_may_be_written(shell: tiny.Shell) -> None:
     assert (code, err) == (0, "")
     named = [line.strip().split("(")[0] for line in out.splitlines() if line.startswith("  ") and line[2] != " "]
     assert named == [*DRAFTERS, *RULES, *LENGTHS]
-    assert "  suffix(scale=2.0, min_match=1, keep=true, max_tokens=262144)\n" in out
+    assert "  confidence(threshold=0.4, low=1, high=20)\n" in out
 
 
 # -- generate --------------------------------------------------------------------------------------------------------

@@ -90,7 +90,7 @@ def test_lenient_reviews_keep_more() -> None:
 
 
 def test_a_greedy_lenient_review_compares_with_what_the_draft_thought() -> None:
-    """p(x) = 0.3 is not the likeliest; it is kept of a draft that gives it 0.3, and not of one that is certain."""
+    """p(x) = 0.3 is not the likeliest; it is kept of a draft that gives it 0.4, and not of one that is certain."""
     weights = torch.tensor([0.4, 0.3, 0.1, 0.1, 0.05, 0.05], dtype=torch.float64)
     passes = []
     for draft in (weights[[1, 0, 2, 3, 4, 5]], torch.eye(SIZE, dtype=torch.float64)[1] + 1e-9):

@@ -158,10 +158,13 @@ def test_a_draft_model_as_an_expression(name: str) -> None:
 
 
 def test_which_drafters_keep_what_they_learn() -> None:
-    kept = dict(leaves(parse("cascade(suffix(3), ngram_store, model=a; k=[[1, 2, 3]])")))
-    assert kept == {
-        "suffix(scale=3, min_match=1, keep=true, max_tokens=262144)": True,
-        "ngram_store(n=4, levels=all, filler_top_k=1, stop_unknown=true, keep=false, max_contexts=262144)": False,
-    }
+    members = "suffix(3, keep=true), ngram_store(keep=false), prompt_lookup(max_ngram=6), model=a"
+    found = leaves(parse(f"cascade({members}; k=[[1, 2, 3, 4]])"))
+    assert [(text.split("(")[0], keeps) for text, keeps in found] == [
+        ("suffix", True),
+        ("ngram_store", False),
+        ("prompt_lookup", False),
+    ]
+    assert found[0][0].startswith("suffix(scale=3, ") and "keep=true" in found[0][0]
+    assert found[2][0] == "prompt_lookup(max_ngram=6, min_ngram=2)"
     assert leaves(parse("none")) == [("none", False)]
-    assert leaves(parse("suffix(keep=false)"))[0][1] is False

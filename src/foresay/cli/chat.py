@@ -44,7 +44,8 @@ def run(
     params = sampling.params()
     generator = load_generator(models, drafter, methods, machine)
     interactive = sys.stdin is not None and sys.stdin.isatty()
-    session = Session(generator, params, Screen(), interactive, system=system, trace=trace, length=methods.length)
+    session = Session(generator, params, Screen(), interactive, system, rule=methods.rule, length=methods.length)
+    session.trace = trace
     session.template = session.has_template
     if session.interactive:
         session.screen.note(generator.description)
@@ -55,13 +56,24 @@ def run(
 def _loop(session: Session, reader: Reader) -> int:
     """Read and do, until the end."""
     from foresay.cli.console.commands import handle
-    from foresay.errors import ForesayError
+    from foresay.errors import ForesayError, PromptError
 
     while session.running:
         try:
-            handle(session, reader.read())
+            entered = reader.read()
         except EOFError:
             break
+        except PromptError as error:
+            session.screen.error(str(error))
+            continue
+        except KeyboardInterrupt:
+            if not session.interactive:
+                raise
+            if not reader.left:
+                session.screen.note("(Ctrl-D or /quit leaves)")
+            continue
+        try:
+            handle(session, entered)
         except ForesayError as error:
             session.screen.error(str(error))
         except RuntimeError as error:  # PyTorch's, such as no memory: the conversation is not lost for it
@@ -69,6 +81,5 @@ def _loop(session: Session, reader: Reader) -> int:
         except KeyboardInterrupt:
             if not session.interactive:
                 raise
-            if not reader.left:
-                session.screen.note("(Ctrl-D or /quit leaves)")
+            session.screen.note("(stopped)")
     return 0

@@ -55,7 +55,7 @@ def run(
             rows.insert(1, table.alone(generator, models.draft, lambda own: as_prompt(text, own, raw=raw)))
         table.measure(rows, params, repeats, progress)
     if as_json:
-        head = {"model": models.model, "rule": generator.rule.name, "exact": generator.rule.exact, "repeats": repeats}
+        head = {"model": models.model, "rule": methods.rule, "exact": generator.rule.exact, "repeats": repeats}
         typer.echo(json.dumps(head | {"methods": table.records(rows, params)}, ensure_ascii=False))
     else:
         out = console()

@@ -18,13 +18,16 @@ from foresay.drafters.copying import CopyingDrafter
 from foresay.models.base import ModelOutput
 
 LEVELS = ("one", "all")
+_SEEN = 128
+"""Weight of a committed token; what the target merely might have written weighs at most 64, and so decides only where
+nothing was written."""
 Context = tuple[int, ...]
 
 
 class NgramStore:
     """Counts of the tokens that followed each context, in bounded memory."""
 
-    def __init__(self, n: int = 4, *, levels: str = "all", max_contexts: int = 1 << 18) -> None:
+    def __init__(self, n: int = 6, *, levels: str = "all", max_contexts: int = 1 << 18) -> None:
         """n: tokens of an n-gram, its last one the guess. levels: "one" looks contexts of n - 1 tokens up, "all" shorter
 
         ones too. max_contexts: contexts kept, about 500 bytes each; the ones not seen for longest go first.
@@ -57,21 +60,21 @@ class NgramStore:
         for end in range(max(1, start), len(tokens)):
             self.add(tokens[max(0, end - self.n + 1) : end], tokens[end])
 
-    def add(self, context: Sequence[int], token: int) -> None:
+    def add(self, context: Sequence[int], token: int, weight: int = _SEEN) -> None:
         """Count one token behind a context (its last n - 1 tokens matter)."""
         with self._lock:
             for size in self.sizes:
                 if size <= len(context):
-                    self._count(tuple(context[-size:]), token)
+                    self._count(tuple(context[-size:]), token, weight)
 
-    def _count(self, key: Context, token: int) -> None:
+    def _count(self, key: Context, token: int, weight: int) -> None:
         counts = self._counts.pop(key, None)
         if counts is None:
             if len(self._counts) >= self.max_contexts:
                 self._forget()
             counts = {}
         self._counts[key] = counts  # the last place of the dictionary: seen just now
-        count = counts[token] = counts.get(token, 0) + 1
+        count = counts[token] = counts.get(token, 0) + weight
         best = self._best.get(key)
         if best is None or count >= counts[best]:  # of equals the later
             self._best[key] = token
@@ -104,7 +107,7 @@ class NgramStoreDrafter(CopyingDrafter[_Known]):
 
     def __init__(
         self,
-        n: int = 4,
+        n: int = 6,
         *,
         levels: str = "all",
         filler_top_k: int = 1,
@@ -175,5 +178,5 @@ class NgramStoreDrafter(CopyingDrafter[_Known]):
         guesses = state.drafted or history[state.committed :].tolist()[:-1]
         for place, tokens in enumerate(places[: len(guesses) + 1]):
             context = [*before, *guesses[:place]]
-            for token in reversed(tokens):  # the likeliest last: of equals the later is guessed
-                state.store.add(context, token)
+            for rank, token in enumerate(tokens):
+                state.store.add(context, token, len(tokens) - rank)

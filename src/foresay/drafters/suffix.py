@@ -118,7 +118,7 @@ class SuffixDrafter(CopyingDrafter[_Suffix]):
         self,
         past: PastRequests | None = None,
         *,
-        scale: float = 2.0,
+        scale: float = 3.0,
         min_match: int = 1,
         device: torch.device | str = "cpu",
     ) -> None:

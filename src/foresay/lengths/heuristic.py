@@ -18,7 +18,7 @@ class HeuristicLength:
 
     def __init__(self, start: int = 5, *, up: int = 2, down: int = 1, low: int = 1, high: int = 20) -> None:
         self.high = integer("high", high, 1, MAX_DRAFT_TOKENS)
-        self.low = integer("low", low, 0, self.high)
+        self.low = integer("low", low, 1, self.high)  # a row that is asked for nothing would never be asked again
         self.start = integer("start", start, self.low, self.high)
         self.up, self.down = integer("up", up, 0, MAX_DRAFT_TOKENS), integer("down", down, 0, MAX_DRAFT_TOKENS)
 

@@ -27,6 +27,8 @@ _SAMPLES = 9
 """Latest measurements of a kind, of which the median is taken."""
 _FORGET = 0.98
 """What a step leaves of the counts before it."""
+_DOUBT = 4
+"""Steps with a length that count as much as what shorter lengths make one expect of it."""
 _TRIAL = 4
 """Steps of a trial: the first may pay for what the draft missed."""
 _LOSS = 0.01
@@ -88,19 +90,22 @@ class _Reach:
     def add(self, budget: int, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """Count one step with a budget."""
         width = max(drafted)
+        for counts in (self.offered, self.wide, self.accepted):
+            counts[:] = [count * _FORGET for count in counts]  # lengths that are no longer offered too
         for k in range(1, budget + 1):
-            self.offered[k] = self.offered[k] * _FORGET + 1
-            self.wide[k] = self.wide[k] * _FORGET + (width >= k)
-            self.accepted[k] = self.accepted[k] * _FORGET + sum(n >= k for n in accepted) / len(accepted)
+            self.offered[k] += 1
+            self.wide[k] += width >= k
+            self.accepted[k] += sum(n >= k for n in accepted) / len(accepted)
 
     def shares(self, counts: Sequence[float]) -> list[float]:
-        """The share of steps that reached k = 0, 1, ...; past what was offered it falls as it last fell."""
-        out = [1.0]
-        for k in range(1, len(counts)):
-            if self.offered[k] >= 1:
-                out.append(min(out[-1], counts[k] / self.offered[k]))
-            else:
-                out.append(out[-1] * (out[-1] / out[-2] if k > 1 and out[-2] > 0 else 0.5))
+        """The share of steps that reached k = 0, 1, ...
+
+        Past what was offered it falls as it last fell, and a length that was offered a few times is held half for that.
+        """
+        out = [1.0, min(1.0, counts[1] / self.offered[1]) if self.offered[1] else 0.5]
+        for k in range(2, len(counts)):
+            expected = out[-1] * (out[-1] / out[-2] if out[-2] > 0 else 0.5)
+            out.append(min(out[-1], (counts[k] + _DOUBT * expected) / (self.offered[k] + _DOUBT)))
         return out
 
 
@@ -150,6 +155,7 @@ class ThroughputLength:
             return 0
         reached, wide = self._reach.shares(self._reach.accepted), self._reach.shares(self._reach.wide)
         longest = max((k for k in range(1, self.high + 1) if self._reach.offered[k] >= 1), default=0)
+        drafts = [(0, 0.0), *drafts]  # no draft takes no time
         plain = at(passes, 1, _STEEP)
         tokens, seconds, best, best_rate = 1.0, plain, 0, 1 / plain
         for k in range(1, min(self.high, longest + 2) + 1):
@@ -181,12 +187,11 @@ class ThroughputLength:
             return
         self._drafts.add(batch, self._offered, one.draft_s)
         self._reach.add(self._offered, drafted, [step.num_accepted for step in steps])
-        if self._trial:
-            self._trial -= 1
-            tokens = sum(len(step.token_ids) for step in steps) / batch
-            curve = self._passes.curve(batch, 1)
-            self._lost += one.total_s - tokens * (at(curve, 1, _STEEP) if curve else one.total_s)
-            self._resume_s = self._elapsed + max(self._lost / _LOSS, 16 * one.total_s)
+        self._trial = max(0, self._trial - 1)
+        tokens = sum(len(step.token_ids) for step in steps) / batch
+        curve = self._passes.curve(batch, 1)
+        self._lost += one.total_s - tokens * (at(curve, 1, _STEEP) if curve else one.total_s)
+        self._resume_s = self._elapsed + max(self._lost / _LOSS, 16 * one.total_s)
 
     @property
     def estimates(self) -> Mapping[str, float]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+from foresay.cli.console.screen import unechoed
 from foresay.cli.console.session import INTERRUPTED, Exchange, Session
 from foresay.cli.trace import sum_up
 from foresay.core import FinishReason, SamplingParams, Step
@@ -39,28 +39,10 @@ def interruptible(enabled: bool, begun: Callable[[], bool]) -> Iterator[Callable
         return
     before = signal.signal(signal.SIGINT, note)
     try:
-        with _unechoed():
+        with unechoed(True):
             yield lambda: pressed
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-@contextmanager
-def _unechoed() -> Iterator[None]:
-    """Keys pressed within are not shown among what is written; the next prompt has them."""
-    try:
-        import termios
-    except ImportError:  # no such terminals here
-        yield
-        return
-    descriptor = sys.stdin.fileno()
-    before = termios.tcgetattr(descriptor)
-    quiet = [*before[:3], before[3] & ~termios.ECHO, *before[4:]]
-    termios.tcsetattr(descriptor, termios.TCSANOW, quiet)
-    try:
-        yield
-    finally:
-        termios.tcsetattr(descriptor, termios.TCSANOW, before)
 
 
 class _Written:
@@ -126,6 +108,7 @@ def _exchange(
         seed=None if params.greedy else params.seed,
         exact=session.generator.rule.exact,
         method=session.method,
+        params=params,
         left_out=left_out,
         draft_error=None if whole is None else whole.draft_error,
     )

@@ -12,9 +12,11 @@ from foresay import __version__
 from foresay.cli.common import fresh_seed, loading, model_expression
 from foresay.cli.console import table
 from foresay.cli.console.answer import write
+from foresay.cli.console.screen import unechoed
 from foresay.cli.console.session import INTERRUPTED, Exchange, Session
 from foresay.cli.console.settings import nothing
 from foresay.cli.trace import percent
+from foresay.core import SamplingParams
 from foresay.engine import Stats
 from foresay.errors import ConfigError
 from foresay.expressions import parse
@@ -100,7 +102,7 @@ def compare(session: Session, argument: str) -> None:
     user, before = (argument, session.exchanges) if argument else (session.last().user, session.exchanges[:-1])
     prompt, _ = session.fitted(before, user)
     params = table.seeded(session.params, fresh_seed)
-    with loading("Preparing the drafters") as progress:
+    with unechoed(session.interactive), loading("Preparing the drafters") as progress:
         methods = table.plain_and(session.generator, prompt, _methods(session))
         if session.draft is not None:
             methods.insert(1, table.alone(session.generator, session.draft, lambda own: _alone(session, own, prompt)))
@@ -161,14 +163,14 @@ def _save(session: Session, argument: str, *, replace: bool) -> None:
 
 def record(session: Session) -> dict[str, Any]:
     """What /save keeps."""
-    generator, params = session.generator, session.params
+    generator = session.generator
     settings = {
         "model": generator.target.name,
         "draft": session.draft,
         **session.method,
         "exact": generator.rule.exact,
         "template": session.template,
-        "params": {f.name: getattr(params, f.name) for f in dataclasses.fields(params) if f.name != "processors"},
+        "params": _params(session.params),
     }
     return {
         "foresay": __version__,
@@ -178,9 +180,28 @@ def record(session: Session) -> dict[str, Any]:
     }
 
 
+def _params(params: SamplingParams) -> dict[str, Any]:
+    """Those that differ from the defaults, and what an answer always depends on."""
+    kept = ("max_new_tokens", "temperature", "seed")
+    fields = [f for f in dataclasses.fields(params) if f.name != "processors"]
+    differ = {f.name for f in fields if getattr(params, f.name) != getattr(SamplingParams(), f.name)}
+    return {f.name: getattr(params, f.name) for f in fields if f.name in kept or f.name in differ}
+
+
 def _answer(one: Exchange) -> dict[str, Any]:
-    kept = {f.name: getattr(one, f.name) for f in dataclasses.fields(one) if f.name not in ("user", "answer", "stats")}
-    return kept | {"tokens_per_s": one.rate, "stats": one.stats.as_dict()}
+    """All of an exchange but its text, which is among the messages."""
+    return {
+        **one.method,
+        "params": _params(one.params),
+        "seed": one.seed,
+        "exact": one.exact,
+        "ended": one.ended,
+        "left_out": one.left_out,
+        "draft_error": one.draft_error,
+        "seconds": one.seconds,
+        "tokens_per_s": one.rate,
+        "stats": one.stats.as_dict(),
+    }
 
 
 def _short(text: str) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from rich.table import Table
@@ -59,3 +60,22 @@ class Screen:
     def error(self, message: str) -> None:
         """Why something was not done, in one line."""
         self.notes.print(" ".join(message.split()), style="red", soft_wrap=not self.notes.is_terminal)
+
+
+@contextmanager
+def unechoed(typed: bool) -> Iterator[None]:
+    """Keys pressed within are not shown among what is written; the next prompt has them. typed: standard input is typed."""
+    try:
+        import termios
+    except ImportError:  # no such terminals here
+        typed = False
+    if not typed:
+        yield
+        return
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+    termios.tcsetattr(descriptor, termios.TCSANOW, [*before[:3], before[3] & ~termios.ECHO, *before[4:]])
+    try:
+        yield
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSANOW, before)

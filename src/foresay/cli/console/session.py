@@ -35,6 +35,7 @@ class Exchange:
     exact: bool
     method: dict[str, str]
     """Drafter, length and rule."""
+    params: SamplingParams
     left_out: int = 0
     """Exchanges before it that the model did not see."""
     draft_error: str | None = None
@@ -57,8 +58,9 @@ class Session:
     system: str | None = None
     template: bool = False
     trace: bool = False
+    rule: str = "speculative"
     length: str | None = None
-    """The length policy as it was asked for; None for a number."""
+    """Rule and length policy as they were asked for; None is a drafter's own length, or a number."""
     draft: str | None = None
     """The draft model last named."""
     exchanges: list[Exchange] = field(default_factory=list)
@@ -72,6 +74,7 @@ class Session:
     def change(self, **settings: Any) -> None:
         """`foresay.change` on the model in use; nothing changes when that raises."""
         self.generator = change(self.generator, **settings)
+        self.rule = settings.get("rule", self.rule)
         if "length" in settings:
             self.length = settings["length"]
         elif "drafter" in settings or "num_draft_tokens" in settings:
@@ -94,7 +97,7 @@ class Session:
         """Drafter, length and rule in words."""
         gamma = getattr(self.generator.policy, "num_draft_tokens", None)
         length = f"{gamma} tokens" if gamma is not None else self.length or type(self.generator.policy).__name__
-        return {"drafter": self.generator.drafter_name, "length": length, "rule": self.generator.rule.name}
+        return {"drafter": self.generator.drafter_name, "length": length, "rule": self.rule}
 
     def seeded(self) -> SamplingParams:
         """The parameters, with a seed of their own where sampling has none."""

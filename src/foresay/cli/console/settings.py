@@ -30,14 +30,14 @@ def show(session: Session, *names: str) -> None:
 
 def described(session: Session) -> dict[str, str]:
     """Every setting in words, by the command that changes it."""
-    params, rule = session.params, session.generator.rule
+    params, exact = session.params, session.generator.rule.exact
     method = session.method
     sampling = "greedy" if params.greedy else f"{params.temperature:g}"
     out = {
         "model": session.generator.target.name,
         "drafter": method["drafter"],
         "length": method["length"],
-        "rule": f"{rule.name} ({'exact' if rule.exact else 'lossy: the output may differ from the model alone'})",
+        "rule": f"{session.rule} ({'exact' if exact else 'lossy: the output may differ from the model alone'})",
         "temperature": sampling,
         "top-k": str(params.top_k or "all"),
         "top-p": f"{params.top_p:g}",
@@ -65,7 +65,7 @@ def settings(session: Session, argument: str) -> None:
 def drafter(session: Session, argument: str) -> None:
     """/drafter EXPRESSION: guess with another drafter, such as suffix(scale=3); it drafts at its own length.
 
-    none is plain decoding, model(NAME) a draft model, auto prompt lookup.
+    none is plain decoding, model(NAME) a draft model, auto what is used where nothing is asked for.
     """
     if argument:
         with loading("Preparing the drafter"):
@@ -185,7 +185,7 @@ def store(session: Session, argument: str) -> None:
         session.screen.line(f"{text}: keeps what it learns from one answer to the next")
     if not kept:
         session.screen.line(
-            f"{session.generator.drafter_name} keeps nothing between answers; suffix and ngram_store(keep=true) do"
+            f"{session.generator.drafter_name} keeps nothing between answers; suffix(keep=true) and ngram_store(keep=true) do"
         )
 
 
