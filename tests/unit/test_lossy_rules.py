@@ -172,6 +172,11 @@ def test_typical_acceptance_of_a_greedy_row_keeps_its_argmax_alone() -> None:
     for rule in (Typical(0.0, 0.0), Typical(1.0, 1.0)):
         verdict = rule.judge(target, Proposal(torch.tensor([[0, 0, 1]]), [3]), streams)
         assert (int(verdict.num_accepted[0]), int(verdict.token_ids[0])) == (2, 0)
+    both = build_laws(P.log().expand(2, 2, -1), Rows([make_row(), make_row(temperature=1.0)]))
+    verdict = Typical(1.0, 1.0).judge(
+        both, Proposal(torch.tensor([[0], [3]]), [1, 1]), Streams(*torch.ones(2, 2).long())
+    )
+    assert verdict.num_accepted.tolist() == [1, 0], "beside a sampled row too"
 
 
 @pytest.mark.parametrize("rule", [Lenience(3.0), Typical()], ids=lambda rule: rule.name)

@@ -14,10 +14,11 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from foresay.core import KVCache, LengthPolicy, Move, Proposal, Row, Rows, SamplingParams, Verdict
+from foresay.core import LengthPolicy, Move, Proposal, Row, Rows, SamplingParams, Verdict
 from foresay.drafters.growing import GrowingProposal
 from foresay.drafters.model import ModelDrafter
-from foresay.models.base import LanguageModel, Logits, ModelOutput
+from foresay.models.aligned import AlignedModel
+from foresay.models.base import LanguageModel, ModelOutput
 from foresay.randomness import derive
 
 _TAG = 0x7A
@@ -47,40 +48,21 @@ class Reader(Protocol):
         ...
 
 
-class _Restricted:
+class _Restricted(AlignedModel):
     """The draft, able to score nothing but shared tokens for the rows that ask for it."""
 
     def __init__(self, model: LanguageModel, shared: torch.Tensor) -> None:
-        self._inner = model
-        self.vocab_size, self.max_length, self.device = model.vocab_size, model.max_length, model.device
+        super().__init__(model, model.vocab_size)
         self._others = torch.ones(model.vocab_size, dtype=torch.bool, device=model.device)
         self._others[shared.to(model.device)] = False
         self.rows: torch.Tensor | None = None
         """[B] bool: the rows to restrict."""
 
-    def new_cache(self) -> KVCache:
-        return self._inner.new_cache()
-
-    def admit(self, rows: Rows, first: int, cache: KVCache) -> None:
-        self._inner.admit(rows, first, cache)
-
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        num_tokens: Sequence[int],
-        cache: KVCache,
-        *,
-        first_row: int = 0,
-        logits: Logits = Logits.ALL,
-        hidden_layers: Sequence[int] = (),
-    ) -> ModelOutput:
-        out = self._inner.forward(
-            token_ids, num_tokens, cache, first_row=first_row, logits=logits, hidden_layers=hidden_layers
-        )
-        if out.logits is None or self.rows is None:
-            return out
-        mask = self.rows[:, None, None] & self._others
-        return ModelOutput(out.logits.masked_fill(mask, -torch.inf), out.hidden)
+    def aligned(self, scores: torch.Tensor) -> torch.Tensor:
+        """The scores of shared tokens alone where a row is restricted."""
+        if self.rows is None or len(self.rows) != len(scores):
+            return scores
+        return scores.masked_fill(self.rows[:, None, None] & self._others, -torch.inf)
 
 
 class TranslatedDrafter:

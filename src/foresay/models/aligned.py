@@ -46,9 +46,11 @@ class AlignedModel:
         out = self.inner.forward(
             token_ids, num_tokens, cache, first_row=first_row, logits=logits, hidden_layers=hidden_layers
         )
-        if out.logits is None or out.logits.shape[-1] == self.vocab_size:
-            return out
-        width = out.logits.shape[-1]
-        if width > self.vocab_size:
-            return ModelOutput(out.logits[..., : self.vocab_size], out.hidden)
-        return ModelOutput(F.pad(out.logits, (0, self.vocab_size - width), value=-torch.inf), out.hidden)
+        return out if out.logits is None else ModelOutput(self.aligned(out.logits), out.hidden)
+
+    def aligned(self, scores: torch.Tensor) -> torch.Tensor:
+        """Logits of any width, [B, T, ...] -> [B, T, V]."""
+        missing = self.vocab_size - scores.shape[-1]
+        if missing < 0:
+            return scores[..., : self.vocab_size]
+        return F.pad(scores, (0, missing), value=-torch.inf) if missing else scores
