@@ -222,8 +222,8 @@ class Coupled(Match):
 class Lenience:
     """Speculative sampling that keeps more: q is replaced by q / l, l >= 1 (Leviathan et al. 2023, A.5; Chen et al. 2023).
 
-    Lossy. A greedy row keeps x also when p(x) > q(x) / l, p and q the softmax at temperature 1 and q = 1 for a token that
-    no model guessed.
+    Lossy. Where l > 1 a greedy row keeps x also when p(x) > q(x) / l, p and q the softmax at temperature 1 and q = 1 for a
+    token that no model guessed.
     """
 
     name, exact, coupled, confident = "lenience", False, False, True
@@ -241,7 +241,7 @@ class Lenience:
         accepted = uniform * q < p
         if proposal.width:
             sure = torch.ones_like(q) if proposal.confidence is None else proposal.confidence
-            close = target.confidence(ids) > sure / self.lenience
+            close = (target.confidence(ids) > sure / self.lenience) & (self.lenience > 1)
             greedy = torch.ones_like(accepted) if target.index is None else target.index[:, : proposal.width] < 0
             accepted = torch.where(greedy, (target.points[:, : proposal.width] == ids) | close, accepted)
         count = _leading(accepted & _valid(proposal))

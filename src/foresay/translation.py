@@ -58,8 +58,20 @@ class TokenizerTranslator:
         text: str = tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
 
-    def draft_tokens(self, text: str) -> list[int]:
-        """The draft's tokens of a text."""
+    def text_from(self, tokens: Sequence[int], place: int) -> str:
+        """The text from a place on, as it stands behind the token before it: some decoders drop the space they begin with."""
+        if place == 0 or tokens[place - 1] in self._special:
+            return self.text(tokens[place:])
+        before, both = self.text(tokens[place - 1 : place]), self.text(tokens[place - 1 :])
+        return both[len(before) :] if both.startswith(before) else self.text(tokens[place:])
+
+    def draft_tokens(self, text: str, *, behind: bool) -> list[int]:
+        """The draft's tokens of a text; behind: some text precedes it, so that no space is to be put before it."""
+        if behind:
+            letter: list[int] = self.draft("a", add_special_tokens=False).input_ids
+            both: list[int] = self.draft("a" + text, add_special_tokens=False).input_ids
+            if both[: len(letter)] == letter:
+                return both[len(letter) :]
         ids: list[int] = self.draft(text, add_special_tokens=False).input_ids
         return ids
 
@@ -84,12 +96,16 @@ class TokenizerTranslator:
                 return place
         return 0
 
+    def may_cut(self, tokens: Sequence[int], place: int) -> bool:
+        """Whether a word or a run of white space begins at a place: such runs are split as a whole."""
+        return self.begins_word(tokens[place]) and not self.text(tokens[place - 1 : place])[-1:].isspace()
+
     def begins_word(self, token: int) -> bool:
         """Whether a target token begins with white space (or is special), so that texts may be cut before it."""
         if token in self._special:
             return True
         piece = str(self.target.convert_ids_to_tokens(token))
-        return piece[:1] in ("\u0120", "\u010a", "\u2581", " ", "\n")
+        return piece[:1] in ("\u0120", "\u010a", "\u2581", " ", "\n") or piece == "<0x0A>"
 
 
 class TextReader:
@@ -105,10 +121,11 @@ class TextReader:
         translator = self._translator
         while committed - self._place > _SETTLE:
             stop = max(self._place + 1, min(committed - _KEEP, self._place + 4 * _SETTLE))
-            cut = next((i for i in range(stop, self._place, -1) if translator.begins_word(tokens[i])), stop)
-            self._settled += translator.draft_tokens(translator.text(tokens[self._place : cut]))
+            cut = next((i for i in range(stop, self._place, -1) if translator.may_cut(tokens, i)), stop)
+            chunk = translator.text_from(tokens[:cut], self._place)
+            self._settled += translator.draft_tokens(chunk, behind=self._place > 0)
             self._place = cut
-        tail = translator.text(tokens[self._place :]).rstrip(_INCOMPLETE)
-        out = self._settled + translator.draft_tokens(tail)
+        tail = translator.text_from(tokens, self._place).rstrip(_INCOMPLETE)
+        out = self._settled + translator.draft_tokens(tail, behind=self._place > 0)
         # a context cannot be empty: the first shared token stands for a text that has no tokens yet
         return out or [int(translator.shared[0][0]) if len(translator.shared[0]) else 0]

@@ -186,18 +186,59 @@ def test_without_an_engine_it_has_a_cache_of_its_own() -> None:
     assert torch.equal(alone.propose(rows, [3, 2], policy).token_ids, model.propose(rows, [3, 2], policy).token_ids)
 
 
+def lent(target: CausalModel, *drafters: SelfDrafter) -> tuple[Rows, SlotCache]:
+    """Two rows whose prompts are in the target's cache, which the drafters borrow."""
+    rows = Rows([Row(i, [5, 6, 7 + i], SamplingParams(), limit=99) for i in range(2)])
+    owner = target.new_cache()
+    target.admit(rows, 0, owner)
+    target.forward(torch.tensor([row.tokens[:2].tolist() for row in rows]), [2, 2], owner)
+    for drafter in drafters:
+        drafter.borrow(owner)
+        drafter.admit(rows, 0)
+    return rows, owner
+
+
+def test_guessed_contexts_that_come_and_go() -> None:
+    """Each guess is what a draft with a cache of its own makes, and what is still the same is not fed again."""
+    target, short = shallow(seed=5)
+    drafter, model = SelfDrafter(short, VOCAB), ModelDrafter(short, VOCAB)
+    rows, _ = lent(target, drafter)
+    model.admit(rows, 0)
+    policy, generator = ConstantLength(3), torch.Generator().manual_seed(0)
+    for step in range(30):
+        size = int(torch.randint(1, 7, (1,), generator=generator))
+        guesses = [(torch.arange(9) * (1 + step % 3) + 11 + i)[: size - i % size].tolist() for i in range(2)]
+        ahead = rows.ahead(guesses, step)
+        ours, theirs = (one.propose(ahead, [3, step % 4], policy) for one in (drafter, model))
+        assert ours.num_tokens == theirs.num_tokens == [3, step % 4]
+        for i, n in enumerate(ours.num_tokens):
+            assert torch.equal(ours.token_ids[i, :n], theirs.token_ids[i, :n])
+        assert drafter.context.cache.lengths[0] == ahead[0].size + 2, "all but the last token it wrote"
+        fresh = rows.ahead([[*guesses[0], int(ours.token_ids[0, 0])], []], 0)
+        drafter.context.prepare(fresh, [True, False])
+        assert drafter.context.cache.lengths[0] == fresh[0].size - 1, "nothing is left to catch up on"
+
+
+def test_nothing_is_prefilled_or_caught_up_on() -> None:
+    target, short = shallow(seed=1)
+    fed: list[int] = []
+    forward = short.forward
+
+    def spied(token_ids: torch.Tensor, num_tokens: Sequence[int], *args: Any, **options: Any) -> Any:
+        fed.append(max(num_tokens))
+        return forward(token_ids, num_tokens, *args, **options)
+
+    short.forward = spied  # type: ignore[method-assign]
+    decode(target, SelfDrafter(short, VOCAB))
+    assert set(fed) == {1}
+
+
 @pytest.mark.xfail(strict=True, reason="a pass of another depth writes its pads over guesses that this one has cached")
 def test_two_depths_do_not_overwrite_what_the_other_has_cached() -> None:
     """Row 0 rides along as pads while the shallower draft works for row 1 alone."""
     target, _ = shallow()
     deep, flat = (SelfDrafter(first_layers(target, n), VOCAB) for n in (2, 1))
-    rows = Rows([Row(i, [5, 6, 7 + i], SamplingParams(), limit=99) for i in range(2)])
-    owner = target.new_cache()
-    target.admit(rows, 0, owner)
-    target.forward(torch.tensor([row.tokens[:2].tolist() for row in rows]), [2, 2], owner)
-    for drafter in (deep, flat):
-        drafter.borrow(owner)
-        drafter.admit(rows, 0)
+    rows, owner = lent(target, deep, flat)
     policy = ConstantLength(4)
     guessed = deep.propose(rows.ahead([[], []], 0), [4, 4], policy).token_ids.tolist()
     held = deep.context.cache.lengths[0]

@@ -143,7 +143,6 @@ def test_a_policys_stop_ends_a_row_for_those_behind_too() -> None:
     assert last.asked == [{1: (6, 1)}]
 
 
-@pytest.mark.xfail(strict=True, reason="a model that reviews is asked for its tokens without the length policy")
 def test_a_policys_stop_ends_a_review() -> None:
     """A draft model that is never sure: alone it stops after one token, and so it should when it reviews guesses."""
     unsure = ConfidenceLength(1.0)

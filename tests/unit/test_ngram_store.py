@@ -130,6 +130,10 @@ def test_guessed_tokens_are_a_context_and_are_never_learned() -> None:
     assert propose(drafter, rows, 1) == [[]]
 
 
+SEEN = 128
+"""What a committed token weighs beside one the target merely found likely."""
+
+
 def target(*top: Sequence[int]) -> ModelOutput:
     """Scores of one row whose likeliest tokens at each place are these, in order."""
     scores = torch.zeros(1, len(top), 10)
@@ -151,7 +155,7 @@ def test_the_targets_likeliest_tokens_are_learned_behind_the_draft_they_were_sco
     before = {key: dict(counts) for key, counts in learned(drafter).items()}
     rows[0].extend([3, 6])
     drafter.observe(rows, None, target([3, 7], [6, 4], [8, 9], [0, 1]))
-    added = {(1, 2): {3: 1, 7: 1}, (2, 3): {6: 1, 4: 1}, (3, 4): {8: 1, 9: 1}, (4, 5): {0: 1, 1: 1}}
+    added = {(1, 2): {3: 2, 7: 1}, (2, 3): {6: 2, 4: 1}, (3, 4): {8: 2, 9: 1}, (4, 5): {0: 2, 1: 1}}
     for key, counts in added.items():
         old = before.get(key, {})
         assert learned(drafter)[key] == {t: old.get(t, 0) + counts.get(t, 0) for t in {*old, *counts}}
@@ -166,9 +170,9 @@ def test_fillers_after_a_stop_inside_a_draft() -> None:
     assert propose(drafter, rows, 3) == [[3, 4, 5]]
     rows[0].extend([3])
     drafter.observe(rows, None, target([3, 7], [4, 6], [5, 8], [9, 0]))
-    assert learned(drafter)[(2,)] == {3: 2, 7: 1}
-    assert learned(drafter)[(3,)] == {4: 2, 6: 1}
-    assert learned(drafter)[(5,)] == {9: 1, 0: 1}
+    assert learned(drafter)[(2,)] == {3: SEEN + 2, 7: 1}
+    assert learned(drafter)[(3,)] == {4: SEEN + 2, 6: 1}
+    assert learned(drafter)[(5,)] == {9: 2, 0: 1}
 
 
 def test_the_next_step_learns_behind_what_is_committed() -> None:
@@ -177,8 +181,8 @@ def test_the_next_step_learns_behind_what_is_committed() -> None:
         propose(drafter, rows, 0)
         rows[0].extend([token])
         drafter.observe(rows, None, target(top))
-    assert learned(drafter)[(1,)] == {2: 2, 9: 1}, "once by the first pass, once as committed text"
-    assert learned(drafter)[(2,)] == {3: 1, 8: 1}
+    assert learned(drafter)[(1,)] == {2: SEEN + 2, 9: 1}, "once by the first pass, once as committed text"
+    assert learned(drafter)[(2,)] == {3: 2, 8: 1}
     assert (3,) not in learned(drafter)
 
 
@@ -188,7 +192,7 @@ def test_of_a_draft_that_is_not_its_own_only_accepted_tokens_are_known() -> None
     assert propose(drafter, rows.ahead([[1]], 0), 3) == [[2]]
     rows[0].extend([3, 6])
     drafter.observe(rows, None, target([3, 7], [6, 4], [8, 9], [0, 1]))
-    assert learned(drafter) == {(1,): {2: 1}, (2,): {7: 1, 3: 1}, (3,): {4: 1, 6: 1}}
+    assert learned(drafter) == {(1,): {2: SEEN}, (2,): {7: 1, 3: 2}, (3,): {4: 1, 6: 2}}
     drafter.observe(rows.ahead([[6]], 0), None, target([3, 7]))
     assert (6,) not in learned(drafter), "a pass of a draft model teaches nothing"
 
@@ -200,7 +204,7 @@ def test_without_fillers_only_the_text_is_learned() -> None:
     drafter.observe(rows, None, target([3, 7], [6, 4]))
     drafter.observe(rows, None, None)
     propose(drafter, rows, 0)
-    assert learned(drafter) == {(1,): {2: 1}, (2,): {3: 1}}
+    assert learned(drafter) == {(1,): {2: SEEN}, (2,): {3: SEEN}}
 
 
 def test_requests_learn_for_themselves_or_for_all() -> None:
@@ -212,6 +216,14 @@ def test_requests_learn_for_themselves_or_for_all() -> None:
     drafter.reset()
     later, rows = admitted([1], n=2, store=store)
     assert propose(later, rows, 1) == [[2]], "and outlives the drafter's rows"
+
+
+def test_what_was_written_outweighs_what_was_likely() -> None:
+    store = NgramStore(2)
+    store.add([1], 5)
+    for _ in range(20):
+        store.add([1], 6, 4)
+    assert store.next([1]) == 5
 
 
 @pytest.mark.parametrize("fillers", [1, 3])

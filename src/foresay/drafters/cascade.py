@@ -133,7 +133,7 @@ def check_matrix(k: Matrix, count: int) -> None:
 class _Worker(Protocol):
     """What carries out one entry of a plan."""
 
-    def work(self, rows: Rows, want: Sequence[int], most: Sequence[int], policy: LengthPolicy) -> Proposal:
+    def work(self, rows: Rows, want: Sequence[int], most: Sequence[int], policy: _Watched) -> Proposal:
         """At least `want` tokens for each row if it can, and no more than `most`. The rows are the worker's to change."""
         ...
 
@@ -144,7 +144,7 @@ class _Alone:
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
 
-    def work(self, rows: Rows, want: Sequence[int], most: Sequence[int], policy: LengthPolicy) -> Proposal:
+    def work(self, rows: Rows, want: Sequence[int], most: Sequence[int], policy: _Watched) -> Proposal:
         return self.drafter.propose(rows, want, policy)
 
 
@@ -203,6 +203,7 @@ class _Watched:
     def __init__(self, policy: LengthPolicy, offset: int) -> None:
         self._policy, self._offset = policy, offset
         self._masks: list[torch.Tensor | None] = []
+        self._closed: set[int] = set()
 
     def budget(self, rows: Rows) -> list[int]:
         return self._policy.budget(rows)
@@ -214,9 +215,30 @@ class _Watched:
         self._masks.append(mask)
         return mask
 
+    def kept(self, proposal: Proposal, laws: Laws, before: Sequence[int]) -> list[int]:
+        """How many of some tokens a review wrote stay: a row's up to the one that stops it. before: [B], tokens ahead of them.
+
+        laws: those of the review, column t the one that token t came from.
+        """
+        counts = list(proposal.num_tokens)
+        for t in range(proposal.width):
+            live = [i for i, n in enumerate(counts) if n > t]
+            if not live:
+                break
+            column = slice(t, t + 1)
+            index = None if laws.index is None else laws.index[:, column]
+            scores = None if laws.scores is None else laws.scores[:, column]
+            guess = Guess(proposal.token_ids[:, t], Laws(laws.points[:, column], laws.probs, index, scores))
+            mask = self._policy.proceed(min(before[i] for i in live) + t + self._offset, guess)
+            going = [True] * len(counts) if mask is None else mask.tolist()
+            for i in (i for i in live if not going[i]):
+                counts[i] = t + 1
+                self._closed.add(i)
+        return counts
+
     def stopped(self, place: int, count: int) -> bool:
         """Whether a row was stopped by one of its first `count` tokens."""
-        return any(mask is not None and not bool(mask[place]) for mask in self._masks[:count])
+        return place in self._closed or any(mask is not None and not bool(mask[place]) for mask in self._masks[:count])
 
 
 class _Witness:
@@ -243,7 +265,7 @@ class _Reviewer:
         self._context, self._plan, self._lenience = drafter.context, plan, lenience
         self._length = ConstantLength(MAX_DRAFT_TOKENS)
 
-    def work(self, rows: Rows, want: Sequence[int], most: Sequence[int], policy: LengthPolicy) -> Proposal:
+    def work(self, rows: Rows, want: Sequence[int], most: Sequence[int], policy: _Watched) -> Proposal:
         context, model = self._context, self._context.model
         device = model.device
         lenient = self._lenience > 1 and not rows.coupled
@@ -262,9 +284,12 @@ class _Reviewer:
         while any(row.remaining for row in seen):
             steps = step(seen, model, context.cache, self._plan, witness, self._length)
             assert witness.laws is not None
-            grown.add(_reviewed(steps, witness.laws, lenient=lenient, confident=rows.confident))
+            reviewed = _reviewed(steps, witness.laws, lenient=lenient, confident=rows.confident)
+            kept = policy.kept(reviewed, witness.laws, [len(tokens) for tokens in grown.tokens])
+            grown.add(reviewed, kept)
             for i, (row, one) in enumerate(zip(seen, steps, strict=True)):
-                if one.finish_reason is not None or len(grown.tokens[i]) >= want[i]:
+                stopped = kept[i] < len(one.token_ids) or policy.stopped(i, 0)
+                if stopped or one.finish_reason is not None or len(grown.tokens[i]) >= want[i]:
                     row.limit = row.size
         context.remember(seen, [[]] * len(seen))
         return grown.proposal(confident=rows.confident)

@@ -32,7 +32,9 @@ def first_layers(model: CausalModel, count: int) -> CausalModel:
         part = short.get_submodule(name)
         if hasattr(part, "config"):
             part.config = config
-    return CausalModel(short)
+    out = CausalModel(short)
+    out.head_ids = model.head_ids
+    return out
 
 
 def trim_head(model: CausalModel, ids: Sequence[int] | torch.Tensor) -> CausalModel:
@@ -44,13 +46,18 @@ def trim_head(model: CausalModel, ids: Sequence[int] | torch.Tensor) -> CausalMo
             f"{type(model.model).__name__} has no output embeddings of its own that could be trimmed"
         )
     wanted = torch.as_tensor(ids, dtype=torch.int64)
-    width = int(weight.shape[0])
+    width = int(weight.shape[0]) if model.head_ids is None else model.vocab_size
     if wanted.ndim != 1 or not len(wanted) or int(wanted.min()) < 0 or int(wanted.max()) >= width:
         raise ConfigError(f"a draft vocabulary needs token ids in [0, {width - 1}]")
-    kept = torch.unique(wanted).to(weight.device)
+    kept = columns = torch.unique(wanted).to(weight.device)
+    if model.head_ids is not None:  # what was trimmed away is gone
+        columns = torch.nonzero(torch.isin(model.head_ids, kept))[:, 0]
+        kept = model.head_ids[columns]
+        if not len(kept):
+            raise ConfigError("none of the draft vocabulary is left in a head that was trimmed before")
     path: str = next(name for name, module in model.model.named_modules() if module is head)
     short = _copied(model.model, path.split(".")[:-1])
-    _replace(short, path, _linear(weight[kept], None if head.bias is None else head.bias[kept]))
+    _replace(short, path, _linear(weight[columns], None if head.bias is None else head.bias[columns]))
     out = CausalModel(short)
     out.head_ids = kept
     return out
