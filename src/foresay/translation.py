@@ -23,7 +23,8 @@ class TokenizerTranslator:
         common = sorted((ours[token], theirs[token]) for token in ours.keys() & theirs.keys())
         pairs = torch.tensor(common, dtype=torch.int64).view(-1, 2)
         self.shared = (pairs[:, 0].contiguous(), pairs[:, 1].contiguous())
-        special = set(target.all_special_ids)  # a property that is computed anew each time
+        added = getattr(target, "added_tokens_decoder", {})  # a chat's marks may be named nowhere else
+        special = {*target.all_special_ids, *(i for i, token in added.items() if token.special)}
         self._special = {i: token for token, i in theirs.items() if i in special}
         self._known = ours
 

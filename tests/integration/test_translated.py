@@ -1,51 +1,24 @@
-"""A draft model with another tokenizer: exact output, laws over shared tokens, and contexts read again in its tokens."""
+"""A draft model with another tokenizer: exact output, laws over shared tokens, full acceptance of one's own twin."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import BPE
-from transformers import PreTrainedTokenizerFast
 
+from bilingual import tokenizer, translator
 from families import make
 from foresay import load
 from foresay.core import LengthPolicy, Proposal, Row, Rows, SamplingParams
+from foresay.drafters import Cascade, ModelDrafter
 from foresay.drafters.translated import TranslatedDrafter
 from foresay.lengths import ConstantLength
 from foresay.models.causal import CausalModel
 from foresay.models.table import TableModel
 from foresay.translation import TokenizerTranslator
 from support import Renumbered, run
-
-HELLO = [("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o"), ("Ġ", "hello")]
-THERE = [("t", "h"), ("th", "e"), ("l", "o"), ("Ġ", "the"), ("Ċ", "Ċ"), ("Ġ", "Ġ")]
-WORDS = ["hello", "the", "there", "loll", "x", "naïve", "日本語", "😀", "9,1"]
-
-
-@cache
-def tokenizer(which: str) -> Any:
-    """Byte-level tokenizers that split text differently and number their tokens differently."""
-    merges = {"target": HELLO, "draft": THERE, "renumbered": HELLO}[which]
-    specials = ["<eos>", "<bos>", "<user>"] if which != "draft" else ["<pad>", "<eos>"]
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = [*specials, *alphabet, *("".join(pair) for pair in merges)]
-    if which != "target":
-        random.Random(3).shuffle(words)
-    inner = Tokenizer(BPE({word: i for i, word in enumerate(words)}, merges))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    inner.add_special_tokens(specials)
-    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>")
-
-
-def translator(target: str = "target", draft: str = "draft") -> TokenizerTranslator:
-    return TokenizerTranslator(tokenizer(target), tokenizer(draft))
 
 
 def model(which: str, seed: int = 0) -> CausalModel:
@@ -86,21 +59,12 @@ def renumbered(target: CausalModel) -> CausalModel:
     return CausalModel(draft)
 
 
-def test_the_same_model_in_other_numbers_is_accepted_whole_when_sampled() -> None:
-    """Every token is shared, contexts are the same tokens renumbered: p = q, and nothing is ever rejected."""
-    params = [SamplingParams(temperature=1.0, seed=i, max_new_tokens=30) for i in range(3)]
-    _, steps = decode(renumbered(model("target")), translator("target", "renumbered"), params)
-    stop = [step for step in steps if step.num_accepted < step.num_drafted]
-    # bytes that are no characters read back otherwise: only there may the contexts differ
-    assert sum(s.num_accepted for s in steps) > 0.5 * sum(s.num_drafted for s in steps) and len(stop) < len(steps) / 2
-
-
 def ascii_target() -> CausalModel:
     """A target that writes letters and spaces alone, so that its text reads back as it was written."""
     target = model("target")
     names = tokenizer("target")
     texts = [names.decode([i]) for i in range(len(names))]
-    silent = [i for i, text in enumerate(texts) if not all(c.isalpha() and c.isascii() or c == " " for c in text)]
+    silent = [i for i, text in enumerate(texts) if not all((c.isalpha() and c.isascii()) or c == " " for c in text)]
     target.model.lm_head.weight.data[silent] = 0
     return target
 
@@ -156,84 +120,6 @@ def test_without_a_shared_token_a_sampled_row_is_drafted_for_greedily() -> None:
     assert proposal.num_tokens == [3] and (proposal.law_index is None or proposal.law_index.tolist() == [[-1] * 3])
 
 
-def read(told: TokenizerTranslator, tokens: Sequence[int], strides: Sequence[int], ahead: int = 0) -> list[int]:
-    """What a reader makes of a text that grows by strides, of which the last `ahead` tokens are guesses each time."""
-    reader, end, out = told.reader(), 0, []
-    while end < len(tokens):
-        end = min(len(tokens), end + strides[end % len(strides)])
-        out = reader.read(tokens[:end], max(1, end - ahead))
-    return out
-
-
-SEPARATORS = {"spaces": " ", "runs": "  ", "lines": "\n\n", "indents": "\n    ", "eos": "<eos>", "mixed": " <eos> \n"}
-PAIRS = [("target", "draft"), ("draft", "target")]
-
-
-@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
-@pytest.mark.parametrize("kind", SEPARATORS)
-def test_a_growing_text_reads_as_the_whole(kind: str, pair: tuple[str, str]) -> None:
-    told, rng = translator(*pair), random.Random(1)
-    text = SEPARATORS[kind].join(rng.choice(WORDS) for _ in range(250))
-    tokens = tokenizer(pair[0])(text).input_ids
-    assert len(tokens) > 800, "many times settled"
-    wanted = tokenizer(pair[1])(text).input_ids
-    for strides, ahead in (([1, 5, 3], 0), ([7], 4), ([10_000], 0)):
-        assert read(told, tokens, strides, ahead) == wanted
-
-
-@pytest.mark.parametrize("which", ["from", "to"])
-def test_sentencepiece_spaces_are_kept_where_a_text_is_cut(which: str) -> None:
-    """Decoders that drop a first space, and tokenizers that add one, do so once and not at every cut."""
-    from making import byte_fallback
-
-    plain, marked = tokenizer("target"), byte_fallback()
-    told = TokenizerTranslator(*((marked, plain) if which == "from" else (plain, marked)))
-    rng = random.Random(1)
-    for gap in (" ", "  ", "\n", "\n  "):
-        text = gap.join(rng.choice(["hello", "the", "cat", "x"]) for _ in range(300))
-        tokens = told.target(text).input_ids
-        assert read(told, tokens, [9]) == told.draft(text).input_ids
-
-
-def test_what_only_the_target_knows_is_left_out() -> None:
-    tokens = tokenizer("target")("<bos>hello<user> the<eos>x").input_ids
-    assert translator().reader().read(tokens, len(tokens)) == tokenizer("draft")("hello the<eos>x").input_ids
-    assert translator().text(tokens) == "hello the<eos>x"
-
-
-def test_an_incomplete_character_waits_for_its_end() -> None:
-    told, names = translator(), tokenizer("target")
-    tokens = names("x 日").input_ids
-    reader = told.reader()
-    for end in range(3, len(tokens)):
-        assert reader.read(tokens[:end], end) == tokenizer("draft")("x ").input_ids
-    assert reader.read(tokens, len(tokens)) == tokenizer("draft")("x 日").input_ids
-
-
-def test_a_text_without_tokens_is_still_a_context() -> None:
-    told = translator()
-    assert told.reader().read([tokenizer("target").convert_tokens_to_ids("<user>")], 1) == [int(told.shared[0][0])]
-
-
-@pytest.mark.parametrize(
-    ("context", "drafted", "wanted"),
-    [
-        ("the ", "lo", "lo"),
-        ("x", " the", " the"),
-        ("hell", "o the", "o the"),  # the target would not have written hell + o so; what follows is taken as it is
-        ("日", "本", "本"),
-        ("x ", "<eos>", "<eos>"),
-    ],
-)
-def test_a_draft_is_read_back_in_the_targets_tokens(context: str, drafted: str, wanted: str) -> None:
-    told = translator()
-    tokens = told.to_target(tokenizer("target")(context).input_ids, tokenizer("draft")(drafted).input_ids)
-    assert tokenizer("target").decode(tokens) == wanted
-    cut = tokenizer("draft")("x日").input_ids[:-1]
-    assert told.to_target(tokenizer("target")(context).input_ids, cut) == tokenizer("target")("x").input_ids
-    assert told.to_target(tokenizer("target")(context).input_ids, cut[1:]) == []
-
-
 class Budgets(ConstantLength):
     """Asks for a different length of each row."""
 
@@ -252,6 +138,31 @@ def test_ragged_budgets_and_moving_rows() -> None:
     for text, one, output in zip(texts, params, outputs, strict=True):
         if one.greedy:
             assert run(target, [text], one, gamma=0)[0] == [output]
+
+
+class Jealous(Renumbered):
+    """Its readers belong to one row each, and what they are told is committed never changes."""
+
+    def reader(self) -> Jealous:
+        out = Jealous(self.size)
+        out.known = []
+        return out
+
+    def read(self, tokens: Sequence[int], committed: int) -> list[int]:
+        assert list(tokens[: len(self.known)]) == self.known, "another row's text, or a guess that was taken back"
+        self.known = list(tokens[:committed])
+        return super().read(tokens, committed)
+
+
+def test_each_row_has_its_reader_and_guesses_are_not_committed() -> None:
+    size = 6
+    target, draft = TableModel.random(size, seed=1), TableModel.random(size, seed=2)
+    cascade = Cascade([ModelDrafter(draft, size), TranslatedDrafter(draft, size, Jealous(size))], [[2, 3], [0, 2]])
+    for drafter in (TranslatedDrafter(draft, size, Jealous(size)), cascade):
+        params = [SamplingParams(temperature=1.0, seed=i, max_new_tokens=4 + 5 * (i % 3)) for i in range(7)]
+        texts = [[i % size, 1 + i % 3] for i in range(7)]
+        *_, engine = run(target, texts, params, drafter=drafter, gamma=5, max_batch_size=3, join_later=2)
+        assert engine.draft_failures == 0
 
 
 def test_a_proposal_names_the_targets_tokens_alone(monkeypatch: pytest.MonkeyPatch) -> None:

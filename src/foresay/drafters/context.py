@@ -121,9 +121,11 @@ class SharedContext(DraftContext):
         if self._owner is None:
             super()._keep_common(rows)
             return
+        # another depth's pass may have put pads where this one's guesses were
+        alone, self._owner.guest = self._owner.guest is self, self
         for place, row in enumerate(rows):
             fed, length = self._fed[place], row.root.size - 1
-            if fed is not None and row.root is not row:
+            if alone and fed is not None and row.root is not row:
                 held = min(self.cache.lengths[place], common_prefix(fed, row.tokens), row.size - 1)
                 length = max(length, held)
             self.cache.lengths[place] = length

@@ -69,6 +69,8 @@ class SlotCache:
 
     def __init__(self) -> None:
         self.lengths: list[int] = []
+        self.guest: object | None = None
+        """Who last borrowed the slots to draft in."""
         self._layers: list[tuple[torch.Tensor, torch.Tensor] | None] = []
         self._rows = self._slots = 0
 
