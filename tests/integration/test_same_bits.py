@@ -49,7 +49,7 @@ def test_a_position_scores_the_same_in_any_pass(loaded: LoadedModel, tokens: tor
     model = loaded.model
     assert isinstance(model, CausalModel)
     plain = _scores(model, tokens, start, 1, 1)
-    for columns, rows in ((2, 1), (5, 1), (9, 1), (1, 2), (1, 8), (4, 8)):
+    for columns, rows in ((2, 1), (5, 1), (9, 1), (11, 1), (33, 1), (1, 2), (1, 8), (4, 8), (13, 8), (13, 24)):
         assert torch.equal(_scores(model, tokens, start, columns, rows), plain), (columns, rows)
 
 
@@ -69,7 +69,7 @@ def _first_difference(model: CausalModel, tokens: torch.Tensor, columns: int) ->
     return None
 
 
-@pytest.mark.parametrize("columns", [5, 9])
+@pytest.mark.parametrize("columns", [5, 9, 11, 33])
 def test_decoding_in_blocks_gives_the_bits_of_decoding_one_by_one(
     loaded: LoadedModel, tokens: torch.Tensor, columns: int
 ) -> None:
@@ -87,6 +87,18 @@ def test_keys_taken_in_one_range_of_any_width_are_seen_to_differ(
     monkeypatch.setattr(slots, "visible_width", lambda needed, device: slots.round_up(needed, 64))
     monkeypatch.setattr(attention, "spans", lambda width: [(0, width)])
     assert _first_difference(loaded.model, tokens, 9) is not None
+
+
+def test_query_rows_that_are_not_filled_up_are_seen_to_differ(
+    loaded: LoadedModel, tokens: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: 11 columns of 3 folded heads are 33 query rows, a block of 32 and one of 1."""
+    if not packing.available(torch.bfloat16, torch.device("cpu")):
+        return
+    assert isinstance(loaded.model, CausalModel)
+    intact = attention._padded
+    monkeypatch.setattr(attention, "_padded", lambda folded, rows: intact(folded, rows) if rows < 4 else folded)
+    assert _first_difference(loaded.model, tokens, 11) is not None
 
 
 def test_prefilling_together_gives_the_bits_of_prefilling_alone(loaded: LoadedModel, tokens: torch.Tensor) -> None:

@@ -76,10 +76,11 @@ def show(
     trust_remote_code: TrustOption = False,
 ) -> int:
     """Say what a table holds; with --model, in words."""
-    from foresay.drafters.ngram_table import NgramTable, check_integer
+    from foresay.checks import integer
+    from foresay.drafters.ngram_table import NgramTable
     from foresay.text import tokenizer_fingerprint, tokenizer_size
 
-    check_integer("top", top, 0)
+    integer("top", top, 0)
     loaded = NgramTable.load(table)
     names = None
     if model is not None or tokenizer is not None:

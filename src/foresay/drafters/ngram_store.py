@@ -74,7 +74,10 @@ class NgramStore:
                 self._forget()
             counts = {}
         self._counts[key] = counts  # the last place of the dictionary: seen just now
-        count = counts[token] = counts.get(token, 0) + weight
+        count = counts.get(token, 0) + weight
+        if weight < _SEEN:  # however often it was merely likely, it was not written
+            count = max(counts.get(token, 0), min(count, _SEEN - 1))
+        counts[token] = count
         best = self._best.get(key)
         if best is None or count >= counts[best]:  # of equals the later
             self._best[key] = token

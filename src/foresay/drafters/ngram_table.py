@@ -34,7 +34,6 @@ _KIND, _FORMAT = "foresay n-gram table", 1
 _LEVEL_ARRAYS = ("starts", "keys", "successor")
 
 TokenArray = npt.NDArray[np.int32]
-check_integer = integer  # under its former name, for `foresay ngram show`
 
 
 @dataclass(frozen=True, slots=True)

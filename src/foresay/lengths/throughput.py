@@ -33,6 +33,8 @@ _TRIAL = 4
 """Steps of a trial: the first may pay for what the draft missed."""
 _LOSS = 0.01
 """Share of the time that trials may lose."""
+_OFFERED = "throughput length"
+"""Where rows remember the length they were given: several engines may share one policy."""
 _STALE = 256
 """Steps after which a plain pass is measured again."""
 _STEEP = 0.03
@@ -126,13 +128,12 @@ class ThroughputLength:
         """Steps of the trial still to come."""
         self._lost = self._elapsed = self._resume_s = 0.0
         self._since_plain = self._num_plain = 0
-        self._offered = 0
 
     def budget(self, rows: Rows) -> list[int]:
         """The same for every row: the widest draft sets what a pass costs."""
         with self._lock:
-            self._offered = self._choose(len(rows))
-            return [self._offered] * len(rows)
+            length = rows.memo[_OFFERED] = self._choose(len(rows))
+            return [length] * len(rows)
 
     def _choose(self, batch: int) -> int:
         if self._trial:
@@ -174,19 +175,19 @@ class ThroughputLength:
     def observe(self, rows: Rows, steps: Sequence[Step]) -> None:
         """Measure a step."""
         with self._lock:
-            self._measure(steps)
+            self._measure(steps, int(rows.memo.get(_OFFERED, 0)))
 
-    def _measure(self, steps: Sequence[Step]) -> None:
+    def _measure(self, steps: Sequence[Step], offered: int) -> None:
         one, batch = steps[0], len(steps)
         drafted = [step.num_drafted for step in steps]
         self._passes.add(batch, 1 + max(drafted), one.total_s - one.draft_s)
         self._since_plain = 0 if max(drafted) == 0 else self._since_plain + 1
         self._num_plain += max(drafted) == 0
         self._elapsed += one.total_s
-        if not self._offered:
+        if not offered:
             return
-        self._drafts.add(batch, self._offered, one.draft_s)
-        self._reach.add(self._offered, drafted, [step.num_accepted for step in steps])
+        self._drafts.add(batch, offered, one.draft_s)
+        self._reach.add(offered, drafted, [step.num_accepted for step in steps])
         self._trial = max(0, self._trial - 1)
         tokens = sum(len(step.token_ids) for step in steps) / batch
         curve = self._passes.curve(batch, 1)

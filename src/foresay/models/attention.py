@@ -2,7 +2,7 @@
 
 Owns how a query sees the slots of its row. A mask is built from the family's own mask function (causal, sliding, chunked)
 evaluated at each row's absolute positions, so ragged rows need no padding. Grouped query heads are folded into query
-rows and padded to at least four: PyTorch's CPU kernel takes another path below that, and bits would depend on whether a
+rows and padded to a multiple of four: PyTorch's CPU kernel takes another path for fewer, and bits would depend on whether a
 pass speculates. Outside a foresay pass both functions hand over to transformers' own.
 """
 
@@ -19,7 +19,9 @@ import torch.nn.functional as F
 from foresay.models.slots import Pass, spans
 
 NAME = "foresay"
-MIN_QUERY_ROWS = 4
+QUERY_ROWS = 4
+"""Query rows come in multiples of this: PyTorch's CPU kernel works on blocks of 32 of them (64 from 192 on) and takes another
+path for a block, also the last, of fewer than 4."""
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 _current: ContextVar[Pass | None] = ContextVar("foresay_pass", default=None)
@@ -100,8 +102,7 @@ def attention(
     group = heads // key.shape[1]
     rows = group * columns
     folded = query.reshape(batch, key.shape[1], rows, dim)
-    if rows < MIN_QUERY_ROWS:
-        folded = F.pad(folded, (0, 0, 0, MIN_QUERY_ROWS - rows))
+    folded = _padded(folded, rows)
     whole = query.device.type != "cpu" or key.shape[-1] != value.shape[-1]  # what the CPU kernel does not take
     masks = _folded_masks(at, attention_mask.to(query.device), position_bias, group, rows, whole)
     if len(masks) == 1:
@@ -110,6 +111,12 @@ def attention(
         out = _in_spans(folded, key, value, masks, scaling)
     out = out[:, :, :rows].reshape(batch, heads, columns, value.shape[-1])
     return out.transpose(1, 2).contiguous(), None
+
+
+def _padded(folded: torch.Tensor, rows: int) -> torch.Tensor:
+    """[..., rows, D] with zeros behind up to a multiple of QUERY_ROWS."""
+    missing = -rows % QUERY_ROWS
+    return F.pad(folded, (0, 0, 0, missing)) if missing else folded
 
 
 def _folded_masks(
@@ -129,8 +136,7 @@ def _folded_masks(
         folded = folded.reshape(folded.shape[0], -1, rows, folded.shape[3])
     elif group > 1:
         folded = folded.repeat(1, 1, group, 1)
-    if rows < MIN_QUERY_ROWS:
-        folded = F.pad(folded, (0, 0, 0, MIN_QUERY_ROWS - rows))
+    folded = _padded(folded, rows)
     masks = [folded] if whole else [folded[..., a:b].contiguous() for a, b in spans(mask.shape[-1])]
     at.folded[key] = (mask, bias, masks)
     return masks

@@ -18,6 +18,8 @@ from foresay.models import attention
 from foresay.models.base import Logits, ModelOutput
 from foresay.models.slots import Pass, SlotCache
 
+MAX_TOKENS = 256
+"""Tokens of a pass on a CPU; products over many more rows sum in another order, so larger passes go in parts."""
 UNLIMITED = 1 << 20
 """Context limit of a model whose positions have no bound (ALiBi without a configured length, T5)."""
 
@@ -99,6 +101,16 @@ class HostedModel:
         """One pass; see LanguageModel.forward."""
         assert isinstance(cache, SlotCache)
         batch, columns = token_ids.shape
+        at_once = max(1, MAX_TOKENS // columns) if self.device.type == "cpu" else batch
+        if batch > at_once:
+            ranges = [(i, min(i + at_once, batch)) for i in range(0, batch, at_once)]
+            options: dict[str, Any] = {"logits": logits, "hidden_layers": hidden_layers}
+            return _joined(
+                [
+                    self.forward(token_ids[a:b], num_tokens[a:b], cache, first_row=first_row + a, **options)
+                    for a, b in ranges
+                ]
+            )
         if batch * columns == 1:
             # one row and two rows take different matrix kernels on some CPUs; two are always asked for
             token_ids = torch.cat([token_ids, token_ids], 1)
@@ -130,3 +142,11 @@ class HostedModel:
     ) -> tuple[torch.Tensor | None, Sequence[torch.Tensor]]:
         """The model's logits [B, T, V], None with Logits.NONE, and where wanted the hidden states of every layer."""
         raise NotImplementedError
+
+
+def _joined(parts: Sequence[ModelOutput]) -> ModelOutput:
+    """What a pass computed in parts, row behind row."""
+    hidden = {layer: torch.cat([part.hidden[layer] for part in parts]) for layer in parts[0].hidden}
+    if parts[0].logits is None:
+        return ModelOutput(None, hidden)
+    return ModelOutput(torch.cat([part.scores() for part in parts]), hidden)
