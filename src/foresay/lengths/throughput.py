@@ -6,7 +6,8 @@ For every step it takes the K that maximises
     E[tokens | K] / E[seconds | K],   E[tokens | K] = 1 + sum_{k <= K} P(k tokens accepted)
 
 After two plain passes to compare with, a few steps try a draft. When none pays, they are tried again only as often as
-the time they lost allows: at most a hundredth of the time in between.
+the time they lost allows: at most a hundredth of the time in between, and less with every trial that fails, until other
+requests join.
 """
 
 from __future__ import annotations
@@ -33,6 +34,10 @@ _TRIAL = 4
 """Steps of a trial: the first may pay for what the draft missed."""
 _LOSS = 0.01
 """Share of the time that trials may lose."""
+_PATIENCE = 5
+"""Doublings of the pause between trials, at most."""
+_SETTLED = 64
+"""Steps after a trial before requests that join are reason for another."""
 _OFFERED = "throughput length"
 """Where rows remember the length they were given: several engines may share one policy."""
 _STALE = 256
@@ -45,23 +50,26 @@ class _Times:
     """Seconds by (batch size, width): medians of the latest, straight lines between widths."""
 
     def __init__(self) -> None:
-        self._samples: dict[int, dict[int, deque[float]]] = {}
+        self._samples: dict[tuple[int, int], deque[float]] = {}
+        self._curves: dict[int, dict[int, float]] = {}
 
     def add(self, batch: int, width: int, seconds: float) -> None:
         """Note a measurement."""
-        at = self._samples.setdefault(batch, {})
-        at.setdefault(width, deque(maxlen=_SAMPLES)).append(seconds)
+        latest = self._samples.setdefault((batch, width), deque(maxlen=_SAMPLES))
+        latest.append(seconds)
+        curve = self._curves.setdefault(batch, {})
+        known = width in curve
+        curve[width] = statistics.median(latest)
+        if not known:
+            self._curves[batch] = dict(sorted(curve.items()))
 
     def curve(self, batch: int, width: int) -> list[tuple[int, float]]:
         """(width, seconds), in order of width, at the batch size nearest to `batch` that was measured at `width`.
 
         Empty when no size within a factor of two was.
         """
-        sizes = [b for b, at in self._samples.items() if width in at and b <= 2 * batch and batch <= 2 * b]
-        if not sizes:
-            return []
-        nearest = min(sizes, key=lambda b: (abs(b - batch), b))
-        return [(w, statistics.median(values)) for w, values in sorted(self._samples[nearest].items())]
+        sizes = [b for b, at in self._curves.items() if width in at and b <= 2 * batch and batch <= 2 * b]
+        return list(self._curves[min(sizes, key=lambda b: (abs(b - batch), b))].items()) if sizes else []
 
 
 def at(curve: Sequence[tuple[int, float]], width: float, steep: float) -> float:
@@ -127,15 +135,18 @@ class ThroughputLength:
         self._trial = 0
         """Steps of the trial still to come."""
         self._lost = self._elapsed = self._resume_s = 0.0
-        self._since_plain = self._num_plain = 0
+        self._since_plain = self._num_plain = self._since_trial = 0
+        self._failed = 0
+        """Trials in a row after which no draft paid; each doubles the pause before the next."""
 
     def budget(self, rows: Rows) -> list[int]:
         """The same for every row: the widest draft sets what a pass costs."""
         with self._lock:
-            length = rows.memo[_OFFERED] = self._choose(len(rows))
+            length = rows.memo[_OFFERED] = self._choose(len(rows), _OFFERED not in rows.memo)
             return [length] * len(rows)
 
-    def _choose(self, batch: int) -> int:
+    def _choose(self, batch: int, joined: bool) -> int:
+        """joined: requests have come or gone, so that what did not pay may now."""
         if self._trial:
             return self.start
         passes = self._passes.curve(batch, 1)
@@ -143,9 +154,14 @@ class ThroughputLength:
             return 0
         best = self._best(batch, passes)
         if best:
+            self._failed = 0
             return best
+        if joined and self._since_trial >= _SETTLED:
+            self._failed = 0
+            self._resume_s = self._elapsed
         if self._elapsed >= self._resume_s:
-            self._trial, self._lost = _TRIAL, 0.0
+            self._trial, self._lost, self._since_trial = _TRIAL, 0.0, 0
+            self._failed = min(self._failed + 1, _PATIENCE)  # until it turns out to pay
             return self.start
         return 0
 
@@ -159,10 +175,13 @@ class ThroughputLength:
         drafts = [(0, 0.0), *drafts]  # no draft takes no time
         plain = at(passes, 1, _STEEP)
         tokens, seconds, best, best_rate = 1.0, plain, 0, 1 / plain
+        before = plain
         for k in range(1, min(self.high, longest + 2) + 1):
             tokens += reached[k]
-            # one more column in the steps whose drafts are that long
-            seconds += wide[k] * (at(passes, k + 1, _STEEP) - at(passes, k, _STEEP))
+            # one more column in the steps whose drafts are that long; where it takes less than a plain pass that is noise
+            wider = max(plain, at(passes, k + 1, _STEEP))
+            seconds += wide[k] * (wider - before)
+            before = wider
             rate = tokens / (seconds + at(drafts, k, 1 / max(1, longest)))
             if rate > best_rate:
                 best, best_rate = k, rate
@@ -184,6 +203,7 @@ class ThroughputLength:
         self._since_plain = 0 if max(drafted) == 0 else self._since_plain + 1
         self._num_plain += max(drafted) == 0
         self._elapsed += one.total_s
+        self._since_trial += 1
         if not offered:
             return
         self._drafts.add(batch, offered, one.draft_s)
@@ -192,7 +212,8 @@ class ThroughputLength:
         tokens = sum(len(step.token_ids) for step in steps) / batch
         curve = self._passes.curve(batch, 1)
         self._lost += one.total_s - tokens * (at(curve, 1, _STEEP) if curve else one.total_s)
-        self._resume_s = self._elapsed + max(self._lost / _LOSS, 16 * one.total_s)
+        pause = max(self._lost / _LOSS, 16 * one.total_s) * 2 ** max(0, self._failed - 1)
+        self._resume_s = self._elapsed + pause
 
     @property
     def estimates(self) -> Mapping[str, float]:
