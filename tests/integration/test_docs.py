@@ -21,7 +21,14 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/extending.md", "docs/drafters.md"])
-def test_python_blocks_run(page: str, smollm2_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_python_blocks_run(
+    page: str,
+    smollm2_folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)  # some write files
     found = blocks(page, "python")
     assert found
     namespace: dict[str, Any] = {}
