@@ -134,7 +134,7 @@ class ThroughputLength:
         self._passes, self._drafts, self._reach = _Times(), _Times(), _Reach(self.high)
         self._trial = 0
         """Steps of the trial still to come."""
-        self._lost = self._elapsed = self._resume_s = 0.0
+        self._lost = self._elapsed = self._resume_s = self._least_s = 0.0
         self._since_plain = self._num_plain = self._since_trial = 0
         self._failed = 0
         """Trials in a row after which no draft paid; each doubles the pause before the next."""
@@ -158,7 +158,7 @@ class ThroughputLength:
             return best
         if joined and self._since_trial >= _SETTLED:
             self._failed = 0
-            self._resume_s = self._elapsed
+            self._resume_s = min(self._resume_s, self._least_s)
         if self._elapsed >= self._resume_s:
             self._trial, self._lost, self._since_trial = _TRIAL, 0.0, 0
             self._failed = min(self._failed + 1, _PATIENCE)  # until it turns out to pay
@@ -212,8 +212,9 @@ class ThroughputLength:
         tokens = sum(len(step.token_ids) for step in steps) / batch
         curve = self._passes.curve(batch, 1)
         self._lost += one.total_s - tokens * (at(curve, 1, _STEEP) if curve else one.total_s)
-        pause = max(self._lost / _LOSS, 16 * one.total_s) * 2 ** max(0, self._failed - 1)
-        self._resume_s = self._elapsed + pause
+        pause = max(self._lost / _LOSS, 16 * one.total_s)
+        self._least_s = self._elapsed + pause  # whoever joins: no trial costs more than its share
+        self._resume_s = self._elapsed + pause * 2 ** max(0, self._failed - 1)
 
     @property
     def estimates(self) -> Mapping[str, float]:
