@@ -29,7 +29,7 @@ from foresay.drafters import (
     SelfDrafter,
     SuffixDrafter,
 )
-from foresay.drafters.cascade import check_matrix
+from foresay.drafters.cascade import check_matrix, drafted_at_most
 from foresay.drafters.ngram_table import NgramTable
 from foresay.drafters.translated import TranslatedDrafter
 from foresay.errors import ConfigError, UnsupportedModelError, VocabularyMismatchError
@@ -246,7 +246,7 @@ def _cascade(*drafters: tuple[str | None, Any], k: Sequence[Sequence[int]], leni
         for recipe in recipes:
             recipe.forget()
 
-    return Recipe(prepare, min(64, sum(k[0])), forget)
+    return Recipe(prepare, drafted_at_most(k), forget)
 
 
 def _made(builder: DrafterBuilder) -> Drafter:

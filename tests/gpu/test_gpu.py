@@ -7,8 +7,10 @@ import torch
 
 from families import VOCAB, make, make_seq2seq
 from foresay.core import SamplingParams
+from foresay.drafters import Cascade, MaxGram, SelfDrafter
 from foresay.models.causal import CausalModel
 from foresay.models.seq2seq import Seq2SeqModel
+from foresay.models.shallow import first_layers
 from support import ModelDrafter, Sometimes, run
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -46,3 +48,17 @@ def test_an_encoder_decoder_on_the_gpu_equals_the_cpu(family: str) -> None:
     ours, _, engine = run(target, starts, params, drafter=Sometimes(wanted, VOCAB), gamma=4, sources=sources)
     assert engine.draft_failures == 0
     assert ours == wanted
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_a_cascade_on_the_gpu_decodes_without_failing(temperature: float) -> None:
+    """Models on the GPU, n-grams on the CPU, the first layers in the target's own cache."""
+    target = CausalModel(make("llama").to("cuda"))
+    draft, short = CausalModel(make("llama", seed=1).to("cuda")), first_layers(target, 2)
+    params = [SamplingParams(max_new_tokens=24, temperature=temperature, seed=i) for i in range(3)]
+    drafters = [SelfDrafter(short, VOCAB), ModelDrafter(draft, VOCAB), MaxGram()]
+    cascade = Cascade(drafters, [[3, 2, 2], [0, 2, 1], [0, 0, 2]])
+    ours, _, engine = run(target, PROMPTS, params, drafter=cascade, gamma=7)
+    assert engine.draft_failures == 0
+    if temperature == 0:
+        assert ours == run(target, PROMPTS, params, gamma=0)[0]

@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from making import make_row
 
 from foresay.core import Guess, Rows
-from foresay.drafters import Cascade, ModelDrafter
+from foresay.drafters import Cascade, MaxGram, ModelDrafter
+from foresay.drafters.cascade import drafted_at_most
 from foresay.errors import ConfigError
 from foresay.lengths import ConfidenceLength, ConstantLength
+from foresay.models.table import TableModel
 
 
 def test_each_drafter_adds_what_its_column_says() -> None:
@@ -23,7 +25,7 @@ def test_each_drafter_adds_what_its_column_says() -> None:
     rows = begun(cascade, [4, 4])
     assert lists(cascade.propose(rows, [64], POLICY)) == [[1, 1, 2, 2, 2, 3]]
     assert [part.asked for part in parts] == [[{0: (2, 2)}], [{0: (4, 3)}], [{0: (7, 1)}]]
-    assert cascade.max_draft_tokens == 6
+    assert drafted_at_most(cascade.k) == 6
 
 
 def test_a_later_drafter_makes_up_for_a_short_one() -> None:
@@ -197,3 +199,13 @@ def test_only_models_review() -> None:
     )
     with pytest.raises(ConfigError, match=r"lenience=0.5 must be a number in \[1, 1e\+06\]"):
         Cascade([Asked()], [[1]], lenience=0.5)
+
+
+def test_a_proposal_is_made_where_it_is_scored() -> None:
+    """What an n-gram drafter on the CPU guesses for a model elsewhere lies where that model is."""
+    elsewhere = TableModel.random(4, seed=1)
+    elsewhere.device = torch.device("meta")
+    cascade = Cascade([ModelDrafter(elsewhere, 4), MaxGram()], [[0, 2], [0, 0]])
+    proposal = cascade.propose(begun(cascade, [1, 2, 1]), [2], POLICY)
+    assert proposal.num_tokens == [2]
+    assert proposal.token_ids.device.type == "meta"

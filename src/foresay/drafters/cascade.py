@@ -55,11 +55,11 @@ class Cascade:
         self.drafters, self.k = tuple(drafters), tuple(tuple(row) for row in k)
         self.lenience = number("lenience", lenience, 1.0, 1e6)
         self.hidden_layers = tuple(sorted({layer for d in drafters for layer in d.hidden_layers}))
-        self._device = torch.device("cpu")
         workers: list[_Worker] = []
         for place in range(len(drafters) - 1, -1, -1):  # the deepest first: those before it draft with it
             workers.insert(0, self._worker(place, workers))
-        self._plan = _Plan(self.k[0], workers)
+        models = [d.context.model for d in drafters if isinstance(d, ModelDrafter)]
+        self._plan = _Plan(self.k[0], workers, models[0].device if models else torch.device("cpu"))
 
     def _worker(self, place: int, deeper: Sequence[_Worker]) -> _Worker:
         drafter = self.drafters[place]
@@ -71,12 +71,7 @@ class Cascade:
                 f"k[{place + 1}]={list(self.k[place + 1])} asks drafter {place + 1} ({type(drafter).__name__}) to review "
                 "what others draft, which only a model can; make that row zero"
             )
-        return _Reviewer(drafter, _Plan(plan, deeper), self.lenience)
-
-    @property
-    def max_draft_tokens(self) -> int:
-        """Tokens that the target's row asks for."""
-        return min(sum(self.k[0]), MAX_DRAFT_TOKENS)
+        return _Reviewer(drafter, _Plan(plan, deeper, drafter.context.model.device), self.lenience)
 
     def borrow(self, cache: KVCache) -> None:
         """Pass on to those that draft in the target's cache."""
@@ -107,6 +102,11 @@ class Cascade:
     def propose(self, rows: Rows, budget: Sequence[int], policy: LengthPolicy) -> Proposal:
         """Carry out the target's row of the matrix, never past `budget`."""
         return self._plan.draft(rows, budget, policy)
+
+
+def drafted_at_most(k: Matrix) -> int:
+    """Tokens that the target's row of a matrix asks for."""
+    return min(sum(k[0]), MAX_DRAFT_TOKENS)
 
 
 def check_matrix(k: Matrix, count: int) -> None:
@@ -153,12 +153,13 @@ class _Plan:
 
     hidden_layers: tuple[int, ...] = ()
 
-    def __init__(self, counts: Sequence[int], workers: Sequence[_Worker]) -> None:
-        self._parts = list(zip(counts, workers, strict=True))
+    def __init__(self, counts: Sequence[int], workers: Sequence[_Worker], device: torch.device) -> None:
+        """device: where the model that reviews the proposals scores them."""
+        self._parts, self._device = list(zip(counts, workers, strict=True)), device
 
     def draft(self, rows: Rows, most: Sequence[int], policy: LengthPolicy) -> Proposal:
         """A proposal of up to `most` tokens for each row."""
-        grown = GrowingProposal(len(rows), torch.device("cpu"))
+        grown = GrowingProposal(len(rows), self._device)
         closed = [False] * len(rows)
         goal = 0
         for tag, (count, worker) in enumerate(self._parts):
@@ -202,7 +203,7 @@ class _Watched:
 
     def __init__(self, policy: LengthPolicy, offset: int) -> None:
         self._policy, self._offset = policy, offset
-        self._masks: list[torch.Tensor | None] = []
+        self._masks: list[list[bool] | None] = []
         self._closed: set[int] = set()
 
     def budget(self, rows: Rows) -> list[int]:
@@ -212,7 +213,7 @@ class _Watched:
 
     def proceed(self, index: int, guess: Guess) -> torch.Tensor | None:
         mask = self._policy.proceed(index + self._offset, guess)
-        self._masks.append(mask)
+        self._masks.append(None if mask is None else mask.tolist())
         return mask
 
     def kept(self, proposal: Proposal, laws: Laws, before: Sequence[int]) -> list[int]:
@@ -238,7 +239,7 @@ class _Watched:
 
     def stopped(self, place: int, count: int) -> bool:
         """Whether a row was stopped by one of its first `count` tokens."""
-        return place in self._closed or any(mask is not None and not bool(mask[place]) for mask in self._masks[:count])
+        return place in self._closed or any(mask is not None and not mask[place] for mask in self._masks[:count])
 
 
 class _Witness:
