@@ -9,7 +9,7 @@ import torch
 
 from families import VOCAB, make
 from foresay.acceptance import make_rule
-from foresay.core import FinishReason, Guess, Origin, SamplingParams
+from foresay.core import FinishReason, Guess, KVCache, Origin, Rows, SamplingParams
 from foresay.drafters import ModelDrafter, PromptLookup
 from foresay.engine import Engine, Stats
 from foresay.errors import ConfigError, ContextLengthError, PromptError
@@ -302,3 +302,32 @@ def test_a_policy_may_stop_rows_while_they_are_drafted() -> None:
     assert ours == plain
     assert engine.draft_failures == 0
     assert {s.num_drafted for s in steps if s.batch_size == 4} >= {1, 2, 3, 4}
+
+
+def test_an_admission_that_fails_leaves_everything_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows at work decode on, and the new one is admitted when there is room again."""
+    wanted = greedy()
+    engine = _engine()
+    outputs: dict[int, list[int]] = {engine.submit(PROMPTS[0], SamplingParams(max_new_tokens=30)): []}
+    intact, refuse = engine.target.admit, [True]
+
+    def admit(rows: Rows, first: int, cache: KVCache) -> None:
+        intact(rows, first, cache)
+        if first and refuse.pop():
+            raise MemoryError("no room for another row")
+
+    monkeypatch.setattr(engine.target, "admit", admit)
+
+    def advance() -> None:
+        for step in engine.step():
+            outputs[step.request_id] += step.token_ids
+
+    advance()
+    outputs[engine.submit(PROMPTS[1], SamplingParams(max_new_tokens=30))] = []
+    refuse[:] = [False, True]
+    with pytest.raises(MemoryError):
+        engine.step()
+    assert engine.num_active == 1 and len(engine._cache.lengths) == 1
+    while engine.has_work:
+        advance()
+    assert [outputs[i] for i in sorted(outputs)] == wanted[:2]

@@ -219,8 +219,9 @@ class Engine:
         new = sorted((self._waiting.popleft() for _ in range(free)), key=lambda row: row.size)
         try:
             self.target.admit(Rows([*self._items, *new]), first, self._cache)
-        except BaseException:  # an encoder may run out of memory: whoever goes on must find no half-admitted rows
+        except BaseException:  # an encoder may run out of memory: the rows wait on, and nothing is left half admitted
             self._cache.rearrange([], first)
+            self._waiting.extendleft(reversed(new))
             raise
         self._items += new
 
