@@ -16,7 +16,7 @@ from foresay.checks import number
 from foresay.core import Proposal, Rule, Verdict
 from foresay.errors import UnknownNameError
 from foresay.randomness import Purpose, Streams
-from foresay.sampling import Laws, draw, inverse_cdf
+from foresay.sampling import Laws, draw, entropy, inverse_cdf
 
 
 def residual(target_probs: torch.Tensor, draft_probs: torch.Tensor) -> torch.Tensor:
@@ -40,6 +40,11 @@ def _valid(proposal: Proposal) -> torch.Tensor:
 def _leading(accepted: torch.Tensor) -> torch.Tensor:
     """[B, K] bool -> [B], how many hold before the first that does not."""
     return accepted.long().cumprod(-1).sum(-1)
+
+
+def _extra_uniform(streams: Streams, device: torch.device) -> torch.Tensor:
+    """The step's number for its extra token, [B]."""
+    return streams.uniform(Purpose.EXTRA, torch.zeros(1, dtype=torch.int64, device=device))[:, 0]
 
 
 def _draft_probs(proposal: Proposal) -> torch.Tensor:
@@ -131,7 +136,7 @@ class Speculative:
         uniform = streams.uniform(Purpose.ACCEPT, offsets)
         p, q = target.prob_of(proposal.token_ids), _draft_probs(proposal)
         count = _leading((uniform * q < p) & _valid(proposal))
-        extra = streams.uniform(Purpose.EXTRA, torch.zeros(1, dtype=torch.int64, device=batch.device))[:, 0]
+        extra = _extra_uniform(streams, batch.device)
         return Verdict(count, _extra_tokens(target, proposal, count, extra))
 
 
@@ -158,7 +163,7 @@ class Block:
         scale = torch.cat([torch.ones(len(pi), 1, device=device, dtype=pi.dtype), pi], 1).gather(1, count[:, None])[
             :, 0
         ]
-        extra = streams.uniform(Purpose.EXTRA, torch.zeros(1, dtype=torch.int64, device=device))[:, 0]
+        extra = _extra_uniform(streams, device)
         return Verdict(count, _extra_tokens(target, proposal, count, extra, scale))
 
     @staticmethod
@@ -245,7 +250,7 @@ class Lenience:
             greedy = torch.ones_like(accepted) if target.index is None else target.index[:, : proposal.width] < 0
             accepted = torch.where(greedy, (target.points[:, : proposal.width] == ids) | close, accepted)
         count = _leading(accepted & _valid(proposal))
-        extra = streams.uniform(Purpose.EXTRA, torch.zeros(1, dtype=torch.int64, device=device))[:, 0]
+        extra = _extra_uniform(streams, device)
         # norm(max(0, p - q / l)) is norm(max(0, l p - q))
         scale = torch.full((len(ids),), self.lenience, device=device)
         return Verdict(count, _extra_tokens(target, proposal, count, extra, scale))
@@ -265,18 +270,15 @@ class Typical:
 
     def judge(self, target: Laws, proposal: Proposal, streams: Streams) -> Verdict:
         """Look at p alone."""
-        ids, device = proposal.token_ids, proposal.token_ids.device
+        ids = proposal.token_ids
         p = target.prob_of(ids)
-        if target.probs is None or target.index is None:
-            bar = torch.full_like(p, 0.5)
-        else:
-            entropy = -(target.probs * target.probs.clamp(min=torch.finfo(p.dtype).tiny).log()).sum(-1)
+        bar = torch.full_like(p, 0.5)  # of a point mass: its token and no other
+        if target.probs is not None and target.index is not None:
             index = target.index[:, : proposal.width]
-            bar = torch.where(index >= 0, (-entropy[index.clamp(min=0)]).exp() * self.delta, 0.5).clamp(max=self.eps)
-            bar = torch.where(index >= 0, bar, 0.5)
+            spread = (self.delta * (-entropy(target.probs)).exp()).clamp(max=self.eps)
+            bar = torch.where(index >= 0, spread[index.clamp(min=0)], bar)
         count = _leading((p > bar) & _valid(proposal))
-        extra = streams.uniform(Purpose.EXTRA, torch.zeros(1, dtype=torch.int64, device=device))[:, 0]
-        return Verdict(count, _from_target(target, count, extra))
+        return Verdict(count, _from_target(target, count, _extra_uniform(streams, ids.device)))
 
 
 def _from_target(target: Laws, num_accepted: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:

@@ -55,6 +55,12 @@ class Laws:
         return (scores.gather(-1, token_ids[..., None])[..., 0] - scores.logsumexp(-1)).exp()
 
 
+def entropy(probs: torch.Tensor) -> torch.Tensor:
+    """Entropy of laws in nats, [..., V] -> [...]."""
+    out: torch.Tensor = -torch.special.xlogy(probs, probs).sum(-1)
+    return out
+
+
 @dataclass(frozen=True, slots=True)
 class _Plan:
     """What a batch's parameters ask of the law builder; depends on the membership alone."""

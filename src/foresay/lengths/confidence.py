@@ -14,6 +14,7 @@ import torch
 from foresay.checks import integer, number
 from foresay.core import Guess, Rows, Step
 from foresay.lengths.constant import MAX_DRAFT_TOKENS
+from foresay.sampling import entropy
 
 
 class _UntilUnsure(ABC):
@@ -72,14 +73,8 @@ class EntropyLength(_UntilUnsure):
         """H(q) <= threshold."""
         laws = guess.laws
         assert laws.scores is not None
-        raw = _entropy(laws.scores[:, 0].float().softmax(-1))
+        raw = entropy(laws.scores[:, 0].float().softmax(-1))
         if laws.probs is None or laws.index is None:
             return raw <= self.threshold
         index = laws.index[:, 0]
-        return torch.where(index >= 0, _entropy(laws.probs)[index.clamp(min=0)], raw) <= self.threshold
-
-
-def _entropy(probs: torch.Tensor) -> torch.Tensor:
-    """[..., V] -> [...], in nats."""
-    entropy: torch.Tensor = -torch.special.xlogy(probs, probs).sum(-1)
-    return entropy
+        return torch.where(index >= 0, entropy(laws.probs)[index.clamp(min=0)], raw) <= self.threshold
