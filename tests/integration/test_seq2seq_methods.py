@@ -11,10 +11,12 @@ from test_seq2seq import reference_of, some_sources, starts_of, target_of
 from families import VOCAB, make, make_seq2seq
 from foresay.core import Drafter, Row, Rows, SamplingParams
 from foresay.drafters import Cascade, MaxGram, ModelDrafter, NgramStoreDrafter, PastRequests, SuffixDrafter
+from foresay.drafters.translated import TranslatedDrafter
+from foresay.errors import ConfigError
 from foresay.lengths import ConfidenceLength, ConstantLength
 from foresay.models.causal import CausalModel
 from foresay.models.seq2seq import Seq2SeqModel
-from support import PromptLookup, run
+from support import PromptLookup, Renumbered, run
 
 NEW = 32
 
@@ -38,6 +40,7 @@ DRAFTERS: dict[str, Callable[[str], Drafter]] = {
     "ngram_store": lambda family: NgramStoreDrafter(3, filler_top_k=3),
     "suffix": lambda family: SuffixDrafter(PastRequests(1000)),
     "decoder_only": lambda family: decoder_only(),
+    "other tokens": lambda family: TranslatedDrafter(CausalModel(make("llama", seed=3)), VOCAB, Renumbered(VOCAB, 9)),
     "cascade of two": lambda family: Cascade([small(family), MaxGram()], [[4, 2], [0, 3]]),
     "cascade of three": lambda family: Cascade(
         [small(family), other(family), MaxGram()], [[3, 3, 2], [0, 2, 2], [0, 0, 3]], lenience=2
@@ -69,7 +72,7 @@ def test_greedy_output_does_not_depend_on_the_drafter(family: str, drafter: str)
         assert sum(s.num_accepted for s in steps) > 0.5 * sum(s.num_tested for s in steps)
 
 
-@pytest.mark.parametrize("drafter", ["cascade of three", "mixed cascade", "decoder_only"])
+@pytest.mark.parametrize("drafter", ["cascade of three", "mixed cascade", "decoder_only", "other tokens"])
 def test_a_sampled_row_is_the_same_alone_and_in_a_batch(drafter: str) -> None:
     target = target_of("t5")
     params = [SamplingParams(max_new_tokens=16, temperature=0.9, seed=seed) for seed in range(6)]
@@ -98,3 +101,9 @@ def test_a_copy_may_come_from_the_source() -> None:
     drafter.admit(Rows([row]), 0)
     proposal = drafter.propose(Rows([row]), [3], ConstantLength(3))
     assert proposal.token_ids.tolist() == [[8, 9]]
+
+
+def test_an_encoder_decoder_below_a_decoder_only_reviewer_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"k\[1\]\[1\]=2: drafter 2 has an encoder"):
+        Cascade([decoder_only(), other("t5")], [[3, 0], [0, 2]])
+    Cascade([decoder_only(), other("t5")], [[3, 2], [0, 0]])  # behind one another they are fine

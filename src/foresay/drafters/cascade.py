@@ -71,6 +71,12 @@ class Cascade:
                 f"k[{place + 1}]={list(self.k[place + 1])} asks drafter {place + 1} ({type(drafter).__name__}) to review "
                 "what others draft, which only a model can; make that row zero"
             )
+        for j, (count, below) in enumerate(zip(plan, self.drafters[place + 1 :], strict=True), place + 1):
+            if count and _reads_source(below) and not _reads_source(drafter):
+                raise ConfigError(
+                    f"k[{place + 1}][{j}]={count}: drafter {j + 1} has an encoder, and drafter {place + 1}, which would review "
+                    "it, reads source and output as one text; make that entry zero"
+                )
         return _Reviewer(drafter, _Plan(plan, deeper, drafter.context.model.device), self.lenience)
 
     def borrow(self, cache: KVCache) -> None:
@@ -102,6 +108,10 @@ class Cascade:
     def propose(self, rows: Rows, budget: Sequence[int], policy: LengthPolicy) -> Proposal:
         """Carry out the target's row of the matrix, never past `budget`."""
         return self._plan.draft(rows, budget, policy)
+
+
+def _reads_source(drafter: Drafter) -> bool:
+    return isinstance(drafter, ModelDrafter) and drafter.context.model.reads_source
 
 
 def drafted_at_most(k: Matrix) -> int:

@@ -59,13 +59,14 @@ def generate(
     draft: Any = None,
     drafter: Any = "auto",
     num_draft_tokens: int | None = None,
+    length: Any = None,
     rule: str = "speculative",
     seed: int | None = None,
     **model_kwargs: Any,
 ) -> Any:
     """Decode with foresay inside transformers' `generate`; pass it as `custom_generate`.
 
-    draft, drafter, num_draft_tokens, rule and seed as in `foresay.load` and SamplingParams; without a seed one is drawn
+    draft, drafter, num_draft_tokens, length, rule and seed as in `foresay.load` and SamplingParams; without a seed one is drawn
     from PyTorch's generator, so `torch.manual_seed` works. input_ids: [B, L], left-padded with an attention mask.
     Returns [B, L + new] token ids, padded on the right, or a GenerateDecoderOnlyOutput when that was asked for.
     """
@@ -77,7 +78,7 @@ def generate(
     with contextlib.ExitStack() as borrowed:
         target = _borrow(model, borrowed)
         assistant = _borrow(draft, borrowed) if isinstance(draft, PreTrainedModel) else draft
-        options = {"drafter": drafter, "num_draft_tokens": num_draft_tokens, "rule": rule}
+        options = {"drafter": drafter, "num_draft_tokens": num_draft_tokens, "length": length, "rule": rule}
         engine = load(target, assistant, max_batch_size=len(prompts), **options).engine()
         outputs: dict[int, list[int]] = {}
         for i, prompt in enumerate(prompts):
