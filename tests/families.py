@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -186,11 +187,20 @@ def _spread(model: PreTrainedModel, seed: int) -> None:
                 weight.copy_(noise * scale)
 
 
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """PyTorch's generator on the CPU at `seed`, and afterwards where it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
+
+
 def make(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """A tiny model of a family in float32."""
     kind, values = FAMILIES[family]
     config = CONFIG_MAPPING[kind](**{**values, **changes})
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with seeded(seed):  # what `_spread` leaves alone is drawn too
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     _spread(model, seed)
     return model
 
@@ -199,7 +209,8 @@ def make_seq2seq(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """A tiny encoder-decoder model of a family in float32."""
     kind, values = (SEQ2SEQ | PROBED_SEQ2SEQ | REFUSED_SEQ2SEQ)[family]
     values = {**values, **changes}
-    model = AutoModelForSeq2SeqLM.from_config(CONFIG_MAPPING[kind](**values), dtype=torch.float32).eval()
+    with seeded(seed):
+        model = AutoModelForSeq2SeqLM.from_config(CONFIG_MAPPING[kind](**values), dtype=torch.float32).eval()
     if values.get("tie_word_embeddings") is False:  # transformers ties what a T5 config leaves untied
         model.lm_head.weight = torch.nn.Parameter(torch.empty_like(model.lm_head.weight))
     _spread(model, seed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from numbers import Integral, Real
 from typing import Any
 
 from foresay.errors import ConfigError
@@ -10,17 +11,19 @@ from foresay.errors import ConfigError
 
 def integer(name: str, value: Any, low: int, high: int | None = None) -> int:
     """`value` if it is an integer in [low, high]; None sets no upper bound."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
+    good = isinstance(value, Integral) and not isinstance(value, bool)
+    if not good or value < low or (high is not None and value > high):
         bound = f"at least {low}" if high is None else f"in [{low}, {high}]"
         raise ConfigError(f"{name}={value!r} must be an integer {bound}")
-    return value
+    return int(value)
 
 
-def number(name: str, value: Any, low: float, high: float) -> float:
-    """`value` as a float if it is a finite number in [low, high]."""
-    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not good or not low <= value <= high:
-        raise ConfigError(f"{name}={value!r} must be a number in [{low:g}, {high:g}]")
+def number(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> float:
+    """`value` as a float if it is a finite number in [low, high], or in (low, high] where the lower bound is open."""
+    good = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    if not good or not (low < value if open_low else low <= value) or value > high:
+        left, right = ("(" if open_low else "["), (")" if high == math.inf else "]")
+        raise ConfigError(f"{name}={value!r} must be a finite number in {left}{low:g}, {high:g}{right}")
     return float(value)
 
 

@@ -10,8 +10,9 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from foresay.building import DRAFTERS, Recipe, Shelf, draft_model, read_drafter, read_length, read_rule
+from foresay.checks import integer
 from foresay.core import Drafter, LengthPolicy, Rule
-from foresay.engine.loop import check_batch_size
+from foresay.engine.loop import MAX_BATCH_SIZE
 from foresay.errors import ConfigError, UnknownNameError
 from foresay.expressions import Call
 from foresay.generator import Generator
@@ -52,7 +53,7 @@ def load(
     chosen = read_rule(rule)
     policy = _policy(recipe, name, num_draft_tokens, length)
     settings = LoadOptions(**_known(options))
-    check_batch_size(max_batch_size)
+    integer("max_batch_size", max_batch_size, 1, MAX_BATCH_SIZE)
     shelf = Shelf(resolve(target, settings, tokenizer), settings)
     if recipe is None and isinstance(draft, str | os.PathLike):
         recipe, name = DRAFTERS["model"](os.fspath(draft)), str(Call("model", ((None, os.fspath(draft)),)))
@@ -79,7 +80,7 @@ def change(
         raise ConfigError("this Generator was not made by foresay.load; make another instead of changing it")
     chosen = None if rule is None else read_rule(rule)
     if max_batch_size is not None:
-        check_batch_size(max_batch_size)
+        integer("max_batch_size", max_batch_size, 1, MAX_BATCH_SIZE)
     if drafter is None:
         given = num_draft_tokens is not None or length is not None
         policy = _policy(None, generator.drafter_name, num_draft_tokens, length) if given else None

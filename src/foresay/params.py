@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from numbers import Integral, Real
 from typing import Any
 
 import torch
 
+from foresay.checks import integer, number
 from foresay.errors import ConfigError, UnknownNameError
 
 LogitsProcessor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -18,26 +18,12 @@ LogitsProcessor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 MAX_SEED = 2**63 - 1
 
 
-def _number(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
-    good = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
-    if not good or not (low < value if open_low else low <= value) or value > high:
-        left, right = ("(" if open_low else "["), (")" if high == math.inf else "]")
-        raise ConfigError(f"{name}={value!r} must be a finite number in {left}{low:g}, {high:g}{right}")
-
-
-def _integer(name: str, value: Any, low: int, high: int | None = None) -> None:
-    good = isinstance(value, Integral) and not isinstance(value, bool)
-    if not good or int(value) < low or (high is not None and int(value) > high):
-        bound = f"at least {low}" if high is None else f"in [{low}, {high}]"
-        raise ConfigError(f"{name}={value!r} must be an integer {bound}")
-
-
 def _token_ids(name: str, value: Any) -> tuple[int, ...]:
     if isinstance(value, str | bytes) or not hasattr(value, "__iter__"):
         raise ConfigError(f"{name}={value!r} must be a sequence of token ids")
     ids = tuple(value)
     for token in ids:
-        _integer(name, token, 0)
+        integer(name, token, 0)
     return ids
 
 
@@ -83,25 +69,25 @@ class SamplingParams:
     """Report the log-probability of each token, and of this many likeliest ones, under the raw logits."""
 
     def __post_init__(self) -> None:
-        _integer("max_new_tokens", self.max_new_tokens, 1)
-        _integer("min_new_tokens", self.min_new_tokens, 0)
+        integer("max_new_tokens", self.max_new_tokens, 1)
+        integer("min_new_tokens", self.min_new_tokens, 0)
         if self.min_new_tokens > self.max_new_tokens:
             raise ConfigError(
                 f"min_new_tokens={self.min_new_tokens} exceeds max_new_tokens={self.max_new_tokens}; "
                 "raise max_new_tokens or lower min_new_tokens"
             )
-        _number("temperature", self.temperature, 0.0, math.inf)
-        _integer("top_k", self.top_k, 0)
-        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _number("min_p", self.min_p, 0.0, 1.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
-        _number("presence_penalty", self.presence_penalty, -100.0, 100.0)
-        _number("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
+        number("temperature", self.temperature, 0.0, math.inf)
+        integer("top_k", self.top_k, 0)
+        number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        number("min_p", self.min_p, 0.0, 1.0)
+        number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
+        number("presence_penalty", self.presence_penalty, -100.0, 100.0)
+        number("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
         self._check_tokens()
         if self.seed is not None:
-            _integer("seed", self.seed, 0, MAX_SEED)
+            integer("seed", self.seed, 0, MAX_SEED)
         if self.logprobs is not None:
-            _integer("logprobs", self.logprobs, 0, 1000)
+            integer("logprobs", self.logprobs, 0, 1000)
         if not isinstance(self.ignore_eos, bool):
             raise ConfigError(f"ignore_eos={self.ignore_eos!r} must be True or False")
 
@@ -125,8 +111,8 @@ class SamplingParams:
         if not isinstance(self.logit_bias, Mapping):
             raise ConfigError(f"logit_bias={self.logit_bias!r} must map token ids to numbers")
         for token, bias in self.logit_bias.items():
-            _integer("logit_bias key", token, 0)
-            _number(f"logit_bias[{token}]", bias, -1e4, 1e4)
+            integer("logit_bias key", token, 0)
+            number(f"logit_bias[{token}]", bias, -1e4, 1e4)
         put(self, "logit_bias", dict(self.logit_bias))
 
     def _items(self, name: str) -> tuple[Any, ...]:

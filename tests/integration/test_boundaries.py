@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
+from time import sleep
 
 import pytest
 import torch
 
 from families import VOCAB, make
 from foresay.acceptance import make_rule
-from foresay.core import FinishReason, Guess, KVCache, Origin, Rows, SamplingParams
+from foresay.core import FinishReason, Guess, KVCache, LengthPolicy, Origin, Proposal, Rows, SamplingParams
 from foresay.drafters import ModelDrafter, PromptLookup
 from foresay.engine import Engine, Stats
 from foresay.errors import ConfigError, ContextLengthError, PromptError
-from foresay.lengths import ConstantLength
+from foresay.lengths import ConstantLength, ThroughputLength
 from foresay.models.causal import CausalModel
 from foresay.models.table import TableModel
 from support import Always, Never, Sometimes, run
@@ -302,6 +304,26 @@ def test_a_policy_may_stop_rows_while_they_are_drafted() -> None:
     assert ours == plain
     assert engine.draft_failures == 0
     assert {s.num_drafted for s in steps if s.batch_size == 4} >= {1, 2, 3, 4}
+
+
+class _Slow(Never):
+    """Always wrong, and slower than the target."""
+
+    def propose(self, rows: Rows, budget: Sequence[int], policy: LengthPolicy) -> Proposal:
+        sleep(0.02)
+        return super().propose(rows, budget, policy)
+
+
+@pytest.mark.parametrize("drafter", [Never, _Slow])
+def test_the_throughput_policy_changes_no_token_and_stops_drafting(drafter: type[Never]) -> None:
+    target, params = CausalModel(make("llama")), SamplingParams(max_new_tokens=60)
+    prompts = [[5, 6, 7], [8] * 20, [9, 4]]
+    plain = run(target, prompts, params, gamma=0)[0]
+    ours, steps, engine = run(target, prompts, params, drafter=drafter(plain, VOCAB), policy=ThroughputLength())
+    assert ours == plain
+    assert engine.draft_failures == 0
+    assert any(s.num_drafted for s in steps), "it never tried"
+    assert sum(s.num_drafted == 0 for s in steps) > 0.5 * len(steps)
 
 
 def test_an_admission_that_fails_leaves_everything_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

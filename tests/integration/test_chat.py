@@ -149,7 +149,7 @@ def test_methods_change_and_the_text_does_not(piped: Piped, model: foresay.Gener
         ("/rule exact", "unknown rule 'exact'"),
         ("/rule lenience(0.5)", "lenience=0.5 must be"),
         ("/length heuristics", "unknown length 'heuristics'. Did you mean 'heuristic'?"),
-        ("/gamma 99", "num_draft_tokens=99 must be in [0, 64]"),
+        ("/gamma 99", "num_draft_tokens=99 must be an integer in [0, 64]"),
         ("/gamma two", "/gamma takes a whole number, not 'two'"),
         ("/temperature warm", "/temperature takes a number, not 'warm'"),
         ("/temperature nan", "/temperature takes a finite number, not 'nan'"),

@@ -53,7 +53,9 @@ def _batch() -> dict[str, Any]:
 
 def _both(model: PreTrainedModel, inputs: dict[str, Any], **kwargs: Any) -> tuple[list[Any], list[Any]]:
     """What transformers writes, and what foresay writes."""
-    ours = {name: kwargs.pop(name) for name in ("draft", "drafter", "num_draft_tokens", "rule") if name in kwargs}
+    ours = {
+        name: kwargs.pop(name) for name in ("draft", "drafter", "num_draft_tokens", "length", "rule") if name in kwargs
+    }
     plain = model.generate(**inputs, **kwargs)
     fast = model.generate(**inputs, **kwargs, custom_generate=foresay.generate, **ours)
     return plain.tolist(), fast.tolist()
@@ -63,7 +65,9 @@ def _both(model: PreTrainedModel, inputs: dict[str, Any], **kwargs: Any) -> tupl
 
 
 @pytest.mark.parametrize(
-    "ours", [{}, {"drafter": "none"}, {"num_draft_tokens": 3}, {"rule": "block"}, {"rule": "coupled"}], ids=str
+    "ours",
+    [{}, {"drafter": "none"}, {"num_draft_tokens": 3}, {"rule": "block"}, {"rule": "coupled"}, {"length": "heuristic"}],
+    ids=str,
 )
 def test_greedy_is_what_generate_writes(model: PreTrainedModel, ours: dict[str, Any]) -> None:
     plain, fast = _both(model, _one(), do_sample=False, **ours)
@@ -78,6 +82,11 @@ def test_greedy_batch_of_left_padded_prompts(model: PreTrainedModel) -> None:
     assert len({tuple(tail) for tail in tails}) == 3  # not one row three times
     for text, tail in zip(TEXTS, tails, strict=True):
         assert _both(model, _one(text), do_sample=False)[1][0][-24:] == tail
+
+
+def test_a_length_policy_is_honoured(model: PreTrainedModel) -> None:
+    with pytest.raises(ConfigError, match="contradict"):
+        model.generate(**_one(), custom_generate=foresay.generate, length="heuristic", num_draft_tokens=3)
 
 
 def test_a_draft_model(model: PreTrainedModel) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from foresay.core import SamplingParams
 from foresay.drafters import ModelDrafter
 from foresay.models.catalog import LoadedModel
 from foresay.models.causal import CausalModel
+from foresay.training.ngrams import NgramCounter
 from support import PromptLookup, run
 
 pytestmark = pytest.mark.slow
@@ -116,6 +118,7 @@ METHODS: dict[str, str] = {
     "ngram_store(n=3, filler_top_k=4)": "8",
     "suffix": "throughput",
     "self(28)": "confidence(0.5)",
+    "self(29, vocabulary={table}, coverage=0.9)": "6",
     "cascade(self=28, max_gram; k=[[4, 6], [0, 4]], lenience=2)": "10",
     "cascade(self=29, self=26, suffix; k=[[3, 4, 6], [0, 2, 3], [0, 0, 4]])": "heuristic(high=13)",
 }
@@ -128,10 +131,16 @@ def test_every_method(
     smollm2_tokenizer: Any,
     prompts: list[list[int]],
     reference: list[list[int]],
+    tmp_path: Path,
 ) -> None:
     """Each drafter with another length policy, six prompts in a ragged batch of three with rows joining."""
     loaded = LoadedModel("SmolLM2", target, smollm2_tokenizer, frozenset([2]))
-    build = read_drafter(drafter).prepare(Shelf(loaded))
+    table = tmp_path / "frequent.safetensors"
+    counter = NgramCounter(2, target.vocab_size)
+    for text in (*prompts, *reference):
+        counter.add(text)
+    counter.table().save(table)
+    build = read_drafter(drafter.replace("{table}", str(table))).prepare(Shelf(loaded))
     some = slice(4, 16, 2)
     ours, steps, engine = run(
         target,

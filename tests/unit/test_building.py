@@ -118,6 +118,12 @@ def test_heads_are_trimmed_to_a_tables_frequent_tokens(shelf: Shelf, folder: Pat
     assert covered.context.model.inner.head_ids.tolist() == [*eos, 10, 11, 12, 13, 14], "20 + ... + 16 of 155"
 
 
+@pytest.mark.parametrize("drafter", [MaxGram, MaxGram(), lambda: MaxGram()])
+def test_a_drafter_may_be_a_class_an_instance_or_a_function(folder: Path, drafter: Any) -> None:
+    out = load(folder, drafter=drafter, dtype="fp32").generate(PROMPT, max_new_tokens=24)
+    assert out.draft_error is None and out.stats.num_drafted > 0
+
+
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("name", ["suffix({})", "ngram_store(n=3, {})", "cascade(suffix({}); k=[[8]])"])
 def test_forget_clears_what_outlives_requests(folder: Path, name: str, keep: bool) -> None:
@@ -195,7 +201,7 @@ def test_a_change_forgets_and_remembers_with_the_one_it_came_from(generator: Gen
         ("ngram_store(filler_top_k=65)", ConfigError, "filler_top_k=65 must be an integer in [1, 64]"),
         ("ngram_store(stop_unknown=no)", ConfigError, "stop_unknown='no' must be true or false"),
         ("ngram_store(max_contexts=1)", ConfigError, "max_contexts=1 must be an integer in [16, 268435456]"),
-        ("suffix(scale=0)", ConfigError, "scale=0 must be a number in [0.1, 64]"),
+        ("suffix(scale=0)", ConfigError, "scale=0 must be a finite number in [0.1, 64]"),
         ("suffix(min_match=0)", ConfigError, "min_match=0 must be an integer in [1, 1024]"),
         ("suffix(keep=yes)", ConfigError, "keep='yes' must be true or false"),
         ("suffix(keep=true, max_tokens=-1)", ConfigError, "max_tokens=-1 must be an integer in [0, 67108864]"),
@@ -205,13 +211,13 @@ def test_a_change_forgets_and_remembers_with_the_one_it_came_from(generator: Gen
         ("model(A, vocabulary_size=7)", ConfigError, "vocabulary_size=7 needs vocabulary=, a table that"),
         ("self(0)", ConfigError, "layers=0 must be an integer in [1, 10000]"),
         ("self(1, T, vocabulary_size=0)", ConfigError, "vocabulary_size=0 must be an integer in [1, 16777216]"),
-        ("self(1, coverage=0)", ConfigError, "coverage=0 must be a number in [0.01, 1]"),
+        ("self(1, coverage=0)", ConfigError, "coverage=0 must be a finite number in [0.01, 1]"),
         ("cascade(max_gram)", ConfigError, "drafter 'cascade' needs k, for example cascade(k=...)"),
         ("cascade(k=[[1]])", ConfigError, "a cascade needs at least one drafter"),
         ("cascade(max_gram; k=[[1, 2]])", ConfigError, "k has rows of [2] numbers; 1 drafters need a matrix k"),
-        ("cascade(max_gram; k=[[1]], lenience=0)", ConfigError, "lenience=0 must be a number in [1, 1e+06]"),
+        ("cascade(max_gram; k=[[1]], lenience=0)", ConfigError, "lenience=0 must be a finite number in [1, 1e+06]"),
         ("cascade(maxgram; k=[[1]])", UnknownNameError, "unknown drafter 'maxgram'. Did you mean 'max_gram'?"),
-        ("cascade(suffix(scale=0); k=[[1]])", ConfigError, "scale=0 must be a number in [0.1, 64]"),
+        ("cascade(suffix(scale=0); k=[[1]])", ConfigError, "scale=0 must be a finite number in [0.1, 64]"),
         ("cascade(lenient=2, max_gram; k=[[1]])", ConfigError, "cascade: lenient=2 is neither a setting (k, lenience)"),
     ],
 )
@@ -260,7 +266,7 @@ def test_rules_and_lengths_by_expression() -> None:
     assert read_rule(one) is one
     typical: Any = read_rule("typical(0.5, delta=0.2)")
     assert (typical.eps, typical.delta, typical.exact) == (0.5, 0.2, False)
-    with pytest.raises(ConfigError, match=r"lenience=0.5 must be a number in \[1, 1e\+06\]"):
+    with pytest.raises(ConfigError, match=r"lenience=0.5 must be a finite number in \[1, 1e\+06\]"):
         read_rule("lenience(0.5)")
     with pytest.raises(UnknownNameError, match="unknown rule 'blok'"):
         read_rule("blok")
@@ -272,11 +278,11 @@ def test_rules_and_lengths_by_expression() -> None:
     assert isinstance(heuristic, HeuristicLength) and (heuristic.start, heuristic.high) == (3, 9)
     assert read_length(heuristic) is heuristic
     for bad, message in (
-        ("-1", "num_draft_tokens=-1 must be in [0, 64]"),
+        ("-1", "num_draft_tokens=-1 must be an integer in [0, 64]"),
         ("--5", "unknown length '--5'"),
         ("²", "unknown length '²'"),
         ("2.5", "'2.5' is not a name, nor a name with settings in parentheses"),
-        (True, "num_draft_tokens=True must be an integer"),
+        (True, "num_draft_tokens=True must be an integer in [0, 64]"),
         ("heuristic(low=0)", "low=0 must be an integer in [1, 20]"),
         ("constant", "length 'constant' needs num_draft_tokens"),
     ):

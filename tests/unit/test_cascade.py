@@ -197,7 +197,7 @@ def test_only_models_review() -> None:
     assert str(caught.value) == (
         "k[1]=[0, 3] asks drafter 1 (Asked) to review what others draft, which only a model can; make that row zero"
     )
-    with pytest.raises(ConfigError, match=r"lenience=0.5 must be a number in \[1, 1e\+06\]"):
+    with pytest.raises(ConfigError, match=r"lenience=0.5 must be a finite number in \[1, 1e\+06\]"):
         Cascade([Asked()], [[1]], lenience=0.5)
 
 

@@ -156,8 +156,8 @@ def test_rows_stop_one_by_one_and_at_the_first_unsure_token() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ConstantLength(65), "num_draft_tokens=65 must be in [0, 64]"),
-        (lambda: ConstantLength(True), "num_draft_tokens=True must be an integer"),
+        (lambda: ConstantLength(65), "num_draft_tokens=65 must be an integer in [0, 64]"),
+        (lambda: ConstantLength(True), "num_draft_tokens=True must be an integer in [0, 64]"),
         (lambda: HeuristicLength(0, low=1), "start=0 must be an integer in [1, 20]"),
         (lambda: HeuristicLength(21), "start=21 must be an integer in [1, 20]"),
         (lambda: HeuristicLength(low=9, high=8), "low=9 must be an integer in [1, 8]"),
@@ -165,9 +165,9 @@ def test_rows_stop_one_by_one_and_at_the_first_unsure_token() -> None:
         (lambda: HeuristicLength(high=65), "high=65 must be an integer in [1, 64]"),
         (lambda: HeuristicLength(up=-1), "up=-1 must be an integer in [0, 64]"),
         (lambda: HeuristicLength(down=0.5), "down=0.5 must be an integer in [0, 64]"),  # type: ignore[arg-type]
-        (lambda: ConfidenceLength(1.5), "threshold=1.5 must be a number in [0, 1]"),
+        (lambda: ConfidenceLength(1.5), "threshold=1.5 must be a finite number in [0, 1]"),
         (lambda: ConfidenceLength(low=0), "low=0 must be an integer in [1, 20]"),
-        (lambda: EntropyLength(-1), "threshold=-1 must be a number in [0, 100]"),
+        (lambda: EntropyLength(-1), "threshold=-1 must be a finite number in [0, 100]"),
         (lambda: EntropyLength(low=21), "low=21 must be an integer in [1, 20]"),
         (lambda: ThroughputLength(start=17), "start=17 must be an integer in [1, 16]"),
         (lambda: ThroughputLength(high=0), "high=0 must be an integer in [1, 64]"),

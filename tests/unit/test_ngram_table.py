@@ -125,11 +125,11 @@ def test_coverage_is_not_rounded() -> None:
         ({"count": 7}, "count=7 must be an integer in [1, 6]"),
         ({"count": 2.0}, "count=2.0 must be an integer in [1, 6]"),
         ({"count": True}, "count=True must be an integer in [1, 6]"),
-        ({"coverage": 0.0}, "coverage=0.0 must be a number in (0, 1]"),
-        ({"coverage": 1.1}, "coverage=1.1 must be a number in (0, 1]"),
-        ({"coverage": float("nan")}, "coverage=nan must be a number in (0, 1]"),
-        ({"coverage": "half"}, "coverage='half' must be a number in (0, 1]"),
-        ({"coverage": True}, "coverage=True must be a number in (0, 1]"),
+        ({"coverage": 0.0}, "coverage=0.0 must be a finite number in (0, 1]"),
+        ({"coverage": 1.1}, "coverage=1.1 must be a finite number in (0, 1]"),
+        ({"coverage": float("nan")}, "coverage=nan must be a finite number in (0, 1]"),
+        ({"coverage": "half"}, "coverage='half' must be a finite number in (0, 1]"),
+        ({"coverage": True}, "coverage=True must be a finite number in (0, 1]"),
     ],
 )
 def test_frequent_refuses(arguments: dict[str, Any], message: str) -> None:

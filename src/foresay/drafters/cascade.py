@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from foresay.acceptance import Coupled, Lenience, Speculative
-from foresay.checks import number
+from foresay.checks import integer, number
 from foresay.core import (
     BorrowsCache,
     Drafter,
@@ -130,8 +130,7 @@ def check_matrix(k: Matrix, count: int) -> None:
         raise ConfigError(f"k has rows of {[len(row) for row in k]} numbers; {shape}")
     for i, row in enumerate(k):
         for j, value in enumerate(row):
-            if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_DRAFT_TOKENS:
-                raise ConfigError(f"k[{i}][{j}]={value!r} must be an integer in [0, {MAX_DRAFT_TOKENS}]")
+            integer(f"k[{i}][{j}]", value, 0, MAX_DRAFT_TOKENS)
             if j < i and value:
                 raise ConfigError(
                     f"k[{i}][{j}]={value} must be 0: k is upper triangular, drafter {j + 1} does not draft for drafter {i}"
@@ -281,14 +280,14 @@ class _Reviewer:
         device = model.device
         lenient = self._lenience > 1 and not rows.coupled
         witness = _Witness(Coupled() if rows.coupled else Lenience(self._lenience) if lenient else Speculative())
+        seen = context.view(rows)
         room = [
-            max(0, min(m, model.max_length - row.size)) if n else 0
-            for n, m, row in zip(want, most, context.view(rows), strict=True)
+            max(0, min(m, model.max_length - row.size)) if n else 0 for n, m, row in zip(want, most, seen, strict=True)
         ]
         grown = GrowingProposal(len(rows), device)
         if not any(room):
             return grown.proposal()
-        seen = context.prepare(rows, [m > 0 for m in room])
+        context.prepare(seen, [m > 0 for m in room])
         seen = seen.of(seen.items, confident=lenient)
         for row, m in zip(seen, room, strict=True):
             row.limit = row.size + m

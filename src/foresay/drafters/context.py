@@ -56,15 +56,13 @@ class DraftContext:
         """Rewind to the rows' committed tokens."""
         self._keep_common(self.view(rows))
 
-    def prepare(self, rows: Rows, wanted: Sequence[bool]) -> Rows:
-        """Bring the cache to within MAX_CATCH_UP tokens of each wanted row; returns the rows as the model reads them."""
-        rows = self.view(rows)
+    def prepare(self, rows: Rows, wanted: Sequence[bool]) -> None:
+        """Bring the cache to within MAX_CATCH_UP tokens of each wanted row. rows: as `view` gave them."""
         if rows.level:
             self._keep_common(rows)
         for place in range(len(rows)):
             while wanted[place] and pending(rows, self.cache, place) >= MAX_CATCH_UP:
                 fill_chunk(self.model, self.cache, rows, place)
-        return rows
 
     def _keep_common(self, rows: Rows) -> None:
         """Cut each cache row to what it shares with the row's tokens, the last of which is never cached."""
@@ -80,7 +78,7 @@ class DraftContext:
         self.cache.truncate(lengths)
 
     def remember(self, rows: Rows, drafted: Sequence[Sequence[int]]) -> None:
-        """Note what the cache was fed behind the rows' tokens. rows: as `prepare` gave them. drafted: B lists of tokens."""
+        """Note what the cache was fed behind the rows' tokens. rows: as `view` gave them. drafted: B lists of tokens."""
         if rows.level:
             for place, (row, tokens) in enumerate(zip(rows, drafted, strict=True)):
                 new = np.asarray(tokens, dtype=np.int64)

@@ -49,14 +49,15 @@ class ModelDrafter:
         """Draw up to `budget` tokens for each row, each from the law recorded with it."""
         model, device = self.context.model, self.context.model.device
         # positions past the draft's own context cannot be scored by it
-        room = [min(b, model.max_length - row.size) for b, row in zip(budget, self.context.view(rows), strict=True)]
+        seen = self.context.view(rows)
+        room = [min(b, model.max_length - row.size) for b, row in zip(budget, seen, strict=True)]
         # a row past the draft's context is never fed again: it rides as pads
         longest = max(room)
         if longest <= 0:
             return Proposal.empty(len(rows), device)
         fed = [b > 0 for b in room]
         streams = rows.streams(device)
-        seen = self.context.prepare(rows, fed)
+        self.context.prepare(seen, fed)
         scores = self._catch_up(seen, fed)
         going = torch.tensor(room, device=device)
         counts = torch.zeros_like(going)

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from foresay import __version__
-from foresay.checks import integer
+from foresay.checks import integer, number
 from foresay.core import IntArray
 from foresay.errors import ConfigError, ModelLoadError, ModelNotFoundError, VocabularyMismatchError
 
@@ -56,8 +56,8 @@ class Corpus:
     def __post_init__(self) -> None:
         if not all(isinstance(name, str) for name in self.files):
             raise ConfigError(f"files={self.files!r} must be names")
-        for number in self.num_ngrams:
-            integer("num_ngrams", number, 0)
+        for count in self.num_ngrams:
+            integer("num_ngrams", count, 0)
         for name in ("num_tokens", "num_documents", "min_count", "num_pruned", "pruned_count"):
             integer(name, getattr(self, name), 0)
 
@@ -188,9 +188,8 @@ class NgramTable:
             raise ConfigError("the table holds no token counts; build one with `foresay ngram build`")
         ranked = np.argsort(-self.counts, kind="stable")
         if coverage is not None:
-            if isinstance(coverage, bool) or not isinstance(coverage, int | float) or not 0 < coverage <= 1:
-                raise ConfigError(f"coverage={coverage!r} must be a number in (0, 1]")
-            wanted = Fraction(repr(float(coverage))) * int(self.counts.sum())  # 0.55 of 100 tokens is 55, not 56
+            share = number("coverage", coverage, 0, 1, open_low=True)
+            wanted = Fraction(repr(share)) * int(self.counts.sum())  # 0.55 of 100 tokens is 55, not 56
             count = int(np.searchsorted(np.cumsum(self.counts[ranked]), -(-wanted // 1))) + 1
         assert count is not None
         integer("count", count, 1, self.vocab_size)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from foresay.checks import integer
 from foresay.core import (
     Drafter,
     FinishReason,
@@ -27,7 +28,7 @@ from foresay.core import (
 )
 from foresay.engine.guard import GuardedDrafter
 from foresay.engine.places import plan_moves
-from foresay.errors import ConfigError, ContextLengthError, PromptError, RequestError
+from foresay.errors import ContextLengthError, PromptError, RequestError
 from foresay.models.base import LanguageModel
 from foresay.models.prefill import fill_chunk, pending
 from foresay.params import MAX_SEED
@@ -38,10 +39,7 @@ PREFILL_TOKENS = 512
 """Prompt tokens filled between two decoding steps, about; more would make the rows that decode wait."""
 
 
-def check_batch_size(value: object) -> None:
-    """Raise ConfigError for a batch size that is not an integer from 1 to 4096."""
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 4096:
-        raise ConfigError(f"max_batch_size={value!r} must be an integer in [1, 4096]")
+MAX_BATCH_SIZE = 4096
 
 
 class Engine:
@@ -60,8 +58,8 @@ class Engine:
         *,
         max_batch_size: int = 32,
     ) -> None:
-        check_batch_size(max_batch_size)
-        self.target, self.rule, self.policy, self.max_batch_size = target, rule, policy, max_batch_size
+        self.max_batch_size = integer("max_batch_size", max_batch_size, 1, MAX_BATCH_SIZE)
+        self.target, self.rule, self.policy = target, rule, policy
         self.drafter = None if drafter is None else GuardedDrafter(drafter, target.vocab_size, target.device)
         self._cache = target.new_cache()
         if self.drafter is not None:

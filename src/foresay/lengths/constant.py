@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from foresay.checks import integer
 from foresay.core import Guess, Rows, Step
-from foresay.errors import ConfigError
 
 MAX_DRAFT_TOKENS = 64
 
@@ -16,11 +16,7 @@ class ConstantLength:
     """gamma tokens for every row (Leviathan et al. 2023)."""
 
     def __init__(self, num_draft_tokens: int) -> None:
-        if isinstance(num_draft_tokens, bool) or not isinstance(num_draft_tokens, int):
-            raise ConfigError(f"num_draft_tokens={num_draft_tokens!r} must be an integer")
-        if not 0 <= num_draft_tokens <= MAX_DRAFT_TOKENS:
-            raise ConfigError(f"num_draft_tokens={num_draft_tokens} must be in [0, {MAX_DRAFT_TOKENS}]")
-        self.num_draft_tokens = num_draft_tokens
+        self.num_draft_tokens = integer("num_draft_tokens", num_draft_tokens, 0, MAX_DRAFT_TOKENS)
 
     def budget(self, rows: Rows) -> list[int]:
         """gamma for each row."""
