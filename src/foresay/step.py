@@ -28,7 +28,7 @@ from foresay.core import (
     Verdict,
 )
 from foresay.models.base import LanguageModel, ModelOutput
-from foresay.sampling import build_laws
+from foresay.sampling import Laws, build_laws
 
 
 @torch.inference_mode()
@@ -44,9 +44,9 @@ def step(
     proposed = perf_counter()
     output = score(rows, proposal, target, cache, drafter.hidden_layers if drafter is not None else ())
     scored = perf_counter()
-    laws = build_laws(output.scores(), rows, proposal.token_ids, counts=proposal.num_tokens)
+    laws = _laws(output, rows, proposal)
     verdict = rule.judge(laws, proposal, rows.streams(target.device))
-    committed = commit(rows, proposal, verdict, output.scores())
+    committed = commit(rows, proposal, verdict, output)
     cache.truncate([row.size - 1 for row in rows])
     if drafter is not None:
         drafter.observe(rows, verdict, output)
@@ -96,7 +96,16 @@ def score(
     output = target.forward(token_ids, counts, cache, hidden_layers=hidden_layers)
     batch = torch.arange(len(rows), device=target.device)[:, None]
     hidden = {layer: states[batch, columns - 1] for layer, states in output.hidden.items()}
+    if output.points is not None:
+        return ModelOutput(None, hidden, output.points[batch, columns - 1])
     return ModelOutput(output.scores()[batch, columns - 1], hidden)
+
+
+def _laws(output: ModelOutput, rows: Rows, proposal: Proposal) -> Laws:
+    """The target's laws at each place; the tokens of a recording are point masses, whatever the parameters."""
+    if output.points is not None:
+        return Laws(output.points)
+    return build_laws(output.scores(), rows, proposal.token_ids, counts=proposal.num_tokens)
 
 
 def propose(rows: Rows, target: LanguageModel, drafter: Drafter | None, policy: LengthPolicy) -> Proposal:
@@ -110,7 +119,7 @@ def propose(rows: Rows, target: LanguageModel, drafter: Drafter | None, policy: 
 _Committed = tuple[list[int], tuple[Origin, ...], int, int, FinishReason | None, tuple[TokenLogprob, ...] | None]
 
 
-def commit(rows: Rows, proposal: Proposal, verdict: Verdict, scores: torch.Tensor) -> list[_Committed]:
+def commit(rows: Rows, proposal: Proposal, verdict: Verdict, output: ModelOutput) -> list[_Committed]:
     """Append the accepted tokens and the extra one, cut at the first stop. The only place that waits for the device."""
     told = torch.cat([verdict.num_accepted[:, None], verdict.token_ids[:, None], proposal.token_ids], 1).tolist()
     out: list[_Committed] = []
@@ -123,7 +132,8 @@ def commit(rows: Rows, proposal: Proposal, verdict: Verdict, scores: torch.Tenso
             accepted = drafted = len(kept)
         last = Origin.RESIDUAL if accepted < drafted else Origin.BONUS
         origins = ((Origin.DRAFT,) * accepted + (last,))[: len(kept)]
-        logprobs = _logprobs(scores[i], kept, row.params.logprobs) if row.params.logprobs is not None else None
+        asked = row.params.logprobs
+        logprobs = _logprobs(output.scores()[i], kept, asked) if asked is not None else None
         out.append((kept, origins, drafted, accepted, reason, logprobs))
     return out
 

@@ -108,7 +108,9 @@ def test_a_stop_condition_at_the_limit_is_a_stop() -> None:
 def committed(row: Row, drafted: Sequence[int], accepted: int, extra: int) -> tuple[list[int], tuple[Origin, ...]]:
     proposal = Proposal(torch.tensor([drafted], dtype=torch.int64), [len(drafted)])
     verdict = Verdict(torch.tensor([accepted]), torch.tensor([extra]))
-    [(kept, origins, num_drafted, num_accepted, _, _)] = commit(Rows([row]), proposal, verdict, torch.zeros(1, 5, 10))
+    [(kept, origins, num_drafted, num_accepted, _, _)] = commit(
+        Rows([row]), proposal, verdict, ModelOutput(torch.zeros(1, 5, 10))
+    )
     behind_a_stop = len(kept) <= accepted  # and counted nowhere
     assert (num_drafted, num_accepted) == ((len(kept),) * 2 if behind_a_stop else (len(drafted), accepted))
     assert row.tokens.tolist()[row.size - len(kept) :] == kept
@@ -131,7 +133,9 @@ def test_nothing_behind_a_stop_is_committed() -> None:
 def test_a_padded_column_of_a_ragged_batch_is_never_committed() -> None:
     rows = Rows([make_row(), make_row()])
     proposal = Proposal(torch.tensor([[1, 2, 3], [4, 0, 0]]), [3, 1])
-    out = commit(rows, proposal, Verdict(torch.tensor([2, 1]), torch.tensor([7, 8])), torch.zeros(2, 4, 10))
+    out = commit(
+        rows, proposal, Verdict(torch.tensor([2, 1]), torch.tensor([7, 8])), ModelOutput(torch.zeros(2, 4, 10))
+    )
     assert [(one[0], one[1]) for one in out] == [([1, 2, 7], (D, D, R)), ([4, 8], (D, B))]
 
 
@@ -139,7 +143,7 @@ def test_logprobs_are_of_the_raw_logits() -> None:
     scores = torch.randn(2, 3, 6)
     rows = Rows([make_row(logprobs=2, temperature=0.5, banned_token_ids=(0,)), make_row()])
     proposal = Proposal(torch.tensor([[1, 2], [1, 2]]), [2, 2])
-    first, second = commit(rows, proposal, Verdict(torch.tensor([2, 2]), torch.tensor([3, 3])), scores)
+    first, second = commit(rows, proposal, Verdict(torch.tensor([2, 2]), torch.tensor([3, 3])), ModelOutput(scores))
     assert second[-1] is None
     entries = first[-1]
     assert entries is not None and len(entries) == 3
@@ -155,7 +159,7 @@ def test_logprobs_are_of_the_raw_logits() -> None:
 def test_no_more_logprobs_than_tokens(asked: int, given: int) -> None:
     proposal = Proposal.empty(1, torch.device("cpu"))
     verdict = Verdict(torch.tensor([0]), torch.tensor([3]))
-    [one] = commit(Rows([make_row(logprobs=asked)]), proposal, verdict, torch.randn(1, 1, 6))
+    [one] = commit(Rows([make_row(logprobs=asked)]), proposal, verdict, ModelOutput(torch.randn(1, 1, 6)))
     assert one[-1] is not None and len(one[-1][0].top) == given
 
 

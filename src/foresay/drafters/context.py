@@ -97,9 +97,8 @@ class SharedContext(DraftContext):
         self._owner: SlotCache | None = None
 
     def borrow(self, cache: KVCache) -> None:
-        """Draft in this cache from now on; it is the target's."""
-        assert isinstance(cache, SlotCache)
-        self._owner = cache
+        """Draft in this cache from now on, the target's; one that holds no keys (a recording's) cannot be lent."""
+        self._owner = cache if isinstance(cache, SlotCache) else None
         self.reset()
 
     def reset(self) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from foresay.core import Origin, Step
 
@@ -100,3 +101,15 @@ class Stats:
             "target_s": self.target_s,
             "total_s": self.total_s,
         }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Stats:
+        """What `as_dict` wrote."""
+        stats = cls(**{name: values[name] for name in cls.__slots__ if name not in _COUNTERS})
+        stats.origins = Counter({origin: values["origins"].get(origin.value, 0) for origin in Origin})
+        for name in ("accepted_lengths", "tested_at", "accepted_at"):
+            setattr(stats, name, Counter({int(k): v for k, v in values[name].items()}))
+        return stats
+
+
+_COUNTERS = frozenset({"origins", "accepted_lengths", "tested_at", "accepted_at"})

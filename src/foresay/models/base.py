@@ -25,10 +25,14 @@ class Logits(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ModelOutput:
-    """What a pass computed: logits as asked for, and the hidden states [B, T, H] of the layers asked for."""
+    """What a pass computed: logits as asked for, and the hidden states [B, T, H] of the layers asked for.
+
+    points: [B, T] int64 in place of logits, from a model that knows its tokens and not their scores (a recording).
+    """
 
     logits: torch.Tensor | None
     hidden: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    points: torch.Tensor | None = None
 
     def scores(self) -> torch.Tensor:
         """The logits of a pass that was asked for some."""

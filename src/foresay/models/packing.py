@@ -59,7 +59,7 @@ class _Joint:
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         self._sizes = [layer.out_features for layer in layers]
-        self._packed = _pack(torch.cat([layer.weight.detach() for layer in layers]))
+        self.packed = _pack(torch.cat([layer.weight.detach() for layer in layers]))
         biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
         self._bias = torch.cat(biases) if biases else None
         # (input, outputs not yet asked for); one attribute, so that threads see the two together
@@ -68,7 +68,7 @@ class _Joint:
     def output(self, x: torch.Tensor, index: int) -> torch.Tensor:
         waiting = self._waiting
         if waiting is None or waiting[0] is not x or index not in waiting[1]:
-            parts = _LINEAR(x, self._packed, self._bias, "none", [], "").split(self._sizes, -1)
+            parts = _LINEAR(x, self.packed, self._bias, "none", [], "").split(self._sizes, -1)
             waiting = (x, dict(enumerate(parts)))
         out = waiting[1].pop(index)
         self._waiting = waiting if waiting[1] else None
@@ -83,9 +83,37 @@ class JointLinear(nn.Module):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self._joint, self._index = joint, index
 
+    @property
+    def packed(self) -> torch.Tensor:
+        """The weights of all of them."""
+        return self._joint.packed
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., in] -> [..., out]."""
         return self._joint.output(x, self._index)
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Bytes of weights that one pass reads: everything but embeddings, of which it reads a few rows.
+
+    An embedding that is also the head's weight counts, once.
+    """
+    sizes: dict[int, int] = {}
+    looked_up: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            looked_up.add(id(module.weight))
+            continue
+        packed = module.packed if isinstance(module, PackedLinear) else None
+        if isinstance(module, JointLinear):
+            packed = module.packed
+        for weight in [*module.parameters(recurse=False), *([] if packed is None else [packed])]:
+            sizes[id(weight)] = weight.numel() * weight.element_size()
+    return sum(size for key, size in sizes.items() if key not in looked_up or _is_head(model, key))
+
+
+def _is_head(model: nn.Module, key: int) -> bool:
+    return any(isinstance(m, nn.Linear) and id(m.weight) == key for m in model.modules())
 
 
 def available(dtype: torch.dtype, device: torch.device) -> bool:

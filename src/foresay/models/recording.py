@@ -1,0 +1,103 @@
+"""Recorded outputs of a target as a model: it knows which token comes next, and no scores.
+
+Every row of an engine over it is one recorded text, by the order of submission. A pass answers with the recorded token
+behind each place; behind a guess that differs from the recording the answer means nothing, and no exact rule reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from foresay.core import IntArray, KVCache, Move, Rows
+from foresay.errors import ConfigError
+from foresay.models.base import Logits, ModelOutput
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedText:
+    """One request's tokens: its prompt (for an encoder-decoder what its decoder starts from), and what was written."""
+
+    prompt: Sequence[int]
+    output: Sequence[int]
+    source: Sequence[int] | None = None
+
+
+class RecordingCache:
+    """Lengths alone: a recording has nothing to compute. `texts`: which text each row is."""
+
+    def __init__(self) -> None:
+        self.lengths: list[int] = []
+        self.texts: IntArray = np.zeros(0, dtype=np.int64)
+
+    def truncate(self, lengths: Sequence[int]) -> None:
+        """Rewind."""
+        for i, length in enumerate(lengths):
+            self.lengths[i] = min(self.lengths[i], length)
+
+    def rearrange(self, moves: Sequence[Move], count: int) -> None:
+        """Carry out the moves, drop rows from `count` on."""
+        for source, target in moves:
+            self.lengths[target], self.texts[target] = self.lengths[source], self.texts[source]
+        del self.lengths[count:]
+        self.texts = self.texts[:count]
+
+
+class RecordingModel:
+    """A LanguageModel that says what was recorded. Request i of an engine must be texts[i]."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, texts: Sequence[RecordedText], vocab_size: int, *, max_length: int = 1 << 30) -> None:
+        if not texts:
+            raise ConfigError("a recording without texts: there is nothing to replay")
+        self.vocab_size, self.max_length = vocab_size, max_length
+        self.reads_source = texts[0].source is not None
+        lengths = [len(text.prompt) + len(text.output) for text in texts]
+        self._tokens: IntArray = np.zeros((len(texts), max(lengths) + 1), dtype=np.int64)
+        for row, text, length in zip(self._tokens, texts, lengths, strict=True):
+            row[:length] = [*text.prompt, *text.output]
+        self._texts = texts
+
+    def new_cache(self) -> RecordingCache:
+        """A cache without rows."""
+        return RecordingCache()
+
+    def admit(self, rows: Rows, first: int, cache: KVCache) -> None:
+        """New rows, filled at once: a prompt costs nothing here."""
+        assert isinstance(cache, RecordingCache) and len(cache.lengths) == first
+        new = [rows[i] for i in range(first, len(rows))]
+        for row in new:
+            if row.request_id >= len(self._texts) or list(self._texts[row.request_id].prompt) != row.tokens.tolist():
+                raise ConfigError(f"request {row.request_id} is not the recording's text {row.request_id}")
+            cache.lengths.append(row.size - 1)
+        cache.texts = np.append(cache.texts, [row.request_id for row in new])
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        num_tokens: Sequence[int],
+        cache: KVCache,
+        *,
+        first_row: int = 0,
+        logits: Logits = Logits.ALL,
+        hidden_layers: Sequence[int] = (),
+    ) -> ModelOutput:
+        """One pass, which gives points [B, T]; see LanguageModel.forward."""
+        assert isinstance(cache, RecordingCache)
+        if hidden_layers:
+            raise ConfigError("a recording has no hidden states, and this drafter asks for some")
+        batch, columns = token_ids.shape
+        places = slice(first_row, first_row + batch)
+        behind = np.asarray(cache.lengths[places])[:, None] + 1 + np.arange(columns)
+        for i, count in enumerate(num_tokens):
+            cache.lengths[first_row + i] += count
+        if logits is Logits.NONE:
+            return ModelOutput(None)
+        if logits is Logits.LAST:
+            behind = behind[:, np.maximum(np.asarray(num_tokens), 1) - 1].diagonal()[:, None]
+        known = np.minimum(behind, self._tokens.shape[1] - 1)
+        return ModelOutput(None, points=torch.from_numpy(self._tokens[cache.texts[places][:, None], known]))

@@ -1,0 +1,1 @@
+"""Files that outlive a run: recordings, profiles, results, and where they came from."""

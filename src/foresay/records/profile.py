@@ -1,0 +1,186 @@
+"""Profiles: how long passes of a model take on a machine, by batch, columns and context.
+
+Owns the file, and what times are read off it between those that were measured. Measures nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import tempfile
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from foresay.errors import ConfigError
+from foresay.models.packaged import cache_dir
+
+FORMAT, VERSION = "foresay-profile", 1
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds of one step of the engine with plain or drafted columns, drafting not counted."""
+
+    batch: int
+    columns: int
+    """Tokens scored per row: 1 + the draft."""
+    context: int
+    """Tokens of a row before the step."""
+    seconds: float
+    """Median."""
+    low: float
+    high: float
+    """First and third quartile."""
+
+
+@dataclass(frozen=True, slots=True)
+class Floor:
+    """What no pass can be faster than: the bytes it must read over the memory's bandwidth."""
+
+    weight_bytes: int
+    kv_bytes: int
+    """Keys and values of one token."""
+    bytes_per_s: float
+    """Measured: reading a block far larger than the caches."""
+
+    def seconds(self, batch: int, context: float) -> float:
+        """One pass over a batch."""
+        return (self.weight_bytes + batch * context * self.kv_bytes) / self.bytes_per_s
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """A model on a machine."""
+
+    model: str
+    dtype: str
+    machine: Mapping[str, Any]
+    timings: tuple[Timing, ...]
+    fills: tuple[tuple[int, float], ...]
+    """(tokens, seconds) of filling one chunk of a prompt."""
+    floor: Floor | None = None
+    drafts: Mapping[str, tuple[tuple[int, int, float], ...]] = field(default_factory=dict)
+    """Drafter -> (batch, tokens drafted, seconds of drafting)."""
+    draft_fills: Mapping[str, float] = field(default_factory=dict)
+    """Drafter -> seconds it takes to read one token of a prompt."""
+
+    def clock(self) -> Callable[[int, int, float], float]:
+        """(batch, columns, context) -> seconds of a step without its drafting.
+
+        Straight lines between what was measured, over columns, then batch; context adds its measured slope.
+        """
+        if not self.timings:
+            raise ConfigError("the profile holds no timings; make one with foresay profile")
+        counts = Counter(t.context for t in self.timings)
+        base = max(counts, key=lambda context: (counts[context], -context))
+        known = {(t.batch, t.columns): t.seconds for t in self.timings if t.context == base}
+        sizes = sorted({batch for batch, _ in known})
+        curves = [(size, sorted((c, s) for (b, c), s in known.items() if b == size)) for size in sizes]
+        slopes = self._slopes(base, known)
+
+        @lru_cache(maxsize=4096)
+        def flat(batch: int, columns: int) -> tuple[float, float]:
+            at_base = line([(size, line(points, columns)) for size, points in curves], batch)
+            return at_base, line([(size, line(points, columns)) for size, points in slopes], batch)
+
+        def seconds(batch: int, columns: int, context: float) -> float:
+            at_base, slope = flat(batch, columns)
+            return max(at_base + slope * (context - base), 0.1 * at_base)
+
+        return seconds
+
+    def _slopes(self, base: int, known: Mapping[tuple[int, int], float]) -> list[tuple[int, list[tuple[int, float]]]]:
+        """For each batch: (columns, seconds for one more token of context)."""
+        found: dict[int, dict[int, list[float]]] = {}
+        for t in self.timings:
+            if t.context != base and (t.batch, t.columns) in known:
+                slope = (t.seconds - known[t.batch, t.columns]) / (t.context - base)
+                found.setdefault(t.batch, {}).setdefault(t.columns, []).append(slope)
+        means = {
+            batch: sorted((columns, max(0.0, sum(some) / len(some))) for columns, some in by.items())
+            for batch, by in found.items()
+        }
+        return sorted(means.items()) or [(1, [(1, 0.0)])]
+
+    def fill_seconds(self, tokens: int, chunk: int = 256) -> float:
+        """Filling a prompt of this many tokens, in chunks."""
+        whole, rest = divmod(max(0, tokens), chunk)
+        known = sorted(self.fills)
+        return whole * line(known, chunk) + (line(known, rest) if rest else 0.0)
+
+    def draft_seconds(self, drafter: str, batch: int, count: int) -> float:
+        """Drafting `count` tokens for a batch with a profiled drafter."""
+        if count == 0:
+            return 0.0
+        points = self.drafts[drafter]
+        sizes = sorted({size for size, _, _ in points})
+        at = [(size, line(sorted((k, s) for b, k, s in points if b == size), count)) for size in sizes]
+        return line(at, batch)
+
+    def with_drafts(self, name: str, points: Iterable[tuple[int, int, float]], fill: float) -> Profile:
+        """With the times of one more drafter."""
+        drafts = {**self.drafts, name: tuple(points)}
+        return replace(self, drafts=drafts, draft_fills={**self.draft_fills, name: fill})
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it, whole or not at all."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}, indent=1)
+        handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text + "\n")
+        os.replace(name, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Profile:
+        """Read a profile. Raises ConfigError for another file."""
+        name = os.fspath(path)
+        try:
+            values = json.loads(Path(path).read_text(encoding="utf-8"))
+            if values.pop("format") != FORMAT or values.pop("version") != VERSION:
+                raise ValueError(f"not a {FORMAT} of version {VERSION}")
+            values["timings"] = tuple(Timing(**one) for one in values["timings"])
+            values["fills"] = tuple((int(n), float(s)) for n, s in values["fills"])
+            values["floor"] = None if values["floor"] is None else Floor(**values["floor"])
+            values["drafts"] = {
+                k: tuple((int(b), int(n), float(s)) for b, n, s in v) for k, v in values["drafts"].items()
+            }
+            return cls(**values)
+        except OSError as error:
+            raise ConfigError(f"cannot read {name!r}: {error.strerror}") from None
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{name!r} is no profile ({error}); make one with foresay profile") from None
+
+
+def line(points: Sequence[tuple[int, float]], x: float) -> float:
+    """The value at x of straight lines through points in order of x; beyond the ends the last line goes on, never down."""
+    if len(points) == 1:
+        return points[0][1]
+    place = min(max(bisect_left([p[0] for p in points], x), 1), len(points) - 1)
+    (x0, y0), (x1, y1) = points[place - 1], points[place]
+    value = y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+    return max(value, y1) if x > x1 else max(value, min(y0, y1) / 2) if x < x0 else value
+
+
+def profile_path(model: str, dtype: str, machine: Mapping[str, Any]) -> Path:
+    """Where a profile is kept: by model, dtype and machine, threads included."""
+    said = json.dumps([model, dtype, machine], sort_keys=True)
+    name = "".join(c if c.isalnum() or c in "-._" else "-" for c in Path(model).name)[:40]
+    return cache_dir() / "profiles" / f"{name}-{hashlib.sha256(said.encode()).hexdigest()[:12]}.json"
+
+
+def kv_bytes(config: Any, element_size: int) -> int:
+    """Keys and values of one token over all layers, in bytes."""
+    layers = int(getattr(config, "num_hidden_layers", 0))
+    heads = int(getattr(config, "num_attention_heads", 1))
+    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+    size = int(getattr(config, "head_dim", None) or math.ceil(getattr(config, "hidden_size", 0) / heads))
+    return 2 * layers * kv_heads * size * element_size

@@ -1,0 +1,243 @@
+"""Recordings: what a target wrote to each prompt, in one file of JSON lines (docs/lab.md describes it).
+
+Owns the format, what a recording must say of itself, and the two older formats that are read too. Runs no model.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from foresay.checks import integer
+from foresay.core import FinishReason
+from foresay.errors import ConfigError
+from foresay.models.recording import RecordedText
+from foresay.records.lines import Line, LineWriter, read_lines
+
+FORMAT, VERSION = "foresay-recording", 1
+_TENSOR = re.compile(r"tensor\(\[\[(.*?)\]\]", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What was written to one prompt."""
+
+    id: str
+    prompt: tuple[int, ...]
+    """What the output continues: of an encoder-decoder what its decoder starts from."""
+    output: tuple[int, ...]
+    finish_reason: str = "length"
+    category: str = ""
+    source: tuple[int, ...] | None = None
+    """What an encoder-decoder's encoder read."""
+    seed: int | None = None
+    law: tuple[float, ...] | None = None
+    """The probability of each token under the law it was drawn from; of sampled outputs."""
+    logprobs: tuple[float, ...] | None = None
+    """Log-probabilities of the tokens under the raw logits."""
+    top: tuple[tuple[tuple[int, float], ...], ...] | None = None
+    """The likeliest tokens at each place with theirs."""
+
+    def as_line(self) -> Line:
+        """For the file; what is not there is left out."""
+        values = {name: getattr(self, name) for name in self.__slots__}
+        return {name: value for name, value in values.items() if value is not None and value != ""}
+
+    @property
+    def text(self) -> RecordedText:
+        """The tokens, for a RecordingModel."""
+        return RecordedText(self.prompt, self.output, self.source)
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """A target's outputs, and what is known of how they were made."""
+
+    records: tuple[Record, ...]
+    vocab_size: int
+    eos: frozenset[int] = frozenset()
+    model: str = ""
+    tokenizer: str | None = None
+    """The tokenizer's fingerprint, where there was one."""
+    params: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of SamplingParams that were not at their defaults."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.records:
+            raise ConfigError("the recording holds no outputs yet")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether each token was the likeliest one, so that a replay is exact."""
+        return not self.params.get("temperature", 0.0)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens written."""
+        return sum(len(record.output) for record in self.records)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], *, prompts: Sequence[Sequence[int]] | None = None) -> Recording:
+        """Read a recording of ours, a log of `tensor([[...]])` lines, or CS-Drafting's cache (a JSON object).
+
+        prompts: token ids, in order, for a log of tensors, which holds outputs alone.
+        """
+        name = os.fspath(path)
+        try:
+            with open(path, "rb") as file:
+                head = file.read(4096).lstrip()
+        except OSError as error:
+            raise ConfigError(f"cannot read {name!r}: {error.strerror}") from None
+        if head.startswith(b"tensor("):
+            return _read_tensors(name, prompts)
+        if prompts is not None:
+            raise ConfigError(f"{name!r} holds its own prompts; prompts belong to a log of tensors")
+        if b'"format"' in head.split(b"\n", 1)[0]:
+            return _read_ours(name)
+        if head.startswith(b"{"):
+            return _read_cache(name)
+        raise ConfigError(
+            f"{name!r} is no recording: neither {FORMAT} (foresay record), nor lines of tensor([[...]]), nor a JSON object "
+            "of token ids joined by '_'"
+        )
+
+
+def recording_writer(path: str | os.PathLike[str], header: Mapping[str, Any]) -> LineWriter:
+    """A recording to append to. header: what `foresay record` says of model, parameters and prompts."""
+    return LineWriter(path, FORMAT, VERSION, header)
+
+
+def read_record(line: Mapping[str, Any], vocab_size: int) -> Record:
+    """One line of a file. Raises ConfigError for what is missing or no token of the vocabulary."""
+    values = dict(line)
+    unknown = set(values) - set(Record.__slots__)
+    if unknown or "id" not in values:
+        raise ConfigError(f"unknown field {min(unknown)!r}" if unknown else "no id")
+    for name in ("prompt", "output", *(["source"] if values.get("source") is not None else [])):
+        values[name] = _token_ids(name, values.get(name), vocab_size)
+    FinishReason(values.get("finish_reason", "length"))
+    for name in ("law", "logprobs"):
+        if values.get(name) is not None:
+            values[name] = tuple(float(x) for x in values[name])
+            if len(values[name]) != len(values["output"]):
+                raise ConfigError(f"{len(values[name])} values of {name} for {len(values['output'])} tokens")
+    if values.get("top") is not None:
+        values["top"] = tuple(tuple((int(i), float(x)) for i, x in place) for place in values["top"])
+    return Record(**values)
+
+
+def _token_ids(name: str, value: Any, vocab_size: int) -> tuple[int, ...]:
+    if not isinstance(value, list) or not value:
+        raise ConfigError(f"{name} must be a list of token ids, not {value!r}")
+    return tuple(integer(f"token of {name}", token, 0, vocab_size - 1) for token in value)
+
+
+def _read_ours(name: str) -> Recording:
+    header, lines = read_lines(name, FORMAT, VERSION)
+    try:
+        vocab_size = integer("vocab_size", header.get("vocab_size"), 1)
+        eos = frozenset(integer("token of eos", token, 0) for token in header.get("eos", ()))
+        for part in ("params", "settings", "provenance"):
+            if not isinstance(header.get(part, {}), dict):
+                raise ConfigError(f"{part}={header[part]!r} must be an object")
+    except (ConfigError, TypeError) as error:
+        raise ConfigError(f"{name}, line 1: {error}") from None
+    records: dict[str, Record] = {}
+    for number, line in lines:
+        try:
+            record = read_record(line, vocab_size)
+            if record.id in records:
+                raise ConfigError(f"id={record.id!r} is there twice")
+        except (ConfigError, TypeError, ValueError) as error:
+            raise ConfigError(f"{name}, line {number}: {error}") from None
+        records[record.id] = record
+    return Recording(
+        tuple(records.values()),
+        vocab_size,
+        eos,
+        header.get("model", ""),
+        header.get("tokenizer"),
+        header.get("params", {}),
+        header.get("settings", {}),
+        header.get("provenance", {}),
+    )
+
+
+def _read_tensors(name: str, prompts: Sequence[Sequence[int]] | None) -> Recording:
+    """The log of "Decoding Speculative Decoding" (Yan et al. 2024): printed tensors [1, L] of outputs, in prompt order."""
+    if prompts is None:
+        raise ConfigError(f"{name!r} is a log of tensors, which holds outputs alone; give the prompts it was made from")
+    text = Path(name).read_text(encoding="utf-8", errors="replace")
+    outputs = [_printed(found, name) for found in _matches(text)]
+    if not outputs:
+        raise ConfigError(f"{name!r} holds no outputs: no tensor([[...]])")
+    if len(outputs) > len(prompts):
+        raise ConfigError(f"{name!r} holds {len(outputs)} outputs, and there are {len(prompts)} prompts")
+    records = tuple(
+        Record(str(i), tuple(map(int, prompt)), output)
+        for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=False), 1)
+    )
+    return Recording(records, 1 + _highest(records), model=name, settings={"read_from": "tensor log"})
+
+
+def _matches(text: str) -> Iterator[tuple[int, str]]:
+    """(line number, numbers) of every printed tensor."""
+    for found in _TENSOR.finditer(text):
+        yield text.count("\n", 0, found.start()) + 1, found[1]
+
+
+def _printed(found: tuple[int, str], name: str) -> tuple[int, ...]:
+    number, text = found
+    if "..." in text:
+        raise ConfigError(f"{name}, line {number}: the tensor was printed shortened ('...'); its tokens are lost")
+    try:
+        tokens = tuple(integer("token", int(token), 0) for token in text.split(",") if token.strip())
+    except ValueError as error:
+        raise ConfigError(f"{name}, line {number}: not a list of token ids ({error})") from None
+    if not tokens:
+        raise ConfigError(f"{name}, line {number}: the output is empty")
+    return tokens
+
+
+def _read_cache(name: str) -> Recording:
+    """CS-Drafting's cache (Chen et al. 2023): prompt ids joined by "_" -> ids joined by "_".
+
+    A decoder-only target's ids begin with the prompt; an encoder-decoder's begin with what its decoder starts from, one
+    token, and the key is its source.
+    """
+    try:
+        with open(name, encoding="utf-8") as file:
+            pairs = json.load(file)
+    except ValueError as error:
+        raise ConfigError(f"{name!r} is not JSON ({error})") from None
+    if not isinstance(pairs, dict):
+        raise ConfigError(f"{name!r} must be a JSON object of token ids joined by '_'")
+    records = []
+    for number, (key, value) in enumerate(pairs.items(), 1):
+        try:
+            pair = (str(ids).split("_") for ids in (key, value))
+            prompt, whole = (tuple(integer("token", int(token), 0) for token in ids) for ids in pair)
+        except ValueError as error:
+            raise ConfigError(f"{name}, entry {number}: token ids joined by '_' are needed ({error})") from None
+        own = whole[: len(prompt)] == prompt
+        start, source = (prompt, None) if own else (whole[:1], prompt)
+        if len(whole) <= len(start):
+            raise ConfigError(f"{name}, entry {number}: the output is empty")
+        records.append(Record(str(number), start, whole[len(start) :], source=source))
+    if not records:
+        raise ConfigError(f"{name!r} holds no outputs")
+    if len({record.source is None for record in records}) > 1:
+        raise ConfigError(f"{name!r} mixes outputs that begin with their prompts and such that do not")
+    found = tuple(records)
+    return Recording(found, 1 + _highest(found), model=name, settings={"read_from": "CS-Drafting cache"})
+
+
+def _highest(records: Sequence[Record]) -> int:
+    return max(max((*r.prompt, *r.output, *(r.source or ()))) for r in records)

@@ -1,0 +1,221 @@
+"""Results of benchmarks: one file of JSON lines, readable while it grows.
+
+{"format": "foresay-results", "version": 1, "settings": {...}, "provenance": {...}}
+{"kind": "run", "cell": {...}, "repeat": 0, "seconds": ..., "plain_seconds": ..., "prompts": [...], "stats": {...}, ...}
+{"kind": "failed", "cell": {...}, "repeat": 0, "error": "one line"}
+{"kind": "prediction", "cell": {...}, "tokens_per_s": ..., "tokens_per_pass": ...}
+{"kind": "trace", "cell": {...}, "id": "chat-01", "pieces": [["text", "draft"], ...]}
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from foresay.core import Step
+from foresay.engine import Stats
+from foresay.errors import ConfigError
+from foresay.records.lines import Line, LineWriter, read_lines
+
+FORMAT, VERSION = "foresay-results", 1
+PLAIN = "plain"
+"""The method that others are compared with: foresay without a drafter."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Cell:
+    """What was run: one method on one data set in one setting."""
+
+    method: str
+    dataset: str
+    batch_size: int
+    sampling: str = "greedy"
+
+    def __str__(self) -> str:
+        return f"{self.method} on {self.dataset}, batch {self.batch_size}, {self.sampling}"
+
+
+@dataclass(frozen=True, slots=True)
+class PromptResult:
+    """One prompt's record, by the names of SpecDec++ (Huang et al. 2024), and ours. Times are its share of its steps, s."""
+
+    id: str
+    category: str
+    spec_time: float
+    target_time: float
+    draft_time: float
+    num_mismatched_tokens: int
+    """Drafted and not used."""
+    num_LM_call: int  # noqa: N815 - the published name
+    """Passes of the target."""
+    generated_length: int
+    generated_length_target: int
+    """Of these, tokens that the target wrote: residuals and bonuses."""
+    generated_length_draft: int
+    """... and accepted draft tokens."""
+    num_drafted: int
+    num_tested: int
+    finish_reason: str
+
+    @classmethod
+    def of(cls, id: str, category: str, steps: Iterable[Step]) -> PromptResult:
+        """Read off one request's Steps."""
+        steps = list(steps)
+        stats = Stats.of(steps)
+        return cls(
+            id=id,
+            category=category,
+            spec_time=stats.total_s,
+            target_time=stats.target_s,
+            draft_time=stats.draft_s,
+            num_mismatched_tokens=stats.num_drafted - stats.num_accepted,
+            num_LM_call=stats.num_passes,
+            generated_length=stats.num_tokens,
+            generated_length_target=stats.num_tokens - stats.num_accepted,
+            generated_length_draft=stats.num_accepted,
+            num_drafted=stats.num_drafted,
+            num_tested=stats.num_tested,
+            finish_reason=str(steps[-1].finish_reason) if steps and steps[-1].finish_reason else "",
+        )
+
+    @property
+    def discard_rate(self) -> float:
+        """num_mismatched_tokens / generated_length."""
+        return self.num_mismatched_tokens / max(1, self.generated_length)
+
+    @property
+    def verification_rate(self) -> float:
+        """num_LM_call / generated_length."""
+        return self.num_LM_call / max(1, self.generated_length)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One repeat of one cell."""
+
+    cell: Cell
+    repeat: int
+    seconds: float
+    """Wall-clock of all prompts, prompt processing included."""
+    tokens: int
+    plain_seconds: float | None = None
+    """Of plain decoding next to it in time, over the same prompts and lengths; None where there was none."""
+    identical: bool | None = None
+    """Whether every output was that of plain decoding; None where they need not be (sampling) or were not compared."""
+    exact: bool = True
+    """Whether the method promises the target's law."""
+    stats: Mapping[str, Any] = field(default_factory=dict)
+    """Stats.as_dict() over all prompts; empty for another engine, which tells none."""
+    prompts: tuple[PromptResult, ...] = ()
+    note: str = ""
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Throughput."""
+        return self.tokens / self.seconds
+
+    @property
+    def speed_up(self) -> float | None:
+        """Over plain decoding next to it in time."""
+        return None if self.plain_seconds is None else self.plain_seconds / self.seconds
+
+    def as_line(self) -> Line:
+        """For the file."""
+        return {"kind": "run", **asdict(self)}
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A cell that could not be run."""
+
+    cell: Cell
+    repeat: int
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What a replay and a profile expect of a cell."""
+
+    cell: Cell
+    tokens_per_s: float
+    tokens_per_pass: float
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """One output, piece by piece, with who wrote each: "draft", "residual" or "bonus"."""
+
+    cell: Cell
+    id: str
+    pieces: tuple[tuple[str, str], ...]
+
+
+@dataclass(slots=True)
+class Results:
+    """Everything a results file holds."""
+
+    settings: dict[str, Any]
+    provenance: dict[str, Any]
+    runs: list[Run] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+    predictions: list[Prediction] = field(default_factory=list)
+    traces: list[Trace] = field(default_factory=list)
+
+    def by_cell(self) -> dict[Cell, list[Run]]:
+        """Runs by cell, in the order cells were first run."""
+        out: dict[Cell, list[Run]] = {}
+        for run in self.runs:
+            out.setdefault(run.cell, []).append(run)
+        return out
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Results:
+        """Read a results file, also one that is still being written."""
+        header, lines = read_lines(path, FORMAT, VERSION)
+        results = cls(dict(header.get("settings", {})), dict(header.get("provenance", {})))
+        for number, line in lines:
+            try:
+                results.add(line)
+            except (KeyError, TypeError, ValueError) as error:
+                raise ConfigError(f"{os.fspath(path)}, line {number}: not a result ({error})") from None
+        return results
+
+    def add(self, line: Line) -> None:
+        """Take in one line of a file."""
+        line = dict(line)
+        kind, cell = line.pop("kind"), Cell(**line.pop("cell"))
+        if kind == "run":
+            prompts = tuple(PromptResult(**one) for one in line.pop("prompts", ()))
+            self.runs.append(Run(cell, prompts=prompts, **line))
+        elif kind == "failed":
+            self.failures.append(Failure(cell, **line))
+        elif kind == "prediction":
+            self.predictions.append(Prediction(cell, **line))
+        elif kind == "trace":
+            pieces = tuple((text, origin) for text, origin in line.pop("pieces"))
+            self.traces.append(Trace(cell, pieces=pieces, **line))
+        else:
+            raise ValueError(f"kind={kind!r}")
+
+
+def results_writer(path: str | os.PathLike[str], settings: Mapping[str, Any], came: Mapping[str, Any]) -> LineWriter:
+    """A results file to append to; one that exists goes on when its settings are the same."""
+    return LineWriter(path, FORMAT, VERSION, {"settings": dict(settings), "provenance": dict(came)})
+
+
+def median_and_spread(values: Iterable[float]) -> tuple[float, float, float]:
+    """(median, least, greatest)."""
+    known = sorted(values)
+    return statistics.median(known), known[0], known[-1]
+
+
+def merged(stats: Iterable[Mapping[str, Any]]) -> Stats:
+    """Counts of several `Stats.as_dict()` added up."""
+    total = Stats()
+    for one in stats:
+        total.merge(Stats.from_dict(one))
+    return total
