@@ -1,0 +1,1 @@
+"""The lab: data, recording, replaying, profiling, benchmarking, tuning, reporting."""

@@ -1,0 +1,197 @@
+"""Records of a data set: files of JSON, CSV or text, each also as .gz, and sets of the Hugging Face hub.
+
+Owns which bytes are a record and the place that an error names. Does not know what a record's fields mean.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import importlib
+import io
+import json
+import re
+import textwrap
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path, PurePath
+from typing import Any, NamedTuple
+
+from foresay.errors import ConfigError
+
+HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(:\S+)?")
+"""A set of the hub: "owner/name" or "name", with ":config" where it has several configurations."""
+SPLITS = ("test", "validation", "train")
+"""The splits of a set of the hub that are looked for when none is asked for, in this order."""
+ENDINGS = (".jsonl", ".json", ".csv", ".txt")
+ARCHIVES = (".tar", ".tgz", ".tar.gz", ".tar.bz2", ".tar.xz", ".zip")
+
+
+class Record(NamedTuple):
+    """The fields of one record, its number and its place as an error names it."""
+
+    place: str
+    number: int
+    """Counted from 1: the line where it begins, or which record of a JSON list or row of a set of the hub it is."""
+    fields: Mapping[str, Any]
+
+
+def is_file(source: str) -> bool:
+    """Whether a source means a file rather than a set of the hub."""
+    named = _packed(source) or _ending(source) in ENDINGS or source.lower().endswith(ARCHIVES)
+    return named or Path(source).exists() or not HUB_NAME.fullmatch(source)
+
+
+def stem(source: str) -> str:
+    """What a set is called in the ids of its items: "data/prompts.jsonl.gz" -> prompts, "owner/name:config" -> name."""
+    if not is_file(source):
+        return PurePath(source.partition(":")[0]).name
+    name = PurePath(source).name
+    return PurePath(name[:-3] if _packed(name) else name).stem
+
+
+def file_records(source: str, columns: Sequence[str] = ()) -> Iterator[Record]:
+    """The records of a file; the one field of a line of text is `prompt`. Raises ConfigError for what cannot be read.
+
+    columns: what the columns of a CSV file without header row are called; a header row is told by the first of these
+    names. Where there are none, the first row is the header row.
+    """
+    if source.lower().endswith(ARCHIVES):
+        raise ConfigError(f"{source!r} is an archive; unpack it first and name one of its files")
+    raw, ending = _read(source), _ending(source)
+    if ending not in ENDINGS:
+        raise ConfigError(
+            f"{source!r} must end in {', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}, each with or without .gz"
+        )
+    text = _decoded(raw, source)
+    if ending == ".csv":
+        return _csv(text, source, columns)
+    return {".jsonl": _json_lines, ".json": _json, ".txt": _text}[ending](text, source)
+
+
+def hub_records(source: str, split: str | None) -> Iterator[Record]:
+    """The rows of one split of a set of the hub. Raises ConfigError when it cannot be had, whatever the reason."""
+    try:
+        datasets = importlib.import_module("datasets")
+    except ImportError:
+        raise ConfigError(
+            f"{source!r} is no file, and to read it from the Hugging Face hub takes: pip install 'foresay[lab]'"
+        ) from None
+    name, _, config = source.partition(":")
+    try:
+        data = datasets.load_dataset(name, config or None)
+    except Exception as error:  # the library has errors of its own, of its file systems and of its network
+        raise _unread(source, error) from error
+    chosen = split if split is not None else next((known for known in SPLITS if known in data), None)
+    if chosen not in data:
+        asked = f"no split {split!r}" if split is not None else f"none of the splits {', '.join(SPLITS)}"
+        raise ConfigError(f"{source!r} has {asked}; it has: {', '.join(map(str, data))}")
+    return _rows(data[chosen], source, f"{source} ({chosen})")
+
+
+def _rows(rows: Any, source: str, label: str) -> Iterator[Record]:
+    try:
+        for number, row in enumerate(rows, 1):
+            yield Record(f"{label}, row {number}", number, row)
+    except Exception as error:  # decoding a row may need libraries that are not there
+        raise _unread(source, error) from error
+
+
+def _unread(source: str, error: Exception) -> ConfigError:
+    reason = textwrap.shorten(str(error), 300) or type(error).__name__
+    return ConfigError(f"{source!r} is no file and cannot be read from the Hugging Face hub: {reason}")
+
+
+def _packed(name: str) -> bool:
+    return name.lower().endswith(".gz")
+
+
+def _ending(name: str) -> str:
+    return PurePath(name[:-3] if _packed(name) else name).suffix.lower()
+
+
+def _read(source: str) -> bytes:
+    try:
+        raw = Path(source).read_bytes()
+        return gzip.decompress(raw) if _packed(source) else raw
+    except (OSError, EOFError, ValueError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(f"cannot read {source!r}: {reason}") from error
+
+
+def _decoded(raw: bytes, source: str) -> str:
+    try:
+        return raw.decode("utf-8").removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        raise ConfigError(f"{source}, line {line}: not UTF-8 text: byte {raw[error.start]:#04x}") from None
+
+
+def _lines(text: str, source: str) -> Iterator[tuple[int, str, str]]:
+    """Number, place and text of the lines that are not white space; a line ends at a line feed only."""
+    for number, line in enumerate(text.split("\n"), 1):
+        if line and not line.isspace():
+            yield number, f"{source}, line {number}", line.removesuffix("\r")
+
+
+def _text(text: str, source: str) -> Iterator[Record]:
+    for number, place, line in _lines(text, source):
+        yield Record(place, number, {"prompt": line})
+
+
+def _json_lines(text: str, source: str) -> Iterator[Record]:
+    for number, place, line in _lines(text, source):
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{place}: not JSON: {error}") from None
+        yield _record(place, number, value)
+
+
+def _json(text: str, source: str) -> Iterator[Record]:
+    """A list of records, or lines of them as some sets are distributed under this ending."""
+    if not text.lstrip().startswith("["):
+        yield from _json_lines(text, source)
+        return
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{source}, line {error.lineno}: not JSON: {error.msg} at column {error.colno}") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{source}: not JSON: {error}") from None
+    for number, value in enumerate(values, 1):
+        yield _record(f"{source}, record {number}", number, value)
+
+
+def _record(place: str, number: int, value: Any) -> Record:
+    if not isinstance(value, dict):
+        raise ConfigError(f"{place}: {type(value).__name__} instead of a JSON object")
+    return Record(place, number, value)
+
+
+def _csv(text: str, source: str, columns: Sequence[str]) -> Iterator[Record]:
+    names: Sequence[str] = ()
+    for number, place, row in _csv_rows(text, source):
+        if not names:
+            headed = not columns or columns[0] in row
+            names = row if headed else columns
+            if twice := [name for i, name in enumerate(names) if name in names[:i]]:
+                raise ConfigError(f"{place}: the header row has the column {twice[0]!r} twice")
+            if headed:
+                continue
+        if len(row) != len(names):
+            raise ConfigError(f"{place}: {len(row)} columns instead of {len(names)}: {', '.join(names)}")
+        yield Record(place, number, dict(zip(names, row, strict=True)))
+
+
+def _csv_rows(text: str, source: str) -> Iterator[tuple[int, str, list[str]]]:
+    """Number and place of the line where a row begins, and the row; empty lines are passed over."""
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    begin = 1
+    try:
+        for row in reader:
+            if row:
+                yield begin, f"{source}, line {begin}", row
+            begin = reader.line_num + 1
+    except csv.Error as error:
+        raise ConfigError(f"{source}, line {begin}: not CSV: {error}") from None
