@@ -1,0 +1,24 @@
+"""`foresay report`: a page, its Markdown and its figures from results files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def run(
+    results: Annotated[list[Path], typer.Argument(help="Results files; several are merged.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write to.")] = Path("report"),
+    title: Annotated[str | None, typer.Option(help="What the report is called.")] = None,
+) -> int:
+    """Write a report of benchmarks: report.html, report.md and the figures."""
+    from foresay.lab.report import read_report, write
+
+    report = read_report(results, title=title)
+    for path in write(report, output):
+        typer.echo(path)
+    for line in report.summary:
+        typer.echo(line)
+    return 0
