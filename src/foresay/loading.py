@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
 from foresay.building import DRAFTERS, Recipe, Shelf, draft_model, read_drafter, read_length, read_rule
@@ -19,9 +20,11 @@ from foresay.generator import Generator
 from foresay.lengths import ConstantLength
 from foresay.models.options import LoadOptions
 from foresay.resolving import resolve
+from foresay.settings import is_settings, read_settings
 
 DEFAULT_LENGTH = 5
 """Tokens a drafter of the caller's own is asked for."""
+DEFAULT_BATCH = 32
 
 
 def load(
@@ -31,8 +34,8 @@ def load(
     drafter: str | Drafter | Callable[[], Drafter] = "auto",
     num_draft_tokens: int | None = None,
     length: str | int | LengthPolicy | None = None,
-    rule: str | Rule = "speculative",
-    max_batch_size: int = 32,
+    rule: str | Rule | None = None,
+    max_batch_size: int | None = None,
     max_ngram: int | None = None,
     min_ngram: int | None = None,
     tokenizer: Any = None,
@@ -41,25 +44,45 @@ def load(
     """Load a target, and what drafts for it.
 
     target, draft: an alias (`foresay models` lists them), a hub id, a folder, a GGUF file, or a transformers model
-    (with `tokenizer`). drafter: "auto" (the draft model when one is given, else "suffix"), an expression such as
+    (with `tokenizer`). A target may also be a settings file such as `foresay tune` writes (foresay.toml); what is given
+    here beside it goes before what the file says. drafter: "auto" (the draft model when one is given, else "suffix"), an
+    expression such as
     "max_gram" or "cascade(model=A, max_gram; k=[[5, 10], [0, 10]])" (docs/drafters.md has all), a Drafter, or a function
     that makes one. num_draft_tokens: tokens guessed per pass, 0 is plain decoding. length: instead, a policy such as
-    "heuristic", "confidence(0.5)" or "throughput". rule: "speculative", "block", "match", "coupled", or a lossy one,
-    "lenience(2)" or "typical". options: fields of LoadOptions (dtype, device, device_map, max_memory,
-    quantization_config, tp_plan, revision, trust_remote_code), for target and draft alike.
+    "heuristic", "confidence(0.5)" or "throughput". rule: "speculative" (None), "block", "match", "coupled", or a lossy
+    one, "lenience(2)" or "typical". max_batch_size: rows decoded at a time, 32 unless told otherwise. options: fields of
+    LoadOptions (dtype, device, device_map, max_memory, quantization_config, tp_plan, revision, trust_remote_code), for
+    target and draft alike.
     """
     ngrams = {k: v for k, v in (("max_ngram", max_ngram), ("min_ngram", min_ngram)) if v is not None}
+    if is_settings(target):
+        said = read_settings(target)
+        if drafter == "auto" and draft is None and not ngrams:
+            drafter = said.drafter or drafter
+            length = said.length if length is None and num_draft_tokens is None else length
+        target, rule = _beside(target, said.target), rule if rule is not None else said.rule
+        max_batch_size = said.max_batch_size if max_batch_size is None else max_batch_size
+        if said.dtype is not None and options.get("dtype", "auto") == "auto":
+            options["dtype"] = said.dtype
     recipe, name = _recipe(draft, drafter, ngrams)
-    chosen = read_rule(rule)
+    chosen = read_rule("speculative" if rule is None else rule)
     policy = _policy(recipe, name, num_draft_tokens, length)
     settings = LoadOptions(**_known(options))
-    integer("max_batch_size", max_batch_size, 1, MAX_BATCH_SIZE)
+    max_batch_size = integer(
+        "max_batch_size", DEFAULT_BATCH if max_batch_size is None else max_batch_size, 1, MAX_BATCH_SIZE
+    )
     shelf = Shelf(resolve(target, settings, tokenizer), settings)
     if recipe is None and isinstance(draft, str | os.PathLike):
         recipe, name = DRAFTERS["model"](os.fspath(draft)), str(Call("model", ((None, os.fspath(draft)),)))
     elif recipe is None:
         recipe = draft_model(resolve(draft, LoadOptions(), None))
     return _generator(shelf, recipe, name, chosen, policy, max_batch_size)
+
+
+def _beside(file: Any, target: str) -> str:
+    """A settings file's target; a folder or file that lies beside it is meant from there."""
+    near = Path(os.fspath(file)).parent / target
+    return str(near) if near.exists() else target
 
 
 def change(

@@ -24,7 +24,7 @@ LAYERS = [
     {"step"},
     {"drafters"},
     {"engine"},
-    {"generator", "text", "prompts", "loading", "translation", "expressions", "building", "resolving"},
+    {"generator", "text", "prompts", "loading", "translation", "expressions", "building", "resolving", "settings"},
     {"records"},
     {"integrations", "server", "training", "lab"},
     {"cli", "__main__"},

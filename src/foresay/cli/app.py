@@ -10,11 +10,30 @@ from typing import Any
 
 import typer
 
-from foresay.cli import chat, compare, demo, generate, info, methods, models, ngram, version
+from foresay.cli import (
+    bench,
+    chat,
+    compare,
+    demo,
+    generate,
+    info,
+    methods,
+    models,
+    ngram,
+    profile,
+    record,
+    replay,
+    report,
+    tune,
+    version,
+)
 from foresay.cli.options import spread
 
 CLOSED_PIPE = 141
 """128 + SIGPIPE, what a shell reports for a program that the signal ended."""
+
+
+_LOOKS: Any = {"context_settings": {"help_option_names": ["-h", "--help"], "max_content_width": 100}}
 
 
 def _group(name: str, purpose: str) -> typer.Typer:
@@ -25,7 +44,7 @@ def _group(name: str, purpose: str) -> typer.Typer:
         add_completion=False,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
-        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+        **_LOOKS,
     )
 
     @group.callback(invoke_without_command=True, help=purpose)
@@ -41,8 +60,16 @@ app = _group("foresay", "Exact speculative decoding: language models that write 
 ngram_group = _group("ngram", "Make n-gram tables from text, and look into them.")
 
 
-def _add(name: str, command: Callable[..., Any], group: typer.Typer = app) -> None:
-    """Register a command; a reader that has gone ends it quietly."""
+profile_group = typer.Typer(
+    name="profile", add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, **_LOOKS
+)
+
+
+def _add(name: str, command: Callable[..., Any], group: typer.Typer = app, *, alone: bool = False) -> None:
+    """Register a command; a reader that has gone ends it quietly.
+
+    alone: it is what the group's own name does. It then takes the `context`, and runs unless another command is named.
+    """
     command = spread(command)
 
     @functools.wraps(command)
@@ -55,7 +82,10 @@ def _add(name: str, command: Callable[..., Any], group: typer.Typer = app) -> No
             raise typer.Exit(CLOSED_PIPE) from None
         return code
 
-    group.command(name)(guarded)
+    if alone:
+        group.callback(invoke_without_command=True)(guarded)
+    else:
+        group.command(name)(guarded)
 
 
 _add("generate", generate.run)
@@ -69,6 +99,14 @@ _add("version", version.run)
 _add("build", ngram.build, ngram_group)
 _add("show", ngram.show, ngram_group)
 app.add_typer(ngram_group)
+_add("record", record.run)
+_add("replay", replay.run)
+_add("profile", profile.model, profile_group, alone=True)
+_add("shapes", profile.shapes, profile_group)
+app.add_typer(profile_group)
+_add("bench", bench.run)
+_add("tune", tune.run)
+_add("report", report.run)
 
 
 def main(args: list[str] | None = None) -> None:

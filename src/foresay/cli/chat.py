@@ -36,15 +36,18 @@ def run(
     machine: MachineOptions,
 ) -> int:
     """Talk with a model, and change how it decodes while it runs."""
+    from foresay.acceptance import RULES
     from foresay.cli.console.commands import words
     from foresay.cli.console.input import reader
     from foresay.cli.console.screen import Screen
     from foresay.cli.console.session import Session
+    from foresay.expressions import written
 
     params = sampling.params()
     generator = load_generator(models, drafter, methods, machine)
     interactive = sys.stdin is not None and sys.stdin.isatty()
-    session = Session(generator, params, Screen(), interactive, system, rule=methods.rule, length=methods.length)
+    rule = written(generator.rule, RULES)
+    session = Session(generator, params, Screen(), interactive, system, rule=rule, length=methods.length)
     session.trace = trace
     session.template = session.has_template
     if session.interactive:

@@ -57,12 +57,13 @@ def load_generator(
     from foresay.loading import load
 
     use_threads(machine.threads)
+    model = model_name(models.model)
     draft: str | None = models.draft
     if draft is not None and drafter in ("auto", "model"):
         drafter, draft = model_expression(draft), None
-    with loading(f"Loading {models.model}") as progress:
+    with loading(f"Loading {model}") as progress:
         return load(
-            models.model,
+            model,
             draft,
             drafter=drafter,
             num_draft_tokens=methods.num_draft_tokens,
@@ -74,6 +75,19 @@ def load_generator(
             progress=progress,
             **more,
         )
+
+
+def model_name(given: str | None) -> str:
+    """What --model means: a settings file in this folder where nothing was given, and it says so."""
+    from foresay.cli.options import DEFAULT_MODEL
+    from foresay.settings import FILE, is_settings, read_settings
+
+    if given is None and not Path(FILE).is_file():
+        return DEFAULT_MODEL
+    name = FILE if given is None else given
+    if is_settings(name):
+        print(f"foresay: settings from {name} ({read_settings(name)})", file=sys.stderr)  # noqa: T201
+    return name
 
 
 def model_expression(name: str) -> str:

@@ -43,8 +43,10 @@ def run(
     plainly = MethodOptions(rule=methods.rule)
     generator = load_generator(ModelOptions(models.model), "none", plainly, machine)
 
+    from foresay.acceptance import RULES
     from foresay.cli.console import table
     from foresay.cli.trace import console
+    from foresay.expressions import written
 
     params = table.seeded(params, fresh_seed)
     settings: dict[str, Any] = {"num_draft_tokens": methods.num_draft_tokens, "length": methods.length}
@@ -55,7 +57,8 @@ def run(
             rows.insert(1, table.alone(generator, models.draft, lambda own: as_prompt(text, own, raw=raw)))
         table.measure(rows, params, repeats, progress)
     if as_json:
-        head = {"model": models.model, "rule": methods.rule, "exact": generator.rule.exact, "repeats": repeats}
+        rule = {"rule": written(generator.rule, RULES), "exact": generator.rule.exact}
+        head = {"model": generator.target.name, **rule, "repeats": repeats}
         typer.echo(json.dumps(head | {"methods": table.records(rows, params)}, ensure_ascii=False))
     else:
         out = console()
@@ -71,7 +74,7 @@ def _methods(named: list[str], models: ModelOptions, methods: MethodOptions) -> 
     from foresay.cli.console.table import DEFAULT_METHODS
     from foresay.expressions import parse
 
-    read_rule(methods.rule)
+    read_rule(methods.rule_name)
     if methods.length is not None:
         read_length(methods.length)
     draft = [] if models.draft is None else [model_expression(models.draft)]

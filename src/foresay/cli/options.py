@@ -24,7 +24,13 @@ _EXPRESSION = "an expression such as max_gram, suffix(scale=3), cascade(...); do
 
 PromptArgument = Annotated[str | None, typer.Argument(help="The prompt; '-' or nothing reads standard input.")]
 FileOption = Annotated[Path | None, typer.Option(help="Read the prompt from a UTF-8 file.")]
-ModelOption = Annotated[str, typer.Option(help="Alias, hub id, folder or GGUF file.")]
+DEFAULT_MODEL = "smollm2-135m"
+ModelOption = Annotated[
+    str | None,
+    typer.Option(
+        help=f"Alias, hub id, folder, GGUF file, or settings (.toml). Default: foresay.toml here, else {DEFAULT_MODEL}."
+    ),
+]
 DrafterOption = Annotated[str, typer.Option(help=f"auto, none or {_EXPRESSION}.")]
 DraftersOption = Annotated[list[str] | None, typer.Option("--drafter", help=f"A further method: {_EXPRESSION}.")]
 RawOption = Annotated[bool, typer.Option("--raw", help="No chat template: continue the text as it is.")]
@@ -39,7 +45,7 @@ TrustOption = Annotated[bool, typer.Option("--trust-remote-code", help="Run code
 class ModelOptions:
     """Which weights."""
 
-    model: ModelOption = "smollm2-135m"
+    model: ModelOption = None
     draft: Annotated[str | None, typer.Option(help="A draft model, named the same way.")] = None
 
 
@@ -53,9 +59,16 @@ class MethodOptions:
         typer.Option(help="Length policy: a number, heuristic, confidence(0.4), entropy, throughput."),
     ] = None
     rule: Annotated[
-        str,
-        typer.Option(help="speculative, block, match, coupled; lossy, output may differ: lenience(2), typical."),
-    ] = "speculative"
+        str | None,
+        typer.Option(
+            help="speculative (the default), block, match, coupled; lossy, output may differ: lenience(2), typical."
+        ),
+    ] = None
+
+    @property
+    def rule_name(self) -> str:
+        """The rule, unless a settings file names another."""
+        return "speculative" if self.rule is None else self.rule
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,104 @@
+"""`foresay bench`: methods and other engines on the same prompts."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from foresay.cli.common import load_generator, loading
+from foresay.cli.data import DataOptions, advancing, gain, numbers, per_cent, show_table
+from foresay.cli.options import MachineOptions, MethodOptions, ModelOption, ModelOptions, SamplingOptions
+
+if TYPE_CHECKING:
+    from foresay.lab.bench import Told
+    from foresay.records.results import Results
+
+_DRAFTERS = ("suffix", "max_gram", "prompt_lookup", "ngram_store")
+
+
+def run(
+    output: Annotated[Path, typer.Argument(help="The results file; one that exists goes on where it ended.")],
+    *,
+    model: ModelOption = None,
+    drafter: Annotated[list[str] | None, typer.Option("--drafter", help="A drafter; may be repeated.")] = None,
+    length: Annotated[list[str] | None, typer.Option("--length", help="A length or policy; may be repeated.")] = None,
+    rule: Annotated[str, typer.Option(help="speculative, block, match, coupled, or a lossy one.")] = "speculative",
+    against: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Another engine, may be repeated: transformers, transformers(lookup=10), vllm=PYTHON, llama.cpp=PYTHON."
+        ),
+    ] = None,
+    data: DataOptions,
+    batch: Annotated[str, typer.Option(help="Batch sizes.")] = "1",
+    repeats: Annotated[int, typer.Option(help="Runs of each method, taking turns; the median counts.")] = 3,
+    sampling: SamplingOptions,
+    machine: MachineOptions,
+) -> int:
+    """Time methods against plain decoding and other engines, and keep every result."""
+    from foresay.lab.asking import Asker
+    from foresay.lab.bench import Bench, BenchSettings
+    from foresay.lab.methods import methods
+    from foresay.lab.peers import open_peer
+    from foresay.records.results import Run
+
+    params = sampling.params()
+    sizes = numbers(batch, "--batch")
+    named = methods(drafter or _DRAFTERS, length or (), rule)
+    items = data.items()
+    target = load_generator(ModelOptions(model), "none", MethodOptions(), machine, max_batch_size=max(sizes))
+    with contextlib.ExitStack() as peers:
+        engines = []
+        for name in against or []:
+            with loading(f"Starting {name}"):
+                dtype = str(getattr(getattr(target.target.model, "model", None), "dtype", "")).removeprefix("torch.")
+                engine = open_peer(name, model=target.target.name, dtype=dtype, threads=machine.threads)
+            peers.callback(engine.close)
+            engines.append(engine)
+        with loading("Preparing the prompts"):
+            asks = Asker(target, chat=not data.no_template).all(items, params)
+        settings = BenchSettings(
+            methods=named, datasets={data.name: asks}, params=(params,), batch_sizes=sizes, repeats=repeats
+        )
+        with advancing("Running") as advance:
+
+            def tell(told: Told) -> None:
+                last = told.last
+                note = f"{last.speed_up or 0:.2f}x" if isinstance(last, Run) else "failed"
+                advance(told.done, told.total, f"{last.cell}: {note}")
+
+            results = Bench(target, settings, engines, on_run=tell).run(output)
+    return show(results)
+
+
+def show(results: Results) -> int:
+    """The table; 1 when an exact method wrote something else than plain decoding, or nothing could be run."""
+    from foresay.records.results import PLAIN, median_and_spread, merged
+
+    lines = []
+    wrong = []
+    for cell, runs in results.by_cell().items():
+        rates = median_and_spread(run.tokens_per_s for run in runs)
+        gains = [run.speed_up for run in runs if run.speed_up is not None]
+        speed = "" if not gains else gain(*median_and_spread(gains))
+        stats = merged(run.stats for run in runs if run.stats)
+        efficiency = "" if not stats.num_passes else f"{stats.block_efficiency:.2f}"
+        same = "" if runs[0].identical is None else "yes" if all(run.identical for run in runs) else "no"
+        if same == "no" and runs[0].stats and runs[0].exact:
+            wrong.append(cell)
+        speed = "1x" if cell.method == PLAIN else speed
+        used = per_cent(stats.draft_utilization)
+        lines.append(
+            [cell.method, str(cell.batch_size), cell.sampling, f"{rates[0]:.1f}", speed, efficiency, used, same]
+        )
+    headings = ["method", "batch", "sampling", "tokens/s", "speed-up", "per pass", "used", "identical"]
+    show_table(headings, lines, drop=("batch", "sampling"))
+    for failure in {(one.cell, one.error) for one in results.failures}:
+        sys.stdout.write(f"failed: {failure[0]}: {failure[1]}\n")
+    for cell in wrong:
+        sys.stdout.write(f"DIFFERENT OUTPUT: {cell}; an exact method must not do this, please report it\n")
+    return 1 if wrong or not any(cell.method != PLAIN for cell in results.by_cell()) else 0

@@ -1,0 +1,46 @@
+"""`foresay record`: what a target writes to many prompts, into one file."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from foresay.cli.common import load_generator
+from foresay.cli.data import DataOptions, advancing
+from foresay.cli.options import MachineOptions, MethodOptions, ModelOption, ModelOptions, SamplingOptions
+
+if TYPE_CHECKING:
+    from foresay.lab.record import Progress
+
+
+def run(
+    output: Annotated[Path, typer.Argument(help="The recording; one that exists goes on where it ended.")],
+    *,
+    model: ModelOption = None,
+    data: DataOptions,
+    batch_size: Annotated[int, typer.Option(help="Prompts decoded at a time.")] = 16,
+    sampling: SamplingOptions,
+    logprobs: Annotated[int | None, typer.Option(help="Keep log-probabilities, and those of this many others.")] = None,
+    machine: MachineOptions,
+) -> int:
+    """Write down what a model answers to each prompt, to replay drafters against it without the model."""
+    from foresay.lab.record import record
+
+    params = sampling.params(logprobs=logprobs)
+    items = data.items()
+    generator = load_generator(ModelOptions(model), "none", MethodOptions(), machine, max_batch_size=batch_size)
+    resumed = 0
+    with advancing("Recording") as advance:
+
+        def tell(progress: Progress) -> None:
+            nonlocal resumed
+            resumed = progress.resumed
+            advance(progress.done, progress.total, f"{progress.tokens} tokens")
+
+        made = record(generator, items, output, params, chat=not data.no_template, on_progress=tell)
+    before = f", {resumed} of them from an earlier run" if resumed else ""
+    sys.stdout.write(f"{output}: {len(made.records)} outputs, {made.num_tokens} tokens{before}\n")
+    return 0

@@ -1,0 +1,161 @@
+"""`foresay replay`: drafters against a recording, without the target."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from foresay.cli.common import load_generator, loading, use_threads
+from foresay.cli.data import DataOptions, per_cent, show_table
+from foresay.cli.options import MachineOptions, MethodOptions, ModelOption, ModelOptions
+
+if TYPE_CHECKING:
+    from foresay.building import Shelf
+    from foresay.lab.methods import Method
+    from foresay.lab.replay import Replay
+    from foresay.records.recording import Recording
+
+_LOOK_UPS = ("suffix", "max_gram", "prompt_lookup", "ngram_store")
+
+
+def run(
+    recording: Annotated[Path, typer.Argument(help="A recording, a log of tensors, or a CS-Drafting cache.")],
+    *,
+    drafter: Annotated[list[str] | None, typer.Option("--drafter", help="A drafter; may be repeated.")] = None,
+    length: Annotated[list[str] | None, typer.Option("--length", help="A length or policy; may be repeated.")] = None,
+    batch_size: Annotated[int, typer.Option(help="Rows replayed at a time.")] = 1,
+    model: ModelOption = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="A profile of the target: predicts speed, for 'throughput'.")
+    ] = None,
+    costs: Annotated[
+        str | None, typer.Option(help="Cost table for SWI: model_parameters, previous_work, or a JSON file.")
+    ] = None,
+    target_cost: Annotated[str | None, typer.Option(help="The target's name in the cost table.")] = None,
+    data: DataOptions,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines instead of the table.")] = False,
+    machine: MachineOptions,
+) -> int:
+    """Say how much of each drafter's work a recorded target would have used.
+
+    The model is loaded where a drafter needs its tokenizer or layers. --prompts names those of a log of tensors.
+    """
+    from foresay.lab.methods import methods
+    from foresay.records.profile import Profile
+
+    if (costs is None) != (target_cost is None):
+        from foresay.errors import ConfigError
+
+        raise ConfigError("--costs and --target-cost go together")
+    use_threads(machine.threads)
+    named = methods(drafter or _LOOK_UPS, length or ())
+    known = None if profile is None else Profile.load(profile)
+    shelf, recorded = _open(recording, model, named, data, machine)
+    lines = []
+    for method in named:
+        with loading(f"Replaying {method.name}"):
+            done = _replay(method, recorded, shelf, batch_size, known)
+        lines.append(_facts(method, done, recorded, known) | _swi(done, costs, target_cost, method))
+    if as_json:
+        for line in lines:
+            typer.echo(json.dumps(line, ensure_ascii=False))
+        return 0
+    _show(lines, recorded)
+    return 0
+
+
+def _open(
+    path: Path, model: str | None, named: list[Method], data: DataOptions, machine: MachineOptions
+) -> tuple[Shelf, Recording]:
+    """The recording, and the target where something needs it: its layers, its tokenizer, a log's prompts."""
+    from foresay.building import Shelf
+    from foresay.lab.asking import Asker
+    from foresay.models.catalog import LoadedModel
+    from foresay.models.recording import RecordingModel
+    from foresay.records.recording import Recording
+
+    with open(path, "rb") as file:
+        printed = file.read(64).lstrip().startswith(b"tensor(")
+    needy = printed or any(not method.drafter.startswith(_LOOK_UPS) or "(" in method.drafter for method in named)
+    if not needy:
+        recorded = Recording.load(path)
+        stand_in = RecordingModel([recorded.records[0].text], recorded.vocab_size)
+        return Shelf(LoadedModel(recorded.model, stand_in, None, recorded.eos)), recorded
+    name = model if model is not None or printed else Recording.load(path).model or None
+    generator = load_generator(ModelOptions(name), "none", MethodOptions(), machine)
+    assert generator.shelf is not None
+    prompts = None
+    if printed:
+        asks = Asker(generator, chat=not data.no_template).first(data.items())
+        prompts = [ask.token_ids for ask in asks]
+    return generator.shelf, Recording.load(path, prompts=prompts)
+
+
+def _replay(method: Method, recorded: Recording, shelf: Shelf, batch_size: int, known: Any) -> Replay:
+    from foresay.building import read_drafter, read_length, read_rule
+    from foresay.lab.replay import replay
+    from foresay.lengths import ConstantLength
+
+    recipe = read_drafter(method.drafter)
+    length = int(method.length) if method.length.isdecimal() else method.length
+    policy = read_length(length) if length else ConstantLength(recipe.num_draft_tokens)
+    clock = None if known is None else known.clock()
+    return replay(
+        recorded, recipe.prepare(shelf)(), policy, rule=read_rule(method.rule), batch_size=batch_size, clock=clock
+    )
+
+
+def _facts(method: Method, done: Replay, recorded: Recording, known: Any) -> dict[str, Any]:
+    from foresay.lab.predict import expect
+
+    stats, rate = done.stats, done.rate()
+    out: dict[str, Any] = {
+        "method": method.name,
+        "estimate": not done.exact,
+        "tokens_per_pass": list(done.efficiency()),
+        "acceptance_rate": None if rate is None else list(rate),
+        "draft_utilization": stats.draft_utilization,
+        "discard_rate": (stats.num_drafted - stats.num_accepted) / stats.num_tokens,
+        "verification_rate": stats.num_passes / stats.num_tokens,
+        "seconds": done.seconds,
+        "stats": stats.as_dict(),
+    }
+    if known is not None:
+        expected = expect(done, recorded, known)
+        out |= {"tokens_per_s": expected.tokens_per_s, "predicted_with": known.model}
+    return out
+
+
+def _swi(done: Replay, costs: str | None, target: str | None, method: Method) -> dict[str, Any]:
+    """Standardised walltime improvement with a cost table; look-ups cost nothing in it, models what their names say."""
+    if costs is None or target is None:
+        return {}
+    from foresay.lab.costs import passes_of, read_costs
+
+    stats = done.stats
+    table = read_costs(costs)
+    passes = {target: stats.num_passes, **passes_of(method.drafter, stats)}
+    return {"swi": table.swi(target, stats.num_tokens, passes)}
+
+
+def _show(lines: list[dict[str, Any]], recorded: Recording) -> None:
+    headings = ["method", "per pass", "accepted", "used", "discarded", "took"]
+    extra = [name for name in ("tokens_per_s", "swi") if name in lines[0]]
+    titles = {"tokens_per_s": "tokens/s", "swi": "SWI"}
+
+    def row(line: dict[str, Any]) -> list[str]:
+        value, low, high = line["tokens_per_pass"]
+        rate = line["acceptance_rate"]
+        between = f" {low:.2f}-{high:.2f}" if line["estimate"] else ""
+        tested = per_cent(None if rate is None else rate[0])
+        cells = [line["method"], f"{value:.2f}{between}", tested, per_cent(line["draft_utilization"])]
+        cells += [f"{line['discard_rate']:.2f}", f"{line['seconds']:.2f} s"]
+        return cells + [f"{line[name]:.2f}" if name == "swi" else f"{line[name]:.1f}" for name in extra]
+
+    show_table(headings + [titles[name] for name in extra], [row(line) for line in lines])
+    how = "exact: live decoding makes the same steps" if recorded.greedy else "an estimate, with 95% intervals"
+    sys.stdout.write(f"{len(recorded.records)} outputs, {recorded.num_tokens} tokens of {recorded.model}; {how}\n")

@@ -1,0 +1,142 @@
+"""`foresay tune`: the fastest exact configuration, into foresay.toml."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from foresay.cli.common import load_generator, loading
+from foresay.cli.data import DataOptions, advancing, gain, numbers, show_table
+from foresay.cli.options import MachineOptions, MethodOptions, ModelOption, ModelOptions
+from foresay.errors import ConfigError
+
+if TYPE_CHECKING:
+    from foresay.generator import Generator
+    from foresay.lab.tune import Tuner, Tuning
+    from foresay.records.recording import Recording
+
+
+def run(
+    *,
+    model: ModelOption = None,
+    drafter: Annotated[
+        list[str] | None, typer.Option("--drafter", help="A candidate; may be repeated. Default: all look-ups.")
+    ] = None,
+    length: Annotated[
+        list[str] | None, typer.Option("--length", help="A length or policy to try; may be repeated.")
+    ] = None,
+    batch: Annotated[str, typer.Option(help="Batch size; with --latency, those to choose from.")] = "1",
+    latency: Annotated[
+        float | None, typer.Option(help="Most milliseconds between two tokens of a request; picks the batch size too.")
+    ] = None,
+    recording: Annotated[Path | None, typer.Option(help="Outputs of this model; else --prompts are recorded.")] = None,
+    data: DataOptions,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", help="Tokens recorded of each output.")] = 96,
+    confirm: Annotated[int, typer.Option(help="Candidates that are run live.")] = 3,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where to write the settings.")] = Path("foresay.toml"),
+    force: Annotated[bool, typer.Option("--force", help="Replace an output that exists.")] = False,
+    machine: MachineOptions,
+) -> int:
+    """Find what decodes fastest here, by replay and profile, and confirm the best live."""
+    from foresay.lab.methods import methods
+    from foresay.lab.tune import DRAFTERS, LENGTHS, Tuner
+
+    sizes = numbers(batch, "--batch")
+    if len(sizes) > 1 and latency is None:
+        raise ConfigError("--batch takes one number, unless --latency chooses between several")
+    if output.exists() and not force:
+        raise ConfigError(f"{str(output)!r} exists; --force replaces it, --output names another file")
+    named = methods(drafter or DRAFTERS, length or LENGTHS)
+    items = data.items()
+    target = load_generator(ModelOptions(model), "none", MethodOptions(), machine, max_batch_size=max(16, *sizes))
+    recorded = _recorded(target, recording, items, max_new_tokens, data)
+    with loading("Timing passes, replaying candidates"):
+        tuner = Tuner(target, recorded)
+        tuner.search(named, sizes)
+    _finish(tuner, latency, confirm)
+    _show(tuner.tuning)
+    return _write(tuner.tuning, target, output, data.name if recording is None else recording.name, machine)
+
+
+def _recorded(target: Generator, path: Path | None, items: Any, tokens: int, data: DataOptions) -> Recording:
+    from foresay.core import SamplingParams
+    from foresay.lab.record import record
+    from foresay.records.recording import Recording
+
+    if path is not None:
+        return Recording.load(path)
+    with tempfile.TemporaryDirectory() as folder, advancing("Recording") as advance:
+        return record(
+            target,
+            items,
+            Path(folder) / "recording.jsonl",
+            SamplingParams(max_new_tokens=tokens),
+            chat=not data.no_template,
+            on_progress=lambda told: advance(told.done, told.total, f"{told.tokens} tokens"),
+        )
+
+
+def _finish(tuner: Tuner, latency: float | None, count: int) -> None:
+    """Run the best few live."""
+    from foresay.lab.tune import pick
+
+    best, plain = pick(tuner.tuning.candidates, count=count, latency_s=None if latency is None else latency / 1e3)
+    if plain is None and not best:
+        fastest = min(one.expected.latency_s for one in tuner.tuning.candidates)
+        raise ConfigError(f"--latency {latency:g} cannot be met: the quickest takes {1e3 * fastest:.1f} ms per token")
+    tuner.tuning.batch_size = (best[0] if best else plain).batch_size  # type: ignore[union-attr]
+    if best:
+        with loading(f"Confirming {len(best)} live"):
+            tuner.confirm(best)
+
+
+def _show(tuning: Tuning) -> None:
+    from foresay.records.results import PLAIN
+
+    live = {(one.candidate.method.name, one.candidate.batch_size): one for one in tuning.confirmed}
+    lines = []
+    for one in [c for c in tuning.candidates if c.method.name != PLAIN][:10]:
+        found = live.get((one.method.name, one.batch_size))
+        measured = "" if found is None else gain(found.speed_up, found.low, found.high)
+        rate = f"{one.expected.tokens_per_s:.1f}"
+        speed = f"{one.speed_up:.2f}x"
+        lines.append(
+            [one.method.name, str(one.batch_size), f"{one.expected.tokens_per_pass:.2f}", rate, speed, measured]
+        )
+    show_table(["candidate", "batch", "per pass", "tokens/s", "predicted", "measured"], lines, drop=("batch",))
+    hidden = sum(c.method.name != PLAIN for c in tuning.candidates) - len(lines)
+    if hidden > 0:
+        sys.stdout.write(f"and {hidden} more\n")
+    for name, problem in tuning.failed.items():
+        sys.stdout.write(f"left out: {name}: {problem}\n")
+    took = ", ".join(f"{what} {seconds:.0f} s" for what, seconds in tuning.seconds.items())
+    sys.stdout.write(f"took: {took}\n")
+
+
+def _write(tuning: Tuning, target: Generator, output: Path, prompts: str, machine: MachineOptions) -> int:
+    from foresay.records.provenance import provenance
+    from foresay.settings import Settings, write_settings
+
+    best = tuning.best
+    came = provenance()
+    measured: dict[str, Any] = {"prompts": prompts, "processor": came["machine"]["processor"], "time": came["time"]}
+    measured |= {"threads": came["machine"]["threads"], "foresay": came["versions"].get("foresay", "")}
+    dtype = None if machine.dtype == "auto" else machine.dtype
+    chosen: dict[str, Any] = {"target": target.target.name, "max_batch_size": tuning.batch_size, "dtype": dtype}
+    if best is None:
+        settings = Settings(drafter="none", **chosen)
+        sys.stdout.write("No draft pays here: plain decoding is fastest.\n")
+    else:
+        method = best.candidate.method
+        length: Any = method.length or None
+        length = int(length) if length is not None and length.isdecimal() else length
+        settings = Settings(drafter=method.drafter, length=length, **chosen)
+        measured |= {"speed_up": round(best.speed_up, 3), "tokens_per_s": round(best.tokens_per_s, 1)}
+        sys.stdout.write(f"{method.name}: {best.speed_up:.2f}x plain decoding at batch {best.candidate.batch_size}.\n")
+    write_settings(output, settings, measured)
+    sys.stdout.write(f"wrote {output}\n")
+    return 0

@@ -1,0 +1,249 @@
+"""Tuning: the fastest exact configuration for a target on this machine and these prompts, or plain decoding when none pays.
+
+A replay of recorded outputs says how much of each candidate's draft is used, a profile what its passes cost; together
+they rank all candidates without the target. The best few are confirmed live, next to plain decoding.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+from foresay.core import Drafter, SamplingParams
+from foresay.drafters import ModelDrafter
+from foresay.errors import ConfigError, ForesayError
+from foresay.generator import Generator
+from foresay.lab.asking import Ask
+from foresay.lab.items import Item
+from foresay.lab.methods import Method
+from foresay.lab.predict import Expected, expect
+from foresay.lab.profile import measure, measure_drafting
+from foresay.lab.replay import Clock, replay
+from foresay.lab.running import run_live
+from foresay.lab.taught import TaughtDrafter, can_be_taught, teach
+from foresay.lengths import ConstantLength
+from foresay.records.profile import Profile
+from foresay.records.recording import Recording
+from foresay.records.results import PLAIN
+
+DRAFTERS = ("suffix", "max_gram", "prompt_lookup", "ngram_store")
+LENGTHS = ("2", "4", "8", "12", "throughput")
+PLAIN_METHOD = Method("none")
+_CONFIRM_TOKENS = 64
+"""Tokens of each output in a live run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A method at a batch size, and what to expect of it."""
+
+    method: Method
+    batch_size: int
+    expected: Expected
+    plain: Expected
+
+    @property
+    def speed_up(self) -> float:
+        """Expected, over plain decoding at the same batch size."""
+        return self.expected.tokens_per_s / self.plain.tokens_per_s
+
+
+@dataclass(frozen=True, slots=True)
+class Confirmed:
+    """A candidate that was run live."""
+
+    candidate: Candidate
+    tokens_per_s: float
+    speed_up: float
+    """Median over repeats, of plain decoding next to it."""
+    low: float
+    high: float
+
+
+@dataclass(slots=True)
+class Tuning:
+    """What was found."""
+
+    batch_size: int
+    candidates: list[Candidate] = field(default_factory=list)
+    """Best first."""
+    confirmed: list[Confirmed] = field(default_factory=list)
+    """Fastest first."""
+    failed: dict[str, str] = field(default_factory=dict)
+    """Methods that could not be replayed, and why."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """What each part took."""
+    plain_spread: float = 0.0
+    """How far two runs of plain decoding lay apart."""
+
+    @property
+    def best(self) -> Confirmed | None:
+        """The fastest confirmed method that gains more than plain decoding differs from itself; None when none does."""
+        paying = [one for one in self.confirmed if one.speed_up > 1 + self.plain_spread / 2]
+        return max(paying, key=lambda one: one.tokens_per_s, default=None)
+
+
+class Tuner:
+    """Searches over methods for one target. Replays and profiles are made once and serve every candidate."""
+
+    def __init__(
+        self,
+        target: Generator,
+        recording: Recording,
+        *,
+        on_note: Callable[[str], None] = lambda note: None,
+        profile: Profile | None = None,
+    ) -> None:
+        """profile: the target's, measured by this process or a moment ago; None measures what is needed."""
+        if not recording.greedy:
+            raise ConfigError("tuning replays greedy recordings; this one was sampled")
+        if recording.model != target.target.name:
+            raise ConfigError(f"the recording is of {recording.model!r}, and the target is {target.target.name!r}")
+        self.target, self.recording, self._note = target, recording, on_note
+        self._profile = profile
+        self._taught: dict[str, TaughtDrafter] = {}
+        self._clocks: dict[int, Clock] = {}
+        self.tuning = Tuning(0)
+
+    def profile(self, batch_sizes: Sequence[int], widest: int) -> Profile:
+        """The target's profile up to these batch sizes and columns."""
+        if self._profile is None:
+            began = perf_counter()
+            sizes = sorted({1, *(2**i for i in range(1, 13) if 2**i < max(batch_sizes)), *batch_sizes})
+            columns = [c for c in (1, 2, 3, 4, 5, 7, 9, 13, 17, 33, 65) if c < widest] + [widest]
+            context = int(statistics.mean(len(r.prompt) + len(r.output) / 2 for r in self.recording.records))
+            contexts = sorted({max(16, context)})
+            self._profile = measure(self.target, batches=sizes, columns=columns, contexts=contexts, repeats=5)
+            self.tuning.seconds["profile"] = perf_counter() - began
+        return self._profile
+
+    def search(self, methods: Iterable[Method], batch_sizes: Sequence[int]) -> list[Candidate]:
+        """Every method at every batch size, the highest expected throughput first. Plain decoding is among them."""
+        methods = [m for m in methods if m.name != PLAIN]
+        profile = self.profile(batch_sizes, 1 + max(_longest(m) for m in methods))
+        began = perf_counter()
+        out = []
+        for size in batch_sizes:
+            plain = expect(replay(self.recording, None, ConstantLength(0), batch_size=size), self.recording, profile)
+            out.append(Candidate(PLAIN_METHOD, size, plain, plain))
+            for method in methods:
+                try:
+                    out.append(Candidate(method, size, self._expect(method, size), plain))
+                except (ForesayError, RuntimeError) as error:
+                    self.tuning.failed[method.name] = str(error)
+        self.tuning.seconds["replay"] = perf_counter() - began - self.tuning.seconds.get("drafts", 0.0)
+        self.tuning.candidates = sorted(out, key=lambda one: -one.expected.tokens_per_s)
+        return self.tuning.candidates
+
+    def _expect(self, method: Method, batch_size: int) -> Expected:
+        generator = method.generator(self.target, batch_size)
+        if not generator.rule.exact:
+            raise ConfigError(f"rule {generator.rule.name!r} is lossy: its output may differ")
+        generator.forget()
+        drafter: Any = generator._build_drafter()
+        assert drafter is not None and self._profile is not None
+        name: str | None = None
+        if can_be_taught(drafter, generator.policy, self.recording):
+            drafter, name = self._teach(method.drafter, drafter, generator, batch_size), method.drafter
+        done = replay(
+            self.recording, drafter, generator.policy, batch_size=batch_size, clock=self._clock(self._profile)
+        )
+        return expect(done, self.recording, self._profile, name)
+
+    def _clock(self, profile: Profile) -> Clock:
+        if id(profile) not in self._clocks:
+            self._clocks = {id(profile): profile.clock()}
+        return self._clocks[id(profile)]
+
+    def _teach(self, name: str, drafter: ModelDrafter, generator: Generator, batch_size: int) -> Drafter:
+        """Hear a draft model once, and time it."""
+        began = perf_counter()
+        if name not in self._taught:
+            self._taught[name] = teach(drafter, self.recording)
+        assert self._profile is not None
+        if not any(size >= batch_size for size, _, _ in self._profile.drafts.get(name, ())):
+            sizes = sorted({1, max(1, batch_size // 2), batch_size})
+            times, fill = measure_drafting(generator, batches=sizes, lengths=(1, 4), repeats=3)
+            self._profile = self._profile.with_drafts(name, times, fill)
+        self.tuning.seconds["drafts"] = self.tuning.seconds.get("drafts", 0.0) + perf_counter() - began
+        return self._taught[name]
+
+    def confirm(self, candidates: Sequence[Candidate], *, repeats: int = 2, count: int = 8) -> list[Confirmed]:
+        """Run candidates live, each run between two of plain decoding, over `count` of the recorded prompts or a batch."""
+        began = perf_counter()
+        asks = _spread(self.recording)
+        params = SamplingParams(max_new_tokens=min(_CONFIRM_TOKENS, int(self.recording.params["max_new_tokens"])))
+        runs: dict[int, list[tuple[float, float]]] = {i: [] for i in range(len(candidates))}
+        apart: list[float] = []
+        for size in sorted({one.batch_size for one in candidates}):
+            plain = self.target.plain().with_settings(max_batch_size=size)
+            some = asks[: max(count, size)]
+            run_live(plain, some[:1], params)
+            before = run_live(plain, some, params)
+            for _ in range(repeats):
+                for i, one in enumerate(candidates):
+                    if one.batch_size != size or one.method.name == PLAIN:
+                        continue
+                    live = run_live(one.method.generator(self.target, size), some, params)
+                    after = run_live(plain, some, params)
+                    if live.outputs != before.outputs:
+                        raise ConfigError(
+                            f"{one.method.name} wrote something else than plain decoding; please report this"
+                        )
+                    rate = live.tokens / live.seconds
+                    runs[i].append((rate, rate * (before.seconds + after.seconds) / (before.tokens + after.tokens)))
+                    apart.append(abs(math.log(after.seconds / before.seconds)))
+                    before = after
+        self.tuning.plain_spread = statistics.median(apart) if apart else 0.0
+        self.tuning.confirmed = sorted(
+            (_confirmed(candidates[i], found) for i, found in runs.items() if found), key=lambda one: -one.tokens_per_s
+        )
+        self.tuning.seconds["live"] = perf_counter() - began
+        return self.tuning.confirmed
+
+
+def _spread(recording: Recording) -> list[Ask]:
+    """The recorded prompts as requests, categories taking turns."""
+    seen: Counter[str] = Counter()
+    order = []
+    for i, record in enumerate(recording.records):
+        order.append((seen[record.category], i))
+        seen[record.category] += 1
+    asks = [(r, tuple(r.source) if r.source is not None else r.prompt) for r in recording.records]
+    return [Ask(asks[i][0].id, asks[i][0].category, asks[i][1], Item(asks[i][0].id, "")) for _, i in sorted(order)]
+
+
+def _confirmed(candidate: Candidate, found: Sequence[tuple[float, float]]) -> Confirmed:
+    gains = sorted(gain for _, gain in found)
+    return Confirmed(
+        candidate, statistics.median(rate for rate, _ in found), statistics.median(gains), gains[0], gains[-1]
+    )
+
+
+def _longest(method: Method) -> int:
+    """The widest draft a method may make."""
+    from foresay.building import read_drafter, read_length
+
+    policy: Any = read_length(method._length) if method.length else None
+    if policy is None:
+        return read_drafter(method.drafter).num_draft_tokens
+    return int(getattr(policy, "num_draft_tokens", getattr(policy, "high", 16)))
+
+
+def pick(
+    candidates: Sequence[Candidate], *, count: int = 3, latency_s: float | None = None
+) -> tuple[list[Candidate], Candidate | None]:
+    """(the `count` best drafting candidates, the best plain one), of those whose tokens come often enough.
+
+    latency_s: most seconds between two tokens of one request. Of several batch sizes the most tokens per second win.
+    """
+    allowed = [one for one in candidates if latency_s is None or one.expected.latency_s <= latency_s]
+    ranked = sorted(allowed, key=lambda one: -one.expected.tokens_per_s)
+    drafting = [one for one in ranked if one.method.name != PLAIN and one.speed_up > 0.97]
+    plain = next((one for one in ranked if one.method.name == PLAIN), None)
+    return drafting[:count], plain

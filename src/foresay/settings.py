@@ -1,0 +1,105 @@
+"""`foresay.toml`: what to decode with, as `foresay tune` writes it and everything reads it.
+
+Owns the file's keys and how they are checked. Loads nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from foresay.checks import integer
+from foresay.errors import ConfigError, UnknownNameError
+
+FILE = "foresay.toml"
+"""The name under which commands look for one in the folder they run in."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """A target and how it is decoded; None leaves a choice to `foresay.load`."""
+
+    target: str
+    drafter: str | None = None
+    """An expression (docs/drafters.md)."""
+    length: str | int | None = None
+    """Tokens guessed per pass, or a policy."""
+    rule: str | None = None
+    max_batch_size: int | None = None
+    dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("target", "drafter", "rule", "dtype"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, str) or not value):
+                raise ConfigError(f"{name}={value!r} must be a text")
+        if isinstance(self.length, bool) or not isinstance(self.length, str | int | None):
+            raise ConfigError(f"length={self.length!r} must be a number or the name of a policy")
+        if self.max_batch_size is not None:
+            integer("max_batch_size", self.max_batch_size, 1)
+
+    def given(self) -> dict[str, Any]:
+        """The choices that are made, the target left out."""
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "target"}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def __str__(self) -> str:
+        said = [self.drafter or "auto", *([str(self.length)] if self.length is not None else [])]
+        return f"{self.target}, {', '.join(said)}"
+
+
+def is_settings(source: object) -> bool:
+    """Whether a target is named by a settings file."""
+    return isinstance(source, str | os.PathLike) and os.fspath(source).endswith(".toml")
+
+
+def read_settings(path: str | os.PathLike[str]) -> Settings:
+    """Read a file. A table `measured` says what the choice gained, and is not looked at.
+
+    Raises ConfigError naming the file for a key nobody knows, a value of the wrong kind, and what is no TOML.
+    """
+    name = os.fspath(path)
+    try:
+        with open(path, "rb") as file:
+            values = tomllib.load(file)
+        values.pop("measured", None)
+        known = {f.name for f in fields(Settings)}
+        for key in values:
+            if key not in known:
+                raise UnknownNameError("setting", key, known)
+        if "target" not in values:
+            raise ConfigError("no target: it must name a model")
+        return Settings(**values)
+    except OSError as error:
+        raise ConfigError(f"cannot read {name!r}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{name}: not TOML ({error})") from None
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from None
+
+
+def write_settings(path: str | os.PathLike[str], settings: Settings, measured: Mapping[str, Any]) -> None:
+    """Write a file, whole or not at all. measured: texts and numbers for whoever reads it."""
+    lines = [f"target = {_toml(settings.target)}"]
+    lines += [f"{name} = {_toml(value)}" for name, value in settings.given().items()]
+    lines += ["", "[measured]", *(f"{name} = {_toml(value)}" for name, value in measured.items() if value is not None)]
+    target = Path(path)
+    try:
+        handle, name = tempfile.mkstemp(dir=target.parent, suffix=".tmp")
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write("\n".join(lines) + "\n")
+        os.chmod(name, 0o644)
+        os.replace(name, target)
+    except OSError as error:
+        raise ConfigError(f"cannot write {os.fspath(path)!r}: {error.strerror}") from None
+
+
+def _toml(value: Any) -> str:
+    """A text, number or truth value as TOML writes it; JSON's strings are TOML's, but for DEL."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
