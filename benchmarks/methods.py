@@ -287,10 +287,10 @@ def figures(results: dict[str, dict[str, Cell]], shares: dict[str, float], apart
     return out
 
 
-def write(text: str) -> None:
-    """Replace this benchmark's section of RESULTS.md."""
+def write_section(name: str, text: str) -> None:
+    """Replace one benchmark's section of RESULTS.md."""
     path = HERE / "RESULTS.md"
-    begin, end = "<!-- methods -->", "<!-- /methods -->"
+    begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
     old = path.read_text()
     if begin not in old:
         old = f"{old.rstrip()}\n\n{begin}\n{end}\n"
@@ -343,7 +343,7 @@ batch 1, bf16, greedy, {bench.count} prompts x {bench.new} tokens a category, pl
 {chr(10).join(f"- {key}: {value:.3f}" if isinstance(value, float) else f"- {key}: {value}" for key, value in found.items())}
 """
     if args.write:
-        write(text)
+        write_section("methods", text)
     print(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in found.items()}))
     return 0
 

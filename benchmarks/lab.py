@@ -1,0 +1,251 @@
+"""The lab against live runs on SmolLM2-135M: what a replay costs, what is predicted and what is measured, what tuning finds.
+
+    python benchmarks/lab.py [--quick] [--write]
+
+The shipped prompts are halved. Half A is recorded and profiled; from it the throughput of every drafter x length x batch
+size is predicted, and written to a results file before anything of half B is run. Then every configuration decodes half B
+live, plain decoding between them. Tuning sees half A alone and is held against the best of the sweep on half B.
+
+Floor: a pass reads 269 MB of weights, whatever it scores; a replay reads none of them, so what it costs is our own loop.
+The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+from itertools import pairwise
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+from engine import machine
+from methods import spread, write_section
+
+import foresay
+from foresay.core import SamplingParams
+from foresay.lab.asking import Asker
+from foresay.lab.bench import Bench, BenchSettings, Told
+from foresay.lab.formats import halves, load_items
+from foresay.lab.methods import Method
+from foresay.lab.record import record
+from foresay.lab.replay import replay
+from foresay.lab.runners import sampling_name
+from foresay.lab.running import run_live
+from foresay.lab.tune import Tuner, pick
+from foresay.lengths import ConstantLength
+from foresay.records.results import PLAIN, Cell, Prediction, Results, Run
+
+MODEL = "smollm2-135m"
+DRAFTERS = ("prompt_lookup", "max_gram", "ngram_store", "suffix", "self(6)")
+GAMMAS = (1, 2, 3, 4, 6, 8)
+BATCHES = (1, 8)
+
+
+def log(text: str) -> None:
+    print(text, flush=True)
+
+
+def replay_cost(target: Any, tokens: int) -> dict[str, float]:
+    """Seconds of replaying one output of about 1,000 tokens, as a share of decoding it live; the worst n-gram drafter."""
+    [item] = [item for item in load_items() if item.id == "editing-01"]
+    params = SamplingParams(max_new_tokens=tokens, ignore_eos=True)
+    with tempfile.TemporaryDirectory() as folder:
+        recording = record(target, [item], Path(folder) / "one.jsonl", params)
+    asks = Asker(target).first([item])
+    shares = {}
+    for drafter in DRAFTERS[:4]:
+        method = Method(drafter, "4")
+        live = run_live(method.generator(target, 1), asks, params)
+        build = method.generator(target, 1)._build_drafter
+        took = min(replay(recording, build(), ConstantLength(4)).seconds for _ in range(3))
+        shares[drafter] = took / live.seconds
+        log(f"  replay of {recording.num_tokens} tokens, {drafter}: {took:.3f} s of {live.seconds:.1f} s live")
+    return shares
+
+
+def sweep_methods() -> list[Method]:
+    return [Method(drafter, str(gamma)) for drafter in DRAFTERS for gamma in GAMMAS]
+
+
+class Sweep:
+    def __init__(self, quick: bool, folder: Path) -> None:
+        self.count, self.new = (12, 32) if quick else (24, 64)
+        self.folder = folder
+        self.params = SamplingParams(max_new_tokens=self.new, ignore_eos=True)
+        self.target = foresay.load(MODEL, drafter="none", dtype="bf16", max_batch_size=16)
+        first, second = halves(load_items(count=2 * self.count))
+        self.seen, self.unseen = first, second
+        self.tuner: Tuner
+        self.seconds: dict[str, float] = {}
+
+    def predict(self) -> list[Prediction]:
+        """Record and profile half A, and cost every configuration. Nothing of half B has been read."""
+        began = perf_counter()
+        recording = record(self.target, self.seen, self.folder / "a.jsonl", self.params)
+        self.seconds["record"] = perf_counter() - began
+        self.tuner = Tuner(self.target, recording)
+        candidates = self.tuner.search(sweep_methods(), BATCHES)
+        self.seconds |= self.tuner.tuning.seconds
+        assert not self.tuner.tuning.failed, self.tuner.tuning.failed
+        return [
+            Prediction(
+                Cell(c.method.name, "half B", c.batch_size, sampling_name(self.params)),
+                c.expected.tokens_per_s,
+                c.expected.tokens_per_pass,
+            )
+            for c in candidates
+            if c.method.name != PLAIN
+        ]
+
+    def tune(self) -> dict[int, str]:
+        """What tuning picks at each batch size, with a short live run of the best three."""
+        chosen = {}
+        for size in BATCHES:
+            candidates = [c for c in self.tuner.tuning.candidates if c.batch_size == size]
+            best, _ = pick(candidates, count=3)
+            began = perf_counter()
+            self.tuner.confirm(best, repeats=1)
+            self.seconds["confirm"] = self.seconds.get("confirm", 0.0) + perf_counter() - began
+            chosen[size] = self.tuner.tuning.best.candidate.method.name if self.tuner.tuning.best else PLAIN
+        return chosen
+
+    def run(self, predictions: list[Prediction], path: Path) -> Results:
+        """Every configuration live over half B."""
+        asks = Asker(self.target).first(self.unseen)
+        settings = BenchSettings(
+            methods=sweep_methods(),
+            datasets={"half B": asks},
+            params=(self.params,),
+            batch_sizes=BATCHES,
+            repeats=1,
+        )
+
+        def tell(told: Told) -> None:
+            if isinstance(told.last, Run):
+                log(f"  {told.done}/{told.total} {told.last.cell}: {told.last.speed_up:.2f}x")
+
+        began = perf_counter()
+        results = Bench(self.target, settings, on_run=tell).run(path, predictions)
+        self.seconds["sweep"] = perf_counter() - began
+        return results
+
+
+def compare(results: Results) -> tuple[list[dict[str, Any]], float]:
+    """Predicted beside measured for each cell, and how far neighbouring runs of plain decoding lie apart."""
+    predicted = {one.cell: one for one in results.predictions}
+    plain: dict[int, list[float]] = {}
+    for run in results.runs:
+        if run.cell.method == PLAIN:
+            plain.setdefault(run.cell.batch_size, []).append(run.seconds)
+    apart = spread([b / a for times in plain.values() for a, b in pairwise(times)])
+    rows = []
+    for run in results.runs:
+        if run.cell in predicted:
+            one = predicted[run.cell]
+            rows.append(
+                {
+                    "method": run.cell.method,
+                    "batch": run.cell.batch_size,
+                    "predicted": one.tokens_per_s,
+                    "measured": run.tokens_per_s,
+                    "error": one.tokens_per_s / run.tokens_per_s - 1,
+                    "speed_up": run.speed_up,
+                    "predicted_per_pass": one.tokens_per_pass,
+                    "per_pass": run.stats["block_efficiency"],
+                    "identical": run.identical,
+                }
+            )
+    return rows, apart
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = [
+        "| drafter | gamma | batch | predicted | measured | error | tokens/pass, predicted | measured | speed-up |"
+    ]
+    lines.append("|---|---|---|---|---|---|---|---|---|")
+    for row in sorted(rows, key=lambda r: (r["batch"], r["method"])):
+        drafter, gamma = row["method"].rsplit(", ", 1)
+        lines.append(
+            f"| {drafter} | {gamma} | {row['batch']} | {row['predicted']:.1f} | {row['measured']:.1f} | "
+            f"{100 * row['error']:+.0f}% | {row['predicted_per_pass']:.2f} | {row['per_pass']:.2f} | {row['speed_up']:.2f}x |"
+        )
+    return "\n".join(lines)
+
+
+def tune_gap(rows: list[dict[str, Any]], chosen: dict[int, str]) -> float:
+    """How much slower the tuned choice is than the best of the sweep, on half B by speed-up; the worse batch size."""
+    gaps = []
+    for size, name in chosen.items():
+        gains = {row["method"]: row["speed_up"] for row in rows if row["batch"] == size} | {PLAIN: 1.0}
+        gaps.append(1 - gains[name] / max(gains.values()))
+        best = max(gains, key=lambda n: gains[n])
+        log(f"  batch {size}: tuned {name} {gains[name]:.2f}x, best {best} {gains[best]:.2f}x")
+    return max(gaps)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="fewer prompts and tokens")
+    parser.add_argument("--write", action="store_true", help="write benchmarks/RESULTS.md")
+    parser.add_argument("--keep", type=Path, help="keep the results file here")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory() as folder:
+        sweep = Sweep(args.quick, Path(folder))
+        log("replay against live")
+        shares = replay_cost(sweep.target, 300 if args.quick else 1000)
+        log("predicting from half A")
+        predictions = sweep.predict()
+        log(f"tuning on half A ({', '.join(f'{k} {v:.0f} s' for k, v in sweep.seconds.items())})")
+        chosen = sweep.tune()
+        path = args.keep or Path(folder) / "results.jsonl"
+        log(f"running half B, {len(predictions)} predictions written to {path}")
+        results = sweep.run(predictions, path)
+    rows, apart = compare(results)
+    bound = max(0.1, 2 * apart)
+    within = sum(abs(row["error"]) <= bound for row in rows) / len(rows)
+    strict = sum(abs(row["error"]) <= 0.1 for row in rows) / len(rows)
+    tuning = sum(v for k, v in sweep.seconds.items() if k != "sweep")
+    found = {
+        "replay_cost_share": max(shares.values()),
+        "predicted_within_10pct": within,
+        "predicted_within_10pct_strictly": strict,
+        "bound": bound,
+        "plain_spread": apart,
+        "median_error": statistics.median(abs(row["error"]) for row in rows),
+        "tune_gap": tune_gap(rows, chosen),
+        "tune_time_share": tuning / sweep.seconds["sweep"],
+        "identical": all(row["identical"] for row in rows),
+    }
+    text = f"""
+## benchmarks/lab.py
+
+{machine()}
+
+Predicted from half A of the shipped prompts (recording, replay, profile), measured on half B; {sweep.count} prompts x
+{sweep.new} tokens each, bf16, greedy, tokens per second with prompts included.
+
+{table(rows)}
+
+Tuned on half A: {", ".join(f"batch {size}: {name}" for size, name in chosen.items())}. Seconds: {
+        ", ".join(f"{k} {v:.0f}" for k, v in sweep.seconds.items())
+    }.
+
+{chr(10).join(f"- {k}: {v:.4f}" if isinstance(v, float) else f"- {k}: {v}" for k, v in found.items())}
+"""
+    if args.write:
+        write_section("lab", text)
+    print(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in found.items()}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
