@@ -72,6 +72,28 @@ def test_the_page_on_ngrams_runs(
     assert "most frequent: " in out and "tokens are 90% of the corpus" in out
 
 
+def test_the_page_on_the_lab_runs(
+    smollm2_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The tour in order, in a folder of its own; then the blocks of Python, which read what it wrote."""
+    monkeypatch.chdir(tmp_path)
+    [tour] = blocks("docs/lab.md", "console")
+    said = {}
+    for line in tour.splitlines():
+        assert _run(shlex.split(line.removeprefix("$ "))[1:]) == 0, line
+        said[line.split()[2]], err = capsys.readouterr()
+        assert err == "" or line.startswith("$ foresay generate")
+    assert "6 outputs, 192 tokens" in said["record"]
+    assert "exact: live decoding makes the same steps" in said["replay"]
+    assert "MB of weights" in said["profile"]
+    assert "yes" in said["bench"] and "DIFFERENT" not in said["bench"]
+    assert "wrote foresay.toml" in said["tune"]
+    assert (tmp_path / "report" / "report.html").stat().st_size > 10_000
+    for block in blocks("docs/lab.md", "python"):
+        exec(compile(block, "docs/lab.md", "exec"), {})
+    assert "tokens per pass" in capsys.readouterr().out
+
+
 def test_there_are_commands_to_run() -> None:
     assert len(_commands()) >= 3
 
