@@ -87,8 +87,11 @@ def show(results: Results) -> int:
         speed = "" if not gains else gain(*median_and_spread(gains))
         stats = merged(run.stats for run in runs if run.stats)
         efficiency = "" if not stats.num_passes else f"{stats.block_efficiency:.2f}"
-        same = "" if runs[0].identical is None else "yes" if all(run.identical for run in runs) else "no"
-        if same == "no" and runs[0].stats and runs[0].exact:
+        different = [run for run in runs if run.identical is False]
+        same = (
+            "" if runs[0].identical is None else "yes" if not different else different[0].note.partition(" outputs")[0]
+        )
+        if different and runs[0].stats and runs[0].exact:
             wrong.append(cell)
         speed = "1x" if cell.method == PLAIN else speed
         used = per_cent(stats.draft_utilization)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +14,7 @@ import typer
 from foresay.cli.common import load_generator, loading, use_threads
 from foresay.cli.data import DataOptions, per_cent, show_table
 from foresay.cli.options import MachineOptions, MethodOptions, ModelOption, ModelOptions
+from foresay.errors import ConfigError
 
 if TYPE_CHECKING:
     from foresay.building import Shelf
@@ -48,8 +51,6 @@ def run(
     from foresay.records.profile import Profile
 
     if (costs is None) != (target_cost is None):
-        from foresay.errors import ConfigError
-
         raise ConfigError("--costs and --target-cost go together")
     use_threads(machine.threads)
     named = methods(drafter or _LOOK_UPS, length or ())
@@ -78,8 +79,11 @@ def _open(
     from foresay.models.recording import RecordingModel
     from foresay.records.recording import Recording
 
-    with open(path, "rb") as file:
-        printed = file.read(64).lstrip().startswith(b"tensor(")
+    try:
+        with open(path, "rb") as file:
+            printed = file.read(64).lstrip().startswith(b"tensor(")
+    except OSError as error:
+        raise ConfigError(f"cannot read {str(path)!r}: {error.strerror}") from None
     needy = printed or any(not method.drafter.startswith(_LOOK_UPS) or "(" in method.drafter for method in named)
     if not needy:
         recorded = Recording.load(path)
@@ -116,8 +120,8 @@ def _facts(method: Method, done: Replay, recorded: Recording, known: Any) -> dic
     out: dict[str, Any] = {
         "method": method.name,
         "estimate": not done.exact,
-        "tokens_per_pass": list(done.efficiency()),
-        "acceptance_rate": None if rate is None else list(rate),
+        "tokens_per_pass": _finite(done.efficiency()),
+        "acceptance_rate": None if rate is None else _finite(rate),
         "draft_utilization": stats.draft_utilization,
         "discard_rate": (stats.num_drafted - stats.num_accepted) / stats.num_tokens,
         "verification_rate": stats.num_passes / stats.num_tokens,
@@ -128,6 +132,11 @@ def _facts(method: Method, done: Replay, recorded: Recording, known: Any) -> dic
         expected = expect(done, recorded, known)
         out |= {"tokens_per_s": expected.tokens_per_s, "predicted_with": known.model}
     return out
+
+
+def _finite(values: Sequence[float]) -> list[float | None]:
+    """For JSON, which has no infinity: one prompt alone gives no interval."""
+    return [value if math.isfinite(value) else None for value in values]
 
 
 def _swi(done: Replay, costs: str | None, target: str | None, method: Method) -> dict[str, Any]:
@@ -150,7 +159,7 @@ def _show(lines: list[dict[str, Any]], recorded: Recording) -> None:
     def row(line: dict[str, Any]) -> list[str]:
         value, low, high = line["tokens_per_pass"]
         rate = line["acceptance_rate"]
-        between = f" {low:.2f}-{high:.2f}" if line["estimate"] else ""
+        between = f" {low:.2f}-{high:.2f}" if line["estimate"] and low is not None else ""
         tested = per_cent(None if rate is None else rate[0])
         cells = [line["method"], f"{value:.2f}{between}", tested, per_cent(line["draft_utilization"])]
         cells += [f"{line['discard_rate']:.2f}", f"{line['seconds']:.2f} s"]

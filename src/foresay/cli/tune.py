@@ -88,10 +88,11 @@ def _finish(tuner: Tuner, latency: float | None, count: int) -> None:
     if plain is None and not best:
         fastest = min(one.expected.latency_s for one in tuner.tuning.candidates)
         raise ConfigError(f"--latency {latency:g} cannot be met: the quickest takes {1e3 * fastest:.1f} ms per token")
-    tuner.tuning.batch_size = (best[0] if best else plain).batch_size  # type: ignore[union-attr]
     if best:
         with loading(f"Confirming {len(best)} live"):
             tuner.confirm(best)
+    found = tuner.tuning.best
+    tuner.tuning.batch_size = (found.candidate if found else plain or best[0]).batch_size
 
 
 def _show(tuning: Tuning) -> None:

@@ -17,7 +17,7 @@ from foresay.generator import Generator
 from foresay.lab.asking import Ask, changed_params, digest
 from foresay.lab.methods import Method
 from foresay.lab.peers.base import Peer
-from foresay.lab.runners import Block, MethodRunner, Outcome, PeerRunner, Runner
+from foresay.lab.runners import Block, MethodRunner, Outcome, PeerRunner, Runner, sampling_name
 from foresay.records.lines import LineWriter
 from foresay.records.provenance import provenance
 from foresay.records.results import PLAIN, Cell, Failure, Prediction, Results, Run, Trace, results_writer
@@ -47,6 +47,12 @@ class BenchSettings:
         for name, value in (("repeats", self.repeats), *(("batch_size", b) for b in self.batch_sizes)):
             if value < 1:
                 raise ConfigError(f"{name}={value} must be at least 1")
+        if any(params.processors for params in self.params):
+            raise ConfigError("processors cannot be written into a results file; run without them")
+        names = [sampling_name(params) for params in self.params]
+        for name in names:
+            if names.count(name) > 1:
+                raise ConfigError(f"two of the params are {name!r} in the results; run them into files of their own")
 
     def blocks(self) -> Iterator[Block]:
         """Every data set in every setting."""

@@ -104,6 +104,13 @@ def _like(row: Row, params: SamplingParams) -> Row:
     return Row(row.request_id, np.asarray(row.tokens[-1:]), params, limit=1 << 40)
 
 
+def members(drafter: Drafter | None) -> list[Any]:
+    """Who drafts: a cascade's drafters, or the one there is."""
+    if isinstance(drafter, Cascade):
+        return [one for inner in drafter.drafters for one in members(inner)]
+    return [] if drafter is None else [drafter]
+
+
 def couple(drafter: Drafter, recording: Recording) -> None:
     """Hold every draft model in a drafter against a sampled recording; look-ups need nothing, they match or do not."""
     others = set(recording.params) - {
@@ -114,7 +121,7 @@ def couple(drafter: Drafter, recording: Recording) -> None:
         "stop",
         "stop_token_ids",
     }
-    for one in drafter.drafters if isinstance(drafter, Cascade) else [drafter]:
+    for one in members(drafter):
         if isinstance(one, TranslatedDrafter):
             raise ConfigError("a draft with another tokenizer cannot be held against a sampled recording; run it live")
         if isinstance(one, ModelDrafter):

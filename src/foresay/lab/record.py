@@ -127,6 +127,7 @@ def _header(generator: Generator, asks: Sequence[Ask], params: SamplingParams, c
             "chat": chat,
             "seed": None if params.greedy else params.seed or 0,
             "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
+            "max_length": generator.target.model.max_length,
         },
         "provenance": provenance(),
     }

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 
 from foresay.acceptance import Speculative
+from foresay.checks import integer
 from foresay.core import Drafter, FinishReason, Guess, LengthPolicy, Rows, Rule, SamplingParams, Step
 from foresay.engine import Engine, Stats
 from foresay.errors import ConfigError
-from foresay.lab.coupled import LAW_FIELDS, couple
+from foresay.lab.coupled import LAW_FIELDS, couple, members
 from foresay.lengths import ThroughputLength
 from foresay.models.recording import RecordingModel
 from foresay.records.recording import Record, Recording
@@ -128,8 +129,10 @@ def replay(
     rule = rule or Speculative()
     if not rule.exact:
         raise ConfigError(f"rule={rule.name!r} looks at the target's scores, which a recording lacks; run it live")
-    if getattr(drafter, "reads_scores", False):
+    if any(getattr(one, "filler_top_k", 1) > 1 for one in members(drafter)):
         raise ConfigError("filler_top_k above 1 learns from the target's scores, which a recording lacks; run it live")
+    if not recording.greedy and rule.name != "speculative":
+        raise ConfigError(f"a sampled recording tells what 'speculative' accepts, not rule={rule.name!r}; run it live")
     if isinstance(policy, ThroughputLength):
         if clock is None:
             raise ConfigError(
@@ -138,11 +141,12 @@ def replay(
         policy = _Timed(policy, clock)
     if drafter is not None and not recording.greedy:
         couple(drafter, recording)
-    model = RecordingModel([record.text for record in recording.records], recording.vocab_size)
+    longest = integer("max_length", recording.settings.get("max_length", 1 << 30), 1)
+    model = RecordingModel([r.text for r in recording.records], recording.vocab_size, max_length=longest)
     engine = Engine(model, drafter, rule, policy, max_batch_size=batch_size)
     for record in recording.records:
         _submit(engine, record, recording, limit)
-    return _run(engine, recording)
+    return _run(engine, recording, limit)
 
 
 def _submit(engine: Engine, record: Record, recording: Recording, limit: int | None) -> None:
@@ -154,8 +158,7 @@ def _submit(engine: Engine, record: Record, recording: Recording, limit: int | N
     params = recorded_params(recording, min(most, limit or most))
     ends = recording.eos | set(params.stop_token_ids)
     stop = _Ended(count) if stopped and record.output[-1] not in ends else None
-    eos = recording.eos if stopped else frozenset()
-    engine.submit(record.prompt, params, eos=eos, stop=stop, source=record.source)
+    engine.submit(record.prompt, params, eos=recording.eos, stop=stop, source=record.source)
 
 
 def recorded_params(recording: Recording, max_new_tokens: int) -> SamplingParams:
@@ -182,7 +185,7 @@ class _Ended:
         return kept if self._left <= 0 else None
 
 
-def _run(engine: Engine, recording: Recording) -> Replay:
+def _run(engine: Engine, recording: Recording, limit: int | None) -> Replay:
     steps: list[list[Step]] = [[] for _ in recording.records]
     sizes = [len(record.prompt) for record in recording.records]
     passes: list[Pass] = []
@@ -204,5 +207,5 @@ def _run(engine: Engine, recording: Recording) -> Replay:
         raise ConfigError(f"the drafter failed in the replay: {type(error).__name__}: {error}")
     for record, made in zip(recording.records, steps, strict=True):
         written = [token for step in made for token in step.token_ids]
-        assert written == list(record.output[: len(written)]), f"{record.id} was not replayed as recorded"
+        assert written == list(record.output[:limit]), f"{record.id} was not replayed as recorded"
     return Replay(tuple(map(tuple, steps)), tuple(passes), seconds, recording.greedy)

@@ -75,7 +75,7 @@ def teach(drafter: ModelDrafter, recording: Recording) -> TaughtDrafter:
     said = []
     for record in recording.records:
         tokens = [*record.prompt, *record.output]
-        row = Row(0, tokens, params, limit=len(tokens) + 1)
+        row = Row(0, tokens, params, limit=len(tokens) + 1, eos=recording.eos)
         row.prompt_length = len(record.prompt)
         said.append(_hear(model, row, len(record.prompt)))
     return TaughtDrafter(said, model.max_length)
@@ -87,7 +87,7 @@ def _hear(model: LanguageModel, row: Row, begin: int) -> IntArray:
     rows = Rows([row])
     context.admit(rows, 0)
     out: IntArray = np.zeros(row.size, dtype=np.int64)
-    prefix = Row(0, row.tokens[:begin], row.params, limit=row.limit)
+    prefix = Row(0, row.tokens[:begin], row.params, limit=row.limit, eos=row.eos)
     context.prepare(Rows([prefix]), [True])
     place, end = context.cache.lengths[0], min(row.size, model.max_length)
     while place < end:
@@ -95,7 +95,7 @@ def _hear(model: LanguageModel, row: Row, begin: int) -> IntArray:
         fed = torch.from_numpy(row.tokens[place : place + count])[None].to(model.device)
         scores = model.forward(fed, [count], context.cache, logits=Logits.ALL).scores()
         keep = max(0, begin - 1 - place)
-        here = Row(0, row.tokens[: place + keep + 1], row.params, limit=row.limit)
+        here = Row(0, row.tokens[: place + keep + 1], row.params, limit=row.limit, eos=row.eos)
         here.prompt_length = row.prompt_length
         behind = torch.from_numpy(row.tokens[None, place + keep + 1 : place + count])
         laws = build_laws(scores[:, keep:], Rows([here]), behind)

@@ -71,8 +71,7 @@ class LineWriter:
             return
         header, *self.lines = [line for _, line in _parsed(data[:whole], str(self.path))]
         _check_header(header, self.kind, self.header["version"], str(self.path))
-        known = ({**one, "provenance": None} for one in (header, self.header))
-        for name, theirs, ours in _differences(*known):
+        for name, theirs, ours in _differences({**header, "provenance": None}, {**self.header, "provenance": None}):
             raise ConfigError(
                 f"{str(self.path)!r} was begun with {name}={_short(theirs)}, and this run has {_short(ours)}; "
                 "give the same settings to go on, or another file"

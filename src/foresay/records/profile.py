@@ -162,8 +162,8 @@ class Profile:
 
 def line(points: Sequence[tuple[int, float]], x: float) -> float:
     """The value at x of straight lines through points in order of x; beyond the ends the last line goes on, never down."""
-    if len(points) == 1:
-        return points[0][1]
+    if len(points) <= 1:
+        return points[0][1] if points else 0.0
     place = min(max(bisect_left([p[0] for p in points], x), 1), len(points) - 1)
     (x0, y0), (x1, y1) = points[place - 1], points[place]
     value = y0 + (y1 - y0) * (x - x0) / (x1 - x0)
