@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -34,12 +35,18 @@ def run(
         ),
     ] = None,
     data: DataOptions,
+    also: Annotated[
+        list[str] | None,
+        typer.Option(help="Further prompts, may be repeated: FILE, or FORMAT@FILE as gsm8k@test.jsonl."),
+    ] = None,
+    sampled: Annotated[list[float] | None, typer.Option(help="At this temperature too; may be repeated.")] = None,
     batch: Annotated[str, typer.Option(help="Batch sizes.")] = "1",
     repeats: Annotated[int, typer.Option(help="Runs of each method, taking turns; the median counts.")] = 3,
     sampling: SamplingOptions,
     machine: MachineOptions,
 ) -> int:
     """Time methods against plain decoding and other engines, and keep every result."""
+    from foresay.core import SamplingParams
     from foresay.lab.asking import Asker
     from foresay.lab.bench import Bench, BenchSettings
     from foresay.lab.methods import methods
@@ -49,7 +56,7 @@ def run(
     params = sampling.params()
     sizes = numbers(batch, "--batch")
     named = methods(drafter or _DRAFTERS, length or (), rule)
-    items = data.items()
+    sets = {one.name: one.items() for one in [data, *(_further(data, name) for name in also or [])]}
     target = load_generator(ModelOptions(model), "none", MethodOptions(), machine, max_batch_size=max(sizes))
     with contextlib.ExitStack() as peers:
         engines = []
@@ -60,10 +67,10 @@ def run(
             peers.callback(engine.close)
             engines.append(engine)
         with loading("Preparing the prompts"):
-            asks = Asker(target, chat=not data.no_template).all(items, params)
-        settings = BenchSettings(
-            methods=named, datasets={data.name: asks}, params=(params,), batch_sizes=sizes, repeats=repeats
-        )
+            asker = Asker(target, chat=not data.no_template)
+            asks = {name: asker.all(items, params) for name, items in sets.items()}
+        every = [params, *(SamplingParams.of(params, temperature=t) for t in sampled or [])]
+        settings = BenchSettings(methods=named, datasets=asks, params=every, batch_sizes=sizes, repeats=repeats)
         with advancing("Running") as advance:
 
             def tell(told: Told) -> None:
@@ -73,6 +80,12 @@ def run(
 
             results = Bench(target, settings, engines, on_run=tell).run(output)
     return show(results)
+
+
+def _further(data: DataOptions, name: str) -> DataOptions:
+    """The same choice of prompts from another set."""
+    format_, at, source = name.rpartition("@")
+    return dataclasses.replace(data, prompts=source if at else name, format=format_ or None, field=None, category=None)
 
 
 def show(results: Results) -> int:
@@ -96,10 +109,20 @@ def show(results: Results) -> int:
         speed = "1x" if cell.method == PLAIN else speed
         used = per_cent(stats.draft_utilization)
         lines.append(
-            [cell.method, str(cell.batch_size), cell.sampling, f"{rates[0]:.1f}", speed, efficiency, used, same]
+            [
+                cell.method,
+                cell.dataset,
+                str(cell.batch_size),
+                cell.sampling,
+                f"{rates[0]:.1f}",
+                speed,
+                efficiency,
+                used,
+                same,
+            ]
         )
-    headings = ["method", "batch", "sampling", "tokens/s", "speed-up", "per pass", "used", "identical"]
-    show_table(headings, lines, drop=("batch", "sampling"))
+    headings = ["method", "prompts", "batch", "sampling", "tokens/s", "speed-up", "per pass", "used", "identical"]
+    show_table(headings, lines, drop=("prompts", "batch", "sampling"))
     for failure in {(one.cell, one.error) for one in results.failures}:
         sys.stdout.write(f"failed: {failure[0]}: {failure[1]}\n")
     for cell in wrong:

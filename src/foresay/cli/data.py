@@ -114,7 +114,9 @@ def show_table(headings: Sequence[str], lines: Sequence[Sequence[str]], *, drop:
     kept = [i for i, name in enumerate(headings) if name not in drop or len({line[i] for line in lines}) > 1]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for i in kept:
-        table.add_column(headings[i], justify="left" if i == 0 else "right", overflow="fold", no_wrap=i > 0)
+        table.add_column(
+            headings[i], justify="left" if i == 0 else "right", overflow="fold", no_wrap=i > 0, min_width=0 if i else 16
+        )
     for line in lines:
         table.add_row(*(line[i] for i in kept))
     out.print(table, soft_wrap=not out.is_terminal)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from foresay.building import Shelf
     from foresay.lab.methods import Method
     from foresay.lab.replay import Replay
+    from foresay.records.profile import Profile
     from foresay.records.recording import Recording
+    from foresay.theory import CostModel
 
 _LOOK_UPS = ("suffix", "max_gram", "prompt_lookup", "ngram_store")
 
@@ -47,6 +49,7 @@ def run(
 
     The model is loaded where a drafter needs its tokenizer or layers. --prompts names those of a log of tensors.
     """
+    from foresay.lab.costs import read_costs
     from foresay.lab.methods import methods
     from foresay.records.profile import Profile
 
@@ -56,11 +59,13 @@ def run(
     named = methods(drafter or _LOOK_UPS, length or ())
     known = None if profile is None else Profile.load(profile)
     shelf, recorded = _open(recording, model, named, data, machine)
+    table = None if costs is None else read_costs(costs)
+    plain = None if known is None else _plain_rate(recorded, batch_size, known)
     lines = []
     for method in named:
         with loading(f"Replaying {method.name}"):
-            done = _replay(method, recorded, shelf, batch_size, known)
-        lines.append(_facts(method, done, recorded, known) | _swi(done, costs, target_cost, method))
+            done, passes = _replay(method, recorded, shelf, batch_size, known, counted=costs is not None)
+        lines.append(_facts(method, done, recorded, known, plain) | _swi(done, table, target_cost, passes))
     if as_json:
         for line in lines:
             typer.echo(json.dumps(line, ensure_ascii=False))
@@ -99,8 +104,12 @@ def _open(
     return generator.shelf, Recording.load(path, prompts=prompts)
 
 
-def _replay(method: Method, recorded: Recording, shelf: Shelf, batch_size: int, known: Any) -> Replay:
+def _replay(
+    method: Method, recorded: Recording, shelf: Shelf, batch_size: int, known: Profile | None, *, counted: bool
+) -> tuple[Replay, Mapping[str, int]]:
+    """The replay, and the passes of each draft model where they are counted."""
     from foresay.building import read_drafter, read_length, read_rule
+    from foresay.lab.costs import PassCounter, drafter_names
     from foresay.lab.replay import replay
     from foresay.lengths import ConstantLength
 
@@ -108,12 +117,24 @@ def _replay(method: Method, recorded: Recording, shelf: Shelf, batch_size: int, 
     length = int(method.length) if method.length.isdecimal() else method.length
     policy = read_length(length) if length else ConstantLength(recipe.num_draft_tokens)
     clock = None if known is None else known.clock()
-    return replay(
-        recorded, recipe.prepare(shelf)(), policy, rule=read_rule(method.rule), batch_size=batch_size, clock=clock
-    )
+    drafter = recipe.prepare(shelf)()
+    counter = PassCounter(drafter, drafter_names(method.drafter)) if counted else None
+    done = replay(recorded, drafter, policy, rule=read_rule(method.rule), batch_size=batch_size, clock=clock)
+    return done, {} if counter is None else counter.passes
 
 
-def _facts(method: Method, done: Replay, recorded: Recording, known: Any) -> dict[str, Any]:
+def _plain_rate(recorded: Recording, batch_size: int, known: Profile) -> float:
+    """Tokens per second to expect of plain decoding."""
+    from foresay.lab.predict import expect
+    from foresay.lab.replay import replay
+    from foresay.lengths import ConstantLength
+
+    return expect(replay(recorded, None, ConstantLength(0), batch_size=batch_size), recorded, known).tokens_per_s
+
+
+def _facts(
+    method: Method, done: Replay, recorded: Recording, known: Profile | None, plain: float | None
+) -> dict[str, Any]:
     from foresay.lab.predict import expect
 
     stats, rate = done.stats, done.rate()
@@ -128,9 +149,13 @@ def _facts(method: Method, done: Replay, recorded: Recording, known: Any) -> dic
         "seconds": done.seconds,
         "stats": stats.as_dict(),
     }
-    if known is not None:
+    if known is not None and plain is not None:
         expected = expect(done, recorded, known)
-        out |= {"tokens_per_s": expected.tokens_per_s, "predicted_with": known.model}
+        out |= {
+            "tokens_per_s": expected.tokens_per_s,
+            "speed_up": expected.tokens_per_s / plain,
+            "profile": known.model,
+        }
     return out
 
 
@@ -139,22 +164,19 @@ def _finite(values: Sequence[float]) -> list[float | None]:
     return [value if math.isfinite(value) else None for value in values]
 
 
-def _swi(done: Replay, costs: str | None, target: str | None, method: Method) -> dict[str, Any]:
-    """Standardised walltime improvement with a cost table; look-ups cost nothing in it, models what their names say."""
+def _swi(done: Replay, costs: CostModel | None, target: str | None, passes: Mapping[str, int]) -> dict[str, Any]:
+    """Standardised walltime improvement with a cost table; look-ups cost nothing in it."""
     if costs is None or target is None:
         return {}
-    from foresay.lab.costs import passes_of, read_costs
-
     stats = done.stats
-    table = read_costs(costs)
-    passes = {target: stats.num_passes, **passes_of(method.drafter, stats)}
-    return {"swi": table.swi(target, stats.num_tokens, passes)}
+    return {"swi": costs.swi(target, stats.num_tokens, {target: stats.num_passes, **passes})}
 
 
 def _show(lines: list[dict[str, Any]], recorded: Recording) -> None:
-    headings = ["method", "per pass", "accepted", "used", "discarded", "took"]
-    extra = [name for name in ("tokens_per_s", "swi") if name in lines[0]]
-    titles = {"tokens_per_s": "tokens/s", "swi": "SWI"}
+    headings = ["method", "per pass", "accepted", "used", "discard"]
+    extra = [name for name in ("tokens_per_s", "speed_up", "swi") if name in lines[0]]
+    titles = {"tokens_per_s": "tokens/s", "speed_up": "speed-up", "swi": "SWI"}
+    shown = {"tokens_per_s": "{:.1f}", "speed_up": "{:.2f}x", "swi": "{:.2f}"}
 
     def row(line: dict[str, Any]) -> list[str]:
         value, low, high = line["tokens_per_pass"]
@@ -162,9 +184,11 @@ def _show(lines: list[dict[str, Any]], recorded: Recording) -> None:
         between = f" {low:.2f}-{high:.2f}" if line["estimate"] and low is not None else ""
         tested = per_cent(None if rate is None else rate[0])
         cells = [line["method"], f"{value:.2f}{between}", tested, per_cent(line["draft_utilization"])]
-        cells += [f"{line['discard_rate']:.2f}", f"{line['seconds']:.2f} s"]
-        return cells + [f"{line[name]:.2f}" if name == "swi" else f"{line[name]:.1f}" for name in extra]
+        cells += [f"{line['discard_rate']:.2f}"]
+        return cells + [shown[name].format(line[name]) for name in extra]
 
     show_table(headings + [titles[name] for name in extra], [row(line) for line in lines])
     how = "exact: live decoding makes the same steps" if recorded.greedy else "an estimate, with 95% intervals"
-    sys.stdout.write(f"{len(recorded.records)} outputs, {recorded.num_tokens} tokens of {recorded.model}; {how}\n")
+    took = sum(line["seconds"] for line in lines)
+    of = f"{len(recorded.records)} outputs, {recorded.num_tokens} tokens of {recorded.model}"
+    sys.stdout.write(f"{of}, replayed in {took:.1f} s; {how}\n")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foresay.cli.common import load_generator, loading
+from foresay.cli.common import load_generator, loading, model_expression
 from foresay.cli.data import DataOptions, advancing, gain, numbers, show_table
 from foresay.cli.options import MachineOptions, MethodOptions, ModelOption, ModelOptions
 from foresay.errors import ConfigError
@@ -29,6 +29,9 @@ def run(
     length: Annotated[
         list[str] | None, typer.Option("--length", help="A length or policy to try; may be repeated.")
     ] = None,
+    draft: Annotated[
+        str | None, typer.Option(help="A draft model to try too: lengths, thresholds, and cascades with Max-Gram.")
+    ] = None,
     batch: Annotated[str, typer.Option(help="Batch size; with --latency, those to choose from.")] = "1",
     latency: Annotated[
         float | None, typer.Option(help="Most milliseconds between two tokens of a request; picks the batch size too.")
@@ -43,7 +46,7 @@ def run(
 ) -> int:
     """Find what decodes fastest here, by replay and profile, and confirm the best live."""
     from foresay.lab.methods import methods
-    from foresay.lab.tune import DRAFTERS, LENGTHS, Tuner
+    from foresay.lab.tune import DRAFTERS, LENGTHS, Tuner, with_draft
 
     sizes = numbers(batch, "--batch")
     if len(sizes) > 1 and latency is None:
@@ -51,6 +54,7 @@ def run(
     if output.exists() and not force:
         raise ConfigError(f"{str(output)!r} exists; --force replaces it, --output names another file")
     named = methods(drafter or DRAFTERS, length or LENGTHS)
+    named += [] if draft is None else with_draft(model_expression(draft) if "(" not in draft else draft)
     items = data.items()
     target = load_generator(ModelOptions(model), "none", MethodOptions(), machine, max_batch_size=max(16, *sizes))
     recorded = _recorded(target, recording, items, max_new_tokens, data)

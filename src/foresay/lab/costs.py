@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from foresay.engine import Stats
+from foresay.core import Drafter
+from foresay.drafters import Cascade, ModelDrafter
 from foresay.errors import ConfigError
-from foresay.expressions import parse
+from foresay.expressions import Call, parse
+from foresay.models.base import Logits, ModelOutput
 from foresay.theory import COST_TABLES, NO_COST, CostModel
 
 
@@ -27,14 +32,48 @@ def read_costs(name: str) -> CostModel:
     return CostModel(values)
 
 
-def passes_of(drafter: str, stats: Stats) -> dict[str, int]:
-    """Passes of each drafting model: one draft model makes one for each token it drafts.
-
-    Raises ConfigError for a drafter whose Steps do not tell, as a cascade's.
-    """
+def drafter_names(drafter: str) -> list[str]:
+    """What a cost table calls the drafters of an expression, in their order: "max_gram", a model's name, "self(6)"."""
     call = parse(drafter)
-    if call.name in NO_COST:
-        return {}
-    if call.name == "model":
-        return {str(call.values[0][1]): stats.num_drafted}
-    raise ConfigError(f"the passes of {drafter!r} are not counted; SWI needs look-ups or one draft model")
+    if call.name != "cascade":
+        return [_name(call)]
+    members = [(key, value) for key, value in call.values if key in (None, "model", "self")]
+    return [
+        _name(value if isinstance(value, Call) else Call(str(value)) if key is None else Call(key, ((None, value),)))
+        for key, value in members
+    ]
+
+
+def _name(call: Call) -> str:
+    return (
+        str(call.values[0][1])
+        if call.name == "model" and call.values
+        else str(call)
+        if call.name == "self"
+        else call.name
+    )
+
+
+class PassCounter:
+    """Counts the passes in which each draft model of a drafter scores something; prompts are not counted."""
+
+    def __init__(self, drafter: Drafter | None, names: Sequence[str]) -> None:
+        """names: of the drafters, in order; look-ups are named and make no passes."""
+        self.passes: Counter[str] = Counter()
+        members = drafter.drafters if isinstance(drafter, Cascade) else [] if drafter is None else [drafter]
+        for member, name in zip(members, names, strict=False):
+            if isinstance(member, ModelDrafter):
+                self._count(member, name)
+            elif name not in NO_COST:
+                raise ConfigError(f"the passes of {name!r} cannot be counted; SWI needs look-ups and draft models")
+
+    def _count(self, drafter: ModelDrafter, name: str) -> None:
+        model: Any = drafter.context.model
+        forward = model.forward
+
+        def counted(*args: Any, logits: Logits = Logits.ALL, **options: Any) -> ModelOutput:
+            self.passes[name] += logits is not Logits.NONE
+            out: ModelOutput = forward(*args, logits=logits, **options)
+            return out
+
+        model.forward = counted

@@ -17,6 +17,7 @@ from typing import Any
 from foresay.core import Drafter, SamplingParams
 from foresay.drafters import ModelDrafter
 from foresay.errors import ConfigError, ForesayError
+from foresay.expressions import Call, parse
 from foresay.generator import Generator
 from foresay.lab.asking import Ask
 from foresay.lab.items import Item
@@ -34,8 +35,25 @@ from foresay.records.results import PLAIN
 DRAFTERS = ("suffix", "max_gram", "prompt_lookup", "ngram_store")
 LENGTHS = ("2", "4", "8", "12", "throughput")
 PLAIN_METHOD = Method("none")
+THRESHOLDS = (0.3, 0.5, 0.7)
+MATRICES = ("[[5, 10], [0, 10]]", "[[8, 10], [0, 5]]", "[[13, 10], [0, 10]]")
+"""Of a cascade of a draft model and Max-Gram: two of CS-Drafting's, and one between."""
 _CONFIRM_TOKENS = 64
 """Tokens of each output in a live run."""
+
+
+def with_draft(draft: str) -> list[Method]:
+    """What to try with a draft model, named by its expression: lengths, confidence thresholds, and cascades with Max-Gram.
+
+    draft: "model(NAME)" or "self(LAYERS)".
+    """
+    call = parse(draft)
+    if call.name not in ("model", "self") or not call.values:
+        raise ConfigError(f"draft={draft!r} must be model(NAME) or self(LAYERS)")
+    member = Call("cascade", ((call.name, call.values[0][1]), (None, "max_gram")))
+    cascades = [f"{str(member)[:-1]}; k={matrix})" for matrix in MATRICES]
+    lengths = ["2", "4", "6", "8", "heuristic", "throughput", *(f"confidence({t})" for t in THRESHOLDS)]
+    return [*(Method(draft, length) for length in lengths), *(Method(cascade) for cascade in cascades)]
 
 
 @dataclass(frozen=True, slots=True)
