@@ -154,7 +154,7 @@ def _facts(
         out |= {
             "tokens_per_s": expected.tokens_per_s,
             "speed_up": expected.tokens_per_s / plain,
-            "profile": known.model,
+            "predicted_with": known.model,
         }
     return out
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -122,6 +123,11 @@ def _show(tuning: Tuning) -> None:
     sys.stdout.write(f"took: {took}\n")
 
 
+def _seen_from(output: Path, name: str) -> str:
+    """A target's name in a settings file: a folder or file as it is found from there."""
+    return os.path.relpath(name, output.parent) if Path(name).exists() and not Path(name).is_absolute() else name
+
+
 def _write(tuning: Tuning, target: Generator, output: Path, prompts: str, machine: MachineOptions) -> int:
     from foresay.records.provenance import provenance
     from foresay.settings import Settings, write_settings
@@ -131,7 +137,11 @@ def _write(tuning: Tuning, target: Generator, output: Path, prompts: str, machin
     measured: dict[str, Any] = {"prompts": prompts, "processor": came["machine"]["processor"], "time": came["time"]}
     measured |= {"threads": came["machine"]["threads"], "foresay": came["versions"].get("foresay", "")}
     dtype = None if machine.dtype == "auto" else machine.dtype
-    chosen: dict[str, Any] = {"target": target.target.name, "max_batch_size": tuning.batch_size, "dtype": dtype}
+    chosen: dict[str, Any] = {
+        "target": _seen_from(output, target.target.name),
+        "max_batch_size": tuning.batch_size,
+        "dtype": dtype,
+    }
     if best is None:
         settings = Settings(drafter="none", **chosen)
         sys.stdout.write("No draft pays here: plain decoding is fastest.\n")

@@ -71,9 +71,12 @@ class PassCounter:
         model: Any = drafter.context.model
         forward = model.forward
 
-        def counted(*args: Any, logits: Logits = Logits.ALL, **options: Any) -> ModelOutput:
-            self.passes[name] += logits is not Logits.NONE
-            out: ModelOutput = forward(*args, logits=logits, **options)
+        def counted(
+            token_ids: Any, num_tokens: Sequence[int], *args: Any, logits: Logits = Logits.ALL, **options: Any
+        ) -> ModelOutput:
+            # row by row, as the target's are; a row that is fed nothing rides along
+            self.passes[name] += 0 if logits is Logits.NONE else sum(count > 0 for count in num_tokens)
+            out: ModelOutput = forward(token_ids, num_tokens, *args, logits=logits, **options)
             return out
 
         model.forward = counted

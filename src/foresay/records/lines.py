@@ -72,6 +72,10 @@ class LineWriter:
         header, *self.lines = [line for _, line in _parsed(data[:whole], str(self.path))]
         _check_header(header, self.kind, self.header["version"], str(self.path))
         for name, theirs, ours in _differences({**header, "provenance": None}, {**self.header, "provenance": None}):
+            if not self.lines:  # a run that ended before its first line leaves nothing to go on with
+                self._file.truncate(0)
+                self.append(self.header)
+                return
             raise ConfigError(
                 f"{str(self.path)!r} was begun with {name}={_short(theirs)}, and this run has {_short(ours)}; "
                 "give the same settings to go on, or another file"
