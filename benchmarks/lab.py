@@ -77,7 +77,7 @@ def sweep_methods() -> list[Method]:
 
 class Sweep:
     def __init__(self, quick: bool, folder: Path) -> None:
-        self.count, self.new = (12, 32) if quick else (24, 64)
+        self.count, self.new = (12, 32) if quick else (24, 48)
         self.folder = folder
         self.params = SamplingParams(max_new_tokens=self.new, ignore_eos=True)
         self.target = foresay.load(MODEL, drafter="none", dtype="bf16", max_batch_size=16)

@@ -64,7 +64,7 @@ def run(
         tuner.search(named, sizes)
     _finish(tuner, latency, confirm)
     _show(tuner.tuning)
-    return _write(tuner.tuning, target, output, data.name if recording is None else recording.name, machine)
+    return _write(tuner.tuning, target, output, data.name if recording is None else recording.name)
 
 
 def _recorded(target: Generator, path: Path | None, items: Any, tokens: int, data: DataOptions) -> Recording:
@@ -128,7 +128,8 @@ def _seen_from(output: Path, name: str) -> str:
     return os.path.relpath(name, output.parent) if Path(name).exists() and not Path(name).is_absolute() else name
 
 
-def _write(tuning: Tuning, target: Generator, output: Path, prompts: str, machine: MachineOptions) -> int:
+def _write(tuning: Tuning, target: Generator, output: Path, prompts: str) -> int:
+    from foresay.models.options import DTYPES
     from foresay.records.provenance import provenance
     from foresay.settings import Settings, write_settings
 
@@ -136,7 +137,8 @@ def _write(tuning: Tuning, target: Generator, output: Path, prompts: str, machin
     came = provenance()
     measured: dict[str, Any] = {"prompts": prompts, "processor": came["machine"]["processor"], "time": came["time"]}
     measured |= {"threads": came["machine"]["threads"], "foresay": came["versions"].get("foresay", "")}
-    dtype = None if machine.dtype == "auto" else machine.dtype
+    weights: Any = getattr(target.target.model, "model", None)
+    dtype = next((name for name, kind in DTYPES.items() if kind == getattr(weights, "dtype", None)), None)
     chosen: dict[str, Any] = {
         "target": _seen_from(output, target.target.name),
         "max_batch_size": tuning.batch_size,

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from foresay.core import SamplingParams
-from foresay.errors import ConfigError, ForesayError
+from foresay.errors import ConfigError
 from foresay.generator import Generator
 from foresay.lab.asking import Ask, changed_params, digest
 from foresay.lab.methods import Method
@@ -157,7 +157,7 @@ class Bench:
         """Why it failed, in one line; empty when it did not."""
         try:
             work()
-        except (ForesayError, RuntimeError, ValueError, MemoryError) as error:
+        except Exception as error:  # whatever it is, the other cells go on
             return " ".join(f"{type(error).__name__}: {error}".split())[:500]
         return ""
 

@@ -102,7 +102,7 @@ class Tuning:
     @property
     def best(self) -> Confirmed | None:
         """The fastest confirmed method that gains more than plain decoding differs from itself; None when none does."""
-        paying = [one for one in self.confirmed if one.speed_up > 1 + self.plain_spread / 2]
+        paying = [one for one in self.confirmed if one.speed_up > 1 + self.plain_spread]
         return max(paying, key=lambda one: one.tokens_per_s, default=None)
 
 
@@ -186,7 +186,8 @@ class Tuner:
         assert self._profile is not None
         if not any(size >= batch_size for size, _, _ in self._profile.drafts.get(name, ())):
             sizes = sorted({1, max(1, batch_size // 2), batch_size})
-            times, fill = measure_drafting(generator, batches=sizes, lengths=(1, 4), repeats=3)
+            context = min(t.context for t in self._profile.timings)
+            times, fill = measure_drafting(generator, batches=sizes, lengths=(1, 4), context=context, repeats=3)
             self._profile = self._profile.with_drafts(name, times, fill)
         self.tuning.seconds["drafts"] = self.tuning.seconds.get("drafts", 0.0) + perf_counter() - began
         return self._taught[name]

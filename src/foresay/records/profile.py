@@ -172,7 +172,8 @@ def line(points: Sequence[tuple[int, float]], x: float) -> float:
 
 def profile_path(model: str, dtype: str, machine: Mapping[str, Any]) -> Path:
     """Where a profile is kept: by model, dtype and machine, threads included."""
-    said = json.dumps([model, dtype, machine], sort_keys=True)
+    where = str(Path(model).resolve()) if Path(model).exists() else model
+    said = json.dumps([where, dtype, machine], sort_keys=True)
     name = "".join(c if c.isalnum() or c in "-._" else "-" for c in Path(model).name)[:40]
     return cache_dir() / "profiles" / f"{name}-{hashlib.sha256(said.encode()).hexdigest()[:12]}.json"
 

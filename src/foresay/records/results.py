@@ -185,12 +185,14 @@ class Results:
         return results
 
     def add(self, line: Line) -> None:
-        """Take in one line of a file."""
+        """Take in one line of a file; a run makes up for an earlier failure of its cell and repeat."""
         line = dict(line)
         kind, cell = line.pop("kind"), Cell(**line.pop("cell"))
         if kind == "run":
             prompts = tuple(PromptResult(**one) for one in line.pop("prompts", ()))
-            self.runs.append(Run(cell, prompts=prompts, **line))
+            run = Run(cell, prompts=prompts, **line)
+            self.runs.append(run)
+            self.failures = [one for one in self.failures if (one.cell, one.repeat) != (cell, run.repeat)]
         elif kind == "failed":
             self.failures.append(Failure(cell, **line))
         elif kind == "prediction":
