@@ -13,7 +13,7 @@ demo: $(READY)
 	$(VENV)/bin/foresay demo
 
 test: $(READY)
-	$(VENV)/bin/python -m pytest
+	$(VENV)/bin/python -m pytest -n 2 --dist loadscope
 
 fast: $(READY)
 	$(VENV)/bin/python -m pytest -m "not slow"

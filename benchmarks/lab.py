@@ -2,9 +2,10 @@
 
     python benchmarks/lab.py [--quick] [--write]
 
-The shipped prompts are halved. Half A is recorded and profiled; from it the throughput of every drafter x length x batch
-size is predicted, and written to a results file before anything of half B is run. Then every configuration decodes half B
-live, plain decoding between them. Tuning sees half A alone and is held against the best of the sweep on half B.
+The shipped prompts and those of benchmarks/prompts.json are halved. Half A is recorded and profiled; from it the throughput
+of every drafter x length x batch size is predicted, and written to a results file before anything of half B is run. Then
+every configuration decodes prompts of half B live, plain decoding between them. Tuning sees half A alone and is held
+against the best of the sweep on half B.
 
 Floor: a pass reads 269 MB of weights, whatever it scores; a replay reads none of them, so what it costs is our own loop.
 The last line is one JSON object.
@@ -27,13 +28,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 from engine import machine
-from methods import spread, write_section
+from methods import HERE, spread, write_section
 
 import foresay
 from foresay.core import SamplingParams
 from foresay.lab.asking import Asker
 from foresay.lab.bench import Bench, BenchSettings, Told
-from foresay.lab.formats import halves, load_items
+from foresay.lab.formats import halves, load_items, subset
 from foresay.lab.methods import Method
 from foresay.lab.record import record
 from foresay.lab.replay import replay
@@ -77,12 +78,13 @@ def sweep_methods() -> list[Method]:
 
 class Sweep:
     def __init__(self, quick: bool, folder: Path) -> None:
-        self.count, self.new = (12, 32) if quick else (24, 48)
+        self.count, self.new = (14, 16) if quick else (28, 20)
         self.folder = folder
         self.params = SamplingParams(max_new_tokens=self.new, ignore_eos=True)
         self.target = foresay.load(MODEL, drafter="none", dtype="bf16", max_batch_size=16)
-        first, second = halves(load_items(count=2 * self.count))
-        self.seen, self.unseen = first, second
+        first, second = halves([*load_items(), *load_items(str(HERE / "prompts.json"))])
+        # the same mix of categories in both, or their unlike prompts are what is compared
+        self.seen, self.unseen = subset(first, 35), subset(second, self.count)
         self.tuner: Tuner
         self.seconds: dict[str, float] = {}
 
@@ -112,7 +114,7 @@ class Sweep:
             candidates = [c for c in self.tuner.tuning.candidates if c.batch_size == size]
             best, _ = pick(candidates, count=3)
             began = perf_counter()
-            self.tuner.confirm(best, repeats=1)
+            self.tuner.confirm(best, repeats=1, count=4)
             self.seconds["confirm"] = self.seconds.get("confirm", 0.0) + perf_counter() - began
             chosen[size] = self.tuner.tuning.best.candidate.method.name if self.tuner.tuning.best else PLAIN
         return chosen
@@ -126,6 +128,7 @@ class Sweep:
             params=(self.params,),
             batch_sizes=BATCHES,
             repeats=1,
+            between=5,
         )
 
         def tell(told: Told) -> None:
@@ -230,7 +233,9 @@ def main() -> int:
 
 {machine()}
 
-Predicted from half A of the shipped prompts (recording, replay, profile), measured on half B; {sweep.count} prompts x
+Predicted from half A of the prompts ({len(sweep.seen)}: recording, replay, profile), measured on {
+        sweep.count
+    } of half B;
 {sweep.new} tokens each, bf16, greedy, tokens per second with prompts included.
 
 {table(rows)}

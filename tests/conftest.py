@@ -6,6 +6,9 @@ import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
+ALONE = "PYTEST_XDIST_WORKER" not in os.environ
+if not ALONE:  # the programs that tests start share the cores too
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import warnings
 from collections.abc import Iterator
@@ -48,7 +51,7 @@ def smollm2_fp32(smollm2_folder: Path) -> Any:
     """SmolLM2 in float32 as transformers loads it."""
     from transformers import AutoModelForCausalLM
 
-    torch.set_num_threads(2)
+    torch.set_num_threads(2 if ALONE else 1)
     return AutoModelForCausalLM.from_pretrained(smollm2_folder, dtype=torch.float32).eval()
 
 

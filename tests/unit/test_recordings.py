@@ -351,6 +351,8 @@ def test_a_recording_as_a_model_says_what_came_next() -> None:
     rows[1].request_id = 1
     store = model.new_cache()
     model.admit(Rows(rows), 0, store)
+    assert store.lengths == [0, 0]
+    assert model.forward(torch.tensor([[1]]), [1], store, logits=Logits.NONE).points is None
     assert store.lengths == [1, 0]
     fed = torch.tensor([[2, 3, 4], [7, 0, 0]])
     out = model.forward(fed, [3, 1], store)
@@ -378,7 +380,7 @@ def test_a_recording_as_a_model_refuses() -> None:
     store = model.new_cache()
     model.admit(Rows([make_row([1, 2])]), 0, store)
     refused(lambda: model.forward(torch.tensor([[2]]), [1], store, hidden_layers=[1]), "no hidden states")
-    assert store.lengths == [1] and np.array_equal(store.texts, [0])
+    assert store.lengths == [0] and np.array_equal(store.texts, [0])
 
 
 # -- results -----------------------------------------------------------------------------------------------------------

@@ -23,8 +23,6 @@ from foresay.records.provenance import provenance
 from foresay.records.results import PLAIN, Cell, Failure, Prediction, Results, Run, Trace, results_writer
 from foresay.text import TextStream
 
-_BETWEEN = 3
-"""Runs between two of plain decoding."""
 _TRACES = 2
 """Outputs of each cell that are kept piece by piece."""
 
@@ -38,13 +36,19 @@ class BenchSettings:
     params: Sequence[SamplingParams] = (SamplingParams(max_new_tokens=96),)
     batch_sizes: Sequence[int] = (1,)
     repeats: int = 3
+    between: int = 3
+    """Runs between two of plain decoding."""
     warm_up: int = 1
     """Prompts that everyone decodes before being timed."""
 
     def __post_init__(self) -> None:
         if not self.datasets or any(not asks for asks in self.datasets.values()):
             raise ConfigError("no prompts to run")
-        for name, value in (("repeats", self.repeats), *(("batch_size", b) for b in self.batch_sizes)):
+        for name, value in (
+            ("repeats", self.repeats),
+            ("between", self.between),
+            *(("batch_size", b) for b in self.batch_sizes),
+        ):
             if value < 1:
                 raise ConfigError(f"{name}={value} must be at least 1")
         if any(params.processors for params in self.params):
@@ -139,8 +143,8 @@ class Bench:
             if problem := self._guarded(lambda runner=runner: self._warm(runner, block)):  # type: ignore[misc]
                 broken[runner.name] = problem
         before = self._run_plain(block, missing[0][0])
-        for first in range(0, len(missing), _BETWEEN):
-            some = missing[first : first + _BETWEEN]
+        for first in range(0, len(missing), self.settings.between):
+            some = missing[first : first + self.settings.between]
             done = [(repeat, runner, self._attempt(runner, block, broken)) for repeat, runner in some]
             after = self._run_plain(block, some[-1][0])
             rate = (before.tokens + after.tokens) / (before.seconds + after.seconds)

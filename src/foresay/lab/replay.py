@@ -34,8 +34,8 @@ class Pass:
     batch: int
     width: int
     """Columns: 1 + the longest draft."""
-    context: float
-    """Mean tokens of a row before it."""
+    context: int
+    """Tokens of the longest row before it: attention is as wide."""
     tokens: int
     """Committed, all rows together."""
     drafted: int
@@ -105,7 +105,7 @@ class _Timed:
 
     def observe(self, rows: Rows, steps: Sequence[Step]) -> None:
         width = 1 + max(step.num_drafted for step in steps)
-        seconds = self._clock(len(steps), width, sum(row.size for row in rows) / len(rows))
+        seconds = self._clock(len(steps), width, max(row.size for row in rows))
         timed = [dataclasses.replace(s, target_s=seconds, total_s=s.draft_s + seconds) for s in steps]
         self._inner.observe(rows, timed)
 
@@ -194,7 +194,7 @@ def _run(engine: Engine, recording: Recording, limit: int | None) -> Replay:
         done = engine.step()
         if not done:
             continue
-        context = sum(sizes[step.request_id] for step in done) / len(done)
+        context = max(sizes[step.request_id] for step in done)
         longest = max(step.num_drafted for step in done)
         committed = sum(len(step.token_ids) for step in done)
         passes.append(Pass(len(done), 1 + longest, context, committed, longest, done[0].draft_s))

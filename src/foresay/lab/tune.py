@@ -10,16 +10,18 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
 
+from foresay.acceptance import Speculative
 from foresay.core import Drafter, SamplingParams
 from foresay.drafters import ModelDrafter
+from foresay.engine import Engine
 from foresay.errors import ConfigError, ForesayError
 from foresay.expressions import Call, parse
 from foresay.generator import Generator
-from foresay.lab.asking import Ask
+from foresay.lab.asking import Ask, source_and_start
 from foresay.lab.items import Item
 from foresay.lab.methods import Method
 from foresay.lab.predict import Expected, expect
@@ -38,6 +40,7 @@ PLAIN_METHOD = Method("none")
 THRESHOLDS = (0.3, 0.5, 0.7)
 MATRICES = ("[[5, 10], [0, 10]]", "[[8, 10], [0, 5]]", "[[13, 10], [0, 10]]")
 """Of a cascade of a draft model and Max-Gram: two of CS-Drafting's, and one between."""
+_FILLED = 8
 _CONFIRM_TOKENS = 64
 """Tokens of each output in a live run."""
 
@@ -134,11 +137,30 @@ class Tuner:
             began = perf_counter()
             sizes = sorted({1, *(2**i for i in range(1, 13) if 2**i < max(batch_sizes)), *batch_sizes})
             columns = [c for c in (1, 2, 3, 4, 5, 7, 9, 13, 17, 33, 65) if c < widest] + [widest]
-            context = int(statistics.mean(len(r.prompt) + len(r.output) / 2 for r in self.recording.records))
-            contexts = sorted({max(16, context)})
-            self._profile = measure(self.target, batches=sizes, columns=columns, contexts=contexts, repeats=5)
+            lengths = sorted(len(r.prompt) + len(r.output) // 2 for r in self.recording.records)
+            middle, long = max(16, lengths[len(lengths) // 2]), lengths[int(0.95 * (len(lengths) - 1))]
+            contexts = (middle, long) if long > 1.3 * middle else (middle,)
+            made = measure(self.target, batches=sizes, columns=columns, contexts=contexts, repeats=5)
+            self._profile = self._with_real_fills(made)
             self.tuning.seconds["profile"] = perf_counter() - began
         return self._profile
+
+    def _with_real_fills(self, made: Profile) -> Profile:
+        """Fill times scaled to what filling some of the recorded prompts takes, of unlike lengths as they are."""
+        asks = _spread(self.recording)[:_FILLED]
+        engine = Engine(self.target.target.model, None, Speculative(), ConstantLength(0), max_batch_size=_FILLED)
+        params = SamplingParams(max_new_tokens=2, ignore_eos=True)
+        for ask in asks:
+            prompt, one, source = source_and_start(self.target, ask.token_ids, params)
+            engine.submit(prompt, one, source=source)
+        seconds = 0.0
+        while engine.has_work:
+            began = perf_counter()
+            steps = engine.step()
+            seconds += perf_counter() - began - (steps[0].total_s if steps else 0.0)
+        expected = sum(made.fill_seconds(len(ask.token_ids) - 1) for ask in asks)
+        scale = seconds / expected if expected else 1.0
+        return replace(made, fills=tuple((tokens, s * scale) for tokens, s in made.fills))
 
     def search(self, methods: Iterable[Method], batch_sizes: Sequence[int]) -> list[Candidate]:
         """Every method at every batch size, the highest expected throughput first. Plain decoding is among them."""

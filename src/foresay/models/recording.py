@@ -67,13 +67,13 @@ class RecordingModel:
         return RecordingCache()
 
     def admit(self, rows: Rows, first: int, cache: KVCache) -> None:
-        """New rows, filled at once: a prompt costs nothing here."""
+        """New rows. Filling them computes nothing, but takes its turns as it does live, so that batches are the same."""
         assert isinstance(cache, RecordingCache) and len(cache.lengths) == first
         new = [rows[i] for i in range(first, len(rows))]
         for row in new:
             if row.request_id >= len(self._texts) or list(self._texts[row.request_id].prompt) != row.tokens.tolist():
                 raise ConfigError(f"request {row.request_id} is not the recording's text {row.request_id}")
-            cache.lengths.append(row.size - 1)
+            cache.lengths.append(0)
         cache.texts = np.append(cache.texts, [row.request_id for row in new])
 
     def forward(
