@@ -23,7 +23,7 @@ SHAPES: list[tuple[list[list[int]], Callable[[Sequence[Whole]], list[Any]]]] = [
 
 
 @pytest.mark.parametrize("lenience", [1.0, 2.0])
-@pytest.mark.parametrize(("k", "make"), SHAPES, ids=str)
+@pytest.mark.parametrize(("k", "make"), SHAPES, ids=["a look-up", "two models", "three", "side by side"])
 def test_laws_caches_and_budgets_over_contexts_that_come_and_go(k: Any, make: Any, lenience: float) -> None:
     """Sampled proposals on random, non-monotone contexts: each law is its reviewer's own given all tokens before it."""
     generator = torch.Generator().manual_seed(7)

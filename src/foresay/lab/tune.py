@@ -139,7 +139,7 @@ class Tuner:
             columns = [c for c in (1, 2, 3, 4, 5, 7, 9, 13, 17, 33, 65) if c < widest] + [widest]
             lengths = sorted(len(r.prompt) + len(r.output) // 2 for r in self.recording.records)
             middle, long = max(16, lengths[len(lengths) // 2]), lengths[int(0.95 * (len(lengths) - 1))]
-            contexts = (middle, long) if long > 1.3 * middle else (middle,)
+            contexts = [middle, long] if long > 1.3 * middle else [middle]
             made = measure(self.target, batches=sizes, columns=columns, contexts=contexts, repeats=5)
             self._profile = self._with_real_fills(made)
             self.tuning.seconds["profile"] = perf_counter() - began
