@@ -30,8 +30,9 @@ def page() -> str:
     parts = ["# The command line\n\nMade by `scripts/docs`; a test compares it with the program.\n"]
     parts += [_section(*args) for args in ((), *(tuple(name.split()) for name in COMMANDS))]
     parts.append(
-        "## Exit codes\n\n0: done. 1: `generate --compare`, `compare`, `demo` or `bench` found a difference under an exact rule, or "
-        "`bench` could run nothing. 2: wrong input, with one line on standard error. 130: interrupted. 141: whoever read the output has gone.\n"
+        "## Exit codes\n\n0: done. 1: `generate --compare`, `compare`, `demo` or `bench` found a difference under an exact rule, "
+        "or `bench` could run nothing. 2: wrong input, with one line on standard error. 130: interrupted. 141: whoever read "
+        "the output has gone.\n"
     )
     return "\n".join(parts)
 

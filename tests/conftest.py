@@ -6,9 +6,8 @@ import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
-ALONE = "PYTEST_XDIST_WORKER" not in os.environ
-if not ALONE:  # the programs that tests start share the cores too
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+# beside another process of the same run, the programs that tests start share the cores too
+os.environ |= {} if "PYTEST_XDIST_WORKER" not in os.environ else {"OMP_NUM_THREADS": "1"}
 
 import warnings
 from collections.abc import Iterator
@@ -51,7 +50,7 @@ def smollm2_fp32(smollm2_folder: Path) -> Any:
     """SmolLM2 in float32 as transformers loads it."""
     from transformers import AutoModelForCausalLM
 
-    torch.set_num_threads(2 if ALONE else 1)
+    torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
     return AutoModelForCausalLM.from_pretrained(smollm2_folder, dtype=torch.float32).eval()
 
 
