@@ -7,7 +7,10 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
 # beside another process of the same run, the programs that tests start share the cores too
-os.environ |= {} if "PYTEST_XDIST_WORKER" not in os.environ else {"OMP_NUM_THREADS": "1"}
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    for name in ("COLUMNS", "LINES"):  # which pytest-xdist sets, as if somebody had asked for 80 columns
+        os.environ.pop(name, None)
 
 import warnings
 from collections.abc import Iterator
