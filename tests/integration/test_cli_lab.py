@@ -398,7 +398,7 @@ def test_tune_writes_settings_that_are_picked_up(
     assert "2.00x plain decoding at batch 1." in out and out.endswith("wrote foresay.toml\n")
     said = read_settings("foresay.toml")
     assert said.target == str(folder) and said.drafter == "suffix" and said.length in (4, 6)
-    assert (said.max_batch_size, said.dtype) == (1, "fp32")
+    assert (said.max_batch_size, said.dtype) == (1, "float32")
     assert "speed_up = 2.0" in Path("foresay.toml").read_text() and "prompts = " in Path("foresay.toml").read_text()
     code, out, err = shell("generate", "-n", "8", "--json", TEXTS[0])
     assert code == 0 and err == f"foresay: settings from foresay.toml ({folder}, suffix, {said.length})\n"

@@ -126,7 +126,6 @@ def test_filling_prompts() -> None:
     assert one.fill_seconds(0) == one.fill_seconds(-1) == 0
     assert one.fill_seconds(68) == pytest.approx(4.0)
     assert one.fill_seconds(256) == 10 and one.fill_seconds(512 + 128) == pytest.approx(27)
-    assert one.fill_seconds(128, chunk=64) == pytest.approx(2 * (1 + 56 / 120 * 6))
     assert made(fills=()).fill_seconds(1000) == 0, "nothing is known"
 
 

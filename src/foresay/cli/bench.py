@@ -62,8 +62,7 @@ def run(
         engines = []
         for name in against or []:
             with loading(f"Starting {name}"):
-                dtype = str(getattr(getattr(target.target.model, "model", None), "dtype", "")).removeprefix("torch.")
-                engine = open_peer(name, model=target.target.name, dtype=dtype, threads=machine.threads)
+                engine = open_peer(name, model=target.target.name, dtype=target.target.dtype, threads=machine.threads)
             peers.callback(engine.close)
             engines.append(engine)
         with loading("Preparing the prompts"):

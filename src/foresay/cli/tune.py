@@ -129,7 +129,6 @@ def _seen_from(output: Path, name: str) -> str:
 
 
 def _write(tuning: Tuning, target: Generator, output: Path, prompts: str) -> int:
-    from foresay.models.options import DTYPES
     from foresay.records.provenance import provenance
     from foresay.settings import Settings, write_settings
 
@@ -137,8 +136,7 @@ def _write(tuning: Tuning, target: Generator, output: Path, prompts: str) -> int
     came = provenance()
     measured: dict[str, Any] = {"prompts": prompts, "processor": came["machine"]["processor"], "time": came["time"]}
     measured |= {"threads": came["machine"]["threads"], "foresay": came["versions"].get("foresay", "")}
-    weights: Any = getattr(target.target.model, "model", None)
-    dtype = next((name for name, kind in DTYPES.items() if kind == getattr(weights, "dtype", None)), None)
+    dtype = target.target.dtype or None
     chosen: dict[str, Any] = {
         "target": _seen_from(output, target.target.name),
         "max_batch_size": tuning.batch_size,

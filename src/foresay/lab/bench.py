@@ -67,10 +67,9 @@ class BenchSettings:
 
     def header(self, target: Generator) -> dict[str, Any]:
         """What must be the same for a file to go on. Methods, other engines and repeats may grow."""
-        dtype = str(getattr(getattr(target.target.model, "model", None), "dtype", "")).removeprefix("torch.")
         return {
             "model": target.target.name,
-            "dtype": dtype,
+            "dtype": target.target.dtype,
             "datasets": {name: {"prompts": len(asks), "digest": digest(asks)} for name, asks in self.datasets.items()},
             "params": [{**changed_params(p), "max_new_tokens": p.max_new_tokens} for p in self.params],
         }

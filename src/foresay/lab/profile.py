@@ -16,10 +16,11 @@ import torch
 
 import foresay.lab.floors as floors
 from foresay.acceptance import Speculative
-from foresay.core import Drafter, Guess, LengthPolicy, Move, Proposal, Row, Rows, SamplingParams, Step, Verdict
+from foresay.core import Drafter, LengthPolicy, Move, Proposal, Row, Rows, SamplingParams, Verdict
 from foresay.engine import Engine
 from foresay.errors import ConfigError
 from foresay.generator import Generator
+from foresay.lengths import ConstantLength
 from foresay.models.base import LanguageModel, ModelOutput
 from foresay.models.prefill import CHUNK, fill_chunk
 from foresay.records.profile import Profile, Timing, profile_path
@@ -31,24 +32,6 @@ LENGTHS = (1, 2, 4, 8)
 _WARM_UP = 2
 _TOGETHER = 4
 """Prompts filled together, when filling is timed."""
-
-
-class SetLength:
-    """A policy whose length is set from outside."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def budget(self, rows: Rows) -> list[int]:
-        """The same for every row."""
-        return [self.count] * len(rows)
-
-    def proceed(self, index: int, guess: Guess) -> torch.Tensor | None:
-        """No row stops early."""
-        return None
-
-    def observe(self, rows: Rows, steps: Sequence[Step]) -> None:
-        """Nothing to learn."""
 
 
 class Noise:
@@ -83,7 +66,7 @@ class _Bench:
     """An engine with `batch` rows of about `context` tokens, stepped at will."""
 
     def __init__(self, target: LanguageModel, drafter: Drafter, batch: int, context: int, steps: int) -> None:
-        self.policy = SetLength()
+        self.policy = ConstantLength(0)
         self.engine = Engine(target, drafter, Speculative(), self.policy, max_batch_size=batch)
         numbers = random.Random(batch * 10007 + context)
         for _ in range(batch):
@@ -95,7 +78,7 @@ class _Bench:
 
     def step(self, count: int) -> tuple[float, float]:
         """(seconds of drafting, seconds of the rest) of a step with drafts of `count` tokens."""
-        self.policy.count = count
+        self.policy.num_draft_tokens = count
         began = perf_counter()
         steps = self.engine.step()
         seconds = perf_counter() - began
@@ -128,9 +111,8 @@ def measure(
     on_progress(len(cells), len(cells) + 1)
     filled = tuple((tokens, _fill(target, tokens, repeats)) for tokens in fills if tokens < target.max_length)
     on_progress(len(cells) + 1, len(cells) + 1)
-    dtype = str(getattr(getattr(target, "model", None), "dtype", "")).removeprefix("torch.")
     floor = floors.floor(target)
-    return Profile(generator.target.name, dtype, machine(), tuple(timings), filled, floor)
+    return Profile(generator.target.name, generator.target.dtype, machine(), tuple(timings), filled, floor)
 
 
 def _check(batches: Sequence[int], columns: Sequence[int], contexts: Sequence[int], repeats: int, longest: int) -> None:
@@ -218,8 +200,7 @@ def profile(generator: Generator, *, fresh: bool = False, **settings: Any) -> Pr
     fresh: measure again. settings: as `measure`; a kept profile that lacks some of what they ask for is measured anew.
     """
     model = generator.target
-    dtype = str(getattr(getattr(model.model, "model", None), "dtype", "")).removeprefix("torch.")
-    path = profile_path(model.name, dtype, machine())
+    path = profile_path(model.name, model.dtype, machine())
     if path.exists() and not fresh:
         kept = Profile.load(path)
         wanted = {(b, c) for b in settings.get("batches", BATCHES) for c in settings.get("columns", COLUMNS)}

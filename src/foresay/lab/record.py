@@ -113,7 +113,6 @@ def _header(generator: Generator, asks: Sequence[Ask], params: SamplingParams, c
     if generator.target.tokenizer is None and params.stop:
         raise ConfigError("stop strings need a tokenizer, and this model was loaded without one")
     tokenizer = generator.tokenizer
-    dtype = getattr(getattr(generator.target.model, "model", None), "dtype", None)
     changed = {k: v for k, v in changed_params(params).items() if k != "seed"}
     return {
         "model": generator.target.name,
@@ -126,7 +125,7 @@ def _header(generator: Generator, asks: Sequence[Ask], params: SamplingParams, c
             "prompts": digest(asks),
             "chat": chat,
             "seed": None if params.greedy else params.seed or 0,
-            "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
+            "dtype": generator.target.dtype or None,
             "max_length": generator.target.model.max_length,
         },
         "provenance": provenance(),

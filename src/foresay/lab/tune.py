@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
@@ -26,7 +26,7 @@ from foresay.lab.items import Item
 from foresay.lab.methods import Method
 from foresay.lab.predict import Expected, expect
 from foresay.lab.profile import measure, measure_drafting
-from foresay.lab.replay import Clock, replay
+from foresay.lab.replay import replay
 from foresay.lab.running import run_live
 from foresay.lab.taught import TaughtDrafter, can_be_taught, teach
 from foresay.lengths import ConstantLength
@@ -41,6 +41,7 @@ THRESHOLDS = (0.3, 0.5, 0.7)
 MATRICES = ("[[5, 10], [0, 10]]", "[[8, 10], [0, 5]]", "[[13, 10], [0, 10]]")
 """Of a cascade of a draft model and Max-Gram: two of CS-Drafting's, and one between."""
 _FILLED = 8
+"""Recorded prompts whose filling is timed."""
 _CONFIRM_TOKENS = 64
 """Tokens of each output in a live run."""
 
@@ -117,7 +118,6 @@ class Tuner:
         target: Generator,
         recording: Recording,
         *,
-        on_note: Callable[[str], None] = lambda note: None,
         profile: Profile | None = None,
     ) -> None:
         """profile: the target's, measured by this process or a moment ago; None measures what is needed."""
@@ -125,10 +125,9 @@ class Tuner:
             raise ConfigError("tuning replays greedy recordings; this one was sampled")
         if recording.model != target.target.name:
             raise ConfigError(f"the recording is of {recording.model!r}, and the target is {target.target.name!r}")
-        self.target, self.recording, self._note = target, recording, on_note
+        self.target, self.recording = target, recording
         self._profile = profile
         self._taught: dict[str, TaughtDrafter] = {}
-        self._clocks: dict[int, Clock] = {}
         self.tuning = Tuning(0)
 
     def profile(self, batch_sizes: Sequence[int], widest: int) -> Profile:
@@ -190,15 +189,9 @@ class Tuner:
         name: str | None = None
         if can_be_taught(drafter, generator.policy, self.recording):
             drafter, name = self._teach(method.drafter, drafter, generator, batch_size), method.drafter
-        done = replay(
-            self.recording, drafter, generator.policy, batch_size=batch_size, clock=self._clock(self._profile)
-        )
+        clock = self._profile.clock()
+        done = replay(self.recording, drafter, generator.policy, batch_size=batch_size, clock=clock)
         return expect(done, self.recording, self._profile, name)
-
-    def _clock(self, profile: Profile) -> Clock:
-        if id(profile) not in self._clocks:
-            self._clocks = {id(profile): profile.clock()}
-        return self._clocks[id(profile)]
 
     def _teach(self, name: str, drafter: ModelDrafter, generator: Generator, batch_size: int) -> Drafter:
         """Hear a draft model once, and time it."""

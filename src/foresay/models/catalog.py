@@ -32,6 +32,11 @@ class LoadedModel:
     tokenizer: Any
     eos_token_ids: frozenset[int]
 
+    @property
+    def dtype(self) -> str:
+        """The weights', as "bfloat16"; empty for a model that has none."""
+        return str(getattr(getattr(self.model, "model", None), "dtype", "")).removeprefix("torch.")
+
 
 def native_dtype(device: torch.device) -> torch.dtype:
     """bf16 where the processor computes in it natively, else float32."""

@@ -20,6 +20,7 @@ from typing import Any
 
 from foresay.errors import ConfigError
 from foresay.models.packaged import cache_dir
+from foresay.models.prefill import CHUNK
 
 FORMAT, VERSION = "foresay-profile", 1
 
@@ -109,11 +110,11 @@ class Profile:
         }
         return sorted(means.items()) or [(1, [(1, 0.0)])]
 
-    def fill_seconds(self, tokens: int, chunk: int = 256) -> float:
+    def fill_seconds(self, tokens: int) -> float:
         """Filling a prompt of this many tokens, in chunks."""
-        whole, rest = divmod(max(0, tokens), chunk)
+        whole, rest = divmod(max(0, tokens), CHUNK)
         known = sorted(self.fills)
-        return whole * line(known, chunk) + (line(known, rest) if rest else 0.0)
+        return whole * line(known, CHUNK) + (line(known, rest) if rest else 0.0)
 
     def draft_seconds(self, drafter: str, batch: int, count: int) -> float:
         """Drafting `count` tokens for a batch with a profiled drafter."""
