@@ -7,25 +7,16 @@ from collections.abc import Sequence
 import torch
 
 from foresay.acceptance import make_rule
-from foresay.core import Drafter, LengthPolicy, Move, Proposal, Rows, Rule, SamplingParams, Step, Verdict
+from foresay.core import Drafter, LengthPolicy, Proposal, Rows, Rule, SamplingParams, Step
 from foresay.drafters import ModelDrafter, PromptLookup
+from foresay.drafters.stateless import Stateless
 from foresay.engine import Engine
 from foresay.lengths import ConstantLength
-from foresay.models.base import LanguageModel, ModelOutput
+from foresay.models.base import LanguageModel
 
 
-class Fake:
+class Fake(Stateless):
     """A drafter without state; subclasses say what they guess."""
-
-    hidden_layers: tuple[int, ...] = ()
-
-    def admit(self, rows: Rows, first: int) -> None: ...
-
-    def rearrange(self, moves: Sequence[Move], count: int) -> None: ...
-
-    def reset(self) -> None: ...
-
-    def observe(self, rows: Rows, verdict: Verdict | None, target: ModelOutput | None) -> None: ...
 
     def guess(self, row: int, rows: Rows, budget: int) -> list[int]:
         raise NotImplementedError

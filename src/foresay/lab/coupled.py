@@ -18,6 +18,7 @@ from foresay.core import Drafter, KVCache, Row, Rows, SamplingParams
 from foresay.drafters import Cascade, ModelDrafter
 from foresay.drafters.translated import TranslatedDrafter
 from foresay.errors import ConfigError
+from foresay.models.aligned import AlignedModel
 from foresay.models.base import LanguageModel, Logits, ModelOutput
 from foresay.randomness import Purpose, Streams
 from foresay.records.recording import Recording
@@ -27,7 +28,7 @@ LAW_FIELDS = ("temperature", "top_k", "top_p", "min_p")
 """Parameters that make a law of scores; all of a sampled recording's that a draft model can be held against."""
 
 
-class CoupledModel:
+class CoupledModel(AlignedModel):
     """A draft model whose likeliest token is what it would have drafted under the recorded text.
 
     Its other scores stay as they are, for policies that look at them. One text per request, in the recording's order.
@@ -38,20 +39,11 @@ class CoupledModel:
             raise ConfigError(
                 "the recording lacks the probabilities of its tokens, which a draft model is held against"
             )
-        self.inner, self._records, self._seed = inner, recording.records, seed
-        self.vocab_size, self.max_length, self.device = inner.vocab_size, inner.max_length, inner.device
-        self.reads_source: bool = getattr(inner, "reads_source", False)
+        super().__init__(inner, inner.vocab_size)
+        self._records, self._seed = recording.records, seed
         known = {k: v for k, v in recording.params.items() if k in LAW_FIELDS}
         self._params = SamplingParams(**known)
         self._rows: Rows | None = None
-
-    def new_cache(self) -> KVCache:
-        """A cache without rows."""
-        return self.inner.new_cache()
-
-    def admit(self, rows: Rows, first: int, cache: KVCache) -> None:
-        """Give rows from place `first` on empty cache rows."""
-        self.inner.admit(rows, first, cache)
 
     def see(self, rows: Rows) -> None:
         """Which texts the rows are, before a pass."""
@@ -69,7 +61,7 @@ class CoupledModel:
     ) -> ModelOutput:
         """One pass; see LanguageModel.forward."""
         before = list(cache.lengths[first_row : first_row + len(num_tokens)])
-        out = self.inner.forward(
+        out = super().forward(
             token_ids, num_tokens, cache, first_row=first_row, logits=logits, hidden_layers=hidden_layers
         )
         if out.logits is None or self._rows is None:

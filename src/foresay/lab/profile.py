@@ -16,12 +16,13 @@ import torch
 
 import foresay.lab.floors as floors
 from foresay.acceptance import Speculative
-from foresay.core import Drafter, LengthPolicy, Move, Proposal, Row, Rows, SamplingParams, Verdict
+from foresay.core import Drafter, LengthPolicy, Proposal, Row, Rows, SamplingParams
+from foresay.drafters.stateless import Stateless
 from foresay.engine import Engine
 from foresay.errors import ConfigError
 from foresay.generator import Generator
 from foresay.lengths import ConstantLength
-from foresay.models.base import LanguageModel, ModelOutput
+from foresay.models.base import LanguageModel
 from foresay.models.prefill import CHUNK, fill_chunk
 from foresay.records.profile import Profile, Timing, profile_path
 from foresay.records.provenance import machine
@@ -34,26 +35,12 @@ _TOGETHER = 4
 """Prompts filled together, when filling is timed."""
 
 
-class Noise:
+class Noise(Stateless):
     """Drafts random tokens, as many as it is asked for."""
-
-    hidden_layers: tuple[int, ...] = ()
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._vocab_size, self._device = vocab_size, device
         self._generator = torch.Generator().manual_seed(0)
-
-    def admit(self, rows: Rows, first: int) -> None:
-        """Nothing to remember."""
-
-    def rearrange(self, moves: Sequence[Move], count: int) -> None:
-        """Nothing to move."""
-
-    def reset(self) -> None:
-        """Nothing to forget."""
-
-    def observe(self, rows: Rows, verdict: Verdict | None, target: ModelOutput | None) -> None:
-        """Nothing to learn."""
 
     def propose(self, rows: Rows, budget: Sequence[int], policy: LengthPolicy) -> Proposal:
         """Random tokens."""

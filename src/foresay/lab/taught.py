@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from foresay.core import IntArray, LengthPolicy, Move, Proposal, Row, Rows, Verdict
+from foresay.core import IntArray, LengthPolicy, Proposal, Row, Rows
 from foresay.drafters import ModelDrafter
 from foresay.drafters.context import DraftContext
+from foresay.drafters.stateless import Stateless
 from foresay.drafters.translated import TranslatedDrafter
 from foresay.lab.replay import recorded_params
-from foresay.models.base import LanguageModel, Logits, ModelOutput
+from foresay.models.base import LanguageModel, Logits
 from foresay.records.recording import Recording
 from foresay.sampling import build_laws
 
@@ -26,26 +27,12 @@ _CHUNK = 32
 """Columns of a pass: no more than a scoring pass may have, so that it computes the same bits."""
 
 
-class TaughtDrafter:
+class TaughtDrafter(Stateless):
     """Drafts what a draft model was heard to say of the recorded texts."""
-
-    hidden_layers: tuple[int, ...] = ()
 
     def __init__(self, said: Sequence[IntArray], max_length: int) -> None:
         """said: for each text, the token guessed behind each of its places. max_length: the draft's context."""
         self._said, self._max_length = said, max_length
-
-    def admit(self, rows: Rows, first: int) -> None:
-        """Nothing to remember."""
-
-    def rearrange(self, moves: Sequence[Move], count: int) -> None:
-        """Nothing to move."""
-
-    def reset(self) -> None:
-        """Nothing to forget."""
-
-    def observe(self, rows: Rows, verdict: Verdict | None, target: ModelOutput | None) -> None:
-        """Nothing to learn."""
 
     def propose(self, rows: Rows, budget: Sequence[int], policy: LengthPolicy) -> Proposal:
         """The guesses behind each row's last token, as long as the draft's context allows."""

@@ -1,0 +1,26 @@
+"""What a drafter without memory has in common: it follows no rows. A subclass guesses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from foresay.core import Move, Rows, Verdict
+from foresay.models.base import ModelOutput
+
+
+class Stateless:
+    """A drafter that remembers nothing; `propose` is the subclass's."""
+
+    hidden_layers: tuple[int, ...] = ()
+
+    def admit(self, rows: Rows, first: int) -> None:
+        """Nothing to remember."""
+
+    def rearrange(self, moves: Sequence[Move], count: int) -> None:
+        """Nothing to move."""
+
+    def reset(self) -> None:
+        """Nothing to forget."""
+
+    def observe(self, rows: Rows, verdict: Verdict | None, target: ModelOutput | None) -> None:
+        """Nothing to learn."""
