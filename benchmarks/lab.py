@@ -19,6 +19,7 @@ import os
 import statistics
 import sys
 import tempfile
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from time import perf_counter
@@ -78,13 +79,15 @@ def sweep_methods() -> list[Method]:
 
 class Sweep:
     def __init__(self, quick: bool, folder: Path) -> None:
-        self.count, self.new = (14, 16) if quick else (28, 20)
+        self.new = 16 if quick else 20
         self.folder = folder
         self.params = SamplingParams(max_new_tokens=self.new, ignore_eos=True)
         self.target = foresay.load(MODEL, drafter="none", dtype="bf16", max_batch_size=16)
-        first, second = halves([*load_items(), *load_items(str(HERE / "prompts.json"))])
-        # the same mix of categories in both, or their unlike prompts are what is compared
-        self.seen, self.unseen = subset(first, 35), subset(second, self.count)
+        others = [replace(item, id=f"prompts/{item.id}") for item in load_items(str(HERE / "prompts.json"))]
+        # like categories and lengths in both, or the unlike prompts are what is compared
+        self.seen, self.unseen = halves([*load_items(), *others])
+        if quick:
+            self.seen, self.unseen = subset(self.seen, 35), subset(self.unseen, 14)
         self.tuner: Tuner
         self.seconds: dict[str, float] = {}
 
@@ -114,7 +117,7 @@ class Sweep:
             candidates = [c for c in self.tuner.tuning.candidates if c.batch_size == size]
             best, _ = pick(candidates, count=3)
             began = perf_counter()
-            self.tuner.confirm(best, repeats=1, count=4)
+            self.tuner.confirm(best, count=8 + size)
             self.seconds["confirm"] = self.seconds.get("confirm", 0.0) + perf_counter() - began
             chosen[size] = self.tuner.tuning.best.candidate.method.name if self.tuner.tuning.best else PLAIN
         return chosen
@@ -233,9 +236,9 @@ def main() -> int:
 
 {machine()}
 
-Predicted from half A of the prompts ({len(sweep.seen)}: recording, replay, profile), measured on {
-        sweep.count
-    } of half B;
+Predicted from half A of the prompts ({len(sweep.seen)}: recording, replay, profile), measured on half B ({
+        len(sweep.unseen)
+    });
 {sweep.new} tokens each, bf16, greedy, tokens per second with prompts included.
 
 {table(rows)}

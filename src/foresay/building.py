@@ -92,6 +92,8 @@ class Recipe:
     """The length it drafts unless told otherwise."""
     forget: Callable[[], None] = lambda: None
     """Clears what it keeps between requests."""
+    reads_target: bool = False
+    """Whether it needs the target's layers or tokenizer, and not only its tokens."""
 
 
 def _none() -> Recipe:
@@ -111,7 +113,7 @@ def _max_gram(table: str | None = None) -> Recipe:
         continuation = None if path is None else shelf.table(path)
         return lambda: MaxGram(continuation, device=shelf.device)
 
-    return Recipe(prepare, 10)
+    return Recipe(prepare, 10, reads_target=path is not None)
 
 
 def _ngram_store(
@@ -153,12 +155,12 @@ def _model(
     def prepare(shelf: Shelf) -> DrafterBuilder:
         return _draft_with(shelf, shelf.model(name), trim)
 
-    return Recipe(prepare, 5)
+    return Recipe(prepare, 5, reads_target=True)
 
 
 def draft_model(loaded: LoadedModel) -> Recipe:
     """The recipe of a draft model that is there already."""
-    return Recipe(lambda shelf: _draft_with(shelf, loaded, None), 5)
+    return Recipe(lambda shelf: _draft_with(shelf, loaded, None), 5, reads_target=True)
 
 
 def _draft_with(shelf: Shelf, draft: LoadedModel, trim: _Trim | None) -> DrafterBuilder:
@@ -200,7 +202,7 @@ def _self(
             model = trim(shelf, model)
         return lambda: SelfDrafter(model, shelf.vocab_size)
 
-    return Recipe(prepare, 4)
+    return Recipe(prepare, 4, reads_target=True)
 
 
 def _trim(vocabulary: str | None, size: int | None, coverage: float) -> _Trim | None:
@@ -246,7 +248,7 @@ def _cascade(*drafters: tuple[str | None, Any], k: Sequence[Sequence[int]], leni
         for recipe in recipes:
             recipe.forget()
 
-    return Recipe(prepare, drafted_at_most(k), forget)
+    return Recipe(prepare, drafted_at_most(k), forget, any(recipe.reads_target for recipe in recipes))
 
 
 def _made(builder: DrafterBuilder) -> Drafter:

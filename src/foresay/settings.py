@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
 from foresay.checks import integer
 from foresay.errors import ConfigError, UnknownNameError
+from foresay.files import whole_file
 
 FILE = "foresay.toml"
 """The name under which commands look for one in the folder they run in."""
@@ -89,15 +88,8 @@ def write_settings(path: str | os.PathLike[str], settings: Settings, measured: M
     lines = [f"target = {_toml(settings.target)}"]
     lines += [f"{name} = {_toml(value)}" for name, value in settings.given().items()]
     lines += ["", "[measured]", *(f"{name} = {_toml(value)}" for name, value in measured.items() if value is not None)]
-    target = Path(path)
-    try:
-        handle, name = tempfile.mkstemp(dir=target.parent, suffix=".tmp")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write("\n".join(lines) + "\n")
-        os.chmod(name, 0o644)
-        os.replace(name, target)
-    except OSError as error:
-        raise ConfigError(f"cannot write {os.fspath(path)!r}: {error.strerror}") from None
+    with whole_file(path) as whole:
+        whole.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def _toml(value: Any) -> str:

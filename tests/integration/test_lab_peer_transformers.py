@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from foresay.lengths import ConstantLength
 one_thread = pytest.fixture(autouse=True)(tiny.one_thread)
 PROMPTS = [[40, 41, 42], [50] * 9, [60, 61, 60, 61, 60, 61, 60], [70]]
 NEW = 24
+WRITE = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +64,7 @@ def peer(folder: Path) -> Iterator[Peer]:
 
 @pytest.mark.parametrize("batch", [1, 3, 4, 9])
 def test_greedy_outputs_are_ours_in_every_batch(peer: Peer, ours: list[list[int]], batch: int) -> None:
-    run = peer.run(PROMPTS, max_new_tokens=NEW, batch_size=batch)
+    run = peer.run(PROMPTS, WRITE, batch)
     assert run.outputs == ours
     assert run.seconds > 0
 
@@ -72,10 +74,10 @@ def test_its_other_methods_write_the_same(folder: Path, other: Path, ours: list[
     setting = f"assistant={other}" if setting == "assistant" else setting
     opened = open_peer(f"transformers({setting})", model=str(folder), dtype="fp32", threads=1)
     for _ in range(2):
-        assert opened.run(PROMPTS, max_new_tokens=NEW, batch_size=1).outputs == ours
+        assert opened.run(PROMPTS, WRITE, 1).outputs == ours
     if "cache" not in setting:
         with pytest.raises(ConfigError, match="one prompt at a time, not 2; use batch size 1"):
-            opened.run(PROMPTS, max_new_tokens=NEW, batch_size=2)
+            opened.run(PROMPTS, WRITE, 2)
     key, value = setting.split("=")
     key = {"lookup": "prompt_lookup_num_tokens"}.get(key, key)
     assert opened.describe()[key] == value
@@ -83,14 +85,12 @@ def test_its_other_methods_write_the_same(folder: Path, other: Path, ours: list[
     opened.close()
     opened.close()
     with pytest.raises(ForesayError, match="is closed; open it again"):
-        opened.run(PROMPTS, max_new_tokens=NEW, batch_size=1)
+        opened.run(PROMPTS, WRITE, 1)
 
 
 def test_sampling_is_repeated_by_its_seed_and_leaves_the_generator_alone(peer: Peer, ours: list[list[int]]) -> None:
     def draw(seed: int | None) -> list[list[int]]:
-        return peer.run(
-            PROMPTS, max_new_tokens=NEW, batch_size=4, temperature=1.5, top_p=0.95, top_k=50, seed=seed
-        ).outputs
+        return peer.run(PROMPTS, replace(WRITE, temperature=1.5, top_p=0.95, top_k=50, seed=seed), 4).outputs
 
     before = torch.get_rng_state()
     first = draw(1)
@@ -107,8 +107,8 @@ def test_an_output_ends_at_its_end_token(tmp_path: Path, ours: list[list[int]]) 
     saved = tiny.save(tmp_path, model)
     opened = open_peer("transformers", model=str(saved), dtype="fp32", threads=None)
     for batch in (1, 4):
-        assert opened.run(PROMPTS, max_new_tokens=NEW, batch_size=batch).outputs == ours
-        ended = opened.run(PROMPTS, max_new_tokens=NEW, batch_size=batch, ignore_eos=False).outputs
+        assert opened.run(PROMPTS, WRITE, batch).outputs == ours
+        ended = opened.run(PROMPTS, replace(WRITE, ignore_eos=False), batch).outputs
         assert ended == [row[: row.index(end) + 1] if end in row else row for row in ours]
         assert len(ended[0]) <= 6
     assert ended == plain(saved, PROMPTS, ignore_eos=False)
@@ -126,15 +126,15 @@ def test_threads_are_its_own_for_a_run_only(folder: Path, monkeypatch: pytest.Mo
     opened: Any = open_peer("transformers", model=str(folder), dtype="fp32", threads=2)
     seen: list[int] = []
     monkeypatch.setattr(opened, "_batch", lambda *_: seen.append(torch.get_num_threads()) or [[1]])
-    opened.run([[1]], max_new_tokens=1, batch_size=1)
+    opened.run([[1]], replace(WRITE, max_new_tokens=1), 1)
     assert seen == [2] and torch.get_num_threads() == 1
 
 
 def test_what_it_cannot_do_is_one_line(peer: Peer, folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="prompt and output have 129 tokens, the context 128; ask for fewer"):
-        peer.run([[1] * 100], max_new_tokens=29, batch_size=1)
+        peer.run([[1] * 100], replace(WRITE, max_new_tokens=29), 1)
     with pytest.raises(ForesayError, match=r"^transformers failed: IndexError") as caught:
-        peer.run([[100_000]], max_new_tokens=4, batch_size=1)
+        peer.run([[100_000]], replace(WRITE, max_new_tokens=4), 1)
     assert "\n" not in str(caught.value)
     with pytest.raises(ForesayError, match=re.escape(str(tmp_path))):
         open_peer("transformers", model=str(tmp_path), dtype="fp32", threads=None)
@@ -147,4 +147,4 @@ def test_opening_it_leaves_foresays_model_alone(folder: Path, ours: list[list[in
     opened: Any = open_peer("transformers", model=str(folder), dtype="fp32", threads=None)
     assert plain(folder, PROMPTS) == ours
     assert opened._model.config._attn_implementation == "sdpa"
-    assert opened.run(PROMPTS, max_new_tokens=NEW, batch_size=4).outputs == ours
+    assert opened.run(PROMPTS, WRITE, 4).outputs == ours

@@ -198,13 +198,6 @@ def test_all_exact_rules_accept_the_same_of_a_greedy_recording(plain: Recording,
     assert replayed(done) == replayed(replay(plain, draft(), ConstantLength(4)))
 
 
-def test_a_limit_replays_the_beginnings(plain: Recording) -> None:
-    done = replay(plain, MaxGram(), ConstantLength(4), limit=10)
-    assert done.stats.num_tokens == sum(min(10, len(r.output)) for r in plain.records)
-    whole = replay(plain, MaxGram(), ConstantLength(4), limit=1000)
-    assert replayed(whole) == replayed(replay(plain, MaxGram(), ConstantLength(4)))
-
-
 def test_plain_decoding_is_one_token_a_pass(plain: Recording) -> None:
     done = replay(plain, None, ConstantLength(0), batch_size=4)
     assert done.stats.num_passes == done.stats.num_tokens == plain.num_tokens and done.rate() is None

@@ -165,14 +165,14 @@ def test_picking_by_hand() -> None:
 
 def test_the_best_must_gain_more_than_plain_decoding_differs_from_itself() -> None:
     one = candidate("suffix", 12)
-    tuning = Tuning(1, confirmed=[Confirmed(one, 11.0, 1.04, 1.0, 1.1)], plain_spread=0.1)
+    tuning = Tuning(confirmed=[Confirmed(one, 11.0, 1.04, 1.0, 1.1)], plain_spread=0.1)
     assert tuning.best is None
     tuning.plain_spread = 0.02
     assert tuning.best is tuning.confirmed[0]
     quicker = Confirmed(one, 12.0, 1.03, 1.0, 1.1)
     tuning.confirmed.append(quicker)
     assert tuning.best is quicker, "tokens per second decide"
-    assert Tuning(1).best is None
+    assert Tuning().best is None
 
 
 def test_what_cannot_be_replayed_is_left_out_and_named() -> None:

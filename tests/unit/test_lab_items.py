@@ -105,7 +105,7 @@ MANY = [Item(f"{name}-{i}", "p", name) for i in range(12) for name in ("a", "b",
 
 SUBSET_0 = ["c-0", "c-1", "a-2", "b-4", "b-7", "a-9", "a-11", "b-11"]
 SUBSET_1 = ["b-0", "c-0", "c-1", "a-4", "a-6", "b-6", "b-9", "a-11"]
-HALVES_2 = (["b-0", "c-0", "a-1", "b-1", "a-3"], ["a-0", "c-1", "a-2", "b-2"])
+HALVES_2 = (["b-0", "a-1", "b-1", "c-1", "a-3"], ["a-0", "c-0", "a-2", "b-2"])
 
 
 def ids(items: list[Item]) -> list[str]:
@@ -145,6 +145,19 @@ def test_halves_are_disjoint_and_balanced(sizes: list[int], seed: int) -> None:
     first, second = (Counter(item.category for item in part) for part in parts)
     assert all(abs(first[str(c)] - second[str(c)]) <= 1 for c in range(len(sizes)))
     assert all(part == [item for item in items if item in part] for part in parts)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_halves_are_of_like_lengths(seed: int) -> None:
+    """One enormous prompt apart, the sums cannot differ by more than the longest does from the shortest."""
+    items = [Item(f"{i}", "x" * (i * i % 97 + 1), "") for i in range(40)]
+    sums = [sum(len(str(item.prompt)) for item in half) for half in halves(items, seed)]
+    assert abs(sums[0] - sums[1]) < 97
+    chats = [Item(f"{i}", ({"role": "user", "content": "x" * (10 ** (i // 2))},), "") for i in range(8)]
+    assert [sorted(len(item.prompt[0]["content"]) for item in half) for half in halves(chats, seed)] == [  # type: ignore[index,call-overload]
+        [1, 10, 100, 1000]
+    ] * 2
+    assert ids(halves(items, seed)[0]) != ids(halves(items, seed + 1)[0])
 
 
 def test_one_item_has_no_halves() -> None:

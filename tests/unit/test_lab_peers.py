@@ -12,14 +12,18 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from foresay.core import SamplingParams
 from foresay.errors import ConfigError, ForesayError, ModelLoadError, ModelNotFoundError, UnknownNameError
 from foresay.lab.peers import base, open_peer, parse, process, worker
 from foresay.lab.peers.process import Worker, WorkerPeer, open_worker
+
+WRITE = SamplingParams(max_new_tokens=4, ignore_eos=True)
 
 # -- expressions
 
@@ -400,24 +404,24 @@ def test_a_peer_runs_and_closes(peer: WorkerPeer, gguf: str) -> None:
     about = {"engine": "llama.cpp", "context": "8192", "model": gguf, "dtype": "the GGUF file's", "threads": "3"}
     assert peer.describe() == {**about, "interpreter": sys.executable}
     for _ in range(2):
-        run = peer.run([[1, 2], [3]], max_new_tokens=4, batch_size=1)
+        run = peer.run([[1, 2], [3]], WRITE, 1)
         assert run == base.PeerRun([[2], [3]], 0.5)
     peer.close()
     peer.close()
     assert_gone(peer.pid)
     with pytest.raises(ForesayError, match="the worker is gone"):
-        peer.run([[1]], max_new_tokens=4, batch_size=1)
+        peer.run([[1]], WRITE, 1)
 
 
 def test_a_refusal_is_an_error_and_the_worker_goes_on(peer: WorkerPeer) -> None:
     with pytest.raises(ConfigError, match=r"^llama\.cpp: no luck$"):
-        peer.run([[1]], max_new_tokens=4, batch_size=1, seed=13)
-    assert peer.run([[1]], max_new_tokens=4, batch_size=1).outputs == [[1]]
+        peer.run([[1]], replace(WRITE, seed=13), 1)
+    assert peer.run([[1]], WRITE, 1).outputs == [[1]]
 
 
 def test_a_request_larger_than_a_pipe(peer: WorkerPeer) -> None:
     prompts = [[123456] * 8000 + [i] for i in range(40)]
-    assert peer.run(prompts, max_new_tokens=1, batch_size=1).outputs == [[i] for i in range(40)]
+    assert peer.run(prompts, replace(WRITE, max_new_tokens=1), 1).outputs == [[i] for i in range(40)]
 
 
 @pytest.mark.parametrize(
@@ -426,18 +430,22 @@ def test_a_request_larger_than_a_pipe(peer: WorkerPeer) -> None:
         ({"batch_size": 2}, "llama.cpp is run one prompt at a time, not 2; use batch size 1"),
         ({"prompts": []}, "at least one prompt"),
         ({"prompts": [[]]}, "at least one token"),
-        ({"max_new_tokens": 0}, "max_new_tokens=0 must be an integer at least 1"),
+        ({"batch_size": 0}, "batch_size=0 must be an integer at least 1"),
         ({"max_new_tokens": 8192}, "have 8193 tokens, the context 8192 it was loaded with"),
-        ({"temperature": -1.0}, "temperature=-1.0 must be"),
-        ({"top_p": 0.0}, "top_p=0.0 must be"),
-        ({"top_k": -1}, "top_k=-1 must be"),
-        ({"seed": -1}, "seed=-1 must be"),
+        ({"seed": 2**32 - 1}, "seed=4294967295 must be"),
+        (
+            {"min_p": 0.1},
+            "llama.cpp is told max_new_tokens, temperature, top_k, top_p, seed, ignore_eos alone, not min_p=0.1",
+        ),
+        ({"stop": ("x",)}, "not stop=('x',); leave it out"),
+        ({"banned_token_ids": (7,)}, "not banned_token_ids=(7,); leave it out"),
     ],
 )
 def test_what_no_peer_can_do(peer: WorkerPeer, changes: dict[str, Any], message: str) -> None:
-    arguments: dict[str, Any] = {"prompts": [[1]], "max_new_tokens": 4, "batch_size": 1, **changes}
+    settings = dict(changes)
+    prompts, batch_size = settings.pop("prompts", [[1]]), settings.pop("batch_size", 1)
     with pytest.raises(ConfigError, match=re.escape(message)):
-        peer.run(arguments.pop("prompts"), **arguments)
+        peer.run(prompts, replace(WRITE, **settings), batch_size)
 
 
 def test_vllm_has_a_largest_batch(tmp_path: Path) -> None:
@@ -448,9 +456,9 @@ def test_vllm_has_a_largest_batch(tmp_path: Path) -> None:
     spec = parse(f"vllm={sys.executable}(ngram=4)")
     peer = open_worker(spec, model=str(tmp_path), dtype="bf16", threads=None, script=script)
     assert peer.name == "vllm+ngram" and peer.describe()["context"] == "50" and peer.describe()["dtype"] == "bfloat16"
-    assert peer.run([[1]], max_new_tokens=4, batch_size=128).outputs == [[1]]
+    assert peer.run([[1]], WRITE, 128).outputs == [[1]]
     with pytest.raises(ConfigError, match="loaded for 128 prompts at a time, not 129"):
-        peer.run([[1]], max_new_tokens=4, batch_size=129)
+        peer.run([[1]], WRITE, 129)
     peer.close()
 
 

@@ -16,7 +16,7 @@ import foresay
 SOURCE = Path(foresay.__file__).parent
 LAYERS = [
     {"errors"},
-    {"params", "checks"},
+    {"params", "checks", "files"},
     {"core"},
     {"randomness", "sampling", "acceptance", "theory", "processing"},
     {"models"},

@@ -23,7 +23,7 @@ from foresay.generator import Generator
 from foresay.lab import floors
 from foresay.lab import profile as lab
 from foresay.lab.predict import expect
-from foresay.lab.profile import measure, measure_drafting, profile, quartiles
+from foresay.lab.profile import measure, measure_drafting, medians, profile, quartiles
 from foresay.lab.replay import Pass, Replay
 from foresay.lab.shapes import DEPTHS, Shape, depth_share, shapes, study
 from foresay.models.packing import pack_linears, weight_bytes
@@ -259,6 +259,20 @@ def test_measuring_a_tiny_model() -> None:
     assert (found.model, found.dtype) == ("LlamaForCausalLM", "float32") and found.machine["threads"] == 1
     assert told[0] == (0, 5) and told[-1] == (5, 5)
     assert found.clock()(2, 3, 20) > 0
+
+
+def test_medians_of_profiles_forget_a_slow_moment() -> None:
+    slow = made(
+        timings=tuple(replace(t, seconds=9 * t.seconds, low=9 * t.low, high=9 * t.high) for t in TIMINGS),
+        fills=((8, 0.5), (128, 70.0), (256, 100.0)),
+    )
+    found = medians([made(), slow, made()])
+    assert [t.seconds for t in found.timings] == [t.seconds for t in TIMINGS]
+    assert [(t.low, t.high) for t in found.timings] == [(t.low, 9 * t.high) for t in TIMINGS]
+    assert found.fills == made().fills and found.model == "tiny"
+    assert medians([slow]) == slow
+    with pytest.raises(ValueError, match="zip"):
+        medians([made(), made(timings=TIMINGS[1:])])
 
 
 def test_passes_have_the_columns_they_are_timed_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,7 +78,7 @@ def _open(
     path: Path, model: str | None, named: list[Method], data: DataOptions, machine: MachineOptions
 ) -> tuple[Shelf, Recording]:
     """The recording, and the target where something needs it: its layers, its tokenizer, a log's prompts."""
-    from foresay.building import Shelf
+    from foresay.building import Shelf, read_drafter
     from foresay.lab.asking import Asker
     from foresay.models.catalog import LoadedModel
     from foresay.models.recording import RecordingModel
@@ -89,8 +89,7 @@ def _open(
             printed = file.read(64).lstrip().startswith(b"tensor(")
     except OSError as error:
         raise ConfigError(f"cannot read {str(path)!r}: {error.strerror}") from None
-    needy = printed or any(not method.drafter.startswith(_LOOK_UPS) or "(" in method.drafter for method in named)
-    if not needy:
+    if not printed and not any(read_drafter(method.drafter).reads_target for method in named):
         recorded = Recording.load(path)
         stand_in = RecordingModel([recorded.records[0].text], recorded.vocab_size)
         return Shelf(LoadedModel(recorded.model, stand_in, None, recorded.eos)), recorded

@@ -62,9 +62,9 @@ def run(
     with loading("Timing passes, replaying candidates"):
         tuner = Tuner(target, recorded)
         tuner.search(named, sizes)
-    _finish(tuner, latency, confirm)
+    size = _finish(tuner, latency, confirm)
     _show(tuner.tuning)
-    return _write(tuner.tuning, target, output, data.name if recording is None else recording.name)
+    return _write(tuner.tuning, size, target, output, data.name if recording is None else recording.name)
 
 
 def _recorded(target: Generator, path: Path | None, items: Any, tokens: int, data: DataOptions) -> Recording:
@@ -85,8 +85,8 @@ def _recorded(target: Generator, path: Path | None, items: Any, tokens: int, dat
         )
 
 
-def _finish(tuner: Tuner, latency: float | None, count: int) -> None:
-    """Run the best few live."""
+def _finish(tuner: Tuner, latency: float | None, count: int) -> int:
+    """Run the best few live; the batch size to write down."""
     from foresay.lab.tune import pick
 
     best, plain = pick(tuner.tuning.candidates, count=count, latency_s=None if latency is None else latency / 1e3)
@@ -97,7 +97,7 @@ def _finish(tuner: Tuner, latency: float | None, count: int) -> None:
         with loading(f"Confirming {len(best)} live"):
             tuner.confirm(best)
     found = tuner.tuning.best
-    tuner.tuning.batch_size = (found.candidate if found else plain or best[0]).batch_size
+    return (found.candidate if found else plain or best[0]).batch_size
 
 
 def _show(tuning: Tuning) -> None:
@@ -128,7 +128,7 @@ def _seen_from(output: Path, name: str) -> str:
     return os.path.relpath(name, output.parent) if Path(name).exists() and not Path(name).is_absolute() else name
 
 
-def _write(tuning: Tuning, target: Generator, output: Path, prompts: str) -> int:
+def _write(tuning: Tuning, batch_size: int, target: Generator, output: Path, prompts: str) -> int:
     from foresay.records.provenance import provenance
     from foresay.settings import Settings, write_settings
 
@@ -139,7 +139,7 @@ def _write(tuning: Tuning, target: Generator, output: Path, prompts: str) -> int
     dtype = target.target.dtype or None
     chosen: dict[str, Any] = {
         "target": _seen_from(output, target.target.name),
-        "max_batch_size": tuning.batch_size,
+        "max_batch_size": batch_size,
         "dtype": dtype,
     }
     if best is None:

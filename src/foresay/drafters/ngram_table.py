@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import tempfile
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from foresay import __version__
 from foresay.checks import integer, number
 from foresay.core import IntArray
 from foresay.errors import ConfigError, ModelLoadError, ModelNotFoundError, VocabularyMismatchError
+from foresay.files import whole_file
 
 MAX_ORDER = 5
 TOKEN_BITS = 21
@@ -297,15 +297,10 @@ def _write(path: Path, tensors: dict[str, npt.NDArray[Any]], metadata: dict[str,
     from safetensors.numpy import save_file
 
     try:
-        with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as work:
-            whole = Path(work) / path.name
-            whole.touch()
-            mode = whole.stat().st_mode  # what the umask allows; safetensors would keep others from reading
+        with whole_file(path) as whole:
             save_file(tensors, whole, metadata)
-            whole.chmod(mode)
-            os.replace(whole, path)
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"cannot write {str(path)!r}: {getattr(error, 'strerror', None) or error}") from error
+    except SafetensorError as error:
+        raise ConfigError(f"cannot write {str(path)!r}: {error}") from error
 
 
 def _refuse(path: Path, problem: str, cause: Exception | None = None) -> NoReturn:

@@ -71,12 +71,26 @@ def subset(items: Sequence[Item], count: int, seed: int = 0) -> list[Item]:
 def halves(items: Sequence[Item], seed: int = 0) -> tuple[list[Item], list[Item]]:
     """Two disjoint halves, each in the order of the items: one to tune on and one to measure on.
 
-    They differ by one item at most, and so they do in every category. Raises ConfigError for fewer than two items.
+    They differ by one item at most, and so they do in every category, where of two prompts next to each other in length one
+    goes to each half. Raises ConfigError for fewer than two items.
     """
     if len(items) < 2:
         raise ConfigError(f"two halves need at least 2 prompts, not {len(items)}")
-    order = [i for group in _shuffled(items, seed) for i in group]
-    return [items[i] for i in sorted(order[::2])], [items[i] for i in sorted(order[1::2])]
+    parts: tuple[list[int], list[int]] = ([], [])
+    for group in _shuffled(items, seed):
+        by_length = sorted(group, key=lambda i: _length(items[i]))
+        for begin in range(0, len(group) - 1, 2):
+            one, other = sorted(by_length[begin : begin + 2], key=lambda i: _digest(items[i], seed))
+            parts[0].append(one)
+            parts[1].append(other)
+        if len(group) % 2:
+            min(parts, key=len).append(by_length[-1])
+    return [items[i] for i in sorted(parts[0])], [items[i] for i in sorted(parts[1])]
+
+
+def _length(item: Item) -> int:
+    """Characters of the prompt."""
+    return len(item.prompt) if isinstance(item.prompt, str) else sum(len(str(m["content"])) for m in item.prompt)
 
 
 def _shuffled(items: Sequence[Item], seed: int) -> list[list[int]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -100,6 +101,26 @@ def measure(
     on_progress(len(cells) + 1, len(cells) + 1)
     floor = floors.floor(target)
     return Profile(generator.target.name, generator.target.dtype, machine(), tuple(timings), filled, floor)
+
+
+def medians(profiles: Sequence[Profile]) -> Profile:
+    """The medians of profiles that timed the same cells at different moments.
+
+    A machine that others share is slow for seconds at a time, which one visit to a cell takes for the cell's own.
+    """
+    timings = [
+        Timing(
+            *(same[0].batch, same[0].columns, same[0].context),
+            statistics.median(t.seconds for t in same),
+            min(t.low for t in same),
+            max(t.high for t in same),
+        )
+        for same in zip(*(p.timings for p in profiles), strict=True)
+    ]
+    fills = [
+        (same[0][0], statistics.median(s for _, s in same)) for same in zip(*(p.fills for p in profiles), strict=True)
+    ]
+    return replace(profiles[-1], timings=tuple(timings), fills=tuple(fills))
 
 
 def _check(batches: Sequence[int], columns: Sequence[int], contexts: Sequence[int], repeats: int, longest: int) -> None:

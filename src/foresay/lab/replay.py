@@ -118,13 +118,12 @@ def replay(
     rule: Rule | None = None,
     batch_size: int = 1,
     clock: Clock | None = None,
-    limit: int | None = None,
 ) -> Replay:
     """Decode the recorded outputs again with a drafter.
 
     rule: None takes "speculative"; all exact rules accept the same of a greedy recording. clock: how long passes of the
-    target take, for a policy that decides by time. limit: tokens of each output at most. Raises ConfigError for
-    what no recording can answer: a lossy rule, a drafter that learns from scores, a drafter that fails.
+    target take, for a policy that decides by time. Raises ConfigError for what no recording can answer: a lossy rule, a
+    drafter that learns from scores, a drafter that fails.
     """
     rule = rule or Speculative()
     if not rule.exact:
@@ -145,17 +144,16 @@ def replay(
     model = RecordingModel([r.text for r in recording.records], recording.vocab_size, max_length=longest)
     engine = Engine(model, drafter, rule, policy, max_batch_size=batch_size)
     for record in recording.records:
-        _submit(engine, record, recording, limit)
-    return _run(engine, recording, limit)
+        _submit(engine, record, recording)
+    return _run(engine, recording)
 
 
-def _submit(engine: Engine, record: Record, recording: Recording, limit: int | None) -> None:
+def _submit(engine: Engine, record: Record, recording: Recording) -> None:
     """A request that ends where the recorded one did, and as it did."""
     count = len(record.output)
-    whole = limit is None or limit >= count
-    stopped = whole and record.finish_reason == FinishReason.STOP
+    stopped = record.finish_reason == FinishReason.STOP
     most = max(int(recording.params.get("max_new_tokens", 0)), count) if stopped else count
-    params = recorded_params(recording, min(most, limit or most))
+    params = recorded_params(recording, most)
     ends = recording.eos | set(params.stop_token_ids)
     stop = _Ended(count) if stopped and record.output[-1] not in ends else None
     engine.submit(record.prompt, params, eos=recording.eos, stop=stop, source=record.source)
@@ -185,7 +183,7 @@ class _Ended:
         return kept if self._left <= 0 else None
 
 
-def _run(engine: Engine, recording: Recording, limit: int | None) -> Replay:
+def _run(engine: Engine, recording: Recording) -> Replay:
     steps: list[list[Step]] = [[] for _ in recording.records]
     sizes = [len(record.prompt) for record in recording.records]
     passes: list[Pass] = []
@@ -207,5 +205,5 @@ def _run(engine: Engine, recording: Recording, limit: int | None) -> Replay:
         raise ConfigError(f"the drafter failed in the replay: {type(error).__name__}: {error}")
     for record, made in zip(recording.records, steps, strict=True):
         written = [token for step in made for token in step.token_ids]
-        assert written == list(record.output[:limit]), f"{record.id} was not replayed as recorded"
+        assert written == list(record.output), f"{record.id} was not replayed as recorded"
     return Replay(tuple(map(tuple, steps)), tuple(passes), seconds, recording.greedy)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import os
 import re
-import tempfile
 import warnings
 from collections.abc import Sequence
 from html import escape
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foresay.errors import ConfigError
+from foresay.files import whole_file
 from foresay.lab import figures
 from foresay.lab.page import COLUMNS, NAMES, TABLE_NOTE, Group, Picture, Report, Row, Source, html, rows, times
 from foresay.records.results import PLAIN, Cell, Results, median_and_spread
@@ -174,21 +174,10 @@ def write(report: Report, output: Path_) -> list[Path]:
     files["report.md"] = markdown(report, pictures).encode("utf-8", "replace")
     files |= {f"{picture.name}.png": picture.png for picture in pictures}
     folder = Path(output)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, data in files.items():
-            _replace(folder / name, data)
-    except OSError as error:
-        raise ConfigError(f"cannot write the report to {os.fspath(output)!r}: {error.strerror or error}") from None
+    for name, data in files.items():
+        with whole_file(folder / name, parents=True) as whole:
+            whole.write_bytes(data)
     return [folder / name for name in files]
-
-
-def _replace(path: Path, data: bytes) -> None:
-    """Put a file in its place whole."""
-    with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as work:
-        whole = Path(work) / path.name
-        whole.write_bytes(data)
-        os.replace(whole, path)
 
 
 def markdown(report: Report, pictures: Sequence[Picture]) -> str:

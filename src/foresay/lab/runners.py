@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from foresay.core import SamplingParams
-from foresay.errors import ConfigError
 from foresay.generator import Generator
 from foresay.lab.asking import Ask
 from foresay.lab.methods import Method
-from foresay.lab.peers.base import Peer
+from foresay.lab.peers.base import Peer, check_params
 from foresay.lab.running import Live, run_live
 from foresay.records.results import PLAIN, Cell
 
@@ -103,23 +102,11 @@ class PeerRunner:
 
     def prepare(self, block: Block) -> None:
         """Refuse what other engines are not told."""
-        params = block.params
-        if params.min_p or params.processes or params.stop or params.min_new_tokens:
-            raise ConfigError(f"{self.name} is run greedy, or with temperature, top-k and top-p alone")
+        check_params(self.name, block.params)
 
     def run(self, block: Block, asks: Sequence[Ask]) -> Outcome:
         """Decode the same token ids."""
-        params = block.params
-        done = self._peer.run(
-            [list(ask.token_ids) for ask in asks],
-            max_new_tokens=params.max_new_tokens,
-            batch_size=block.batch_size,
-            temperature=params.temperature,
-            top_p=params.top_p,
-            top_k=params.top_k,
-            seed=params.seed,
-            ignore_eos=params.ignore_eos,
-        )
+        done = self._peer.run([ask.token_ids for ask in asks], block.params, block.batch_size)
         return Outcome(done.seconds, [self._cut(output) for output in done.outputs])
 
     def _cut(self, output: list[int]) -> list[int]:

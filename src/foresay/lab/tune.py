@@ -25,7 +25,7 @@ from foresay.lab.asking import Ask, source_and_start
 from foresay.lab.items import Item
 from foresay.lab.methods import Method
 from foresay.lab.predict import Expected, expect
-from foresay.lab.profile import measure, measure_drafting
+from foresay.lab.profile import measure, measure_drafting, medians
 from foresay.lab.replay import replay
 from foresay.lab.running import run_live
 from foresay.lab.taught import TaughtDrafter, can_be_taught, teach
@@ -40,8 +40,8 @@ PLAIN_METHOD = Method("none")
 THRESHOLDS = (0.3, 0.5, 0.7)
 MATRICES = ("[[5, 10], [0, 10]]", "[[8, 10], [0, 5]]", "[[13, 10], [0, 10]]")
 """Of a cascade of a draft model and Max-Gram: two of CS-Drafting's, and one between."""
-_FILLED = 8
-"""Recorded prompts whose filling is timed."""
+_FILLED, _ROUNDS = 8, 3
+"""Recorded prompts whose filling is timed, and how often all is timed: at moments some seconds apart."""
 _CONFIRM_TOKENS = 64
 """Tokens of each output in a live run."""
 
@@ -91,7 +91,6 @@ class Confirmed:
 class Tuning:
     """What was found."""
 
-    batch_size: int
     candidates: list[Candidate] = field(default_factory=list)
     """Best first."""
     confirmed: list[Confirmed] = field(default_factory=list)
@@ -128,7 +127,7 @@ class Tuner:
         self.target, self.recording = target, recording
         self._profile = profile
         self._taught: dict[str, TaughtDrafter] = {}
-        self.tuning = Tuning(0)
+        self.tuning = Tuning()
 
     def profile(self, batch_sizes: Sequence[int], widest: int) -> Profile:
         """The target's profile up to these batch sizes and columns."""
@@ -139,14 +138,19 @@ class Tuner:
             lengths = sorted(len(r.prompt) + len(r.output) // 2 for r in self.recording.records)
             middle, long = max(16, lengths[len(lengths) // 2]), lengths[int(0.95 * (len(lengths) - 1))]
             contexts = [middle, long] if long > 1.3 * middle else [middle]
-            made = measure(self.target, batches=sizes, columns=columns, contexts=contexts, repeats=5)
-            self._profile = self._with_real_fills(made)
+            made, scales = [], []
+            for turn in range(_ROUNDS):
+                made.append(measure(self.target, batches=sizes, columns=columns, contexts=contexts, repeats=3))
+                scales.append(self._fill_scale(made[-1], turn))
+            found, scale = medians(made), statistics.median(scales)
+            self._profile = replace(found, fills=tuple((tokens, s * scale) for tokens, s in found.fills))
             self.tuning.seconds["profile"] = perf_counter() - began
         return self._profile
 
-    def _with_real_fills(self, made: Profile) -> Profile:
-        """Fill times scaled to what filling some of the recorded prompts takes, of unlike lengths as they are."""
-        asks = _spread(self.recording)[:_FILLED]
+    def _fill_scale(self, made: Profile, turn: int) -> float:
+        """What filling some of the recorded prompts takes, of unlike lengths as they are, over what the profile expects."""
+        every = _spread(self.recording)
+        asks = [every[(turn * _FILLED + i) % len(every)] for i in range(min(_FILLED, len(every)))]
         engine = Engine(self.target.target.model, None, Speculative(), ConstantLength(0), max_batch_size=_FILLED)
         params = SamplingParams(max_new_tokens=2, ignore_eos=True)
         for ask in asks:
@@ -158,8 +162,7 @@ class Tuner:
             steps = engine.step()
             seconds += perf_counter() - began - (steps[0].total_s if steps else 0.0)
         expected = sum(made.fill_seconds(len(ask.token_ids) - 1) for ask in asks)
-        scale = seconds / expected if expected else 1.0
-        return replace(made, fills=tuple((tokens, s * scale) for tokens, s in made.fills))
+        return seconds / expected if expected else 1.0
 
     def search(self, methods: Iterable[Method], batch_sizes: Sequence[int]) -> list[Candidate]:
         """Every method at every batch size, the highest expected throughput first. Plain decoding is among them."""

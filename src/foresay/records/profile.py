@@ -9,7 +9,6 @@ import hashlib
 import json
 import math
 import os
-import tempfile
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from foresay.errors import ConfigError
+from foresay.files import whole_file
 from foresay.models.packaged import cache_dir
 from foresay.models.prefill import CHUNK
 
@@ -131,14 +131,10 @@ class Profile:
         return replace(self, drafts=drafts, draft_fills={**self.draft_fills, name: fill})
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it, whole or not at all."""
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        """Write it, whole or not at all, in a folder that is made where it is missing."""
         text = json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}, indent=1)
-        handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text + "\n")
-        os.replace(name, path)
+        with whole_file(path, parents=True) as whole:
+            whole.write_text(text + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Profile:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ from foresay.core import SamplingParams
 from foresay.engine import Stats
 from foresay.errors import ConfigError
 from foresay.expressions import parse
+from foresay.files import whole_file
 
 if TYPE_CHECKING:
     from foresay.generator import Generator
@@ -146,18 +146,10 @@ def _save(session: Session, argument: str, *, replace: bool) -> None:
         raise ConfigError("/save needs the name of a file")
     path = Path(argument).expanduser()
     text = json.dumps(record(session), ensure_ascii=False, indent=2) + "\n"
-    try:
-        if replace:
-            draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-            draft.write_text(text, encoding="utf-8")
-            draft.replace(path)
-        else:
-            with path.open("x", encoding="utf-8") as file:
-                file.write(text)
-    except FileExistsError:
-        raise ConfigError(f"{str(path)!r} exists; /save! {argument} replaces it") from None
-    except OSError as error:
-        raise ConfigError(f"cannot write {str(path)!r}: {error.strerror}") from None
+    if path.exists() and not replace:
+        raise ConfigError(f"{str(path)!r} exists; /save! {argument} replaces it")
+    with whole_file(path) as whole:
+        whole.write_text(text, encoding="utf-8")
     session.screen.line(f"saved to {path}")
 
 

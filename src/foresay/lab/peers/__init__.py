@@ -1,7 +1,7 @@
 """Other engines on the same prompts and weights, to be timed in the same run as foresay.
 
     peer = open_peer("vllm=/opt/vllm/bin/python(ngram=5)", model="smollm2-135m", dtype="bf16", threads=2)
-    run = peer.run(prompts, max_new_tokens=128, batch_size=8)
+    run = peer.run(prompts, SamplingParams(max_new_tokens=128), batch_size=8)
     peer.close()
 
 transformers runs in this process, vLLM and llama.cpp each in an interpreter of its own; docs/peers.md says how they are

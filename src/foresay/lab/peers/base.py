@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from foresay.checks import integer, number
+from foresay.checks import integer
+from foresay.core import SamplingParams
 from foresay.errors import ConfigError, ModelNotFoundError, UnknownNameError
 from foresay.models.catalog import native_dtype
 from foresay.models.options import DTYPES, LoadOptions
@@ -26,6 +27,8 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "llama.cpp": (),
 }
 """The peers and the settings that each takes."""
+TOLD = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "ignore_eos")
+"""The sampling parameters that every peer is told."""
 _WITH_PYTHON = ("vllm", "llama.cpp")
 _FORMS = "transformers, transformers(assistant=MODEL), transformers(lookup=10), vllm=PYTHON, vllm=PYTHON(ngram=5), "
 _FORMS += "llama.cpp=PYTHON"
@@ -50,18 +53,7 @@ class Peer(Protocol):
         """Versions, dtype and settings, for the record."""
         ...
 
-    def run(
-        self,
-        prompts: Sequence[Sequence[int]],
-        *,
-        max_new_tokens: int,
-        batch_size: int,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        top_k: int = 0,
-        seed: int | None = None,
-        ignore_eos: bool = True,
-    ) -> PeerRun:
+    def run(self, prompts: Sequence[Sequence[int]], params: SamplingParams, batch_size: int) -> PeerRun:
         """Decode the prompts, at most `batch_size` at a time; a ConfigError says what this peer cannot do."""
         ...
 
@@ -135,26 +127,23 @@ def count_setting(spec: PeerSpec, key: str) -> int | None:
     return integer(f"{spec.kind}'s {key}", int(text) if text.isdecimal() else text, 1, 1000)
 
 
-def check_run(
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_new_tokens: int,
-    batch_size: int,
-    temperature: float,
-    top_p: float,
-    top_k: int,
-    seed: int | None,
-) -> None:
+def check_params(name: str, params: SamplingParams) -> None:
+    """Raise a ConfigError for a setting that other engines are not told."""
+    default = SamplingParams()
+    for one in fields(SamplingParams):
+        value = getattr(params, one.name)
+        if one.name not in TOLD and value != getattr(default, one.name):
+            raise ConfigError(f"{name} is told {', '.join(TOLD)} alone, not {one.name}={value!r}; leave it out")
+
+
+def check_run(name: str, prompts: Sequence[Sequence[int]], params: SamplingParams, batch_size: int) -> None:
     """Raise a ConfigError for what no peer can do."""
     if not prompts or not all(len(prompt) for prompt in prompts):
         raise ConfigError("a peer needs at least one prompt, each with at least one token; leave empty ones out")
-    integer("max_new_tokens", max_new_tokens, 1)
     integer("batch_size", batch_size, 1)
-    number("temperature", temperature, 0.0, float("inf"))
-    number("top_p", top_p, 0.0, 1.0, open_low=True)
-    integer("top_k", top_k, 0)
-    if seed is not None:
-        integer("seed", seed, 0, 2**32 - 1 - len(prompts))
+    check_params(name, params)
+    if params.seed is not None:
+        integer("seed", params.seed, 0, 2**32 - 1 - len(prompts))
 
 
 def check_length(

@@ -23,8 +23,10 @@ from typing import Any
 import torch
 
 from foresay.checks import integer
+from foresay.core import SamplingParams
 from foresay.errors import ConfigError, ForesayError
 from foresay.lab.peers.base import (
+    TOLD,
     PeerRun,
     PeerSpec,
     check_length,
@@ -218,31 +220,19 @@ class WorkerPeer:
         """Versions, dtype and settings, as the worker told them."""
         return dict(self._about)
 
-    def run(
-        self,
-        prompts: Sequence[Sequence[int]],
-        *,
-        max_new_tokens: int,
-        batch_size: int,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        top_k: int = 0,
-        seed: int | None = None,
-        ignore_eos: bool = True,
-    ) -> PeerRun:
+    def run(self, prompts: Sequence[Sequence[int]], params: SamplingParams, batch_size: int) -> PeerRun:
         """Decode the prompts; timed in the worker, so the way there and back does not count."""
-        sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
-        check_run(prompts, max_new_tokens=max_new_tokens, batch_size=batch_size, seed=seed, **sampling)  # type: ignore[arg-type]
+        check_run(self.name, prompts, params, batch_size)
         if self._single and batch_size > 1:
             raise ConfigError(f"llama.cpp is run one prompt at a time, not {batch_size}; use batch size 1")
         if batch_size > MAX_BATCH:
             raise ConfigError(
                 f"{self.name} is loaded for {MAX_BATCH} prompts at a time, not {batch_size}; use a smaller batch"
             )
-        check_length(self.name, prompts, max_new_tokens, self._context, " it was loaded with")
-        job = {"op": "run", "max_new_tokens": max_new_tokens, "batch_size": batch_size, "seed": seed, **sampling}
+        check_length(self.name, prompts, params.max_new_tokens, self._context, " it was loaded with")
+        job = {"op": "run", "batch_size": batch_size, **{name: getattr(params, name) for name in TOLD}}
         ids = [[int(token) for token in prompt] for prompt in prompts]
-        reply = self._worker.ask({**job, "ignore_eos": ignore_eos, "prompts": ids}, RUN_LIMIT_S)
+        reply = self._worker.ask({**job, "prompts": ids}, RUN_LIMIT_S)
         return PeerRun(reply["outputs"], reply["seconds"])
 
     def close(self) -> None:

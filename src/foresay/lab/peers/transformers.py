@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from foresay.checks import integer
+from foresay.core import SamplingParams
 from foresay.errors import ConfigError, ForesayError
 from foresay.lab.peers.base import PeerRun, PeerSpec, check_length, check_run, count_setting, torch_dtype
 from foresay.lab.peers.base import transformers_source as source_of
@@ -62,28 +63,16 @@ class TransformersPeer:
             out["prompt_lookup_num_tokens"] = str(self._lookup)
         return out
 
-    def run(
-        self,
-        prompts: Sequence[Sequence[int]],
-        *,
-        max_new_tokens: int,
-        batch_size: int,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        top_k: int = 0,
-        seed: int | None = None,
-        ignore_eos: bool = True,
-    ) -> PeerRun:
+    def run(self, prompts: Sequence[Sequence[int]], params: SamplingParams, batch_size: int) -> PeerRun:
         """Decode the prompts, batch after batch; with an assistant or lookup only one prompt at a time."""
         if self._model is None:
             raise ForesayError(f"{self.name} is closed; open it again")
-        sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
-        check_run(prompts, max_new_tokens=max_new_tokens, batch_size=batch_size, seed=seed, **sampling)  # type: ignore[arg-type]
-        self._check(prompts, max_new_tokens, batch_size)
-        eos = frozenset() if ignore_eos else self._eos
-        config = self._config(max_new_tokens, eos, sampling)
+        check_run(self.name, prompts, params, batch_size)
+        self._check(prompts, params.max_new_tokens, batch_size)
+        eos = frozenset() if params.ignore_eos else self._eos
+        config = self._config(params, eos)
         outputs: list[list[int]] = []
-        with _quiet(), self._with_threads(), _seeded(seed), _one_line(self.name):
+        with _quiet(), self._with_threads(), _seeded(params.seed), _one_line(self.name):
             began = perf_counter()
             for begin in range(0, len(prompts), batch_size):
                 outputs += self._batch(prompts[begin : begin + batch_size], config)
@@ -105,18 +94,18 @@ class TransformersPeer:
                 config = model.config.get_text_config(decoder=True)
                 check_length(self.name, prompts, new, getattr(config, "max_position_embeddings", None))
 
-    def _config(self, new: int, eos: frozenset[int], sampling: dict[str, float]) -> Any:
+    def _config(self, params: SamplingParams, eos: frozenset[int]) -> Any:
         from transformers import GenerationConfig
 
         settings: dict[str, Any] = {
-            "max_new_tokens": new,
+            "max_new_tokens": params.max_new_tokens,
             "eos_token_id": sorted(eos) or None,
             "pad_token_id": self._pad(),
             "use_cache": True,
-            "do_sample": sampling["temperature"] > 0,
+            "do_sample": not params.greedy,
         }
-        if sampling["temperature"] > 0:
-            settings |= sampling
+        if not params.greedy:
+            settings |= {name: getattr(params, name) for name in ("temperature", "top_k", "top_p")}
         if self._lookup is not None:
             settings["prompt_lookup_num_tokens"] = self._lookup
         if self._cache is not None:
