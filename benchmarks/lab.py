@@ -5,7 +5,10 @@
 The shipped prompts and those of benchmarks/prompts.json are halved. Half A is recorded and profiled; from it the throughput
 of every drafter x length x batch size is predicted, and written to a results file before anything of half B is run. Then
 every configuration decodes prompts of half B live, plain decoding between them. Tuning sees half A alone and is held
-against the best of the sweep on half B.
+against the best of the sweep on half B, both run again in turns.
+
+A shared machine drifts: plain decoding alone may be a third faster after half an hour. So two things are compared: the
+throughput as it was predicted, and the predicted gain over plain decoding times what plain decoding reached next to it.
 
 Floor: a pass reads 269 MB of weights, whatever it scores; a replay reads none of them, so what it costs is our own loop.
 The last line is one JSON object.
@@ -36,6 +39,7 @@ from foresay.core import SamplingParams
 from foresay.lab.asking import Asker
 from foresay.lab.bench import Bench, BenchSettings, Told
 from foresay.lab.formats import halves, load_items, subset
+from foresay.lab.items import Item
 from foresay.lab.methods import Method
 from foresay.lab.record import record
 from foresay.lab.replay import replay
@@ -86,6 +90,9 @@ class Sweep:
         others = [replace(item, id=f"prompts/{item.id}") for item in load_items(str(HERE / "prompts.json"))]
         # like categories and lengths in both, or the unlike prompts are what is compared
         self.seen, self.unseen = halves([*load_items(), *others])
+        # of half B three in four of every category and length, for time
+        ranked = sorted(self.unseen, key=lambda item: (item.category, len(str(item.prompt))))
+        self.unseen = [item for i, item in enumerate(ranked) if i % 4 != 3]
         if quick:
             self.seen, self.unseen = subset(self.seen, 35), subset(self.unseen, 14)
         self.tuner: Tuner
@@ -107,7 +114,6 @@ class Sweep:
                 c.expected.tokens_per_pass,
             )
             for c in candidates
-            if c.method.name != PLAIN
         ]
 
     def tune(self) -> dict[int, str]:
@@ -117,31 +123,45 @@ class Sweep:
             candidates = [c for c in self.tuner.tuning.candidates if c.batch_size == size]
             best, _ = pick(candidates, count=3)
             began = perf_counter()
-            self.tuner.confirm(best, count=8 + size)
+            self.tuner.confirm(best)
             self.seconds["confirm"] = self.seconds.get("confirm", 0.0) + perf_counter() - began
             chosen[size] = self.tuner.tuning.best.candidate.method.name if self.tuner.tuning.best else PLAIN
         return chosen
 
     def run(self, predictions: list[Prediction], path: Path) -> Results:
         """Every configuration live over half B."""
-        asks = Asker(self.target).first(self.unseen)
-        settings = BenchSettings(
-            methods=sweep_methods(),
-            datasets={"half B": asks},
-            params=(self.params,),
-            batch_sizes=BATCHES,
-            repeats=1,
-            between=5,
-        )
-
-        def tell(told: Told) -> None:
-            if isinstance(told.last, Run):
-                log(f"  {told.done}/{told.total} {told.last.cell}: {told.last.speed_up:.2f}x")
-
         began = perf_counter()
+        settings = self.settings(sweep_methods(), BATCHES, self.unseen, repeats=1, between=5)
         results = Bench(self.target, settings, on_run=tell).run(path, predictions)
         self.seconds["sweep"] = perf_counter() - began
         return results
+
+    def again(self, size: int, names: set[str]) -> dict[str, float]:
+        """The speed-ups of a few, three times in turns with plain decoding between them."""
+        methods = [method for method in sweep_methods() if method.name in names]
+        settings = self.settings(methods, (size,), self.unseen[::3], repeats=3, between=1)
+        runs = Bench(self.target, settings, on_run=tell).run(self.folder / f"again-{size}.jsonl").runs
+        gains: dict[str, list[float]] = {}
+        for run in runs:
+            gains.setdefault(run.cell.method, []).append(1.0 if run.speed_up is None else run.speed_up)
+        return {name: statistics.median(found) for name, found in gains.items()} | {PLAIN: 1.0}
+
+    def settings(
+        self, methods: list[Method], sizes: tuple[int, ...], items: list[Item], *, repeats: int, between: int
+    ) -> BenchSettings:
+        return BenchSettings(
+            methods=methods,
+            datasets={"half B": Asker(self.target).first(items)},
+            params=(self.params,),
+            batch_sizes=sizes,
+            repeats=repeats,
+            between=between,
+        )
+
+
+def tell(told: Told) -> None:
+    if isinstance(told.last, Run):
+        log(f"  {told.done}/{told.total} {told.last.cell}: {told.last.speed_up:.2f}x")
 
 
 def compare(results: Results) -> tuple[list[dict[str, Any]], float]:
@@ -154,8 +174,10 @@ def compare(results: Results) -> tuple[list[dict[str, Any]], float]:
     apart = spread([b / a for times in plain.values() for a, b in pairwise(times)])
     rows = []
     for run in results.runs:
-        if run.cell in predicted:
+        if run.cell in predicted and run.cell.method != PLAIN:
             one = predicted[run.cell]
+            gain = one.tokens_per_s / predicted[replace(run.cell, method=PLAIN)].tokens_per_s
+            assert run.speed_up is not None
             rows.append(
                 {
                     "method": run.cell.method,
@@ -163,6 +185,8 @@ def compare(results: Results) -> tuple[list[dict[str, Any]], float]:
                     "predicted": one.tokens_per_s,
                     "measured": run.tokens_per_s,
                     "error": one.tokens_per_s / run.tokens_per_s - 1,
+                    "gain": gain,
+                    "gain_error": gain / run.speed_up - 1,
                     "speed_up": run.speed_up,
                     "predicted_per_pass": one.tokens_per_pass,
                     "per_pass": run.stats["block_efficiency"],
@@ -172,25 +196,35 @@ def compare(results: Results) -> tuple[list[dict[str, Any]], float]:
     return rows, apart
 
 
+def share(rows: list[dict[str, Any]], error: str, bound: float) -> float:
+    return sum(abs(row[error]) <= bound for row in rows) / len(rows)
+
+
 def table(rows: list[dict[str, Any]]) -> str:
     lines = [
-        "| drafter | gamma | batch | predicted | measured | error | tokens/pass, predicted | measured | speed-up |"
+        "| drafter | gamma | batch | tokens/s, predicted | measured | error "
+        "| gain, predicted | measured | error | tokens/pass, predicted | measured |"
     ]
-    lines.append("|---|---|---|---|---|---|---|---|---|")
+    lines.append("|---" * 11 + "|")
     for row in sorted(rows, key=lambda r: (r["batch"], r["method"])):
         drafter, gamma = row["method"].rsplit(", ", 1)
         lines.append(
             f"| {drafter} | {gamma} | {row['batch']} | {row['predicted']:.1f} | {row['measured']:.1f} | "
-            f"{100 * row['error']:+.0f}% | {row['predicted_per_pass']:.2f} | {row['per_pass']:.2f} | {row['speed_up']:.2f}x |"
+            f"{100 * row['error']:+.0f}% | {row['gain']:.2f}x | {row['speed_up']:.2f}x | {100 * row['gain_error']:+.0f}% | "
+            f"{row['predicted_per_pass']:.2f} | {row['per_pass']:.2f} |"
         )
     return "\n".join(lines)
 
 
-def tune_gap(rows: list[dict[str, Any]], chosen: dict[int, str]) -> float:
-    """How much slower the tuned choice is than the best of the sweep, on half B by speed-up; the worse batch size."""
+def tune_gap(sweep: Sweep, rows: list[dict[str, Any]], chosen: dict[int, str]) -> float:
+    """How much slower the tuned choice is than the best of the sweep, on half B by speed-up; the worse batch size.
+
+    The highest of 30 noisy figures is too high, so the best three and the choice are run again.
+    """
     gaps = []
     for size, name in chosen.items():
-        gains = {row["method"]: row["speed_up"] for row in rows if row["batch"] == size} | {PLAIN: 1.0}
+        swept = {row["method"]: row["speed_up"] for row in rows if row["batch"] == size}
+        gains = sweep.again(size, {name, *sorted(swept, key=lambda n: -swept[n])[:3]})
         gaps.append(1 - gains[name] / max(gains.values()))
         best = max(gains, key=lambda n: gains[n])
         log(f"  batch {size}: tuned {name} {gains[name]:.2f}x, best {best} {gains[best]:.2f}x")
@@ -215,19 +249,20 @@ def main() -> int:
         path = args.keep or Path(folder) / "results.jsonl"
         log(f"running half B, {len(predictions)} predictions written to {path}")
         results = sweep.run(predictions, path)
-    rows, apart = compare(results)
+        rows, apart = compare(results)
+        gap = tune_gap(sweep, rows, chosen)
     bound = max(0.1, 2 * apart)
-    within = sum(abs(row["error"]) <= bound for row in rows) / len(rows)
-    strict = sum(abs(row["error"]) <= 0.1 for row in rows) / len(rows)
     tuning = sum(v for k, v in sweep.seconds.items() if k != "sweep")
     found = {
         "replay_cost_share": max(shares.values()),
-        "predicted_within_10pct": within,
-        "predicted_within_10pct_strictly": strict,
+        "predicted_within_10pct": share(rows, "gain_error", bound),
+        "predicted_within_10pct_strictly": share(rows, "gain_error", 0.1),
+        "median_error": statistics.median(abs(row["gain_error"]) for row in rows),
+        "with_drift_within_10pct": share(rows, "error", bound),
+        "with_drift_within_10pct_strictly": share(rows, "error", 0.1),
         "bound": bound,
         "plain_spread": apart,
-        "median_error": statistics.median(abs(row["error"]) for row in rows),
-        "tune_gap": tune_gap(rows, chosen),
+        "tune_gap": gap,
         "tune_time_share": tuning / sweep.seconds["sweep"],
         "identical": all(row["identical"] for row in rows),
     }
