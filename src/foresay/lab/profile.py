@@ -107,6 +107,7 @@ def medians(profiles: Sequence[Profile]) -> Profile:
     """The medians of profiles that timed the same cells at different moments.
 
     A machine that others share is slow for seconds at a time, which one visit to a cell takes for the cell's own.
+    Each cell's low and high become the outermost of its quartiles.
     """
     timings = [
         Timing(
