@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from foresay.drafters.ngram_table import NgramTable
 from foresay.errors import ConfigError, UnknownNameError, UnsupportedModelError, VocabularyMismatchError
 from foresay.generator import Generator
 from foresay.lengths import LENGTHS, ConfidenceLength, ConstantLength, HeuristicLength
+from foresay.models.catalog import LoadedModel
 from foresay.models.causal import CausalModel
 from foresay.models.options import LoadOptions
 from foresay.resolving import resolve
@@ -97,6 +99,32 @@ def test_settings_reach_the_drafter(shelf: Shelf, table: str) -> None:
     assert cascade.k == ((2, 1), (0, 1)) and cascade.lenience == 3.0
     assert [type(d) for d in cascade.drafters] == [SelfDrafter, MaxGram]
     assert read_drafter("cascade(max_gram; k=[[9]])").num_draft_tokens == 9
+
+
+@pytest.mark.parametrize(
+    ("drafter", "reads"),
+    [
+        ("none", False),
+        ("suffix(scale=2)", False),
+        ("ngram_store(n=4)", False),
+        ("prompt_lookup(max_ngram=3)", False),
+        ("max_gram", False),
+        ("max_gram(table=/a/table)", True),
+        ("self(2)", True),
+        ("model(/a/model)", True),
+        ("cascade(suffix, max_gram; k=[[2, 2], [0, 2]])", False),
+        ("cascade(self=2, max_gram; k=[[2, 2], [0, 2]])", True),
+    ],
+)
+def test_a_recipe_says_whether_it_reads_the_target(drafter: str, reads: bool) -> None:
+    assert read_drafter(drafter).reads_target == reads
+
+
+@pytest.mark.parametrize("drafter", ["suffix(scale=2)", "ngram_store(n=4)", "max_gram"])
+def test_what_does_not_read_the_target_is_made_without_one(drafter: str) -> None:
+    """Layers and tokenizer are kept from it."""
+    model: Any = SimpleNamespace(device=torch.device("cpu"))
+    assert read_drafter(drafter).prepare(Shelf(LoadedModel("absent", model, None, frozenset())))() is not None
 
 
 def test_models_and_tables_are_read_once(shelf: Shelf, folder: Path, table: str) -> None:
