@@ -28,13 +28,17 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import foresay
-from foresay.core import LengthPolicy, Proposal, Rows, SamplingParams, Step
+from foresay.decoding.outcome import Step
+from foresay.decoding.proposal import Proposal
+from foresay.decoding.protocols import LengthPolicy
+from foresay.decoding.rows import Rows
+from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import PromptLookup
 from foresay.engine import Engine
 from foresay.lengths import ConstantLength
-from foresay.models.options import LoadOptions
-from foresay.models.packaged import converted
-from foresay.models.slots import SlotCache
+from foresay.models.huggingface.slot_cache import SlotCache
+from foresay.models.sources.load_options import LoadOptions
+from foresay.models.sources.packaged import converted
 
 HERE = Path(__file__).parent
 MODEL = "smollm2-135m"

@@ -35,19 +35,19 @@ from engine import machine
 from methods import HERE, spread, write_section
 
 import foresay
-from foresay.core import SamplingParams
-from foresay.lab.asking import Asker
-from foresay.lab.bench import Bench, BenchSettings, Told
-from foresay.lab.formats import halves, load_items, subset
-from foresay.lab.items import Item
-from foresay.lab.methods import Method
-from foresay.lab.record import record
-from foresay.lab.replay import replay
-from foresay.lab.runners import sampling_name
-from foresay.lab.running import run_live
+from foresay.decoding.sampling_params import SamplingParams
+from foresay.generation.method import PLAIN, Method
+from foresay.lab.bench.bench import Bench, BenchSettings, Told
+from foresay.lab.bench.contenders import sampling_name
+from foresay.lab.data.datasets import halves, load_items, subset
+from foresay.lab.data.items import Item
+from foresay.lab.data.requests import Asker
+from foresay.lab.measure.live_run import run_live
+from foresay.lab.replay.record import record
+from foresay.lab.replay.replay import replay
 from foresay.lab.tune import Tuner, pick
 from foresay.lengths import ConstantLength
-from foresay.records.results import PLAIN, Cell, Prediction, Results, Run
+from foresay.records.results import Cell, Prediction, Results, Run
 
 MODEL = "smollm2-135m"
 DRAFTERS = ("prompt_lookup", "max_gram", "ngram_store", "suffix", "self(6)")

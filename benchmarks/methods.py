@@ -31,10 +31,13 @@ import torch
 from engine import machine
 
 import foresay
-from foresay.core import Proposal, Rows, SamplingParams, Step
+from foresay.decoding.outcome import Step
+from foresay.decoding.proposal import Proposal
+from foresay.decoding.rows import Rows
+from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import MaxGram
 from foresay.engine import Stats
-from foresay.generator import Generator
+from foresay.generation.generator import Generator
 
 HERE = Path(__file__).parent
 MODEL = "smollm2-135m"
@@ -233,7 +236,7 @@ def look_up_share(bench: Bench) -> dict[str, float]:
 
 def _propose_seconds(drafter: Any, context: list[int], tail: list[int], length: int) -> float:
     """Median seconds of one proposal and what it observes, while the context grows by a token a time."""
-    from foresay.core import Row
+    from foresay.decoding.rows import Row
     from foresay.lengths import ConstantLength
 
     row = Row(0, context, SamplingParams(max_new_tokens=200), limit=len(context) + 200)

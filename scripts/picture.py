@@ -9,7 +9,7 @@ from rich.text import Text
 import foresay
 from foresay.cli.demo import PROMPTS
 from foresay.cli.trace import coloured, legend
-from foresay.text import Piece
+from foresay.text.stream import Piece
 
 
 def spaces_last(pieces: list[Piece]) -> list[Piece]:

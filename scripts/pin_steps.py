@@ -19,17 +19,18 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "law")]
+sys.path.insert(0, str(ROOT / "tests"))
 
-import test_loop_law as law
 import torch
 
 import foresay
-from families import FAMILIES, SEQ2SEQ, VOCAB, make, make_seq2seq
-from foresay.core import SamplingParams, Step
-from foresay.models.causal import CausalModel
-from foresay.models.seq2seq import Seq2SeqModel
-from support import Sometimes, run
+from foresay.decoding.outcome import Step
+from foresay.decoding.sampling_params import SamplingParams
+from foresay.models.huggingface.causal import CausalModel
+from foresay.models.huggingface.seq2seq import Seq2SeqModel
+from helpers import law_cells as law
+from helpers.families import FAMILIES, SEQ2SEQ, VOCAB, make, make_seq2seq
+from helpers.support import Sometimes, run
 
 SEEDS = 50
 DRAFTERS = (

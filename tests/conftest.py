@@ -40,8 +40,8 @@ def _seeded() -> None:
 @pytest.fixture(scope="session")
 def smollm2_folder() -> Path:
     """The dequantised SmolLM2-135M-Instruct, in the cache the tests share with the user."""
-    from foresay.models.options import LoadOptions
-    from foresay.models.packaged import converted
+    from foresay.models.sources.load_options import LoadOptions
+    from foresay.models.sources.packaged import converted
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # gguf's and transformers' own

@@ -13,7 +13,11 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from foresay.core import FinishReason, Guess, Origin, Proposal, Row, Rows, SamplingParams, Step, Verdict
+    from foresay.decoding.outcome import FinishReason, Origin, Step
+    from foresay.decoding.proposal import Proposal, Verdict
+    from foresay.decoding.protocols import Guess
+    from foresay.decoding.rows import Row, Rows
+    from foresay.decoding.sampling_params import SamplingParams
     from foresay.drafters import (
         Cascade,
         MaxGram,
@@ -38,14 +42,19 @@ if TYPE_CHECKING:
         UnsupportedModelError,
         VocabularyMismatchError,
     )
-    from foresay.generator import Chunk, Generation, Generator
+    from foresay.generation.generator import Generator
+    from foresay.generation.load import change, load
+    from foresay.generation.result import Chunk, Generation
     from foresay.integrations.transformers import generate
     from foresay.lengths import ConfidenceLength, ConstantLength, EntropyLength, HeuristicLength, ThroughputLength
-    from foresay.loading import change, load
     from foresay.models.table import TableModel
 
 _WHERE = {
-    "foresay.core": ["FinishReason", "Guess", "Origin", "Proposal", "Row", "Rows", "SamplingParams", "Step", "Verdict"],
+    "foresay.decoding.outcome": ["FinishReason", "Origin", "Step"],
+    "foresay.decoding.proposal": ["Proposal", "Verdict"],
+    "foresay.decoding.protocols": ["Guess"],
+    "foresay.decoding.rows": ["Row", "Rows"],
+    "foresay.decoding.sampling_params": ["SamplingParams"],
     "foresay.drafters": [
         "Cascade",
         "MaxGram",
@@ -70,7 +79,7 @@ _WHERE = {
         "UnsupportedModelError",
         "VocabularyMismatchError",
     ],
-    "foresay.generator": ["Chunk", "Generation", "Generator"],
+    "foresay.generation.generator": ["Chunk", "Generation", "Generator"],
     "foresay.integrations.transformers": ["generate"],
     "foresay.lengths": [
         "ConfidenceLength",
@@ -79,7 +88,7 @@ _WHERE = {
         "HeuristicLength",
         "ThroughputLength",
     ],
-    "foresay.loading": ["change", "load"],
+    "foresay.generation.load": ["change", "load"],
     "foresay.models.table": ["TableModel"],
 }
 _HOME = {name: module for module, names in _WHERE.items() for name in names}

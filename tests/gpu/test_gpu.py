@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from families import VOCAB, make, make_seq2seq
-from foresay.core import SamplingParams
+from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import Cascade, MaxGram, SelfDrafter
-from foresay.models.causal import CausalModel
-from foresay.models.seq2seq import Seq2SeqModel
-from foresay.models.shallow import first_layers
-from support import ModelDrafter, Sometimes, run
+from foresay.models.huggingface.causal import CausalModel
+from foresay.models.huggingface.early_exit import first_layers
+from foresay.models.huggingface.seq2seq import Seq2SeqModel
+from helpers.families import VOCAB, make, make_seq2seq
+from helpers.support import ModelDrafter, Sometimes, run
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 PROMPTS = [[5, 6, 7], [8], [9] * 12]

@@ -7,11 +7,11 @@ import itertools
 import pytest
 import torch
 
-from foresay.acceptance import Block, _extra_tokens, _joint, make_rule, residual
-from foresay.core import Proposal
+from foresay.decoding.acceptance import Block, _extra_tokens, _joint, make_rule, residual
+from foresay.decoding.laws import Laws
+from foresay.decoding.proposal import Proposal
+from foresay.decoding.randomness import Streams
 from foresay.errors import UnknownNameError
-from foresay.randomness import Streams
-from foresay.sampling import Laws
 
 
 def law(generator: torch.Generator, size: int, kind: str) -> torch.Tensor:

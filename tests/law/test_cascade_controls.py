@@ -6,16 +6,20 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from reference import joint, p_value
-from test_loop_law import ALPHA, DRAFT, PARAMS, PROMPT, SAMPLES, SIZE, SMALL, TARGET, model
 
-from foresay.acceptance import Lenience, Typical
-from foresay.core import Drafter, Proposal, Row, Rows, Rule, SamplingParams, Step
+from foresay.decoding.acceptance import Lenience, Typical
+from foresay.decoding.laws import Laws
+from foresay.decoding.outcome import Step
+from foresay.decoding.proposal import Proposal
+from foresay.decoding.protocols import Drafter, Rule
+from foresay.decoding.randomness import Streams
+from foresay.decoding.rows import Row, Rows
+from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import Cascade, MaxGram, cascade
-from foresay.drafters.translated import TranslatedDrafter
-from foresay.randomness import Streams
-from foresay.sampling import Laws
-from support import Renumbered, run
+from foresay.drafters.cross_tokenizer import TranslatedDrafter
+from helpers.law_cells import ALPHA, DRAFT, PARAMS, PROMPT, SAMPLES, SIZE, SMALL, TARGET, model
+from helpers.reference import joint, p_value
+from helpers.support import Renumbered, run
 
 LENGTH = 4
 Patch = pytest.MonkeyPatch

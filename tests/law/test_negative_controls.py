@@ -6,16 +6,20 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from reference import joint, p_value
-from test_loop_law import ALPHA, DRAFT, LENGTH, PARAMS, PROMPT, SAMPLES, SIZE, TARGET
 
-from foresay import acceptance, randomness
-from foresay.acceptance import Block, Match, Speculative, make_rule
-from foresay.core import LengthPolicy, Proposal, Rows, SamplingParams, Verdict
+from foresay.decoding import acceptance, randomness
+from foresay.decoding.acceptance import Block, Match, Speculative, make_rule
+from foresay.decoding.draws import draw
+from foresay.decoding.laws import Laws
+from foresay.decoding.proposal import Proposal, Verdict
+from foresay.decoding.protocols import LengthPolicy
+from foresay.decoding.randomness import Purpose, Streams
+from foresay.decoding.rows import Rows
+from foresay.decoding.sampling_params import SamplingParams
 from foresay.models.table import TableModel
-from foresay.randomness import Purpose, Streams
-from foresay.sampling import Laws, draw
-from support import ModelDrafter, run
+from helpers.law_cells import ALPHA, DRAFT, LENGTH, PARAMS, PROMPT, SAMPLES, SIZE, TARGET
+from helpers.reference import joint, p_value
+from helpers.support import ModelDrafter, run
 
 Patch = pytest.MonkeyPatch
 

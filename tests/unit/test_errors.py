@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from foresay import errors
-from foresay.acceptance import RULES, make_rule
+from foresay.decoding.acceptance import RULES, make_rule
 from foresay.errors import ConfigError, ForesayError, UnknownNameError
 
 PARENTS = {

@@ -13,8 +13,9 @@ from foresay.cli.common import as_prompt, as_record, progress_bar
 from foresay.errors import PromptError
 
 if TYPE_CHECKING:
-    from foresay.core import SamplingParams
-    from foresay.generator import Chunk, Generator
+    from foresay.decoding.sampling_params import SamplingParams
+    from foresay.generation.generator import Generator
+    from foresay.generation.result import Chunk
 
 
 def split_lines(text: str) -> list[str]:

@@ -15,7 +15,7 @@ from foresay.cli.data import DataOptions, advancing, gain, numbers, per_cent, sh
 from foresay.cli.options import MachineOptions, MethodOptions, ModelOption, ModelOptions, SamplingOptions
 
 if TYPE_CHECKING:
-    from foresay.lab.bench import Told
+    from foresay.lab.bench.bench import Told
     from foresay.records.results import Results
 
 _DRAFTERS = ("suffix", "max_gram", "prompt_lookup", "ngram_store")
@@ -46,11 +46,11 @@ def run(
     machine: MachineOptions,
 ) -> int:
     """Time methods against plain decoding and other engines, and keep every result."""
-    from foresay.core import SamplingParams
-    from foresay.lab.asking import Asker
-    from foresay.lab.bench import Bench, BenchSettings
-    from foresay.lab.methods import methods
-    from foresay.lab.peers import open_peer
+    from foresay.decoding.sampling_params import SamplingParams
+    from foresay.generation.method import methods
+    from foresay.lab.bench.bench import Bench, BenchSettings
+    from foresay.lab.bench.peers import open_peer
+    from foresay.lab.data.requests import Asker
     from foresay.records.results import Run
 
     params = sampling.params()
@@ -89,7 +89,8 @@ def _further(data: DataOptions, name: str) -> DataOptions:
 
 def show(results: Results) -> int:
     """The table; 1 when an exact method wrote something else than plain decoding, or nothing could be run."""
-    from foresay.records.results import PLAIN, median_and_spread, merged
+    from foresay.generation.method import PLAIN
+    from foresay.records.results import median_and_spread, merged
 
     lines = []
     wrong = []

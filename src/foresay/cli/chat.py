@@ -8,14 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from foresay.cli.common import load_generator
-from foresay.cli.options import (
-    DrafterOption,
-    MachineOptions,
-    MethodOptions,
-    ModelOptions,
-    SamplingOptions,
-    TraceOption,
-)
+from foresay.cli.options import DrafterOption, MachineOptions, MethodOptions, ModelOptions, SamplingOptions, TraceOption
 
 if TYPE_CHECKING:
     from foresay.cli.console.input import Reader
@@ -36,12 +29,12 @@ def run(
     machine: MachineOptions,
 ) -> int:
     """Talk with a model, and change how it decodes while it runs."""
-    from foresay.acceptance import RULES
     from foresay.cli.console.commands import words
     from foresay.cli.console.input import reader
     from foresay.cli.console.screen import Screen
     from foresay.cli.console.session import Session
-    from foresay.expressions import written
+    from foresay.decoding.acceptance import RULES
+    from foresay.methods.expressions import written
 
     params = sampling.params()
     generator = load_generator(models, drafter, methods, machine)

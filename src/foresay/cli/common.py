@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn
 
     from foresay.cli.options import MachineOptions, MethodOptions, ModelOptions
-    from foresay.generator import Generation, Generator
+    from foresay.generation.generator import Generator
+    from foresay.generation.result import Generation
 
 
 @contextmanager
@@ -54,7 +55,7 @@ def load_generator(
     models: ModelOptions, drafter: str, methods: MethodOptions, machine: MachineOptions, **more: Any
 ) -> Generator:
     """What the options name, loaded; a draft model by its expression, so that it is kept for `foresay.change`."""
-    from foresay.loading import load
+    from foresay.generation.load import load
 
     use_threads(machine.threads)
     model = model_name(models.model)
@@ -80,7 +81,7 @@ def load_generator(
 def model_name(given: str | None) -> str:
     """What --model means: a settings file in this folder where nothing was given, and it says so."""
     from foresay.cli.options import DEFAULT_MODEL
-    from foresay.settings import FILE, is_settings, read_settings
+    from foresay.methods.settings_file import FILE, is_settings, read_settings
 
     if given is None and not Path(FILE).is_file():
         return DEFAULT_MODEL
@@ -92,7 +93,7 @@ def model_name(given: str | None) -> str:
 
 def model_expression(name: str) -> str:
     """The drafter expression of a draft model, its name quoted where the grammar needs it."""
-    from foresay.expressions import Call, parse
+    from foresay.methods.expressions import Call, parse
 
     bare = f"model({name})"
     try:

@@ -43,10 +43,10 @@ def run(
     plainly = MethodOptions(rule=methods.rule)
     generator = load_generator(ModelOptions(models.model), "none", plainly, machine)
 
-    from foresay.acceptance import RULES
     from foresay.cli.console import table
     from foresay.cli.trace import console
-    from foresay.expressions import written
+    from foresay.decoding.acceptance import RULES
+    from foresay.methods.expressions import written
 
     params = table.seeded(params, fresh_seed)
     settings: dict[str, Any] = {"num_draft_tokens": methods.num_draft_tokens, "length": methods.length}
@@ -70,9 +70,9 @@ def run(
 
 def _methods(named: list[str], models: ModelOptions, methods: MethodOptions) -> list[str]:
     """The drafters to compare, each once; what is wrong with an expression is said before anything is loaded."""
-    from foresay.building import read_drafter, read_length, read_rule
     from foresay.cli.console.table import DEFAULT_METHODS
-    from foresay.expressions import parse
+    from foresay.methods.expressions import parse
+    from foresay.methods.recipes import read_drafter, read_length, read_rule
 
     read_rule(methods.rule_name)
     if methods.length is not None:

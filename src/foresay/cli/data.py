@@ -13,7 +13,7 @@ import typer
 from foresay.errors import ConfigError
 
 if TYPE_CHECKING:
-    from foresay.lab.items import Item
+    from foresay.lab.data.items import Item
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class DataOptions:
 
     def items(self) -> list[Item]:
         """The prompts."""
-        from foresay.lab.formats import load_items
+        from foresay.lab.data.datasets import load_items
 
         return load_items(
             self.prompts,

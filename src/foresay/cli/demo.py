@@ -12,7 +12,8 @@ from foresay.cli.common import loading, use_threads
 from foresay.cli.options import ThreadsOption
 
 if TYPE_CHECKING:
-    from foresay.generator import Generation, Generator
+    from foresay.generation.generator import Generator
+    from foresay.generation.result import Generation
 
 PROMPTS = (
     "Correct the spelling mistakes in this note and repeat the rest as it is:\n"
@@ -36,7 +37,7 @@ def run(
     """Decode a few prompts with and without speculation, and compare."""
     from foresay.cli.trace import comparison, console, first_difference, legend
     from foresay.engine import Stats
-    from foresay.loading import load
+    from foresay.generation.load import load
 
     use_threads(threads)
     with loading(f"Loading {model}") as progress:

@@ -24,8 +24,9 @@ from foresay.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from foresay.core import SamplingParams
-    from foresay.generator import Generation, Generator
+    from foresay.decoding.sampling_params import SamplingParams
+    from foresay.generation.generator import Generator
+    from foresay.generation.result import Generation
 
 
 def run(
@@ -52,8 +53,8 @@ def run(
     machine: MachineOptions,
 ) -> int:
     """Write a continuation of one prompt, faster and unchanged."""
-    from foresay.building import read_rule
     from foresay.errors import ConfigError
+    from foresay.methods.recipes import read_rule
 
     params = sampling.params(logprobs=logprobs)
     _refuse_contradictions(
@@ -81,7 +82,7 @@ def _one(
     generator: Generator, request: Any, params: SamplingParams, *, trace: bool, compare: bool, as_json: bool
 ) -> int:
     """Decode one prompt, and plainly too when asked."""
-    from foresay.core import SamplingParams
+    from foresay.decoding.sampling_params import SamplingParams
 
     if params.seed is None and not params.greedy:
         params = SamplingParams.of(params, seed=fresh_seed())

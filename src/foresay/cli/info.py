@@ -18,12 +18,12 @@ def run(
 ) -> int:
     """Say what a model supports, or why it is not supported."""
     from foresay.errors import UnsupportedModelError
-    from foresay.models.catalog import load_model
-    from foresay.models.causal import CausalModel
-    from foresay.models.hosted import UNLIMITED
-    from foresay.models.options import LoadOptions
-    from foresay.models.probe import probe, verified
-    from foresay.models.seq2seq import Seq2SeqModel
+    from foresay.models.huggingface.causal import CausalModel
+    from foresay.models.huggingface.model import UNLIMITED
+    from foresay.models.huggingface.self_check import probe, verified
+    from foresay.models.huggingface.seq2seq import Seq2SeqModel
+    from foresay.models.sources.catalog import load_model
+    from foresay.models.sources.load_options import LoadOptions
 
     try:
         with loading(f"Loading {model}") as progress:

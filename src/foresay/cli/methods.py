@@ -35,9 +35,9 @@ def run() -> None:
 
 def catalogue() -> list[tuple[str, str, list[tuple[str, str]]]]:
     """(title, option, [(signature, one line of what it is)]) for each kind."""
-    from foresay.acceptance import RULES
-    from foresay.building import DRAFTERS as RECIPES
+    from foresay.decoding.acceptance import RULES
     from foresay.lengths import LENGTHS
+    from foresay.methods.recipes import DRAFTERS as RECIPES
 
     return [
         ("Drafters", "--drafter", [(signature(name, make), DRAFTERS[name]) for name, make in RECIPES.items()]),

@@ -45,7 +45,7 @@ def build(
     trust_remote_code: TrustOption = False,
 ) -> int:
     """Count a corpus; write the likeliest next tokens."""
-    from foresay.text import tokenizer_fingerprint, tokenizer_size
+    from foresay.text.tokenizer import tokenizer_fingerprint, tokenizer_size
     from foresay.training import ngrams
     from foresay.training.corpus import CorpusReader
 
@@ -78,7 +78,7 @@ def show(
     """Say what a table holds; with --model, in words."""
     from foresay.checks import integer
     from foresay.drafters.ngram_table import NgramTable
-    from foresay.text import tokenizer_fingerprint, tokenizer_size
+    from foresay.text.tokenizer import tokenizer_fingerprint, tokenizer_size
 
     integer("top", top, 0)
     loaded = NgramTable.load(table)
@@ -93,8 +93,8 @@ def show(
 
 
 def _tokenizer(model: str | None, tokenizer: str | None, trust_remote_code: bool) -> Any:
-    from foresay.models.catalog import load_tokenizer
-    from foresay.models.options import LoadOptions
+    from foresay.models.sources.catalog import load_tokenizer
+    from foresay.models.sources.load_options import LoadOptions
 
     if model is not None and tokenizer is not None:
         raise ConfigError("--model and --tokenizer both name a tokenizer; give one of them")

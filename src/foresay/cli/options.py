@@ -18,7 +18,7 @@ import typer
 from foresay.errors import ConfigError
 
 if TYPE_CHECKING:
-    from foresay.core import SamplingParams
+    from foresay.decoding.sampling_params import SamplingParams
 
 _EXPRESSION = "an expression such as max_gram, suffix(scale=3), cascade(...); docs/drafters.md"
 
@@ -90,7 +90,7 @@ class SamplingOptions:
 
     def params(self, **more: Any) -> SamplingParams:
         """SamplingParams of these; ConfigError for one that a greedy output does not depend on."""
-        from foresay.core import SamplingParams
+        from foresay.decoding.sampling_params import SamplingParams
 
         given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         params = SamplingParams(**{**given, "stop": tuple(self.stop or ()), **more})

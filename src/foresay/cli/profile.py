@@ -37,7 +37,7 @@ def model(
         return 0
     from dataclasses import asdict
 
-    from foresay.lab.profile import profile
+    from foresay.lab.measure.profile import profile
 
     settings = {
         "batches": numbers(batch, "--batch"),
@@ -87,7 +87,7 @@ def shapes(
     """Time draft models of equal size from deep to wide, with random weights."""
     from dataclasses import asdict
 
-    from foresay.lab.shapes import depth_share, study
+    from foresay.lab.measure.depth_study import depth_share, study
 
     use_threads(threads)
     with advancing("Timing") as advance:

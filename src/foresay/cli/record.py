@@ -13,7 +13,7 @@ from foresay.cli.data import DataOptions, advancing
 from foresay.cli.options import MachineOptions, MethodOptions, ModelOption, ModelOptions, SamplingOptions
 
 if TYPE_CHECKING:
-    from foresay.lab.record import Progress
+    from foresay.lab.replay.record import Progress
 
 
 def run(
@@ -27,7 +27,7 @@ def run(
     machine: MachineOptions,
 ) -> int:
     """Write down what a model answers to each prompt, to replay drafters against it without the model."""
-    from foresay.lab.record import record
+    from foresay.lab.replay.record import record
 
     params = sampling.params(logprobs=logprobs)
     items = data.items()

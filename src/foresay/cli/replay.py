@@ -17,12 +17,12 @@ from foresay.cli.options import MachineOptions, MethodOptions, ModelOption, Mode
 from foresay.errors import ConfigError
 
 if TYPE_CHECKING:
-    from foresay.building import Shelf
-    from foresay.lab.methods import Method
-    from foresay.lab.replay import Replay
+    from foresay.generation.method import Method
+    from foresay.lab.replay.replay import Replay
+    from foresay.lab.replay.theory import CostModel
+    from foresay.methods.recipes import Shelf
     from foresay.records.profile import Profile
     from foresay.records.recording import Recording
-    from foresay.theory import CostModel
 
 _LOOK_UPS = ("suffix", "max_gram", "prompt_lookup", "ngram_store")
 
@@ -49,8 +49,8 @@ def run(
 
     The model is loaded where a drafter needs its tokenizer or layers. --prompts names those of a log of tensors.
     """
-    from foresay.lab.costs import read_costs
-    from foresay.lab.methods import methods
+    from foresay.generation.method import methods
+    from foresay.lab.replay.cost_tables import read_costs
     from foresay.records.profile import Profile
 
     if (costs is None) != (target_cost is None):
@@ -78,10 +78,10 @@ def _open(
     path: Path, model: str | None, named: list[Method], data: DataOptions, machine: MachineOptions
 ) -> tuple[Shelf, Recording]:
     """The recording, and the target where something needs it: its layers, its tokenizer, a log's prompts."""
-    from foresay.building import Shelf, read_drafter
-    from foresay.lab.asking import Asker
-    from foresay.models.catalog import LoadedModel
+    from foresay.lab.data.requests import Asker
+    from foresay.methods.recipes import Shelf, read_drafter
     from foresay.models.recording import RecordingModel
+    from foresay.models.sources.catalog import LoadedModel
     from foresay.records.recording import Recording
 
     try:
@@ -107,10 +107,10 @@ def _replay(
     method: Method, recorded: Recording, shelf: Shelf, batch_size: int, known: Profile | None, *, counted: bool
 ) -> tuple[Replay, Mapping[str, int]]:
     """The replay, and the passes of each draft model where they are counted."""
-    from foresay.building import read_drafter, read_length, read_rule
-    from foresay.lab.costs import PassCounter, drafter_names
-    from foresay.lab.replay import replay
+    from foresay.lab.replay.cost_tables import PassCounter, drafter_names
+    from foresay.lab.replay.replay import replay
     from foresay.lengths import ConstantLength
+    from foresay.methods.recipes import read_drafter, read_length, read_rule
 
     recipe = read_drafter(method.drafter)
     length = int(method.length) if method.length.isdecimal() else method.length
@@ -124,8 +124,8 @@ def _replay(
 
 def _plain_rate(recorded: Recording, batch_size: int, known: Profile) -> float:
     """Tokens per second to expect of plain decoding."""
-    from foresay.lab.predict import expect
-    from foresay.lab.replay import replay
+    from foresay.lab.replay.predict import expect
+    from foresay.lab.replay.replay import replay
     from foresay.lengths import ConstantLength
 
     return expect(replay(recorded, None, ConstantLength(0), batch_size=batch_size), recorded, known).tokens_per_s
@@ -134,7 +134,7 @@ def _plain_rate(recorded: Recording, batch_size: int, known: Profile) -> float:
 def _facts(
     method: Method, done: Replay, recorded: Recording, known: Profile | None, plain: float | None
 ) -> dict[str, Any]:
-    from foresay.lab.predict import expect
+    from foresay.lab.replay.predict import expect
 
     stats, rate = done.stats, done.rate()
     out: dict[str, Any] = {

@@ -14,7 +14,7 @@ def run(
     title: Annotated[str | None, typer.Option(help="What the report is called.")] = None,
 ) -> int:
     """Write a report of benchmarks: report.html, report.md and the figures."""
-    from foresay.lab.report import read_report, write
+    from foresay.lab.report.report import read_report, write
 
     report = read_report(results, title=title)
     for path in write(report, output):

@@ -10,9 +10,9 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from foresay.core import Origin
+from foresay.decoding.outcome import Origin
 from foresay.engine import Stats
-from foresay.text import Piece
+from foresay.text.stream import Piece
 
 STYLES = {Origin.DRAFT: "green", Origin.RESIDUAL: "red", Origin.BONUS: "cyan"}
 MEANINGS = {

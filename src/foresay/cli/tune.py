@@ -16,7 +16,7 @@ from foresay.cli.options import MachineOptions, MethodOptions, ModelOption, Mode
 from foresay.errors import ConfigError
 
 if TYPE_CHECKING:
-    from foresay.generator import Generator
+    from foresay.generation.generator import Generator
     from foresay.lab.tune import Tuner, Tuning
     from foresay.records.recording import Recording
 
@@ -46,7 +46,7 @@ def run(
     machine: MachineOptions,
 ) -> int:
     """Find what decodes fastest here, by replay and profile, and confirm the best live."""
-    from foresay.lab.methods import methods
+    from foresay.generation.method import methods
     from foresay.lab.tune import DRAFTERS, LENGTHS, Tuner, with_draft
 
     sizes = numbers(batch, "--batch")
@@ -68,8 +68,8 @@ def run(
 
 
 def _recorded(target: Generator, path: Path | None, items: Any, tokens: int, data: DataOptions) -> Recording:
-    from foresay.core import SamplingParams
-    from foresay.lab.record import record
+    from foresay.decoding.sampling_params import SamplingParams
+    from foresay.lab.replay.record import record
     from foresay.records.recording import Recording
 
     if path is not None:
@@ -101,7 +101,7 @@ def _finish(tuner: Tuner, latency: float | None, count: int) -> int:
 
 
 def _show(tuning: Tuning) -> None:
-    from foresay.records.results import PLAIN
+    from foresay.generation.method import PLAIN
 
     live = {(one.candidate.method.name, one.candidate.batch_size): one for one in tuning.confirmed}
     lines = []
@@ -129,8 +129,8 @@ def _seen_from(output: Path, name: str) -> str:
 
 
 def _write(tuning: Tuning, batch_size: int, target: Generator, output: Path, prompts: str) -> int:
+    from foresay.methods.settings_file import Settings, write_settings
     from foresay.records.provenance import provenance
-    from foresay.settings import Settings, write_settings
 
     best = tuning.best
     came = provenance()

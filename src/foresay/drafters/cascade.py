@@ -12,31 +12,20 @@ from typing import Protocol
 
 import torch
 
-from foresay.acceptance import Coupled, Lenience, Speculative
 from foresay.checks import integer, number
-from foresay.core import (
-    BorrowsCache,
-    Drafter,
-    Guess,
-    KVCache,
-    LengthPolicy,
-    Move,
-    Proposal,
-    Row,
-    Rows,
-    Rule,
-    Step,
-    Verdict,
-)
-from foresay.drafters.growing import GrowingProposal
+from foresay.decoding.acceptance import Coupled, Lenience, Speculative
+from foresay.decoding.laws import Laws
+from foresay.decoding.outcome import Step
+from foresay.decoding.proposal import Proposal, Verdict
+from foresay.decoding.protocols import BorrowsCache, Drafter, Guess, KVCache, LengthPolicy, ModelOutput, Move, Rule
+from foresay.decoding.randomness import Streams
+from foresay.decoding.rows import Row, Rows
+from foresay.decoding.step import step
 from foresay.drafters.model import ModelDrafter
+from foresay.drafters.proposal_builder import GrowingProposal
 from foresay.errors import ConfigError
 from foresay.lengths import ConstantLength
 from foresay.lengths.constant import MAX_DRAFT_TOKENS
-from foresay.models.base import ModelOutput
-from foresay.randomness import Streams
-from foresay.sampling import Laws
-from foresay.step import step
 
 Matrix = Sequence[Sequence[int]]
 

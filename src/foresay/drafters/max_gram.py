@@ -12,9 +12,9 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from foresay.core import IntArray, Row
+from foresay.decoding.rows import IntArray, Row
 from foresay.drafters.automaton import SuffixAutomaton
-from foresay.drafters.copying import CopyingDrafter
+from foresay.drafters.lookup import CopyingDrafter
 
 
 class Continuation(Protocol):

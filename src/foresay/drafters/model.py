@@ -9,11 +9,13 @@ from collections.abc import Sequence
 
 import torch
 
-from foresay.core import Guess, LengthPolicy, Move, Proposal, Rows, Verdict
-from foresay.drafters.context import DraftContext
-from foresay.models.base import LanguageModel, Logits, ModelOutput
-from foresay.randomness import Purpose
-from foresay.sampling import Laws, build_laws, draw
+from foresay.decoding.draws import draw
+from foresay.decoding.laws import Laws, build_laws
+from foresay.decoding.proposal import Proposal, Verdict
+from foresay.decoding.protocols import Guess, LanguageModel, LengthPolicy, Logits, ModelOutput, Move
+from foresay.decoding.randomness import Purpose
+from foresay.decoding.rows import Rows
+from foresay.drafters.draft_cache import DraftContext
 
 
 class ModelDrafter:

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from foresay.checks import choice, flag, integer
-from foresay.core import LengthPolicy, Proposal, Row, Rows, Verdict
-from foresay.drafters.copying import CopyingDrafter
-from foresay.models.base import ModelOutput
+from foresay.decoding.proposal import Proposal, Verdict
+from foresay.decoding.protocols import LengthPolicy, ModelOutput
+from foresay.decoding.rows import Row, Rows
+from foresay.drafters.lookup import CopyingDrafter
 
 LEVELS = ("one", "all")
 _SEEN = 128

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from foresay import __version__
 from foresay.checks import integer, number
-from foresay.core import IntArray
+from foresay.decoding.rows import IntArray
 from foresay.errors import ConfigError, ModelLoadError, ModelNotFoundError, VocabularyMismatchError
 from foresay.files import whole_file
 

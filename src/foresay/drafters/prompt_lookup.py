@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
-from foresay.core import IntArray, Row
-from foresay.drafters.copying import CopyingDrafter
+from foresay.decoding.rows import IntArray, Row
+from foresay.drafters.lookup import CopyingDrafter
 from foresay.errors import ConfigError
 
 

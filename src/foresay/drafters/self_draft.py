@@ -6,10 +6,9 @@ no memory but a trimmed head's, and no prefill. `target` must be a decoder-only 
 
 from __future__ import annotations
 
-from foresay.core import KVCache
-from foresay.drafters.context import SharedContext
+from foresay.decoding.protocols import KVCache, LanguageModel
+from foresay.drafters.draft_cache import SharedContext
 from foresay.drafters.model import ModelDrafter
-from foresay.models.base import LanguageModel
 
 
 class SelfDrafter(ModelDrafter):

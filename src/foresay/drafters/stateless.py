@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from foresay.core import Move, Rows, Verdict
-from foresay.models.base import ModelOutput
+from foresay.decoding.proposal import Verdict
+from foresay.decoding.protocols import ModelOutput, Move
+from foresay.decoding.rows import Rows
 
 
 class Stateless:

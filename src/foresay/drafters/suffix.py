@@ -11,9 +11,9 @@ from threading import Lock
 import torch
 
 from foresay.checks import integer, number
-from foresay.core import IntArray, Row
+from foresay.decoding.rows import IntArray, Row
 from foresay.drafters.automaton import SuffixAutomaton
-from foresay.drafters.copying import CopyingDrafter
+from foresay.drafters.lookup import CopyingDrafter
 
 _REMATCH = 64
 """Tokens of the context that are matched anew when the past has changed."""

@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from foresay.core import BorrowsCache, Drafter, KVCache, LengthPolicy, Move, Proposal, Rows, Verdict
-from foresay.models.base import ModelOutput
+from foresay.decoding.proposal import Proposal, Verdict
+from foresay.decoding.protocols import BorrowsCache, Drafter, KVCache, LengthPolicy, ModelOutput, Move
+from foresay.decoding.rows import Rows
 
 logger = logging.getLogger("foresay")
 MAX_FAILURES = 3

@@ -14,26 +14,16 @@ from collections.abc import Sequence
 import numpy as np
 
 from foresay.checks import integer
-from foresay.core import (
-    Drafter,
-    FinishReason,
-    IntArray,
-    LengthPolicy,
-    Row,
-    Rows,
-    Rule,
-    SamplingParams,
-    Step,
-    StopCondition,
-)
+from foresay.decoding.outcome import FinishReason, Step
+from foresay.decoding.prefill import fill_chunk, pending
+from foresay.decoding.processors import check_processors, check_token_ids
+from foresay.decoding.protocols import Drafter, LanguageModel, LengthPolicy, Rule
+from foresay.decoding.rows import IntArray, Row, Rows, StopCondition
+from foresay.decoding.sampling_params import MAX_SEED, SamplingParams
+from foresay.decoding.step import step
 from foresay.engine.guard import GuardedDrafter
-from foresay.engine.places import plan_moves
+from foresay.engine.row_moves import plan_moves
 from foresay.errors import ContextLengthError, PromptError, RequestError
-from foresay.models.base import LanguageModel
-from foresay.models.prefill import fill_chunk, pending
-from foresay.params import MAX_SEED
-from foresay.processing import check_processors, check_token_ids
-from foresay.step import step
 
 PREFILL_TOKENS = 512
 """Prompt tokens filled between two decoding steps, about; more would make the rows that decode wait."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from foresay.core import Origin, Step
+from foresay.decoding.outcome import Origin, Step
 
 
 @dataclass(slots=True)

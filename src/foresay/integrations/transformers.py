@@ -12,12 +12,12 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from foresay.core import FinishReason, SamplingParams
+from foresay.decoding.outcome import FinishReason
+from foresay.decoding.processors import check_processors
+from foresay.decoding.sampling_params import LogitsProcessor, SamplingParams
 from foresay.errors import ConfigError, UnsupportedModelError
-from foresay.loading import load
-from foresay.models.catalog import LoadedModel, wrap
-from foresay.params import LogitsProcessor
-from foresay.processing import check_processors
+from foresay.generation.load import load
+from foresay.models.sources.catalog import LoadedModel, wrap
 
 _UNSUPPORTED: dict[str, Any] = {
     "num_beams": 1,

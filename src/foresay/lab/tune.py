@@ -14,25 +14,25 @@ from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
 
-from foresay.acceptance import Speculative
-from foresay.core import Drafter, SamplingParams
+from foresay.decoding.acceptance import Speculative
+from foresay.decoding.protocols import Drafter
+from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import ModelDrafter
 from foresay.engine import Engine
 from foresay.errors import ConfigError, ForesayError
-from foresay.expressions import Call, parse
-from foresay.generator import Generator
-from foresay.lab.asking import Ask, source_and_start
-from foresay.lab.items import Item
-from foresay.lab.methods import Method
-from foresay.lab.predict import Expected, expect
-from foresay.lab.profile import measure, measure_drafting, medians
-from foresay.lab.replay import replay
-from foresay.lab.running import run_live
-from foresay.lab.taught import TaughtDrafter, can_be_taught, teach
+from foresay.generation.generator import Generator
+from foresay.generation.method import PLAIN, Method
+from foresay.lab.data.items import Item
+from foresay.lab.data.requests import Ask, source_and_start
+from foresay.lab.measure.live_run import run_live
+from foresay.lab.measure.profile import measure, measure_drafting, medians
+from foresay.lab.replay.precomputed import TaughtDrafter, can_be_taught, teach
+from foresay.lab.replay.predict import Expected, expect
+from foresay.lab.replay.replay import replay
 from foresay.lengths import ConstantLength
+from foresay.methods.expressions import Call, parse
 from foresay.records.profile import Profile
 from foresay.records.recording import Recording
-from foresay.records.results import PLAIN
 
 DRAFTERS = ("suffix", "max_gram", "prompt_lookup", "ngram_store")
 LENGTHS = ("2", "4", "8", "12", "throughput")
@@ -264,7 +264,7 @@ def _confirmed(candidate: Candidate, found: Sequence[tuple[float, float]]) -> Co
 
 def _longest(method: Method) -> int:
     """The widest draft a method may make."""
-    from foresay.building import read_drafter, read_length
+    from foresay.methods.recipes import read_drafter, read_length
 
     policy: Any = read_length(method._length) if method.length else None
     if policy is None:

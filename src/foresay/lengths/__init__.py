@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from foresay.core import LengthPolicy
+from foresay.decoding.protocols import LengthPolicy
 from foresay.lengths.confidence import ConfidenceLength, EntropyLength
 from foresay.lengths.constant import ConstantLength
 from foresay.lengths.heuristic import HeuristicLength

@@ -12,9 +12,11 @@ from collections.abc import Sequence
 import torch
 
 from foresay.checks import integer, number
-from foresay.core import Guess, Rows, Step
+from foresay.decoding.laws import entropy
+from foresay.decoding.outcome import Step
+from foresay.decoding.protocols import Guess
+from foresay.decoding.rows import Rows
 from foresay.lengths.constant import MAX_DRAFT_TOKENS
-from foresay.sampling import entropy
 
 
 class _UntilUnsure(ABC):

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from foresay.checks import integer
-from foresay.core import Guess, Rows, Step
+from foresay.decoding.outcome import Step
+from foresay.decoding.protocols import Guess
+from foresay.decoding.rows import Rows
 from foresay.lengths.constant import MAX_DRAFT_TOKENS
 
 _KEY = "heuristic"

@@ -21,7 +21,9 @@ from threading import Lock
 import torch
 
 from foresay.checks import integer
-from foresay.core import Guess, Rows, Step
+from foresay.decoding.outcome import Step
+from foresay.decoding.protocols import Guess
+from foresay.decoding.rows import Rows
 from foresay.lengths.constant import MAX_DRAFT_TOKENS
 
 _SAMPLES = 9

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from foresay.core import IntArray, KVCache, Move, Rows
+from foresay.decoding.protocols import KVCache, Logits, ModelOutput, Move
+from foresay.decoding.rows import IntArray, Rows
 from foresay.errors import ConfigError
-from foresay.models.base import Logits, ModelOutput
 
 
 @dataclass(frozen=True, slots=True)

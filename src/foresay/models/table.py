@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 import torch
 
-from foresay.core import KVCache, Move, Rows
+from foresay.decoding.protocols import KVCache, Logits, ModelOutput, Move
+from foresay.decoding.rows import Rows
 from foresay.errors import ConfigError
-from foresay.models.base import Logits, ModelOutput
 
 
 class TableCache:

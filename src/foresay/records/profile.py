@@ -17,10 +17,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from foresay.decoding.prefill import CHUNK
 from foresay.errors import ConfigError
 from foresay.files import whole_file
-from foresay.models.packaged import cache_dir
-from foresay.models.prefill import CHUNK
+from foresay.models.sources.packaged import cache_dir
 
 FORMAT, VERSION = "foresay-profile", 1
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from foresay.checks import integer
-from foresay.core import FinishReason
+from foresay.decoding.outcome import FinishReason
 from foresay.errors import ConfigError
 from foresay.models.recording import RecordedText
 from foresay.records.lines import Line, LineWriter, read_lines

@@ -15,14 +15,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from foresay.core import Step
+from foresay.decoding.outcome import Step
 from foresay.engine import Stats
 from foresay.errors import ConfigError
 from foresay.records.lines import Line, LineWriter, read_lines
 
 FORMAT, VERSION = "foresay-results", 1
-PLAIN = "plain"
-"""The method that others are compared with: foresay without a drafter."""
 
 
 @dataclass(frozen=True, slots=True, order=True)

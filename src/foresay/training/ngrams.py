@@ -16,16 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from foresay.checks import integer
-from foresay.core import IntArray
-from foresay.drafters.ngram_table import (
-    MAX_ORDER,
-    MAX_VOCAB_SIZE,
-    TOKEN_BITS,
-    Corpus,
-    Level,
-    NgramTable,
-    TokenArray,
-)
+from foresay.decoding.rows import IntArray
+from foresay.drafters.ngram_table import MAX_ORDER, MAX_VOCAB_SIZE, TOKEN_BITS, Corpus, Level, NgramTable, TokenArray
 from foresay.errors import ConfigError
 from foresay.training.corpus import CorpusReader, Piece
 

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 from foresay.cli.console.screen import unechoed
 from foresay.cli.console.session import INTERRUPTED, Exchange, Session
 from foresay.cli.trace import sum_up
-from foresay.core import FinishReason, SamplingParams, Step
+from foresay.decoding.outcome import FinishReason, Step
+from foresay.decoding.sampling_params import SamplingParams
 from foresay.engine import Stats
 
 if TYPE_CHECKING:
-    from foresay.generator import Chunk, Generation
+    from foresay.generation.result import Chunk, Generation
 
 
 @contextmanager

@@ -8,16 +8,16 @@ from inspect import cleandoc
 
 from rich.text import Text
 
-from foresay.acceptance import RULES
-from foresay.building import DRAFTERS
 from foresay.cli.console import conversation, settings
 from foresay.cli.console.input import Entry, Words
 from foresay.cli.console.session import Session
 from foresay.cli.console.settings import Command, nothing
 from foresay.cli.methods import catalogue
+from foresay.decoding.acceptance import RULES
 from foresay.errors import ConfigError
 from foresay.lengths import LENGTHS
-from foresay.models.packaged import ALIASES
+from foresay.methods.recipes import DRAFTERS
+from foresay.models.sources.packaged import ALIASES
 
 
 def help_(session: Session, argument: str) -> None:

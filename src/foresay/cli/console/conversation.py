@@ -15,15 +15,15 @@ from foresay.cli.console.screen import unechoed
 from foresay.cli.console.session import INTERRUPTED, Exchange, Session
 from foresay.cli.console.settings import nothing
 from foresay.cli.trace import percent
-from foresay.core import SamplingParams
+from foresay.decoding.sampling_params import SamplingParams
 from foresay.engine import Stats
 from foresay.errors import ConfigError
-from foresay.expressions import parse
 from foresay.files import whole_file
+from foresay.methods.expressions import parse
 
 if TYPE_CHECKING:
-    from foresay.generator import Generator
-    from foresay.prompts import Prompt
+    from foresay.generation.generator import Generator
+    from foresay.text.prompts import Prompt
 
 
 def say(session: Session, text: str) -> None:

@@ -13,7 +13,7 @@ from rich.text import Text
 from foresay.cli.trace import coloured, console, notes
 
 if TYPE_CHECKING:
-    from foresay.text import Piece
+    from foresay.text.stream import Piece
 
 _CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 _TWO_COLUMNS = 62

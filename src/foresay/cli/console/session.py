@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from foresay.cli.common import fresh_seed
 from foresay.cli.console.screen import Screen
-from foresay.core import SamplingParams
+from foresay.decoding.sampling_params import SamplingParams
 from foresay.engine import Stats
 from foresay.errors import ConfigError
-from foresay.expressions import parse
-from foresay.loading import change
-from foresay.prompts import Prompt, encode
+from foresay.generation.load import change
+from foresay.methods.expressions import parse
+from foresay.text.prompts import Prompt, encode
 
 if TYPE_CHECKING:
-    from foresay.generator import Generator
+    from foresay.generation.generator import Generator
 
 INTERRUPTED = "interrupted"
 

@@ -9,14 +9,14 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from foresay.building import DRAFTERS
 from foresay.cli.common import loading, model_expression
 from foresay.cli.console.session import Session
 from foresay.cli.methods import shown, signature
 from foresay.cli.options import idle
 from foresay.cli.trace import legend
 from foresay.errors import ConfigError
-from foresay.expressions import Call, parse
+from foresay.methods.expressions import Call, parse
+from foresay.methods.recipes import DRAFTERS
 
 Command = Callable[[Session, str], None]
 

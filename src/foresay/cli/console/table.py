@@ -18,17 +18,18 @@ from rich.text import Text
 
 from foresay.cli.common import as_record
 from foresay.cli.trace import first_difference, percent
-from foresay.core import SamplingParams
+from foresay.decoding.sampling_params import SamplingParams
 from foresay.engine import Stats
 from foresay.errors import ForesayError
+from foresay.generation.load import change
 from foresay.lengths import ConstantLength
-from foresay.loading import change
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from foresay.generator import Generation, Generator
-    from foresay.prompts import Prompt
+    from foresay.generation.generator import Generator
+    from foresay.generation.result import Generation
+    from foresay.text.prompts import Prompt
 
 DEFAULT_METHODS = ("prompt_lookup", "max_gram", "ngram_store", "suffix")
 PLAIN, ALONE = "plain", "draft alone"
@@ -89,7 +90,7 @@ def plain_and(generator: Generator, prompt: Prompt, drafters: Sequence[tuple[str
 
 def alone(generator: Generator, draft: str, prompt: Callable[[Generator], Prompt]) -> Method:
     """The draft model decoding by itself."""
-    from foresay.generator import Generator
+    from foresay.generation.generator import Generator
 
     assert generator.shelf is not None
     own = Generator(generator.shelf.model(draft), lambda: None, generator.rule, ConstantLength(0))

@@ -1,0 +1,312 @@
+"""Verification rules: pure functions from laws and uniforms to a verdict.
+
+The exact ones keep the output's law equal to the target's, however bad the proposal; the lossy ones, asked for by name,
+trade that for longer acceptance. p is the target's law, q the draft's; a
+draft token that was not sampled is a point mass, and so is a greedy target's law, so one rule serves greedy and
+sampling. Rows are ragged. Knows no model and draws nothing but from a law it was given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from foresay.checks import number
+from foresay.decoding.draws import draw, inverse_cdf
+from foresay.decoding.laws import Laws, entropy
+from foresay.decoding.proposal import Proposal, Verdict
+from foresay.decoding.protocols import Rule
+from foresay.decoding.randomness import Purpose, Streams
+from foresay.errors import UnknownNameError
+
+
+def residual(target_probs: torch.Tensor, draft_probs: torch.Tensor) -> torch.Tensor:
+    """Residual law after a rejection: norm(max(0, p - q)) (Leviathan et al. 2023, Alg. 1).
+
+    target_probs, draft_probs: [..., V] -> [..., V], rows sum to 1.
+    Where p <= q everywhere up to rounding the mass is 0 and p is returned: such a rejection has probability below
+    float eps, and dividing would give NaN.
+    """
+    excess = (target_probs - draft_probs).clamp(min=0)
+    mass = excess.sum(-1, keepdim=True)
+    return torch.where(mass > 0, excess / mass.clamp(min=torch.finfo(excess.dtype).tiny), target_probs)
+
+
+def _valid(proposal: Proposal) -> torch.Tensor:
+    """[B, K] bool: which columns hold a draft token."""
+    counts = torch.tensor(proposal.num_tokens, device=proposal.token_ids.device)
+    return torch.arange(proposal.width, device=counts.device) < counts[:, None]
+
+
+def _leading(accepted: torch.Tensor) -> torch.Tensor:
+    """[B, K] bool -> [B], how many hold before the first that does not."""
+    return accepted.long().cumprod(-1).sum(-1)
+
+
+def _extra_uniform(streams: Streams, device: torch.device) -> torch.Tensor:
+    """The step's number for its extra token, [B]."""
+    return streams.uniform(Purpose.EXTRA, torch.zeros(1, dtype=torch.int64, device=device))[:, 0]
+
+
+def _draft_probs(proposal: Proposal) -> torch.Tensor:
+    """q(x) of each draft token, [B, K]; 1 for a point mass."""
+    if proposal.laws is None or proposal.law_index is None:
+        return torch.ones(proposal.token_ids.shape, device=proposal.token_ids.device)
+    dense = proposal.laws[proposal.law_index.clamp(min=0), proposal.token_ids]
+    return torch.where(proposal.law_index >= 0, dense, 1.0)
+
+
+def _draft_rows(proposal: Proposal, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor | None:
+    """q at places (rows, columns) as dense laws; a point mass is zero everywhere (see `_remove_point`)."""
+    if proposal.laws is None or proposal.law_index is None:
+        return None
+    index = proposal.law_index[rows, columns]
+    return proposal.laws[index.clamp(min=0)] * (index >= 0)[:, None]
+
+
+def _is_point(proposal: Proposal, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    if proposal.law_index is None:
+        return torch.ones_like(rows, dtype=torch.bool)
+    return proposal.law_index[rows, columns] < 0
+
+
+def _extra_tokens(
+    target: Laws,
+    proposal: Proposal,
+    num_accepted: torch.Tensor,
+    uniform: torch.Tensor,
+    scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The token after the accepted ones, [B]: from the residual after a rejection, from p after none.
+
+    uniform: [B]. scale: [B] or None, the factor on p in block verification's residual (1 elsewhere).
+    """
+    batch = torch.arange(len(num_accepted), device=num_accepted.device)
+    if not proposal.width or target.probs is None or target.index is None:
+        return _from_target(target, num_accepted, uniform)
+    out = target.points[batch, num_accepted]
+    index = target.index[batch, num_accepted]
+    dense = torch.nonzero(index >= 0)[:, 0]
+    column = num_accepted[dense]
+    rejected = column < torch.tensor(proposal.num_tokens, device=column.device)[dense]
+    column = column.clamp(max=proposal.width - 1)
+    factor = None if scale is None else scale[dense]
+    law = _without_draft(target.probs[index[dense]], proposal, dense, column, rejected, factor)
+    out[dense] = inverse_cdf(law, uniform[dense])
+    return out
+
+
+def _without_draft(
+    law: torch.Tensor,
+    proposal: Proposal,
+    rows: torch.Tensor,
+    columns: torch.Tensor,
+    rejected: torch.Tensor,
+    scale: torch.Tensor | None,
+) -> torch.Tensor:
+    """norm(max(0, scale * p - q)) where `rejected`, p elsewhere. law: [N, V] of p; rows, columns: [N] places of q."""
+    q = _draft_rows(proposal, rows, columns)
+    out = law
+    if q is not None:
+        scaled = law if scale is None else law * scale[:, None]
+        out = torch.where(rejected[:, None], residual(scaled, q), law)
+    # a point mass takes all of its token and nothing else: max(0, p - 1) there
+    point = rejected & _is_point(proposal, rows, columns)
+    tokens = proposal.token_ids[rows, columns]
+    places = torch.arange(len(rows), device=rows.device)
+    out = out.clone()
+    out[places[point], tokens[point]] = 0
+    # p itself when nothing is left: a rejection that has probability zero
+    empty = out.sum(-1, keepdim=True) <= 0
+    return torch.where(empty, law, out)
+
+
+class Speculative:
+    """Speculative sampling: accept x while u < p(x) / q(x), then the residual or bonus (Leviathan et al. 2023, Alg. 1)."""
+
+    name, exact, coupled, confident = "speculative", True, False, False
+
+    def judge(self, target: Laws, proposal: Proposal, streams: Streams) -> Verdict:
+        """Each draft token is kept with probability min(1, p(x) / q(x)), the first rejection ends the block."""
+        batch = torch.arange(len(proposal.token_ids), device=proposal.token_ids.device)
+        if target.probs is None and proposal.laws is None:
+            agreed = (target.points[:, : proposal.width] == proposal.token_ids) & _valid(proposal)
+            count = _leading(agreed)
+            return Verdict(count, target.points[batch, count])
+        offsets = torch.arange(proposal.width, device=batch.device)
+        uniform = streams.uniform(Purpose.ACCEPT, offsets)
+        p, q = target.prob_of(proposal.token_ids), _draft_probs(proposal)
+        count = _leading((uniform * q < p) & _valid(proposal))
+        extra = _extra_uniform(streams, batch.device)
+        return Verdict(count, _extra_tokens(target, proposal, count, extra))
+
+
+class Block:
+    """Block verification: the longest accepted block, never shorter in expectation (Sun et al. 2024, Alg. 2)."""
+
+    name, exact, coupled, confident = "block", True, False, False
+
+    def judge(self, target: Laws, proposal: Proposal, streams: Streams) -> Verdict:
+        """Accept up to the last i whose own uniform is at most h_i; every token is tested."""
+        if target.probs is None or target.index is None or proposal.width == 0:
+            return Speculative().judge(target, proposal, streams)
+        device = proposal.token_ids.device
+        valid = _valid(proposal)
+        offsets = torch.arange(proposal.width, device=device)
+        uniform = streams.uniform(Purpose.ACCEPT, offsets)
+        pi = _joint(target.prob_of(proposal.token_ids), _draft_probs(proposal))
+        h = self._thresholds(target, proposal, pi)
+        accepted = (uniform <= h) & valid & (h > 0)
+        count = torch.where(accepted, offsets + 1, 0).amax(-1)
+        # a greedy row is a point mass: its products are 0 or 1 and the leading ones are the accepted block
+        greedy = target.index[:, 0] < 0
+        count = torch.where(greedy, _leading((pi > 0) & valid), count)
+        scale = torch.cat([torch.ones(len(pi), 1, device=device, dtype=pi.dtype), pi], 1).gather(1, count[:, None])[
+            :, 0
+        ]
+        extra = _extra_uniform(streams, device)
+        return Verdict(count, _extra_tokens(target, proposal, count, extra, scale))
+
+    @staticmethod
+    def _thresholds(target: Laws, proposal: Proposal, pi: torch.Tensor) -> torch.Tensor:
+        """h [B, K]: h_i = S_i / (S_i + 1 - pi_i), S_i = sum max(0, pi_i p_{i+1} - q_{i+1}); the last of a row is pi."""
+        assert target.probs is not None and target.index is not None
+        h = pi.clone()
+        counts = torch.tensor(proposal.num_tokens, device=pi.device)
+        for i in range(proposal.width - 1):
+            rows = torch.nonzero((counts > i + 1) & (target.index[:, i + 1] >= 0))[:, 0]
+            if not len(rows):
+                continue
+            columns = torch.full_like(rows, i + 1)
+            p = target.probs[target.index[rows, i + 1]]
+            scale = pi[rows, i].to(p.dtype)
+            q = _draft_rows(proposal, rows, columns)
+            # q a point mass at x: sum max(0, pi p - q) = pi (1 - p(x)), because pi p(x) <= 1
+            here = p.gather(1, proposal.token_ids[rows, columns][:, None])[:, 0]
+            mass = scale * (1 - here)
+            if q is not None:
+                spread = (p * scale[:, None] - q).clamp(min=0).sum(-1)
+                mass = torch.where(_is_point(proposal, rows, columns), mass, spread)
+            mass = mass.clamp(min=0)
+            rest = mass + 1 - scale
+            h[rows, i] = torch.where(rest > 0, mass / rest.clamp(min=torch.finfo(p.dtype).tiny), 1.0).to(h.dtype)
+        return h
+
+
+def _joint(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """pi_i = min(1, pi_{i-1} p_i(x_i) / q_i(x_i)), pi_0 = 1. p, q: [B, K] -> [B, K]."""
+    ratio = p / q.clamp(min=torch.finfo(q.dtype).tiny)
+    out, last = torch.empty_like(ratio), torch.ones_like(ratio[:, 0])
+    for i in range(ratio.shape[1]):
+        last = torch.clamp(last * ratio[:, i], max=1.0)
+        out[:, i] = last
+    return out
+
+
+class Match:
+    """Draw the target's own token at each place and accept while it equals the draft's."""
+
+    name, exact, coupled, confident = "match", True, False, False
+
+    def judge(self, target: Laws, proposal: Proposal, streams: Streams) -> Verdict:
+        """The target's tokens alone are written; the draft only saves passes."""
+        tokens = draw(target, streams, Purpose.TARGET, counts=proposal.num_tokens)
+        count = _leading((tokens[:, : proposal.width] == proposal.token_ids) & _valid(proposal))
+        batch = torch.arange(len(count), device=count.device)
+        return Verdict(count, tokens[batch, count])
+
+
+class Coupled(Match):
+    """Gumbel coupling: `match` with noise that drafter and target share by position (Daliri et al. 2024).
+
+    The output is a function of (seed, target) alone: the same with any drafter, any length, alone or in a batch.
+    """
+
+    name, exact, coupled, confident = "coupled", True, True, False
+
+
+class Lenience:
+    """Speculative sampling that keeps more: q is replaced by q / l, l >= 1 (Leviathan et al. 2023, A.5; Chen et al. 2023).
+
+    Lossy. Where l > 1 a greedy row keeps x also when p(x) > q(x) / l, p and q the softmax at temperature 1 and q = 1 for a
+    token that no model guessed.
+    """
+
+    name, exact, coupled, confident = "lenience", False, False, True
+
+    def __init__(self, lenience: float = 2.0) -> None:
+        """lenience: l; 1 is exact speculative sampling."""
+        self.lenience = number("lenience", lenience, 1.0, 1e6)
+
+    def judge(self, target: Laws, proposal: Proposal, streams: Streams) -> Verdict:
+        """Keep x while u q(x) / l < p(x); then norm(max(0, p - q / l)), or the greedy target's own token."""
+        ids, device = proposal.token_ids, proposal.token_ids.device
+        q = _draft_probs(proposal) / self.lenience
+        p = target.prob_of(ids)
+        uniform = streams.uniform(Purpose.ACCEPT, torch.arange(proposal.width, device=device))
+        accepted = uniform * q < p
+        if proposal.width:
+            sure = torch.ones_like(q) if proposal.confidence is None else proposal.confidence
+            close = (target.confidence(ids) > sure / self.lenience) & (self.lenience > 1)
+            greedy = torch.ones_like(accepted) if target.index is None else target.index[:, : proposal.width] < 0
+            accepted = torch.where(greedy, (target.points[:, : proposal.width] == ids) | close, accepted)
+        count = _leading(accepted & _valid(proposal))
+        extra = _extra_uniform(streams, device)
+        # norm(max(0, p - q / l)) is norm(max(0, l p - q))
+        scale = torch.full((len(ids),), self.lenience, device=device)
+        return Verdict(count, _extra_tokens(target, proposal, count, extra, scale))
+
+
+class Typical:
+    """Typical acceptance: keep x when p(x) > min(eps, delta exp(-H(p))) (Cai et al. 2024, Medusa). Lossy.
+
+    After a rejection, and after none, the next token is drawn from p. A greedy row keeps its argmax alone.
+    """
+
+    name, exact, coupled, confident = "typical", False, False, False
+
+    def __init__(self, eps: float = 0.3, delta: float = 0.09) -> None:
+        """eps: a token at least this likely always stays. delta: how far below exp(-entropy) one may be."""
+        self.eps, self.delta = number("eps", eps, 0.0, 1.0), number("delta", delta, 0.0, 1.0)
+
+    def judge(self, target: Laws, proposal: Proposal, streams: Streams) -> Verdict:
+        """Look at p alone."""
+        ids = proposal.token_ids
+        p = target.prob_of(ids)
+        bar = torch.full_like(p, 0.5)  # of a point mass: its token and no other
+        if target.probs is not None and target.index is not None:
+            index = target.index[:, : proposal.width]
+            spread = (self.delta * (-entropy(target.probs)).exp()).clamp(max=self.eps)
+            bar = torch.where(index >= 0, spread[index.clamp(min=0)], bar)
+        count = _leading((p > bar) & _valid(proposal))
+        return Verdict(count, _from_target(target, count, _extra_uniform(streams, ids.device)))
+
+
+def _from_target(target: Laws, num_accepted: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """The target's own next token after the accepted ones, [B]."""
+    batch = torch.arange(len(num_accepted), device=num_accepted.device)
+    out = target.points[batch, num_accepted]
+    if target.probs is None or target.index is None:
+        return out
+    index = target.index[batch, num_accepted]
+    dense = torch.nonzero(index >= 0)[:, 0]
+    out[dense] = inverse_cdf(target.probs, uniform[dense], index[dense])
+    return out
+
+
+RULES: dict[str, Callable[..., Rule]] = {
+    "speculative": Speculative,
+    "block": Block,
+    "match": Match,
+    "coupled": Coupled,
+    "lenience": Lenience,
+    "typical": Typical,
+}
+
+
+def make_rule(name: str) -> Rule:
+    """The rule of that name with its own settings; UnknownNameError names the nearest."""
+    if name not in RULES:
+        raise UnknownNameError("rule", name, RULES)
+    return RULES[name]()

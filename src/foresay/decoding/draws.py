@@ -1,0 +1,87 @@
+"""Laws to tokens: the only place that draws from one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from foresay.decoding.laws import Laws
+from foresay.decoding.randomness import Purpose, Streams
+
+_BLOCK = 128
+
+
+def inverse_cdf(probs: torch.Tensor, uniform: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
+    """Draw by inverting the distribution function, in two levels: a block of the vocabulary, then a token in it.
+
+    probs: [N, V], non-negative, any positive total (it is normalised here). uniform: [M] float64 in (0, 1). rows: [M]
+    int64, which laws to draw from; None draws from each in order. Returns [M] int64. A token of probability zero is
+    never drawn.
+    """
+    if rows is not None and 2 * len(rows) < len(probs):
+        probs, rows = probs[rows], None
+    count, vocab = probs.shape
+    if vocab % _BLOCK:
+        probs = torch.nn.functional.pad(probs, (0, _BLOCK - vocab % _BLOCK))
+    blocks = probs.view(count, probs.shape[1] // _BLOCK, _BLOCK)
+    sums = blocks.sum(-1).double()
+    if rows is None:
+        rows = torch.arange(count, device=probs.device)
+    else:
+        sums = sums[rows]
+    ends = sums.cumsum(-1)
+    goal = uniform[:, None] * ends[:, -1:]
+    block = torch.minimum((ends <= goal).sum(-1), _last_positive(sums))
+    chosen = blocks[rows, block].double()
+    inner = chosen.cumsum(-1)
+    before = ends.gather(1, block[:, None]) - sums.gather(1, block[:, None])
+    rest = (goal - before)[:, 0]
+    place = torch.minimum((inner <= rest[:, None]).sum(-1), _last_positive(chosen))
+    # rounding may leave `rest` a hair below zero: the first positive entry is then meant
+    place = torch.maximum(place, (chosen > 0).to(torch.int8).argmax(-1))
+    return block * _BLOCK + place
+
+
+def _last_positive(values: torch.Tensor) -> torch.Tensor:
+    reverse = (values > 0).flip(-1).to(torch.int8).argmax(-1)
+    return values.shape[-1] - 1 - reverse
+
+
+def draw(
+    laws: Laws, streams: Streams, purpose: Purpose, first: int = 0, counts: Sequence[int] | None = None
+) -> torch.Tensor:
+    """One token from each law, [B, T] int64; place t uses the streams' number at offset `first + t`.
+
+    Under coupled streams the token is argmax(log law + noise at its position), whatever the purpose. counts: places past
+    counts[i] of row i are not drawn; None draws all.
+    """
+    if laws.probs is None or laws.index is None:
+        return laws.points
+    wanted = laws.index >= 0
+    if counts is not None:
+        limit = torch.tensor(counts, device=wanted.device)[:, None]
+        wanted &= torch.arange(wanted.shape[1], device=wanted.device) <= limit
+    where, column = torch.nonzero(wanted, as_tuple=True)
+    rows = laws.index[where, column]
+    if streams.coupled:
+        tokens = _coupled(laws.probs, rows, streams, where, column + first)
+    else:
+        offsets = torch.arange(first, first + laws.index.shape[1], device=where.device)
+        tokens = inverse_cdf(laws.probs, streams.uniform(purpose, offsets)[where, column], rows)
+    out = laws.points.clone()
+    out[where, column] = tokens
+    return out
+
+
+def _coupled(
+    probs: torch.Tensor, rows: torch.Tensor, streams: Streams, where: torch.Tensor, offsets: torch.Tensor
+) -> torch.Tensor:
+    """argmax(log p + Gumbel noise) at each place, [M]. Noise is made for the tokens of the law alone, place by place."""
+    out = torch.empty_like(rows)
+    for i in range(len(rows)):
+        law = probs[rows[i]]
+        tokens = torch.nonzero(law)[:, 0]
+        noise = streams.gumbel(where[i], offsets[i], tokens)
+        out[i] = tokens[noise.add_(law[tokens].log()).argmax()]
+    return out

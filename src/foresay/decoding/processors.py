@@ -1,0 +1,172 @@
+"""What changes logits before the temperature: penalties, biases, masks and transformers' LogitsProcessors.
+
+Every change is a pure function of (context, logits), applied alike to target and draft at each draft position. Owns no
+state; processors known to keep some are refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from foresay.decoding.rows import Row
+from foresay.decoding.sampling_params import LogitsProcessor, SamplingParams
+from foresay.errors import ConfigError, RequestError
+
+STATEFUL_PROCESSORS = frozenset(
+    {
+        "UnbatchedClassifierFreeGuidanceLogitsProcessor",
+        "ClassifierFreeGuidanceLogitsProcessor",
+        "WhisperTimeStampLogitsProcessor",
+        "SynthIDTextWatermarkLogitsProcessor",
+        "PrefixConstrainedLogitsProcessor",
+        "EncoderRepetitionPenaltyLogitsProcessor",
+        "EncoderNoRepeatNGramLogitsProcessor",
+        "AlternatingCodebooksLogitsProcessor",
+        "DiaEOSDelayPatternLogitsProcessor",
+        "DiaClassifierFreeGuidanceLogitsProcessor",
+        "ContinuousBatchingLogitsProcessorList",
+    }
+)
+"""transformers processors that remember earlier calls, or that need the encoder's input or the beam: not (ids, scores)."""
+
+
+def check_processors(processors: Sequence[LogitsProcessor]) -> None:
+    """Raise ConfigError for a processor that is not callable, or is known to keep state."""
+    for processor in processors:
+        if isinstance(processor, list):  # transformers' LogitsProcessorList
+            check_processors(processor)
+        if not callable(processor):
+            raise ConfigError(f"processors: {processor!r} is not callable as (input_ids, scores) -> scores")
+        stateful = [c.__name__ for c in type(processor).__mro__ if c.__name__ in STATEFUL_PROCESSORS]
+        if stateful:
+            raise ConfigError(
+                f"processors: {stateful[0]} is not a pure function of (input_ids, scores); speculation scores a position "
+                "more than once, so it would see calls that plain decoding never makes. Remove it, or decode with transformers"
+            )
+
+
+def check_token_ids(params: SamplingParams, vocab_size: int, eos: frozenset[int] = frozenset()) -> None:
+    """Raise ConfigError for token ids that the vocabulary lacks, and when no token is left that may be written.
+
+    eos: the tokens that end the output, which min_new_tokens forbids at first.
+    """
+    named = {
+        "logit_bias": params.logit_bias,
+        "allowed_token_ids": params.allowed_token_ids or (),
+        "banned_token_ids": params.banned_token_ids,
+        "stop_token_ids": params.stop_token_ids,
+    }
+    for name, ids in named.items():
+        for token in ids:
+            if token >= vocab_size:
+                raise ConfigError(f"{name} names token {token}, but the vocabulary has ids 0 to {vocab_size - 1}")
+    banned = set(params.banned_token_ids)
+    if len(banned) >= vocab_size:
+        raise ConfigError(f"banned_token_ids bans all {vocab_size} tokens: nothing can be written")
+    allowed = set(params.allowed_token_ids) if params.allowed_token_ids is not None else None
+    if params.min_new_tokens and allowed is not None and not allowed - banned - eos:
+        raise ConfigError(
+            f"every token in allowed_token_ids ends the output, and min_new_tokens={params.min_new_tokens} forbids that"
+        )
+
+
+def processes(row: Row) -> bool:
+    """Whether anything changes this row's logits now."""
+    params = row.params
+    return params.processes or row.num_new < params.min_new_tokens
+
+
+def process_row(scores: torch.Tensor, row: Row, guessed: Sequence[int], first: int, *, strict: bool) -> None:
+    """Process the scores of consecutive places of one row, in place.
+
+    scores: [T, V] float32; place t follows the committed tokens and `first + t` guessed ones. guessed: at least
+    first + T - 1 tokens. Places behind a guess that the processing forbids are left alone: no rule can reach them, and a
+    processor must not see a context that it ruled out. strict: raise RequestError when no token is left; otherwise such a
+    place keeps its raw scores, as any law will do for a draft.
+    """
+    raw = None if strict else scores.clone()
+    constants = _constants(row, scores)
+    for t in range(scores.shape[0]):
+        prefix = guessed[: first + t]
+        _penalise(scores[t], row, prefix)
+        if constants is not None:
+            scores[t] += constants
+        if row.num_new + len(prefix) < row.params.min_new_tokens and row.eos:
+            scores[t, [token for token in row.eos if token < scores.shape[1]]] = -torch.inf
+        if row.params.processors:
+            _call_processors(scores[t], row, prefix)
+        if not bool((scores[t] > -torch.inf).any()):
+            if raw is None:
+                raise RequestError(row.request_id, "its processors, allowed and banned tokens leave no token to write")
+            scores[t] = raw[t]
+        following = guessed[first + t : first + t + 1]
+        if following and not _possible(scores[t], following[0]):
+            return
+
+
+def _possible(scores: torch.Tensor, token: int) -> bool:
+    return token < scores.shape[0] and bool(scores[token] > -torch.inf)
+
+
+def _constants(row: Row, scores: torch.Tensor) -> torch.Tensor | None:
+    """Biases and masks, which depend on the parameters alone: one vector [V], made once for a request."""
+    params, vocab = row.params, scores.shape[1]
+    if not params.logit_bias and params.allowed_token_ids is None and not params.banned_token_ids:
+        return None
+    key = f"constants {scores.device} {vocab}"
+    if key not in row.extras:
+        row.extras[key] = _constant_vector(params, vocab).to(scores.device)
+    vector: torch.Tensor = row.extras[key]
+    return vector
+
+
+def _constant_vector(params: SamplingParams, vocab: int) -> torch.Tensor:
+    vector = torch.zeros(vocab)
+    if params.allowed_token_ids is not None:
+        vector.fill_(-torch.inf)
+        vector[[token for token in params.allowed_token_ids if token < vocab]] = 0.0
+    for token, bias in params.logit_bias.items():
+        if token < vocab:
+            vector[token] += bias
+    vector[[token for token in params.banned_token_ids if token < vocab]] = -torch.inf
+    return vector
+
+
+def _penalise(scores: torch.Tensor, row: Row, prefix: Sequence[int]) -> None:
+    """Repetition over prompt and output; presence and frequency over the output. scores: [V] raw logits."""
+    params = row.params
+    if params.repetition_penalty != 1.0:
+        ids = _ids(row, 0, prefix, scores)
+        seen = scores[ids]
+        scores[ids] = torch.where(seen < 0, seen * params.repetition_penalty, seen / params.repetition_penalty)
+    if params.presence_penalty or params.frequency_penalty:
+        unique, counts = torch.unique(_ids(row, row.prompt_length, prefix, scores), return_counts=True)
+        scores[unique] -= params.presence_penalty + params.frequency_penalty * counts
+
+
+def _ids(row: Row, start: int, prefix: Sequence[int], scores: torch.Tensor) -> torch.Tensor:
+    ids = torch.cat([torch.from_numpy(row.tokens[start:].copy()), torch.tensor(list(prefix), dtype=torch.int64)])
+    return ids[ids < scores.shape[0]].to(scores.device)
+
+
+def _call_processors(scores: torch.Tensor, row: Row, prefix: Sequence[int]) -> None:
+    ids = torch.cat([torch.from_numpy(row.tokens.copy()), torch.tensor(list(prefix), dtype=torch.int64)])
+    context = ids[None].to(scores.device)
+    for processor in row.params.processors:
+        try:
+            result: Any = processor(context, scores[None].clone())
+        except Exception as error:
+            name = type(processor).__name__
+            raise RequestError(
+                row.request_id, f"its processor {name} raised {type(error).__name__}: {error}"
+            ) from error
+        if not isinstance(result, torch.Tensor) or result.shape != (1, scores.shape[0]):
+            shape = tuple(result.shape) if isinstance(result, torch.Tensor) else type(result).__name__
+            name = type(processor).__name__
+            raise RequestError(
+                row.request_id, f"its processor {name} returned {shape}, not scores [1, {scores.shape[0]}]"
+            )
+        scores.copy_(result[0])

@@ -1,0 +1,113 @@
+"""Randomness that belongs to a request.
+
+Every uniform is a pure function of (key, purpose, level, start, offset): the request's key, what the number is for, the
+cascade level, the length when the step began, and the place within the step. An engine's row has its seed for a key; a
+drafter that decodes itself gets keys derived from that step's. Nothing has state, so a request draws the same numbers
+alone or in any batch, and no number is used twice. Knows nothing of laws.
+
+The mixing function is the finaliser of splitmix64 (Steele et al. 2014), chained over the fields, in wrapping int64.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import torch
+
+
+class Purpose(IntEnum):
+    """What a number is for; two purposes never share one."""
+
+    DRAFT = 1
+    ACCEPT = 2
+    EXTRA = 3
+    TARGET = 4
+    COUPLED = 5
+
+
+def _signed(value: int) -> int:
+    """64 bits read as a signed integer."""
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+_MASK = (1 << 64) - 1
+_GOLDEN = _signed(0x9E3779B97F4A7C15)
+_MIX_1 = _signed(0xBF58476D1CE4E5B9)
+_MIX_2 = _signed(0x94D049BB133111EB)
+
+
+def _mix_int(x: int) -> int:
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & _MASK
+    return x ^ (x >> 31)
+
+
+def derive(key: int, *values: int) -> int:
+    """A key for streams of their own, as a function of a key and some small integers, in [0, 2^63)."""
+    state = _mix_int((key + 0x9E3779B97F4A7C15) & _MASK)
+    for value in values:
+        state = _mix_int((state * 3 + (value + 1) * 0x9E3779B97F4A7C15) & _MASK)
+    return state >> 1
+
+
+def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Logical right shift of int64."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    x = (x ^ _shift(x, 30)) * _MIX_1
+    x = (x ^ _shift(x, 27)) * _MIX_2
+    return x ^ _shift(x, 31)
+
+
+def _absorb(state: torch.Tensor, value: torch.Tensor | int) -> torch.Tensor:
+    if isinstance(value, int):
+        return _mix(state * 3 + _signed((value + 1) * _GOLDEN & _MASK))
+    return _mix(state * 3 + (value + 1) * _GOLDEN)
+
+
+def _unit(bits: torch.Tensor) -> torch.Tensor:
+    """int64 -> float64 in (0, 1): 52 random bits, centred so that neither end is reached."""
+    return (_shift(bits, 12).to(torch.float64) + 0.5) * 2.0**-52
+
+
+class Streams:
+    """The random streams of B rows in one step.
+
+    seeds, starts: [B] int64; starts are the committed lengths. keys: [B], what uniforms are made of; None takes the seeds.
+    coupled: tokens are drawn with Gumbel noise that
+    is a function of (seed, position, token) alone (Daliri et al. 2024) instead of by an inverse CDF.
+    """
+
+    __slots__ = ("_step", "coupled", "keys", "level", "seeds", "starts")
+
+    def __init__(
+        self,
+        seeds: torch.Tensor,
+        starts: torch.Tensor,
+        *,
+        keys: torch.Tensor | None = None,
+        level: int = 0,
+        coupled: bool = False,
+    ) -> None:
+        self.seeds, self.starts, self.level, self.coupled = seeds, starts, level, coupled
+        self.keys = seeds if keys is None else keys
+        self._step: torch.Tensor | None = None
+
+    def uniform(self, purpose: Purpose, offsets: torch.Tensor) -> torch.Tensor:
+        """offsets: [B, n] or [n] int64 -> [B, n] float64 uniforms in (0, 1)."""
+        if self._step is None:
+            key = _absorb(_mix(self.keys + _GOLDEN), 0)
+            self._step = _absorb(_absorb(key, self.starts), self.level)
+        return _unit(_absorb(_absorb(self._step, int(purpose))[:, None], offsets))
+
+    def gumbel(self, row: torch.Tensor, offset: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """Gumbel(0, 1) noise for some tokens at an absolute position.
+
+        row, offset: int64 scalars, batch index and offset from the row's start. tokens: [n] int64 -> [n] float32.
+        Depends on (seed, position, token) alone: drafter, target and plain decoding meet the same noise.
+        """
+        position = self.starts[row] + offset
+        key = _absorb(_absorb(_mix(self.seeds[row] + _GOLDEN), int(Purpose.COUPLED)), position)
+        return -torch.log(-torch.log(_unit(_absorb(key, tokens)))).to(torch.float32)

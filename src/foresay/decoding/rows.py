@@ -1,0 +1,185 @@
+"""What is being decoded: a `Row` for each request, and the `Rows` of one step in cache order.
+
+Owns a row's tokens and where its random streams come from. Knows no model, no text and no rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from foresay.decoding.randomness import Streams, derive
+from foresay.decoding.sampling_params import SamplingParams
+
+IntArray = npt.NDArray[np.int64]
+
+
+StopCondition = Callable[[Sequence[int]], int | None]
+"""Called with the tokens about to be committed; returns how many to keep when the output ends among them, else None.
+It is asked once for every committed token and may keep state."""
+
+
+class Row:
+    """One request while it is decoded: its tokens so far, and what it asked for."""
+
+    __slots__ = (
+        "_buffer",
+        "eos",
+        "extras",
+        "key",
+        "limit",
+        "params",
+        "prompt_length",
+        "request_id",
+        "root",
+        "seed",
+        "size",
+        "source",
+        "stop",
+    )
+
+    def __init__(
+        self,
+        request_id: int,
+        prompt: Sequence[int] | IntArray,
+        params: SamplingParams,
+        *,
+        seed: int = 0,
+        limit: int,
+        eos: frozenset[int] = frozenset(),
+        stop: StopCondition | None = None,
+        source: Sequence[int] | IntArray | None = None,
+    ) -> None:
+        """prompt: at least one token id. limit: most tokens the row may ever hold, prompt included.
+
+        source: what an encoder-decoder's encoder reads; the prompt is then what its decoder starts from.
+        """
+        self.request_id, self.params, self.seed, self.limit = request_id, params, seed, limit
+        self.stop = stop
+        self.source = None if source is None else np.asarray(source, dtype=np.int64)
+        self.key, self.root = seed, self
+        self.eos = (frozenset() if params.ignore_eos else eos) | frozenset(params.stop_token_ids)
+        self.prompt_length = self.size = len(prompt)
+        self._buffer = np.empty(max(self.size + 64, 128), dtype=np.int64)
+        self._buffer[: self.size] = prompt
+        self.extras: dict[str, Any] = {}
+
+    @property
+    def tokens(self) -> IntArray:
+        """Prompt and committed output, [size] int64; a view that the next `extend` may outdate."""
+        return self._buffer[: self.size]
+
+    @property
+    def num_new(self) -> int:
+        """Committed output tokens."""
+        return self.size - self.prompt_length
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that may still be committed."""
+        return self.limit - self.size
+
+    @property
+    def history(self) -> IntArray:
+        """All that was read and written: the tokens, behind the source where an encoder reads one."""
+        if self.source is None:
+            return self.tokens
+        return np.concatenate([self.source, self.tokens[self.prompt_length :]])
+
+    def flat(self) -> Row:
+        """This row with its history for tokens."""
+        out = Row(self.request_id, self.history, self.params, seed=self.seed, limit=self.limit, eos=self.eos)
+        out.key, out.root = self.key, self.root
+        return out
+
+    def ahead(self, token_ids: Sequence[int], key: int) -> Row:
+        """This row with tokens guessed behind it: what a drafter that drafts further sees.
+
+        `root` stays the engine's row, whose tokens are committed; `key` seeds what is drawn for it. It never stops on
+        strings, which are conditions of committed text.
+        """
+        out = Row.__new__(Row)
+        out.request_id, out.params, out.seed, out.limit = self.request_id, self.params, self.seed, self.limit
+        out.stop, out.source, out.key, out.root = None, self.source, key, self.root
+        out.eos, out.prompt_length, out.extras = self.eos, self.prompt_length, {}
+        out._buffer = np.empty(self.size + len(token_ids) + 64, dtype=np.int64)
+        out._buffer[: self.size] = self.tokens
+        out.size = self.size
+        out.extend(token_ids)
+        return out
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Append committed tokens."""
+        end = self.size + len(token_ids)
+        if end > len(self._buffer):
+            grown = np.empty(max(end, 2 * len(self._buffer)), dtype=np.int64)
+            grown[: self.size] = self.tokens
+            self._buffer = grown
+        self._buffer[self.size : end] = token_ids
+        self.size = end
+
+
+class Rows:
+    """The active rows of one step, in cache order, with their random streams.
+
+    Immutable in membership: the engine makes a new one when rows join or leave, so that `memo` may hold what
+    depends on the membership and the parameters alone.
+    """
+
+    __slots__ = ("confident", "coupled", "items", "level", "memo")
+
+    def __init__(self, items: Sequence[Row], *, coupled: bool = False, confident: bool = False, level: int = 0) -> None:
+        """coupled: the rule shares noise with the drafter. confident: the rule looks at `Proposal.confidence`.
+
+        level: 0 for the engine's rows, one more for each drafter that drafts by decoding itself.
+        """
+        self.items = tuple(items)
+        self.coupled, self.confident, self.level = coupled, confident, level
+        self.memo: dict[str, Any] = {}
+
+    def ahead(self, drafted: Sequence[Sequence[int]], tag: int) -> Rows:
+        """The rows with tokens guessed behind them, a level deeper, with random streams of their own.
+
+        drafted: B lists of tokens. tag: tells apart those who draft from the same rows in one step. Keys are derived
+        from (key, level, start, tag), so that nothing drawn for one drafter is drawn again for another.
+        """
+        items = [
+            row.ahead(tokens, derive(row.key, self.level, row.size, tag))
+            for row, tokens in zip(self.items, drafted, strict=True)
+        ]
+        out = self.of(items)
+        out.level += 1
+        return out
+
+    def flat(self) -> Rows:
+        """The rows as a decoder-only model reads an encoder-decoder's requests: source and output as one text."""
+        return self.of([row.flat() for row in self.items])
+
+    def of(self, items: Sequence[Row], *, confident: bool | None = None) -> Rows:
+        """Other rows in the place of these, with the same parameters; perhaps for a rule that needs confidence."""
+        needs = self.confident if confident is None else confident
+        out = Rows(items, coupled=self.coupled, confident=needs, level=self.level)
+        out.memo = self.memo
+        return out
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.items)
+
+    def __getitem__(self, index: int) -> Row:
+        return self.items[index]
+
+    def streams(self, device: torch.device) -> Streams:
+        """The rows' random streams at their present lengths."""
+        key = f"seeds {device}"
+        if key not in self.memo:
+            self.memo[key] = torch.tensor([row.seed for row in self], device=device)
+        starts = torch.tensor([row.size for row in self], device=device)
+        keys = torch.tensor([row.key for row in self], device=device) if self.level else None
+        return Streams(self.memo[key], starts, keys=keys, level=self.level, coupled=self.coupled)

@@ -1,0 +1,1 @@
+"""Text in, text out: `load`, the Generator, and the session it runs on."""

@@ -1,0 +1,172 @@
+"""`foresay.load`: names and options to a Generator.
+
+Owns the choice of drafter, rule and length, and how they are changed on a model that is loaded already.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+from foresay.checks import integer
+from foresay.decoding.protocols import Drafter, LengthPolicy, Rule
+from foresay.engine.loop import MAX_BATCH_SIZE
+from foresay.errors import ConfigError, UnknownNameError
+from foresay.generation.generator import Generator
+from foresay.lengths import ConstantLength
+from foresay.methods.expressions import Call
+from foresay.methods.recipes import DRAFTERS, Recipe, Shelf, draft_model, read_drafter, read_length, read_rule
+from foresay.methods.settings_file import is_settings, read_settings
+from foresay.models.sources.load_options import LoadOptions
+from foresay.models.sources.resolve import resolve
+
+DEFAULT_LENGTH = 5
+"""Tokens a drafter of the caller's own is asked for."""
+DEFAULT_BATCH = 32
+
+
+def load(
+    target: Any,
+    draft: Any = None,
+    *,
+    drafter: str | Drafter | Callable[[], Drafter] = "auto",
+    num_draft_tokens: int | None = None,
+    length: str | int | LengthPolicy | None = None,
+    rule: str | Rule | None = None,
+    max_batch_size: int | None = None,
+    max_ngram: int | None = None,
+    min_ngram: int | None = None,
+    tokenizer: Any = None,
+    **options: Any,
+) -> Generator:
+    """Load a target, and what drafts for it.
+
+    target, draft: an alias (`foresay models` lists them), a hub id, a folder, a GGUF file, or a transformers model
+    (with `tokenizer`). A target may also be a settings file such as `foresay tune` writes (foresay.toml); what is given
+    here beside it goes before what the file says. drafter: "auto" (the draft model when one is given, else "suffix"), an
+    expression such as
+    "max_gram" or "cascade(model=A, max_gram; k=[[5, 10], [0, 10]])" (docs/drafters.md has all), a Drafter, or a function
+    that makes one. num_draft_tokens: tokens guessed per pass, 0 is plain decoding. length: instead, a policy such as
+    "heuristic", "confidence(0.5)" or "throughput". rule: "speculative" (None), "block", "match", "coupled", or a lossy
+    one, "lenience(2)" or "typical". max_batch_size: rows decoded at a time, 32 unless told otherwise. options: fields of
+    LoadOptions (dtype, device, device_map, max_memory, quantization_config, tp_plan, revision, trust_remote_code), for
+    target and draft alike.
+    """
+    ngrams = {k: v for k, v in (("max_ngram", max_ngram), ("min_ngram", min_ngram)) if v is not None}
+    if is_settings(target):
+        said = read_settings(target)
+        if drafter == "auto" and draft is None and not ngrams:
+            drafter = said.drafter or drafter
+            length = said.length if length is None and num_draft_tokens is None else length
+        target, rule = _beside(target, said.target), rule if rule is not None else said.rule
+        max_batch_size = said.max_batch_size if max_batch_size is None else max_batch_size
+        if said.dtype is not None and options.get("dtype", "auto") == "auto":
+            options["dtype"] = said.dtype
+    recipe, name = _recipe(draft, drafter, ngrams)
+    chosen = read_rule("speculative" if rule is None else rule)
+    policy = _policy(recipe, name, num_draft_tokens, length)
+    settings = LoadOptions(**_known(options))
+    max_batch_size = integer(
+        "max_batch_size", DEFAULT_BATCH if max_batch_size is None else max_batch_size, 1, MAX_BATCH_SIZE
+    )
+    shelf = Shelf(resolve(target, settings, tokenizer), settings)
+    if recipe is None and isinstance(draft, str | os.PathLike):
+        recipe, name = DRAFTERS["model"](os.fspath(draft)), str(Call("model", ((None, os.fspath(draft)),)))
+    elif recipe is None:
+        recipe = draft_model(resolve(draft, LoadOptions(), None))
+    return _generator(shelf, recipe, name, chosen, policy, max_batch_size)
+
+
+def _beside(file: Any, target: str) -> str:
+    """A settings file's target; a folder or file that lies beside it is meant from there."""
+    near = Path(os.fspath(file)).parent / target
+    return str(near) if near.exists() else target
+
+
+def change(
+    generator: Generator,
+    *,
+    drafter: str | Drafter | Callable[[], Drafter] | None = None,
+    num_draft_tokens: int | None = None,
+    length: str | int | LengthPolicy | None = None,
+    rule: str | Rule | None = None,
+    max_batch_size: int | None = None,
+) -> Generator:
+    """A Generator over the same weights with some settings changed; arguments as `load`, None keeps what is.
+
+    A changed drafter drafts at its own default length unless one is given.
+    """
+    shelf = generator.shelf
+    if shelf is None:
+        raise ConfigError("this Generator was not made by foresay.load; make another instead of changing it")
+    chosen = None if rule is None else read_rule(rule)
+    if max_batch_size is not None:
+        integer("max_batch_size", max_batch_size, 1, MAX_BATCH_SIZE)
+    if drafter is None:
+        given = num_draft_tokens is not None or length is not None
+        policy = _policy(None, generator.drafter_name, num_draft_tokens, length) if given else None
+        return generator.with_settings(rule=chosen, policy=policy, max_batch_size=max_batch_size)
+    recipe, name = _recipe(None, drafter, {})
+    assert recipe is not None
+    policy = _policy(recipe, name, num_draft_tokens, length)
+    return _generator(shelf, recipe, name, chosen or generator.rule, policy, max_batch_size or generator.max_batch_size)
+
+
+def _generator(shelf: Shelf, recipe: Recipe, name: str, rule: Rule, policy: LengthPolicy, size: int) -> Generator:
+    build = recipe.prepare(shelf)
+    return Generator(
+        shelf.target, build, rule, policy, max_batch_size=size, drafter=name, shelf=shelf, forget=recipe.forget
+    )
+
+
+def _recipe(draft: Any, drafter: Any, ngrams: dict[str, int]) -> tuple[Recipe | None, str]:
+    """The recipe and its name; no recipe for a draft model that is still to be loaded."""
+    if draft is not None and drafter not in ("auto", "model"):
+        raise ConfigError(
+            f"drafter={drafter!r} does not use a draft model, but draft={str(draft)!r} was given; drop one"
+        )
+    if drafter == "model" and draft is None:
+        raise ConfigError("drafter='model' needs a draft model; pass draft=")
+    if ngrams and (draft is not None or drafter not in ("auto", "prompt_lookup")):
+        given = "a draft model was given" if draft is not None else f"not to drafter={drafter!r}"
+        raise ConfigError(f"max_ngram and min_ngram belong to drafter='prompt_lookup', {given}")
+    if draft is not None:
+        return None, "model"
+    if drafter == "auto" and not ngrams:
+        drafter = "suffix"
+    if drafter in ("auto", "prompt_lookup"):
+        call = Call("prompt_lookup", tuple(ngrams.items()))
+        return DRAFTERS["prompt_lookup"](**ngrams), str(call)
+    if isinstance(drafter, str):
+        return read_drafter(drafter), drafter
+    if hasattr(drafter, "propose") and not isinstance(drafter, type):
+        return Recipe(lambda shelf: lambda: cast(Drafter, drafter), DEFAULT_LENGTH), type(drafter).__name__
+    if callable(drafter):
+        return Recipe(lambda shelf: lambda: cast(Drafter, drafter()), DEFAULT_LENGTH), _name_of(drafter)
+    raise ConfigError(f"drafter={drafter!r} is neither a name, nor a Drafter, nor a function that makes one")
+
+
+def _name_of(maker: Any) -> str:
+    return str(getattr(maker, "__name__", type(maker).__name__))
+
+
+def _policy(recipe: Recipe | None, name: str, number: int | None, length: Any) -> LengthPolicy:
+    if number is not None and length is not None:
+        raise ConfigError(f"num_draft_tokens={number} and length={length!r} contradict; give one of them")
+    if name == "none" and (number or length is not None):
+        given = f"num_draft_tokens={number}" if length is None else f"length={length!r}"
+        raise ConfigError(f"drafter='none' drafts nothing, but {given} was given; drop one")
+    if length is not None:
+        return read_length(length)
+    default = DEFAULT_LENGTH if recipe is None else recipe.num_draft_tokens
+    return ConstantLength(default if number is None else number)
+
+
+def _known(options: dict[str, Any]) -> dict[str, Any]:
+    known = set(LoadOptions.__dataclass_fields__)
+    for name in options:
+        if name not in known:
+            raise UnknownNameError("option", name, known)
+    return options

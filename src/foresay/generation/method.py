@@ -1,0 +1,59 @@
+"""Methods as a benchmark names them: a drafter, a length and a rule, over one loaded target."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from foresay.errors import ConfigError
+from foresay.generation.generator import Generator
+from foresay.generation.load import change
+from foresay.methods.recipes import read_drafter, read_length, read_rule
+
+PLAIN = "plain"
+"""The method that others are compared with: foresay without a drafter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A drafter, a length ("" is the drafter's own) and a rule, as expressions."""
+
+    drafter: str
+    length: str = ""
+    rule: str = "speculative"
+
+    def __post_init__(self) -> None:
+        read_drafter(self.drafter)
+        read_rule(self.rule)
+        if self.length:
+            read_length(self._length)
+        if self.drafter == "none" and self.length:
+            raise ConfigError(f"drafter='none' drafts nothing, but length={self.length!r} was given; drop one")
+
+    @property
+    def _length(self) -> str | int:
+        return int(self.length) if self.length.isdecimal() else self.length
+
+    @property
+    def name(self) -> str:
+        """As results call it: "suffix, 12", and plain decoding PLAIN."""
+        if self.drafter == "none":
+            return PLAIN
+        length = self.length or str(read_drafter(self.drafter).num_draft_tokens)
+        rule = "" if self.rule == "speculative" else f", {self.rule}"
+        return f"{self.drafter}, {length}{rule}"
+
+    def generator(self, target: Generator, batch_size: int) -> Generator:
+        """The target with this method."""
+        length = self._length if self.length else None
+        return change(target, drafter=self.drafter, length=length, rule=self.rule, max_batch_size=batch_size)
+
+
+def methods(drafters: Sequence[str], lengths: Sequence[str] = (), rule: str = "speculative") -> list[Method]:
+    """Every drafter with every length; without lengths each with its own. None twice."""
+    some = [Method(d, length, rule) for d, length in product(drafters, lengths or [""]) if d != "none"]
+    out = {method.name: method for method in some}
+    if not out:
+        raise ConfigError("no methods to compare: name at least one drafter besides none")
+    return list(out.values())

@@ -1,0 +1,1 @@
+"""Contenders on the same prompts, in turn."""

@@ -1,0 +1,233 @@
+"""What a peer is, how one is written down, and where its weights are.
+
+Owns the expressions (`vllm=PYTHON(ngram=5)`), the checks common to all peers, and the way from foresay's name of a model to
+the folder or file that another engine reads. Knows nothing of how an engine is called.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from foresay.checks import integer
+from foresay.decoding.sampling_params import SamplingParams
+from foresay.errors import ConfigError, ModelNotFoundError, UnknownNameError
+from foresay.models.sources.catalog import native_dtype
+from foresay.models.sources.load_options import DTYPES, LoadOptions
+from foresay.models.sources.packaged import ALIASES, check_gguf, converted, packaged_file
+
+KNOWN: dict[str, tuple[str, ...]] = {
+    "transformers": ("assistant", "cache", "lookup"),
+    "vllm": ("ngram",),
+    "llama.cpp": (),
+}
+"""The peers and the settings that each takes."""
+TOLD = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "ignore_eos")
+"""The sampling parameters that every peer is told."""
+_WITH_PYTHON = ("vllm", "llama.cpp")
+_FORMS = "transformers, transformers(assistant=MODEL), transformers(lookup=10), vllm=PYTHON, vllm=PYTHON(ngram=5), "
+_FORMS += "llama.cpp=PYTHON"
+
+
+@dataclass(frozen=True, slots=True)
+class PeerRun:
+    """What a peer wrote, and how long it took."""
+
+    outputs: list[list[int]]
+    """New token ids per prompt, in the order of the prompts."""
+    seconds: float
+    """Wall-clock of decoding all prompts, the processing of the prompts included, loading not."""
+
+
+class Peer(Protocol):
+    """Another engine over the same weights."""
+
+    name: str
+
+    def describe(self) -> dict[str, str]:
+        """Versions, dtype and settings, for the record."""
+        ...
+
+    def run(self, prompts: Sequence[Sequence[int]], params: SamplingParams, batch_size: int) -> PeerRun:
+        """Decode the prompts, at most `batch_size` at a time; a ConfigError says what this peer cannot do."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the model and end every process started for it; harmless when repeated."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PeerSpec:
+    """A peer's expression, taken apart."""
+
+    kind: str
+    python: str | None = None
+    settings: dict[str, str] = field(default_factory=dict)
+
+
+def parse(expression: str) -> PeerSpec:
+    """Take an expression apart: NAME, NAME(key=value, ...), NAME=PYTHON or NAME=PYTHON(key=value, ...)."""
+    text = expression.strip()
+    kind = text[: min((text.index(mark) for mark in "=(" if mark in text), default=len(text))].strip()
+    if kind not in KNOWN:
+        raise UnknownNameError("peer", kind, KNOWN)
+    rest = text[len(kind) :].strip()
+    python: str | None = None
+    inner = ""
+    if rest.startswith("="):
+        rest = rest[1:].strip()
+        if rest.endswith(")") and not Path(rest).exists():
+            rest, _, inner = rest[:-1].rpartition("(")
+        python = rest.strip()
+    elif rest:
+        if not rest.endswith(")"):
+            raise ConfigError(f"peer {expression!r} has no ')' at its end; write one of {_FORMS}")
+        inner = rest[1:-1]
+    _check_python(kind, python, expression)
+    return PeerSpec(kind, python, _settings(kind, inner, expression))
+
+
+def _check_python(kind: str, python: str | None, expression: str) -> None:
+    if kind in _WITH_PYTHON and not python:
+        raise ConfigError(
+            f"peer {expression!r} names no interpreter; write {kind}=PYTHON with the one it is installed in, such as "
+            f"{kind}=/path/to/venv/bin/python (docs/peers.md says how)"
+        )
+    if kind not in _WITH_PYTHON and python is not None:
+        raise ConfigError(f"peer {expression!r}: {kind} runs in this process and takes no interpreter; write {kind}")
+
+
+def _settings(kind: str, inner: str, expression: str) -> dict[str, str]:
+    out: dict[str, str] = {}
+    for part in inner.split(",") if inner.strip() else ():
+        key, mark, value = (piece.strip() for piece in part.partition("="))
+        if not mark or not value:
+            raise ConfigError(f"peer {expression!r}: {part.strip()!r} is no key=value; write one of {_FORMS}")
+        if key not in KNOWN[kind]:
+            if not KNOWN[kind]:
+                raise ConfigError(f"peer {expression!r}: {kind} takes no settings, not {key!r}; write {kind}=PYTHON")
+            raise UnknownNameError(f"setting of {kind}", key, KNOWN[kind])
+        if key in out:
+            raise ConfigError(f"peer {expression!r} gives {key} twice; give it once")
+        out[key] = value.strip("\"'")
+    return out
+
+
+def count_setting(spec: PeerSpec, key: str) -> int | None:
+    """A setting that is a number of tokens; None where it is not given."""
+    if key not in spec.settings:
+        return None
+    text = spec.settings[key]
+    return integer(f"{spec.kind}'s {key}", int(text) if text.isdecimal() else text, 1, 1000)
+
+
+def check_params(name: str, params: SamplingParams) -> None:
+    """Raise a ConfigError for a setting that other engines are not told."""
+    default = SamplingParams()
+    for one in fields(SamplingParams):
+        value = getattr(params, one.name)
+        if one.name not in TOLD and value != getattr(default, one.name):
+            raise ConfigError(f"{name} is told {', '.join(TOLD)} alone, not {one.name}={value!r}; leave it out")
+
+
+def check_run(name: str, prompts: Sequence[Sequence[int]], params: SamplingParams, batch_size: int) -> None:
+    """Raise a ConfigError for what no peer can do."""
+    if not prompts or not all(len(prompt) for prompt in prompts):
+        raise ConfigError("a peer needs at least one prompt, each with at least one token; leave empty ones out")
+    integer("batch_size", batch_size, 1)
+    check_params(name, params)
+    if params.seed is not None:
+        integer("seed", params.seed, 0, 2**32 - 1 - len(prompts))
+
+
+def check_length(
+    name: str, prompts: Sequence[Sequence[int]], max_new_tokens: int, context: int | None, why: str = ""
+) -> None:
+    """Raise a ConfigError when a prompt with its output would not fit."""
+    longest = max(map(len, prompts)) + max_new_tokens
+    if context is not None and longest > context:
+        raise ConfigError(f"{name}: prompt and output have {longest} tokens, the context {context}{why}; ask for fewer")
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype of a name; "auto" is the one foresay would take."""
+    if name == "auto":
+        return native_dtype(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    if name not in DTYPES:
+        raise UnknownNameError("dtype", name, ["auto", *DTYPES])
+    return DTYPES[name]
+
+
+def transformers_source(model: str) -> tuple[str, dict[str, Any]]:
+    """(folder or hub id, extra arguments) with which transformers reads a model; it reads GGUF files too."""
+    if model in ALIASES:
+        return str(converted(model, LoadOptions())), {}
+    path = Path(model).expanduser()
+    if path.is_file():
+        check_gguf(path)
+        return str(path.parent), {"gguf_file": path.name}
+    _check_there(model, path)
+    return (str(path) if path.is_dir() else model), {}
+
+
+def model_folder(model: str) -> str:
+    """A folder with configuration, tokenizer and safetensors, as vLLM wants it; a hub id is looked up in the hub's cache."""
+    if model in ALIASES:
+        return str(converted(model, LoadOptions()))
+    path = Path(model).expanduser()
+    if path.is_file():
+        raise ConfigError(f"vllm reads a transformers folder, and {model!r} is a file; give the folder, or an alias")
+    _check_there(model, path)
+    folder = path if path.is_dir() else _downloaded(model)
+    names = [file.name for file in folder.iterdir()]
+    for what, suffix in (("config.json", "config.json"), ("weights (*.safetensors)", ".safetensors")):
+        if not any(name.endswith(suffix) for name in names):
+            raise ModelNotFoundError(f"vllm needs {what} in {str(folder)!r}, which holds none; save the model there")
+    return str(folder)
+
+
+def gguf_file(model: str) -> str:
+    """The GGUF file of a model: an alias's packaged one, the file itself, or the only one in a folder."""
+    if model in ALIASES:
+        return str(packaged_file(model))
+    path = Path(model).expanduser()
+    if path.is_file():
+        check_gguf(path)
+        return str(path)
+    _check_there(model, path)
+    files = sorted(path.glob("*.gguf"))
+    if len(files) != 1:
+        found = f"the folder holds {len(files)}" if path.is_dir() else "a hub id names none"
+        raise ConfigError(f"llama.cpp needs one GGUF file, and for {model!r} {found}; give the .gguf file itself")
+    return str(files[0])
+
+
+def context_of(folder: str) -> int | None:
+    """The number of positions that a folder's configuration gives."""
+    config = json.loads((Path(folder) / "config.json").read_text())
+    config = config.get("text_config", config)
+    length = config.get("max_position_embeddings", config.get("n_positions"))
+    return length if isinstance(length, int) else None
+
+
+def _check_there(model: str, path: Path) -> None:
+    """Raise for a name that is neither a path nor looks like a hub id."""
+    if not path.exists() and (model.count("/") != 1 or model.startswith((".", "/", "~"))):
+        raise ModelNotFoundError(
+            f"no model {model!r}: no such file or folder, nor an alias ({', '.join(ALIASES)}), nor a hub id (org/name)"
+        )
+
+
+def _downloaded(model: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(model, local_files_only=True))
+    except Exception as error:  # whatever the hub's library raises
+        raise ModelNotFoundError(f"{model!r} is not in the hub's cache; get it with: hf download {model}") from error

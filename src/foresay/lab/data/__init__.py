@@ -1,0 +1,1 @@
+"""Data sets, their prompts, and the requests made of them."""

@@ -1,0 +1,1 @@
+"""What this machine's passes cost."""

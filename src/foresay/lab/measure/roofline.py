@@ -1,0 +1,42 @@
+"""The floor of a pass: bytes it must read, and how fast this machine reads."""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from foresay.models.huggingface.prepacked_linear import weight_bytes
+from foresay.records.profile import Floor, kv_bytes
+
+_BLOCK_BYTES = 1 << 28
+"""Far larger than any cache."""
+
+
+def bandwidth(device: torch.device, repeats: int = 5) -> float:
+    """Bytes per second at which the device reads memory: the best of some sums over a large block."""
+    block = torch.ones(_BLOCK_BYTES // 4, dtype=torch.float32, device=device)
+    best = 0.0
+    for _ in range(repeats):
+        _wait(device)
+        began = perf_counter()
+        block.sum()
+        _wait(device)
+        best = max(best, _BLOCK_BYTES / (perf_counter() - began))
+    return best
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def floor(model: Any) -> Floor | None:
+    """A transformers model's floor; None for a model of another kind."""
+    inner = getattr(model, "model", None)
+    if not isinstance(inner, torch.nn.Module):
+        return None
+    config: Any = inner.config
+    size = getattr(inner, "dtype", torch.float32).itemsize
+    return Floor(weight_bytes(inner), kv_bytes(config.get_text_config(decoder=True), size), bandwidth(model.device))

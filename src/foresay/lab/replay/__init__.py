@@ -1,0 +1,1 @@
+"""Recordings decoded again without the target, and what they predict."""

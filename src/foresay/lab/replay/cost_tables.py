@@ -1,0 +1,81 @@
+"""Cost tables by name or file, and how many passes each model of a method made."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from foresay.decoding.protocols import Drafter, Logits, ModelOutput
+from foresay.drafters import Cascade, ModelDrafter
+from foresay.errors import ConfigError
+from foresay.lab.replay.theory import COST_TABLES, NO_COST, CostModel
+from foresay.methods.expressions import Call, parse
+
+
+def read_costs(name: str) -> CostModel:
+    """A table of the sources, or a JSON object of name -> cost of a pass."""
+    if name in COST_TABLES:
+        return COST_TABLES[name]
+    try:
+        values = json.loads(Path(name).read_text(encoding="utf-8"))
+    except OSError as error:
+        known = ", ".join(COST_TABLES)
+        raise ConfigError(f"cost table {name!r} is none of {known}, and cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"{name!r} is not JSON ({error})") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{name!r} must be a JSON object of model name -> cost of a pass")
+    return CostModel(values)
+
+
+def drafter_names(drafter: str) -> list[str]:
+    """What a cost table calls the drafters of an expression, in their order: "max_gram", a model's name, "self(6)"."""
+    call = parse(drafter)
+    if call.name != "cascade":
+        return [_name(call)]
+    members = [(key, value) for key, value in call.values if key in (None, "model", "self")]
+    return [
+        _name(value if isinstance(value, Call) else Call(str(value)) if key is None else Call(key, ((None, value),)))
+        for key, value in members
+    ]
+
+
+def _name(call: Call) -> str:
+    return (
+        str(call.values[0][1])
+        if call.name == "model" and call.values
+        else str(call)
+        if call.name == "self"
+        else call.name
+    )
+
+
+class PassCounter:
+    """Counts the passes in which each draft model of a drafter scores something; prompts are not counted."""
+
+    def __init__(self, drafter: Drafter | None, names: Sequence[str]) -> None:
+        """names: of the drafters, in order; look-ups are named and make no passes."""
+        self.passes: Counter[str] = Counter()
+        members = drafter.drafters if isinstance(drafter, Cascade) else [] if drafter is None else [drafter]
+        for member, name in zip(members, names, strict=False):
+            if isinstance(member, ModelDrafter):
+                self._count(member, name)
+            elif name not in NO_COST:
+                raise ConfigError(f"the passes of {name!r} cannot be counted; SWI needs look-ups and draft models")
+
+    def _count(self, drafter: ModelDrafter, name: str) -> None:
+        model: Any = drafter.context.model
+        forward = model.forward
+
+        def counted(
+            token_ids: Any, num_tokens: Sequence[int], *args: Any, logits: Logits = Logits.ALL, **options: Any
+        ) -> ModelOutput:
+            # row by row, as the target's are; a row that is fed nothing rides along
+            self.passes[name] += 0 if logits is Logits.NONE else sum(count > 0 for count in num_tokens)
+            out: ModelOutput = forward(token_ids, num_tokens, *args, logits=logits, **options)
+            return out
+
+        model.forward = counted

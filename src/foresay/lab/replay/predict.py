@@ -1,0 +1,63 @@
+"""From a replay and a profile to the throughput to expect: each pass costs what it was measured to cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from foresay.lab.replay.replay import Replay
+from foresay.records.profile import Profile
+from foresay.records.recording import Recording
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What a run over the recorded prompts would take."""
+
+    tokens: int
+    passes: int
+    """Of the target, over a batch each."""
+    row_passes: int
+    seconds: float
+    """Prompt processing included."""
+    draft_s: float
+    fill_s: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Throughput."""
+        return self.tokens / self.seconds
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """Per row."""
+        return self.tokens / self.row_passes
+
+    @property
+    def latency_s(self) -> float:
+        """Seconds between two tokens of a request, while it decodes."""
+        return (self.seconds - self.fill_s) / self.passes / self.tokens_per_pass
+
+
+def expect(replay: Replay, recording: Recording, profile: Profile, drafter: str | None = None) -> Expected:
+    """Cost a replay.
+
+    drafter: the name under which the profile holds the drafter's times; None takes what drafting took in the replay,
+    where it ran as it runs live.
+    """
+    clock = profile.clock()
+    fill = sum(profile.fill_seconds(len(record.prompt) - 1) for record in recording.records)
+    draft = 0.0
+    target = 0.0
+    for one in replay.passes:
+        target += clock(one.batch, one.width, one.context)
+        draft += one.draft_s if drafter is None else profile.draft_seconds(drafter, one.batch, one.drafted)
+    if drafter is not None:
+        draft += profile.draft_fills.get(drafter, 0.0) * sum(len(record.prompt) for record in recording.records)
+    return Expected(
+        tokens=sum(one.tokens for one in replay.passes),
+        passes=len(replay.passes),
+        row_passes=sum(one.batch for one in replay.passes),
+        seconds=target + draft + fill,
+        draft_s=draft,
+        fill_s=fill,
+    )

@@ -1,0 +1,220 @@
+"""Recording: the target's outputs to many prompts, batched, into one file; a run that was killed goes on where it ended."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from foresay.decoding.laws import Laws
+from foresay.decoding.outcome import FinishReason, Step
+from foresay.decoding.proposal import Proposal, Verdict
+from foresay.decoding.protocols import Rule
+from foresay.decoding.randomness import Streams, derive
+from foresay.decoding.sampling_params import SamplingParams
+from foresay.engine import Engine
+from foresay.errors import ConfigError, ForesayError
+from foresay.generation.generator import Generator
+from foresay.lab.data.items import Item
+from foresay.lab.data.requests import Ask, Asker, changed_params, digest, source_and_start
+from foresay.lengths import ConstantLength
+from foresay.records.lines import LineWriter
+from foresay.records.provenance import provenance
+from foresay.records.recording import Record, Recording, recording_writer
+from foresay.text.stream import Detokenizer, StopStrings
+from foresay.text.tokenizer import tokenizer_fingerprint
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a recording is."""
+
+    done: int
+    total: int
+    """Outputs, those of turns that are known to come included."""
+    resumed: int
+    """Outputs that an earlier run had written."""
+    tokens: int
+    """Written by this run."""
+
+
+class _Witness:
+    """A rule that keeps the probability of each token it lets through, under the target's law."""
+
+    def __init__(self, rule: Rule) -> None:
+        self._rule = rule
+        self.name, self.exact, self.coupled, self.confident = rule.name, rule.exact, rule.coupled, rule.confident
+        self.probs: list[float] = []
+
+    def judge(self, target: Laws, proposal: Proposal, streams: Streams) -> Verdict:
+        verdict = self._rule.judge(target, proposal, streams)
+        self.probs = target.prob_of(verdict.token_ids[:, None])[:, 0].tolist()
+        return verdict
+
+
+@dataclass(slots=True)
+class _Open:
+    """A request that is being written."""
+
+    ask: Ask
+    prompt: list[int]
+    source: list[int] | None
+    params: SamplingParams
+    steps: list[Step] = field(default_factory=list)
+    law: list[float] = field(default_factory=list)
+
+    def record(self, reason: FinishReason) -> Record:
+        """What goes into the file."""
+        output = tuple(token for step in self.steps for token in step.token_ids)
+        entries = [entry for step in self.steps for entry in step.logprobs or ()]
+        return Record(
+            id=self.ask.id,
+            prompt=tuple(self.prompt),
+            output=output,
+            finish_reason=reason.value,
+            category=self.ask.category,
+            source=None if self.source is None else tuple(self.source),
+            seed=None if self.params.greedy else self.params.seed,
+            law=None if self.params.greedy else tuple(self.law),
+            logprobs=tuple(e.logprob for e in entries) if entries else None,
+            top=tuple(e.top for e in entries) if entries and self.params.logprobs else None,
+        )
+
+
+def record(
+    generator: Generator,
+    items: Sequence[Item],
+    path: str | os.PathLike[str],
+    params: SamplingParams,
+    *,
+    chat: bool = True,
+    on_progress: Callable[[Progress], None] = lambda progress: None,
+) -> Recording:
+    """Write the target's outputs to `items` into `path`, and return them.
+
+    The target decodes plainly, `generator.max_batch_size` prompts at a time. A sampled output's seed is derived from
+    params.seed (0 where there is none) and the item's place, so that a run which goes on writes what one that was never
+    stopped would have. Raises ConfigError when the file was begun with other prompts, parameters or weights.
+    """
+    asker = Asker(generator, chat=chat)
+    asks = asker.first(items)
+    if not asks:
+        raise ConfigError("no prompts to record")
+    repeated = [name for name, times in Counter(ask.id for ask in asks).items() if times > 1]
+    if repeated:
+        raise ConfigError(f"prompt id {min(repeated)!r} is there twice")
+    with recording_writer(path, _header(generator, asks, params, chat)) as writer:
+        _Recorder(generator, asker, asks, writer, params, on_progress).run()
+    return Recording.load(path)
+
+
+def _header(generator: Generator, asks: Sequence[Ask], params: SamplingParams, chat: bool) -> Mapping[str, Any]:
+    if params.processors:
+        raise ConfigError("processors cannot be written into a recording; record without them")
+    if generator.target.tokenizer is None and params.stop:
+        raise ConfigError("stop strings need a tokenizer, and this model was loaded without one")
+    tokenizer = generator.tokenizer
+    changed = {k: v for k, v in changed_params(params).items() if k != "seed"}
+    return {
+        "model": generator.target.name,
+        "vocab_size": generator.target.model.vocab_size,
+        "eos": sorted(generator.target.eos_token_ids),
+        "tokenizer": None if tokenizer is None else tokenizer_fingerprint(tokenizer),
+        "params": {k: sorted(v.items()) if isinstance(v, Mapping) else v for k, v in changed.items()}
+        | {"max_new_tokens": params.max_new_tokens},
+        "settings": {
+            "prompts": digest(asks),
+            "chat": chat,
+            "seed": None if params.greedy else params.seed or 0,
+            "dtype": generator.target.dtype or None,
+            "max_length": generator.target.model.max_length,
+        },
+        "provenance": provenance(),
+    }
+
+
+class _Recorder:
+    """One run: what is missing is decoded, and each output written when it ends."""
+
+    def __init__(
+        self,
+        generator: Generator,
+        asker: Asker,
+        asks: Sequence[Ask],
+        writer: LineWriter,
+        params: SamplingParams,
+        on_progress: Callable[[Progress], None],
+    ) -> None:
+        self.generator, self.asker, self.asks, self.writer = generator, asker, asks, writer
+        self.params, self.on_progress = params, on_progress
+        self.done = {str(line.get("id")): line for line in writer.lines}
+        self.resumed, self.tokens = len(self.done), 0
+        plain = generator.plain()
+        self.witness = _Witness(plain.rule)
+        self.engine = Engine(
+            generator.target.model, None, self.witness, ConstantLength(0), max_batch_size=generator.max_batch_size
+        )
+        self.places = {ask.id: i for i, ask in enumerate(asks)}
+        self.open: dict[int, _Open] = {}
+        self.answers: dict[str, list[str]] = {}
+
+    def run(self) -> None:
+        """Decode what is missing."""
+        for ask in self.asks:
+            self._ask(ask)
+        self._tell()
+        while self.engine.has_work:
+            steps = self.engine.step()
+            for step, prob in zip(steps, self.witness.probs, strict=False):
+                one = self.open[step.request_id]
+                if step.finish_reason is FinishReason.ERROR:
+                    raise self.engine.errors[step.request_id]
+                one.steps.append(step)
+                one.law.append(prob)
+                self.tokens += len(step.token_ids)
+                if step.finish_reason is not None:
+                    self._finish(self.open.pop(step.request_id), step.finish_reason)
+            if steps:
+                self._tell()
+
+    def _ask(self, ask: Ask) -> None:
+        """Submit a turn, or pass over one that an earlier run has written."""
+        known = self.done.get(ask.id)
+        if known is not None:
+            self._answered(ask, known["output"])
+            return
+        params = self.params
+        if not params.greedy:
+            params = dataclasses.replace(params, seed=derive(params.seed or 0, self.places[ask.item.id], ask.turn))
+        try:
+            prompt, params, source = source_and_start(self.generator, ask.token_ids, params)
+            stop = StopStrings(self.generator.tokenizer, params.stop, params.min_new_tokens) if params.stop else None
+            number = self.engine.submit(
+                prompt, params, eos=self.generator.target.eos_token_ids, stop=stop, source=source
+            )
+        except ForesayError as error:
+            raise type(error)(f"prompt {ask.id!r}: {error}") from None
+        self.open[number] = _Open(ask, prompt, source, params)
+
+    def _finish(self, one: _Open, reason: FinishReason) -> None:
+        made = one.record(reason)
+        self.writer.append(made.as_line())
+        self.done[one.ask.id] = {}
+        self._answered(one.ask, made.output)
+
+    def _answered(self, ask: Ask, output: Sequence[int]) -> None:
+        """Ask the next turn, if there is one."""
+        if ask.turn >= len(ask.item.followups):
+            return
+        said = self.answers.setdefault(ask.item.id, [])
+        said.append(Detokenizer(self.generator.tokenizer).all(output))
+        after = self.asker.following(ask, said)
+        if after is not None:
+            self._ask(after)
+
+    def _tell(self) -> None:
+        total = len(self.done) + len(self.open)
+        self.on_progress(Progress(len(self.done), total, self.resumed, self.tokens))

@@ -1,0 +1,140 @@
+"""Draft models against a sampled recording: what they would have drafted, given what the target wrote.
+
+Speculative sampling couples a draft token x ~ q with the written token y ~ p so that they are equal as often as can be.
+Read backwards: given y, the draft token was y with probability min(1, q(y) / p(y)), and some other token else. Under
+the recorded text each of these is known, so that the number accepted is drawn from its own law, with one number for each
+place of each text. p(y) is recorded; q(y) is what the draft model says behind the recorded tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from foresay.decoding.laws import build_laws
+from foresay.decoding.protocols import Drafter, KVCache, LanguageModel, Logits, ModelOutput
+from foresay.decoding.randomness import Purpose, Streams
+from foresay.decoding.rows import Row, Rows
+from foresay.decoding.sampling_params import SamplingParams
+from foresay.drafters import Cascade, ModelDrafter
+from foresay.drafters.cross_tokenizer import TranslatedDrafter
+from foresay.errors import ConfigError
+from foresay.models.vocabulary import AlignedModel
+from foresay.records.recording import Recording
+
+LAW_FIELDS = ("temperature", "top_k", "top_p", "min_p")
+"""Parameters that make a law of scores; all of a sampled recording's that a draft model can be held against."""
+
+
+class CoupledModel(AlignedModel):
+    """A draft model whose likeliest token is what it would have drafted under the recorded text.
+
+    Its other scores stay as they are, for policies that look at them. One text per request, in the recording's order.
+    """
+
+    def __init__(self, inner: LanguageModel, recording: Recording, *, seed: int = 0) -> None:
+        if any(record.law is None for record in recording.records):
+            raise ConfigError(
+                "the recording lacks the probabilities of its tokens, which a draft model is held against"
+            )
+        super().__init__(inner, inner.vocab_size)
+        self._records, self._seed = recording.records, seed
+        known = {k: v for k, v in recording.params.items() if k in LAW_FIELDS}
+        self._params = SamplingParams(**known)
+        self._rows: Rows | None = None
+
+    def see(self, rows: Rows) -> None:
+        """Which texts the rows are, before a pass."""
+        self._rows = rows
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        num_tokens: Sequence[int],
+        cache: KVCache,
+        *,
+        first_row: int = 0,
+        logits: Logits = Logits.ALL,
+        hidden_layers: Sequence[int] = (),
+    ) -> ModelOutput:
+        """One pass; see LanguageModel.forward."""
+        before = list(cache.lengths[first_row : first_row + len(num_tokens)])
+        out = super().forward(
+            token_ids, num_tokens, cache, first_row=first_row, logits=logits, hidden_layers=hidden_layers
+        )
+        if out.logits is None or self._rows is None:
+            return out
+        last = logits is Logits.LAST
+        scores = out.logits.to(torch.float32, copy=True)  # a little more than the greatest is the same in bf16
+        for i, (start, count) in enumerate(zip(before, num_tokens, strict=True)):
+            columns = range(count - 1, count) if last else range(count)
+            for place, column in enumerate(columns):
+                self._choose(scores[i, place], self._rows[first_row + i], start + column + 1)
+        return ModelOutput(scores, out.hidden)
+
+    def _choose(self, scores: torch.Tensor, row: Row, position: int) -> None:
+        """Make the token drafted at an absolute position the likeliest one. scores: [V], changed in place."""
+        record = self._records[row.request_id]
+        lead = 0 if self.reads_source or record.source is None else len(record.source) - len(record.prompt)
+        place = position - lead - len(record.prompt)
+        if not 0 <= place < len(record.output) or record.law is None:
+            return
+        written, p = record.output[place], max(record.law[place], 1e-12)
+        law = build_laws(scores[None, None], Rows([_like(row, self._params)]))
+        q = float(law.prob_of(torch.tensor([[written]], device=scores.device))[0, 0]) if written < len(scores) else 0.0
+        keys = torch.tensor([self._seed]), torch.tensor([row.request_id])
+        number = Streams(*keys).uniform(Purpose.ACCEPT, torch.tensor([position]))
+        if float(number) * p < q:
+            scores[written] = scores.max() + 1e-3
+        elif written < len(scores) and int(scores.argmax()) == written:
+            scores[written] = -torch.inf
+
+
+def _like(row: Row, params: SamplingParams) -> Row:
+    return Row(row.request_id, np.asarray(row.tokens[-1:]), params, limit=1 << 40)
+
+
+def members(drafter: Drafter | None) -> list[Any]:
+    """Who drafts: a cascade's drafters, or the one there is."""
+    if isinstance(drafter, Cascade):
+        return [one for inner in drafter.drafters for one in members(inner)]
+    return [] if drafter is None else [drafter]
+
+
+def couple(drafter: Drafter, recording: Recording) -> None:
+    """Hold every draft model in a drafter against a sampled recording; look-ups need nothing, they match or do not."""
+    others = set(recording.params) - {
+        *LAW_FIELDS,
+        "max_new_tokens",
+        "ignore_eos",
+        "logprobs",
+        "stop",
+        "stop_token_ids",
+    }
+    for one in members(drafter):
+        if isinstance(one, TranslatedDrafter):
+            raise ConfigError("a draft with another tokenizer cannot be held against a sampled recording; run it live")
+        if isinstance(one, ModelDrafter):
+            if others:
+                raise ConfigError(
+                    f"a draft model cannot be held against a recording sampled with {min(others)}; run it live"
+                )
+            _wrap(one, recording)
+
+
+def _wrap(drafter: ModelDrafter, recording: Recording) -> None:
+    context: Any = drafter.context
+    inner = context.model.inner
+    model = CoupledModel(inner.inner if isinstance(inner, CoupledModel) else inner, recording)
+    context.model.inner = model
+    view = context.view
+
+    def seen(rows: Rows) -> Rows:
+        model.see(rows)
+        out: Rows = view(rows)
+        return out
+
+    context.view = seen

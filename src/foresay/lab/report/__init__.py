@@ -1,0 +1,1 @@
+"""Results as a table, figures and a page."""

@@ -1,0 +1,235 @@
+"""A report of benchmarks: results files in, a page, its Markdown and its figures out.
+
+Owns which results may be pooled, what is concluded from them, the Markdown, how a figure becomes bytes, and that a file is
+there whole or not at all. Knows neither what is drawn nor what the page looks like.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import warnings
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from foresay.errors import ConfigError
+from foresay.files import whole_file
+from foresay.generation.method import PLAIN
+from foresay.lab.report import figures
+from foresay.lab.report.page import COLUMNS, NAMES, TABLE_NOTE, Picture, Report, Source, html, times
+from foresay.lab.report.table import Group, Row, rows
+from foresay.records.results import Cell, Results, median_and_spread
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Path_ = str | os.PathLike[str]
+TITLE = "Speculative decoding, measured"
+UNSTEADY = 0.10
+"""The spread of plain decoding beyond which a report warns."""
+
+
+def write_report(results: Sequence[Path_], output: Path_, *, title: str | None = None) -> list[Path]:
+    """Write report.html, report.md and the figures as PNG into a folder; the paths written.
+
+    results: files of JSON lines. Those of several are merged; a cell that two of them hold is pooled, if their settings are
+    the same. Raises ConfigError where they are not, for a file without runs, and where the folder cannot be written.
+    """
+    return write(read_report(results, title=title), output)
+
+
+def read_report(results: Sequence[Path_], *, title: str | None = None) -> Report:
+    """What the files say together."""
+    if not results:
+        raise ConfigError("a report takes at least one results file")
+    whole, sources, owners = Results({}, {}), list[Source](), dict[Cell, Source]()
+    seen: dict[str, Path_] = {}
+    for path in results:
+        if seen.setdefault(os.path.realpath(path), path) is not path:
+            raise ConfigError(f"{os.fspath(path)!r} is given twice; its runs would count double")
+        one = _loaded(path)
+        source = Source(os.fspath(path), one.settings, one.provenance)
+        for cell in one.by_cell():
+            _check_poolable(cell, owners.setdefault(cell, source), source)
+        for name in ("runs", "failures", "predictions", "traces"):
+            getattr(whole, name).extend(getattr(one, name))
+        sources.append(source)
+    ran = {(run.cell, run.repeat) for run in whole.runs}
+    failures = [one for one in whole.failures if (one.cell, one.repeat) not in ran]
+    table = rows(whole)
+    doubts = [*_remarks(sources), *_unsteady(table), *_differing(table), *_lossy(table)]
+    return Report(title or TITLE, summary(table), doubts, table, failures, whole.traces, sources)
+
+
+def _loaded(path: Path_) -> Results:
+    results = Results.load(path)
+    if not results.runs:
+        failed = [f"{one.cell}: {one.error}" for one in results.failures]
+        reason = f"; {len(failed)} failed, the first with: {failed[0]}" if failed else ""
+        raise ConfigError(f"{os.fspath(path)!r} holds no run{reason}; a report takes at least one that ended")
+    return results
+
+
+def _check_poolable(cell: Cell, first: Source, second: Source) -> None:
+    if differing := _disagreeing(first.settings, second.settings):
+        raise ConfigError(
+            f"{cell} is in {first.name!r} and in {second.name!r}, whose settings differ ({differing}); "
+            "report them apart, or rename the method in one of them"
+        )
+
+
+def _disagreeing(first: Any, second: Any) -> str:
+    """The settings in which two files differ, in words; empty where they agree."""
+    names = sorted(name for name in {*first, *second} if first.get(name) != second.get(name))
+    shown = [f"{name}={_brief(first.get(name))} and {_brief(second.get(name))}" for name in names]
+    return "; ".join(shown[:4]) + ("; ..." if len(shown) > 4 else "")
+
+
+def _brief(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+def _remarks(sources: Sequence[Source]) -> list[str]:
+    """What differs between the files, which makes comparing them doubtful."""
+    first, out = sources[0], []
+    for other in sources[1:]:
+        machines = [source.provenance.get("machine") or {} for source in (first, other)]
+        for what, differing in (
+            ("settings", _disagreeing(first.settings, other.settings)),
+            ("machines", _disagreeing(*machines) if all(isinstance(one, dict) for one in machines) else ""),
+        ):
+            if differing:
+                out.append(f"{first.name} and {other.name} come from different {what} ({differing}).")
+    return out
+
+
+def summary(table: Sequence[Row]) -> list[str]:
+    """A sentence for each data set, batch and sampling: which exact method was fastest, and whether it pays."""
+    return [_verdict(group, of) for group, of in _grouped(table).items()]
+
+
+def _grouped(table: Sequence[Row]) -> dict[Group, list[Row]]:
+    return {group: [row for row in table if row.group == group] for group in sorted({row.group for row in table})}
+
+
+def _in_words(group: Group) -> str:
+    return "{} (batch {}, {})".format(*group)
+
+
+def _verdict(group: Group, of: Sequence[Row]) -> str:
+    where = f"On {_in_words(group)}"
+    ours = [row for row in of if row.exact and row.stats is not None and row.cell.method != PLAIN and row.speed_up]
+    if not ours:
+        return f"{where} no exact method was compared with plain decoding."
+    noise = _plain_spread(of) or 0.0
+    spans = [row.speed_up for row in ours if row.speed_up]
+    paying = [row for row, span in zip(ours, spans, strict=True) if span[0] - 1 > max(span[2] - span[1], noise)]
+    best = (paying or ours)[0]
+    assert best.speed_up is not None
+    gain, name = f"{times(best.speed_up)} plain decoding's speed", best.cell.method
+    if paying:
+        assert best.plain_per_s is not None
+        said = f"{where} {name} was the fastest exact method: {gain}"
+        said += f", {best.tokens_per_s[0]:.1f} tokens/s instead of {best.plain_per_s[0]:.1f}."
+    else:
+        said = f"{where} no draft pays here: the best exact method, {name}, had {gain}, within the spread or below."
+    ahead = [row for row in of if row.stats is None and row.speed_up and row.speed_up[0] > best.speed_up[0]]
+    if best.repeats == 1:
+        said += " It was measured once, so its spread is unknown."
+    return said + "".join(f" {row.cell.method}, another engine, had {times(row.speed_up)}." for row in ahead[:1])
+
+
+def _plain_spread(of: Sequence[Row]) -> float | None:
+    """(greatest - least) / median of plain decoding's tokens per second within a group; None where it was not run."""
+    spans = [row.plain_per_s for row in of if row.plain_per_s]
+    if not spans or not (middle := median_and_spread(span[0] for span in spans)[0]):
+        return None
+    return (max(span[2] for span in spans) - min(span[1] for span in spans)) / middle
+
+
+def _unsteady(table: Sequence[Row]) -> list[str]:
+    spreads = {group: _plain_spread(of) or 0.0 for group, of in _grouped(table).items()}
+    found = [f"{_in_words(group)}: {spread:.0%}" for group, spread in spreads.items() if spread > UNSTEADY]
+    return [f"Plain decoding itself spreads, and smaller gains mean nothing: {'; '.join(found)}."] if found else []
+
+
+def _differing(table: Sequence[Row]) -> list[str]:
+    found = [str(row.cell) for row in table if row.exact and row.identical is False]
+    return [f"Outputs that should be plain decoding's were not: {'; '.join(found)}."] if found else []
+
+
+def _lossy(table: Sequence[Row]) -> list[str]:
+    found = sorted({row.cell.method for row in table if not row.exact})
+    return [f"Lossy, so that the output may not be the target's own: {'; '.join(found)}."] if found else []
+
+
+def write(report: Report, output: Path_) -> list[Path]:
+    """Write a report into a folder, which is made where there is none; the paths written."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph")  # a name in a script that the font does not have
+        pictures = [_picture(*drawn) for drawn in figures.drawings(report.table)]
+    files = {"report.html": html(report, pictures).encode("utf-8", "replace")}
+    files["report.md"] = markdown(report, pictures).encode("utf-8", "replace")
+    files |= {f"{picture.name}.png": picture.png for picture in pictures}
+    folder = Path(output)
+    for name, data in files.items():
+        with whole_file(folder / name, parents=True) as whole:
+            whole.write_bytes(data)
+    return [folder / name for name in files]
+
+
+def markdown(report: Report, pictures: Sequence[Picture]) -> str:
+    """The report for a README or an issue; figures are named by their files."""
+    blocks = [
+        f"# {_plain(report.title)}",
+        "\n".join(f"- {_plain(line)}" for line in report.summary),
+        *(f"**{_plain(line)}**" for line in report.warnings),
+        f"## All cells\n\n{_table(report)}\n\n{_plain(TABLE_NOTE)}",
+    ]
+    if report.failures:
+        failed = [f"- {_plain(f'{one.cell}, repeat {one.repeat}: {one.error}')}" for one in report.failures]
+        blocks.append("## Failed\n\n" + "\n".join(failed))
+    blocks += [f"## {p.title}\n\n![{p.title}]({p.name}.png)\n\n{_plain(p.caption)}" for p in pictures]
+    blocks.append("## Where it came from\n\n" + "\n".join(f"- {_origin(source)}" for source in report.sources))
+    return "\n\n".join(block for block in blocks if block) + "\n"
+
+
+def _table(report: Report) -> str:
+    lines = [list(COLUMNS), [":---" if name in NAMES else "---:" for name in COLUMNS]]
+    lines += [[_plain(say(row)) for say in COLUMNS.values()] for row in report.table]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _origin(source: Source) -> str:
+    came = source.provenance
+    told = [f"{name} {came[name]}" for name in ("commit", "time") if came.get(name)]
+    return _plain(", ".join([source.name, *told]))
+
+
+def _plain(text: str) -> str:
+    """Text that Markdown shows as it is."""
+    text = re.sub(r"([\\`*\[\]|~]|(?<!\w)_|_(?!\w))", r"\\\1", escape(" ".join(text.split()), quote=False))
+    return re.sub(r"^(?=[#+-])", r"\\", text) if text != "-" else text
+
+
+def _picture(name: str, title: str, figure: Figure, caption: str) -> Picture:
+    """A figure as bytes, for a file and for a page."""
+    png, svg = io.BytesIO(), io.StringIO()
+    nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    figure.savefig(png, format="png", dpi=130, facecolor="white")
+    figure.savefig(svg, format="svg", facecolor="none", metadata=nothing)
+    return Picture(name, title, caption, png.getvalue(), _inline(svg.getvalue(), name, title))
+
+
+def _inline(svg: str, name: str, title: str) -> str:
+    """An SVG for the middle of a page: ids that no other figure has, and the page's own colour for ink."""
+    svg = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
+    known = {old: f"{name}-{i}" for i, old in enumerate(dict.fromkeys(re.findall(r'\bid="([^"]+)"', svg)))}
+    svg = re.sub(r'\bid="([^"]+)"', lambda found: f'id="{known[found[1]]}"', svg)
+    svg = re.sub(r'(url\(|href=")#([^")]+)', lambda found: f"{found[1]}#{known[found[2]]}", svg)
+    svg = svg.replace(figures.INK, "currentColor")
+    return svg.replace("<svg", f'<svg role="img" aria-label="{escape(title)}"', 1).strip()

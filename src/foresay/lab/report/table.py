@@ -1,0 +1,152 @@
+"""A benchmark's cells as rows of numbers: counts are pooled, then divided. Draws no conclusions."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from foresay.checks import flag, integer, number
+from foresay.engine import Stats
+from foresay.errors import ConfigError
+from foresay.generation.method import PLAIN
+from foresay.records.results import Cell, Results, Run, median_and_spread, merged
+
+Span = tuple[float, float, float]
+"""(median, least, greatest)."""
+
+
+Group = tuple[str, int, str]
+"""What methods are compared within: data set, batch, sampling."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What one cell comes to."""
+
+    cell: Cell
+    repeats: int
+    tokens_per_s: Span
+    plain_per_s: Span | None
+    """Tokens per second of the plain decoding that it is compared with."""
+    speed_up: Span | None
+    stats: Stats | None
+    """Counts of all repeats; None for another engine, which tells none."""
+    identical: bool | None
+    exact: bool
+    expected: float | None
+    """Tokens per second that were predicted."""
+
+    @property
+    def group(self) -> Group:
+        """What it is compared within."""
+        return self.cell.dataset, self.cell.batch_size, self.cell.sampling
+
+    @property
+    def discard_rate(self) -> float | None:
+        """Drafted and not used / tokens."""
+        stats = self.stats
+        return (stats.num_drafted - stats.num_accepted) / stats.num_tokens if stats and stats.num_tokens else None
+
+    @property
+    def verification_rate(self) -> float | None:
+        """Target passes / tokens."""
+        return self.stats.num_passes / self.stats.num_tokens if self.stats and self.stats.num_tokens else None
+
+
+def rows(results: Results) -> list[Row]:
+    """One for each cell that was run, the greatest speed-up first and those without any last."""
+    cells = results.by_cell()
+    for cell in cells:
+        _check_cell(cell)
+    plain = {_group(cell): median_and_spread(map(_rate, of)) for cell, of in cells.items() if cell.method == PLAIN}
+    expected = {one.cell: number("tokens_per_s", one.tokens_per_s, 0, math.inf) for one in results.predictions}
+    out = [_row(cell, of, plain.get(_group(cell)), expected.get(cell)) for cell, of in cells.items()]
+    return sorted(out, key=lambda row: (row.speed_up is None, -(row.speed_up or row.tokens_per_s)[0], row.cell))
+
+
+def _row(cell: Cell, runs: Sequence[Run], plain: Span | None, expected: float | None) -> Row:
+    rates = [_rate(run) for run in runs]
+    paired = [(run, _seconds("plain_seconds", run, run.plain_seconds)) for run in runs if run.plain_seconds is not None]
+    speed_up: Span | None = None
+    if paired:
+        speed_up = median_and_spread(seconds / run.seconds for run, seconds in paired)
+        plain = median_and_spread(run.tokens / seconds for run, seconds in paired)
+    elif plain is not None and plain[0]:
+        speed_up = median_and_spread(rate / plain[0] for rate in rates)
+    told = [run.identical for run in runs if run.identical is not None]
+    try:
+        stats = merged(run.stats for run in runs) if all(run.stats for run in runs) else None
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"the stats of {cell} cannot be read ({error!r}); measure that cell again") from None
+    return Row(
+        cell=cell,
+        repeats=len(runs),
+        tokens_per_s=median_and_spread(rates),
+        plain_per_s=plain,
+        speed_up=speed_up,
+        stats=stats,
+        identical=all(told) if told else None,
+        exact=all(flag("exact", run.exact) for run in runs),
+        expected=expected,
+    )
+
+
+def _rate(run: Run) -> float:
+    """Tokens per second of a run whose numbers are numbers."""
+    return integer(f"tokens of {run.cell}", run.tokens, 0) / _seconds("seconds", run, run.seconds)
+
+
+def _seconds(name: str, run: Run, value: Any) -> float:
+    return number(f"{name} of {run.cell}", value, 0, math.inf, open_low=True)
+
+
+def _check_cell(cell: Cell) -> None:
+    for name in ("method", "dataset", "sampling"):
+        if not isinstance(value := getattr(cell, name), str):
+            raise ConfigError(f"{name}={value!r} of a cell must be a text; measure that cell again")
+    integer(f"batch_size of {cell.method!r}", cell.batch_size, 1)
+
+
+def _group(cell: Cell) -> Group:
+    return cell.dataset, cell.batch_size, cell.sampling
+
+
+def wilson(hits: int, tries: int, z: float = 1.959964) -> tuple[float, float]:
+    """Wilson's interval of a share, at 95% as it stands; at least one try."""
+    integer("tries", tries, 1)
+    share, square = integer("hits", hits, 0, tries) / tries, z * z / tries
+    middle = share + square / 2
+    half = math.sqrt(square * (share * (1 - share) + square / 4))
+    return max(0.0, (middle - half) / (1 + square)), min(1.0, (middle + half) / (1 + square))
+
+
+def pareto_front(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The points that no other one equals or undercuts on both axes, from left to right."""
+    front: list[tuple[float, float]] = []
+    for x, y in sorted(set(points)):
+        if not front or y < front[-1][1]:
+            front.append((x, y))
+    return front
+
+
+def shortened(names: Iterable[str], size: int) -> dict[str, str]:
+    """Each name in one line of about `size` characters: the middle goes, or what those that would look alike share."""
+    whole = {name: " ".join(name.encode("utf-8", "replace").decode().split()) or "?" for name in names}
+    cut = {name: text if len(text) <= size else f"{text[: size - 13]}…{text[-12:]}" for name, text in whole.items()}
+    alike: dict[str, list[str]] = {}
+    for name, text in cut.items():
+        alike.setdefault(text, []).append(name)
+    for names_of in alike.values():
+        if len(names_of) > 1:
+            letters = zip(*(whole[name] for name in names_of), strict=False)
+            shared = next((i for i, column in enumerate(letters) if len(set(column)) > 1), 0)
+            for name in names_of:
+                cut[name] = f"{whole[name][:9]}…{whole[name][max(9, shared - 4) :][: size - 11]}…"
+    taken: Counter[str] = Counter()
+    for name, text in cut.items():
+        taken[text] += 1
+        cut[name] = text if taken[text] == 1 else f"{text} ({taken[text]})"
+    return cut

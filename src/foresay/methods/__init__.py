@@ -1,0 +1,1 @@
+"""What a user writes, made into objects: expressions, the names they know, the settings file."""

@@ -1,0 +1,309 @@
+"""Expressions to drafters, rules and length policies.
+
+Owns the names that users may write, and what each drafter needs before it can be made: other models, tables of n-grams,
+stores that outlive a request. Settings are checked when an expression is read; models are loaded afterwards.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from foresay.checks import flag, integer, number
+from foresay.decoding.acceptance import RULES
+from foresay.decoding.protocols import Drafter, LengthPolicy, Rule
+from foresay.drafters import (
+    Cascade,
+    MaxGram,
+    ModelDrafter,
+    NgramStore,
+    NgramStoreDrafter,
+    PastRequests,
+    PromptLookup,
+    SelfDrafter,
+    SuffixDrafter,
+)
+from foresay.drafters.cascade import check_matrix, drafted_at_most
+from foresay.drafters.cross_tokenizer import TranslatedDrafter
+from foresay.drafters.ngram_table import NgramTable
+from foresay.errors import ConfigError, UnsupportedModelError, VocabularyMismatchError
+from foresay.lengths import LENGTHS, ConstantLength
+from foresay.methods.expressions import Call, apply, parse
+from foresay.models.sources.catalog import LoadedModel
+from foresay.models.sources.load_options import LoadOptions
+from foresay.models.sources.resolve import check_vocabularies, resolve
+from foresay.text.tokenizer import tokenizer_fingerprint
+
+DrafterBuilder = Callable[[], Drafter | None]
+"""Makes a drafter for one engine."""
+
+
+@dataclass(slots=True)
+class Shelf:
+    """A target, and what was loaded to draft for it; each model and table is loaded once."""
+
+    target: LoadedModel
+    options: LoadOptions = field(default_factory=LoadOptions)
+    models: dict[str, LoadedModel] = field(default_factory=dict)
+    tables: dict[str, NgramTable] = field(default_factory=dict)
+
+    @property
+    def device(self) -> torch.device:
+        """The target's."""
+        return self.target.model.device
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the target's logits."""
+        return self.target.model.vocab_size
+
+    def model(self, name: str) -> LoadedModel:
+        """A draft model by name."""
+        if name not in self.models:
+            # a revision names one repository's version: the target's
+            self.models[name] = resolve(name, dataclasses.replace(self.options, revision=None), None)
+        return self.models[name]
+
+    def table(self, path: str) -> NgramTable:
+        """An n-gram table over the target's tokens."""
+        if path not in self.tables:
+            table = NgramTable.load(path)
+            tokenizer = self.target.tokenizer
+            table.check(None if tokenizer is None else tokenizer_fingerprint(tokenizer), self.vocab_size)
+            self.tables[path] = table
+        return self.tables[path]
+
+
+_Trim = Callable[[Shelf, Any], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """A drafter that can be made once the target is there."""
+
+    prepare: Callable[[Shelf], DrafterBuilder]
+    num_draft_tokens: int
+    """The length it drafts unless told otherwise."""
+    forget: Callable[[], None] = lambda: None
+    """Clears what it keeps between requests."""
+    reads_target: bool = False
+    """Whether it needs the target's layers or tokenizer, and not only its tokens."""
+
+
+def _none() -> Recipe:
+    return Recipe(lambda shelf: lambda: None, 0)
+
+
+def _prompt_lookup(max_ngram: int = 4, min_ngram: int = 2) -> Recipe:
+    PromptLookup(max_ngram=max_ngram, min_ngram=min_ngram)  # a bad range must fail before weights are read
+    make = partial(PromptLookup, max_ngram=max_ngram, min_ngram=min_ngram)
+    return Recipe(lambda shelf: lambda: make(device=shelf.device), 8)
+
+
+def _max_gram(table: str | None = None) -> Recipe:
+    path = None if table is None else _path("table", table)
+
+    def prepare(shelf: Shelf) -> DrafterBuilder:
+        continuation = None if path is None else shelf.table(path)
+        return lambda: MaxGram(continuation, device=shelf.device)
+
+    return Recipe(prepare, 10, reads_target=path is not None)
+
+
+def _ngram_store(
+    n: int = 6,
+    levels: str = "all",
+    filler_top_k: int = 1,
+    stop_unknown: bool = True,
+    keep: bool = False,
+    max_contexts: int = 1 << 18,
+) -> Recipe:
+    store = NgramStore(n, levels=levels, max_contexts=max_contexts) if flag("keep", keep) else None
+    make = partial(
+        NgramStoreDrafter,
+        n,
+        levels=levels,
+        filler_top_k=filler_top_k,
+        stop_unknown=stop_unknown,
+        max_contexts=max_contexts,
+    )
+    make()
+    forget = (lambda: None) if store is None else store.clear
+    return Recipe(lambda shelf: lambda: make(store=store, device=shelf.device), 8, forget)
+
+
+def _suffix(scale: float = 3.0, min_match: int = 1, keep: bool = False, max_tokens: int = 1 << 18) -> Recipe:
+    past = PastRequests(max_tokens) if flag("keep", keep) else None
+    make = partial(SuffixDrafter, past, scale=scale, min_match=min_match)
+    make()
+    forget = (lambda: None) if past is None else past.clear
+    return Recipe(lambda shelf: lambda: make(device=shelf.device), 12, forget)
+
+
+def _model(
+    name: str, vocabulary: str | None = None, vocabulary_size: int | None = None, coverage: float = 0.98
+) -> Recipe:
+    trim = _trim(vocabulary, vocabulary_size, coverage)
+    name = _path("name", name)
+
+    def prepare(shelf: Shelf) -> DrafterBuilder:
+        return _draft_with(shelf, shelf.model(name), trim)
+
+    return Recipe(prepare, 5, reads_target=True)
+
+
+def draft_model(loaded: LoadedModel) -> Recipe:
+    """The recipe of a draft model that is there already."""
+    return Recipe(lambda shelf: _draft_with(shelf, loaded, None), 5, reads_target=True)
+
+
+def _draft_with(shelf: Shelf, draft: LoadedModel, trim: _Trim | None) -> DrafterBuilder:
+    if getattr(draft.model, "reads_source", False) and not getattr(shelf.target.model, "reads_source", False):
+        raise UnsupportedModelError(
+            f"{draft.name!r} is an encoder-decoder model and cannot draft for a decoder-only one; give it another draft"
+        )
+    try:
+        check_vocabularies(shelf.target, draft)
+    except VocabularyMismatchError:
+        reads = getattr(draft.model, "reads_source", False)  # its encoder is given the source in the target's tokens
+        if shelf.target.tokenizer is None or draft.tokenizer is None or trim is not None or reads:
+            raise
+        from foresay.text.cross_tokenizer import TokenizerTranslator
+
+        translator = TokenizerTranslator(shelf.target.tokenizer, draft.tokenizer)
+        return lambda: TranslatedDrafter(draft.model, shelf.vocab_size, translator)
+    model = draft.model if trim is None else trim(shelf, draft.model)
+    return lambda: ModelDrafter(model, shelf.vocab_size)
+
+
+def _self(
+    layers: int, vocabulary: str | None = None, vocabulary_size: int | None = None, coverage: float = 0.98
+) -> Recipe:
+    trim = _trim(vocabulary, vocabulary_size, coverage)
+    integer("layers", layers, 1, 10_000)
+
+    def prepare(shelf: Shelf) -> DrafterBuilder:
+        from foresay.models.huggingface.causal import CausalModel
+        from foresay.models.huggingface.early_exit import first_layers
+
+        target = shelf.target.model
+        if not isinstance(target, CausalModel):
+            raise UnsupportedModelError(
+                f"self-speculation needs a decoder-only transformers model, and {shelf.target.name!r} is none"
+            )
+        model: Any = first_layers(target, layers)
+        if trim is not None:
+            model = trim(shelf, model)
+        return lambda: SelfDrafter(model, shelf.vocab_size)
+
+    return Recipe(prepare, 4, reads_target=True)
+
+
+def _trim(vocabulary: str | None, size: int | None, coverage: float) -> _Trim | None:
+    """What cuts a draft's head down to the tokens most frequent in a table's corpus; None cuts nothing."""
+    if size is not None:
+        integer("vocabulary_size", size, 1, 1 << 24)
+    number("coverage", coverage, 0.01, 1.0)
+    if vocabulary is None:
+        if size is not None:
+            raise ConfigError(f"vocabulary_size={size} needs vocabulary=, a table that `foresay ngram build` made")
+        return None
+    path = _path("vocabulary", vocabulary)
+
+    def trim(shelf: Shelf, model: Any) -> Any:
+        from foresay.models.huggingface.causal import CausalModel
+        from foresay.models.huggingface.early_exit import trim_head
+
+        if not isinstance(model, CausalModel):
+            raise UnsupportedModelError("only a decoder-only transformers model's head can be trimmed")
+        table = shelf.table(path)
+        frequent = table.frequent(size) if size is not None else table.frequent(coverage=coverage)
+        ids = {*frequent.tolist(), *shelf.target.eos_token_ids}
+        return trim_head(model, sorted(i for i in ids if i < model.vocab_size))
+
+    return trim
+
+
+def _cascade(*drafters: tuple[str | None, Any], k: Sequence[Sequence[int]], lenience: float = 1.0) -> Recipe:
+    recipes = [_member(key, value) for key, value in drafters]
+    check_matrix(k, len(recipes))
+    number("lenience", lenience, 1.0, 1e6)
+
+    def prepare(shelf: Shelf) -> DrafterBuilder:
+        builders = [recipe.prepare(shelf) for recipe in recipes]
+
+        def build() -> Drafter:
+            return Cascade([_made(builder) for builder in builders], k, lenience=lenience)
+
+        build()  # whether each may review is known only now
+        return build
+
+    def forget() -> None:
+        for recipe in recipes:
+            recipe.forget()
+
+    return Recipe(prepare, drafted_at_most(k), forget, any(recipe.reads_target for recipe in recipes))
+
+
+def _made(builder: DrafterBuilder) -> Drafter:
+    drafter = builder()
+    if drafter is None:
+        raise ConfigError("'none' drafts nothing and cannot be part of a cascade")
+    return drafter
+
+
+def _member(key: str | None, value: Any) -> Recipe:
+    """One drafter of a cascade: `max_gram`, `suffix(scale=3)`, or `model=NAME`."""
+    if key is None:
+        call = value if isinstance(value, Call) else Call("none" if value is None else str(value))
+    elif key in ("model", "self"):
+        call = Call(key, ((None, value),))
+    else:
+        raise ConfigError(
+            f"cascade: {key}={value} is neither a setting (k, lenience) nor a drafter (model=NAME, self=LAYERS)"
+        )
+    return apply("drafter", call, DRAFTERS)
+
+
+def _path(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise ConfigError(f"{name}={value!r} must be a name or a path")
+    return value
+
+
+DRAFTERS: dict[str, Callable[..., Recipe]] = {
+    "none": _none,
+    "prompt_lookup": _prompt_lookup,
+    "max_gram": _max_gram,
+    "ngram_store": _ngram_store,
+    "suffix": _suffix,
+    "model": _model,
+    "self": _self,
+    "cascade": _cascade,
+}
+"""Drafters by name; a function's parameters are the settings."""
+
+
+def read_drafter(text: str) -> Recipe:
+    """The drafter an expression names."""
+    return apply("drafter", parse(text), DRAFTERS)
+
+
+def read_rule(rule: str | Rule) -> Rule:
+    """The rule an expression names; a Rule is taken as it is."""
+    return apply("rule", parse(rule), RULES) if isinstance(rule, str) else rule
+
+
+def read_length(length: str | int | LengthPolicy) -> LengthPolicy:
+    """The policy an expression or a number names; a LengthPolicy is taken as it is."""
+    if isinstance(length, str) and re.fullmatch(r"-?\d+", length.strip(), re.ASCII):
+        length = int(length)
+    if isinstance(length, int):
+        return ConstantLength(length)
+    return apply("length", parse(length), LENGTHS) if isinstance(length, str) else length

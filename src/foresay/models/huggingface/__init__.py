@@ -1,0 +1,1 @@
+"""Any transformers model over the slot cache."""

@@ -1,0 +1,134 @@
+"""Any Hugging Face decoder-only model over the slot cache.
+
+Owns the adapter between transformers' model and cache classes and ours, and the knowledge of which models can be
+rewound. Refuses to know what the tokens mean or why they are scored.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import Cache, PreTrainedModel
+
+from foresay.decoding.protocols import KVCache, Logits
+from foresay.decoding.rows import Rows
+from foresay.errors import UnsupportedModelError
+from foresay.models.huggingface.model import UNLIMITED, HostedModel
+from foresay.models.huggingface.slot_cache import Pass, SlotCache
+
+_RECURRENT_LAYERS = ("linear_attention", "mamba", "recurrent", "conv", "hybrid", "rwkv")
+_BOUNDED_ROPE = ("dynamic", "longrope")
+
+
+class TransformersCache(Cache):
+    """The slot cache, as transformers' attention layers expect to find it."""
+
+    def __init__(self, slots: SlotCache, at: Pass | None = None) -> None:
+        super().__init__(layers=[])
+        self.slots, self.at = slots, at
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store a layer's keys and values and return what the rows see."""
+        assert self.at is not None
+        return self.slots.write(layer_idx, key_states, value_states, self.at)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """(slots in sight, 0): slots are absolute."""
+        assert self.at is not None
+        return self.at.width, 0
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """What a family that builds its own bias takes for the past: slots in sight less the pass's columns."""
+        assert self.at is not None
+        return self.at.width - int(self.at.positions.shape[1])
+
+
+def unsupported_reasons(model: PreTrainedModel) -> list[str]:
+    """Why this model cannot be decoded exactly; empty when it can."""
+    config = model.config.get_text_config(decoder=True)
+    kinds = set(getattr(config, "layer_types", None) or ())
+    recurrent = sorted(k for k in kinds if any(name in k for name in _RECURRENT_LAYERS))
+    reasons = []
+    if config.is_encoder_decoder or model.config.is_encoder_decoder:
+        reasons.append("it is an encoder-decoder model; use Seq2SeqModel")
+    if getattr(model, "_is_stateful", False) or recurrent:
+        detail = f" (layers: {', '.join(recurrent)})" if recurrent else ""
+        reasons.append(f"its recurrent state cannot be rewound to before a rejected token{detail}")
+    accepted = inspect.signature(model.forward).parameters
+    if not recurrent and "past_key_values" not in accepted:
+        reasons.append("its forward takes no past_key_values, so nothing can be cached")
+    if getattr(config, "kv_sharing_modes", None) or getattr(config, "num_kv_shared_layers", 0):
+        reasons.append("its layers share keys and values outside the cache interface")
+    return reasons
+
+
+def context_limit(model: PreTrainedModel) -> int:
+    """Most tokens a row may hold.
+
+    Position encodings whose frequencies depend on the longest row (dynamic, longrope) are served up to the length
+    below which they do not: beyond it a draft token's position would change what its predecessors meant.
+    """
+    config = model.config.get_text_config(decoder=True)
+    names = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+    limit = next((int(v) for n in names if (v := getattr(config, n, None))), UNLIMITED)
+    for rope in _rope_parameters(config):
+        if rope.get("rope_type") in _BOUNDED_ROPE:
+            original = rope.get("original_max_position_embeddings") or getattr(
+                config, "original_max_position_embeddings", None
+            )
+            limit = min(limit, int(original or limit))
+    return limit
+
+
+def _rope_parameters(config: Any) -> list[dict[str, Any]]:
+    rope = getattr(config, "rope_parameters", None) or {}
+    if "rope_type" in rope:
+        return [rope]
+    return [value for value in rope.values() if isinstance(value, dict)]
+
+
+class CausalModel(HostedModel):
+    """A decoder-only transformers model, scored over ragged rows."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Raises UnsupportedModelError when the model's state cannot be rewound. `model` is put in eval mode."""
+        reasons = unsupported_reasons(model)
+        if reasons:
+            raise UnsupportedModelError(f"{type(model).__name__} cannot be decoded: {'; '.join(reasons)}")
+        super().__init__(model, pluggable=getattr(model, "_supports_attention_backend", False))
+        config = model.config.get_text_config(decoder=True)
+        self.max_length = context_limit(model)
+        # also the bound below which the frequencies of a longrope model stay what they are, pads included
+        self.position_limit = min(
+            self.max_length, int(getattr(config, "max_position_embeddings", None) or self.max_length)
+        )
+        self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+        self._body = model.base_model
+
+    def new_cache(self) -> SlotCache:
+        """A cache without rows."""
+        return SlotCache()
+
+    def admit(self, rows: Rows, first: int, cache: KVCache) -> None:
+        """Give rows from place `first` on empty cache rows."""
+        assert isinstance(cache, SlotCache) and len(cache.lengths) == first
+        cache.add_rows(len(rows) - first)
+
+    def _call(
+        self, token_ids: torch.Tensor, at: Pass, cache: SlotCache, logits: Logits, hidden: bool
+    ) -> tuple[torch.Tensor | None, Sequence[torch.Tensor]]:
+        adapter = TransformersCache(cache, at)
+        kwargs: dict[str, Any] = {"input_ids": token_ids, "past_key_values": adapter, "use_cache": True}
+        if self._takes_positions:
+            # pads may lie past the last position the model has; they are never read
+            kwargs["position_ids"] = at.positions.clamp(max=self.position_limit - 1)
+        if hidden:
+            kwargs["output_hidden_states"] = True
+        silent = logits is Logits.NONE
+        out = self._body(**kwargs) if silent else self.model(**kwargs)
+        return None if silent else out.logits, out.hidden_states if hidden else ()

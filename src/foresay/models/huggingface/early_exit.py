@@ -1,0 +1,110 @@
+"""A model's first layers, or its head over fewer tokens, as a draft that shares the model's weights.
+
+A shallow copy of the module tree: containers on the way to what changes are copied, everything else is the very same
+tensors. Knows nothing of drafting.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from foresay.errors import ConfigError, UnsupportedModelError
+from foresay.models.huggingface import prepacked_linear as packing
+from foresay.models.huggingface.causal import CausalModel
+
+
+def first_layers(model: CausalModel, count: int) -> CausalModel:
+    """The model that ends behind its first `count` layers, with the whole model's final norm and head."""
+    path = _layers_path(model.model)
+    total = len(model.model.get_submodule(path))
+    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count < total:
+        raise ConfigError(f"layers={count!r} must be an integer in [1, {total - 1}]: the target has {total} layers")
+    layers = list(model.model.get_submodule(path))[:count]
+    short = _copied(model.model, path.split(".")[:-1])
+    _replace(short, path, nn.ModuleList(layers))
+    config = _shorter(model.model.config, count)
+    for name in ("", *_prefixes(path)):
+        part = short.get_submodule(name)
+        if hasattr(part, "config"):
+            part.config = config
+    out = CausalModel(short)
+    out.head_ids = model.head_ids
+    return out
+
+
+def trim_head(model: CausalModel, ids: Sequence[int] | torch.Tensor) -> CausalModel:
+    """The model that scores only the given tokens; all others have probability zero. ids: [m], in any order."""
+    head = model.model.get_output_embeddings()
+    weight = None if head is None else packing.weight_of(head)
+    if weight is None:
+        raise UnsupportedModelError(
+            f"{type(model.model).__name__} has no output embeddings of its own that could be trimmed"
+        )
+    wanted = torch.as_tensor(ids, dtype=torch.int64)
+    width = int(weight.shape[0]) if model.head_ids is None else model.vocab_size
+    if wanted.ndim != 1 or not len(wanted) or int(wanted.min()) < 0 or int(wanted.max()) >= width:
+        raise ConfigError(f"a draft vocabulary needs token ids in [0, {width - 1}]")
+    kept = columns = torch.unique(wanted).to(weight.device)
+    if model.head_ids is not None:  # what was trimmed away is gone
+        columns = torch.nonzero(torch.isin(model.head_ids, kept))[:, 0]
+        kept = model.head_ids[columns]
+        if not len(kept):
+            raise ConfigError("none of the draft vocabulary is left in a head that was trimmed before")
+    path: str = next(name for name, module in model.model.named_modules() if module is head)
+    short = _copied(model.model, path.split(".")[:-1])
+    _replace(short, path, _linear(weight[columns], None if head.bias is None else head.bias[columns]))
+    out = CausalModel(short)
+    out.head_ids = kept
+    return out
+
+
+def _linear(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Module:
+    """A frozen linear layer of these weights, packed where that helps."""
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    layer.weight = nn.Parameter(weight.detach(), requires_grad=False)
+    if bias is not None:
+        layer.bias = nn.Parameter(bias.detach(), requires_grad=False)
+    return packing.PackedLinear(layer) if packing.available(weight.dtype, weight.device) else layer
+
+
+def _layers_path(model: nn.Module) -> str:
+    """Where the list of decoder layers is, in dots."""
+    count = int(model.config.get_text_config(decoder=True).num_hidden_layers)  # type: ignore[union-attr, operator]
+    found: list[str] = [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+    if not found:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} keeps its layers where they cannot be told from other parts"
+        )
+    return sorted(found, key=len)[0]
+
+
+def _prefixes(path: str) -> list[str]:
+    parts = path.split(".")
+    return [".".join(parts[:i]) for i in range(1, len(parts))]
+
+
+def _copied(model: nn.Module, path: Sequence[str]) -> Any:
+    """A copy of a module in which the containers along `path` are copies too."""
+    out = copy.copy(model)
+    out._modules = dict(model._modules)
+    if path:
+        out._modules[path[0]] = _copied(model._modules[path[0]], path[1:])  # type: ignore[arg-type]
+    return out
+
+
+def _replace(model: nn.Module, path: str, part: nn.Module) -> None:
+    parent, _, name = path.rpartition(".")
+    model.get_submodule(parent)._modules[name] = part
+
+
+def _shorter(config: Any, count: int) -> Any:
+    out = copy.copy(config)
+    out.num_hidden_layers = count
+    if getattr(out, "layer_types", None):
+        out.layer_types = out.layer_types[:count]
+    return out

@@ -1,0 +1,151 @@
+"""A transformers model at work for foresay: what decoder-only and encoder-decoder models have in common.
+
+Owns routing masks and attention through `attention`, giving the model back as it was, and what every pass does around the
+model's own forward. Subclasses know how a family of models is called. Imports nothing of transformers.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from foresay.decoding.protocols import KVCache, Logits, ModelOutput
+from foresay.models.huggingface import attention
+from foresay.models.huggingface.slot_cache import Pass, SlotCache
+
+MAX_TOKENS = 256
+"""Tokens of a pass on a CPU; products over many more rows sum in another order, so larger passes go in parts."""
+UNLIMITED = 1 << 20
+"""Context limit of a model whose positions have no bound (ALiBi without a configured length, T5)."""
+
+
+class HostedModel:
+    """A transformers model, scored over ragged rows."""
+
+    reads_source = False
+    """Whether each row has a source, which an encoder reads."""
+    max_length: int
+    """Most tokens of a row, prompt and output together."""
+    head_ids: torch.Tensor | None = None
+    """The tokens that a trimmed head scores; None where the head's columns are the ids."""
+
+    def __init__(self, model: Any, *, pluggable: bool) -> None:
+        """`model` is put in eval mode. pluggable: whether the family lets its attention function be chosen."""
+        attention.register()
+        self._was_training = model.training
+        self.model = model.eval()
+        self._configs: dict[int, tuple[Any, str]] = {}
+        self._copied: list[tuple[Any, Any]] = []
+        self._set_attention(pluggable)
+        weight = model.get_input_embeddings().weight
+        self.vocab_size, self.device = int(weight.shape[0]), weight.device
+        self.num_parameters = int(model.num_parameters())
+
+    def _set_attention(self, pluggable: bool) -> None:
+        """Route masks, and attention where the family lets it be chosen, through foresay.
+
+        A family with attention code of its own (Falcon, BLOOM) keeps it, and only its masks are ours: its attention
+        modules then read a copy of the configuration that still names the implementation they were built for.
+        """
+        for module in self.model.modules():
+            config = getattr(module, "config", None)
+            if config is None or not hasattr(config, "_attn_implementation"):
+                continue
+            if not pluggable and not hasattr(module, "base_model_prefix"):  # an attention module, not a model
+                self._copied.append((module, config))
+                module.config = copy.copy(config)
+            else:
+                self._configs.setdefault(id(config), (config, config._attn_implementation))
+        for config, _ in self._configs.values():
+            config._attn_implementation = attention.NAME
+
+    def release(self) -> Any:
+        """Give the model its own attention and mode back and return it; this object must not be used afterwards."""
+        for config, implementation in self._configs.values():
+            config._attn_implementation = implementation
+        for module, config in self._copied:
+            module.config = config
+        return self.model.train(self._was_training)
+
+    def uncached(self, token_ids: torch.Tensor, source: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits of whole sequences by the model's own attention, [B, T] -> [B, T, V]; the reference of the self-check.
+
+        source: [B, S], what an encoder-decoder's encoder reads.
+        """
+        inputs = {"input_ids": token_ids} if source is None else {"input_ids": source, "decoder_input_ids": token_ids}
+        for config, implementation in self._configs.values():
+            config._attn_implementation = implementation
+        try:
+            logits: torch.Tensor = self.model(**inputs, use_cache=False).logits
+        finally:
+            for config, _ in self._configs.values():
+                config._attn_implementation = attention.NAME
+        return logits
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        num_tokens: Sequence[int],
+        cache: KVCache,
+        *,
+        first_row: int = 0,
+        logits: Logits = Logits.ALL,
+        hidden_layers: Sequence[int] = (),
+    ) -> ModelOutput:
+        """One pass; see LanguageModel.forward."""
+        assert isinstance(cache, SlotCache)
+        batch, columns = token_ids.shape
+        at_once = max(1, MAX_TOKENS // columns) if self.device.type == "cpu" else batch
+        if batch > at_once:
+            ranges = [(i, min(i + at_once, batch)) for i in range(0, batch, at_once)]
+            options: dict[str, Any] = {"logits": logits, "hidden_layers": hidden_layers}
+            return _joined(
+                [
+                    self.forward(token_ids[a:b], num_tokens[a:b], cache, first_row=first_row + a, **options)
+                    for a, b in ranges
+                ]
+            )
+        if batch * columns == 1:
+            # one row and two rows take different matrix kernels on some CPUs; two are always asked for
+            token_ids = torch.cat([token_ids, token_ids], 1)
+        at = cache.begin_pass(first_row, batch, token_ids.shape[1], self.device)
+        with attention.during(at):
+            scores, states = self._call(token_ids, at, cache, logits, bool(hidden_layers))
+        for i, count in enumerate(num_tokens):
+            cache.lengths[first_row + i] += count
+        hidden = {layer: states[layer][:, :columns] for layer in hidden_layers}
+        if scores is None:
+            return ModelOutput(None, hidden)
+        scores = scores[:, :columns]
+        if logits is Logits.LAST and columns > 1:
+            last = torch.tensor(num_tokens, device=scores.device).clamp(min=1) - 1
+            scores = scores[torch.arange(batch, device=scores.device), last][:, None]
+        return ModelOutput(self._over_vocabulary(scores), hidden)
+
+    def _over_vocabulary(self, scores: torch.Tensor) -> torch.Tensor:
+        """The head's scores, [..., columns of the head], over all ids, [..., V]; those it lacks can never be written."""
+        if self.head_ids is not None:
+            whole = scores.new_full((*scores.shape[:-1], self.vocab_size), -torch.inf)
+            whole[..., self.head_ids] = scores
+            return whole
+        missing = self.vocab_size - scores.shape[-1]  # embeddings larger than the head
+        return F.pad(scores, (0, missing), value=-torch.inf) if missing > 0 else scores
+
+    def _call(
+        self, token_ids: torch.Tensor, at: Pass, cache: SlotCache, logits: Logits, hidden: bool
+    ) -> tuple[torch.Tensor | None, Sequence[torch.Tensor]]:
+        """The model's logits [B, T, V], None with Logits.NONE, and where wanted the hidden states of every layer."""
+        raise NotImplementedError
+
+
+def _joined(parts: Sequence[ModelOutput]) -> ModelOutput:
+    """What a pass computed in parts, row behind row."""
+    hidden = {layer: torch.cat([part.hidden[layer] for part in parts]) for layer in parts[0].hidden}
+    if parts[0].logits is None:
+        return ModelOutput(None, hidden)
+    return ModelOutput(torch.cat([part.scores() for part in parts]), hidden)

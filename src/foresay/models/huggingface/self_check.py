@@ -1,0 +1,111 @@
+"""A self-check: does a model, cached in ragged rows and rewound, score what it scores without a cache?
+
+Families that the tests cover are trusted; any other is probed once when it is loaded, and refused when it fails, so that
+an attention implementation nobody has looked at gives an error instead of a wrong text.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from foresay.decoding.protocols import Logits
+from foresay.decoding.rows import Row, Rows
+from foresay.decoding.sampling_params import SamplingParams
+from foresay.errors import UnsupportedModelError
+from foresay.models.huggingface.causal import CausalModel
+from foresay.models.huggingface.seq2seq import Seq2SeqModel
+
+VERIFIED = frozenset(
+    {
+        "llama",
+        "mistral",
+        "mixtral",
+        "qwen2",
+        "qwen3",
+        "gemma",
+        "gemma2",
+        "gemma3",
+        "gemma3_text",
+        "phi",
+        "phi3",
+        "gpt_neox",
+        "gpt2",
+        "opt",
+        "falcon",
+        "olmo2",
+        "granite",
+        "starcoder2",
+        "gpt_oss",
+        "deepseek_v3",
+        "bloom",
+    }
+)
+"""model_type of the decoder-only families whose greedy output the tests compare with transformers."""
+
+VERIFIED_SEQ2SEQ = frozenset({"t5", "bart", "marian", "mbart", "m2m_100"})
+"""model_type of the encoder-decoder families. Some have decoder-only variants, which the tests do not cover."""
+
+_LENGTHS = (3, 9)
+_SOURCES = (7, 4)
+_DRAFT = 3
+
+
+def verified(model: CausalModel | Seq2SeqModel) -> bool:
+    """Whether the tests cover the model's family."""
+    return model.model.config.model_type in (VERIFIED_SEQ2SEQ if model.reads_source else VERIFIED)
+
+
+@torch.inference_mode()
+def probe(model: CausalModel | Seq2SeqModel) -> float:
+    """Largest difference between cached and uncached logits, as a share of the uncached logits' spread.
+
+    Two ragged rows are filled, fed tokens that are then rejected, rewound, and fed again.
+    """
+    generator = torch.Generator().manual_seed(0)
+    total = max(_LENGTHS) + _DRAFT
+    high = max(3, min(model.vocab_size, 30000))
+    tokens = torch.randint(2, high, (2, total), generator=generator).to(model.device)
+    sources = [
+        torch.randint(2, high, (1, n), generator=generator).to(model.device) if model.reads_source else None
+        for n in _SOURCES
+    ]
+    cache = model.new_cache()
+    model.admit(Rows([_row(i, source) for i, source in enumerate(sources)]), 0, cache)
+    model.forward(tokens[:, : max(_LENGTHS)], _LENGTHS, cache, logits=Logits.NONE)
+    model.forward(tokens[:, :_DRAFT].flip(1), (_DRAFT, 1), cache)
+    starts = [length - 1 for length in _LENGTHS]
+    cache.truncate(starts)
+    fed = torch.stack([row[start : start + _DRAFT] for row, start in zip(tokens, starts, strict=True)])
+    cached = model.forward(fed, (_DRAFT,) * len(_LENGTHS), cache).scores().float()
+    worst = 0.0
+    for i, start in enumerate(starts):
+        plain = model.uncached(tokens[i : i + 1, : start + _DRAFT], sources[i])[0, -_DRAFT:].float()
+        spread = (plain.amax() - plain.amin()).clamp(min=1e-6)
+        worst = max(worst, float((plain - cached[i]).abs().amax() / spread))
+    return worst
+
+
+def _row(place: int, source: torch.Tensor | None) -> Row:
+    """A row to be admitted; its tokens are fed by the probe itself."""
+    return Row(place, [0], SamplingParams(), limit=1, source=None if source is None else source[0].tolist())
+
+
+def check(model: CausalModel | Seq2SeqModel) -> None:
+    """Probe a model of a family the tests do not cover; raises UnsupportedModelError when cached and uncached differ."""
+    kind = str(model.model.config.model_type)
+    if verified(model):
+        return
+    precise = model.model.dtype == torch.float32
+    allowed = 1e-3 if precise else 5e-2
+    try:
+        difference = probe(model)
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"{type(model.model).__name__} (model_type {kind!r}) does not run over a cache of ragged rows: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    if difference > allowed:
+        raise UnsupportedModelError(
+            f"{type(model.model).__name__} (model_type {kind!r}) scores differently over ragged rows than without "
+            f"a cache (difference {difference:.1e} of the logits' spread, {allowed:.0e} allowed), so it would not be exact"
+        )

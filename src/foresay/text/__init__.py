@@ -1,0 +1,1 @@
+"""The boundary between token ids and characters."""

@@ -1,0 +1,148 @@
+"""Tokens to text as they come: incremental decoding, stop strings, and who wrote which piece; what a tokenizer's ids mean.
+
+Owns the boundary between token ids and characters. Knows nothing of models or of how tokens were found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from foresay.decoding.outcome import Origin
+
+_INCOMPLETE = "\ufffd"
+
+
+class Piece(NamedTuple):
+    """Some text and who produced the token that completed it."""
+
+    text: str
+    origin: Origin
+
+
+class Detokenizer:
+    """Turns tokens into text one at a time, holding back characters whose bytes are not complete yet."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._prefix = self._read = 0
+
+    def _decode(self, start: int, end: int) -> str:
+        text: str = self._tokenizer.decode(
+            self._ids[start:end], skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return text
+
+    def push(self, token_id: int) -> str:
+        """The text that this token completes, possibly none."""
+        self._ids.append(token_id)
+        known = self._decode(self._prefix, self._read)
+        text = self._decode(self._prefix, len(self._ids))
+        if len(text) <= len(known) or text.endswith(_INCOMPLETE):
+            return ""
+        self._prefix, self._read = self._read, len(self._ids)
+        return text[len(known) :]
+
+    def all(self, token_ids: Sequence[int]) -> str:
+        """The text of these tokens, whole: what `push` gives for each, and then `flush`."""
+        return "".join(map(self.push, token_ids)) + self.flush()
+
+    def flush(self) -> str:
+        """What was held back, incomplete as it is."""
+        known = self._decode(self._prefix, self._read)
+        text = self._decode(self._prefix, len(self._ids))
+        self._prefix = self._read = len(self._ids)
+        return text[len(known) :]
+
+
+@dataclass(slots=True)
+class StopStrings:
+    """A stop condition: ends the output with the token that completes one of the strings.
+
+    `cut_at` is then the place of the first of them in the text. Strings completed within the first `min_new_tokens`
+    tokens do not stop.
+    """
+
+    tokenizer: Any
+    strings: tuple[str, ...]
+    min_new_tokens: int = 0
+    text: str = ""
+    cut_at: int | None = None
+    _count: int = 0
+    _detokenizer: Detokenizer | None = None
+
+    def __call__(self, token_ids: Sequence[int]) -> int | None:
+        """Look at the tokens about to be committed; how many to keep if the output ends among them."""
+        if self._detokenizer is None:
+            self._detokenizer = Detokenizer(self.tokenizer)
+        for i, token in enumerate(token_ids):
+            before = len(self.text)
+            self.text += self._detokenizer.push(token)
+            self._count += 1
+            if self._count < self.min_new_tokens:
+                continue
+            found = [self.text.find(s, max(0, before - len(s) + 1)) for s in self.strings]
+            places = [place for place in found if place >= 0]
+            if places:
+                self.cut_at = min(places)
+                return i + 1
+        return None
+
+
+class TextStream:
+    """Committed tokens to pieces of text that will not be taken back.
+
+    With stop strings, characters that may begin one are held until it is clear that they do not.
+    """
+
+    def __init__(self, tokenizer: Any, stops: Sequence[str] = ()) -> None:
+        self._detokenizer = Detokenizer(tokenizer)
+        self._stops = tuple(stops)
+        self._held: list[Piece] = []
+        self._last = Origin.BONUS
+        self._before = 0
+
+    def push(self, token_ids: Sequence[int], origins: Sequence[Origin]) -> list[Piece]:
+        """The pieces that these tokens make certain."""
+        for token, origin in zip(token_ids, origins, strict=True):
+            self._last = origin
+            self._before = sum(len(piece.text) for piece in self._held)
+            if text := self._detokenizer.push(token):
+                self._held.append(Piece(text, origin))
+        if not self._stops:
+            out, self._held = self._held, []
+            return out
+        return self._release(self._certain())
+
+    def finish(self, *, stopped: bool) -> list[Piece]:
+        """The rest; cut before the first stop string when one ended the output."""
+        if text := self._detokenizer.flush():
+            self._held.append(Piece(text, self._last))
+        whole = "".join(piece.text for piece in self._held)
+        end = len(whole)
+        if stopped:
+            places = [p for s in self._stops if (p := whole.find(s, max(0, self._before - len(s) + 1))) >= 0]
+            end = min(places, default=end)
+        return self._release(end)
+
+    def _certain(self) -> int:
+        """Characters of the held text that cannot belong to a stop string."""
+        whole = "".join(piece.text for piece in self._held)
+        for start in range(max(0, self._before - max(map(len, self._stops)) + 1), len(whole)):
+            if any(s.startswith(whole[start:]) or whole.startswith(s, start) for s in self._stops):
+                return start
+        return len(whole)
+
+    def _release(self, count: int) -> list[Piece]:
+        out: list[Piece] = []
+        self._before = max(0, self._before - count)
+        while self._held and count > 0:
+            piece = self._held.pop(0)
+            if len(piece.text) > count:
+                self._held.insert(0, Piece(piece.text[count:], piece.origin))
+                piece = Piece(piece.text[:count], piece.origin)
+            count -= len(piece.text)
+            out.append(piece)
+        return out

@@ -1,0 +1,75 @@
+"""Laws by enumeration, written independently of the code under test, and the chi-squared test that compares."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+from scipy import stats
+
+from foresay.decoding.sampling_params import SamplingParams
+from foresay.models.table import TableModel
+
+
+def law(target: TableModel, params: SamplingParams, prompt: Sequence[int], output: Sequence[int]) -> np.ndarray:
+    """The law of the token after prompt + output, [V] float64, by the definitions of the parameters."""
+    logits = target.law([*prompt, *output]).log().numpy().copy()
+    for token in set(prompt) | set(output):
+        value = logits[token]
+        logits[token] = value * params.repetition_penalty if value < 0 else value / params.repetition_penalty
+    for token, count in Counter(output).items():
+        logits[token] -= params.presence_penalty + count * params.frequency_penalty
+    for token, bias in params.logit_bias.items():
+        logits[token] += bias
+    for token in params.banned_token_ids:
+        logits[token] = -np.inf
+    if params.greedy:
+        return np.eye(len(logits))[int(logits.argmax())]
+    logits = logits / params.temperature
+    order = np.argsort(-logits, kind="stable")
+    if params.top_k:
+        logits[order[params.top_k :]] = -np.inf
+    probs = np.exp(logits - logits.max())
+    probs /= probs.sum()
+    if params.top_p < 1:
+        before = np.cumsum(probs[order]) - probs[order]
+        probs[order[before >= params.top_p]] = 0
+        probs /= probs.sum()
+    probs[probs < params.min_p * probs.max()] = 0
+    return probs / probs.sum()
+
+
+def joint(target: TableModel, params: SamplingParams, prompt: Sequence[int], length: int) -> np.ndarray:
+    """The law of the first `length` output tokens, flattened, [V ** length]."""
+    size = target.vocab_size
+    out = np.zeros(size**length)
+    for place, output in enumerate(itertools.product(range(size), repeat=length)):
+        prob = 1.0
+        for i, token in enumerate(output):
+            prob *= law(target, params, prompt, output[:i])[token]
+            if prob == 0:
+                break
+        out[place] = prob
+    return out
+
+
+def p_value(outputs: Sequence[Sequence[int]], probs: np.ndarray, size: int) -> float:
+    """Chi-squared p-value of observed outputs against their law; 0 when something impossible was observed.
+
+    Cells expected less than five times are pooled.
+    """
+    places = [sum(token * size**k for k, token in enumerate(reversed(output))) for output in outputs]
+    observed = np.bincount(places, minlength=len(probs)).astype(float)
+    if observed[probs == 0].sum() > 0:
+        return 0.0
+    expected = probs * len(outputs)
+    rare = expected < 5
+    seen = np.append(observed[~rare], observed[rare].sum())
+    wanted = np.append(expected[~rare], expected[rare].sum())
+    if wanted[-1] == 0:
+        seen, wanted = seen[:-1], wanted[:-1]
+    if len(wanted) == 1:
+        return 1.0
+    return float(stats.chisquare(seen, wanted * seen.sum() / wanted.sum()).pvalue)

@@ -1,0 +1,151 @@
+"""Drafters with known odds, and a way to run an engine over a table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from foresay.decoding.acceptance import make_rule
+from foresay.decoding.outcome import Step
+from foresay.decoding.proposal import Proposal
+from foresay.decoding.protocols import Drafter, LanguageModel, LengthPolicy, Rule
+from foresay.decoding.rows import Rows
+from foresay.decoding.sampling_params import SamplingParams
+from foresay.drafters import ModelDrafter, PromptLookup
+from foresay.drafters.stateless import Stateless
+from foresay.engine import Engine
+from foresay.lengths import ConstantLength
+
+
+class Fake(Stateless):
+    """A drafter without state; subclasses say what they guess."""
+
+    def guess(self, row: int, rows: Rows, budget: int) -> list[int]:
+        raise NotImplementedError
+
+    def propose(self, rows: Rows, budget: Sequence[int], policy: LengthPolicy) -> Proposal:
+        guesses = [self.guess(i, rows, n)[:n] for i, n in enumerate(budget)]
+        width = max(map(len, guesses))
+        padded = [g + [0] * (width - len(g)) for g in guesses]
+        return Proposal(torch.tensor(padded, dtype=torch.int64).view(len(rows), width), [len(g) for g in guesses])
+
+
+class Always(Fake):
+    """Guesses what it is told the output will be: always accepted under a greedy target."""
+
+    def __init__(self, outputs: Sequence[Sequence[int]]) -> None:
+        self.outputs = outputs
+
+    def guess(self, row: int, rows: Rows, budget: int) -> list[int]:
+        one = rows[row]
+        return list(self.outputs[one.request_id][one.num_new : one.num_new + budget])
+
+
+class Never(Always):
+    """Guesses anything but what the output will be: never accepted under a greedy target."""
+
+    def __init__(self, outputs: Sequence[Sequence[int]], vocab_size: int) -> None:
+        super().__init__(outputs)
+        self.vocab_size = vocab_size
+
+    def guess(self, row: int, rows: Rows, budget: int) -> list[int]:
+        return [(token + 1) % self.vocab_size for token in super().guess(row, rows, budget)]
+
+
+class Sometimes(Always):
+    """Right for a known number of tokens, then wrong: rejections and full acceptances both happen."""
+
+    def __init__(self, outputs: Sequence[Sequence[int]], vocab_size: int) -> None:
+        super().__init__(outputs)
+        self.vocab_size = vocab_size
+
+    def guess(self, row: int, rows: Rows, budget: int) -> list[int]:
+        right = super().guess(row, rows, budget)
+        wrong_at = (rows[row].size * 7 + row) % (budget + 2)
+        return [(t + 1) % self.vocab_size if i == wrong_at else t for i, t in enumerate(right)]
+
+
+class Mixed(Fake):
+    """Ragged guesses: a sampled token, then point masses, of a length that varies by row and step."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    def propose(self, rows: Rows, budget: Sequence[int], policy: LengthPolicy) -> Proposal:
+        from foresay.decoding.draws import inverse_cdf
+        from foresay.decoding.randomness import Purpose
+
+        counts = [min(n, (row.size + i) % 4) for i, (row, n) in enumerate(zip(rows, budget, strict=True))]
+        width = max(counts)
+        if width == 0:
+            return Proposal.empty(len(rows), torch.device("cpu"))
+        weights = torch.arange(1, self.vocab_size + 1, dtype=torch.float32)
+        laws = (weights / weights.sum()).expand(len(rows), -1).contiguous()
+        uniform = rows.streams(torch.device("cpu")).uniform(Purpose.DRAFT, torch.zeros(1, dtype=torch.int64))[:, 0]
+        tokens = torch.zeros(len(rows), width, dtype=torch.int64)
+        tokens[:, 0] = inverse_cdf(laws, uniform)
+        for i, row in enumerate(rows):
+            for j in range(1, width):
+                tokens[i, j] = (row.size * 3 + j) % self.vocab_size
+        index = torch.full((len(rows), width), -1)
+        index[:, 0] = torch.arange(len(rows))
+        return Proposal(tokens, counts, laws, index)
+
+
+class Renumbered:
+    """A Translator between ids and the same ids counted from the other end; the last `private` are not shared."""
+
+    def __init__(self, size: int, private: int = 0) -> None:
+        self.size = size
+        ours = torch.arange(size - private)
+        self.shared = (ours, size - 1 - ours)
+
+    def reader(self) -> Renumbered:
+        return self
+
+    def read(self, tokens: Sequence[int], committed: int) -> list[int]:
+        return [self.size - 1 - token for token in tokens]
+
+    def to_target(self, context: Sequence[int], drafted: Sequence[int]) -> list[int]:
+        return [self.size - 1 - token for token in drafted]
+
+
+def run(
+    target: LanguageModel,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams | Sequence[SamplingParams],
+    *,
+    drafter: Drafter | None = None,
+    rule: str | Rule = "speculative",
+    gamma: int = 4,
+    policy: LengthPolicy | None = None,
+    max_batch_size: int = 32,
+    eos: frozenset[int] = frozenset(),
+    join_later: int = 0,
+    sources: Sequence[Sequence[int]] | None = None,
+) -> tuple[list[list[int]], list[Step], Engine]:
+    """Decode prompts; the last `join_later` of them are submitted one by one while others decode.
+
+    sources: what an encoder-decoder's encoder reads, for each prompt.
+    """
+    chosen = make_rule(rule) if isinstance(rule, str) else rule
+    engine = Engine(target, drafter, chosen, policy or ConstantLength(gamma), max_batch_size=max_batch_size)
+    each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+    outputs: dict[int, list[int]] = {}
+    steps: list[Step] = []
+    waiting = list(zip(prompts, each, sources or [None] * len(prompts), strict=True))
+    for prompt, one, source in waiting[: len(waiting) - join_later]:
+        outputs[engine.submit(prompt, one, eos=eos, source=source)] = []
+    late = waiting[len(waiting) - join_later :]
+    while engine.has_work or late:
+        if late and (len(steps) % 3 == 0 or not engine.has_work):
+            prompt, one, source = late.pop(0)
+            outputs[engine.submit(prompt, one, eos=eos, source=source)] = []
+        for step in engine.step():
+            steps.append(step)
+            outputs[step.request_id] += step.token_ids
+    return [outputs[i] for i in sorted(outputs)], steps, engine
+
+
+__all__ = ["Always", "Fake", "Mixed", "ModelDrafter", "Never", "PromptLookup", "Sometimes", "run"]

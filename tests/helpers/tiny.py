@@ -1,0 +1,103 @@
+"""A tiny random Llama with a byte-level tokenizer, saved as a user's model folder, and ways to run the command line."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from helpers.families import make
+
+FORESAY = [sys.executable, "-m", "foresay"]
+SPECIALS = ("<eos>", "<bos>", "<user>", "<assistant>")
+CHAT_TEMPLATE = (
+    "<bos>{% for message in messages %}<user>{{ message['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+MERGES = [("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o")]
+
+
+def tokenizer(*, chat: bool = False) -> PreTrainedTokenizerFast:
+    """Four special tokens, the 256 bytes, and a few merges: any text has ids, and any id has text."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = [*SPECIALS, *alphabet, *("".join(pair) for pair in MERGES)]
+    inner = Tokenizer(BPE({word: i for i, word in enumerate(words)}, MERGES))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    inner.add_special_tokens(list(SPECIALS))
+    fast = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>", bos_token="<bos>", pad_token="<eos>")
+    if chat:
+        fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def llama(seed: int = 0, *, context: int = 4096, **changes: Any) -> PreTrainedModel:
+    """A tiny Llama for the tokenizer that writes printable ASCII and, when greedy, never ends by itself."""
+    names = tokenizer()
+    model = make("llama", seed, vocab_size=len(names), max_position_embeddings=context, **changes)
+    texts = (names.decode([i]) for i in range(len(names)))
+    silent = [i for i, text in enumerate(texts) if i < len(SPECIALS) or not text.isascii() or not text.isprintable()]
+    model.lm_head.weight.data[silent] = 0
+    return model
+
+
+def save(folder: Path, model: PreTrainedModel | None = None, *, chat: bool = False) -> Path:
+    """The model and its tokenizer as a folder."""
+    (llama() if model is None else model).save_pretrained(folder)
+    tokenizer(chat=chat).save_pretrained(folder)
+    return folder
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """The environment of a child: offline, quiet threads, and what a test asks for."""
+    offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    return {**os.environ, **offline, **changes}
+
+
+def foresay(*args: str, stdin: bytes = b"", timeout: float = 120, **changes: str) -> subprocess.CompletedProcess[bytes]:
+    """Run the command line in a process of its own."""
+    return subprocess.run(
+        [*FORESAY, *args], input=stdin, capture_output=True, timeout=timeout, env=environment(**changes), check=False
+    )
+
+
+class Shell:
+    """The command line in this process: exit code, and what it printed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self._monkeypatch, self._capsys = monkeypatch, capsys
+
+    def __call__(self, *args: str, stdin: bytes = b"") -> tuple[int, str, str]:
+        from foresay.cli.app import _run
+
+        self._monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8"))
+        self._capsys.readouterr()
+        code = _run(list(args))
+        printed = self._capsys.readouterr()
+        return code, printed.out, printed.err
+
+    def refused(self, *args: str, stdin: bytes = b"") -> str:
+        """The one line that a wrong input gives, without its "foresay: "."""
+        code, out, err = self(*args, stdin=stdin)
+        assert code == 2, (code, out, err)
+        assert out == ""
+        assert err.startswith("foresay: ") and err.count("\n") == 1 and err.endswith("\n"), err
+        return err.removeprefix("foresay: ").strip()
+
+
+def one_thread() -> Iterator[None]:
+    """The body of a fixture: tiny matrices gain nothing from threads, and lose much when another process has the core."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

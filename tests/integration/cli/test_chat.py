@@ -1,0 +1,495 @@
+"""`foresay chat`: piped lines in this process, and the real program in terminals of 80 and 40 columns."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pexpect
+import pytest
+
+import foresay
+from foresay.methods.recipes import read_drafter
+from helpers import tiny
+
+READY = "\x1b[?2004h"
+"""What the line editor sends when it waits for a line."""
+SGR = re.compile(r"\x1b\[([0-9;]*)m")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    yield from tiny.one_thread()
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save(tmp_path_factory.mktemp("chat") / "tiny", chat=True)
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A draft of the same tokens."""
+    return tiny.save(tmp_path_factory.mktemp("chat") / "small", tiny.llama(1), chat=True)
+
+
+class Piped:
+    """Lines in, answers and notes out, in this process."""
+
+    def __init__(self, shell: tiny.Shell, folder: Path) -> None:
+        self._shell, self.base = shell, ["chat", "--model", str(folder), "--dtype", "fp32", "-n", "8"]
+
+    def __call__(self, *lines: str, args: tuple[str, ...] = ()) -> tuple[list[str], list[str]]:
+        """Lines of stdout and of stderr; the exit code is 0."""
+        if "--drafter" not in args:
+            args = ("--drafter", "prompt_lookup", *args)
+        code, out, err = self._shell(*self.base, *args, stdin="".join(line + "\n" for line in lines).encode())
+        assert code == 0, (out, err)
+        return out.splitlines(), err.splitlines()
+
+
+@pytest.fixture
+def shell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tiny.Shell:
+    return tiny.Shell(monkeypatch, capsys)
+
+
+@pytest.fixture
+def piped(shell: tiny.Shell, folder: Path) -> Piped:
+    return Piped(shell, folder)
+
+
+@pytest.fixture(scope="session")
+def model(folder: Path) -> foresay.Generator:
+    return foresay.load(folder, drafter="none", dtype="fp32")
+
+
+def default_length(drafter: str) -> str:
+    return f"{read_drafter(drafter).num_draft_tokens} tokens"
+
+
+def answers(model: foresay.Generator, *users: str, system: str | None = None, new: int = 8) -> list[str]:
+    """What the library writes in the same conversation."""
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    out = []
+    for user in users:
+        messages.append({"role": "user", "content": user})
+        out.append(str(model.generate(messages, max_new_tokens=new).text))
+        messages.append({"role": "assistant", "content": out[-1]})
+    return out
+
+
+# -- lines from a pipe -----------------------------------------------------------------------------------------------
+
+
+def test_a_conversation_is_the_librarys(piped: Piped, model: foresay.Generator) -> None:
+    assert piped("hello", "hello again", "/quit", "not read") == (answers(model, "hello", "hello again"), [])
+
+
+def test_the_end_of_the_input_leaves(piped: Piped) -> None:
+    assert piped() == ([], [])
+    assert piped("", "   ") == ([], [])
+
+
+def test_a_system_message(piped: Piped, model: foresay.Generator) -> None:
+    expected = answers(model, "hello", "you", system="be brief")
+    assert piped("hello", "you", args=("--system", "be brief"))[0] == expected
+    assert piped("/system be brief", "hello", "you")[0] == ["system: be brief", *expected]
+    assert piped("/system be brief", "/system none", "hello")[0][1:] == ["system: none", *answers(model, "hello")]
+
+
+def test_many_lines_are_one_message(piped: Piped, model: foresay.Generator) -> None:
+    [expected] = answers(model, "one\n/two")
+    assert piped('"""', "one", "/two", '"""')[0] == [expected]
+    assert piped("one\\", "/two")[0] == [expected]
+    assert piped('"""one', "/two")[0] == [expected]  # the input's end ends it
+
+
+def test_a_message_may_begin_with_a_slash(piped: Piped, model: foresay.Generator) -> None:
+    assert piped("//etc")[0] == answers(model, "/etc")
+
+
+def test_without_the_template_the_conversation_is_one_text(piped: Piped, model: foresay.Generator) -> None:
+    first = model.generate("sys\nhello", max_new_tokens=8).text
+    second = model.generate(f"sys\nhello{first}\nyou", max_new_tokens=8).text
+    out, _ = piped("/template off", "hello", "you", args=("--system", "sys"))
+    assert out == ["template: off", first, second]
+
+
+def test_methods_change_and_the_text_does_not(piped: Piped, model: foresay.Generator, small: Path) -> None:
+    [expected] = answers(model, "hello")
+    lines = ["hello"]
+    for setting in ("/drafter suffix(scale=3)", "/length heuristic", f"/draft {small}", "/rule block", "/gamma 2"):
+        lines += [setting, "/retry"]
+    out, err = piped(*lines, cascade := f"/drafter cascade(model={small}, max_gram; k=[[2, 4], [0, 4]])", "/retry")
+    assert err == []
+    assert out.count(expected) == 7
+    assert [line for line in out if line != expected] == [
+        *("drafter: suffix(scale=3)", f"length: {default_length('suffix')}", "length: heuristic"),
+        *(
+            f"drafter: model({small})",
+            f"length: {default_length('model(a)')}",
+            "rule: block (exact)",
+            "length: 2 tokens",
+        ),
+        *(f"drafter: {cascade.removeprefix('/drafter ')}", "length: 6 tokens"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("/nothing", "unknown command /nothing. /help lists them; //nothing sends it as text"),
+        ("/drafter sufix", "unknown drafter 'sufix'. Did you mean 'suffix'? Known: cascade,"),
+        ("/drafter suffix(scal=3)", "unknown setting of drafter 'suffix' 'scal'. Did you mean 'scale'?"),
+        ("/drafter suffix(scale=0)", "scale=0 must be"),
+        ("/draft ./nowhere", "no such file or folder: './nowhere'"),
+        ("/rule exact", "unknown rule 'exact'"),
+        ("/rule lenience(0.5)", "lenience=0.5 must be"),
+        ("/length heuristics", "unknown length 'heuristics'. Did you mean 'heuristic'?"),
+        ("/gamma 99", "num_draft_tokens=99 must be an integer in [0, 64]"),
+        ("/gamma two", "/gamma takes a whole number, not 'two'"),
+        ("/temperature warm", "/temperature takes a number, not 'warm'"),
+        ("/temperature nan", "/temperature takes a finite number, not 'nan'"),
+        ("/temperature -1", "temperature=-1.0 must be a finite number in [0, inf)"),
+        ("/top-p 2", "top_p=2.0 must be a finite number in (0, 1]"),
+        ("/seed x", "/seed takes a whole number or random, not 'x'"),
+        ("/max-new-tokens 0", "max_new_tokens=0 must be an integer at least 1"),
+        ("/trace maybe", "/trace takes on or off, not 'maybe'"),
+        ("/store rest", "/store rest: reset is the only value it takes"),
+        ("/greedy 1", "/greedy takes no value, but '1' was given"),
+        ("/undo", "there is no answer yet"),
+        ("/retry", "there is no answer yet"),
+        ("/stats", "there is no answer yet"),
+        ("/compare", "there is no answer yet"),
+        ("/save", "/save needs the name of a file"),
+        ("/save /nowhere/at/all.json", "cannot write '/nowhere/at/all.json': No such file or directory"),
+        ("/help gama", "unknown command /gama. Did you mean /gamma?"),
+        ("x" * 5000, "the prompt has 5003 tokens; the model's context is 4096"),
+    ],
+)
+def test_what_is_wrong_says_so_and_changes_nothing(piped: Piped, line: str, message: str) -> None:
+    out, err = piped("/settings", line, "/settings", "/history")
+    assert len(err) == 1 and err[0].startswith(message), err
+    half = len(out) // 2
+    assert out[:half] == out[half:-1] and out[-1] == "no messages yet"
+
+
+def test_a_line_that_is_not_utf8_is_left_out(shell: tiny.Shell, piped: Piped, model: foresay.Generator) -> None:
+    code, out, err = shell(*piped.base, stdin=b"caf\xe9\nhello\n")
+    assert (code, out.splitlines()) == (0, answers(model, "hello"))
+    assert err == "a line is not UTF-8 text: byte 0xe9 at 3\n"
+
+
+def test_sampling(piped: Piped, model: foresay.Generator) -> None:
+    lines = ("/temp 0.9", "/top-k 20", "/top-p 0.9", "/min-p 0.01", "/seed 5", "hello")
+    out, err = piped(*lines, "/drafter none", "/retry", "/seed random", "/greedy")
+    message = [{"role": "user", "content": "hello"}]
+    sampled = {"temperature": 0.9, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "seed": 5}
+    expected = model.generate(message, max_new_tokens=8, **sampled).text
+    assert err == []
+    assert out[:5] == ["temperature: 0.9", "top-k: 20", "top-p: 0.9", "min-p: 0.01", "seed: 5"]
+    assert out[5:] == [out[5], "drafter: none", "length: 0 tokens", expected, "seed: random", "temperature: greedy"]
+
+
+def test_what_has_no_effect_yet_says_so(piped: Piped) -> None:
+    assert piped("/top-k 5") == (["top-k: 5"], ["(has no effect while decoding is greedy; /temperature 0.7 samples)"])
+
+
+def test_a_lossy_rule_is_marked(piped: Piped) -> None:
+    out, _ = piped("hello", "/rule lenience(50)", "more", "/stats", args=("--drafter", "max_gram"))
+    assert "rule: lenience(50) (lossy: the output may differ from the model alone)" in out
+    assert out[-2].startswith("last answer: 8 tokens in ") and out[-2].endswith("of the time, exact no")
+    assert out[-1].startswith("conversation: 2 answers, 16 tokens in ") and out[-1].endswith("exact no")
+
+
+def test_undo_clear_and_history(piped: Piped, model: foresay.Generator) -> None:
+    one, two = answers(model, "one", "two")
+    out, _ = piped("one", "two", "/history", "/undo", "two", "/clear", "/history", "one")
+    told = ["you: one", f"answer: {one}", "you: two", f"answer: {two}"]
+    assert out == [one, two, *told, "taken back: two", two, "a new conversation", "no messages yet", one]
+
+
+def test_the_store_is_shown_and_forgotten(piped: Piped) -> None:
+    lines = ("/store", "hello", "/store reset", "/drafter max_gram", "/store", "/store reset")
+    out, _ = piped(*lines, args=("--drafter", "suffix(keep=true)"))
+    assert out[0].startswith("suffix(") and "keep=true" in out[0]
+    assert out[0].endswith("): keeps what it learns from one answer to the next")
+    assert out[2] == "forgotten"
+    assert out[-2].startswith("max_gram keeps nothing between answers; ") and out[-1] == "nothing was kept"
+
+
+def test_a_forgetful_store_guesses_as_at_first(piped: Piped) -> None:
+    """Asked again, suffix has seen the answer; after a reset it has not."""
+    lines = ("hello", "/stats", "/retry", "/stats", "/store reset", "/retry", "/stats")
+    out, _ = piped(*lines, args=("--drafter", "suffix(keep=true)"))
+    passes = [line.split(", ")[2] for line in out if line.startswith("last answer")]
+    assert passes[0] == passes[2] != passes[1]
+
+
+def test_saving(piped: Piped, folder: Path, model: foresay.Generator, tmp_path: Path) -> None:
+    file = tmp_path / "talk.json"
+    sampled = ("/temperature 1", "two", f"/save {file}", f"/save {file}")
+    out, err = piped("one", *sampled, f"/save! {file}", args=("--system", "brief"))
+    assert err == [f"{str(file)!r} exists; /save! {file} replaces it"]
+    assert out.count(f"saved to {file}") == 2
+    kept = json.loads(file.read_text())
+    assert list(tmp_path.iterdir()) == [file]
+    assert [m["role"] for m in kept["messages"]] == ["system", "user", "assistant", "user", "assistant"]
+    assert kept["messages"][2]["content"] == answers(model, "one", system="brief")[0]
+    assert kept["foresay"] == foresay.__version__
+    assert kept["settings"]["drafter"] == "prompt_lookup" and kept["settings"]["params"]["temperature"] == 1.0
+    greedy, sampled_answer = kept["answers"]
+    assert greedy["seed"] is None and greedy["exact"] is True and greedy["stats"]["num_tokens"] == 8
+    by_itself = foresay.load(folder, drafter="prompt_lookup", dtype="fp32")
+    again = by_itself.generate(kept["messages"][:4], **sampled_answer["params"])
+    assert again.text == kept["messages"][4]["content"]  # the same seed, drafter and text
+    method = {"drafter": "prompt_lookup", "length": default_length("prompt_lookup"), "rule": "speculative"}
+    assert {name: sampled_answer[name] for name in method} == method
+    assert sampled_answer["params"] == {"max_new_tokens": 8, "temperature": 1.0, "seed": sampled_answer["seed"]}
+
+
+def test_the_oldest_exchanges_make_room(shell: tiny.Shell, tmp_path: Path) -> None:
+    folder = tiny.save(tmp_path / "short", tiny.llama(context=96), chat=True)
+    model = foresay.load(folder, drafter="none", dtype="fp32")
+    piped = Piped(shell, folder)
+    users = [f"message {i} of a talk" for i in range(6)]
+    out, err = piped(*users, "/history", "/undo", "/clear", "hi", args=("--system", "S"))
+    written = out[:6]
+    seen: list[dict[str, str]] = []
+    room = 96 - 8
+    left_out = []
+    for user, text in zip(users, written, strict=True):
+        turn = [{"role": "user", "content": user}]
+        past = seen
+        while (
+            len(model.tokenizer.apply_chat_template(head(past) + turn, add_generation_prompt=True)["input_ids"]) > room
+        ):
+            past = past[2:]
+        left_out.append((len(seen) - len(past)) // 2)
+        assert model.generate(head(past) + turn, max_new_tokens=8).text == text
+        seen = [*seen, *turn, {"role": "assistant", "content": text}]
+    assert left_out[-1] > 1 and 1 in left_out
+    told = [line for line in err if "left out" in line]
+    assert told == [note(n) for n in left_out if n]
+    assert "(up to here the model no longer saw it)" in err
+    assert out[-1] == model.generate([*head([]), {"role": "user", "content": "hi"}], max_new_tokens=8).text
+
+
+def head(past: list[dict[str, str]]) -> list[dict[str, str]]:
+    return [{"role": "system", "content": "S"}, *past]
+
+
+def note(count: int) -> str:
+    what = "the oldest exchange is" if count == 1 else f"the {count} oldest exchanges are"
+    return f"({what} left out: the model's context is full)"
+
+
+def test_comparing(piped: Piped, small: Path) -> None:
+    out, err = piped("hello hello", "/compare", f"/draft {small}", "/compare say this", "/history")
+    rows = [line.split() for line in out]
+    first, second = (i for i, row in enumerate(rows) if row[0] == "method")
+    assert [row[0] for row in rows[first + 1 : first + 6]] == [
+        "plain",
+        "max_gram",
+        "ngram_store",
+        "suffix",
+        "prompt_lookup",
+    ]
+    alone = rows[second + 2]
+    assert alone[:2] == ["draft", "alone"] and alone[-2:] == ["another", "-"]
+    assert [row[0] for row in rows[second + 3 : second + 8]] == [
+        *("prompt_lookup", "max_gram", "ngram_store", "suffix", f"model({small})")
+    ]
+    assert all(row[-2:] == ["yes", "yes"] for row in rows[second + 3 : second + 8])
+    assert out[-2].startswith("you: hello hello") and err == []  # comparing is no part of the conversation
+
+
+def test_help_names_every_command(piped: Piped) -> None:
+    from foresay.cli.console.commands import COMMANDS
+
+    out, _ = piped("/help", "/help /rule", "/help dra" + "fter")
+    assert [line.split()[0].strip(":") for line in out[: len(COMMANDS)]] == [f"/{name}" for name in COMMANDS]
+    assert any(line.startswith("  lenience(lenience=2.0): ") for line in out)
+    assert any(line.startswith("  suffix(scale=") for line in out)
+
+
+def test_trace_explains_its_colours(piped: Piped) -> None:
+    out, err = piped("/trace on", "/trace", "/trace off")
+    assert out[0] == "trace: on" and out[-1] == "trace: off"
+    assert [line.split()[0] for line in out[1:4]] == ["draft", "residual", "bonus"]
+    assert "(there are no colours here, so nothing will look different)" in err
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--drafter", "sufix"], "unknown drafter 'sufix'. Did you mean 'suffix'?"),
+        (["--length", "5", "--num-draft-tokens", "4"], "num_draft_tokens=4 and length='5' contradict"),
+        (["--seed", "3"], "--seed changes nothing at temperature 0; add --temperature"),
+        (["--draft", "x/y/z", "--drafter", "none"], "drafter='none' does not use a draft model"),
+        (["-n", "0"], "max_new_tokens=0 must be an integer at least 1"),
+    ],
+)
+def test_wrong_options(shell: tiny.Shell, piped: Piped, args: list[str], message: str) -> None:
+    assert message in shell.refused(*piped.base, *args, stdin=b"hello\n")
+
+
+# -- processes and terminals -----------------------------------------------------------------------------------------
+
+
+def test_a_reader_that_has_gone_ends_it_quietly(folder: Path) -> None:
+    command = [*tiny.FORESAY, "chat", "--model", str(folder), "--dtype", "fp32", "-n", "3000"]
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=tiny.environment()
+    )
+    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+    process.stdin.write(b"hello\n")
+    process.stdin.flush()
+    assert len(process.stdout.read(1)) == 1
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait(timeout=60) == 141
+    process.stdin.close()
+    process.stderr.close()
+
+
+class Terminal:
+    """The program in a terminal."""
+
+    def __init__(self, folder: Path, columns: int, *args: str, **changes: str) -> None:
+        environment = tiny.environment(TERM="xterm-256color", PROMPT_TOOLKIT_NO_CPR="1", **changes)
+        for name in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR"):
+            if name not in changes:
+                environment.pop(name, None)
+        command = [*tiny.FORESAY[1:], "chat", "--model", str(folder), "--dtype", "fp32", "--threads", "1", *args]
+        self.child = pexpect.spawn(
+            tiny.FORESAY[0], command, env=environment, dimensions=(40, columns), timeout=60, encoding="utf-8"
+        )
+        self.ready()
+
+    def ready(self) -> str:
+        """What came before the next prompt, without the echo of what was typed."""
+        self.child.expect_exact(READY)
+        return str(self.child.before)
+
+    def __call__(self, text: str) -> str:
+        """Type a line; what it printed, escape sequences included."""
+        self.child.send(text + "\r")
+        self.child.expect_exact("\x1b[?2004l")  # the line editor has let go
+        return self.ready()
+
+    def leave(self) -> int | None:
+        """Ctrl-D; the exit code."""
+        self.child.send("\x04")
+        self.child.expect(pexpect.EOF)
+        self.child.close()
+        code = self.child.exitstatus
+        return None if code is None else int(code)
+
+
+def plain(text: str) -> str:
+    """Without escape sequences and carriage returns; wrapped lines keep their breaks."""
+    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]|\r", "", text)
+
+
+def colours(text: str) -> set[str]:
+    """Which colours were set: 31 red, 32 green, 36 cyan, 2 dim."""
+    return {code for found in SGR.findall(text) for code in found.split(";") if code not in ("", "0")}
+
+
+@pytest.mark.slow
+def test_a_terminal_of_80_columns(folder: Path, tmp_path: Path, model: foresay.Generator) -> None:
+    terminal = Terminal(folder, 80, "-n", "40", XDG_STATE_HOME=str(tmp_path))
+    try:
+        written = terminal("hello")
+        assert answers(model, "hello", new=40)[0] in plain(written)
+        assert "40 tokens in" in plain(written) and colours(written) == {"2"}
+        wrong = terminal("/drafter sufix")
+        assert "Did you mean 'suffix'?" in plain(wrong) and "31" in colours(wrong)
+        assert "drafter: max_gram" in plain(terminal("/drafter max_gram"))
+        assert "trace: on" in plain(terminal("/trace on"))
+        assert colours(terminal("hello hello hello")) >= {"32", "36"}
+        table = plain(terminal("/compare"))
+        assert re.search(r"^method +tokens +seconds +tok/s", table, re.MULTILINE)
+        assert re.search(r"^max_gram +40 .* yes +yes$", table, re.MULTILINE)
+        assert max(len(line) for line in table.splitlines() if "Decoding" not in line) <= 80
+        terminal.child.send("\x03")
+        assert "Ctrl-D or /quit leaves" in plain(terminal.ready())
+        terminal.child.send("two\x1b\rlines")  # Alt-Enter
+        terminal("")
+        assert "you: two\nlines\n" in plain(terminal("/history"))
+        assert terminal.leave() == 0
+    finally:
+        terminal.child.close(force=True)
+    assert "+hello\n" in (tmp_path / "foresay" / "history").read_text()
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_an_answer_and_keeps_it(folder: Path, tmp_path: Path, model: foresay.Generator) -> None:
+    terminal = Terminal(folder, 80, "-n", "4000", "--drafter", "none", "--no-history", XDG_STATE_HOME=str(tmp_path))
+    try:
+        terminal.child.send("hello\r")
+        begin = answers(model, "hello", new=6)[0]
+        terminal.child.expect_exact(begin)
+        terminal.child.send("\x03")
+        assert "interrupted" in plain(terminal.ready())
+        told = "".join(plain(terminal("/history")).split())
+        assert f"answer(interrupted):{''.join(begin.split())}" in told
+        file = tmp_path / "talk.json"
+        terminal(f"/save {file}")
+        kept = json.loads(file.read_text())
+        [one] = kept["answers"]
+        assert one["ended"] == "interrupted" and 6 <= one["stats"]["num_tokens"] < 4000
+        text = kept["messages"][1]["content"]
+        assert answers(model, "hello", new=one["stats"]["num_tokens"])[0] == text
+        terminal("/max-new 6")
+        after = model.generate([*kept["messages"], {"role": "user", "content": "go"}], max_new_tokens=6).text
+        assert after in plain(terminal("go"))
+        assert terminal.leave() == 0
+    finally:
+        terminal.child.close(force=True)
+    assert not (tmp_path / "foresay").exists()
+
+
+@pytest.mark.slow
+def test_a_terminal_of_40_columns_without_colours(folder: Path, tmp_path: Path) -> None:
+    terminal = Terminal(
+        folder, 40, "-n", "12", "--trace", "--drafter", "max_gram", NO_COLOR="1", XDG_STATE_HOME=str(tmp_path)
+    )
+    try:
+        printed = [
+            terminal("hello hello"),
+            terminal("/compare"),
+            terminal("/help"),
+            terminal("/stats"),
+            terminal("/foo"),
+        ]
+        assert [colours(text) for text in printed] == [set()] * 5
+        compared = plain(printed[1]).replace("\n", " ")
+        assert "tokens: 12 plain, 12 prompt_lookup" in compared and "identical: - plain, yes prompt_lookup" in compared
+        lines = plain("".join(printed[1:])).splitlines()
+        assert max(len(line) for line in lines if "Decoding" not in line and "Preparing" not in line) <= 40
+        assert "/top-k N: sample among the N likeliest\ntokens; 0 is all." in plain(printed[2]).replace(" \n", "\n")
+        assert terminal.leave() == 0
+    finally:
+        terminal.child.close(force=True)
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_a_comparison_and_not_the_program(folder: Path) -> None:
+    terminal = Terminal(folder, 80, "-n", "3000", "--no-history")
+    try:
+        terminal.child.send("/compare hello\r")
+        terminal.child.expect_exact("plain (1 of 1)")
+        for _ in range(5):  # Python drops an interrupt that meets a finaliser at work
+            terminal.child.send("\x03")
+            if terminal.child.expect_exact(["(stopped)", pexpect.TIMEOUT], timeout=1) == 0:
+                break
+        terminal.ready()
+        assert "no messages yet" in plain(terminal("/history"))
+        assert terminal.leave() == 0
+    finally:
+        terminal.child.close(force=True)

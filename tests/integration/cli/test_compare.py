@@ -1,0 +1,272 @@
+"""`foresay compare`, `foresay methods`, and what `foresay generate` shares with them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import foresay
+from foresay.decoding.acceptance import RULES
+from foresay.generation.generator import Generator
+from foresay.lengths import LENGTHS
+from foresay.methods.recipes import DRAFTERS
+from helpers import tiny
+
+PROMPT = "hello world, hello"
+DEFAULT = ["prompt_lookup", "max_gram", "ngram_store", "suffix"]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    yield from tiny.one_thread()
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save(tmp_path_factory.mktemp("compare") / "tiny", chat=True)
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A draft of the same tokens, without a chat template and with a short context."""
+    return tiny.save(tmp_path_factory.mktemp("compare") / "small", tiny.llama(1, context=64))
+
+
+@pytest.fixture
+def shell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tiny.Shell:
+    return tiny.Shell(monkeypatch, capsys)
+
+
+@pytest.fixture
+def base(folder: Path) -> list[str]:
+    return ["compare", "--model", str(folder), "--dtype", "fp32", "-n", "24"]
+
+
+def rows(out: str) -> dict[str, list[str]]:
+    """The table's cells by method, under its names."""
+    lines = [line.split("  ") for line in out.splitlines()]
+    cells = [[cell.strip() for cell in line if cell.strip()] for line in lines]
+    return {line[0]: line[1:] for line in cells}
+
+
+def test_the_usual_methods(shell: tiny.Shell, base: list[str]) -> None:
+    code, out, err = shell(*base, PROMPT)
+    table = rows(out)
+    assert (code, err) == (0, "")
+    assert list(table) == ["method", "plain", *DEFAULT]
+    assert table["method"] == [
+        *("tokens", "seconds", "tokens/s", "speed-up", "tokens/pass", "accepted", "drafts used", "identical", "exact")
+    ]
+    assert table["plain"][3:] == ["1.00x", "1.00", "-", "-", "-", "yes"]
+    for name in DEFAULT:
+        assert table[name][0] == "24" and table[name][-2:] == ["yes", "yes"]
+
+
+def test_further_methods_and_a_draft(shell: tiny.Shell, base: list[str], small: Path) -> None:
+    more = ["--drafter", "suffix(scale=3)", "--drafter", "max_gram", "--drafter", "suffix( scale = 3 )"]
+    code, out, _ = shell(*base, "--draft", str(small), *more, PROMPT)
+    table = rows(out)
+    assert code == 0
+    assert list(table) == ["method", "plain", "draft alone", *DEFAULT, "suffix(scale=3)", f"model({small})"]
+    assert table["draft alone"][-2:] == ["another", "-"]
+    assert table[f"model({small})"][-2:] == ["yes", "yes"]
+
+
+def test_json(shell: tiny.Shell, base: list[str], folder: Path, small: Path) -> None:
+    args = ["--json", "--repeats", "3", "--draft", str(small), "--num-draft-tokens", "3", "--raw", PROMPT]
+    code, out, err = shell(*base, *args)
+    record = json.loads(out)
+    by_name = {one["method"]: one for one in record.pop("methods")}
+    assert (code, err, out.count("\n")) == (0, "", 1)
+    assert record == {"model": str(folder), "rule": "speculative", "exact": True, "repeats": 3}
+    plain = by_name["plain"]
+    expected = foresay.load(folder, drafter="none", dtype="fp32").generate(PROMPT, max_new_tokens=24)
+    assert plain["token_ids"] == expected.token_ids and plain["length"] == 0
+    own = foresay.load(small, drafter="none", dtype="fp32").generate(PROMPT, max_new_tokens=24)
+    assert by_name["draft alone"]["token_ids"] == own.token_ids
+    assert by_name["draft alone"]["identical"] is None and by_name["draft alone"]["exact"] is None
+    for name in (*DEFAULT, f"model({small})"):
+        one = by_name[name]
+        assert one["identical"] is one["exact"] is True and one["length"] == 3
+        assert len(one["all_seconds"]) == 3 and one["seconds"] == sorted(one["all_seconds"])[1]
+        assert one["speed_up"] == pytest.approx(plain["seconds"] / one["seconds"])
+
+
+def test_repeats_learn_nothing_from_each_other(shell: tiny.Shell, base: list[str]) -> None:
+    """A store that outlives requests would know the whole output the second time."""
+    keeping = "ngram_store(keep=true)"
+    once, thrice = (
+        {one["method"]: one["stats"]["num_passes"] for one in json.loads(shell(*base, *args, PROMPT)[1])["methods"]}
+        for args in (["--json", "--drafter", keeping], ["--json", "--drafter", keeping, "--repeats", "3"])
+    )
+    assert once == thrice and once[keeping] == once["ngram_store"]
+
+
+def test_a_length_for_all(shell: tiny.Shell, base: list[str]) -> None:
+    found = json.loads(shell(*base, "--json", "--length", "throughput", PROMPT)[1])["methods"]
+    assert [one["length"] for one in found] == [0, *["ThroughputLength"] * 4]
+
+
+def test_sampled_outputs_need_not_be_the_same(shell: tiny.Shell, base: list[str]) -> None:
+    _, out, _ = shell(*base, "-t", "1", PROMPT)
+    assert {cells[-2] for name, cells in rows(out).items() if name in DEFAULT} == {"sampled"}
+    code, out, _ = shell(*base, "-t", "1", "--rule", "coupled", PROMPT)
+    assert code == 0
+    assert {cells[-2] for name, cells in rows(out).items() if name in DEFAULT} == {"yes"}
+
+
+def tampered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain decoding that writes something else from the fourth token on."""
+    honest = Generator.plain
+
+    def other(generator: Generator) -> Generator:
+        plain = honest(generator)
+        generate: Any = plain.generate
+
+        def forced(prompt: Any, params: Any) -> Any:
+            return generate(prompt, params, banned_token_ids=(generate(prompt, params).token_ids[-1],))
+
+        plain.generate = forced  # type: ignore[method-assign]
+        return plain
+
+    monkeypatch.setattr(Generator, "plain", other)
+
+
+def test_a_difference_under_an_exact_rule_is_1(
+    shell: tiny.Shell, base: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tampered(monkeypatch)
+    code, out, _ = shell(*base, PROMPT)
+    assert code == 1
+    assert {cells[-2] for name, cells in rows(out).items() if name in DEFAULT} == {"no"}
+    assert sum(": token " in line and "plain wrote" in line for line in out.splitlines()) == 4
+
+
+def test_a_difference_under_a_lossy_rule_is_allowed(
+    shell: tiny.Shell, base: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tampered(monkeypatch)
+    code, out, _ = shell(*base, "--rule", "lenience(2)", PROMPT)
+    table = rows(out)
+    assert code == 0
+    assert table["plain"][-1] == "yes"
+    assert {tuple(table[name][-2:]) for name in DEFAULT} == {("no", "no")}
+
+
+def test_a_drafter_that_fails_is_told_in_its_row(
+    shell: tiny.Shell, base: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from foresay.drafters import MaxGram
+
+    def broken(*args: object) -> None:
+        raise ValueError("out of order")
+
+    monkeypatch.setattr(MaxGram, "guess", broken)
+    code, out, _ = shell(*base, PROMPT)
+    assert code == 0
+    assert rows(out)["max_gram"][5] == "failed" and rows(out)["suffix"][5] != "failed"
+    assert "max_gram: the drafter failed, and decoding went on plainly: ValueError: out of order" in out
+
+
+def test_a_draft_that_cannot_read_the_prompt_is_told_in_its_row(
+    shell: tiny.Shell, base: list[str], small: Path
+) -> None:
+    code, out, _ = shell(*base, "--draft", str(small), "x" * 80)
+    assert code == 0
+    assert rows(out)["draft alone"][-2:] == ["failed", "-"]
+    assert "draft alone failed: the prompt has 80 tokens; the model's context is 64" in out
+
+
+def test_a_narrow_terminal_has_a_line_per_figure(
+    shell: tiny.Shell, base: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    _, out, _ = shell(*base, PROMPT)
+    assert out.startswith("method") and max(map(len, out.splitlines())) <= 80
+    monkeypatch.setenv("COLUMNS", "40")
+    _, out, _ = shell(*base, PROMPT)
+    lines = out.splitlines()
+    assert lines[0] == "tokens: 24 plain, 24 prompt_lookup, 24 max_gram, 24 ngram_store, 24 suffix"
+    assert lines[-1] == "exact: yes plain, yes prompt_lookup, yes max_gram, yes ngram_store, yes suffix"
+    assert len(lines) == 9
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--drafter", "sufix"], "unknown drafter 'sufix'. Did you mean 'suffix'?"),
+        (["--drafter", "suffix(scale=0)"], "scale=0 must be"),
+        (["--rule", "exact"], "unknown rule 'exact'"),
+        (["--length", "long"], "unknown length 'long'"),
+        (["--length", "5", "--num-draft-tokens", "5"], "num_draft_tokens=5 and length='5' contradict"),
+        (["--repeats", "0"], "repeats=0 must be an integer"),
+        (["--seed", "1"], "--seed changes nothing at temperature 0"),
+        (["--draft", "./nowhere"], "no such file or folder: './nowhere'"),
+        (["--drafter", "model"], "drafter 'model' needs name"),
+    ],
+)
+def test_wrong_options_are_told_before_anything_runs(
+    shell: tiny.Shell, base: list[str], args: list[str], message: str
+) -> None:
+    assert message in shell.refused(*base, *args, PROMPT)
+
+
+@pytest.mark.parametrize(
+    "args", [["--drafter", "sufix"], ["--rule", "exact"], ["--length", "long"], ["--repeats", "0"]]
+)
+def test_wrong_options_are_told_before_anything_is_loaded(shell: tiny.Shell, args: list[str]) -> None:
+    assert "nowhere" not in shell.refused("compare", "--model", "./nowhere", *args, PROMPT)
+
+
+def test_a_prompt_from_standard_input(shell: tiny.Shell, base: list[str]) -> None:
+    assert rows(shell(*base, stdin=PROMPT.encode())[1])["plain"][0] == "24"
+    assert shell.refused(*base, "") == "the prompt is empty"
+
+
+# -- methods ---------------------------------------------------------------------------------------------------------
+
+
+def test_methods_lists_what_may_be_written(shell: tiny.Shell) -> None:
+    code, out, err = shell("methods")
+    assert (code, err) == (0, "")
+    named = [line.strip().split("(")[0] for line in out.splitlines() if line.startswith("  ") and line[2] != " "]
+    assert named == [*DRAFTERS, *RULES, *LENGTHS]
+    assert "  confidence(threshold=0.4, low=1, high=20)\n" in out
+
+
+# -- generate --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--drafter", "suffix(scale=3)"],
+        ["--drafter", "max_gram", "--length", "heuristic"],
+        ["--length", "throughput", "--rule", "block"],
+    ],
+)
+def test_generate_takes_expressions(shell: tiny.Shell, base: list[str], args: list[str]) -> None:
+    plain = json.loads(shell("generate", *base[1:], "--json", "--drafter", "none", PROMPT)[1])
+    one = json.loads(shell("generate", *base[1:], "--json", *args, PROMPT)[1])
+    assert one["text"] == plain["text"] and one["exact"] is True
+
+
+def test_generate_marks_a_lossy_output(shell: tiny.Shell, base: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    args = ["generate", *base[1:], "--rule", "lenience(2)", PROMPT]
+    assert json.loads(shell(*args, "--json")[1])["exact"] is False
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "200")
+    assert "not exact (lossy rule)" in shell(*args)[2]
+    assert "not exact" not in shell(*args, "--rule", "block")[2]
+
+
+def test_generate_compares_a_lossy_output_without_failing(
+    shell: tiny.Shell, base: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tampered(monkeypatch)
+    code, out, _ = shell("generate", *base[1:], "--compare", "--rule", "lenience(2)", PROMPT)
+    assert code == 0 and out.rstrip().endswith("(the rule is lossy)")

@@ -1,0 +1,496 @@
+"""The lab's commands as a user meets them: tables, JSON, exit codes, wrong input, and what Ctrl-C leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import foresay
+from foresay.generation.method import PLAIN
+from foresay.lab.measure import roofline as floors
+from foresay.methods.settings_file import read_settings
+from foresay.records.lines import read_lines
+from foresay.records.profile import Profile, Timing
+from foresay.records.recording import Recording
+from foresay.records.results import Results
+from helpers import tiny
+
+TEXTS = ["hello world, hello", "one two three one two", "abc abc abc", "hello", "x = 1\ny = 2"]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(floors, "_BLOCK_BYTES", 1 << 16)
+    yield from tiny.one_thread()
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save(tmp_path_factory.mktemp("lab") / "tiny")
+
+
+@pytest.fixture
+def shell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tiny.Shell:
+    return tiny.Shell(monkeypatch, capsys)
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with prompts, and a cache of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FORESAY_CACHE", str(tmp_path / "cache"))
+    lines = [json.dumps({"id": f"t{i}", "prompt": text, "category": "ab"[i % 2]}) for i, text in enumerate(TEXTS)]
+    (tmp_path / "p.jsonl").write_text("\n".join(lines) + "\n")
+    return tmp_path
+
+
+@pytest.fixture
+def which(folder: Path) -> list[str]:
+    return ["--model", str(folder), "--dtype", "fp32"]
+
+
+@pytest.fixture(scope="session")
+def made(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A recording of the tiny model, made by the command in a process of its own."""
+    path = tmp_path_factory.mktemp("made") / "r.jsonl"
+    prompts = path.with_name("p.txt")
+    prompts.write_text("hello world, hello\none two three one two\nabc abc abc\n")
+    done = tiny.foresay(
+        *["record", str(path), "--model", str(folder), "--dtype", "fp32", "--prompts", str(prompts), "-n", "24"]
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.decode() == f"{path}: 3 outputs, 72 tokens\n"
+    return path
+
+
+def tables(out: str) -> dict[str, list[str]]:
+    """Rows of a printed table by their first word."""
+    return {line.split("  ")[0].strip(): line.split() for line in out.splitlines() if line.strip()}
+
+
+# -- record ------------------------------------------------------------------------------------------------------------
+
+
+def test_record(shell: tiny.Shell, here: Path, which: list[str]) -> None:
+    command = ["record", "r.jsonl", *which, "--prompts", "p.jsonl", "-n", "10"]
+    assert shell(*command) == (0, "r.jsonl: 5 outputs, 50 tokens\n", "")
+    recording = Recording.load("r.jsonl")
+    assert {r.id: r.category for r in recording.records} == {f"t{i}": "ab"[i % 2] for i in range(5)}
+    written = json.loads(shell("generate", *which, "-n", "10", "--json", TEXTS[0])[1])["token_ids"]
+    assert next(list(r.output) for r in recording.records if r.id == "t0") == written
+    assert recording.provenance["versions"]["foresay"] == foresay.__version__
+    lines = Path("r.jsonl").read_text().splitlines(keepends=True)
+    Path("r.jsonl").write_text("".join(lines[:3]) + lines[3][:20])
+    assert shell(*command) == (0, "r.jsonl: 5 outputs, 50 tokens, 2 of them from an earlier run\n", "")
+    assert {r.id: r.output for r in Recording.load("r.jsonl").records} == {r.id: r.output for r in recording.records}
+
+
+def test_record_sampled_with_logprobs(shell: tiny.Shell, here: Path, which: list[str]) -> None:
+    command = [
+        "record",
+        "r.jsonl",
+        *which,
+        "--prompts",
+        "p.jsonl",
+        "--category",
+        "b",
+        "-n",
+        "6",
+        "-t",
+        "0.8",
+        "--seed",
+        "3",
+    ]
+    assert shell(*command, "--logprobs", "2", "--batch-size", "1")[0] == 0
+    one = Recording.load("r.jsonl")
+    assert len(one.records) == 2 and not one.greedy and one.params["temperature"] == 0.8
+    assert all(r.law and r.logprobs and r.top and r.seed is not None for r in one.records)
+
+
+def test_record_refuses(shell: tiny.Shell, here: Path, which: list[str], folder: Path) -> None:
+    base = ["record", "r.jsonl", *which, "--prompts", "p.jsonl"]
+    assert shell(*base, "-n", "4")[0] == 0
+    before = Path("r.jsonl").read_bytes()
+    assert "'r.jsonl' was begun with params.max_new_tokens=4, and this run has 5" in shell.refused(*base, "-n", "5")
+    assert "was begun with settings.prompts=" in shell.refused(*base, "-n", "4", "--count", "2")
+    assert "--seed changes nothing at temperature 0" in shell.refused(*base, "--seed", "1")
+    assert Path("r.jsonl").read_bytes() == before
+    other = ["record", "s.jsonl", *which]
+    assert "no such file" in shell.refused(*other, "--prompts", "none.jsonl").lower() or "none.jsonl" in shell.refused(
+        *other, "--prompts", "none.jsonl"
+    )
+    Path("long.txt").write_text("x" * 5000 + "\n")
+    message = shell.refused(*other, "--prompts", "long.txt")
+    assert message.startswith("prompt 'long-1': the prompt has 5000 tokens; the model's context is 4096")
+    Path("mine.json").write_text('{"my": "file"}')
+    assert "is left as it is" in shell.refused("record", "mine.json", *which, "--prompts", "p.jsonl")
+    assert Path("mine.json").read_text() == '{"my": "file"}'
+
+
+@pytest.mark.slow
+def test_ctrl_c_leaves_a_recording_that_goes_on(folder: Path, here: Path, shell: tiny.Shell, which: list[str]) -> None:
+    command = ["record", "r.jsonl", *which, "--prompts", "p.jsonl", "-n", "400", "--batch-size", "1"]
+    process = subprocess.Popen(
+        [*tiny.FORESAY, *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=tiny.environment(),
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    path = here / "r.jsonl"
+    until = time.monotonic() + 60
+    while (not path.exists() or path.read_bytes().count(b"\n") < 3) and time.monotonic() < until:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (130, b"", b"")
+    kept = len(list(read_lines(path, "foresay-recording", 1)[1]))
+    assert 2 <= kept < 5
+    assert shell(*command) == (0, f"r.jsonl: 5 outputs, 2000 tokens, {kept} of them from an earlier run\n", "")
+
+
+# -- replay ------------------------------------------------------------------------------------------------------------
+
+
+def test_replay(shell: tiny.Shell, made: Path) -> None:
+    code, out, err = shell("replay", str(made), "--drafter", "suffix", "--drafter", "max_gram", "--length", "4")
+    assert (code, err) == (0, "")
+    rows = tables(out)
+    assert "suffix, 4" in rows and "max_gram, 4" in rows
+    assert out.splitlines()[-1].startswith("3 outputs, 72 tokens of ")
+    assert out.rstrip().endswith("exact: live decoding makes the same steps")
+    code, out, _ = shell("replay", str(made))
+    assert code == 0 and all(f"{name}, " in out for name in ("suffix", "max_gram", "prompt_lookup", "ngram_store"))
+
+
+def test_replay_as_json_is_what_generate_does(shell: tiny.Shell, made: Path, folder: Path) -> None:
+    """Look-ups, and drafters for which the model is loaded; live decoding makes the same counts."""
+    args = ["--drafter", "max_gram", "--drafter", "self(1)", "--drafter", f"model({folder})", "--length", "3"]
+    code, out, err = shell("replay", str(made), "--json", "--dtype", "fp32", *args)
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert (code, err) == (0, "") and [line["method"] for line in lines] == [
+        *("max_gram, 3", "self(1), 3", f"model({folder}), 3"),
+    ]
+    for line, drafter in zip(lines, ("max_gram", "self(1)", f"model({folder})"), strict=True):
+        generator = foresay.load(folder, drafter=drafter, length=3, dtype="fp32", max_batch_size=1)
+        total = [
+            one.stats
+            for one in generator.generate([list(r.prompt) for r in Recording.load(made).records], max_new_tokens=24)
+        ]
+        stats = line["stats"]
+        assert stats["num_accepted"] == sum(s.num_accepted for s in total)
+        assert stats["num_drafted"] == sum(s.num_drafted for s in total) and stats["num_tokens"] == 72
+        assert line["estimate"] is False and line["tokens_per_pass"][0] == pytest.approx(72 / stats["num_passes"])
+        assert line["verification_rate"] == pytest.approx(stats["num_passes"] / 72)
+        assert line["discard_rate"] == pytest.approx((stats["num_drafted"] - stats["num_accepted"]) / 72)
+    assert lines[2]["draft_utilization"] == 1
+
+
+def test_replaying_a_sampled_recording_is_an_estimate(shell: tiny.Shell, here: Path, which: list[str]) -> None:
+    assert shell("record", "r.jsonl", *which, "--prompts", "p.jsonl", "-n", "8", "-t", "1", "--seed", "1")[0] == 0
+    code, out, _ = shell("replay", "r.jsonl", "--drafter", "suffix")
+    assert code == 0 and out.rstrip().endswith("an estimate, with 95% intervals")
+    [line] = map(json.loads, shell("replay", "r.jsonl", "--drafter", "suffix", "--json")[1].splitlines())
+    assert line["estimate"] is True and line["tokens_per_pass"][1] <= line["tokens_per_pass"][0]
+
+
+def test_one_output_has_no_interval(shell: tiny.Shell, here: Path) -> None:
+    """JSON knows no infinity."""
+
+    def strict(name: str) -> Any:
+        raise AssertionError(name)
+
+    Path("c.json").write_text('{"1_2_1_2": "1_2_1_2_1_2_1_2_1_2"}')
+    out = shell("replay", "c.json", "--drafter", "max_gram", "--json")[1]
+    line = json.loads(out, parse_constant=strict)
+    assert line["tokens_per_pass"][1:] == [None, None] and line["tokens_per_pass"][0] > 1
+    assert shell("replay", "c.json", "--drafter", "max_gram")[0] == 0
+
+
+def test_replaying_other_formats(shell: tiny.Shell, here: Path, which: list[str]) -> None:
+    Path("log.txt").write_text("tensor([[10, 11, 10, 11,\n   10, 11]])\ntensor([[7, 8, 9]])\n")
+    command = ["replay", "log.txt", *which, "--prompts", "p.jsonl", "--drafter", "prompt_lookup(min_ngram=1)"]
+    code, out, _ = shell(*command)
+    assert code == 0 and "2 outputs, 9 tokens of log.txt" in out
+    Path("cache.json").write_text('{"5_6": "0_3_4_3_4_3_4", "7_8": "0_3_4"}')
+    code, out, _ = shell("replay", "cache.json", "--drafter", "max_gram", "--length", "2", "--json")
+    assert code == 0 and json.loads(out)["stats"]["num_tokens"] == 8
+
+
+def test_replay_with_a_profile_and_costs(shell: tiny.Shell, made: Path, here: Path) -> None:
+    timings = tuple(Timing(1, c, 40, 1.0, 1.0, 1.0) for c in (1, 2, 9))
+    Profile("tiny", "float32", {}, timings, ((8, 0.0), (256, 0.0))).save("p.json")
+    Path("costs.json").write_text('{"big": 4}')
+    args = ["--drafter", "suffix", "--length", "4", "--length", "throughput", "--profile", "p.json"]
+    code, out, _ = shell("replay", str(made), *args, "--costs", "costs.json", "--target-cost", "big", "--json")
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert code == 0 and [line["method"] for line in lines] == ["suffix, 4", "suffix, throughput"]
+    for line in lines:
+        passes = line["stats"]["num_passes"]
+        assert line["swi"] == pytest.approx(72 / passes)
+        assert line["tokens_per_s"] == pytest.approx(72 / passes, rel=0.02), "a second a pass"
+    code, out, _ = shell("replay", str(made), *args, "--costs", "costs.json", "--target-cost", "big")
+    assert code == 0 and "SWI" in out.splitlines()[0] + out.splitlines()[1]
+
+
+def test_replay_refuses(shell: tiny.Shell, made: Path, here: Path) -> None:
+    assert shell.refused("replay", "none.jsonl") == "cannot read 'none.jsonl': No such file or directory"
+    assert "unknown drafter 'sufix'" in shell.refused("replay", str(made), "--drafter", "sufix")
+    assert "replay it with a profile of the target" in shell.refused("replay", str(made), "--length", "throughput")
+    assert shell.refused("replay", str(made), "--costs", "previous_work") == "--costs and --target-cost go together"
+    assert "no methods to compare" in shell.refused("replay", str(made), "--drafter", "none")
+    refused = ["replay", str(made), "--drafter", "suffix", "--costs", "previous_work", "--target-cost", "gpt"]
+    assert "unknown model in this cost table 'gpt'" in shell.refused(*refused)
+    Path("x.json").write_text("hello")
+    assert "'x.json' is no recording" in shell.refused("replay", "x.json")
+    assert "'x.json' is no profile" in shell.refused("replay", str(made), "--profile", "x.json")
+    lines = made.read_text().splitlines()
+    Path("bad.jsonl").write_text("\n".join([*lines[:2], '{"id": 3}', *lines[2:]]) + "\n")
+    assert shell.refused("replay", "bad.jsonl").startswith("bad.jsonl, line 3: ")
+
+
+def test_a_closed_pipe(made: Path) -> None:
+    command = [*tiny.FORESAY, "replay", str(made), "--json", *["--drafter", "suffix", "--drafter", "max_gram"] * 40]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=tiny.environment())
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    err = process.stderr.read()
+    process.stderr.close()
+    assert (process.wait(timeout=60), err) == (141, b"")
+
+
+# -- profile -------------------------------------------------------------------------------------------------------------
+
+
+def test_profile(shell: tiny.Shell, here: Path, which: list[str]) -> None:
+    small = ["--batch", "1,2", "--columns", "1,3", "--context", "16,32", "--repeats", "2"]
+    code, out, err = shell("profile", *which, *small, "-o", "mine.json")
+    assert (code, err) == (0, "")
+    assert "quartiles" in out and "floor" in out and "filling a prompt's tokens: 8 in " in out
+    assert len([line for line in out.splitlines() if line.split()[:1] in (["16"], ["32"])]) == 8
+    kept = Profile.load("mine.json")
+    assert {(t.batch, t.columns, t.context) for t in kept.timings} == {
+        (b, c, n) for b in (1, 2) for c in (1, 3) for n in (16, 32)
+    }
+    code, out, _ = shell("profile", *which, *small, "--json")
+    assert code == 0 and json.loads(out) == json.loads(json.dumps(json.loads(out))), "one JSON object"
+    assert [t["seconds"] for t in json.loads(out)["timings"]] == [t.seconds for t in kept.timings], "kept from before"
+    fresh = json.loads(shell("profile", *which, *small, "--json", "--fresh")[1])
+    assert [t["seconds"] for t in fresh["timings"]] != [t.seconds for t in kept.timings]
+    assert len(list((here / "cache" / "profiles").iterdir())) == 1
+
+
+def test_profile_refuses(shell: tiny.Shell, here: Path, which: list[str]) -> None:
+    assert (
+        shell.refused("profile", *which, "--batch", "1,x")
+        == "--batch '1,x' must be numbers separated by commas, as 1,4,8"
+    )
+    assert shell.refused("profile", *which, "--columns", "0") == "--columns '0' must be numbers of at least 1"
+    assert "context=5000 and what is decoded" in shell.refused("profile", *which, "--context", "5000", "--batch", "1")
+    assert not (here / "cache").exists()
+
+
+def test_shapes(shell: tiny.Shell, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("foresay.lab.measure.depth_study._VOCAB", 64)
+    args = ["profile", "shapes", "--parameters", "4e5", "--depths", "4,2,1", "--repeats", "1"]
+    code, out, err = shell(*args)
+    assert (code, err) == (0, "") and "depth explains " in out
+    code, out, _ = shell(*args, "--json")
+    assert code == 0 and [one["layers"] for one in json.loads(out)["shapes"]] == [4, 2, 1]
+    assert 0 <= json.loads(out)["depth_share"] <= 1
+    assert json.loads(shell(*args[:4], "--depths", "2", "--json")[1])["depth_share"] is None
+    assert "depth=48 cannot hold" in shell.refused("profile", "shapes", "--parameters", "1e5", "--depths", "48")
+
+
+# -- bench ---------------------------------------------------------------------------------------------------------------
+
+
+def test_bench(shell: tiny.Shell, here: Path, which: list[str]) -> None:
+    command = ["bench", "b.jsonl", *which, "--prompts", "p.jsonl", "--count", "3", "-n", "8", "--repeats", "1"]
+    command += ["--drafter", "suffix", "--drafter", "max_gram", "--length", "4"]
+    code, out, err = shell(*command)
+    assert (code, err) == (0, "")
+    rows = tables(out)
+    assert {PLAIN, "suffix, 4", "max_gram, 4"} <= set(rows) and "1x" in rows[PLAIN]
+    assert rows["suffix, 4"][-1] == "yes" and rows[PLAIN][-1] != "yes"
+    results = Results.load("b.jsonl")
+    assert {run.cell.dataset for run in results.runs} == {"p.jsonl"} and all(run.tokens == 24 for run in results.runs)
+    before = Path("b.jsonl").read_bytes()
+    assert shell(*command)[0] == 0 and Path("b.jsonl").read_bytes() == before, "everything is there"
+    assert "was begun with settings." in shell.refused(*command, "--ignore-eos")
+
+
+def test_bench_says_what_failed(
+    shell: tiny.Shell, here: Path, which: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from foresay.lab.bench.contenders import MethodRunner
+
+    honest = MethodRunner.run
+
+    def failing(self: MethodRunner, block: Any, asks: Any) -> Any:
+        if self.name == "suffix, 4":
+            raise RuntimeError("no memory")
+        out = honest(self, block, asks)
+        if self.name == "max_gram, 4":
+            out.outputs[0][-1] += 1
+        return out
+
+    base = ["bench", "b.jsonl", *which, "--prompts", "p.jsonl", "-n", "6", "--repeats", "1", "--length", "4"]
+    monkeypatch.setattr(MethodRunner, "run", failing)
+    code, out, _ = shell(*base, "--drafter", "suffix", "--drafter", "prompt_lookup")
+    assert code == 0 and "failed: suffix, 4 on p.jsonl, batch 1, greedy: RuntimeError: no memory\n" in out
+    assert shell(*["bench", "c.jsonl", *base[2:]], "--drafter", "suffix")[0] == 1, "nothing could be run"
+    code, out, _ = shell(*["bench", "d.jsonl", *base[2:]], "--drafter", "max_gram")
+    assert code == 1 and "DIFFERENT OUTPUT: max_gram, 4 on p.jsonl" in out
+
+
+# -- tune ----------------------------------------------------------------------------------------------------------------
+
+
+def profiled(monkeypatch: pytest.MonkeyPatch, columns: float) -> None:
+    """Passes as the tuner is told they are; live runs stay what they are."""
+
+    def measured(target: Any, *, batches: Any, columns: Any = (), **_: Any) -> Profile:
+        timings = [Timing(b, c, 40, 1.0 + cost * (c - 1), 1.0, 1.0) for b in batches for c in columns]
+        return Profile("tiny", "float32", {}, tuple(timings), ((8, 0.0), (256, 0.0)))
+
+    cost = columns
+    monkeypatch.setattr("foresay.lab.tune.measure", measured)
+
+
+def test_tune_writes_settings_that_are_picked_up(
+    shell: tiny.Shell, here: Path, which: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from foresay.lab import tune as lab
+
+    profiled(monkeypatch, 0.0)
+    honest = lab.Tuner.confirm
+
+    def fast(self: Any, candidates: Any, **more: Any) -> Any:
+        honest(self, candidates[:1], repeats=1, count=1)
+        self.tuning.confirmed = [lab.Confirmed(one, 100.0 - i, 2.0, 1.9, 2.1) for i, one in enumerate(candidates)]
+        return self.tuning.confirmed
+
+    monkeypatch.setattr(lab.Tuner, "confirm", fast)
+    command = [
+        "tune",
+        *which,
+        "--prompts",
+        "p.jsonl",
+        "-n",
+        "16",
+        "--drafter",
+        "suffix",
+        "--length",
+        "4",
+        "--length",
+        "6",
+    ]
+    code, out, err = shell(*command, "--confirm", "1")
+    assert (code, err) == (0, "")
+    assert "2.00x plain decoding at batch 1." in out and out.endswith("wrote foresay.toml\n")
+    said = read_settings("foresay.toml")
+    assert said.target == str(folder) and said.drafter == "suffix" and said.length in (4, 6)
+    assert (said.max_batch_size, said.dtype) == (1, "float32")
+    assert "speed_up = 2.0" in Path("foresay.toml").read_text() and "prompts = " in Path("foresay.toml").read_text()
+    code, out, err = shell("generate", "-n", "8", "--json", TEXTS[0])
+    assert code == 0 and err == f"foresay: settings from foresay.toml ({folder}, suffix, {said.length})\n"
+    plain = json.loads(shell("generate", *which, "--drafter", "none", "-n", "8", "--json", TEXTS[0])[1])
+    assert json.loads(out)["token_ids"] == plain["token_ids"] and json.loads(out)["stats"]["num_drafted"] > 0
+    assert shell("generate", *which, "-n", "8", TEXTS[0])[2] == "", "a model that is named needs no settings"
+    assert "'foresay.toml' exists; --force replaces it" in shell.refused(*command)
+    assert shell(*command, "--force", "--recording", "r.jsonl")[0] == 2, "no such recording"
+    assert read_settings("foresay.toml") == said
+
+
+def test_tune_where_nothing_pays(
+    shell: tiny.Shell, here: Path, which: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profiled(monkeypatch, 9.0)
+    command = [
+        "tune",
+        *which,
+        "--prompts",
+        "p.jsonl",
+        "-n",
+        "12",
+        "--drafter",
+        "suffix",
+        "--length",
+        "4",
+        "-o",
+        "t.toml",
+    ]
+    code, out, err = shell(*command)
+    assert (code, err) == (0, "") and "No draft pays here: plain decoding is fastest." in out
+    assert read_settings("t.toml").drafter == "none" and not Path("foresay.toml").exists()
+    assert json.loads(shell("generate", "--model", "t.toml", "-n", "4", "--json", "x")[1])["stats"]["num_drafted"] == 0
+
+
+def test_settings_in_another_folder_find_their_model(
+    shell: tiny.Shell, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profiled(monkeypatch, 9.0)
+    tiny.save(here / "m")
+    (here / "out").mkdir()
+    command = ["tune", "--model", "m", "--prompts", "p.jsonl", "-n", "8", "--drafter", "suffix", "--length", "4"]
+    assert shell(*command, "-o", "out/foresay.toml")[0] == 0
+    assert read_settings("out/foresay.toml").target == os.path.join("..", "m")
+    assert shell(*command)[0] == 0 and read_settings("foresay.toml").target == "m"
+    monkeypatch.chdir(here / "out")
+    assert shell("generate", "-n", "3", "x")[0] == 0
+
+
+def test_tune_with_a_latency(shell: tiny.Shell, here: Path, which: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    profiled(monkeypatch, 9.0)
+    command = ["tune", *which, "--prompts", "p.jsonl", "-n", "12", "--drafter", "suffix", "--length", "4"]
+    message = shell.refused(*command, "--latency", "1")
+    assert message.startswith("--latency 1 cannot be met: the quickest takes 1000.0 ms per token")
+    assert shell(*command, "--latency", "1500", "--batch", "1,2")[0] == 0
+    assert read_settings("foresay.toml").max_batch_size == 2, "the larger batch writes more, and is as quick"
+
+
+def test_the_batch_size_is_that_of_what_won(
+    shell: tiny.Shell, here: Path, which: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the replay put first may lose live: then the other's batch size is written."""
+    from foresay.lab import tune as lab
+
+    profiled(monkeypatch, 0.0)
+
+    def confirm(self: Any, candidates: Any, **more: Any) -> Any:
+        assert candidates[0].batch_size == 2 and candidates[-1].batch_size == 1
+        self.tuning.confirmed = [lab.Confirmed(candidates[-1], 100.0, 2.0, 1.9, 2.1)]
+
+    monkeypatch.setattr(lab.Tuner, "confirm", confirm)
+    command = ["tune", *which, "--prompts", "p.jsonl", "-n", "12", "--drafter", "suffix", "--length", "4"]
+    assert shell(*command, "--latency", "5000", "--batch", "1,2")[0] == 0
+    assert read_settings("foresay.toml").max_batch_size == 1
+
+
+def test_tune_from_a_recording(
+    shell: tiny.Shell, here: Path, which: list[str], made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profiled(monkeypatch, 9.0)
+    args = ["--drafter", "suffix", "--length", "4", "--recording", str(made)]
+    assert shell("tune", *which, *args)[0] == 0
+    assert 'prompts = "r.jsonl"' in Path("foresay.toml").read_text()
+    other = tiny.save(here / "other")
+    assert "the recording is of " in shell.refused("tune", "--model", str(other), *args, "-o", "x.toml")
+    assert "--batch takes one number, unless --latency" in shell.refused(
+        "tune", *which, *args, "--batch", "1,2", "-o", "x"
+    )
+
+
+def test_a_bad_settings_file_is_one_line(shell: tiny.Shell, here: Path) -> None:
+    Path("foresay.toml").write_text('target = "tiny"\ncolour = 3\n')
+    assert shell.refused("generate", "x").startswith("foresay.toml: unknown setting 'colour'")
+    assert os.path.exists("foresay.toml")

@@ -1,0 +1,396 @@
+"""`foresay ngram` as a user meets it: what it writes, what it says, how it refuses, and what Ctrl-C leaves."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import pty
+import resource
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from foresay.drafters.ngram_table import NgramTable
+from foresay.text.tokenizer import tokenizer_fingerprint
+from helpers import tiny
+
+TEXT = "hello world, hello\nhello you, hello world\n\nyou hell\n"
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    yield from tiny.one_thread()
+
+
+@pytest.fixture(scope="session")
+def names(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder that holds the tiny tokenizer and nothing else."""
+    folder = tmp_path_factory.mktemp("names") / "tiny"
+    tiny.tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def shell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tiny.Shell:
+    return tiny.Shell(monkeypatch, capsys)
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with a corpus."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text(TEXT)
+    return tmp_path
+
+
+@pytest.fixture
+def base(here: Path, names: str) -> list[str]:
+    return ["ngram", "build", "a.txt", "--tokenizer", names, "-o", "t.safetensors"]
+
+
+def ids(text: str) -> list[int]:
+    return list(tiny.tokenizer()(text, add_special_tokens=False).input_ids)
+
+
+def after(table: NgramTable, text: str) -> str | None:
+    token = table.next(ids(text))
+    return None if token is None else tiny.tokenizer().decode([token])
+
+
+# -- build -----------------------------------------------------------------------------------------------------------
+
+
+def test_build(shell: tiny.Shell, base: list[str], here: Path) -> None:
+    code, out, err = shell(*base, "--order", "3")
+    assert (code, err) == (0, "")
+    table = NgramTable.load("t.safetensors")
+    tokens = ids(TEXT)
+    assert (table.order, table.vocab_size) == (3, 264)
+    assert table.fingerprint == tokenizer_fingerprint(tiny.tokenizer())
+    assert table.corpus is not None and table.corpus.files == ("a.txt",) and table.corpus.num_tokens == len(tokens)
+    assert table.counts is not None and table.counts.tolist() == np.bincount(tokens, minlength=264).tolist()
+    assert (after(table, " w"), after(table, "d,"), after(table, ",")) == ("o", " ", " ")
+    assert after(table, " y") == "o" and after(table, "z") is None
+    lines = [line.strip() for line in out.splitlines()]
+    assert lines[:3] == ["t.safetensors", "corpus: a.txt", f"tokens: {len(tokens)} in 1 documents"]
+    two, three = (len({tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)}) for n in (2, 3))
+    assert lines[3] == f"distinct n-grams: {two} of 2, {three} of 3 tokens"
+    assert lines[4].startswith("contexts: ") and lines[4].endswith(" of 2 tokens")
+    assert lines[5].startswith("size: 0.0") and lines[5].endswith(" MB")
+    assert lines[6].startswith("seconds: ") and lines[6].endswith(" tokens/s)")
+    assert sorted(os.listdir(here)) == ["a.txt", "t.safetensors"]
+
+
+def test_a_model_names_its_tokenizer(shell: tiny.Shell, here: Path, tmp_path: Path) -> None:
+    folder = tiny.save(tmp_path / "model")
+    (folder / "model.safetensors").unlink()  # the weights are not read
+    assert shell("ngram", "build", "a.txt", "--model", str(folder), "-o", "t.safetensors")[0] == 0
+    NgramTable.load("t.safetensors").check(tokenizer_fingerprint(tiny.tokenizer()), 264)
+
+
+def test_every_kind_of_file_gives_the_same(shell: tiny.Shell, base: list[str], names: str) -> None:
+    Path("b.txt.gz").write_bytes(gzip.compress(TEXT.encode()))
+    Path("c.jsonl").write_text(json.dumps({"text": TEXT}) + "\n")
+    Path("d.jsonl.gz").write_bytes(gzip.compress(json.dumps({"body": TEXT}).encode()))
+    assert shell(*base)[0] == 0
+    whole = NgramTable.load("t.safetensors")
+    record = json.dumps({"body": TEXT}).encode()
+    for files, stdin in (
+        (["b.txt.gz"], b""),
+        (["c.jsonl"], b""),
+        (["d.jsonl.gz", "--field", "body"], b""),
+        (["-"], TEXT.encode()),
+        (["-", "--field", "body"], record),
+    ):
+        code, _, err = shell("ngram", "build", *files, *base[3:], "--force", stdin=stdin)
+        assert (code, err) == (0, "")
+        table = NgramTable.load("t.safetensors")
+        assert table.successor.tolist() == whole.successor.tolist(), files
+        assert table.counts is not None and whole.counts is not None and (table.counts == whole.counts).all()
+
+
+def test_separators(shell: tiny.Shell, base: list[str]) -> None:
+    documents = {}
+    for separator in ("file", "line", "blank-line"):
+        assert shell(*base, "--separator", separator, "--force")[0] == 0
+        table = NgramTable.load("t.safetensors")
+        assert table.corpus is not None
+        documents[separator] = table.corpus.num_documents
+        assert (after(table, "\n") is None) == (separator == "line")
+    assert documents == {"file": 1, "line": 3, "blank-line": 2}
+
+
+def test_limits(shell: tiny.Shell, base: list[str]) -> None:
+    code, out, _ = shell(*base, "--max-tokens", "7", "--min-count", "2")
+    assert code == 0 and "tokens: 7 in 1 documents" in out and "left out when seen less than 2 times" in out
+    table = NgramTable.load("t.safetensors")
+    assert table.counts is not None and table.counts.sum() == 7 and table.num_contexts == (0,)
+    code, out, _ = shell(*base, "--max-entries", "6", "--force")
+    assert code == 0
+    assert " n-grams, seen up to 2 times when they were dropped for want of room (--max-entries)" in out
+
+
+def test_an_output_is_replaced_only_by_force(shell: tiny.Shell, base: list[str]) -> None:
+    Path("t.safetensors").write_text("precious")
+    assert shell.refused(*base) == "'t.safetensors' exists; add --force to replace it"
+    assert Path("t.safetensors").read_text() == "precious"
+    assert shell(*base, "--force")[0] == 0
+    assert NgramTable.load("t.safetensors").order == 2
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--order", "1"], "order=1 must be an integer in [2, 5]"),
+        (["--order", "6"], "order=6 must be an integer in [2, 5]"),
+        (["--order", "two"], "input should be a valid integer"),
+        (["--min-count", "0"], "min_count=0 must be an integer at least 1"),
+        (["--max-entries", "0"], "max_entries=0 must be an integer at least 1"),
+        (["--max-tokens", "0"], "max_tokens=0 must be an integer at least 1"),
+        (["--separator", "lin"], "unknown separator 'lin'. Did you mean 'line'?"),
+        (["--field", "text"], "field='text' belongs to .jsonl files, and 'a.txt' is none"),
+        (["--model", "smollm2-135m"], "--model and --tokenizer both name a tokenizer; give one of them"),
+        (["nothing.txt"], "cannot read 'nothing.txt': No such file or directory"),
+        (["."], "cannot read '.': Is a directory"),
+        (["--output", "t.bin"], "--output 't.bin' must end in .safetensors"),
+        (["--output", "no/t.safetensors"], "--output 'no/t.safetensors': there is no folder 'no'"),
+        (["--no-such-option"], "no such option: --no-such-option"),
+    ],
+)
+def test_wrong_parameters(shell: tiny.Shell, base: list[str], here: Path, args: list[str], message: str) -> None:
+    assert message.lower() in shell.refused(*base, *args).lower()
+    assert os.listdir(here) == ["a.txt"]
+
+
+def test_what_is_missing(shell: tiny.Shell, here: Path) -> None:
+    assert shell.refused("ngram", "build", "a.txt", "-o", "t.safetensors") == (
+        "a table is for one tokenizer: name it with --model, or with --tokenizer"
+    )
+    assert "'--output'" in shell.refused("ngram", "build", "a.txt")
+    assert "files" in shell.refused("ngram", "build", "-o", "t.safetensors").lower()
+    Path("t.safetensors").mkdir()
+    assert shell.refused("ngram", "build", "a.txt", "-o", "t.safetensors") == "--output 't.safetensors' is a folder"
+
+
+def test_a_folder_that_is_not_writable(shell: tiny.Shell, base: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK and access(path, mode))
+    assert shell.refused(*base) == "--output 't.safetensors': the folder '.' is not writable"
+
+
+def test_texts_that_are_wrong(shell: tiny.Shell, base: list[str], here: Path) -> None:
+    for content in (b"", b"\n\n"):
+        Path("a.txt").write_bytes(content)
+        assert shell.refused(*base, "--separator", "line") == "there is no text in a.txt"
+    Path("a.txt").write_bytes(b"caf\xe9")
+    assert shell.refused(*base) == "a.txt is not UTF-8 text: byte 0xe9 at offset 3"
+    Path("a.jsonl").write_text('{"text": "x"}\n{"txt": "y"}\n')
+    assert shell.refused("ngram", "build", "a.jsonl", *base[3:]) == (
+        "a.jsonl, line 2: no text in the field 'text' (fields with text: txt); see --field"
+    )
+    assert sorted(os.listdir(here)) == ["a.jsonl", "a.txt"]
+
+
+def test_a_disk_without_room(base: list[str], here: Path) -> None:
+    """The system ends files at 1 KiB, as a full disk would."""
+    done = subprocess.run(
+        [*tiny.FORESAY, *base],
+        capture_output=True,
+        env=tiny.environment(),
+        check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024)),
+    )
+    err = done.stderr.decode()
+    assert (done.returncode, done.stdout, err.count("\n")) == (2, b"", 1), err
+    assert err.startswith("foresay: cannot write 't.safetensors': ") and "File too large" in err
+    assert os.listdir(here) == ["a.txt"]
+
+
+def test_ctrl_c_leaves_nothing(base: list[str], here: Path) -> None:
+    """The child waits for standard input that never ends: interrupted there, in the middle of its counting."""
+    process = subprocess.Popen(
+        [*tiny.FORESAY, "ngram", "build", "-", *base[3:], "--separator", "line"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=tiny.environment(),
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # as under a terminal's shell
+    )
+    assert process.stdin is not None
+    for _ in range(20):  # far more than a pipe holds: when it is all taken, counting has begun
+        process.stdin.write(TEXT.encode() * 1000)
+    process.stdin.flush()
+    process.send_signal(signal.SIGINT)
+    try:
+        out, err = process.communicate(timeout=60)
+    except BrokenPipeError:  # communicate closes standard input, whose reader has gone
+        out, err = b"", b""
+    assert (process.wait(timeout=60), out, err) == (130, b"", b"")
+    assert os.listdir(here) == ["a.txt"]
+
+
+def test_ctrl_c_while_the_table_is_written(
+    shell: tiny.Shell, base: list[str], here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(tensors: Any, path: Path, metadata: Any) -> None:
+        path.write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    Path("t.safetensors").write_text("old")
+    monkeypatch.setattr("safetensors.numpy.save_file", interrupted)
+    assert shell(*base, "--force") == (130, "", "")
+    assert sorted(os.listdir(here)) == ["a.txt", "t.safetensors"] and Path("t.safetensors").read_text() == "old"
+
+
+@pytest.mark.parametrize("source", ["a.txt", "-"])
+def test_a_terminal_sees_progress(base: list[str], here: Path, source: str) -> None:
+    """With the size known there is a share and a time; of standard input only what was read so far."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [*tiny.FORESAY, "ngram", "build", source, *base[3:]],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=theirs,
+        env=tiny.environment(TERM="xterm", COLUMNS="100"),
+    )
+    out, _ = process.communicate(TEXT.encode() * 50, timeout=60)
+    os.close(theirs)
+    shown = b""
+    while part := _rest(ours):
+        shown += part
+    os.close(ours)
+    assert process.returncode == 0 and out.startswith(b"t.safetensors\n")
+    assert b"tokens/s" in shown and (b"bytes" in shown or b"kB" in shown)
+    assert b"Traceback" not in shown
+
+
+def _rest(terminal: int) -> bytes:
+    try:
+        return os.read(terminal, 65536)
+    except OSError:  # the other end is closed
+        return b""
+
+
+def test_long_texts_draw_no_warning(base: list[str], here: Path, tmp_path: Path) -> None:
+    """A tokenizer that knows the model's context says so about longer texts."""
+    names = tiny.tokenizer()
+    names.model_max_length = 8
+    names.save_pretrained(tmp_path / "short")
+    Path("b.txt").write_text(TEXT * 100)
+    done = tiny.foresay("ngram", "build", "b.txt", "--tokenizer", str(tmp_path / "short"), "-o", "t.safetensors")
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+# -- show ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def table(shell: tiny.Shell, base: list[str]) -> str:
+    assert shell(*base, "--order", "3")[0] == 0
+    return "t.safetensors"
+
+
+def test_show(shell: tiny.Shell, table: str) -> None:
+    code, out, err = shell("ngram", "show", table)
+    assert (code, err) == (0, "")
+    lines = dict(line.strip().split(": ", 1) for line in out.splitlines()[1:])
+    assert list(lines) == [
+        *(
+            "order",
+            "vocabulary",
+            "corpus",
+            "tokens",
+            "distinct n-grams",
+            "contexts",
+            "size",
+            "coverage",
+            "most frequent",
+        )
+    ]
+    assert lines["order"] == "3"
+    mark = tokenizer_fingerprint(tiny.tokenizer())[:12]
+    assert lines["vocabulary"] == f"264 tokens, fingerprint {mark}"
+    loaded = NgramTable.load(table)
+    shares = [len(loaded.frequent(coverage=share)) for share in (0.9, 0.95, 0.99)]
+    assert lines["coverage"] == "90% by {}, 95% by {}, 99% by {} tokens".format(*shares)
+
+
+def test_show_in_words(shell: tiny.Shell, table: str, names: str) -> None:
+    for option in ("--tokenizer", "--model"):
+        code, out, _ = shell("ngram", "show", table, option, names, "--top", "2")
+        assert code == 0
+        tokens = ids(TEXT)
+        frequent = sorted(set(tokens), key=lambda t: (-tokens.count(t), t))[:2]
+        decode = tiny.tokenizer().decode
+        words = ", ".join(f"{decode([t])!r} {tokens.count(t)}" for t in frequent)
+        assert out.endswith(f"  most frequent: {words}\n")
+    assert "most frequent" not in shell("ngram", "show", table, "--top", "0")[1]
+
+
+def test_a_table_of_another_tokenizer_is_refused(shell: tiny.Shell, table: str, tmp_path: Path) -> None:
+    other = tiny.tokenizer()
+    other.add_tokens(["<more>"])
+    other.save_pretrained(tmp_path / "other")
+    message = shell.refused("ngram", "show", table, "--model", str(tmp_path / "other"))
+    assert message.startswith("the n-gram table was made with another tokenizer (fingerprint ")
+    assert "264 tokens) than the one in use (" in message and "265 tokens); build a table" in message
+
+
+def test_show_a_list_of_cs_drafting(shell: tiny.Shell, here: Path, names: str) -> None:
+    Path("bigram.json").write_text(json.dumps([1, 2, None, -1]))
+    code, out, _ = shell("ngram", "show", "bigram.json", "--model", names)
+    assert code == 0
+    assert out.splitlines()[:5] == [
+        "bigram.json",
+        "  order: 2",
+        "  vocabulary: 4 tokens, no fingerprint",
+        "  corpus: not known",
+        "  contexts: 2 of 1 token",
+    ]
+    assert out.endswith("  token counts: none\n")
+    Path("bigram.json").write_text(json.dumps([300] * 400))
+    assert "holds token 399, but the vocabulary in use has 264 tokens" in shell.refused(
+        "ngram", "show", "bigram.json", "--model", names
+    )
+
+
+def test_tables_that_cannot_be_shown(shell: tiny.Shell, here: Path, table: str) -> None:
+    assert shell.refused("ngram", "show", "no.safetensors") == "no such n-gram table: 'no.safetensors'"
+    assert shell.refused("ngram", "show", ".") == "'.' cannot be read as an n-gram table: it is a folder"
+    assert "'a.txt' cannot be read as an n-gram table: it is no sound safetensors" in shell.refused(
+        "ngram", "show", "a.txt"
+    )
+    save_file({"weight": np.zeros(3)}, "w.safetensors")
+    assert shell.refused("ngram", "show", "w.safetensors") == (
+        "'w.safetensors' cannot be read as an n-gram table: it is a safetensors file, but not an n-gram table"
+    )
+    assert shell.refused("ngram", "show", table, "--top", "-1") == "top=-1 must be an integer at least 0"
+
+
+# -- the group -------------------------------------------------------------------------------------------------------
+
+
+def test_the_group_alone_prints_its_help(shell: tiny.Shell) -> None:
+    code, out, err = shell("ngram")
+    assert (code, err) == (2, "") and "build" in out and "show" in out
+    assert shell("ngram", "-h")[0] == 0
+    assert "no such command 'biuld'" in shell.refused("ngram", "biuld").lower()
+
+
+def test_a_closed_pipe_is_no_traceback(table: str) -> None:
+    done = subprocess.run(
+        f"{' '.join(tiny.FORESAY)} ngram show {table} --top 264 | true; exit ${{PIPESTATUS[0]}}",
+        shell=True,
+        executable="/bin/bash",
+        capture_output=True,
+        env=tiny.environment(),
+        check=False,
+    )
+    assert done.returncode in (0, 141) and done.stderr == b""

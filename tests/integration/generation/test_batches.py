@@ -1,0 +1,127 @@
+"""Each row of a ragged batch equals the same request alone, seeds included, and the coupled rule promises more."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from foresay.decoding.protocols import Drafter
+from foresay.decoding.sampling_params import SamplingParams
+from foresay.models.huggingface.causal import CausalModel
+from foresay.models.table import TableModel
+from helpers.families import VOCAB, make
+from helpers.support import Mixed, ModelDrafter, PromptLookup, Sometimes, run
+
+TARGET = TableModel.random(9, seed=5, concentration=0.6)
+DRAFT = TableModel.random(9, seed=6, concentration=0.6)
+PROMPTS = [[1], [2, 3, 4], [5, 5, 5, 5, 5, 5], [7, 8], [1, 2, 1, 2, 1], [0], [3, 1, 4, 1, 5]]
+PARAMS = [
+    SamplingParams(max_new_tokens=25, temperature=1.0, seed=1),
+    SamplingParams(max_new_tokens=9),
+    SamplingParams(max_new_tokens=30, temperature=0.7, top_p=0.9, seed=2, repetition_penalty=1.2),
+    SamplingParams(max_new_tokens=14, temperature=1.5, top_k=4, seed=3),
+    SamplingParams(max_new_tokens=20, temperature=0.9, min_p=0.1, seed=1),
+    SamplingParams(max_new_tokens=25, presence_penalty=0.7, frequency_penalty=0.2, banned_token_ids=(4,)),
+    SamplingParams(max_new_tokens=18, temperature=1.0, seed=9, logit_bias={2: 1.5}, stop_token_ids=(6,)),
+]
+DRAFTERS = {
+    "none": lambda: None,
+    "model": lambda: ModelDrafter(DRAFT, 9),
+    "lookup": lambda: PromptLookup(min_ngram=1),
+    "mixed": lambda: Mixed(9),
+}
+
+
+def _drafter(name: str) -> Drafter | None:
+    return DRAFTERS[name]()
+
+
+@pytest.mark.parametrize("rule", ["speculative", "block", "match", "coupled"])
+@pytest.mark.parametrize("drafter", ["none", "model", "lookup"])
+def test_rows_of_a_ragged_batch_equal_single_requests(drafter: str, rule: str) -> None:
+    alone = [
+        run(TARGET, [p], s, drafter=_drafter(drafter), rule=rule)[0][0] for p, s in zip(PROMPTS, PARAMS, strict=True)
+    ]
+    for size, late in ((32, 0), (3, 0), (32, 5)):
+        together, _, engine = run(
+            TARGET, PROMPTS, PARAMS, drafter=_drafter(drafter), rule=rule, max_batch_size=size, join_later=late
+        )
+        assert together == alone
+        assert engine.draft_failures == 0
+
+
+def test_a_real_model_in_a_ragged_sampled_batch() -> None:
+    model, draft = CausalModel(make("llama")), CausalModel(make("llama", seed=0))
+    with torch.no_grad():  # a draft that agrees often but not always
+        for weight in draft.model.parameters():
+            weight += 0.1 * weight.abs().mean() * torch.randn(weight.shape, generator=torch.Generator().manual_seed(2))
+    prompts = [[5], [6, 7, 8, 9], list(range(10, 40)), [3, 3, 3]]
+    params = [SamplingParams(max_new_tokens=20, temperature=0.8, top_p=0.95, seed=i) for i in range(4)]
+    alone = [run(model, [p], s, drafter=ModelDrafter(draft, VOCAB))[0][0] for p, s in zip(prompts, params, strict=True)]
+    together, steps, _ = run(model, prompts, params, drafter=ModelDrafter(draft, VOCAB), join_later=2)
+    assert together == alone
+    assert any(0 < s.num_accepted < s.num_drafted for s in steps)
+
+
+def test_the_same_seed_gives_the_same_output_and_another_seed_another() -> None:
+    one = SamplingParams(max_new_tokens=30, temperature=1.0, seed=4)
+    first, second = (run(TARGET, [[1]], one, drafter=_drafter("model"))[0] for _ in range(2))
+    other = run(TARGET, [[1]], SamplingParams.of(one, seed=5), drafter=_drafter("model"))[0]
+    assert first == second != other
+
+
+def test_coupled_output_depends_on_the_seed_alone() -> None:
+    """The same tokens with any drafter, any length, alone or in any batch; the other rules do not promise it."""
+    plain = [run(TARGET, [p], s, rule="coupled", gamma=0)[0][0] for p, s in zip(PROMPTS, PARAMS, strict=True)]
+    accepted = 0
+    for drafter in DRAFTERS:
+        for gamma in (1, 3, 7):
+            for size, late in ((1, 0), (4, 0), (32, 5)):
+                ours, steps, engine = run(
+                    TARGET,
+                    PROMPTS,
+                    PARAMS,
+                    drafter=_drafter(drafter),
+                    rule="coupled",
+                    gamma=gamma,
+                    max_batch_size=size,
+                    join_later=late,
+                )
+                assert ours == plain
+                assert engine.draft_failures == 0
+                accepted += sum(s.num_accepted for s in steps)
+    assert accepted > 100
+    different = [
+        run(TARGET, PROMPTS, PARAMS, drafter=_drafter("model"), rule="speculative", gamma=gamma)[0] for gamma in (0, 3)
+    ]
+    assert different[0] != different[1], "the speculative rule keeps the law, not the tokens: this test must see that"
+
+
+def test_coupled_acceptance_reaches_its_bound() -> None:
+    """At least (1 - d) / (1 + d) of the tested tokens, d the total variation (Daliri et al. 2024)."""
+    vocab = 6
+    p = torch.rand(vocab, generator=torch.Generator().manual_seed(1)) + 0.1
+    q = torch.rand(vocab, generator=torch.Generator().manual_seed(2)) + 0.1
+    target = TableModel(p.expand(vocab, vocab, vocab).contiguous())
+    draft = TableModel(q.expand(vocab, vocab, vocab).contiguous())
+    params = [SamplingParams(max_new_tokens=40, temperature=1.0, seed=s) for s in range(200)]
+    _, steps, _ = run(target, [[1]] * 200, params, drafter=ModelDrafter(draft, vocab), rule="coupled", gamma=3)
+    tested, accepted = sum(s.num_tested for s in steps), sum(s.num_accepted for s in steps)
+    distance = float((p / p.sum() - q / q.sum()).abs().sum() / 2)
+    error = 3 * (0.25 / tested) ** 0.5
+    assert accepted / tested > (1 - distance) / (1 + distance) - error
+    assert accepted / tested < 1 - distance + error
+
+
+def test_rows_that_leave_in_any_order_do_not_disturb_the_others() -> None:
+    generator = torch.Generator().manual_seed(7)
+    model = CausalModel(make("mistral"))
+    lengths = torch.randint(1, 30, (12,), generator=generator).tolist()
+    prompts = [torch.randint(2, VOCAB, (1 + n % 7,), generator=generator).tolist() for n in lengths]
+    params = [SamplingParams(max_new_tokens=n) for n in lengths]
+    alone = [run(model, [p], s, gamma=0)[0][0] for p, s in zip(prompts, params, strict=True)]
+    together, _, engine = run(
+        model, prompts, params, drafter=Sometimes(alone, VOCAB), gamma=3, max_batch_size=5, join_later=4
+    )
+    assert together == alone
+    assert engine.draft_failures == 0

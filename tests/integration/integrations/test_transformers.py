@@ -1,0 +1,394 @@
+"""foresay inside transformers: `model.generate(..., custom_generate=foresay.generate)`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    MaxTimeCriteria,
+    MinNewTokensLengthLogitsProcessor,
+    PreTrainedModel,
+    StoppingCriteria,
+    StopStringCriteria,
+)
+
+import foresay
+from foresay import ConfigError
+from foresay.models.huggingface.attention import NAME
+from helpers import tiny
+
+TEXTS = ["hello world, hello", "a b c a b c a b", "x"]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    yield from tiny.one_thread()
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    model = tiny.llama()
+    model.generation_config = GenerationConfig(eos_token_id=0, bos_token_id=1, pad_token_id=1, max_new_tokens=24)
+    return model
+
+
+def _one(text: str = TEXTS[0]) -> dict[str, Any]:
+    return dict(tiny.tokenizer()(text, return_tensors="pt", return_token_type_ids=False))
+
+
+def _batch() -> dict[str, Any]:
+    """Left-padded, with a token that is not the end token."""
+    tokenizer = tiny.tokenizer()
+    tokenizer.pad_token, tokenizer.padding_side = "<bos>", "left"
+    out = dict(tokenizer(TEXTS, return_tensors="pt", padding=True, return_token_type_ids=False))
+    assert not bool(out["attention_mask"].all())
+    return out
+
+
+def _both(model: PreTrainedModel, inputs: dict[str, Any], **kwargs: Any) -> tuple[list[Any], list[Any]]:
+    """What transformers writes, and what foresay writes."""
+    ours = {
+        name: kwargs.pop(name) for name in ("draft", "drafter", "num_draft_tokens", "length", "rule") if name in kwargs
+    }
+    plain = model.generate(**inputs, **kwargs)
+    fast = model.generate(**inputs, **kwargs, custom_generate=foresay.generate, **ours)
+    return plain.tolist(), fast.tolist()
+
+
+# -- the same tokens -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "ours",
+    [{}, {"drafter": "none"}, {"num_draft_tokens": 3}, {"rule": "block"}, {"rule": "coupled"}, {"length": "heuristic"}],
+    ids=str,
+)
+def test_greedy_is_what_generate_writes(model: PreTrainedModel, ours: dict[str, Any]) -> None:
+    plain, fast = _both(model, _one(), do_sample=False, **ours)
+    assert fast == plain
+    assert len(fast[0]) == _one()["input_ids"].shape[1] + 24
+
+
+def test_greedy_batch_of_left_padded_prompts(model: PreTrainedModel) -> None:
+    plain, fast = _both(model, _batch(), do_sample=False)
+    assert fast == plain
+    tails = [row[-24:] for row in fast]
+    assert len({tuple(tail) for tail in tails}) == 3  # not one row three times
+    for text, tail in zip(TEXTS, tails, strict=True):
+        assert _both(model, _one(text), do_sample=False)[1][0][-24:] == tail
+
+
+def test_a_length_policy_is_honoured(model: PreTrainedModel) -> None:
+    with pytest.raises(ConfigError, match="contradict"):
+        model.generate(**_one(), custom_generate=foresay.generate, length="heuristic", num_draft_tokens=3)
+
+
+def test_a_draft_model(model: PreTrainedModel) -> None:
+    plain, fast = _both(model, _batch(), do_sample=False, draft=tiny.llama(seed=1))
+    assert fast == plain
+    again = _both(model, _batch(), do_sample=False, draft=tiny.llama())[1]  # every guess right
+    assert again == plain
+
+
+def test_end_tokens_and_padding(model: PreTrainedModel) -> None:
+    """Rows end at different lengths, and the shorter ones are padded."""
+    ends = [model.generate(**_one(text), do_sample=False)[0, -24:].tolist() for text in TEXTS]
+    eos = [ends[0][5], ends[1][11]]
+    plain, fast = _both(model, _batch(), do_sample=False, eos_token_id=eos, pad_token_id=1)
+    assert fast == plain
+    assert 1 in fast[0] and fast[0][-1] == 1
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"repetition_penalty": 1.7},
+        {"no_repeat_ngram_size": 2},
+        {"min_new_tokens": 20, "eos_token_id": 43},
+        {"min_length": 30, "eos_token_id": 43},
+        {"bad_words_ids": [[43], [39]]},
+        {"suppress_tokens": [43, 39, 20]},
+        {"max_length": 25, "max_new_tokens": None},
+        {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3, "bad_words_ids": [[39, 20]]},
+        {"forced_eos_token_id": 0},
+        {"sequence_bias": {(43,): -50.0, (20, 17): 20.0}},
+    ],
+    ids=str,
+)
+def test_greedy_under_settings(model: PreTrainedModel, settings: dict[str, Any]) -> None:
+    unset = model.generate(**_one(), do_sample=False).tolist()
+    plain, fast = _both(model, _one(), do_sample=False, **settings)
+    assert fast == plain
+    assert plain != unset, "the setting must matter, or this tests nothing"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"begin_suppress_tokens": "first"},
+        {"exponential_decay_length_penalty": (4, 3.0), "eos_token_id": 43},
+        {"forced_eos_token_id": 0},
+        {"min_length": 36, "eos_token_id": 43},
+        {"min_new_tokens": 20, "eos_token_id": 43},
+    ],
+    ids=str,
+)
+def test_settings_that_count_tokens_in_a_left_padded_batch(model: PreTrainedModel, settings: dict[str, Any]) -> None:
+    """transformers counts the padding; a processor that looks at the length must see the same length."""
+    unset = model.generate(**_batch(), do_sample=False).tolist()
+    if settings.get("begin_suppress_tokens") == "first":
+        width = _batch()["input_ids"].shape[1]
+        settings = {"begin_suppress_tokens": sorted({row[width] for row in unset} | {row[width + 9] for row in unset})}
+    plain, fast = _both(model, _batch(), do_sample=False, **settings)
+    assert plain != unset, "the setting must matter, or this tests nothing"
+    assert fast == plain
+
+
+def test_processors_of_the_callers_own(model: PreTrainedModel) -> None:
+    class Odd(LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            scores = scores.clone()
+            scores[:, int(input_ids.shape[1]) % 2 :: 2] = -torch.inf
+            return scores
+
+    plain, fast = _both(model, _one(), do_sample=False, logits_processor=[Odd()])
+    assert fast == plain
+    tail = fast[0][-24:]
+    assert all((a - b) % 2 == 1 for a, b in pairwise(tail))
+
+
+def test_a_length_processor_of_the_callers_own(model: PreTrainedModel) -> None:
+    """`min_new_tokens` said as a processor object, beside a setting that says nothing."""
+    inputs = _one()
+    least = MinNewTokensLengthLogitsProcessor(inputs["input_ids"].shape[1], 10, 43, device="cpu")
+    unset, _ = _both(model, inputs, do_sample=False, eos_token_id=43)
+    plain, fast = _both(model, inputs, do_sample=False, eos_token_id=43, logits_processor=[least])
+    assert plain != unset
+    assert fast == plain
+
+
+def test_prefix_allowed_tokens_are_refused(model: PreTrainedModel) -> None:
+    """The function is told the row's number, which a single row's processor does not know."""
+    with pytest.raises(ConfigError, match="PrefixConstrainedLogitsProcessor is not a pure function"):
+        model.generate(
+            **_one(),
+            do_sample=False,
+            prefix_allowed_tokens_fn=lambda _, ids: [40, 41, 42],
+            custom_generate=foresay.generate,
+        )
+
+
+def test_stopping_criteria(model: PreTrainedModel) -> None:
+    class After(StoppingCriteria):
+        def __init__(self, token: int) -> None:
+            self.token = token
+
+        def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+            return input_ids[:, -1] == self.token
+
+    whole = model.generate(**_one(), do_sample=False)[0, -24:].tolist()
+    plain, fast = _both(model, _one(), do_sample=False, stopping_criteria=[After(whole[9])])
+    assert fast == plain
+    assert len(fast[0]) == _one()["input_ids"].shape[1] + whole.index(whole[9]) + 1
+    plain, fast = _both(model, _batch(), do_sample=False, stopping_criteria=[After(whole[9])])
+    assert fast == plain
+
+
+def test_a_time_limit_ends_the_output(model: PreTrainedModel) -> None:
+    fast = model.generate(
+        **_one(), do_sample=False, stopping_criteria=[MaxTimeCriteria(0.0)], custom_generate=foresay.generate
+    )
+    assert fast.shape[1] == _one()["input_ids"].shape[1] + 1
+
+
+def test_stop_strings(model: PreTrainedModel) -> None:
+    """As a criterion: transformers takes `tokenizer=` away before a custom_generate is called, and refuses stop_strings."""
+    tokenizer = tiny.tokenizer()
+    whole = tokenizer.decode(model.generate(**_one(), do_sample=False)[0, -24:])
+    plain, fast = _both(model, _one(), do_sample=False, stopping_criteria=[StopStringCriteria(tokenizer, [whole[6:9]])])
+    assert fast == plain
+    assert len(fast[0]) < _one()["input_ids"].shape[1] + 24
+
+
+# -- sampling --------------------------------------------------------------------------------------------------------
+
+
+def _sampled(model: PreTrainedModel, **kwargs: Any) -> list[list[int]]:
+    out = model.generate(**_batch(), do_sample=True, custom_generate=foresay.generate, **kwargs)
+    return [row[-24:] for row in out.tolist()]
+
+
+def test_sampling_repeats_with_its_seed(model: PreTrainedModel) -> None:
+    first = _sampled(model, seed=7)
+    assert _sampled(model, seed=7) == first
+    assert _sampled(model, seed=8) != first
+
+
+def test_sampling_repeats_with_pytorchs_seed(model: PreTrainedModel) -> None:
+    torch.manual_seed(3)
+    first, second = _sampled(model), _sampled(model)
+    torch.manual_seed(3)
+    assert _sampled(model) == first != second
+    torch.manual_seed(4)
+    assert _sampled(model) != first
+
+
+def test_returned_sequences_differ(model: PreTrainedModel) -> None:
+    out = model.generate(
+        **_one(), do_sample=True, temperature=2.0, num_return_sequences=3, seed=1, custom_generate=foresay.generate
+    )
+    assert out.shape[0] == 3
+    assert len({tuple(row) for row in out.tolist()}) == 3
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"temperature": 0.7, "top_k": 3},
+        {"temperature": 3.0, "top_p": 0.6},
+        {"temperature": 3.0, "min_p": 0.3},
+    ],
+    ids=str,
+)
+def test_the_first_token_keeps_the_law(model: PreTrainedModel, settings: dict[str, Any]) -> None:
+    """Which tokens may come first, by transformers' own scores, and how often: 400 draws, false alarm below 1e-6."""
+    settings = {"top_k": 0, **settings}
+    inputs = _one()
+    scores = model.generate(
+        **inputs, do_sample=True, max_new_tokens=1, output_scores=True, return_dict_in_generate=True, **settings
+    ).scores[0][0]
+    law = scores.float().softmax(-1)
+    rows = {name: value.repeat(400, 1) for name, value in inputs.items()}
+    out = model.generate(
+        **rows, do_sample=True, max_new_tokens=1, custom_generate=foresay.generate, seed=11, drafter="none", **settings
+    )
+    counts = torch.bincount(out[:, -1], minlength=law.shape[0]).float()
+    assert 1 < int((law > 0).sum()) < law.shape[0]
+    assert counts[law == 0].sum() == 0
+    assert float((counts / 400 - law).abs().sum() / 2) < 0.25
+
+
+# -- refusals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("num_beams", {"num_beams": 2}),
+        ("typical_p", {"typical_p": 0.5, "do_sample": True}),
+        ("epsilon_cutoff", {"epsilon_cutoff": 0.05, "do_sample": True}),
+        ("eta_cutoff", {"eta_cutoff": 0.05, "do_sample": True}),
+        ("top_h", {"top_h": 0.5, "do_sample": True}),
+        ("penalty_alpha", {"penalty_alpha": 0.6, "top_k": 4}),
+        ("dola_layers", {"dola_layers": "low"}),
+        ("guidance_scale", {"guidance_scale": 1.5}),
+        ("prompt_lookup_num_tokens", {"prompt_lookup_num_tokens": 3}),
+        ("output_scores", {"output_scores": True, "return_dict_in_generate": True}),
+        ("output_logits", {"output_logits": True, "return_dict_in_generate": True}),
+        ("output_attentions", {"output_attentions": True, "return_dict_in_generate": True}),
+        ("output_hidden_states", {"output_hidden_states": True, "return_dict_in_generate": True}),
+    ],
+)
+def test_unsupported_settings_are_refused_by_name(model: PreTrainedModel, name: str, settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=rf"generation setting {name}=.* is not supported"):
+        model.generate(**_one(), **settings, custom_generate=foresay.generate)
+
+
+def test_unknown_arguments_are_refused(model: PreTrainedModel) -> None:
+    with pytest.raises((ValueError, ConfigError), match="num_draft_token"):
+        model.generate(**_one(), do_sample=False, custom_generate=foresay.generate, num_draft_token=3)
+    with pytest.raises(foresay.UnknownNameError, match="unknown drafter 'lookup'"):
+        model.generate(**_one(), do_sample=False, custom_generate=foresay.generate, drafter="lookup")
+
+
+def test_padding_on_the_right_is_refused(model: PreTrainedModel) -> None:
+    inputs = _one()
+    inputs["attention_mask"][0, -1] = 0
+    with pytest.raises(ConfigError, match="pad on the left"):
+        model.generate(**inputs, do_sample=False, custom_generate=foresay.generate)
+
+
+def test_embeddings_are_refused(model: PreTrainedModel) -> None:
+    embeddings = model.get_input_embeddings()(_one()["input_ids"])
+    with pytest.raises(ConfigError, match=r"inputs_embeds|empty"):
+        model.generate(inputs_embeds=embeddings, do_sample=False, custom_generate=foresay.generate)
+
+
+def test_a_dictionary_is_returned_when_asked_for(model: PreTrainedModel) -> None:
+    out = model.generate(**_one(), do_sample=False, return_dict_in_generate=True, custom_generate=foresay.generate)
+    assert out.sequences.tolist() == model.generate(**_one(), do_sample=False).tolist()
+
+
+# -- the model afterwards --------------------------------------------------------------------------------------------
+
+
+def _attention(model: PreTrainedModel) -> set[str]:
+    return {m.config._attn_implementation for m in model.modules() if hasattr(m, "config")}
+
+
+def test_the_models_own_attention_is_restored(model: PreTrainedModel) -> None:
+    before = _attention(model)
+    assert NAME not in before
+    logits = model(**_one()).logits
+    model.generate(**_one(), do_sample=False, custom_generate=foresay.generate)
+    assert _attention(model) == before
+    assert torch.equal(model(**_one()).logits, logits)
+
+
+def test_the_drafts_own_attention_is_restored(model: PreTrainedModel) -> None:
+    draft = tiny.llama(seed=1)
+    before = _attention(draft)
+    model.generate(**_one(), do_sample=False, custom_generate=foresay.generate, draft=draft)
+    assert _attention(draft) == before
+
+
+def test_it_is_restored_after_an_error_while_decoding(model: PreTrainedModel) -> None:
+    def broken(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("broken processor")
+
+    before = _attention(model)
+    with pytest.raises(RuntimeError, match="broken processor"):
+        model.generate(**_one(), do_sample=False, logits_processor=[broken], custom_generate=foresay.generate)
+    assert _attention(model) == before
+
+
+@pytest.mark.parametrize(
+    ("ours", "error"),
+    [
+        ({"draft": "./no-such-folder"}, foresay.ModelNotFoundError),
+        ({"drafter": "nothing"}, foresay.UnknownNameError),
+        ({"num_draft_tokens": -1}, ConfigError),
+        ({"rule": "nothing"}, foresay.UnknownNameError),
+        ({"drafter": lambda: 1 / 0}, ZeroDivisionError),
+    ],
+    ids=["draft", "drafter", "num_draft_tokens", "rule", "builder"],
+)
+def test_it_is_restored_after_an_error_while_loading(
+    model: PreTrainedModel, ours: dict[str, Any], error: type[Exception]
+) -> None:
+    before = _attention(model)
+    with pytest.raises(error):
+        model.generate(**_one(), do_sample=False, custom_generate=foresay.generate, **ours)
+    assert _attention(model) == before
+
+
+def test_it_is_restored_after_a_failed_self_check(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("foresay.models.huggingface.self_check.VERIFIED", frozenset())
+    monkeypatch.setattr("foresay.models.huggingface.self_check.probe", lambda _: 1.0)
+    before = _attention(model)
+    with pytest.raises(foresay.UnsupportedModelError, match="scores differently"):
+        model.generate(**_one(), do_sample=False, custom_generate=foresay.generate)
+    assert _attention(model) == before
+
+
+def test_training_mode_is_restored(model: PreTrainedModel) -> None:
+    """transformers' own `generate` leaves `model.training` as it is."""
+    model.train()
+    model.generate(**_one(), do_sample=False, custom_generate=foresay.generate)
+    assert model.training

@@ -1,0 +1,93 @@
+"""Greedy output of every supported family equals transformers' `generate`, token for token, in float32.
+
+Windows of 8 slots, 64 tokens, ragged rows that join while others decode; the fake drafter makes sure that rejections
+and full acceptances both happen. A difference is excused only where the two top logits are within 1e-4.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from foresay.decoding.sampling_params import SamplingParams
+from foresay.drafters import ModelDrafter, PromptLookup
+from foresay.models.huggingface.causal import CausalModel
+from foresay.models.huggingface.self_check import probe
+from helpers.comparing import assert_same, plain
+from helpers.families import FAMILIES, VOCAB, make
+from helpers.support import Sometimes, run
+
+NEW = 64
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(4)
+    return [torch.randint(2, VOCAB, (n,), generator=generator).tolist() for n in (1, 12, 5, 23, 9, 2)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ragged_greedy_output_equals_transformers(family: str) -> None:
+    reference = make(family)
+    target = CausalModel(copy.deepcopy(reference))
+    wanted = [plain(reference, prompt)[: target.max_length - len(prompt)] for prompt in prompts()]
+    assert len({token for output in wanted for token in output}) > 5, "a model that repeats itself proves little"
+    ours, steps, engine = run(
+        target, prompts(), SamplingParams(max_new_tokens=NEW), drafter=Sometimes(wanted, VOCAB), gamma=5, join_later=3
+    )
+    assert engine.draft_failures == 0
+    assert any(step.num_accepted < step.num_drafted for step in steps)
+    assert any(step.num_accepted == step.num_drafted == 5 for step in steps)
+    for prompt, one, theirs in zip(prompts(), ours, wanted, strict=True):
+        assert_same(reference, prompt, one, theirs)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_draft_model_of_the_family(family: str) -> None:
+    """The family as a draft, too: its cache is rewound and caught up, and its guesses are its own greedy ones."""
+    reference = make(family)
+    target, draft = CausalModel(copy.deepcopy(reference)), CausalModel(copy.deepcopy(reference))
+    wanted = [plain(reference, prompt, 24) for prompt in prompts()[:3]]
+    params = SamplingParams(max_new_tokens=24)
+    ours, steps, engine = run(target, prompts()[:3], params, drafter=ModelDrafter(draft, VOCAB), gamma=4)
+    assert engine.draft_failures == 0
+    for prompt, one, theirs in zip(prompts(), ours, wanted, strict=False):
+        assert_same(reference, prompt, one, theirs)
+    accepted, tested = sum(s.num_accepted for s in steps), sum(s.num_tested for s in steps)
+    assert accepted / tested > 0.95, "a draft with the target's weights must agree with it"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_self_check_passes(family: str) -> None:
+    assert probe(CausalModel(make(family))) < 1e-4
+
+
+@pytest.mark.parametrize("family", ["llama", "bloom"])
+def test_the_self_check_sees_a_broken_mask(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: rows whose queries are placed one slot too far must not pass."""
+    from foresay.models.huggingface.slot_cache import SlotCache
+
+    intact = SlotCache.begin_pass
+
+    def shifted(self: SlotCache, *args: Any) -> Any:
+        at = intact(self, *args)
+        at.place(at.positions.device)  # the slots written stay right, the positions seen do not
+        at.positions = at.positions + 1
+        return at
+
+    model = CausalModel(make(family))
+    monkeypatch.setattr(SlotCache, "begin_pass", shifted)
+    assert probe(model) > 1e-3
+
+
+def test_prompt_lookup_on_a_long_context() -> None:
+    reference = make("llama")
+    target = CausalModel(copy.deepcopy(reference))
+    prompt = prompts()[1] * 6
+    ours, _, engine = run(
+        target, [prompt], SamplingParams(max_new_tokens=NEW), drafter=PromptLookup(min_ngram=1), gamma=6
+    )
+    assert engine.draft_failures == 0
+    assert_same(reference, prompt, ours[0], plain(reference, prompt))

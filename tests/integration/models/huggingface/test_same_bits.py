@@ -1,0 +1,175 @@
+"""Same bits: in bf16, what a position scores does not depend on how many columns or rows its pass has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from foresay.decoding.prefill import fill_chunk
+from foresay.decoding.protocols import Logits
+from foresay.decoding.rows import Row, Rows
+from foresay.decoding.sampling_params import SamplingParams
+from foresay.models.huggingface import attention
+from foresay.models.huggingface import prepacked_linear as packing
+from foresay.models.huggingface import slot_cache as slots
+from foresay.models.huggingface.causal import CausalModel
+from foresay.models.huggingface.slot_cache import SlotCache
+from foresay.models.sources.catalog import LoadedModel, load_model
+from foresay.models.sources.load_options import LoadOptions
+from helpers.chat_prompts import PROMPTS
+from helpers.support import PromptLookup, run
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def loaded(smollm2_folder: Path) -> LoadedModel:
+    torch.set_num_threads(2)
+    return load_model(smollm2_folder, LoadOptions(dtype="bf16"))
+
+
+@pytest.fixture(scope="module")
+def tokens() -> torch.Tensor:
+    return torch.randint(3, 40000, (1, 300), generator=torch.Generator().manual_seed(0))
+
+
+def _scores(model: CausalModel, tokens: torch.Tensor, start: int, columns: int, rows: int) -> torch.Tensor:
+    """Logits of position `start` scored in a pass of so many columns, as the last of so many rows of different lengths."""
+    cache = model.new_cache()
+    cache.add_rows(rows)
+    for row in range(rows):
+        length = start if row == rows - 1 else 7 + 11 * row
+        model.forward(tokens[:, :length], [length], cache, first_row=row, logits=Logits.NONE)
+    fed = torch.stack([tokens[0, n : n + columns] for n in cache.lengths])
+    return model.forward(fed, [columns] * rows, cache).scores()[-1, 0]
+
+
+@pytest.mark.parametrize("start", [40, 61, 64, 200])
+def test_a_position_scores_the_same_in_any_pass(loaded: LoadedModel, tokens: torch.Tensor, start: int) -> None:
+    model = loaded.model
+    assert isinstance(model, CausalModel)
+    plain = _scores(model, tokens, start, 1, 1)
+    for columns, rows in ((2, 1), (5, 1), (9, 1), (11, 1), (33, 1), (1, 2), (1, 8), (4, 8), (13, 8), (13, 24)):
+        assert torch.equal(_scores(model, tokens, start, columns, rows), plain), (columns, rows)
+
+
+def _first_difference(model: CausalModel, tokens: torch.Tensor, columns: int) -> int | None:
+    """The first position that scores differently when decoded in blocks of so many columns than one by one."""
+    begin, end = 60, 300
+    single, block = model.new_cache(), model.new_cache()
+    for cache in (single, block):
+        cache.add_rows(1)
+        model.forward(tokens[:, :begin], [begin], cache, logits=Logits.NONE)
+    for start in range(begin, end, columns):
+        fed = tokens[:, start : min(start + columns, end)]
+        together = model.forward(fed, [fed.shape[1]], block).scores()[0]
+        for j in range(fed.shape[1]):
+            if not torch.equal(together[j], model.forward(fed[:, j : j + 1], [1], single).scores()[0, 0]):
+                return start + j
+    return None
+
+
+@pytest.mark.parametrize("columns", [5, 9, 11, 33])
+def test_decoding_in_blocks_gives_the_bits_of_decoding_one_by_one(
+    loaded: LoadedModel, tokens: torch.Tensor, columns: int
+) -> None:
+    assert isinstance(loaded.model, CausalModel)
+    assert _first_difference(loaded.model, tokens, columns) is None
+
+
+def test_keys_taken_in_one_range_of_any_width_are_seen_to_differ(
+    loaded: LoadedModel, tokens: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: widths in steps of 64, summed whole, as they were before the fixed spans."""
+    if not packing.available(torch.bfloat16, torch.device("cpu")):  # other kernels may sum alike
+        return
+    assert isinstance(loaded.model, CausalModel)
+    monkeypatch.setattr(slots, "visible_width", lambda needed, device: slots.round_up(needed, 64))
+    monkeypatch.setattr(attention, "spans", lambda width: [(0, width)])
+    assert _first_difference(loaded.model, tokens, 9) is not None
+
+
+def test_query_rows_that_are_not_filled_up_are_seen_to_differ(
+    loaded: LoadedModel, tokens: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: 11 columns of 3 folded heads are 33 query rows, a block of 32 and one of 1."""
+    if not packing.available(torch.bfloat16, torch.device("cpu")):
+        return
+    assert isinstance(loaded.model, CausalModel)
+    intact = attention._padded
+    monkeypatch.setattr(attention, "_padded", lambda folded, rows: intact(folded, rows) if rows < 4 else folded)
+    assert _first_difference(loaded.model, tokens, 11) is not None
+
+
+def test_prefilling_together_gives_the_bits_of_prefilling_alone(loaded: LoadedModel, tokens: torch.Tensor) -> None:
+    model = loaded.model
+    assert isinstance(model, CausalModel)
+    everyone = [Row(i, tokens[0, :n].tolist(), SamplingParams(), limit=999) for i, n in enumerate((150, 200, 290))]
+    together = _filled(model, everyone)
+    for place, row in enumerate(everyone):
+        alone = _filled(model, [row])
+        for shared, own in zip(together._layers, alone._layers, strict=True):
+            assert shared is not None
+            assert own is not None
+            size = row.size - 1
+            assert all(torch.equal(a[place, :size], b[0, :size]) for a, b in zip(shared, own, strict=True))
+
+
+def _filled(model: CausalModel, items: list[Row]) -> SlotCache:
+    cache = model.new_cache()
+    rows = Rows(items)
+    model.admit(rows, 0, cache)
+    while fill_chunk(model, cache, rows, 0):
+        pass
+    assert cache.lengths == [row.size - 1 for row in items]
+    return cache
+
+
+def test_bf16_output_does_not_depend_on_speculation_or_batch(loaded: LoadedModel) -> None:
+    template = loaded.tokenizer.apply_chat_template
+    chats = [[{"role": "user", "content": text}] for text in PROMPTS[:8]]
+    prompts = [template(chat, add_generation_prompt=True, return_dict=True)["input_ids"] for chat in chats]
+    params = SamplingParams(max_new_tokens=48)
+    plain = [run(loaded.model, [p], params, gamma=0, eos=frozenset([2]))[0][0] for p in prompts]
+    for size in (1, 8):
+        ours, steps, _ = run(
+            loaded.model, prompts, params, drafter=PromptLookup(), gamma=8, max_batch_size=size, eos=frozenset([2])
+        )
+        assert ours == plain
+        assert sum(s.num_accepted for s in steps) > 20
+
+
+def test_packed_linear_layers_give_the_same_bits_for_one_row_and_many() -> None:
+    if not packing.available(torch.bfloat16, torch.device("cpu")):  # nothing is packed then
+        return
+    layer = torch.nn.Linear(576, 1536, dtype=torch.bfloat16)
+    packed = packing.PackedLinear(layer)
+    x = torch.randn(64, 576, dtype=torch.bfloat16)
+    whole = packed(x)
+    for rows in (1, 2, 3, 5, 8, 17, 40):
+        assert torch.equal(packed(x[:rows]), whole[:rows])
+    torch.testing.assert_close(whole, layer(x), atol=2e-2, rtol=2e-2)
+
+
+def test_joint_linear_layers_equal_separate_ones() -> None:
+    class Block(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q_proj = torch.nn.Linear(64, 64, dtype=torch.bfloat16)
+            self.k_proj = torch.nn.Linear(64, 32, dtype=torch.bfloat16)
+            self.v_proj = torch.nn.Linear(64, 32, dtype=torch.bfloat16)
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+            return [self.q_proj(x), self.k_proj(x), self.v_proj(y), self.q_proj(y), self.q_proj(x)]
+
+    block: Any = Block()
+    x, y = (torch.randn(3, 64, dtype=torch.bfloat16) for _ in range(2))
+    with torch.no_grad():
+        wanted = block(x, y)
+        count = packing.pack_linears(block)
+        for a, b in zip(block(x, y), wanted, strict=True):
+            torch.testing.assert_close(a, b, atol=2e-2, rtol=2e-2)
+    assert count == (3 if packing.available(torch.bfloat16, torch.device("cpu")) else 0)

@@ -1,0 +1,346 @@
+"""Encoder-decoder models: greedy output equals transformers' `generate`, and sources stay with their rows."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from transformers import BartConfig, BartForCausalLM, MarianConfig, MarianMTModel, PreTrainedModel
+
+from foresay.decoding.acceptance import make_rule
+from foresay.decoding.protocols import Drafter, Logits
+from foresay.decoding.rows import Row, Rows
+from foresay.decoding.sampling_params import SamplingParams
+from foresay.engine import Engine
+from foresay.errors import UnsupportedModelError
+from foresay.lengths import ConstantLength
+from foresay.models.huggingface import prepacked_linear as packing
+from foresay.models.huggingface.causal import CausalModel
+from foresay.models.huggingface.self_check import check, probe, verified
+from foresay.models.huggingface.seq2seq import Seq2SeqCache, Seq2SeqModel
+from foresay.models.sources.catalog import wrap
+from helpers.comparing import assert_same
+from helpers.families import PROBED_SEQ2SEQ, SEQ2SEQ, VOCAB, make, make_seq2seq
+from helpers.seq2seq import NEW, greedy, reference_of, some_sources, starts_of, target_of
+from helpers.support import ModelDrafter, PromptLookup, Sometimes, run
+
+FAMILY = pytest.mark.parametrize("family", SEQ2SEQ)
+
+
+def _assert_equal_to_transformers(family: str, ours: list[list[int]], new: int = NEW) -> None:
+    model, wanted = reference_of(family)
+    start = [Seq2SeqModel(copy.deepcopy(model)).decoder_start_token_id]
+    for source, one, theirs in zip(some_sources(), ours, wanted, strict=True):
+        assert_same(model, start, one, theirs[:new], source)
+
+
+# -- greedy output -----------------------------------------------------------------------------------------------------
+
+
+@FAMILY
+def test_ragged_greedy_output_equals_transformers(family: str) -> None:
+    wanted = reference_of(family)[1]
+    assert len({token for output in wanted for token in output}) > 5, "a model that repeats itself proves little"
+    assert len({tuple(output) for output in wanted}) == len(wanted), "outputs that ignore the source prove little"
+    target, params = target_of(family), SamplingParams(max_new_tokens=NEW)
+    common: dict[str, Any] = {"sources": some_sources(), "join_later": 3}
+    plain, _, _ = run(target, starts_of(target, 6), params, gamma=0, **common)
+    _assert_equal_to_transformers(family, plain)
+    drafter = Sometimes(wanted, VOCAB)
+    ours, steps, engine = run(target, starts_of(target, 6), params, drafter=drafter, gamma=5, **common)
+    assert engine.draft_failures == 0
+    assert any(step.num_accepted < step.num_drafted for step in steps)
+    assert any(step.num_accepted == step.num_drafted == 5 for step in steps)
+    assert ours == plain
+    _assert_equal_to_transformers(family, ours)
+
+
+def _smaller(family: str) -> Drafter:
+    layers = {"num_decoder_layers": 1} if "t5" in family else {"decoder_layers": 1}
+    draft = make_seq2seq(family, **layers)
+    draft.load_state_dict(reference_of(family)[0].state_dict(), strict=False)  # agrees now and then
+    return ModelDrafter(Seq2SeqModel(draft), VOCAB)
+
+
+DRAFTERS: dict[str, Callable[[str], Drafter]] = {
+    "smaller": _smaller,
+    "itself": lambda family: ModelDrafter(target_of(family), VOCAB),
+    "decoder_only": lambda _: ModelDrafter(CausalModel(make("llama")), VOCAB),
+    "prompt_lookup": lambda _: PromptLookup(min_ngram=1),
+}
+
+
+@FAMILY
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_greedy_output_with_every_kind_of_draft(family: str, drafter: str) -> None:
+    target, params = target_of(family), SamplingParams(max_new_tokens=24)
+    ours, steps, engine = run(
+        target, starts_of(target, 6), params, drafter=DRAFTERS[drafter](family), sources=some_sources(), join_later=2
+    )
+    assert engine.draft_failures == 0
+    _assert_equal_to_transformers(family, ours, 24)
+    accepted, tested = sum(s.num_accepted for s in steps), sum(s.num_tested for s in steps)
+    assert tested > 0
+    if drafter == "itself":
+        assert accepted / tested > 0.95, "a draft with the target's weights must agree with it"
+
+
+@FAMILY
+def test_a_row_of_a_ragged_batch_equals_the_request_alone(family: str) -> None:
+    """Sources up to beyond the first span of slots; sampled with seeds and greedy."""
+    sources = some_sources((3, 150, 1, 40, 200))
+    target, draft = target_of(family), Seq2SeqModel(make_seq2seq(family))
+    with torch.no_grad():
+        for weight in draft.model.parameters():
+            weight += 0.1 * weight.abs().mean() * torch.randn(weight.shape, generator=torch.Generator().manual_seed(2))
+    params = [SamplingParams(max_new_tokens=20, temperature=0.8 * (i % 3 > 0), top_p=0.95, seed=i) for i in range(5)]
+    starts = starts_of(target, 5)
+    alone = [
+        run(target, [start], one, drafter=ModelDrafter(draft, VOCAB), sources=[source])[0][0]
+        for start, one, source in zip(starts, params, sources, strict=True)
+    ]
+    for late in (0, 3):
+        together, steps, engine = run(
+            target, starts, params, drafter=ModelDrafter(draft, VOCAB), sources=sources, join_later=late
+        )
+        assert together == alone
+        assert engine.draft_failures == 0
+        assert any(0 < s.num_accepted < s.num_drafted for s in steps)
+
+
+# -- the cache ---------------------------------------------------------------------------------------------------------
+
+
+@FAMILY
+def test_cached_logits_equal_a_fresh_forward_after_every_step(family: str) -> None:
+    """Rows leave at different times, so that others take their places."""
+    reference, wanted = reference_of(family)
+    engine = Engine(target_of(family), Sometimes(wanted, VOCAB), make_rule("speculative"), ConstantLength(4))
+    start = engine.target.decoder_start_token_id  # type: ignore[attr-defined]
+    for source, new in zip(some_sources(), (5, 18, 9, 14, 18, 12), strict=True):
+        engine.submit([start], SamplingParams(max_new_tokens=new), source=source)
+    moved = 0
+    while engine.has_work:
+        before = [row.request_id for row in engine._items]
+        engine.step()
+        cache, rows = engine._cache, engine._items
+        moved += [row.request_id for row in rows] != before[: len(rows)]
+        assert isinstance(cache, Seq2SeqCache)
+        assert cache.lengths == [row.size - 1 for row in rows]
+        assert cache.sources.lengths == [len(_source(row)) for row in rows]
+        if rows:
+            _assert_coherent(engine, cache, reference)
+    assert moved >= 2
+
+
+def _source(row: Row) -> list[int]:
+    assert row.source is not None
+    return row.source.tolist()
+
+
+def _assert_coherent(engine: Engine, cache: Seq2SeqCache, reference: PreTrainedModel) -> None:
+    rows, before = engine._items, list(cache.lengths)
+    last = torch.tensor([[int(row.tokens[-1])] for row in rows])
+    cached = engine.target.forward(last, [1] * len(rows), cache).scores()[:, 0]
+    cache.truncate(before)
+    for i, row in enumerate(rows):
+        with torch.no_grad():
+            fresh = reference(
+                input_ids=torch.tensor([_source(row)]), decoder_input_ids=torch.tensor([row.tokens.tolist()])
+            ).logits[0, -1]
+        assert float((cached[i] - fresh).abs().max()) < 1e-4 * max(1.0, float(fresh.abs().max()))
+
+
+def _admitted(model: Seq2SeqModel, sources: Sequence[Sequence[int]]) -> Seq2SeqCache:
+    cache = model.new_cache()
+    rows = [Row(i, [0], SamplingParams(), limit=99, source=source) for i, source in enumerate(sources)]
+    model.admit(Rows(rows), 0, cache)
+    return cache
+
+
+def test_sources_move_with_their_rows() -> None:
+    model = target_of("bart")
+    cache, other = _admitted(model, some_sources((4, 9, 7))), _admitted(model, some_sources((4, 9, 7))[2:])
+    assert cache.nbytes == cache.sources.nbytes > 0
+    model.forward(torch.ones(3, 2, dtype=torch.int64), [2, 1, 2], cache)
+    assert cache.nbytes > cache.sources.nbytes
+    cache.rearrange([(2, 0)], 2)
+    assert cache.lengths == [2, 1]
+    assert cache.sources.lengths == [7, 9]
+    for layer in range(3):
+        moved, own = cache.sources.read(layer, 0, 1, 7), other.sources.read(layer, 0, 1, 7)
+        assert all(torch.equal(a, b) for a, b in zip(moved, own, strict=True))
+
+
+@FAMILY
+def test_the_encoder_runs_once_for_each_request(family: str) -> None:
+    target = target_of(family)
+    lengths: list[int] = []
+    target.model.get_encoder().register_forward_pre_hook(
+        lambda _, args, kwargs: lengths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    drafter = Sometimes(reference_of(family)[1], VOCAB)
+    params = SamplingParams(max_new_tokens=12)
+    run(target, starts_of(target, 6), params, drafter=drafter, sources=some_sources(), join_later=3)
+    assert sorted(lengths) == sorted(map(len, some_sources()))
+
+
+@FAMILY
+def test_hidden_states_of_the_layers_asked_for(family: str) -> None:
+    reference, model = reference_of(family)[0], target_of(family)
+    tokens = torch.tensor([[5, 6, 7, 8, 9], [11, 12, 13, 0, 0]])
+    for logits in (Logits.ALL, Logits.NONE):
+        out = model.forward(tokens, [5, 3], _admitted(model, some_sources()[:2]), hidden_layers=(1, 3), logits=logits)
+        assert (out.logits is None) == (logits is Logits.NONE)
+        for row, count in enumerate((5, 3)):
+            inputs = {
+                "input_ids": torch.tensor([some_sources()[row]]),
+                "decoder_input_ids": tokens[row : row + 1, :count],
+            }
+            with torch.no_grad():
+                fresh = reference(**inputs, output_hidden_states=True).decoder_hidden_states
+            for layer in (1, 3):
+                torch.testing.assert_close(out.hidden[layer][row, :count], fresh[layer][0], atol=1e-4, rtol=1e-4)
+
+
+# -- the self-check ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", [*SEQ2SEQ, *PROBED_SEQ2SEQ])
+def test_the_self_check_passes(family: str) -> None:
+    model = Seq2SeqModel(make_seq2seq(family))
+    assert verified(model) == (family in SEQ2SEQ)
+    assert probe(model) < 1e-5
+
+
+def _of_longest_row(at: Any) -> None:
+    at.positions = at.positions.max(0, keepdim=True).values.expand_as(at.positions)
+
+
+@FAMILY
+def test_the_self_check_sees_positions_that_are_not_the_rows_own(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: T5's bias, and BART's and Marian's embeddings, as the longest row has them."""
+    from foresay.models.huggingface import attention
+
+    intact = attention.current_pass
+
+    def shared() -> Any:
+        at = copy.copy(intact())
+        if at is not None:
+            _of_longest_row(at)
+        return at
+
+    model = Seq2SeqModel(make_seq2seq(family))
+    monkeypatch.setattr(attention, "current_pass", shared)  # masks do not ask it
+    assert probe(model) > 1e-3
+
+
+def test_the_self_check_sees_one_bias_for_all_rows() -> None:
+    """Negative control: T5's bias as transformers computes it, from one past length."""
+    model = Seq2SeqModel(make_seq2seq("t5"))
+    while model._undo:
+        model._undo.pop()()
+    assert probe(model) > 1e-3
+
+
+@FAMILY
+def test_the_self_check_sees_sources_read_too_far(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    intact = Seq2SeqModel._cross_mask
+    monkeypatch.setattr(
+        Seq2SeqModel, "_cross_mask", lambda self, lengths, *args: intact(self, [max(lengths)] * len(lengths), *args)
+    )
+    assert probe(Seq2SeqModel(make_seq2seq(family))) > 1e-3
+
+
+def test_a_family_whose_positions_cannot_be_told_is_refused() -> None:
+    weights = make_seq2seq("led")
+    before = weights.config._attn_implementation
+    with pytest.raises(UnsupportedModelError, match="scores differently over ragged rows"):
+        wrap("led", weights, None, optimise=False)
+    assert weights.config._attn_implementation == before
+
+
+def test_a_decoder_taken_out_of_a_tested_family_is_probed() -> None:
+    config = BartConfig(**{**make_seq2seq("bart").config.to_dict(), "is_decoder": True})
+    model = CausalModel(BartForCausalLM(config))
+    assert not verified(model)
+    with pytest.raises(UnsupportedModelError, match="model_type 'bart'"):
+        check(model)
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (lambda: make("llama"), "it has no encoder"),
+        (
+            lambda: MarianMTModel(MarianConfig(**{**SEQ2SEQ["marian"][1], "share_encoder_decoder_embeddings": False})),
+            "vocabularies of their own",
+        ),
+        (lambda: make_seq2seq("t5", decoder_start_token_id=None), "its decoder_start_token_id is not set"),
+    ],
+)
+def test_models_that_cannot_be_decoded(model: Callable[[], PreTrainedModel], reason: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=reason):
+        Seq2SeqModel(model())
+    with pytest.raises(UnsupportedModelError, match="use Seq2SeqModel"):
+        CausalModel(make_seq2seq("t5"))
+
+
+def _own_hooks(model: PreTrainedModel) -> list[Any]:
+    """The hooks that are foresay's; transformers has some too."""
+    hooks = [h for m in model.modules() for h in (*m._forward_pre_hooks.values(), *m._forward_hooks.values())]
+    return [hook for hook in hooks if hook.__module__.startswith("foresay")]
+
+
+@FAMILY
+def test_release_gives_the_model_back_as_it_was(family: str) -> None:
+    reference = reference_of(family)[0]
+    weights = copy.deepcopy(reference).train()
+    model = Seq2SeqModel(weights)
+    assert len(_own_hooks(weights)) == (0 if "t5" in family else 2)
+    names = {id(m): set(vars(m)) for m in reference.modules()}
+    run(model, starts_of(model, 1), SamplingParams(max_new_tokens=4), sources=some_sources()[:1])
+    assert model.release() is weights
+    assert weights.training
+    assert not _own_hooks(weights)
+    for own, theirs in zip(weights.modules(), reference.modules(), strict=True):
+        assert set(vars(own)) == names[id(theirs)]
+        if hasattr(theirs, "config"):
+            assert own.config._attn_implementation == theirs.config._attn_implementation
+    assert greedy(weights.eval(), some_sources()[1]) == reference_of(family)[1][1]
+
+
+# -- same bits ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["t5", "t5_gated", "bart"])
+def test_bf16_output_depends_neither_on_speculation_nor_on_the_batch(family: str) -> None:
+    """With packed linear layers, where there are any; sources reach into the second span of slots."""
+    weights = make_seq2seq(family).to(torch.bfloat16)
+    loaded = wrap(family, weights, None, optimise=True)
+    target: Any = loaded.model
+    kinds = {type(module) for module in weights.modules()}
+    assert (packing.PackedLinear in kinds) == packing.available(torch.bfloat16, torch.device("cpu"))
+    sources, params = some_sources((5, 140, 30, 11)), SamplingParams(max_new_tokens=40)
+    plain = [run(target, starts_of(target, 1), params, gamma=0, sources=[source])[0][0] for source in sources]
+    for drafter in (Sometimes(plain, VOCAB), PromptLookup(min_ngram=1)):
+        ours, steps, _ = run(target, starts_of(target, 4), params, drafter=drafter, gamma=6, sources=sources)
+        assert ours == plain
+        assert sum(s.num_accepted for s in steps) > 10
+
+
+def test_a_position_scores_the_same_bits_in_any_pass() -> None:
+    """Alone or beside a row with a longer source, with one column or many."""
+    model = Seq2SeqModel(make_seq2seq("t5").to(torch.bfloat16))
+    tokens = torch.randint(2, VOCAB, (1, 9), generator=torch.Generator().manual_seed(1))
+    scores = []
+    for sources in (some_sources((6,)), [*some_sources((6,)), *some_sources((150, 20))]):
+        for columns in (1, 3, 8):
+            cache, rows = _admitted(model, sources), len(sources)
+            model.forward(tokens[:, :1].expand(rows, -1), [1] * rows, cache)
+            out = model.forward(tokens[:, 1 : 1 + columns].expand(rows, -1), [columns] * rows, cache)
+            scores.append(out.scores()[0, 0])
+    assert all(torch.equal(one, scores[0]) for one in scores)

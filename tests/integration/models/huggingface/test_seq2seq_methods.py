@@ -1,0 +1,111 @@
+"""Every kind of drafter for encoder-decoder targets: greedy output as without a draft, sampled output reproducible."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+
+from foresay.decoding.protocols import Drafter
+from foresay.decoding.rows import Row, Rows
+from foresay.decoding.sampling_params import SamplingParams
+from foresay.drafters import Cascade, MaxGram, ModelDrafter, NgramStoreDrafter, PastRequests, SuffixDrafter
+from foresay.drafters.cross_tokenizer import TranslatedDrafter
+from foresay.errors import ConfigError
+from foresay.lengths import ConfidenceLength, ConstantLength
+from foresay.models.huggingface.causal import CausalModel
+from foresay.models.huggingface.seq2seq import Seq2SeqModel
+from helpers.families import VOCAB, make, make_seq2seq
+from helpers.seq2seq import reference_of, some_sources, starts_of, target_of
+from helpers.support import PromptLookup, Renumbered, run
+
+NEW = 32
+
+
+def small(family: str) -> ModelDrafter:
+    """A draft of the same family: the target's weights, so that it is often right."""
+    return ModelDrafter(Seq2SeqModel(copy.deepcopy(reference_of(family)[0])), VOCAB)
+
+
+def other(family: str) -> ModelDrafter:
+    return ModelDrafter(Seq2SeqModel(make_seq2seq(family, seed=5)), VOCAB)
+
+
+def decoder_only() -> ModelDrafter:
+    return ModelDrafter(CausalModel(make("llama", seed=3)), VOCAB)
+
+
+DRAFTERS: dict[str, Callable[[str], Drafter]] = {
+    "prompt_lookup": lambda family: PromptLookup(min_ngram=1),
+    "max_gram": lambda family: MaxGram(),
+    "ngram_store": lambda family: NgramStoreDrafter(3, filler_top_k=3),
+    "suffix": lambda family: SuffixDrafter(PastRequests(1000)),
+    "decoder_only": lambda family: decoder_only(),
+    "other tokens": lambda family: TranslatedDrafter(CausalModel(make("llama", seed=3)), VOCAB, Renumbered(VOCAB, 9)),
+    "cascade of two": lambda family: Cascade([small(family), MaxGram()], [[4, 2], [0, 3]]),
+    "cascade of three": lambda family: Cascade(
+        [small(family), other(family), MaxGram()], [[3, 3, 2], [0, 2, 2], [0, 0, 3]], lenience=2
+    ),
+    "mixed cascade": lambda family: Cascade(
+        [small(family), decoder_only(), MaxGram()], [[3, 2, 2], [0, 2, 2], [0, 0, 2]]
+    ),
+}
+
+
+@pytest.mark.parametrize("family", ["t5", "bart"])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_greedy_output_does_not_depend_on_the_drafter(family: str, drafter: str) -> None:
+    wanted = [output[:NEW] for output in reference_of(family)[1]]
+    target = target_of(family)
+    ours, steps, engine = run(
+        target,
+        starts_of(target, 6),
+        SamplingParams(max_new_tokens=NEW),
+        drafter=DRAFTERS[drafter](family),
+        gamma=6,
+        sources=some_sources(),
+        join_later=3,
+    )
+    assert engine.draft_failures == 0, engine.drafter and engine.drafter.last_error
+    assert ours == wanted
+    assert any(step.num_accepted < step.num_drafted for step in steps)
+    if "cascade" in drafter:  # the target's own weights review last
+        assert sum(s.num_accepted for s in steps) > 0.5 * sum(s.num_tested for s in steps)
+
+
+@pytest.mark.parametrize("drafter", ["cascade of three", "mixed cascade", "decoder_only", "other tokens"])
+def test_a_sampled_row_is_the_same_alone_and_in_a_batch(drafter: str) -> None:
+    target = target_of("t5")
+    params = [SamplingParams(max_new_tokens=16, temperature=0.9, seed=seed) for seed in range(6)]
+
+    def outputs(size: int) -> list[list[int]]:
+        out, _, engine = run(
+            target,
+            starts_of(target, 6),
+            params,
+            drafter=DRAFTERS[drafter]("t5"),
+            policy=ConfidenceLength(0.2, high=6),
+            sources=some_sources(),
+            max_batch_size=size,
+        )
+        assert engine.draft_failures == 0
+        return out
+
+    assert outputs(1) == outputs(6)
+
+
+def test_a_copy_may_come_from_the_source() -> None:
+    """A drafter without weights copies what the encoder read."""
+    drafter = MaxGram()
+    row = Row(0, [0], SamplingParams(), limit=40, source=[5, 6, 7, 8, 9])
+    row.extend([6, 7])
+    drafter.admit(Rows([row]), 0)
+    proposal = drafter.propose(Rows([row]), [3], ConstantLength(3))
+    assert proposal.token_ids.tolist() == [[8, 9]]
+
+
+def test_an_encoder_decoder_below_a_decoder_only_reviewer_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"k\[1\]\[1\]=2: drafter 2 has an encoder"):
+        Cascade([decoder_only(), other("t5")], [[3, 0], [0, 2]])
+    Cascade([decoder_only(), other("t5")], [[3, 2], [0, 0]])  # behind one another they are fine

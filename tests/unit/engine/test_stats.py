@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from foresay.decoding.outcome import FinishReason, Origin, Step
+from foresay.engine.stats import Stats
+
+D, R, B = Origin.DRAFT, Origin.RESIDUAL, Origin.BONUS
+TRACE = [
+    Step(0, (1, 2, 3), (D, D, R), 4, 2, draft_s=0.2, target_s=0.4, total_s=0.8),
+    Step(0, (4, 5, 6, 7, 8), (D, D, D, D, B), 4, 4, batch_size=2, draft_s=0.2, target_s=0.4, total_s=0.8),
+    Step(0, (9,), (R,), 3, 0, batch_size=4, draft_s=0.4, target_s=0.4, total_s=0.8),
+    Step(0, (10,), (B,), 0, 0, target_s=0.1, total_s=0.1),
+    # a stop cut an accepted block of three behind its first token
+    Step(0, (11,), (D,), 3, 3, FinishReason.STOP),
+]
+
+
+def test_counts_of_a_trace_by_hand() -> None:
+    stats = Stats.of(TRACE)
+    assert (stats.num_passes, stats.num_tokens, stats.num_drafted) == (5, 11, 14)
+    assert (stats.num_tested, stats.num_accepted) == (3 + 4 + 1 + 0 + 3, 2 + 4 + 0 + 0 + 3)
+    assert stats.origins == {D: 7, R: 2, B: 2}
+    assert stats.accepted_lengths == {2: 1, 4: 1, 0: 2, 3: 1}
+    assert stats.tested_at == {0: 4, 1: 3, 2: 3, 3: 1}
+    assert stats.accepted_at == {0: 3, 1: 3, 2: 2, 3: 1}
+
+
+def test_means_are_derived_from_the_counts() -> None:
+    stats = Stats.of(TRACE)
+    assert stats.acceptance_rate == 9 / 11
+    assert stats.draft_utilization == 9 / 14
+    assert stats.block_efficiency == 11 / 5
+
+
+def test_seconds_are_each_rows_share() -> None:
+    stats = Stats.of(TRACE)
+    assert stats.draft_s == pytest.approx(0.2 + 0.1 + 0.1)
+    assert stats.target_s == pytest.approx(0.4 + 0.2 + 0.1 + 0.1)
+    assert stats.total_s == pytest.approx(0.8 + 0.4 + 0.2 + 0.1)
+
+
+def test_nothing_tested_is_no_rate() -> None:
+    assert (Stats().acceptance_rate, Stats().draft_utilization, Stats().block_efficiency) == (None, None, None)
+    plain = Stats.of([Step(0, (1,), (B,), 0, 0)])
+    assert (plain.acceptance_rate, plain.draft_utilization, plain.block_efficiency) == (None, None, 1.0)
+
+
+def test_a_cancellation_is_no_pass() -> None:
+    assert Stats.of([*TRACE, Step(0, (), (), 0, 0, FinishReason.CANCELLED)]) == Stats.of(TRACE)
+
+
+@pytest.mark.parametrize("split", range(len(TRACE) + 1))
+def test_merging_parts_gives_the_whole(split: int) -> None:
+    part, rest = Stats.of(TRACE[:split]), Stats.of(TRACE[split:])
+    part.merge(rest)
+    whole, merged = Stats.of(TRACE).as_dict(), part.as_dict()
+    seconds = {"draft_s", "target_s", "total_s"}
+    assert {k: merged[k] for k in whole.keys() - seconds} == {k: whole[k] for k in whole.keys() - seconds}
+    assert all(merged[k] == pytest.approx(whole[k]) for k in seconds)
+    assert rest == Stats.of(TRACE[split:])
+
+
+def test_as_dict_is_json_and_complete() -> None:
+    out = json.loads(json.dumps(Stats.of(TRACE).as_dict()))
+    assert set(Stats.__slots__) <= set(out)
+    assert out["origins"] == {"draft": 7, "residual": 2, "bonus": 2}
+    assert out["accepted_lengths"] == {"0": 2, "2": 1, "3": 1, "4": 1}
+    assert out["block_efficiency"] == 2.2

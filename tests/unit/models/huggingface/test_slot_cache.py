@@ -1,0 +1,215 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from foresay.models.huggingface.slot_cache import WIDTH, SlotCache, round_up
+
+HEADS, DIM, LAYERS = 2, 3, 2
+CPU = torch.device("cpu")
+
+
+def states(values: Sequence[Sequence[float]]) -> torch.Tensor:
+    """[B, heads, T, dim]: each token's number in every entry, so that a misplaced one shows."""
+    return torch.tensor(values, dtype=torch.float32)[:, None, :, None].expand(-1, HEADS, -1, DIM).contiguous()
+
+
+def feed(
+    cache: SlotCache, values: Sequence[Sequence[float]], counts: Sequence[int], first_row: int = 0
+) -> torch.Tensor:
+    """One pass as a model makes it; returns the keys the last layer's rows see, [B, width]."""
+    at = cache.begin_pass(first_row, len(values), len(values[0]), CPU)
+    for layer in range(LAYERS):
+        keys, stored = cache.write(layer, states(values) * (layer + 1), states(values) * -(layer + 1), at)
+        assert keys.shape == stored.shape == (len(values), HEADS, at.width, DIM)
+        assert torch.equal(keys, -stored)
+        assert torch.equal(keys, keys[:, :1, :, :1].expand_as(keys))
+    for i, count in enumerate(counts):
+        cache.lengths[first_row + i] += count
+    return keys[:, 0, :, 0] / LAYERS
+
+
+def held(cache: SlotCache, row: int) -> list[float]:
+    """What layer 0 holds of a row."""
+    layer = cache._layers[0]
+    assert layer is not None
+    return layer[0][row, : cache.lengths[row], 0, 0].tolist()
+
+
+def pointers(cache: SlotCache) -> list[int]:
+    return [store.data_ptr() for layer in cache._layers for store in layer or ()]
+
+
+def writes(cache: SlotCache) -> list[int]:
+    return [store._version for layer in cache._layers for store in layer or ()]
+
+
+def filled(*rows: Sequence[float]) -> SlotCache:
+    cache = SlotCache()
+    cache.add_rows(len(rows))
+    width = max(map(len, rows))
+    feed(cache, [[*row, *[99.0] * (width - len(row))] for row in rows], [len(row) for row in rows])
+    return cache
+
+
+@pytest.mark.parametrize(("value", "rounded"), [(0, 0), (1, 128), (127, 128), (128, 128), (129, 256)])
+def test_round_up(value: int, rounded: int) -> None:
+    assert round_up(value) == rounded
+
+
+def test_ragged_rows_are_written_at_their_own_places() -> None:
+    cache = filled([1, 2, 3], [4])
+    seen = feed(cache, [[5, 6], [7, 8]], [1, 2])
+    assert cache.lengths == [4, 3]
+    assert seen[0, :5].tolist() == [1, 2, 3, 5, 6]
+    assert seen[1, :3].tolist() == [4, 7, 8]
+    assert (held(cache, 0), held(cache, 1)) == ([1, 2, 3, 5], [4, 7, 8])
+
+
+def test_pads_and_rejected_tokens_are_overwritten() -> None:
+    cache = filled([1, 2, 3], [4])
+    feed(cache, [[5, 6, 7], [8, 9, 10]], [3, 3])
+    cache.truncate([4, 1])
+    feed(cache, [[11], [12]], [1, 1])
+    assert (held(cache, 0), held(cache, 1)) == ([1, 2, 3, 5, 11], [4, 12])
+
+
+def test_a_pass_over_later_rows_leaves_the_first_alone() -> None:
+    cache = filled([1, 2], [3], [4, 5])
+    feed(cache, [[6], [7]], [1, 1], first_row=1)
+    assert [held(cache, row) for row in range(3)] == [[1, 2], [3, 6], [4, 5, 7]]
+
+
+def test_unwritten_slots_in_sight_are_zero() -> None:
+    cache = filled([1])
+    seen = feed(cache, [[2]], [1])
+    assert seen.shape == (1, WIDTH)
+    assert seen[0, 2:].tolist() == [0.0] * (WIDTH - 2)
+
+
+def test_truncate_only_shortens_and_only_the_given_rows() -> None:
+    cache = filled([1, 2, 3], [4, 5, 6], [7, 8, 9])
+    cache.truncate([1, 99])
+    assert cache.lengths == [1, 3, 3]
+
+
+def test_rewinding_allocates_and_copies_nothing() -> None:
+    cache = filled([1, 2, 3], [4])
+    before, versions = pointers(cache), writes(cache)
+    cache.truncate([1, 0])
+    assert pointers(cache) == before
+    assert writes(cache) == versions
+    for _ in range(50):
+        feed(cache, [[5, 6, 7, 8], [5, 6, 7, 8]], [4, 4])
+        cache.truncate([2, 1])
+    assert pointers(cache) == before
+    assert len(before) == 2 * LAYERS
+
+
+def test_a_pass_writes_each_layer_once() -> None:
+    cache = filled([1], [2])
+    versions = writes(cache)
+    feed(cache, [[3], [4]], [1, 1])
+    assert writes(cache) == [version + 1 for version in versions]
+
+
+def test_what_a_pass_sees_is_the_store_itself() -> None:
+    cache = filled([1], [2])
+    at = cache.begin_pass(0, 2, 1, CPU)
+    keys, values = cache.write(0, states([[3], [4]]), states([[3], [4]]), at)
+    assert [keys.data_ptr(), values.data_ptr()] == pointers(cache)[:2]
+
+
+def test_growth_keeps_the_content() -> None:
+    cache = filled([1, 2, 3], [4])
+    before = pointers(cache)
+    many = [float(i) for i in range(10, 10 + 2 * WIDTH)]
+    feed(cache, [many, many], [len(many), 5])
+    assert pointers(cache) != before
+    assert held(cache, 0) == [1, 2, 3, *many]
+    assert held(cache, 1) == [4, *many[:5]]
+
+
+def test_new_rows_keep_the_old_ones() -> None:
+    cache = filled([1, 2], [3])
+    cache.add_rows(3)
+    feed(cache, [[5], [6], [7]], [1, 1, 1], first_row=2)
+    assert cache.lengths == [2, 1, 1, 1, 1]
+    assert [held(cache, row) for row in range(5)] == [[1, 2], [3], [5], [6], [7]]
+
+
+def test_growth_is_rare() -> None:
+    cache = filled([0.0])
+    seen = set()
+    for i in range(40 * WIDTH):
+        at = cache.begin_pass(0, 1, 1, CPU)
+        cache.write(0, states([[i]]), states([[i]]), at)
+        cache.lengths[0] += 1
+        seen.add(cache._slots)
+    assert max(seen) < 1.5 * 40 * WIDTH + WIDTH
+    assert len(seen) <= 10
+
+
+def test_rearranged_rows_bring_their_content() -> None:
+    cache = filled([1], [2, 3, 4], [5], [6, 7])
+    before = pointers(cache)
+    cache.rearrange([(3, 0), (2, 1)], 2)
+    assert cache.lengths == [2, 1]
+    assert (held(cache, 0), held(cache, 1)) == ([6, 7], [5])
+    assert pointers(cache) == before
+    feed(cache, [[8], [9]], [1, 1])
+    assert (held(cache, 0), held(cache, 1)) == ([6, 7, 8], [5, 9])
+
+
+def test_places_of_rows_that_left_are_reused_empty() -> None:
+    cache = filled([1, 2, 3], [4, 5, 6])
+    cache.rearrange([], 1)
+    cache.add_rows(1)
+    assert cache.lengths == [3, 0]
+    feed(cache, [[7]], [1], first_row=1)
+    assert (held(cache, 0), held(cache, 1)) == ([1, 2, 3], [7])
+
+
+def test_nbytes_counts_keys_and_values_of_all_layers() -> None:
+    assert SlotCache().nbytes == 0
+    assert filled([1], [2]).nbytes == LAYERS * 2 * (2 * WIDTH * HEADS * DIM) * 4
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_any_history_holds_what_lists_hold(data: st.DataObject) -> None:
+    cache, model, token = SlotCache(), [], 0
+    cache.add_rows(1)
+    model.append([])
+    for _ in range(data.draw(st.integers(1, 12))):
+        action = data.draw(st.sampled_from(["pass", "pass", "truncate", "add", "leave"]))
+        if action == "pass":
+            first = data.draw(st.integers(0, len(model) - 1))
+            batch = data.draw(st.integers(1, len(model) - first))
+            columns = data.draw(st.sampled_from([1, 2, 5, 70]))
+            counts = [data.draw(st.integers(0, columns)) for _ in range(batch)]
+            values = [[float(token + i * columns + t) for t in range(columns)] for i in range(batch)]
+            token += batch * columns
+            feed(cache, values, counts, first)
+            for i, count in enumerate(counts):
+                model[first + i] += values[i][:count]
+        elif action == "truncate":
+            lengths = [data.draw(st.integers(0, 80)) for _ in range(data.draw(st.integers(0, len(model))))]
+            cache.truncate(lengths)
+            model = [row[: lengths[i]] if i < len(lengths) else row for i, row in enumerate(model)]
+        elif action == "add":
+            cache.add_rows(1)
+            model.append([])
+        elif len(model) > 1:
+            gone, last = data.draw(st.integers(0, len(model) - 1)), len(model) - 1
+            cache.rearrange([(last, gone)] if gone != last else [], last)
+            model[gone] = model[last]
+            model.pop()
+        assert cache.lengths == [len(row) for row in model]
+        if cache._layers:
+            feed(cache, [[0.0]] * len(model), [0] * len(model))
+            assert [held(cache, i) for i in range(len(model))] == model

@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from foresay.errors import PromptError
+from foresay.text.prompts import encode, is_batch
+from helpers.making import byte_level
+
+USER = {"role": "user", "content": "the cat"}
+TEMPLATE = (
+    "{% for m in messages %}{% if m.content == 'bad' %}{{ raise_exception('no bad words') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture
+def tokenizer() -> Any:
+    from copy import deepcopy
+
+    out = deepcopy(byte_level())
+    out.chat_template = TEMPLATE
+    return out
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    ["text", [1, 2], (1, 2), range(3), [USER], [USER, USER], torch.tensor([1, 2]), np.array([1, 2])],
+    ids=repr,
+)
+def test_one_prompt(prompt: Any) -> None:
+    assert not is_batch(prompt)
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        ["text"],
+        ["a", "b"],
+        [[1, 2], [3]],
+        [(1,), (2,)],
+        [[USER], [USER]],
+        [torch.tensor([1])],
+        [np.array([1])],
+        torch.tensor([[1, 2]]),
+        np.array([[1], [2]]),
+    ],
+    ids=repr,
+)
+def test_a_batch(prompt: Any) -> None:
+    assert is_batch(prompt)
+
+
+@pytest.mark.parametrize(("prompt", "kind"), [(5, "int"), (None, "NoneType"), (USER, "dict"), ({1}, "set")])
+def test_what_is_no_prompt_is_named(prompt: Any, kind: str) -> None:
+    with pytest.raises(PromptError, match=f"a prompt of type {kind} is neither a text, nor messages, nor token ids"):
+        is_batch(prompt)
+
+
+def test_bytes_are_no_prompt() -> None:
+    with pytest.raises(PromptError, match="bytes"):
+        encode(b"hello", byte_level()) if not is_batch(b"hello") else None
+
+
+@pytest.mark.parametrize("prompt", [[], ()])
+def test_an_empty_list_is_refused(prompt: Any) -> None:
+    with pytest.raises(PromptError, match="the prompt is empty; give a text, messages or token ids"):
+        is_batch(prompt)
+    with pytest.raises(PromptError, match="the prompt is empty; give a text, messages or token ids"):
+        encode(prompt, None)
+
+
+def test_an_empty_text_is_refused() -> None:
+    with pytest.raises(PromptError, match="the prompt is empty; give at least one character"):
+        encode("", byte_level())
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [[3, 1], (3, 1), torch.tensor([3, 1]), torch.tensor([3, 1], dtype=torch.uint8), np.array([3, 1], np.int32)],
+    ids=repr,
+)
+def test_token_ids_pass_through_as_plain_integers(prompt: Any) -> None:
+    ids = encode(prompt, None)
+    assert ids == [3, 1]
+    assert {type(token) for token in ids} == {int}
+
+
+def test_numpy_integers_in_a_list_are_token_ids() -> None:
+    ids = encode([np.int64(3), 1], None)
+    assert ids == [3, 1]
+    assert {type(token) for token in ids} == {int}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (torch.tensor([[1, 2]]), "token ids of shape (1, 2) and dtype torch.int64; give one row of integers"),
+        (torch.tensor(1), "token ids of shape () and dtype torch.int64; give one row of integers"),
+        (torch.tensor([1.0]), "token ids of shape (1,) and dtype torch.float32; give one row of integers"),
+        (np.array([True]), "token ids of shape (1,) and dtype bool; give one row of integers"),
+        ([1, 2.0], "prompt item 2.0 of type float is neither a token id nor a message"),
+        ([True], "prompt item True of type bool is neither a token id nor a message"),
+        ([1, USER], f"prompt item {USER!r} of type dict is neither a token id nor a message"),
+        ([None], "prompt item None of type NoneType is neither a token id nor a message"),
+        (np.array([], np.int64), "the prompt is empty; give a text, messages or token ids"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else repr(value),
+)
+def test_bad_token_ids_are_named(prompt: Any, message: str) -> None:
+    with pytest.raises(PromptError) as caught:
+        encode(prompt, None)
+    assert str(caught.value) == message
+
+
+def test_a_text_is_encoded_as_it_is() -> None:
+    text = "<user>the cat\n<assistant>"
+    assert byte_level().decode(encode(text, byte_level())) == text
+
+
+def test_messages_go_through_the_chat_template(tokenizer: Any) -> None:
+    ids = encode([USER, {"role": "assistant", "content": "sat"}, USER], tokenizer)
+    assert {type(token) for token in ids} == {int}
+    assert tokenizer.decode(ids) == "<user>the cat\n<assistant>sat\n<user>the cat\n<assistant>"
+
+
+@pytest.mark.parametrize("role", ["system", "user", "assistant", "tool", "developer"])
+def test_known_roles(role: str, tokenizer: Any) -> None:
+    assert tokenizer.decode(encode([{"role": role, "content": "x"}], tokenizer)).startswith(f"<{role}>x")
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([USER, {"role": "user"}], "message 1 has the keys ['role']; it needs 'role' and 'content'"),
+        ([{"content": "x", "name": "y"}], "message 0 has the keys ['content', 'name']; it needs 'role' and 'content'"),
+        (
+            [USER, {"role": "robot", "content": "x"}],
+            "message 1 has role='robot'; known roles: system, user, assistant, tool, developer",
+        ),
+    ],
+    ids=["no content", "no role", "unknown role"],
+)
+def test_bad_messages_are_named(messages: Any, message: str, tokenizer: Any) -> None:
+    with pytest.raises(PromptError) as caught:
+        encode(messages, tokenizer)
+    assert str(caught.value) == message
+
+
+def test_a_template_that_raises_is_a_prompt_error(tokenizer: Any) -> None:
+    with pytest.raises(PromptError, match="the chat template refused the messages: no bad words"):
+        encode([{"role": "user", "content": "bad"}], tokenizer)
+
+
+def test_messages_need_a_chat_template() -> None:
+    with pytest.raises(PromptError, match="this tokenizer has no chat template; pass a text instead of messages"):
+        encode([USER], byte_level())
+
+
+@pytest.mark.parametrize(("prompt", "what"), [("text", "a text prompt"), ([USER], "chat messages")])
+def test_text_and_messages_need_a_tokenizer(prompt: Any, what: str) -> None:
+    with pytest.raises(
+        PromptError, match=f"{what} needs a tokenizer, and this model was loaded without one; pass token"
+    ):
+        encode(prompt, None)

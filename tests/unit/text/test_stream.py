@@ -1,0 +1,295 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from foresay.decoding.outcome import Origin
+from foresay.text.stream import Detokenizer, Piece, StopStrings, TextStream
+from helpers.making import Spelling, byte_fallback, byte_level
+
+D, R, B = Origin.DRAFT, Origin.RESIDUAL, Origin.BONUS
+TOKENIZERS = pytest.mark.parametrize("make", [byte_level, byte_fallback])
+texts = st.text(
+    alphabet=st.one_of(st.sampled_from("aé日😀\n .,\ufffd\u0301"), st.characters(codec="utf-8")), max_size=30
+)
+
+
+def decoded(tokenizer: Any, ids: Sequence[int]) -> str:
+    return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def pieces_of(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+    detokenizer = Detokenizer(tokenizer)
+    return [*(detokenizer.push(token) for token in ids), detokenizer.flush()]
+
+
+def encoded(tokenizer: Any, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False).input_ids
+
+
+@TOKENIZERS
+@given(text=texts)
+@settings(max_examples=150, deadline=None)
+def test_pieces_join_to_the_full_decode(make: Any, text: str) -> None:
+    ids = encoded(make(), text)
+    assert "".join(pieces_of(make(), ids)) == decoded(make(), ids)
+
+
+@given(ids=st.lists(st.integers(0, 319), max_size=25))
+@settings(max_examples=200, deadline=None)
+def test_pieces_of_any_byte_level_ids_join_to_the_full_decode(ids: list[int]) -> None:
+    """Broken characters and special tokens included."""
+    assert "".join(pieces_of(byte_level(), ids)) == decoded(byte_level(), ids)
+
+
+@given(text=texts, data=st.data())
+@settings(max_examples=200, deadline=None)
+def test_an_output_cut_within_a_character_is_flushed_as_the_full_decode(text: str, data: st.DataObject) -> None:
+    ids = encoded(byte_level(), text)
+    ids = ids[: data.draw(st.integers(0, len(ids)))]
+    assert "".join(pieces_of(byte_level(), ids)) == decoded(byte_level(), ids)
+
+
+@given(text=texts, data=st.data())
+@settings(max_examples=200, deadline=None)
+def test_a_cut_byte_fallback_output_keeps_its_whole_characters(text: str, data: st.DataObject) -> None:
+    """A full decode turns a whole run of byte tokens into replacement characters when its last one is incomplete."""
+    ids = encoded(byte_fallback(), text)
+    cut = ids[: data.draw(st.integers(0, len(ids)))]
+    *pieces, rest = pieces_of(byte_fallback(), cut)
+    assert decoded(byte_fallback(), ids).startswith("".join(pieces))
+    assert set(rest) <= {"\ufffd"}
+
+
+@TOKENIZERS
+@pytest.mark.parametrize("text", ["日本", "😀", "a😀b", "é"])
+def test_a_character_comes_whole_with_its_last_byte(make: Any, text: str) -> None:
+    tokenizer = make()
+    ids = encoded(tokenizer, text)
+    *pieces, rest = pieces_of(tokenizer, ids)
+    assert rest == ""
+    assert "".join(pieces).strip() == text
+    assert all("\ufffd" not in piece for piece in pieces)
+
+
+def test_the_characters_of_these_tests_do_span_tokens() -> None:
+    assert len(encoded(byte_fallback(), "😀")) == 5
+    assert len(encoded(byte_level(), "𝕏")) == 4
+    assert pieces_of(byte_level(), encoded(byte_level(), "𝕏")) == ["", "", "", "𝕏", ""]
+
+
+def test_what_stays_incomplete_is_flushed_once() -> None:
+    detokenizer = Detokenizer(byte_level())
+    pushed = [detokenizer.push(token) for token in encoded(byte_level(), "𝕏")[:2]]
+    assert pushed == ["", ""]
+    assert detokenizer.flush() == "\ufffd"
+    assert detokenizer.flush() == ""
+
+
+def test_special_tokens_have_no_text() -> None:
+    tokenizer = byte_fallback()
+    ids = encoded(tokenizer, "a b")
+    ids = [*ids[:2], tokenizer.eos_token_id, *ids[2:]]
+    assert "".join(pieces_of(tokenizer, ids)) == "a b"
+
+
+def test_spaces_between_words_survive() -> None:
+    tokenizer = byte_fallback()
+    assert pieces_of(tokenizer, encoded(tokenizer, "a bc"))[:5] == ["", "a", " ", "b", "c"]
+
+
+# --- stop strings ---
+
+LETTERS = Spelling("a", "b", "E", "N", "D", "xEN", "Dy", "END", "ENDEND", "\n\n", "EE", "aEND.")
+A, LB, E, N, DD, XEN, DY, END, END2, NL2, EE, AEND = range(12)
+
+
+def stopper(*strings: str, min_new_tokens: int = 0) -> StopStrings:
+    return StopStrings(LETTERS, strings, min_new_tokens)
+
+
+@pytest.mark.parametrize(
+    ("ids", "keep", "cut_at"),
+    [
+        ([A, END], 2, 1),
+        ([A, E, N, DD, LB], 4, 1),
+        ([XEN, DY, LB], 2, 1),
+        ([AEND, A], 1, 1),
+        ([END2], 1, 0),
+        ([E, E, N, DD], 4, 1),
+        ([E, N, E, N], None, None),
+        ([], None, None),
+    ],
+)
+def test_a_stop_string_ends_with_the_token_that_completes_it(
+    ids: list[int], keep: int | None, cut_at: int | None
+) -> None:
+    for blocks in ([ids], [[token] for token in ids], [ids[:1], ids[1:]]):
+        stop, seen, kept = stopper("END"), 0, None
+        for block in blocks:
+            count = stop(block)
+            if count is not None:
+                kept = seen + count
+                break
+            seen += len(block)
+        assert (kept, stop.cut_at) == (keep, cut_at)
+
+
+def test_the_text_is_cut_before_the_string() -> None:
+    stop = stopper("END")
+    assert stop([A, LB, XEN]) is None
+    assert stop([DY, A]) == 1
+    assert stop.cut_at is not None
+    assert stop.text[: stop.cut_at] == "abx"
+
+
+def test_the_first_of_several_strings_in_the_text_wins() -> None:
+    stop = stopper("D", "END", "ND")
+    assert stop([A, END]) == 2
+    assert stop.cut_at == 1
+
+
+def test_a_string_of_other_letters_does_not_stop() -> None:
+    stop = stopper("ENd", "end", "NDE")
+    assert stop([A, END, A, XEN, DY]) is None
+
+
+@pytest.mark.parametrize(("minimum", "keep"), [(0, 1), (1, 1), (2, 3), (3, 3), (4, None)])
+def test_a_string_completed_too_early_does_not_stop(minimum: int, keep: int | None) -> None:
+    stop = stopper("END", min_new_tokens=minimum)
+    assert stop([END, A, END]) == keep
+    assert stop.cut_at == {1: 0, 3: 4, None: None}[keep]
+
+
+def test_a_string_over_broken_characters_is_found_when_they_are_whole() -> None:
+    tokenizer = byte_level()
+    stop = StopStrings(tokenizer, ("𝕏b",))
+    ids = encoded(tokenizer, "a𝕏bc")
+    assert stop(ids) == 6
+    assert stop.text[: stop.cut_at] == "a"
+
+
+# --- streams ---
+
+
+def streamed(
+    tokenizer: Any, blocks: Sequence[Sequence[int]], stops: Sequence[str], minimum: int = 0
+) -> tuple[list[Piece], list[str], str, bool]:
+    """As the generator streams: the pieces, the text after each push, the text as generated in one piece, and whether
+    a string stopped it."""
+    stop = StopStrings(tokenizer, tuple(stops), minimum)
+    stream = TextStream(tokenizer, stops)
+    pieces: list[Piece] = []
+    after: list[str] = []
+    ids: list[int] = []
+    for block in blocks:
+        count = stop(block) if stops else None
+        kept = list(block)[:count]
+        ids += kept
+        pieces += stream.push(kept, [D] * len(kept))
+        after.append("".join(piece.text for piece in pieces))
+        if count is not None:
+            break
+    pieces += stream.finish(stopped=stop.cut_at is not None)
+    whole = stop.text[: stop.cut_at] if stop.cut_at is not None else decoded(tokenizer, ids)
+    return pieces, after, whole, stop.cut_at is not None
+
+
+def assert_stream_is_generation(blocks: Sequence[Sequence[int]], stops: Sequence[str], minimum: int = 0) -> None:
+    pieces, after, whole, _ = streamed(LETTERS, blocks, stops, minimum)
+    assert "".join(piece.text for piece in pieces) == whole
+    assert all(text == whole[: len(text)] for text in after), "text was streamed that is not in the output"
+
+
+blocks_of_letters = st.lists(st.lists(st.integers(0, 11), min_size=1, max_size=4), max_size=6)
+
+
+@given(blocks_of_letters, st.lists(st.sampled_from(["END", "EN", "E", "DE", "aE", "\n", ".", "bb"]), max_size=3))
+@settings(max_examples=400, deadline=None)
+def test_a_stream_never_takes_back_what_it_sent(blocks: list[list[int]], stops: list[str]) -> None:
+    assert_stream_is_generation(blocks, stops)
+
+
+@given(blocks_of_letters, st.integers(0, 8))
+@settings(max_examples=300, deadline=None)
+def test_a_stream_ignores_strings_that_came_too_early(blocks: list[list[int]], minimum: int) -> None:
+    assert_stream_is_generation(blocks, ["END", "E"], minimum)
+
+
+@pytest.mark.parametrize(
+    ("block", "stop", "text"),
+    [([A, NL2], "\n", "a"), ([LB, AEND], "END", "ba"), ([EE], "E", "")],
+    ids=["a doubled newline", "text behind the string", "the string twice in a token"],
+)
+def test_a_stop_string_with_text_behind_it_in_its_token_is_not_streamed(block: list[int], stop: str, text: str) -> None:
+    pieces, after, whole, stopped = streamed(LETTERS, [block], [stop])
+    assert stopped and whole == text
+    assert text.startswith(after[-1])
+    assert "".join(piece.text for piece in pieces) == text
+
+
+def test_an_early_string_that_is_still_held_does_not_cut_the_stream() -> None:
+    """The long stop string widens what is held, so the ignored first EN is still there when the second one stops."""
+    pieces, _, whole, stopped = streamed(LETTERS, [[XEN], [XEN]], ["EN", "ENxENxEN"], minimum=2)
+    assert stopped and whole == "xENx"
+    assert "".join(piece.text for piece in pieces) == "xENx"
+
+
+def test_what_may_begin_a_stop_string_is_held_back_and_released() -> None:
+    stream = TextStream(LETTERS, ["END"])
+    assert stream.push([A, E], [D, D]) == [Piece("a", D)]
+    assert stream.push([N], [R]) == []
+    assert stream.push([LB], [B]) == [Piece("E", D), Piece("N", R), Piece("b", B)]
+    assert stream.finish(stopped=False) == []
+
+
+def test_held_text_is_released_when_the_output_ends_otherwise() -> None:
+    stream = TextStream(LETTERS, ["END"])
+    assert stream.push([XEN], [R]) == [Piece("x", R)]
+    assert stream.finish(stopped=False) == [Piece("EN", R)]
+
+
+def test_without_stop_strings_nothing_is_held_back() -> None:
+    stream = TextStream(LETTERS)
+    assert stream.push([A, E, END], [D, R, B]) == [Piece("a", D), Piece("E", R), Piece("END", B)]
+
+
+def test_a_character_is_owed_to_the_token_that_completes_it() -> None:
+    tokenizer = byte_level()
+    ids = encoded(tokenizer, "a𝕏")
+    stream = TextStream(tokenizer)
+    assert stream.push(ids[:4], [D, D, D, R]) == [Piece("a", D)]
+    assert stream.push(ids[4:], [B]) == [Piece("𝕏", B)]
+
+
+def test_a_flushed_rest_is_owed_to_the_last_token() -> None:
+    tokenizer = byte_level()
+    stream = TextStream(tokenizer)
+    stream.push(encoded(tokenizer, "𝕏")[:3], [D, D, R])
+    assert stream.finish(stopped=False) == [Piece("\ufffd", R)]
+
+
+@given(st.lists(st.tuples(st.integers(0, 11), st.sampled_from([D, R, B])), max_size=12))
+@settings(max_examples=200, deadline=None)
+def test_origins_are_preserved_through_holding_back(tokens: list[tuple[int, Origin]]) -> None:
+    stream = TextStream(LETTERS, ["Q", "ENDa", "xENx"])
+    pieces: list[Piece] = []
+    for token, origin in tokens:
+        pieces += stream.push([token], [origin])
+    pieces += stream.finish(stopped=False)
+    expected = [(char, origin) for token, origin in tokens for char in LETTERS.tokens[token]]
+    assert [(char, piece.origin) for piece in pieces for char in piece.text] == expected
+
+
+def test_origins_must_match_the_tokens() -> None:
+    with pytest.raises(ValueError, match="zip"):
+        TextStream(LETTERS).push([A, LB], [D])
+
+
+def test_the_alphabet_of_these_tests_has_overlapping_tokens() -> None:
+    assert any(LETTERS.tokens[a].endswith("EN") and LETTERS.tokens[b][0] == "D" for a, b in pairwise([XEN, DY]))
