@@ -264,7 +264,7 @@ import sys, time
 sys.path[:0] = {paths!r}
 import torch
 torch.set_num_threads(1)
-import foresay.lab.record as lab
+import foresay.lab.replay.record as lab
 from helpers.recordings import SAMPLED, loaded, numbered
 ends = lab._Recorder._finish
 def slowly(self, one, reason):
