@@ -40,8 +40,8 @@ from foresay.generation.method import PLAIN, Method
 from foresay.lab.bench.bench import Bench, BenchSettings, Told
 from foresay.lab.bench.contenders import sampling_name
 from foresay.lab.data.datasets import halves, load_items, subset
-from foresay.lab.data.items import Item
-from foresay.lab.data.requests import Asker
+from foresay.lab.data.items import PromptItem
+from foresay.lab.data.requests import RequestBuilder
 from foresay.lab.measure.live_run import run_live
 from foresay.lab.replay.record import record
 from foresay.lab.replay.replay import replay
@@ -65,7 +65,7 @@ def replay_cost(target: Any, tokens: int) -> dict[str, float]:
     params = SamplingParams(max_new_tokens=tokens, ignore_eos=True)
     with tempfile.TemporaryDirectory() as folder:
         recording = record(target, [item], Path(folder) / "one.jsonl", params)
-    asks = Asker(target).first([item])
+    asks = RequestBuilder(target).first([item])
     shares = {}
     for drafter in DRAFTERS[:4]:
         method = Method(drafter, "4")
@@ -147,11 +147,11 @@ class Sweep:
         return {name: statistics.median(found) for name, found in gains.items()} | {PLAIN: 1.0}
 
     def settings(
-        self, methods: list[Method], sizes: tuple[int, ...], items: list[Item], *, repeats: int, between: int
+        self, methods: list[Method], sizes: tuple[int, ...], items: list[PromptItem], *, repeats: int, between: int
     ) -> BenchSettings:
         return BenchSettings(
             methods=methods,
-            datasets={"half B": Asker(self.target).first(items)},
+            datasets={"half B": RequestBuilder(self.target).first(items)},
             params=(self.params,),
             batch_sizes=sizes,
             repeats=repeats,

@@ -15,7 +15,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from foresay.decoding.outcome import FinishReason, Origin, Step
     from foresay.decoding.proposal import Proposal, Verdict
-    from foresay.decoding.protocols import Guess
+    from foresay.decoding.protocols import DraftStep
     from foresay.decoding.rows import Row, Rows
     from foresay.decoding.sampling_params import SamplingParams
     from foresay.drafters import (
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 _WHERE = {
     "foresay.decoding.outcome": ["FinishReason", "Origin", "Step"],
     "foresay.decoding.proposal": ["Proposal", "Verdict"],
-    "foresay.decoding.protocols": ["Guess"],
+    "foresay.decoding.protocols": ["DraftStep"],
     "foresay.decoding.rows": ["Row", "Rows"],
     "foresay.decoding.sampling_params": ["SamplingParams"],
     "foresay.drafters": [
@@ -100,13 +100,13 @@ __all__ = [
     "ConfigError",
     "ConstantLength",
     "ContextLengthError",
+    "DraftStep",
     "Engine",
     "EntropyLength",
     "FinishReason",
     "ForesayError",
     "Generation",
     "Generator",
-    "Guess",
     "HeuristicLength",
     "MaxGram",
     "ModelDrafter",

@@ -9,7 +9,7 @@ from typing import Any
 from foresay.errors import ConfigError
 
 
-def integer(name: str, value: Any, low: int, high: int | None = None) -> int:
+def check_int(name: str, value: Any, low: int, high: int | None = None) -> int:
     """`value` if it is an integer in [low, high]; None sets no upper bound."""
     good = isinstance(value, Integral) and not isinstance(value, bool)
     if not good or value < low or (high is not None and value > high):
@@ -18,7 +18,7 @@ def integer(name: str, value: Any, low: int, high: int | None = None) -> int:
     return int(value)
 
 
-def number(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> float:
+def check_float(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> float:
     """`value` as a float if it is a finite number in [low, high], or in (low, high] where the lower bound is open."""
     good = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
     if not good or not (low < value if open_low else low <= value) or value > high:
@@ -27,14 +27,14 @@ def number(name: str, value: Any, low: float, high: float, *, open_low: bool = F
     return float(value)
 
 
-def flag(name: str, value: Any) -> bool:
+def check_flag(name: str, value: Any) -> bool:
     """`value` if it is True or False."""
     if not isinstance(value, bool):
         raise ConfigError(f"{name}={value!r} must be true or false")
     return value
 
 
-def choice(name: str, value: Any, known: tuple[str, ...]) -> str:
+def check_choice(name: str, value: Any, known: tuple[str, ...]) -> str:
     """`value` if it is one of the known words."""
     if value not in known:
         raise ConfigError(f"{name}={value!r} must be one of {', '.join(known)}")

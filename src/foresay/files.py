@@ -12,7 +12,7 @@ from foresay.errors import ConfigError
 
 
 @contextmanager
-def whole_file(path: str | os.PathLike[str], *, parents: bool = False) -> Iterator[Path]:
+def atomic_write(path: str | os.PathLike[str], *, parents: bool = False) -> Iterator[Path]:
     """Where to write what becomes `path` when the block ends well; until then, and otherwise, `path` is as it was.
 
     The file gets the rights that the umask leaves, whatever its writer gave it. parents: make folders that are missing.

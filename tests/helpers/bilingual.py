@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-from foresay.text.cross_tokenizer import TokenizerTranslator
+from foresay.text.cross_tokenizer import TokenizerPair
 
 HELLO = [("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o"), ("Ġ", "hello")]
 THERE = [("t", "h"), ("th", "e"), ("l", "o"), ("Ġ", "the"), ("Ċ", "Ċ"), ("Ġ", "Ġ")]
@@ -32,5 +32,5 @@ def tokenizer(which: str) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>")
 
 
-def translator(target: str = "target", draft: str = "draft") -> TokenizerTranslator:
-    return TokenizerTranslator(tokenizer(target), tokenizer(draft))
+def retokenizer(target: str = "target", draft: str = "draft") -> TokenizerPair:
+    return TokenizerPair(tokenizer(target), tokenizer(draft))

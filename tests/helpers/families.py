@@ -172,7 +172,7 @@ PROBED_SEQ2SEQ: dict[str, tuple[str, dict[str, Any]]] = {
 """Encoder-decoders that the tests probe, but do not compare token for token; and one whose positions cannot be told."""
 
 
-def _spread(model: PreTrainedModel, seed: int) -> None:
+def _round_robin(model: PreTrainedModel, seed: int) -> None:
     """Random weights large enough that greedy choices are far apart and depend on the context."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -199,9 +199,9 @@ def make(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """A tiny model of a family in float32."""
     kind, values = FAMILIES[family]
     config = CONFIG_MAPPING[kind](**{**values, **changes})
-    with seeded(seed):  # what `_spread` leaves alone is drawn too
+    with seeded(seed):  # what `_round_robin` leaves alone is drawn too
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    _spread(model, seed)
+    _round_robin(model, seed)
     return model
 
 
@@ -213,7 +213,7 @@ def make_seq2seq(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
         model = AutoModelForSeq2SeqLM.from_config(CONFIG_MAPPING[kind](**values), dtype=torch.float32).eval()
     if values.get("tie_word_embeddings") is False:  # transformers ties what a T5 config leaves untied
         model.lm_head.weight = torch.nn.Parameter(torch.empty_like(model.lm_head.weight))
-    _spread(model, seed)
+    _round_robin(model, seed)
     with torch.no_grad():  # a decoder that follows its source alone, or its last token alone, repeats itself
         for name, weight in model.named_parameters():
             if weight.dim() >= 2:

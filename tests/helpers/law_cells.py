@@ -19,7 +19,7 @@ from foresay.drafters import (
     PromptLookup,
     SuffixDrafter,
 )
-from foresay.drafters.cross_tokenizer import TranslatedDrafter
+from foresay.drafters.cross_tokenizer import CrossTokenizerDrafter
 from foresay.lengths import ConfidenceLength, ConstantLength, HeuristicLength, ThroughputLength
 from foresay.models.table import TableModel
 from helpers.support import Mixed, Renumbered, run
@@ -52,7 +52,7 @@ DRAFTERS: dict[str, Callable[[], Drafter | None]] = {
     "deep": lambda: Cascade([model(WIDE), model(NARROW), Mixed(SIZE)], [[2, 2, 1], [0, 1, 2], [0, 0, 2]]),
     "lenient": lambda: Cascade([model(DRAFT), model(SMALL), MaxGram()], [[2, 2, 1], [0, 2, 1], [0, 0, 2]], lenience=2),
     "horizontal": lambda: Cascade([model(DRAFT), model(SMALL)], [[2, 3], [0, 0]]),
-    "translated": lambda: TranslatedDrafter(DRAFT, SIZE, Renumbered(SIZE, private=1)),
+    "translated": lambda: CrossTokenizerDrafter(DRAFT, SIZE, Renumbered(SIZE, private=1)),
 }
 
 

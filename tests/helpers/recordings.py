@@ -9,7 +9,7 @@ from typing import Any
 import foresay
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.generation.generator import Generator
-from foresay.lab.data.items import Item
+from foresay.lab.data.items import PromptItem
 from helpers.families import VOCAB, make
 
 
@@ -32,11 +32,11 @@ class Numbers:
         return "".join(f"{i} " for i in ids)
 
 
-def numbered(count: int, *, high: int = VOCAB, longest: int = 12, seed: int = 0) -> list[Item]:
+def numbered(count: int, *, high: int = VOCAB, longest: int = 12, seed: int = 0) -> list[PromptItem]:
     numbers = random.Random(seed)
     lengths = [numbers.randrange(1, longest) for _ in range(count)]
     texts = [" ".join(str(numbers.randrange(2, high)) for _ in range(n)) for n in lengths]
-    return [Item(f"p{i}", text, category=f"c{i % 2}") for i, text in enumerate(texts)]
+    return [PromptItem(f"p{i}", text, category=f"c{i % 2}") for i, text in enumerate(texts)]
 
 
 def loaded(target: Any = None, batch: int = 4, **options: Any) -> Generator:

@@ -94,7 +94,7 @@ class Mixed(Fake):
 
 
 class Renumbered:
-    """A Translator between ids and the same ids counted from the other end; the last `private` are not shared."""
+    """A Retokenizer between ids and the same ids counted from the other end; the last `private` are not shared."""
 
     def __init__(self, size: int, private: int = 0) -> None:
         self.size = size

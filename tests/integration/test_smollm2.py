@@ -10,7 +10,7 @@ import torch
 
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import ModelDrafter
-from foresay.methods.recipes import Shelf, read_drafter, read_length
+from foresay.methods.recipes import Resources, read_drafter, read_length
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.sources.catalog import LoadedModel
 from foresay.training.ngrams import NgramCounter
@@ -119,7 +119,7 @@ def test_every_method(
     for text in (*prompts, *reference):
         counter.add(text)
     counter.table().save(table)
-    build = read_drafter(drafter.replace("{table}", str(table))).prepare(Shelf(loaded))
+    build = read_drafter(drafter.replace("{table}", str(table))).prepare(Resources(loaded))
     some = slice(4, 16, 2)
     ours, steps, engine = run(
         target,

@@ -82,11 +82,11 @@ def _block_output_law(
                 continue
             p = target[guess[:count]]
             extra = residual(p * (float(pi[0, count - 1]) if count else 1.0), draft[guess[:count]]) if count < k else p
-            _spread(out, [*guess[:count]], prob * extra, target, k)
+            _round_robin(out, [*guess[:count]], prob * extra, target, k)
     return out
 
 
-def _spread(
+def _round_robin(
     out: torch.Tensor, prefix: list[int], weights: torch.Tensor, target: dict[tuple[int, ...], torch.Tensor], k: int
 ) -> None:
     """Add the mass of prefix + next token, continued by the target to k + 1 tokens."""
@@ -97,7 +97,7 @@ def _spread(
         if len(now) == k + 1:
             out[tuple(now)] += weight
         else:
-            _spread(out, now, weight * target[tuple(now)], target, k)
+            _round_robin(out, now, weight * target[tuple(now)], target, k)
 
 
 def _tree(generator: torch.Generator, size: int, depth: int, kind: str) -> dict[tuple[int, ...], torch.Tensor]:
@@ -198,4 +198,4 @@ def test_a_rejected_point_mass_is_never_the_extra_token() -> None:
 
 def test_an_unknown_rule_offers_the_nearest() -> None:
     with pytest.raises(UnknownNameError, match="Did you mean 'coupled'"):
-        make_rule("couple")
+        make_rule("replay_sampled")

@@ -16,7 +16,7 @@ from foresay.decoding.randomness import Streams
 from foresay.decoding.rows import Row, Rows
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import Cascade, MaxGram, cascade
-from foresay.drafters.cross_tokenizer import TranslatedDrafter
+from foresay.drafters.cross_tokenizer import CrossTokenizerDrafter
 from helpers.law_cells import ALPHA, DRAFT, PARAMS, PROMPT, SAMPLES, SIZE, SMALL, TARGET, model
 from helpers.reference import joint, p_value
 from helpers.support import Renumbered, run
@@ -59,11 +59,11 @@ def test_the_intact_cascade_survives(make: Callable[[float], Cascade], lenience:
 def test_streams_shared_by_the_levels(monkeypatch: Patch) -> None:
     """A cascade whose inner reviews draw the numbers that the target's review will draw."""
 
-    def of(cls: type[Streams], rows: Rows, device: torch.device) -> Streams:
-        seeds = torch.tensor([row.seed for row in rows], device=device)
-        return cls(seeds, torch.tensor([row.size for row in rows], device=device))
+    def streams(self: Rows, device: torch.device) -> Streams:
+        seeds = torch.tensor([row.seed for row in self], device=device)
+        return Streams(seeds, torch.tensor([row.size for row in self], device=device))
 
-    monkeypatch.setattr(Streams, "of", classmethod(of))
+    monkeypatch.setattr(Rows, "streams", streams)
     assert value(two()) < ALPHA
 
 
@@ -119,9 +119,9 @@ def test_lenience_of_one_is_exact() -> None:
 
 def test_a_translation_without_its_restriction() -> None:
     """Tokens that the target lacks must have probability zero in the law drawn from, not only in the law recorded."""
-    assert value(TranslatedDrafter(DRAFT, SIZE, Renumbered(SIZE, private=1))) > ALPHA
+    assert value(CrossTokenizerDrafter(DRAFT, SIZE, Renumbered(SIZE, private=1))) > ALPHA
 
-    class Unrestricted(TranslatedDrafter):
+    class Unrestricted(CrossTokenizerDrafter):
         def _translated(self, place: int, row: Row, greedy: bool) -> Row:
             self._model._others[:] = False
             return super()._translated(place, row, greedy)

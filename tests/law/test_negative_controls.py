@@ -106,9 +106,9 @@ def _shifted(rule: type) -> object:
 
     class Shifted(rule):  # type: ignore[misc]
         def judge(self, target: Laws, proposal: Proposal, streams: Streams) -> Verdict:
-            assert target.index is not None
-            index = torch.cat([target.index[:, 1:], target.index[:, -1:]], 1)
-            return super().judge(Laws(target.points, target.probs, index), proposal, streams)
+            assert target.probs_row is not None
+            index = torch.cat([target.probs_row[:, 1:], target.probs_row[:, -1:]], 1)
+            return super().judge(Laws(target.greedy_ids, target.probs, index), proposal, streams)
 
     return Shifted()
 
@@ -160,10 +160,10 @@ def test_greedy_accepted_by_the_ratio_of_temperature_one() -> None:
 
     class Ratio(Speculative):
         def judge(self, target: Laws, proposal: Proposal, streams: Streams) -> Verdict:
-            warm = [[i] for i in range(len(target.points))]
+            warm = [[i] for i in range(len(target.greedy_ids))]
             probs = TARGET.table[PROMPT[-2], PROMPT[-1]].float().expand(len(warm), -1)
-            index = torch.tensor(warm).expand(-1, target.points.shape[1])
-            return super().judge(Laws(target.points, probs.contiguous(), index.contiguous()), proposal, streams)
+            index = torch.tensor(warm).expand(-1, target.greedy_ids.shape[1])
+            return super().judge(Laws(target.greedy_ids, probs.contiguous(), index.contiguous()), proposal, streams)
 
     plain, _, _ = run(TARGET, [PROMPT], SamplingParams(max_new_tokens=40))
     broken, _, _ = run(

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from foresay.errors import ConfigError
-from foresay.files import whole_file
+from foresay.files import atomic_write
 
 
 def test_the_file_is_there_only_when_it_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text("old")
-    with whole_file(path) as whole:
+    with atomic_write(path) as whole:
         whole.write_text("ne")
         assert path.read_text() == "old" and whole.parent.parent == tmp_path  # one file system, so that it can be moved
         whole.write_text("new")
@@ -29,7 +29,7 @@ def test_what_fails_leaves_all_as_it_was(tmp_path: Path, error: type[BaseExcepti
     path.write_text("old")
 
     def fail() -> None:
-        with whole_file(path) as whole:
+        with atomic_write(path) as whole:
             whole.write_text("half")
             raise error("stop")
 
@@ -41,7 +41,7 @@ def test_what_fails_leaves_all_as_it_was(tmp_path: Path, error: type[BaseExcepti
 def test_the_umask_says_who_may_read_it_whatever_its_writer_did(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
-        with whole_file(tmp_path / "a") as whole:
+        with atomic_write(tmp_path / "a") as whole:
             whole.write_text("x")
             whole.chmod(0o600)
     finally:
@@ -51,9 +51,9 @@ def test_the_umask_says_who_may_read_it_whatever_its_writer_did(tmp_path: Path) 
 
 def test_folders_are_made_only_when_asked_for(tmp_path: Path) -> None:
     path = tmp_path / "b" / "c" / "a"
-    with pytest.raises(ConfigError, match=r"^cannot write '.*/b/c/a': No such file or directory$"), whole_file(path):
+    with pytest.raises(ConfigError, match=r"^cannot write '.*/b/c/a': No such file or directory$"), atomic_write(path):
         pass
-    with whole_file(path, parents=True) as whole:
+    with atomic_write(path, parents=True) as whole:
         whole.write_text("x")
     assert path.read_text() == "x"
 
@@ -62,9 +62,9 @@ def test_what_the_file_system_refuses_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "folder" / "full").mkdir(parents=True)
     for path in (tmp_path / "file" / "a", tmp_path / "folder"):
-        with pytest.raises(ConfigError, match=r"^cannot write ") as caught, whole_file(path, parents=True):
+        with pytest.raises(ConfigError, match=r"^cannot write ") as caught, atomic_write(path, parents=True):
             pass
         assert "\n" not in str(caught.value)
-    with pytest.raises(ConfigError, match="No space left"), whole_file(tmp_path / "a"):
+    with pytest.raises(ConfigError, match="No space left"), atomic_write(tmp_path / "a"):
         raise OSError(28, "No space left on device")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]

@@ -15,7 +15,7 @@ from foresay.cli.data import DataOptions, advancing, gain, numbers, per_cent, sh
 from foresay.cli.options import MachineOptions, MethodOptions, ModelOption, ModelOptions, SamplingOptions
 
 if TYPE_CHECKING:
-    from foresay.lab.bench.bench import Told
+    from foresay.lab.bench.bench import Progress
     from foresay.records.results import Results
 
 _DRAFTERS = ("suffix", "max_gram", "prompt_lookup", "ngram_store")
@@ -50,7 +50,7 @@ def run(
     from foresay.generation.method import methods
     from foresay.lab.bench.bench import Bench, BenchSettings
     from foresay.lab.bench.peers import open_peer
-    from foresay.lab.data.requests import Asker
+    from foresay.lab.data.requests import RequestBuilder
     from foresay.records.results import Run
 
     params = sampling.params()
@@ -66,13 +66,13 @@ def run(
             peers.callback(engine.close)
             engines.append(engine)
         with loading("Preparing the prompts"):
-            asker = Asker(target, chat=not data.no_template)
-            asks = {name: asker.all(items, params) for name, items in sets.items()}
+            builder = RequestBuilder(target, chat=not data.no_template)
+            asks = {name: builder.all(items, params) for name, items in sets.items()}
         every = [params, *(SamplingParams.of(params, temperature=t) for t in sampled or [])]
         settings = BenchSettings(methods=named, datasets=asks, params=every, batch_sizes=sizes, repeats=repeats)
         with advancing("Running") as advance:
 
-            def tell(told: Told) -> None:
+            def tell(told: Progress) -> None:
                 last = told.last
                 note = f"{last.speed_up or 0:.2f}x" if isinstance(last, Run) else "failed"
                 advance(told.done, told.total, f"{last.cell}: {note}")

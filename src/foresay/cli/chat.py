@@ -11,8 +11,8 @@ from foresay.cli.common import load_generator
 from foresay.cli.options import DrafterOption, MachineOptions, MethodOptions, ModelOptions, SamplingOptions, TraceOption
 
 if TYPE_CHECKING:
-    from foresay.cli.console.input import Reader
-    from foresay.cli.console.session import Session
+    from foresay.cli.console.input import LineReader
+    from foresay.cli.console.session import ChatSession
 
 
 def run(
@@ -32,7 +32,7 @@ def run(
     from foresay.cli.console.commands import words
     from foresay.cli.console.input import reader
     from foresay.cli.console.screen import Screen
-    from foresay.cli.console.session import Session
+    from foresay.cli.console.session import ChatSession
     from foresay.decoding.acceptance import RULES
     from foresay.methods.expressions import written
 
@@ -40,7 +40,7 @@ def run(
     generator = load_generator(models, drafter, methods, machine)
     interactive = sys.stdin is not None and sys.stdin.isatty()
     rule = written(generator.rule, RULES)
-    session = Session(generator, params, Screen(), interactive, system, rule=rule, length=methods.length)
+    session = ChatSession(generator, params, Screen(), interactive, system, rule=rule, length=methods.length)
     session.trace = trace
     session.template = session.has_template
     if session.interactive:
@@ -49,7 +49,7 @@ def run(
     return _loop(session, reader(words(), keep_history=not no_history))
 
 
-def _loop(session: Session, reader: Reader) -> int:
+def _loop(session: ChatSession, reader: LineReader) -> int:
     """Read and do, until the end."""
     from foresay.cli.console.commands import handle
     from foresay.errors import ForesayError, PromptError

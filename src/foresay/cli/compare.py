@@ -34,10 +34,10 @@ def run(
     machine: MachineOptions,
 ) -> int:
     """Decode one prompt with each method, and set them side by side."""
-    from foresay.checks import integer
+    from foresay.checks import check_int
 
     params = sampling.params()
-    integer("--repeats", repeats, 1, 1000)
+    check_int("--repeats", repeats, 1, 1000)
     names = _methods(drafter or [], models, methods)
     text = read_prompt(prompt, file)
     plainly = MethodOptions(rule=methods.rule)

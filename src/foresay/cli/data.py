@@ -13,7 +13,7 @@ import typer
 from foresay.errors import ConfigError
 
 if TYPE_CHECKING:
-    from foresay.lab.data.items import Item
+    from foresay.lab.data.items import PromptItem
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class DataOptions:
         False
     )
 
-    def items(self) -> list[Item]:
+    def items(self) -> list[PromptItem]:
         """The prompts."""
         from foresay.lab.data.datasets import load_items
 

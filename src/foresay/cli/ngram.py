@@ -76,11 +76,11 @@ def show(
     trust_remote_code: TrustOption = False,
 ) -> int:
     """Say what a table holds; with --model, in words."""
-    from foresay.checks import integer
+    from foresay.checks import check_int
     from foresay.drafters.ngram_table import NgramTable
     from foresay.text.tokenizer import tokenizer_fingerprint, tokenizer_size
 
-    integer("top", top, 0)
+    check_int("top", top, 0)
     loaded = NgramTable.load(table)
     names = None
     if model is not None or tokenizer is not None:

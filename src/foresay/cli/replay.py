@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from foresay.generation.method import Method
     from foresay.lab.replay.replay import Replay
     from foresay.lab.replay.theory import CostModel
-    from foresay.methods.recipes import Shelf
+    from foresay.methods.recipes import Resources
     from foresay.records.profile import Profile
     from foresay.records.recording import Recording
 
@@ -58,13 +58,13 @@ def run(
     use_threads(machine.threads)
     named = methods(drafter or _LOOK_UPS, length or ())
     known = None if profile is None else Profile.load(profile)
-    shelf, recorded = _open(recording, model, named, data, machine)
+    resources, recorded = _open(recording, model, named, data, machine)
     table = None if costs is None else read_costs(costs)
     plain = None if known is None else _plain_rate(recorded, batch_size, known)
     lines = []
     for method in named:
         with loading(f"Replaying {method.name}"):
-            done, passes = _replay(method, recorded, shelf, batch_size, known, counted=costs is not None)
+            done, passes = _replay(method, recorded, resources, batch_size, known, counted=costs is not None)
         lines.append(_facts(method, done, recorded, known, plain) | _swi(done, table, target_cost, passes))
     if as_json:
         for line in lines:
@@ -76,10 +76,10 @@ def run(
 
 def _open(
     path: Path, model: str | None, named: list[Method], data: DataOptions, machine: MachineOptions
-) -> tuple[Shelf, Recording]:
+) -> tuple[Resources, Recording]:
     """The recording, and the target where something needs it: its layers, its tokenizer, a log's prompts."""
-    from foresay.lab.data.requests import Asker
-    from foresay.methods.recipes import Shelf, read_drafter
+    from foresay.lab.data.requests import RequestBuilder
+    from foresay.methods.recipes import Resources, read_drafter
     from foresay.models.recording import RecordingModel
     from foresay.models.sources.catalog import LoadedModel
     from foresay.records.recording import Recording
@@ -92,19 +92,19 @@ def _open(
     if not printed and not any(read_drafter(method.drafter).reads_target for method in named):
         recorded = Recording.load(path)
         stand_in = RecordingModel([recorded.records[0].text], recorded.vocab_size)
-        return Shelf(LoadedModel(recorded.model, stand_in, None, recorded.eos)), recorded
+        return Resources(LoadedModel(recorded.model, stand_in, None, recorded.eos)), recorded
     name = model if model is not None or printed else Recording.load(path).model or None
     generator = load_generator(ModelOptions(name), "none", MethodOptions(), machine)
-    assert generator.shelf is not None
+    assert generator.resources is not None
     prompts = None
     if printed:
-        asks = Asker(generator, chat=not data.no_template).first(data.items())
+        asks = RequestBuilder(generator, chat=not data.no_template).first(data.items())
         prompts = [ask.token_ids for ask in asks]
-    return generator.shelf, Recording.load(path, prompts=prompts)
+    return generator.resources, Recording.load(path, prompts=prompts)
 
 
 def _replay(
-    method: Method, recorded: Recording, shelf: Shelf, batch_size: int, known: Profile | None, *, counted: bool
+    method: Method, recorded: Recording, resources: Resources, batch_size: int, known: Profile | None, *, counted: bool
 ) -> tuple[Replay, Mapping[str, int]]:
     """The replay, and the passes of each draft model where they are counted."""
     from foresay.lab.replay.cost_tables import PassCounter, drafter_names
@@ -116,7 +116,7 @@ def _replay(
     length = int(method.length) if method.length.isdecimal() else method.length
     policy = read_length(length) if length else ConstantLength(recipe.num_draft_tokens)
     clock = None if known is None else known.clock()
-    drafter = recipe.prepare(shelf)()
+    drafter = recipe.prepare(resources)()
     counter = PassCounter(drafter, drafter_names(method.drafter)) if counted else None
     done = replay(recorded, drafter, policy, rule=read_rule(method.rule), batch_size=batch_size, clock=clock)
     return done, {} if counter is None else counter.passes

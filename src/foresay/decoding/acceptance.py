@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from foresay.checks import number
+from foresay.checks import check_float
 from foresay.decoding.draws import draw, inverse_cdf
 from foresay.decoding.laws import Laws, entropy
 from foresay.decoding.proposal import Proposal, Verdict
@@ -83,10 +83,10 @@ def _extra_tokens(
     uniform: [B]. scale: [B] or None, the factor on p in block verification's residual (1 elsewhere).
     """
     batch = torch.arange(len(num_accepted), device=num_accepted.device)
-    if not proposal.width or target.probs is None or target.index is None:
+    if not proposal.width or target.probs is None or target.probs_row is None:
         return _from_target(target, num_accepted, uniform)
-    out = target.points[batch, num_accepted]
-    index = target.index[batch, num_accepted]
+    out = target.greedy_ids[batch, num_accepted]
+    index = target.probs_row[batch, num_accepted]
     dense = torch.nonzero(index >= 0)[:, 0]
     column = num_accepted[dense]
     rejected = column < torch.tensor(proposal.num_tokens, device=column.device)[dense]
@@ -131,9 +131,9 @@ class Speculative:
         """Each draft token is kept with probability min(1, p(x) / q(x)), the first rejection ends the block."""
         batch = torch.arange(len(proposal.token_ids), device=proposal.token_ids.device)
         if target.probs is None and proposal.laws is None:
-            agreed = (target.points[:, : proposal.width] == proposal.token_ids) & _valid(proposal)
+            agreed = (target.greedy_ids[:, : proposal.width] == proposal.token_ids) & _valid(proposal)
             count = _leading(agreed)
-            return Verdict(count, target.points[batch, count])
+            return Verdict(count, target.greedy_ids[batch, count])
         offsets = torch.arange(proposal.width, device=batch.device)
         uniform = streams.uniform(Purpose.ACCEPT, offsets)
         p, q = target.prob_of(proposal.token_ids), _draft_probs(proposal)
@@ -149,7 +149,7 @@ class Block:
 
     def judge(self, target: Laws, proposal: Proposal, streams: Streams) -> Verdict:
         """Accept up to the last i whose own uniform is at most h_i; every token is tested."""
-        if target.probs is None or target.index is None or proposal.width == 0:
+        if target.probs is None or target.probs_row is None or proposal.width == 0:
             return Speculative().judge(target, proposal, streams)
         device = proposal.token_ids.device
         valid = _valid(proposal)
@@ -160,7 +160,7 @@ class Block:
         accepted = (uniform <= h) & valid & (h > 0)
         count = torch.where(accepted, offsets + 1, 0).amax(-1)
         # a greedy row is a point mass: its products are 0 or 1 and the leading ones are the accepted block
-        greedy = target.index[:, 0] < 0
+        greedy = target.probs_row[:, 0] < 0
         count = torch.where(greedy, _leading((pi > 0) & valid), count)
         scale = torch.cat([torch.ones(len(pi), 1, device=device, dtype=pi.dtype), pi], 1).gather(1, count[:, None])[
             :, 0
@@ -171,15 +171,15 @@ class Block:
     @staticmethod
     def _thresholds(target: Laws, proposal: Proposal, pi: torch.Tensor) -> torch.Tensor:
         """h [B, K]: h_i = S_i / (S_i + 1 - pi_i), S_i = sum max(0, pi_i p_{i+1} - q_{i+1}); the last of a row is pi."""
-        assert target.probs is not None and target.index is not None
+        assert target.probs is not None and target.probs_row is not None
         h = pi.clone()
         counts = torch.tensor(proposal.num_tokens, device=pi.device)
         for i in range(proposal.width - 1):
-            rows = torch.nonzero((counts > i + 1) & (target.index[:, i + 1] >= 0))[:, 0]
+            rows = torch.nonzero((counts > i + 1) & (target.probs_row[:, i + 1] >= 0))[:, 0]
             if not len(rows):
                 continue
             columns = torch.full_like(rows, i + 1)
-            p = target.probs[target.index[rows, i + 1]]
+            p = target.probs[target.probs_row[rows, i + 1]]
             scale = pi[rows, i].to(p.dtype)
             q = _draft_rows(proposal, rows, columns)
             # q a point mass at x: sum max(0, pi p - q) = pi (1 - p(x)), because pi p(x) <= 1
@@ -237,7 +237,7 @@ class Lenience:
 
     def __init__(self, lenience: float = 2.0) -> None:
         """lenience: l; 1 is exact speculative sampling."""
-        self.lenience = number("lenience", lenience, 1.0, 1e6)
+        self.lenience = check_float("lenience", lenience, 1.0, 1e6)
 
     def judge(self, target: Laws, proposal: Proposal, streams: Streams) -> Verdict:
         """Keep x while u q(x) / l < p(x); then norm(max(0, p - q / l)), or the greedy target's own token."""
@@ -249,8 +249,10 @@ class Lenience:
         if proposal.width:
             sure = torch.ones_like(q) if proposal.confidence is None else proposal.confidence
             close = (target.confidence(ids) > sure / self.lenience) & (self.lenience > 1)
-            greedy = torch.ones_like(accepted) if target.index is None else target.index[:, : proposal.width] < 0
-            accepted = torch.where(greedy, (target.points[:, : proposal.width] == ids) | close, accepted)
+            greedy = (
+                torch.ones_like(accepted) if target.probs_row is None else target.probs_row[:, : proposal.width] < 0
+            )
+            accepted = torch.where(greedy, (target.greedy_ids[:, : proposal.width] == ids) | close, accepted)
         count = _leading(accepted & _valid(proposal))
         extra = _extra_uniform(streams, device)
         # norm(max(0, p - q / l)) is norm(max(0, l p - q))
@@ -268,15 +270,15 @@ class Typical:
 
     def __init__(self, eps: float = 0.3, delta: float = 0.09) -> None:
         """eps: a token at least this likely always stays. delta: how far below exp(-entropy) one may be."""
-        self.eps, self.delta = number("eps", eps, 0.0, 1.0), number("delta", delta, 0.0, 1.0)
+        self.eps, self.delta = check_float("eps", eps, 0.0, 1.0), check_float("delta", delta, 0.0, 1.0)
 
     def judge(self, target: Laws, proposal: Proposal, streams: Streams) -> Verdict:
         """Look at p alone."""
         ids = proposal.token_ids
         p = target.prob_of(ids)
         bar = torch.full_like(p, 0.5)  # of a point mass: its token and no other
-        if target.probs is not None and target.index is not None:
-            index = target.index[:, : proposal.width]
+        if target.probs is not None and target.probs_row is not None:
+            index = target.probs_row[:, : proposal.width]
             spread = (self.delta * (-entropy(target.probs)).exp()).clamp(max=self.eps)
             bar = torch.where(index >= 0, spread[index.clamp(min=0)], bar)
         count = _leading((p > bar) & _valid(proposal))
@@ -286,10 +288,10 @@ class Typical:
 def _from_target(target: Laws, num_accepted: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """The target's own next token after the accepted ones, [B]."""
     batch = torch.arange(len(num_accepted), device=num_accepted.device)
-    out = target.points[batch, num_accepted]
-    if target.probs is None or target.index is None:
+    out = target.greedy_ids[batch, num_accepted]
+    if target.probs is None or target.probs_row is None:
         return out
-    index = target.index[batch, num_accepted]
+    index = target.probs_row[batch, num_accepted]
     dense = torch.nonzero(index >= 0)[:, 0]
     out[dense] = inverse_cdf(target.probs, uniform[dense], index[dense])
     return out

@@ -56,20 +56,20 @@ def draw(
     Under coupled streams the token is argmax(log law + noise at its position), whatever the purpose. counts: places past
     counts[i] of row i are not drawn; None draws all.
     """
-    if laws.probs is None or laws.index is None:
-        return laws.points
-    wanted = laws.index >= 0
+    if laws.probs is None or laws.probs_row is None:
+        return laws.greedy_ids
+    wanted = laws.probs_row >= 0
     if counts is not None:
         limit = torch.tensor(counts, device=wanted.device)[:, None]
         wanted &= torch.arange(wanted.shape[1], device=wanted.device) <= limit
     where, column = torch.nonzero(wanted, as_tuple=True)
-    rows = laws.index[where, column]
+    rows = laws.probs_row[where, column]
     if streams.coupled:
         tokens = _coupled(laws.probs, rows, streams, where, column + first)
     else:
-        offsets = torch.arange(first, first + laws.index.shape[1], device=where.device)
+        offsets = torch.arange(first, first + laws.probs_row.shape[1], device=where.device)
         tokens = inverse_cdf(laws.probs, streams.uniform(purpose, offsets)[where, column], rows)
-    out = laws.points.clone()
+    out = laws.greedy_ids.clone()
     out[where, column] = tokens
     return out
 

@@ -21,23 +21,23 @@ from foresay.decoding.truncation import plan_of, probabilities
 class Laws:
     """The laws at [B, T] places.
 
-    points: [B, T] int64, the token of a point mass (the argmax elsewhere). probs: [N, V] float32, rows sum to 1, or
-    None when every law is a point mass. index: [B, T] int64 into probs, -1 for a point mass. scores: [B, T, V], the raw
-    logits the laws were made of, for what looks behind a point mass: length policies and lossy rules.
+    greedy_ids: [B, T] int64, the token of a point mass; at other places it means nothing. probs: [N, V] float32, rows sum
+    to 1, or None when every law is a point mass. probs_row: [B, T] int64 into probs, -1 for a point mass. scores:
+    [B, T, V], the raw logits the laws were made of, for what looks behind a point mass: length policies and lossy rules.
     """
 
-    points: torch.Tensor
+    greedy_ids: torch.Tensor
     probs: torch.Tensor | None = None
-    index: torch.Tensor | None = None
+    probs_row: torch.Tensor | None = None
     scores: torch.Tensor | None = None
 
     def prob_of(self, token_ids: torch.Tensor) -> torch.Tensor:
         """token_ids: [B, K], K <= T -> [B, K], the probability of each under the law at its place."""
         width = token_ids.shape[1]
-        hits = (self.points[:, :width] == token_ids).to(torch.float32)
-        if self.probs is None or self.index is None:
+        hits = (self.greedy_ids[:, :width] == token_ids).to(torch.float32)
+        if self.probs is None or self.probs_row is None:
             return hits
-        index = self.index[:, :width]
+        index = self.probs_row[:, :width]
         dense = self.probs[index.clamp(min=0), token_ids]
         return torch.where(index >= 0, dense, hits.to(dense.dtype))
 

@@ -38,7 +38,7 @@ class KVCache(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Guess:
+class DraftStep:
     """One token that a draft model has just added to each row's draft, and what it thought.
 
     token_ids: [B] int64. laws: the laws [B, 1] they were drawn from, with the raw scores. hidden: [B, H] or None, the draft's
@@ -57,7 +57,7 @@ class LengthPolicy(Protocol):
         """Most tokens to guess for each row in this step."""
         ...
 
-    def proceed(self, index: int, guess: Guess) -> torch.Tensor | None:
+    def keep_drafting(self, index: int, guess: DraftStep) -> torch.Tensor | None:
         """[B] bool after a draft model's token `index`: which rows draft on; None lets all of them.
 
         A token stays in the draft whatever it is: dropping it for its own value would condition its law.
@@ -80,7 +80,7 @@ class Drafter(Protocol):
         ...
 
     def propose(self, rows: Rows, budget: Sequence[int], policy: LengthPolicy) -> Proposal:
-        """Guess up to `budget` tokens for each row."""
+        """DraftStep up to `budget` tokens for each row."""
         ...
 
     def observe(self, rows: Rows, verdict: Verdict | None, target: ModelOutput | None) -> None:
@@ -97,10 +97,10 @@ class Drafter(Protocol):
 
 
 @runtime_checkable
-class BorrowsCache(Protocol):
+class UsesTargetCache(Protocol):
     """A drafter that drafts in the target's own cache."""
 
-    def borrow(self, cache: KVCache) -> None:
+    def use_cache_of_target(self, cache: KVCache) -> None:
         """Called once, before anything is admitted."""
         ...
 
@@ -136,12 +136,12 @@ class Logits(StrEnum):
 class ModelOutput:
     """What a pass computed: logits as asked for, and the hidden states [B, T, H] of the layers asked for.
 
-    points: [B, T] int64 in place of logits, from a model that knows its tokens and not their scores (a recording).
+    token_ids: [B, T] int64 in place of logits, from a model that knows its tokens and not their scores (a recording).
     """
 
     logits: torch.Tensor | None
     hidden: Mapping[int, torch.Tensor] = field(default_factory=dict)
-    points: torch.Tensor | None = None
+    token_ids: torch.Tensor | None = None
 
     def scores(self) -> torch.Tensor:
         """The logits of a pass that was asked for some."""

@@ -28,14 +28,14 @@ class Row:
 
     __slots__ = (
         "_buffer",
+        "committed",
         "eos",
         "extras",
-        "key",
         "limit",
         "params",
         "prompt_length",
         "request_id",
-        "root",
+        "rng_key",
         "seed",
         "size",
         "source",
@@ -61,7 +61,7 @@ class Row:
         self.request_id, self.params, self.seed, self.limit = request_id, params, seed, limit
         self.stop = stop
         self.source = None if source is None else np.asarray(source, dtype=np.int64)
-        self.key, self.root = seed, self
+        self.rng_key, self.committed = seed, self
         self.eos = (frozenset() if params.ignore_eos else eos) | frozenset(params.stop_token_ids)
         self.prompt_length = self.size = len(prompt)
         self._buffer = np.empty(max(self.size + 64, 128), dtype=np.int64)
@@ -84,27 +84,27 @@ class Row:
         return self.limit - self.size
 
     @property
-    def history(self) -> IntArray:
-        """All that was read and written: the tokens, behind the source where an encoder reads one."""
+    def full_context(self) -> IntArray:
+        """Encoder source (if any), then prompt and output."""
         if self.source is None:
             return self.tokens
         return np.concatenate([self.source, self.tokens[self.prompt_length :]])
 
-    def flat(self) -> Row:
-        """This row with its history for tokens."""
-        out = Row(self.request_id, self.history, self.params, seed=self.seed, limit=self.limit, eos=self.eos)
-        out.key, out.root = self.key, self.root
+    def as_decoder_only(self) -> Row:
+        """This row as a decoder-only model reads it: source and output as one text."""
+        out = Row(self.request_id, self.full_context, self.params, seed=self.seed, limit=self.limit, eos=self.eos)
+        out.rng_key, out.committed = self.rng_key, self.committed
         return out
 
-    def ahead(self, token_ids: Sequence[int], key: int) -> Row:
+    def with_draft(self, token_ids: Sequence[int], key: int) -> Row:
         """This row with tokens guessed behind it: what a drafter that drafts further sees.
 
-        `root` stays the engine's row, whose tokens are committed; `key` seeds what is drawn for it. It never stops on
+        `committed` stays the engine's row, whose tokens are committed; `key` seeds what is drawn for it. It never stops on
         strings, which are conditions of committed text.
         """
         out = Row.__new__(Row)
         out.request_id, out.params, out.seed, out.limit = self.request_id, self.params, self.seed, self.limit
-        out.stop, out.source, out.key, out.root = None, self.source, key, self.root
+        out.stop, out.source, out.rng_key, out.committed = None, self.source, key, self.committed
         out.eos, out.prompt_length, out.extras = self.eos, self.prompt_length, {}
         out._buffer = np.empty(self.size + len(token_ids) + 64, dtype=np.int64)
         out._buffer[: self.size] = self.tokens
@@ -141,23 +141,23 @@ class Rows:
         self.coupled, self.confident, self.level = coupled, confident, level
         self.memo: dict[str, Any] = {}
 
-    def ahead(self, drafted: Sequence[Sequence[int]], tag: int) -> Rows:
+    def with_draft(self, drafted: Sequence[Sequence[int]], tag: int) -> Rows:
         """The rows with tokens guessed behind them, a level deeper, with random streams of their own.
 
         drafted: B lists of tokens. tag: tells apart those who draft from the same rows in one step. Keys are derived
         from (key, level, start, tag), so that nothing drawn for one drafter is drawn again for another.
         """
         items = [
-            row.ahead(tokens, derive(row.key, self.level, row.size, tag))
+            row.with_draft(tokens, derive(row.rng_key, self.level, row.size, tag))
             for row, tokens in zip(self.items, drafted, strict=True)
         ]
         out = self.of(items)
         out.level += 1
         return out
 
-    def flat(self) -> Rows:
+    def as_decoder_only(self) -> Rows:
         """The rows as a decoder-only model reads an encoder-decoder's requests: source and output as one text."""
-        return self.of([row.flat() for row in self.items])
+        return self.of([row.as_decoder_only() for row in self.items])
 
     def of(self, items: Sequence[Row], *, confident: bool | None = None) -> Rows:
         """Other rows in the place of these, with the same parameters; perhaps for a rule that needs confidence."""
@@ -181,5 +181,5 @@ class Rows:
         if key not in self.memo:
             self.memo[key] = torch.tensor([row.seed for row in self], device=device)
         starts = torch.tensor([row.size for row in self], device=device)
-        keys = torch.tensor([row.key for row in self], device=device) if self.level else None
+        keys = torch.tensor([row.rng_key for row in self], device=device) if self.level else None
         return Streams(self.memo[key], starts, keys=keys, level=self.level, coupled=self.coupled)

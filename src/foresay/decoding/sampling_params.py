@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from foresay.checks import integer, number
+from foresay.checks import check_float, check_int
 from foresay.errors import ConfigError, UnknownNameError
 
 LogitsProcessor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -23,7 +23,7 @@ def _token_ids(name: str, value: Any) -> tuple[int, ...]:
         raise ConfigError(f"{name}={value!r} must be a sequence of token ids")
     ids = tuple(value)
     for token in ids:
-        integer(name, token, 0)
+        check_int(name, token, 0)
     return ids
 
 
@@ -69,25 +69,25 @@ class SamplingParams:
     """Report the log-probability of each token, and of this many likeliest ones, under the raw logits."""
 
     def __post_init__(self) -> None:
-        integer("max_new_tokens", self.max_new_tokens, 1)
-        integer("min_new_tokens", self.min_new_tokens, 0)
+        check_int("max_new_tokens", self.max_new_tokens, 1)
+        check_int("min_new_tokens", self.min_new_tokens, 0)
         if self.min_new_tokens > self.max_new_tokens:
             raise ConfigError(
                 f"min_new_tokens={self.min_new_tokens} exceeds max_new_tokens={self.max_new_tokens}; "
                 "raise max_new_tokens or lower min_new_tokens"
             )
-        number("temperature", self.temperature, 0.0, math.inf)
-        integer("top_k", self.top_k, 0)
-        number("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        number("min_p", self.min_p, 0.0, 1.0)
-        number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
-        number("presence_penalty", self.presence_penalty, -100.0, 100.0)
-        number("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
+        check_float("temperature", self.temperature, 0.0, math.inf)
+        check_int("top_k", self.top_k, 0)
+        check_float("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        check_float("min_p", self.min_p, 0.0, 1.0)
+        check_float("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
+        check_float("presence_penalty", self.presence_penalty, -100.0, 100.0)
+        check_float("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
         self._check_tokens()
         if self.seed is not None:
-            integer("seed", self.seed, 0, MAX_SEED)
+            check_int("seed", self.seed, 0, MAX_SEED)
         if self.logprobs is not None:
-            integer("logprobs", self.logprobs, 0, 1000)
+            check_int("logprobs", self.logprobs, 0, 1000)
         if not isinstance(self.ignore_eos, bool):
             raise ConfigError(f"ignore_eos={self.ignore_eos!r} must be True or False")
 
@@ -111,8 +111,8 @@ class SamplingParams:
         if not isinstance(self.logit_bias, Mapping):
             raise ConfigError(f"logit_bias={self.logit_bias!r} must map token ids to numbers")
         for token, bias in self.logit_bias.items():
-            integer("logit_bias key", token, 0)
-            number(f"logit_bias[{token}]", bias, -1e4, 1e4)
+            check_int("logit_bias key", token, 0)
+            check_float(f"logit_bias[{token}]", bias, -1e4, 1e4)
         put(self, "logit_bias", dict(self.logit_bias))
 
     def _items(self, name: str) -> tuple[Any, ...]:

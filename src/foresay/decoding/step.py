@@ -85,15 +85,15 @@ def score(
     output = target.forward(token_ids, counts, cache, hidden_layers=hidden_layers)
     batch = torch.arange(len(rows), device=target.device)[:, None]
     hidden = {layer: states[batch, columns - 1] for layer, states in output.hidden.items()}
-    if output.points is not None:
-        return ModelOutput(None, hidden, output.points[batch, columns - 1])
+    if output.token_ids is not None:
+        return ModelOutput(None, hidden, output.token_ids[batch, columns - 1])
     return ModelOutput(output.scores()[batch, columns - 1], hidden)
 
 
 def _laws(output: ModelOutput, rows: Rows, proposal: Proposal) -> Laws:
     """The target's laws at each place; the tokens of a recording are point masses, whatever the parameters."""
-    if output.points is not None:
-        return Laws(output.points)
+    if output.token_ids is not None:
+        return Laws(output.token_ids)
     return build_laws(output.scores(), rows, proposal.token_ids, counts=proposal.num_tokens)
 
 

@@ -12,17 +12,26 @@ from typing import Protocol
 
 import torch
 
-from foresay.checks import integer, number
+from foresay.checks import check_float, check_int
 from foresay.decoding.acceptance import Coupled, Lenience, Speculative
 from foresay.decoding.laws import Laws
 from foresay.decoding.outcome import Step
 from foresay.decoding.proposal import Proposal, Verdict
-from foresay.decoding.protocols import BorrowsCache, Drafter, Guess, KVCache, LengthPolicy, ModelOutput, Move, Rule
+from foresay.decoding.protocols import (
+    Drafter,
+    DraftStep,
+    KVCache,
+    LengthPolicy,
+    ModelOutput,
+    Move,
+    Rule,
+    UsesTargetCache,
+)
 from foresay.decoding.randomness import Streams
 from foresay.decoding.rows import Row, Rows
 from foresay.decoding.step import step
 from foresay.drafters.model import ModelDrafter
-from foresay.drafters.proposal_builder import GrowingProposal
+from foresay.drafters.proposal_builder import ProposalBuilder
 from foresay.errors import ConfigError
 from foresay.lengths import ConstantLength
 from foresay.lengths.constant import MAX_DRAFT_TOKENS
@@ -42,19 +51,19 @@ class Cascade:
     def __init__(self, drafters: Sequence[Drafter], k: Matrix, *, lenience: float = 1.0) -> None:
         check_matrix(k, len(drafters))
         self.drafters, self.k = tuple(drafters), tuple(tuple(row) for row in k)
-        self.lenience = number("lenience", lenience, 1.0, 1e6)
+        self.lenience = check_float("lenience", lenience, 1.0, 1e6)
         self.hidden_layers = tuple(sorted({layer for d in drafters for layer in d.hidden_layers}))
-        workers: list[_Worker] = []
+        workers: list[_Node] = []
         for place in range(len(drafters) - 1, -1, -1):  # the deepest first: those before it draft with it
             workers.insert(0, self._worker(place, workers))
         models = [d.context.model for d in drafters if isinstance(d, ModelDrafter)]
-        self._plan = _Plan(self.k[0], workers, models[0].device if models else torch.device("cpu"))
+        self._plan = _MatrixRow(self.k[0], workers, models[0].device if models else torch.device("cpu"))
 
-    def _worker(self, place: int, deeper: Sequence[_Worker]) -> _Worker:
+    def _worker(self, place: int, deeper: Sequence[_Node]) -> _Node:
         drafter = self.drafters[place]
         plan = self.k[place + 1][place + 1 :] if place + 1 < len(self.k) else ()
         if not any(plan):
-            return _Alone(drafter)
+            return _Leaf(drafter)
         if not isinstance(drafter, ModelDrafter):
             raise ConfigError(
                 f"k[{place + 1}]={list(self.k[place + 1])} asks drafter {place + 1} ({type(drafter).__name__}) to review "
@@ -66,13 +75,13 @@ class Cascade:
                     f"k[{place + 1}][{j}]={count}: drafter {j + 1} has an encoder, and drafter {place + 1}, which would review "
                     "it, reads source and output as one text; make that entry zero"
                 )
-        return _Reviewer(drafter, _Plan(plan, deeper, drafter.context.model.device), self.lenience)
+        return _ReviewingNode(drafter, _MatrixRow(plan, deeper, drafter.context.model.device), self.lenience)
 
-    def borrow(self, cache: KVCache) -> None:
+    def use_cache_of_target(self, cache: KVCache) -> None:
         """Pass on to those that draft in the target's cache."""
         for drafter in self.drafters:
-            if isinstance(drafter, BorrowsCache):
-                drafter.borrow(cache)
+            if isinstance(drafter, UsesTargetCache):
+                drafter.use_cache_of_target(cache)
 
     def admit(self, rows: Rows, first: int) -> None:
         """Pass on."""
@@ -119,7 +128,7 @@ def check_matrix(k: Matrix, count: int) -> None:
         raise ConfigError(f"k has rows of {[len(row) for row in k]} numbers; {shape}")
     for i, row in enumerate(k):
         for j, value in enumerate(row):
-            integer(f"k[{i}][{j}]", value, 0, MAX_DRAFT_TOKENS)
+            check_int(f"k[{i}][{j}]", value, 0, MAX_DRAFT_TOKENS)
             if j < i and value:
                 raise ConfigError(
                     f"k[{i}][{j}]={value} must be 0: k is upper triangular, drafter {j + 1} does not draft for drafter {i}"
@@ -128,36 +137,36 @@ def check_matrix(k: Matrix, count: int) -> None:
         raise ConfigError("k[0] is all zeros: nobody drafts for the target")
 
 
-class _Worker(Protocol):
+class _Node(Protocol):
     """What carries out one entry of a plan."""
 
-    def work(self, rows: Rows, want: Sequence[int], most: Sequence[int], policy: _Watched) -> Proposal:
+    def work(self, rows: Rows, want: Sequence[int], most: Sequence[int], policy: _PolicyTap) -> Proposal:
         """At least `want` tokens for each row if it can, and no more than `most`. The rows are the worker's to change."""
         ...
 
 
-class _Alone:
+class _Leaf:
     """A drafter that guesses by itself."""
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
 
-    def work(self, rows: Rows, want: Sequence[int], most: Sequence[int], policy: _Watched) -> Proposal:
+    def work(self, rows: Rows, want: Sequence[int], most: Sequence[int], policy: _PolicyTap) -> Proposal:
         return self.drafter.propose(rows, want, policy)
 
 
-class _Plan:
+class _MatrixRow:
     """One row of the matrix: who adds how much, one after the other."""
 
     hidden_layers: tuple[int, ...] = ()
 
-    def __init__(self, counts: Sequence[int], workers: Sequence[_Worker], device: torch.device) -> None:
+    def __init__(self, counts: Sequence[int], workers: Sequence[_Node], device: torch.device) -> None:
         """device: where the model that reviews the proposals scores them."""
         self._parts, self._device = list(zip(counts, workers, strict=True)), device
 
     def draft(self, rows: Rows, most: Sequence[int], policy: LengthPolicy) -> Proposal:
         """A proposal of up to `most` tokens for each row."""
-        grown = GrowingProposal(len(rows), self._device)
+        grown = ProposalBuilder(len(rows), self._device)
         closed = [False] * len(rows)
         goal = 0
         for tag, (count, worker) in enumerate(self._parts):
@@ -168,8 +177,8 @@ class _Plan:
             if count == 0 or not any(want):
                 continue
             room = [limit - size if n else 0 for n, limit, size in zip(want, most, sizes, strict=True)]
-            watched = _Watched(policy, min(size for size, n in zip(sizes, want, strict=True) if n))
-            proposal = worker.work(rows.ahead(grown.tokens, tag), want, room, watched)
+            watched = _PolicyTap(policy, min(size for size, n in zip(sizes, want, strict=True) if n))
+            proposal = worker.work(rows.with_draft(grown.tokens, tag), want, room, watched)
             grown.add(proposal)
             closed = [shut or watched.stopped(i, proposal.num_tokens[i]) for i, shut in enumerate(closed)]
             closed = [
@@ -196,7 +205,7 @@ def _ended(row: Row, tokens: Sequence[int]) -> bool:
     return not row.eos.isdisjoint(tokens)
 
 
-class _Watched:
+class _PolicyTap:
     """A policy that remembers which rows it stopped, for a worker that begins behind `offset` tokens."""
 
     def __init__(self, policy: LengthPolicy, offset: int) -> None:
@@ -209,8 +218,8 @@ class _Watched:
 
     def observe(self, rows: Rows, steps: Sequence[Step]) -> None: ...
 
-    def proceed(self, index: int, guess: Guess) -> torch.Tensor | None:
-        mask = self._policy.proceed(index + self._offset, guess)
+    def keep_drafting(self, index: int, guess: DraftStep) -> torch.Tensor | None:
+        mask = self._policy.keep_drafting(index + self._offset, guess)
         self._masks.append(None if mask is None else mask.tolist())
         return mask
 
@@ -225,10 +234,10 @@ class _Watched:
             if not live:
                 break
             column = slice(t, t + 1)
-            index = None if laws.index is None else laws.index[:, column]
+            index = None if laws.probs_row is None else laws.probs_row[:, column]
             scores = None if laws.scores is None else laws.scores[:, column]
-            guess = Guess(proposal.token_ids[:, t], Laws(laws.points[:, column], laws.probs, index, scores))
-            mask = self._policy.proceed(min(before[i] for i in live) + t + self._offset, guess)
+            guess = DraftStep(proposal.token_ids[:, t], Laws(laws.greedy_ids[:, column], laws.probs, index, scores))
+            mask = self._policy.keep_drafting(min(before[i] for i in live) + t + self._offset, guess)
             going = [True] * len(counts) if mask is None else mask.tolist()
             for i in (i for i in live if not going[i]):
                 counts[i] = t + 1
@@ -253,18 +262,18 @@ class _Witness:
         return self._rule.judge(target, proposal, streams)
 
 
-class _Reviewer:
+class _ReviewingNode:
     """A draft model that decodes speculatively with the drafters behind it.
 
     Whether a review goes on to a token depends on what came before it and never on the token itself, so that the law of
     each token it writes, given those before it, is the model's own law.
     """
 
-    def __init__(self, drafter: ModelDrafter, plan: _Plan, lenience: float) -> None:
+    def __init__(self, drafter: ModelDrafter, plan: _MatrixRow, lenience: float) -> None:
         self._context, self._plan, self._lenience = drafter.context, plan, lenience
         self._length = ConstantLength(MAX_DRAFT_TOKENS)
 
-    def work(self, rows: Rows, want: Sequence[int], most: Sequence[int], policy: _Watched) -> Proposal:
+    def work(self, rows: Rows, want: Sequence[int], most: Sequence[int], policy: _PolicyTap) -> Proposal:
         context, model = self._context, self._context.model
         device = model.device
         lenient = self._lenience > 1 and not rows.coupled
@@ -273,7 +282,7 @@ class _Reviewer:
         room = [
             max(0, min(m, model.max_length - row.size)) if n else 0 for n, m, row in zip(want, most, seen, strict=True)
         ]
-        grown = GrowingProposal(len(rows), device)
+        grown = ProposalBuilder(len(rows), device)
         if not any(room):
             return grown.proposal()
         context.prepare(seen, [m > 0 for m in room])
@@ -298,11 +307,11 @@ def _reviewed(steps: Sequence[Step], laws: Laws, *, lenient: bool, confident: bo
     """What an inner step committed, as a proposal with the reviewer's laws."""
     counts = [len(one.token_ids) for one in steps]
     width = max(counts)
-    device = laws.points.device
+    device = laws.greedy_ids.device
     ids = torch.tensor(
         [[*one.token_ids, *[0] * (width - n)] for one, n in zip(steps, counts, strict=True)], device=device
     )
     confidence = laws.confidence(ids) if confident and width else None
-    if lenient or laws.probs is None or laws.index is None:
+    if lenient or laws.probs is None or laws.probs_row is None:
         return Proposal(ids, counts, confidence=confidence)
-    return Proposal(ids, counts, laws.probs, laws.index[:, :width], confidence)
+    return Proposal(ids, counts, laws.probs, laws.probs_row[:, :width], confidence)

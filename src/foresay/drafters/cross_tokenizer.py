@@ -3,7 +3,7 @@
 The draft reads the committed text in its own tokens. A greedy row's draft is written out as text and read back in the
 target's tokens, which are then point masses. A sampled row's draft is drawn from the draft's law over the tokens both
 vocabularies have, so that each token has a law over the target's ids. Both are exact; how text becomes tokens is told
-by a Translator.
+by a Retokenizer.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from foresay.decoding.randomness import derive
 from foresay.decoding.rows import Row, Rows
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters.model import ModelDrafter
-from foresay.drafters.proposal_builder import GrowingProposal
-from foresay.models.vocabulary import AlignedModel
+from foresay.drafters.proposal_builder import ProposalBuilder
+from foresay.models.vocabulary import VocabularyAdapter
 
 _TAG = 0x7A
 """Tells this drafter's random keys from those of others that draft from the same rows."""
 
 
-class Translator(Protocol):
+class Retokenizer(Protocol):
     """What two tokenizers say to each other."""
 
     shared: tuple[torch.Tensor, torch.Tensor]
@@ -50,7 +50,7 @@ class Reader(Protocol):
         ...
 
 
-class _Restricted(AlignedModel):
+class _Restricted(VocabularyAdapter):
     """The draft, able to score nothing but shared tokens for the rows that ask for it."""
 
     def __init__(self, model: LanguageModel, shared: torch.Tensor) -> None:
@@ -67,15 +67,15 @@ class _Restricted(AlignedModel):
         return scores.masked_fill(self.rows[:, None, None] & self._others, -torch.inf)
 
 
-class TranslatedDrafter:
+class CrossTokenizerDrafter:
     """Guesses with a model that has other tokens than the target."""
 
     hidden_layers: tuple[int, ...] = ()
 
-    def __init__(self, model: LanguageModel, target_vocab_size: int, translator: Translator) -> None:
-        """translator: between the target's tokens and those of `model`."""
-        self._translator, self._vocab = translator, target_vocab_size
-        ours, theirs = (ids.to(model.device) for ids in translator.shared)
+    def __init__(self, model: LanguageModel, target_vocab_size: int, retokenizer: Retokenizer) -> None:
+        """retokenizer: between the target's tokens and those of `model`."""
+        self._translator, self._vocab = retokenizer, target_vocab_size
+        ours, theirs = (ids.to(model.device) for ids in retokenizer.shared)
         fits = (ours < model.vocab_size) & (theirs < target_vocab_size)
         self._shared = (ours[fits], theirs[fits])
         self._model = _Restricted(model, self._shared[0])
@@ -115,11 +115,11 @@ class TranslatedDrafter:
         )
         self._model.rows = torch.tensor([not g for g in greedy], device=device)
         draft = self._drafter.propose(theirs, budget, policy)
-        grown = GrowingProposal(len(rows), device)
+        grown = ProposalBuilder(len(rows), device)
         grown.add(self._same_tokens(draft), [0 if g else n for g, n in zip(greedy, draft.num_tokens, strict=True)])
         ids = draft.token_ids.tolist()
         retold = [
-            self._translator.to_target(row.history[-32:].tolist(), ids[i][: draft.num_tokens[i]])[:n]
+            self._translator.to_target(row.full_context[-32:].tolist(), ids[i][: draft.num_tokens[i]])[:n]
             if greedy[i]
             else []
             for i, (row, n) in enumerate(zip(rows, budget, strict=True))
@@ -132,7 +132,9 @@ class TranslatedDrafter:
 
     def _translated(self, place: int, row: Row, greedy: bool) -> Row:
         """A row in the draft's tokens; what depends on the target's ids (penalties, biases, processors) is left out."""
-        tokens = np.asarray(self._readers[place].read(row.history.tolist(), len(row.root.history)), dtype=np.int64)
+        tokens = np.asarray(
+            self._readers[place].read(row.full_context.tolist(), len(row.committed.full_context)), dtype=np.int64
+        )
         params = row.params
         own = SamplingParams(
             temperature=0.0 if greedy else params.temperature,
@@ -141,7 +143,7 @@ class TranslatedDrafter:
             min_p=params.min_p,
         )
         out = Row(row.request_id, tokens, own, seed=row.seed, limit=len(tokens) + 1)
-        out.key, out.root = derive(row.key, row.size, _TAG), row.root
+        out.rng_key, out.committed = derive(row.rng_key, row.size, _TAG), row.committed
         return out
 
     def _known(self, tokens: list[int]) -> list[int]:

@@ -15,17 +15,17 @@ from foresay.decoding.prefill import fill_chunk, pending
 from foresay.decoding.protocols import KVCache, LanguageModel, Move
 from foresay.decoding.rows import IntArray, Rows
 from foresay.models.huggingface.slot_cache import BorrowedSlots, SlotCache
-from foresay.models.vocabulary import AlignedModel
+from foresay.models.vocabulary import VocabularyAdapter
 
 MAX_CATCH_UP = 4
 """Missed tokens that ride in a drafting pass; more are filled in passes of their own."""
 
 
-class DraftContext:
+class DraftCache:
     """A draft model over the target's vocabulary, with a cache row for each row of the batch."""
 
     def __init__(self, model: LanguageModel, vocab_size: int) -> None:
-        self.model = AlignedModel(model, vocab_size)
+        self.model = VocabularyAdapter(model, vocab_size)
         self.cache: KVCache = self.model.new_cache()
         self._fed: list[IntArray | None] = []
 
@@ -50,7 +50,7 @@ class DraftContext:
         """The rows as the model reads them: a decoder-only draft of an encoder-decoder reads source and output as one."""
         if self.model.reads_source or all(row.source is None for row in rows):
             return rows
-        return rows.flat()
+        return rows.as_decoder_only()
 
     def rewind(self, rows: Rows) -> None:
         """Rewind to the rows' committed tokens."""
@@ -85,7 +85,7 @@ class DraftContext:
                 self._fed[place] = np.concatenate([row.tokens, new]) if len(new) else row.tokens
 
 
-class SharedContext(DraftContext):
+class SharedDraftCache(DraftCache):
     """The context of a draft made of the target's first layers: it drafts in the target's own cache.
 
     All that is committed is already there, so there is nothing to prefill and never anything to catch up on. Until an
@@ -96,7 +96,7 @@ class SharedContext(DraftContext):
         super().__init__(model, vocab_size)
         self._owner: SlotCache | None = None
 
-    def borrow(self, cache: KVCache) -> None:
+    def use_cache_of_target(self, cache: KVCache) -> None:
         """Draft in this cache from now on, the target's; one that holds no keys (a recording's) cannot be lent."""
         self._owner = cache if isinstance(cache, SlotCache) else None
         self.reset()
@@ -121,8 +121,8 @@ class SharedContext(DraftContext):
         # another depth's pass may have put pads where this one's guesses were
         alone, self._owner.guest = self._owner.guest is self, self
         for place, row in enumerate(rows):
-            fed, length = self._fed[place], row.root.size - 1
-            if alone and fed is not None and row.root is not row:
+            fed, length = self._fed[place], row.committed.size - 1
+            if alone and fed is not None and row.committed is not row:
                 held = min(self.cache.lengths[place], common_prefix(fed, row.tokens), row.size - 1)
                 length = max(length, held)
             self.cache.lengths[place] = length

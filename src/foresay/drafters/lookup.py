@@ -1,6 +1,6 @@
 """What drafters without weights share: a state for each row, lists of guessed ids, and a proposal of point masses.
 
-A subclass says what it keeps for a row and what it guesses from it. It indexes committed tokens only (`row.root`), and
+A subclass says what it keeps for a row and what it guesses from it. It indexes committed tokens only (`row.committed`), and
 looks up whatever context it is asked about, committed or guessed, so that it also works inside a cascade.
 """
 
@@ -19,7 +19,7 @@ from foresay.decoding.rows import Row, Rows
 State = TypeVar("State")
 
 
-class CopyingDrafter(ABC, Generic[State]):
+class LookupDrafter(ABC, Generic[State]):
     """A Drafter whose guesses cost no pass of a model."""
 
     hidden_layers: tuple[int, ...] = ()

@@ -14,7 +14,7 @@ import torch
 
 from foresay.decoding.rows import IntArray, Row
 from foresay.drafters.automaton import SuffixAutomaton
-from foresay.drafters.lookup import CopyingDrafter
+from foresay.drafters.lookup import LookupDrafter
 
 
 class Continuation(Protocol):
@@ -56,7 +56,7 @@ class _Gram:
         return _ids(output[end : end + count])
 
 
-class MaxGram(CopyingDrafter[_Gram]):
+class MaxGram(LookupDrafter[_Gram]):
     """Guesses by the longest match in prompt or output, continued by a table where there is one."""
 
     def __init__(self, table: Continuation | None = None, *, device: torch.device | str = "cpu") -> None:
@@ -70,7 +70,7 @@ class MaxGram(CopyingDrafter[_Gram]):
 
     def guess(self, row: Row, state: _Gram, count: int) -> list[int]:
         """Copy what followed the longest suffix, then go on by the table."""
-        root = row.root
+        root = row.committed
         output = root.tokens[root.prompt_length :]
         state.read(output)
         if count <= 0:
@@ -90,4 +90,4 @@ def _ids(tokens: IntArray) -> list[int]:
 
 def _guessed(row: Row) -> int:
     """Tokens of a row that lie beyond what is committed."""
-    return len(row.history) - len(row.root.history) if row is not row.root else 0
+    return len(row.full_context) - len(row.committed.full_context) if row is not row.committed else 0

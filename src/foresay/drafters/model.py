@@ -12,10 +12,10 @@ import torch
 from foresay.decoding.draws import draw
 from foresay.decoding.laws import Laws, build_laws
 from foresay.decoding.proposal import Proposal, Verdict
-from foresay.decoding.protocols import Guess, LanguageModel, LengthPolicy, Logits, ModelOutput, Move
+from foresay.decoding.protocols import DraftStep, LanguageModel, LengthPolicy, Logits, ModelOutput, Move
 from foresay.decoding.randomness import Purpose
 from foresay.decoding.rows import Rows
-from foresay.drafters.draft_cache import DraftContext
+from foresay.drafters.draft_cache import DraftCache
 
 
 class ModelDrafter:
@@ -27,9 +27,9 @@ class ModelDrafter:
 
     hidden_layers: tuple[int, ...] = ()
 
-    def __init__(self, model: LanguageModel, target_vocab_size: int, *, context: DraftContext | None = None) -> None:
+    def __init__(self, model: LanguageModel, target_vocab_size: int, *, context: DraftCache | None = None) -> None:
         """context: the cache to draft with, where it is shared with others; None makes one."""
-        self.context = context or DraftContext(model, target_vocab_size)
+        self.context = context or DraftCache(model, target_vocab_size)
 
     def admit(self, rows: Rows, first: int) -> None:
         """Give the new rows empty cache rows; their prompts are filled at their first proposal."""
@@ -70,7 +70,7 @@ class ModelDrafter:
             drafted = torch.cat([drafted, draw(laws, streams, Purpose.DRAFT, first=j)], 1)
             steps.append(laws)
             counts += going > j
-            go_on = policy.proceed(j, Guess(drafted[:, -1], laws))
+            go_on = policy.keep_drafting(j, DraftStep(drafted[:, -1], laws))
             if go_on is not None:
                 going = torch.where(go_on, going, counts)
             alive = [n > j + 1 for n in (going.tolist() if go_on is not None else room)]
@@ -105,6 +105,6 @@ def _proposal(drafted: torch.Tensor, counts: Sequence[int], steps: Sequence[Laws
     per_step = sampled[0].shape[0]
     columns = []
     for j, laws in enumerate(steps):
-        assert laws.index is not None
-        columns.append(torch.where(laws.index >= 0, laws.index + j * per_step, -1))
+        assert laws.probs_row is not None
+        columns.append(torch.where(laws.probs_row >= 0, laws.probs_row + j * per_step, -1))
     return Proposal(drafted, counts, torch.cat(sampled), torch.cat(columns, 1), confidence)

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from foresay.checks import choice, flag, integer
+from foresay.checks import check_choice, check_flag, check_int
 from foresay.decoding.proposal import Proposal, Verdict
 from foresay.decoding.protocols import LengthPolicy, ModelOutput
 from foresay.decoding.rows import Row, Rows
-from foresay.drafters.lookup import CopyingDrafter
+from foresay.drafters.lookup import LookupDrafter
 
 LEVELS = ("one", "all")
 _SEEN = 128
@@ -33,9 +33,9 @@ class NgramStore:
 
         ones too. max_contexts: contexts kept, about 500 bytes each; the ones not seen for longest go first.
         """
-        self.n = integer("n", n, 2, 32)
-        self.levels = choice("levels", levels, LEVELS)
-        self.max_contexts = integer("max_contexts", max_contexts, 16, 1 << 28)
+        self.n = check_int("n", n, 2, 32)
+        self.levels = check_choice("levels", levels, LEVELS)
+        self.max_contexts = check_int("max_contexts", max_contexts, 16, 1 << 28)
         self._counts: dict[Context, dict[int, int]] = {}
         self._best: dict[Context, int] = {}
         self._lock = Lock()
@@ -106,7 +106,7 @@ class _Known:
         self.drafted: list[int] = []
 
 
-class NgramStoreDrafter(CopyingDrafter[_Known]):
+class NgramStoreDrafter(LookupDrafter[_Known]):
     """Guesses by counts of what followed the last few tokens."""
 
     def __init__(
@@ -129,20 +129,20 @@ class NgramStoreDrafter(CopyingDrafter[_Known]):
         self._shared = store
         self._settings: dict[str, Any] = {"n": n, "levels": levels, "max_contexts": max_contexts}
         NgramStore(**self._settings)  # they are checked here
-        self.filler_top_k = integer("filler_top_k", filler_top_k, 1, 64)
-        self.stop_unknown = flag("stop_unknown", stop_unknown)
+        self.filler_top_k = check_int("filler_top_k", filler_top_k, 1, 64)
+        self.stop_unknown = check_flag("stop_unknown", stop_unknown)
 
     def start(self, row: Row) -> _Known:
         """The store to learn in."""
-        return _Known(self._shared if self._shared is not None else NgramStore(**self._settings), len(row.history))
+        return _Known(self._shared if self._shared is not None else NgramStore(**self._settings), len(row.full_context))
 
     def guess(self, row: Row, state: _Known, count: int) -> list[int]:
         """Follow the most frequent tokens."""
-        store, history = state.store, row.root.history
+        store, history = state.store, row.committed.full_context
         begin = max(0, state.learned - store.n)
         store.learn(history[begin:].tolist(), state.learned - begin)
         state.learned = len(history)
-        context = row.history[-(store.n - 1) :].tolist()
+        context = row.full_context[-(store.n - 1) :].tolist()
         out: list[int] = []
         while len(out) < count:
             token = store.next(context)
@@ -172,12 +172,12 @@ class NgramStoreDrafter(CopyingDrafter[_Known]):
             for row, state, places in zip(rows, self._states, likeliest, strict=True):
                 self._learn(row, state, places)
         for row, state in zip(rows, self._states, strict=True):
-            state.committed, state.drafted = len(row.history), []
+            state.committed, state.drafted = len(row.full_context), []
 
     @staticmethod
     def _learn(row: Row, state: _Known, places: Sequence[Sequence[int]]) -> None:
         """Count the likeliest tokens of each scored place behind what was committed before it and guessed up to it."""
-        history = row.history
+        history = row.full_context
         before = history[max(0, state.committed - state.store.n + 1) : state.committed].tolist()
         guesses = state.drafted or history[state.committed :].tolist()[:-1]
         for place, tokens in enumerate(places[: len(guesses) + 1]):

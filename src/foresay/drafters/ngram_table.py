@@ -21,10 +21,10 @@ import numpy as np
 import numpy.typing as npt
 
 from foresay import __version__
-from foresay.checks import integer, number
+from foresay.checks import check_float, check_int
 from foresay.decoding.rows import IntArray
 from foresay.errors import ConfigError, ModelLoadError, ModelNotFoundError, VocabularyMismatchError
-from foresay.files import whole_file
+from foresay.files import atomic_write
 
 MAX_ORDER = 5
 TOKEN_BITS = 21
@@ -57,9 +57,9 @@ class Corpus:
         if not all(isinstance(name, str) for name in self.files):
             raise ConfigError(f"files={self.files!r} must be names")
         for count in self.num_ngrams:
-            integer("num_ngrams", count, 0)
+            check_int("num_ngrams", count, 0)
         for name in ("num_tokens", "num_documents", "min_count", "num_pruned", "pruned_count"):
-            integer(name, getattr(self, name), 0)
+            check_int(name, getattr(self, name), 0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -188,11 +188,11 @@ class NgramTable:
             raise ConfigError("the table holds no token counts; build one with `foresay ngram build`")
         ranked = np.argsort(-self.counts, kind="stable")
         if coverage is not None:
-            share = number("coverage", coverage, 0, 1, open_low=True)
+            share = check_float("coverage", coverage, 0, 1, open_low=True)
             wanted = Fraction(repr(share)) * int(self.counts.sum())  # 0.55 of 100 tokens is 55, not 56
             count = int(np.searchsorted(np.cumsum(self.counts[ranked]), -(-wanted // 1))) + 1
         assert count is not None
-        integer("count", count, 1, self.vocab_size)
+        check_int("count", count, 1, self.vocab_size)
         return np.sort(ranked[:count]).astype(np.int64)
 
     def check(self, fingerprint: str | None, vocab_size: int) -> None:
@@ -297,7 +297,7 @@ def _write(path: Path, tensors: dict[str, npt.NDArray[Any]], metadata: dict[str,
     from safetensors.numpy import save_file
 
     try:
-        with whole_file(path) as whole:
+        with atomic_write(path) as whole:
             save_file(tensors, whole, metadata)
     except SafetensorError as error:
         raise ConfigError(f"cannot write {str(path)!r}: {error}") from error
@@ -360,8 +360,8 @@ def _facts(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
     for name in ("order", "vocab_size", "fingerprint", "corpus"):
         if name not in facts:
             _refuse(path, f"its metadata has no {name}")
-    integer("order", facts["order"], 2, MAX_ORDER)
-    integer("vocab_size", facts["vocab_size"], 1, MAX_VOCAB_SIZE)
+    check_int("order", facts["order"], 2, MAX_ORDER)
+    check_int("vocab_size", facts["vocab_size"], 1, MAX_VOCAB_SIZE)
     if facts["corpus"] is not None:
         try:
             lists = {name: tuple(facts["corpus"][name]) for name in ("files", "num_ngrams")}

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from foresay.decoding.rows import IntArray, Row
-from foresay.drafters.lookup import CopyingDrafter
+from foresay.drafters.lookup import LookupDrafter
 from foresay.errors import ConfigError
 
 
@@ -41,7 +41,7 @@ class _Index:
         return None
 
 
-class PromptLookup(CopyingDrafter[_Index]):
+class PromptLookup(LookupDrafter[_Index]):
     """Guesses by copying from the row's own context (no weights, no cost in the model's time)."""
 
     def __init__(self, *, max_ngram: int = 4, min_ngram: int = 2, device: torch.device | str = "cpu") -> None:
@@ -62,12 +62,12 @@ class PromptLookup(CopyingDrafter[_Index]):
 
     def guess(self, row: Row, state: _Index, count: int) -> list[int]:
         """Copy what followed the longest suffix; a copy that reaches the context's end goes on into itself."""
-        committed = row.root.history
+        committed = row.committed.full_context
         start = max(0, state.indexed - self.max_ngram)
         state.extend(committed[start:].tolist(), start, len(committed))
         if count <= 0:
             return []
-        context = committed if row is row.root else row.history
+        context = committed if row is row.committed else row.full_context
         place = state.find(context[-self.max_ngram :].tolist())
         return [] if place is None else _copy(context, place, count)
 

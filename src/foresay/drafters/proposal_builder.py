@@ -9,7 +9,7 @@ import torch
 from foresay.decoding.proposal import Proposal
 
 
-class GrowingProposal:
+class ProposalBuilder:
     """B drafts that grow at their ends, row by row."""
 
     def __init__(self, batch: int, device: torch.device) -> None:

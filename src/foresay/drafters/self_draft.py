@@ -7,18 +7,18 @@ no memory but a trimmed head's, and no prefill. `target` must be a decoder-only 
 from __future__ import annotations
 
 from foresay.decoding.protocols import KVCache, LanguageModel
-from foresay.drafters.draft_cache import SharedContext
+from foresay.drafters.draft_cache import SharedDraftCache
 from foresay.drafters.model import ModelDrafter
 
 
 class SelfDrafter(ModelDrafter):
     """Guesses with the first layers of the target. model: those layers, as `models.shallow.first_layers` makes them."""
 
-    context: SharedContext
+    context: SharedDraftCache
 
     def __init__(self, model: LanguageModel, target_vocab_size: int) -> None:
-        super().__init__(model, target_vocab_size, context=SharedContext(model, target_vocab_size))
+        super().__init__(model, target_vocab_size, context=SharedDraftCache(model, target_vocab_size))
 
-    def borrow(self, cache: KVCache) -> None:
+    def use_cache_of_target(self, cache: KVCache) -> None:
         """Draft in the target's cache."""
-        self.context.borrow(cache)
+        self.context.use_cache_of_target(cache)

@@ -10,10 +10,10 @@ from threading import Lock
 
 import torch
 
-from foresay.checks import integer, number
+from foresay.checks import check_float, check_int
 from foresay.decoding.rows import IntArray, Row
 from foresay.drafters.automaton import SuffixAutomaton
-from foresay.drafters.lookup import CopyingDrafter
+from foresay.drafters.lookup import LookupDrafter
 
 _REMATCH = 64
 """Tokens of the context that are matched anew when the past has changed."""
@@ -62,7 +62,7 @@ class PastRequests:
 
     def __init__(self, max_tokens: int = 1 << 18) -> None:
         """max_tokens: tokens remembered at most, about 400 bytes each; 0 remembers nothing."""
-        self.max_tokens = integer("max_tokens", max_tokens, 0, 1 << 26)
+        self.max_tokens = check_int("max_tokens", max_tokens, 0, 1 << 26)
         self._lock = Lock()
         self.halves: tuple[_Past, ...] = (_Past(),)
 
@@ -102,16 +102,16 @@ class _Match:
 class _Suffix:
     """A row's own automaton, and its matches in the past."""
 
-    __slots__ = ("automaton", "history", "matches", "root")
+    __slots__ = ("automaton", "committed", "full_context", "matches")
 
     def __init__(self, row: Row) -> None:
-        self.root = row
+        self.committed = row
         self.automaton = SuffixAutomaton()
-        self.history = row.history
+        self.full_context = row.full_context
         self.matches: dict[int, _Match] = {}
 
 
-class SuffixDrafter(CopyingDrafter[_Suffix]):
+class SuffixDrafter(LookupDrafter[_Suffix]):
     """Guesses by the longest match in the row's own text or in earlier requests."""
 
     def __init__(
@@ -128,19 +128,19 @@ class SuffixDrafter(CopyingDrafter[_Suffix]):
         """
         super().__init__(device)
         self.past = past
-        self.scale = number("scale", scale, 0.1, 64.0)
-        self.min_match = integer("min_match", min_match, 1, 1024)
+        self.scale = check_float("scale", scale, 0.1, 64.0)
+        self.min_match = check_int("min_match", min_match, 1, 1024)
 
     def start(self, row: Row) -> _Suffix:
         """Index the prompt."""
         state = _Suffix(row)
-        state.automaton.extend(state.history.tolist())
+        state.automaton.extend(state.full_context.tolist())
         return state
 
     def finish(self, state: _Suffix) -> None:
         """Hand a finished request over to the past."""
         if self.past is not None:
-            self.past.add(state.root.history)
+            self.past.add(state.committed.full_context)
 
     def reset(self) -> None:
         """Forget every row; those that were at work are remembered as past requests."""
@@ -151,14 +151,14 @@ class SuffixDrafter(CopyingDrafter[_Suffix]):
     def guess(self, row: Row, state: _Suffix, count: int) -> list[int]:
         """Copy what followed the longest match, `scale` tokens for each token of it."""
         own = state.automaton
-        state.history = row.root.history
-        own.extend(state.history[own.size :].tolist())
+        state.full_context = row.committed.full_context
+        own.extend(state.full_context[own.size :].tolist())
         if count <= 0:
             return []
-        context = state.history if row is row.root else row.history
-        guessed = context[len(state.history) :].tolist()
+        context = state.full_context if row is row.committed else row.full_context
+        guessed = context[len(state.full_context) :].tolist()
         place, length = own.followed(*own.match(guessed, own.last, own.size))
-        found = state.history[(end := own.recent_end(place)) : end + count].tolist() if length else []
+        found = state.full_context[(end := own.recent_end(place)) : end + count].tolist() if length else []
         for past in self.past.halves if self.past is not None else ():
             other, theirs = self._in_past(state, past, guessed, count)
             if theirs > length and other:
@@ -173,12 +173,12 @@ class SuffixDrafter(CopyingDrafter[_Suffix]):
         known = state.matches.get(id(past))
         if known is None or known.past is not past or known.size != automaton.size:
             known = _Match(past)
-            known.read = max(0, len(state.history) - _REMATCH)
+            known.read = max(0, len(state.full_context) - _REMATCH)
             state.matches = {id(m.past): m for m in state.matches.values() if m.past in self.past_halves()}
             state.matches[id(past)] = known
-        new = state.history[known.read :].tolist()
+        new = state.full_context[known.read :].tolist()
         known.state, known.length = automaton.match(new, known.state, known.length)
-        known.read = len(state.history)
+        known.read = len(state.full_context)
         place, length = automaton.followed(*automaton.match(guessed, known.state, known.length))
         return past.behind(place, length, count)
 

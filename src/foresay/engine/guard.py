@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from foresay.decoding.proposal import Proposal, Verdict
-from foresay.decoding.protocols import BorrowsCache, Drafter, KVCache, LengthPolicy, ModelOutput, Move
+from foresay.decoding.protocols import Drafter, KVCache, LengthPolicy, ModelOutput, Move, UsesTargetCache
 from foresay.decoding.rows import Rows
 
 logger = logging.getLogger("foresay")
@@ -52,10 +52,10 @@ class GuardedDrafter:
                 self.inner.reset()  # what it holds, caches above all, is of no more use
             return None
 
-    def borrow(self, cache: KVCache) -> None:
+    def use_cache_of_target(self, cache: KVCache) -> None:
         """Lend the target's cache to a drafter that drafts in it."""
-        if isinstance(self.inner, BorrowsCache):
-            self.inner.borrow(cache)
+        if isinstance(self.inner, UsesTargetCache):
+            self.inner.use_cache_of_target(cache)
 
     def admit(self, rows: Rows, first: int) -> None:
         """Pass on; a drafter that failed is tried again with all rows, now that new ones have come."""

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from foresay.checks import integer
+from foresay.checks import check_int
 from foresay.decoding.outcome import FinishReason, Step
 from foresay.decoding.prefill import fill_chunk, pending
 from foresay.decoding.processors import check_processors, check_token_ids
@@ -48,12 +48,12 @@ class Engine:
         *,
         max_batch_size: int = 32,
     ) -> None:
-        self.max_batch_size = integer("max_batch_size", max_batch_size, 1, MAX_BATCH_SIZE)
+        self.max_batch_size = check_int("max_batch_size", max_batch_size, 1, MAX_BATCH_SIZE)
         self.target, self.rule, self.policy = target, rule, policy
         self.drafter = None if drafter is None else GuardedDrafter(drafter, target.vocab_size, target.device)
         self._cache = target.new_cache()
         if self.drafter is not None:
-            self.drafter.borrow(self._cache)
+            self.drafter.use_cache_of_target(self._cache)
         self._waiting: deque[Row] = deque()
         self._items: list[Row] = []
         self._decoding = 0

@@ -21,7 +21,7 @@ from foresay.errors import ConfigError
 from foresay.generation.result import Chunk, Generation
 from foresay.lengths import LENGTHS, ConstantLength
 from foresay.methods.expressions import written
-from foresay.methods.recipes import DrafterBuilder, Shelf
+from foresay.methods.recipes import DrafterBuilder, Resources
 from foresay.models.sources.catalog import LoadedModel
 from foresay.text.prompts import Prompt, encode, is_batch
 from foresay.text.stream import Detokenizer, StopStrings, TextStream
@@ -75,13 +75,13 @@ class Generator:
         *,
         max_batch_size: int = 32,
         drafter: str = "none",
-        shelf: Shelf | None = None,
+        resources: Resources | None = None,
         forget: Callable[[], None] | None = None,
     ) -> None:
-        """drafter: what its maker calls it. shelf: what `foresay.change` needs. forget: clears what outlives requests."""
+        """drafter: what its maker calls it. resources: what `foresay.change` needs. forget: clears what outlives requests."""
         self.target, self.rule, self.policy = target, rule, policy
         self.max_batch_size = max_batch_size
-        self.drafter_name, self.shelf = drafter, shelf
+        self.drafter_name, self.resources = drafter, resources
         self._build_drafter, self._forget = build_drafter, forget
         self._latest: weakref.ref[Engine] | None = None
 
@@ -112,7 +112,7 @@ class Generator:
             policy or self.policy,
             max_batch_size=max_batch_size or self.max_batch_size,
             drafter=self.drafter_name,
-            shelf=self.shelf,
+            resources=self.resources,
             forget=self._forget,
         )
 
@@ -129,7 +129,7 @@ class Generator:
             self.rule if self.rule.exact else Speculative(),
             ConstantLength(0),
             max_batch_size=self.max_batch_size,
-            shelf=self.shelf,
+            resources=self.resources,
         )
 
     def engine(self) -> Engine:

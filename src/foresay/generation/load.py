@@ -10,14 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
-from foresay.checks import integer
+from foresay.checks import check_int
 from foresay.decoding.protocols import Drafter, LengthPolicy, Rule
 from foresay.engine.loop import MAX_BATCH_SIZE
 from foresay.errors import ConfigError, UnknownNameError
 from foresay.generation.generator import Generator
 from foresay.lengths import ConstantLength
 from foresay.methods.expressions import Call
-from foresay.methods.recipes import DRAFTERS, Recipe, Shelf, draft_model, read_drafter, read_length, read_rule
+from foresay.methods.recipes import DRAFTERS, Recipe, Resources, draft_model, read_drafter, read_length, read_rule
 from foresay.methods.settings_file import is_settings, read_settings
 from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.resolve import resolve
@@ -68,15 +68,15 @@ def load(
     chosen = read_rule("speculative" if rule is None else rule)
     policy = _policy(recipe, name, num_draft_tokens, length)
     settings = LoadOptions(**_known(options))
-    max_batch_size = integer(
+    max_batch_size = check_int(
         "max_batch_size", DEFAULT_BATCH if max_batch_size is None else max_batch_size, 1, MAX_BATCH_SIZE
     )
-    shelf = Shelf(resolve(target, settings, tokenizer), settings)
+    resources = Resources(resolve(target, settings, tokenizer), settings)
     if recipe is None and isinstance(draft, str | os.PathLike):
         recipe, name = DRAFTERS["model"](os.fspath(draft)), str(Call("model", ((None, os.fspath(draft)),)))
     elif recipe is None:
         recipe = draft_model(resolve(draft, LoadOptions(), None))
-    return _generator(shelf, recipe, name, chosen, policy, max_batch_size)
+    return _generator(resources, recipe, name, chosen, policy, max_batch_size)
 
 
 def _beside(file: Any, target: str) -> str:
@@ -98,12 +98,12 @@ def change(
 
     A changed drafter drafts at its own default length unless one is given.
     """
-    shelf = generator.shelf
-    if shelf is None:
+    resources = generator.resources
+    if resources is None:
         raise ConfigError("this Generator was not made by foresay.load; make another instead of changing it")
     chosen = None if rule is None else read_rule(rule)
     if max_batch_size is not None:
-        integer("max_batch_size", max_batch_size, 1, MAX_BATCH_SIZE)
+        check_int("max_batch_size", max_batch_size, 1, MAX_BATCH_SIZE)
     if drafter is None:
         given = num_draft_tokens is not None or length is not None
         policy = _policy(None, generator.drafter_name, num_draft_tokens, length) if given else None
@@ -111,13 +111,24 @@ def change(
     recipe, name = _recipe(None, drafter, {})
     assert recipe is not None
     policy = _policy(recipe, name, num_draft_tokens, length)
-    return _generator(shelf, recipe, name, chosen or generator.rule, policy, max_batch_size or generator.max_batch_size)
+    return _generator(
+        resources, recipe, name, chosen or generator.rule, policy, max_batch_size or generator.max_batch_size
+    )
 
 
-def _generator(shelf: Shelf, recipe: Recipe, name: str, rule: Rule, policy: LengthPolicy, size: int) -> Generator:
-    build = recipe.prepare(shelf)
+def _generator(
+    resources: Resources, recipe: Recipe, name: str, rule: Rule, policy: LengthPolicy, size: int
+) -> Generator:
+    build = recipe.prepare(resources)
     return Generator(
-        shelf.target, build, rule, policy, max_batch_size=size, drafter=name, shelf=shelf, forget=recipe.forget
+        resources.target,
+        build,
+        rule,
+        policy,
+        max_batch_size=size,
+        drafter=name,
+        resources=resources,
+        forget=recipe.forget,
     )
 
 
@@ -142,9 +153,9 @@ def _recipe(draft: Any, drafter: Any, ngrams: dict[str, int]) -> tuple[Recipe | 
     if isinstance(drafter, str):
         return read_drafter(drafter), drafter
     if hasattr(drafter, "propose") and not isinstance(drafter, type):
-        return Recipe(lambda shelf: lambda: cast(Drafter, drafter), DEFAULT_LENGTH), type(drafter).__name__
+        return Recipe(lambda resources: lambda: cast(Drafter, drafter), DEFAULT_LENGTH), type(drafter).__name__
     if callable(drafter):
-        return Recipe(lambda shelf: lambda: cast(Drafter, drafter()), DEFAULT_LENGTH), _name_of(drafter)
+        return Recipe(lambda resources: lambda: cast(Drafter, drafter()), DEFAULT_LENGTH), _name_of(drafter)
     raise ConfigError(f"drafter={drafter!r} is neither a name, nor a Drafter, nor a function that makes one")
 
 

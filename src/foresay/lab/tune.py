@@ -22,11 +22,11 @@ from foresay.engine import Engine
 from foresay.errors import ConfigError, ForesayError
 from foresay.generation.generator import Generator
 from foresay.generation.method import PLAIN, Method
-from foresay.lab.data.items import Item
-from foresay.lab.data.requests import Ask, source_and_start
+from foresay.lab.data.items import PromptItem
+from foresay.lab.data.requests import PromptRequest, source_and_start
 from foresay.lab.measure.live_run import run_live
 from foresay.lab.measure.profile import measure, measure_drafting, medians
-from foresay.lab.replay.precomputed import TaughtDrafter, can_be_taught, teach
+from foresay.lab.replay.precomputed import PrecomputedDrafter, can_precompute, precompute
 from foresay.lab.replay.predict import Expected, expect
 from foresay.lab.replay.replay import replay
 from foresay.lengths import ConstantLength
@@ -126,7 +126,7 @@ class Tuner:
             raise ConfigError(f"the recording is of {recording.model!r}, and the target is {target.target.name!r}")
         self.target, self.recording = target, recording
         self._profile = profile
-        self._taught: dict[str, TaughtDrafter] = {}
+        self._precomputed: dict[str, PrecomputedDrafter] = {}
         self.tuning = Tuning()
 
     def profile(self, batch_sizes: Sequence[int], widest: int) -> Profile:
@@ -149,7 +149,7 @@ class Tuner:
 
     def _fill_scale(self, made: Profile, turn: int) -> float:
         """What filling some of the recorded prompts takes, of unlike lengths as they are, over what the profile expects."""
-        every = _spread(self.recording)
+        every = _round_robin(self.recording)
         asks = [every[(turn * _FILLED + i) % len(every)] for i in range(min(_FILLED, len(every)))]
         engine = Engine(self.target.target.model, None, Speculative(), ConstantLength(0), max_batch_size=_FILLED)
         params = SamplingParams(max_new_tokens=2, ignore_eos=True)
@@ -190,17 +190,17 @@ class Tuner:
         drafter: Any = generator._build_drafter()
         assert drafter is not None and self._profile is not None
         name: str | None = None
-        if can_be_taught(drafter, generator.policy, self.recording):
-            drafter, name = self._teach(method.drafter, drafter, generator, batch_size), method.drafter
+        if can_precompute(drafter, generator.policy, self.recording):
+            drafter, name = self._precompute(method.drafter, drafter, generator, batch_size), method.drafter
         clock = self._profile.clock()
         done = replay(self.recording, drafter, generator.policy, batch_size=batch_size, clock=clock)
         return expect(done, self.recording, self._profile, name)
 
-    def _teach(self, name: str, drafter: ModelDrafter, generator: Generator, batch_size: int) -> Drafter:
+    def _precompute(self, name: str, drafter: ModelDrafter, generator: Generator, batch_size: int) -> Drafter:
         """Hear a draft model once, and time it."""
         began = perf_counter()
-        if name not in self._taught:
-            self._taught[name] = teach(drafter, self.recording)
+        if name not in self._precomputed:
+            self._precomputed[name] = precompute(drafter, self.recording)
         assert self._profile is not None
         if not any(size >= batch_size for size, _, _ in self._profile.drafts.get(name, ())):
             sizes = sorted({1, max(1, batch_size // 2), batch_size})
@@ -208,12 +208,12 @@ class Tuner:
             times, fill = measure_drafting(generator, batches=sizes, lengths=(1, 4), context=context, repeats=3)
             self._profile = self._profile.with_drafts(name, times, fill)
         self.tuning.seconds["drafts"] = self.tuning.seconds.get("drafts", 0.0) + perf_counter() - began
-        return self._taught[name]
+        return self._precomputed[name]
 
     def confirm(self, candidates: Sequence[Candidate], *, repeats: int = 2, count: int = 8) -> list[Confirmed]:
         """Run candidates live, each run between two of plain decoding, over `count` of the recorded prompts or a batch."""
         began = perf_counter()
-        asks = _spread(self.recording)
+        asks = _round_robin(self.recording)
         params = SamplingParams(max_new_tokens=min(_CONFIRM_TOKENS, int(self.recording.params["max_new_tokens"])))
         runs: dict[int, list[tuple[float, float]]] = {i: [] for i in range(len(candidates))}
         apart: list[float] = []
@@ -244,7 +244,7 @@ class Tuner:
         return self.tuning.confirmed
 
 
-def _spread(recording: Recording) -> list[Ask]:
+def _round_robin(recording: Recording) -> list[PromptRequest]:
     """The recorded prompts as requests, categories taking turns."""
     seen: Counter[str] = Counter()
     order = []
@@ -252,7 +252,10 @@ def _spread(recording: Recording) -> list[Ask]:
         order.append((seen[record.category], i))
         seen[record.category] += 1
     asks = [(r, tuple(r.source) if r.source is not None else r.prompt) for r in recording.records]
-    return [Ask(asks[i][0].id, asks[i][0].category, asks[i][1], Item(asks[i][0].id, "")) for _, i in sorted(order)]
+    return [
+        PromptRequest(asks[i][0].id, asks[i][0].category, asks[i][1], PromptItem(asks[i][0].id, ""))
+        for _, i in sorted(order)
+    ]
 
 
 def _confirmed(candidate: Candidate, found: Sequence[tuple[float, float]]) -> Confirmed:

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 import torch
 
-from foresay.checks import integer, number
+from foresay.checks import check_float, check_int
 from foresay.decoding.laws import entropy
 from foresay.decoding.outcome import Step
-from foresay.decoding.protocols import Guess
+from foresay.decoding.protocols import DraftStep
 from foresay.decoding.rows import Rows
 from foresay.lengths.constant import MAX_DRAFT_TOKENS
 
@@ -23,14 +23,14 @@ class _UntilUnsure(ABC):
     """Draft until a measure of doubt passes a bound, within [low, high]."""
 
     def __init__(self, low: int, high: int) -> None:
-        self.high = integer("high", high, 1, MAX_DRAFT_TOKENS)
-        self.low = integer("low", low, 1, self.high)
+        self.high = check_int("high", high, 1, MAX_DRAFT_TOKENS)
+        self.low = check_int("low", low, 1, self.high)
 
     def budget(self, rows: Rows) -> list[int]:
         """The upper bound."""
         return [self.high] * len(rows)
 
-    def proceed(self, index: int, guess: Guess) -> torch.Tensor | None:
+    def keep_drafting(self, index: int, guess: DraftStep) -> torch.Tensor | None:
         """Rows whose last token the draft was sure of draft on; all of them up to the lower bound."""
         if index + 1 < self.low:
             return None
@@ -41,7 +41,7 @@ class _UntilUnsure(ABC):
         del rows, steps
 
     @abstractmethod
-    def sure(self, guess: Guess) -> torch.Tensor:
+    def sure(self, guess: DraftStep) -> torch.Tensor:
         """[B] bool."""
 
 
@@ -50,15 +50,15 @@ class ConfidenceLength(_UntilUnsure):
 
     def __init__(self, threshold: float = 0.4, *, low: int = 1, high: int = 20) -> None:
         super().__init__(low, high)
-        self.threshold = number("threshold", threshold, 0.0, 1.0)
+        self.threshold = check_float("threshold", threshold, 0.0, 1.0)
 
-    def sure(self, guess: Guess) -> torch.Tensor:
+    def sure(self, guess: DraftStep) -> torch.Tensor:
         """q(x) >= threshold."""
         ids, laws = guess.token_ids[:, None], guess.laws
-        if laws.index is None:
+        if laws.probs_row is None:
             return laws.confidence(ids)[:, 0] >= self.threshold
         drawn = laws.prob_of(ids)[:, 0]
-        greedy = laws.index[:, 0] < 0
+        greedy = laws.probs_row[:, 0] < 0
         if bool(greedy.any()):
             drawn = torch.where(greedy, laws.confidence(ids)[:, 0], drawn)
         return drawn >= self.threshold
@@ -69,14 +69,14 @@ class EntropyLength(_UntilUnsure):
 
     def __init__(self, threshold: float = 2.0, *, low: int = 1, high: int = 20) -> None:
         super().__init__(low, high)
-        self.threshold = number("threshold", threshold, 0.0, 100.0)
+        self.threshold = check_float("threshold", threshold, 0.0, 100.0)
 
-    def sure(self, guess: Guess) -> torch.Tensor:
+    def sure(self, guess: DraftStep) -> torch.Tensor:
         """H(q) <= threshold."""
         laws = guess.laws
         assert laws.scores is not None
         raw = entropy(laws.scores[:, 0].float().softmax(-1))
-        if laws.probs is None or laws.index is None:
+        if laws.probs is None or laws.probs_row is None:
             return raw <= self.threshold
-        index = laws.index[:, 0]
+        index = laws.probs_row[:, 0]
         return torch.where(index >= 0, entropy(laws.probs)[index.clamp(min=0)], raw) <= self.threshold

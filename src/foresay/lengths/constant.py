@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from foresay.checks import integer
+from foresay.checks import check_int
 from foresay.decoding.outcome import Step
-from foresay.decoding.protocols import Guess
+from foresay.decoding.protocols import DraftStep
 from foresay.decoding.rows import Rows
 
 MAX_DRAFT_TOKENS = 64
@@ -18,13 +18,13 @@ class ConstantLength:
     """gamma tokens for every row (Leviathan et al. 2023)."""
 
     def __init__(self, num_draft_tokens: int) -> None:
-        self.num_draft_tokens = integer("num_draft_tokens", num_draft_tokens, 0, MAX_DRAFT_TOKENS)
+        self.num_draft_tokens = check_int("num_draft_tokens", num_draft_tokens, 0, MAX_DRAFT_TOKENS)
 
     def budget(self, rows: Rows) -> list[int]:
         """gamma for each row."""
         return [self.num_draft_tokens] * len(rows)
 
-    def proceed(self, index: int, guess: Guess) -> torch.Tensor | None:
+    def keep_drafting(self, index: int, guess: DraftStep) -> torch.Tensor | None:
         """No row stops early."""
         return None
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from foresay.checks import integer
+from foresay.checks import check_int
 from foresay.decoding.outcome import Step
-from foresay.decoding.protocols import Guess
+from foresay.decoding.protocols import DraftStep
 from foresay.decoding.rows import Rows
 from foresay.lengths.constant import MAX_DRAFT_TOKENS
 
@@ -19,16 +19,16 @@ class HeuristicLength:
     """Begin at `start`; `up` more after a fully accepted draft, else `down` fewer, within [low, high], row by row."""
 
     def __init__(self, start: int = 5, *, up: int = 2, down: int = 1, low: int = 1, high: int = 20) -> None:
-        self.high = integer("high", high, 1, MAX_DRAFT_TOKENS)
-        self.low = integer("low", low, 1, self.high)  # a row that is asked for nothing would never be asked again
-        self.start = integer("start", start, self.low, self.high)
-        self.up, self.down = integer("up", up, 0, MAX_DRAFT_TOKENS), integer("down", down, 0, MAX_DRAFT_TOKENS)
+        self.high = check_int("high", high, 1, MAX_DRAFT_TOKENS)
+        self.low = check_int("low", low, 1, self.high)  # a row that is asked for nothing would never be asked again
+        self.start = check_int("start", start, self.low, self.high)
+        self.up, self.down = check_int("up", up, 0, MAX_DRAFT_TOKENS), check_int("down", down, 0, MAX_DRAFT_TOKENS)
 
     def budget(self, rows: Rows) -> list[int]:
         """Each row's own length."""
         return [int(row.extras.get(_KEY, self.start)) for row in rows]
 
-    def proceed(self, index: int, guess: Guess) -> torch.Tensor | None:
+    def keep_drafting(self, index: int, guess: DraftStep) -> torch.Tensor | None:
         """No row stops early."""
         return None
 

@@ -20,9 +20,9 @@ from threading import Lock
 
 import torch
 
-from foresay.checks import integer
+from foresay.checks import check_int
 from foresay.decoding.outcome import Step
-from foresay.decoding.protocols import Guess
+from foresay.decoding.protocols import DraftStep
 from foresay.decoding.rows import Rows
 from foresay.lengths.constant import MAX_DRAFT_TOKENS
 
@@ -130,8 +130,8 @@ class ThroughputLength:
 
     def __init__(self, *, start: int = 4, high: int = 16) -> None:
         """start: length of the first drafts. high: longest."""
-        self.high = integer("high", high, 1, MAX_DRAFT_TOKENS)
-        self.start = integer("start", start, 1, self.high)
+        self.high = check_int("high", high, 1, MAX_DRAFT_TOKENS)
+        self.start = check_int("start", start, 1, self.high)
         self._lock = Lock()
         self._passes, self._drafts, self._reach = _Times(), _Times(), _Reach(self.high)
         self._trial = 0
@@ -189,7 +189,7 @@ class ThroughputLength:
                 best, best_rate = k, rate
         return best
 
-    def proceed(self, index: int, guess: Guess) -> torch.Tensor | None:
+    def keep_drafting(self, index: int, guess: DraftStep) -> torch.Tensor | None:
         """No row stops early."""
         return None
 

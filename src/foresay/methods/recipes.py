@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from foresay.checks import flag, integer, number
+from foresay.checks import check_flag, check_float, check_int
 from foresay.decoding.acceptance import RULES
 from foresay.decoding.protocols import Drafter, LengthPolicy, Rule
 from foresay.drafters import (
@@ -30,7 +30,7 @@ from foresay.drafters import (
     SuffixDrafter,
 )
 from foresay.drafters.cascade import check_matrix, drafted_at_most
-from foresay.drafters.cross_tokenizer import TranslatedDrafter
+from foresay.drafters.cross_tokenizer import CrossTokenizerDrafter
 from foresay.drafters.ngram_table import NgramTable
 from foresay.errors import ConfigError, UnsupportedModelError, VocabularyMismatchError
 from foresay.lengths import LENGTHS, ConstantLength
@@ -45,7 +45,7 @@ DrafterBuilder = Callable[[], Drafter | None]
 
 
 @dataclass(slots=True)
-class Shelf:
+class Resources:
     """A target, and what was loaded to draft for it; each model and table is loaded once."""
 
     target: LoadedModel
@@ -80,14 +80,14 @@ class Shelf:
         return self.tables[path]
 
 
-_Trim = Callable[[Shelf, Any], Any]
+_Trim = Callable[[Resources, Any], Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
     """A drafter that can be made once the target is there."""
 
-    prepare: Callable[[Shelf], DrafterBuilder]
+    prepare: Callable[[Resources], DrafterBuilder]
     num_draft_tokens: int
     """The length it drafts unless told otherwise."""
     forget: Callable[[], None] = lambda: None
@@ -97,21 +97,21 @@ class Recipe:
 
 
 def _none() -> Recipe:
-    return Recipe(lambda shelf: lambda: None, 0)
+    return Recipe(lambda resources: lambda: None, 0)
 
 
 def _prompt_lookup(max_ngram: int = 4, min_ngram: int = 2) -> Recipe:
     PromptLookup(max_ngram=max_ngram, min_ngram=min_ngram)  # a bad range must fail before weights are read
     make = partial(PromptLookup, max_ngram=max_ngram, min_ngram=min_ngram)
-    return Recipe(lambda shelf: lambda: make(device=shelf.device), 8)
+    return Recipe(lambda resources: lambda: make(device=resources.device), 8)
 
 
 def _max_gram(table: str | None = None) -> Recipe:
     path = None if table is None else _path("table", table)
 
-    def prepare(shelf: Shelf) -> DrafterBuilder:
-        continuation = None if path is None else shelf.table(path)
-        return lambda: MaxGram(continuation, device=shelf.device)
+    def prepare(resources: Resources) -> DrafterBuilder:
+        continuation = None if path is None else resources.table(path)
+        return lambda: MaxGram(continuation, device=resources.device)
 
     return Recipe(prepare, 10, reads_target=path is not None)
 
@@ -124,7 +124,7 @@ def _ngram_store(
     keep: bool = False,
     max_contexts: int = 1 << 18,
 ) -> Recipe:
-    store = NgramStore(n, levels=levels, max_contexts=max_contexts) if flag("keep", keep) else None
+    store = NgramStore(n, levels=levels, max_contexts=max_contexts) if check_flag("keep", keep) else None
     make = partial(
         NgramStoreDrafter,
         n,
@@ -135,15 +135,15 @@ def _ngram_store(
     )
     make()
     forget = (lambda: None) if store is None else store.clear
-    return Recipe(lambda shelf: lambda: make(store=store, device=shelf.device), 8, forget)
+    return Recipe(lambda resources: lambda: make(store=store, device=resources.device), 8, forget)
 
 
 def _suffix(scale: float = 3.0, min_match: int = 1, keep: bool = False, max_tokens: int = 1 << 18) -> Recipe:
-    past = PastRequests(max_tokens) if flag("keep", keep) else None
+    past = PastRequests(max_tokens) if check_flag("keep", keep) else None
     make = partial(SuffixDrafter, past, scale=scale, min_match=min_match)
     make()
     forget = (lambda: None) if past is None else past.clear
-    return Recipe(lambda shelf: lambda: make(device=shelf.device), 12, forget)
+    return Recipe(lambda resources: lambda: make(device=resources.device), 12, forget)
 
 
 def _model(
@@ -152,55 +152,55 @@ def _model(
     trim = _trim(vocabulary, vocabulary_size, coverage)
     name = _path("name", name)
 
-    def prepare(shelf: Shelf) -> DrafterBuilder:
-        return _draft_with(shelf, shelf.model(name), trim)
+    def prepare(resources: Resources) -> DrafterBuilder:
+        return _draft_with(resources, resources.model(name), trim)
 
     return Recipe(prepare, 5, reads_target=True)
 
 
 def draft_model(loaded: LoadedModel) -> Recipe:
     """The recipe of a draft model that is there already."""
-    return Recipe(lambda shelf: _draft_with(shelf, loaded, None), 5, reads_target=True)
+    return Recipe(lambda resources: _draft_with(resources, loaded, None), 5, reads_target=True)
 
 
-def _draft_with(shelf: Shelf, draft: LoadedModel, trim: _Trim | None) -> DrafterBuilder:
-    if getattr(draft.model, "reads_source", False) and not getattr(shelf.target.model, "reads_source", False):
+def _draft_with(resources: Resources, draft: LoadedModel, trim: _Trim | None) -> DrafterBuilder:
+    if getattr(draft.model, "reads_source", False) and not getattr(resources.target.model, "reads_source", False):
         raise UnsupportedModelError(
             f"{draft.name!r} is an encoder-decoder model and cannot draft for a decoder-only one; give it another draft"
         )
     try:
-        check_vocabularies(shelf.target, draft)
+        check_vocabularies(resources.target, draft)
     except VocabularyMismatchError:
         reads = getattr(draft.model, "reads_source", False)  # its encoder is given the source in the target's tokens
-        if shelf.target.tokenizer is None or draft.tokenizer is None or trim is not None or reads:
+        if resources.target.tokenizer is None or draft.tokenizer is None or trim is not None or reads:
             raise
-        from foresay.text.cross_tokenizer import TokenizerTranslator
+        from foresay.text.cross_tokenizer import TokenizerPair
 
-        translator = TokenizerTranslator(shelf.target.tokenizer, draft.tokenizer)
-        return lambda: TranslatedDrafter(draft.model, shelf.vocab_size, translator)
-    model = draft.model if trim is None else trim(shelf, draft.model)
-    return lambda: ModelDrafter(model, shelf.vocab_size)
+        retokenizer = TokenizerPair(resources.target.tokenizer, draft.tokenizer)
+        return lambda: CrossTokenizerDrafter(draft.model, resources.vocab_size, retokenizer)
+    model = draft.model if trim is None else trim(resources, draft.model)
+    return lambda: ModelDrafter(model, resources.vocab_size)
 
 
 def _self(
     layers: int, vocabulary: str | None = None, vocabulary_size: int | None = None, coverage: float = 0.98
 ) -> Recipe:
     trim = _trim(vocabulary, vocabulary_size, coverage)
-    integer("layers", layers, 1, 10_000)
+    check_int("layers", layers, 1, 10_000)
 
-    def prepare(shelf: Shelf) -> DrafterBuilder:
+    def prepare(resources: Resources) -> DrafterBuilder:
         from foresay.models.huggingface.causal import CausalModel
         from foresay.models.huggingface.early_exit import first_layers
 
-        target = shelf.target.model
+        target = resources.target.model
         if not isinstance(target, CausalModel):
             raise UnsupportedModelError(
-                f"self-speculation needs a decoder-only transformers model, and {shelf.target.name!r} is none"
+                f"self-speculation needs a decoder-only transformers model, and {resources.target.name!r} is none"
             )
         model: Any = first_layers(target, layers)
         if trim is not None:
-            model = trim(shelf, model)
-        return lambda: SelfDrafter(model, shelf.vocab_size)
+            model = trim(resources, model)
+        return lambda: SelfDrafter(model, resources.vocab_size)
 
     return Recipe(prepare, 4, reads_target=True)
 
@@ -208,24 +208,24 @@ def _self(
 def _trim(vocabulary: str | None, size: int | None, coverage: float) -> _Trim | None:
     """What cuts a draft's head down to the tokens most frequent in a table's corpus; None cuts nothing."""
     if size is not None:
-        integer("vocabulary_size", size, 1, 1 << 24)
-    number("coverage", coverage, 0.01, 1.0)
+        check_int("vocabulary_size", size, 1, 1 << 24)
+    check_float("coverage", coverage, 0.01, 1.0)
     if vocabulary is None:
         if size is not None:
             raise ConfigError(f"vocabulary_size={size} needs vocabulary=, a table that `foresay ngram build` made")
         return None
     path = _path("vocabulary", vocabulary)
 
-    def trim(shelf: Shelf, model: Any) -> Any:
+    def trim(resources: Resources, model: Any) -> Any:
         from foresay.models.huggingface.causal import CausalModel
-        from foresay.models.huggingface.early_exit import trim_head
+        from foresay.models.huggingface.early_exit import trimmed_head
 
         if not isinstance(model, CausalModel):
             raise UnsupportedModelError("only a decoder-only transformers model's head can be trimmed")
-        table = shelf.table(path)
+        table = resources.table(path)
         frequent = table.frequent(size) if size is not None else table.frequent(coverage=coverage)
-        ids = {*frequent.tolist(), *shelf.target.eos_token_ids}
-        return trim_head(model, sorted(i for i in ids if i < model.vocab_size))
+        ids = {*frequent.tolist(), *resources.target.eos_token_ids}
+        return trimmed_head(model, sorted(i for i in ids if i < model.vocab_size))
 
     return trim
 
@@ -233,10 +233,10 @@ def _trim(vocabulary: str | None, size: int | None, coverage: float) -> _Trim | 
 def _cascade(*drafters: tuple[str | None, Any], k: Sequence[Sequence[int]], lenience: float = 1.0) -> Recipe:
     recipes = [_member(key, value) for key, value in drafters]
     check_matrix(k, len(recipes))
-    number("lenience", lenience, 1.0, 1e6)
+    check_float("lenience", lenience, 1.0, 1e6)
 
-    def prepare(shelf: Shelf) -> DrafterBuilder:
-        builders = [recipe.prepare(shelf) for recipe in recipes]
+    def prepare(resources: Resources) -> DrafterBuilder:
+        builders = [recipe.prepare(resources) for recipe in recipes]
 
         def build() -> Drafter:
             return Cascade([_made(builder) for builder in builders], k, lenience=lenience)

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from foresay.checks import integer
+from foresay.checks import check_int
 from foresay.errors import ConfigError, UnknownNameError
-from foresay.files import whole_file
+from foresay.files import atomic_write
 
 FILE = "foresay.toml"
 """The name under which commands look for one in the folder they run in."""
@@ -41,7 +41,7 @@ class Settings:
         if isinstance(self.length, bool) or not isinstance(self.length, str | int | None):
             raise ConfigError(f"length={self.length!r} must be a number or the name of a policy")
         if self.max_batch_size is not None:
-            integer("max_batch_size", self.max_batch_size, 1)
+            check_int("max_batch_size", self.max_batch_size, 1)
 
     def given(self) -> dict[str, Any]:
         """The choices that are made, the target left out."""
@@ -88,7 +88,7 @@ def write_settings(path: str | os.PathLike[str], settings: Settings, measured: M
     lines = [f"target = {_toml(settings.target)}"]
     lines += [f"{name} = {_toml(value)}" for name, value in settings.given().items()]
     lines += ["", "[measured]", *(f"{name} = {_toml(value)}" for name, value in measured.items() if value is not None)]
-    with whole_file(path) as whole:
+    with atomic_write(path) as whole:
         whole.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 

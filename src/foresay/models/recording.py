@@ -100,4 +100,4 @@ class RecordingModel:
         if logits is Logits.LAST:
             behind = behind[:, np.maximum(np.asarray(num_tokens), 1) - 1].diagonal()[:, None]
         known = np.minimum(behind, self._tokens.shape[1] - 1)
-        return ModelOutput(None, points=torch.from_numpy(self._tokens[cache.texts[places][:, None], known]))
+        return ModelOutput(None, token_ids=torch.from_numpy(self._tokens[cache.texts[places][:, None], known]))

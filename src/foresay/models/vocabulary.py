@@ -15,7 +15,7 @@ from foresay.decoding.protocols import KVCache, LanguageModel, Logits, ModelOutp
 from foresay.decoding.rows import Rows
 
 
-class AlignedModel:
+class VocabularyAdapter:
     """`model` as a LanguageModel over ids 0 to vocab_size - 1."""
 
     def __init__(self, model: LanguageModel, vocab_size: int) -> None:

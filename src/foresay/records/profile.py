@@ -19,7 +19,7 @@ from typing import Any
 
 from foresay.decoding.prefill import CHUNK
 from foresay.errors import ConfigError
-from foresay.files import whole_file
+from foresay.files import atomic_write
 from foresay.models.sources.packaged import cache_dir
 
 FORMAT, VERSION = "foresay-profile", 1
@@ -133,7 +133,7 @@ class Profile:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it, whole or not at all, in a folder that is made where it is missing."""
         text = json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}, indent=1)
-        with whole_file(path, parents=True) as whole:
+        with atomic_write(path, parents=True) as whole:
             whole.write_text(text + "\n", encoding="utf-8")
 
     @classmethod

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from foresay.checks import integer
+from foresay.checks import check_int
 from foresay.decoding.outcome import FinishReason
 from foresay.errors import ConfigError
 from foresay.models.recording import RecordedText
@@ -136,14 +136,14 @@ def read_record(line: Mapping[str, Any], vocab_size: int) -> Record:
 def _token_ids(name: str, value: Any, vocab_size: int) -> tuple[int, ...]:
     if not isinstance(value, list) or not value:
         raise ConfigError(f"{name} must be a list of token ids, not {value!r}")
-    return tuple(integer(f"token of {name}", token, 0, vocab_size - 1) for token in value)
+    return tuple(check_int(f"token of {name}", token, 0, vocab_size - 1) for token in value)
 
 
 def _read_ours(name: str) -> Recording:
     header, lines = read_lines(name, FORMAT, VERSION)
     try:
-        vocab_size = integer("vocab_size", header.get("vocab_size"), 1)
-        eos = frozenset(integer("token of eos", token, 0) for token in header.get("eos", ()))
+        vocab_size = check_int("vocab_size", header.get("vocab_size"), 1)
+        eos = frozenset(check_int("token of eos", token, 0) for token in header.get("eos", ()))
         for part in ("params", "settings", "provenance"):
             if not isinstance(header.get(part, {}), dict):
                 raise ConfigError(f"{part}={header[part]!r} must be an object")
@@ -198,7 +198,7 @@ def _printed(found: tuple[int, str], name: str) -> tuple[int, ...]:
     if "..." in text:
         raise ConfigError(f"{name}, line {number}: the tensor was printed shortened ('...'); its tokens are lost")
     try:
-        tokens = tuple(integer("token", int(token), 0) for token in text.split(",") if token.strip())
+        tokens = tuple(check_int("token", int(token), 0) for token in text.split(",") if token.strip())
     except ValueError as error:
         raise ConfigError(f"{name}, line {number}: not a list of token ids ({error})") from None
     if not tokens:
@@ -223,7 +223,7 @@ def _read_cache(name: str) -> Recording:
     for number, (key, value) in enumerate(pairs.items(), 1):
         try:
             pair = (str(ids).split("_") for ids in (key, value))
-            prompt, whole = (tuple(integer("token", int(token), 0) for token in ids) for ids in pair)
+            prompt, whole = (tuple(check_int("token", int(token), 0) for token in ids) for ids in pair)
         except ValueError as error:
             raise ConfigError(f"{name}, entry {number}: token ids joined by '_' are needed ({error})") from None
         own = whole[: len(prompt)] == prompt

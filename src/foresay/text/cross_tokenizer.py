@@ -14,8 +14,8 @@ _KEEP = 32
 """Tokens of the tail that may still be read differently when more text follows."""
 
 
-class TokenizerTranslator:
-    """A draft's tokenizer and the target's; a Translator for `TranslatedDrafter`."""
+class TokenizerPair:
+    """A draft's tokenizer and the target's; a Retokenizer for `CrossTokenizerDrafter`."""
 
     def __init__(self, target: Any, draft: Any) -> None:
         self.target, self.draft = target, draft
@@ -112,21 +112,21 @@ class TokenizerTranslator:
 class TextReader:
     """One row's text in the draft's tokens: the beginning settled, the tail read again as it grows."""
 
-    def __init__(self, translator: TokenizerTranslator) -> None:
-        self._translator = translator
-        self._settled: list[int] = translator.opening()
+    def __init__(self, retokenizer: TokenizerPair) -> None:
+        self._translator = retokenizer
+        self._settled: list[int] = retokenizer.opening()
         self._place = 0
 
     def read(self, tokens: Sequence[int], committed: int) -> list[int]:
         """The draft's tokens of the whole text. tokens: the target's, of which the first `committed` stay as they are."""
-        translator = self._translator
+        retokenizer = self._translator
         while committed - self._place > _SETTLE:
             stop = max(self._place + 1, min(committed - _KEEP, self._place + 4 * _SETTLE))
-            cut = next((i for i in range(stop, self._place, -1) if translator.may_cut(tokens, i)), stop)
-            chunk = translator.text_from(tokens[:cut], self._place)
-            self._settled += translator.draft_tokens(chunk, behind=self._place > 0)
+            cut = next((i for i in range(stop, self._place, -1) if retokenizer.may_cut(tokens, i)), stop)
+            chunk = retokenizer.text_from(tokens[:cut], self._place)
+            self._settled += retokenizer.draft_tokens(chunk, behind=self._place > 0)
             self._place = cut
-        tail = translator.text_from(tokens, self._place).rstrip(_INCOMPLETE)
-        out = self._settled + translator.draft_tokens(tail, behind=self._place > 0)
+        tail = retokenizer.text_from(tokens, self._place).rstrip(_INCOMPLETE)
+        out = self._settled + retokenizer.draft_tokens(tail, behind=self._place > 0)
         # a context cannot be empty: the first shared token stands for a text that has no tokens yet
-        return out or [int(translator.shared[0][0]) if len(translator.shared[0]) else 0]
+        return out or [int(retokenizer.shared[0][0]) if len(retokenizer.shared[0]) else 0]

@@ -30,7 +30,7 @@ MAX_LINE_CHARS = 1 << 20
 STDIN = "-"
 
 
-class Piece(NamedTuple):
+class CorpusPiece(NamedTuple):
     """Some text of a document; `more` of the document follows, or it ends here."""
 
     text: str
@@ -64,7 +64,7 @@ class CorpusReader:
         self.size = None if None in sizes else sum(cast(list[int], sizes))
         """Bytes there are; None where that is not known, as for a pipe."""
 
-    def pieces(self) -> Generator[Piece, None, None]:
+    def pieces(self) -> Generator[CorpusPiece, None, None]:
         """The pieces of all documents, read as they are asked for. Raises ConfigError for what is no UTF-8 text or JSON."""
         self.position = 0
         for name in self.files:
@@ -75,7 +75,7 @@ class CorpusReader:
                     texts = iter([_blocks(stream, name)])
                 yield from self._followed(texts, raw)
 
-    def _followed(self, texts: Iterable[Iterator[str]], raw: BinaryIO) -> Iterator[Piece]:
+    def _followed(self, texts: Iterable[Iterator[str]], raw: BinaryIO) -> Iterator[CorpusPiece]:
         """The pieces of one file's texts; the position is kept."""
         before, seekable = self.position, raw.seekable()
         for text in texts:
@@ -85,36 +85,36 @@ class CorpusReader:
                 yield piece
 
 
-def _whole(blocks: Iterable[str]) -> Iterator[Piece]:
+def _whole(blocks: Iterable[str]) -> Iterator[CorpusPiece]:
     for block in blocks:
-        yield Piece(block, True)
-    yield Piece("", False)
+        yield CorpusPiece(block, True)
+    yield CorpusPiece("", False)
 
 
-def _lines(blocks: Iterable[str]) -> Iterator[Piece]:
+def _lines(blocks: Iterable[str]) -> Iterator[CorpusPiece]:
     unfinished = False
     for block in blocks:
         *lines, rest = block.split("\n")
         for line in lines:
-            yield Piece(line.removesuffix("\r"), False)
+            yield CorpusPiece(line.removesuffix("\r"), False)
         if unfinished := bool(rest):
-            yield Piece(rest, True)
+            yield CorpusPiece(rest, True)
     if unfinished:
-        yield Piece("", False)
+        yield CorpusPiece("", False)
 
 
-def _paragraphs(blocks: Iterable[str]) -> Iterator[Piece]:
+def _paragraphs(blocks: Iterable[str]) -> Iterator[CorpusPiece]:
     for block in blocks:
         paragraph: list[str] = []
         for line in io.StringIO(block):  # split at "\n" only
             if line.isspace():
-                yield Piece("".join(paragraph), False)
+                yield CorpusPiece("".join(paragraph), False)
                 paragraph = []
             else:
                 paragraph.append(line)
         if paragraph:
-            yield Piece("".join(paragraph), True)
-    yield Piece("", False)
+            yield CorpusPiece("".join(paragraph), True)
+    yield CorpusPiece("", False)
 
 
 _SPLIT = {"file": _whole, "line": _lines, "blank-line": _paragraphs}

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from foresay.checks import integer
+from foresay.checks import check_int
 from foresay.decoding.rows import IntArray
 from foresay.drafters.ngram_table import MAX_ORDER, MAX_VOCAB_SIZE, TOKEN_BITS, Corpus, Level, NgramTable, TokenArray
 from foresay.errors import ConfigError
-from foresay.training.corpus import CorpusReader, Piece
+from foresay.training.corpus import CorpusPiece, CorpusReader
 
 MAX_ENTRIES = 10_000_000
 """Distinct n-grams held by default: some 0.3 GB, three times that while they are merged."""
@@ -59,9 +59,9 @@ def count_corpus(
                 return
 
 
-def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+def _batches(pieces: Iterable[CorpusPiece]) -> Iterator[list[CorpusPiece]]:
     """As many pieces at a time as keep a fast tokenizer's threads busy."""
-    batch: list[Piece] = []
+    batch: list[CorpusPiece] = []
     characters = 0
     for piece in pieces:
         batch.append(piece)
@@ -86,11 +86,11 @@ def check_counting(
     order: int, min_count: int = 1, max_entries: int = MAX_ENTRIES, max_tokens: int | None = None
 ) -> None:
     """Raise ConfigError for what NgramCounter and count_corpus would refuse, before anything is read."""
-    integer("order", order, 2, MAX_ORDER)
-    integer("min_count", min_count, 1)
-    integer("max_entries", max_entries, 1)
+    check_int("order", order, 2, MAX_ORDER)
+    check_int("min_count", min_count, 1)
+    check_int("max_entries", max_entries, 1)
     if max_tokens is not None:
-        integer("max_tokens", max_tokens, 1)
+        check_int("max_tokens", max_tokens, 1)
 
 
 class NgramCounter:
@@ -111,8 +111,8 @@ class NgramCounter:
         more, the rarest are dropped, and the table says how many. chunk_tokens: tokens sorted at a time.
         """
         check_counting(order, min_count, max_entries)
-        integer("vocab_size", vocab_size, 1, MAX_VOCAB_SIZE)
-        integer("chunk_tokens", chunk_tokens, order + 1)
+        check_int("vocab_size", vocab_size, 1, MAX_VOCAB_SIZE)
+        check_int("chunk_tokens", chunk_tokens, order + 1)
         self.order, self.vocab_size, self.min_count, self.max_entries = order, vocab_size, min_count, max_entries
         self.num_tokens = self.num_documents = self.num_pruned = 0
         self._pruned_count = 0

@@ -14,12 +14,12 @@ from foresay.decoding.protocols import LengthPolicy
 from foresay.decoding.rows import Row, Rows
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import Cascade, ModelDrafter
-from foresay.drafters.cross_tokenizer import TranslatedDrafter
+from foresay.drafters.cross_tokenizer import CrossTokenizerDrafter
 from foresay.lengths import ConstantLength
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.table import TableModel
-from foresay.text.cross_tokenizer import TokenizerTranslator
-from helpers.bilingual import tokenizer, translator
+from foresay.text.cross_tokenizer import TokenizerPair
+from helpers.bilingual import retokenizer, tokenizer
 from helpers.families import make
 from helpers.support import Renumbered, run
 
@@ -32,9 +32,9 @@ def prompts() -> list[list[int]]:
     return [tokenizer("target")(text).input_ids for text in ("hello the", "x", "there 日本語 hello" * 9)]
 
 
-def decode(draft: CausalModel, told: TokenizerTranslator, params: Any, seed: int = 0) -> tuple[Any, Any]:
+def decode(draft: CausalModel, told: TokenizerPair, params: Any, seed: int = 0) -> tuple[Any, Any]:
     target = model("target", seed)
-    drafter = TranslatedDrafter(draft, target.vocab_size, told)
+    drafter = CrossTokenizerDrafter(draft, target.vocab_size, told)
     outputs, steps, engine = run(target, prompts(), params, drafter=drafter, join_later=1)
     assert engine.draft_failures == 0
     return outputs, steps
@@ -44,14 +44,14 @@ def decode(draft: CausalModel, told: TokenizerTranslator, params: Any, seed: int
 def test_greedy_output_is_that_of_plain_decoding(seed: int) -> None:
     params = SamplingParams(max_new_tokens=24)
     plain = run(model("target", seed), prompts(), params, gamma=0)[0]
-    outputs, steps = decode(model("draft", 5), translator(), params, seed)
+    outputs, steps = decode(model("draft", 5), retokenizer(), params, seed)
     assert outputs == plain
     assert any(step.num_drafted for step in steps)
 
 
 def renumbered(target: CausalModel) -> CausalModel:
     """The target's weights under the other tokenizer's numbers."""
-    ours, theirs = translator("target", "renumbered").shared
+    ours, theirs = retokenizer("target", "renumbered").shared
     assert sorted(ours.tolist()) == sorted(theirs.tolist()) == list(range(target.vocab_size))
     assert ours.tolist() != theirs.tolist()
     draft = make("llama", 9, vocab_size=target.vocab_size, max_position_embeddings=2048)
@@ -75,9 +75,9 @@ def ascii_target() -> CausalModel:
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_the_same_model_in_other_numbers_is_accepted_whole(temperature: float) -> None:
     """Written in letters, so that both read the same text; a merge that the target did not write is read otherwise."""
-    target, told = ascii_target(), translator("target", "renumbered")
+    target, told = ascii_target(), retokenizer("target", "renumbered")
     params = [SamplingParams(temperature=temperature, seed=i, max_new_tokens=30) for i in range(3)]
-    drafter = TranslatedDrafter(renumbered(target), target.vocab_size, told)
+    drafter = CrossTokenizerDrafter(renumbered(target), target.vocab_size, told)
     _, steps, engine = run(target, prompts(), params, drafter=drafter)
     assert engine.draft_failures == 0
     accepted, drafted = sum(s.num_accepted for s in steps), sum(s.num_drafted for s in steps)
@@ -89,7 +89,7 @@ def test_each_tokens_law_is_the_drafts_over_shared_tokens(private: int) -> None:
     """Tables whose tokens are numbered from the other end, the first `private` of them unknown to the draft."""
     size, told = 6, Renumbered(6, private)
     table = TableModel.random(size, seed=2, concentration=0.6)
-    drafter = TranslatedDrafter(table, size, told)
+    drafter = CrossTokenizerDrafter(table, size, told)
     rows = Rows([Row(i, [1 + i, 2], SamplingParams(temperature=0.5 + i), seed=i, limit=99) for i in range(3)])
     drafter.admit(rows, 0)
     seen: set[int] = set()
@@ -116,7 +116,7 @@ def test_each_tokens_law_is_the_drafts_over_shared_tokens(private: int) -> None:
 def test_without_a_shared_token_a_sampled_row_is_drafted_for_greedily() -> None:
     told = Renumbered(5)
     told.shared = (torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64))
-    drafter = TranslatedDrafter(TableModel.random(5, seed=2), 5, told)
+    drafter = CrossTokenizerDrafter(TableModel.random(5, seed=2), 5, told)
     rows = Rows([Row(0, [1], SamplingParams(temperature=1.0), limit=99)])
     drafter.admit(rows, 0)
     proposal = drafter.propose(rows, [3], ConstantLength(3))
@@ -131,8 +131,8 @@ class Budgets(ConstantLength):
 
 
 def test_ragged_budgets_and_moving_rows() -> None:
-    target, told = ascii_target(), translator("target", "renumbered")
-    drafter = TranslatedDrafter(renumbered(target), target.vocab_size, told)
+    target, told = ascii_target(), retokenizer("target", "renumbered")
+    drafter = CrossTokenizerDrafter(renumbered(target), target.vocab_size, told)
     texts = [tokenizer("target")(w * n).input_ids for n, w in enumerate(["hello ", "the ", "x ", "loll ", "there "], 1)]
     params = [SamplingParams(temperature=i % 2 * 0.8, seed=i, max_new_tokens=6 + 4 * i) for i in range(5)]
     policy: LengthPolicy = Budgets(6)
@@ -160,8 +160,8 @@ class Jealous(Renumbered):
 def test_each_row_has_its_reader_and_guesses_are_not_committed() -> None:
     size = 6
     target, draft = TableModel.random(size, seed=1), TableModel.random(size, seed=2)
-    cascade = Cascade([ModelDrafter(draft, size), TranslatedDrafter(draft, size, Jealous(size))], [[2, 3], [0, 2]])
-    for drafter in (TranslatedDrafter(draft, size, Jealous(size)), cascade):
+    cascade = Cascade([ModelDrafter(draft, size), CrossTokenizerDrafter(draft, size, Jealous(size))], [[2, 3], [0, 2]])
+    for drafter in (CrossTokenizerDrafter(draft, size, Jealous(size)), cascade):
         params = [SamplingParams(temperature=1.0, seed=i, max_new_tokens=4 + 5 * (i % 3)) for i in range(7)]
         texts = [[i % size, 1 + i % 3] for i in range(7)]
         *_, engine = run(target, texts, params, drafter=drafter, gamma=5, max_batch_size=3, join_later=2)
@@ -169,10 +169,10 @@ def test_each_row_has_its_reader_and_guesses_are_not_committed() -> None:
 
 
 def test_a_proposal_names_the_targets_tokens_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever a translator says: tokens that the target's logits lack end a draft."""
+    """Whatever a retokenizer says: tokens that the target's logits lack end a draft."""
     told = Renumbered(6)
     monkeypatch.setattr(told, "to_target", lambda context, drafted: [1, 2, 9, 3])
-    drafter = TranslatedDrafter(TableModel.random(6, seed=1), 6, told)
+    drafter = CrossTokenizerDrafter(TableModel.random(6, seed=1), 6, told)
     rows = Rows([Row(0, [1], SamplingParams(), limit=99)])
     drafter.admit(rows, 0)
     proposal: Proposal = drafter.propose(rows, [4], ConstantLength(4))
@@ -185,7 +185,7 @@ def test_by_name_other_tokens_are_found_out(tmp_path: Any) -> None:
         model(which, 3).release().save_pretrained(tmp_path / which)
         tokenizer(which).save_pretrained(tmp_path / which)
     one = load(tmp_path / "target", tmp_path / "draft", dtype="fp32")
-    assert isinstance(one.engine().drafter.inner, TranslatedDrafter)  # type: ignore[union-attr]
+    assert isinstance(one.engine().drafter.inner, CrossTokenizerDrafter)  # type: ignore[union-attr]
     written = one.generate("hello there", max_new_tokens=12)
     assert written.token_ids == one.plain().generate("hello there", max_new_tokens=12).token_ids
     assert written.draft_error is None and written.stats.num_drafted > 0

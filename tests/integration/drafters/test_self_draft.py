@@ -18,7 +18,7 @@ from foresay.drafters import Cascade, ModelDrafter, PromptLookup, SelfDrafter
 from foresay.engine import Engine
 from foresay.lengths import ConfidenceLength, ConstantLength
 from foresay.models.huggingface.causal import CausalModel
-from foresay.models.huggingface.early_exit import first_layers, trim_head
+from foresay.models.huggingface.early_exit import first_layers, trimmed_head
 from foresay.models.huggingface.slot_cache import BorrowedSlots, SlotCache
 from helpers.families import FAMILIES, VOCAB, make
 from helpers.support import Fake, run
@@ -132,7 +132,7 @@ def test_two_depths_of_the_target_in_one_cascade_keep_the_output() -> None:
 def test_a_trimmed_head_on_top() -> None:
     target, short = shallow()
     ids = sorted({token for output in decode(target, None, gamma=0)[0] for token in output})[::2]
-    ours, steps = decode(target, SelfDrafter(trim_head(short, ids), VOCAB))
+    ours, steps = decode(target, SelfDrafter(trimmed_head(short, ids), VOCAB))
     assert ours == decode(target, None, gamma=0)[0]
     assert any(step.num_accepted for step in steps) and any(step.num_accepted < step.num_drafted for step in steps)
 
@@ -191,13 +191,13 @@ def test_without_an_engine_it_has_a_cache_of_its_own() -> None:
 
 
 def lent(target: CausalModel, *drafters: SelfDrafter) -> tuple[Rows, SlotCache]:
-    """Two rows whose prompts are in the target's cache, which the drafters borrow."""
+    """Two rows whose prompts are in the target's cache, which the drafters use_cache_of_target."""
     rows = Rows([Row(i, [5, 6, 7 + i], SamplingParams(), limit=99) for i in range(2)])
     owner = target.new_cache()
     target.admit(rows, 0, owner)
     target.forward(torch.tensor([row.tokens[:2].tolist() for row in rows]), [2, 2], owner)
     for drafter in drafters:
-        drafter.borrow(owner)
+        drafter.use_cache_of_target(owner)
         drafter.admit(rows, 0)
     return rows, owner
 
@@ -212,13 +212,13 @@ def test_guessed_contexts_that_come_and_go() -> None:
     for step in range(30):
         size = int(torch.randint(1, 7, (1,), generator=generator))
         guesses = [(torch.arange(9) * (1 + step % 3) + 11 + i)[: size - i % size].tolist() for i in range(2)]
-        ahead = rows.ahead(guesses, step)
+        ahead = rows.with_draft(guesses, step)
         ours, theirs = (one.propose(ahead, [3, step % 4], policy) for one in (drafter, model))
         assert ours.num_tokens == theirs.num_tokens == [3, step % 4]
         for i, n in enumerate(ours.num_tokens):
             assert torch.equal(ours.token_ids[i, :n], theirs.token_ids[i, :n])
         assert drafter.context.cache.lengths[0] == ahead[0].size + 2, "all but the last token it wrote"
-        fresh = rows.ahead([[*guesses[0], int(ours.token_ids[0, 0])], []], 0)
+        fresh = rows.with_draft([[*guesses[0], int(ours.token_ids[0, 0])], []], 0)
         drafter.context.prepare(fresh, [True, False])
         assert drafter.context.cache.lengths[0] == fresh[0].size - 1, "nothing is left to catch up on"
 
@@ -243,13 +243,13 @@ def test_two_depths_do_not_draft_from_what_the_other_overwrote() -> None:
     deep, flat = (SelfDrafter(first_layers(target, n), VOCAB) for n in (2, 1))
     rows, owner = lent(target, deep, flat)
     policy = ConstantLength(4)
-    guessed = deep.propose(rows.ahead([[], []], 0), [4, 4], policy).token_ids.tolist()
+    guessed = deep.propose(rows.with_draft([[], []], 0), [4, 4], policy).token_ids.tolist()
     held = deep.context.cache.lengths[0]
     before = owner.read(0, 0, 1, held)[0].clone()
-    flat.propose(rows.ahead(guessed, 1), [0, 3], policy)
+    flat.propose(rows.with_draft(guessed, 1), [0, 3], policy)
     assert not torch.equal(owner.read(0, 0, 1, held)[0], before), "the pads did not land there: this test shows nothing"
     apart = ModelDrafter(first_layers(target, 2), VOCAB)
     apart.admit(rows, 0)
-    ours, theirs = (one.propose(rows.ahead(guessed, 2), [4, 4], policy) for one in (deep, apart))
+    ours, theirs = (one.propose(rows.with_draft(guessed, 2), [4, 4], policy) for one in (deep, apart))
     assert torch.equal(ours.token_ids, theirs.token_ids)
     assert torch.allclose(owner.read(0, 0, 1, held)[0], before, atol=1e-5), "the guesses were fed again"

@@ -12,7 +12,7 @@ import torch
 from foresay.decoding.acceptance import make_rule
 from foresay.decoding.outcome import FinishReason, Origin
 from foresay.decoding.proposal import Proposal
-from foresay.decoding.protocols import Guess, KVCache, LengthPolicy
+from foresay.decoding.protocols import DraftStep, KVCache, LengthPolicy
 from foresay.decoding.rows import Rows
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import ModelDrafter, PromptLookup
@@ -294,7 +294,7 @@ def test_a_policy_may_stop_rows_while_they_are_drafted() -> None:
     """Rows stop at different places, also for good, and ride on as pads; the output stays what it is."""
 
     class Uneven(ConstantLength):
-        def proceed(self, index: int, guess: Guess) -> torch.Tensor:
+        def keep_drafting(self, index: int, guess: DraftStep) -> torch.Tensor:
             return torch.arange(len(guess.token_ids)) > index
 
     plain = greedy()

@@ -19,9 +19,9 @@ from foresay.generation.generator import Generator
 from foresay.generation.method import PLAIN, Method, methods
 from foresay.lab import tune as lab_tune
 from foresay.lab.bench import bench as lab_bench
-from foresay.lab.bench.bench import Bench, BenchSettings, Told
+from foresay.lab.bench.bench import Bench, BenchSettings, Progress
 from foresay.lab.bench.contenders import MethodRunner, Outcome, sampling_name
-from foresay.lab.data.requests import Ask, Asker
+from foresay.lab.data.requests import PromptRequest, RequestBuilder
 from foresay.lab.measure.live_run import DraftFailedError, run_live
 from foresay.lab.replay.predict import Expected
 from foresay.lab.tune import Candidate, Confirmed, Tuner, Tuning, pick
@@ -200,7 +200,7 @@ def test_confirming_runs_live(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[tuple[str, list[str]]] = []
     honest = lab_tune.run_live
 
-    def watched(generator: Generator, asks: Sequence[Ask], params: SamplingParams) -> Any:
+    def watched(generator: Generator, asks: Sequence[PromptRequest], params: SamplingParams) -> Any:
         runs.append((generator.drafter_name, [ask.id for ask in asks]))
         return honest(generator, asks, params)
 
@@ -232,14 +232,14 @@ def test_a_draft_model_is_heard_once_and_timed(tmp_path: Path, monkeypatch: pyte
     target = foresay.load(make("llama"), tokenizer=Numbers(), drafter="none")
     one = record(target, numbered(4), tmp_path / "r.jsonl", SamplingParams(max_new_tokens=16))
     heard = 0
-    honest = lab_tune.teach
+    honest = lab_tune.precompute
 
     def counted(*args: Any) -> Any:
         nonlocal heard
         heard += 1
         return honest(*args)
 
-    monkeypatch.setattr(lab_tune, "teach", counted)
+    monkeypatch.setattr(lab_tune, "precompute", counted)
     tuner = Tuner(target, one, profile=costs(0.0))
     names = ranked(tuner, methods(["self(1)", "self(2)"], ["2", "4", "confidence(0.5)"]), (1, 2))
     assert heard == 2 and len(names) == 2 * 7 and not tuner.tuning.failed
@@ -372,8 +372,8 @@ def test_names_of_sampling() -> None:
 GREEDY = SamplingParams(max_new_tokens=24)
 
 
-def asks(generator: Generator, count: int = 4) -> list[Ask]:
-    return Asker(generator).first(numbered(count, high=SIZE))
+def asks(generator: Generator, count: int = 4) -> list[PromptRequest]:
+    return RequestBuilder(generator).first(numbered(count, high=SIZE))
 
 
 def settings(generator: Generator, **changes: Any) -> BenchSettings:
@@ -391,7 +391,7 @@ def order(results: Results) -> list[str]:
 
 
 def test_a_benchmark(tmp_path: Path) -> None:
-    generator, told = repeating(), list[Told]()
+    generator, told = repeating(), list[Progress]()
     bench = Bench(generator, settings(generator), on_run=told.append)
     results = bench.run(tmp_path / "r.jsonl")
     # what ran between two plain runs is written when its ratios are known
@@ -460,7 +460,7 @@ def test_a_benchmark_goes_on_with_what_is_missing(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(MethodRunner, "run", honest)
     first = [(run.cell.method, run.repeat) for run in Results.load(path).runs if run.cell.method != PLAIN]
     assert first == [("suffix, 4", 0), ("max_gram, 4", 0), ("prompt_lookup, 4", 0)]
-    told: list[Told] = []
+    told: list[Progress] = []
     results = Bench(generator, wanted, on_run=told.append).run(path)
     runs = [(run.cell.method, run.repeat) for run in results.runs if run.cell.method != PLAIN]
     assert sorted(runs) == sorted((m.name, r) for m in wanted.methods for r in (0, 1)), "none twice, none missing"
@@ -485,7 +485,7 @@ def test_a_failing_method_does_not_lose_the_others(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(MethodRunner, "run", failing)
     wanted = settings(generator, methods=methods(["max_gram", "suffix", "prompt_lookup"], ["4"]), repeats=1)
-    told: list[Told] = []
+    told: list[Progress] = []
     results = Bench(generator, wanted, on_run=told.append).run(path)
     assert order(results).count("suffix, 4") == 1 and len(told) == 3
     assert {(f.cell.method, f.error) for f in results.failures} == {
@@ -579,7 +579,7 @@ def test_bad_benchmarks(tmp_path: Path) -> None:
 
 def test_a_live_run_is_decoding(tmp_path: Path) -> None:
     generator = foresay.load(make("llama"), tokenizer=Numbers(), drafter="suffix", max_batch_size=2)
-    some = Asker(generator).first(numbered(3))
+    some = RequestBuilder(generator).first(numbered(3))
     live = run_live(generator, some, SamplingParams(max_new_tokens=20))
     wanted = generator.generate([list(ask.token_ids) for ask in some], max_new_tokens=20)
     assert live.outputs == [one.token_ids for one in wanted] and live.tokens == sum(map(len, live.outputs))

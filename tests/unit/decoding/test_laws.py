@@ -208,11 +208,11 @@ def test_a_row_in_a_mixed_batch_has_the_law_it_has_alone(chosen: list[int], widt
 
 def assert_same_laws(together: Laws, row: int, alone: Laws, width: int) -> None:
     if alone.probs is None:
-        assert torch.equal(together.points[row], alone.points[0])
-        assert together.index is None or together.index[row].tolist() == [-1] * width
+        assert torch.equal(together.greedy_ids[row], alone.greedy_ids[0])
+        assert together.probs_row is None or together.probs_row[row].tolist() == [-1] * width
         return
-    assert together.probs is not None and together.index is not None and alone.index is not None
-    law, expected = together.probs[together.index[row]], alone.probs[alone.index[0]]
+    assert together.probs is not None and together.probs_row is not None and alone.probs_row is not None
+    law, expected = together.probs[together.probs_row[row]], alone.probs[alone.probs_row[0]]
     assert torch.equal(law > 0, expected > 0)
     assert torch.allclose(law, expected, atol=1e-7, rtol=1e-5)
 
@@ -220,17 +220,17 @@ def assert_same_laws(together: Laws, row: int, alone: Laws, width: int) -> None:
 def test_greedy_rows_never_build_a_law() -> None:
     logits = random_logits(3, 2, 50)
     laws = build_laws(logits, make_rows({}, {"top_k": 3}, {"repetition_penalty": 2.0}))
-    assert laws.probs is None and laws.index is None
-    assert torch.equal(laws.points[:2], logits[:2].argmax(-1))
+    assert laws.probs is None and laws.probs_row is None
+    assert torch.equal(laws.greedy_ids[:2], logits[:2].argmax(-1))
 
 
 def test_only_sampled_rows_build_laws_in_a_mixed_batch() -> None:
     logits = random_logits(3, 2, 50)
     laws = build_laws(logits, make_rows({}, {"temperature": 1.0}, {}))
-    assert laws.probs is not None and laws.index is not None
+    assert laws.probs is not None and laws.probs_row is not None
     assert laws.probs.shape == (2, 50)
-    assert laws.index.tolist() == [[-1, -1], [0, 1], [-1, -1]]
-    assert torch.equal(laws.points[[0, 2]], logits[[0, 2]].argmax(-1))
+    assert laws.probs_row.tolist() == [[-1, -1], [0, 1], [-1, -1]]
+    assert torch.equal(laws.greedy_ids[[0, 2]], logits[[0, 2]].argmax(-1))
 
 
 def test_building_laws_leaves_the_logits_alone() -> None:
@@ -248,7 +248,7 @@ def test_each_place_is_processed_after_the_tokens_guessed_before_it() -> None:
     points = torch.zeros(1, 3, 5)
     points[..., 2] = 1.5
     for first, expected in ((0, [2, 2, 2]), (1, [2, 2, 0])):
-        assert build_laws(points, rows, guessed, first).points.tolist() == [expected]
+        assert build_laws(points, rows, guessed, first).greedy_ids.tolist() == [expected]
 
 
 def test_prob_of_reads_points_and_laws() -> None:
@@ -324,25 +324,25 @@ def _sampled_rows() -> tuple[Rows, Laws]:
 
 def test_draw_uses_each_rows_own_number_at_its_offset() -> None:
     rows, laws = _sampled_rows()
-    assert laws.probs is not None and laws.index is not None
+    assert laws.probs is not None and laws.probs_row is not None
     streams = rows.streams(torch.device("cpu"))
     tokens = draw(laws, streams, Purpose.TARGET, first=2)
-    assert torch.equal(tokens[0], laws.points[0])
+    assert torch.equal(tokens[0], laws.greedy_ids[0])
     uniform = streams.uniform(Purpose.TARGET, torch.arange(10))
     for row in (1, 2):
-        assert torch.equal(tokens[row], inverse_cdf(laws.probs[laws.index[row]], uniform[row, 2:6]))
+        assert torch.equal(tokens[row], inverse_cdf(laws.probs[laws.probs_row[row]], uniform[row, 2:6]))
 
 
 def test_coupled_draws_add_the_noise_of_the_position() -> None:
     _, laws = _sampled_rows()
-    assert laws.probs is not None and laws.index is not None
+    assert laws.probs is not None and laws.probs_row is not None
     streams = Streams(torch.tensor([7, 8, 9]), torch.tensor([4, 5, 6]), coupled=True)
     tokens = draw(laws, streams, Purpose.DRAFT, first=1)
     assert torch.equal(tokens, draw(laws, streams, Purpose.TARGET, first=1)), "drafter and target share it"
     for row in (1, 2):
         for column in range(4):
             noise = streams.gumbel(torch.tensor(row), torch.tensor(column + 1), torch.arange(20))
-            assert int(tokens[row, column]) == int((laws.probs[laws.index[row, column]].log() + noise).argmax())
+            assert int(tokens[row, column]) == int((laws.probs[laws.probs_row[row, column]].log() + noise).argmax())
 
 
 def test_coupled_draws_leave_out_the_places_that_are_not_asked_for() -> None:

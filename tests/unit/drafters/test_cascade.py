@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foresay.decoding.protocols import Guess
+from foresay.decoding.protocols import DraftStep
 from foresay.decoding.rows import Rows
 from foresay.drafters import Cascade, MaxGram, ModelDrafter
 from foresay.drafters.cascade import drafted_at_most
@@ -130,7 +130,7 @@ class Stops(ConstantLength):
         super().__init__(64)
         self.told: list[int] = []
 
-    def proceed(self, index: int, guess: Guess) -> torch.Tensor | None:
+    def keep_drafting(self, index: int, guess: DraftStep) -> torch.Tensor | None:
         self.told.append(index)
         going = torch.ones(len(guess.token_ids), dtype=torch.bool)
         going[0] = index != 1

@@ -38,7 +38,7 @@ def test_laws_caches_and_budgets_over_contexts_that_come_and_go(k: Any, make: An
     for step in range(40):
         ahead = rows
         if step % 3:  # contexts that are guessed, and taken back at the next proposal
-            ahead = rows.ahead([[rand(SIZE) for _ in range(rand(4))] for _ in rows], step % 2)
+            ahead = rows.with_draft([[rand(SIZE) for _ in range(rand(4))] for _ in rows], step % 2)
         budget = [rand(12) for _ in rows]
         proposal = cascade.propose(ahead, budget, POLICY)
         for i, row in enumerate(ahead):
@@ -111,10 +111,10 @@ def test_what_is_cached_is_not_fed_again(k: list[list[int]]) -> None:
     rows = begun(cascade, [1, 2, 3, 4, 5, 1, 2, 3])
     first = lists(cascade.propose(rows, [4], POLICY))[0]
     model.fed = model.passes = 0
-    cascade.propose(rows.ahead([first], 1), [1], POLICY)
+    cascade.propose(rows.with_draft([first], 1), [1], POLICY)
     assert (model.fed, model.passes) == (1, 1)
     model.fed = model.passes = 0
-    cascade.propose(rows.ahead([[*first[:2], (first[2] + 1) % SIZE]], 0), [1], POLICY)
+    cascade.propose(rows.with_draft([[*first[:2], (first[2] + 1) % SIZE]], 0), [1], POLICY)
     assert (model.fed, model.passes) == (1, 1), "the two tokens that are the same are still cached"
 
 

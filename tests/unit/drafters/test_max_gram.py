@@ -73,10 +73,10 @@ def test_guessed_tokens_are_looked_up_and_never_learned(data: st.DataObject) -> 
     row = rows[0]
     for _ in range(data.draw(st.integers(1, 6))):
         guessed = data.draw(outputs)
-        ahead = rows.ahead([guessed], 0)
+        ahead = rows.with_draft([guessed], 0)
         if data.draw(st.booleans()):  # a guess about guesses
             more = data.draw(outputs)
-            ahead, guessed = ahead.ahead([more], 1), [*guessed, *more]
+            ahead, guessed = ahead.with_draft([more], 1), [*guessed, *more]
         prompt, output = row.tokens[: row.prompt_length].tolist(), row.tokens[row.prompt_length :].tolist()
         assert propose(drafter, ahead, 4)[0] in choices(prompt, output, guessed, 4)
         row.extend(data.draw(outputs))
@@ -102,9 +102,11 @@ def test_what_an_encoder_read_is_the_prompt() -> None:
     drafter.admit(rows, 0)
     row.extend([6])
     assert propose(drafter, rows, 5) == [[7, 8]]
-    assert propose(drafter, rows.ahead([[5]], 0), 5) == [[6, 7, 8]]
-    assert propose(drafter, rows.flat(), 5) == [[7, 8]], "a decoder-only draft model reads source and output as one"
-    assert propose(drafter, rows.flat().ahead([[5]], 0), 5) == [[6, 7, 8]]
+    assert propose(drafter, rows.with_draft([[5]], 0), 5) == [[6, 7, 8]]
+    assert propose(drafter, rows.as_decoder_only(), 5) == [[7, 8]], (
+        "a decoder-only draft model reads source and output as one"
+    )
+    assert propose(drafter, rows.as_decoder_only().with_draft([[5]], 0), 5) == [[6, 7, 8]]
 
 
 def table(**changes: Any) -> NgramTable:
@@ -115,7 +117,9 @@ def test_the_table_goes_on_where_the_match_ends() -> None:
     drafter, rows = admitted([4, 5, 4], table=table())
     assert propose(drafter, rows, 6) == [[5, 4, 0, 1, 2, 3]], "5 4 are copied, 0 1 2 3 follow them in the table"
     assert propose(drafter, rows, 1) == [[5]]
-    assert propose(drafter, rows.ahead([[1]], 0), 3) == [[2, 3]], "nothing but the table knows what follows a guess"
+    assert propose(drafter, rows.with_draft([[1]], 0), 3) == [[2, 3]], (
+        "nothing but the table knows what follows a guess"
+    )
 
 
 def test_the_tables_context_is_what_lies_before_its_place() -> None:

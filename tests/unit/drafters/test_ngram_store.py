@@ -124,8 +124,8 @@ def test_an_unknown_context_ends_the_draft_or_repeats_its_last_token() -> None:
 
 def test_guessed_tokens_are_a_context_and_are_never_learned() -> None:
     drafter, rows = admitted([1, 2, 7, 5])
-    assert propose(drafter, rows.ahead([[1, 2]], 0), 2) == [[7, 5]]
-    assert propose(drafter, rows.ahead([[1, 2, 8, 1, 2]], 0), 1) == [[7]]
+    assert propose(drafter, rows.with_draft([[1, 2]], 0), 2) == [[7, 5]]
+    assert propose(drafter, rows.with_draft([[1, 2, 8, 1, 2]], 0), 1) == [[7]]
     rows[0].extend([8])
     assert propose(drafter, rows, 1) == [[]]
 
@@ -187,13 +187,13 @@ def test_the_next_step_learns_behind_what_is_committed() -> None:
 
 
 def test_of_a_draft_that_is_not_its_own_only_accepted_tokens_are_known() -> None:
-    """Inside a cascade: rejected guesses are others', so the places behind them teach nothing."""
+    """Inside a cascade: rejected guesses are others', so the places behind them precompute nothing."""
     drafter, rows = admitted([1, 2], n=2, filler_top_k=2)
-    assert propose(drafter, rows.ahead([[1]], 0), 3) == [[2]]
+    assert propose(drafter, rows.with_draft([[1]], 0), 3) == [[2]]
     rows[0].extend([3, 6])
     drafter.observe(rows, None, target([3, 7], [6, 4], [8, 9], [0, 1]))
     assert learned(drafter) == {(1,): {2: SEEN}, (2,): {7: 1, 3: 2}, (3,): {4: 1, 6: 2}}
-    drafter.observe(rows.ahead([[6]], 0), None, target([3, 7]))
+    drafter.observe(rows.with_draft([[6]], 0), None, target([3, 7]))
     assert (6,) not in learned(drafter), "a pass of a draft model teaches nothing"
 
 

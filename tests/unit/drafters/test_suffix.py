@@ -68,7 +68,7 @@ def test_guesses_follow_the_longest_match_in_own_text_and_past(data: st.DataObje
         longest = max(length for length, _ in found)
         ends = own[1] if own[0] == longest else [end for length, more in found if length == longest for end in more]
         wanted = [end[: min(5, max(1, int(1.5 * longest)))] for end in ends] or [[]]
-        assert propose(drafter, rows.ahead([guessed], 0), 5)[0] in wanted
+        assert propose(drafter, rows.with_draft([guessed], 0), 5)[0] in wanted
         row.extend(data.draw(texts))
 
 
@@ -197,8 +197,8 @@ def test_what_an_encoder_read_is_matched_too() -> None:
     drafter, rows = SuffixDrafter(), Rows([row])
     drafter.admit(rows, 0)
     row.extend([6])
-    assert propose(drafter, rows, 3) == [[7, 6]] == propose(drafter, rows.flat(), 3)
-    assert propose(drafter, rows.flat().ahead([[5]], 0), 1) == [[6]]
+    assert propose(drafter, rows, 3) == [[7, 6]] == propose(drafter, rows.as_decoder_only(), 3)
+    assert propose(drafter, rows.as_decoder_only().with_draft([[5]], 0), 1) == [[6]]
 
 
 def test_later_requests_of_a_run_draft_from_earlier_ones() -> None:

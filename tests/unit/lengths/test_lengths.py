@@ -10,7 +10,7 @@ import torch
 
 from foresay.decoding.laws import build_laws
 from foresay.decoding.outcome import Step
-from foresay.decoding.protocols import Guess
+from foresay.decoding.protocols import DraftStep
 from foresay.decoding.rows import Rows
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import ModelDrafter
@@ -59,10 +59,10 @@ def test_the_heuristic_keeps_rows_apart() -> None:
 LAW = torch.tensor([0.5, 0.2, 0.2, 0.06, 0.04])
 
 
-def guess(*tokens: int, params: tuple[dict[str, Any], ...]) -> Guess:
+def guess(*tokens: int, params: tuple[dict[str, Any], ...]) -> DraftStep:
     """One drawn token for each row, all from the same raw scores."""
     rows = make_rows(*params)
-    return Guess(torch.tensor(tokens), build_laws(LAW.log().expand(len(tokens), 1, -1).clone(), rows))
+    return DraftStep(torch.tensor(tokens), build_laws(LAW.log().expand(len(tokens), 1, -1).clone(), rows))
 
 
 GREEDY: dict[str, Any] = {"temperature": 0.0}
@@ -71,8 +71,8 @@ COLD: dict[str, Any] = {"temperature": 0.5}
 TOP: dict[str, Any] = {"temperature": 1.0, "top_k": 1}
 
 
-def going(policy: ConfidenceLength | EntropyLength, one: Guess, index: int = 0) -> list[bool]:
-    told = policy.proceed(index, one)
+def going(policy: ConfidenceLength | EntropyLength, one: DraftStep, index: int = 0) -> list[bool]:
+    told = policy.keep_drafting(index, one)
     assert told is not None
     return told.tolist()
 
@@ -117,7 +117,7 @@ def test_entropy_is_of_the_law_drawn_from_in_nats() -> None:
 def test_a_score_of_minus_infinity_does_no_harm() -> None:
     scores = torch.tensor([0.5, 0.5, 0.0]).log()[None, None]
     for params in (GREEDY, SAMPLED):
-        one = Guess(torch.tensor([0]), build_laws(scores.clone(), make_rows(params)))
+        one = DraftStep(torch.tensor([0]), build_laws(scores.clone(), make_rows(params)))
         assert going(EntropyLength(math.log(2) + 0.001), one) == [True]
         assert going(ConfidenceLength(0.499), one) == [True]
 

@@ -19,7 +19,7 @@ from foresay.drafters.ngram_table import NgramTable
 from foresay.errors import ConfigError, UnknownNameError, UnsupportedModelError, VocabularyMismatchError
 from foresay.generation.generator import Generator
 from foresay.lengths import LENGTHS, ConfidenceLength, ConstantLength, HeuristicLength
-from foresay.methods.recipes import DRAFTERS, Shelf, read_drafter, read_length, read_rule
+from foresay.methods.recipes import DRAFTERS, Resources, read_drafter, read_length, read_rule
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.sources.catalog import LoadedModel
 from foresay.models.sources.load_options import LoadOptions
@@ -50,15 +50,15 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def shelf(folder: Path) -> Shelf:
-    return Shelf(resolve(folder, LoadOptions(dtype="fp32"), None), LoadOptions(dtype="fp32"))
+def resources(folder: Path) -> Resources:
+    return Resources(resolve(folder, LoadOptions(dtype="fp32"), None), LoadOptions(dtype="fp32"))
 
 
-def built(shelf: Shelf, text: str) -> Drafter | None:
-    return read_drafter(text).prepare(shelf)()
+def built(resources: Resources, text: str) -> Drafter | None:
+    return read_drafter(text).prepare(resources)()
 
 
-def test_every_name_builds_what_it_says(shelf: Shelf, folder: Path, table: str) -> None:
+def test_every_name_builds_what_it_says(resources: Resources, folder: Path, table: str) -> None:
     kinds: dict[str, tuple[str, type]] = {
         "none": ("none", type(None)),
         "prompt_lookup": ("prompt_lookup(max_ngram=3)", PromptLookup),
@@ -71,23 +71,23 @@ def test_every_name_builds_what_it_says(shelf: Shelf, folder: Path, table: str) 
     }
     assert kinds.keys() == DRAFTERS.keys()
     for text, kind in kinds.values():
-        drafter = built(shelf, text)
+        drafter = built(resources, text)
         assert type(drafter) is kind, text
-        assert drafter is None or built(shelf, text) is not drafter, "each engine has its own"
+        assert drafter is None or built(resources, text) is not drafter, "each engine has its own"
 
 
-def test_settings_reach_the_drafter(shelf: Shelf, table: str) -> None:
-    lookup: Any = built(shelf, "prompt_lookup(max_ngram=7, min_ngram=3)")
+def test_settings_reach_the_drafter(resources: Resources, table: str) -> None:
+    lookup: Any = built(resources, "prompt_lookup(max_ngram=7, min_ngram=3)")
     assert (lookup.max_ngram, lookup.min_ngram) == (7, 3)
-    gram: Any = built(shelf, f"max_gram({table})")
-    assert gram.table is shelf.tables[table] and built(shelf, "max_gram").table is None  # type: ignore[union-attr]
-    store: Any = built(shelf, "ngram_store(5, one, 3, false, false, 99)")
+    gram: Any = built(resources, f"max_gram({table})")
+    assert gram.table is resources.tables[table] and built(resources, "max_gram").table is None  # type: ignore[union-attr]
+    store: Any = built(resources, "ngram_store(5, one, 3, false, false, 99)")
     assert store._settings == {"n": 5, "levels": "one", "max_contexts": 99}
     assert (store.filler_top_k, store.stop_unknown, store._shared) == (3, False, None)
-    suffix: Any = built(shelf, "suffix(scale=4, min_match=2, keep=false)")
+    suffix: Any = built(resources, "suffix(scale=4, min_match=2, keep=false)")
     assert (suffix.scale, suffix.min_match, suffix.past) == (4.0, 2, None)
-    assert built(shelf, "suffix(keep=true, max_tokens=77)").past.max_tokens == 77  # type: ignore[union-attr]
-    cascade: Any = built(shelf, "cascade(self=1, max_gram; k=[[2,1],[0,1]], lenience=3)")
+    assert built(resources, "suffix(keep=true, max_tokens=77)").past.max_tokens == 77  # type: ignore[union-attr]
+    cascade: Any = built(resources, "cascade(self=1, max_gram; k=[[2,1],[0,1]], lenience=3)")
     assert cascade.k == ((2, 1), (0, 1)) and cascade.lenience == 3.0
     assert [type(d) for d in cascade.drafters] == [SelfDrafter, MaxGram]
     assert read_drafter("cascade(max_gram; k=[[9]])").num_draft_tokens == 9
@@ -116,25 +116,27 @@ def test_a_recipe_says_whether_it_reads_the_target(drafter: str, reads: bool) ->
 def test_what_does_not_read_the_target_is_made_without_one(drafter: str) -> None:
     """Layers and tokenizer are kept from it."""
     model: Any = SimpleNamespace(device=torch.device("cpu"))
-    assert read_drafter(drafter).prepare(Shelf(LoadedModel("absent", model, None, frozenset())))() is not None
+    assert read_drafter(drafter).prepare(Resources(LoadedModel("absent", model, None, frozenset())))() is not None
 
 
-def test_models_and_tables_are_read_once(shelf: Shelf, folder: Path, table: str) -> None:
-    one: Any = built(shelf, f"cascade(model={folder}, model={folder}, max_gram({table}); k=[[1,1,1],[0,0,0],[0,0,0]])")
+def test_models_and_tables_are_read_once(resources: Resources, folder: Path, table: str) -> None:
+    one: Any = built(
+        resources, f"cascade(model={folder}, model={folder}, max_gram({table}); k=[[1,1,1],[0,0,0],[0,0,0]])"
+    )
     first, second, gram = one.drafters
-    assert first.context.model.inner is second.context.model.inner is shelf.models[str(folder)].model
+    assert first.context.model.inner is second.context.model.inner is resources.models[str(folder)].model
     assert first.context is not second.context
-    assert gram.table is shelf.table(table)
+    assert gram.table is resources.table(table)
 
 
-def test_heads_are_trimmed_to_a_tables_frequent_tokens(shelf: Shelf, folder: Path, table: str) -> None:
-    eos = sorted(shelf.target.eos_token_ids)
+def test_heads_are_trimmed_to_a_tables_frequent_tokens(resources: Resources, folder: Path, table: str) -> None:
+    eos = sorted(resources.target.eos_token_ids)
     for text in (f"self(2, vocabulary={table}, vocabulary_size=4)", f"model({folder}, {table}, 4)"):
-        drafter: Any = built(shelf, text)
+        drafter: Any = built(resources, text)
         inner = drafter.context.model.inner
         assert inner.head_ids.tolist() == [*eos, 10, 11, 12, 13], text
         assert inner.vocab_size == VOCAB
-    covered: Any = built(shelf, f"self(1, vocabulary={table}, coverage=0.5)")
+    covered: Any = built(resources, f"self(1, vocabulary={table}, coverage=0.5)")
     assert covered.context.model.inner.head_ids.tolist() == [*eos, 10, 11, 12, 13, 14], "20 + ... + 16 of 155"
 
 
@@ -247,7 +249,7 @@ def test_settings_are_checked_before_anything_is_loaded(text: str, error: type[E
     assert str(caught.value).startswith(message)
 
 
-def test_what_only_the_models_can_tell(shelf: Shelf, folder: Path, tmp_path: Path) -> None:
+def test_what_only_the_models_can_tell(resources: Resources, folder: Path, tmp_path: Path) -> None:
     for text, error, message in (
         ("self(3)", ConfigError, "layers=3 must be an integer in [1, 2]: the target has 3 layers"),
         ("cascade(max_gram, suffix; k=[[1,1],[0,1]])", ConfigError, "which only a model can; make that row zero"),
@@ -258,26 +260,26 @@ def test_what_only_the_models_can_tell(shelf: Shelf, folder: Path, tmp_path: Pat
         ),
     ):
         with pytest.raises(error) as caught:
-            built(shelf, text)
+            built(resources, text)
         assert message in str(caught.value)
     NgramTable(np.arange(VOCAB), fingerprint="f" * 64).save(tmp_path / "foreign.safetensors")
     with pytest.raises(VocabularyMismatchError, match="made with another tokenizer"):
-        built(shelf, f"max_gram({tmp_path}/foreign.safetensors)")
-    wordy = dataclasses.replace(shelf.target, model=object())
+        built(resources, f"max_gram({tmp_path}/foreign.safetensors)")
+    wordy = dataclasses.replace(resources.target, model=object())
     with pytest.raises(UnsupportedModelError, match="self-speculation needs a decoder-only transformers model"):
-        built(Shelf(wordy), "self(1)")
+        built(Resources(wordy), "self(1)")
 
 
-def test_an_encoder_decoder_drafts_for_no_other_kind_and_in_no_other_tokens(shelf: Shelf) -> None:
+def test_an_encoder_decoder_drafts_for_no_other_kind_and_in_no_other_tokens(resources: Resources) -> None:
     theirs = resolve(make_seq2seq("t5", vocab_size=VOCAB), LoadOptions(), tiny.tokenizer())
-    taken = Shelf(shelf.target, models={"t5": theirs})
+    taken = Resources(resources.target, models={"t5": theirs})
     with pytest.raises(
         UnsupportedModelError, match="is an encoder-decoder model and cannot draft for a decoder-only one"
     ):
         built(taken, "model(t5)")
     other = dataclasses.replace(theirs, tokenizer=byte_level())
     with pytest.raises(VocabularyMismatchError):
-        built(Shelf(theirs, models={"t5": other}), "model(t5)")
+        built(Resources(theirs, models={"t5": other}), "model(t5)")
 
 
 def test_rules_and_lengths_by_expression() -> None:
@@ -311,9 +313,9 @@ def test_rules_and_lengths_by_expression() -> None:
         assert str(caught.value).startswith(message)
 
 
-def test_a_self_draft_takes_no_memory(shelf: Shelf) -> None:
-    assert isinstance(shelf.target.model, CausalModel)
-    drafter: Any = built(shelf, "self(1)")
-    own = {p.data_ptr() for p in shelf.target.model.model.parameters()}
+def test_a_self_draft_takes_no_memory(resources: Resources) -> None:
+    assert isinstance(resources.target.model, CausalModel)
+    drafter: Any = built(resources, "self(1)")
+    own = {p.data_ptr() for p in resources.target.model.model.parameters()}
     assert {p.data_ptr() for p in drafter.context.model.inner.model.parameters()} <= own
     assert isinstance(drafter.context.model.device, torch.device)

@@ -353,17 +353,17 @@ def test_a_recording_as_a_model_says_what_came_next() -> None:
     store = model.new_cache()
     model.admit(Rows(rows), 0, store)
     assert store.lengths == [0, 0]
-    assert model.forward(torch.tensor([[1]]), [1], store, logits=Logits.NONE).points is None
+    assert model.forward(torch.tensor([[1]]), [1], store, logits=Logits.NONE).token_ids is None
     assert store.lengths == [1, 0]
     fed = torch.tensor([[2, 3, 4], [7, 0, 0]])
     out = model.forward(fed, [3, 1], store)
-    assert out.logits is None and out.points is not None
-    assert out.points[0].tolist() == [3, 4, 5] and out.points[1, 0] == 8
+    assert out.logits is None and out.token_ids is not None
+    assert out.token_ids[0].tolist() == [3, 4, 5] and out.token_ids[1, 0] == 8
     assert store.lengths == [4, 1]
     store.truncate([2, 0])
     last = model.forward(fed, [2, 1], store, logits=Logits.LAST)
-    assert last.points is not None and last.points.tolist() == [[5], [8]]
-    assert model.forward(fed, [0, 0], store, logits=Logits.NONE).points is None
+    assert last.token_ids is not None and last.token_ids.tolist() == [[5], [8]]
+    assert model.forward(fed, [0, 0], store, logits=Logits.NONE).token_ids is None
     store.rearrange([(1, 0)], 1)
     assert store.lengths == [1] and store.texts.tolist() == [1]
 

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 import pytest
 
-from foresay.text.cross_tokenizer import TokenizerTranslator
-from helpers.bilingual import tokenizer, translator
+from foresay.text.cross_tokenizer import TokenizerPair
+from helpers.bilingual import retokenizer, tokenizer
 from helpers.making import byte_fallback
 
 
-def read(told: TokenizerTranslator, tokens: Sequence[int], strides: Sequence[int], ahead: int = 0) -> list[int]:
+def read(told: TokenizerPair, tokens: Sequence[int], strides: Sequence[int], ahead: int = 0) -> list[int]:
     """What a reader makes of a text that grows by strides, of which the last `ahead` tokens are guesses each time."""
     reader, end, out = told.reader(), 0, []
     while end < len(tokens):
@@ -29,7 +29,7 @@ PAIRS = [("target", "draft"), ("draft", "target")]
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 @pytest.mark.parametrize("kind", SEPARATORS)
 def test_a_growing_text_reads_as_the_whole(kind: str, pair: tuple[str, str]) -> None:
-    told, rng = translator(*pair), random.Random(1)
+    told, rng = retokenizer(*pair), random.Random(1)
     text = SEPARATORS[kind].join(rng.choice(WORDS) for _ in range(250))
     tokens = tokenizer(pair[0])(text).input_ids
     assert len(tokens) > 800, "many times settled"
@@ -43,7 +43,7 @@ def test_sentencepiece_spaces_are_kept_where_a_text_is_cut(which: str) -> None:
     """Decoders that drop a first space, and tokenizers that add one, do so once and not at every cut."""
 
     plain, marked = tokenizer("target"), byte_fallback()
-    told = TokenizerTranslator(*((marked, plain) if which == "from" else (plain, marked)))
+    told = TokenizerPair(*((marked, plain) if which == "from" else (plain, marked)))
     rng = random.Random(1)
     for gap in (" ", "  ", "\n", "\n  "):
         text = gap.join(rng.choice(["hello", "the", "cat", "x"]) for _ in range(300))
@@ -53,12 +53,12 @@ def test_sentencepiece_spaces_are_kept_where_a_text_is_cut(which: str) -> None:
 
 def test_what_only_the_target_knows_is_left_out() -> None:
     tokens = tokenizer("target")("<bos>hello<user> the<eos>x").input_ids
-    assert translator().reader().read(tokens, len(tokens)) == tokenizer("draft")("hello the<eos>x").input_ids
-    assert translator().text(tokens) == "hello the<eos>x"
+    assert retokenizer().reader().read(tokens, len(tokens)) == tokenizer("draft")("hello the<eos>x").input_ids
+    assert retokenizer().text(tokens) == "hello the<eos>x"
 
 
 def test_an_incomplete_character_waits_for_its_end() -> None:
-    told, names = translator(), tokenizer("target")
+    told, names = retokenizer(), tokenizer("target")
     tokens = names("x 日").input_ids
     reader = told.reader()
     for end in range(3, len(tokens)):
@@ -67,7 +67,7 @@ def test_an_incomplete_character_waits_for_its_end() -> None:
 
 
 def test_a_text_without_tokens_is_still_a_context() -> None:
-    told = translator()
+    told = retokenizer()
     assert told.reader().read([tokenizer("target").convert_tokens_to_ids("<user>")], 1) == [int(told.shared[0][0])]
 
 
@@ -82,7 +82,7 @@ def test_a_text_without_tokens_is_still_a_context() -> None:
     ],
 )
 def test_a_draft_is_read_back_in_the_targets_tokens(context: str, drafted: str, wanted: str) -> None:
-    told = translator()
+    told = retokenizer()
     tokens = told.to_target(tokenizer("target")(context).input_ids, tokenizer("draft")(drafted).input_ids)
     assert tokenizer("target").decode(tokens) == wanted
     cut = tokenizer("draft")("x日").input_ids[:-1]

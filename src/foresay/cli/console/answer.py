@@ -10,7 +10,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from foresay.cli.console.screen import unechoed
-from foresay.cli.console.session import INTERRUPTED, Exchange, Session
+from foresay.cli.console.session import INTERRUPTED, ChatSession, Exchange
 from foresay.cli.trace import sum_up
 from foresay.decoding.outcome import FinishReason, Step
 from foresay.decoding.sampling_params import SamplingParams
@@ -49,7 +49,7 @@ def interruptible(enabled: bool, begun: Callable[[], bool]) -> Iterator[Callable
 class _Written:
     """What has come of an answer so far."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: ChatSession) -> None:
         self._session = session
         self.steps: list[Step] = []
         self.text = ""
@@ -62,7 +62,7 @@ class _Written:
         self._session.screen.written(chunk.pieces, trace=self._session.trace)
 
 
-def write(session: Session, user: str, before: Sequence[Exchange]) -> Exchange | None:
+def write(session: ChatSession, user: str, before: Sequence[Exchange]) -> Exchange | None:
     """Answer a message that follows some exchanges; None when Ctrl-C came before the first word.
 
     Raises what `Generator.stream` raises for a message that cannot be answered.
@@ -97,7 +97,7 @@ def write(session: Session, user: str, before: Sequence[Exchange]) -> Exchange |
 
 
 def _exchange(
-    session: Session, user: str, params: SamplingParams, written: _Written, seconds: float, left_out: int
+    session: ChatSession, user: str, params: SamplingParams, written: _Written, seconds: float, left_out: int
 ) -> Exchange:
     whole = written.whole
     return Exchange(
@@ -120,7 +120,7 @@ def _left_out(count: int) -> str:
     return f"({what} left out: the model's context is full)"
 
 
-def _sum_up(session: Session, one: Exchange) -> str:
+def _sum_up(session: ChatSession, one: Exchange) -> str:
     ended = f", {INTERRUPTED}" if one.ended == INTERRUPTED else ""
     if one.ended == FinishReason.LENGTH:
         full = one.stats.num_tokens < session.params.max_new_tokens

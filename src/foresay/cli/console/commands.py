@@ -10,7 +10,7 @@ from rich.text import Text
 
 from foresay.cli.console import conversation, settings
 from foresay.cli.console.input import Entry, Words
-from foresay.cli.console.session import Session
+from foresay.cli.console.session import ChatSession
 from foresay.cli.console.settings import Command, nothing
 from foresay.cli.methods import catalogue
 from foresay.decoding.acceptance import RULES
@@ -20,7 +20,7 @@ from foresay.methods.recipes import DRAFTERS
 from foresay.models.sources.packaged import ALIASES
 
 
-def help_(session: Session, argument: str) -> None:
+def help_(session: ChatSession, argument: str) -> None:
     """/help COMMAND: what a command does; without one, all of them."""
     if argument:
         _help_on(session, resolve(argument.removeprefix("/")))
@@ -30,7 +30,7 @@ def help_(session: Session, argument: str) -> None:
     session.screen.note('A line ending in \\ goes on; """ begins and ends a message of many lines.')
 
 
-def _help_on(session: Session, name: str) -> None:
+def _help_on(session: ChatSession, name: str) -> None:
     usage, purpose = _documented(COMMANDS[name])
     session.screen.line(Text.assemble((usage, "bold"), f": {purpose}"))
     kinds = {"drafter": 0, "rule": 1, "length": 2}
@@ -39,7 +39,7 @@ def _help_on(session: Session, name: str) -> None:
             session.screen.line(f"  {signature}: {what}")
 
 
-def quit_(session: Session, argument: str) -> None:
+def quit_(session: ChatSession, argument: str) -> None:
     """/quit: leave; so does Ctrl-D."""
     nothing("quit", argument)
     session.running = False
@@ -99,7 +99,7 @@ def resolve(name: str) -> str:
     raise ConfigError(f"unknown command /{name}.{hint} /help lists them; //{name} sends it as text")
 
 
-def handle(session: Session, entered: Entry) -> None:
+def handle(session: ChatSession, entered: Entry) -> None:
     """Do what was entered: a command, or a message to answer. Raises ForesayError when that cannot be done."""
     text = entered.text
     if entered.block or not text.startswith("/"):

@@ -12,13 +12,13 @@ from foresay.cli.common import fresh_seed, loading, model_expression
 from foresay.cli.console import table
 from foresay.cli.console.answer import write
 from foresay.cli.console.screen import unechoed
-from foresay.cli.console.session import INTERRUPTED, Exchange, Session
+from foresay.cli.console.session import INTERRUPTED, ChatSession, Exchange
 from foresay.cli.console.settings import nothing
 from foresay.cli.trace import percent
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.engine import Stats
 from foresay.errors import ConfigError
-from foresay.files import whole_file
+from foresay.files import atomic_write
 from foresay.methods.expressions import parse
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from foresay.text.prompts import Prompt
 
 
-def say(session: Session, text: str) -> None:
+def say(session: ChatSession, text: str) -> None:
     """Answer a message, and keep both."""
     if not text.strip():
         return
@@ -35,7 +35,7 @@ def say(session: Session, text: str) -> None:
         session.exchanges.append(one)
 
 
-def retry(session: Session, argument: str) -> None:
+def retry(session: ChatSession, argument: str) -> None:
     """/retry: write the last answer again, as things are set now."""
     nothing("retry", argument)
     one = write(session, session.last().user, session.exchanges[:-1])
@@ -43,7 +43,7 @@ def retry(session: Session, argument: str) -> None:
         session.exchanges[-1] = one
 
 
-def undo(session: Session, argument: str) -> None:
+def undo(session: ChatSession, argument: str) -> None:
     """/undo: take the last message and its answer back."""
     nothing("undo", argument)
     gone = session.last()
@@ -51,14 +51,14 @@ def undo(session: Session, argument: str) -> None:
     session.screen.line(f"taken back: {_short(gone.user)}")
 
 
-def clear(session: Session, argument: str) -> None:
+def clear(session: ChatSession, argument: str) -> None:
     """/clear: begin a new conversation; settings and the system message stay."""
     nothing("clear", argument)
     session.exchanges.clear()
     session.screen.line("a new conversation")
 
 
-def history(session: Session, argument: str) -> None:
+def history(session: ChatSession, argument: str) -> None:
     """/history: show the conversation."""
     nothing("history", argument)
     if session.system is not None:
@@ -73,7 +73,7 @@ def history(session: Session, argument: str) -> None:
         session.screen.line("no messages yet")
 
 
-def stats(session: Session, argument: str) -> None:
+def stats(session: ChatSession, argument: str) -> None:
     """/stats: what the last answer and the conversation took."""
     nothing("stats", argument)
     last = session.last()
@@ -97,7 +97,7 @@ def _figures(counts: Stats, seconds: float) -> str:
     )
 
 
-def compare(session: Session, argument: str) -> None:
+def compare(session: ChatSession, argument: str) -> None:
     """/compare PROMPT: decode it plainly and with each method, one table; without PROMPT the last message again."""
     user, before = (argument, session.exchanges) if argument else (session.last().user, session.exchanges[:-1])
     prompt, _ = session.fitted(before, user)
@@ -114,7 +114,7 @@ def compare(session: Session, argument: str) -> None:
         session.screen.note(f"(the rule {session.generator.rule.name} is lossy: a different output is allowed)")
 
 
-def _methods(session: Session) -> list[tuple[str, dict[str, Any]]]:
+def _methods(session: ChatSession) -> list[tuple[str, dict[str, Any]]]:
     """The usual methods, the draft model, and the one in use at its own length; each drafts as it would by itself."""
     own = session.generator.drafter_name
     known = [*table.DEFAULT_METHODS, *([] if session.draft is None else [model_expression(session.draft)])]
@@ -123,7 +123,7 @@ def _methods(session: Session) -> list[tuple[str, dict[str, Any]]]:
     return [(name, {}) for name in named] + current
 
 
-def _alone(session: Session, own: Generator, prompt: Prompt) -> Prompt:
+def _alone(session: ChatSession, own: Generator, prompt: Prompt) -> Prompt:
     """The same prompt for the draft model; without a template of its own it reads the last message alone."""
     if isinstance(prompt, str) or getattr(own.tokenizer, "chat_template", None):
         return prompt
@@ -131,29 +131,29 @@ def _alone(session: Session, own: Generator, prompt: Prompt) -> Prompt:
     return str(last["content"])
 
 
-def save(session: Session, argument: str) -> None:
+def save(session: ChatSession, argument: str) -> None:
     """/save FILE: write settings, messages and what each answer took as JSON; /save! FILE replaces a file."""
     _save(session, argument, replace=False)
 
 
-def save_over(session: Session, argument: str) -> None:
+def save_over(session: ChatSession, argument: str) -> None:
     """/save! FILE: as /save, and replace the file if there is one."""
     _save(session, argument, replace=True)
 
 
-def _save(session: Session, argument: str, *, replace: bool) -> None:
+def _save(session: ChatSession, argument: str, *, replace: bool) -> None:
     if not argument:
         raise ConfigError("/save needs the name of a file")
     path = Path(argument).expanduser()
     text = json.dumps(record(session), ensure_ascii=False, indent=2) + "\n"
     if path.exists() and not replace:
         raise ConfigError(f"{str(path)!r} exists; /save! {argument} replaces it")
-    with whole_file(path) as whole:
+    with atomic_write(path) as whole:
         whole.write_text(text, encoding="utf-8")
     session.screen.line(f"saved to {path}")
 
 
-def record(session: Session) -> dict[str, Any]:
+def record(session: ChatSession) -> dict[str, Any]:
     """What /save keeps."""
     generator = session.generator
     settings = {

@@ -49,7 +49,7 @@ def entry(text: str) -> Entry:
     return Entry(re.sub(r"(?<!\\)\\(\n|\Z)", r"\1", text).strip("\n"))
 
 
-class Reader(Protocol):
+class LineReader(Protocol):
     """Gives what the user enters, one message or command at a time."""
 
     def read(self) -> Entry:
@@ -199,7 +199,7 @@ def _history(path: Path | None) -> History:
         return InMemoryHistory()
 
 
-def reader(words: Words, *, keep_history: bool) -> Reader:
+def reader(words: Words, *, keep_history: bool) -> LineReader:
     """What fits the terminal, or the want of one."""
     typed = sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty()
     if typed and os.environ.get("TERM") not in ("dumb", "unknown"):

@@ -47,7 +47,7 @@ class Exchange:
 
 
 @dataclass(slots=True)
-class Session:
+class ChatSession:
     """A console. Commands read and change it; it prints nothing by itself."""
 
     generator: Generator

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from foresay.cli.common import loading, model_expression
-from foresay.cli.console.session import Session
+from foresay.cli.console.session import ChatSession
 from foresay.cli.methods import shown, signature
 from foresay.cli.options import idle
 from foresay.cli.trace import legend
@@ -18,17 +18,17 @@ from foresay.errors import ConfigError
 from foresay.methods.expressions import Call, parse
 from foresay.methods.recipes import DRAFTERS
 
-Command = Callable[[Session, str], None]
+Command = Callable[[ChatSession, str], None]
 
 
-def show(session: Session, *names: str) -> None:
+def show(session: ChatSession, *names: str) -> None:
     """The settings of these names, all unless some are given, a line each."""
     settings = described(session)
     for name in names or settings:
         session.screen.line(f"{name}: {settings[name]}")
 
 
-def described(session: Session) -> dict[str, str]:
+def described(session: ChatSession) -> dict[str, str]:
     """Every setting in words, by the command that changes it."""
     params, exact = session.params, session.generator.rule.exact
     method = session.method
@@ -56,13 +56,13 @@ def described(session: Session) -> dict[str, str]:
     return out
 
 
-def settings(session: Session, argument: str) -> None:
+def settings(session: ChatSession, argument: str) -> None:
     """/settings: show every setting."""
     nothing("settings", argument)
     show(session)
 
 
-def drafter(session: Session, argument: str) -> None:
+def drafter(session: ChatSession, argument: str) -> None:
     """/drafter EXPRESSION: guess with another drafter, such as suffix(scale=3); it drafts at its own length.
 
     none is plain decoding, model(NAME) a draft model, auto what is used where nothing is asked for.
@@ -73,7 +73,7 @@ def drafter(session: Session, argument: str) -> None:
     show(session, "drafter", "length")
 
 
-def draft(session: Session, argument: str) -> None:
+def draft(session: ChatSession, argument: str) -> None:
     """/draft MODEL: guess with a draft model: an alias, hub id, folder or GGUF file."""
     if argument:
         drafter(session, model_expression(argument))
@@ -81,28 +81,28 @@ def draft(session: Session, argument: str) -> None:
         session.screen.line(f"draft: {session.draft or 'none'}")
 
 
-def rule(session: Session, argument: str) -> None:
+def rule(session: ChatSession, argument: str) -> None:
     """/rule EXPRESSION: accept by another rule; lenience(2) and typical are lossy."""
     if argument:
         session.change(rule=argument)
     show(session, "rule")
 
 
-def length(session: Session, argument: str) -> None:
+def length(session: ChatSession, argument: str) -> None:
     """/length EXPRESSION: how many tokens to guess: a number, heuristic, confidence(0.4), entropy, throughput."""
     if argument:
         session.change(length=argument)
     show(session, "length")
 
 
-def gamma(session: Session, argument: str) -> None:
+def gamma(session: ChatSession, argument: str) -> None:
     """/gamma N: guess N tokens per pass; 0 is plain decoding."""
     if argument:
         session.change(num_draft_tokens=number("gamma", argument, int))
     show(session, "length")
 
 
-def greedy(session: Session, argument: str) -> None:
+def greedy(session: ChatSession, argument: str) -> None:
     """/greedy: always write the likeliest token (temperature 0)."""
     nothing("greedy", argument)
     session.set(temperature=0.0)
@@ -113,7 +113,7 @@ def _sampling(name: str, kind: type, usage: str) -> Command:
     """A command that sets a sampling parameter, or shows it."""
     parameter = name.replace("-", "_")
 
-    def command(session: Session, argument: str) -> None:
+    def command(session: ChatSession, argument: str) -> None:
         if argument:
             session.set(**{parameter: number(name, argument, kind)})
         show(session, name)
@@ -123,7 +123,7 @@ def _sampling(name: str, kind: type, usage: str) -> Command:
     return command
 
 
-def warn_if_idle(session: Session, name: str, changed: bool) -> None:
+def warn_if_idle(session: ChatSession, name: str, changed: bool) -> None:
     """Say so when what was just set has no effect yet."""
     if changed and session.params.greedy and idle(session.params).get(name):
         session.screen.note("(has no effect while decoding is greedy; /temperature 0.7 samples)")
@@ -138,7 +138,7 @@ min_p = _sampling("min-p", float, "X: sample among tokens at least this share as
 max_new_tokens = _sampling("max-new-tokens", int, "N: end an answer after N tokens.")
 
 
-def seed(session: Session, argument: str) -> None:
+def seed(session: ChatSession, argument: str) -> None:
     """/seed N: sample every answer from this seed; /seed random draws one for each."""
     if argument:
         session.set(seed=None if argument == "random" else number("seed", argument, int, " or random"))
@@ -146,7 +146,7 @@ def seed(session: Session, argument: str) -> None:
     warn_if_idle(session, "seed", bool(argument))
 
 
-def template(session: Session, argument: str) -> None:
+def template(session: ChatSession, argument: str) -> None:
     """/template on|off: use the model's chat template, or continue the conversation as one text."""
     wanted = switch("template", argument, session.template)
     if wanted and not session.has_template:
@@ -155,14 +155,14 @@ def template(session: Session, argument: str) -> None:
     show(session, "template")
 
 
-def system(session: Session, argument: str) -> None:
+def system(session: ChatSession, argument: str) -> None:
     """/system TEXT: the system message of this conversation, past answers included; /system none removes it."""
     if argument:
         session.system = None if argument == "none" else argument
     show(session, "system")
 
 
-def trace(session: Session, argument: str) -> None:
+def trace(session: ChatSession, argument: str) -> None:
     """/trace on|off: colour each token by who wrote it."""
     session.trace = switch("trace", argument, session.trace)
     show(session, "trace")
@@ -172,7 +172,7 @@ def trace(session: Session, argument: str) -> None:
             session.screen.note("(there are no colours here, so nothing will look different)")
 
 
-def store(session: Session, argument: str) -> None:
+def store(session: ChatSession, argument: str) -> None:
     """/store: what the drafter keeps from earlier answers; /store reset forgets it."""
     if argument not in ("", "reset"):
         raise ConfigError(f"/store {argument}: reset is the only value it takes")

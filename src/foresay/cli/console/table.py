@@ -50,7 +50,7 @@ _WARM_UP = 4
 
 
 @dataclass(slots=True)
-class Method:
+class TableMethod:
     """One row: who writes, from which prompt, and what came of it."""
 
     name: str
@@ -73,7 +73,7 @@ class Method:
         self.written = self.generator.generate(self.prompt, params)
         self.seconds.append(perf_counter() - began)
 
-    def same_as(self, plain: Method, params: SamplingParams) -> bool | None:
+    def same_as(self, plain: TableMethod, params: SamplingParams) -> bool | None:
         """Whether the output is plain decoding's; None where it need not be."""
         if self.written is None or plain.written is None or self.name == ALONE:
             return None
@@ -82,22 +82,26 @@ class Method:
         return self.written.token_ids == plain.written.token_ids
 
 
-def plain_and(generator: Generator, prompt: Prompt, drafters: Sequence[tuple[str, dict[str, Any]]]) -> list[Method]:
+def plain_and(
+    generator: Generator, prompt: Prompt, drafters: Sequence[tuple[str, dict[str, Any]]]
+) -> list[TableMethod]:
     """Plain decoding, and a row for each (drafter, other settings); raises for one that cannot be made."""
-    rows = [Method(PLAIN, generator.plain(), prompt)]
-    return rows + [Method(name, change(generator, drafter=name, **more), prompt) for name, more in drafters]
+    rows = [TableMethod(PLAIN, generator.plain(), prompt)]
+    return rows + [TableMethod(name, change(generator, drafter=name, **more), prompt) for name, more in drafters]
 
 
-def alone(generator: Generator, draft: str, prompt: Callable[[Generator], Prompt]) -> Method:
+def alone(generator: Generator, draft: str, prompt: Callable[[Generator], Prompt]) -> TableMethod:
     """The draft model decoding by itself."""
     from foresay.generation.generator import Generator
 
-    assert generator.shelf is not None
-    own = Generator(generator.shelf.model(draft), lambda: None, generator.rule, ConstantLength(0))
-    return Method(ALONE, own, prompt(own))
+    assert generator.resources is not None
+    own = Generator(generator.resources.model(draft), lambda: None, generator.rule, ConstantLength(0))
+    return TableMethod(ALONE, own, prompt(own))
 
 
-def measure(methods: Sequence[Method], params: SamplingParams, repeats: int, progress: Callable[[str], None]) -> None:
+def measure(
+    methods: Sequence[TableMethod], params: SamplingParams, repeats: int, progress: Callable[[str], None]
+) -> None:
     """Warm up, then run each method in turn, `repeats` times."""
     warm = SamplingParams(max_new_tokens=min(_WARM_UP, params.max_new_tokens))
     for turn in range(repeats + 1):
@@ -116,7 +120,7 @@ def measure(methods: Sequence[Method], params: SamplingParams, repeats: int, pro
                 method.seconds.clear()
 
 
-def differences(methods: Sequence[Method], params: SamplingParams, tokenizer: Any) -> list[str]:
+def differences(methods: Sequence[TableMethod], params: SamplingParams, tokenizer: Any) -> list[str]:
     """Where outputs that should be plain decoding's part from it, and drafters that failed, a line each."""
     plain, lines = methods[0], []
     for one in methods[1:]:
@@ -129,12 +133,12 @@ def differences(methods: Sequence[Method], params: SamplingParams, tokenizer: An
     return lines
 
 
-def broken(methods: Sequence[Method], params: SamplingParams) -> bool:
+def broken(methods: Sequence[TableMethod], params: SamplingParams) -> bool:
     """Whether an exact rule gave something else than plain decoding."""
     return any(one.generator.rule.exact and one.same_as(methods[0], params) is False for one in methods[1:])
 
 
-def records(methods: Sequence[Method], params: SamplingParams) -> list[dict[str, Any]]:
+def records(methods: Sequence[TableMethod], params: SamplingParams) -> list[dict[str, Any]]:
     """The rows as --json tells them."""
     plain = methods[0]
     out = []
@@ -154,12 +158,12 @@ def records(methods: Sequence[Method], params: SamplingParams) -> list[dict[str,
     return out
 
 
-def _exact(one: Method) -> bool | None:
+def _exact(one: TableMethod) -> bool | None:
     """Whether the target's law is kept: plain decoding is it, and a draft by itself has its own."""
     return None if one.name == ALONE else one.name == PLAIN or one.generator.rule.exact
 
 
-def _cells(one: Method, plain: Method, params: SamplingParams) -> tuple[str, ...]:
+def _cells(one: TableMethod, plain: TableMethod, params: SamplingParams) -> tuple[str, ...]:
     if one.written is None:
         return (one.name, *["-"] * 7, "failed", "-")
     stats: Stats = one.written.stats
@@ -180,7 +184,7 @@ def _cells(one: Method, plain: Method, params: SamplingParams) -> tuple[str, ...
     )
 
 
-def table(methods: Sequence[Method], params: SamplingParams, console: Console) -> Text:
+def table(methods: Sequence[TableMethod], params: SamplingParams, console: Console) -> Text:
     """The figures as a table as wide as fits, or a line per figure where none does."""
     rows = [_cells(one, methods[0], params) for one in methods]
     bounded = console.is_terminal or "COLUMNS" in os.environ

@@ -15,9 +15,9 @@ from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ConfigError
 from foresay.generation.generator import Generator
 from foresay.generation.method import PLAIN, Method
-from foresay.lab.bench.contenders import Block, MethodRunner, Outcome, PeerRunner, Runner, sampling_name
+from foresay.lab.bench.contenders import MethodRunner, Outcome, PeerRunner, PromptBlock, Runner, sampling_name
 from foresay.lab.bench.peers.base import Peer
-from foresay.lab.data.requests import Ask, changed_params, digest
+from foresay.lab.data.requests import PromptRequest, changed_params, digest
 from foresay.records.lines import LineWriter
 from foresay.records.provenance import provenance
 from foresay.records.results import Cell, Failure, Prediction, Results, Run, Trace, results_writer
@@ -32,7 +32,7 @@ class BenchSettings:
     """What is compared, on what, and how often."""
 
     methods: Sequence[Method]
-    datasets: Mapping[str, Sequence[Ask]]
+    datasets: Mapping[str, Sequence[PromptRequest]]
     params: Sequence[SamplingParams] = (SamplingParams(max_new_tokens=96),)
     batch_sizes: Sequence[int] = (1,)
     repeats: int = 3
@@ -58,12 +58,12 @@ class BenchSettings:
             if names.count(name) > 1:
                 raise ConfigError(f"two of the params are {name!r} in the results; run them into files of their own")
 
-    def blocks(self) -> Iterator[Block]:
+    def blocks(self) -> Iterator[PromptBlock]:
         """Every data set in every setting."""
         for params in self.params:
             for name, asks in self.datasets.items():
                 for size in self.batch_sizes:
-                    yield Block(name, asks, size, params)
+                    yield PromptBlock(name, asks, size, params)
 
     def header(self, target: Generator) -> dict[str, Any]:
         """What must be the same for a file to go on. Methods, other engines and repeats may grow."""
@@ -76,7 +76,7 @@ class BenchSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class Progress:
     """How far a benchmark is, after every run."""
 
     last: Run | Failure
@@ -94,7 +94,7 @@ class Bench:
         settings: BenchSettings,
         peers: Sequence[Peer] = (),
         *,
-        on_run: Callable[[Told], None] = lambda told: None,
+        on_run: Callable[[Progress], None] = lambda told: None,
     ) -> None:
         self.settings, self._on_run, self._tokenizer = settings, on_run, target.tokenizer
         self._header = settings.header(target)
@@ -129,7 +129,7 @@ class Bench:
         """Runs, plain decoding not counted."""
         return len(list(self.settings.blocks())) * self.settings.repeats * len(self._runners)
 
-    def _run_block(self, block: Block) -> None:
+    def _run_block(self, block: PromptBlock) -> None:
         repeats = range(self.settings.repeats)
         everything = [(repeat, runner) for repeat in repeats for runner in self._runners]
         missing = [(r, runner) for r, runner in everything if (block.cell(runner.name), r) not in self._known]
@@ -151,7 +151,7 @@ class Bench:
                 self._note(block, repeat, runner, outcome, rate)
             before = after
 
-    def _warm(self, runner: Runner, block: Block) -> None:
+    def _warm(self, runner: Runner, block: PromptBlock) -> None:
         runner.prepare(block)
         if self.settings.warm_up:
             runner.run(block, block.asks[: self.settings.warm_up])
@@ -164,7 +164,7 @@ class Bench:
             return " ".join(f"{type(error).__name__}: {error}".split())[:500]
         return ""
 
-    def _attempt(self, runner: Runner, block: Block, broken: Mapping[str, str]) -> Outcome | str:
+    def _attempt(self, runner: Runner, block: PromptBlock, broken: Mapping[str, str]) -> Outcome | str:
         """A run, or why there is none."""
         if runner.name in broken:
             return broken[runner.name]
@@ -172,26 +172,26 @@ class Bench:
         problem = self._guarded(lambda: out.append(runner.run(block, block.asks)))
         return problem or out[0]
 
-    def _run_plain(self, block: Block, repeat: int) -> Outcome:
+    def _run_plain(self, block: PromptBlock, repeat: int) -> Outcome:
         outcome = self._plain.run(block, block.asks)
         known = self._wanted.setdefault(block.cell(PLAIN), outcome.outputs)
         assert not block.params.greedy or known == outcome.outputs, "plain decoding does not repeat itself"
         self._writer.append(self._as_run(block, repeat, self._plain, outcome).as_line())
         return outcome
 
-    def _as_run(self, block: Block, repeat: int, runner: Runner, outcome: Outcome) -> Run:
+    def _as_run(self, block: PromptBlock, repeat: int, runner: Runner, outcome: Outcome) -> Run:
         run = Run(block.cell(runner.name), repeat, outcome.seconds, outcome.tokens, exact=runner.exact)
         if outcome.live is None:
             return run
         return replace(run, stats=outcome.live.stats.as_dict(), prompts=outcome.live.prompts(block.asks))
 
-    def _note(self, block: Block, repeat: int, runner: Runner, outcome: Outcome | str, rate: float) -> None:
+    def _note(self, block: PromptBlock, repeat: int, runner: Runner, outcome: Outcome | str, rate: float) -> None:
         """Write what came of a run. rate: tokens per second of plain decoding next to it."""
         self._done += 1
         if isinstance(outcome, str):
             failure = Failure(block.cell(runner.name), repeat, outcome)
             self._writer.append({"kind": "failed", **asdict(failure)})
-            self._on_run(Told(failure, self._done, self.total))
+            self._on_run(Progress(failure, self._done, self.total))
             return
         run = replace(self._as_run(block, repeat, runner, outcome), plain_seconds=outcome.tokens / rate)
         if block.params.greedy:
@@ -201,9 +201,9 @@ class Bench:
             run = replace(run, identical=same == len(wanted), note=note)
         self._writer.append(run.as_line())
         self._trace(block, run.cell, outcome)
-        self._on_run(Told(run, self._done, self.total))
+        self._on_run(Progress(run, self._done, self.total))
 
-    def _trace(self, block: Block, cell: Cell, outcome: Outcome) -> None:
+    def _trace(self, block: PromptBlock, cell: Cell, outcome: Outcome) -> None:
         """Keep the first outputs with who wrote what."""
         if outcome.live is None or self._tokenizer is None or cell in self._traced:
             return

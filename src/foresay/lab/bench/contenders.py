@@ -10,17 +10,17 @@ from foresay.decoding.sampling_params import SamplingParams
 from foresay.generation.generator import Generator
 from foresay.generation.method import PLAIN, Method
 from foresay.lab.bench.peers.base import Peer, check_params
-from foresay.lab.data.requests import Ask
+from foresay.lab.data.requests import PromptRequest
 from foresay.lab.measure.live_run import Live, run_live
 from foresay.records.results import Cell
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class PromptBlock:
     """What is run together: one data set in one setting."""
 
     dataset: str
-    asks: Sequence[Ask]
+    asks: Sequence[PromptRequest]
     batch_size: int
     params: SamplingParams
 
@@ -59,11 +59,11 @@ class Runner(Protocol):
     name: str
     exact: bool
 
-    def prepare(self, block: Block) -> None:
+    def prepare(self, block: PromptBlock) -> None:
         """Get ready for a block; what is loaded stays."""
         ...
 
-    def run(self, block: Block, asks: Sequence[Ask]) -> Outcome:
+    def run(self, block: PromptBlock, asks: Sequence[PromptRequest]) -> Outcome:
         """Decode some of the block's requests."""
         ...
 
@@ -76,7 +76,7 @@ class MethodRunner:
         self._target, self._method = target, method
         self._ready: Generator | None = None
 
-    def prepare(self, block: Block) -> None:
+    def prepare(self, block: PromptBlock) -> None:
         """Load what drafts."""
         if self.name == PLAIN:
             self._ready = self._target.plain().with_settings(max_batch_size=block.batch_size)
@@ -86,7 +86,7 @@ class MethodRunner:
             self.exact = self._ready.rule.exact
         self._ready = self._ready.with_settings(max_batch_size=block.batch_size)
 
-    def run(self, block: Block, asks: Sequence[Ask]) -> Outcome:
+    def run(self, block: PromptBlock, asks: Sequence[PromptRequest]) -> Outcome:
         """Decode through the engine."""
         assert self._ready is not None
         live = run_live(self._ready, asks, block.params)
@@ -100,11 +100,11 @@ class PeerRunner:
         self.name, self.exact = peer.name, True
         self._peer, self._eos = peer, eos
 
-    def prepare(self, block: Block) -> None:
+    def prepare(self, block: PromptBlock) -> None:
         """Refuse what other engines are not told."""
         check_params(self.name, block.params)
 
-    def run(self, block: Block, asks: Sequence[Ask]) -> Outcome:
+    def run(self, block: PromptBlock, asks: Sequence[PromptRequest]) -> Outcome:
         """Decode the same token ids."""
         done = self._peer.run([ask.token_ids for ask in asks], block.params, block.batch_size)
         return Outcome(done.seconds, [self._cut(output) for output in done.outputs])

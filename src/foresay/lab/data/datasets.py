@@ -12,8 +12,8 @@ from typing import Any
 
 from foresay import checks
 from foresay.errors import ConfigError, UnknownNameError
-from foresay.lab.data.items import Item
-from foresay.lab.data.readers import Record, file_records, hub_records, is_file, stem
+from foresay.lab.data.items import PromptItem
+from foresay.lab.data.readers import DataRecord, file_records, hub_records, is_file, stem
 
 SHIPPED = "shipped"
 """The name of foresay's own set: 60 prompts in six categories."""
@@ -32,7 +32,7 @@ def load_items(
     category: str | None = None,
     count: int | None = None,
     seed: int = 0,
-) -> list[Item]:
+) -> list[PromptItem]:
     """The items of a data set, in its order. Raises ConfigError, with the line, for whatever cannot be honoured.
 
     source: "shipped"; a file that ends in .jsonl, .json, .csv (with a header row) or .txt (a prompt per line that is not
@@ -55,20 +55,20 @@ def load_items(
     return items if count is None else subset(items, count, seed)
 
 
-def subset(items: Sequence[Item], count: int, seed: int = 0) -> list[Item]:
+def subset(items: Sequence[PromptItem], count: int, seed: int = 0) -> list[PromptItem]:
     """`count` of the items in their order, the same ones on every machine; their categories differ by one at most.
 
     A category that has fewer than its share gives all it has. A smaller subset of the same seed lies in a larger one.
     Raises ConfigError where there are fewer items.
     """
-    checks.integer("count", count, 1)
+    checks.check_int("count", count, 1)
     if count > len(items):
         raise ConfigError(f"count={count}, and there are {len(items)} prompts to choose from")
     ranked = [(rank, _digest(items[i], seed), i) for group in _shuffled(items, seed) for rank, i in enumerate(group)]
     return [items[i] for i in sorted(i for _, _, i in sorted(ranked)[:count])]
 
 
-def halves(items: Sequence[Item], seed: int = 0) -> tuple[list[Item], list[Item]]:
+def halves(items: Sequence[PromptItem], seed: int = 0) -> tuple[list[PromptItem], list[PromptItem]]:
     """Two disjoint halves, each in the order of the items: one to tune on and one to measure on.
 
     They differ by one item at most, and so they do in every category, where of two prompts next to each other in length one
@@ -88,25 +88,25 @@ def halves(items: Sequence[Item], seed: int = 0) -> tuple[list[Item], list[Item]
     return [items[i] for i in sorted(parts[0])], [items[i] for i in sorted(parts[1])]
 
 
-def _length(item: Item) -> int:
+def _length(item: PromptItem) -> int:
     """Characters of the prompt."""
     return len(item.prompt) if isinstance(item.prompt, str) else sum(len(str(m["content"])) for m in item.prompt)
 
 
-def _shuffled(items: Sequence[Item], seed: int) -> list[list[int]]:
+def _shuffled(items: Sequence[PromptItem], seed: int) -> list[list[int]]:
     """The positions of the items of each category, in an order that depends on the seed and the ids alone."""
-    checks.integer("seed", seed, 0)
+    checks.check_int("seed", seed, 0)
     groups: dict[str, list[int]] = {}
     for i, item in enumerate(items):
         groups.setdefault(item.category, []).append(i)
     return [sorted(groups[name], key=lambda i: _digest(items[i], seed)) for name in sorted(groups)]
 
 
-def _digest(item: Item, seed: int) -> bytes:
+def _digest(item: PromptItem, seed: int) -> bytes:
     return hashlib.sha256(f"{seed}:{item.id}".encode("utf-8", "surrogatepass")).digest()
 
 
-def _of_category(items: Sequence[Item], category: str, source: str) -> list[Item]:
+def _of_category(items: Sequence[PromptItem], category: str, source: str) -> list[PromptItem]:
     known = {item.category for item in items} - {""}
     if not known:
         raise ConfigError(f"category={category!r}, and the prompts of {source!r} have no categories")
@@ -115,7 +115,7 @@ def _of_category(items: Sequence[Item], category: str, source: str) -> list[Item
     return [item for item in items if item.category == category]
 
 
-def _records(source: str, format: str | None, field: str | None, split: str | None) -> Iterator[Record]:
+def _records(source: str, format: str | None, field: str | None, split: str | None) -> Iterator[DataRecord]:
     """The source's records, once the options are known to go with it."""
     options = {"format": format, "field": field, "split": split}
     given = [f"{name}={value!r}" for name, value in options.items() if value is not None]
@@ -132,9 +132,9 @@ def _records(source: str, format: str | None, field: str | None, split: str | No
     return file_records(source, _MMLU_COLUMNS if format == "mmlu" else ())
 
 
-def _items(records: Iterable[Record], format: str | None, field: str | None, name: str) -> list[Item]:
+def _items(records: Iterable[DataRecord], format: str | None, field: str | None, name: str) -> list[PromptItem]:
     """The records as items whose ids differ; an id that is not given is made of the name and the record's number."""
-    items: list[Item] = []
+    items: list[PromptItem] = []
     places: dict[str, str] = {}
     for record in records:
         own = f"{format or name}-{record.number}"
@@ -146,7 +146,7 @@ def _items(records: Iterable[Record], format: str | None, field: str | None, nam
     return items
 
 
-def _generic(record: Record, own: str, field: str | None) -> Item:
+def _generic(record: DataRecord, own: str, field: str | None) -> PromptItem:
     fields = record.fields
     name = field if field is not None else _prompt_field(record)
     if field is None and name == "instruction":
@@ -158,10 +158,10 @@ def _generic(record: Record, own: str, field: str | None) -> Item:
     raw, followups = _raw(record), _texts(record, "followups") if fields.get("followups") else ()
     if raw and (followups or not isinstance(prompt, str)):
         raise ConfigError(f"{record.place}: raw is for a text to be continued, not for messages or followups")
-    return Item(_id(record, "id") or own, prompt, _category(record, "category"), followups, raw)
+    return PromptItem(_id(record, "id") or own, prompt, _category(record, "category"), followups, raw)
 
 
-def _prompt_field(record: Record) -> str:
+def _prompt_field(record: DataRecord) -> str:
     there = [name for name in ("prompt", "messages", "instruction") if record.fields.get(name) is not None]
     if len(there) > 1:
         raise ConfigError(f"{record.place}: both {there[0]!r} and {there[1]!r} are there; say which one with field")
@@ -173,22 +173,22 @@ def _prompt_field(record: Record) -> str:
     return there[0]
 
 
-def _gsm8k(record: Record, own: str) -> Item:
+def _gsm8k(record: DataRecord, own: str) -> PromptItem:
     task = "Work it out step by step, and end with a line that says only: Answer: <number>"
-    return Item(own, f"{_text(record, 'question')}\n\n{task}")
+    return PromptItem(own, f"{_text(record, 'question')}\n\n{task}")
 
 
-def _mmlu(record: Record, own: str) -> Item:
+def _mmlu(record: DataRecord, own: str) -> PromptItem:
     question, subject = _text(record, "question"), _category(record, "subject")
     options = "\n".join(f"{letter}. {text}" for letter, text in zip(_OPTIONS, _choices(record), strict=True))
     about = (
         f"A multiple-choice question about {subject.replace('_', ' ')}:" if subject else "A multiple-choice question:"
     )
     task = "Which option is right? Answer with its letter first, and then say why in a sentence or two."
-    return Item(own, f"{about}\n\n{question}\n\n{options}\n\n{task}", subject)
+    return PromptItem(own, f"{about}\n\n{question}\n\n{options}\n\n{task}", subject)
 
 
-def _choices(record: Record) -> Sequence[str]:
+def _choices(record: DataRecord) -> Sequence[str]:
     """The four options: a list as on the hub, or columns named by letters or by numbers."""
     if "choices" in record.fields:
         options = _texts(record, "choices")
@@ -201,27 +201,27 @@ def _choices(record: Record) -> Sequence[str]:
     return [_text(record, f"choice{i}" if numbered else letter) for i, letter in enumerate(_OPTIONS)]
 
 
-def _humaneval(record: Record, own: str) -> Item:
-    return Item(_id(record, "task_id") or own, _text(record, "prompt"), raw=True)
+def _humaneval(record: DataRecord, own: str) -> PromptItem:
+    return PromptItem(_id(record, "task_id") or own, _text(record, "prompt"), raw=True)
 
 
-def _mt_bench(record: Record, own: str) -> Item:
+def _mt_bench(record: DataRecord, own: str) -> PromptItem:
     hub = "turns" not in record.fields and "prompt" in record.fields
     turns = _texts(record, "prompt" if hub else "turns")
     number = _id(record, "prompt_id" if hub else "question_id")
-    return Item(f"mt_bench-{number}" if number else own, turns[0], _category(record, "category"), turns[1:])
+    return PromptItem(f"mt_bench-{number}" if number else own, turns[0], _category(record, "category"), turns[1:])
 
 
-def _hellaswag(record: Record, own: str) -> Item:
+def _hellaswag(record: DataRecord, own: str) -> PromptItem:
     name = "ctx" if "ctx" in record.fields else "prompt"
-    return Item(own, _text(record, name), _category(record, "activity_label"), raw=True)
+    return PromptItem(own, _text(record, name), _category(record, "activity_label"), raw=True)
 
 
-def _alpaca(record: Record, own: str) -> Item:
-    return Item(own, _instruction(record))
+def _alpaca(record: DataRecord, own: str) -> PromptItem:
+    return PromptItem(own, _instruction(record))
 
 
-FORMATS: dict[str, Callable[[Record, str], Item]] = {
+FORMATS: dict[str, Callable[[DataRecord, str], PromptItem]] = {
     "alpaca": _alpaca,
     "gsm8k": _gsm8k,
     "hellaswag": _hellaswag,
@@ -232,21 +232,21 @@ FORMATS: dict[str, Callable[[Record, str], Item]] = {
 """What makes a record of each format an item; the second argument is the id of an item whose record has none."""
 
 
-def _instruction(record: Record) -> str:
+def _instruction(record: DataRecord) -> str:
     text = _text(record, "instruction")
     material = record.fields.get("input")
     blank = material is None or (isinstance(material, str) and not material.strip())
     return text if blank else f"{text}\n\n{_text(record, 'input')}"
 
 
-def _text(record: Record, name: str) -> str:
+def _text(record: DataRecord, name: str) -> str:
     """The text of a field that must be there and not be empty."""
     if name not in record.fields:
         raise ConfigError(f"{record.place}: no field {name!r}; the record has: {_names(record)}")
     return _sound(record, name, record.fields[name])
 
 
-def _texts(record: Record, name: str) -> tuple[str, ...]:
+def _texts(record: DataRecord, name: str) -> tuple[str, ...]:
     """The texts of a field that must be a list of at least one."""
     values = record.fields.get(name)
     if name not in record.fields:
@@ -256,7 +256,7 @@ def _texts(record: Record, name: str) -> tuple[str, ...]:
     return tuple(_sound(record, f"{name}[{i}]", value) for i, value in enumerate(values))
 
 
-def _messages(record: Record, name: str) -> tuple[Mapping[str, str], ...]:
+def _messages(record: DataRecord, name: str) -> tuple[Mapping[str, str], ...]:
     messages = record.fields[name]
     if not messages:
         raise ConfigError(f"{record.place}: the field {name!r} is an empty list")
@@ -273,7 +273,7 @@ def _messages(record: Record, name: str) -> tuple[Mapping[str, str], ...]:
     return tuple(messages)
 
 
-def _sound(record: Record, name: str, value: Any) -> str:
+def _sound(record: DataRecord, name: str, value: Any) -> str:
     """`value` if it is a text with something in it that UTF-8 can hold."""
     if not isinstance(value, str):
         raise ConfigError(f"{record.place}: the field {name!r} must be a text, not {_shown(value)}")
@@ -288,12 +288,12 @@ def _sound(record: Record, name: str, value: Any) -> str:
     return value
 
 
-def _category(record: Record, name: str) -> str:
+def _category(record: DataRecord, name: str) -> str:
     value = record.fields.get(name)
     return "" if value in (None, "") else _sound(record, name, value)
 
 
-def _id(record: Record, name: str) -> str:
+def _id(record: DataRecord, name: str) -> str:
     """A text or a whole number as a text; empty where there is none."""
     value = record.fields.get(name)
     if isinstance(value, int) and not isinstance(value, bool):
@@ -301,7 +301,7 @@ def _id(record: Record, name: str) -> str:
     return "" if value in (None, "") else _sound(record, name, value)
 
 
-def _raw(record: Record) -> bool:
+def _raw(record: DataRecord) -> bool:
     """Whether a record's text is to be continued as it is; in CSV files that is the word true or false."""
     value = record.fields.get("raw")
     words = {None: False, "": False, "true": True, "false": False}
@@ -312,7 +312,7 @@ def _raw(record: Record) -> bool:
     return words[value]
 
 
-def _names(record: Record) -> str:
+def _names(record: DataRecord) -> str:
     return ", ".join(map(str, record.fields)) or "no fields"
 
 

@@ -13,7 +13,7 @@ from foresay.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class PromptItem:
     """One prompt of a data set."""
 
     id: str
@@ -28,7 +28,7 @@ class Item:
     """A text to be continued as it is, never through the chat template, as in code completion."""
 
 
-def as_prompt(item: Item, tokenizer: Any, *, chat: bool) -> Any:
+def as_prompt(item: PromptItem, tokenizer: Any, *, chat: bool) -> Any:
     """The item's first turn as `foresay.text.prompts.encode` takes it: messages, or a text.
 
     With `chat`, a text becomes the user's message and messages stay what they are. Without it, or where the tokenizer has
@@ -40,7 +40,7 @@ def as_prompt(item: Item, tokenizer: Any, *, chat: bool) -> Any:
     return list(item.prompt) if templated else transcript(item.prompt)
 
 
-def next_turn(item: Item, turn: int, answers: Sequence[str]) -> tuple[Mapping[str, str], ...]:
+def next_turn(item: PromptItem, turn: int, answers: Sequence[str]) -> tuple[Mapping[str, str], ...]:
     """The chat messages that turn `turn` is asked with; 0 is the first.
 
     answers: at least those to the earlier turns. For a tokenizer without chat template these messages go through

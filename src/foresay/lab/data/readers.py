@@ -27,7 +27,7 @@ ENDINGS = (".jsonl", ".json", ".csv", ".txt")
 ARCHIVES = (".tar", ".tgz", ".tar.gz", ".tar.bz2", ".tar.xz", ".zip")
 
 
-class Record(NamedTuple):
+class DataRecord(NamedTuple):
     """The fields of one record, its number and its place as an error names it."""
 
     place: str
@@ -50,7 +50,7 @@ def stem(source: str) -> str:
     return PurePath(name[:-3] if _packed(name) else name).stem
 
 
-def file_records(source: str, columns: Sequence[str] = ()) -> Iterator[Record]:
+def file_records(source: str, columns: Sequence[str] = ()) -> Iterator[DataRecord]:
     """The records of a file; the one field of a line of text is `prompt`. Raises ConfigError for what cannot be read.
 
     columns: what the columns of a CSV file without header row are called; a header row is told by the first of these
@@ -69,7 +69,7 @@ def file_records(source: str, columns: Sequence[str] = ()) -> Iterator[Record]:
     return {".jsonl": _json_lines, ".json": _json, ".txt": _text}[ending](text, source)
 
 
-def hub_records(source: str, split: str | None) -> Iterator[Record]:
+def hub_records(source: str, split: str | None) -> Iterator[DataRecord]:
     """The rows of one split of a set of the hub. Raises ConfigError when it cannot be had, whatever the reason."""
     try:
         datasets = importlib.import_module("datasets")
@@ -89,10 +89,10 @@ def hub_records(source: str, split: str | None) -> Iterator[Record]:
     return _rows(data[chosen], source, f"{source} ({chosen})")
 
 
-def _rows(rows: Any, source: str, label: str) -> Iterator[Record]:
+def _rows(rows: Any, source: str, label: str) -> Iterator[DataRecord]:
     try:
         for number, row in enumerate(rows, 1):
-            yield Record(f"{label}, row {number}", number, row)
+            yield DataRecord(f"{label}, row {number}", number, row)
     except Exception as error:  # decoding a row may need libraries that are not there
         raise _unread(source, error) from error
 
@@ -134,12 +134,12 @@ def _lines(text: str, source: str) -> Iterator[tuple[int, str, str]]:
             yield number, f"{source}, line {number}", line.removesuffix("\r")
 
 
-def _text(text: str, source: str) -> Iterator[Record]:
+def _text(text: str, source: str) -> Iterator[DataRecord]:
     for number, place, line in _lines(text, source):
-        yield Record(place, number, {"prompt": line})
+        yield DataRecord(place, number, {"prompt": line})
 
 
-def _json_lines(text: str, source: str) -> Iterator[Record]:
+def _json_lines(text: str, source: str) -> Iterator[DataRecord]:
     for number, place, line in _lines(text, source):
         try:
             value = json.loads(line)
@@ -148,7 +148,7 @@ def _json_lines(text: str, source: str) -> Iterator[Record]:
         yield _record(place, number, value)
 
 
-def _json(text: str, source: str) -> Iterator[Record]:
+def _json(text: str, source: str) -> Iterator[DataRecord]:
     """A list of records, or lines of them as some sets are distributed under this ending."""
     if not text.lstrip().startswith("["):
         yield from _json_lines(text, source)
@@ -163,13 +163,13 @@ def _json(text: str, source: str) -> Iterator[Record]:
         yield _record(f"{source}, record {number}", number, value)
 
 
-def _record(place: str, number: int, value: Any) -> Record:
+def _record(place: str, number: int, value: Any) -> DataRecord:
     if not isinstance(value, dict):
         raise ConfigError(f"{place}: {type(value).__name__} instead of a JSON object")
-    return Record(place, number, value)
+    return DataRecord(place, number, value)
 
 
-def _csv(text: str, source: str, columns: Sequence[str]) -> Iterator[Record]:
+def _csv(text: str, source: str, columns: Sequence[str]) -> Iterator[DataRecord]:
     names: Sequence[str] = ()
     for number, place, row in _csv_rows(text, source):
         if not names:
@@ -181,7 +181,7 @@ def _csv(text: str, source: str, columns: Sequence[str]) -> Iterator[Record]:
                 continue
         if len(row) != len(names):
             raise ConfigError(f"{place}: {len(row)} columns instead of {len(names)}: {', '.join(names)}")
-        yield Record(place, number, dict(zip(names, row, strict=True)))
+        yield DataRecord(place, number, dict(zip(names, row, strict=True)))
 
 
 def _csv_rows(text: str, source: str) -> Iterator[tuple[int, str, list[str]]]:

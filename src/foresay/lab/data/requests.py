@@ -15,34 +15,34 @@ from typing import Any
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ForesayError
 from foresay.generation.generator import Generator
-from foresay.lab.data.items import Item, as_prompt, next_turn
+from foresay.lab.data.items import PromptItem, as_prompt, next_turn
 from foresay.text.prompts import encode
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class PromptRequest:
     """One turn of an item, ready for an engine."""
 
     id: str
     """The item's, with "/2" behind it for its second turn."""
     category: str
     token_ids: tuple[int, ...]
-    item: Item
+    item: PromptItem
     turn: int = 0
 
 
-class Asker:
+class RequestBuilder:
     """Turns items into requests for one model."""
 
     def __init__(self, generator: Generator, *, chat: bool = True) -> None:
         """chat: put texts through the model's chat template, where it has one and the item is not raw."""
         self.generator, self.chat = generator, chat
 
-    def first(self, items: Iterable[Item]) -> list[Ask]:
+    def first(self, items: Iterable[PromptItem]) -> list[PromptRequest]:
         """The first turn of each. An error says which item it is about."""
         return [self._ask(item, 0, as_prompt(item, self.generator.tokenizer, chat=self.chat)) for item in items]
 
-    def following(self, ask: Ask, answers: Sequence[str]) -> Ask | None:
+    def following(self, ask: PromptRequest, answers: Sequence[str]) -> PromptRequest | None:
         """The turn after this one, None behind the last. answers: to all turns so far."""
         turn = ask.turn + 1
         if turn > len(ask.item.followups):
@@ -50,14 +50,14 @@ class Asker:
         asked = dataclasses.replace(ask.item, prompt=next_turn(ask.item, turn, answers))
         return self._ask(ask.item, turn, as_prompt(asked, self.generator.tokenizer, chat=self.chat))
 
-    def all(self, items: Iterable[Item], params: SamplingParams) -> list[Ask]:
+    def all(self, items: Iterable[PromptItem], params: SamplingParams) -> list[PromptRequest]:
         """Every turn of every item; later turns follow what plain greedy decoding answers to the earlier ones."""
         asks = self.first(items)
         greedy = SamplingParams(max_new_tokens=params.max_new_tokens)
-        going: list[tuple[Ask, list[str]]] = [(ask, []) for ask in asks if ask.item.followups]
+        going: list[tuple[PromptRequest, list[str]]] = [(ask, []) for ask in asks if ask.item.followups]
         while going:
             outputs = self.generator.plain().generate([list(ask.token_ids) for ask, _ in going], greedy)
-            following: list[tuple[Ask, list[str]]] = []
+            following: list[tuple[PromptRequest, list[str]]] = []
             for (ask, answers), output in zip(going, outputs, strict=True):
                 said = [*answers, output.text]
                 after = self.following(ask, said)
@@ -67,13 +67,13 @@ class Asker:
             going = following
         return asks
 
-    def _ask(self, item: Item, turn: int, prompt: Any) -> Ask:
+    def _ask(self, item: PromptItem, turn: int, prompt: Any) -> PromptRequest:
         name = item.id if turn == 0 else f"{item.id}/{turn + 1}"
         try:
             ids = encode(prompt, self.generator.tokenizer)
         except ForesayError as error:
             raise type(error)(f"prompt {name!r}: {error}") from None
-        return Ask(name, item.category, tuple(ids), item, turn)
+        return PromptRequest(name, item.category, tuple(ids), item, turn)
 
 
 def source_and_start(generator: Generator, ids: Sequence[int], params: SamplingParams) -> tuple[Any, ...]:
@@ -84,7 +84,7 @@ def source_and_start(generator: Generator, ids: Sequence[int], params: SamplingP
     return *model.start(params), list(ids)
 
 
-def digest(asks: Sequence[Ask]) -> str:
+def digest(asks: Sequence[PromptRequest]) -> str:
     """A fingerprint of what is asked: a file that goes on must ask the same."""
     said = json.dumps([[ask.id, ask.token_ids, ask.item.followups] for ask in asks])
     return hashlib.sha256(said.encode()).hexdigest()[:16]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from foresay.checks import integer, number
+from foresay.checks import check_float, check_int
 from foresay.errors import ConfigError
 from foresay.generation.generator import Generator
 from foresay.lab.measure.profile import measure
@@ -41,10 +41,10 @@ class Shape:
 
 def shapes(parameters: float, depths: Sequence[int] = DEPTHS) -> list[Shape]:
     """Decoders of about this many parameters, 12 * hidden^2 a layer, one for each depth."""
-    number("parameters", parameters, 1e5, 1e12)
+    check_float("parameters", parameters, 1e5, 1e12)
     out = []
     for layers in depths:
-        integer("depth", layers, 1, 1000)
+        check_int("depth", layers, 1, 1000)
         hidden = max(1, round((parameters / (12 * layers)) ** 0.5 / _HEAD)) * _HEAD
         intermediate = max(_HEAD, round((parameters / layers - 4 * hidden**2) / (3 * hidden) / _HEAD) * _HEAD)
         count = layers * (4 * hidden**2 + 3 * hidden * intermediate)

@@ -13,7 +13,7 @@ from foresay.decoding.sampling_params import SamplingParams
 from foresay.engine import Engine, Stats
 from foresay.errors import ForesayError
 from foresay.generation.generator import Generator
-from foresay.lab.data.requests import Ask, source_and_start
+from foresay.lab.data.requests import PromptRequest, source_and_start
 from foresay.records.results import PromptResult
 from foresay.text.stream import StopStrings
 
@@ -46,13 +46,13 @@ class Live:
         """All Steps added up."""
         return Stats.of(step for steps in self.steps for step in steps)
 
-    def prompts(self, asks: Sequence[Ask]) -> tuple[PromptResult, ...]:
+    def prompts(self, asks: Sequence[PromptRequest]) -> tuple[PromptResult, ...]:
         """A record of each request."""
         pairs = zip(asks, self.steps, strict=True)
         return tuple(PromptResult.of(ask.id, ask.category, steps) for ask, steps in pairs)
 
 
-def run_live(generator: Generator, asks: Sequence[Ask], params: SamplingParams) -> Live:
+def run_live(generator: Generator, asks: Sequence[PromptRequest], params: SamplingParams) -> Live:
     """Decode every request. Sampled ones get seeds of their own, the same in every run.
 
     What a drafter keeps between requests is cleared first. Raises DraftFailedError when the drafter failed.

@@ -18,8 +18,8 @@ from foresay.decoding.proposal import Proposal
 from foresay.decoding.protocols import LanguageModel, LengthPolicy, Logits
 from foresay.decoding.rows import IntArray, Row, Rows
 from foresay.drafters import ModelDrafter
-from foresay.drafters.cross_tokenizer import TranslatedDrafter
-from foresay.drafters.draft_cache import DraftContext
+from foresay.drafters.cross_tokenizer import CrossTokenizerDrafter
+from foresay.drafters.draft_cache import DraftCache
 from foresay.drafters.stateless import Stateless
 from foresay.lab.replay.replay import recorded_params
 from foresay.records.recording import Recording
@@ -28,7 +28,7 @@ _CHUNK = 32
 """Columns of a pass: no more than a scoring pass may have, so that it computes the same bits."""
 
 
-class TaughtDrafter(Stateless):
+class PrecomputedDrafter(Stateless):
     """Drafts what a draft model was heard to say of the recorded texts."""
 
     def __init__(self, said: Sequence[IntArray], max_length: int) -> None:
@@ -45,18 +45,18 @@ class TaughtDrafter(Stateless):
         return Proposal(torch.from_numpy(out), counts)
 
 
-def can_be_taught(drafter: Any, policy: LengthPolicy, recording: Recording) -> bool:
-    """Whether a TaughtDrafter makes the same Steps: one greedy draft model, and a policy that asks nothing of its scores."""
+def can_precompute(drafter: Any, policy: LengthPolicy, recording: Recording) -> bool:
+    """Whether a PrecomputedDrafter makes the same Steps: one greedy draft model, and a policy that asks nothing of its scores."""
     from foresay.lengths import ConstantLength, HeuristicLength, ThroughputLength
 
-    plain = isinstance(drafter, ModelDrafter) and not isinstance(drafter, TranslatedDrafter)
+    plain = isinstance(drafter, ModelDrafter) and not isinstance(drafter, CrossTokenizerDrafter)
     blind = isinstance(policy, ConstantLength | HeuristicLength | ThroughputLength)
     decoder_only = all(record.source is None for record in recording.records)
     return plain and blind and decoder_only and recording.greedy
 
 
 @torch.inference_mode()
-def teach(drafter: ModelDrafter, recording: Recording) -> TaughtDrafter:
+def precompute(drafter: ModelDrafter, recording: Recording) -> PrecomputedDrafter:
     """Hear what a draft model says behind every token of every recorded text."""
     model = drafter.context.model
     params = recorded_params(recording, 1 << 30)
@@ -65,13 +65,13 @@ def teach(drafter: ModelDrafter, recording: Recording) -> TaughtDrafter:
         tokens = [*record.prompt, *record.output]
         row = Row(0, tokens, params, limit=len(tokens) + 1, eos=recording.eos)
         row.prompt_length = len(record.prompt)
-        said.append(_hear(model, row, len(record.prompt)))
-    return TaughtDrafter(said, model.max_length)
+        said.append(_argmax_after(model, row, len(record.prompt)))
+    return PrecomputedDrafter(said, model.max_length)
 
 
-def _hear(model: LanguageModel, row: Row, begin: int) -> IntArray:
+def _argmax_after(model: LanguageModel, row: Row, begin: int) -> IntArray:
     """[size] the likeliest token behind each place from the prompt's last on; zeros before."""
-    context = DraftContext(model, model.vocab_size)
+    context = DraftCache(model, model.vocab_size)
     rows = Rows([row])
     context.admit(rows, 0)
     out: IntArray = np.zeros(row.size, dtype=np.int64)
@@ -87,6 +87,6 @@ def _hear(model: LanguageModel, row: Row, begin: int) -> IntArray:
         here.prompt_length = row.prompt_length
         behind = torch.from_numpy(row.tokens[None, place + keep + 1 : place + count])
         laws = build_laws(scores[:, keep:], Rows([here]), behind)
-        out[place + keep : place + count] = laws.points[0].cpu().numpy()
+        out[place + keep : place + count] = laws.greedy_ids[0].cpu().numpy()
         place += count
     return out

@@ -18,8 +18,8 @@ from foresay.decoding.sampling_params import SamplingParams
 from foresay.engine import Engine
 from foresay.errors import ConfigError, ForesayError
 from foresay.generation.generator import Generator
-from foresay.lab.data.items import Item
-from foresay.lab.data.requests import Ask, Asker, changed_params, digest, source_and_start
+from foresay.lab.data.items import PromptItem
+from foresay.lab.data.requests import PromptRequest, RequestBuilder, changed_params, digest, source_and_start
 from foresay.lengths import ConstantLength
 from foresay.records.lines import LineWriter
 from foresay.records.provenance import provenance
@@ -59,7 +59,7 @@ class _Witness:
 class _Open:
     """A request that is being written."""
 
-    ask: Ask
+    ask: PromptRequest
     prompt: list[int]
     source: list[int] | None
     params: SamplingParams
@@ -86,7 +86,7 @@ class _Open:
 
 def record(
     generator: Generator,
-    items: Sequence[Item],
+    items: Sequence[PromptItem],
     path: str | os.PathLike[str],
     params: SamplingParams,
     *,
@@ -99,19 +99,21 @@ def record(
     params.seed (0 where there is none) and the item's place, so that a run which goes on writes what one that was never
     stopped would have. Raises ConfigError when the file was begun with other prompts, parameters or weights.
     """
-    asker = Asker(generator, chat=chat)
-    asks = asker.first(items)
+    builder = RequestBuilder(generator, chat=chat)
+    asks = builder.first(items)
     if not asks:
         raise ConfigError("no prompts to record")
     repeated = [name for name, times in Counter(ask.id for ask in asks).items() if times > 1]
     if repeated:
         raise ConfigError(f"prompt id {min(repeated)!r} is there twice")
     with recording_writer(path, _header(generator, asks, params, chat)) as writer:
-        _Recorder(generator, asker, asks, writer, params, on_progress).run()
+        _Recorder(generator, builder, asks, writer, params, on_progress).run()
     return Recording.load(path)
 
 
-def _header(generator: Generator, asks: Sequence[Ask], params: SamplingParams, chat: bool) -> Mapping[str, Any]:
+def _header(
+    generator: Generator, asks: Sequence[PromptRequest], params: SamplingParams, chat: bool
+) -> Mapping[str, Any]:
     if params.processors:
         raise ConfigError("processors cannot be written into a recording; record without them")
     if generator.target.tokenizer is None and params.stop:
@@ -142,13 +144,13 @@ class _Recorder:
     def __init__(
         self,
         generator: Generator,
-        asker: Asker,
-        asks: Sequence[Ask],
+        builder: RequestBuilder,
+        asks: Sequence[PromptRequest],
         writer: LineWriter,
         params: SamplingParams,
         on_progress: Callable[[Progress], None],
     ) -> None:
-        self.generator, self.asker, self.asks, self.writer = generator, asker, asks, writer
+        self.generator, self.builder, self.asks, self.writer = generator, builder, asks, writer
         self.params, self.on_progress = params, on_progress
         self.done = {str(line.get("id")): line for line in writer.lines}
         self.resumed, self.tokens = len(self.done), 0
@@ -180,7 +182,7 @@ class _Recorder:
             if steps:
                 self._tell()
 
-    def _ask(self, ask: Ask) -> None:
+    def _ask(self, ask: PromptRequest) -> None:
         """Submit a turn, or pass over one that an earlier run has written."""
         known = self.done.get(ask.id)
         if known is not None:
@@ -205,13 +207,13 @@ class _Recorder:
         self.done[one.ask.id] = {}
         self._answered(one.ask, made.output)
 
-    def _answered(self, ask: Ask, output: Sequence[int]) -> None:
-        """Ask the next turn, if there is one."""
+    def _answered(self, ask: PromptRequest, output: Sequence[int]) -> None:
+        """PromptRequest the next turn, if there is one."""
         if ask.turn >= len(ask.item.followups):
             return
         said = self.answers.setdefault(ask.item.id, [])
         said.append(Detokenizer(self.generator.tokenizer).all(output))
-        after = self.asker.following(ask, said)
+        after = self.builder.following(ask, said)
         if after is not None:
             self._ask(after)
 

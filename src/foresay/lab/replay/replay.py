@@ -16,22 +16,22 @@ from typing import Any
 
 import torch
 
-from foresay.checks import integer
+from foresay.checks import check_int
 from foresay.decoding.acceptance import Speculative
 from foresay.decoding.outcome import FinishReason, Step
-from foresay.decoding.protocols import Drafter, Guess, LengthPolicy, Rule
+from foresay.decoding.protocols import Drafter, DraftStep, LengthPolicy, Rule
 from foresay.decoding.rows import Rows
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.engine import Engine, Stats
 from foresay.errors import ConfigError
-from foresay.lab.replay.sampled import LAW_FIELDS, couple, members
+from foresay.lab.replay.sampled import LAW_FIELDS, members, replay_sampled
 from foresay.lengths import ThroughputLength
 from foresay.models.recording import RecordingModel
 from foresay.records.recording import Record, Recording
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
+class PassCost:
     """One pass of the target over a batch, as it would have been: what a cost model needs to know."""
 
     batch: int
@@ -53,7 +53,7 @@ class Replay:
 
     steps: tuple[tuple[Step, ...], ...]
     """By record, in the recording's order. Their times are the replay's own."""
-    passes: tuple[Pass, ...]
+    passes: tuple[PassCost, ...]
     seconds: float
     """What the replay itself took."""
     exact: bool
@@ -103,8 +103,8 @@ class _Timed:
     def budget(self, rows: Rows) -> list[int]:
         return self._inner.budget(rows)
 
-    def proceed(self, index: int, guess: Guess) -> torch.Tensor | None:
-        return self._inner.proceed(index, guess)
+    def keep_drafting(self, index: int, guess: DraftStep) -> torch.Tensor | None:
+        return self._inner.keep_drafting(index, guess)
 
     def observe(self, rows: Rows, steps: Sequence[Step]) -> None:
         width = 1 + max(step.num_drafted for step in steps)
@@ -142,8 +142,8 @@ def replay(
             )
         policy = _Timed(policy, clock)
     if drafter is not None and not recording.greedy:
-        couple(drafter, recording)
-    longest = integer("max_length", recording.settings.get("max_length", 1 << 30), 1)
+        replay_sampled(drafter, recording)
+    longest = check_int("max_length", recording.settings.get("max_length", 1 << 30), 1)
     model = RecordingModel([r.text for r in recording.records], recording.vocab_size, max_length=longest)
     engine = Engine(model, drafter, rule, policy, max_batch_size=batch_size)
     for record in recording.records:
@@ -189,7 +189,7 @@ class _Ended:
 def _run(engine: Engine, recording: Recording) -> Replay:
     steps: list[list[Step]] = [[] for _ in recording.records]
     sizes = [len(record.prompt) for record in recording.records]
-    passes: list[Pass] = []
+    passes: list[PassCost] = []
     began = perf_counter()
     while engine.has_work:
         done = engine.step()
@@ -198,7 +198,7 @@ def _run(engine: Engine, recording: Recording) -> Replay:
         context = max(sizes[step.request_id] for step in done)
         longest = max(step.num_drafted for step in done)
         committed = sum(len(step.token_ids) for step in done)
-        passes.append(Pass(len(done), 1 + longest, context, committed, longest, done[0].draft_s))
+        passes.append(PassCost(len(done), 1 + longest, context, committed, longest, done[0].draft_s))
         for step in done:
             steps[step.request_id].append(step)
             sizes[step.request_id] += len(step.token_ids)

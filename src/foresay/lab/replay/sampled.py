@@ -20,16 +20,16 @@ from foresay.decoding.randomness import Purpose, Streams
 from foresay.decoding.rows import Row, Rows
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import Cascade, ModelDrafter
-from foresay.drafters.cross_tokenizer import TranslatedDrafter
+from foresay.drafters.cross_tokenizer import CrossTokenizerDrafter
 from foresay.errors import ConfigError
-from foresay.models.vocabulary import AlignedModel
+from foresay.models.vocabulary import VocabularyAdapter
 from foresay.records.recording import Recording
 
 LAW_FIELDS = ("temperature", "top_k", "top_p", "min_p")
 """Parameters that make a law of scores; all of a sampled recording's that a draft model can be held against."""
 
 
-class CoupledModel(AlignedModel):
+class SampledReplayModel(VocabularyAdapter):
     """A draft model whose likeliest token is what it would have drafted under the recorded text.
 
     Its other scores stay as they are, for policies that look at them. One text per request, in the recording's order.
@@ -104,7 +104,7 @@ def members(drafter: Drafter | None) -> list[Any]:
     return [] if drafter is None else [drafter]
 
 
-def couple(drafter: Drafter, recording: Recording) -> None:
+def replay_sampled(drafter: Drafter, recording: Recording) -> None:
     """Hold every draft model in a drafter against a sampled recording; look-ups need nothing, they match or do not."""
     others = set(recording.params) - {
         *LAW_FIELDS,
@@ -115,7 +115,7 @@ def couple(drafter: Drafter, recording: Recording) -> None:
         "stop_token_ids",
     }
     for one in members(drafter):
-        if isinstance(one, TranslatedDrafter):
+        if isinstance(one, CrossTokenizerDrafter):
             raise ConfigError("a draft with another tokenizer cannot be held against a sampled recording; run it live")
         if isinstance(one, ModelDrafter):
             if others:
@@ -128,7 +128,7 @@ def couple(drafter: Drafter, recording: Recording) -> None:
 def _wrap(drafter: ModelDrafter, recording: Recording) -> None:
     context: Any = drafter.context
     inner = context.model.inner
-    model = CoupledModel(inner.inner if isinstance(inner, CoupledModel) else inner, recording)
+    model = SampledReplayModel(inner.inner if isinstance(inner, SampledReplayModel) else inner, recording)
     context.model.inner = model
     view = context.view
 

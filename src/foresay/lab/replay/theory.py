@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from foresay.checks import integer, number
+from foresay.checks import check_float, check_int
 from foresay.errors import ConfigError, UnknownNameError
 
 
@@ -22,8 +22,8 @@ def flat(gamma: int) -> float:
 
 def expected_tokens(alpha: float, gamma: int) -> float:
     """Tokens per target pass under i.i.d. acceptance: (1 - alpha^(gamma+1)) / (1 - alpha) (Leviathan et al. 2023, eq. 1)."""
-    number("alpha", alpha, 0, 1)
-    integer("gamma", gamma, 0)
+    check_float("alpha", alpha, 0, 1)
+    check_int("gamma", gamma, 0)
     return math.fsum(alpha**k for k in range(gamma + 1))  # the quotient cancels where alpha is nearly 1
 
 
@@ -34,20 +34,20 @@ def tokens_per_pass(reached: Sequence[float]) -> float:
 
 def speed_up(alpha: float, gamma: int, c: float, v: Callable[[int], float] = flat) -> float:
     """Over plain decoding: expected_tokens / (c * gamma + v(gamma)) (Leviathan et al. 2023, theorem 3.8, with v)."""
-    number("c", c, 0, math.inf)
+    check_float("c", c, 0, math.inf)
     return expected_tokens(alpha, gamma) / (c * gamma + (v(gamma) if gamma else 1.0))
 
 
 def best_length(alpha: float, c: float, v: Callable[[int], float] = flat, high: int = 64) -> int:
     """The gamma in [0, high] of the greatest speed-up, the least of several; 0 where no draft pays."""
-    integer("high", high, 0)
+    check_int("high", high, 0)
     return max(range(high + 1), key=lambda gamma: (speed_up(alpha, gamma, c, v), -gamma))
 
 
 def acceptance_from_tokens(tokens: float, gamma: int) -> float:
     """The alpha whose `expected_tokens` at gamma is `tokens`, in [1, gamma + 1]; by bisection to 1e-12."""
-    integer("gamma", gamma, 1)
-    number("tokens", tokens, 1, gamma + 1)
+    check_int("gamma", gamma, 1)
+    check_float("tokens", tokens, 1, gamma + 1)
     low, high = 0.0, 1.0
     while high - low > 1e-12:
         middle = (low + high) / 2
@@ -86,7 +86,7 @@ class CostModel:
 
     def __post_init__(self) -> None:
         for name, cost in self.costs.items():
-            number(f"cost of {name!r}", cost, 0, math.inf)
+            check_float(f"cost of {name!r}", cost, 0, math.inf)
 
     def cost(self, name: str) -> float:
         """One pass of a model; 0 for a look-up."""
@@ -101,8 +101,8 @@ class CostModel:
 
         passes: of every model, the target included. Plain decoding has 1.
         """
-        integer("num_tokens", num_tokens, 1)
-        spent = math.fsum(integer(f"passes of {name!r}", n, 0) * self.cost(name) for name, n in passes.items())
+        check_int("num_tokens", num_tokens, 1)
+        spent = math.fsum(check_int(f"passes of {name!r}", n, 0) * self.cost(name) for name, n in passes.items())
         if target not in passes or spent <= 0:
             raise ConfigError(f"passes={dict(passes)} must count those of the target {target!r}, which cost something")
         return num_tokens * self.cost(target) / spent

@@ -17,7 +17,7 @@ from foresay.engine import Stats
 from foresay.errors import ConfigError
 from foresay.generation.method import PLAIN
 from foresay.lab.replay.theory import expected_tokens
-from foresay.lab.report.table import Row, pareto_front, shortened, wilson
+from foresay.lab.report.table import TableRow, pareto_front, shortened, wilson
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -43,14 +43,14 @@ def family(method: str) -> tuple[str, int] | None:
     return (found[1], int(found[2])) if found else None
 
 
-def drawings(table: Sequence[Row]) -> Iterator[tuple[str, str, Figure, str]]:
+def drawings(table: Sequence[TableRow]) -> Iterator[tuple[str, str, Figure, str]]:
     """(name, title, figure, caption) of every figure that the rows have something for."""
     for name, (title, draw) in FIGURES.items():
         if (drawn := draw(table)) is not None:
             yield name, title, *drawn
 
 
-def _speed_ups(table: Sequence[Row]) -> Drawing | None:
+def _speed_ups(table: Sequence[TableRow]) -> Drawing | None:
     known = [row for row in table if row.speed_up]
     if not known:
         return None
@@ -74,7 +74,7 @@ def _speed_ups(table: Sequence[Row]) -> Drawing | None:
     return figure, f"Median over repeats; whiskers are the least and the greatest repeat. Dashed: plain decoding.{note}"
 
 
-def _draft_lengths(table: Sequence[Row]) -> Drawing | None:
+def _draft_lengths(table: Sequence[TableRow]) -> Drawing | None:
     pooled: dict[tuple[str, str], dict[str, dict[int, Stats]]] = {}
     for (dataset, sampling, method), stats in _pooled(table, lambda r: (*_setting(r), r.cell.method)).items():
         if (found := family(method)) and stats.num_passes:
@@ -106,7 +106,7 @@ def _draft_lengths(table: Sequence[Row]) -> Drawing | None:
     )
 
 
-def _positions(table: Sequence[Row]) -> Drawing | None:
+def _positions(table: Sequence[TableRow]) -> Drawing | None:
     counts = _pooled(table, lambda row: (*_setting(row), row.cell.method))
     pooled = {
         key: places
@@ -138,7 +138,7 @@ def _positions(table: Sequence[Row]) -> Drawing | None:
     )
 
 
-def _accepted_lengths(table: Sequence[Row]) -> Drawing | None:
+def _accepted_lengths(table: Sequence[TableRow]) -> Drawing | None:
     pooled = {m: s for m, s in _pooled(table, lambda row: row.cell.method).items() if s.num_drafted and s.num_passes}
     shown, left_out = _top(table, set(pooled))
     if not shown:
@@ -154,7 +154,7 @@ def _accepted_lengths(table: Sequence[Row]) -> Drawing | None:
     return figure, f"Pooled over data sets, batch sizes and sampling.{_left_out(left_out, 'method', 'methods')}"
 
 
-def _rates(table: Sequence[Row]) -> Drawing | None:
+def _rates(table: Sequence[TableRow]) -> Drawing | None:
     known = [row for row in table if row.discard_rate is not None]
     if not any(row.discard_rate for row in known):
         return None
@@ -202,7 +202,7 @@ def _number(axes: Axes, points: Sequence[Point], labels: Sequence[str], front: S
         _note(axes, label, point, (dx, dy), ha="center", arrowprops=leader if radius > 14 else None)
 
 
-def _times(table: Sequence[Row]) -> Drawing | None:
+def _times(table: Sequence[TableRow]) -> Drawing | None:
     keyed = _pooled(table, lambda row: (row.cell.batch_size, row.cell.sampling, row.cell.method))
     pooled = {key: stats for key, stats in keyed.items() if stats.num_tokens and stats.total_s > 0}
     if not pooled:
@@ -226,7 +226,7 @@ def _times(table: Sequence[Row]) -> Drawing | None:
     return figure, f"Pooled over data sets. The rest: judging, sampling, bookkeeping.{note}"
 
 
-def _predictions(table: Sequence[Row]) -> Drawing | None:
+def _predictions(table: Sequence[TableRow]) -> Drawing | None:
     known = [row for row in table if row.expected and row.tokens_per_s[0]]
     if not known:
         return None
@@ -256,7 +256,7 @@ def _predictions(table: Sequence[Row]) -> Drawing | None:
     return figure, f"Dashed: as predicted; the band is 10% to either side. Below, {left or 'each error.'}"
 
 
-FIGURES: Mapping[str, tuple[str, Callable[[Sequence[Row]], Drawing | None]]] = {
+FIGURES: Mapping[str, tuple[str, Callable[[Sequence[TableRow]], Drawing | None]]] = {
     "speed-up": ("Speed-up by method", _speed_ups),
     "draft-length": ("Tokens per pass by draft length", _draft_lengths),
     "acceptance": ("Acceptance by position in the draft", _positions),
@@ -268,7 +268,7 @@ FIGURES: Mapping[str, tuple[str, Callable[[Sequence[Row]], Drawing | None]]] = {
 """Each figure by the name of its file."""
 
 
-def _pooled(table: Iterable[Row], key: Callable[[Row], Key]) -> dict[Key, Stats]:
+def _pooled(table: Iterable[TableRow], key: Callable[[TableRow], Key]) -> dict[Key, Stats]:
     """The rows' counts added up by a key."""
     out: dict[Key, Stats] = {}
     for row in table:
@@ -277,11 +277,11 @@ def _pooled(table: Iterable[Row], key: Callable[[Row], Key]) -> dict[Key, Stats]
     return out
 
 
-def _setting(row: Row) -> tuple[str, str]:
+def _setting(row: TableRow) -> tuple[str, str]:
     return row.cell.dataset, row.cell.sampling
 
 
-def _group(row: Row) -> str:
+def _group(row: TableRow) -> str:
     return "{}, batch {}, {}".format(*row.group)
 
 
@@ -289,7 +289,7 @@ def _family(method: str) -> str:
     return found[0] if (found := family(method)) else method
 
 
-def _ranked(table: Iterable[Row]) -> list[str]:
+def _ranked(table: Iterable[TableRow]) -> list[str]:
     """Methods by their mean speed-up, the greatest first."""
     gains: dict[str, list[float]] = {}
     for row in table:
@@ -297,7 +297,7 @@ def _ranked(table: Iterable[Row]) -> list[str]:
     return sorted(gains, key=lambda method: (-statistics.fmean(gains[method]), method))
 
 
-def _top(table: Iterable[Row], among: Collection[str], name: Callable[[str], str] = str) -> tuple[list[str], int]:
+def _top(table: Iterable[TableRow], among: Collection[str], name: Callable[[str], str] = str) -> tuple[list[str], int]:
     """The MOST fastest of some names, and how many are left out."""
     order = [one for one in dict.fromkeys(map(name, _ranked(table))) if one in among]
     return order[:MOST], len(order[MOST:])
@@ -312,14 +312,14 @@ def _short(names: Iterable[str], size: int = 34) -> dict[str, str]:
     return {name: text.replace("$", r"\$") for name, text in shortened(names, size).items()}
 
 
-def _names(table: Sequence[Row], size: int = 34) -> dict[str, str]:
+def _names(table: Sequence[TableRow], size: int = 34) -> dict[str, str]:
     """What each method is drawn as, and what is special about it."""
     short = _short({row.cell.method: None for row in table}, size)
     lossy = {row.cell.method for row in table if not row.exact}
     return {name: f"{text} (lossy)" if name in lossy else text for name, text in short.items()}
 
 
-def _kind(row: Row) -> tuple[str, str, str | None]:
+def _kind(row: TableRow) -> tuple[str, str, str | None]:
     """(what sort of method it is, its colour, its hatch)."""
     if row.cell.method == PLAIN:
         return "plain decoding", INK, None

@@ -1,6 +1,6 @@
 """What a report shows of a benchmark: each cell's numbers, the table, and the page.
 
-Owns how runs become a `Row` (counts are pooled, then divided), the columns of the table, and the HTML, in which nothing
+Owns how runs become a `TableRow` (counts are pooled, then divided), the columns of the table, and the HTML, in which nothing
 refers to anything outside. Knows neither files nor how figures are drawn, and draws no conclusions.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 
 from foresay.decoding.outcome import Origin
 from foresay.generation.method import PLAIN
-from foresay.lab.report.table import Row, Span
+from foresay.lab.report.table import Span, TableRow
 from foresay.records.results import Cell, Failure, Trace
 
 MOST_TRACES = 12
@@ -51,7 +51,7 @@ class Report:
     """A sentence for each data set, batch and sampling: which exact method was fastest, and whether it pays."""
     warnings: Sequence[str]
     """What a reader must know before believing the numbers."""
-    table: Sequence[Row]
+    table: Sequence[TableRow]
     failures: Sequence[Failure]
     traces: Sequence[Trace]
     sources: Sequence[Source]
@@ -77,7 +77,7 @@ def _yes(value: bool | None) -> str:
     return {None: "-", True: "yes", False: "no"}[value]
 
 
-COLUMNS: Mapping[str, Callable[[Row], str]] = {
+COLUMNS: Mapping[str, Callable[[TableRow], str]] = {
     "method": lambda row: row.cell.method,
     "data set": lambda row: row.cell.dataset,
     "batch": lambda row: str(row.cell.batch_size),
@@ -162,7 +162,7 @@ def _list(lines: Sequence[str], kind: str) -> str:
     return f'<ul class="{kind}">{"".join(f"<li>{escape(line)}</li>" for line in lines)}</ul>'
 
 
-def _table(table: Sequence[Row]) -> str:
+def _table(table: Sequence[TableRow]) -> str:
     def cell(tag: str, name: str, text: str) -> str:
         kind = ' class="words"' if name in NAMES else ""
         return f"<{tag}{kind}>{escape(text)}</{tag}>"

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foresay.errors import ConfigError
-from foresay.files import whole_file
+from foresay.files import atomic_write
 from foresay.generation.method import PLAIN
 from foresay.lab.report import figures
 from foresay.lab.report.page import COLUMNS, NAMES, TABLE_NOTE, Picture, Report, Source, html, times
-from foresay.lab.report.table import Group, Row, rows
+from foresay.lab.report.table import Group, TableRow, rows
 from foresay.records.results import Cell, Results, median_and_spread
 
 if TYPE_CHECKING:
@@ -107,12 +107,12 @@ def _remarks(sources: Sequence[Source]) -> list[str]:
     return out
 
 
-def summary(table: Sequence[Row]) -> list[str]:
+def summary(table: Sequence[TableRow]) -> list[str]:
     """A sentence for each data set, batch and sampling: which exact method was fastest, and whether it pays."""
     return [_verdict(group, of) for group, of in _grouped(table).items()]
 
 
-def _grouped(table: Sequence[Row]) -> dict[Group, list[Row]]:
+def _grouped(table: Sequence[TableRow]) -> dict[Group, list[TableRow]]:
     return {group: [row for row in table if row.group == group] for group in sorted({row.group for row in table})}
 
 
@@ -120,7 +120,7 @@ def _in_words(group: Group) -> str:
     return "{} (batch {}, {})".format(*group)
 
 
-def _verdict(group: Group, of: Sequence[Row]) -> str:
+def _verdict(group: Group, of: Sequence[TableRow]) -> str:
     where = f"On {_in_words(group)}"
     ours = [row for row in of if row.exact and row.stats is not None and row.cell.method != PLAIN and row.speed_up]
     if not ours:
@@ -143,7 +143,7 @@ def _verdict(group: Group, of: Sequence[Row]) -> str:
     return said + "".join(f" {row.cell.method}, another engine, had {times(row.speed_up)}." for row in ahead[:1])
 
 
-def _plain_spread(of: Sequence[Row]) -> float | None:
+def _plain_spread(of: Sequence[TableRow]) -> float | None:
     """(greatest - least) / median of plain decoding's tokens per second within a group; None where it was not run."""
     spans = [row.plain_per_s for row in of if row.plain_per_s]
     if not spans or not (middle := median_and_spread(span[0] for span in spans)[0]):
@@ -151,18 +151,18 @@ def _plain_spread(of: Sequence[Row]) -> float | None:
     return (max(span[2] for span in spans) - min(span[1] for span in spans)) / middle
 
 
-def _unsteady(table: Sequence[Row]) -> list[str]:
+def _unsteady(table: Sequence[TableRow]) -> list[str]:
     spreads = {group: _plain_spread(of) or 0.0 for group, of in _grouped(table).items()}
     found = [f"{_in_words(group)}: {spread:.0%}" for group, spread in spreads.items() if spread > UNSTEADY]
     return [f"Plain decoding itself spreads, and smaller gains mean nothing: {'; '.join(found)}."] if found else []
 
 
-def _differing(table: Sequence[Row]) -> list[str]:
+def _differing(table: Sequence[TableRow]) -> list[str]:
     found = [str(row.cell) for row in table if row.exact and row.identical is False]
     return [f"Outputs that should be plain decoding's were not: {'; '.join(found)}."] if found else []
 
 
-def _lossy(table: Sequence[Row]) -> list[str]:
+def _lossy(table: Sequence[TableRow]) -> list[str]:
     found = sorted({row.cell.method for row in table if not row.exact})
     return [f"Lossy, so that the output may not be the target's own: {'; '.join(found)}."] if found else []
 
@@ -177,7 +177,7 @@ def write(report: Report, output: Path_) -> list[Path]:
     files |= {f"{picture.name}.png": picture.png for picture in pictures}
     folder = Path(output)
     for name, data in files.items():
-        with whole_file(folder / name, parents=True) as whole:
+        with atomic_write(folder / name, parents=True) as whole:
             whole.write_bytes(data)
     return [folder / name for name in files]
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from foresay.checks import flag, integer, number
+from foresay.checks import check_flag, check_float, check_int
 from foresay.engine import Stats
 from foresay.errors import ConfigError
 from foresay.generation.method import PLAIN
@@ -23,7 +23,7 @@ Group = tuple[str, int, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TableRow:
     """What one cell comes to."""
 
     cell: Cell
@@ -56,18 +56,18 @@ class Row:
         return self.stats.num_passes / self.stats.num_tokens if self.stats and self.stats.num_tokens else None
 
 
-def rows(results: Results) -> list[Row]:
+def rows(results: Results) -> list[TableRow]:
     """One for each cell that was run, the greatest speed-up first and those without any last."""
     cells = results.by_cell()
     for cell in cells:
         _check_cell(cell)
     plain = {_group(cell): median_and_spread(map(_rate, of)) for cell, of in cells.items() if cell.method == PLAIN}
-    expected = {one.cell: number("tokens_per_s", one.tokens_per_s, 0, math.inf) for one in results.predictions}
+    expected = {one.cell: check_float("tokens_per_s", one.tokens_per_s, 0, math.inf) for one in results.predictions}
     out = [_row(cell, of, plain.get(_group(cell)), expected.get(cell)) for cell, of in cells.items()]
     return sorted(out, key=lambda row: (row.speed_up is None, -(row.speed_up or row.tokens_per_s)[0], row.cell))
 
 
-def _row(cell: Cell, runs: Sequence[Run], plain: Span | None, expected: float | None) -> Row:
+def _row(cell: Cell, runs: Sequence[Run], plain: Span | None, expected: float | None) -> TableRow:
     rates = [_rate(run) for run in runs]
     paired = [(run, _seconds("plain_seconds", run, run.plain_seconds)) for run in runs if run.plain_seconds is not None]
     speed_up: Span | None = None
@@ -81,7 +81,7 @@ def _row(cell: Cell, runs: Sequence[Run], plain: Span | None, expected: float | 
         stats = merged(run.stats for run in runs) if all(run.stats for run in runs) else None
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"the stats of {cell} cannot be read ({error!r}); measure that cell again") from None
-    return Row(
+    return TableRow(
         cell=cell,
         repeats=len(runs),
         tokens_per_s=median_and_spread(rates),
@@ -89,25 +89,25 @@ def _row(cell: Cell, runs: Sequence[Run], plain: Span | None, expected: float | 
         speed_up=speed_up,
         stats=stats,
         identical=all(told) if told else None,
-        exact=all(flag("exact", run.exact) for run in runs),
+        exact=all(check_flag("exact", run.exact) for run in runs),
         expected=expected,
     )
 
 
 def _rate(run: Run) -> float:
     """Tokens per second of a run whose numbers are numbers."""
-    return integer(f"tokens of {run.cell}", run.tokens, 0) / _seconds("seconds", run, run.seconds)
+    return check_int(f"tokens of {run.cell}", run.tokens, 0) / _seconds("seconds", run, run.seconds)
 
 
 def _seconds(name: str, run: Run, value: Any) -> float:
-    return number(f"{name} of {run.cell}", value, 0, math.inf, open_low=True)
+    return check_float(f"{name} of {run.cell}", value, 0, math.inf, open_low=True)
 
 
 def _check_cell(cell: Cell) -> None:
     for name in ("method", "dataset", "sampling"):
         if not isinstance(value := getattr(cell, name), str):
             raise ConfigError(f"{name}={value!r} of a cell must be a text; measure that cell again")
-    integer(f"batch_size of {cell.method!r}", cell.batch_size, 1)
+    check_int(f"batch_size of {cell.method!r}", cell.batch_size, 1)
 
 
 def _group(cell: Cell) -> Group:
@@ -116,8 +116,8 @@ def _group(cell: Cell) -> Group:
 
 def wilson(hits: int, tries: int, z: float = 1.959964) -> tuple[float, float]:
     """Wilson's interval of a share, at 95% as it stands; at least one try."""
-    integer("tries", tries, 1)
-    share, square = integer("hits", hits, 0, tries) / tries, z * z / tries
+    check_int("tries", tries, 1)
+    share, square = check_int("hits", hits, 0, tries) / tries, z * z / tries
     middle = share + square / 2
     half = math.sqrt(square * (share * (1 - share) + square / 4))
     return max(0.0, (middle - half) / (1 + square)), min(1.0, (middle + half) / (1 + square))

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from foresay.models.huggingface.slot_cache import Pass, spans
+from foresay.models.huggingface.slot_cache import Placement, spans
 
 NAME = "foresay"
 QUERY_ROWS = 4
@@ -24,11 +24,11 @@ QUERY_ROWS = 4
 path for a block, also the last, of fewer than 4."""
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
-_current: ContextVar[Pass | None] = ContextVar("foresay_pass", default=None)
+_current: ContextVar[Placement | None] = ContextVar("foresay_pass", default=None)
 
 
 @contextmanager
-def during(at: Pass) -> Iterator[None]:
+def during(at: Placement) -> Iterator[None]:
     """Let the model's masks and attention see where the pass's tokens are."""
     token = _current.set(at)
     try:
@@ -37,7 +37,7 @@ def during(at: Pass) -> Iterator[None]:
         _current.reset(token)
 
 
-def current_pass() -> Pass | None:
+def current_pass() -> Placement | None:
     """The pass under way in this context."""
     return _current.get()
 
@@ -120,7 +120,7 @@ def _padded(folded: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def _folded_masks(
-    at: Pass, mask: torch.Tensor, bias: torch.Tensor | None, group: int, rows: int, whole: bool
+    at: Placement, mask: torch.Tensor, bias: torch.Tensor | None, group: int, rows: int, whole: bool
 ) -> list[torch.Tensor]:
     """The mask of each span with the bias added, as a group of query heads sees it, padded; once per pass, not per layer.
 

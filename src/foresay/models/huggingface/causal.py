@@ -16,8 +16,8 @@ from transformers import Cache, PreTrainedModel
 from foresay.decoding.protocols import KVCache, Logits
 from foresay.decoding.rows import Rows
 from foresay.errors import UnsupportedModelError
-from foresay.models.huggingface.model import UNLIMITED, HostedModel
-from foresay.models.huggingface.slot_cache import Pass, SlotCache
+from foresay.models.huggingface.model import UNLIMITED, TransformersModel
+from foresay.models.huggingface.slot_cache import Placement, SlotCache
 
 _RECURRENT_LAYERS = ("linear_attention", "mamba", "recurrent", "conv", "hybrid", "rwkv")
 _BOUNDED_ROPE = ("dynamic", "longrope")
@@ -26,7 +26,7 @@ _BOUNDED_ROPE = ("dynamic", "longrope")
 class TransformersCache(Cache):
     """The slot cache, as transformers' attention layers expect to find it."""
 
-    def __init__(self, slots: SlotCache, at: Pass | None = None) -> None:
+    def __init__(self, slots: SlotCache, at: Placement | None = None) -> None:
         super().__init__(layers=[])
         self.slots, self.at = slots, at
 
@@ -92,7 +92,7 @@ def _rope_parameters(config: Any) -> list[dict[str, Any]]:
     return [value for value in rope.values() if isinstance(value, dict)]
 
 
-class CausalModel(HostedModel):
+class CausalModel(TransformersModel):
     """A decoder-only transformers model, scored over ragged rows."""
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -120,7 +120,7 @@ class CausalModel(HostedModel):
         cache.add_rows(len(rows) - first)
 
     def _call(
-        self, token_ids: torch.Tensor, at: Pass, cache: SlotCache, logits: Logits, hidden: bool
+        self, token_ids: torch.Tensor, at: Placement, cache: SlotCache, logits: Logits, hidden: bool
     ) -> tuple[torch.Tensor | None, Sequence[torch.Tensor]]:
         adapter = TransformersCache(cache, at)
         kwargs: dict[str, Any] = {"input_ids": token_ids, "past_key_values": adapter, "use_cache": True}

@@ -37,7 +37,7 @@ def first_layers(model: CausalModel, count: int) -> CausalModel:
     return out
 
 
-def trim_head(model: CausalModel, ids: Sequence[int] | torch.Tensor) -> CausalModel:
+def trimmed_head(model: CausalModel, ids: Sequence[int] | torch.Tensor) -> CausalModel:
     """The model that scores only the given tokens; all others have probability zero. ids: [m], in any order."""
     head = model.model.get_output_embeddings()
     weight = None if head is None else packing.weight_of(head)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from foresay.decoding.protocols import KVCache, Logits, ModelOutput
 from foresay.models.huggingface import attention
-from foresay.models.huggingface.slot_cache import Pass, SlotCache
+from foresay.models.huggingface.slot_cache import Placement, SlotCache
 
 MAX_TOKENS = 256
 """Tokens of a pass on a CPU; products over many more rows sum in another order, so larger passes go in parts."""
@@ -23,7 +23,7 @@ UNLIMITED = 1 << 20
 """Context limit of a model whose positions have no bound (ALiBi without a configured length, T5)."""
 
 
-class HostedModel:
+class TransformersModel:
     """A transformers model, scored over ragged rows."""
 
     reads_source = False
@@ -137,7 +137,7 @@ class HostedModel:
         return F.pad(scores, (0, missing), value=-torch.inf) if missing > 0 else scores
 
     def _call(
-        self, token_ids: torch.Tensor, at: Pass, cache: SlotCache, logits: Logits, hidden: bool
+        self, token_ids: torch.Tensor, at: Placement, cache: SlotCache, logits: Logits, hidden: bool
     ) -> tuple[torch.Tensor | None, Sequence[torch.Tensor]]:
         """The model's logits [B, T, V], None with Logits.NONE, and where wanted the hidden states of every layer."""
         raise NotImplementedError

@@ -29,8 +29,8 @@ from foresay.decoding.sampling_params import LogitsProcessor, SamplingParams
 from foresay.errors import ConfigError, PromptError, UnsupportedModelError
 from foresay.models.huggingface import attention
 from foresay.models.huggingface.causal import TransformersCache
-from foresay.models.huggingface.model import UNLIMITED, HostedModel
-from foresay.models.huggingface.slot_cache import Pass, SlotCache, visible_width
+from foresay.models.huggingface.model import UNLIMITED, TransformersModel
+from foresay.models.huggingface.slot_cache import Placement, SlotCache, visible_width
 
 _HARMLESS: dict[str, object] = {
     "encoder_no_repeat_ngram_size": 0,
@@ -102,7 +102,7 @@ def _limit(config: Any, own: str) -> int | None:
     return None if limit is None else int(limit)
 
 
-class Seq2SeqModel(HostedModel):
+class Seq2SeqModel(TransformersModel):
     """An encoder-decoder transformers model, scored over ragged rows; `Row.source` is what the encoder reads."""
 
     reads_source = True
@@ -209,7 +209,7 @@ class Seq2SeqModel(HostedModel):
         return mask.masked_fill_(behind, torch.finfo(mask.dtype).min)
 
     def _call(
-        self, token_ids: torch.Tensor, at: Pass, cache: SlotCache, logits: Logits, hidden: bool
+        self, token_ids: torch.Tensor, at: Placement, cache: SlotCache, logits: Logits, hidden: bool
     ) -> tuple[torch.Tensor | None, Sequence[torch.Tensor]]:
         assert isinstance(cache, Seq2SeqCache)
         sources = cache.sources

@@ -44,7 +44,7 @@ def visible_width(needed: int, device: torch.device) -> int:
     return spans(needed)[-1][1] if device.type == "cpu" else round_up(needed)
 
 
-class Pass:
+class Placement:
     """Where the tokens of one pass go: row `first_row + i`, column t at positions[i, t], with `width` slots in sight."""
 
     __slots__ = ("_placed", "batch", "first_row", "folded", "positions", "width")
@@ -78,7 +78,7 @@ class SlotCache:
         """Append empty rows."""
         self.lengths += [0] * count
 
-    def begin_pass(self, first_row: int, batch: int, columns: int, device: torch.device) -> Pass:
+    def begin_pass(self, first_row: int, batch: int, columns: int, device: torch.device) -> Placement:
         """Place `columns` tokens behind each of `batch` rows, growing the capacity when they do not fit."""
         starts = self.lengths[first_row : first_row + batch]
         width = visible_width(max(starts) + columns, device)
@@ -87,7 +87,7 @@ class SlotCache:
             positions = torch.arange(starts[0], starts[0] + columns, device=device)[None]
         else:
             positions = torch.tensor(starts, device=device)[:, None] + torch.arange(columns, device=device)
-        return Pass(positions, first_row, width)
+        return Placement(positions, first_row, width)
 
     def _reserve(self, rows: int, slots: int) -> None:
         if rows <= self._rows and slots <= self._slots:
@@ -107,7 +107,7 @@ class SlotCache:
         return new
 
     def write(
-        self, layer: int, keys: torch.Tensor, values: torch.Tensor, at: Pass
+        self, layer: int, keys: torch.Tensor, values: torch.Tensor, at: Placement
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store keys, values [B, heads, T, dim] of a pass and return all that its rows see, [B, heads, width, dim] views."""
         while len(self._layers) <= layer:
@@ -170,7 +170,7 @@ class BorrowedSlots(SlotCache):
         self._owner._reserve(len(self._owner.lengths), slots)
 
     def write(
-        self, layer: int, keys: torch.Tensor, values: torch.Tensor, at: Pass
+        self, layer: int, keys: torch.Tensor, values: torch.Tensor, at: Placement
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store a pass in the owner's slots; see SlotCache.write."""
         return self._owner.write(layer, keys, values, at)

@@ -186,7 +186,7 @@ def _locate(name: str, options: LoadOptions, *, weights: bool = True) -> tuple[s
 
 
 def _reached(name: str, options: LoadOptions) -> dict[str, Any]:
-    """Ask the hub once, briefly, for a model's configuration: without a network, use what was downloaded before.
+    """PromptRequest the hub once, briefly, for a model's configuration: without a network, use what was downloaded before.
 
     transformers itself would retry every file for most of a minute. What the hub says against the name is left to
     transformers to report.

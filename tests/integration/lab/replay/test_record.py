@@ -17,8 +17,8 @@ from foresay.decoding.randomness import derive
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ConfigError, ContextLengthError, PromptError
 from foresay.generation.generator import Generator
-from foresay.lab.data.items import Item
-from foresay.lab.data.requests import Asker
+from foresay.lab.data.items import PromptItem
+from foresay.lab.data.requests import RequestBuilder
 from foresay.lab.replay.record import Progress, record
 from foresay.models.table import TableModel
 from foresay.records.recording import Recording
@@ -32,7 +32,7 @@ def _one_thread() -> Iterator[None]:
     yield from tiny.one_thread()
 
 
-def ids(item: Item) -> list[int]:
+def ids(item: PromptItem) -> list[int]:
     return [int(word) for word in str(item.prompt).split()]
 
 
@@ -168,7 +168,11 @@ def test_the_law_of_a_table_is_its_own(tmp_path: Path) -> None:
 
 
 def test_follow_ups_wait_for_their_answers(tmp_path: Path) -> None:
-    items = [Item("a", "5 6 7", followups=("8 9",)), Item("b", "10 11"), Item("c", "12", followups=("13", "14 15"))]
+    items = [
+        PromptItem("a", "5 6 7", followups=("8 9",)),
+        PromptItem("b", "10 11"),
+        PromptItem("c", "12", followups=("13", "14 15")),
+    ]
     generator = loaded(batch=2)
     params = SamplingParams(max_new_tokens=6, ignore_eos=True)
     recording = record(generator, items, tmp_path / "r.jsonl", params)
@@ -176,13 +180,17 @@ def test_follow_ups_wait_for_their_answers(tmp_path: Path) -> None:
     assert set(by_id) == {"a", "a/2", "b", "c", "c/2", "c/3"}
     assert by_id["a/2"].prompt == (5, 6, 7, *by_id["a"].output, 8, 9)
     assert by_id["c/3"].prompt == (12, *by_id["c"].output, 13, *by_id["c/2"].output, 14, 15)
-    asks = {ask.id: ask.token_ids for ask in Asker(generator).all(items, params)}
+    asks = {ask.id: ask.token_ids for ask in RequestBuilder(generator).all(items, params)}
     assert set(asks) == set(by_id) and asks["a/2"][:3] == (5, 6, 7)
 
 
 @pytest.mark.parametrize("kept", range(1, 7))
 def test_follow_ups_go_on_where_they_ended(tmp_path: Path, kept: int) -> None:
-    items = [Item("a", "5 6 7", followups=("8 9",)), Item("b", "10 11"), Item("c", "12", followups=("13", "14 15"))]
+    items = [
+        PromptItem("a", "5 6 7", followups=("8 9",)),
+        PromptItem("b", "10 11"),
+        PromptItem("c", "12", followups=("13", "14 15")),
+    ]
     params = SamplingParams(max_new_tokens=6, temperature=0.9, seed=4)
     wanted = {r.id: r for r in record(loaded(batch=2), items, tmp_path / "r.jsonl", params).records}
     lines = (tmp_path / "r.jsonl").read_text().splitlines(keepends=True)
@@ -201,22 +209,22 @@ def test_follow_ups_go_on_where_they_ended(tmp_path: Path, kept: int) -> None:
 
 def test_a_prompt_that_is_too_long_is_named(tmp_path: Path) -> None:
     generator = loaded(make("llama", max_position_embeddings=16))
-    items = [*numbered(2), Item("endless", " ".join(["5"] * 20))]
+    items = [*numbered(2), PromptItem("endless", " ".join(["5"] * 20))]
     with pytest.raises(
         ContextLengthError, match="prompt 'endless': the prompt has 20 tokens; the model's context is 16"
     ):
         record(generator, items, tmp_path / "r.jsonl", SamplingParams(max_new_tokens=4))
     with pytest.raises(PromptError, match="prompt 'nothing': the prompt is empty"):
-        record(generator, [Item("nothing", "")], tmp_path / "s.jsonl", SamplingParams(max_new_tokens=4))
+        record(generator, [PromptItem("nothing", "")], tmp_path / "s.jsonl", SamplingParams(max_new_tokens=4))
 
 
 def test_another_run_does_not_go_on_with_the_file(tmp_path: Path) -> None:
     path, items, params = tmp_path / "r.jsonl", numbered(3), SamplingParams(max_new_tokens=5)
     record(loaded(), items, path, params)
     before = path.read_bytes()
-    cases: list[tuple[Generator, list[Item], SamplingParams, bool, str]] = [
+    cases: list[tuple[Generator, list[PromptItem], SamplingParams, bool, str]] = [
         (loaded(), items[:2], params, True, "settings.prompts"),
-        (loaded(), [*items[:2], Item("p2", "5 5")], params, True, "settings.prompts"),
+        (loaded(), [*items[:2], PromptItem("p2", "5 5")], params, True, "settings.prompts"),
         (loaded(), items, SamplingParams(max_new_tokens=6), True, "params.max_new_tokens=5, and this run has 6"),
         (loaded(), items, SamplingParams(max_new_tokens=5, top_k=3, temperature=1.0), True, "params.temperature"),
         (loaded(), items, params, False, "settings.chat"),
@@ -246,8 +254,8 @@ def test_bad_requests(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no prompts to record"):
         record(loaded(), [], path, params)
     twice = numbered(1200)
-    twice[1100] = Item("p3", "5")
-    for items in (twice, [Item("p3", "6"), Item("p3", "5")]):
+    twice[1100] = PromptItem("p3", "5")
+    for items in (twice, [PromptItem("p3", "6"), PromptItem("p3", "5")]):
         with pytest.raises(ConfigError, match="prompt id 'p3' is there twice"):
             record(loaded(), items, path, params)
     with pytest.raises(ConfigError, match="processors cannot be written into a recording"):

@@ -19,15 +19,15 @@ from foresay.decoding.protocols import Drafter, LengthPolicy
 from foresay.decoding.rows import Rows
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import Cascade, MaxGram, ModelDrafter, NgramStoreDrafter, SelfDrafter, SuffixDrafter
-from foresay.drafters.cross_tokenizer import TranslatedDrafter
+from foresay.drafters.cross_tokenizer import CrossTokenizerDrafter
 from foresay.engine import Engine
 from foresay.engine.stats import Stats
 from foresay.errors import ConfigError
 from foresay.lab.replay import sampled as coupled
-from foresay.lab.replay.precomputed import can_be_taught, teach
+from foresay.lab.replay.precomputed import can_precompute, precompute
 from foresay.lab.replay.record import record
 from foresay.lab.replay.replay import Replay, ratio, replay
-from foresay.lab.replay.sampled import CoupledModel
+from foresay.lab.replay.sampled import SampledReplayModel
 from foresay.lengths import ConfidenceLength, ConstantLength, HeuristicLength, ThroughputLength
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.early_exit import first_layers
@@ -77,7 +77,7 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "model": draft,
     "self": itself,
     "cascade": lambda: Cascade([draft(), MaxGram()], [[3, 2], [0, 2]]),
-    "translated": lambda: TranslatedDrafter(CausalModel(make("llama")), VOCAB, Renumbered(VOCAB, 9)),
+    "translated": lambda: CrossTokenizerDrafter(CausalModel(make("llama")), VOCAB, Renumbered(VOCAB, 9)),
 }
 LENGTHS: dict[str, Callable[[], LengthPolicy]] = {
     "constant": lambda: ConstantLength(4),
@@ -255,10 +255,10 @@ def test_rows_that_swap_their_texts_are_caught(plain: Recording, monkeypatch: py
 @pytest.mark.parametrize(("gamma", "batch"), [(1, 4), (4, 1), (11, 4)])
 def test_a_taught_draft_makes_the_same_steps(plain: Recording, gamma: int, batch: int) -> None:
     for made in (draft, itself, lambda: draft(max_position_embeddings=24)):
-        assert can_be_taught(made(), ConstantLength(gamma), plain)
-        done = replay(plain, teach(made(), plain), ConstantLength(gamma), batch_size=batch)
+        assert can_precompute(made(), ConstantLength(gamma), plain)
+        done = replay(plain, precompute(made(), plain), ConstantLength(gamma), batch_size=batch)
         assert replayed(done) == replayed(replay(plain, made(), ConstantLength(gamma), batch_size=batch))
-    heuristic = replay(plain, teach(draft(), plain), HeuristicLength(), batch_size=batch)
+    heuristic = replay(plain, precompute(draft(), plain), HeuristicLength(), batch_size=batch)
     assert replayed(heuristic) == replayed(replay(plain, draft(), HeuristicLength(), batch_size=batch))
 
 
@@ -266,26 +266,26 @@ def test_a_taught_draft_makes_the_same_steps(plain: Recording, gamma: int, batch
 def test_a_taught_draft_heeds_the_parameters(tmp_path: Path, case: str) -> None:
     params = SamplingParams(**{"max_new_tokens": 40, **CASES[case][0]})
     recording = record(loaded(), ITEMS, tmp_path / "r.jsonl", params)
-    done = replay(recording, teach(draft(), recording), ConstantLength(4))
+    done = replay(recording, precompute(draft(), recording), ConstantLength(4))
     assert replayed(done) == live(make("llama"), recording, params, draft(), ConstantLength(4))
 
 
 def test_a_taught_draft_of_another_recording_would_be_noticed(plain: Recording) -> None:
     """Negative control: what was heard of altered texts makes other Steps."""
-    done = replay(plain, teach(draft(), altered(plain)), ConstantLength(4))
+    done = replay(plain, precompute(draft(), altered(plain)), ConstantLength(4))
     assert replayed(done) != replayed(replay(plain, draft(), ConstantLength(4)))
 
 
 def test_what_cannot_be_taught(plain: Recording) -> None:
-    assert can_be_taught(draft(), HeuristicLength(), plain) and can_be_taught(draft(), ThroughputLength(), plain)
-    assert not can_be_taught(draft(), ConfidenceLength(), plain), "it looks at scores"
-    assert not can_be_taught(MaxGram(), ConstantLength(4), plain)
-    assert not can_be_taught(DRAFTERS["translated"](), ConstantLength(4), plain)
-    assert not can_be_taught(DRAFTERS["cascade"](), ConstantLength(4), plain)
+    assert can_precompute(draft(), HeuristicLength(), plain) and can_precompute(draft(), ThroughputLength(), plain)
+    assert not can_precompute(draft(), ConfidenceLength(), plain), "it looks at scores"
+    assert not can_precompute(MaxGram(), ConstantLength(4), plain)
+    assert not can_precompute(DRAFTERS["translated"](), ConstantLength(4), plain)
+    assert not can_precompute(DRAFTERS["cascade"](), ConstantLength(4), plain)
     sampled = dataclasses.replace(plain, params={"temperature": 1.0})
-    assert not can_be_taught(draft(), ConstantLength(4), sampled)
+    assert not can_precompute(draft(), ConstantLength(4), sampled)
     read = dataclasses.replace(plain, records=(dataclasses.replace(plain.records[0], source=(3,)),))
-    assert not can_be_taught(draft(), ConstantLength(4), read)
+    assert not can_precompute(draft(), ConstantLength(4), read)
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
@@ -449,9 +449,9 @@ def test_an_estimate_that_ignores_something_is_far_off(
     sampled: Recording, monkeypatch: pytest.MonkeyPatch, ignored: str
 ) -> None:
     """Negative controls: acceptance q(y) instead of min(1, q(y) / p(y)); always where q > 0; and q uniform."""
-    honest = CoupledModel._choose
+    honest = SampledReplayModel._choose
 
-    def choose(self: CoupledModel, scores: torch.Tensor, row: Any, position: int) -> None:
+    def choose(self: SampledReplayModel, scores: torch.Tensor, row: Any, position: int) -> None:
         if ignored == "p":
             self._records = tuple(dataclasses.replace(r, law=(1.0,) * len(r.output)) for r in self._records)
         elif ignored == "chance":
@@ -460,7 +460,7 @@ def test_an_estimate_that_ignores_something_is_far_off(
             scores.fill_(0.0)
         honest(self, scores, row, position)
 
-    monkeypatch.setattr(CoupledModel, "_choose", choose)
+    monkeypatch.setattr(SampledReplayModel, "_choose", choose)
     some = dataclasses.replace(sampled, records=sampled.records[:60])
     done = replay(some, SAMPLING["model"](), ConstantLength(4), batch_size=32)
     assert abs(apart(counts(done.steps), truth(SAMPLING["model"], seeds=1))) > 5
@@ -502,7 +502,7 @@ def test_a_decoder_only_draft_of_an_encoder_decoder_is_held_against_the_right_pl
     for start in ((0,), (0, 3)):
         one = Record("a", start, (4, 5, 6), source=(7, 1, 2), law=(1e-9, 1e-9, 1e-9))
         recording = Recording((one,), SIZE, params={"temperature": 1.0})
-        model = CoupledModel(DRAFT, recording)
+        model = SampledReplayModel(DRAFT, recording)
         row = type("Seen", (), {"request_id": 0, "tokens": np.array([7])})
         for place, token in enumerate(one.output):
             scores = torch.zeros(SIZE)
@@ -523,7 +523,7 @@ def test_sampled_recordings_that_tell_too_little(sampled: Recording) -> None:
     with pytest.raises(ConfigError, match="cannot be held against a recording sampled with presence_penalty"):
         replay(penalised, made(), policy)
     with pytest.raises(ConfigError, match="a draft with another tokenizer cannot be held against a sampled recording"):
-        replay(sampled, TranslatedDrafter(DRAFT, SIZE, Renumbered(SIZE)), policy)
+        replay(sampled, CrossTokenizerDrafter(DRAFT, SIZE, Renumbered(SIZE)), policy)
     with pytest.raises(ConfigError, match="tells what 'speculative' accepts, not rule='coupled'"):
         replay(sampled, made(), policy, rule=make_rule("coupled"))
     assert set(coupled.LAW_FIELDS) == {"temperature", "top_k", "top_p", "min_p"}

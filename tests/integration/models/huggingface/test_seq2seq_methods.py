@@ -11,7 +11,7 @@ from foresay.decoding.protocols import Drafter
 from foresay.decoding.rows import Row, Rows
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import Cascade, MaxGram, ModelDrafter, NgramStoreDrafter, PastRequests, SuffixDrafter
-from foresay.drafters.cross_tokenizer import TranslatedDrafter
+from foresay.drafters.cross_tokenizer import CrossTokenizerDrafter
 from foresay.errors import ConfigError
 from foresay.lengths import ConfidenceLength, ConstantLength
 from foresay.models.huggingface.causal import CausalModel
@@ -42,7 +42,9 @@ DRAFTERS: dict[str, Callable[[str], Drafter]] = {
     "ngram_store": lambda family: NgramStoreDrafter(3, filler_top_k=3),
     "suffix": lambda family: SuffixDrafter(PastRequests(1000)),
     "decoder_only": lambda family: decoder_only(),
-    "other tokens": lambda family: TranslatedDrafter(CausalModel(make("llama", seed=3)), VOCAB, Renumbered(VOCAB, 9)),
+    "other tokens": lambda family: CrossTokenizerDrafter(
+        CausalModel(make("llama", seed=3)), VOCAB, Renumbered(VOCAB, 9)
+    ),
     "cascade of two": lambda family: Cascade([small(family), MaxGram()], [[4, 2], [0, 3]]),
     "cascade of three": lambda family: Cascade(
         [small(family), other(family), MaxGram()], [[3, 3, 2], [0, 2, 2], [0, 0, 3]], lenience=2

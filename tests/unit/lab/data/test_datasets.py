@@ -15,7 +15,7 @@ import pytest
 
 from foresay.errors import ConfigError, UnknownNameError
 from foresay.lab.data.datasets import FORMATS, load_items, subset
-from foresay.lab.data.items import Item
+from foresay.lab.data.items import PromptItem
 
 MMLU = {"question": "Which?", "A": "one", "B": "two", "C": "three", "D": "four"}
 MMLU_PROMPT = (
@@ -55,9 +55,9 @@ def test_json_lines(tmp_path: Path, packed: str) -> None:
     content = content.replace("\\u2028", "\u2028").replace("\n", "\r\n\r\n", 1)
     source = written(tmp_path, f"my.prompts.jsonl{packed}", f"\ufeff{content}")
     assert load_items(source) == [
-        Item("my.prompts-1", "a\u2028b"),
-        Item("7", ({"role": "user", "content": "Hello"},), "talk", ("And?",)),
-        Item("my.prompts-4", "x = ", raw=True),
+        PromptItem("my.prompts-1", "a\u2028b"),
+        PromptItem("7", ({"role": "user", "content": "Hello"},), "talk", ("And?",)),
+        PromptItem("my.prompts-4", "x = ", raw=True),
     ]
 
 
@@ -67,19 +67,19 @@ def test_json_lists(tmp_path: Path) -> None:
         {"instruction": "Do", "input": " "},
         {"instruction": "Do", "input": "this", "output": "."},
     ]
-    expected = [Item("p-1", "a"), Item("p-2", "Do"), Item("p-3", "Do\n\nthis")]
+    expected = [PromptItem("p-1", "a"), PromptItem("p-2", "Do"), PromptItem("p-3", "Do\n\nthis")]
     assert load_items(written(tmp_path, "p.json", "\n" + json.dumps(records, indent=1))) == expected
     assert load_items(written(tmp_path, "p.json.gz", jsonl(*records))) == expected  # lines under the ending .json
 
 
 def test_text_has_a_prompt_per_line(tmp_path: Path) -> None:
     source = written(tmp_path, "p.txt", "one\r\n\n  \ntwo\x0c ")
-    assert load_items(source) == [Item("p-1", "one"), Item("p-4", "two\x0c ")]
+    assert load_items(source) == [PromptItem("p-1", "one"), PromptItem("p-4", "two\x0c ")]
 
 
 def test_csv(tmp_path: Path) -> None:
     source = written(tmp_path, "p.csv", 'id,prompt,raw,category\n,"a ""b""\nc",,\n\nx,d,true,code\r\n')
-    assert load_items(source) == [Item("p-2", 'a "b"\nc'), Item("x", "d", "code", raw=True)]
+    assert load_items(source) == [PromptItem("p-2", 'a "b"\nc'), PromptItem("x", "d", "code", raw=True)]
 
 
 @pytest.mark.parametrize("name", ["p.jsonl", "p.json", "p.csv"])
@@ -91,37 +91,41 @@ def test_the_field_may_be_named(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("format", "record", "expected"),
     [
-        ("gsm8k", {"question": "2 + 3?", "answer": "#### 5"}, Item("gsm8k-1", f"2 + 3?{GSM8K_TASK}")),
-        ("mmlu", {**MMLU, "answer": "B"}, Item("mmlu-1", MMLU_PROMPT)),
+        ("gsm8k", {"question": "2 + 3?", "answer": "#### 5"}, PromptItem("gsm8k-1", f"2 + 3?{GSM8K_TASK}")),
+        ("mmlu", {**MMLU, "answer": "B"}, PromptItem("mmlu-1", MMLU_PROMPT)),
         (
             "mmlu",
             {"question": "Which?", "choices": ["one", "two", "three", "four"], "subject": "old_maps", "answer": 1},
-            Item("mmlu-1", MMLU_PROMPT.replace("question:", "question about old maps:"), "old_maps"),
+            PromptItem("mmlu-1", MMLU_PROMPT.replace("question:", "question about old maps:"), "old_maps"),
         ),
         (
             "mmlu",
             {"question": "Which?", "choice0": "one", "choice1": "two", "choice2": "three", "choice3": "four"},
-            Item("mmlu-1", MMLU_PROMPT),
+            PromptItem("mmlu-1", MMLU_PROMPT),
         ),
-        ("humaneval", {"task_id": "T/0", "prompt": "def f():\n", "test": ""}, Item("T/0", "def f():\n", raw=True)),
-        ("humaneval", {"prompt": "def f():\n"}, Item("humaneval-1", "def f():\n", raw=True)),
+        (
+            "humaneval",
+            {"task_id": "T/0", "prompt": "def f():\n", "test": ""},
+            PromptItem("T/0", "def f():\n", raw=True),
+        ),
+        ("humaneval", {"prompt": "def f():\n"}, PromptItem("humaneval-1", "def f():\n", raw=True)),
         (
             "mt_bench",
             {"question_id": 81, "category": "maths", "turns": ["First.", "Second.", "Third."]},
-            Item("mt_bench-81", "First.", "maths", ("Second.", "Third.")),
+            PromptItem("mt_bench-81", "First.", "maths", ("Second.", "Third.")),
         ),
-        ("mt_bench", {"prompt_id": 5, "prompt": ["First."]}, Item("mt_bench-5", "First.")),
-        ("hellaswag", {"prompt": "A man"}, Item("hellaswag-1", "A man", raw=True)),
+        ("mt_bench", {"prompt_id": 5, "prompt": ["First."]}, PromptItem("mt_bench-5", "First.")),
+        ("hellaswag", {"prompt": "A man"}, PromptItem("hellaswag-1", "A man", raw=True)),
         (
             "hellaswag",
             {"ctx": "A man", "activity_label": "Rowing", "endings": ["rows"]},
-            Item("hellaswag-1", "A man", "Rowing", raw=True),
+            PromptItem("hellaswag-1", "A man", "Rowing", raw=True),
         ),
-        ("alpaca", {"instruction": "Do", "input": "", "output": "x"}, Item("alpaca-1", "Do")),
-        ("alpaca", {"instruction": "Do", "input": "this"}, Item("alpaca-1", "Do\n\nthis")),
+        ("alpaca", {"instruction": "Do", "input": "", "output": "x"}, PromptItem("alpaca-1", "Do")),
+        ("alpaca", {"instruction": "Do", "input": "this"}, PromptItem("alpaca-1", "Do\n\nthis")),
     ],
 )
-def test_formats(tmp_path: Path, hub: Any, format: str, record: dict[str, Any], expected: Item) -> None:
+def test_formats(tmp_path: Path, hub: Any, format: str, record: dict[str, Any], expected: PromptItem) -> None:
     """From lines, from a list and from the hub."""
     hub({"train": [record]})
     for source in (
@@ -142,7 +146,7 @@ def test_mmlu_as_csv(tmp_path: Path) -> None:
     headed = load_items(
         written(tmp_path, "b.csv", "subject,question,A,B,C,D,answer\nart,Which?,one,two,three,four,C\n"), format="mmlu"
     )
-    assert headed == [Item("mmlu-2", MMLU_PROMPT.replace("question:", "question about art:"), "art")]
+    assert headed == [PromptItem("mmlu-2", MMLU_PROMPT.replace("question:", "question about art:"), "art")]
 
 
 @pytest.mark.parametrize("format", sorted(FORMATS))
@@ -320,8 +324,8 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_a_set_of_the_hub(hub: Any) -> None:
     asked = hub({"train": [{"prompt": "a"}], "validation": [{"prompt": "b"}], "dev": [{"prompt": "c"}, {"body": "d"}]})
-    assert load_items("owner/my-set:main") == [Item("my-set-1", "b")]
-    assert load_items("set", split="train") == [Item("set-1", "a")]
+    assert load_items("owner/my-set:main") == [PromptItem("my-set-1", "b")]
+    assert load_items("set", split="train") == [PromptItem("set-1", "a")]
     assert asked == [("owner/my-set", "main"), ("set", None)]
     assert refusal("o/set", split="dev").startswith("o/set (dev), row 2: no field 'prompt', ")
     assert refusal("o/set", split="none") == "'o/set' has no split 'none'; it has: train, validation, dev"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from foresay.errors import ConfigError
 from foresay.lab.data.datasets import ROLES, halves, load_items, subset
-from foresay.lab.data.items import Item, as_prompt, next_turn, transcript
+from foresay.lab.data.items import PromptItem, as_prompt, next_turn, transcript
 from foresay.text.prompts import encode
 
 SAID = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"})
@@ -37,17 +37,17 @@ CHATTY, PLAIN = Tokenizer("yes"), Tokenizer(None)
 @pytest.mark.parametrize(
     ("item", "chat", "tokenizer", "expected"),
     [
-        (Item("a", "Hi"), True, CHATTY, [{"role": "user", "content": "Hi"}]),
-        (Item("a", "Hi"), False, CHATTY, "Hi"),
-        (Item("a", "Hi"), True, PLAIN, "Hi"),
-        (Item("a", "Hi"), True, None, "Hi"),
-        (Item("a", "def f(", raw=True), True, CHATTY, "def f("),
-        (Item("a", SAID), True, CHATTY, list(SAID)),
-        (Item("a", SAID), False, CHATTY, "System: Be brief.\n\nUser: Why?\n\nAssistant:"),
-        (Item("a", SAID), True, PLAIN, "System: Be brief.\n\nUser: Why?\n\nAssistant:"),
+        (PromptItem("a", "Hi"), True, CHATTY, [{"role": "user", "content": "Hi"}]),
+        (PromptItem("a", "Hi"), False, CHATTY, "Hi"),
+        (PromptItem("a", "Hi"), True, PLAIN, "Hi"),
+        (PromptItem("a", "Hi"), True, None, "Hi"),
+        (PromptItem("a", "def f(", raw=True), True, CHATTY, "def f("),
+        (PromptItem("a", SAID), True, CHATTY, list(SAID)),
+        (PromptItem("a", SAID), False, CHATTY, "System: Be brief.\n\nUser: Why?\n\nAssistant:"),
+        (PromptItem("a", SAID), True, PLAIN, "System: Be brief.\n\nUser: Why?\n\nAssistant:"),
     ],
 )
-def test_the_form_of_a_prompt(item: Item, chat: bool, tokenizer: Any, expected: Any) -> None:
+def test_the_form_of_a_prompt(item: PromptItem, chat: bool, tokenizer: Any, expected: Any) -> None:
     prompt = as_prompt(item, tokenizer, chat=chat)
     assert prompt == expected
     text = prompt if isinstance(prompt, str) else "".join(f"[{m['role']}]{m['content']}" for m in prompt)
@@ -60,7 +60,7 @@ def test_roles_are_those_that_can_be_encoded(role: str) -> None:
 
 
 def test_turns() -> None:
-    item = Item("a", "One?", followups=("Two?", "Three?"))
+    item = PromptItem("a", "One?", followups=("Two?", "Three?"))
     user = [{"role": "user", "content": text} for text in ("One?", "Two?", "Three?")]
     said = [{"role": "assistant", "content": text} for text in ("1", "2")]
     assert next_turn(item, 0, []) == (user[0],)
@@ -69,7 +69,7 @@ def test_turns() -> None:
     assert next_turn(item, 1, ["1", "2"]) == next_turn(item, 1, ["1"])
     again = replace(item, prompt=next_turn(item, 1, ["1"]))
     assert as_prompt(again, PLAIN, chat=True) == "User: One?\n\nAssistant: 1\n\nUser: Two?\n\nAssistant:"
-    assert next_turn(Item("b", SAID, followups=("How?",)), 1, ["So."])[:2] == SAID
+    assert next_turn(PromptItem("b", SAID, followups=("How?",)), 1, ["So."])[:2] == SAID
 
 
 @pytest.mark.parametrize(
@@ -82,17 +82,17 @@ def test_turns() -> None:
 )
 def test_turns_that_are_not_there(turn: int, answers: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        next_turn(Item("a", "One?", followups=("Two?",)), turn, answers)
+        next_turn(PromptItem("a", "One?", followups=("Two?",)), turn, answers)
 
 
 def test_a_raw_item_is_no_chat() -> None:
     with pytest.raises(ConfigError, match="item 'a' is raw"):
-        next_turn(Item("a", "def f(", raw=True), 0, [])
+        next_turn(PromptItem("a", "def f(", raw=True), 0, [])
 
 
 def test_an_item_cannot_be_changed() -> None:
     with pytest.raises(FrozenInstanceError):
-        Item("a", "Hi").id = "b"  # type: ignore[misc]
+        PromptItem("a", "Hi").id = "b"  # type: ignore[misc]
 
 
 def test_a_transcript_of_nothing_asks_for_an_answer() -> None:
@@ -101,14 +101,14 @@ def test_a_transcript_of_nothing_asks_for_an_answer() -> None:
 
 # Subsets and halves
 
-MANY = [Item(f"{name}-{i}", "p", name) for i in range(12) for name in ("a", "b", "c") if name != "c" or i < 2]
+MANY = [PromptItem(f"{name}-{i}", "p", name) for i in range(12) for name in ("a", "b", "c") if name != "c" or i < 2]
 
 SUBSET_0 = ["c-0", "c-1", "a-2", "b-4", "b-7", "a-9", "a-11", "b-11"]
 SUBSET_1 = ["b-0", "c-0", "c-1", "a-4", "a-6", "b-6", "b-9", "a-11"]
 HALVES_2 = (["b-0", "a-1", "b-1", "c-1", "a-3"], ["a-0", "c-0", "a-2", "b-2"])
 
 
-def ids(items: list[Item]) -> list[str]:
+def ids(items: list[PromptItem]) -> list[str]:
     return [item.id for item in items]
 
 
@@ -122,7 +122,7 @@ def test_subsets_are_the_same_everywhere() -> None:
 
 @given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=5), seed=st.integers(0, 99), data=st.data())
 def test_subsets_are_balanced_and_nested(sizes: list[int], seed: int, data: st.DataObject) -> None:
-    items = [Item(f"{c}/{i}", "p", str(c)) for c, size in enumerate(sizes) for i in range(size)]
+    items = [PromptItem(f"{c}/{i}", "p", str(c)) for c, size in enumerate(sizes) for i in range(size)]
     items = data.draw(st.permutations(items))
     count = data.draw(st.integers(1, len(items)))
     chosen = subset(items, count, seed)
@@ -137,7 +137,7 @@ def test_subsets_are_balanced_and_nested(sizes: list[int], seed: int, data: st.D
 
 @given(sizes=st.lists(st.integers(1, 9), min_size=2, max_size=5), seed=st.integers(0, 99))
 def test_halves_are_disjoint_and_balanced(sizes: list[int], seed: int) -> None:
-    items = [Item(f"{c}/{i}", "p", str(c)) for c, size in enumerate(sizes) for i in range(size)]
+    items = [PromptItem(f"{c}/{i}", "p", str(c)) for c, size in enumerate(sizes) for i in range(size)]
     parts = halves(items, seed)
     assert sorted(ids(parts[0]) + ids(parts[1])) == sorted(ids(items))
     assert abs(len(parts[0]) - len(parts[1])) <= 1
@@ -150,10 +150,10 @@ def test_halves_are_disjoint_and_balanced(sizes: list[int], seed: int) -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_halves_are_of_like_lengths(seed: int) -> None:
     """One enormous prompt apart, the sums cannot differ by more than the longest does from the shortest."""
-    items = [Item(f"{i}", "x" * (i * i % 97 + 1), "") for i in range(40)]
+    items = [PromptItem(f"{i}", "x" * (i * i % 97 + 1), "") for i in range(40)]
     sums = [sum(len(str(item.prompt)) for item in half) for half in halves(items, seed)]
     assert abs(sums[0] - sums[1]) < 97
-    chats = [Item(f"{i}", ({"role": "user", "content": "x" * (10 ** (i // 2))},), "") for i in range(8)]
+    chats = [PromptItem(f"{i}", ({"role": "user", "content": "x" * (10 ** (i // 2))},), "") for i in range(8)]
     assert [sorted(len(item.prompt[0]["content"]) for item in half) for half in halves(chats, seed)] == [  # type: ignore[index,call-overload]
         [1, 10, 100, 1000]
     ] * 2

@@ -23,7 +23,7 @@ from foresay.lab.measure import roofline as floors
 from foresay.lab.measure.depth_study import DEPTHS, Shape, depth_share, shapes, study
 from foresay.lab.measure.profile import measure, measure_drafting, medians, profile, quartiles
 from foresay.lab.replay.predict import expect
-from foresay.lab.replay.replay import Pass, Replay
+from foresay.lab.replay.replay import PassCost, Replay
 from foresay.models.huggingface.prepacked_linear import pack_linears, weight_bytes
 from foresay.records.profile import Floor, Profile, Timing, kv_bytes, line, profile_path
 from foresay.records.recording import Record, Recording
@@ -216,9 +216,9 @@ def test_key_and_value_bytes() -> None:
 def test_expectations_by_hand() -> None:
     """Two prompts of 9 and 5 tokens; passes of 2 x 1, 2 x 3 and 1 x 4 columns, as the clock above has them."""
     passes = (
-        Pass(batch=2, width=1, context=100, tokens=2, drafted=0, draft_s=0.5),
-        Pass(batch=2, width=3, context=100, tokens=5, drafted=2, draft_s=0.25),
-        Pass(batch=1, width=4, context=300, tokens=3, drafted=3, draft_s=0.125),
+        PassCost(batch=2, width=1, context=100, tokens=2, drafted=0, draft_s=0.5),
+        PassCost(batch=2, width=3, context=100, tokens=5, drafted=2, draft_s=0.25),
+        PassCost(batch=1, width=4, context=300, tokens=3, drafted=3, draft_s=0.125),
     )
     step = Step(0, (1,), (Origin.BONUS,), 0, 0)
     done = Replay(((step,),), passes, 1.0, True)

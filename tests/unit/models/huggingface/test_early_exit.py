@@ -9,7 +9,7 @@ import torch
 
 from foresay.errors import ConfigError, UnsupportedModelError
 from foresay.models.huggingface.causal import CausalModel
-from foresay.models.huggingface.early_exit import first_layers, trim_head
+from foresay.models.huggingface.early_exit import first_layers, trimmed_head
 from helpers.families import FAMILIES, VOCAB, make
 
 IDS = [5, 96, 17, 5, 40]
@@ -99,7 +99,7 @@ def test_a_trimmed_head_scores_the_same_and_nothing_else(family: str) -> None:
         torch.nn.init.normal_(bias)
     whole = logits(target)
     kept = sorted(set(IDS))
-    trimmed = trim_head(target, IDS)
+    trimmed = trimmed_head(target, IDS)
     ours = logits(trimmed)
     assert ours.shape == whole.shape and trimmed.vocab_size == VOCAB
     close(ours[..., kept], whole[..., kept])
@@ -114,7 +114,7 @@ def test_a_trimmed_head_scores_the_same_and_nothing_else(family: str) -> None:
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_a_trimmed_head_is_all_that_is_copied(family: str) -> None:
     target = CausalModel(make(family))
-    short = trim_head(first_layers(target, 1), torch.tensor(IDS))
+    short = trimmed_head(first_layers(target, 1), torch.tensor(IDS))
     own = {p.untyped_storage().data_ptr(): p for p in short.model.parameters()}
     new = [p for pointer, p in own.items() if pointer not in storages(target)]
     assert [tuple(p.shape) for p in new] == [(4, 32)]
@@ -125,7 +125,7 @@ def test_a_trimmed_head_is_all_that_is_copied(family: str) -> None:
 @pytest.mark.parametrize("ids", [[], [-1, 3], [3, VOCAB], [[1, 2]]], ids=str)
 def test_bad_ids_are_refused(ids: Any) -> None:
     with pytest.raises(ConfigError) as caught:
-        trim_head(CausalModel(make("llama")), ids)
+        trimmed_head(CausalModel(make("llama")), ids)
     assert str(caught.value) == f"a draft vocabulary needs token ids in [0, {VOCAB - 1}]"
 
 
@@ -133,11 +133,11 @@ def test_a_model_without_a_head_of_its_own_is_refused() -> None:
     target = CausalModel(make("llama"))
     target.model.lm_head = torch.nn.Identity()
     with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM has no output embeddings of its own"):
-        trim_head(target, IDS)
+        trimmed_head(target, IDS)
 
 
 def test_cutting_a_trimmed_model_keeps_its_vocabulary() -> None:
     target = CausalModel(make("llama"))
-    one = trim_head(first_layers(target, 1), IDS)
-    other = first_layers(trim_head(target, IDS), 1)
+    one = trimmed_head(first_layers(target, 1), IDS)
+    other = first_layers(trimmed_head(target, IDS), 1)
     assert torch.equal(logits(one), logits(other))

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from foresay.checks import integer
+from foresay.checks import check_int
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ConfigError, ModelNotFoundError, UnknownNameError
 from foresay.models.sources.catalog import native_dtype
@@ -27,7 +27,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "llama.cpp": (),
 }
 """The peers and the settings that each takes."""
-TOLD = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "ignore_eos")
+PASSED_ON = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "ignore_eos")
 """The sampling parameters that every peer is told."""
 _WITH_PYTHON = ("vllm", "llama.cpp")
 _FORMS = "transformers, transformers(assistant=MODEL), transformers(lookup=10), vllm=PYTHON, vllm=PYTHON(ngram=5), "
@@ -124,7 +124,7 @@ def count_setting(spec: PeerSpec, key: str) -> int | None:
     if key not in spec.settings:
         return None
     text = spec.settings[key]
-    return integer(f"{spec.kind}'s {key}", int(text) if text.isdecimal() else text, 1, 1000)
+    return check_int(f"{spec.kind}'s {key}", int(text) if text.isdecimal() else text, 1, 1000)
 
 
 def check_params(name: str, params: SamplingParams) -> None:
@@ -132,18 +132,18 @@ def check_params(name: str, params: SamplingParams) -> None:
     default = SamplingParams()
     for one in fields(SamplingParams):
         value = getattr(params, one.name)
-        if one.name not in TOLD and value != getattr(default, one.name):
-            raise ConfigError(f"{name} is told {', '.join(TOLD)} alone, not {one.name}={value!r}; leave it out")
+        if one.name not in PASSED_ON and value != getattr(default, one.name):
+            raise ConfigError(f"{name} is told {', '.join(PASSED_ON)} alone, not {one.name}={value!r}; leave it out")
 
 
 def check_run(name: str, prompts: Sequence[Sequence[int]], params: SamplingParams, batch_size: int) -> None:
     """Raise a ConfigError for what no peer can do."""
     if not prompts or not all(len(prompt) for prompt in prompts):
         raise ConfigError("a peer needs at least one prompt, each with at least one token; leave empty ones out")
-    integer("batch_size", batch_size, 1)
+    check_int("batch_size", batch_size, 1)
     check_params(name, params)
     if params.seed is not None:
-        integer("seed", params.seed, 0, 2**32 - 1 - len(prompts))
+        check_int("seed", params.seed, 0, 2**32 - 1 - len(prompts))
 
 
 def check_length(

@@ -22,11 +22,11 @@ from typing import Any
 
 import torch
 
-from foresay.checks import integer
+from foresay.checks import check_int
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ConfigError, ForesayError
 from foresay.lab.bench.peers.base import (
-    TOLD,
+    PASSED_ON,
     PeerRun,
     PeerSpec,
     check_length,
@@ -95,7 +95,7 @@ class Worker:
         raise ConfigError(f"{self._label}: {reply.get('error')}")
 
     def close(self) -> None:
-        """Ask the worker to end, and end it with all of its children; harmless when repeated."""
+        """PromptRequest the worker to end, and end it with all of its children; harmless when repeated."""
         if self._ended is None:
             with contextlib.suppress(OSError, ForesayError):
                 self._exchange(b'{"op": "close"}\n', GRACE_S)
@@ -230,7 +230,7 @@ class WorkerPeer:
                 f"{self.name} is loaded for {MAX_BATCH} prompts at a time, not {batch_size}; use a smaller batch"
             )
         check_length(self.name, prompts, params.max_new_tokens, self._context, " it was loaded with")
-        job = {"op": "run", "batch_size": batch_size, **{name: getattr(params, name) for name in TOLD}}
+        job = {"op": "run", "batch_size": batch_size, **{name: getattr(params, name) for name in PASSED_ON}}
         ids = [[int(token) for token in prompt] for prompt in prompts]
         reply = self._worker.ask({**job, "prompts": ids}, RUN_LIMIT_S)
         return PeerRun(reply["outputs"], reply["seconds"])
@@ -244,7 +244,7 @@ def open_worker(
     spec: PeerSpec, *, model: str, dtype: str, threads: int | None, script: Path = WORKER, limit_s: float = LOAD_LIMIT_S
 ) -> WorkerPeer:
     """Start a worker in the interpreter that the expression names, and load the model there."""
-    count = torch.get_num_threads() if threads is None else integer("threads", threads, 1)
+    count = torch.get_num_threads() if threads is None else check_int("threads", threads, 1)
     name = spec.kind if not spec.settings else f"{spec.kind}+{'+'.join(spec.settings)}"
     python = interpreter(spec)
     job = load_job(spec, model, dtype, count)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from foresay.checks import integer
+from foresay.checks import check_int
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ConfigError, ForesayError
 from foresay.lab.bench.peers.base import PeerRun, PeerSpec, check_length, check_run, count_setting, torch_dtype
@@ -32,7 +32,7 @@ class TransformersPeer:
         self._lookup = count_setting(spec, "lookup")
         self._cache = spec.settings.get("cache")
         self.name = _name(spec)
-        self._threads = None if threads is None else integer("threads", threads, 1)
+        self._threads = None if threads is None else check_int("threads", threads, 1)
         self._dtype = torch_dtype(dtype)
         self._source = source_of(model)[0]
         self._model = load(model, self._dtype)

@@ -28,7 +28,7 @@ class RefusedError(Exception):
     """A job that cannot be done as asked; the text is the whole error."""
 
 
-class Engine(Protocol):
+class WorkerEngine(Protocol):
     """What a session needs of an engine."""
 
     def load(self, job: Mapping[str, Any]) -> dict[str, str]:
@@ -156,7 +156,7 @@ class LlamaCpp:
         return new
 
 
-ENGINES: dict[str, Callable[[], Engine]] = {"vllm": Vllm, "llama.cpp": LlamaCpp}
+ENGINES: dict[str, Callable[[], WorkerEngine]] = {"vllm": Vllm, "llama.cpp": LlamaCpp}
 
 
 def one_line(error: BaseException) -> str:
@@ -167,12 +167,12 @@ def one_line(error: BaseException) -> str:
     return text if len(text) <= ERROR_LENGTH else text[: ERROR_LENGTH - 3] + "..."
 
 
-class Session:
+class WorkerSession:
     """Answers messages; holds the one engine that was loaded."""
 
-    def __init__(self, engines: Mapping[str, Callable[[], Engine]]) -> None:
+    def __init__(self, engines: Mapping[str, Callable[[], WorkerEngine]]) -> None:
         self._engines = engines
-        self._engine: Engine | None = None
+        self._engine: WorkerEngine | None = None
 
     def answer(self, line: str) -> dict[str, Any]:
         """The reply to a line; an error is a reply too."""
@@ -209,7 +209,7 @@ class Session:
         return {"outputs": outputs, "seconds": perf_counter() - began}
 
 
-def serve(lines: Iterable[str], replies: IO[str], session: Session) -> None:
+def serve(lines: Iterable[str], replies: IO[str], session: WorkerSession) -> None:
     """Answer line by line until the input ends or asks to close."""
     for line in lines:
         if is_close(line):
@@ -245,7 +245,7 @@ def main() -> None:
     here = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [folder for folder in sys.path if os.path.abspath(folder) != here]  # it holds a transformers.py
     lines, replies = private_streams()
-    serve(lines, replies, Session(ENGINES))
+    serve(lines, replies, WorkerSession(ENGINES))
 
 
 if __name__ == "__main__":
