@@ -52,6 +52,10 @@ class RequestError(ForesayError):
         self.request_id = request_id
 
 
+class QueueFullError(ForesayError):
+    """As many requests wait as may; try again later."""
+
+
 class VocabularyMismatchError(ForesayError):
     """Target and draft do not share their tokens, so a draft's token ids mean something else."""
 

@@ -20,7 +20,8 @@ LAYERS = [
     {"errors"},
     {"checks", "files"},
     {"decoding"},
-    {"lengths", "models", "text", "engine"},
+    {"lengths", "text", "engine"},
+    {"models"},
     {"drafters"},
     {"methods"},
     {"generation"},
@@ -32,15 +33,16 @@ LAYERS = [
 """The rooms of the house, from the ground up; rooms of one floor do not know each other."""
 INSIDE = {
     "decoding": [
-        {"sampling_params", "randomness", "outcome", "proposal"},
+        {"sampling_params", "randomness", "outcome", "proposal", "residuals"},
         {"rows"},
         {"processors", "truncation"},
         {"laws"},
         {"draws", "protocols"},
-        {"acceptance", "prefill"},
+        {"trees", "prefill"},
+        {"acceptance"},
         {"step"},
     ],
-    "engine": [{"row_moves", "stats", "guard"}, {"loop"}],
+    "engine": [{"row_moves", "prefixes", "stats", "guard"}, {"loop"}],
     "models": [{"vocabulary", "table", "recording"}, {"huggingface"}, {"sources"}],
     "models/huggingface": [
         {"slot_cache"},

@@ -68,7 +68,7 @@ def run(
     )
     if batch_size != 32 and not lines:
         raise ConfigError("--batch-size needs --lines")
-    if compare and not params.greedy and not read_rule(methods.rule_name).coupled:
+    if compare and not params.greedy and not read_rule(methods.rule_name).needs.shares_noise:
         raise ConfigError("--compare needs --temperature 0, or --rule coupled, under which a seed gives one output")
     text = read_prompt(prompt, file)
     prompts = batch.split_lines(text) if lines else []

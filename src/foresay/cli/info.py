@@ -45,7 +45,7 @@ def run(
         "parameters": f"{scorer.num_parameters / 1e6:.1f} M",
         "dtype, device": f"{str(weights.dtype).removeprefix('torch.')}, {scorer.device}",
         "context": context,
-        "vocabulary": f"{scorer.vocab_size} embeddings, {len(tokenizer)} tokens in the tokenizer",
+        "vocabulary": f"{scorer.vocab_size} embeddings, {len(tokenizer.get_vocab()) if tokenizer is not None else 0} tokens in the tokenizer",
         "chat template": "yes" if getattr(tokenizer, "chat_template", None) else "no",
         "end tokens": ", ".join(map(str, sorted(loaded.eos_token_ids))) or "none",
         "self-check": f"cached and uncached scores differ by {difference:.1e} of their spread",

@@ -1,4 +1,4 @@
-"""Verification rules: pure functions from laws and uniforms to a verdict.
+"""Verification rules of chains: pure functions from laws and uniforms to a verdict. `trees` holds those of trees.
 
 The exact ones keep the output's law equal to the target's, however bad the proposal; the lossy ones, asked for by name,
 trade that for longer acceptance. p is the target's law, q the draft's; a
@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 
 from foresay.checks import check_float
 from foresay.decoding.draws import draw, inverse_cdf
@@ -18,19 +19,10 @@ from foresay.decoding.laws import Laws, entropy
 from foresay.decoding.proposal import Proposal, Verdict
 from foresay.decoding.protocols import Rule
 from foresay.decoding.randomness import Purpose, Streams
-from foresay.errors import UnknownNameError
-
-
-def residual(target_probs: torch.Tensor, draft_probs: torch.Tensor) -> torch.Tensor:
-    """Residual law after a rejection: norm(max(0, p - q)) (Leviathan et al. 2023, Alg. 1).
-
-    target_probs, draft_probs: [..., V] -> [..., V], rows sum to 1.
-    Where p <= q everywhere up to rounding the mass is 0 and p is returned: such a rejection has probability below
-    float eps, and dividing would give NaN.
-    """
-    excess = (target_probs - draft_probs).clamp(min=0)
-    mass = excess.sum(-1, keepdim=True)
-    return torch.where(mass > 0, excess / mass.clamp(min=torch.finfo(excess.dtype).tiny), target_probs)
+from foresay.decoding.residuals import residual
+from foresay.decoding.rows import RuleNeeds
+from foresay.decoding.trees import match_tree, speculative_tree
+from foresay.errors import ConfigError, UnknownNameError
 
 
 def _valid(proposal: Proposal) -> torch.Tensor:
@@ -44,9 +36,20 @@ def _leading(accepted: torch.Tensor) -> torch.Tensor:
     return accepted.long().cumprod(-1).sum(-1)
 
 
-def _extra_uniform(streams: Streams, device: torch.device) -> torch.Tensor:
-    """The step's number for its extra token, [B]."""
-    return streams.uniform(Purpose.EXTRA, torch.zeros(1, dtype=torch.int64, device=device))[:, 0]
+def _extra_uniform(streams: Streams, num_accepted: torch.Tensor) -> torch.Tensor:
+    """The numbers that write the tokens after the accepted ones, [B]."""
+    return streams.writing(num_accepted[:, None])[:, 0]
+
+
+def _tested_up_to_first_rejection(num_accepted: torch.Tensor, proposal: Proposal) -> torch.Tensor:
+    """[B]: the accepted tokens, and the rejected one where there is one."""
+    counts = torch.tensor(proposal.num_tokens, device=num_accepted.device)
+    return torch.minimum(num_accepted + 1, counts)
+
+
+def _refuse_tree(rule: Rule, proposal: Proposal) -> None:
+    if proposal.parents is not None:
+        raise ConfigError(f"rule {rule.name!r} judges chains of draft tokens, and this proposal is a tree")
 
 
 def _draft_probs(proposal: Proposal) -> torch.Tensor:
@@ -122,51 +125,86 @@ def _without_draft(
     return torch.where(empty, law, out)
 
 
-class Speculative:
-    """Speculative sampling: accept x while u < p(x) / q(x), then the residual or bonus (Leviathan et al. 2023, Alg. 1)."""
+class Speculative(Rule):
+    """Speculative sampling: accept x while u < p(x) / q(x), then the residual or bonus (Leviathan et al. 2023, Alg. 1).
 
-    name, exact, coupled, confident = "speculative", True, False, False
+    A guess that was not sampled is accepted when the token that p writes at its position is the same: that is the same
+    probability p(x), and what is written does not depend on the guess, whatever it was made of.
+    """
+
+    name, exact, trees = "speculative", True, True
 
     def judge(self, target: Laws, proposal: Proposal, streams: Streams) -> Verdict:
         """Each draft token is kept with probability min(1, p(x) / q(x)), the first rejection ends the block."""
+        if proposal.parents is not None:
+            return speculative_tree(target, proposal, streams)
         batch = torch.arange(len(proposal.token_ids), device=proposal.token_ids.device)
+        valid = _valid(proposal)
         if target.probs is None and proposal.laws is None:
-            agreed = (target.greedy_ids[:, : proposal.width] == proposal.token_ids) & _valid(proposal)
-            count = _leading(agreed)
-            return Verdict(count, target.greedy_ids[batch, count])
-        offsets = torch.arange(proposal.width, device=batch.device)
-        uniform = streams.uniform(Purpose.ACCEPT, offsets)
-        p, q = target.prob_of(proposal.token_ids), _draft_probs(proposal)
-        count = _leading((uniform * q < p) & _valid(proposal))
-        extra = _extra_uniform(streams, batch.device)
-        return Verdict(count, _extra_tokens(target, proposal, count, extra))
+            count = _leading((target.greedy_ids[:, : proposal.width] == proposal.token_ids) & valid)
+            extra = target.greedy_ids[batch, count]
+            return Verdict(count, extra, _tested_up_to_first_rejection(count, proposal))
+        point = _points(proposal)
+        written = _written(target, proposal, streams, point)
+        accepted = written[:, : proposal.width] == proposal.token_ids
+        if proposal.laws is not None:
+            uniform = streams.uniform(Purpose.ACCEPT, torch.arange(proposal.width, device=batch.device))
+            p, q = target.prob_of(proposal.token_ids), _draft_probs(proposal)
+            accepted = torch.where(point, accepted, uniform * q < p)
+        count = _leading(accepted & valid)
+        tested = _tested_up_to_first_rejection(count, proposal)
+        if proposal.laws is None:
+            return Verdict(count, written[batch, count], tested)
+        rest = _extra_tokens(target, proposal, count, _extra_uniform(streams, count))
+        ended = F.pad(point & valid, (0, 1))[batch, count]  # at a guess nobody sampled
+        return Verdict(count, torch.where(ended, written[batch, count], rest), tested)
 
 
-class Block:
-    """Block verification: the longest accepted block, never shorter in expectation (Sun et al. 2024, Alg. 2)."""
+def _points(proposal: Proposal) -> torch.Tensor:
+    """[B, K] bool: the columns whose token was not sampled."""
+    if proposal.law_index is None:
+        return torch.ones_like(proposal.token_ids, dtype=torch.bool)
+    return proposal.law_index < 0
 
-    name, exact, coupled, confident = "block", True, False, False
+
+def _written(target: Laws, proposal: Proposal, streams: Streams, point: torch.Tensor) -> torch.Tensor:
+    """What p writes at each place that holds a guess nobody sampled, and after the last guess: [B, 1 + K]."""
+    counts = torch.tensor(proposal.num_tokens, device=point.device)[:, None]
+    columns = torch.arange(proposal.width + 1, device=point.device)
+    wanted = (F.pad(point, (0, 1)) & (columns < counts)) | (columns == counts)
+    return draw(target, streams, Purpose.TARGET, wanted=wanted)
+
+
+class Block(Rule):
+    """Block verification: the longest accepted block, never shorter in expectation (Sun et al. 2024, Alg. 2).
+
+    A greedy row, and one whose guesses nobody sampled, gain nothing from it and are judged as `speculative` judges them.
+    """
+
+    name, exact = "block", True
 
     def judge(self, target: Laws, proposal: Proposal, streams: Streams) -> Verdict:
         """Accept up to the last i whose own uniform is at most h_i; every token is tested."""
-        if target.probs is None or target.probs_row is None or proposal.width == 0:
-            return Speculative().judge(target, proposal, streams)
+        _refuse_tree(self, proposal)
+        one_by_one = Speculative().judge(target, proposal, streams)
+        if target.probs is None or target.probs_row is None or proposal.laws is None:
+            return one_by_one
         device = proposal.token_ids.device
         valid = _valid(proposal)
+        whole = ((~_points(proposal)) & valid).any(-1) & (target.probs_row[:, 0] >= 0)
         offsets = torch.arange(proposal.width, device=device)
         uniform = streams.uniform(Purpose.ACCEPT, offsets)
         pi = _joint(target.prob_of(proposal.token_ids), _draft_probs(proposal))
         h = self._thresholds(target, proposal, pi)
         accepted = (uniform <= h) & valid & (h > 0)
-        count = torch.where(accepted, offsets + 1, 0).amax(-1)
-        # a greedy row is a point mass: its products are 0 or 1 and the leading ones are the accepted block
-        greedy = target.probs_row[:, 0] < 0
-        count = torch.where(greedy, _leading((pi > 0) & valid), count)
+        count = torch.where(whole, torch.where(accepted, offsets + 1, 0).amax(-1), one_by_one.num_accepted)
         scale = torch.cat([torch.ones(len(pi), 1, device=device, dtype=pi.dtype), pi], 1).gather(1, count[:, None])[
             :, 0
         ]
-        extra = _extra_uniform(streams, device)
-        return Verdict(count, _extra_tokens(target, proposal, count, extra, scale))
+        extra = _extra_tokens(target, proposal, count, _extra_uniform(streams, count), scale)
+        counts = torch.tensor(proposal.num_tokens, device=device)
+        tested = torch.where(whole, counts, one_by_one.num_tested)
+        return Verdict(count, torch.where(whole, extra, one_by_one.token_ids), tested)
 
     @staticmethod
     def _thresholds(target: Laws, proposal: Proposal, pi: torch.Tensor) -> torch.Tensor:
@@ -204,17 +242,21 @@ def _joint(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     return out
 
 
-class Match:
+class Match(Rule):
     """Draw the target's own token at each place and accept while it equals the draft's."""
 
-    name, exact, coupled, confident = "match", True, False, False
+    name, exact, trees, ignores_drafts = "match", True, True, True
 
     def judge(self, target: Laws, proposal: Proposal, streams: Streams) -> Verdict:
         """The target's tokens alone are written; the draft only saves passes."""
-        tokens = draw(target, streams, Purpose.TARGET, counts=proposal.num_tokens)
+        if proposal.parents is not None:
+            return match_tree(target, proposal, streams)
+        counts = torch.tensor(proposal.num_tokens, device=proposal.token_ids.device)
+        columns = torch.arange(proposal.width + 1, device=counts.device)
+        tokens = draw(target, streams, Purpose.TARGET, wanted=columns <= counts[:, None])
         count = _leading((tokens[:, : proposal.width] == proposal.token_ids) & _valid(proposal))
         batch = torch.arange(len(count), device=count.device)
-        return Verdict(count, tokens[batch, count])
+        return Verdict(count, tokens[batch, count], _tested_up_to_first_rejection(count, proposal))
 
 
 class Coupled(Match):
@@ -223,17 +265,17 @@ class Coupled(Match):
     The output is a function of (seed, target) alone: the same with any drafter, any length, alone or in a batch.
     """
 
-    name, exact, coupled, confident = "coupled", True, True, False
+    name, needs = "coupled", RuleNeeds(shares_noise=True)
 
 
-class Lenience:
+class Lenience(Rule):
     """Speculative sampling that keeps more: q is replaced by q / l, l >= 1 (Leviathan et al. 2023, A.5; Chen et al. 2023).
 
     Lossy. Where l > 1 a greedy row keeps x also when p(x) > q(x) / l, p and q the softmax at temperature 1 and q = 1 for a
     token that no model guessed.
     """
 
-    name, exact, coupled, confident = "lenience", False, False, True
+    name, exact, needs = "lenience", False, RuleNeeds(confidence=True)
 
     def __init__(self, lenience: float = 2.0) -> None:
         """lenience: l; 1 is exact speculative sampling."""
@@ -241,6 +283,7 @@ class Lenience:
 
     def judge(self, target: Laws, proposal: Proposal, streams: Streams) -> Verdict:
         """Keep x while u q(x) / l < p(x); then norm(max(0, p - q / l)), or the greedy target's own token."""
+        _refuse_tree(self, proposal)
         ids, device = proposal.token_ids, proposal.token_ids.device
         q = _draft_probs(proposal) / self.lenience
         p = target.prob_of(ids)
@@ -254,19 +297,19 @@ class Lenience:
             )
             accepted = torch.where(greedy, (target.greedy_ids[:, : proposal.width] == ids) | close, accepted)
         count = _leading(accepted & _valid(proposal))
-        extra = _extra_uniform(streams, device)
         # norm(max(0, p - q / l)) is norm(max(0, l p - q))
         scale = torch.full((len(ids),), self.lenience, device=device)
-        return Verdict(count, _extra_tokens(target, proposal, count, extra, scale))
+        extra = _extra_tokens(target, proposal, count, _extra_uniform(streams, count), scale)
+        return Verdict(count, extra, _tested_up_to_first_rejection(count, proposal))
 
 
-class Typical:
+class Typical(Rule):
     """Typical acceptance: keep x when p(x) > min(eps, delta exp(-H(p))) (Cai et al. 2024, Medusa). Lossy.
 
     After a rejection, and after none, the next token is drawn from p. A greedy row keeps its argmax alone.
     """
 
-    name, exact, coupled, confident = "typical", False, False, False
+    name, exact = "typical", False
 
     def __init__(self, eps: float = 0.3, delta: float = 0.09) -> None:
         """eps: a token at least this likely always stays. delta: how far below exp(-entropy) one may be."""
@@ -274,6 +317,7 @@ class Typical:
 
     def judge(self, target: Laws, proposal: Proposal, streams: Streams) -> Verdict:
         """Look at p alone."""
+        _refuse_tree(self, proposal)
         ids = proposal.token_ids
         p = target.prob_of(ids)
         bar = torch.full_like(p, 0.5)  # of a point mass: its token and no other
@@ -282,7 +326,8 @@ class Typical:
             spread = (self.delta * (-entropy(target.probs)).exp()).clamp(max=self.eps)
             bar = torch.where(index >= 0, spread[index.clamp(min=0)], bar)
         count = _leading((p > bar) & _valid(proposal))
-        return Verdict(count, _from_target(target, count, _extra_uniform(streams, ids.device)))
+        extra = _from_target(target, count, _extra_uniform(streams, count))
+        return Verdict(count, extra, _tested_up_to_first_rejection(count, proposal))
 
 
 def _from_target(target: Laws, num_accepted: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from foresay.decoding.laws import Laws
@@ -49,26 +47,33 @@ def _last_positive(values: torch.Tensor) -> torch.Tensor:
 
 
 def draw(
-    laws: Laws, streams: Streams, purpose: Purpose, first: int = 0, counts: Sequence[int] | None = None
+    laws: Laws,
+    streams: Streams,
+    purpose: Purpose,
+    first: int = 0,
+    *,
+    depths: torch.Tensor | None = None,
+    wanted: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One token from each law, [B, T] int64; place t uses the streams' number at offset `first + t`.
+    """One token from each law, [B, T] int64.
 
-    Under coupled streams the token is argmax(log law + noise at its position), whatever the purpose. counts: places past
-    counts[i] of row i are not drawn; None draws all.
+    Place t uses the number of offset `first + t`, or of depths [B, T]; for Purpose.TARGET those that write positions. Under
+    shared noise the token is argmax(log law + noise at its position), whatever the purpose. wanted: [B, T] bool, the places to
+    draw at; None draws at all of them.
     """
     if laws.probs is None or laws.probs_row is None:
         return laws.greedy_ids
-    wanted = laws.probs_row >= 0
-    if counts is not None:
-        limit = torch.tensor(counts, device=wanted.device)[:, None]
-        wanted &= torch.arange(wanted.shape[1], device=wanted.device) <= limit
-    where, column = torch.nonzero(wanted, as_tuple=True)
+    here = laws.probs_row >= 0 if wanted is None else (laws.probs_row >= 0) & wanted
+    where, column = torch.nonzero(here, as_tuple=True)
     rows = laws.probs_row[where, column]
-    if streams.coupled:
-        tokens = _coupled(laws.probs, rows, streams, where, column + first)
+    offsets = torch.arange(first, first + laws.probs_row.shape[1], device=where.device)
+    if depths is not None:
+        offsets = depths
+    if streams.shares_noise:
+        tokens = _coupled(laws.probs, rows, streams, where, offsets.expand(laws.probs_row.shape)[where, column])
     else:
-        offsets = torch.arange(first, first + laws.probs_row.shape[1], device=where.device)
-        tokens = inverse_cdf(laws.probs, streams.uniform(purpose, offsets)[where, column], rows)
+        numbers = streams.writing(offsets) if purpose is Purpose.TARGET else streams.uniform(purpose, offsets)
+        tokens = inverse_cdf(laws.probs, numbers[where, column], rows)
     out = laws.greedy_ids.clone()
     out[where, column] = tokens
     return out

@@ -7,14 +7,15 @@ that p and q are processed identically. Knows nothing of models, acceptance or w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
 from foresay.decoding.processors import process_row, processes
 from foresay.decoding.rows import Rows
 from foresay.decoding.truncation import plan_of, probabilities
+from foresay.errors import RequestError
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +31,20 @@ class Laws:
     probs: torch.Tensor | None = None
     probs_row: torch.Tensor | None = None
     scores: torch.Tensor | None = None
+    failures: Mapping[tuple[int, int], RequestError] = field(default_factory=dict)
+    """(row, place) -> why nothing can be written there; the law at such a place means nothing."""
 
-    def prob_of(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """token_ids: [B, K], K <= T -> [B, K], the probability of each under the law at its place."""
+    def prob_of(self, token_ids: torch.Tensor, places: torch.Tensor | None = None) -> torch.Tensor:
+        """The probability of each token under the law at its place. token_ids: [B, K] -> [B, K].
+
+        places: [B, K] int64; None takes them in order, K <= T.
+        """
         width = token_ids.shape[1]
-        hits = (self.greedy_ids[:, :width] == token_ids).to(torch.float32)
+        greedy = self.greedy_ids[:, :width] if places is None else self.greedy_ids.gather(1, places)
+        hits = (greedy == token_ids).to(torch.float32)
         if self.probs is None or self.probs_row is None:
             return hits
-        index = self.probs_row[:, :width]
+        index = self.probs_row[:, :width] if places is None else self.probs_row.gather(1, places)
         dense = self.probs[index.clamp(min=0), token_ids]
         return torch.where(index >= 0, dense, hits.to(dense.dtype))
 
@@ -57,51 +64,62 @@ def entropy(probs: torch.Tensor) -> torch.Tensor:
 def build_laws(
     logits: torch.Tensor,
     rows: Rows,
-    continuation: torch.Tensor | None = None,
-    first: int = 0,
+    draft_ids: torch.Tensor | None = None,
+    num_before: int = 0,
     counts: Sequence[int] | None = None,
+    parents: torch.Tensor | None = None,
 ) -> Laws:
-    """Laws of the next token at T consecutive places of each row.
+    """Laws of the next token at T places of each row.
 
-    logits: [B, T, V] raw scores. continuation: [B, >= first + T - 1] tokens guessed behind the committed ones, needed
-    where a processor looks at the context; column t is scored after `first + t` of them. counts: how many guesses of each
-    row are real, so that place counts[i] is the last one that matters; None for a draft, whose laws may be anything.
+    logits: [B, T, V] raw scores. draft_ids: [B, >= num_before + T - 1] tokens drafted after the committed ones, needed
+    where a processor looks at the context: place 0 follows `num_before` of them, place 1 + j also token num_before + j.
+    counts: how many draft tokens of each row are real, so that place counts[i] is the last one that matters; None for a draft,
+    whose laws may be anything. parents: [B, K] of a tree of draft tokens, as `Proposal.parents`.
     """
     plan = plan_of(rows, logits.device)
-    processed = _process(logits, rows, continuation, first, counts)
+    processed, failures = _process(logits, rows, draft_ids, num_before, counts, parents)
     batch, width, vocab = logits.shape
     if plan.sampled is None:
-        points = logits.max(-1).indices
+        greedy = logits.max(-1).indices
         for i, scores in processed.items():
-            points[i, : len(scores)] = scores.max(-1).indices
-        return Laws(points, scores=logits)
+            greedy[i, : len(scores)] = scores.max(-1).indices
+        return Laws(greedy, scores=logits, failures=failures)
     count = len(plan.sampled)
-    points = torch.zeros(batch, width, dtype=torch.int64, device=logits.device)
+    greedy = torch.zeros(batch, width, dtype=torch.int64, device=logits.device)
     if count < batch:
-        points = logits.max(-1).indices
+        greedy = logits.max(-1).indices
     chosen = logits if count == batch else logits.index_select(0, plan.sampled)
     flat = chosen.reshape(count * width, vocab).to(torch.float32, copy=True)  # it is overwritten
     for i, scores in processed.items():
         if i in plan.places:
             flat.view(count, width, vocab)[plan.places[i], : len(scores)] = scores
         else:
-            points[i, : len(scores)] = scores.max(-1).indices
+            greedy[i, : len(scores)] = scores.max(-1).indices
     index = torch.full((batch, width), -1, dtype=torch.int64, device=logits.device)
     index[plan.sampled] = torch.arange(count * width, device=logits.device).view(count, width)
-    return Laws(points, probabilities(flat, plan, width), index, logits)
+    return Laws(greedy, probabilities(flat, plan, width), index, logits, failures)
 
 
 def _process(
-    logits: torch.Tensor, rows: Rows, continuation: torch.Tensor | None, first: int, counts: Sequence[int] | None
-) -> dict[int, torch.Tensor]:
-    """The processed scores of the rows that ask for processing, [places that matter, V] float32 each."""
-    asking = [i for i, row in enumerate(rows) if processes(row)]
-    if not asking:
-        return {}
-    guessed = continuation.tolist() if continuation is not None else [[]] * len(rows)
+    logits: torch.Tensor,
+    rows: Rows,
+    draft_ids: torch.Tensor | None,
+    num_before: int,
+    counts: Sequence[int] | None,
+    parents: torch.Tensor | None,
+) -> tuple[dict[int, torch.Tensor], dict[tuple[int, int], RequestError]]:
+    """The processed scores of the rows that ask for processing, [places that matter, V] float32 each, and what failed."""
+    failures: dict[tuple[int, int], RequestError] = {}
+    wanted = [i for i, row in enumerate(rows) if processes(row)]
+    if not wanted:
+        return {}, failures
+    drafted = draft_ids.tolist() if draft_ids is not None else [[]] * len(rows)
+    above = None if parents is None else parents.tolist()
     out: dict[int, torch.Tensor] = {}
-    for i in asking:
-        matter = logits.shape[1] if counts is None else counts[i] + 1
-        out[i] = logits[i, :matter].to(torch.float32, copy=True)
-        process_row(out[i], rows[i], guessed[i], first, strict=counts is not None)
-    return out
+    for i in wanted:
+        places = logits.shape[1] if counts is None else counts[i] + 1
+        out[i] = logits[i, :places].to(torch.float32, copy=True)
+        tree = None if above is None else above[i]
+        failed = process_row(out[i], rows[i], drafted[i], num_before, for_target=counts is not None, parents=tree)
+        failures |= {(i, place): error for place, error in failed.items()}
+    return out, failures

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from foresay.errors import RequestError
+
 
 class Origin(StrEnum):
     """Who produced a token."""
@@ -40,9 +42,16 @@ class Step:
     origins: tuple[Origin, ...]
     num_drafted: int
     num_accepted: int
-    """Draft tokens committed. Those behind a stop are counted neither here nor as drafted."""
+    """Draft tokens committed. Those after a stop are counted neither here nor as drafted."""
+    tested: tuple[int, ...] = ()
+    """Draft tokens that the rule looked at, by depth: of a chain 1 at each place up to the first rejection (under `block`
+    at every place), of a tree as many as were tried."""
     finish_reason: FinishReason | None = None
+    error: RequestError | None = None
+    """Why it ended with FinishReason.ERROR."""
     logprobs: tuple[TokenLogprob, ...] | None = None
+    num_cached: int = 0
+    """Prompt tokens that were not filled but taken from a row that begins alike; said by the first Step of a request."""
     batch_size: int = 1
     draft_s: float = 0.0
     target_s: float = 0.0
@@ -51,5 +60,5 @@ class Step:
 
     @property
     def num_tested(self) -> int:
-        """Draft tokens the rule looked at: those behind the first rejection were not."""
-        return min(self.num_accepted + 1, self.num_drafted)
+        """Draft tokens that the rule looked at."""
+        return sum(self.tested)

@@ -1,19 +1,17 @@
 """Filling a cache up to the last committed token, in chunks of their own.
 
 A prompt, or what a draft missed while it sat out, never rides in a decoding pass: padding a 256-token chunk over seven
-decoding rows costs eight times its price. Neighbouring rows share a chunk while the padding stays small, except on a CPU, whose
-products over many rows gain nothing and sum differently from a size on: there a prompt is filled the same alone or in a batch.
+decoding rows costs eight times its price. Neighbouring rows share a chunk while the padding stays small, where the model says
+that they may (`Capabilities.fill_together`).
 """
 
 from __future__ import annotations
 
 import torch
 
-from foresay.decoding.protocols import KVCache, LanguageModel, Logits
+from foresay.decoding.protocols import Feed, KVCache, LanguageModel, Logits
 from foresay.decoding.rows import Rows
 
-CHUNK = 256
-"""Columns of a chunk."""
 _MAX_TOKENS = 1024
 """Tokens of a chunk over all rows, pads included."""
 
@@ -23,16 +21,22 @@ def pending(rows: Rows, cache: KVCache, place: int) -> int:
     return rows[place].size - 1 - cache.lengths[place]
 
 
-def fill_chunk(model: LanguageModel, cache: KVCache, rows: Rows, first: int) -> int:
-    """Run one chunk over the rows from `first` on that lack tokens; returns the tokens filled, 0 when none lack any."""
+def fill_chunk(
+    model: LanguageModel, cache: KVCache, rows: Rows, first: int, hidden_layers: tuple[int, ...] = ()
+) -> int:
+    """Run one chunk over the rows from `first` on that lack tokens; returns the tokens filled, 0 when none lack any.
+
+    hidden_layers: whose hidden states are added to `Row.prompt_hidden`.
+    """
     while first < len(rows) and pending(rows, cache, first) <= 0:
         first += 1
     if first == len(rows):
         return 0
     counts: list[int] = []
-    last = first + 1 if model.device.type == "cpu" else len(rows)
+    ability = model.capabilities
+    last = len(rows) if ability.fill_together else first + 1
     for place in range(first, last):
-        count = min(CHUNK, pending(rows, cache, place))
+        count = min(ability.fill_chunk, pending(rows, cache, place))
         padded = (len(counts) + 1) * max([*counts, count])
         beyond = rows[place].size > model.max_length
         if count <= 0 or beyond or (counts and (padded > _MAX_TOKENS or padded > 2 * (sum(counts) + count))):
@@ -43,5 +47,11 @@ def fill_chunk(model: LanguageModel, cache: KVCache, rows: Rows, first: int) -> 
         start = cache.lengths[first + i]
         tokens[i, :count] = torch.from_numpy(rows[first + i].tokens[start : start + count])
     tokens = tokens.clamp_(max=model.vocab_size - 1).to(model.device)
-    model.forward(tokens, counts, cache, first_row=first, logits=Logits.NONE)
+    feed = Feed(tokens, counts, first, logits=Logits.NONE, hidden_layers=hidden_layers)
+    hidden = model.forward(feed, cache).hidden
+    for i, count in enumerate(counts if hidden_layers else ()):
+        row = rows[first + i]
+        new = {layer: states[i, :count] for layer, states in hidden.items()}
+        held = row.prompt_hidden
+        row.prompt_hidden = {n: torch.cat([held[n], states]) if n in held else states for n, states in new.items()}
     return sum(counts)

@@ -79,32 +79,58 @@ def processes(row: Row) -> bool:
     return params.processes or row.num_new < params.min_new_tokens
 
 
-def process_row(scores: torch.Tensor, row: Row, guessed: Sequence[int], first: int, *, strict: bool) -> None:
-    """Process the scores of consecutive places of one row, in place.
+def process_row(
+    scores: torch.Tensor,
+    row: Row,
+    draft_ids: Sequence[int],
+    num_before: int,
+    *,
+    for_target: bool,
+    parents: Sequence[int] | None = None,
+) -> dict[int, RequestError]:
+    """Process the scores of a row's places, in place, and say which of them failed and why.
 
-    scores: [T, V] float32; place t follows the committed tokens and `first + t` guessed ones. guessed: at least
-    first + T - 1 tokens. Places behind a guess that the processing forbids are left alone: no rule can reach them, and a
-    processor must not see a context that it ruled out. strict: raise RequestError when no token is left; otherwise such a
-    place keeps its raw scores, as any law will do for a draft.
+    scores: [T, V] float32; place 0 follows the committed tokens and `num_before` drafted ones, place 1 + j also token
+    num_before + j of draft_ids and, where `parents` are given, the tokens above it. A place that no output can reach is left
+    alone: behind a token that the processing forbids, behind one that ends the output, behind a place that failed.
+    A processor must not see what would never be written. for_target: a place where a processor raises, or no token is
+    left, fails and keeps its raw scores; a draft's place takes them silently, as any law will do for a draft.
     """
-    raw = None if strict else scores.clone()
     constants = _constants(row, scores)
+    contexts: dict[int, list[int]] = {}
+    failures: dict[int, RequestError] = {}
     for t in range(scores.shape[0]):
-        prefix = guessed[: first + t]
-        _penalise(scores[t], row, prefix)
-        if constants is not None:
-            scores[t] += constants
-        if row.num_new + len(prefix) < row.params.min_new_tokens and row.eos:
-            scores[t, [token for token in row.eos if token < scores.shape[1]]] = -torch.inf
-        if row.params.processors:
-            _call_processors(scores[t], row, prefix)
-        if not bool((scores[t] > -torch.inf).any()):
-            if raw is None:
-                raise RequestError(row.request_id, "its processors, allowed and banned tokens leave no token to write")
-            scores[t] = raw[t]
-        following = guessed[first + t : first + t + 1]
-        if following and not _possible(scores[t], following[0]):
-            return
+        above = t - 1 if parents is None or t == 0 else parents[t - 1] + 1
+        prefix = list(draft_ids[:num_before])
+        if t > 0:
+            token = draft_ids[num_before + t - 1]
+            if above not in contexts or above in failures or not _possible(scores[above], token):
+                continue
+            prefix = [*contexts[above], token]
+            if row.ends_with(token, row.num_new + len(prefix)):
+                continue
+        contexts[t] = prefix
+        raw = scores[t].clone()
+        try:
+            _process_place(scores[t], row, prefix, constants)
+        except RequestError as error:
+            scores[t] = raw
+            if for_target:
+                failures[t] = error
+    return failures
+
+
+def _process_place(scores: torch.Tensor, row: Row, prefix: Sequence[int], constants: torch.Tensor | None) -> None:
+    """Penalties, biases, minimum length, then the request's processors. scores: [V], changed in place."""
+    _penalise(scores, row, prefix)
+    if constants is not None:
+        scores += constants
+    if row.num_new + len(prefix) < row.params.min_new_tokens and row.eos:
+        scores[[token for token in row.eos if token < len(scores)]] = -torch.inf
+    if row.params.processors:
+        _call_processors(scores, row, prefix)
+    if not bool((scores > -torch.inf).any()):
+        raise RequestError(row.request_id, "its processors, allowed and banned tokens leave no token to write")
 
 
 def _possible(scores: torch.Tensor, token: int) -> bool:

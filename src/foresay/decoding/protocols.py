@@ -1,7 +1,8 @@
 """What the step asks of models, caches, drafters, length policies and rules.
 
 Owns the protocols and the values that pass between them (`Feed`, `ModelOutput`, `DraftStep`). Knows none of those who fulfil
-them. Letters in docstrings: B rows, K draft tokens, T columns of a pass, V vocabulary, H hidden size.
+them. A class that names a protocol as its base inherits the defaults written here. Letters in docstrings: B rows, K draft
+tokens, T columns of a pass, V vocabulary, H hidden size.
 """
 
 from __future__ import annotations
@@ -13,14 +14,111 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from foresay.decoding.laws import Laws
+from foresay.decoding.laws import Laws, build_laws
 from foresay.decoding.outcome import Step
 from foresay.decoding.proposal import Proposal, Verdict
 from foresay.decoding.randomness import Streams
-from foresay.decoding.rows import Rows
+from foresay.decoding.rows import NO_NEEDS, Row, Rows, RuleNeeds
+from foresay.decoding.sampling_params import SamplingParams
 
 Move = tuple[int, int]
 """(from, to): the row at `from` takes the place `to`, whose row is gone."""
+
+
+class Logits(StrEnum):
+    """Which logits a pass is asked for."""
+
+    ALL = "all"
+    """Every column: [B, T, V]."""
+    LAST = "last"
+    """The last real column of each row: [B, 1, V]."""
+    NONE = "none"
+    """None: the pass only fills the cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """What one pass feeds.
+
+    token_ids: [B, T] int64, right-padded; row i of it is cache row `first_row + i`, of which num_tokens[i] count.
+    parents: [B, T] int64, the column that each token follows, always an earlier one, -1 for the end of the cached row; None
+    for chains, where each follows the one before. hidden_layers: whose hidden states are wanted, 0 the embeddings and l what
+    the l-th layer put out.
+    """
+
+    token_ids: torch.Tensor
+    num_tokens: Sequence[int]
+    first_row: int = 0
+    parents: torch.Tensor | None = None
+    logits: Logits = Logits.ALL
+    hidden_layers: tuple[int, ...] = ()
+
+    def last_columns(self) -> torch.Tensor:
+        """The last real column of each row, [B] int64; 0 of a row that is fed nothing."""
+        return torch.tensor(self.num_tokens, device=self.token_ids.device).clamp(min=1) - 1
+
+    def part(self, start: int, end: int) -> Feed:
+        """The rows from `start` to `end` as a pass of their own."""
+        parents = None if self.parents is None else self.parents[start:end]
+        rows = self.token_ids[start:end], self.num_tokens[start:end], self.first_row + start
+        return Feed(*rows, parents, self.logits, self.hidden_layers)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOutput:
+    """What a pass computed: scores, or the tokens of a model that knows its text and no scores (a recording).
+
+    logits: [B, T, V] as asked for. hidden: layer -> [B, T, H]. token_ids: [B, T] int64 in place of logits.
+    num_before: of the target's pass in a step, how many columns of each row lie before its last committed token (which the
+    target had not seen); `logits` then begin with that token's column, `hidden` with the first of the pass.
+    """
+
+    logits: torch.Tensor | None
+    hidden: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    token_ids: torch.Tensor | None = None
+    num_before: tuple[int, ...] | None = None
+
+    def scores(self) -> torch.Tensor:
+        """The logits of a pass that was asked for some."""
+        assert self.logits is not None
+        return self.logits
+
+    def laws(self, rows: Rows, proposal: Proposal) -> Laws:
+        """The laws at each place of a step, [B, 1 + K]: after each row's last token, and after each of its draft tokens."""
+        if self.token_ids is not None:
+            return Laws(self.token_ids)
+        return build_laws(self.scores(), rows, proposal.token_ids, counts=proposal.num_tokens, parents=proposal.parents)
+
+    def at(self, columns: torch.Tensor, num_before: Sequence[int]) -> ModelOutput:
+        """The scores, or tokens, of some columns of each row, [B, n]; hidden states stay whole."""
+        batch = torch.arange(len(columns), device=columns.device)[:, None]
+        logits = None if self.logits is None else self.logits[batch, columns]
+        tokens = None if self.token_ids is None else self.token_ids[batch, columns]
+        return ModelOutput(logits, self.hidden, tokens, tuple(num_before))
+
+
+FILL_CHUNK = 256
+"""Columns of a pass that fills prompts, unless a model wants others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a model can do beside scoring chains, and how its cache is best filled."""
+
+    trees: bool = False
+    """Takes `Feed.parents`."""
+    num_layers: int | None = None
+    """Layers whose hidden states can be asked for, 0 to num_layers; None: none can."""
+    scores: bool = True
+    """Gives logits, and not only the tokens it knows."""
+    reads_source: bool = False
+    """Each row has a source, which an encoder reads."""
+    max_source_length: int | None = None
+    """Most tokens of a source; None without a bound."""
+    fill_chunk: int = FILL_CHUNK
+    """Columns of a pass that fills prompts."""
+    fill_together: bool = True
+    """Whether rows share such a pass. Where products over more rows sum in another order, they must not."""
 
 
 class KVCache(Protocol):
@@ -29,8 +127,16 @@ class KVCache(Protocol):
     lengths: list[int]
 
     def truncate(self, lengths: Sequence[int]) -> None:
-        """Set row i to min(its length, lengths[i]); rows behind the given ones stay as they are."""
+        """Set row i to min(its length, lengths[i]); rows after the given ones stay as they are."""
         ...
+
+    def keep(self, starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
+        """Keep some columns of the last pass: row i's slots from starts[i] on become those of its columns paths[i].
+
+        starts: the lengths before that pass. paths: ascending columns; row i's length becomes starts[i] + len(paths[i]). A
+        prefix of the columns is a `truncate`; only a model that takes trees needs more.
+        """
+        self.truncate([start + len(path) for start, path in zip(starts, paths, strict=True)])
 
     def rearrange(self, moves: Sequence[Move], count: int) -> None:
         """Carry out the moves; rows from `count` on are gone."""
@@ -38,13 +144,54 @@ class KVCache(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Begun:
+    """A prompt as a model begins with it: what the output continues, the parameters, and what its encoder reads."""
+
+    prompt: Sequence[int]
+    params: SamplingParams
+    source: Sequence[int] | None = None
+
+
+class LanguageModel(Protocol):
+    """A model that scores tokens of ragged rows over a cache of absolute lengths."""
+
+    vocab_size: int
+    """Ids it takes, 0 to vocab_size - 1."""
+    max_length: int
+    """Most tokens of a row, prompt and output together."""
+    device: torch.device
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What it can do beside scoring chains."""
+        return Capabilities()
+
+    def new_cache(self) -> KVCache:
+        """A cache without rows."""
+        ...
+
+    def begin(self, prompt: Sequence[int], params: SamplingParams) -> Begun:
+        """What a prompt comes to for this model. An encoder-decoder reads it as its source."""
+        return Begun(prompt, params)
+
+    def admit(self, rows: Rows, first: int, cache: KVCache) -> None:
+        """Rows from place `first` on are new: give them empty cache rows (an encoder-decoder encodes here)."""
+        ...
+
+    def forward(self, feed: Feed, cache: KVCache) -> ModelOutput:
+        """One pass. The real tokens are appended to the cache; pads are overwritten by whatever comes next."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
 class DraftStep:
     """One token that a draft model has just added to each row's draft, and what it thought.
 
-    token_ids: [B] int64. laws: the laws [B, 1] they were drawn from, with the raw scores. hidden: [B, H] or None, the draft's
-    last hidden state.
+    index: [B] int64, draft tokens before it. token_ids: [B] int64. laws: the laws [B, 1] they were drawn from, with the raw
+    scores. hidden: [B, H], the hidden state that the scores were made of, where the policy asks for it.
     """
 
+    index: torch.Tensor
     token_ids: torch.Tensor
     laws: Laws
     hidden: torch.Tensor | None = None
@@ -53,34 +200,38 @@ class DraftStep:
 class LengthPolicy(Protocol):
     """How many tokens to guess."""
 
+    needs_hidden: bool = False
+    """Whether `keep_drafting` looks at the draft model's hidden state."""
+
     def budget(self, rows: Rows) -> list[int]:
         """Most tokens to guess for each row in this step."""
         ...
 
-    def keep_drafting(self, index: int, guess: DraftStep) -> torch.Tensor | None:
-        """[B] bool after a draft model's token `index`: which rows draft on; None lets all of them.
+    def keep_drafting(self, step: DraftStep) -> torch.Tensor | None:
+        """[B] bool after a draft model's token: which rows draft on; None lets all of them.
 
         A token stays in the draft whatever it is: dropping it for its own value would condition its law.
         """
-        ...
+        return None
 
     def observe(self, rows: Rows, steps: Sequence[Step]) -> None:
         """See what a step did to each row, after it."""
-        ...
+        return
 
 
 class Drafter(Protocol):
     """What guesses tokens. Rows are named by their place in the batch; `rearrange` keeps the places true."""
 
-    hidden_layers: tuple[int, ...]
-    """Layers of the target whose hidden states `observe` wants to see."""
+    hidden_layers: tuple[int, ...] = ()
+    """Layers of the target whose hidden states it wants to see, 0 the embeddings: of prompts in `Row.prompt_hidden` when
+    they are admitted, of every later pass in `observe`."""
 
     def admit(self, rows: Rows, first: int) -> None:
         """Rows from place `first` on are new."""
         ...
 
     def propose(self, rows: Rows, budget: Sequence[int], policy: LengthPolicy) -> Proposal:
-        """DraftStep up to `budget` tokens for each row."""
+        """Guess up to `budget` tokens for each row."""
         ...
 
     def observe(self, rows: Rows, verdict: Verdict | None, target: ModelOutput | None) -> None:
@@ -105,79 +256,68 @@ class UsesTargetCache(Protocol):
         ...
 
 
+@runtime_checkable
+class ProposesTrees(Protocol):
+    """A drafter whose proposals have parents; rule and target must take trees."""
+
+    branches: int
+    """Most tokens that follow one place."""
+
+
+@runtime_checkable
+class Remembers(Protocol):
+    """A drafter that may keep something between requests."""
+
+    def repeats_seeds(self) -> bool:
+        """Whether what it remembers may decide how sampled tokens are drafted.
+
+        Then a seed must not be used twice: its numbers would be tested on guesses that were made of them.
+        """
+        ...
+
+
 class Rule(Protocol):
     """An acceptance rule."""
 
     name: str
     exact: bool
     """Whether the output's law is the target's."""
-    coupled: bool
-    """Whether drafter and target share noise keyed by position alone."""
-    confident: bool
-    """Whether it looks at the draft's confidence, and not at its laws alone."""
+    needs: RuleNeeds = NO_NEEDS
+    """What it asks of whoever drafts."""
+    trees: bool = False
+    """Whether it judges proposals with parents."""
+    ignores_drafts: bool = False
+    """Whether what is written depends on the target alone, never on what was guessed."""
 
     def judge(self, target: Laws, proposal: Proposal, streams: Streams) -> Verdict:
         """Decide how much of the proposal stays, and the token after it."""
         ...
 
 
-class Logits(StrEnum):
-    """Which logits a pass is asked for."""
+class Observer(Protocol):
+    """Sees each step as it is judged, before anything is committed."""
 
-    ALL = "all"
-    """Every column: [B, T, V]."""
-    LAST = "last"
-    """The last real column of each row: [B, 1, V]."""
-    NONE = "none"
-    """None: the pass only fills the cache."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelOutput:
-    """What a pass computed: logits as asked for, and the hidden states [B, T, H] of the layers asked for.
-
-    token_ids: [B, T] int64 in place of logits, from a model that knows its tokens and not their scores (a recording).
-    """
-
-    logits: torch.Tensor | None
-    hidden: Mapping[int, torch.Tensor] = field(default_factory=dict)
-    token_ids: torch.Tensor | None = None
-
-    def scores(self) -> torch.Tensor:
-        """The logits of a pass that was asked for some."""
-        assert self.logits is not None
-        return self.logits
-
-
-class LanguageModel(Protocol):
-    """A model that scores tokens of ragged rows over a cache of absolute lengths."""
-
-    vocab_size: int
-    """Ids it takes, 0 to vocab_size - 1."""
-    max_length: int
-    """Most tokens of a row, prompt and output together."""
-    device: torch.device
-
-    def new_cache(self) -> KVCache:
-        """A cache without rows."""
+    def __call__(self, rows: Rows, proposal: Proposal, laws: Laws, verdict: Verdict, output: ModelOutput) -> None:
+        """Look and change nothing."""
         ...
 
-    def admit(self, rows: Rows, first: int, cache: KVCache) -> None:
-        """Rows from place `first` on are new: give them empty cache rows (an encoder-decoder encodes here)."""
-        ...
 
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        num_tokens: Sequence[int],
-        cache: KVCache,
-        *,
-        first_row: int = 0,
-        logits: Logits = Logits.ALL,
-        hidden_layers: Sequence[int] = (),
-    ) -> ModelOutput:
-        """One pass. token_ids: [B, T], right-padded; row i of it is cache row `first_row + i`, of which num_tokens[i] count.
-
-        The real tokens are appended to the cache; pads are overwritten by whatever comes next.
-        """
-        ...
+__all__ = [
+    "Begun",
+    "Capabilities",
+    "DraftStep",
+    "Drafter",
+    "Feed",
+    "KVCache",
+    "LanguageModel",
+    "LengthPolicy",
+    "Logits",
+    "ModelOutput",
+    "Move",
+    "Observer",
+    "ProposesTrees",
+    "Remembers",
+    "Row",
+    "Rule",
+    "UsesTargetCache",
+]

@@ -1,9 +1,14 @@
 """Randomness that belongs to a request.
 
-Every uniform is a pure function of (key, purpose, level, start, offset): the request's key, what the number is for, the
-cascade level, the length when the step began, and the place within the step. An engine's row has its seed for a key; a
-drafter that decodes itself gets keys derived from that step's. Nothing has state, so a request draws the same numbers
-alone or in any batch, and no number is used twice. Knows nothing of laws.
+Two kinds of uniforms, both pure functions without state, so that a request draws the same numbers alone or in any batch:
+
+- What proposes and tests draft tokens is keyed by (key, level, start, purpose, offset): the request's key, the cascade
+  level, the length when the step began, and the place within the step. A test that failed is never met again.
+- What *writes* a token, after a rejection, after none, or in place of a guess that nobody sampled, is keyed by (key, level,
+  position). A position is written once, so the number is used once, and it does not depend on how steps were cut: under
+  look-up drafters, whatever they guess or remember, the text is that of plain decoding with the same seed.
+
+A row's key is its seed; a drafter that decodes itself gets keys derived from the step's. Knows nothing of laws.
 
 The mixing function is the finaliser of splitmix64 (Steele et al. 2014), chained over the fields, in wrapping int64.
 """
@@ -20,7 +25,6 @@ class Purpose(IntEnum):
 
     DRAFT = 1
     ACCEPT = 2
-    EXTRA = 3
     TARGET = 4
     COUPLED = 5
 
@@ -75,12 +79,12 @@ def _unit(bits: torch.Tensor) -> torch.Tensor:
 class Streams:
     """The random streams of B rows in one step.
 
-    seeds, starts: [B] int64; starts are the committed lengths. keys: [B], what uniforms are made of; None takes the seeds.
-    coupled: tokens are drawn with Gumbel noise that
-    is a function of (seed, position, token) alone (Daliri et al. 2024) instead of by an inverse CDF.
+    seeds, starts: [B] int64; starts are the committed lengths. keys: [B] int64, what uniforms are made of; None takes the
+    seeds. shares_noise: tokens are drawn with Gumbel noise that is a function of (seed, position, token) alone (Daliri et al.
+    2024) instead of by an inverse CDF.
     """
 
-    __slots__ = ("_step", "coupled", "keys", "level", "seeds", "starts")
+    __slots__ = ("_step", "keys", "level", "seeds", "shares_noise", "starts")
 
     def __init__(
         self,
@@ -89,18 +93,23 @@ class Streams:
         *,
         keys: torch.Tensor | None = None,
         level: int = 0,
-        coupled: bool = False,
+        shares_noise: bool = False,
     ) -> None:
-        self.seeds, self.starts, self.level, self.coupled = seeds, starts, level, coupled
+        self.seeds, self.starts, self.level, self.shares_noise = seeds, starts, level, shares_noise
         self.keys = seeds if keys is None else keys
         self._step: torch.Tensor | None = None
 
     def uniform(self, purpose: Purpose, offsets: torch.Tensor) -> torch.Tensor:
-        """offsets: [B, n] or [n] int64 -> [B, n] float64 uniforms in (0, 1)."""
+        """Numbers of this step. offsets: [B, n] or [n] int64 -> [B, n] float64 in (0, 1)."""
         if self._step is None:
             key = _absorb(_mix(self.keys + _GOLDEN), 0)
             self._step = _absorb(_absorb(key, self.starts), self.level)
         return _unit(_absorb(_absorb(self._step, int(purpose))[:, None], offsets))
+
+    def writing(self, offsets: torch.Tensor) -> torch.Tensor:
+        """Numbers that write the tokens at absolute positions. offsets from the start: [B, n] or [n] -> [B, n] in (0, 1)."""
+        key = _absorb(_absorb(_mix(self.keys + _GOLDEN), int(Purpose.TARGET)), self.level)
+        return _unit(_absorb(key[:, None], self.starts[:, None] + offsets))
 
     def gumbel(self, row: torch.Tensor, offset: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """Gumbel(0, 1) noise for some tokens at an absolute position.

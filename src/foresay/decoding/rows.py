@@ -5,7 +5,8 @@ Owns a row's tokens and where its random streams come from. Knows no model, no t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,9 @@ class Row:
         "eos",
         "extras",
         "limit",
+        "num_cached",
         "params",
+        "prompt_hidden",
         "prompt_length",
         "request_id",
         "rng_key",
@@ -67,6 +70,11 @@ class Row:
         self._buffer = np.empty(max(self.size + 64, 128), dtype=np.int64)
         self._buffer[: self.size] = prompt
         self.extras: dict[str, Any] = {}
+        self.num_cached = 0
+        """Prompt tokens whose slots were another row's."""
+        self.prompt_hidden: Mapping[int, torch.Tensor] = {}
+        """The target's hidden states of the prompt but its last token, layer -> [size - 1, H], for a drafter that asked for
+        them; there while it admits the row."""
 
     @property
     def tokens(self) -> IntArray:
@@ -82,6 +90,10 @@ class Row:
     def remaining(self) -> int:
         """Tokens that may still be committed."""
         return self.limit - self.size
+
+    def ends_with(self, token: int, num_new: int) -> bool:
+        """Whether the output ends with `token` as its `num_new`-th: an end token behind the least length."""
+        return token in self.eos and num_new > self.params.min_new_tokens
 
     @property
     def full_context(self) -> IntArray:
@@ -105,10 +117,11 @@ class Row:
         out = Row.__new__(Row)
         out.request_id, out.params, out.seed, out.limit = self.request_id, self.params, self.seed, self.limit
         out.stop, out.source, out.rng_key, out.committed = None, self.source, key, self.committed
-        out.eos, out.prompt_length, out.extras = self.eos, self.prompt_length, {}
+        out.eos, out.prompt_length, out.extras, out.prompt_hidden = self.eos, self.prompt_length, {}, {}
         out._buffer = np.empty(self.size + len(token_ids) + 64, dtype=np.int64)
         out._buffer[: self.size] = self.tokens
         out.size = self.size
+        out.num_cached = 0
         out.extend(token_ids)
         return out
 
@@ -123,6 +136,19 @@ class Row:
         self.size = end
 
 
+@dataclass(frozen=True, slots=True)
+class RuleNeeds:
+    """What an acceptance rule asks of whoever drafts for it."""
+
+    shares_noise: bool = False
+    """Drafter and target draw with the same noise, keyed by position."""
+    confidence: bool = False
+    """It looks at `Proposal.confidence`."""
+
+
+NO_NEEDS = RuleNeeds()
+
+
 class Rows:
     """The active rows of one step, in cache order, with their random streams.
 
@@ -130,15 +156,12 @@ class Rows:
     depends on the membership and the parameters alone.
     """
 
-    __slots__ = ("confident", "coupled", "items", "level", "memo")
+    __slots__ = ("level", "memo", "needs", "rows")
 
-    def __init__(self, items: Sequence[Row], *, coupled: bool = False, confident: bool = False, level: int = 0) -> None:
-        """coupled: the rule shares noise with the drafter. confident: the rule looks at `Proposal.confidence`.
-
-        level: 0 for the engine's rows, one more for each drafter that drafts by decoding itself.
-        """
-        self.items = tuple(items)
-        self.coupled, self.confident, self.level = coupled, confident, level
+    def __init__(self, rows: Sequence[Row], *, needs: RuleNeeds = NO_NEEDS, level: int = 0) -> None:
+        """needs: the rule's. level: 0 for the engine's rows, one more for each drafter that drafts by decoding itself."""
+        self.rows = tuple(rows)
+        self.needs, self.level = needs, level
         self.memo: dict[str, Any] = {}
 
     def with_draft(self, drafted: Sequence[Sequence[int]], tag: int) -> Rows:
@@ -147,33 +170,33 @@ class Rows:
         drafted: B lists of tokens. tag: tells apart those who draft from the same rows in one step. Keys are derived
         from (key, level, start, tag), so that nothing drawn for one drafter is drawn again for another.
         """
-        items = [
+        rows = [
             row.with_draft(tokens, derive(row.rng_key, self.level, row.size, tag))
-            for row, tokens in zip(self.items, drafted, strict=True)
+            for row, tokens in zip(self.rows, drafted, strict=True)
         ]
-        out = self.of(items)
+        out = self.like(rows)
         out.level += 1
         return out
 
     def as_decoder_only(self) -> Rows:
         """The rows as a decoder-only model reads an encoder-decoder's requests: source and output as one text."""
-        return self.of([row.as_decoder_only() for row in self.items])
+        return self.like([row.as_decoder_only() for row in self.rows])
 
-    def of(self, items: Sequence[Row], *, confident: bool | None = None) -> Rows:
+    def like(self, rows: Sequence[Row], *, confidence: bool | None = None) -> Rows:
         """Other rows in the place of these, with the same parameters; perhaps for a rule that needs confidence."""
-        needs = self.confident if confident is None else confident
-        out = Rows(items, coupled=self.coupled, confident=needs, level=self.level)
+        needs = self.needs if confidence is None else replace(self.needs, confidence=confidence)
+        out = Rows(rows, needs=needs, level=self.level)
         out.memo = self.memo
         return out
 
     def __len__(self) -> int:
-        return len(self.items)
+        return len(self.rows)
 
     def __iter__(self) -> Iterator[Row]:
-        return iter(self.items)
+        return iter(self.rows)
 
     def __getitem__(self, index: int) -> Row:
-        return self.items[index]
+        return self.rows[index]
 
     def streams(self, device: torch.device) -> Streams:
         """The rows' random streams at their present lengths."""
@@ -181,5 +204,5 @@ class Rows:
         if key not in self.memo:
             self.memo[key] = torch.tensor([row.seed for row in self], device=device)
         starts = torch.tensor([row.size for row in self], device=device)
-        keys = torch.tensor([row.rng_key for row in self], device=device) if self.level else None
-        return Streams(self.memo[key], starts, keys=keys, level=self.level, coupled=self.coupled)
+        keys = torch.tensor([row.rng_key for row in self], device=device)
+        return Streams(self.memo[key], starts, keys=keys, level=self.level, shares_noise=self.needs.shares_noise)

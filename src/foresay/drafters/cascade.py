@@ -7,6 +7,7 @@ with a target of its own; the law attached to a token is that of the model that 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -24,12 +25,12 @@ from foresay.decoding.protocols import (
     LengthPolicy,
     ModelOutput,
     Move,
-    Rule,
+    ProposesTrees,
     UsesTargetCache,
 )
-from foresay.decoding.randomness import Streams
 from foresay.decoding.rows import Row, Rows
 from foresay.decoding.step import step
+from foresay.drafters.lookup import LookupDrafter
 from foresay.drafters.model import ModelDrafter
 from foresay.drafters.proposal_builder import ProposalBuilder
 from foresay.errors import ConfigError
@@ -39,7 +40,7 @@ from foresay.lengths.constant import MAX_DRAFT_TOKENS
 Matrix = Sequence[Sequence[int]]
 
 
-class Cascade:
+class Cascade(Drafter):
     """Drafters d_1 (largest) to d_n and a control matrix.
 
     k: [n, n], upper triangular. Row i is a model's plan: the target's for i = 0, d_i's otherwise. k[i][j] is how many tokens
@@ -50,6 +51,9 @@ class Cascade:
 
     def __init__(self, drafters: Sequence[Drafter], k: Matrix, *, lenience: float = 1.0) -> None:
         check_matrix(k, len(drafters))
+        for one in drafters:
+            if isinstance(one, ProposesTrees) and one.branches > 1:
+                raise ConfigError(f"a cascade chains its drafters, and {type(one).__name__} proposes trees")
         self.drafters, self.k = tuple(drafters), tuple(tuple(row) for row in k)
         self.lenience = check_float("lenience", lenience, 1.0, 1e6)
         self.hidden_layers = tuple(sorted({layer for d in drafters for layer in d.hidden_layers}))
@@ -76,6 +80,11 @@ class Cascade:
                     "it, reads source and output as one text; make that entry zero"
                 )
         return _ReviewingNode(drafter, _MatrixRow(plan, deeper, drafter.context.model.device), self.lenience)
+
+    def repeats_seeds(self) -> bool:
+        """Whether a member keeps requests and another one samples; look-ups alone are judged by what the target writes."""
+        keeps = any(isinstance(one, LookupDrafter) and one.keeps_requests for one in self.drafters)
+        return keeps and any(not isinstance(one, LookupDrafter) for one in self.drafters)
 
     def use_cache_of_target(self, cache: KVCache) -> None:
         """Pass on to those that draft in the target's cache."""
@@ -109,7 +118,7 @@ class Cascade:
 
 
 def _reads_source(drafter: Drafter) -> bool:
-    return isinstance(drafter, ModelDrafter) and drafter.context.model.reads_source
+    return isinstance(drafter, ModelDrafter) and drafter.context.model.capabilities.reads_source
 
 
 def drafted_at_most(k: Matrix) -> int:
@@ -155,10 +164,8 @@ class _Leaf:
         return self.drafter.propose(rows, want, policy)
 
 
-class _MatrixRow:
+class _MatrixRow(Drafter):
     """One row of the matrix: who adds how much, one after the other."""
-
-    hidden_layers: tuple[int, ...] = ()
 
     def __init__(self, counts: Sequence[int], workers: Sequence[_Node], device: torch.device) -> None:
         """device: where the model that reviews the proposals scores them."""
@@ -177,14 +184,14 @@ class _MatrixRow:
             if count == 0 or not any(want):
                 continue
             room = [limit - size if n else 0 for n, limit, size in zip(want, most, sizes, strict=True)]
-            watched = _PolicyTap(policy, min(size for size, n in zip(sizes, want, strict=True) if n))
+            watched = _PolicyTap(policy, sizes)
             proposal = worker.work(rows.with_draft(grown.tokens, tag), want, room, watched)
             grown.add(proposal)
             closed = [shut or watched.stopped(i, proposal.num_tokens[i]) for i, shut in enumerate(closed)]
             closed = [
                 shut or _ended(row, grown.tokens[i]) for i, (row, shut) in enumerate(zip(rows, closed, strict=True))
             ]
-        return grown.proposal(confident=rows.confident)
+        return grown.proposal(confidence=rows.needs.confidence)
 
     # a plan is also the drafter of an inner step, whose rows come and go with the outer ones
 
@@ -205,30 +212,35 @@ def _ended(row: Row, tokens: Sequence[int]) -> bool:
     return not row.eos.isdisjoint(tokens)
 
 
-class _PolicyTap:
-    """A policy that remembers which rows it stopped, for a worker that begins behind `offset` tokens."""
+class _PolicyTap(LengthPolicy):
+    """A policy that remembers which rows it stopped, for a node that begins after some tokens of each row's draft."""
 
-    def __init__(self, policy: LengthPolicy, offset: int) -> None:
-        self._policy, self._offset = policy, offset
+    def __init__(self, policy: LengthPolicy, before: Sequence[int]) -> None:
+        """before: B, the tokens that each row's draft has already."""
+        self._policy, self._before = policy, before
+        self.needs_hidden = policy.needs_hidden
         self._masks: list[list[bool] | None] = []
         self._closed: set[int] = set()
 
     def budget(self, rows: Rows) -> list[int]:
         return self._policy.budget(rows)
 
-    def observe(self, rows: Rows, steps: Sequence[Step]) -> None: ...
+    def _asked(self, step: DraftStep) -> torch.Tensor | None:
+        before = torch.tensor(self._before, device=step.index.device)
+        return self._policy.keep_drafting(dataclasses.replace(step, index=step.index + before))
 
-    def keep_drafting(self, index: int, guess: DraftStep) -> torch.Tensor | None:
-        mask = self._policy.keep_drafting(index + self._offset, guess)
+    def keep_drafting(self, step: DraftStep) -> torch.Tensor | None:
+        mask = self._asked(step)
         self._masks.append(None if mask is None else mask.tolist())
         return mask
 
     def kept(self, proposal: Proposal, laws: Laws, before: Sequence[int]) -> list[int]:
-        """How many of some tokens a review wrote stay: a row's up to the one that stops it. before: [B], tokens ahead of them.
+        """How many of some tokens a review wrote stay: a row's up to the one that stops it.
 
-        laws: those of the review, column t the one that token t came from.
+        before: B, tokens of this node ahead of them. laws: those of the review, column t the one that token t came from.
         """
         counts = list(proposal.num_tokens)
+        written = torch.tensor(before, device=proposal.token_ids.device)
         for t in range(proposal.width):
             live = [i for i, n in enumerate(counts) if n > t]
             if not live:
@@ -236,8 +248,8 @@ class _PolicyTap:
             column = slice(t, t + 1)
             index = None if laws.probs_row is None else laws.probs_row[:, column]
             scores = None if laws.scores is None else laws.scores[:, column]
-            guess = DraftStep(proposal.token_ids[:, t], Laws(laws.greedy_ids[:, column], laws.probs, index, scores))
-            mask = self._policy.keep_drafting(min(before[i] for i in live) + t + self._offset, guess)
+            here = Laws(laws.greedy_ids[:, column], laws.probs, index, scores)
+            mask = self._asked(DraftStep(written + t, proposal.token_ids[:, t], here))
             going = [True] * len(counts) if mask is None else mask.tolist()
             for i in (i for i in live if not going[i]):
                 counts[i] = t + 1
@@ -247,19 +259,6 @@ class _PolicyTap:
     def stopped(self, place: int, count: int) -> bool:
         """Whether a row was stopped by one of its first `count` tokens."""
         return place in self._closed or any(mask is not None and not mask[place] for mask in self._masks[:count])
-
-
-class _Witness:
-    """A rule that keeps the laws it judged by."""
-
-    def __init__(self, rule: Rule) -> None:
-        self._rule = rule
-        self.name, self.exact, self.coupled, self.confident = rule.name, rule.exact, rule.coupled, rule.confident
-        self.laws: Laws | None = None
-
-    def judge(self, target: Laws, proposal: Proposal, streams: Streams) -> Verdict:
-        self.laws = target
-        return self._rule.judge(target, proposal, streams)
 
 
 class _ReviewingNode:
@@ -276,8 +275,14 @@ class _ReviewingNode:
     def work(self, rows: Rows, want: Sequence[int], most: Sequence[int], policy: _PolicyTap) -> Proposal:
         context, model = self._context, self._context.model
         device = model.device
-        lenient = self._lenience > 1 and not rows.coupled
-        witness = _Witness(Coupled() if rows.coupled else Lenience(self._lenience) if lenient else Speculative())
+        shared = rows.needs.shares_noise
+        lenient = self._lenience > 1 and not shared
+        rule = Coupled() if shared else Lenience(self._lenience) if lenient else Speculative()
+        judged_by: list[Laws] = []
+
+        def see(rows: Rows, proposal: Proposal, laws: Laws, verdict: Verdict, output: ModelOutput) -> None:
+            judged_by.append(laws)
+
         seen = context.view(rows)
         room = [
             max(0, min(m, model.max_length - row.size)) if n else 0 for n, m, row in zip(want, most, seen, strict=True)
@@ -286,32 +291,34 @@ class _ReviewingNode:
         if not any(room):
             return grown.proposal()
         context.prepare(seen, [m > 0 for m in room])
-        seen = seen.of(seen.items, confident=lenient)
+        seen = seen.like(seen.rows, confidence=lenient)
         for row, m in zip(seen, room, strict=True):
             row.limit = row.size + m
         while any(row.remaining for row in seen):
-            steps = step(seen, model, context.cache, self._plan, witness, self._length)
-            assert witness.laws is not None
-            reviewed = _reviewed(steps, witness.laws, lenient=lenient, confident=rows.confident)
-            kept = policy.kept(reviewed, witness.laws, [len(tokens) for tokens in grown.tokens])
+            steps = step(seen, model, context.cache, self._plan, rule, self._length, [see])
+            laws = judged_by.pop()
+            reviewed = _reviewed(steps, laws, lenient=lenient, confidence=rows.needs.confidence)
+            kept = policy.kept(reviewed, laws, [len(tokens) for tokens in grown.tokens])
             grown.add(reviewed, kept)
             for i, (row, one) in enumerate(zip(seen, steps, strict=True)):
                 stopped = kept[i] < len(one.token_ids) or policy.stopped(i, 0)
                 if stopped or one.finish_reason is not None or len(grown.tokens[i]) >= want[i]:
                     row.limit = row.size
         context.remember(seen, [[]] * len(seen))
-        return grown.proposal(confident=rows.confident)
+        return grown.proposal(confidence=rows.needs.confidence)
 
 
-def _reviewed(steps: Sequence[Step], laws: Laws, *, lenient: bool, confident: bool) -> Proposal:
+def _reviewed(steps: Sequence[Step], laws: Laws, *, lenient: bool, confidence: bool) -> Proposal:
     """What an inner step committed, as a proposal with the reviewer's laws."""
     counts = [len(one.token_ids) for one in steps]
     width = max(counts)
     device = laws.greedy_ids.device
     ids = torch.tensor(
-        [[*one.token_ids, *[0] * (width - n)] for one, n in zip(steps, counts, strict=True)], device=device
+        [[*one.token_ids, *[0] * (width - n)] for one, n in zip(steps, counts, strict=True)],
+        dtype=torch.int64,
+        device=device,
     )
-    confidence = laws.confidence(ids) if confident and width else None
+    sure = laws.confidence(ids) if confidence and width else None
     if lenient or laws.probs is None or laws.probs_row is None:
-        return Proposal(ids, counts, confidence=confidence)
-    return Proposal(ids, counts, laws.probs, laws.probs_row[:, :width], confidence)
+        return Proposal(ids, counts, confidence=sure)
+    return Proposal(ids, counts, laws.probs, laws.probs_row[:, :width], sure)

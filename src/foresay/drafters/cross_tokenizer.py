@@ -9,13 +9,14 @@ by a Retokenizer.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
 import torch
 
 from foresay.decoding.proposal import Proposal, Verdict
-from foresay.decoding.protocols import LanguageModel, LengthPolicy, ModelOutput, Move
+from foresay.decoding.protocols import Drafter, LanguageModel, LengthPolicy, ModelOutput, Move
 from foresay.decoding.randomness import derive
 from foresay.decoding.rows import Row, Rows
 from foresay.decoding.sampling_params import SamplingParams
@@ -28,7 +29,7 @@ _TAG = 0x7A
 
 
 class Retokenizer(Protocol):
-    """What two tokenizers say to each other."""
+    """How the tokens of two tokenizers become each other's."""
 
     shared: tuple[torch.Tensor, torch.Tensor]
     """Ids of the tokens that both have, in the draft's and in the target's numbers: two [S] int64."""
@@ -60,17 +61,15 @@ class _Restricted(VocabularyAdapter):
         self.rows: torch.Tensor | None = None
         """[B] bool: the rows to restrict."""
 
-    def aligned(self, scores: torch.Tensor) -> torch.Tensor:
+    def adapted(self, scores: torch.Tensor) -> torch.Tensor:
         """The scores of shared tokens alone where a row is restricted."""
         if self.rows is None or len(self.rows) != len(scores):
             return scores
         return scores.masked_fill(self.rows[:, None, None] & self._others, -torch.inf)
 
 
-class CrossTokenizerDrafter:
+class CrossTokenizerDrafter(Drafter):
     """Guesses with a model that has other tokens than the target."""
-
-    hidden_layers: tuple[int, ...] = ()
 
     def __init__(self, model: LanguageModel, target_vocab_size: int, retokenizer: Retokenizer) -> None:
         """retokenizer: between the target's tokens and those of `model`."""
@@ -109,8 +108,8 @@ class CrossTokenizerDrafter:
         device = self._model.device
         greedy = [row.params.greedy or not len(self._shared[0]) for row in rows]
         theirs = Rows(
-            [self._translated(i, row, greedy[i]) for i, row in enumerate(rows)],
-            confident=rows.confident,
+            [self._in_draft_tokens(i, row, greedy[i]) for i, row in enumerate(rows)],
+            needs=replace(rows.needs, shares_noise=False),
             level=rows.level + 1,
         )
         self._model.rows = torch.tensor([not g for g in greedy], device=device)
@@ -128,9 +127,9 @@ class CrossTokenizerDrafter:
         width = max(map(len, retold))
         padded = [[*tokens, *[0] * (width - len(tokens))] for tokens in retold]
         grown.add(Proposal(torch.tensor(padded, dtype=torch.int64).view(len(rows), width), [len(t) for t in retold]))
-        return grown.proposal(confident=rows.confident)
+        return grown.proposal(confidence=rows.needs.confidence)
 
-    def _translated(self, place: int, row: Row, greedy: bool) -> Row:
+    def _in_draft_tokens(self, place: int, row: Row, greedy: bool) -> Row:
         """A row in the draft's tokens; what depends on the target's ids (penalties, biases, processors) is left out."""
         tokens = np.asarray(
             self._readers[place].read(row.full_context.tolist(), len(row.committed.full_context)), dtype=np.int64

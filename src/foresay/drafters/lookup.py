@@ -6,23 +6,24 @@ looks up whatever context it is asked about, committed or guessed, so that it al
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Generic, TypeVar
 
 import torch
 
 from foresay.decoding.proposal import Proposal, Verdict
-from foresay.decoding.protocols import LengthPolicy, ModelOutput, Move
+from foresay.decoding.protocols import Drafter, LengthPolicy, ModelOutput, Move
 from foresay.decoding.rows import Row, Rows
 
 State = TypeVar("State")
 
 
-class LookupDrafter(ABC, Generic[State]):
+class LookupDrafter(Drafter, Generic[State]):
     """A Drafter whose guesses cost no pass of a model."""
 
-    hidden_layers: tuple[int, ...] = ()
+    keeps_requests: bool = False
+    """Whether what it knows outlives a request."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self._device = torch.device(device)

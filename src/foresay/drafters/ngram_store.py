@@ -127,6 +127,7 @@ class NgramStoreDrafter(LookupDrafter[_Known]):
         """
         super().__init__(device)
         self._shared = store
+        self.keeps_requests = store is not None
         self._settings: dict[str, Any] = {"n": n, "levels": levels, "max_contexts": max_contexts}
         NgramStore(**self._settings)  # they are checked here
         self.filler_top_k = check_int("filler_top_k", filler_top_k, 1, 64)

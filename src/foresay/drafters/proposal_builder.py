@@ -39,19 +39,19 @@ class ProposalBuilder:
             self._laws.append(proposal.laws)
             self._num_laws += len(proposal.laws)
 
-    def proposal(self, *, confident: bool = False) -> Proposal:
+    def proposal(self, *, confidence: bool = False) -> Proposal:
         """What has grown."""
         counts = [len(row) for row in self.tokens]
         width = max(counts)
         if width == 0:
             return Proposal.empty(len(counts), self._device)
         ids = torch.tensor([row + [0] * (width - len(row)) for row in self.tokens], device=self._device)
-        confidence = None
-        if confident:
+        sure = None
+        if confidence:
             padded = [row + [1.0] * (width - len(row)) for row in self._confidence]
-            confidence = torch.tensor(padded, device=self._device)
+            sure = torch.tensor(padded, device=self._device)
         if not self._laws:
-            return Proposal(ids, counts, confidence=confidence)
+            return Proposal(ids, counts, confidence=sure)
         index = torch.tensor([row + [-1] * (width - len(row)) for row in self._index], device=self._device)
         laws = torch.cat([law.to(self._device) for law in self._laws])
-        return Proposal(ids, counts, laws, index, confidence)
+        return Proposal(ids, counts, laws, index, sure)

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from foresay.decoding.proposal import Verdict
-from foresay.decoding.protocols import ModelOutput, Move
+from foresay.decoding.protocols import Drafter, ModelOutput, Move
 from foresay.decoding.rows import Rows
 
 
-class Stateless:
+class Stateless(Drafter):
     """A drafter that remembers nothing; `propose` is the subclass's."""
-
-    hidden_layers: tuple[int, ...] = ()
 
     def admit(self, rows: Rows, first: int) -> None:
         """Nothing to remember."""

@@ -128,6 +128,7 @@ class SuffixDrafter(LookupDrafter[_Suffix]):
         """
         super().__init__(device)
         self.past = past
+        self.keeps_requests = past is not None
         self.scale = check_float("scale", scale, 0.1, 64.0)
         self.min_match = check_int("min_match", min_match, 1, 1024)
 

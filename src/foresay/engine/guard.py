@@ -7,8 +7,10 @@ tried again for all of them, and after three failures drafting stays off. The la
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -18,6 +20,8 @@ from foresay.decoding.rows import Rows
 
 logger = logging.getLogger("foresay")
 MAX_FAILURES = 3
+_SUM = 1e-3
+"""How far from 1 a law may sum: float32 over any vocabulary stays well within."""
 
 
 class GuardedDrafter:
@@ -72,7 +76,7 @@ class GuardedDrafter:
     def _checked(self, proposal: Proposal, rows: Rows, budget: Sequence[int]) -> Proposal:
         """The proposal cut to its longest guess and on the target's device; ValueError when it is malformed."""
         counts = list(proposal.num_tokens)
-        ids, laws, index = proposal.token_ids, proposal.laws, proposal.law_index
+        ids = proposal.token_ids
         if ids.ndim != 2 or ids.dtype != torch.int64 or ids.shape[0] != len(rows) or len(counts) != len(rows):
             raise ValueError(
                 f"ids of shape {tuple(ids.shape)} and dtype {ids.dtype} for {len(rows)} rows, not [B, K] int64"
@@ -82,29 +86,23 @@ class GuardedDrafter:
                 f"proposed {counts} tokens with a budget of {list(budget)} and a width of {proposal.width}"
             )
         width = max(counts)
-        ids = ids[:, :width].to(self._device)
-        if ids.numel() and not bool(((ids >= 0) & (ids < self._vocab)).all()):
+        changes: dict[str, Any] = {"num_tokens": counts, "token_ids": ids[:, :width].to(self._device)}
+        for name in ("law_index", "confidence", "parents"):
+            column: torch.Tensor | None = getattr(proposal, name)
+            if column is not None:
+                if column.shape != ids.shape:
+                    raise ValueError(f"{name} of shape {tuple(column.shape)} for ids of shape {tuple(ids.shape)}")
+                changes[name] = column[:, :width].to(self._device)
+        if proposal.laws is not None:
+            changes["laws"] = proposal.laws.to(self._device)
+        out = dataclasses.replace(proposal, **changes)
+        if width == 0:
+            return Proposal.empty(len(rows), self._device)
+        if not bool(((out.token_ids >= 0) & (out.token_ids < self._vocab)).all()):
             raise ValueError(f"a proposed token id is not in [0, {self._vocab})")
-        confidence = proposal.confidence
-        if confidence is not None:
-            if confidence.shape != proposal.token_ids.shape:
-                raise ValueError(f"confidence of shape {tuple(confidence.shape)}")
-            confidence = confidence[:, :width].to(self._device)
-        if laws is None and index is None:
-            return Proposal(ids, counts, confidence=confidence)
-        return Proposal(ids, counts, *self._checked_laws(laws, index, proposal.token_ids.shape, width), confidence)
-
-    def _checked_laws(
-        self, laws: torch.Tensor | None, index: torch.Tensor | None, shape: torch.Size, width: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if laws is None or index is None:
-            raise ValueError("laws without law_index, or law_index without laws")
-        if laws.ndim != 2 or laws.shape[1] != self._vocab or index.shape != shape:
-            raise ValueError(f"laws of shape {tuple(laws.shape)} with an index of shape {tuple(index.shape)}")
-        index = index[:, :width].to(self._device)
-        if index.numel() and not bool(((index >= -1) & (index < len(laws))).all()):
-            raise ValueError("law_index is not into laws")
-        return laws.to(self._device), index
+        _check_laws(out, self._vocab)
+        _check_tree(out)
+        return out
 
     def observe(self, rows: Rows, verdict: Verdict | None, target: ModelOutput | None) -> None:
         """Pass on, unless drafting is off."""
@@ -118,3 +116,43 @@ class GuardedDrafter:
         """Forget every row, and try again unless it failed too often."""
         self._active = self.failures < MAX_FAILURES
         self._try(self.inner.reset)
+
+
+def _check_laws(proposal: Proposal, vocab: int) -> None:
+    """ValueError unless each sampled token names a law over the vocabulary. A NaN would pass every test of acceptance."""
+    laws, index = proposal.laws, proposal.law_index
+    if laws is None and index is None:
+        return
+    if laws is None or index is None:
+        raise ValueError("laws without law_index, or law_index without laws")
+    if laws.ndim != 2 or laws.shape[1] != vocab:
+        raise ValueError(f"laws of shape {tuple(laws.shape)}, not [N, {vocab}]")
+    if not bool(((index >= -1) & (index < len(laws))).all()):
+        raise ValueError("law_index is not into laws")
+    # the least and the sum of a row that holds a NaN or an infinity are not finite either
+    good = (laws.amin(-1) >= 0) & ((laws.sum(-1, dtype=torch.float32) - 1).abs() <= _SUM)
+    if not bool(good.all()):
+        raise ValueError(f"{int((~good).sum())} of {len(laws)} laws are not finite, negative, or do not sum to 1")
+
+
+def _check_tree(proposal: Proposal) -> None:
+    """ValueError unless every parent comes before its child, siblings differ, and sampled ones come first."""
+    if proposal.parents is None:
+        return
+    index = None if proposal.law_index is None else proposal.law_index.tolist()
+    for i, (above, ids, n) in enumerate(
+        zip(proposal.parents.tolist(), proposal.token_ids.tolist(), proposal.num_tokens, strict=True)
+    ):
+        named: set[int] = set()
+        seen: set[tuple[int, int]] = set()
+        for column in range(n):
+            parent = above[column]
+            if not -1 <= parent < column:
+                raise ValueError(f"column {column} of a tree follows column {parent}")
+            if (parent, ids[column]) in seen:
+                raise ValueError(f"token {ids[column]} follows column {parent} of a tree twice")
+            seen.add((parent, ids[column]))
+            if index is None or index[i][column] < 0:
+                named.add(parent)
+            elif parent in named:
+                raise ValueError(f"column {column} of a tree was sampled, and a sibling before it was not")

@@ -7,6 +7,8 @@ Owns the rows, the target's cache and the order of things. Knows no text: a stop
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import secrets
 from collections import deque
 from collections.abc import Sequence
@@ -17,13 +19,24 @@ from foresay.checks import check_int
 from foresay.decoding.outcome import FinishReason, Step
 from foresay.decoding.prefill import fill_chunk, pending
 from foresay.decoding.processors import check_processors, check_token_ids
-from foresay.decoding.protocols import Drafter, LanguageModel, LengthPolicy, Rule
+from foresay.decoding.protocols import (
+    Drafter,
+    KVCache,
+    LanguageModel,
+    LengthPolicy,
+    Observer,
+    ProposesTrees,
+    Remembers,
+    Rule,
+)
+from foresay.decoding.randomness import derive
 from foresay.decoding.rows import IntArray, Row, Rows, StopCondition
 from foresay.decoding.sampling_params import MAX_SEED, SamplingParams
 from foresay.decoding.step import step
 from foresay.engine.guard import GuardedDrafter
+from foresay.engine.prefixes import PrefixStore
 from foresay.engine.row_moves import plan_moves
-from foresay.errors import ContextLengthError, PromptError, RequestError
+from foresay.errors import ConfigError, ContextLengthError, PromptError, UnsupportedModelError
 
 PREFILL_TOKENS = 512
 """Prompt tokens filled between two decoding steps, about; more would make the rows that decode wait."""
@@ -47,7 +60,18 @@ class Engine:
         policy: LengthPolicy,
         *,
         max_batch_size: int = 32,
+        prefixes: PrefixStore | None = None,
+        observers: Sequence[Observer] = (),
     ) -> None:
+        """prefixes: lets requests start from the slots of rows that hold the same beginning; None fills every prompt whole.
+
+        observers: see each step as it is judged. Raises ConfigError or UnsupportedModelError when the drafter proposes trees
+        that the rule or the target does not take.
+        """
+        self.observers = tuple(observers)
+        _check_trees(target, drafter, rule)
+        # a drafter that reads hidden states must see all of a prompt's
+        self._prefixes = None if drafter is not None and drafter.hidden_layers else prefixes
         self.max_batch_size = check_int("max_batch_size", max_batch_size, 1, MAX_BATCH_SIZE)
         self.target, self.rule, self.policy = target, rule, policy
         self.drafter = None if drafter is None else GuardedDrafter(drafter, target.vocab_size, target.device)
@@ -60,8 +84,7 @@ class Engine:
         self._rows: Rows | None = None
         self._cancelled: set[int] = set()
         self._next_id = 0
-        self.errors: dict[int, RequestError] = {}
-        """Why requests that ended with FinishReason.ERROR did."""
+        self._nonce = _repeats_seeds(drafter, rule)
 
     def submit(
         self,
@@ -85,13 +108,15 @@ class Engine:
         self._check_source(source)
         seed = params.seed if params.seed is not None else secrets.randbelow(MAX_SEED)
         row = Row(self._next_id, prompt, params, seed=seed, limit=limit, eos=eos, stop=stop, source=source)
+        if self._nonce:
+            row.rng_key = derive(seed, next(_SERIAL))
         self._next_id += 1
         self._waiting.append(row)
         return row.request_id
 
     def _check_source(self, source: Sequence[int] | IntArray | None) -> None:
         """An encoder-decoder needs a source its encoder can read; any other model has no use for one."""
-        reads = getattr(self.target, "reads_source", False)
+        reads, longest = self.target.capabilities.reads_source, self.target.capabilities.max_source_length
         if source is None:
             if reads:
                 raise PromptError("an encoder-decoder model needs a source; pass source=")
@@ -100,7 +125,7 @@ class Engine:
             raise PromptError("a source was given, but the model has no encoder to read it")
         if len(source) == 0:
             raise PromptError("the source is empty; give at least one token")
-        vocab, longest = self.target.vocab_size, getattr(self.target, "max_source_length", None)
+        vocab = self.target.vocab_size
         if min(source) < 0 or max(source) >= vocab:
             raise PromptError(f"a source token id is not in the vocabulary (0 to {vocab - 1})")
         if longest is not None and len(source) > longest:
@@ -141,6 +166,11 @@ class Engine:
         return bool(self._items or self._waiting)
 
     @property
+    def num_waiting(self) -> int:
+        """Requests that no row is free for yet."""
+        return len(self._waiting)
+
+    @property
     def num_active(self) -> int:
         """Rows in the batch, those being prefilled included."""
         return len(self._items)
@@ -163,28 +193,46 @@ class Engine:
             return ended
         rows = self._active()
         try:
-            steps = step(rows, self.target, self._cache, self.drafter, self.rule, self.policy)
-        except BaseException as error:
+            steps = step(rows, self.target, self._cache, self.drafter, self.rule, self.policy, self.observers)
+        except BaseException:
             # the pass may have filled the caches before it failed: whoever goes on must find them as they were
             self._cache.truncate([row.size - 1 for row in rows])
             if self.drafter is not None:
                 self.drafter.observe(rows, None, None)
-            if not isinstance(error, RequestError):
-                raise
-            return [*ended, self._fail(error)]
+            raise
+        steps = [
+            dataclasses.replace(one, num_cached=row.num_cached) if row.num_new == len(one.token_ids) else one
+            for row, one in zip(rows, steps, strict=True)
+        ]
         self._retire([s.finish_reason is None for s in steps])
         return ended + steps
 
-    def _fail(self, error: RequestError) -> Step:
-        """End the request that cannot go on; the others take part in the next step."""
-        self.errors[error.request_id] = error
-        self._retire([row.request_id != error.request_id for row in self._items])
-        return Step(error.request_id, (), (), 0, 0, FinishReason.ERROR)
+    def abandon(self) -> list[int]:
+        """Drop every request, running or waiting, and start anew with empty caches; returns their ids."""
+        gone = [row.request_id for row in (*self._items, *self._waiting)]
+        self._waiting.clear()
+        self._items, self._decoding, self._rows = [], 0, None
+        self._cache = self.target.new_cache()
+        if self._prefixes is not None:
+            self._prefixes.clear()
+        if self.drafter is not None:
+            self.drafter.use_cache_of_target(self._cache)
+            self.drafter.reset()
+        return gone
+
+    @property
+    def cache(self) -> KVCache:
+        """The target's cache; a row for each active request."""
+        return self._cache
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """The active rows in cache order, those that are still being filled last."""
+        return tuple(self._items)
 
     def _active(self) -> Rows:
         if self._rows is None:
-            rule = self.rule
-            self._rows = Rows(self._items[: self._decoding], coupled=rule.coupled, confident=rule.confident)
+            self._rows = Rows(self._items[: self._decoding], needs=self.rule.needs)
         return self._rows
 
     def _cancel(self) -> list[Step]:
@@ -194,7 +242,7 @@ class Engine:
         self._waiting = deque(r for r in self._waiting if r.request_id not in self._cancelled)
         self._retire([r.request_id not in self._cancelled for r in self._items])
         self._cancelled.clear()
-        return [Step(r.request_id, (), (), 0, 0, FinishReason.CANCELLED) for r in gone]
+        return [Step(r.request_id, (), (), 0, 0, finish_reason=FinishReason.CANCELLED) for r in gone]
 
     def _admit(self) -> None:
         """Move waiting requests into free places, the short prompts of one admission first so that they pad little."""
@@ -218,9 +266,12 @@ class Engine:
         if self._decoding == len(self._items):
             return
         everyone = Rows(self._items)
+        hidden = () if self.drafter is None else self.drafter.hidden_layers
         filled = 0
         while filled < PREFILL_TOKENS or self._decoding == 0:
-            count = fill_chunk(self.target, self._cache, everyone, self._decoding)
+            if self._prefixes is not None:
+                self._prefixes.fill(self._cache, everyone, self._decoding)
+            count = fill_chunk(self.target, self._cache, everyone, self._decoding, hidden)
             filled += count
             self._join(everyone)
             if count == 0:
@@ -235,12 +286,18 @@ class Engine:
             self._rows = None
             if self.drafter is not None:
                 self.drafter.admit(self._active(), first)
+            for row in self._items[first : self._decoding]:
+                row.prompt_hidden = {}
 
     def _retire(self, alive: Sequence[bool]) -> None:
         """Close the gaps of ended rows; each surviving row moves at most once."""
         alive = [*alive, *[True] * (len(self._items) - len(alive))]
         if all(alive):
             return
+        if self._prefixes is not None:
+            for place, (row, stays) in enumerate(zip(self._items, alive, strict=True)):
+                if not stays:
+                    self._prefixes.save(self._cache, row, place)
         front, back, decoding = plan_moves(alive, self._decoding)
         for source, place in (*front, *back):
             self._items[place] = self._items[source]
@@ -250,3 +307,25 @@ class Engine:
         if self.drafter is not None:
             self.drafter.rearrange(front, decoding)
         self._decoding, self._rows = decoding, None
+
+
+_SERIAL = itertools.count(1)
+
+
+def _repeats_seeds(drafter: Drafter | None, rule: Rule) -> bool:
+    """Whether a seed given twice would meet guesses that were made of its own numbers (see `Remembers`)."""
+    return not rule.ignores_drafts and isinstance(drafter, Remembers) and drafter.repeats_seeds()
+
+
+def _check_trees(target: LanguageModel, drafter: Drafter | None, rule: Rule) -> None:
+    if not isinstance(drafter, ProposesTrees) or drafter.branches <= 1:
+        return
+    name = type(drafter).__name__
+    if not rule.trees:
+        raise ConfigError(
+            f"rule {rule.name!r} judges chains, and {name} proposes trees; use speculative, match or coupled"
+        )
+    if not target.capabilities.trees:
+        raise UnsupportedModelError(
+            f"{name} proposes trees, and {type(target).__name__} does not take them; use a drafter of chains"
+        )

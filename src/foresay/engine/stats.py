@@ -52,7 +52,7 @@ class Stats:
         self.num_accepted += step.num_accepted
         self.origins.update(step.origins)
         self.accepted_lengths[step.num_accepted] += 1
-        self.tested_at.update(range(step.num_tested))
+        self.tested_at.update(dict(enumerate(step.tested)))
         self.accepted_at.update(range(step.num_accepted))
         self.draft_s += step.draft_s / step.batch_size
         self.target_s += step.target_s / step.batch_size

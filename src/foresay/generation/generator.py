@@ -1,66 +1,37 @@
 """Text in, text out: the object `foresay.load` returns.
 
-Owns the way from a prompt through the engine to text, in one piece, streamed or asynchronously. Each call has an engine
-and caches of its own, so calls do not see each other.
+Owns what a call asks of a session, in one piece, streamed or asynchronously. Each call of `generate` and `stream` has a
+session of its own, so calls do not see each other; all `astream` calls on one Generator share one, and its batch.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any, overload
 
+from foresay.checks import check_flag
 from foresay.decoding.acceptance import RULES, Speculative
-from foresay.decoding.outcome import FinishReason, Step
-from foresay.decoding.protocols import LengthPolicy, Rule
+from foresay.decoding.protocols import Drafter, LengthPolicy, Observer, Rule
+from foresay.decoding.randomness import derive
 from foresay.decoding.sampling_params import SamplingParams
-from foresay.engine import Engine, Stats
+from foresay.engine import Engine
+from foresay.engine.prefixes import PrefixStore
 from foresay.errors import ConfigError
 from foresay.generation.result import Chunk, Generation
+from foresay.generation.session import Session, SessionThread
 from foresay.lengths import LENGTHS, ConstantLength
 from foresay.methods.expressions import written
 from foresay.methods.recipes import DrafterBuilder, Resources
 from foresay.models.sources.catalog import LoadedModel
-from foresay.text.prompts import Prompt, encode, is_batch
-from foresay.text.stream import Detokenizer, StopStrings, TextStream
+from foresay.text.prompts import Prompt, is_batch
+from foresay.text.tokenizer import Tokenizer
 
-
-class _Request:
-    """One request on its way through an engine."""
-
-    def __init__(self, index: int, prompt: list[int], params: SamplingParams, tokenizer: Any) -> None:
-        if params.stop and tokenizer is None:
-            raise ConfigError(
-                "stop strings need a tokenizer, and this model was loaded without one; use stop_token_ids"
-            )
-        self.index, self.prompt, self.params, self._tokenizer = index, prompt, params, tokenizer
-        self.stop = StopStrings(tokenizer, params.stop, params.min_new_tokens) if params.stop else None
-        self.steps: list[Step] = []
-        self.seed: int | None = None
-
-    def finish(self, reason: FinishReason, exact: bool, draft_error: str | None) -> Generation:
-        ids = [token for step in self.steps for token in step.token_ids]
-        return Generation(
-            text=self._text(ids),
-            token_ids=ids,
-            prompt_token_ids=self.prompt,
-            finish_reason=reason,
-            steps=self.steps,
-            stats=Stats.of(self.steps),
-            seed=self.seed,
-            exact=exact,
-            draft_error=draft_error,
-        )
-
-    def _text(self, ids: list[int]) -> str:
-        if self._tokenizer is None:
-            return ""
-        if self.stop is not None and self.stop.cut_at is not None:
-            return self.stop.text[: self.stop.cut_at]
-        # as the stream decodes it: `decode` of the whole may turn complete characters before a cut one into U+FFFD
-        return Detokenizer(self._tokenizer).all(ids)
+PREFIX_BYTES = 1 << 28
+"""Slots of ended rows that the session of `astream` keeps for others to begin with."""
 
 
 class Generator:
@@ -77,13 +48,19 @@ class Generator:
         drafter: str = "none",
         resources: Resources | None = None,
         forget: Callable[[], None] | None = None,
+        share_prefixes: bool = True,
     ) -> None:
-        """drafter: what its maker calls it. resources: what `foresay.change` needs. forget: clears what outlives requests."""
+        """drafter: what its maker calls it. resources: what `foresay.change` needs. forget: clears what outlives requests.
+
+        share_prefixes: whether a prompt may start from the slots of a row that begins alike.
+        """
+        self.share_prefixes = check_flag("share_prefixes", share_prefixes)
         self.target, self.rule, self.policy = target, rule, policy
         self.max_batch_size = max_batch_size
         self.drafter_name, self.resources = drafter, resources
         self._build_drafter, self._forget = build_drafter, forget
         self._latest: weakref.ref[Engine] | None = None
+        self._live = SessionThread(lambda: self.session(prefix_bytes=PREFIX_BYTES))
 
     def __repr__(self) -> str:
         return f"<foresay.Generator {self.description}>"
@@ -114,10 +91,11 @@ class Generator:
             drafter=self.drafter_name,
             resources=self.resources,
             forget=self._forget,
+            share_prefixes=self.share_prefixes,
         )
 
     @property
-    def tokenizer(self) -> Any:
+    def tokenizer(self) -> Tokenizer | None:
         """The target's tokenizer, or None."""
         return self.target.tokenizer
 
@@ -130,19 +108,39 @@ class Generator:
             ConstantLength(0),
             max_batch_size=self.max_batch_size,
             resources=self.resources,
+            share_prefixes=self.share_prefixes,
         )
 
-    def engine(self) -> Engine:
-        """A fresh engine over the shared weights."""
+    def make_drafter(self) -> Drafter | None:
+        """A drafter as each engine gets one; None where nothing drafts."""
+        return self._build_drafter()
+
+    def engine(self, *, prefix_bytes: int = 0, observers: Sequence[Observer] = ()) -> Engine:
+        """A fresh engine over the shared weights. prefix_bytes: slots of ended rows that it may keep for others to begin with."""
         drafter = self._build_drafter()
         busy = self._latest() if self._latest is not None else None
         if busy is not None and busy.has_work and busy.drafter is not None and busy.drafter.inner is drafter:
             raise ConfigError(
                 f"this {type(drafter).__name__} drafts for another call that has not ended; pass a function that makes one"
             )
-        engine = Engine(self.target.model, drafter, self.rule, self.policy, max_batch_size=self.max_batch_size)
+        engine = Engine(
+            self.target.model,
+            drafter,
+            self.rule,
+            self.policy,
+            max_batch_size=self.max_batch_size,
+            prefixes=PrefixStore(prefix_bytes) if self.share_prefixes else None,
+            observers=observers,
+        )
         self._latest = weakref.ref(engine)
         return engine
+
+    def session(
+        self, *, max_waiting: int | None = None, prefix_bytes: int = 0, observers: Sequence[Observer] = ()
+    ) -> Session:
+        """A fresh session over the shared weights: submit, step, cancel. max_waiting: requests that may wait for a row."""
+        engine = self.engine(prefix_bytes=prefix_bytes, observers=observers)
+        return Session(self.target, engine, max_waiting=max_waiting)
 
     @overload
     def generate(self, prompt: Sequence[Mapping[str, str]], params: None = None, **changes: Any) -> Generation: ...
@@ -166,12 +164,13 @@ class Generator:
         prompt: a text, chat messages, token ids, or a list of those, which is decoded as a batch and gives a list.
         params: for all prompts, or one per prompt. changes: fields of SamplingParams, over `params`. on_chunk: called
         after every target pass of every prompt. Raises ConfigError, PromptError or ContextLengthError before anything
-        is decoded.
+        is decoded. A request that fails on its way raises RequestError; in a list it ends alone, with
+        finish_reason "error" and its `error`.
         """
         batch = is_batch(prompt)
         done: dict[int, Generation] = {}
-        requests = self._requests(list(prompt) if batch else [prompt], params, changes)
-        for chunk in self._run(*requests, text=on_chunk is not None):
+        session, places = self._submitted(prompt, params, changes, text=on_chunk is not None)
+        for chunk in _run(session, places, alone=not batch):
             if on_chunk is not None:
                 on_chunk(chunk)
             if chunk.generation is not None:
@@ -185,91 +184,80 @@ class Generator:
 
         The iterator may be abandoned at any time.
         """
-        prompts = list(prompt) if is_batch(prompt) else [prompt]
-        return self._run(*self._requests(prompts, params, changes), text=True)
+        return _run(*self._submitted(prompt, params, changes, text=True), alone=not is_batch(prompt))
 
     async def astream(
         self, prompt: Any, params: SamplingParams | Sequence[SamplingParams] | None = None, **changes: Any
     ) -> AsyncIterator[Chunk]:
-        """`stream` for asyncio: passes run in a worker thread, the event loop stays free."""
-        iterator = self.stream(prompt, params, **changes)
+        """`stream` for asyncio, over a session that all calls share: its rows decode together, on a thread of its own.
+
+        A call that is cancelled, or whose iterator is closed, frees its rows before the next step.
+        """
+        requests = _requests(prompt, params, changes)
+        loop, queue = asyncio.get_running_loop(), asyncio.Queue[Chunk]()
+
+        def listen(place: int, chunk: Chunk) -> None:
+            loop.call_soon_threadsafe(queue.put_nowait, replace(chunk, index=place))
+
+        submitted = self._live.submit(requests, listen)
+        open_places = set(range(len(requests)))
         try:
-            while True:
-                pending = asyncio.ensure_future(asyncio.to_thread(next, iterator, None))
-                try:
-                    chunk = await asyncio.shield(pending)
-                except asyncio.CancelledError:
-                    await _settled(pending)
-                    raise
-                if chunk is None:
-                    return
+            await asyncio.wrap_future(submitted)
+            while open_places:
+                chunk = await queue.get()
+                if chunk.finish_reason is not None:
+                    open_places.discard(chunk.index)
+                if chunk.error is not None and not is_batch(prompt):
+                    raise chunk.error
                 yield chunk
         finally:
-            iterator.close()  # type: ignore[attr-defined]
+            if open_places:
+                submitted.add_done_callback(self._abandon)
 
-    def _requests(
-        self, prompts: Sequence[Prompt], params: Any, changes: dict[str, Any]
-    ) -> tuple[Engine, dict[int, _Request]]:
-        """Encode, validate and submit everything; nothing is decoded when one prompt is bad."""
-        if params is not None and not isinstance(params, SamplingParams):
-            each = list(params)
-            if len(each) != len(prompts):
-                raise ConfigError(
-                    f"{len(each)} params were given for {len(prompts)} prompts; give one, or one for each"
-                )
-        else:
-            each = [params] * len(prompts)
-        engine = self.engine()
-        requests: dict[int, _Request] = {}
-        for i, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
-            final = SamplingParams.of(one, **changes)
-            ids = encode(prompt, self.tokenizer)
-            begun, final, source = self._begin(ids, final)
-            request = _Request(i, ids, final, self.tokenizer)
-            number = engine.submit(begun, final, eos=self.target.eos_token_ids, stop=request.stop, source=source)
-            request.seed = None if final.greedy else engine.seed_of(number)
-            requests[number] = request
-        return engine, requests
+    def _abandon(self, submitted: Future[list[int]]) -> None:
+        """End what a call of `astream` left behind."""
+        if not submitted.cancelled() and submitted.exception() is None:
+            self._live.cancel(submitted.result())
 
-    def _begin(self, ids: list[int], params: SamplingParams) -> tuple[list[int], SamplingParams, list[int] | None]:
-        """What the output continues, the parameters, and the source: an encoder-decoder reads the prompt there."""
-        model: Any = self.target.model
-        if not getattr(model, "reads_source", False):
-            return ids, params, None
-        return *model.start(params), ids
-
-    def _run(self, engine: Engine, requests: dict[int, _Request], *, text: bool) -> Iterator[Chunk]:
-        streams = {
-            number: TextStream(self.tokenizer, request.params.stop) if text and self.tokenizer is not None else None
-            for number, request in requests.items()
-        }
-        while engine.has_work:
-            for step in engine.step():
-                if step.finish_reason is FinishReason.ERROR:
-                    raise engine.errors[step.request_id]
-                request, stream = requests[step.request_id], streams[step.request_id]
-                request.steps.append(step)
-                pieces = stream.push(step.token_ids, step.origins) if stream is not None else []
-                whole = None
-                if step.finish_reason is not None:
-                    stopped = request.stop is not None and request.stop.cut_at is not None
-                    pieces += stream.finish(stopped=stopped) if stream is not None else []
-                    whole = request.finish(step.finish_reason, self.rule.exact, _draft_error(engine))
-                joined = "".join(piece.text for piece in pieces)
-                yield Chunk(request.index, joined, tuple(pieces), step, step.finish_reason, whole)
+    def _submitted(
+        self, prompt: Any, params: Any, changes: dict[str, Any], *, text: bool
+    ) -> tuple[Session, dict[int, int]]:
+        """A session with all prompts, and each request's place; nothing is decoded when one prompt is bad."""
+        requests = _requests(prompt, params, changes)
+        session = self.session()
+        numbers = [session.submit(one, final, text=text) for one, final in requests]
+        return session, {number: place for place, number in enumerate(numbers)}
 
 
-async def _settled(pending: asyncio.Future[Any]) -> None:
-    """Wait for the pass under way, which cannot be interrupted, however often the waiting is cancelled."""
-    while not pending.done():
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.wait([pending])
-    pending.exception()
+def _requests(prompt: Any, params: Any, changes: dict[str, Any]) -> list[tuple[Prompt, SamplingParams]]:
+    """Each prompt with its parameters. A seed given for several is the first one's; the others' are derived from it."""
+    prompts = list(prompt) if is_batch(prompt) else [prompt]
+    if params is None or isinstance(params, SamplingParams):
+        shared = SamplingParams.of(params, **changes)
+        return [(one, _seeded(shared, i)) for i, one in enumerate(prompts)]
+    each = list(params)
+    if len(each) != len(prompts):
+        raise ConfigError(f"{len(each)} params were given for {len(prompts)} prompts; give one, or one for each")
+    final = [SamplingParams.of(one, **changes) for one in each]
+    if changes.get("seed") is not None:
+        final = [_seeded(one, i) for i, one in enumerate(final)]
+    return list(zip(prompts, final, strict=True))
 
 
-def _draft_error(engine: Engine) -> str | None:
-    error = engine.drafter.last_error if engine.drafter is not None else None
-    return None if error is None else f"{type(error).__name__}: {error}"
+def _seeded(params: SamplingParams, place: int) -> SamplingParams:
+    """Rows of one call that drew the same numbers would not be independent samples."""
+    if params.seed is None or place == 0:
+        return params
+    return replace(params, seed=derive(params.seed, place))
 
 
-__all__ = ["Chunk", "Detokenizer", "Generation", "Generator"]
+def _run(session: Session, places: Mapping[int, int], *, alone: bool) -> Iterator[Chunk]:
+    """The chunks of all requests as they come. alone: there is one, whose error is raised."""
+    while session.has_work:
+        for chunk in session.step():
+            if alone and chunk.error is not None:
+                raise chunk.error
+            yield replace(chunk, index=places[chunk.index])
+
+
+__all__ = ["Chunk", "Generation", "Generator"]

@@ -6,7 +6,7 @@ Owns the choice of drafter, rule and length, and how they are changed on a model
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,6 +21,7 @@ from foresay.methods.recipes import DRAFTERS, Recipe, Resources, draft_model, re
 from foresay.methods.settings_file import is_settings, read_settings
 from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.resolve import resolve
+from foresay.text.tokenizer import Tokenizer
 
 DEFAULT_LENGTH = 5
 """Tokens a drafter of the caller's own is asked for."""
@@ -38,7 +39,9 @@ def load(
     max_batch_size: int | None = None,
     max_ngram: int | None = None,
     min_ngram: int | None = None,
-    tokenizer: Any = None,
+    tokenizer: Tokenizer | None = None,
+    eos_token_ids: int | Iterable[int] | None = None,
+    share_prefixes: bool = True,
     **options: Any,
 ) -> Generator:
     """Load a target, and what drafts for it.
@@ -50,9 +53,11 @@ def load(
     "max_gram" or "cascade(model=A, max_gram; k=[[5, 10], [0, 10]])" (docs/drafters.md has all), a Drafter, or a function
     that makes one. num_draft_tokens: tokens guessed per pass, 0 is plain decoding. length: instead, a policy such as
     "heuristic", "confidence(0.5)" or "throughput". rule: "speculative" (None), "block", "match", "coupled", or a lossy
-    one, "lenience(2)" or "typical". max_batch_size: rows decoded at a time, 32 unless told otherwise. options: fields of
-    LoadOptions (dtype, device, device_map, max_memory, quantization_config, tp_plan, revision, trust_remote_code), for
-    target and draft alike.
+    one, "lenience(2)" or "typical". max_batch_size: rows decoded at a time, 32 unless told otherwise. eos_token_ids: tokens
+    that end a text, where the model does not say so itself. share_prefixes: whether a prompt may start from the slots of a
+    row that begins alike (the same bits as filling it). options: fields of
+    LoadOptions (dtype, device, device_map, max_memory, quantization_config, tp_plan, revision, trust_remote_code), for target
+    and draft alike.
     """
     ngrams = {k: v for k, v in (("max_ngram", max_ngram), ("min_ngram", min_ngram)) if v is not None}
     if is_settings(target):
@@ -71,12 +76,12 @@ def load(
     max_batch_size = check_int(
         "max_batch_size", DEFAULT_BATCH if max_batch_size is None else max_batch_size, 1, MAX_BATCH_SIZE
     )
-    resources = Resources(resolve(target, settings, tokenizer), settings)
+    resources = Resources(resolve(target, settings, tokenizer, eos_token_ids), settings)
     if recipe is None and isinstance(draft, str | os.PathLike):
         recipe, name = DRAFTERS["model"](os.fspath(draft)), str(Call("model", ((None, os.fspath(draft)),)))
     elif recipe is None:
         recipe = draft_model(resolve(draft, LoadOptions(), None))
-    return _generator(resources, recipe, name, chosen, policy, max_batch_size)
+    return _generator(resources, recipe, name, chosen, policy, max_batch_size, share_prefixes)
 
 
 def _beside(file: Any, target: str) -> str:
@@ -112,12 +117,18 @@ def change(
     assert recipe is not None
     policy = _policy(recipe, name, num_draft_tokens, length)
     return _generator(
-        resources, recipe, name, chosen or generator.rule, policy, max_batch_size or generator.max_batch_size
+        resources,
+        recipe,
+        name,
+        chosen or generator.rule,
+        policy,
+        max_batch_size or generator.max_batch_size,
+        generator.share_prefixes,
     )
 
 
 def _generator(
-    resources: Resources, recipe: Recipe, name: str, rule: Rule, policy: LengthPolicy, size: int
+    resources: Resources, recipe: Recipe, name: str, rule: Rule, policy: LengthPolicy, size: int, share_prefixes: bool
 ) -> Generator:
     build = recipe.prepare(resources)
     return Generator(
@@ -129,6 +140,7 @@ def _generator(
         drafter=name,
         resources=resources,
         forget=recipe.forget,
+        share_prefixes=share_prefixes,
     )
 
 

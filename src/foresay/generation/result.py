@@ -7,6 +7,7 @@ from typing import Any
 
 from foresay.decoding.outcome import FinishReason, Step, TokenLogprob
 from foresay.engine import Stats
+from foresay.errors import RequestError
 from foresay.text.stream import Piece, TextStream
 
 
@@ -30,6 +31,13 @@ class Generation:
     """Whether the rule keeps the target's law."""
     draft_error: str | None = None
     """Why drafting ended early, when the drafter failed (the output is not affected)."""
+    error: RequestError | None = None
+    """Why the request ended with FinishReason.ERROR, after what it wrote until then."""
+
+    @property
+    def num_cached(self) -> int:
+        """Prompt tokens that were taken from another row's slots instead of being filled."""
+        return self.steps[0].num_cached if self.steps else 0
 
     @property
     def logprobs(self) -> list[TokenLogprob] | None:
@@ -50,7 +58,7 @@ class Chunk:
     """What one target pass added to a streamed request."""
 
     index: int
-    """Which prompt of a batch."""
+    """Which prompt of a batch; of a session, the request's id."""
     text: str
     pieces: tuple[Piece, ...]
     """The text by who wrote it."""
@@ -58,3 +66,8 @@ class Chunk:
     finish_reason: FinishReason | None
     generation: Generation | None = None
     """The whole, with the last chunk."""
+
+    @property
+    def error(self) -> RequestError | None:
+        """Why this request, and no other, ended with FinishReason.ERROR."""
+        return self.step.error

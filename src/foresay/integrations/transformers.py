@@ -92,8 +92,8 @@ def generate(
         while engine.has_work:
             for step in engine.step():
                 if step.finish_reason is FinishReason.ERROR:
-                    error = engine.errors[step.request_id]
-                    raise error.__cause__ or error  # what the caller's own processor raised
+                    assert step.error is not None
+                    raise step.error.__cause__ or step.error  # what the caller's own processor raised
                 outputs[step.request_id].extend(step.token_ids)
     sequences = _padded(input_ids, list(outputs.values()), config)
     if config.return_dict_in_generate:

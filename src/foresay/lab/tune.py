@@ -14,16 +14,14 @@ from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
 
-from foresay.decoding.acceptance import Speculative
 from foresay.decoding.protocols import Drafter
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import ModelDrafter
-from foresay.engine import Engine
 from foresay.errors import ConfigError, ForesayError
 from foresay.generation.generator import Generator
 from foresay.generation.method import PLAIN, Method
 from foresay.lab.data.items import PromptItem
-from foresay.lab.data.requests import PromptRequest, source_and_start
+from foresay.lab.data.requests import PromptRequest
 from foresay.lab.measure.live_run import run_live
 from foresay.lab.measure.profile import measure, measure_drafting, medians
 from foresay.lab.replay.precomputed import PrecomputedDrafter, can_precompute, precompute
@@ -151,16 +149,15 @@ class Tuner:
         """What filling some of the recorded prompts takes, of unlike lengths as they are, over what the profile expects."""
         every = _round_robin(self.recording)
         asks = [every[(turn * _FILLED + i) % len(every)] for i in range(min(_FILLED, len(every)))]
-        engine = Engine(self.target.target.model, None, Speculative(), ConstantLength(0), max_batch_size=_FILLED)
+        session = self.target.plain().with_settings(max_batch_size=_FILLED).session()
         params = SamplingParams(max_new_tokens=2, ignore_eos=True)
         for ask in asks:
-            prompt, one, source = source_and_start(self.target, ask.token_ids, params)
-            engine.submit(prompt, one, source=source)
+            session.submit(list(ask.token_ids), params, text=False)
         seconds = 0.0
-        while engine.has_work:
+        while session.has_work:
             began = perf_counter()
-            steps = engine.step()
-            seconds += perf_counter() - began - (steps[0].total_s if steps else 0.0)
+            chunks = session.step()
+            seconds += perf_counter() - began - (chunks[0].step.total_s if chunks else 0.0)
         expected = sum(made.fill_seconds(len(ask.token_ids) - 1) for ask in asks)
         return seconds / expected if expected else 1.0
 
@@ -187,7 +184,7 @@ class Tuner:
         if not generator.rule.exact:
             raise ConfigError(f"rule {generator.rule.name!r} is lossy: its output may differ")
         generator.forget()
-        drafter: Any = generator._build_drafter()
+        drafter: Any = generator.make_drafter()
         assert drafter is not None and self._profile is not None
         name: str | None = None
         if can_precompute(drafter, generator.policy, self.recording):

@@ -6,20 +6,18 @@ so there the softmax at temperature 1 is looked at. Drafters without a model are
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from abc import abstractmethod
 
 import torch
 
 from foresay.checks import check_float, check_int
 from foresay.decoding.laws import entropy
-from foresay.decoding.outcome import Step
-from foresay.decoding.protocols import DraftStep
+from foresay.decoding.protocols import DraftStep, LengthPolicy
 from foresay.decoding.rows import Rows
 from foresay.lengths.constant import MAX_DRAFT_TOKENS
 
 
-class _UntilUnsure(ABC):
+class _UntilUnsure(LengthPolicy):
     """Draft until a measure of doubt passes a bound, within [low, high]."""
 
     def __init__(self, low: int, high: int) -> None:
@@ -30,18 +28,12 @@ class _UntilUnsure(ABC):
         """The upper bound."""
         return [self.high] * len(rows)
 
-    def keep_drafting(self, index: int, guess: DraftStep) -> torch.Tensor | None:
+    def keep_drafting(self, step: DraftStep) -> torch.Tensor | None:
         """Rows whose last token the draft was sure of draft on; all of them up to the lower bound."""
-        if index + 1 < self.low:
-            return None
-        return self.sure(guess)
-
-    def observe(self, rows: Rows, steps: Sequence[Step]) -> None:
-        """Learn nothing: each token is judged by itself."""
-        del rows, steps
+        return self.sure(step) | (step.index + 1 < self.low)
 
     @abstractmethod
-    def sure(self, guess: DraftStep) -> torch.Tensor:
+    def sure(self, step: DraftStep) -> torch.Tensor:
         """[B] bool."""
 
 
@@ -52,9 +44,9 @@ class ConfidenceLength(_UntilUnsure):
         super().__init__(low, high)
         self.threshold = check_float("threshold", threshold, 0.0, 1.0)
 
-    def sure(self, guess: DraftStep) -> torch.Tensor:
+    def sure(self, step: DraftStep) -> torch.Tensor:
         """q(x) >= threshold."""
-        ids, laws = guess.token_ids[:, None], guess.laws
+        ids, laws = step.token_ids[:, None], step.laws
         if laws.probs_row is None:
             return laws.confidence(ids)[:, 0] >= self.threshold
         drawn = laws.prob_of(ids)[:, 0]
@@ -71,9 +63,9 @@ class EntropyLength(_UntilUnsure):
         super().__init__(low, high)
         self.threshold = check_float("threshold", threshold, 0.0, 100.0)
 
-    def sure(self, guess: DraftStep) -> torch.Tensor:
+    def sure(self, step: DraftStep) -> torch.Tensor:
         """H(q) <= threshold."""
-        laws = guess.laws
+        laws = step.laws
         assert laws.scores is not None
         raw = entropy(laws.scores[:, 0].float().softmax(-1))
         if laws.probs is None or laws.probs_row is None:

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
-
 from foresay.checks import check_int
-from foresay.decoding.outcome import Step
-from foresay.decoding.protocols import DraftStep
+from foresay.decoding.protocols import LengthPolicy
 from foresay.decoding.rows import Rows
 
 MAX_DRAFT_TOKENS = 64
 
 
-class ConstantLength:
+class ConstantLength(LengthPolicy):
     """gamma tokens for every row (Leviathan et al. 2023)."""
 
     def __init__(self, num_draft_tokens: int) -> None:
@@ -23,10 +18,3 @@ class ConstantLength:
     def budget(self, rows: Rows) -> list[int]:
         """gamma for each row."""
         return [self.num_draft_tokens] * len(rows)
-
-    def keep_drafting(self, index: int, guess: DraftStep) -> torch.Tensor | None:
-        """No row stops early."""
-        return None
-
-    def observe(self, rows: Rows, steps: Sequence[Step]) -> None:
-        """Nothing to learn."""

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from foresay.checks import check_int
 from foresay.decoding.outcome import Step
-from foresay.decoding.protocols import DraftStep
+from foresay.decoding.protocols import LengthPolicy
 from foresay.decoding.rows import Rows
 from foresay.lengths.constant import MAX_DRAFT_TOKENS
 
 _KEY = "heuristic"
 
 
-class HeuristicLength:
+class HeuristicLength(LengthPolicy):
     """Begin at `start`; `up` more after a fully accepted draft, else `down` fewer, within [low, high], row by row."""
 
     def __init__(self, start: int = 5, *, up: int = 2, down: int = 1, low: int = 1, high: int = 20) -> None:
@@ -27,10 +25,6 @@ class HeuristicLength:
     def budget(self, rows: Rows) -> list[int]:
         """Each row's own length."""
         return [int(row.extras.get(_KEY, self.start)) for row in rows]
-
-    def keep_drafting(self, index: int, guess: DraftStep) -> torch.Tensor | None:
-        """No row stops early."""
-        return None
 
     def observe(self, rows: Rows, steps: Sequence[Step]) -> None:
         """Lengthen or shorten; a step without a draft says nothing."""

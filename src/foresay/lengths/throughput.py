@@ -18,11 +18,9 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from threading import Lock
 
-import torch
-
 from foresay.checks import check_int
 from foresay.decoding.outcome import Step
-from foresay.decoding.protocols import DraftStep
+from foresay.decoding.protocols import LengthPolicy
 from foresay.decoding.rows import Rows
 from foresay.lengths.constant import MAX_DRAFT_TOKENS
 
@@ -121,7 +119,7 @@ class _Reach:
         return out
 
 
-class ThroughputLength:
+class ThroughputLength(LengthPolicy):
     """Never slower than plain decoding: lengthens, shortens or stops drafting by what it measures.
 
     Estimates are kept between requests. Where a draft is sampled, the output's law does not depend on it; its tokens may,
@@ -188,10 +186,6 @@ class ThroughputLength:
             if rate > best_rate:
                 best, best_rate = k, rate
         return best
-
-    def keep_drafting(self, index: int, guess: DraftStep) -> torch.Tensor | None:
-        """No row stops early."""
-        return None
 
     def observe(self, rows: Rows, steps: Sequence[Step]) -> None:
         """Measure a step."""

@@ -37,8 +37,8 @@ from foresay.lengths import LENGTHS, ConstantLength
 from foresay.methods.expressions import Call, apply, parse
 from foresay.models.sources.catalog import LoadedModel
 from foresay.models.sources.load_options import LoadOptions
-from foresay.models.sources.resolve import check_vocabularies, resolve
-from foresay.text.tokenizer import tokenizer_fingerprint
+from foresay.models.sources.resolve import resolve
+from foresay.text.tokenizer import check_vocabularies, tokenizer_fingerprint
 
 DrafterBuilder = Callable[[], Drafter | None]
 """Makes a drafter for one engine."""
@@ -164,14 +164,14 @@ def draft_model(loaded: LoadedModel) -> Recipe:
 
 
 def _draft_with(resources: Resources, draft: LoadedModel, trim: _Trim | None) -> DrafterBuilder:
-    if getattr(draft.model, "reads_source", False) and not getattr(resources.target.model, "reads_source", False):
+    if draft.model.capabilities.reads_source and not resources.target.model.capabilities.reads_source:
         raise UnsupportedModelError(
             f"{draft.name!r} is an encoder-decoder model and cannot draft for a decoder-only one; give it another draft"
         )
     try:
-        check_vocabularies(resources.target, draft)
+        check_vocabularies(resources.target.tokenizer, draft.tokenizer, (resources.target.name, draft.name))
     except VocabularyMismatchError:
-        reads = getattr(draft.model, "reads_source", False)  # its encoder is given the source in the target's tokens
+        reads = draft.model.capabilities.reads_source  # its encoder is given the source in the target's tokens
         if resources.target.tokenizer is None or draft.tokenizer is None or trim is not None or reads:
             raise
         from foresay.text.cross_tokenizer import TokenizerPair

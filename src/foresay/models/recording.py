@@ -1,7 +1,7 @@
 """Recorded outputs of a target as a model: it knows which token comes next, and no scores.
 
 Every row of an engine over it is one recorded text, by the order of submission. A pass answers with the recorded token
-behind each place; behind a guess that differs from the recording the answer means nothing, and no exact rule reads it.
+after each place; after a guess that differs from the recording the answer means nothing, and no exact rule reads it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from foresay.decoding.protocols import KVCache, Logits, ModelOutput, Move
+from foresay.decoding.proposal import depths_of
+from foresay.decoding.protocols import Capabilities, Feed, KVCache, LanguageModel, Logits, ModelOutput, Move
 from foresay.decoding.rows import IntArray, Rows
 from foresay.errors import ConfigError
 
@@ -38,6 +39,10 @@ class RecordingCache:
         for i, length in enumerate(lengths):
             self.lengths[i] = min(self.lengths[i], length)
 
+    def keep(self, starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
+        """Rewind: a recording holds no columns."""
+        self.truncate([start + len(path) for start, path in zip(starts, paths, strict=True)])
+
     def rearrange(self, moves: Sequence[Move], count: int) -> None:
         """Carry out the moves, drop rows from `count` on."""
         for source, target in moves:
@@ -46,7 +51,7 @@ class RecordingCache:
         self.texts = self.texts[:count]
 
 
-class RecordingModel:
+class RecordingModel(LanguageModel):
     """A LanguageModel that says what was recorded. Request i of an engine must be texts[i]."""
 
     device = torch.device("cpu")
@@ -55,12 +60,17 @@ class RecordingModel:
         if not texts:
             raise ConfigError("a recording without texts: there is nothing to replay")
         self.vocab_size, self.max_length = vocab_size, max_length
-        self.reads_source = texts[0].source is not None
+        self._capabilities = Capabilities(trees=True, scores=False, reads_source=texts[0].source is not None)
         lengths = [len(text.prompt) + len(text.output) for text in texts]
         self._tokens: IntArray = np.zeros((len(texts), max(lengths) + 1), dtype=np.int64)
         for row, text, length in zip(self._tokens, texts, lengths, strict=True):
             row[:length] = [*text.prompt, *text.output]
         self._texts = texts
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Trees and, of an encoder-decoder, sources; no scores."""
+        return self._capabilities
 
     def new_cache(self) -> RecordingCache:
         """A cache without rows."""
@@ -76,28 +86,20 @@ class RecordingModel:
             cache.lengths.append(0)
         cache.texts = np.append(cache.texts, [row.request_id for row in new])
 
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        num_tokens: Sequence[int],
-        cache: KVCache,
-        *,
-        first_row: int = 0,
-        logits: Logits = Logits.ALL,
-        hidden_layers: Sequence[int] = (),
-    ) -> ModelOutput:
-        """One pass, which gives points [B, T]; see LanguageModel.forward."""
+    def forward(self, feed: Feed, cache: KVCache) -> ModelOutput:
+        """One pass, which gives token_ids [B, T]; see LanguageModel.forward."""
         assert isinstance(cache, RecordingCache)
-        if hidden_layers:
+        if feed.hidden_layers:
             raise ConfigError("a recording has no hidden states, and this drafter asks for some")
-        batch, columns = token_ids.shape
-        places = slice(first_row, first_row + batch)
-        behind = np.asarray(cache.lengths[places])[:, None] + 1 + np.arange(columns)
-        for i, count in enumerate(num_tokens):
-            cache.lengths[first_row + i] += count
-        if logits is Logits.NONE:
+        batch, columns = feed.token_ids.shape
+        places = slice(feed.first_row, feed.first_row + batch)
+        depths = np.arange(columns)[None] if feed.parents is None else depths_of(feed.parents).cpu().numpy()
+        after = np.asarray(cache.lengths[places])[:, None] + 1 + depths
+        for i, count in enumerate(feed.num_tokens):
+            cache.lengths[feed.first_row + i] += count
+        if feed.logits is Logits.NONE:
             return ModelOutput(None)
-        if logits is Logits.LAST:
-            behind = behind[:, np.maximum(np.asarray(num_tokens), 1) - 1].diagonal()[:, None]
-        known = np.minimum(behind, self._tokens.shape[1] - 1)
+        if feed.logits is Logits.LAST:
+            after = np.take_along_axis(after, feed.last_columns().cpu().numpy()[:, None], 1)
+        known = np.minimum(after, self._tokens.shape[1] - 1)
         return ModelOutput(None, token_ids=torch.from_numpy(self._tokens[cache.texts[places][:, None], known]))

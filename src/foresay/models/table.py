@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from foresay.decoding.protocols import KVCache, Logits, ModelOutput, Move
+from foresay.decoding.protocols import Capabilities, Feed, KVCache, LanguageModel, Logits, ModelOutput, Move
 from foresay.decoding.rows import Rows
 from foresay.errors import ConfigError
 
@@ -26,6 +26,17 @@ class TableCache:
         for i, length in enumerate(lengths):
             self.lengths[i] = min(self.lengths[i], length)
 
+    def keep(self, starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
+        """Keep some columns of the last pass; see KVCache.keep."""
+        for i, (start, path) in enumerate(zip(starts, paths, strict=True)):
+            kept = [self.tokens[i][start + column] for column in path]
+            self.tokens[i][start : start + len(path)] = kept
+            self.lengths[i] = start + len(path)
+
+    def copy_prefix(self, source: int, target: int, length: int) -> None:
+        """Row `target` begins with the first `length` tokens of row `source`."""
+        self.lengths[target], self.tokens[target] = length, self.tokens[source][:length]
+
     def rearrange(self, moves: Sequence[Move], count: int) -> None:
         """Carry out the moves, drop rows from `count` on."""
         for source, target in moves:
@@ -33,11 +44,13 @@ class TableCache:
         del self.lengths[count:], self.tokens[count:]
 
 
-class TableModel:
+class TableModel(LanguageModel):
     """p(next | last two tokens) read from a table.
 
     table: [V, V, V] float, table[a, b] the law after ... a b; a row of one token counts as preceded by token 0.
     """
+
+    capabilities = Capabilities(trees=True)
 
     def __init__(self, table: torch.Tensor, *, max_length: int = 4096) -> None:
         if table.dim() != 3 or len(set(table.shape)) != 1:
@@ -73,31 +86,22 @@ class TableModel:
             cache.lengths.append(0)
             cache.tokens.append([])
 
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        num_tokens: Sequence[int],
-        cache: KVCache,
-        *,
-        first_row: int = 0,
-        logits: Logits = Logits.ALL,
-        hidden_layers: Sequence[int] = (),
-    ) -> ModelOutput:
+    def forward(self, feed: Feed, cache: KVCache) -> ModelOutput:
         """One pass; see LanguageModel.forward."""
         assert isinstance(cache, TableCache)
-        batch, columns = token_ids.shape
+        batch, columns = feed.token_ids.shape
         out = torch.empty(batch, columns, self.vocab_size, dtype=torch.float32)
-        for i, row in enumerate(token_ids.tolist()):
-            place = first_row + i
-            start = cache.lengths[place]
-            seen = cache.tokens[place][:start] + row
-            before = [0, *seen] if start == 0 else seen[start - 1 :]
-            out[i] = self._logits[before[:-1], before[1:]]
-            cache.tokens[place] = seen
-            cache.lengths[place] += num_tokens[i]
-        if logits is Logits.NONE:
+        parents = None if feed.parents is None else feed.parents.tolist()
+        for i, fed in enumerate(feed.token_ids.tolist()):
+            place = feed.first_row + i
+            seen = cache.tokens[place][: cache.lengths[place]]
+            last = seen[-1] if seen else 0
+            above = range(-1, columns - 1) if parents is None else parents[i]
+            out[i] = self._logits[[fed[column] if column >= 0 else last for column in above], fed]
+            cache.tokens[place] = seen + fed
+            cache.lengths[place] += feed.num_tokens[i]
+        if feed.logits is Logits.NONE:
             return ModelOutput(None)
-        if logits is Logits.LAST:
-            last = torch.tensor(num_tokens).clamp(min=1) - 1
-            out = out[torch.arange(batch), last][:, None]
-        return ModelOutput(out)
+        return ModelOutput(
+            out[torch.arange(batch), feed.last_columns()][:, None] if feed.logits is Logits.LAST else out
+        )

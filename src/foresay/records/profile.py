@@ -17,7 +17,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from foresay.decoding.prefill import CHUNK
+from foresay.decoding.protocols import FILL_CHUNK
 from foresay.errors import ConfigError
 from foresay.files import atomic_write
 from foresay.models.sources.packaged import cache_dir
@@ -112,9 +112,9 @@ class Profile:
 
     def fill_seconds(self, tokens: int) -> float:
         """Filling a prompt of this many tokens, in chunks."""
-        whole, rest = divmod(max(0, tokens), CHUNK)
+        whole, rest = divmod(max(0, tokens), FILL_CHUNK)
         known = sorted(self.fills)
-        return whole * line(known, CHUNK) + (line(known, rest) if rest else 0.0)
+        return whole * line(known, FILL_CHUNK) + (line(known, rest) if rest else 0.0)
 
     def draft_seconds(self, drafter: str, batch: int, count: int) -> float:
         """Drafting `count` tokens for a batch with a profiled drafter."""

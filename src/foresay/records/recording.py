@@ -36,7 +36,7 @@ class Record:
     source: tuple[int, ...] | None = None
     """What an encoder-decoder's encoder read."""
     seed: int | None = None
-    law: tuple[float, ...] | None = None
+    token_probs: tuple[float, ...] | None = None
     """The probability of each token under the law it was drawn from; of sampled outputs."""
     logprobs: tuple[float, ...] | None = None
     """Log-probabilities of the tokens under the raw logits."""
@@ -123,7 +123,7 @@ def read_record(line: Mapping[str, Any], vocab_size: int) -> Record:
     for name in ("prompt", "output", *(["source"] if values.get("source") is not None else [])):
         values[name] = _token_ids(name, values.get(name), vocab_size)
     FinishReason(values.get("finish_reason", "length"))
-    for name in ("law", "logprobs"):
+    for name in ("token_probs", "logprobs"):
         if values.get(name) is not None:
             values[name] = tuple(float(x) for x in values[name])
             if len(values[name]) != len(values["output"]):

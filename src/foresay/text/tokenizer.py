@@ -1,18 +1,87 @@
-"""What a tokenizer's ids mean."""
+"""What foresay asks of a tokenizer, and what a tokenizer's ids mean."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from foresay.errors import VocabularyMismatchError
+
+_SAMPLE = "def add(a, b):\n\treturn a + b  # 12 345.678\nIt's 9 o'clock — naïve café, 東京! <|im_start|> [INST] </s>"
 
 
-def tokenizer_fingerprint(tokenizer: Any) -> str:
+class Encoded(Protocol):
+    """A text's token ids."""
+
+    input_ids: list[int]
+
+
+class Tokenizer(Protocol):
+    """What is used of a tokenizer; those of transformers have it all."""
+
+    def __call__(self, text: str) -> Encoded:
+        """A text's ids, special tokens added as the tokenizer is set up to."""
+        ...
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str:
+        """The ids' text."""
+        ...
+
+    def get_vocab(self) -> Mapping[str, int]:
+        """token -> id."""
+        ...
+
+
+class ChatTokenizer(Tokenizer, Protocol):
+    """A tokenizer that writes chat messages as a prompt."""
+
+    chat_template: str | None
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, return_dict: bool
+    ) -> Mapping[str, Any]:
+        """The prompt's ids under "input_ids"."""
+        ...
+
+
+def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:
     """The sha256 of the tokenizer's (token, id) pairs, as hex: equal where ids mean the same, however it is implemented."""
     pairs = sorted((str(token), int(i)) for token, i in tokenizer.get_vocab().items())
     return hashlib.sha256(json.dumps(pairs).encode("ascii")).hexdigest()
 
 
-def tokenizer_size(tokenizer: Any) -> int:
+def tokenizer_size(tokenizer: Tokenizer) -> int:
     """One more than the tokenizer's highest id: ids may have gaps, and its own length counts names."""
     return int(max(tokenizer.get_vocab().values())) + 1
+
+
+def check_vocabularies(target: Tokenizer | None, draft: Tokenizer | None, names: tuple[str, str]) -> None:
+    """Raise VocabularyMismatchError when the same id or text means different tokens to target and draft.
+
+    Embeddings may be padded to different sizes; the ids that both tokenizers name must agree. names: of the two models, for
+    the message. Without a tokenizer nothing is known, and nothing refused.
+    """
+    if target is None or draft is None:
+        return
+    ours = {i: token for token, i in target.get_vocab().items()}
+    theirs = {i: token for token, i in draft.get_vocab().items()}
+    advice = "a draft must share the target's tokenizer"
+    for i in sorted(ours.keys() & theirs.keys()):
+        if ours[i] != theirs[i]:
+            raise VocabularyMismatchError(
+                f"token {i} is {ours[i]!r} to the target {names[0]!r} and {theirs[i]!r} to the draft {names[1]!r}; {advice}"
+            )
+    common = len(ours.keys() & theirs.keys())
+    if common < 0.9 * max(len(ours), len(theirs)):
+        raise VocabularyMismatchError(
+            f"the target {names[0]!r} names {len(ours)} tokens, the draft {names[1]!r} {len(theirs)}; {advice}"
+        )
+    a, b = target(_SAMPLE).input_ids, draft(_SAMPLE).input_ids
+    if a != b:
+        place = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+        raise VocabularyMismatchError(
+            f"the tokenizers of {names[0]!r} and {names[1]!r} split the same text differently from token {place} on "
+            f"({a[place : place + 3]} against {b[place : place + 3]}); {advice}"
+        )

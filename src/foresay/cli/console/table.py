@@ -77,7 +77,7 @@ class TableMethod:
         """Whether the output is plain decoding's; None where it need not be."""
         if self.written is None or plain.written is None or self.name == ALONE:
             return None
-        if not params.greedy and not self.generator.rule.coupled:
+        if not params.greedy and not self.generator.rule.needs.shares_noise:
             return None
         return self.written.token_ids == plain.written.token_ids
 

@@ -76,14 +76,6 @@ class RequestBuilder:
         return PromptRequest(name, item.category, tuple(ids), item, turn)
 
 
-def source_and_start(generator: Generator, ids: Sequence[int], params: SamplingParams) -> tuple[Any, ...]:
-    """(what the output continues, parameters, source) of a prompt: an encoder-decoder reads the prompt as its source."""
-    model: Any = generator.target.model
-    if not getattr(model, "reads_source", False):
-        return list(ids), params, None
-    return *model.start(params), list(ids)
-
-
 def digest(asks: Sequence[PromptRequest]) -> str:
     """A fingerprint of what is asked: a file that goes on must ask the same."""
     said = json.dumps([[ask.id, ask.token_ids, ask.item.followups] for ask in asks])

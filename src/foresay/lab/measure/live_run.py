@@ -7,15 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
-from foresay.decoding.outcome import FinishReason, Step
+from foresay.decoding.outcome import Step
 from foresay.decoding.randomness import derive
 from foresay.decoding.sampling_params import SamplingParams
-from foresay.engine import Engine, Stats
+from foresay.engine import Stats
 from foresay.errors import ForesayError
 from foresay.generation.generator import Generator
-from foresay.lab.data.requests import PromptRequest, source_and_start
+from foresay.lab.data.requests import PromptRequest
 from foresay.records.results import PromptResult
-from foresay.text.stream import StopStrings
 
 
 class DraftFailedError(ForesayError):
@@ -58,28 +57,22 @@ def run_live(generator: Generator, asks: Sequence[PromptRequest], params: Sampli
     What a drafter keeps between requests is cleared first. Raises DraftFailedError when the drafter failed.
     """
     generator.forget()
-    engine = generator.engine()
+    session = generator.session()
+    places: dict[int, int] = {}
     for place, ask in enumerate(asks):
         one = params if params.greedy else dataclasses.replace(params, seed=derive(params.seed or 0, place))
         try:
-            prompt, one, source = source_and_start(generator, ask.token_ids, one)
-            stop = StopStrings(generator.tokenizer, one.stop, one.min_new_tokens) if one.stop else None
-            engine.submit(prompt, one, eos=generator.target.eos_token_ids, stop=stop, source=source)
+            places[session.submit(list(ask.token_ids), one, text=False)] = place
         except ForesayError as error:
-            raise type(error)(f"prompt {ask.id!r}: {error}") from None
+            raise error.about(f"prompt {ask.id!r}") from None
     steps: list[list[Step]] = [[] for _ in asks]
     began = perf_counter()
-    while engine.has_work:
-        for step in engine.step():
-            if step.finish_reason is FinishReason.ERROR:
-                raise engine.errors[step.request_id]
-            steps[step.request_id].append(step)
+    while session.has_work:
+        for chunk in session.step():
+            if chunk.error is not None:
+                raise chunk.error
+            steps[places[chunk.index]].append(chunk.step)
     seconds = perf_counter() - began
-    _check(engine)
+    if session.engine.draft_failures:
+        raise DraftFailedError(f"the drafter failed: {session.draft_error}")
     return Live(seconds, tuple(map(tuple, steps)))
-
-
-def _check(engine: Engine) -> None:
-    if engine.draft_failures and engine.drafter is not None:
-        error = engine.drafter.last_error
-        raise DraftFailedError(f"the drafter failed: {type(error).__name__}: {error}")

@@ -17,21 +17,20 @@ import torch
 
 import foresay.lab.measure.roofline as floors
 from foresay.decoding.acceptance import Speculative
-from foresay.decoding.prefill import CHUNK, fill_chunk
+from foresay.decoding.prefill import fill_chunk
 from foresay.decoding.proposal import Proposal
-from foresay.decoding.protocols import Drafter, LanguageModel, LengthPolicy
+from foresay.decoding.protocols import FILL_CHUNK, Drafter, LanguageModel, LengthPolicy
 from foresay.decoding.rows import Row, Rows
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters.stateless import Stateless
 from foresay.engine import Engine
 from foresay.errors import ConfigError
 from foresay.generation.generator import Generator
-from foresay.lengths import ConstantLength
 from foresay.records.profile import Profile, Timing, profile_path
 from foresay.records.provenance import machine
 
 BATCHES, COLUMNS, CONTEXTS = (1, 2, 4, 8), (1, 2, 3, 4, 5, 6, 7, 9), (128, 512)
-FILLS = (8, 32, 128, CHUNK)
+FILLS = (8, 32, 128, FILL_CHUNK)
 LENGTHS = (1, 2, 4, 8)
 _WARM_UP = 2
 _TOGETHER = 4
@@ -52,11 +51,20 @@ class Noise(Stateless):
         return Proposal(tokens.to(self._device), list(budget))
 
 
+class _Stepwise(LengthPolicy):
+    """As many tokens as the next step is to be timed with."""
+
+    count = 0
+
+    def budget(self, rows: Rows) -> list[int]:
+        return [self.count] * len(rows)
+
+
 class _Bench:
     """An engine with `batch` rows of about `context` tokens, stepped at will."""
 
     def __init__(self, target: LanguageModel, drafter: Drafter, batch: int, context: int, steps: int) -> None:
-        self.policy = ConstantLength(0)
+        self.policy = _Stepwise()
         self.engine = Engine(target, drafter, Speculative(), self.policy, max_batch_size=batch)
         numbers = random.Random(batch * 10007 + context)
         for _ in range(batch):
@@ -68,7 +76,7 @@ class _Bench:
 
     def step(self, count: int) -> tuple[float, float]:
         """(seconds of drafting, seconds of the rest) of a step with drafts of `count` tokens."""
-        self.policy.num_draft_tokens = count
+        self.policy.count = count
         began = perf_counter()
         steps = self.engine.step()
         seconds = perf_counter() - began
@@ -189,7 +197,7 @@ def measure_drafting(
     out: list[tuple[int, int, float]] = []
     fill = 0.0
     for batch in batches:
-        drafter = generator._build_drafter()
+        drafter = generator.make_drafter()
         if drafter is None:
             raise ConfigError("drafter='none' has nothing to time")
         bench = _Bench(target, drafter, batch, context, (repeats + 1) * len(lengths))

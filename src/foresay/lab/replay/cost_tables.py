@@ -6,9 +6,8 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from foresay.decoding.protocols import Drafter, Logits, ModelOutput
+from foresay.decoding.protocols import Drafter
 from foresay.drafters import Cascade, ModelDrafter
 from foresay.errors import ConfigError
 from foresay.lab.replay.theory import COST_TABLES, NO_COST, CostModel
@@ -54,28 +53,22 @@ def _name(call: Call) -> str:
 
 
 class PassCounter:
-    """Counts the passes in which each draft model of a drafter scores something; prompts are not counted."""
+    """Counts the passes in which each draft model of a drafter scores something, row by row; prompts are not counted."""
 
     def __init__(self, drafter: Drafter | None, names: Sequence[str]) -> None:
         """names: of the drafters, in order; look-ups are named and make no passes."""
-        self.passes: Counter[str] = Counter()
         members = drafter.drafters if isinstance(drafter, Cascade) else [] if drafter is None else [drafter]
+        self._counted: list[tuple[str, ModelDrafter, int]] = []
         for member, name in zip(members, names, strict=False):
             if isinstance(member, ModelDrafter):
-                self._count(member, name)
+                self._counted.append((name, member, member.context.row_passes))
             elif name not in NO_COST:
                 raise ConfigError(f"the passes of {name!r} cannot be counted; SWI needs look-ups and draft models")
 
-    def _count(self, drafter: ModelDrafter, name: str) -> None:
-        model: Any = drafter.context.model
-        forward = model.forward
-
-        def counted(
-            token_ids: Any, num_tokens: Sequence[int], *args: Any, logits: Logits = Logits.ALL, **options: Any
-        ) -> ModelOutput:
-            # row by row, as the target's are; a row that is fed nothing rides along
-            self.passes[name] += 0 if logits is Logits.NONE else sum(count > 0 for count in num_tokens)
-            out: ModelOutput = forward(token_ids, num_tokens, *args, logits=logits, **options)
-            return out
-
-        model.forward = counted
+    @property
+    def passes(self) -> Counter[str]:
+        """Passes since this counter was made, by name."""
+        out: Counter[str] = Counter()
+        for name, member, before in self._counted:
+            out[name] += member.context.row_passes - before
+        return out

@@ -15,7 +15,7 @@ import torch
 
 from foresay.decoding.laws import build_laws
 from foresay.decoding.proposal import Proposal
-from foresay.decoding.protocols import LanguageModel, LengthPolicy, Logits
+from foresay.decoding.protocols import Feed, LanguageModel, LengthPolicy
 from foresay.decoding.rows import IntArray, Row, Rows
 from foresay.drafters import ModelDrafter
 from foresay.drafters.cross_tokenizer import CrossTokenizerDrafter
@@ -81,7 +81,7 @@ def _argmax_after(model: LanguageModel, row: Row, begin: int) -> IntArray:
     while place < end:
         count = min(_CHUNK, end - place)
         fed = torch.from_numpy(row.tokens[place : place + count])[None].to(model.device)
-        scores = model.forward(fed, [count], context.cache, logits=Logits.ALL).scores()
+        scores = context.forward(Feed(fed, [count])).scores()
         keep = max(0, begin - 1 - place)
         here = Row(0, row.tokens[: place + keep + 1], row.params, limit=row.limit, eos=row.eos)
         here.prompt_length = row.prompt_length

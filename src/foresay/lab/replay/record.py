@@ -12,19 +12,18 @@ from typing import Any
 from foresay.decoding.laws import Laws
 from foresay.decoding.outcome import FinishReason, Step
 from foresay.decoding.proposal import Proposal, Verdict
-from foresay.decoding.protocols import Rule
-from foresay.decoding.randomness import Streams, derive
+from foresay.decoding.protocols import Begun, ModelOutput
+from foresay.decoding.randomness import derive
+from foresay.decoding.rows import Rows
 from foresay.decoding.sampling_params import SamplingParams
-from foresay.engine import Engine
 from foresay.errors import ConfigError, ForesayError
 from foresay.generation.generator import Generator
 from foresay.lab.data.items import PromptItem
-from foresay.lab.data.requests import PromptRequest, RequestBuilder, changed_params, digest, source_and_start
-from foresay.lengths import ConstantLength
+from foresay.lab.data.requests import PromptRequest, RequestBuilder, changed_params, digest
 from foresay.records.lines import LineWriter
 from foresay.records.provenance import provenance
 from foresay.records.recording import Record, Recording, recording_writer
-from foresay.text.stream import Detokenizer, StopStrings
+from foresay.text.stream import Detokenizer
 from foresay.text.tokenizer import tokenizer_fingerprint
 
 
@@ -41,18 +40,14 @@ class Progress:
     """Written by this run."""
 
 
-class _Witness:
-    """A rule that keeps the probability of each token it lets through, under the target's law."""
+class _Probabilities:
+    """Observes what the target's law gave to each written token. Plain decoding writes one a row and step."""
 
-    def __init__(self, rule: Rule) -> None:
-        self._rule = rule
-        self.name, self.exact, self.coupled, self.confident = rule.name, rule.exact, rule.coupled, rule.confident
-        self.probs: list[float] = []
+    def __init__(self) -> None:
+        self.latest: list[float] = []
 
-    def judge(self, target: Laws, proposal: Proposal, streams: Streams) -> Verdict:
-        verdict = self._rule.judge(target, proposal, streams)
-        self.probs = target.prob_of(verdict.token_ids[:, None])[:, 0].tolist()
-        return verdict
+    def __call__(self, rows: Rows, proposal: Proposal, laws: Laws, verdict: Verdict, output: ModelOutput) -> None:
+        self.latest = laws.prob_of(verdict.token_ids[:, None])[:, 0].tolist()
 
 
 @dataclass(slots=True)
@@ -60,27 +55,26 @@ class _Open:
     """A request that is being written."""
 
     ask: PromptRequest
-    prompt: list[int]
-    source: list[int] | None
-    params: SamplingParams
+    begun: Begun
     steps: list[Step] = field(default_factory=list)
-    law: list[float] = field(default_factory=list)
+    token_probs: list[float] = field(default_factory=list)
 
     def record(self, reason: FinishReason) -> Record:
         """What goes into the file."""
+        params, source = self.begun.params, self.begun.source
         output = tuple(token for step in self.steps for token in step.token_ids)
         entries = [entry for step in self.steps for entry in step.logprobs or ()]
         return Record(
             id=self.ask.id,
-            prompt=tuple(self.prompt),
+            prompt=tuple(self.begun.prompt),
             output=output,
             finish_reason=reason.value,
             category=self.ask.category,
-            source=None if self.source is None else tuple(self.source),
-            seed=None if self.params.greedy else self.params.seed,
-            law=None if self.params.greedy else tuple(self.law),
+            source=None if source is None else tuple(source),
+            seed=None if params.greedy else params.seed,
+            token_probs=None if params.greedy else tuple(self.token_probs),
             logprobs=tuple(e.logprob for e in entries) if entries else None,
-            top=tuple(e.top for e in entries) if entries and self.params.logprobs else None,
+            top=tuple(e.top for e in entries) if entries and params.logprobs else None,
         )
 
 
@@ -154,11 +148,8 @@ class _Recorder:
         self.params, self.on_progress = params, on_progress
         self.done = {str(line.get("id")): line for line in writer.lines}
         self.resumed, self.tokens = len(self.done), 0
-        plain = generator.plain()
-        self.witness = _Witness(plain.rule)
-        self.engine = Engine(
-            generator.target.model, None, self.witness, ConstantLength(0), max_batch_size=generator.max_batch_size
-        )
+        self.probabilities = _Probabilities()
+        self.session = generator.plain().session(observers=[self.probabilities])
         self.places = {ask.id: i for i, ask in enumerate(asks)}
         self.open: dict[int, _Open] = {}
         self.answers: dict[str, list[str]] = {}
@@ -168,18 +159,18 @@ class _Recorder:
         for ask in self.asks:
             self._ask(ask)
         self._tell()
-        while self.engine.has_work:
-            steps = self.engine.step()
-            for step, prob in zip(steps, self.witness.probs, strict=False):
-                one = self.open[step.request_id]
-                if step.finish_reason is FinishReason.ERROR:
-                    raise self.engine.errors[step.request_id]
-                one.steps.append(step)
-                one.law.append(prob)
-                self.tokens += len(step.token_ids)
-                if step.finish_reason is not None:
-                    self._finish(self.open.pop(step.request_id), step.finish_reason)
-            if steps:
+        while self.session.has_work:
+            chunks = self.session.step()
+            for chunk, prob in zip(chunks, self.probabilities.latest, strict=False):
+                one = self.open[chunk.index]
+                if chunk.error is not None:
+                    raise chunk.error
+                one.steps.append(chunk.step)
+                one.token_probs.append(prob)
+                self.tokens += len(chunk.step.token_ids)
+                if chunk.finish_reason is not None:
+                    self._finish(self.open.pop(chunk.index), chunk.finish_reason)
+            if chunks:
                 self._tell()
 
     def _ask(self, ask: PromptRequest) -> None:
@@ -192,14 +183,10 @@ class _Recorder:
         if not params.greedy:
             params = dataclasses.replace(params, seed=derive(params.seed or 0, self.places[ask.item.id], ask.turn))
         try:
-            prompt, params, source = source_and_start(self.generator, ask.token_ids, params)
-            stop = StopStrings(self.generator.tokenizer, params.stop, params.min_new_tokens) if params.stop else None
-            number = self.engine.submit(
-                prompt, params, eos=self.generator.target.eos_token_ids, stop=stop, source=source
-            )
+            number = self.session.submit(list(ask.token_ids), params, text=False)
         except ForesayError as error:
-            raise type(error)(f"prompt {ask.id!r}: {error}") from None
-        self.open[number] = _Open(ask, prompt, source, params)
+            raise error.about(f"prompt {ask.id!r}") from None
+        self.open[number] = _Open(ask, self.session.begun(number))
 
     def _finish(self, one: _Open, reason: FinishReason) -> None:
         made = one.record(reason)
@@ -208,7 +195,7 @@ class _Recorder:
         self._answered(one.ask, made.output)
 
     def _answered(self, ask: PromptRequest, output: Sequence[int]) -> None:
-        """PromptRequest the next turn, if there is one."""
+        """Ask the next turn, if there is one."""
         if ask.turn >= len(ask.item.followups):
             return
         said = self.answers.setdefault(ask.item.id, [])

@@ -94,17 +94,18 @@ Clock = Callable[[int, int, float], float]
 """(batch, columns, context) -> seconds of a pass of the target."""
 
 
-class _Timed:
+class _Timed(LengthPolicy):
     """A policy that decides by times, told those that live passes would take."""
 
     def __init__(self, inner: LengthPolicy, clock: Clock) -> None:
         self._inner, self._clock = inner, clock
+        self.needs_hidden = inner.needs_hidden
 
     def budget(self, rows: Rows) -> list[int]:
         return self._inner.budget(rows)
 
-    def keep_drafting(self, index: int, guess: DraftStep) -> torch.Tensor | None:
-        return self._inner.keep_drafting(index, guess)
+    def keep_drafting(self, step: DraftStep) -> torch.Tensor | None:
+        return self._inner.keep_drafting(step)
 
     def observe(self, rows: Rows, steps: Sequence[Step]) -> None:
         width = 1 + max(step.num_drafted for step in steps)

@@ -11,11 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from foresay.decoding.laws import build_laws
-from foresay.decoding.protocols import Drafter, KVCache, LanguageModel, Logits, ModelOutput
+from foresay.decoding.protocols import Drafter, Feed, KVCache, LanguageModel, Logits, ModelOutput, Move
 from foresay.decoding.randomness import Purpose, Streams
 from foresay.decoding.rows import Row, Rows
 from foresay.decoding.sampling_params import SamplingParams
@@ -29,6 +28,27 @@ LAW_FIELDS = ("temperature", "top_k", "top_p", "min_p")
 """Parameters that make a law of scores; all of a sampled recording's that a draft model can be held against."""
 
 
+class _TextCache(KVCache):
+    """A draft's cache that knows which text each row is."""
+
+    def __init__(self, inner: KVCache) -> None:
+        self.inner = inner
+        self.texts: list[int] = []
+
+    @property
+    def lengths(self) -> list[int]:  # type: ignore[override]
+        return self.inner.lengths
+
+    def truncate(self, lengths: Sequence[int]) -> None:
+        self.inner.truncate(lengths)
+
+    def rearrange(self, moves: Sequence[Move], count: int) -> None:
+        self.inner.rearrange(moves, count)
+        for source, target in moves:
+            self.texts[target] = self.texts[source]
+        del self.texts[count:]
+
+
 class SampledReplayModel(VocabularyAdapter):
     """A draft model whose likeliest token is what it would have drafted under the recorded text.
 
@@ -36,7 +56,7 @@ class SampledReplayModel(VocabularyAdapter):
     """
 
     def __init__(self, inner: LanguageModel, recording: Recording, *, seed: int = 0) -> None:
-        if any(record.law is None for record in recording.records):
+        if any(record.token_probs is None for record in recording.records):
             raise ConfigError(
                 "the recording lacks the probabilities of its tokens, which a draft model is held against"
             )
@@ -44,57 +64,49 @@ class SampledReplayModel(VocabularyAdapter):
         self._records, self._seed = recording.records, seed
         known = {k: v for k, v in recording.params.items() if k in LAW_FIELDS}
         self._params = SamplingParams(**known)
-        self._rows: Rows | None = None
 
-    def see(self, rows: Rows) -> None:
-        """Which texts the rows are, before a pass."""
-        self._rows = rows
+    def new_cache(self) -> KVCache:
+        """A cache without rows."""
+        return _TextCache(super().new_cache())
 
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        num_tokens: Sequence[int],
-        cache: KVCache,
-        *,
-        first_row: int = 0,
-        logits: Logits = Logits.ALL,
-        hidden_layers: Sequence[int] = (),
-    ) -> ModelOutput:
+    def admit(self, rows: Rows, first: int, cache: KVCache) -> None:
+        """Give rows from place `first` on empty cache rows, and note which texts they are."""
+        assert isinstance(cache, _TextCache)
+        super().admit(rows, first, cache.inner)
+        cache.texts += [rows[i].request_id for i in range(first, len(rows))]
+
+    def forward(self, feed: Feed, cache: KVCache) -> ModelOutput:
         """One pass; see LanguageModel.forward."""
-        before = list(cache.lengths[first_row : first_row + len(num_tokens)])
-        out = super().forward(
-            token_ids, num_tokens, cache, first_row=first_row, logits=logits, hidden_layers=hidden_layers
-        )
-        if out.logits is None or self._rows is None:
+        assert isinstance(cache, _TextCache)
+        before = list(cache.lengths[feed.first_row : feed.first_row + len(feed.num_tokens)])
+        out = super().forward(feed, cache.inner)
+        if out.logits is None:
             return out
-        last = logits is Logits.LAST
+        last = feed.logits is Logits.LAST
         scores = out.logits.to(torch.float32, copy=True)  # a little more than the greatest is the same in bf16
-        for i, (start, count) in enumerate(zip(before, num_tokens, strict=True)):
+        for i, (start, count) in enumerate(zip(before, feed.num_tokens, strict=True)):
             columns = range(count - 1, count) if last else range(count)
             for place, column in enumerate(columns):
-                self._choose(scores[i, place], self._rows[first_row + i], start + column + 1)
+                self._choose(scores[i, place], cache.texts[feed.first_row + i], start + column + 1)
         return ModelOutput(scores, out.hidden)
 
-    def _choose(self, scores: torch.Tensor, row: Row, position: int) -> None:
-        """Make the token drafted at an absolute position the likeliest one. scores: [V], changed in place."""
-        record = self._records[row.request_id]
-        lead = 0 if self.reads_source or record.source is None else len(record.source) - len(record.prompt)
+    def _choose(self, scores: torch.Tensor, text: int, position: int) -> None:
+        """Make the token drafted at an absolute position of a text the likeliest one. scores: [V], changed in place."""
+        record = self._records[text]
+        reads_source = self.capabilities.reads_source
+        lead = 0 if reads_source or record.source is None else len(record.source) - len(record.prompt)
         place = position - lead - len(record.prompt)
-        if not 0 <= place < len(record.output) or record.law is None:
+        if not 0 <= place < len(record.output) or record.token_probs is None:
             return
-        written, p = record.output[place], max(record.law[place], 1e-12)
-        law = build_laws(scores[None, None], Rows([_like(row, self._params)]))
+        written, p = record.output[place], max(record.token_probs[place], 1e-12)
+        law = build_laws(scores[None, None], Rows([Row(text, [0], self._params, limit=1 << 40)]))
         q = float(law.prob_of(torch.tensor([[written]], device=scores.device))[0, 0]) if written < len(scores) else 0.0
-        keys = torch.tensor([self._seed]), torch.tensor([row.request_id])
+        keys = torch.tensor([self._seed]), torch.tensor([text])
         number = Streams(*keys).uniform(Purpose.ACCEPT, torch.tensor([position]))
         if float(number) * p < q:
             scores[written] = scores.max() + 1e-3
         elif written < len(scores) and int(scores.argmax()) == written:
             scores[written] = -torch.inf
-
-
-def _like(row: Row, params: SamplingParams) -> Row:
-    return Row(row.request_id, np.asarray(row.tokens[-1:]), params, limit=1 << 40)
 
 
 def members(drafter: Drafter | None) -> list[Any]:
@@ -126,15 +138,7 @@ def replay_sampled(drafter: Drafter, recording: Recording) -> None:
 
 
 def _wrap(drafter: ModelDrafter, recording: Recording) -> None:
-    context: Any = drafter.context
-    inner = context.model.inner
-    model = SampledReplayModel(inner.inner if isinstance(inner, SampledReplayModel) else inner, recording)
-    context.model.inner = model
-    view = context.view
+    def make(model: LanguageModel) -> LanguageModel:
+        return SampledReplayModel(model.inner if isinstance(model, SampledReplayModel) else model, recording)
 
-    def seen(rows: Rows) -> Rows:
-        model.see(rows)
-        out: Rows = view(rows)
-        return out
-
-    context.view = seen
+    drafter.context.replace_model(make)

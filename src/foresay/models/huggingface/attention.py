@@ -63,8 +63,8 @@ def additive_mask(
     device = at.positions.device
     batch = torch.arange(at.batch, device=device)[:, None, None, None]
     head = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=device)
-    slots = torch.arange(at.width, device=device)[None, None, None, :]
-    seen = mask_function(batch, head, at.positions[:, None, :, None], slots)
+    seen = mask_function(batch, head, at.positions[:, None, :, None], at.slot_positions()[:, None, None, :])
+    seen = at.hides(seen)
     mask = torch.zeros(seen.shape, dtype=dtype, device=device)
     return mask.masked_fill_(~seen, torch.finfo(dtype).min)
 

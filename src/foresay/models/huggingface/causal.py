@@ -45,7 +45,7 @@ class TransformersCache(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """What a family that builds its own bias takes for the past: slots in sight less the pass's columns."""
         assert self.at is not None
-        return self.at.width - int(self.at.positions.shape[1])
+        return self.at.width - int(self.at.slots.shape[1])
 
 
 def unsupported_reasons(model: PreTrainedModel) -> list[str]:
@@ -109,6 +109,9 @@ class CausalModel(TransformersModel):
         )
         self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         self._body = model.base_model
+        self.num_layers = int(getattr(config, "num_hidden_layers", 0))
+        # ALiBi is counted from slots
+        self.takes_trees = self._takes_positions and not getattr(config, "alibi", False)
 
     def new_cache(self) -> SlotCache:
         """A cache without rows."""

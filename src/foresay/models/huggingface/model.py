@@ -13,12 +13,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from foresay.decoding.protocols import KVCache, Logits, ModelOutput
+from foresay.decoding.protocols import Begun, Capabilities, Feed, KVCache, Logits, ModelOutput
+from foresay.decoding.sampling_params import SamplingParams
 from foresay.models.huggingface import attention
 from foresay.models.huggingface.slot_cache import Placement, SlotCache
 
 MAX_TOKENS = 256
-"""Tokens of a pass on a CPU; products over many more rows sum in another order, so larger passes go in parts."""
+"""Tokens of a pass on a CPU, a chunk of a prompt too; products over many more rows sum in another order."""
 UNLIMITED = 1 << 20
 """Context limit of a model whose positions have no bound (ALiBi without a configured length, T5)."""
 
@@ -30,6 +31,12 @@ class TransformersModel:
     """Whether each row has a source, which an encoder reads."""
     max_length: int
     """Most tokens of a row, prompt and output together."""
+    takes_trees: bool = True
+    """Whether positions reach attention only where foresay sets them, so that several columns may share one."""
+    num_layers: int
+    """Layers whose hidden states can be asked for."""
+    max_source_length: int | None = None
+    """Most tokens of a source; None without a bound."""
     head_ids: torch.Tensor | None = None
     """The tokens that a trimmed head scores; None where the head's columns are the ids."""
 
@@ -86,45 +93,48 @@ class TransformersModel:
                 config._attn_implementation = attention.NAME
         return logits
 
+    @property
+    def capabilities(self) -> Capabilities:
+        """See LanguageModel. On a CPU, prompts are filled one by one: larger products sum in another order."""
+        on_cpu = self.device.type == "cpu"
+        return Capabilities(
+            trees=self.takes_trees,
+            num_layers=self.num_layers,
+            reads_source=self.reads_source,
+            max_source_length=self.max_source_length,
+            fill_chunk=MAX_TOKENS,
+            fill_together=not on_cpu,
+        )
+
+    def begin(self, prompt: Sequence[int], params: SamplingParams) -> Begun:
+        """The prompt as it is."""
+        return Begun(prompt, params)
+
     @torch.inference_mode()
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        num_tokens: Sequence[int],
-        cache: KVCache,
-        *,
-        first_row: int = 0,
-        logits: Logits = Logits.ALL,
-        hidden_layers: Sequence[int] = (),
-    ) -> ModelOutput:
+    def forward(self, feed: Feed, cache: KVCache) -> ModelOutput:
         """One pass; see LanguageModel.forward."""
         assert isinstance(cache, SlotCache)
+        token_ids = feed.token_ids
         batch, columns = token_ids.shape
         at_once = max(1, MAX_TOKENS // columns) if self.device.type == "cpu" else batch
         if batch > at_once:
-            ranges = [(i, min(i + at_once, batch)) for i in range(0, batch, at_once)]
-            options: dict[str, Any] = {"logits": logits, "hidden_layers": hidden_layers}
-            return _joined(
-                [
-                    self.forward(token_ids[a:b], num_tokens[a:b], cache, first_row=first_row + a, **options)
-                    for a, b in ranges
-                ]
-            )
+            parts = [(i, min(i + at_once, batch)) for i in range(0, batch, at_once)]
+            return _joined([self.forward(feed.part(a, b), cache) for a, b in parts])
+        parents = feed.parents
         if batch * columns == 1:
             # one row and two rows take different matrix kernels on some CPUs; two are always asked for
-            token_ids = torch.cat([token_ids, token_ids], 1)
-        at = cache.begin_pass(first_row, batch, token_ids.shape[1], self.device)
+            token_ids, parents = torch.cat([token_ids, token_ids], 1), None
+        at = cache.begin_pass(feed.first_row, batch, token_ids.shape[1], self.device, parents)
         with attention.during(at):
-            scores, states = self._call(token_ids, at, cache, logits, bool(hidden_layers))
-        for i, count in enumerate(num_tokens):
-            cache.lengths[first_row + i] += count
-        hidden = {layer: states[layer][:, :columns] for layer in hidden_layers}
+            scores, states = self._call(token_ids, at, cache, feed.logits, bool(feed.hidden_layers))
+        for i, count in enumerate(feed.num_tokens):
+            cache.lengths[feed.first_row + i] += count
+        hidden = {layer: states[layer][:, :columns] for layer in feed.hidden_layers}
         if scores is None:
             return ModelOutput(None, hidden)
         scores = scores[:, :columns]
-        if logits is Logits.LAST and columns > 1:
-            last = torch.tensor(num_tokens, device=scores.device).clamp(min=1) - 1
-            scores = scores[torch.arange(batch, device=scores.device), last][:, None]
+        if feed.logits is Logits.LAST and columns > 1:
+            scores = scores[torch.arange(batch, device=scores.device), feed.last_columns()][:, None]
         return ModelOutput(self._over_vocabulary(scores), hidden)
 
     def _over_vocabulary(self, scores: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from foresay.decoding.protocols import Logits
+from foresay.decoding.protocols import Feed, Logits
 from foresay.decoding.rows import Row, Rows
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import UnsupportedModelError
@@ -71,12 +71,12 @@ def probe(model: CausalModel | Seq2SeqModel) -> float:
     ]
     cache = model.new_cache()
     model.admit(Rows([_row(i, source) for i, source in enumerate(sources)]), 0, cache)
-    model.forward(tokens[:, : max(_LENGTHS)], _LENGTHS, cache, logits=Logits.NONE)
-    model.forward(tokens[:, :_DRAFT].flip(1), (_DRAFT, 1), cache)
+    model.forward(Feed(tokens[:, : max(_LENGTHS)], _LENGTHS, logits=Logits.NONE), cache)
+    model.forward(Feed(tokens[:, :_DRAFT].flip(1), (_DRAFT, 1)), cache)
     starts = [length - 1 for length in _LENGTHS]
     cache.truncate(starts)
     fed = torch.stack([row[start : start + _DRAFT] for row, start in zip(tokens, starts, strict=True)])
-    cached = model.forward(fed, (_DRAFT,) * len(_LENGTHS), cache).scores().float()
+    cached = model.forward(Feed(fed, (_DRAFT,) * len(_LENGTHS)), cache).scores().float()
     worst = 0.0
     for i, start in enumerate(starts):
         plain = model.uncached(tokens[i : i + 1, : start + _DRAFT], sources[i])[0, -_DRAFT:].float()

@@ -23,7 +23,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from foresay.decoding.protocols import KVCache, Logits, Move
+from foresay.decoding.protocols import Begun, KVCache, Logits, Move
 from foresay.decoding.rows import Row, Rows
 from foresay.decoding.sampling_params import LogitsProcessor, SamplingParams
 from foresay.errors import ConfigError, PromptError, UnsupportedModelError
@@ -114,6 +114,7 @@ class Seq2SeqModel(TransformersModel):
             raise UnsupportedModelError(f"{type(model).__name__} cannot be decoded: {'; '.join(reasons)}")
         super().__init__(model, pluggable=model._supports_attention_backend or model._can_set_attn_implementation())
         self._encoder, self._decoder = model.get_encoder(), model.get_decoder()
+        self.num_layers = int(model.config.get_text_config(decoder=True).num_hidden_layers)
         self._width = int(model.get_input_embeddings().weight.shape[1])
         self._undo: list[Callable[[], None]] = []
         relative = [module for module in self._decoder.modules() if getattr(module, "relative_attention_bias", None)]
@@ -122,7 +123,6 @@ class Seq2SeqModel(TransformersModel):
         most = None if relative else _limit(model.config, "max_decoder_position_embeddings")
         self.max_length = most or UNLIMITED
         self.max_source_length = None if relative else _limit(model.config, "max_encoder_position_embeddings")
-        """Most tokens of a source; None without a bound."""
         for module in relative:
             _bias_per_row(module, self._undo)
         for module in absolute:
@@ -141,8 +141,9 @@ class Seq2SeqModel(TransformersModel):
             self._undo.pop()()
         return super().release()
 
-    def start(self, params: SamplingParams) -> tuple[list[int], SamplingParams]:
-        """What the decoder begins with, and the parameters with what the model's generation config asks of any output.
+    def begin(self, prompt: Sequence[int], params: SamplingParams) -> Begun:
+        """What the decoder begins with, the parameters with what the model's generation config asks of any output, and the
+        prompt as what the encoder reads.
 
         A forced first token counts as begun with, not as written. Raises ConfigError for settings that change greedy
         output and that are not honoured.
@@ -156,7 +157,8 @@ class Seq2SeqModel(TransformersModel):
                 )
         forced = config.forced_bos_token_id
         begun = [self.decoder_start_token_id, *([] if forced is None else [int(forced)])]
-        return begun, SamplingParams.of(params, **_asked(config, params, len(begun), self.max_length))
+        asked = SamplingParams.of(params, **_asked(config, params, len(begun), self.max_length))
+        return Begun(begun, asked, prompt)
 
     def new_cache(self) -> Seq2SeqCache:
         """A cache without rows."""
@@ -323,6 +325,6 @@ def _row_bias(
         shared: torch.Tensor = own(layer, query_length, key_length, device, past_seen_tokens)
         return shared
     line: torch.Tensor = own(layer, 1, key_length, device, key_length - 1)[0, :, 0]  # [H, S]
-    slots = torch.arange(key_length, device=line.device)
+    slots = at.slot_positions().to(line.device)[:, None]
     behind = at.positions.to(line.device)[:, :, None] - slots  # [B, T, S], negative where nothing is seen
     return line[:, key_length - 1 - behind.clamp(min=0)].transpose(0, 1)

@@ -8,9 +8,11 @@ Knows no model: layers appear when they are first written.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
+from foresay.decoding.proposal import depths_of
 from foresay.decoding.protocols import Move
 
 WIDTH = 128
@@ -45,23 +47,89 @@ def visible_width(needed: int, device: torch.device) -> int:
 
 
 class Placement:
-    """Where the tokens of one pass go: row `first_row + i`, column t at positions[i, t], with `width` slots in sight."""
+    """Where the tokens of one pass go: row `first_row + i`, column t into slot slots[i, t], with `width` slots in sight.
 
-    __slots__ = ("_placed", "batch", "first_row", "folded", "positions", "width")
+    Of chains a token's position is its slot. Of a tree it is its depth behind the row's length, several columns share one,
+    and a column sees only the columns on its own path.
+    """
 
-    def __init__(self, positions: torch.Tensor, first_row: int, width: int) -> None:
-        """positions: [B, T] int64 on any device."""
-        self.positions, self.first_row, self.width = positions, first_row, width
-        self.batch = int(positions.shape[0])
+    __slots__ = (
+        "_placed",
+        "_slot_positions",
+        "ancestors",
+        "batch",
+        "first_row",
+        "folded",
+        "positions",
+        "slots",
+        "width",
+    )
+
+    def __init__(
+        self,
+        slots: torch.Tensor,
+        first_row: int,
+        width: int,
+        *,
+        positions: torch.Tensor | None = None,
+        ancestors: torch.Tensor | None = None,
+    ) -> None:
+        """slots, positions: [B, T] int64 on any device. ancestors: [B, T, T] bool, whether column t sees column s; None for
+        chains, where a position sees those before it."""
+        self.slots, self.first_row, self.width = slots, first_row, width
+        self.positions = slots if positions is None else positions
+        self.ancestors = ancestors
+        self.batch = int(slots.shape[0])
         self.folded: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor | None, list[torch.Tensor]]] = {}
         self._placed: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._slot_positions: torch.Tensor | None = None
 
     def place(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Row and slot indices of the pass on a device, [B, 1] and [B, T]."""
         if device not in self._placed:
             rows = torch.arange(self.first_row, self.first_row + self.batch, device=device)[:, None]
-            self._placed[device] = (rows, self.positions.to(device, non_blocking=True))
+            self._placed[device] = (rows, self.slots.to(device, non_blocking=True))
         return self._placed[device]
+
+    def slot_positions(self) -> torch.Tensor:
+        """The position of what lies in each slot in sight, [B or 1, width] int64."""
+        if self._slot_positions is None:
+            line = torch.arange(self.width, device=self.slots.device)[None]
+            if self.ancestors is not None:
+                line = line.repeat(self.batch, 1).scatter_(1, self.slots, self.positions)
+            self._slot_positions = line
+        return self._slot_positions
+
+    def hides(self, seen: torch.Tensor) -> torch.Tensor:
+        """A mask of what positions see, less the columns that are on other paths. seen: [B, 1, T, width] bool."""
+        if self.ancestors is None:
+            return seen
+        columns = self.slots[:, None, None, :].expand(-1, 1, seen.shape[2], -1)
+        seen = seen.expand(self.batch, -1, -1, -1)
+        return seen.scatter(3, columns, seen.gather(3, columns) & self.ancestors[:, None])
+
+
+def ancestors_of(parents: torch.Tensor) -> torch.Tensor:
+    """Which columns lie on the path to each column, itself included. parents: [B, T] int64, -1 a root -> [B, T, T] bool."""
+    batch, width = parents.shape
+    out = torch.eye(width, dtype=torch.bool, device=parents.device).repeat(batch, 1, 1)
+    rows = torch.arange(batch, device=parents.device)
+    for column in range(1, width):
+        above = parents[:, column]
+        out[:, column] |= out[rows, above.clamp(min=0)] & (above >= 0)[:, None]
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class SavedSlots:
+    """A row's first slots in all layers, copied."""
+
+    layers: tuple[tuple[torch.Tensor, torch.Tensor] | None, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return sum(store.nbytes for layer in self.layers for store in layer or ())
 
 
 class SlotCache:
@@ -78,16 +146,25 @@ class SlotCache:
         """Append empty rows."""
         self.lengths += [0] * count
 
-    def begin_pass(self, first_row: int, batch: int, columns: int, device: torch.device) -> Placement:
-        """Place `columns` tokens behind each of `batch` rows, growing the capacity when they do not fit."""
+    def begin_pass(
+        self, first_row: int, batch: int, columns: int, device: torch.device, parents: torch.Tensor | None = None
+    ) -> Placement:
+        """Place `columns` tokens behind each of `batch` rows, growing the capacity when they do not fit.
+
+        parents: [B, T] as `Feed.parents`.
+        """
         starts = self.lengths[first_row : first_row + batch]
         width = visible_width(max(starts) + columns, device)
         self._reserve(len(self.lengths), width)
         if batch == 1:
-            positions = torch.arange(starts[0], starts[0] + columns, device=device)[None]
+            slots = torch.arange(starts[0], starts[0] + columns, device=device)[None]
         else:
-            positions = torch.tensor(starts, device=device)[:, None] + torch.arange(columns, device=device)
-        return Placement(positions, first_row, width)
+            slots = torch.tensor(starts, device=device)[:, None] + torch.arange(columns, device=device)
+        if parents is None:
+            return Placement(slots, first_row, width)
+        return Placement(
+            slots, first_row, width, positions=slots[:, :1] + depths_of(parents), ancestors=ancestors_of(parents)
+        )
 
     def _reserve(self, rows: int, slots: int) -> None:
         if rows <= self._rows and slots <= self._slots:
@@ -129,6 +206,11 @@ class SlotCache:
         return held[0][first_row:end, :width].transpose(1, 2), held[1][first_row:end, :width].transpose(1, 2)
 
     @property
+    def layers(self) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
+        """Keys and values of each layer, [rows, slots, heads, dim]; None of one not written yet."""
+        return self._layers
+
+    @property
     def num_layers(self) -> int:
         """Layers written so far."""
         return len(self._layers)
@@ -137,6 +219,57 @@ class SlotCache:
         """Rewind row i to min(its length, lengths[i]); rows behind the given ones stay as they are."""
         for i, length in enumerate(lengths):
             self.lengths[i] = min(self.lengths[i], length)
+
+    @torch.inference_mode()
+    def keep(self, starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
+        """Move the kept columns of the last pass together; see KVCache.keep."""
+        moves = [
+            (i, start + column, start + place)
+            for i, (start, path) in enumerate(zip(starts, paths, strict=True))
+            for place, column in enumerate(path)
+            if place != column
+        ]
+        if moves:
+            for stores in self._layers:
+                for store in stores or ():
+                    rows, sources, targets = torch.tensor(moves, device=store.device).unbind(1)
+                    store[rows, targets] = store[rows, sources]
+        self.truncate([start + len(path) for start, path in zip(starts, paths, strict=True)])
+
+    @torch.inference_mode()
+    def copy_prefix(self, source: int, target: int, length: int) -> None:
+        """Row `target` begins with the first `length` slots of row `source`."""
+        self._reserve(len(self.lengths), self._slots)
+        for layer in self._layers:
+            for store in layer or ():
+                store[target, :length] = store[source, :length]
+        self.lengths[target] = length
+
+    def save_prefix(self, row: int, length: int) -> SavedSlots:
+        """A copy of a row's first `length` slots."""
+        return SavedSlots(
+            tuple(
+                None if layer is None else (layer[0][row, :length].clone(), layer[1][row, :length].clone())
+                for layer in self._layers
+            )
+        )
+
+    @torch.inference_mode()
+    def load_prefix(self, row: int, saved: SavedSlots, length: int) -> None:
+        """Row `row` begins with the first `length` slots of a copy."""
+        self._reserve(len(self.lengths), round_up(length))
+        while len(self._layers) < len(saved.layers):
+            self._layers.append(None)
+        for i, copied in enumerate(saved.layers):
+            if copied is None:
+                continue
+            held = self._layers[i]
+            if held is None:
+                shapes = [(self._rows, self._slots, *x.shape[1:]) for x in copied]
+                held = self._layers[i] = (copied[0].new_zeros(shapes[0]), copied[1].new_zeros(shapes[1]))
+            for store, new in zip(held, copied, strict=True):
+                store[row, :length] = new[:length]
+        self.lengths[row] = length
 
     @torch.inference_mode()
     def rearrange(self, moves: Sequence[Move], count: int) -> None:

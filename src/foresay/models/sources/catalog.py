@@ -18,6 +18,7 @@ from foresay.models.huggingface import prepacked_linear as packing
 from foresay.models.sources.load_options import DTYPES, LoadOptions
 from foresay.models.sources.packaged import ALIASES, check_gguf, converted
 from foresay.models.sources.transformers_errors import load_errors, quiet_transformers
+from foresay.text.tokenizer import Tokenizer
 
 _HUB_TIMEOUT_S = 10.0
 _TOKENIZER_FILES = ("tokenizer", "tokenization", "vocab", "spiece", "sentencepiece", "source.spm")
@@ -29,7 +30,7 @@ class LoadedModel:
 
     name: str
     model: LanguageModel
-    tokenizer: Any
+    tokenizer: Tokenizer | None
     eos_token_ids: frozenset[int]
 
     @property

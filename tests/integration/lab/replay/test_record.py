@@ -50,7 +50,7 @@ def test_greedy_outputs_are_those_of_generate(tmp_path: Path, batch: int) -> Non
         one = by_id[item.id]
         assert list(one.output) == wanted.token_ids and list(one.prompt) == ids(item)
         assert (one.finish_reason, one.category) == (wanted.finish_reason.value, item.category)
-        assert (one.seed, one.law, one.logprobs, one.source) == (None, None, None, None)
+        assert (one.seed, one.token_probs, one.logprobs, one.source) == (None, None, None, None)
     assert {r.finish_reason for r in recording.records} == {"stop", "length"}, "both kinds of end"
     assert recording.greedy and recording.vocab_size == VOCAB and recording.eos == {0}
     assert recording.settings["max_length"] == generator.target.model.max_length
@@ -126,8 +126,8 @@ def test_laws_are_the_processed_ones(tmp_path: Path) -> None:
         whole = torch.tensor([[*r.prompt, *r.output]])
         with torch.inference_mode():
             logits = model(whole).logits[0, len(r.prompt) - 1 : -1]
-        assert r.law is not None and len(r.law) == len(r.output) == 20
-        for scores, token, kept in zip(logits, r.output, r.law, strict=True):
+        assert r.token_probs is not None and len(r.token_probs) == len(r.output) == 20
+        for scores, token, kept in zip(logits, r.output, r.token_probs, strict=True):
             probs = (scores.double() / 0.8).softmax(-1)
             order = probs.argsort(descending=True)
             before = probs[order].cumsum(0) - probs[order]
@@ -160,7 +160,7 @@ def test_the_law_of_a_table_is_its_own(tmp_path: Path) -> None:
     for r in recording.records:
         whole = [*r.prompt, *r.output]
         laws = [float(table.law(whole[: len(r.prompt) + i])[token]) for i, token in enumerate(r.output)]
-        assert r.law == pytest.approx(laws, rel=1e-4)
+        assert r.token_probs == pytest.approx(laws, rel=1e-4)
     assert recording.settings["seed"] == 0, "no seed is 0, so that it goes on as it began"
 
 
@@ -324,7 +324,7 @@ def test_a_killed_run_goes_on(tmp_path: Path) -> None:
             *(other.prompt, other.seed),
             *(other.finish_reason, other.category),
         )
-        assert r.law == pytest.approx(other.law, rel=1e-4), "of another batch: the last digits"
+        assert r.token_probs == pytest.approx(other.law, rel=1e-4), "of another batch: the last digits"
     assert told[-1].resumed == survived
     assert told[-1].tokens == sum(len(r.output) for r in recording.records[survived:]), "nothing is decoded twice"
     assert all(json.loads(line) for line in path.read_text().splitlines())

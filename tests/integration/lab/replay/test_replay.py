@@ -453,9 +453,9 @@ def test_an_estimate_that_ignores_something_is_far_off(
 
     def choose(self: SampledReplayModel, scores: torch.Tensor, row: Any, position: int) -> None:
         if ignored == "p":
-            self._records = tuple(dataclasses.replace(r, law=(1.0,) * len(r.output)) for r in self._records)
+            self._records = tuple(dataclasses.replace(r, token_probs=(1.0,) * len(r.output)) for r in self._records)
         elif ignored == "chance":
-            self._records = tuple(dataclasses.replace(r, law=(1e-9,) * len(r.output)) for r in self._records)
+            self._records = tuple(dataclasses.replace(r, token_probs=(1e-9,) * len(r.output)) for r in self._records)
         else:
             scores.fill_(0.0)
         honest(self, scores, row, position)
@@ -500,7 +500,7 @@ def test_a_draft_in_bf16_is_coupled_too(sampled: Recording) -> None:
 def test_a_decoder_only_draft_of_an_encoder_decoder_is_held_against_the_right_places() -> None:
     """Source and output are one text there; what the decoder starts from, one token or two, is none of it."""
     for start in ((0,), (0, 3)):
-        one = Record("a", start, (4, 5, 6), source=(7, 1, 2), law=(1e-9, 1e-9, 1e-9))
+        one = Record("a", start, (4, 5, 6), source=(7, 1, 2), token_probs=(1e-9, 1e-9, 1e-9))
         recording = Recording((one,), SIZE, params={"temperature": 1.0})
         model = SampledReplayModel(DRAFT, recording)
         row = type("Seen", (), {"request_id": 0, "tokens": np.array([7])})
@@ -515,7 +515,7 @@ def test_a_decoder_only_draft_of_an_encoder_decoder_is_held_against_the_right_pl
 
 def test_sampled_recordings_that_tell_too_little(sampled: Recording) -> None:
     made, policy = SAMPLING["model"], ConstantLength(4)
-    bare = dataclasses.replace(sampled, records=(dataclasses.replace(sampled.records[0], law=None),))
+    bare = dataclasses.replace(sampled, records=(dataclasses.replace(sampled.records[0], token_probs=None),))
     with pytest.raises(ConfigError, match="the recording lacks the probabilities of its tokens"):
         replay(bare, made(), policy)
     assert replay(bare, MaxGram(), policy).stats.num_tokens == 30, "look-ups need none"

@@ -1,0 +1,17 @@
+"""What a rejection leaves of the target's law."""
+
+from __future__ import annotations
+
+import torch
+
+
+def residual(target_probs: torch.Tensor, draft_probs: torch.Tensor) -> torch.Tensor:
+    """Residual law after a rejection: norm(max(0, p - q)) (Leviathan et al. 2023, Alg. 1).
+
+    target_probs, draft_probs: [..., V] -> [..., V], rows sum to 1.
+    Where p <= q everywhere up to rounding the mass is 0 and p is returned: such a rejection has probability below
+    float eps, and dividing would give NaN.
+    """
+    excess = (target_probs - draft_probs).clamp(min=0)
+    mass = excess.sum(-1, keepdim=True)
+    return torch.where(mass > 0, excess / mass.clamp(min=torch.finfo(excess.dtype).tiny), target_probs)

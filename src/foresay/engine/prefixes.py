@@ -1,0 +1,107 @@
+"""Prompts that begin alike: a row starts from the slots that another one holds.
+
+Looks among the live rows and, within a bound of bytes, among those that ended; the least lately used go first. What is copied
+is what filling would compute again: models promise it with `SharesPrefixes`. Knows no model and no text.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from foresay.checks import check_int
+from foresay.decoding.protocols import KVCache
+from foresay.decoding.rows import IntArray, Row, Rows
+
+MIN_TOKENS = 16
+"""Shorter beginnings are filled: looking and copying would take as long."""
+
+
+@runtime_checkable
+class SharesPrefixes(Protocol):
+    """A cache whose rows can begin with what others hold."""
+
+    def copy_prefix(self, source: int, target: int, length: int) -> None:
+        """Row `target` begins with the first `length` slots of row `source`."""
+        ...
+
+    def save_prefix(self, row: int, length: int) -> Any:
+        """A copy of a row's first `length` slots, with its size in `nbytes`."""
+        ...
+
+    def load_prefix(self, row: int, saved: Any, length: int) -> None:
+        """Row `row` begins with the first `length` slots of a copy."""
+        ...
+
+
+class PrefixStore:
+    """Finds, copies and keeps beginnings of rows."""
+
+    def __init__(self, max_bytes: int = 0) -> None:
+        """max_bytes: kept of rows that ended, at most; 0 looks at live rows alone."""
+        self.max_bytes = check_int("prefix_bytes", max_bytes, 0)
+        self._saved: OrderedDict[bytes, tuple[IntArray, Any]] = OrderedDict()
+        self.nbytes = 0
+        """Bytes kept of rows that ended."""
+
+    def __len__(self) -> int:
+        """Beginnings kept of rows that ended."""
+        return len(self._saved)
+
+    def clear(self) -> None:
+        """Forget those that ended."""
+        self._saved.clear()
+        self.nbytes = 0
+
+    def fill(self, cache: KVCache, rows: Rows, first: int) -> None:
+        """Let the next row to be filled, from place `first` on, begin with the longest beginning anyone holds."""
+        if not isinstance(cache, SharesPrefixes):
+            return
+        place = next((i for i in range(first, len(rows)) if cache.lengths[i] < rows[i].size - 1), None)
+        if place is None or cache.lengths[place] or rows[place].source is not None:
+            return
+        wanted = rows[place].tokens[:-1]
+        live = [(_common(row.tokens[: cache.lengths[i]], wanted), i) for i, row in enumerate(rows) if i != place]
+        length, source = max(live, default=(0, -1))
+        kept = max(((_common(tokens, wanted), key) for key, (tokens, _) in self._saved.items()), default=(0, b""))
+        if max(length, kept[0]) < MIN_TOKENS:
+            return
+        if kept[0] > length:
+            length = kept[0]
+            self._saved.move_to_end(kept[1])
+            cache.load_prefix(place, self._saved[kept[1]][1], length)
+        else:
+            cache.copy_prefix(source, place, length)
+        rows[place].num_cached = length
+
+    def save(self, cache: KVCache, row: Row, place: int) -> None:
+        """Keep what a row that ends holds."""
+        length = min(cache.lengths[place], row.size - 1)
+        if not self.max_bytes or not isinstance(cache, SharesPrefixes) or row.source is not None or length < MIN_TOKENS:
+            return
+        tokens = row.tokens[:length].copy()
+        for key, (known, _) in list(self._saved.items()):
+            if _common(known, tokens) == len(known):  # the new one holds all of it
+                self._drop(key)
+        saved = cache.save_prefix(place, length)
+        if saved.nbytes > self.max_bytes:
+            return
+        key = tokens.tobytes()
+        self._drop(key)
+        self._saved[key] = (tokens, saved)
+        self.nbytes += saved.nbytes
+        while self.nbytes > self.max_bytes:
+            self._drop(next(iter(self._saved)))
+
+    def _drop(self, key: bytes) -> None:
+        if key in self._saved:
+            self.nbytes -= self._saved.pop(key)[1].nbytes
+
+
+def _common(a: IntArray, b: IntArray) -> int:
+    """How many tokens two texts share from the start."""
+    size = min(len(a), len(b))
+    different = np.flatnonzero(a[:size] != b[:size])
+    return int(different[0]) if len(different) else size

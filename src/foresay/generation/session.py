@@ -1,0 +1,252 @@
+"""Text requests over a living engine: submit, step, cancel.
+
+Owns the way from a prompt to tokens and back to text, and that an error is a chunk of its own request and of no other.
+`SessionThread` runs a session on a thread of its own, for callers that come from many. Knows nothing of HTTP.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+from foresay.checks import check_int
+from foresay.decoding.outcome import FinishReason, Step
+from foresay.decoding.protocols import Begun
+from foresay.decoding.sampling_params import SamplingParams
+from foresay.engine import Engine, Stats
+from foresay.errors import ConfigError, QueueFullError, RequestError
+from foresay.generation.result import Chunk, Generation
+from foresay.models.sources.catalog import LoadedModel
+from foresay.text.prompts import encode
+from foresay.text.stream import Detokenizer, StopStrings, TextStream
+
+
+class _Request:
+    """One request on its way through an engine."""
+
+    def __init__(self, ids: Sequence[int], begun: Begun, tokenizer: Any, *, text: bool) -> None:
+        if begun.params.stop and tokenizer is None:
+            raise ConfigError(
+                "stop strings need a tokenizer, and this model was loaded without one; use stop_token_ids"
+            )
+        params = begun.params
+        self.ids, self.begun, self._tokenizer = list(ids), begun, tokenizer
+        self.stop = StopStrings(tokenizer, params.stop, params.min_new_tokens) if params.stop else None
+        self._stream = TextStream(tokenizer, params.stop) if text and tokenizer is not None else None
+        self.steps: list[Step] = []
+        self.seed: int | None = None
+
+    def take(self, number: int, step: Step, exact: bool, draft_error: str | None) -> Chunk:
+        """What a Step adds."""
+        self.steps.append(step)
+        pieces = self._stream.push(step.token_ids, step.origins) if self._stream is not None else []
+        whole = None
+        if step.finish_reason is not None:
+            stopped = self.stop is not None and self.stop.cut_at is not None
+            pieces += self._stream.finish(stopped=stopped) if self._stream is not None else []
+            whole = self._whole(step, step.finish_reason, exact, draft_error)
+        joined = "".join(piece.text for piece in pieces)
+        return Chunk(number, joined, tuple(pieces), step, step.finish_reason, whole)
+
+    def _whole(self, last: Step, reason: FinishReason, exact: bool, draft_error: str | None) -> Generation:
+        ids = [token for step in self.steps for token in step.token_ids]
+        return Generation(
+            text=self._text(ids),
+            token_ids=ids,
+            prompt_token_ids=self.ids,
+            finish_reason=reason,
+            steps=self.steps,
+            stats=Stats.of(self.steps),
+            seed=self.seed,
+            exact=exact,
+            draft_error=draft_error,
+            error=last.error,
+        )
+
+    def _text(self, ids: list[int]) -> str:
+        if self._tokenizer is None:
+            return ""
+        if self.stop is not None and self.stop.cut_at is not None:
+            return self.stop.text[: self.stop.cut_at]
+        # as the stream decodes it: `decode` of the whole may turn complete characters before a cut one into U+FFFD
+        return Detokenizer(self._tokenizer).all(ids)
+
+
+class Session:
+    """Requests of texts, messages or token ids over one engine. Not for several threads at once."""
+
+    def __init__(self, target: LoadedModel, engine: Engine, *, max_waiting: int | None = None) -> None:
+        """engine: over the target's model; nobody else submits to it. max_waiting: requests that may wait for a row."""
+        self.target, self.engine = target, engine
+        self.max_waiting = None if max_waiting is None else check_int("max_waiting", max_waiting, 0)
+        self._open: dict[int, _Request] = {}
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is unfinished."""
+        return self.engine.has_work
+
+    def submit(self, prompt: Any, params: SamplingParams | None = None, *, text: bool = True, **changes: Any) -> int:
+        """Queue a prompt (a text, chat messages or token ids) and return the request's id.
+
+        changes: fields of SamplingParams over `params`. text: whether chunks carry the text as it comes; a Generation has it
+        anyway. Raises ConfigError, PromptError or ContextLengthError for what cannot be decoded, QueueFullError.
+        """
+        if self.max_waiting is not None and self.engine.num_waiting >= self.max_waiting:
+            raise QueueFullError(f"{self.engine.num_waiting} requests are waiting, as many as may; try again later")
+        ids = encode(prompt, self.target.tokenizer)
+        begun = self.target.model.begin(ids, SamplingParams.of(params, **changes))
+        request = _Request(ids, begun, self.target.tokenizer, text=text)
+        number = self.engine.submit(
+            begun.prompt,
+            begun.params,
+            eos=self.target.eos_token_ids,
+            stop=request.stop,
+            source=begun.source,
+        )
+        request.seed = None if begun.params.greedy else self.engine.seed_of(number)
+        self._open[number] = request
+        return number
+
+    def begun(self, number: int) -> Begun:
+        """An unfinished request as its model began with it: prompt, parameters, source."""
+        return self._open[number].begun
+
+    def step(self) -> list[Chunk]:
+        """One step of the engine: a chunk for each row that decoded or ended; none while only prompts are filled.
+
+        What the target itself raises comes through; `fail` then ends what was under way.
+        """
+        return [self._chunk(step) for step in self.engine.step()]
+
+    def _chunk(self, step: Step) -> Chunk:
+        request = self._open[step.request_id]
+        if step.finish_reason is not None:
+            del self._open[step.request_id]
+        return request.take(step.request_id, step, self.engine.rule.exact, self.draft_error)
+
+    @property
+    def draft_error(self) -> str | None:
+        """Why the drafter last failed."""
+        error = self.engine.drafter.last_error if self.engine.drafter is not None else None
+        return None if error is None else f"{type(error).__name__}: {error}"
+
+    def cancel(self, number: int) -> None:
+        """End a request before its next step; unknown and finished ids are ignored."""
+        self.engine.cancel(number)
+
+    def fail(self, error: Exception) -> list[Chunk]:
+        """End every unfinished request because of an error of the target; the session goes on with empty caches."""
+        chunks = []
+        for number in self.engine.abandon():
+            why = RequestError(number, f"the target raised {type(error).__name__}: {error}")
+            why.__cause__ = error
+            chunks.append(self._chunk(Step(number, (), (), 0, 0, finish_reason=FinishReason.ERROR, error=why)))
+        return chunks
+
+
+Listener = Callable[[Chunk], None]
+"""Called with each chunk of a request, on the session's thread; when it raises, the request is cancelled."""
+
+
+class SessionThread:
+    """A session on a thread of its own, which lives while there is work. Its methods may be called from any thread."""
+
+    def __init__(self, make: Callable[[], Session], *, idle_s: float = 1.0) -> None:
+        """make: makes the session, on its thread, when the first request comes. idle_s: how long the thread waits for more."""
+        self._make, self._idle_s = make, idle_s
+        self._condition = threading.Condition()
+        self._orders: deque[tuple[Callable[[Session], Any], Future[Any]]] = deque()
+        self._listeners: dict[int, Listener] = {}
+        self._session: Session | None = None
+        self._running = False
+
+    def submit(
+        self,
+        prompts: Sequence[tuple[Any, SamplingParams]],
+        listener: Callable[[int, Chunk], None],
+        *,
+        text: bool = True,
+    ) -> Future[list[int]]:
+        """Queue prompts together, all or none; the future gives their ids or raises what `Session.submit` raises.
+
+        listener: called with a prompt's place and each of its chunks (see Listener).
+        """
+
+        def order(session: Session) -> list[int]:
+            numbers: list[int] = []
+            try:
+                for prompt, params in prompts:
+                    numbers.append(session.submit(prompt, params, text=text))
+            except BaseException:
+                for number in numbers:
+                    session.cancel(number)
+                raise
+            for place, number in enumerate(numbers):
+                self._listeners[number] = lambda chunk, place=place: listener(place, chunk)  # type: ignore[misc]
+            return numbers
+
+        return self._order(order)
+
+    def cancel(self, numbers: Sequence[int]) -> Future[None]:
+        """End requests before their next step; the future is done when the thread has heard of it."""
+
+        def order(session: Session) -> None:
+            for number in numbers:
+                session.cancel(number)
+
+        return self._order(order)
+
+    def _order(self, action: Callable[[Session], Any]) -> Future[Any]:
+        future: Future[Any] = Future()
+        with self._condition:
+            self._orders.append((action, future))
+            if not self._running:
+                self._running = True
+                threading.Thread(target=self._run, name="foresay-session", daemon=True).start()
+            self._condition.notify()
+        return future
+
+    def _run(self) -> None:
+        while True:
+            with self._condition:
+                busy = self._session is not None and self._session.has_work
+                if not self._orders and not busy and not self._condition.wait_for(lambda: self._orders, self._idle_s):
+                    self._running = False
+                    return
+                orders = list(self._orders)
+                self._orders.clear()
+            for action, future in orders:
+                self._carry_out(action, future)
+            if self._session is not None and self._session.has_work:
+                self._step(self._session)
+
+    def _carry_out(self, action: Callable[[Session], Any], future: Future[Any]) -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            if self._session is None:
+                self._session = self._make()
+            future.set_result(action(self._session))
+        except BaseException as error:
+            future.set_exception(error)
+
+    def _step(self, session: Session) -> None:
+        try:
+            chunks = session.step()
+        except Exception as error:  # whatever the target raises ends the requests it was working on, and no more
+            chunks = session.fail(error)
+        for chunk in chunks:
+            ended = chunk.finish_reason is not None
+            listener = self._listeners.pop(chunk.index, None) if ended else self._listeners.get(chunk.index)
+            if listener is None:
+                continue
+            try:
+                listener(replace(chunk))
+            except Exception:
+                self._listeners.pop(chunk.index, None)
+                session.cancel(chunk.index)
