@@ -47,13 +47,12 @@ class TableRow:
     @property
     def discard_rate(self) -> float | None:
         """Drafted and not used / tokens."""
-        stats = self.stats
-        return (stats.num_drafted - stats.num_accepted) / stats.num_tokens if stats and stats.num_tokens else None
+        return self.stats.discard_rate if self.stats else None
 
     @property
     def verification_rate(self) -> float | None:
         """Target passes / tokens."""
-        return self.stats.num_passes / self.stats.num_tokens if self.stats and self.stats.num_tokens else None
+        return self.stats.verification_rate if self.stats else None
 
 
 def rows(results: Results) -> list[TableRow]:
