@@ -17,8 +17,8 @@ from foresay.cli.options import spread
 from foresay.errors import ConfigError
 from foresay.generation.method import PLAIN
 from foresay.lab.report import figures
-from foresay.lab.report.page import COLUMNS, html
-from foresay.lab.report.report import markdown, read_report, write_report
+from foresay.lab.report.page import COLUMNS, html, markdown
+from foresay.lab.report.report import read_report, write_report
 from foresay.lab.report.table import pareto_front, shortened, wilson
 from foresay.records.results import Cell, Run, results_writer
 
