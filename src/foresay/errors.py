@@ -16,10 +16,18 @@ A message says what is wrong, the value, what is allowed and what to do. `assert
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from typing import Self
 
 
 class ForesayError(Exception):
     """Base of all of foresay's errors."""
+
+    def about(self, subject: str) -> Self:
+        """The same error, whose message begins with what it is about."""
+        error = type(self).__new__(type(self))  # the constructors of subclasses take different arguments
+        vars(error).update(vars(self))
+        error.args = (f"{subject}: {self}",)
+        return error
 
 
 class ConfigError(ForesayError, ValueError):

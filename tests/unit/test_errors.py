@@ -4,7 +4,7 @@ import pytest
 
 from foresay import errors
 from foresay.decoding.acceptance import RULES, make_rule
-from foresay.errors import ConfigError, ForesayError, UnknownNameError
+from foresay.errors import ConfigError, ForesayError, RequestError, UnknownNameError
 
 PARENTS = {
     "ConfigError": (ForesayError, ValueError),
@@ -45,3 +45,26 @@ def test_rules_are_found_by_name() -> None:
     assert {name: make_rule(name).name for name in RULES} == {name: name for name in RULES}
     with pytest.raises(UnknownNameError, match=r"unknown rule 'speculativ'\. Did you mean 'speculative'"):
         make_rule("speculativ")
+
+
+@pytest.mark.parametrize("name", sorted([*PARENTS, "ForesayError"]))
+def test_every_error_can_be_told_about_something(name: str) -> None:
+    kind = _exceptions()[name]
+    arguments = {UnknownNameError: ("rule", "blok", ["block"]), RequestError: (7, "no room")}.get(kind, ("no room",))
+    error = kind(*arguments)
+    assert isinstance(error, ForesayError)
+    before = str(error)
+    about = error.about("prompt 'a'")
+    assert type(about) is kind and str(about) == f"prompt 'a': {before}"
+    assert str(error) == before and about.about("file 'f'").args == (f"file 'f': prompt 'a': {before}",)
+
+
+def test_what_an_error_knows_besides_its_message_stays() -> None:
+    class OwnError(ForesayError):
+        def __init__(self, *, place: int) -> None:
+            super().__init__(f"at {place}")
+            self.place = place
+
+    assert RequestError(7, "no room").about("batch").request_id == 7
+    about = OwnError(place=3).about("line")
+    assert (type(about), str(about), about.place) == (OwnError, "line: at 3", 3)

@@ -82,6 +82,16 @@ class Stats:
         """Tokens per target pass, None without a pass."""
         return self.num_tokens / self.num_passes if self.num_passes else None
 
+    @property
+    def discard_rate(self) -> float | None:
+        """(drafted - accepted) / tokens, None without a token."""
+        return (self.num_drafted - self.num_accepted) / self.num_tokens if self.num_tokens else None
+
+    @property
+    def verification_rate(self) -> float | None:
+        """Target passes / tokens, None without a token."""
+        return self.num_passes / self.num_tokens if self.num_tokens else None
+
     def as_dict(self) -> dict[str, object]:
         """Plain types, for JSON."""
         return {

@@ -1,26 +1,23 @@
 """Recordings: what a target wrote to each prompt, in one file of JSON lines (docs/lab.md describes it).
 
-Owns the format, what a recording must say of itself, and the two older formats that are read too. Runs no model.
+Owns the format and what a recording must say of itself. Runs no model; other projects' logs are read in importers.py.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from foresay.checks import check_int
 from foresay.decoding.outcome import FinishReason
 from foresay.errors import ConfigError
 from foresay.models.recording import RecordedText
+from foresay.records.importers import read_cs_drafting_cache, read_tensor_log
 from foresay.records.lines import Line, LineWriter, read_lines
 
 FORMAT, VERSION = "foresay-recording", 1
-_TENSOR = re.compile(r"tensor\(\[\[(.*?)\]\]", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +93,13 @@ class Recording:
         except OSError as error:
             raise ConfigError(f"cannot read {name!r}: {error.strerror}") from None
         if head.startswith(b"tensor("):
-            return _read_tensors(name, prompts)
+            return _imported(name, read_tensor_log(name, prompts), "tensor log")
         if prompts is not None:
             raise ConfigError(f"{name!r} holds its own prompts; prompts belong to a log of tensors")
         if b'"format"' in head.split(b"\n", 1)[0]:
             return _read_ours(name)
         if head.startswith(b"{"):
-            return _read_cache(name)
+            return _imported(name, read_cs_drafting_cache(name), "CS-Drafting cache")
         raise ConfigError(
             f"{name!r} is no recording: neither {FORMAT} (foresay record), nor lines of tensor([[...]]), nor a JSON object "
             "of token ids joined by '_'"
@@ -170,74 +167,11 @@ def _read_ours(name: str) -> Recording:
     )
 
 
-def _read_tensors(name: str, prompts: Sequence[Sequence[int]] | None) -> Recording:
-    """The log of "Decoding Speculative Decoding" (Yan et al. 2024): printed tensors [1, L] of outputs, in prompt order."""
-    if prompts is None:
-        raise ConfigError(f"{name!r} is a log of tensors, which holds outputs alone; give the prompts it was made from")
-    text = Path(name).read_text(encoding="utf-8", errors="replace")
-    outputs = [_printed(found, name) for found in _matches(text)]
-    if not outputs:
-        raise ConfigError(f"{name!r} holds no outputs: no tensor([[...]])")
-    if len(outputs) > len(prompts):
-        raise ConfigError(f"{name!r} holds {len(outputs)} outputs, and there are {len(prompts)} prompts")
-    records = tuple(
-        Record(str(i), tuple(map(int, prompt)), output)
-        for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=False), 1)
-    )
-    return Recording(records, 1 + _highest(records), model=name, settings={"read_from": "tensor log"})
-
-
-def _matches(text: str) -> Iterator[tuple[int, str]]:
-    """(line number, numbers) of every printed tensor."""
-    for found in _TENSOR.finditer(text):
-        yield text.count("\n", 0, found.start()) + 1, found[1]
-
-
-def _printed(found: tuple[int, str], name: str) -> tuple[int, ...]:
-    number, text = found
-    if "..." in text:
-        raise ConfigError(f"{name}, line {number}: the tensor was printed shortened ('...'); its tokens are lost")
-    try:
-        tokens = tuple(check_int("token", int(token), 0) for token in text.split(",") if token.strip())
-    except ValueError as error:
-        raise ConfigError(f"{name}, line {number}: not a list of token ids ({error})") from None
-    if not tokens:
-        raise ConfigError(f"{name}, line {number}: the output is empty")
-    return tokens
-
-
-def _read_cache(name: str) -> Recording:
-    """CS-Drafting's cache (Chen et al. 2023): prompt ids joined by "_" -> ids joined by "_".
-
-    A decoder-only target's ids begin with the prompt; an encoder-decoder's begin with what its decoder starts from, one
-    token, and the key is its source.
-    """
-    try:
-        with open(name, encoding="utf-8") as file:
-            pairs = json.load(file)
-    except ValueError as error:
-        raise ConfigError(f"{name!r} is not JSON ({error})") from None
-    if not isinstance(pairs, dict):
-        raise ConfigError(f"{name!r} must be a JSON object of token ids joined by '_'")
+def _imported(name: str, texts: Sequence[RecordedText], read_from: str) -> Recording:
+    """What another project's log holds; its vocabulary is as large as its tokens say."""
     records = []
-    for number, (key, value) in enumerate(pairs.items(), 1):
-        try:
-            pair = (str(ids).split("_") for ids in (key, value))
-            prompt, whole = (tuple(check_int("token", int(token), 0) for token in ids) for ids in pair)
-        except ValueError as error:
-            raise ConfigError(f"{name}, entry {number}: token ids joined by '_' are needed ({error})") from None
-        own = whole[: len(prompt)] == prompt
-        start, source = (prompt, None) if own else (whole[:1], prompt)
-        if len(whole) <= len(start):
-            raise ConfigError(f"{name}, entry {number}: the output is empty")
-        records.append(Record(str(number), start, whole[len(start) :], source=source))
-    if not records:
-        raise ConfigError(f"{name!r} holds no outputs")
-    if len({record.source is None for record in records}) > 1:
-        raise ConfigError(f"{name!r} mixes outputs that begin with their prompts and such that do not")
-    found = tuple(records)
-    return Recording(found, 1 + _highest(found), model=name, settings={"read_from": "CS-Drafting cache"})
-
-
-def _highest(records: Sequence[Record]) -> int:
-    return max(max((*r.prompt, *r.output, *(r.source or ()))) for r in records)
+    for number, text in enumerate(texts, 1):
+        source = None if text.source is None else tuple(text.source)
+        records.append(Record(str(number), tuple(text.prompt), tuple(text.output), source=source))
+    highest = max(max(*text.prompt, *text.output, *(text.source or ())) for text in texts)
+    return Recording(tuple(records), 1 + highest, model=name, settings={"read_from": read_from})

@@ -80,14 +80,18 @@ class PromptResult:
         )
 
     @property
-    def discard_rate(self) -> float:
-        """num_mismatched_tokens / generated_length."""
-        return self.num_mismatched_tokens / max(1, self.generated_length)
-
-    @property
-    def verification_rate(self) -> float:
-        """num_LM_call / generated_length."""
-        return self.num_LM_call / max(1, self.generated_length)
+    def stats(self) -> Stats:
+        """Its totals; what a Step did alone is not recorded."""
+        return Stats(
+            num_passes=self.num_LM_call,
+            num_tokens=self.generated_length,
+            num_drafted=self.num_drafted,
+            num_tested=self.num_tested,
+            num_accepted=self.generated_length_draft,
+            draft_s=self.draft_time,
+            target_s=self.target_time,
+            total_s=self.spec_time,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,28 +5,31 @@ Owns what is a document and how much is read at a time. Knows no tokenizer.
 
 from __future__ import annotations
 
-import codecs
 import errno
-import gzip
 import io
-import json
 import os
 import stat
 import sys
-import zlib
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
-from pathlib import PurePath
+from contextlib import contextmanager
 from typing import BinaryIO, NamedTuple, cast
 
 from foresay.errors import ConfigError, UnknownNameError
+from foresay.text.text_files import (
+    check_encodable,
+    check_object,
+    ending,
+    numbered,
+    opened,
+    parse_json,
+    read_blocks,
+    read_lines,
+    reading,
+)
 
 SEPARATORS = ("file", "line", "blank-line")
 """What ends a document besides the end of a file or of a JSON record: nothing, every line, or a line of white space."""
 DEFAULT_FIELD = "text"
-BLOCK_BYTES = 1 << 16
-MAX_LINE_CHARS = 1 << 20
-"""A longer line is read in pieces, cut at a space where it has one."""
 STDIN = "-"
 
 
@@ -51,7 +54,9 @@ class CorpusReader:
             raise UnknownNameError("separator", separator, SEPARATORS)
         self.files, self.separator = tuple(files), separator
         self._field = DEFAULT_FIELD if field is None else field
-        self._records = frozenset(name for name in files if _is_records(name) or (name == STDIN and field is not None))
+        self._records = frozenset(
+            name for name in files if ending(name) == ".jsonl" or (name == STDIN and field is not None)
+        )
         if not files:
             raise ConfigError("no files to read; '-' is standard input")
         if field is not None and (text := [name for name in files if name not in self._records]):
@@ -68,11 +73,12 @@ class CorpusReader:
         """The pieces of all documents, read as they are asked for. Raises ConfigError for what is no UTF-8 text or JSON."""
         self.position = 0
         for name in self.files:
-            with _reading(name), _opened(name) as (raw, stream):
+            label = _label(name)
+            with reading(label), _opened(name) as (raw, stream):
                 if name in self._records:
-                    texts: Iterator[Iterator[str]] = (iter([text]) for text in _records(stream, name, self._field))
+                    texts: Iterator[Iterator[str]] = (iter([text]) for text in _records(stream, label, self._field))
                 else:
-                    texts = iter([_blocks(stream, name)])
+                    texts = iter([read_blocks(stream, label)])
                 yield from self._followed(texts, raw)
 
     def _followed(self, texts: Iterable[Iterator[str]], raw: BinaryIO) -> Iterator[CorpusPiece]:
@@ -120,10 +126,6 @@ def _paragraphs(blocks: Iterable[str]) -> Iterator[CorpusPiece]:
 _SPLIT = {"file": _whole, "line": _lines, "blank-line": _paragraphs}
 
 
-def _is_records(name: str) -> bool:
-    return PurePath(name.removesuffix(".gz")).suffix == ".jsonl"
-
-
 def _label(name: str) -> str:
     return "standard input" if name == STDIN else name
 
@@ -134,7 +136,7 @@ def _size(name: str) -> int | None:
         if sys.stdin is None:
             raise ConfigError("standard input is closed")
         return None
-    with _reading(name):
+    with reading(_label(name)):
         status = os.stat(name)
         for wrong, code in ((stat.S_ISDIR(status.st_mode), errno.EISDIR), (not os.access(name, os.R_OK), errno.EACCES)):
             if wrong:
@@ -143,86 +145,23 @@ def _size(name: str) -> int | None:
 
 
 @contextmanager
-def _reading(name: str) -> Iterator[None]:
-    """Turn what the system says against a file into an error that names it."""
-    try:
-        yield
-    except (OSError, EOFError, zlib.error) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(f"cannot read {_label(name)!r}: {reason}") from error
-
-
-@contextmanager
 def _opened(name: str) -> Iterator[tuple[BinaryIO, BinaryIO]]:
     """The file as it is stored, and as it is read."""
     if name == STDIN:
         yield sys.stdin.buffer, sys.stdin.buffer
         return
-    with open(name, "rb") as raw:
-        if not name.endswith(".gz"):
-            yield raw, raw
-            return
-        with closing(gzip.GzipFile(fileobj=raw)) as stream:
-            yield raw, cast(BinaryIO, stream)
+    with opened(name) as streams:
+        yield streams
 
 
-def _blocks(stream: BinaryIO, name: str) -> Iterator[str]:
-    """The text in blocks of whole lines."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    offset, rest = 0, ""
-    while True:
-        raw = stream.read(BLOCK_BYTES)
-        waiting = len(decoder.getstate()[0])
-        with _utf8(name, offset - waiting):
-            text = decoder.decode(raw, final=not raw)
-        rest += text.removeprefix("\ufeff") if not offset else text
-        offset += len(raw)
-        if not raw:
-            break
-        cut = rest.rfind("\n") + 1
-        if not cut and len(rest) >= MAX_LINE_CHARS:
-            cut = rest.rfind(" ") if rest.rfind(" ") > 0 else len(rest)
-        if cut:
-            yield rest[:cut]
-            rest = rest[cut:]
-    if rest:
-        yield rest
-
-
-def _records(stream: BinaryIO, name: str, field: str) -> Iterator[str]:
+def _records(stream: BinaryIO, label: str, field: str) -> Iterator[str]:
     """The texts of JSON lines; empty lines are passed over."""
-    offset = 0
-    for number, raw in enumerate(stream, 1):
-        with _utf8(name, offset):
-            line = raw.decode("utf-8").removeprefix("\ufeff")
-        offset += len(raw)
-        if not line.isspace():
-            yield _text_of(line, f"{_label(name)}, line {number}", field)
-
-
-def _text_of(line: str, place: str, field: str) -> str:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{place}: not JSON: {error}") from None
-    if not isinstance(record, dict):
-        raise ConfigError(f"{place}: {type(record).__name__} instead of a JSON object with the field {field!r}")
-    text = record.get(field)
-    if not isinstance(text, str):
-        known = ", ".join(sorted(key for key, value in record.items() if isinstance(value, str))) or "none"
-        raise ConfigError(f"{place}: no text in the field {field!r} (fields with text: {known}); see --field")
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise ConfigError(f"{place}: the field {field!r} has a lone surrogate at character {error.start}") from None
-    return text
-
-
-@contextmanager
-def _utf8(name: str, start: int) -> Iterator[None]:
-    """Name the place of a byte that is not UTF-8; `start`: where in the file the decoded bytes begin."""
-    try:
-        yield
-    except UnicodeDecodeError as error:
-        byte, place = error.object[error.start], start + error.start
-        raise ConfigError(f"{_label(name)} is not UTF-8 text: byte {byte:#04x} at offset {place}") from None
+    for line in numbered(read_lines(stream, label), label):
+        value = parse_json(line.text, line.place)
+        fields = check_object(value, line.place, f"a JSON object with the field {field!r}")
+        text = fields.get(field)
+        if not isinstance(text, str):
+            known = ", ".join(sorted(key for key, value in fields.items() if isinstance(value, str))) or "none"
+            raise ConfigError(f"{line.place}: no text in the field {field!r} (fields with text: {known}); see --field")
+        check_encodable(text, line.place, field)
+        yield text

@@ -33,6 +33,7 @@ def test_means_are_derived_from_the_counts() -> None:
     assert stats.acceptance_rate == 9 / 11
     assert stats.draft_utilization == 9 / 14
     assert stats.block_efficiency == 11 / 5
+    assert (stats.discard_rate, stats.verification_rate) == ((14 - 9) / 11, 5 / 11)
 
 
 def test_seconds_are_each_rows_share() -> None:
@@ -46,6 +47,12 @@ def test_nothing_tested_is_no_rate() -> None:
     assert (Stats().acceptance_rate, Stats().draft_utilization, Stats().block_efficiency) == (None, None, None)
     plain = Stats.of([Step(0, (1,), (B,), 0, 0)])
     assert (plain.acceptance_rate, plain.draft_utilization, plain.block_efficiency) == (None, None, 1.0)
+
+
+def test_without_a_token_there_is_nothing_to_count_by() -> None:
+    assert (Stats().discard_rate, Stats().verification_rate) == (None, None)
+    plain = Stats.of([Step(0, (1,), (B,), 0, 0)])
+    assert (plain.discard_rate, plain.verification_rate) == (0.0, 1.0)
 
 
 def test_a_cancellation_is_no_pass() -> None:

@@ -398,9 +398,10 @@ def test_a_prompts_record_by_the_published_names() -> None:
     assert (one.generated_length, one.generated_length_draft, one.generated_length_target) == (4, 2, 2)
     assert (one.num_LM_call, one.num_mismatched_tokens, one.num_drafted, one.num_tested) == (2, 2, 4, 3)
     assert (one.spec_time, one.target_time, one.draft_time) == pytest.approx((0.9, 0.45, 0.2))
-    assert (one.discard_rate, one.verification_rate, one.finish_reason) == (0.5, 0.5, "stop")
+    assert (one.stats.discard_rate, one.stats.verification_rate, one.finish_reason) == (0.5, 0.5, "stop")
+    assert one.stats.acceptance_rate == 2 / 3 and one.stats.total_s == one.spec_time
     empty = PromptResult.of("a", "chat", [])
-    assert (empty.discard_rate, empty.verification_rate, empty.finish_reason) == (0, 0, "")
+    assert (empty.stats, empty.finish_reason) == (Stats(), "")
 
 
 def test_results_round_trip(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from foresay.errors import ConfigError, UnknownNameError
-from foresay.training.corpus import BLOCK_BYTES, MAX_LINE_CHARS, CorpusReader
+from foresay.text.text_files import BLOCK_BYTES, MAX_LINE_CHARS
+from foresay.training.corpus import CorpusReader
 
 
 def joined(reader: CorpusReader) -> list[str]:

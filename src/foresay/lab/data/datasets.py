@@ -14,6 +14,7 @@ from foresay import checks
 from foresay.errors import ConfigError, UnknownNameError
 from foresay.lab.data.items import PromptItem
 from foresay.lab.data.readers import DataRecord, file_records, hub_records, is_file, stem
+from foresay.text.text_files import check_encodable
 
 SHIPPED = "shipped"
 """The name of foresay's own set: 60 prompts in six categories."""
@@ -279,12 +280,7 @@ def _sound(record: DataRecord, name: str, value: Any) -> str:
         raise ConfigError(f"{record.place}: the field {name!r} must be a text, not {_shown(value)}")
     if not value.strip():
         raise ConfigError(f"{record.place}: the field {name!r} is empty")
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise ConfigError(
-            f"{record.place}: the field {name!r} has a lone surrogate at character {error.start}"
-        ) from None
+    check_encodable(value, record.place, name)
     return value
 
 

@@ -6,18 +6,17 @@ Owns which bytes are a record and the place that an error names. Does not know w
 from __future__ import annotations
 
 import csv
-import gzip
 import importlib
 import io
 import json
 import re
 import textwrap
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 from foresay.errors import ConfigError
+from foresay.text.text_files import bare_name, check_object, decode, ending, is_packed, numbered, parse_json, read_bytes
 
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(:\S+)?")
 """A set of the hub: "owner/name" or "name", with ":config" where it has several configurations."""
@@ -38,7 +37,7 @@ class DataRecord(NamedTuple):
 
 def is_file(source: str) -> bool:
     """Whether a source means a file rather than a set of the hub."""
-    named = _packed(source) or _ending(source) in ENDINGS or source.lower().endswith(ARCHIVES)
+    named = is_packed(source) or ending(source) in ENDINGS or source.lower().endswith(ARCHIVES)
     return named or Path(source).exists() or not HUB_NAME.fullmatch(source)
 
 
@@ -46,8 +45,7 @@ def stem(source: str) -> str:
     """What a set is called in the ids of its items: "data/prompts.jsonl.gz" -> prompts, "owner/name:config" -> name."""
     if not is_file(source):
         return PurePath(source.partition(":")[0]).name
-    name = PurePath(source).name
-    return PurePath(name[:-3] if _packed(name) else name).stem
+    return PurePath(bare_name(source)).stem
 
 
 def file_records(source: str, columns: Sequence[str] = ()) -> Iterator[DataRecord]:
@@ -58,15 +56,15 @@ def file_records(source: str, columns: Sequence[str] = ()) -> Iterator[DataRecor
     """
     if source.lower().endswith(ARCHIVES):
         raise ConfigError(f"{source!r} is an archive; unpack it first and name one of its files")
-    raw, ending = _read(source), _ending(source)
-    if ending not in ENDINGS:
+    raw, kind = read_bytes(source), ending(source)
+    if kind not in ENDINGS:
         raise ConfigError(
             f"{source!r} must end in {', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}, each with or without .gz"
         )
-    text = _decoded(raw, source)
-    if ending == ".csv":
+    text = decode(raw, source)
+    if kind == ".csv":
         return _csv(text, source, columns)
-    return {".jsonl": _json_lines, ".json": _json, ".txt": _text}[ending](text, source)
+    return {".jsonl": _json_lines, ".json": _json, ".txt": _text}[kind](text, source)
 
 
 def hub_records(source: str, split: str | None) -> Iterator[DataRecord]:
@@ -102,50 +100,15 @@ def _unread(source: str, error: Exception) -> ConfigError:
     return ConfigError(f"{source!r} is no file and cannot be read from the Hugging Face hub: {reason}")
 
 
-def _packed(name: str) -> bool:
-    return name.lower().endswith(".gz")
-
-
-def _ending(name: str) -> str:
-    return PurePath(name[:-3] if _packed(name) else name).suffix.lower()
-
-
-def _read(source: str) -> bytes:
-    try:
-        raw = Path(source).read_bytes()
-        return gzip.decompress(raw) if _packed(source) else raw
-    except (OSError, EOFError, ValueError, zlib.error) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(f"cannot read {source!r}: {reason}") from error
-
-
-def _decoded(raw: bytes, source: str) -> str:
-    try:
-        return raw.decode("utf-8").removeprefix("\ufeff")
-    except UnicodeDecodeError as error:
-        line = raw.count(b"\n", 0, error.start) + 1
-        raise ConfigError(f"{source}, line {line}: not UTF-8 text: byte {raw[error.start]:#04x}") from None
-
-
-def _lines(text: str, source: str) -> Iterator[tuple[int, str, str]]:
-    """Number, place and text of the lines that are not white space; a line ends at a line feed only."""
-    for number, line in enumerate(text.split("\n"), 1):
-        if line and not line.isspace():
-            yield number, f"{source}, line {number}", line.removesuffix("\r")
-
-
 def _text(text: str, source: str) -> Iterator[DataRecord]:
-    for number, place, line in _lines(text, source):
-        yield DataRecord(place, number, {"prompt": line})
+    for line in numbered(text.split("\n"), source):
+        yield DataRecord(line.place, line.number, {"prompt": line.text})
 
 
 def _json_lines(text: str, source: str) -> Iterator[DataRecord]:
-    for number, place, line in _lines(text, source):
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{place}: not JSON: {error}") from None
-        yield _record(place, number, value)
+    for line in numbered(text.split("\n"), source):
+        fields = check_object(parse_json(line.text, line.place), line.place)
+        yield DataRecord(line.place, line.number, fields)
 
 
 def _json(text: str, source: str) -> Iterator[DataRecord]:
@@ -160,13 +123,8 @@ def _json(text: str, source: str) -> Iterator[DataRecord]:
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{source}: not JSON: {error}") from None
     for number, value in enumerate(values, 1):
-        yield _record(f"{source}, record {number}", number, value)
-
-
-def _record(place: str, number: int, value: Any) -> DataRecord:
-    if not isinstance(value, dict):
-        raise ConfigError(f"{place}: {type(value).__name__} instead of a JSON object")
-    return DataRecord(place, number, value)
+        place = f"{source}, record {number}"
+        yield DataRecord(place, number, check_object(value, place))
 
 
 def _csv(text: str, source: str, columns: Sequence[str]) -> Iterator[DataRecord]:

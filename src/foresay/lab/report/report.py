@@ -1,7 +1,7 @@
 """A report of benchmarks: results files in, a page, its Markdown and its figures out.
 
-Owns which results may be pooled, what is concluded from them, the Markdown, how a figure becomes bytes, and that a file is
-there whole or not at all. Knows neither what is drawn nor what the page looks like.
+Owns which results may be pooled, what is concluded from them, how a figure becomes bytes, and that a file is there whole or
+not at all. Knows neither what is drawn nor what the page looks like.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import os
 import re
 import warnings
 from collections.abc import Sequence
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,7 @@ from foresay.errors import ConfigError
 from foresay.files import atomic_write
 from foresay.generation.method import PLAIN
 from foresay.lab.report import figures
-from foresay.lab.report.page import COLUMNS, NAMES, TABLE_NOTE, Picture, Report, Source, html, times
+from foresay.lab.report.page import Picture, Report, Source, html, markdown, times
 from foresay.lab.report.table import Group, TableRow, rows
 from foresay.records.results import Cell, Results, median_and_spread
 
@@ -182,54 +181,20 @@ def write(report: Report, output: Path_) -> list[Path]:
     return [folder / name for name in files]
 
 
-def markdown(report: Report, pictures: Sequence[Picture]) -> str:
-    """The report for a README or an issue; figures are named by their files."""
-    blocks = [
-        f"# {_plain(report.title)}",
-        "\n".join(f"- {_plain(line)}" for line in report.summary),
-        *(f"**{_plain(line)}**" for line in report.warnings),
-        f"## All cells\n\n{_table(report)}\n\n{_plain(TABLE_NOTE)}",
-    ]
-    if report.failures:
-        failed = [f"- {_plain(f'{one.cell}, repeat {one.repeat}: {one.error}')}" for one in report.failures]
-        blocks.append("## Failed\n\n" + "\n".join(failed))
-    blocks += [f"## {p.title}\n\n![{p.title}]({p.name}.png)\n\n{_plain(p.caption)}" for p in pictures]
-    blocks.append("## Where it came from\n\n" + "\n".join(f"- {_origin(source)}" for source in report.sources))
-    return "\n\n".join(block for block in blocks if block) + "\n"
-
-
-def _table(report: Report) -> str:
-    lines = [list(COLUMNS), [":---" if name in NAMES else "---:" for name in COLUMNS]]
-    lines += [[_plain(say(row)) for say in COLUMNS.values()] for row in report.table]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _origin(source: Source) -> str:
-    came = source.provenance
-    told = [f"{name} {came[name]}" for name in ("commit", "time") if came.get(name)]
-    return _plain(", ".join([source.name, *told]))
-
-
-def _plain(text: str) -> str:
-    """Text that Markdown shows as it is."""
-    text = re.sub(r"([\\`*\[\]|~]|(?<!\w)_|_(?!\w))", r"\\\1", escape(" ".join(text.split()), quote=False))
-    return re.sub(r"^(?=[#+-])", r"\\", text) if text != "-" else text
-
-
 def _picture(name: str, title: str, figure: Figure, caption: str) -> Picture:
     """A figure as bytes, for a file and for a page."""
+    from matplotlib import rc_context
+
     png, svg = io.BytesIO(), io.StringIO()
     nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
     figure.savefig(png, format="png", dpi=130, facecolor="white")
-    figure.savefig(svg, format="svg", facecolor="none", metadata=nothing)
-    return Picture(name, title, caption, png.getvalue(), _inline(svg.getvalue(), name, title))
+    # Words stay words, and ids that something refers to differ between figures and not between runs.
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
+        figure.savefig(svg, format="svg", facecolor="none", metadata=nothing)
+    return Picture(name, title, caption, png.getvalue(), _inline(svg.getvalue()))
 
 
-def _inline(svg: str, name: str, title: str) -> str:
-    """An SVG for the middle of a page: ids that no other figure has, and the page's own colour for ink."""
-    svg = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
-    known = {old: f"{name}-{i}" for i, old in enumerate(dict.fromkeys(re.findall(r'\bid="([^"]+)"', svg)))}
-    svg = re.sub(r'\bid="([^"]+)"', lambda found: f'id="{known[found[1]]}"', svg)
-    svg = re.sub(r'(url\(|href=")#([^")]+)', lambda found: f"{found[1]}#{known[found[2]]}", svg)
-    svg = svg.replace(figures.INK, "currentColor")
-    return svg.replace("<svg", f'<svg role="img" aria-label="{escape(title)}"', 1).strip()
+def _inline(svg: str) -> str:
+    """An SVG for the middle of a page, whose ink is the page's; its groups' names, of which nothing makes use, are left out."""
+    svg = re.sub(r'<g id="[^"]*"', "<g", svg[svg.index("<svg") :])
+    return svg.replace(figures.INK, "currentColor").strip()

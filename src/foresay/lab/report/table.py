@@ -47,13 +47,12 @@ class TableRow:
     @property
     def discard_rate(self) -> float | None:
         """Drafted and not used / tokens."""
-        stats = self.stats
-        return (stats.num_drafted - stats.num_accepted) / stats.num_tokens if stats and stats.num_tokens else None
+        return self.stats.discard_rate if self.stats else None
 
     @property
     def verification_rate(self) -> float | None:
         """Target passes / tokens."""
-        return self.stats.num_passes / self.stats.num_tokens if self.stats and self.stats.num_tokens else None
+        return self.stats.verification_rate if self.stats else None
 
 
 def rows(results: Results) -> list[TableRow]:
@@ -114,13 +113,15 @@ def _group(cell: Cell) -> Group:
     return cell.dataset, cell.batch_size, cell.sampling
 
 
-def wilson(hits: int, tries: int, z: float = 1.959964) -> tuple[float, float]:
-    """Wilson's interval of a share, at 95% as it stands; at least one try."""
+def wilson(hits: int, tries: int) -> tuple[float, float]:
+    """Wilson's interval of a share, at 95%; at least one try. Raises ConfigError without the extra `lab`."""
+    try:
+        from scipy.stats import binomtest
+    except ImportError:
+        raise ConfigError("intervals take scipy: pip install 'foresay[lab]'") from None
     check_int("tries", tries, 1)
-    share, square = check_int("hits", hits, 0, tries) / tries, z * z / tries
-    middle = share + square / 2
-    half = math.sqrt(square * (share * (1 - share) + square / 4))
-    return max(0.0, (middle - half) / (1 + square)), min(1.0, (middle + half) / (1 + square))
+    low, high = binomtest(check_int("hits", hits, 0, tries), tries).proportion_ci(method="wilson")
+    return float(low), float(high)
 
 
 def pareto_front(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:

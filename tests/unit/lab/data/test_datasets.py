@@ -239,6 +239,7 @@ def test_fields_that_are_wrong(
         ("a.txt", " \n\n", "'{}' holds no prompts"),
         ("a.json", "", "'{}' holds no prompts"),
         ("a.md", "a", "'{}' must end in .jsonl, .json, .csv or .txt, each with or without .gz"),
+        ("a.parquet", b"\xff", "'{}' must end in .jsonl, .json, .csv or .txt, each with or without .gz"),
         ("a", "a", "'{}' must end in .jsonl, .json, .csv or .txt, each with or without .gz"),
         ("a.tar.gz", "a", "'{}' is an archive; unpack it first and name one of its files"),
     ],
@@ -255,6 +256,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     assert refusal("none.csv") == "cannot read 'none.csv': No such file or directory"
     assert refusal("-") == "cannot read '-': No such file or directory"
     assert refusal(str(tmp_path)) == f"cannot read {str(tmp_path)!r}: Is a directory"
+    assert refusal("a\0.txt") == "cannot read 'a\\x00.txt': embedded null byte"
     (tmp_path / "plain.txt.gz").write_bytes(b"plain")
     assert refusal(str(tmp_path / "plain.txt.gz")).endswith("plain.txt.gz': Not a gzipped file (b'pl')")
     packed = gzip.compress(b"a text that is long enough to be cut " * 9)

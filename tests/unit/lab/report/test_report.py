@@ -17,8 +17,8 @@ from foresay.cli.options import spread
 from foresay.errors import ConfigError
 from foresay.generation.method import PLAIN
 from foresay.lab.report import figures
-from foresay.lab.report.page import COLUMNS, html
-from foresay.lab.report.report import markdown, read_report, write_report
+from foresay.lab.report.page import COLUMNS, html, markdown
+from foresay.lab.report.report import read_report, write_report
 from foresay.lab.report.table import pareto_front, shortened, wilson
 from foresay.records.results import Cell, Run, results_writer
 
@@ -340,6 +340,12 @@ def test_the_page_parses_refers_to_nothing_outside_and_escapes_everything(whole)
     assert used and set(used) <= set(ids)
 
 
+def test_words_in_figures_are_text_in_the_colour_of_the_page(whole):
+    text = whole[0].read_text()
+    assert "speed-up over plain decoding" in Page(text).texts
+    assert figures.INK not in text[text.index("<svg") :] and "fill: currentColor" in text
+
+
 def test_the_page_tells_who_wrote_each_piece_and_where_it_came_from(whole):
     page = Page(whole[0].read_text())
     titled = {attributes["class"]: attributes["title"] for _, attributes in page.tags if "title" in attributes}
@@ -467,6 +473,12 @@ def test_without_matplotlib_the_error_says_what_to_install(tmp_path, monkeypatch
     with pytest.raises(ConfigError, match=r"pip install 'foresay\[lab\]'"):
         write_report([write(tmp_path / "r", suffix())], tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_without_scipy_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "scipy.stats", None)
+    with pytest.raises(ConfigError, match=r"pip install 'foresay\[lab\]'"):
+        wilson(1, 2)
 
 
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):

@@ -1,0 +1,70 @@
+"""Files of text: names, lines, and what reads the same whether it is read whole or as a stream."""
+
+from __future__ import annotations
+
+import gzip
+import io
+from pathlib import Path
+
+import pytest
+
+from foresay.errors import ConfigError, UnknownNameError
+from foresay.text.text_files import (
+    NumberedLine,
+    bare_name,
+    decode,
+    ending,
+    numbered,
+    opened,
+    read_blocks,
+    read_bytes,
+    read_lines,
+    reading,
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "bare", "kind"),
+    [
+        ("data/a.jsonl", "data/a.jsonl", ".jsonl"),
+        ("data/A.JSONL.GZ", "data/A.JSONL", ".jsonl"),
+        ("a.b.txt.gz", "a.b.txt", ".txt"),
+        ("a.gz", "a", ""),
+        ("-", "-", ""),
+    ],
+)
+def test_what_a_name_says(name: str, bare: str, kind: str) -> None:
+    assert (bare_name(name), ending(name)) == (bare, kind)
+
+
+def test_lines_are_numbered_and_empty_ones_are_passed_over() -> None:
+    lines = ["a", "", " \t\r", "b\x0c \r"]
+    assert list(numbered(lines, "f")) == [NumberedLine(1, "f, line 1", "a"), NumberedLine(4, "f, line 4", "b\x0c ")]
+
+
+@pytest.mark.parametrize("text", ["", "\n", "a\u2028b\r\n\n東 京", "a\n"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_whole_in_blocks_and_by_line(tmp_path: Path, text: str, packed: bool) -> None:
+    raw = f"\ufeff{text}".encode()
+    path = str(tmp_path / ("a.GZ" if packed else "a"))
+    Path(path).write_bytes(gzip.compress(raw) if packed else raw)
+    assert decode(read_bytes(path), path) == text
+    with opened(path) as (_, stream):
+        assert "".join(read_blocks(stream, path)) == text
+    with opened(path) as (stored, stream):
+        assert list(numbered(read_lines(stream, path), path)) == list(numbered(text.split("\n"), path))
+        assert stored.tell() == Path(path).stat().st_size
+
+
+def test_a_byte_that_is_not_utf8_is_named_by_line_or_by_offset() -> None:
+    raw = b"ab\ncd\xe9\n"
+    with pytest.raises(ConfigError, match=r"^f, line 2: not UTF-8 text: byte 0xe9$"):
+        decode(raw, "f")
+    for read in (read_blocks, read_lines):
+        with pytest.raises(ConfigError, match=r"^f is not UTF-8 text: byte 0xe9 at offset 5$"):
+            list(read(io.BytesIO(raw), "f"))
+
+
+def test_an_error_of_ours_stays_as_it_is() -> None:
+    with pytest.raises(UnknownNameError, match=r"^unknown field"), reading("f"):
+        raise UnknownNameError("field", "a", ["b"])
