@@ -51,7 +51,7 @@ INSIDE = {
         {"early_exit", "self_check"},
     ],
     "models/sources": [{"load_options", "transformers_errors"}, {"packaged"}, {"catalog"}, {"resolve"}],
-    "text": [{"tokenizer"}, {"prompts", "stream", "cross_tokenizer"}],
+    "text": [{"tokenizer", "wording"}, {"prompts", "stream", "cross_tokenizer"}],
     "methods": [{"expressions", "settings_file"}, {"recipes"}],
     "generation": [{"result"}, {"session"}, {"generator"}, {"load"}, {"method"}],
     "lab": [{"data"}, {"measure"}, {"replay"}, {"bench"}, {"report"}, {"tune"}],
