@@ -6,8 +6,15 @@ from typing import Annotated
 
 import typer
 
-from foresay.cli.common import loading
 from foresay.cli.options import DeviceOption, DtypeOption, TrustOption
+from foresay.cli.progress import loading
+from foresay.errors import UnsupportedModelError
+from foresay.models.huggingface.causal import CausalModel
+from foresay.models.huggingface.model import UNLIMITED
+from foresay.models.huggingface.self_check import probe, verified
+from foresay.models.huggingface.seq2seq import Seq2SeqModel
+from foresay.models.sources.catalog import load_model
+from foresay.models.sources.load_options import LoadOptions
 
 
 def run(
@@ -17,14 +24,6 @@ def run(
     trust_remote_code: TrustOption = False,
 ) -> int:
     """Say what a model supports, or why it is not supported."""
-    from foresay.errors import UnsupportedModelError
-    from foresay.models.huggingface.causal import CausalModel
-    from foresay.models.huggingface.model import UNLIMITED
-    from foresay.models.huggingface.self_check import probe, verified
-    from foresay.models.huggingface.seq2seq import Seq2SeqModel
-    from foresay.models.sources.catalog import load_model
-    from foresay.models.sources.load_options import LoadOptions
-
     try:
         with loading(f"Loading {model}") as progress:
             options = LoadOptions(dtype=dtype, device=device, trust_remote_code=trust_remote_code, progress=progress)

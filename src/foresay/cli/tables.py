@@ -1,63 +1,86 @@
-"""Text coloured by who wrote each token, and the tables that sum a run up."""
+"""Tables, and the figures of a run in words."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
-from itertools import groupby
+from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Console
+from rich.cells import cell_len
+from rich.console import Console, RenderableType
+from rich.table import Table
 from rich.text import Text
 
-from foresay.decoding.outcome import Origin
+from foresay.cli.colours import console
 from foresay.engine import Stats
-from foresay.text.stream import Piece
+from foresay.text.wording import percent
 
-STYLES = {Origin.DRAFT: "green", Origin.RESIDUAL: "red", Origin.BONUS: "cyan"}
-MEANINGS = {
-    Origin.DRAFT: "guessed by the drafter and accepted",
-    Origin.RESIDUAL: "the target's, where a guess was rejected",
-    Origin.BONUS: "the target's, where every guess held or none was made",
-}
+_LEAST = 16
+"""Columns that a row's name keeps when it is folded."""
 
 
-def coloured(pieces: Iterable[Piece]) -> Text:
-    """The pieces, each in its origin's colour."""
-    text = Text()
-    for origin, run in groupby(pieces, key=lambda piece: piece.origin):
-        text.append("".join(piece.text for piece in run), style=STYLES[origin])
-    return text
+def table(
+    headings: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    on: Console,
+    *,
+    short: Sequence[str] | None = None,
+    drop: Sequence[str] = (),
+) -> RenderableType:
+    """Rows under headings, as wide as they are; where a terminal or $COLUMNS bounds them, what fits of this:
+
+    the table; the `short` headings; a narrower gap; a folded first column; a line per figure, where first cells tell the
+    rows apart.
+
+    drop: headings of columns that are left out where they say the same on every line.
+    """
+    kept = [i for i, name in enumerate(headings) if name not in drop or len({row[i] for row in rows}) > 1]
+    rows = [[row[i] for i in kept] for row in rows]
+    wide, less = ([names[i] for i in kept] for names in (headings, short or headings))
+    bounded = on.is_terminal or "COLUMNS" in os.environ
+    for names, gap in ((wide, 2), (less, 2), (less, 1)):
+        width = _width(names, rows, gap)
+        if not bounded or width <= on.width:
+            return _grid(names, rows, gap, width)
+    first = _width([""], [row[:1] for row in rows], 0)
+    if width - max(0, first - _LEAST) <= on.width or len({row[0] for row in rows}) < len(rows):
+        return _grid(less, rows, 1, on.width)
+    return _by_figure(wide, rows)
 
 
-def legend() -> Text:
-    """What the colours mean, a line each."""
-    lines = [Text.assemble((origin.value.ljust(9), STYLES[origin]), MEANINGS[origin]) for origin in Origin]
+def show_table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, drop: Sequence[str] = ()) -> None:
+    """Print a table on stdout; see `table`."""
+    out = console()
+    out.print(table(headings, rows, out, drop=drop), soft_wrap=not out.is_terminal)
+
+
+def _width(names: Sequence[str], rows: Sequence[Sequence[str]], gap: int) -> int:
+    sizes = [max(map(cell_len, column)) for column in zip(names, *rows, strict=True)]
+    return sum(sizes) + gap * (len(sizes) - 1)
+
+
+def _grid(names: Sequence[str], rows: Sequence[Sequence[str]], gap: int, width: int) -> Table:
+    grid = Table(box=None, padding=(0, gap), collapse_padding=True, pad_edge=False, header_style="bold", width=width)
+    for i, name in enumerate(names):
+        grid.add_column(name, justify="right" if i else "left", overflow="fold", no_wrap=i > 0)
+    for row in rows:
+        grid.add_row(*map(Text, row))
+    return grid
+
+
+def _by_figure(names: Sequence[str], rows: Sequence[Sequence[str]]) -> Text:
+    lines = [
+        Text.assemble((f"{name}: ", "bold"), ", ".join(f"{row[i]} {row[0]}" for row in rows))
+        for i, name in enumerate(names)
+        if i
+    ]
     return Text("\n").join(lines)
 
 
-def percent(value: float | None) -> str:
-    """A share as a percentage, "-" when there is none."""
-    return "-" if value is None else f"{100 * value:.0f}%"
-
-
-def comparison(plain_s: float, plain: Stats, seconds: float, stats: Stats, width: int = 80) -> Text:
-    """Plain decoding beside speculation: a table, or a line per figure where the terminal is narrow."""
+def comparison(plain_s: float, plain: Stats, seconds: float, stats: Stats, on: Console) -> RenderableType:
+    """Plain decoding beside speculation."""
     rows = [("plain", *_figures(plain_s, plain_s, plain)), ("foresay", *_figures(plain_s, seconds, stats))]
-    names = ("", "tokens", "seconds", "tokens/s", "speed-up", "tokens/pass", "accepted")
-    if width < 62:
-        lines = [f"{name}: {a} plain, {b} foresay" for name, a, b in list(zip(names, *rows, strict=True))[1:]]
-        return Text("\n".join(lines))
-    sizes = [max(len(row[i]) for row in (names, *rows)) for i in range(len(names))]
-    text = Text()
-    for row in (names, *rows):
-        cells = [
-            cell.ljust(size) if i == 0 else cell.rjust(size)
-            for i, (cell, size) in enumerate(zip(row, sizes, strict=True))
-        ]
-        text.append("  ".join(cells) + "\n", style="bold" if row is names else "")
-    text.rstrip()
-    return text
+    return table(("", "tokens", "seconds", "tokens/s", "speed-up", "tokens/pass", "accepted"), rows, on)
 
 
 def _figures(plain_s: float, seconds: float, stats: Stats) -> tuple[str, ...]:
@@ -69,6 +92,11 @@ def _figures(plain_s: float, seconds: float, stats: Stats) -> tuple[str, ...]:
         f"{stats.block_efficiency or 0:.2f}",
         percent(stats.acceptance_rate),
     )
+
+
+def gain(speed_up: float, low: float | None = None, high: float | None = None) -> str:
+    """1.234, 1.2, 1.3 -> "1.23x 1.20-1.30"."""
+    return f"{speed_up:.2f}x" + ("" if low is None or high is None else f" {low:.2f}-{high:.2f}")
 
 
 def sum_up(stats: Stats, seconds: float, seed: int | None, *, exact: bool) -> str:
@@ -90,25 +118,3 @@ def first_difference(plain: Any, fast: Any, tokenizer: Any) -> str | None:
     place = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
     words = [repr(tokenizer.decode(ids[place : place + 1])) if place < len(ids) else "the end" for ids in (a, b)]
     return f"token {place}: plain wrote {words[0]}, speculation {words[1]}"
-
-
-class _Console(Console):
-    """A console whose closed pipe is an error like any other stream's, not an exit of rich's own."""
-
-    def on_broken_pipe(self) -> None:
-        raise BrokenPipeError
-
-
-def console() -> Console:
-    """Standard output, without wrapping or markup surprises."""
-    return _plain(stderr=False)
-
-
-def notes() -> Console:
-    """Standard error, the same way."""
-    return _plain(stderr=True)
-
-
-def _plain(*, stderr: bool) -> Console:
-    colours: Any = None if os.environ.get("NO_COLOR") else "auto"
-    return _Console(stderr=stderr, highlight=False, markup=False, emoji=False, soft_wrap=True, color_system=colours)

@@ -18,5 +18,5 @@ def percent(value: float | None) -> str:
 
 
 def yes_no(value: bool | None) -> str:
-    """ "yes" or "no", "-" where neither is known."""
+    """An answer in words, "-" when there is none."""
     return {None: "-", True: "yes", False: "no"}[value]
