@@ -20,10 +20,9 @@ from foresay.generation.method import PLAIN, methods
 from foresay.lab.bench.bench import Bench, BenchSettings, Progress
 from foresay.lab.bench.peers import open_peer
 from foresay.lab.data.requests import RequestBuilder
+from foresay.lab.tune import DRAFTERS
 from foresay.records.results import Results, Run, median_and_spread, merged
 from foresay.text.wording import percent
-
-_DRAFTERS = ("suffix", "max_gram", "prompt_lookup", "ngram_store")
 
 
 def run(
@@ -53,7 +52,7 @@ def run(
     """Time methods against plain decoding and other engines, and keep every result."""
     params = sampling.params()
     sizes = numbers(batch, "--batch")
-    named = methods(drafter or _DRAFTERS, length or (), rule)
+    named = methods(drafter or DRAFTERS, length or (), rule)
     sets = {one.name: one.items() for one in [data, *(_further(data, name) for name in also or [])]}
     target = load_generator(ModelOptions(model), "none", MethodOptions(), machine, max_batch_size=max(sizes))
     with contextlib.ExitStack() as peers:

@@ -23,6 +23,7 @@ from foresay.lab.replay.cost_tables import PassCounter, drafter_names, read_cost
 from foresay.lab.replay.predict import expect
 from foresay.lab.replay.replay import Replay, replay
 from foresay.lab.replay.theory import CostModel
+from foresay.lab.tune import DRAFTERS
 from foresay.lengths import ConstantLength
 from foresay.methods.recipes import Resources, read_drafter, read_length, read_rule
 from foresay.models.recording import RecordingModel
@@ -30,8 +31,6 @@ from foresay.models.sources.catalog import LoadedModel
 from foresay.records.profile import Profile
 from foresay.records.recording import Recording
 from foresay.text.wording import percent
-
-_LOOK_UPS = ("suffix", "max_gram", "prompt_lookup", "ngram_store")
 
 
 def run(
@@ -59,7 +58,7 @@ def run(
     if (costs is None) != (target_cost is None):
         raise ConfigError("--costs and --target-cost go together")
     use_threads(machine.threads)
-    named = methods(drafter or _LOOK_UPS, length or ())
+    named = methods(drafter or DRAFTERS, length or ())
     known = None if profile is None else Profile.load(profile)
     resources, recorded = _open(recording, model, named, data, machine)
     table = None if costs is None else read_costs(costs)
