@@ -7,8 +7,8 @@ from rich.console import Console
 from rich.text import Text
 
 import foresay
+from foresay.cli.colours import coloured, legend
 from foresay.cli.demo import PROMPTS
-from foresay.cli.trace import coloured, legend
 from foresay.text.stream import Piece
 
 

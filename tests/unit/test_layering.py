@@ -53,7 +53,7 @@ INSIDE = {
         {"early_exit", "self_check"},
     ],
     "models/sources": [{"load_options", "transformers_errors"}, {"packaged"}, {"catalog"}, {"resolve"}],
-    "text": [{"tokenizer", "text_files"}, {"prompts", "stream", "cross_tokenizer"}],
+    "text": [{"tokenizer", "text_files", "wording"}, {"prompts", "stream", "cross_tokenizer"}],
     "methods": [{"expressions", "settings_file"}, {"recipes"}],
     "generation": [{"result"}, {"session"}, {"generator"}, {"load"}, {"method"}],
     "lab": [{"data"}, {"measure"}, {"replay"}, {"bench"}, {"report"}, {"tune"}],

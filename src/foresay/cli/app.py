@@ -2,111 +2,66 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import typer
 
-from foresay.cli import (
-    bench,
-    chat,
-    compare,
-    demo,
-    generate,
-    info,
-    methods,
-    models,
-    ngram,
-    profile,
-    record,
-    replay,
-    report,
-    tune,
-    version,
-)
-from foresay.cli.options import spread
+from foresay.cli.lazy import Entry, LazyGroup, build
+from foresay.errors import ForesayError
 
 CLOSED_PIPE = 141
 """128 + SIGPIPE, what a shell reports for a program that the signal ended."""
 
+COMMANDS = {
+    "generate": Entry("Write a continuation of one prompt, faster and unchanged.", "generate:run"),
+    "chat": Entry("Talk with a model, and change how it decodes while it runs.", "chat:run"),
+    "compare": Entry("Decode one prompt with each method, and set them side by side.", "compare:run"),
+    "demo": Entry("Decode a few prompts with and without speculation, and compare.", "demo:run"),
+    "methods": Entry("List the drafters, rules and lengths with their settings.", "methods:run"),
+    "models": Entry("List the built-in model names, and whether each is ready.", "models:run"),
+    "info": Entry("Say what a model supports, or why it is not supported.", "info:run"),
+    "version": Entry("Print the versions of foresay and of what it runs on.", "version:run"),
+    "record": Entry(
+        "Write down what a model answers to each prompt, to replay drafters against it without the model.", "record:run"
+    ),
+    "replay": Entry("Say how much of each drafter's work a recorded target would have used.", "replay:run"),
+    "bench": Entry("Time methods against plain decoding and other engines, and keep every result.", "bench:run"),
+    "tune": Entry("Find what decodes fastest here, by replay and profile, and confirm the best live.", "tune:run"),
+    "report": Entry("Write a report of benchmarks: report.html, report.md and the figures.", "report:run"),
+    "ngram": Entry(
+        "Make n-gram tables from text, and look into them.",
+        commands={
+            "build": Entry("Count a corpus; write the likeliest next tokens.", "ngram:build"),
+            "show": Entry("Say what a table holds; with --model, in words.", "ngram:show"),
+        },
+    ),
+    "profile": Entry(
+        "Time a model's passes over batch, columns and context, with the floor that memory sets.",
+        "profile:model",
+        {"shapes": Entry("Time draft models of equal size from deep to wide, with random weights.", "profile:shapes")},
+    ),
+}
+"""Every command, with its line of the help, so that listing them imports none."""
 
-_LOOKS: Any = {"context_settings": {"help_option_names": ["-h", "--help"], "max_content_width": 100}}
 
+class _Program(LazyGroup):
+    """All commands; a reader that has gone ends any of them quietly."""
 
-def _group(name: str, purpose: str) -> typer.Typer:
-    """Commands under one name, which alone prints their help."""
-    group = typer.Typer(
-        name=name,
-        help=purpose,
-        add_completion=False,
-        pretty_exceptions_enable=False,
-        rich_markup_mode=None,
-        **_LOOKS,
-    )
-
-    @group.callback(invoke_without_command=True, help=purpose)
-    def _alone(context: typer.Context) -> None:
-        if context.invoked_subcommand is None:
-            typer.echo(context.get_help())
-            raise typer.Exit(2)
-
-    return group
-
-
-app = _group("foresay", "Exact speculative decoding: language models that write faster and write the same.")
-ngram_group = _group("ngram", "Make n-gram tables from text, and look into them.")
-
-
-profile_group = typer.Typer(
-    name="profile", add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, **_LOOKS
-)
-
-
-def _add(name: str, command: Callable[..., Any], group: typer.Typer = app, *, alone: bool = False) -> None:
-    """Register a command; a reader that has gone ends it quietly.
-
-    alone: it is what the group's own name does. It then takes the `context`, and runs unless another command is named.
-    """
-    command = spread(command)
-
-    @functools.wraps(command)
-    def guarded(*args: Any, **kwargs: Any) -> Any:
+    def invoke(self, ctx: Any) -> Any:
+        """Run what was chosen."""
         try:
-            code = command(*args, **kwargs)
+            code = super().invoke(ctx)
             sys.stdout.flush()
         except BrokenPipeError:
             _discard_stdout()
             raise typer.Exit(CLOSED_PIPE) from None
         return code
 
-    if alone:
-        group.callback(invoke_without_command=True)(guarded)
-    else:
-        group.command(name)(guarded)
 
-
-_add("generate", generate.run)
-_add("chat", chat.run)
-_add("compare", compare.run)
-_add("demo", demo.run)
-_add("methods", methods.run)
-_add("models", models.run)
-_add("info", info.run)
-_add("version", version.run)
-_add("build", ngram.build, ngram_group)
-_add("show", ngram.show, ngram_group)
-app.add_typer(ngram_group)
-_add("record", record.run)
-_add("replay", replay.run)
-_add("profile", profile.model, profile_group, alone=True)
-_add("shapes", profile.shapes, profile_group)
-app.add_typer(profile_group)
-_add("bench", bench.run)
-_add("tune", tune.run)
-_add("report", report.run)
+_PURPOSE = "Exact speculative decoding: language models that write faster and write the same."
+app = build("foresay", Entry(_PURPOSE, commands=COMMANDS), _Program)
 
 
 def main(args: list[str] | None = None) -> None:
@@ -121,8 +76,6 @@ def main(args: list[str] | None = None) -> None:
 
 
 def _run(args: list[str] | None) -> int:
-    from foresay.errors import ForesayError
-
     try:
         result: Any = app(args, prog_name="foresay", standalone_mode=False)
     except ForesayError as error:

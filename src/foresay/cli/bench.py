@@ -6,19 +6,23 @@ import contextlib
 import dataclasses
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from foresay.cli.common import load_generator, loading
-from foresay.cli.data import DataOptions, advancing, gain, numbers, per_cent, show_table
+from foresay.cli.common import load_generator
+from foresay.cli.lab_options import DataOptions, numbers
 from foresay.cli.options import MachineOptions, MethodOptions, ModelOption, ModelOptions, SamplingOptions
-
-if TYPE_CHECKING:
-    from foresay.lab.bench.bench import Progress
-    from foresay.records.results import Results
-
-_DRAFTERS = ("suffix", "max_gram", "prompt_lookup", "ngram_store")
+from foresay.cli.progress import advancing, loading
+from foresay.cli.tables import gain, show_table
+from foresay.decoding.sampling_params import SamplingParams
+from foresay.generation.method import PLAIN, methods
+from foresay.lab.bench.bench import Bench, BenchSettings, Progress
+from foresay.lab.bench.peers import open_peer
+from foresay.lab.data.requests import RequestBuilder
+from foresay.lab.tune import DRAFTERS
+from foresay.records.results import Results, Run, median_and_spread, merged
+from foresay.text.wording import percent
 
 
 def run(
@@ -46,16 +50,9 @@ def run(
     machine: MachineOptions,
 ) -> int:
     """Time methods against plain decoding and other engines, and keep every result."""
-    from foresay.decoding.sampling_params import SamplingParams
-    from foresay.generation.method import methods
-    from foresay.lab.bench.bench import Bench, BenchSettings
-    from foresay.lab.bench.peers import open_peer
-    from foresay.lab.data.requests import RequestBuilder
-    from foresay.records.results import Run
-
     params = sampling.params()
     sizes = numbers(batch, "--batch")
-    named = methods(drafter or _DRAFTERS, length or (), rule)
+    named = methods(drafter or DRAFTERS, length or (), rule)
     sets = {one.name: one.items() for one in [data, *(_further(data, name) for name in also or [])]}
     target = load_generator(ModelOptions(model), "none", MethodOptions(), machine, max_batch_size=max(sizes))
     with contextlib.ExitStack() as peers:
@@ -89,9 +86,6 @@ def _further(data: DataOptions, name: str) -> DataOptions:
 
 def show(results: Results) -> int:
     """The table; 1 when an exact method wrote something else than plain decoding, or nothing could be run."""
-    from foresay.generation.method import PLAIN
-    from foresay.records.results import median_and_spread, merged
-
     lines = []
     wrong = []
     for cell, runs in results.by_cell().items():
@@ -107,7 +101,7 @@ def show(results: Results) -> int:
         if different and runs[0].stats and runs[0].exact:
             wrong.append(cell)
         speed = "1x" if cell.method == PLAIN else speed
-        used = per_cent(stats.draft_utilization)
+        used = percent(stats.draft_utilization)
         lines.append(
             [
                 cell.method,

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from foresay.cli.common import load_generator
+from foresay.cli.console.commands import handle, words
+from foresay.cli.console.input import LineReader, reader
+from foresay.cli.console.screen import Screen
+from foresay.cli.console.session import ChatSession
 from foresay.cli.options import DrafterOption, MachineOptions, MethodOptions, ModelOptions, SamplingOptions, TraceOption
-
-if TYPE_CHECKING:
-    from foresay.cli.console.input import LineReader
-    from foresay.cli.console.session import ChatSession
+from foresay.decoding.acceptance import RULES
+from foresay.errors import ForesayError, PromptError
+from foresay.methods.expressions import written
 
 
 def run(
@@ -29,13 +32,6 @@ def run(
     machine: MachineOptions,
 ) -> int:
     """Talk with a model, and change how it decodes while it runs."""
-    from foresay.cli.console.commands import words
-    from foresay.cli.console.input import reader
-    from foresay.cli.console.screen import Screen
-    from foresay.cli.console.session import ChatSession
-    from foresay.decoding.acceptance import RULES
-    from foresay.methods.expressions import written
-
     params = sampling.params()
     generator = load_generator(models, drafter, methods, machine)
     interactive = sys.stdin is not None and sys.stdin.isatty()
@@ -51,9 +47,6 @@ def run(
 
 def _loop(session: ChatSession, reader: LineReader) -> int:
     """Read and do, until the end."""
-    from foresay.cli.console.commands import handle
-    from foresay.errors import ForesayError, PromptError
-
     while session.running:
         try:
             entered = reader.read()

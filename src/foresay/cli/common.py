@@ -1,43 +1,22 @@
-"""What the commands share: loading a model, reading prompts, showing progress."""
+"""What the commands share: loading a model, reading prompts, what is told of an output."""
 
 from __future__ import annotations
 
+import secrets
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+from foresay.cli.options import DEFAULT_MODEL, MachineOptions, MethodOptions, ModelOptions
+from foresay.cli.progress import loading
 from foresay.errors import ConfigError, PromptError
-
-if TYPE_CHECKING:
-    from rich.progress import Progress, ProgressColumn
-
-    from foresay.cli.options import MachineOptions, MethodOptions, ModelOptions
-    from foresay.generation.generator import Generator
-    from foresay.generation.result import Generation
-
-
-@contextmanager
-def loading(message: str) -> Iterator[Callable[[str], None]]:
-    """A spinner on stderr while something loads; silent when stderr is no terminal."""
-    from rich.console import Console
-
-    console = Console(file=sys.stderr)
-    if not console.is_terminal:
-        yield lambda text: None
-        return
-    with console.status(message) as status:
-        yield status.update
-
-
-def progress_bar(*columns: ProgressColumn) -> Progress:
-    """A bar on stderr that goes away when it is done; nothing when stderr is no terminal."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    console = Console(file=sys.stderr)
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+from foresay.generation.generator import Generator
+from foresay.generation.load import load
+from foresay.generation.result import Generation
+from foresay.methods.expressions import Call, parse
+from foresay.methods.settings_file import FILE, is_settings, read_settings
 
 
 def use_threads(count: int | None) -> None:
@@ -46,8 +25,6 @@ def use_threads(count: int | None) -> None:
         return
     if not 1 <= count <= 1024:
         raise ConfigError(f"--threads {count} must be between 1 and 1024")
-    import torch
-
     torch.set_num_threads(count)
 
 
@@ -55,8 +32,6 @@ def load_generator(
     models: ModelOptions, drafter: str, methods: MethodOptions, machine: MachineOptions, **more: Any
 ) -> Generator:
     """What the options name, loaded; a draft model by its expression, so that it is kept for `foresay.change`."""
-    from foresay.generation.load import load
-
     use_threads(machine.threads)
     model = model_name(models.model)
     draft: str | None = models.draft
@@ -80,9 +55,6 @@ def load_generator(
 
 def model_name(given: str | None) -> str:
     """What --model means: a settings file in this folder where nothing was given, and it says so."""
-    from foresay.cli.options import DEFAULT_MODEL
-    from foresay.methods.settings_file import FILE, is_settings, read_settings
-
     if given is None and not Path(FILE).is_file():
         return DEFAULT_MODEL
     name = FILE if given is None else given
@@ -93,8 +65,6 @@ def model_name(given: str | None) -> str:
 
 def model_expression(name: str) -> str:
     """The drafter expression of a draft model, its name quoted where the grammar needs it."""
-    from foresay.methods.expressions import Call, parse
-
     bare = f"model({name})"
     try:
         return bare if parse(bare) == Call("model", ((None, name),)) else f'model("{name}")'
@@ -104,8 +74,6 @@ def model_expression(name: str) -> str:
 
 def fresh_seed() -> int:
     """A seed for a sampled output whose caller gave none."""
-    import secrets
-
     return secrets.randbelow(2**32)
 
 

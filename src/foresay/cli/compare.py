@@ -7,7 +7,11 @@ from typing import Annotated, Any
 
 import typer
 
-from foresay.cli.common import as_prompt, fresh_seed, load_generator, loading, model_expression, read_prompt
+from foresay.checks import check_int
+from foresay.cli.colours import console
+from foresay.cli.common import as_prompt, fresh_seed, load_generator, model_expression, read_prompt
+from foresay.cli.console import table
+from foresay.cli.console.table import DEFAULT_METHODS
 from foresay.cli.options import (
     DraftersOption,
     FileOption,
@@ -18,6 +22,10 @@ from foresay.cli.options import (
     RawOption,
     SamplingOptions,
 )
+from foresay.cli.progress import loading
+from foresay.decoding.acceptance import RULES
+from foresay.methods.expressions import parse, written
+from foresay.methods.recipes import read_drafter, read_length, read_rule
 
 
 def run(
@@ -34,19 +42,12 @@ def run(
     machine: MachineOptions,
 ) -> int:
     """Decode one prompt with each method, and set them side by side."""
-    from foresay.checks import check_int
-
     params = sampling.params()
     check_int("--repeats", repeats, 1, 1000)
     names = _methods(drafter or [], models, methods)
     text = read_prompt(prompt, file)
     plainly = MethodOptions(rule=methods.rule)
     generator = load_generator(ModelOptions(models.model), "none", plainly, machine)
-
-    from foresay.cli.console import table
-    from foresay.cli.trace import console
-    from foresay.decoding.acceptance import RULES
-    from foresay.methods.expressions import written
 
     params = table.seeded(params, fresh_seed)
     settings: dict[str, Any] = {"num_draft_tokens": methods.num_draft_tokens, "length": methods.length}
@@ -70,10 +71,6 @@ def run(
 
 def _methods(named: list[str], models: ModelOptions, methods: MethodOptions) -> list[str]:
     """The drafters to compare, each once; what is wrong with an expression is said before anything is loaded."""
-    from foresay.cli.console.table import DEFAULT_METHODS
-    from foresay.methods.expressions import parse
-    from foresay.methods.recipes import read_drafter, read_length, read_rule
-
     read_rule(methods.rule_name)
     if methods.length is not None:
         read_length(methods.length)

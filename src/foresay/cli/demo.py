@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import sys
 from time import perf_counter
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from foresay.cli.common import loading, use_threads
+from foresay.cli.colours import coloured, console, legend
+from foresay.cli.common import use_threads
 from foresay.cli.options import ThreadsOption
-
-if TYPE_CHECKING:
-    from foresay.generation.generator import Generator
-    from foresay.generation.result import Generation
+from foresay.cli.progress import loading
+from foresay.cli.tables import comparison, first_difference
+from foresay.engine import Stats
+from foresay.generation.generator import Generator
+from foresay.generation.load import load
+from foresay.generation.result import Generation
 
 PROMPTS = (
     "Correct the spelling mistakes in this note and repeat the rest as it is:\n"
@@ -35,10 +38,6 @@ def run(
     threads: ThreadsOption = None,
 ) -> int:
     """Decode a few prompts with and without speculation, and compare."""
-    from foresay.cli.trace import comparison, console, first_difference, legend
-    from foresay.engine import Stats
-    from foresay.generation.load import load
-
     use_threads(threads)
     with loading(f"Loading {model}") as progress:
         generator = load(model, progress=progress)
@@ -57,14 +56,12 @@ def run(
             seconds[i] += elapsed
         difference = difference or first_difference(plain, fast, generator.tokenizer)
     out.print()
-    out.print(comparison(seconds[0], totals[0], seconds[1], totals[1], out.width))
+    out.print(comparison(seconds[0], totals[0], seconds[1], totals[1], out), soft_wrap=not out.is_terminal)
     out.print("identical output: yes" if difference is None else f"identical output: no, at {difference}")
     return 0 if difference is None else 1
 
 
 def _streamed(generator: Generator, prompt: str, new: int) -> tuple[Generation, float]:
-    from foresay.cli.trace import coloured, console
-
     out = console()
     began = perf_counter()
     whole = None

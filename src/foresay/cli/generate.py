@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import sys
 from time import perf_counter
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from foresay.cli import batch
+from foresay.cli import generate_lines
+from foresay.cli.colours import coloured, console, legend, notes
 from foresay.cli.common import as_prompt, as_record, fresh_seed, load_generator, read_prompt
 from foresay.cli.options import (
     DrafterOption,
@@ -22,11 +23,12 @@ from foresay.cli.options import (
     SamplingOptions,
     TraceOption,
 )
-
-if TYPE_CHECKING:
-    from foresay.decoding.sampling_params import SamplingParams
-    from foresay.generation.generator import Generator
-    from foresay.generation.result import Generation
+from foresay.cli.tables import comparison, first_difference, sum_up
+from foresay.decoding.sampling_params import SamplingParams
+from foresay.errors import ConfigError
+from foresay.generation.generator import Generator
+from foresay.generation.result import Generation
+from foresay.methods.recipes import read_rule
 
 
 def run(
@@ -53,9 +55,6 @@ def run(
     machine: MachineOptions,
 ) -> int:
     """Write a continuation of one prompt, faster and unchanged."""
-    from foresay.errors import ConfigError
-    from foresay.methods.recipes import read_rule
-
     params = sampling.params(logprobs=logprobs)
     _refuse_contradictions(
         {
@@ -71,10 +70,10 @@ def run(
     if compare and not params.greedy and not read_rule(methods.rule_name).needs.shares_noise:
         raise ConfigError("--compare needs --temperature 0, or --rule coupled, under which a seed gives one output")
     text = read_prompt(prompt, file)
-    prompts = batch.split_lines(text) if lines else []
+    prompts = generate_lines.split_lines(text) if lines else []
     generator = load_generator(models, drafter, methods, machine, max_batch_size=batch_size)
     if lines:
-        return batch.run(generator, prompts, params, raw=raw, as_json=as_json)
+        return generate_lines.run(generator, prompts, params, raw=raw, as_json=as_json)
     return _one(generator, as_prompt(text, generator, raw=raw), params, trace=trace, compare=compare, as_json=as_json)
 
 
@@ -82,8 +81,6 @@ def _one(
     generator: Generator, request: Any, params: SamplingParams, *, trace: bool, compare: bool, as_json: bool
 ) -> int:
     """Decode one prompt, and plainly too when asked."""
-    from foresay.decoding.sampling_params import SamplingParams
-
     if params.seed is None and not params.greedy:
         params = SamplingParams.of(params, seed=fresh_seed())
     if compare:
@@ -100,8 +97,6 @@ def _one(
 
 def _refuse_contradictions(flags: dict[str, bool]) -> None:
     """Flags that exclude each other, and flags that need another."""
-    from foresay.errors import ConfigError
-
     if flags["--trace"] and flags["--json"]:
         raise ConfigError("--trace and --json contradict; give one of them")
     if flags["--lines"] and (flags["--trace"] or flags["--compare"]):
@@ -117,8 +112,6 @@ def _quiet(generator: Generator, request: Any, params: SamplingParams, trace: bo
 
 def _stream(generator: Generator, request: Any, params: SamplingParams, trace: bool) -> tuple[Generation, float]:
     """Print what comes as it comes; Ctrl-C leaves what was printed."""
-    from foresay.cli.trace import coloured, console
-
     out = console()
     began = perf_counter()
     whole = None
@@ -157,15 +150,13 @@ def _sum_up(
     generator: Generator, fast: Generation, seconds: float, plain: tuple[Generation, float] | None, trace: bool
 ) -> None:
     """What a terminal's reader wants to know; nothing on stdout unless it was asked for."""
-    from foresay.cli.trace import comparison, console, first_difference, legend, notes, sum_up
-
     out = console()
     if trace:
         out.print()
         out.print(legend())
     if plain is not None:
         out.print()
-        out.print(comparison(plain[1], plain[0].stats, seconds, fast.stats, out.width))
+        out.print(comparison(plain[1], plain[0].stats, seconds, fast.stats, out), soft_wrap=not out.is_terminal)
         where = first_difference(plain[0], fast, generator.tokenizer)
         lossy = "" if fast.exact else " (the rule is lossy)"
         out.print("identical output: yes" if where is None else f"identical output: no, at {where}{lossy}")

@@ -6,8 +6,15 @@ from typing import Annotated
 
 import typer
 
-from foresay.cli.common import loading
 from foresay.cli.options import DeviceOption, DtypeOption, TrustOption
+from foresay.cli.progress import loading
+from foresay.errors import UnsupportedModelError
+from foresay.models.huggingface.causal import CausalModel
+from foresay.models.huggingface.model import UNLIMITED
+from foresay.models.huggingface.self_check import probe, verified
+from foresay.models.huggingface.seq2seq import Seq2SeqModel
+from foresay.models.sources.catalog import load_model
+from foresay.models.sources.load_options import LoadOptions
 
 
 def run(
@@ -17,14 +24,6 @@ def run(
     trust_remote_code: TrustOption = False,
 ) -> int:
     """Say what a model supports, or why it is not supported."""
-    from foresay.errors import UnsupportedModelError
-    from foresay.models.huggingface.causal import CausalModel
-    from foresay.models.huggingface.model import UNLIMITED
-    from foresay.models.huggingface.self_check import probe, verified
-    from foresay.models.huggingface.seq2seq import Seq2SeqModel
-    from foresay.models.sources.catalog import load_model
-    from foresay.models.sources.load_options import LoadOptions
-
     try:
         with loading(f"Loading {model}") as progress:
             options = LoadOptions(dtype=dtype, device=device, trust_remote_code=trust_remote_code, progress=progress)
@@ -37,6 +36,7 @@ def run(
         return 2
     weights, tokenizer = scorer.model, loaded.tokenizer
     kind = str(weights.config.model_type)
+    tokens = 0 if tokenizer is None else len(tokenizer.get_vocab())
     context = "unlimited" if scorer.max_length == UNLIMITED else f"{scorer.max_length} tokens"
     lines = {
         "supported": "yes: speculation, ragged batches, every drafter and rule",
@@ -45,7 +45,7 @@ def run(
         "parameters": f"{scorer.num_parameters / 1e6:.1f} M",
         "dtype, device": f"{str(weights.dtype).removeprefix('torch.')}, {scorer.device}",
         "context": context,
-        "vocabulary": f"{scorer.vocab_size} embeddings, {len(tokenizer.get_vocab()) if tokenizer is not None else 0} tokens in the tokenizer",
+        "vocabulary": f"{scorer.vocab_size} embeddings, {tokens} tokens in the tokenizer",
         "chat template": "yes" if getattr(tokenizer, "chat_template", None) else "no",
         "end tokens": ", ".join(map(str, sorted(loaded.eos_token_ids))) or "none",
         "self-check": f"cached and uncached scores differ by {difference:.1e} of their spread",

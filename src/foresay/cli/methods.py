@@ -8,6 +8,10 @@ from typing import Any
 
 import typer
 
+from foresay.decoding.acceptance import RULES
+from foresay.lengths import LENGTHS
+from foresay.methods.recipes import DRAFTERS as RECIPES
+
 DRAFTERS = {
     "none": "Nothing: plain decoding.",
     "prompt_lookup": "What followed the last few tokens earlier in the text.",
@@ -35,10 +39,6 @@ def run() -> None:
 
 def catalogue() -> list[tuple[str, str, list[tuple[str, str]]]]:
     """(title, option, [(signature, one line of what it is)]) for each kind."""
-    from foresay.decoding.acceptance import RULES
-    from foresay.lengths import LENGTHS
-    from foresay.methods.recipes import DRAFTERS as RECIPES
-
     return [
         ("Drafters", "--drafter", [(signature(name, make), DRAFTERS[name]) for name, make in RECIPES.items()]),
         ("Rules", "--rule", [(signature(name, make), _rule(make)) for name, make in RULES.items()]),

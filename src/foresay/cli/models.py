@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import typer
 
+from foresay.errors import ModelNotFoundError
+from foresay.models.sources.packaged import ALIASES, cache_dir, damage, packaged_file
+
 
 def run() -> None:
     """List the built-in model names, and whether each is ready."""
-    from foresay.errors import ModelNotFoundError
-    from foresay.models.sources.packaged import ALIASES, cache_dir, damage, packaged_file
-
     for alias, entry in ALIASES.items():
         folder = cache_dir() / "models" / f"{alias}-{entry.version}"
         try:

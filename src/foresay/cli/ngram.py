@@ -5,16 +5,21 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
 
-from foresay.cli.common import loading, progress_bar
+from foresay.checks import check_int
 from foresay.cli.options import TrustOption
+from foresay.cli.progress import loading, progress_bar
+from foresay.drafters.ngram_table import Corpus, NgramTable
 from foresay.errors import ConfigError
-
-if TYPE_CHECKING:
-    from foresay.drafters.ngram_table import Corpus, NgramTable
+from foresay.models.sources.catalog import load_tokenizer
+from foresay.models.sources.load_options import LoadOptions
+from foresay.text.tokenizer import tokenizer_fingerprint, tokenizer_size
+from foresay.training import ngrams
+from foresay.training.corpus import CorpusReader
 
 _COVERAGES = (0.9, 0.95, 0.99)
 
@@ -45,19 +50,20 @@ def build(
     trust_remote_code: TrustOption = False,
 ) -> int:
     """Count a corpus; write the likeliest next tokens."""
-    from foresay.text.tokenizer import tokenizer_fingerprint, tokenizer_size
-    from foresay.training import ngrams
-    from foresay.training.corpus import CorpusReader
-
     entries = ngrams.MAX_ENTRIES if max_entries is None else max_entries
     ngrams.check_counting(order, min_count, entries, max_tokens)
     reader = CorpusReader(files, separator=separator, field=field)
     _check_output(output, force=force)
     names = _tokenizer(model, tokenizer, trust_remote_code)
-    began = perf_counter()
+    columns = (BarColumn(), DownloadColumn(), TextColumn("{task.fields[speed]:,.0f} tokens/s"), TimeRemainingColumn())
     counter = ngrams.NgramCounter(order, tokenizer_size(names), min_count, entries)
-    with _Progress(reader.size) as progress:
-        ngrams.count_corpus(counter, reader, names, max_tokens=max_tokens, on_progress=progress)
+    began = perf_counter()
+    with progress_bar(*columns, total=reader.size, speed=0) as update:
+
+        def show_speed(position: int, tokens: int) -> None:
+            update(completed=position, speed=tokens / (perf_counter() - began))
+
+        ngrams.count_corpus(counter, reader, names, max_tokens=max_tokens, on_progress=show_speed)
         if not counter.num_tokens:
             raise ConfigError(f"there is no text in {', '.join(files)}")
         table = counter.table(fingerprint=tokenizer_fingerprint(names), files=files)
@@ -76,10 +82,6 @@ def show(
     trust_remote_code: TrustOption = False,
 ) -> int:
     """Say what a table holds; with --model, in words."""
-    from foresay.checks import check_int
-    from foresay.drafters.ngram_table import NgramTable
-    from foresay.text.tokenizer import tokenizer_fingerprint, tokenizer_size
-
     check_int("top", top, 0)
     loaded = NgramTable.load(table)
     names = None
@@ -93,9 +95,6 @@ def show(
 
 
 def _tokenizer(model: str | None, tokenizer: str | None, trust_remote_code: bool) -> Any:
-    from foresay.models.sources.catalog import load_tokenizer
-    from foresay.models.sources.load_options import LoadOptions
-
     if model is not None and tokenizer is not None:
         raise ConfigError("--model and --tokenizer both name a tokenizer; give one of them")
     name = model if model is not None else tokenizer
@@ -169,26 +168,3 @@ def _frequent(table: NgramTable, top: int, names: Any) -> dict[str, str]:
         words = [f"{i if names is None else repr(names.decode([i]))} {counts[i]:,}" for i in ids if counts[i]]
         lines["most frequent"] = ", ".join(words)
     return lines
-
-
-class _Progress:
-    """Bytes, tokens per second and the time left, on stderr; nothing when stderr is no terminal."""
-
-    def __init__(self, total: int | None) -> None:
-        from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
-
-        speed = TextColumn("{task.fields[speed]:,.0f} tokens/s")
-        self._progress = progress_bar(BarColumn(), DownloadColumn(), speed, TimeRemainingColumn())
-        self._task = self._progress.add_task("", total=total, speed=0)
-        self._began = perf_counter()
-
-    def __enter__(self) -> _Progress:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *details: object) -> None:
-        self._progress.stop()
-
-    def __call__(self, position: int, tokens: int) -> None:
-        speed = tokens / (perf_counter() - self._began)
-        self._progress.update(self._task, completed=position, speed=speed)

@@ -1,24 +1,16 @@
-"""Options that several commands take, in groups: a command names a group as one parameter, `spread` lays it out.
-
-def run(prompt: PromptArgument, models: ModelOptions, sampling: SamplingOptions) -> int: ...
-"""
+"""Options that several commands take, alone and in groups (see `option_groups`)."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import inspect
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ConfigError
-
-if TYPE_CHECKING:
-    from foresay.decoding.sampling_params import SamplingParams
 
 _EXPRESSION = "an expression such as max_gram, suffix(scale=3), cascade(...); docs/drafters.md"
 
@@ -90,8 +82,6 @@ class SamplingOptions:
 
     def params(self, **more: Any) -> SamplingParams:
         """SamplingParams of these; ConfigError for one that a greedy output does not depend on."""
-        from foresay.decoding.sampling_params import SamplingParams
-
         given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         params = SamplingParams(**{**given, "stop": tuple(self.stop or ()), **more})
         if params.greedy:  # whoever gives one of these has forgotten the temperature
@@ -119,31 +109,3 @@ class MachineOptions:
     device: DeviceOption = None
     threads: ThreadsOption = None
     trust_remote_code: TrustOption = False
-
-
-def spread(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The command with each parameter that is a group replaced by the group's fields, as the command line sees it."""
-    parameters: list[inspect.Parameter] = []
-    groups: dict[str, tuple[Callable[..., Any], list[str]]] = {}
-    for parameter in inspect.signature(command, eval_str=True).parameters.values():
-        if not dataclasses.is_dataclass(parameter.annotation):
-            parameters.append(parameter)
-            continue
-        kind: Any = parameter.annotation
-        fields = list(inspect.signature(kind, eval_str=True).parameters.values())
-        groups[parameter.name] = (kind, [field.name for field in fields])
-        parameters += fields
-    if not groups:
-        return command
-
-    @functools.wraps(command)
-    def laid_out(**given: Any) -> Any:
-        for name, (kind, fields) in groups.items():
-            given[name] = kind(**{field: given.pop(field) for field in fields})
-        return command(**given)
-
-    keyword = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters]
-    laid_out.__signature__ = inspect.Signature(keyword)  # type: ignore[attr-defined]
-    laid_out.__annotations__ = {p.name: p.annotation for p in keyword}
-    del laid_out.__wrapped__
-    return laid_out

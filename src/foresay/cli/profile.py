@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from foresay.cli.common import load_generator, use_threads
-from foresay.cli.data import advancing, numbers, show_table
+from foresay.cli.lab_options import numbers
 from foresay.cli.options import DeviceOption, MachineOptions, MethodOptions, ModelOption, ModelOptions, ThreadsOption
-
-if TYPE_CHECKING:
-    from foresay.records.profile import Profile
+from foresay.cli.progress import advancing
+from foresay.cli.tables import show_table
+from foresay.lab.measure.depth_study import depth_share, study
+from foresay.lab.measure.profile import profile
+from foresay.records.profile import Profile
 
 
 def model(
@@ -35,10 +38,6 @@ def model(
     """Time a model's passes over batch, columns and context, with the floor that memory sets."""
     if context.invoked_subcommand is not None:
         return 0
-    from dataclasses import asdict
-
-    from foresay.lab.measure.profile import profile
-
     settings = {
         "batches": numbers(batch, "--batch"),
         "columns": numbers(columns, "--columns"),
@@ -85,10 +84,6 @@ def shapes(
     threads: ThreadsOption = None,
 ) -> int:
     """Time draft models of equal size from deep to wide, with random weights."""
-    from dataclasses import asdict
-
-    from foresay.lab.measure.depth_study import depth_share, study
-
     use_threads(threads)
     with advancing("Timing") as advance:
         timed = study(

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from foresay.cli.common import load_generator
-from foresay.cli.data import DataOptions, advancing
+from foresay.cli.lab_options import DataOptions
 from foresay.cli.options import MachineOptions, MethodOptions, ModelOption, ModelOptions, SamplingOptions
-
-if TYPE_CHECKING:
-    from foresay.lab.replay.record import Progress
+from foresay.cli.progress import advancing
+from foresay.lab.replay.record import Progress, record
 
 
 def run(
@@ -27,8 +26,6 @@ def run(
     machine: MachineOptions,
 ) -> int:
     """Write down what a model answers to each prompt, to replay drafters against it without the model."""
-    from foresay.lab.replay.record import record
-
     params = sampling.params(logprobs=logprobs)
     items = data.items()
     generator = load_generator(ModelOptions(model), "none", MethodOptions(), machine, max_batch_size=batch_size)

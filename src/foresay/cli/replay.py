@@ -7,24 +7,30 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from foresay.cli.common import load_generator, loading, use_threads
-from foresay.cli.data import DataOptions, per_cent, show_table
+from foresay.cli.common import load_generator, use_threads
+from foresay.cli.lab_options import DataOptions
 from foresay.cli.options import MachineOptions, MethodOptions, ModelOption, ModelOptions
+from foresay.cli.progress import loading
+from foresay.cli.tables import show_table
 from foresay.errors import ConfigError
-
-if TYPE_CHECKING:
-    from foresay.generation.method import Method
-    from foresay.lab.replay.replay import Replay
-    from foresay.lab.replay.theory import CostModel
-    from foresay.methods.recipes import Resources
-    from foresay.records.profile import Profile
-    from foresay.records.recording import Recording
-
-_LOOK_UPS = ("suffix", "max_gram", "prompt_lookup", "ngram_store")
+from foresay.generation.method import Method, methods
+from foresay.lab.data.requests import RequestBuilder
+from foresay.lab.replay.cost_tables import PassCounter, drafter_names, read_costs
+from foresay.lab.replay.predict import expect
+from foresay.lab.replay.replay import Replay, replay
+from foresay.lab.replay.theory import CostModel
+from foresay.lab.tune import DRAFTERS
+from foresay.lengths import ConstantLength
+from foresay.methods.recipes import Resources, read_drafter, read_length, read_rule
+from foresay.models.recording import RecordingModel
+from foresay.models.sources.catalog import LoadedModel
+from foresay.records.profile import Profile
+from foresay.records.recording import Recording
+from foresay.text.wording import percent
 
 
 def run(
@@ -49,14 +55,10 @@ def run(
 
     The model is loaded where a drafter needs its tokenizer or layers. --prompts names those of a log of tensors.
     """
-    from foresay.generation.method import methods
-    from foresay.lab.replay.cost_tables import read_costs
-    from foresay.records.profile import Profile
-
     if (costs is None) != (target_cost is None):
         raise ConfigError("--costs and --target-cost go together")
     use_threads(machine.threads)
-    named = methods(drafter or _LOOK_UPS, length or ())
+    named = methods(drafter or DRAFTERS, length or ())
     known = None if profile is None else Profile.load(profile)
     resources, recorded = _open(recording, model, named, data, machine)
     table = None if costs is None else read_costs(costs)
@@ -78,12 +80,6 @@ def _open(
     path: Path, model: str | None, named: list[Method], data: DataOptions, machine: MachineOptions
 ) -> tuple[Resources, Recording]:
     """The recording, and the target where something needs it: its layers, its tokenizer, a log's prompts."""
-    from foresay.lab.data.requests import RequestBuilder
-    from foresay.methods.recipes import Resources, read_drafter
-    from foresay.models.recording import RecordingModel
-    from foresay.models.sources.catalog import LoadedModel
-    from foresay.records.recording import Recording
-
     try:
         with open(path, "rb") as file:
             printed = file.read(64).lstrip().startswith(b"tensor(")
@@ -107,11 +103,6 @@ def _replay(
     method: Method, recorded: Recording, resources: Resources, batch_size: int, known: Profile | None, *, counted: bool
 ) -> tuple[Replay, Mapping[str, int]]:
     """The replay, and the passes of each draft model where they are counted."""
-    from foresay.lab.replay.cost_tables import PassCounter, drafter_names
-    from foresay.lab.replay.replay import replay
-    from foresay.lengths import ConstantLength
-    from foresay.methods.recipes import read_drafter, read_length, read_rule
-
     recipe = read_drafter(method.drafter)
     length = int(method.length) if method.length.isdecimal() else method.length
     policy = read_length(length) if length else ConstantLength(recipe.num_draft_tokens)
@@ -124,18 +115,12 @@ def _replay(
 
 def _plain_rate(recorded: Recording, batch_size: int, known: Profile) -> float:
     """Tokens per second to expect of plain decoding."""
-    from foresay.lab.replay.predict import expect
-    from foresay.lab.replay.replay import replay
-    from foresay.lengths import ConstantLength
-
     return expect(replay(recorded, None, ConstantLength(0), batch_size=batch_size), recorded, known).tokens_per_s
 
 
 def _facts(
     method: Method, done: Replay, recorded: Recording, known: Profile | None, plain: float | None
 ) -> dict[str, Any]:
-    from foresay.lab.replay.predict import expect
-
     stats, rate = done.stats, done.rate()
     out: dict[str, Any] = {
         "method": method.name,
@@ -181,8 +166,8 @@ def _show(lines: list[dict[str, Any]], recorded: Recording) -> None:
         value, low, high = line["tokens_per_pass"]
         rate = line["acceptance_rate"]
         between = f" {low:.2f}-{high:.2f}" if line["estimate"] and low is not None else ""
-        tested = per_cent(None if rate is None else rate[0])
-        cells = [line["method"], f"{value:.2f}{between}", tested, per_cent(line["draft_utilization"])]
+        tested = percent(None if rate is None else rate[0])
+        cells = [line["method"], f"{value:.2f}{between}", tested, percent(line["draft_utilization"])]
         cells += [f"{line['discard_rate']:.2f}"]
         return cells + [shown[name].format(line[name]) for name in extra]
 

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from foresay.lab.report.report import read_report, write
+
 
 def run(
     results: Annotated[list[Path], typer.Argument(help="Results files; several are merged.")],
@@ -14,8 +16,6 @@ def run(
     title: Annotated[str | None, typer.Option(help="What the report is called.")] = None,
 ) -> int:
     """Write a report of benchmarks: report.html, report.md and the figures."""
-    from foresay.lab.report.report import read_report, write
-
     report = read_report(results, title=title)
     for path in write(report, output):
         typer.echo(path)

@@ -6,19 +6,24 @@ import os
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from foresay.cli.common import load_generator, loading, model_expression
-from foresay.cli.data import DataOptions, advancing, gain, numbers, show_table
+from foresay.cli.common import load_generator, model_expression
+from foresay.cli.lab_options import DataOptions, numbers
 from foresay.cli.options import MachineOptions, MethodOptions, ModelOption, ModelOptions
+from foresay.cli.progress import advancing, loading
+from foresay.cli.tables import gain, show_table
+from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ConfigError
-
-if TYPE_CHECKING:
-    from foresay.generation.generator import Generator
-    from foresay.lab.tune import Tuner, Tuning
-    from foresay.records.recording import Recording
+from foresay.generation.generator import Generator
+from foresay.generation.method import PLAIN, methods
+from foresay.lab.replay.record import record
+from foresay.lab.tune import DRAFTERS, LENGTHS, Tuner, Tuning, pick, with_draft
+from foresay.methods.settings_file import Settings, write_settings
+from foresay.records.provenance import provenance
+from foresay.records.recording import Recording
 
 
 def run(
@@ -46,9 +51,6 @@ def run(
     machine: MachineOptions,
 ) -> int:
     """Find what decodes fastest here, by replay and profile, and confirm the best live."""
-    from foresay.generation.method import methods
-    from foresay.lab.tune import DRAFTERS, LENGTHS, Tuner, with_draft
-
     sizes = numbers(batch, "--batch")
     if len(sizes) > 1 and latency is None:
         raise ConfigError("--batch takes one number, unless --latency chooses between several")
@@ -68,10 +70,6 @@ def run(
 
 
 def _recorded(target: Generator, path: Path | None, items: Any, tokens: int, data: DataOptions) -> Recording:
-    from foresay.decoding.sampling_params import SamplingParams
-    from foresay.lab.replay.record import record
-    from foresay.records.recording import Recording
-
     if path is not None:
         return Recording.load(path)
     with tempfile.TemporaryDirectory() as folder, advancing("Recording") as advance:
@@ -87,8 +85,6 @@ def _recorded(target: Generator, path: Path | None, items: Any, tokens: int, dat
 
 def _finish(tuner: Tuner, latency: float | None, count: int) -> int:
     """Run the best few live; the batch size to write down."""
-    from foresay.lab.tune import pick
-
     best, plain = pick(tuner.tuning.candidates, count=count, latency_s=None if latency is None else latency / 1e3)
     if plain is None and not best:
         fastest = min(one.expected.latency_s for one in tuner.tuning.candidates)
@@ -101,8 +97,6 @@ def _finish(tuner: Tuner, latency: float | None, count: int) -> int:
 
 
 def _show(tuning: Tuning) -> None:
-    from foresay.generation.method import PLAIN
-
     live = {(one.candidate.method.name, one.candidate.batch_size): one for one in tuning.confirmed}
     lines = []
     for one in [c for c in tuning.candidates if c.method.name != PLAIN][:10]:
@@ -129,9 +123,6 @@ def _seen_from(output: Path, name: str) -> str:
 
 
 def _write(tuning: Tuning, batch_size: int, target: Generator, output: Path, prompts: str) -> int:
-    from foresay.methods.settings_file import Settings, write_settings
-    from foresay.records.provenance import provenance
-
     best = tuning.best
     came = provenance()
     measured: dict[str, Any] = {"prompts": prompts, "processor": came["machine"]["processor"], "time": came["time"]}

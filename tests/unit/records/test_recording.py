@@ -36,7 +36,9 @@ HEADER: dict[str, Any] = {
 }
 RECORDS = [
     Record("a", (1, 2), (3, 4, 5), finish_reason="stop", category="chat"),
-    Record("b/2", (7,), (8,), source=(4, 4), seed=9, token_probs=(0.25,), logprobs=(-1.5,), top=(((8, -1.5), (2, -2.0)),)),
+    Record(
+        "b/2", (7,), (8,), source=(4, 4), seed=9, token_probs=(0.25,), logprobs=(-1.5,), top=(((8, -1.5), (2, -2.0)),)
+    ),
 ]
 
 

@@ -7,17 +7,15 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from foresay.cli.console.screen import unechoed
 from foresay.cli.console.session import INTERRUPTED, ChatSession, Exchange
-from foresay.cli.trace import sum_up
+from foresay.cli.tables import sum_up
 from foresay.decoding.outcome import FinishReason, Step
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.engine import Stats
-
-if TYPE_CHECKING:
-    from foresay.generation.result import Chunk, Generation
+from foresay.generation.result import Chunk, Generation
 
 
 @contextmanager

@@ -5,25 +5,24 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from foresay import __version__
-from foresay.cli.common import fresh_seed, loading, model_expression
+from foresay.cli.common import fresh_seed, model_expression
 from foresay.cli.console import table
 from foresay.cli.console.answer import write
 from foresay.cli.console.screen import unechoed
 from foresay.cli.console.session import INTERRUPTED, ChatSession, Exchange
 from foresay.cli.console.settings import nothing
-from foresay.cli.trace import percent
+from foresay.cli.progress import loading
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.engine import Stats
 from foresay.errors import ConfigError
 from foresay.files import atomic_write
+from foresay.generation.generator import Generator
 from foresay.methods.expressions import parse
-
-if TYPE_CHECKING:
-    from foresay.generation.generator import Generator
-    from foresay.text.prompts import Prompt
+from foresay.text.prompts import Prompt
+from foresay.text.wording import percent, yes_no
 
 
 def say(session: ChatSession, text: str) -> None:
@@ -77,15 +76,11 @@ def stats(session: ChatSession, argument: str) -> None:
     """/stats: what the last answer and the conversation took."""
     nothing("stats", argument)
     last = session.last()
-    session.screen.line(f"last answer: {_figures(last.stats, last.seconds)}, exact {_yes(last.exact)}")
+    session.screen.line(f"last answer: {_figures(last.stats, last.seconds)}, exact {yes_no(last.exact)}")
     exact = all(one.exact for one in session.exchanges)
     counts, seconds = session.totals()
     count = f"{len(session.exchanges)} answer{'s' if len(session.exchanges) > 1 else ''}"
-    session.screen.line(f"conversation: {count}, {_figures(counts, seconds)}, exact {_yes(exact)}")
-
-
-def _yes(value: bool) -> str:
-    return "yes" if value else "no"
+    session.screen.line(f"conversation: {count}, {_figures(counts, seconds)}, exact {yes_no(exact)}")
 
 
 def _figures(counts: Stats, seconds: float) -> str:

@@ -11,14 +11,19 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import typer
+from prompt_toolkit import PromptSession
+from prompt_toolkit.completion import CompleteEvent, Completer, Completion
+from prompt_toolkit.document import Document
+from prompt_toolkit.enums import DEFAULT_BUFFER
+from prompt_toolkit.filters import has_focus
+from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from prompt_toolkit.shortcuts import CompleteStyle
 
 from foresay.errors import PromptError
-
-if TYPE_CHECKING:
-    from prompt_toolkit.history import History
 
 PROMPT, MORE = "> ", ". "
 _BLOCK = '"""'
@@ -100,15 +105,12 @@ class TerminalReader:
 
     def __init__(self, history: Path | None, words: Words) -> None:
         """history: the file that keeps what was entered; None keeps it for this session."""
-        from prompt_toolkit import PromptSession
-        from prompt_toolkit.shortcuts import CompleteStyle
-
         self._session: PromptSession[str] = PromptSession(
             PROMPT,
             multiline=True,
             prompt_continuation=MORE,
             history=_history(history),
-            completer=_completer(words),
+            completer=_Completer(words),
             complete_while_typing=False,
             complete_style=CompleteStyle.READLINE_LIKE,
             key_bindings=_keys(),
@@ -130,11 +132,7 @@ class TerminalReader:
         return self._session.default_buffer.text
 
 
-def _keys() -> Any:
-    from prompt_toolkit.enums import DEFAULT_BUFFER
-    from prompt_toolkit.filters import has_focus
-    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
-
+def _keys() -> KeyBindings:
     keys = KeyBindings()
     typing = has_focus(DEFAULT_BUFFER)
 
@@ -153,15 +151,12 @@ def _keys() -> Any:
     return keys
 
 
-def _completer(words: Words) -> Any:
-    from prompt_toolkit.completion import CompleteEvent, Completer, Completion
-    from prompt_toolkit.document import Document
+class _Completer(Completer):
+    def __init__(self, words: Words) -> None:
+        self._words = words
 
-    class Commands(Completer):
-        def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:
-            return [Completion(word, start_position=-typed) for word, typed in completions(document.text, words)]
-
-    return Commands()
+    def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:
+        return [Completion(word, start_position=-typed) for word, typed in completions(document.text, self._words)]
 
 
 def completions(text: str, words: Words) -> list[tuple[str, int]]:
@@ -186,8 +181,6 @@ def history_file() -> Path:
 
 def _history(path: Path | None) -> History:
     """The history in a file that only its user can read; in memory where there is none, or it cannot be written."""
-    from prompt_toolkit.history import FileHistory, InMemoryHistory
-
     if path is None:
         return InMemoryHistory()
     try:

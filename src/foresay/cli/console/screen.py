@@ -5,15 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from foresay.cli.trace import coloured, console, notes
-
-if TYPE_CHECKING:
-    from foresay.text.stream import Piece
+from foresay.cli.colours import coloured, console, notes
+from foresay.text.stream import Piece
 
 _CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 _TWO_COLUMNS = 62
@@ -36,7 +34,7 @@ class Screen:
             sys.stdout.write("".join(piece.text for piece in pieces))
         sys.stdout.flush()
 
-    def line(self, text: str | Text = "") -> None:
+    def line(self, text: RenderableType = "") -> None:
         """What a command has to say."""
         self.out.print(text, soft_wrap=not self.out.is_terminal)
         sys.stdout.flush()

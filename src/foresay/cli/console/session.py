@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from foresay.cli.common import fresh_seed
 from foresay.cli.console.screen import Screen
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.engine import Stats
 from foresay.errors import ConfigError
+from foresay.generation.generator import Generator
 from foresay.generation.load import change
 from foresay.methods.expressions import parse
 from foresay.text.prompts import Prompt, encode
-
-if TYPE_CHECKING:
-    from foresay.generation.generator import Generator
 
 INTERRUPTED = "interrupted"
 

@@ -5,15 +5,17 @@ A command is a function of the session and of what follows its name; its docstri
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
 
-from foresay.cli.common import loading, model_expression
+from foresay.cli.colours import legend
+from foresay.cli.common import model_expression
 from foresay.cli.console.session import ChatSession
 from foresay.cli.methods import shown, signature
 from foresay.cli.options import idle
-from foresay.cli.trace import legend
+from foresay.cli.progress import loading
 from foresay.errors import ConfigError
 from foresay.methods.expressions import Call, parse
 from foresay.methods.recipes import DRAFTERS
@@ -197,8 +199,6 @@ def leaves(call: Call) -> list[tuple[str, bool]]:
     make: Any = DRAFTERS.get(call.name)
     if make is None:
         return []
-    import inspect
-
     parameters = inspect.signature(make).parameters
     given = {k or list(parameters)[i]: v for i, (k, v) in enumerate(call.values)}
     default = parameters["keep"].default if "keep" in parameters else False

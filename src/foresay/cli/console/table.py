@@ -7,29 +7,25 @@ counts.
 from __future__ import annotations
 
 import dataclasses
-import os
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from rich.text import Text
+from rich.console import Console, RenderableType
 
+from foresay.cli import tables
 from foresay.cli.common import as_record
-from foresay.cli.trace import first_difference, percent
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.engine import Stats
 from foresay.errors import ForesayError
+from foresay.generation.generator import Generator
 from foresay.generation.load import change
+from foresay.generation.result import Generation
 from foresay.lengths import ConstantLength
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from foresay.generation.generator import Generator
-    from foresay.generation.result import Generation
-    from foresay.text.prompts import Prompt
+from foresay.text.prompts import Prompt
+from foresay.text.wording import percent, yes_no
 
 DEFAULT_METHODS = ("prompt_lookup", "max_gram", "ngram_store", "suffix")
 PLAIN, ALONE = "plain", "draft alone"
@@ -92,8 +88,6 @@ def plain_and(
 
 def alone(generator: Generator, draft: str, prompt: Callable[[Generator], Prompt]) -> TableMethod:
     """The draft model decoding by itself."""
-    from foresay.generation.generator import Generator
-
     assert generator.resources is not None
     own = Generator(generator.resources.model(draft), lambda: None, generator.rule, ConstantLength(0))
     return TableMethod(ALONE, own, prompt(own))
@@ -129,7 +123,7 @@ def differences(methods: Sequence[TableMethod], params: SamplingParams, tokenize
         elif one.written is not None and one.written.draft_error is not None:
             lines.append(f"{one.name}: the drafter failed, and decoding went on plainly: {one.written.draft_error}")
         if one.same_as(plain, params) is False:
-            lines.append(f"{one.name}: {first_difference(plain.written, one.written, tokenizer)}")
+            lines.append(f"{one.name}: {tables.first_difference(plain.written, one.written, tokenizer)}")
     return lines
 
 
@@ -167,8 +161,8 @@ def _cells(one: TableMethod, plain: TableMethod, params: SamplingParams) -> tupl
     if one.written is None:
         return (one.name, *["-"] * 7, "failed", "-")
     stats: Stats = one.written.stats
-    identical = {True: "yes", False: "no", None: "another" if one.name == ALONE else "sampled"}
-    exact = {True: "yes", False: "no", None: "-"}
+    same = one.same_as(plain, params)
+    other = "another" if one.name == ALONE else "sampled"
     failed = one.written.draft_error is not None
     return (
         one.name,
@@ -179,35 +173,14 @@ def _cells(one: TableMethod, plain: TableMethod, params: SamplingParams) -> tupl
         f"{stats.block_efficiency or 0:.2f}",
         "failed" if failed else percent(stats.acceptance_rate),
         percent(stats.draft_utilization),
-        "-" if one is plain else identical[one.same_as(plain, params)],
-        exact[_exact(one)],
+        "-" if one is plain else other if same is None else yes_no(same),
+        yes_no(_exact(one)),
     )
 
 
-def table(methods: Sequence[TableMethod], params: SamplingParams, console: Console) -> Text:
-    """The figures as a table as wide as fits, or a line per figure where none does."""
-    rows = [_cells(one, methods[0], params) for one in methods]
-    bounded = console.is_terminal or "COLUMNS" in os.environ
-    for names, gap in ((_WIDE, 2), (_SHORT, 2), (_SHORT, 1)):
-        sizes = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
-        if not bounded or sum(sizes) + gap * (len(sizes) - 1) <= console.width:
-            return _grid((names, *rows), sizes, " " * gap)
-    lines = [
-        Text.assemble((f"{name}: ", "bold"), ", ".join(f"{cell} {row[0]}" for row in rows for cell in [row[i]]))
-        for i, name in enumerate(_WIDE)
-        if i
-    ]
-    return Text("\n").join(lines)
-
-
-def _grid(rows: Sequence[Sequence[str]], sizes: Sequence[int], gap: str) -> Text:
-    lines = []
-    for number, row in enumerate(rows):
-        cells = [
-            cell.rjust(size) if i else cell.ljust(size) for i, (cell, size) in enumerate(zip(row, sizes, strict=True))
-        ]
-        lines.append(Text(gap.join(cells).rstrip(), style="" if number else "bold"))
-    return Text("\n").join(lines)
+def table(methods: Sequence[TableMethod], params: SamplingParams, console: Console) -> RenderableType:
+    """The figures, a row for each method."""
+    return tables.table(_WIDE, [_cells(one, methods[0], params) for one in methods], console, short=_SHORT)
 
 
 def seeded(params: SamplingParams, seed: Callable[[], int]) -> SamplingParams:

@@ -16,10 +16,10 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from foresay.decoding.outcome import Origin
 from foresay.generation.method import PLAIN
 from foresay.lab.report.table import Span, TableRow
 from foresay.records.results import Cell, Failure, Trace
+from foresay.text.wording import MEANINGS, percent, yes_no
 
 MOST_TRACES = 12
 
@@ -80,16 +80,8 @@ def times(span: Span | None) -> str:
     return f"{median:.2f}x" if least == greatest else f"{median:.2f}x ({least:.2f} to {greatest:.2f})"
 
 
-def _share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.0%}"
-
-
 def _rate_of(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
-
-
-def _yes(value: bool | None) -> str:
-    return {None: "-", True: "yes", False: "no"}[value]
 
 
 COLUMNS: Mapping[str, Callable[[TableRow], str]] = {
@@ -100,11 +92,11 @@ COLUMNS: Mapping[str, Callable[[TableRow], str]] = {
     "tokens/s": lambda row: f"{row.tokens_per_s[0]:.1f}",
     "speed-up": lambda row: times(row.speed_up),
     "tokens per pass": lambda row: _rate_of(row.stats.block_efficiency if row.stats else None),
-    "acceptance rate": lambda row: _share(row.stats.acceptance_rate if row.stats else None),
-    "draft utilization": lambda row: _share(row.stats.draft_utilization if row.stats else None),
+    "acceptance rate": lambda row: percent(row.stats.acceptance_rate if row.stats else None),
+    "draft utilization": lambda row: percent(row.stats.draft_utilization if row.stats else None),
     "discard rate": lambda row: _rate_of(row.discard_rate),
     "verification rate": lambda row: _rate_of(row.verification_rate),
-    "identical": lambda row: _yes(row.identical),
+    "identical": lambda row: yes_no(row.identical),
     "exact": lambda row: "yes" if row.exact else "lossy",
 }
 """The table, column by column."""
@@ -115,11 +107,6 @@ TABLE_NOTE = (
     "/ tested. Draft utilization: accepted / drafted. Discard rate: drafted in vain / tokens. Verification rate: passes of "
     "the target / tokens. Identical: every output was that of plain decoding."
 )
-MEANINGS = {
-    Origin.DRAFT: "guessed by the drafter and accepted",
-    Origin.RESIDUAL: "the target's, where a guess was rejected",
-    Origin.BONUS: "the target's, where every guess held or none was made",
-}
 
 
 def html(report: Report, pictures: Sequence[Picture]) -> str:

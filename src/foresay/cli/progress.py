@@ -1,0 +1,67 @@
+"""What is shown on stderr while something takes long; nothing when stderr is no terminal."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+
+@contextmanager
+def loading(message: str) -> Iterator[Callable[[str], None]]:
+    """A spinner while something loads, and what changes its message."""
+    console = Console(file=sys.stderr)
+    if not console.is_terminal:
+        yield lambda text: None
+        return
+    with console.status(message) as status:
+        yield status.update
+
+
+@contextmanager
+def progress_bar(*columns: ProgressColumn, total: float | None = None, **fields: Any) -> Iterator[Callable[..., None]]:
+    """A bar that goes away when it is done, and what moves it: `advance`, `completed`, `total` and the columns' fields."""
+    console = Console(file=sys.stderr)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        yield functools.partial(bar.update, bar.add_task("", total=total, **fields))
+
+
+class Advance(Protocol):
+    """Tells a bar how far it is."""
+
+    def __call__(self, done: float, total: float, note: str = "") -> None:
+        """Show it."""
+        ...
+
+
+@contextmanager
+def advancing(what: str) -> Iterator[Advance]:
+    """A bar with elapsed time, time left and a note."""
+    columns = (
+        TextColumn(what),
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
+    )
+    with progress_bar(*columns, note="") as update:
+
+        def advance(done: float, total: float, note: str = "") -> None:
+            update(completed=done, total=total, note=note)
+
+        yield advance

@@ -1,0 +1,47 @@
+"""Groups of options as a command takes them, and as the command line sees them."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from foresay.cli.lab_options import numbers
+from foresay.cli.option_groups import flatten_groups
+from foresay.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Size:
+    width: int = 1
+    height: int = 2
+
+
+def plain(name: str, *, loud: bool = False) -> str:
+    return name
+
+
+def command(name: str, *, size: Size, loud: bool = False) -> Any:
+    """Do it."""
+    return name, size, loud
+
+
+def test_a_group_becomes_its_fields() -> None:
+    flat = flatten_groups(command)
+    assert list(inspect.signature(flat).parameters) == ["name", "width", "height", "loud"]
+    assert flat.__doc__ == "Do it."
+    assert flat(name="x", width=3, height=4, loud=True) == ("x", Size(3, 4), True)
+
+
+def test_a_command_without_groups_is_itself() -> None:
+    assert flatten_groups(plain) is plain
+
+
+def test_numbers() -> None:
+    assert numbers("1,4,4,8", "--batch") == [1, 4, 8]
+    with pytest.raises(ConfigError, match=r"--batch '1,x' must be numbers separated by commas, as 1,4,8"):
+        numbers("1,x", "--batch")
+    with pytest.raises(ConfigError, match="--batch '0' must be numbers of at least 1"):
+        numbers("0", "--batch")
