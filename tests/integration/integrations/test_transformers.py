@@ -281,10 +281,6 @@ def test_the_first_token_keeps_the_law(model: PreTrainedModel, settings: dict[st
     ("name", "settings"),
     [
         ("num_beams", {"num_beams": 2}),
-        ("typical_p", {"typical_p": 0.5, "do_sample": True}),
-        ("epsilon_cutoff", {"epsilon_cutoff": 0.05, "do_sample": True}),
-        ("eta_cutoff", {"eta_cutoff": 0.05, "do_sample": True}),
-        ("top_h", {"top_h": 0.5, "do_sample": True}),
         ("penalty_alpha", {"penalty_alpha": 0.6, "top_k": 4}),
         ("dola_layers", {"dola_layers": "low"}),
         ("guidance_scale", {"guidance_scale": 1.5}),
