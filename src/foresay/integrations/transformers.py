@@ -6,10 +6,27 @@ Owns the translation of transformers' generation settings; a setting that cannot
 from __future__ import annotations
 
 import contextlib
+import copy
+import math
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import (
+    EosTokenCriteria,
+    GenerationConfig,
+    LogitNormalization,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    PreTrainedModel,
+    RepetitionPenaltyLogitsProcessor,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from foresay.decoding.outcome import FinishReason
@@ -33,20 +50,16 @@ _UNSUPPORTED: dict[str, Any] = {
     "output_attentions": False,
     "output_hidden_states": False,
     "prefill_chunk_size": None,
-    "typical_p": 1.0,
-    "epsilon_cutoff": 0.0,
-    "eta_cutoff": 0.0,
-    "top_h": None,
 }
 """Settings of GenerationConfig that are not honoured, with the value (beside None) that asks for nothing."""
 
-_TRANSLATED = {
-    "TemperatureLogitsWarper": "temperature",
-    "TopKLogitsWarper": "top_k",
-    "TopPLogitsWarper": "top_p",
-    "MinPLogitsWarper": "min_p",
+_WARPERS: dict[type, str] = {
+    TemperatureLogitsWarper: "temperature",
+    TopKLogitsWarper: "top_k",
+    TopPLogitsWarper: "top_p",
+    MinPLogitsWarper: "min_p",
 }
-_LENGTHS = {"MinLengthLogitsProcessor": "min_length", "MinNewTokensLengthLogitsProcessor": "min_new_tokens"}
+"""The warpers that SamplingParams has a field for, in the order in which foresay applies the fields."""
 
 
 def generate(
@@ -74,7 +87,9 @@ def generate(
     _refuse(config, model, model_kwargs)
     prompts = _prompts(input_ids, model_kwargs.get("attention_mask"))
     padded = any(len(prompt) < input_ids.shape[1] for prompt in prompts)
-    params, stops = _params(config, logits_processor, stopping_criteria, input_ids.shape[1], padded)
+    eos = _eos(config, stopping_criteria)
+    params = _params(config, logits_processor, stopping_criteria, eos, input_ids.shape[1], padded)
+    stops = [c for c in stopping_criteria or () if type(c) not in (EosTokenCriteria, MaxLengthCriteria)]
     with contextlib.ExitStack() as borrowed:
         target = _borrow(model, borrowed)
         assistant = _borrow(draft, borrowed) if isinstance(draft, PreTrainedModel) else draft
@@ -83,12 +98,10 @@ def generate(
         outputs: dict[int, list[int]] = {}
         for i, prompt in enumerate(prompts):
             pads = input_ids[i, : input_ids.shape[1] - len(prompt)]
-            seen = (
-                tuple(_Padded(processor, pads) for processor in params.processors) if len(pads) else params.processors
-            )
+            seen = tuple(_for_row(processor, i, pads) for processor in params.processors)
             one = SamplingParams.of(params, seed=_seed(seed, i), processors=seen)
             stop = _Stop(input_ids[i].tolist(), stops) if stops else None
-            outputs[engine.submit(prompt, one, eos=_eos(config), stop=stop)] = []
+            outputs[engine.submit(prompt, one, eos=eos, stop=stop)] = []
         while engine.has_work:
             for step in engine.step():
                 if step.finish_reason is FinishReason.ERROR:
@@ -143,36 +156,67 @@ def _params(
     config: GenerationConfig,
     processors: LogitsProcessorList | None,
     criteria: StoppingCriteriaList | None,
+    eos: frozenset[int],
     prompt_length: int,
     padded: bool,
-) -> tuple[SamplingParams, list[Any]]:
-    """Translate what has a field of its own; other processors and criteria are called as they are."""
-    fields: dict[str, Any] = {"temperature": 1.0 if config.do_sample else 0.0}
-    others: list[Any] = []
-    for processor in processors or ():
-        name = type(processor).__name__
-        if name in _TRANSLATED:
-            key = _TRANSLATED[name]
-            if getattr(processor, "min_tokens_to_keep", 1) > 1:
-                raise ConfigError(
-                    f"{name}(min_tokens_to_keep={processor.min_tokens_to_keep}) is not supported; leave it out"
-                )
-            fields[key] = getattr(processor, key)
-        elif name == "RepetitionPenaltyLogitsProcessor" and not (padded or others or processor.prompt_ignore_length):
-            fields["repetition_penalty"] = float(processor.penalty)
-        elif name.endswith("LogitsWarper"):
-            raise ConfigError(
-                f"{name} is not supported by foresay.generate: it acts after the temperature; leave it out"
-            )
-        elif name not in _LENGTHS or getattr(processor, _LENGTHS[name]) != getattr(config, _LENGTHS[name]):
-            others.append(processor)
-    check_processors(others)
-    stops = [c for c in criteria or () if type(c).__name__ not in ("MaxLengthCriteria", "EosTokenCriteria")]
-    least = max(0, (config.min_length or 0) - prompt_length, config.min_new_tokens or 0)
-    budget = config.max_length - prompt_length
-    return SamplingParams(
-        max_new_tokens=budget, min_new_tokens=min(least, budget), processors=tuple(others), **fields
-    ), stops
+) -> SamplingParams:
+    """Translate the list of processors, which transformers applies from the first to the last, warpers included.
+
+    SamplingParams applies a repetition penalty, a least length, then `processors`, then temperature, top-k, top-p and min-p:
+    what the list begins and ends with in that order becomes fields, and the rest is called as it is.
+    """
+    rest = list(processors or ())
+    longest = min((c.max_length for c in criteria or () if type(c) is MaxLengthCriteria), default=config.max_length)
+    budget = max(1, longest - prompt_length)
+    fields: dict[str, Any] = {"max_new_tokens": budget, "temperature": 1.0 if config.do_sample else 0.0}
+    if (
+        rest
+        and not padded
+        and type(rest[0]) is RepetitionPenaltyLogitsProcessor
+        and rest[0].prompt_ignore_length is None
+    ):
+        fields["repetition_penalty"] = float(rest.pop(0).penalty)
+    while rest and (least := _least(rest[0], eos, prompt_length)) is not None:
+        fields["min_new_tokens"] = min(budget, max(least, fields.get("min_new_tokens", 0)))
+        del rest[0]
+    if config.do_sample:
+        fields |= _take_warpers(rest)
+    check_processors(rest)
+    return SamplingParams(processors=tuple(rest), **fields)
+
+
+def _least(processor: Any, eos: frozenset[int], prompt_length: int) -> int | None:
+    """How many tokens a processor forbids the end tokens for; None if it does something else."""
+    if type(processor) is MinLengthLogitsProcessor:
+        least = processor.min_length - prompt_length
+    elif type(processor) is MinNewTokensLengthLogitsProcessor:
+        least = processor.min_new_tokens + processor.prompt_length_to_skip - prompt_length
+    else:
+        return None
+    return max(0, least) if set(processor.eos_token_id.reshape(-1).tolist()) == eos else None
+
+
+def _take_warpers(rest: list[Any]) -> dict[str, Any]:
+    """Take the warpers that SamplingParams would apply in the same order off the end of the list, as its fields."""
+    fields: dict[str, Any] = {}
+    left = list(_WARPERS)
+    while rest:
+        kind = type(rest[-1])
+        if kind in left and _is_a_field(rest[-1]):
+            fields[_WARPERS[kind]] = getattr(rest[-1], _WARPERS[kind])
+            del left[left.index(kind) :]
+        elif kind is not LogitNormalization:  # which adds the same to all scores: no law behind it changes
+            break
+        rest.pop()
+    return fields
+
+
+def _is_a_field(warper: Any) -> bool:
+    """Whether a field says all that the warper does; one in `processors` is called as it is."""
+    value = getattr(warper, _WARPERS[type(warper)])
+    least = 1 if type(warper) is TopKLogitsWarper else getattr(warper, "min_tokens_to_keep", 1)  # its top_k has it
+    cuts = getattr(warper, "filter_value", -math.inf) == -math.inf
+    return cuts and least == 1 and (0 < value < math.inf or type(warper) is MinPLogitsWarper)
 
 
 def _prompts(input_ids: torch.Tensor, mask: torch.Tensor | None) -> list[list[int]]:
@@ -192,9 +236,23 @@ def _seed(seed: int | None, row: int) -> int:
     return (base + row) % 2**63
 
 
-def _eos(config: GenerationConfig) -> frozenset[int]:
-    eos = config.eos_token_id
-    return frozenset() if eos is None else frozenset([eos] if isinstance(eos, int) else eos)
+def _eos(config: GenerationConfig, criteria: StoppingCriteriaList | None) -> frozenset[int]:
+    """The tokens that end a row: transformers puts them into the criteria, where the caller's own take their place."""
+    if criteria is None:
+        return frozenset(_ids(config.eos_token_id))
+    return frozenset(t for c in criteria if type(c) is EosTokenCriteria for t in c.eos_token_id.reshape(-1).tolist())
+
+
+def _ids(tokens: int | list[int] | None) -> list[int]:
+    return [] if tokens is None else [tokens] if isinstance(tokens, int) else list(tokens)
+
+
+def _for_row(processor: LogitsProcessor, row: int, pads: torch.Tensor) -> LogitsProcessor:
+    """The processor as one row of the batch meets it in transformers."""
+    if isinstance(getattr(processor, "prompt_ignore_length", None), torch.Tensor):  # one for each row
+        processor = copy.copy(processor)
+        processor.prompt_ignore_length = processor.prompt_ignore_length[row : row + 1]  # type: ignore[attr-defined]
+    return _Padded(processor, pads) if len(pads) else processor
 
 
 class _Padded:
@@ -223,7 +281,7 @@ class _Stop:
 
 
 def _padded(input_ids: torch.Tensor, outputs: list[list[int]], config: GenerationConfig) -> torch.Tensor:
-    pad = config.pad_token_id if config.pad_token_id is not None else next(iter(_eos(config)), 0)
+    pad = config.pad_token_id if config.pad_token_id is not None else next(iter(_ids(config.eos_token_id)), 0)
     width = max(map(len, outputs))
     tail = torch.full((len(outputs), width), pad, dtype=input_ids.dtype, device=input_ids.device)
     for i, ids in enumerate(outputs):

@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    EosTokenCriteria,
     GenerationConfig,
     LogitsProcessor,
+    MaxLengthCriteria,
     MaxTimeCriteria,
     MinNewTokensLengthLogitsProcessor,
     PreTrainedModel,
+    RepetitionPenaltyLogitsProcessor,
     StoppingCriteria,
     StopStringCriteria,
 )
@@ -150,6 +153,19 @@ def test_settings_that_count_tokens_in_a_left_padded_batch(model: PreTrainedMode
     assert fast == plain
 
 
+@pytest.mark.parametrize("settings", [{}, {"sequence_bias": {(43,): -5.0}}], ids=str)
+@pytest.mark.parametrize("own", [[], [RepetitionPenaltyLogitsProcessor(1.7)]], ids=["setting", "own"])
+def test_a_repetition_penalty_in_a_left_padded_batch(
+    model: PreTrainedModel, own: list[Any], settings: dict[str, Any]
+) -> None:
+    """The setting leaves each row's padding out, by a tensor with a place for each row; the caller's own does not."""
+    asked = {"logits_processor": own} if own else {"repetition_penalty": 1.7}
+    plain, fast = _both(model, _batch(), do_sample=False, **asked, **settings)
+    assert fast == plain
+    unset = model.generate(**_batch(), do_sample=False).tolist()
+    assert plain != unset
+
+
 def test_processors_of_the_callers_own(model: PreTrainedModel) -> None:
     class Odd(LogitsProcessor):
         def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -198,6 +214,33 @@ def test_stopping_criteria(model: PreTrainedModel) -> None:
     assert len(fast[0]) == _one()["input_ids"].shape[1] + whole.index(whole[9]) + 1
     plain, fast = _both(model, _batch(), do_sample=False, stopping_criteria=[After(whole[9])])
     assert fast == plain
+
+
+def test_end_tokens_and_lengths_of_the_callers_own(model: PreTrainedModel) -> None:
+    """transformers puts the caller's criterion in the place of its own; it may end the output earlier or later."""
+    length = _one()["input_ids"].shape[1]
+    whole = model.generate(**_one(), do_sample=False)[0, length:].tolist()
+    for criteria, settings in [
+        ([EosTokenCriteria(whole[2])], {"eos_token_id": whole[9]}),
+        ([EosTokenCriteria(whole[9])], {"eos_token_id": whole[2]}),
+        ([EosTokenCriteria(torch.tensor(whole[2]))], {"eos_token_id": whole[9], "min_new_tokens": 4}),
+        ([MaxLengthCriteria(length + 5)], {}),
+        ([MaxLengthCriteria(length + 30)], {}),
+        ([MaxLengthCriteria(length - 2)], {}),
+        ([MaxLengthCriteria(length + 30), MaxLengthCriteria(length + 7)], {"min_new_tokens": 9}),
+    ]:
+        unset = model.generate(**_one(), do_sample=False, **settings).tolist()
+        plain, fast = _both(model, _one(), do_sample=False, stopping_criteria=criteria, **settings)
+        assert fast == plain != unset, (criteria, settings)
+
+
+def test_the_padding_is_the_first_of_several_end_tokens(model: PreTrainedModel) -> None:
+    ends = [model.generate(**_one(text), do_sample=False)[0, -24:].tolist() for text in TEXTS]
+    for eos in ([ends[0][5], ends[1][11]], [ends[1][11], ends[0][5]]):
+        model.generation_config.pad_token_id = None
+        plain, fast = _both(model, _batch(), do_sample=False, eos_token_id=eos)
+        assert fast == plain
+        assert fast[0][-1] == eos[0]
 
 
 def test_a_time_limit_ends_the_output(model: PreTrainedModel) -> None:
@@ -281,10 +324,6 @@ def test_the_first_token_keeps_the_law(model: PreTrainedModel, settings: dict[st
     ("name", "settings"),
     [
         ("num_beams", {"num_beams": 2}),
-        ("typical_p", {"typical_p": 0.5, "do_sample": True}),
-        ("epsilon_cutoff", {"epsilon_cutoff": 0.05, "do_sample": True}),
-        ("eta_cutoff", {"eta_cutoff": 0.05, "do_sample": True}),
-        ("top_h", {"top_h": 0.5, "do_sample": True}),
         ("penalty_alpha", {"penalty_alpha": 0.6, "top_k": 4}),
         ("dola_layers", {"dola_layers": "low"}),
         ("guidance_scale", {"guidance_scale": 1.5}),
