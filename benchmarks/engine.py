@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM
 import foresay
 from foresay.decoding.outcome import Step
 from foresay.decoding.proposal import Proposal
-from foresay.decoding.protocols import LengthPolicy
+from foresay.decoding.protocols import Feed, LengthPolicy
 from foresay.decoding.rows import Rows
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import PromptLookup
@@ -336,7 +336,7 @@ def _difference(
     cache = model.new_cache()
     cache.add_rows(1)  # type: ignore[attr-defined]
     context = [*ids, *a[:place]]
-    logits = model.forward(torch.tensor([context]), [len(context)], cache).scores()[0, -1].float()
+    logits = model.forward(Feed(torch.tensor([context]), [len(context)]), cache).scores()[0, -1].float()
     top = logits.topk(2).values
     return {"where": name, "prompt": prompt, "token": place, "margin": float(top[0] - top[1])}
 

@@ -6,6 +6,7 @@
     │   └── UnknownNameError                a drafter, rule, model alias or parameter nobody knows
     ├── ContextLengthError (ValueError)     prompt, or prompt and output, exceed the context
     ├── RequestError                        one request failed in mid-run; the others go on
+    ├── QueueFullError                      as many requests wait as may
     ├── VocabularyMismatchError             target and draft do not share their tokens
     ├── UnsupportedModelError               a model that cannot be rewound or batched exactly
     ├── ModelNotFoundError                  no model under that name or path

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from foresay.decoding.proposal import Proposal
-from foresay.decoding.protocols import LengthPolicy, Logits, ModelOutput
+from foresay.decoding.protocols import Feed, LengthPolicy, Logits, ModelOutput
 from foresay.decoding.rows import Rows
 from foresay.drafters import Cascade
 from foresay.lengths import ConstantLength
@@ -30,13 +30,14 @@ class Whole(TableModel):
         mark = sum((i + 1) * token for i, token in enumerate(context)) % self.vocab_size
         return super().law(context).roll(mark)
 
-    def forward(self, token_ids: torch.Tensor, num_tokens: Sequence[int], cache: Any, **options: Any) -> ModelOutput:
+    def forward(self, feed: Feed, cache: Any) -> ModelOutput:
         assert isinstance(cache, TableCache)
+        token_ids, num_tokens = feed.token_ids, feed.num_tokens
         self.passes += 1
         self.fed += sum(num_tokens)
-        first, kind = options.pop("first_row", 0), options.pop("logits", Logits.ALL)
+        first, kind = feed.first_row, feed.logits
         starts = list(cache.lengths)
-        super().forward(token_ids, num_tokens, cache, first_row=first, **options)
+        super().forward(feed, cache)
         out = torch.zeros(*token_ids.shape, self.vocab_size)
         for i in range(len(token_ids)):
             seen = cache.tokens[first + i]

@@ -71,7 +71,7 @@ def test_a_lenient_review_passed_off_as_exact(monkeypatch: Patch) -> None:
     """Tokens of a lenient review labelled with the reviewer's law, which they do not have."""
     intact = cascade._reviewed
     monkeypatch.setattr(
-        cascade, "_reviewed", lambda *args, lenient, confident: intact(*args, lenient=False, confident=confident)
+        cascade, "_reviewed", lambda *args, lenient, confidence: intact(*args, lenient=False, confidence=confidence)
     )
     assert value(two(4.0)) < ALPHA
 

@@ -12,6 +12,7 @@ PARENTS = {
     "UnknownNameError": (ConfigError,),
     "ContextLengthError": (ForesayError, ValueError),
     "RequestError": (ForesayError,),
+    "QueueFullError": (ForesayError,),
     "VocabularyMismatchError": (ForesayError,),
     "UnsupportedModelError": (ForesayError,),
     "ModelNotFoundError": (ForesayError,),

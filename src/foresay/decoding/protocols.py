@@ -289,6 +289,10 @@ class Rule(Protocol):
     ignores_drafts: bool = False
     """Whether what is written depends on the target alone, never on what was guessed."""
 
+    def __init__(self) -> None:
+        """Without settings; a rule that has some takes them here."""
+        return
+
     def judge(self, target: Laws, proposal: Proposal, streams: Streams) -> Verdict:
         """Decide how much of the proposal stays, and the token after it."""
         ...

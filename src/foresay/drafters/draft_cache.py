@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from foresay.decoding.prefill import fill_chunk, pending
-from foresay.decoding.protocols import Feed, KVCache, LanguageModel, Logits, ModelOutput, Move
+from foresay.decoding.protocols import Feed, KVCache, LanguageModel, ModelOutput, Move
 from foresay.decoding.rows import IntArray, Rows
 from foresay.models.huggingface.slot_cache import BorrowedSlots, SlotCache
 from foresay.models.vocabulary import VocabularyAdapter
@@ -27,19 +27,17 @@ class DraftCache:
     def __init__(self, model: LanguageModel, vocab_size: int) -> None:
         self.model = VocabularyAdapter(model, vocab_size)
         self.cache: KVCache = self.model.new_cache()
-        self.row_passes = 0
-        """Passes that scored something, of one row each; prompts are not counted, and a row that is fed nothing rides along."""
         self._fed: list[IntArray | None] = []
 
     def replace_model(self, make: Callable[[LanguageModel], LanguageModel]) -> None:
         """Draft with what `make` makes of the model from now on; forgets every row."""
-        self.model = VocabularyAdapter(make(self.model.inner), self.model.vocab_size)
+        before = self.model
+        self.model = VocabularyAdapter(make(before.inner), before.vocab_size)
+        self.model.row_passes = before.row_passes
         self.reset()
 
     def forward(self, feed: Feed) -> ModelOutput:
         """One pass of the model over the cache."""
-        if feed.logits is not Logits.NONE:
-            self.row_passes += sum(count > 0 for count in feed.num_tokens)
         return self.model.forward(feed, self.cache)
 
     def admit(self, rows: Rows, first: int) -> None:

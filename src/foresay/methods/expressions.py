@@ -33,7 +33,8 @@ class Call:
 
     def __str__(self) -> str:
         if not self.values:
-            return self.name
+            found = _TOKEN.fullmatch(self.name)
+            return self.name if found is not None and found["word"] == self.name else _quoted(self.name)
         return f"{self.name}({', '.join(f'{k}={_shown(v)}' if k else _shown(v) for k, v in self.values)})"
 
 
@@ -45,8 +46,12 @@ def _shown(value: Any) -> str:
     if isinstance(value, Call) and not value.values:
         return f"{value.name}()"  # without parentheses it would be a word
     if isinstance(value, str) and not _is_bare(value):
-        return f"'{value}'" if '"' in value else f'"{value}"'
+        return _quoted(value)
     return str(value)
+
+
+def _quoted(value: str) -> str:
+    return f"'{value}'" if '"' in value else f'"{value}"'
 
 
 def _is_bare(value: str) -> bool:

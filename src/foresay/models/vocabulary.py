@@ -11,7 +11,7 @@ import dataclasses
 import torch
 import torch.nn.functional as F
 
-from foresay.decoding.protocols import Capabilities, Feed, KVCache, LanguageModel, ModelOutput
+from foresay.decoding.protocols import Capabilities, Feed, KVCache, LanguageModel, Logits, ModelOutput
 from foresay.decoding.rows import Rows
 
 
@@ -21,6 +21,8 @@ class VocabularyAdapter(LanguageModel):
     def __init__(self, model: LanguageModel, vocab_size: int) -> None:
         self.inner, self.vocab_size = model, vocab_size
         self.max_length, self.device = model.max_length, model.device
+        self.row_passes = 0
+        """Passes that scored something, of one row each; prompts are not counted, and a row that is fed nothing rides along."""
 
     @property
     def capabilities(self) -> Capabilities:
@@ -37,6 +39,8 @@ class VocabularyAdapter(LanguageModel):
 
     def forward(self, feed: Feed, cache: KVCache) -> ModelOutput:
         """One pass; see LanguageModel.forward."""
+        if feed.logits is not Logits.NONE:
+            self.row_passes += sum(count > 0 for count in feed.num_tokens)
         known = feed.token_ids.clamp(max=self.inner.vocab_size - 1)
         out = self.inner.forward(dataclasses.replace(feed, token_ids=known), cache)
         return out if out.logits is None else ModelOutput(self.adapted(out.logits), out.hidden)

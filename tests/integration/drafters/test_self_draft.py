@@ -11,7 +11,7 @@ import torch
 from foresay.decoding.acceptance import make_rule
 from foresay.decoding.outcome import Step
 from foresay.decoding.proposal import Proposal
-from foresay.decoding.protocols import Drafter
+from foresay.decoding.protocols import Drafter, Feed
 from foresay.decoding.rows import Row, Rows
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import Cascade, ModelDrafter, PromptLookup, SelfDrafter
@@ -151,7 +151,7 @@ class Seen(SelfDrafter):
             for token in proposal.token_ids[i, : proposal.num_tokens[i]].tolist():
                 cache = short.new_cache()
                 cache.add_rows(1)
-                scores = short.forward(torch.tensor([context]), [len(context)], cache).scores()[0, -1]
+                scores = short.forward(Feed(torch.tensor([context]), [len(context)]), cache).scores()[0, -1]
                 assert float(scores.max() - scores[token]) < 1e-3
                 context.append(token)
                 self.checked += 1
@@ -171,7 +171,7 @@ def test_every_guess_is_that_of_a_fresh_pass_and_the_targets_cache_is_untouched(
         if rows:
             before = list(cache.lengths)
             last = torch.tensor([[int(row.tokens[-1])] for row in rows])
-            cached = target.forward(last, [1] * len(rows), cache).scores()[:, 0]
+            cached = target.forward(Feed(last, [1] * len(rows)), cache).scores()[:, 0]
             cache.truncate(before)
             for i, row in enumerate(rows):
                 with torch.no_grad():
@@ -195,7 +195,7 @@ def lent(target: CausalModel, *drafters: SelfDrafter) -> tuple[Rows, SlotCache]:
     rows = Rows([Row(i, [5, 6, 7 + i], SamplingParams(), limit=99) for i in range(2)])
     owner = target.new_cache()
     target.admit(rows, 0, owner)
-    target.forward(torch.tensor([row.tokens[:2].tolist() for row in rows]), [2, 2], owner)
+    target.forward(Feed(torch.tensor([row.tokens[:2].tolist() for row in rows]), [2, 2]), owner)
     for drafter in drafters:
         drafter.use_cache_of_target(owner)
         drafter.admit(rows, 0)

@@ -259,14 +259,14 @@ def test_a_request_whose_processor_fails_ends_alone() -> None:
     outputs = {engine.submit(PROMPTS[0], good): []}
     bad = engine.submit(PROMPTS[1], SamplingParams(max_new_tokens=20, processors=(broken,)))
     outputs[engine.submit(PROMPTS[2], good)] = []
-    reasons = {}
+    reasons, errors = {}, {}
     while engine.has_work:
         for step in engine.step():
             outputs.setdefault(step.request_id, []).extend(step.token_ids)
-            reasons[step.request_id] = step.finish_reason
+            reasons[step.request_id], errors[step.request_id] = step.finish_reason, step.error
     plain = greedy(20)
     assert reasons[bad] is FinishReason.ERROR
-    assert isinstance(engine.errors[bad].__cause__, ValueError)
+    assert isinstance(errors[bad].__cause__, ValueError)
     assert outputs[0] == plain[0]
     assert outputs[2] == plain[2]
 
@@ -294,8 +294,8 @@ def test_a_policy_may_stop_rows_while_they_are_drafted() -> None:
     """Rows stop at different places, also for good, and ride on as pads; the output stays what it is."""
 
     class Uneven(ConstantLength):
-        def keep_drafting(self, index: int, guess: DraftStep) -> torch.Tensor:
-            return torch.arange(len(guess.token_ids)) > index
+        def keep_drafting(self, step: DraftStep) -> torch.Tensor:
+            return torch.arange(len(step.token_ids)) > step.index
 
     plain = greedy()
     ours, steps, engine = run(

@@ -219,7 +219,8 @@ def assert_same_laws(together: Laws, row: int, alone: Laws, width: int) -> None:
 
 def test_greedy_rows_never_build_a_law() -> None:
     logits = random_logits(3, 2, 50)
-    laws = build_laws(logits, make_rows({}, {"top_k": 3}, {"repetition_penalty": 2.0}))
+    rows = make_rows({}, {"top_k": 3}, {"repetition_penalty": 2.0})
+    laws = build_laws(logits, rows, torch.zeros(3, 1, dtype=torch.int64))
     assert laws.probs is None and laws.probs_row is None
     assert torch.equal(laws.greedy_ids[:2], logits[:2].argmax(-1))
 
@@ -328,15 +329,30 @@ def test_draw_uses_each_rows_own_number_at_its_offset() -> None:
     streams = rows.streams(torch.device("cpu"))
     tokens = draw(laws, streams, Purpose.TARGET, first=2)
     assert torch.equal(tokens[0], laws.greedy_ids[0])
-    uniform = streams.uniform(Purpose.TARGET, torch.arange(10))
+    for numbers, tokens in (
+        (streams.writing(torch.arange(10)), tokens),
+        (streams.uniform(Purpose.DRAFT, torch.arange(10)), draw(laws, streams, Purpose.DRAFT, first=2)),
+    ):
+        for row in (1, 2):
+            assert torch.equal(tokens[row], inverse_cdf(laws.probs[laws.probs_row[row]], numbers[row, 2:6]))
+
+
+def test_draw_takes_the_depths_of_a_trees_places() -> None:
+    rows, laws = _sampled_rows()
+    streams = rows.streams(torch.device("cpu"))
+    depths = torch.tensor([0, 1, 1, 2]).repeat(3, 1)
+    tokens = draw(laws, streams, Purpose.TARGET, depths=depths)
+    numbers = streams.writing(torch.arange(3))
+    assert laws.probs is not None and laws.probs_row is not None
     for row in (1, 2):
-        assert torch.equal(tokens[row], inverse_cdf(laws.probs[laws.probs_row[row]], uniform[row, 2:6]))
+        expected = inverse_cdf(laws.probs[laws.probs_row[row]], numbers[row, [0, 1, 1, 2]])
+        assert torch.equal(tokens[row], expected)
 
 
 def test_coupled_draws_add_the_noise_of_the_position() -> None:
     _, laws = _sampled_rows()
     assert laws.probs is not None and laws.probs_row is not None
-    streams = Streams(torch.tensor([7, 8, 9]), torch.tensor([4, 5, 6]), coupled=True)
+    streams = Streams(torch.tensor([7, 8, 9]), torch.tensor([4, 5, 6]), shares_noise=True)
     tokens = draw(laws, streams, Purpose.DRAFT, first=1)
     assert torch.equal(tokens, draw(laws, streams, Purpose.TARGET, first=1)), "drafter and target share it"
     for row in (1, 2):
@@ -347,9 +363,9 @@ def test_coupled_draws_add_the_noise_of_the_position() -> None:
 
 def test_coupled_draws_leave_out_the_places_that_are_not_asked_for() -> None:
     _, laws = _sampled_rows()
-    streams = Streams(torch.tensor([7, 8, 9]), torch.tensor([4, 5, 6]), coupled=True)
+    streams = Streams(torch.tensor([7, 8, 9]), torch.tensor([4, 5, 6]), shares_noise=True)
     whole = draw(laws, streams, Purpose.TARGET)
-    some = draw(laws, streams, Purpose.TARGET, counts=[3, 1, 0])
+    some = draw(laws, streams, Purpose.TARGET, wanted=torch.arange(4) <= torch.tensor([3, 1, 0])[:, None])
     assert torch.equal(some[1, :2], whole[1, :2])
     assert torch.equal(some[2, :1], whole[2, :1])
 
@@ -357,7 +373,7 @@ def test_coupled_draws_leave_out_the_places_that_are_not_asked_for() -> None:
 def test_coupled_draws_follow_the_law() -> None:
     probs = torch.tensor([0.5, 0.25, 0.125, 0.125, 0.0]).expand(8000, -1)
     laws = Laws(torch.zeros(8000, 1, dtype=torch.int64), probs, torch.arange(8000)[:, None])
-    streams = Streams(torch.arange(8000), torch.full((8000,), 3), coupled=True)
+    streams = Streams(torch.arange(8000), torch.full((8000,), 3), shares_noise=True)
     counts = torch.bincount(draw(laws, streams, Purpose.DRAFT)[:, 0], minlength=5)
     assert counts[4] == 0
     # 5 standard deviations

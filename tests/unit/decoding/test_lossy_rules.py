@@ -102,15 +102,16 @@ def test_lenience_of_one_decides_as_speculative_sampling_does() -> None:
     p, q = p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
     tokens = torch.randint(size, (batch, width), generator=generator)
     index = torch.arange(batch * width).view(batch, width)
-    index = torch.where(torch.rand(batch, width, generator=generator) < 0.3, -1, index)
+    unsampled = torch.rand(batch, width, generator=generator) < 0.3  # which speculative judges by other numbers
     places = torch.arange(batch * (width + 1)).view(batch, width + 1)
     points = p[places].argmax(-1)
     points[:, :3] = torch.where(torch.rand(batch, 3, generator=generator) < 0.7, tokens[:, :3], points[:, :3])
     for greedy in (slice(0, 0), slice(0, batch, 3), slice(0, batch)):
         at = places.clone()
         at[greedy] = -1
+        named = torch.where(unsampled & (at[:, :1] < 0), -1, index)
         target = Laws(points, p, at, p[places].log())
-        proposal = Proposal(tokens, [i % (width + 1) for i in range(batch)], q, index)
+        proposal = Proposal(tokens, [i % (width + 1) for i in range(batch)], q, named)
         streams = Streams(torch.arange(batch), torch.arange(batch) + 5)
         one, other = (rule.judge(target, proposal, streams) for rule in (Lenience(1.0), Speculative()))
         assert torch.equal(one.num_accepted, other.num_accepted) and torch.equal(one.token_ids, other.token_ids)
@@ -191,8 +192,8 @@ def test_a_row_is_judged_as_if_alone(rule: Rule) -> None:
         assert engine.draft_failures == 0 and any(s.num_accepted < s.num_drafted for s in steps)
         for prompt, one, output in zip(prompts, params, together, strict=True):
             assert run(model, [prompt], one, drafter=drafter(), rule=rule)[0] == [output]
-    assert rule.exact is False and rule.coupled is False
-    assert rule.confident is (rule.name == "lenience")
+    assert rule.exact is False and not rule.needs.shares_noise
+    assert rule.needs.confidence is (rule.name == "lenience")
 
 
 def test_lossy_rules_keep_more_than_exact_ones() -> None:

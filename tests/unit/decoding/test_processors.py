@@ -30,7 +30,10 @@ def processed(
 ) -> list[float]:
     eos = params.pop("eos", frozenset())
     scores = torch.tensor(SCORES)
-    process_row(scores[None], make_row(prompt or [5], output, eos=eos, **params), guessed, len(guessed), strict=True)
+    row = make_row(prompt or [5], output, eos=eos, **params)
+    failures = process_row(scores[None], row, guessed, len(guessed), for_target=True)
+    if failures:
+        raise failures[0]
     return scores.tolist()
 
 
@@ -131,7 +134,7 @@ def test_a_processor_sees_prompt_output_and_the_tokens_guessed_so_far() -> None:
 
 def test_a_drafting_pass_tells_how_many_guesses_come_before_it() -> None:
     recorder = Recorder()
-    build_laws(torch.zeros(1, 1, 6), make_rows({"processors": (recorder,)}), torch.tensor([[1, 2, 0]]), first=2)
+    build_laws(torch.zeros(1, 1, 6), make_rows({"processors": (recorder,)}), torch.tensor([[1, 2, 0]]), 2)
     assert recorder.seen == [[1, 1, 2]]
 
 
@@ -297,7 +300,7 @@ def _alternating(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
 def test_places_behind_a_forbidden_guess_are_left_alone() -> None:
     """No rule reaches them, and a processor must not see a context that it ruled out."""
     scores = torch.zeros(4, 8)
-    process_row(scores, make_row([2], [], processors=(_alternating,)), [3, 5, 6], 0, strict=True)
+    process_row(scores, make_row([2], [], processors=(_alternating,)), [3, 5, 6], 0, for_target=True)
     assert scores[0].isinf().tolist() == [True, False] * 4
     assert scores[1].isinf().tolist() == [False, True] * 4
     assert not scores[2:].isinf().any()
@@ -305,7 +308,7 @@ def test_places_behind_a_forbidden_guess_are_left_alone() -> None:
 
 def test_a_draft_without_a_token_left_keeps_its_raw_scores() -> None:
     scores = torch.arange(8.0)[None].clone()
-    process_row(scores, make_row([2], [], allowed_token_ids=(60,)), [], 0, strict=False)
+    process_row(scores, make_row([2], [], allowed_token_ids=(60,)), [], 0, for_target=False)
     assert torch.equal(scores[0], torch.arange(8.0))
 
 

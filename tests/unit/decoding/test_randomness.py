@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from foresay.decoding.randomness import Purpose, Streams
-from foresay.decoding.rows import Rows
+from foresay.decoding.rows import Rows, RuleNeeds
 from foresay.decoding.sampling_params import MAX_SEED
 from helpers.making import make_row
 
@@ -31,7 +31,7 @@ def series(seed: int = 3, purpose: Purpose = Purpose.DRAFT, first: int = 0) -> n
 
 
 def noise(seed: int, start: int, offset: int, vocab: int = 50, level: int = 0) -> torch.Tensor:
-    streams = Streams(torch.tensor([seed]), torch.tensor([start]), level=level, coupled=True)
+    streams = Streams(torch.tensor([seed]), torch.tensor([start]), level=level, shares_noise=True)
     return streams.gumbel(torch.tensor(0), torch.tensor(offset), torch.arange(vocab))
 
 
@@ -64,8 +64,8 @@ def test_no_two_field_combinations_share_a_number() -> None:
 @settings(max_examples=40, deadline=None)
 def test_a_row_draws_the_same_alone_or_in_a_batch(rows: list[tuple[int, int]], offset: int) -> None:
     seeds, starts = (torch.tensor(column) for column in zip(*rows, strict=True))
-    together = Streams(seeds, starts).uniform(Purpose.EXTRA, torch.tensor([offset]))[:, 0].tolist()
-    assert together == [one(seed, Purpose.EXTRA, 0, start, offset) for seed, start in rows]
+    together = Streams(seeds, starts).uniform(Purpose.ACCEPT, torch.tensor([offset]))[:, 0].tolist()
+    assert together == [one(seed, Purpose.ACCEPT, 0, start, offset) for seed, start in rows]
 
 
 def test_offsets_may_differ_by_row() -> None:
@@ -116,7 +116,7 @@ def test_gumbel_depends_on_the_position_not_on_how_it_is_reached() -> None:
 
 
 def test_gumbel_is_the_same_in_any_batch_and_vocabulary() -> None:
-    streams = Streams(torch.tensor([9, 3, 3]), torch.tensor([1, 5, 7]), coupled=True)
+    streams = Streams(torch.tensor([9, 3, 3]), torch.tensor([1, 5, 7]), shares_noise=True)
     places = zip((1, 2, 0), (2, 0, 6), strict=True)
     batch = [streams.gumbel(torch.tensor(row), torch.tensor(offset), torch.arange(80)) for row, offset in places]
     some = streams.gumbel(torch.tensor(1), torch.tensor(2), torch.tensor([7, 3, 60]))
@@ -139,9 +139,11 @@ def test_gumbel_shares_nothing_with_the_uniforms() -> None:
 
 
 def test_streams_follow_the_rows_as_they_grow() -> None:
-    rows = Rows([make_row([1, 2], seed=5), make_row([1, 2, 3], seed=MAX_SEED)], level=2, coupled=True)
+    rows = Rows(
+        [make_row([1, 2], seed=5), make_row([1, 2, 3], seed=MAX_SEED)], level=2, needs=RuleNeeds(shares_noise=True)
+    )
     before = rows.streams(CPU)
     rows[0].extend([4, 4])
     after = rows.streams(CPU)
     assert (before.seeds.tolist(), before.starts.tolist()) == ([5, MAX_SEED], [2, 3])
-    assert (after.starts.tolist(), after.level, after.coupled) == ([4, 3], 2, True)
+    assert (after.starts.tolist(), after.level, after.shares_noise) == ([4, 3], 2, True)

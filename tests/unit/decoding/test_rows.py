@@ -206,9 +206,10 @@ def test_an_empty_proposal_has_no_width() -> None:
     assert (proposal.width, list(proposal.num_tokens)) == (0, [0, 0, 0])
 
 
-@pytest.mark.parametrize(("drafted", "accepted", "tested"), [(4, 0, 1), (4, 2, 3), (4, 4, 4), (0, 0, 0), (1, 1, 1)])
-def test_tokens_behind_the_first_rejection_were_not_tested(drafted: int, accepted: int, tested: int) -> None:
-    assert Step(0, (1,), (Origin.BONUS,), drafted, accepted).num_tested == tested
+def test_a_step_adds_up_what_was_tested_at_each_depth() -> None:
+    assert Step(0, (1,), (Origin.BONUS,), 4, 2, (1, 1, 1)).num_tested == 3
+    assert Step(0, (1,), (Origin.BONUS,), 6, 1, (3, 2)).num_tested == 5, "a tree tries several at one depth"
+    assert Step(0, (1,), (Origin.BONUS,), 0, 0).num_tested == 0
 
 
 def test_enums_read_as_plain_words() -> None:

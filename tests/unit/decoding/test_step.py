@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from foresay.decoding.acceptance import make_rule
+from foresay.decoding.laws import Laws
 from foresay.decoding.outcome import FinishReason, Origin
 from foresay.decoding.prefill import fill_chunk
 from foresay.decoding.proposal import Proposal, Verdict
@@ -107,14 +108,22 @@ def test_a_stop_condition_at_the_limit_is_a_stop() -> None:
 # --- commit ---
 
 
+NO_LAWS = Laws(torch.zeros(1, 1, dtype=torch.int64))
+
+
+def said(accepted: Sequence[int], extra: Sequence[int]) -> Verdict:
+    """A verdict over chains of three at most."""
+    return Verdict(torch.tensor(accepted), torch.tensor(extra), torch.tensor([n + 1 for n in accepted]))
+
+
 def committed(row: Row, drafted: Sequence[int], accepted: int, extra: int) -> tuple[list[int], tuple[Origin, ...]]:
     proposal = Proposal(torch.tensor([drafted], dtype=torch.int64), [len(drafted)])
-    verdict = Verdict(torch.tensor([accepted]), torch.tensor([extra]))
-    [(kept, origins, num_drafted, num_accepted, _, _)] = commit(
-        Rows([row]), proposal, verdict, ModelOutput(torch.zeros(1, 5, 10))
-    )
-    behind_a_stop = len(kept) <= accepted  # and counted nowhere
-    assert (num_drafted, num_accepted) == ((len(kept),) * 2 if behind_a_stop else (len(drafted), accepted))
+    [one] = commit(Rows([row]), proposal, said([accepted], [extra]), ModelOutput(torch.zeros(1, 5, 10)), NO_LAWS)
+    kept, origins = one.token_ids, one.origins
+    after_a_stop = len(kept) <= accepted  # and counted nowhere
+    counted = (len(kept),) * 2 if after_a_stop else (len(drafted), accepted)
+    assert (one.num_drafted, one.num_accepted) == counted
+    assert sum(one.tested) == (len(kept) if after_a_stop else accepted + 1)
     assert row.tokens.tolist()[row.size - len(kept) :] == kept
     return kept, origins
 
@@ -135,19 +144,17 @@ def test_nothing_behind_a_stop_is_committed() -> None:
 def test_a_padded_column_of_a_ragged_batch_is_never_committed() -> None:
     rows = Rows([make_row(), make_row()])
     proposal = Proposal(torch.tensor([[1, 2, 3], [4, 0, 0]]), [3, 1])
-    out = commit(
-        rows, proposal, Verdict(torch.tensor([2, 1]), torch.tensor([7, 8])), ModelOutput(torch.zeros(2, 4, 10))
-    )
-    assert [(one[0], one[1]) for one in out] == [([1, 2, 7], (D, D, R)), ([4, 8], (D, B))]
+    out = commit(rows, proposal, said([2, 1], [7, 8]), ModelOutput(torch.zeros(2, 4, 10)), NO_LAWS)
+    assert [(one.token_ids, one.origins) for one in out] == [([1, 2, 7], (D, D, R)), ([4, 8], (D, B))]
 
 
 def test_logprobs_are_of_the_raw_logits() -> None:
     scores = torch.randn(2, 3, 6)
     rows = Rows([make_row(logprobs=2, temperature=0.5, banned_token_ids=(0,)), make_row()])
     proposal = Proposal(torch.tensor([[1, 2], [1, 2]]), [2, 2])
-    first, second = commit(rows, proposal, Verdict(torch.tensor([2, 2]), torch.tensor([3, 3])), ModelOutput(scores))
-    assert second[-1] is None
-    entries = first[-1]
+    first, second = commit(rows, proposal, said([2, 2], [3, 3]), ModelOutput(scores), NO_LAWS)
+    assert second.logprobs is None
+    entries = first.logprobs
     assert entries is not None and len(entries) == 3
     expected = scores[0].log_softmax(-1)
     for column, (token, entry) in enumerate(zip([1, 2, 3], entries, strict=True)):
@@ -160,9 +167,9 @@ def test_logprobs_are_of_the_raw_logits() -> None:
 @pytest.mark.parametrize(("asked", "given"), [(0, 0), (3, 3), (6, 6), (50, 6)])
 def test_no_more_logprobs_than_tokens(asked: int, given: int) -> None:
     proposal = Proposal.empty(1, torch.device("cpu"))
-    verdict = Verdict(torch.tensor([0]), torch.tensor([3]))
-    [one] = commit(Rows([make_row(logprobs=asked)]), proposal, verdict, ModelOutput(torch.randn(1, 1, 6)))
-    assert one[-1] is not None and len(one[-1][0].top) == given
+    rows, output = Rows([make_row(logprobs=asked)]), ModelOutput(torch.randn(1, 1, 6))
+    [one] = commit(rows, proposal, said([0], [3]), output, NO_LAWS)
+    assert one.logprobs is not None and len(one.logprobs[0].top) == given
 
 
 # --- propose and step ---

@@ -128,12 +128,12 @@ class Stops(ConstantLength):
 
     def __init__(self) -> None:
         super().__init__(64)
-        self.told: list[int] = []
+        self.told: list[list[int]] = []
 
-    def keep_drafting(self, index: int, guess: DraftStep) -> torch.Tensor | None:
-        self.told.append(index)
-        going = torch.ones(len(guess.token_ids), dtype=torch.bool)
-        going[0] = index != 1
+    def keep_drafting(self, step: DraftStep) -> torch.Tensor | None:
+        self.told.append(step.index.tolist())
+        going = torch.ones(len(step.token_ids), dtype=torch.bool)
+        going[0] = step.index[0] != 1
         return going
 
 
@@ -142,7 +142,9 @@ def test_a_policys_stop_ends_a_row_for_those_behind_too() -> None:
     cascade = Cascade([ModelDrafter(whole(1), SIZE), ModelDrafter(whole(2), SIZE), last], [[3, 2, 1], *ZEROS])
     out = lists(cascade.propose(begun(cascade, [1], [2]), [64, 64], policy))
     assert [len(tokens) for tokens in out] == [2, 6]
-    assert policy.told == [0, 1, 2, 3, 4], "the second model's tokens count from where the first one's end"
+    assert policy.told == [[0, 0], [1, 1], [2, 2], [2, 3], [3, 4]], (
+        "the second model's tokens count from where the first one's end"
+    )
     assert last.asked == [{1: (6, 1)}]
 
 

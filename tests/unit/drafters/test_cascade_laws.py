@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from foresay.decoding.acceptance import make_rule
-from foresay.decoding.rows import Rows
+from foresay.decoding.rows import Rows, RuleNeeds
 from foresay.drafters import Cascade, MaxGram, ModelDrafter
 from helpers.cascading import POLICY, SIZE, Asked, Whole, begun, lists, whole
 from helpers.making import make_row
@@ -67,7 +67,7 @@ def test_laws_caches_and_budgets_over_contexts_that_come_and_go(k: Any, make: An
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_an_inner_review_of_the_same_model_changes_nothing_it_writes(temperature: float) -> None:
     """Under a coupled rule, and greedily, the noise decides: cascaded or not, the model writes the same tokens."""
-    rows = Rows([make_row([1, 2], seed=5, temperature=temperature)], coupled=True)
+    rows = Rows([make_row([1, 2], seed=5, temperature=temperature)], needs=RuleNeeds(shares_noise=True))
     outputs = []
     for k in ([[6, 0], [0, 0]], [[6, 0], [0, 3]]):
         cascade = Cascade([ModelDrafter(whole(), SIZE), Asked([1, 2, 3])], k, lenience=3.0)
@@ -122,7 +122,7 @@ def test_confidence_is_the_reviewers_where_a_lossy_rule_asks_for_it() -> None:
     model = whole()
     cascade = Cascade([ModelDrafter(model, SIZE), Asked([3])], [[3, 2], [0, 2]])
     rule = make_rule("lenience")
-    rows = Rows([make_row([1, 2])], confident=rule.confident)
+    rows = Rows([make_row([1, 2])], needs=rule.needs)
     cascade.admit(rows, 0)
     proposal = cascade.propose(rows, [64], POLICY)
     context, n = [1, 2], proposal.num_tokens[0]

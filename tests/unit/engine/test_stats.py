@@ -9,12 +9,12 @@ from foresay.engine.stats import Stats
 
 D, R, B = Origin.DRAFT, Origin.RESIDUAL, Origin.BONUS
 TRACE = [
-    Step(0, (1, 2, 3), (D, D, R), 4, 2, draft_s=0.2, target_s=0.4, total_s=0.8),
-    Step(0, (4, 5, 6, 7, 8), (D, D, D, D, B), 4, 4, batch_size=2, draft_s=0.2, target_s=0.4, total_s=0.8),
-    Step(0, (9,), (R,), 3, 0, batch_size=4, draft_s=0.4, target_s=0.4, total_s=0.8),
+    Step(0, (1, 2, 3), (D, D, R), 4, 2, (1, 1, 1), draft_s=0.2, target_s=0.4, total_s=0.8),
+    Step(0, (4, 5, 6, 7, 8), (D, D, D, D, B), 4, 4, (1, 1, 1, 1), batch_size=2, draft_s=0.2, target_s=0.4, total_s=0.8),
+    Step(0, (9,), (R,), 3, 0, (1,), batch_size=4, draft_s=0.4, target_s=0.4, total_s=0.8),
     Step(0, (10,), (B,), 0, 0, target_s=0.1, total_s=0.1),
     # a stop cut an accepted block of three behind its first token
-    Step(0, (11,), (D,), 3, 3, FinishReason.STOP),
+    Step(0, (11,), (D,), 3, 3, (1, 1, 1), FinishReason.STOP),
 ]
 
 
@@ -56,7 +56,7 @@ def test_without_a_token_there_is_nothing_to_count_by() -> None:
 
 
 def test_a_cancellation_is_no_pass() -> None:
-    assert Stats.of([*TRACE, Step(0, (), (), 0, 0, FinishReason.CANCELLED)]) == Stats.of(TRACE)
+    assert Stats.of([*TRACE, Step(0, (), (), 0, 0, finish_reason=FinishReason.CANCELLED)]) == Stats.of(TRACE)
 
 
 @pytest.mark.parametrize("split", range(len(TRACE) + 1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -62,7 +63,8 @@ LAW = torch.tensor([0.5, 0.2, 0.2, 0.06, 0.04])
 def guess(*tokens: int, params: tuple[dict[str, Any], ...]) -> DraftStep:
     """One drawn token for each row, all from the same raw scores."""
     rows = make_rows(*params)
-    return DraftStep(torch.tensor(tokens), build_laws(LAW.log().expand(len(tokens), 1, -1).clone(), rows))
+    laws = build_laws(LAW.log().expand(len(tokens), 1, -1).clone(), rows)
+    return DraftStep(torch.zeros(len(tokens), dtype=torch.int64), torch.tensor(tokens), laws)
 
 
 GREEDY: dict[str, Any] = {"temperature": 0.0}
@@ -72,7 +74,7 @@ TOP: dict[str, Any] = {"temperature": 1.0, "top_k": 1}
 
 
 def going(policy: ConfidenceLength | EntropyLength, one: DraftStep, index: int = 0) -> list[bool]:
-    told = policy.keep_drafting(index, one)
+    told = policy.keep_drafting(dataclasses.replace(one, index=one.index + index))
     assert told is not None
     return told.tolist()
 
@@ -117,7 +119,7 @@ def test_entropy_is_of_the_law_drawn_from_in_nats() -> None:
 def test_a_score_of_minus_infinity_does_no_harm() -> None:
     scores = torch.tensor([0.5, 0.5, 0.0]).log()[None, None]
     for params in (GREEDY, SAMPLED):
-        one = DraftStep(torch.tensor([0]), build_laws(scores.clone(), make_rows(params)))
+        one = DraftStep(torch.tensor([0]), torch.tensor([0]), build_laws(scores.clone(), make_rows(params)))
         assert going(EntropyLength(math.log(2) + 0.001), one) == [True]
         assert going(ConfidenceLength(0.499), one) == [True]
 

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foresay.decoding.outcome import FinishReason, Origin, Step
-from foresay.decoding.protocols import Logits
+from foresay.decoding.protocols import Feed, Logits
 from foresay.decoding.rows import Rows
 from foresay.engine.stats import Stats
 from foresay.errors import ConfigError
@@ -196,7 +196,10 @@ def test_a_line_is_there_whole_when_append_returns(tmp_path: Path) -> None:
         ('{"id": "c", "prompt": [-1], "output": [1]}', "line 3: token of prompt=-1"),
         ('{"id": "c", "prompt": [1], "output": [1], "source": []}', "line 3: source must be a list"),
         ('{"id": "c", "prompt": [1], "output": [1], "finish_reason": "bored"}', "line 3: 'bored'"),
-        ('{"id": "c", "prompt": [1], "output": [1, 2], "law": [0.5]}', "line 3: 1 values of law for 2 tokens"),
+        (
+            '{"id": "c", "prompt": [1], "output": [1, 2], "token_probs": [0.5]}',
+            "line 3: 1 values of token_probs for 2 tokens",
+        ),
         ('{"id": "c", "prompt": [1], "output": [1], "logprobs": ["a"]}', "line 3: could not convert"),
         ('{"id": "c", "prompt": [1], "output": [1], "top": [[1]]}', "line 3:"),
     ],
@@ -355,17 +358,17 @@ def test_a_recording_as_a_model_says_what_came_next() -> None:
     store = model.new_cache()
     model.admit(Rows(rows), 0, store)
     assert store.lengths == [0, 0]
-    assert model.forward(torch.tensor([[1]]), [1], store, logits=Logits.NONE).token_ids is None
+    assert model.forward(Feed(torch.tensor([[1]]), [1], logits=Logits.NONE), store).token_ids is None
     assert store.lengths == [1, 0]
     fed = torch.tensor([[2, 3, 4], [7, 0, 0]])
-    out = model.forward(fed, [3, 1], store)
+    out = model.forward(Feed(fed, [3, 1]), store)
     assert out.logits is None and out.token_ids is not None
     assert out.token_ids[0].tolist() == [3, 4, 5] and out.token_ids[1, 0] == 8
     assert store.lengths == [4, 1]
     store.truncate([2, 0])
-    last = model.forward(fed, [2, 1], store, logits=Logits.LAST)
+    last = model.forward(Feed(fed, [2, 1], logits=Logits.LAST), store)
     assert last.token_ids is not None and last.token_ids.tolist() == [[5], [8]]
-    assert model.forward(fed, [0, 0], store, logits=Logits.NONE).token_ids is None
+    assert model.forward(Feed(fed, [0, 0], logits=Logits.NONE), store).token_ids is None
     store.rearrange([(1, 0)], 1)
     assert store.lengths == [1] and store.texts.tolist() == [1]
 
@@ -382,7 +385,7 @@ def test_a_recording_as_a_model_refuses() -> None:
     refused(lambda: model.admit(Rows([other]), 0, model.new_cache()), "request 1 is not")
     store = model.new_cache()
     model.admit(Rows([make_row([1, 2])]), 0, store)
-    refused(lambda: model.forward(torch.tensor([[2]]), [1], store, hidden_layers=[1]), "no hidden states")
+    refused(lambda: model.forward(Feed(torch.tensor([[2]]), [1], hidden_layers=(1,)), store), "no hidden states")
     assert store.lengths == [0] and np.array_equal(store.texts, [0])
 
 
@@ -390,8 +393,18 @@ def test_a_recording_as_a_model_refuses() -> None:
 
 CELL = Cell("suffix, 12", "chat", 1)
 STEPS = [
-    Step(0, (1, 2, 3), (Origin.DRAFT, Origin.DRAFT, Origin.RESIDUAL), 4, 2, draft_s=0.2, target_s=0.4, total_s=0.8),
-    Step(0, (4,), (Origin.BONUS,), 0, 0, FinishReason.STOP, batch_size=2, target_s=0.1, total_s=0.2),
+    Step(
+        0,
+        (1, 2, 3),
+        (Origin.DRAFT, Origin.DRAFT, Origin.RESIDUAL),
+        4,
+        2,
+        (1, 1, 1),
+        draft_s=0.2,
+        target_s=0.4,
+        total_s=0.8,
+    ),
+    Step(0, (4,), (Origin.BONUS,), 0, 0, (), FinishReason.STOP, batch_size=2, target_s=0.1, total_s=0.2),
 ]
 
 
@@ -445,9 +458,12 @@ def a_step(draw: st.DrawFn) -> Step:
     kept = draw(st.integers(1, len(origins)))
     seconds = st.floats(0, 10, allow_nan=False)
     return Step(
-        0, (1,) * kept, tuple(origins[:kept]), drafted, accepted, None, None,
-        draw(st.integers(1, 8)), draw(seconds), draw(seconds), draw(seconds),
-    )  # fmt: skip
+        *(0, (1,) * kept, tuple(origins[:kept]), drafted, accepted, (1,) * min(accepted + 1, drafted)),
+        batch_size=draw(st.integers(1, 8)),
+        draft_s=draw(seconds),
+        target_s=draw(seconds),
+        total_s=draw(seconds),
+    )
 
 
 @given(st.lists(a_step(), max_size=12))

@@ -61,7 +61,7 @@ class PassCounter:
         self._counted: list[tuple[str, ModelDrafter, int]] = []
         for member, name in zip(members, names, strict=False):
             if isinstance(member, ModelDrafter):
-                self._counted.append((name, member, member.context.row_passes))
+                self._counted.append((name, member, member.context.model.row_passes))
             elif name not in NO_COST:
                 raise ConfigError(f"the passes of {name!r} cannot be counted; SWI needs look-ups and draft models")
 
@@ -70,5 +70,5 @@ class PassCounter:
         """Passes since this counter was made, by name."""
         out: Counter[str] = Counter()
         for name, member, before in self._counted:
-            out[name] += member.context.row_passes - before
+            out[name] += member.context.model.row_passes - before
         return out

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from foresay.decoding.prefill import fill_chunk
-from foresay.decoding.protocols import Logits
+from foresay.decoding.protocols import Feed, Logits
 from foresay.decoding.rows import Row, Rows
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.models.huggingface import attention
@@ -42,9 +42,9 @@ def _scores(model: CausalModel, tokens: torch.Tensor, start: int, columns: int, 
     cache.add_rows(rows)
     for row in range(rows):
         length = start if row == rows - 1 else 7 + 11 * row
-        model.forward(tokens[:, :length], [length], cache, first_row=row, logits=Logits.NONE)
+        model.forward(Feed(tokens[:, :length], [length], first_row=row, logits=Logits.NONE), cache)
     fed = torch.stack([tokens[0, n : n + columns] for n in cache.lengths])
-    return model.forward(fed, [columns] * rows, cache).scores()[-1, 0]
+    return model.forward(Feed(fed, [columns] * rows), cache).scores()[-1, 0]
 
 
 @pytest.mark.parametrize("start", [40, 61, 64, 200])
@@ -62,12 +62,12 @@ def _first_difference(model: CausalModel, tokens: torch.Tensor, columns: int) ->
     single, block = model.new_cache(), model.new_cache()
     for cache in (single, block):
         cache.add_rows(1)
-        model.forward(tokens[:, :begin], [begin], cache, logits=Logits.NONE)
+        model.forward(Feed(tokens[:, :begin], [begin], logits=Logits.NONE), cache)
     for start in range(begin, end, columns):
         fed = tokens[:, start : min(start + columns, end)]
-        together = model.forward(fed, [fed.shape[1]], block).scores()[0]
+        together = model.forward(Feed(fed, [fed.shape[1]]), block).scores()[0]
         for j in range(fed.shape[1]):
-            if not torch.equal(together[j], model.forward(fed[:, j : j + 1], [1], single).scores()[0, 0]):
+            if not torch.equal(together[j], model.forward(Feed(fed[:, j : j + 1], [1]), single).scores()[0, 0]):
                 return start + j
     return None
 

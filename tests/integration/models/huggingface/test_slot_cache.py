@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from foresay.decoding.acceptance import make_rule
+from foresay.decoding.protocols import Feed
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.engine import Engine
 from foresay.lengths import ConstantLength
@@ -41,7 +42,7 @@ def _assert_coherent(engine: Engine, reference: torch.nn.Module, contexts: dict[
     assert cache.lengths == [row.size - 1 for row in rows]
     before = list(cache.lengths)
     last = torch.tensor([[int(row.tokens[-1])] for row in rows])
-    cached = engine.target.forward(last, [1] * len(rows), cache).scores()[:, 0]
+    cached = engine.target.forward(Feed(last, [1] * len(rows)), cache).scores()[:, 0]
     cache.truncate(before)
     for i, row in enumerate(rows):
         assert row.tokens.tolist() == contexts[row.request_id]
@@ -54,7 +55,7 @@ def test_rewinding_allocates_and_copies_nothing() -> None:
     model = CausalModel(make("llama"))
     cache = model.new_cache()
     cache.add_rows(2)
-    model.forward(torch.ones(2, 40, dtype=torch.int64), [40, 30], cache)
+    model.forward(Feed(torch.ones(2, 40, dtype=torch.int64), [40, 30]), cache)
     stores = [store for layer in cache._layers for store in layer or ()]
     before = [(store.data_ptr(), store.clone()) for store in stores]
     cache.truncate([12, 3])
@@ -83,7 +84,7 @@ def test_hidden_states_of_the_layers_asked_for() -> None:
     tokens = torch.tensor([[5, 6, 7, 8, 9], [11, 12, 13, 0, 0]])
     cache = model.new_cache()
     cache.add_rows(2)
-    out = model.forward(tokens, [5, 3], cache, hidden_layers=(1, 3))
+    out = model.forward(Feed(tokens, [5, 3], hidden_layers=(1, 3)), cache)
     assert set(out.hidden) == {1, 3}
     for row, count in enumerate((5, 3)):
         with torch.no_grad():

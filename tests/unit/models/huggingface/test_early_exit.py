@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from foresay.decoding.protocols import Feed
 from foresay.errors import ConfigError, UnsupportedModelError
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.early_exit import first_layers, trimmed_head
@@ -26,7 +27,7 @@ NORMS = {
 def logits(model: CausalModel) -> torch.Tensor:
     cache = model.new_cache()
     cache.add_rows(len(TOKENS))
-    return model.forward(TOKENS, COUNTS, cache).scores()
+    return model.forward(Feed(TOKENS, COUNTS), cache).scores()
 
 
 def storages(model: CausalModel) -> set[int]:
