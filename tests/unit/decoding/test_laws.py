@@ -329,12 +329,12 @@ def test_draw_uses_each_rows_own_number_at_its_offset() -> None:
     streams = rows.streams(torch.device("cpu"))
     tokens = draw(laws, streams, Purpose.TARGET, first=2)
     assert torch.equal(tokens[0], laws.greedy_ids[0])
-    for numbers, tokens in (
+    for numbers, drawn in (
         (streams.writing(torch.arange(10)), tokens),
         (streams.uniform(Purpose.DRAFT, torch.arange(10)), draw(laws, streams, Purpose.DRAFT, first=2)),
     ):
         for row in (1, 2):
-            assert torch.equal(tokens[row], inverse_cdf(laws.probs[laws.probs_row[row]], numbers[row, 2:6]))
+            assert torch.equal(drawn[row], inverse_cdf(laws.probs[laws.probs_row[row]], numbers[row, 2:6]))
 
 
 def test_draw_takes_the_depths_of_a_trees_places() -> None:

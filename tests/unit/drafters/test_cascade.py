@@ -143,7 +143,7 @@ def test_a_policys_stop_ends_a_row_for_those_behind_too() -> None:
     out = lists(cascade.propose(begun(cascade, [1], [2]), [64, 64], policy))
     assert [len(tokens) for tokens in out] == [2, 6]
     assert policy.told == [[0, 0], [1, 1], [2, 2], [2, 3], [3, 4]], (
-        "the second model's tokens count from where the first one's end"
+        "the second model counts on where the first one ends"
     )
     assert last.asked == [{1: (6, 1)}]
 
