@@ -13,7 +13,7 @@ demo: $(READY)
 	$(VENV)/bin/foresay demo
 
 test: $(READY)
-	$(VENV)/bin/python -m pytest -n 2 --dist loadscope
+	$(VENV)/bin/python -m pytest -n 2 --dist worksteal
 
 fast: $(READY)
 	$(VENV)/bin/python -m pytest -m "not slow"

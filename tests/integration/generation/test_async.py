@@ -6,6 +6,7 @@ import asyncio
 import gc
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 import foresay
 from foresay import Chunk, Generator
 from helpers import tiny
+from helpers.waiting import PATIENCE_S
 
 PROMPT = "hello world, hello"
 
@@ -40,7 +42,7 @@ class Gate:
             self.threads.add(threading.get_ident())
             if self.passes > after:
                 self.inside.set()
-                assert self.open.wait(30)
+                assert self.open.wait(PATIENCE_S)
             return forward(*args, **kwargs)
 
         monkeypatch.setattr(generator.target.model, "forward", held)
@@ -51,7 +53,21 @@ async def _collect(generator: Generator, *args: Any, **kwargs: Any) -> list[Chun
 
 
 async def _until(event: threading.Event) -> None:
-    assert await asyncio.to_thread(event.wait, 30)
+    assert await asyncio.to_thread(event.wait, PATIENCE_S)
+
+
+async def _turns() -> None:
+    """Let everything happen that waits for nothing but the event loop."""
+    for _ in range(100):
+        await asyncio.sleep(0)
+
+
+async def _all_ended(threads: ThreadPoolExecutor) -> None:
+    """Wait until this is the only task, and `threads`, where the loop's work has gone, have nothing more to do."""
+    while others := asyncio.all_tasks() - {asyncio.current_task()}:
+        await asyncio.wait(others, timeout=PATIENCE_S)
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor())
+    threads.shutdown(wait=True)
 
 
 def _told(chunks: list[Chunk]) -> list[Any]:
@@ -94,8 +110,7 @@ def test_the_event_loop_stays_free(generator: Generator, monkeypatch: pytest.Mon
     async def main() -> int:
         task = asyncio.create_task(_collect(generator, PROMPT, max_new_tokens=8))
         await _until(gate.inside)
-        for _ in range(100):  # a pass is under way, and yet
-            await asyncio.sleep(0)
+        await _turns()  # a pass is under way, and yet
         assert not task.done()
         gate.open.set()
         return len((await task)[-1].generation.token_ids)  # type: ignore[union-attr]
@@ -109,7 +124,9 @@ def test_cancelling_in_mid_pass_leaves_the_loop_healthy(generator: Generator, mo
     complaints: list[dict[str, Any]] = []
 
     async def main() -> None:
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
+        loop, threads = asyncio.get_running_loop(), ThreadPoolExecutor()
+        loop.set_exception_handler(lambda _, context: complaints.append(context))
+        loop.set_default_executor(threads)
         task = asyncio.create_task(_collect(generator, PROMPT, max_new_tokens=200))
         await _until(gate.inside)
         task.cancel()
@@ -118,7 +135,7 @@ def test_cancelling_in_mid_pass_leaves_the_loop_healthy(generator: Generator, mo
         with pytest.raises(asyncio.CancelledError):
             await task
         passes = gate.passes
-        await asyncio.sleep(0.05)
+        await _all_ended(threads)
         assert gate.passes == passes  # nothing decodes on behind our back
         chunks = await _collect(generator, PROMPT, max_new_tokens=20)
         assert _told(chunks) == _told(list(generator.stream(PROMPT, max_new_tokens=20)))
@@ -136,9 +153,9 @@ def test_cancelling_twice_is_cancelling(generator: Generator, monkeypatch: pytes
         task = asyncio.create_task(_collect(generator, PROMPT, max_new_tokens=200))
         await _until(gate.inside)
         task.cancel()
-        await asyncio.sleep(0.01)
+        await _turns()
         task.cancel()
-        await asyncio.sleep(0.01)
+        await _turns()
         gate.open.set()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -159,12 +176,14 @@ def test_an_abandoned_async_iterator_stops_decoding(generator: Generator, monkey
     complaints: list[dict[str, Any]] = []
 
     async def main() -> None:
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
+        loop, threads = asyncio.get_running_loop(), ThreadPoolExecutor()
+        loop.set_exception_handler(lambda _, context: complaints.append(context))
+        loop.set_default_executor(threads)
         async for chunk in generator.astream(PROMPT, max_new_tokens=2000):
             assert chunk.generation is None
             break
         passes = gate.passes
-        await asyncio.sleep(0.05)
+        await _all_ended(threads)
         assert gate.passes == passes
         iterator = generator.astream(PROMPT, max_new_tokens=2000)
         await anext(iterator)

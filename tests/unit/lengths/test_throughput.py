@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -189,7 +190,17 @@ def test_what_it_reports() -> None:
     assert policy.estimates == {"plain_pass_s": 0.0, "first_accepted": 0.0}
     World(0.7, linear(0.05), lambda batch, columns: 0.25).run(policy, 600)
     assert policy.estimates["plain_pass_s"] == pytest.approx(0.25)
-    assert policy.estimates["first_accepted"] == pytest.approx(0.7, abs=0.2)
+
+
+@pytest.mark.parametrize("accept", [0.5, 0.7, 0.9])
+def test_it_reports_how_often_the_first_token_holds(accept: float) -> None:
+    """One estimate remembers about 99 tokens and is off by up to 0.05; the mean of 30 of them by 0.01."""
+    found = []
+    for seed in range(30):
+        policy = ThroughputLength()
+        World(accept, linear(0.05), rng=random.Random(seed)).run(policy, 250)
+        found.append(policy.estimates["first_accepted"])
+    assert statistics.fmean(found) == pytest.approx(accept, abs=0.03)
 
 
 def test_it_changes_no_greedy_output() -> None:

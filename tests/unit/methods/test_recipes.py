@@ -112,11 +112,15 @@ def test_a_recipe_says_whether_it_reads_the_target(drafter: str, reads: bool) ->
     assert read_drafter(drafter).reads_target == reads
 
 
-@pytest.mark.parametrize("drafter", ["suffix(scale=2)", "ngram_store(n=4)", "max_gram"])
-def test_what_does_not_read_the_target_is_made_without_one(drafter: str) -> None:
+@pytest.mark.parametrize(
+    ("drafter", "kind"),
+    [("suffix(scale=2)", SuffixDrafter), ("ngram_store(n=4)", NgramStoreDrafter), ("max_gram", MaxGram)],
+)
+def test_what_does_not_read_the_target_is_made_without_one(drafter: str, kind: type) -> None:
     """Layers and tokenizer are kept from it."""
     model: Any = SimpleNamespace(device=torch.device("cpu"))
-    assert read_drafter(drafter).prepare(Resources(LoadedModel("absent", model, None, frozenset())))() is not None
+    made = read_drafter(drafter).prepare(Resources(LoadedModel("absent", model, None, frozenset())))()
+    assert type(made) is kind
 
 
 def test_models_and_tables_are_read_once(resources: Resources, folder: Path, table: str) -> None:

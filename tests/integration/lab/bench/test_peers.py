@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import os
@@ -22,6 +23,7 @@ from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ConfigError, ForesayError, ModelLoadError, ModelNotFoundError, UnknownNameError
 from foresay.lab.bench.peers import base, open_peer, parse, process, worker
 from foresay.lab.bench.peers.process import Worker, WorkerPeer, open_worker
+from helpers.waiting import has_ended, wait_until
 
 WRITE = SamplingParams(max_new_tokens=4, ignore_eos=True)
 
@@ -159,7 +161,7 @@ class Adding:
 def talk(*messages: Any) -> list[dict[str, Any]]:
     replies = io.StringIO()
     lines = [message if isinstance(message, str) else json.dumps(message) for message in messages]
-    worker.serve(lines, replies, worker.Session({"adding": Adding}))
+    worker.serve(lines, replies, worker.WorkerSession({"adding": Adding}))
     return [json.loads(line) for line in replies.getvalue().splitlines()]
 
 
@@ -168,9 +170,11 @@ RUN = {"op": "run", "prompts": [[1, 5], [7]], "max_new_tokens": 2}
 
 
 def test_load_run_close() -> None:
+    began = time.perf_counter()
     loaded, ran, closed = talk(LOAD, RUN, {"op": "close"}, RUN)
+    took = time.perf_counter() - began
     assert loaded["ok"] and loaded["about"]["engine"] == "adding 1" and loaded["about"]["python"]
-    assert ran["ok"] and ran["outputs"] == [[6, 7], [8, 9]] and 0 <= ran["seconds"] < 10
+    assert ran["ok"] and ran["outputs"] == [[6, 7], [8, 9]] and 0 <= ran["seconds"] <= took
     assert closed == {"ok": True}
 
 
@@ -238,7 +242,9 @@ def test_an_engine_may_print_and_finds_the_real_transformers() -> None:
     )
     loaded, closed = map(json.loads, out.stdout.splitlines())
     assert loaded["ok"] and closed["ok"]
-    assert "foresay" not in loaded["about"]["at"] and loaded["about"]["read"] == ""
+    beside, found = process.WORKER.with_name("transformers.py"), importlib.util.find_spec("transformers")
+    assert beside.exists() and found is not None
+    assert loaded["about"] == {**loaded["about"], "at": found.origin, "read": ""} and found.origin != str(beside)
     assert out.stderr == "noise\nmore noise"
 
 
@@ -464,10 +470,8 @@ def test_vllm_has_a_largest_batch(tmp_path: Path) -> None:
 
 def test_a_worker_that_hangs_is_ended(start: Start) -> None:
     child = start("import time\ntime.sleep(600)")
-    began = time.monotonic()
     with pytest.raises(ForesayError, match=r"^peer: no answer within 0\.3 s, so it was ended$"):
         child.ask({"op": "run"}, 0.3)
-    assert time.monotonic() - began < 10
     assert_gone(child.pid)
     with pytest.raises(ForesayError, match=r"the worker is gone \(peer: no answer within 0\.3 s"):
         child.ask({"op": "run"}, 0.3)
@@ -479,10 +483,13 @@ def test_a_worker_that_hears_no_signal_is_killed(start: Start, monkeypatch: pyte
         import signal, sys, time
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         print("deaf", file=sys.stderr, flush=True)
+        input()
+        print('{"ok": true}', flush=True)
         time.sleep(600)
     """)
+    child.ask({"op": "load"}, 60)
     with pytest.raises(ForesayError, match="its last words: deaf"):
-        child.ask({"op": "run"}, 2)
+        child.ask({"op": "run"}, 0.3)
     assert_gone(child.pid)
 
 
@@ -522,12 +529,7 @@ def test_the_workers_children_end_with_it(start: Start) -> None:
     with pytest.raises(ForesayError, match="ended with exit code 3"):
         child.ask({"op": "run"}, 60)
     assert_gone(child.pid)
-    for _ in range(200):  # it is init's to reap
-        state = Path(f"/proc/{kept}/stat")
-        if not state.exists() or state.read_text().rsplit(")", 1)[1].split()[0] == "Z":
-            return
-        time.sleep(0.05)
-    pytest.fail("the worker's child outlived it")
+    wait_until(lambda: has_ended(kept), "the worker's child ends with it")
 
 
 def test_an_interrupt_ends_the_worker(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -547,13 +549,13 @@ def test_the_worker_ends_at_the_hosts_exit(tmp_path: Path) -> None:
     script.write_text(GOOD)
     code = textwrap.dedent(f"""
         import os, sys
-        from foresay.lab.peers.process import Worker
+        from foresay.lab.bench.peers.process import Worker
         child = Worker("peer", [sys.executable, {str(script)!r}], os.environ)
         child.ask({{"op": "load", "engine": "x", "context": 1}}, 60)
         print(child.pid)
     """)
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
-    assert_gone(int(out.stdout))
+    wait_until(lambda: has_ended(int(out.stdout)), "the worker ends with its host")
     assert out.stderr == ""
 
 

@@ -6,8 +6,8 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -268,33 +268,35 @@ def test_bad_requests(tmp_path: Path) -> None:
 # -- killed ------------------------------------------------------------------------------------------------------------
 
 WORKER = """
-import sys, time
+import sys
 sys.path[:0] = {paths!r}
 import torch
 torch.set_num_threads(1)
-import foresay.lab.replay.record as lab
+from foresay.lab.replay.record import record
 from helpers.recordings import SAMPLED, loaded, numbered
-ends = lab._Recorder._finish
-def slowly(self, one, reason):
-    ends(self, one, reason)
-    time.sleep({pause})
-lab._Recorder._finish = slowly
-lab.record(loaded(batch=3), numbered(40), sys.argv[1], SAMPLED)
+def hold(told):
+    if told.done >= {at}:
+        print(told.done, flush=True)
+        sys.stdin.read()
+record(loaded(batch=3), numbered(40), sys.argv[1], SAMPLED, on_progress=hold)
 """
 
 
 def lines_of(path: Path) -> int:
-    return path.read_bytes().count(b"\n") if path.exists() else 0
+    return path.read_bytes().count(b"\n")
 
 
-def begun(path: Path, *, at: int, pause: float = 0.06) -> subprocess.Popen[bytes]:
-    """A recording in a process of its own, when its file holds `at` lines."""
-    code = WORKER.format(paths=[p for p in sys.path if p], pause=pause)
-    process = subprocess.Popen([sys.executable, "-c", code, str(path)], env=tiny.environment())
-    until = time.monotonic() + 60
-    while lines_of(path) < at and process.poll() is None and time.monotonic() < until:
-        time.sleep(0.002)
-    return process
+@contextmanager
+def begun(path: Path, *, at: int) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """A recording in a process of its own, which stands still when at least `at` outputs are written; and how many are."""
+    command = [sys.executable, "-c", WORKER.format(paths=[p for p in sys.path if p], at=at), str(path)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, env=tiny.environment()) as process:
+        try:
+            assert process.stdout is not None
+            yield process, int(process.stdout.readline())
+        finally:
+            process.kill()
 
 
 @pytest.mark.slow
@@ -303,14 +305,13 @@ def test_a_killed_run_goes_on(tmp_path: Path) -> None:
     wanted = {r.id: r for r in record(loaded(batch=3), items, tmp_path / "whole.jsonl", SAMPLED).records}
     path = tmp_path / "killed.jsonl"
     other = loaded()
-    process = begun(path, at=12)
-    with pytest.raises(ConfigError, match="another process is writing"):
-        record(other, items, path, SAMPLED)
-    assert process.poll() is None
-    process.send_signal(signal.SIGKILL)
-    assert process.wait(timeout=30) == -signal.SIGKILL
+    with begun(path, at=11) as (process, written):
+        with pytest.raises(ConfigError, match="another process is writing"):
+            record(other, items, path, SAMPLED)
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
     survived = lines_of(path) - 1
-    assert 11 <= survived < 40, "it was killed in mid-run"
+    assert 11 <= written == survived < 40, "it was killed in mid-run, and what was written is there"
     with open(path, "ab") as file:
         file.write(b'{"id": "p39", "prompt": [1')  # what a kill within a write leaves
     told: list[Progress] = []

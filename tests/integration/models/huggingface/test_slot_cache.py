@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -27,10 +28,14 @@ def test_cached_logits_equal_a_fresh_forward_after_every_step(family: str) -> No
     wanted = run(model, PROMPTS, SamplingParams(max_new_tokens=18), gamma=0)[0]
     engine = Engine(model, Sometimes(wanted, VOCAB), make_rule("speculative"), ConstantLength(4))
     contexts = {engine.submit(p, SamplingParams(max_new_tokens=18)): list(p) for p in PROMPTS}
+    steps = []
     while engine.has_work:
         for step in engine.step():
             contexts[step.request_id] += step.token_ids
+            steps.append(step)
         _assert_coherent(engine, reference, contexts)
+    assert any(step.num_accepted < step.num_drafted for step in steps), "a rejection"
+    assert any(step.num_accepted == step.num_drafted > 0 for step in steps), "a full acceptance"
 
 
 def _assert_coherent(engine: Engine, reference: torch.nn.Module, contexts: dict[int, list[int]]) -> None:
@@ -74,7 +79,10 @@ def test_decoding_allocates_slots_only_when_the_width_is_full() -> None:
         engine.step()
         assert isinstance(engine._cache, SlotCache)
         sizes.append(engine._cache.nbytes)
-    assert len(set(sizes)) <= 4
+    heads, dim = model.model.config.num_key_value_heads, model.model.config.head_dim
+    slot = 2 * model.model.config.num_hidden_layers * heads * dim * 4  # keys and values in float32
+    assert [size / slot for size, _ in itertools.groupby(sizes)] == [128, 256]
+    assert sizes.index(256 * slot) in (125, 126), "the 126th step's token takes the last slot"
 
 
 def test_hidden_states_of_the_layers_asked_for() -> None:

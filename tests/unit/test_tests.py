@@ -1,0 +1,105 @@
+"""The tests' own house rules: where they stand, what they may import, and that none of them steps aside."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import foresay
+
+SOURCE = Path(foresay.__file__).parent
+TESTS = Path(__file__).parents[1]
+FILES = sorted(path.relative_to(TESTS).as_posix() for path in TESTS.rglob("*.py"))
+FILE = pytest.mark.parametrize("file", FILES)
+ROOMS = sorted(
+    path.relative_to(TESTS).as_posix()
+    for kind in ("unit", "integration")
+    for path in (TESTS / kind).rglob("*")
+    if path.is_dir() and any(path.rglob("test_*.py"))
+)
+STEPPING_ASIDE = {"skip", "skipif", "importorskip", "exit", "xfail", "SkipTest", "skipTest", "skipUnless"}
+
+
+def imported(source: str) -> set[str]:
+    """What a file imports, inside functions too; a relative import begins with its dots."""
+    out: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            out |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            out |= {f"{'.' * node.level}{node.module or ''}.{alias.name}" for alias in node.names}
+    return out
+
+
+def foreign(source: str) -> set[str]:
+    """Imports that lead into another test module, or into a conftest."""
+    modules = {Path(file).stem for file in FILES if not file.startswith("helpers/")}
+    found = set()
+    for name in imported(source):
+        parts = name.split(".")
+        if not parts[0] or parts[0] == "tests" or modules & set(parts[:1]) or parts[0].startswith("test_"):
+            found.add(name)
+    return found
+
+
+def asides(source: str) -> set[str]:
+    """Names of pytest's and unittest's ways not to run a test, wherever they are read off a module."""
+    out = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and node.attr in STEPPING_ASIDE:
+            root: ast.expr = node
+            while isinstance(root, ast.Attribute):
+                root = root.value
+            if isinstance(root, ast.Name) and root.id in ("pytest", "unittest", "self"):
+                out.add(node.attr)
+        elif isinstance(node, ast.ImportFrom) and node.module in ("pytest", "unittest"):
+            out |= {alias.name for alias in node.names} & STEPPING_ASIDE
+    return out
+
+
+@FILE
+def test_no_file_imports_a_test_module(file: str) -> None:
+    assert foreign((TESTS / file).read_text(encoding="utf-8")) == set(), "helpers lie in tests/helpers"
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_every_folder_is_a_room_of_the_source(room: str) -> None:
+    assert (SOURCE / room.split("/", 1)[1]).is_dir()
+
+
+@FILE
+def test_nothing_outside_gpu_steps_aside(file: str) -> None:
+    """A test that is not run tells nothing; where it cannot run, the machine is wrong."""
+    assert file.startswith("gpu/") or asides((TESTS / file).read_text(encoding="utf-8")) == set()
+
+
+@FILE
+def test_tests_lie_where_they_are_found(file: str) -> None:
+    folder, _, name = file.rpartition("/")
+    place = folder.split("/", 1)[0]
+    assert place in ("", "helpers", "unit", "integration", "law", "gpu"), place
+    assert name.startswith("test_") == (place not in ("", "helpers")) or name == "conftest.py", name
+
+
+def test_the_readers_see_what_they_look_for() -> None:
+    """Negative controls."""
+    for source in (
+        "from test_loop_law import run",
+        "import test_smollm2",
+        "def f():\n    from tests.helpers import tiny",
+        "from .test_record import begun",
+        "from conftest import _seeded",
+    ):
+        assert foreign(source), source
+    assert not foreign("import foresay\nfrom helpers.tiny import save\nfrom helpers import making")
+    for source in (
+        "import pytest\n@pytest.mark.skipif(True, reason='')\ndef test(): ...",
+        "import pytest\nx = pytest.importorskip('x')",
+        "from pytest import skip",
+        "class T:\n    def test(self):\n        self.skipTest('')",
+    ):
+        assert asides(source), source
+    assert not asides("import sys\nsys.exit(1)\nwork.skip = 3")
+    assert {"unit/test_tests.py", "helpers/waiting.py", "gpu/test_gpu.py"} <= set(FILES) and len(ROOMS) > 20
