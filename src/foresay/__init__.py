@@ -13,23 +13,43 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from foresay.decoding.acceptance import Block, Coupled, Lenience, Match, Speculative, Typical
+    from foresay.decoding.laws import Laws, build_laws
     from foresay.decoding.outcome import FinishReason, Origin, Step
     from foresay.decoding.proposal import Proposal, Verdict
-    from foresay.decoding.protocols import DraftStep
-    from foresay.decoding.rows import Row, Rows
+    from foresay.decoding.protocols import (
+        Begun,
+        Capabilities,
+        Drafter,
+        DraftStep,
+        Feed,
+        KVCache,
+        LanguageModel,
+        LengthPolicy,
+        Logits,
+        ModelOutput,
+        Observer,
+        Rule,
+    )
+    from foresay.decoding.randomness import Streams
+    from foresay.decoding.rows import Row, Rows, RuleNeeds
     from foresay.decoding.sampling_params import SamplingParams
     from foresay.drafters import (
         Cascade,
         MaxGram,
         ModelDrafter,
+        ModelTreeDrafter,
         NgramStore,
         NgramStoreDrafter,
         PastRequests,
         PromptLookup,
         SelfDrafter,
         SuffixDrafter,
+        SuffixTreeDrafter,
     )
+    from foresay.drafters.lookup import LookupDrafter
     from foresay.drafters.ngram_table import NgramTable
+    from foresay.drafters.stateless import Stateless
     from foresay.engine import Engine, Stats
     from foresay.errors import (
         ConfigError,
@@ -38,6 +58,8 @@ if TYPE_CHECKING:
         ModelLoadError,
         ModelNotFoundError,
         PromptError,
+        QueueFullError,
+        RequestError,
         UnknownNameError,
         UnsupportedModelError,
         VocabularyMismatchError,
@@ -45,27 +67,49 @@ if TYPE_CHECKING:
     from foresay.generation.generator import Generator
     from foresay.generation.load import change, load
     from foresay.generation.result import Chunk, Generation
+    from foresay.generation.session import Session, SessionThread
     from foresay.integrations.transformers import generate
     from foresay.lengths import ConfidenceLength, ConstantLength, EntropyLength, HeuristicLength, ThroughputLength
     from foresay.models.table import TableModel
+    from foresay.text.tokenizer import Tokenizer
 
 _WHERE = {
+    "foresay.decoding.acceptance": ["Block", "Coupled", "Lenience", "Match", "Speculative", "Typical"],
+    "foresay.decoding.laws": ["Laws", "build_laws"],
     "foresay.decoding.outcome": ["FinishReason", "Origin", "Step"],
     "foresay.decoding.proposal": ["Proposal", "Verdict"],
-    "foresay.decoding.protocols": ["DraftStep"],
-    "foresay.decoding.rows": ["Row", "Rows"],
+    "foresay.decoding.protocols": [
+        "Begun",
+        "Capabilities",
+        "DraftStep",
+        "Drafter",
+        "Feed",
+        "KVCache",
+        "LanguageModel",
+        "LengthPolicy",
+        "Logits",
+        "ModelOutput",
+        "Observer",
+        "Rule",
+    ],
+    "foresay.decoding.randomness": ["Streams"],
+    "foresay.decoding.rows": ["Row", "Rows", "RuleNeeds"],
     "foresay.decoding.sampling_params": ["SamplingParams"],
     "foresay.drafters": [
         "Cascade",
         "MaxGram",
         "ModelDrafter",
+        "ModelTreeDrafter",
         "NgramStore",
         "NgramStoreDrafter",
         "PastRequests",
         "PromptLookup",
         "SelfDrafter",
         "SuffixDrafter",
+        "SuffixTreeDrafter",
     ],
+    "foresay.drafters.lookup": ["LookupDrafter"],
+    "foresay.drafters.stateless": ["Stateless"],
     "foresay.drafters.ngram_table": ["NgramTable"],
     "foresay.engine": ["Engine", "Stats"],
     "foresay.errors": [
@@ -75,11 +119,15 @@ _WHERE = {
         "ModelLoadError",
         "ModelNotFoundError",
         "PromptError",
+        "QueueFullError",
+        "RequestError",
         "UnknownNameError",
         "UnsupportedModelError",
         "VocabularyMismatchError",
     ],
-    "foresay.generation.generator": ["Chunk", "Generation", "Generator"],
+    "foresay.generation.generator": ["Generator"],
+    "foresay.generation.result": ["Chunk", "Generation"],
+    "foresay.generation.session": ["Session", "SessionThread"],
     "foresay.integrations.transformers": ["generate"],
     "foresay.lengths": [
         "ConfidenceLength",
@@ -90,50 +138,81 @@ _WHERE = {
     ],
     "foresay.generation.load": ["change", "load"],
     "foresay.models.table": ["TableModel"],
+    "foresay.text.tokenizer": ["Tokenizer"],
 }
 _HOME = {name: module for module, names in _WHERE.items() for name in names}
 
 __all__ = [
+    "Begun",
+    "Block",
+    "Capabilities",
     "Cascade",
     "Chunk",
     "ConfidenceLength",
     "ConfigError",
     "ConstantLength",
     "ContextLengthError",
+    "Coupled",
     "DraftStep",
+    "Drafter",
     "Engine",
     "EntropyLength",
+    "Feed",
     "FinishReason",
     "ForesayError",
     "Generation",
     "Generator",
     "HeuristicLength",
+    "KVCache",
+    "LanguageModel",
+    "Laws",
+    "LengthPolicy",
+    "Lenience",
+    "Logits",
+    "LookupDrafter",
+    "Match",
     "MaxGram",
     "ModelDrafter",
     "ModelLoadError",
     "ModelNotFoundError",
+    "ModelOutput",
+    "ModelTreeDrafter",
     "NgramStore",
     "NgramStoreDrafter",
     "NgramTable",
+    "Observer",
     "Origin",
     "PastRequests",
     "PromptError",
     "PromptLookup",
     "Proposal",
+    "QueueFullError",
+    "RequestError",
     "Row",
     "Rows",
+    "Rule",
+    "RuleNeeds",
     "SamplingParams",
     "SelfDrafter",
+    "Session",
+    "SessionThread",
+    "Speculative",
+    "Stateless",
     "Stats",
     "Step",
+    "Streams",
     "SuffixDrafter",
+    "SuffixTreeDrafter",
     "TableModel",
     "ThroughputLength",
+    "Tokenizer",
+    "Typical",
     "UnknownNameError",
     "UnsupportedModelError",
     "Verdict",
     "VocabularyMismatchError",
     "__version__",
+    "build_laws",
     "change",
     "generate",
     "load",

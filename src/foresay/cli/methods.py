@@ -10,19 +10,7 @@ import typer
 
 from foresay.decoding.acceptance import RULES
 from foresay.lengths import LENGTHS
-from foresay.methods.recipes import DRAFTERS as RECIPES
-
-DRAFTERS = {
-    "none": "Nothing: plain decoding.",
-    "prompt_lookup": "What followed the last few tokens earlier in the text.",
-    "max_gram": "What followed the longest match in the text, whatever its length; then a table of n-grams, if one is given.",
-    "ngram_store": "Counts of what followed the last few tokens, learned while decoding; keep=true shares them among answers.",
-    "suffix": "What followed the longest match in the text or (keep=true) in earlier answers, more of it the longer the match.",
-    "model": "A smaller model, named as --model is.",
-    "self": "The target's own first layers.",
-    "cascade": "Several drafters in a chain: the cheap ones guess for the better ones, and what they leave to guess.",
-}
-"""What each drafter guesses from."""
+from foresay.methods.recipes import DRAFTERS
 
 
 def run() -> None:
@@ -40,7 +28,7 @@ def run() -> None:
 def catalogue() -> list[tuple[str, str, list[tuple[str, str]]]]:
     """(title, option, [(signature, one line of what it is)]) for each kind."""
     return [
-        ("Drafters", "--drafter", [(signature(name, make), DRAFTERS[name]) for name, make in RECIPES.items()]),
+        ("Drafters", "--drafter", [(signature(name, one.make), one.summary) for name, one in DRAFTERS.items()]),
         ("Rules", "--rule", [(signature(name, make), _rule(make)) for name, make in RULES.items()]),
         ("Lengths", "--length", [(signature(name, make), _first_line(make)) for name, make in LENGTHS.items()]),
     ]

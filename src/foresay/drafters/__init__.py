@@ -3,19 +3,23 @@
 from foresay.drafters.cascade import Cascade
 from foresay.drafters.max_gram import MaxGram
 from foresay.drafters.model import ModelDrafter
+from foresay.drafters.model_tree import ModelTreeDrafter
 from foresay.drafters.ngram_store import NgramStore, NgramStoreDrafter
 from foresay.drafters.prompt_lookup import PromptLookup
 from foresay.drafters.self_draft import SelfDrafter
 from foresay.drafters.suffix import PastRequests, SuffixDrafter
+from foresay.drafters.suffix_tree import SuffixTreeDrafter
 
 __all__ = [
     "Cascade",
     "MaxGram",
     "ModelDrafter",
+    "ModelTreeDrafter",
     "NgramStore",
     "NgramStoreDrafter",
     "PastRequests",
     "PromptLookup",
     "SelfDrafter",
     "SuffixDrafter",
+    "SuffixTreeDrafter",
 ]

@@ -6,6 +6,7 @@ requests that came before are suffix automata, so a match is followed in amortis
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from threading import Lock
 
 import torch
@@ -99,7 +100,7 @@ class _Match:
         self.state = self.length = self.read = 0
 
 
-class _Suffix:
+class SuffixState:
     """A row's own automaton, and its matches in the past."""
 
     __slots__ = ("automaton", "committed", "full_context", "matches")
@@ -111,7 +112,7 @@ class _Suffix:
         self.matches: dict[int, _Match] = {}
 
 
-class SuffixDrafter(LookupDrafter[_Suffix]):
+class SuffixDrafter(LookupDrafter[SuffixState]):
     """Guesses by the longest match in the row's own text or in earlier requests."""
 
     def __init__(
@@ -132,13 +133,13 @@ class SuffixDrafter(LookupDrafter[_Suffix]):
         self.scale = check_float("scale", scale, 0.1, 64.0)
         self.min_match = check_int("min_match", min_match, 1, 1024)
 
-    def start(self, row: Row) -> _Suffix:
+    def start(self, row: Row) -> SuffixState:
         """Index the prompt."""
-        state = _Suffix(row)
+        state = SuffixState(row)
         state.automaton.extend(state.full_context.tolist())
         return state
 
-    def finish(self, state: _Suffix) -> None:
+    def finish(self, state: SuffixState) -> None:
         """Hand a finished request over to the past."""
         if self.past is not None:
             self.past.add(state.committed.full_context)
@@ -149,7 +150,7 @@ class SuffixDrafter(LookupDrafter[_Suffix]):
             self.finish(state)
         super().reset()
 
-    def guess(self, row: Row, state: _Suffix, count: int) -> list[int]:
+    def guess(self, row: Row, state: SuffixState, count: int) -> list[int]:
         """Copy what followed the longest match, `scale` tokens for each token of it."""
         own = state.automaton
         state.full_context = row.committed.full_context
@@ -168,7 +169,24 @@ class SuffixDrafter(LookupDrafter[_Suffix]):
             return []
         return found[: max(1, int(self.scale * length))]
 
-    def _in_past(self, state: _Suffix, past: _Past, guessed: list[int], count: int) -> tuple[list[int], int]:
+    def others(self, row: Row, state: SuffixState, count: int) -> Iterator[list[int]]:
+        """What else followed the context, once `guess` has seen it: at other places and after shorter matches, longest first."""
+        own = state.automaton
+        context = state.full_context if row is row.committed else row.full_context
+        drafted = context[len(state.full_context) :].tolist()
+        place, length = own.followed(*own.match(drafted, own.last, own.size))
+        while place and length >= self.min_match:
+            most = min(count, max(1, int(self.scale * length)))
+            for end in (own.recent_end(place), own.first_end[place]):
+                yield state.full_context[end : end + most].tolist()
+            place = own.link[place]
+            length = own.length[place]
+        for past in self.past_halves():
+            found, matched = self._in_past(state, past, drafted, count)
+            if matched >= self.min_match:
+                yield found[: max(1, int(self.scale * matched))]
+
+    def _in_past(self, state: SuffixState, past: _Past, guessed: list[int], count: int) -> tuple[list[int], int]:
         """(what followed the longest match in a half of the past, that match's length)."""
         automaton = past.automaton
         known = state.matches.get(id(past))

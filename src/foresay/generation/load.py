@@ -78,7 +78,7 @@ def load(
     )
     resources = Resources(resolve(target, settings, tokenizer, eos_token_ids), settings)
     if recipe is None and isinstance(draft, str | os.PathLike):
-        recipe, name = DRAFTERS["model"](os.fspath(draft)), str(Call("model", ((None, os.fspath(draft)),)))
+        recipe, name = DRAFTERS["model"].make(os.fspath(draft)), str(Call("model", ((None, os.fspath(draft)),)))
     elif recipe is None:
         recipe = draft_model(resolve(draft, LoadOptions(), None))
     return _generator(resources, recipe, name, chosen, policy, max_batch_size, share_prefixes)
@@ -161,7 +161,7 @@ def _recipe(draft: Any, drafter: Any, ngrams: dict[str, int]) -> tuple[Recipe | 
         drafter = "suffix"
     if drafter in ("auto", "prompt_lookup"):
         call = Call("prompt_lookup", tuple(ngrams.items()))
-        return DRAFTERS["prompt_lookup"](**ngrams), str(call)
+        return DRAFTERS["prompt_lookup"].make(**ngrams), str(call)
     if isinstance(drafter, str):
         return read_drafter(drafter), drafter
     if hasattr(drafter, "propose") and not isinstance(drafter, type):

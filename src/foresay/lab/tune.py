@@ -29,10 +29,11 @@ from foresay.lab.replay.predict import Expected, expect
 from foresay.lab.replay.replay import replay
 from foresay.lengths import ConstantLength
 from foresay.methods.expressions import Call, parse
+from foresay.methods.recipes import named
 from foresay.records.profile import Profile
 from foresay.records.recording import Recording
 
-DRAFTERS = ("suffix", "max_gram", "prompt_lookup", "ngram_store")
+DRAFTERS = named(compared=True)
 LENGTHS = ("2", "4", "8", "12", "throughput")
 PLAIN_METHOD = Method("none")
 THRESHOLDS = (0.3, 0.5, 0.7)

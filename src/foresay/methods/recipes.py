@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -22,12 +22,14 @@ from foresay.drafters import (
     Cascade,
     MaxGram,
     ModelDrafter,
+    ModelTreeDrafter,
     NgramStore,
     NgramStoreDrafter,
     PastRequests,
     PromptLookup,
     SelfDrafter,
     SuffixDrafter,
+    SuffixTreeDrafter,
 )
 from foresay.drafters.cascade import check_matrix, drafted_at_most
 from foresay.drafters.cross_tokenizer import CrossTokenizerDrafter
@@ -146,6 +148,30 @@ def _suffix(scale: float = 3.0, min_match: int = 1, keep: bool = False, max_toke
     return Recipe(lambda resources: lambda: make(device=resources.device), 12, forget)
 
 
+def _suffix_tree(
+    branches: int = 3, scale: float = 3.0, min_match: int = 1, keep: bool = False, max_tokens: int = 1 << 18
+) -> Recipe:
+    past = PastRequests(max_tokens) if check_flag("keep", keep) else None
+    make = partial(SuffixTreeDrafter, past, branches=branches, scale=scale, min_match=min_match)
+    make()
+    forget = (lambda: None) if past is None else past.clear
+    return Recipe(lambda resources: lambda: make(device=resources.device), 12, forget)
+
+
+def _tree(name: str, branches: int = 2, width: int = 1) -> Recipe:
+    name = _path("name", name)
+    check_int("branches", branches, 1, 16)
+    check_int("width", width, 1, 16)
+
+    def prepare(resources: Resources) -> DrafterBuilder:
+        draft = resources.model(name)
+        _refuse_encoder(resources, draft)
+        check_vocabularies(resources.target.tokenizer, draft.tokenizer, (resources.target.name, draft.name))
+        return lambda: ModelTreeDrafter(draft.model, resources.vocab_size, branches=branches, width=width)
+
+    return Recipe(prepare, 8, reads_target=True)
+
+
 def _model(
     name: str, vocabulary: str | None = None, vocabulary_size: int | None = None, coverage: float = 0.98
 ) -> Recipe:
@@ -163,11 +189,15 @@ def draft_model(loaded: LoadedModel) -> Recipe:
     return Recipe(lambda resources: _draft_with(resources, loaded, None), 5, reads_target=True)
 
 
-def _draft_with(resources: Resources, draft: LoadedModel, trim: _Trim | None) -> DrafterBuilder:
+def _refuse_encoder(resources: Resources, draft: LoadedModel) -> None:
     if draft.model.capabilities.reads_source and not resources.target.model.capabilities.reads_source:
         raise UnsupportedModelError(
             f"{draft.name!r} is an encoder-decoder model and cannot draft for a decoder-only one; give it another draft"
         )
+
+
+def _draft_with(resources: Resources, draft: LoadedModel, trim: _Trim | None) -> DrafterBuilder:
+    _refuse_encoder(resources, draft)
     try:
         check_vocabularies(resources.target.tokenizer, draft.tokenizer, (resources.target.name, draft.name))
     except VocabularyMismatchError:
@@ -268,7 +298,7 @@ def _member(key: str | None, value: Any) -> Recipe:
         raise ConfigError(
             f"cascade: {key}={value} is neither a setting (k, lenience) nor a drafter (model=NAME, self=LAYERS)"
         )
-    return apply("drafter", call, DRAFTERS)
+    return apply("drafter", call, {name: one.make for name, one in DRAFTERS.items()})
 
 
 def _path(name: str, value: Any) -> str:
@@ -277,22 +307,67 @@ def _path(name: str, value: Any) -> str:
     return value
 
 
-DRAFTERS: dict[str, Callable[..., Recipe]] = {
-    "none": _none,
-    "prompt_lookup": _prompt_lookup,
-    "max_gram": _max_gram,
-    "ngram_store": _ngram_store,
-    "suffix": _suffix,
-    "model": _model,
-    "self": _self,
-    "cascade": _cascade,
+@dataclass(frozen=True, slots=True)
+class DrafterSpec:
+    """One drafter by name: all that commands, benchmarks, cost models and the documentation know of it."""
+
+    make: Callable[..., Recipe]
+    """Its parameters are the settings."""
+    summary: str
+    """What it guesses from, in a sentence."""
+    kind: Literal["none", "lookup", "model", "cascade"]
+    """What drafting costs: nothing, look-ups, passes of a model, or those of its members."""
+    compared: bool = False
+    """Whether `bench`, `replay`, `compare` and `tune` try it unless told otherwise."""
+
+
+DRAFTERS: dict[str, DrafterSpec] = {
+    "none": DrafterSpec(_none, "Nothing: plain decoding.", "none"),
+    "suffix": DrafterSpec(
+        _suffix,
+        "What followed the longest match in the text or (keep=true) in earlier answers, more of it the longer the match.",
+        "lookup",
+        compared=True,
+    ),
+    "max_gram": DrafterSpec(
+        _max_gram,
+        "What followed the longest match in the text, whatever its length; then a table of n-grams, if one is given.",
+        "lookup",
+        compared=True,
+    ),
+    "prompt_lookup": DrafterSpec(
+        _prompt_lookup, "What followed the last few tokens earlier in the text.", "lookup", compared=True
+    ),
+    "ngram_store": DrafterSpec(
+        _ngram_store,
+        "Counts of what followed the last few tokens, learned while decoding; keep=true shares them among answers.",
+        "lookup",
+        compared=True,
+    ),
+    "suffix_tree": DrafterSpec(
+        _suffix_tree, "A tree of what followed the longest matches: several continuations at once.", "lookup"
+    ),
+    "model": DrafterSpec(_model, "A smaller model, named as --model is.", "model"),
+    "tree": DrafterSpec(_tree, "A tree of a smaller model's likeliest continuations, named as --model is.", "model"),
+    "self": DrafterSpec(_self, "The target's own first layers.", "model"),
+    "cascade": DrafterSpec(
+        _cascade, "Several drafters: the cheap ones draft for the better ones, and continue their drafts.", "cascade"
+    ),
 }
-"""Drafters by name; a function's parameters are the settings."""
+"""Drafters by name. A new one is a file, a test and an entry here."""
+
+
+def named(kind: str | None = None, *, compared: bool = False) -> tuple[str, ...]:
+    """Drafters of a kind, of any when None; `compared`: those that are tried unless told otherwise."""
+    return tuple(name for name, one in DRAFTERS.items() if kind in (None, one.kind) and (one.compared or not compared))
+
+
+_MAKERS = {name: one.make for name, one in DRAFTERS.items()}
 
 
 def read_drafter(text: str) -> Recipe:
     """The drafter an expression names."""
-    return apply("drafter", parse(text), DRAFTERS)
+    return apply("drafter", parse(text), _MAKERS)
 
 
 def read_rule(rule: str | Rule) -> Rule:

@@ -338,7 +338,7 @@ def _firsts(model: PreTrainedModel, own: list[Any], settings: dict[str, Any], **
         (TemperatureLogitsWarper(0.001), {"temperature": 0.9}, 1),
         (MinPLogitsWarper(1.0), {"min_p": 0.01}, 1),
     ],
-    ids=str,
+    ids=lambda value: str(value) if isinstance(value, dict | int) else type(value).__name__,
 )
 def test_the_tokens_written_are_transformers(
     model: PreTrainedModel, own: Any, settings: dict[str, Any], count: int, monkeypatch: pytest.MonkeyPatch

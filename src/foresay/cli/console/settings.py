@@ -196,7 +196,7 @@ def leaves(call: Call) -> list[tuple[str, bool]]:
     if call.name == "cascade":
         members = [v if isinstance(v, Call) else Call(str(v)) for k, v in call.values if k is None]
         return [leaf for member in members for leaf in leaves(member)]
-    make: Any = DRAFTERS.get(call.name)
+    make: Any = DRAFTERS[call.name].make if call.name in DRAFTERS else None
     if make is None:
         return []
     parameters = inspect.signature(make).parameters

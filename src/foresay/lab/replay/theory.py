@@ -13,6 +13,7 @@ from types import MappingProxyType
 
 from foresay.checks import check_float, check_int
 from foresay.errors import ConfigError, UnknownNameError
+from foresay.methods.recipes import named
 
 
 def flat(gamma: int) -> float:
@@ -74,7 +75,7 @@ PREVIOUS_WORK: Mapping[str, float] = MappingProxyType(
 )
 """Costs per pass that CS-Drafting takes from Leviathan et al. 2023, in units of FLAN-T5 XXL."""
 
-NO_COST = frozenset({"max_gram", "prompt_lookup", "suffix", "ngram_store"})
+NO_COST = frozenset(named("lookup"))
 """Drafters that run no model: their look-ups count nothing in a cost model."""
 
 

@@ -1,0 +1,223 @@
+"""A draft model's likeliest continuations as a tree (SpecInfer, Miao et al. 2023; EAGLE-2, Li et al. 2024).
+
+Level by level the most probable nodes are given several children each: the likeliest tokens where the row is greedy, tokens
+drawn one after the other without replacement where it is sampled. How many children a node gets is decided before they are
+drawn, and none is dropped for what it is, so that each sampled token has the law it was drawn from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from foresay.checks import check_int
+from foresay.decoding.draws import inverse_cdf
+from foresay.decoding.laws import Laws, build_laws
+from foresay.decoding.processors import processes
+from foresay.decoding.proposal import Proposal
+from foresay.decoding.protocols import DraftStep, Feed, LanguageModel, LengthPolicy
+from foresay.decoding.randomness import Purpose, Streams
+from foresay.decoding.rows import Row, Rows
+from foresay.drafters.model import ModelDrafter, catch_up
+from foresay.errors import UnsupportedModelError
+
+
+@dataclass(slots=True)
+class _Tree:
+    """One row's nodes. Places: 0 is the context, 1 + j node j."""
+
+    row: Row
+    budget: int
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    laws: list[int] = field(default_factory=list)
+    """Of each node, which of the drafted laws it was drawn from; -1 for one that was chosen."""
+    scores: list[float] = field(default_factory=lambda: [1.0])
+    """Of each place, the product of the draft's probabilities on its path."""
+    depths: list[int] = field(default_factory=lambda: [0])
+    """Of each place, the tokens before it."""
+    grown: int = 0
+    """Places that had their chance to get children."""
+
+    def add(self, place: int, token: int, prob: float, law: int) -> None:
+        self.tokens.append(token)
+        self.parents.append(place - 1)
+        self.laws.append(law)
+        self.scores.append(self.scores[place] * prob)
+        self.depths.append(self.depths[place] + 1)
+
+    def next_places(self, width: int) -> list[int]:
+        """The most probable places of the last level that may go on."""
+        last = range(self.grown, len(self.scores))
+        self.grown = len(self.scores)
+        num_new = self.row.num_new
+        going = [p for p in last if p == 0 or not self.row.ends_with(self.tokens[p - 1], num_new + self.depths[p])]
+        return sorted(sorted(going, key=lambda place: -self.scores[place])[:width])
+
+
+class ModelTreeDrafter(ModelDrafter):
+    """Drafts a tree with a smaller model that shares the target's token ids; a budget is one of nodes."""
+
+    def __init__(self, model: LanguageModel, target_vocab_size: int, *, branches: int = 2, width: int = 1) -> None:
+        """branches: children of a node. width: nodes of a level that get children, one draft pass a level.
+
+        Raises UnsupportedModelError when the draft model does not take trees.
+        """
+        super().__init__(model, target_vocab_size)
+        self.branches = check_int("branches", branches, 1, 16)
+        self.width = check_int("width", width, 1, 16)
+        if not model.capabilities.trees:
+            raise UnsupportedModelError(f"{type(model).__name__} does not take trees; draft chains with it")
+
+    def propose(self, rows: Rows, budget: Sequence[int], policy: LengthPolicy) -> Proposal:
+        """A tree for each row, of `budget` nodes at most."""
+        model, device = self.context.model, self.context.model.device
+        seen = self.context.view(rows)
+        room = [max(0, min(n, model.max_length - row.size)) for n, row in zip(budget, seen, strict=True)]
+        if not any(room):
+            return Proposal.empty(len(rows), device)
+        self.context.prepare(seen, [n > 0 for n in room])
+        scores = catch_up(self.context, seen, [n > 0 for n in room]).scores()
+        starts = list(self.context.cache.lengths)
+        trees = [_Tree(row, n) for row, n in zip(rows, room, strict=True)]
+        streams, drawn = rows.streams(device), _Drawn()
+        while True:
+            places = [tree.next_places(self.width) if len(tree.tokens) < tree.budget else [] for tree in trees]
+            if not any(places):
+                break
+            laws = self._laws(scores, rows, trees, places)
+            self._grow(trees, places, laws, streams, drawn, policy)
+            if all(len(tree.tokens) >= tree.budget for tree in trees):
+                break
+            scores = self._score(trees, starts)
+        return _proposal(trees, drawn, device)
+
+    def _score(self, trees: Sequence[_Tree], starts: Sequence[int]) -> torch.Tensor:
+        """The draft's scores after each node, [B, K, V]: the whole trees are fed again, and then rewound."""
+        device = self.context.model.device
+        ids, parents = _padded(trees, device)
+        counts = [len(tree.tokens) for tree in trees]
+        out = self.context.forward(Feed(ids, counts, parents=parents)).scores()
+        self.context.cache.truncate(starts)
+        return out
+
+    @staticmethod
+    def _laws(scores: torch.Tensor, rows: Rows, trees: Sequence[_Tree], places: Sequence[Sequence[int]]) -> Laws:
+        """The laws at each row's places, [B, W]. scores: [B, 1, V] after the contexts, else [B, K, V] after each node."""
+        width = max(map(len, places))
+        columns = torch.zeros(len(rows), width, dtype=torch.int64, device=scores.device)
+        for i, some in enumerate(places):
+            columns[i, : len(some)] = torch.tensor([max(0, place - 1) for place in some], dtype=torch.int64)
+        batch = torch.arange(len(rows), device=scores.device)[:, None]
+        if trees[0].depths[-1] == 0 or not any(map(processes, rows)):
+            return build_laws(scores[batch, columns], rows)
+        ids, parents = _padded(trees, scores.device)
+        whole = torch.nn.functional.pad(scores, (0, 0, 1, 0))  # place 0 is not looked at again
+        laws = build_laws(whole, rows, ids, parents=parents)
+        at = columns + 1
+        index = None if laws.probs_row is None else laws.probs_row[batch, at]
+        return Laws(laws.greedy_ids[batch, at], laws.probs, index, whole[batch, at])
+
+    def _grow(
+        self,
+        trees: Sequence[_Tree],
+        places: Sequence[Sequence[int]],
+        laws: Laws,
+        streams: Streams,
+        drawn: _Drawn,
+        policy: LengthPolicy,
+    ) -> None:
+        """Give each place its children, and let the policy say which rows go on."""
+        for i, tree in enumerate(trees):
+            for column, place in enumerate(places[i]):
+                count = min(self.branches, tree.budget - len(tree.tokens))
+                index = -1 if laws.probs is None or laws.probs_row is None else int(laws.probs_row[i, column])
+                if index < 0 or laws.probs is None:
+                    assert laws.scores is not None
+                    likeliest = laws.scores[i, column].float().softmax(-1).topk(min(count, laws.scores.shape[-1]))
+                    for token, prob in zip(likeliest.indices.tolist(), likeliest.values.tolist(), strict=True):
+                        tree.add(place, token, prob, -1)
+                    continue
+                law = drawn.keep(laws.probs[index])
+                depth = tree.depths[place]
+                for token in _without_replacement(laws.probs[index], count, streams, i, len(tree.tokens), depth):
+                    tree.add(place, token, float(laws.probs[index, token]), law)
+        step = _best(trees, places, laws)
+        go_on = None if step is None else policy.keep_drafting(step)
+        for tree, on in zip(trees, [] if go_on is None else go_on.tolist(), strict=False):
+            if not on:
+                tree.budget = len(tree.tokens)
+
+
+def _best(trees: Sequence[_Tree], places: Sequence[Sequence[int]], laws: Laws) -> DraftStep | None:
+    """The token that each row's most probable place was just given first, for a policy to look at."""
+    device = laws.greedy_ids.device
+    batch = torch.arange(len(trees), device=device)
+    column = torch.zeros(len(trees), dtype=torch.int64, device=device)
+    tokens = torch.zeros_like(column)
+    depths = torch.zeros_like(column)
+    for i, (tree, some) in enumerate(zip(trees, places, strict=True)):
+        if some:
+            best = max(range(len(some)), key=lambda c: tree.scores[some[c]])
+            first = tree.parents.index(some[best] - 1)
+            column[i], tokens[i], depths[i] = best, tree.tokens[first], tree.depths[some[best]]
+    index = None if laws.probs_row is None else laws.probs_row[batch, column][:, None]
+    scores = None if laws.scores is None else laws.scores[batch, column][:, None]
+    return DraftStep(depths, tokens, Laws(laws.greedy_ids[batch, column][:, None], laws.probs, index, scores))
+
+
+class _Drawn:
+    """The laws that tokens were drawn from."""
+
+    def __init__(self) -> None:
+        self.laws: list[torch.Tensor] = []
+
+    def keep(self, law: torch.Tensor) -> int:
+        self.laws.append(law)
+        return len(self.laws) - 1
+
+
+def _without_replacement(
+    law: torch.Tensor, count: int, streams: Streams, row: int, first: int, depth: int
+) -> list[int]:
+    """Tokens drawn one after the other, each from what is left of the law. law: [V]. first: columns before the first one.
+
+    Under shared noise the first `count` of log law + noise at their position, which are drawn the same way (Gumbel top-k).
+    """
+    tokens = torch.nonzero(law)[:, 0]
+    if streams.shares_noise:
+        place = torch.tensor(row, device=law.device), torch.tensor(depth, device=law.device)
+        noisy = streams.gumbel(*place, tokens) + law[tokens].log()
+        chosen: list[int] = tokens[noisy.topk(min(count, len(tokens))).indices].tolist()
+        return chosen
+    numbers = streams.uniform(Purpose.DRAFT, torch.arange(first, first + count, device=law.device))[row]
+    left, out = law[None].clone(), []
+    for number in numbers[: len(tokens)]:
+        token = int(inverse_cdf(left, number[None])[0])
+        out.append(token)
+        left[0, token] = 0
+    return out
+
+
+def _padded(trees: Sequence[_Tree], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and parents, [B, K] each."""
+    width = max(1, *(len(tree.tokens) for tree in trees))
+    ids = [[*tree.tokens, *[0] * (width - len(tree.tokens))] for tree in trees]
+    parents = [[*tree.parents, *[-1] * (width - len(tree.parents))] for tree in trees]
+    return torch.tensor(ids, device=device), torch.tensor(parents, device=device)
+
+
+def _proposal(trees: Sequence[_Tree], drawn: _Drawn, device: torch.device) -> Proposal:
+    counts = [len(tree.tokens) for tree in trees]
+    if not any(counts):
+        return Proposal.empty(len(trees), device)
+    ids, above = _padded(trees, device)
+    chains = all(tree.parents == list(range(-1, len(tree.parents) - 1)) for tree in trees)
+    parents = None if chains else above
+    if not drawn.laws:
+        return Proposal(ids, counts, parents=parents)
+    width = ids.shape[1]
+    index = torch.tensor([[*tree.laws, *[-1] * (width - len(tree.laws))] for tree in trees], device=device)
+    return Proposal(ids, counts, torch.stack(drawn.laws), index, parents=parents)
