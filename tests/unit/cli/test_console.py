@@ -101,8 +101,8 @@ def test_synonyms_are_not_commands_and_lead_to_some() -> None:
     ("text", "expected"),
     [
         ("/dra", ["/drafter", "/draft"]),
-        ("/drafter s", ["suffix", "self"]),
-        ("/drafter cascade(max_gram, suf", ["suffix"]),
+        ("/drafter s", ["suffix", "suffix_tree", "self"]),
+        ("/drafter cascade(max_gram, suf", ["suffix", "suffix_tree"]),
         ("/rule le", ["lenience"]),
         ("/length h", ["heuristic"]),
         ("/trace o", ["on", "off"]),

@@ -14,7 +14,17 @@ import torch
 from foresay import change, load
 from foresay.decoding.acceptance import RULES, Lenience
 from foresay.decoding.protocols import Drafter
-from foresay.drafters import Cascade, MaxGram, ModelDrafter, NgramStoreDrafter, PromptLookup, SelfDrafter, SuffixDrafter
+from foresay.drafters import (
+    Cascade,
+    MaxGram,
+    ModelDrafter,
+    ModelTreeDrafter,
+    NgramStoreDrafter,
+    PromptLookup,
+    SelfDrafter,
+    SuffixDrafter,
+    SuffixTreeDrafter,
+)
 from foresay.drafters.ngram_table import NgramTable
 from foresay.errors import ConfigError, UnknownNameError, UnsupportedModelError, VocabularyMismatchError
 from foresay.generation.generator import Generator
@@ -66,6 +76,8 @@ def test_every_name_builds_what_it_says(resources: Resources, folder: Path, tabl
         "ngram_store": ("ngram_store(n=3, levels=one)", NgramStoreDrafter),
         "suffix": ("suffix(scale=1.5)", SuffixDrafter),
         "model": (f"model({folder})", ModelDrafter),
+        "suffix_tree": ("suffix_tree(branches=2)", SuffixTreeDrafter),
+        "tree": (f"tree({folder}, branches=3)", ModelTreeDrafter),
         "self": ("self(2)", SelfDrafter),
         "cascade": (f"cascade(model={folder}, self=1, max_gram(table={table}); k=[[2,1,1],[0,1,1],[0,0,1]])", Cascade),
     }

@@ -180,7 +180,7 @@ def test_swi_of_a_worked_example() -> None:
     assert model.swi("big", 100, passes) == pytest.approx(100 / 35.5)
     assert model.swi("big", 100, {"big": 100}) == 1, "plain decoding"
     assert model.swi("big", 100, {"big": 200}) == 0.5
-    assert [model.cost(name) for name in sorted(theory.NO_COST)] == [0, 0, 0, 0]
+    assert {model.cost(name) for name in theory.NO_COST} == {0}
 
 
 def test_swi_of_the_published_setting() -> None:

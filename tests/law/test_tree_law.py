@@ -1,0 +1,127 @@
+"""Trees of draft tokens: the law of what is written, with broken versions that the same samples must kill."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from foresay.decoding import trees
+from foresay.decoding.protocols import Drafter
+from foresay.decoding.sampling_params import SamplingParams
+from foresay.drafters import ModelTreeDrafter, PastRequests, SuffixTreeDrafter
+from foresay.errors import ConfigError
+from foresay.models.table import TableModel
+from helpers.law_cells import ALPHA, DRAFT, LENGTH, PARAMS, PROMPT, SAMPLES, SIZE, TARGET
+from helpers.reference import joint, p_value
+from helpers.support import run
+from helpers.trees import TableTree
+
+Patch = pytest.MonkeyPatch
+DRAFTERS: dict[str, Callable[[], Drafter]] = {
+    "drawn and named": lambda: TableTree(DRAFT),
+    "drawn": lambda: TableTree(DRAFT, named=()),
+    "named": lambda: TableTree(DRAFT, named=range(8)),
+    "model": lambda: ModelTreeDrafter(DRAFT, SIZE, branches=3, width=2),
+    "suffix": lambda: SuffixTreeDrafter(PastRequests(256), branches=3),
+}
+
+
+def value(
+    drafter: Drafter, rule: str = "speculative", params: str = "plain", *, batch: int = 64, gamma: int = 8
+) -> float:
+    each = [SamplingParams.of(PARAMS[params], seed=seed) for seed in range(SAMPLES)]
+    outputs, steps, engine = run(
+        TARGET, [PROMPT] * SAMPLES, each, drafter=drafter, rule=rule, gamma=gamma, max_batch_size=batch
+    )
+    assert engine.draft_failures == 0, engine.drafter and engine.drafter.last_error
+    assert any(sum(step.tested) > len(step.tested) for step in steps), "siblings were tried"
+    return p_value(outputs, joint(TARGET, PARAMS[params], PROMPT, LENGTH), SIZE)
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("rule", ["speculative", "match", "coupled"])
+def test_output_has_the_targets_law(drafter: str, rule: str, monkeypatch: Patch) -> None:
+    if drafter == "suffix":  # its budget reaches past the three tokens that are written
+        monkeypatch.setitem(PARAMS, "plain", SamplingParams.of(PARAMS["plain"], max_new_tokens=LENGTH))
+    assert value(DRAFTERS[drafter](), rule) > ALPHA
+
+
+@pytest.mark.parametrize("params", ["nucleus", "top_k", "context"])
+@pytest.mark.parametrize("drafter", ["drawn and named", "model"])
+def test_output_has_the_targets_law_under_processing(drafter: str, params: str) -> None:
+    assert value(DRAFTERS[drafter](), params=params, batch=7) > ALPHA
+
+
+@pytest.mark.parametrize("drafter", ["drawn and named", "drawn"])
+def test_siblings_tried_with_the_wrong_residual(drafter: str, monkeypatch: Patch) -> None:
+    """After a rejection the next sibling is tried against p itself."""
+    monkeypatch.setattr(trees, "residual", lambda p, q: p)
+    assert value(DRAFTERS[drafter]()) < ALPHA
+
+
+def test_a_rejected_sibling_left_in_q(monkeypatch: Patch) -> None:
+    """Children drawn without replacement are judged as if each had been drawn from the whole law."""
+
+    def forgetful(proposal: object, column: int, vocab: int) -> tuple[torch.Tensor, torch.Tensor]:
+        law, drawn = intact(proposal, column, vocab)  # type: ignore[arg-type]
+        return _Whole.wrap(law), drawn
+
+    class _Whole(torch.Tensor):
+        """A law from which nothing can be taken away."""
+
+        @staticmethod
+        def wrap(law: torch.Tensor) -> torch.Tensor:
+            return law
+
+    intact = trees._draft_law
+    monkeypatch.setattr(trees, "_draft_law", forgetful)
+    where = torch.where
+
+    def keeps(mask: torch.Tensor, a: object, b: object) -> torch.Tensor:
+        if isinstance(a, float) and a == 0.0 and isinstance(b, torch.Tensor):
+            return b  # `q` without the siblings that were tried
+        return where(mask, a, b)  # type: ignore[call-overload,no-any-return]
+
+    monkeypatch.setattr(trees.torch, "where", keeps)
+    try:
+        assert value(TableTree(DRAFT, named=())) < ALPHA
+    finally:
+        monkeypatch.undo()
+
+
+def test_a_path_one_place_off(monkeypatch: Patch) -> None:
+    """The laws of the place before the one where the walk stands."""
+    intact = trees._dense
+
+    def off(target: object, walk: trees._Walk, vocab: int) -> tuple[torch.Tensor, torch.Tensor]:
+        place = walk.place
+        walk.place = (place - 1).clamp(min=0)
+        try:
+            return intact(target, walk, vocab)  # type: ignore[arg-type]
+        finally:
+            walk.place = place
+
+    monkeypatch.setattr(trees, "_dense", off)
+    assert value(TableTree(DRAFT)) < ALPHA
+
+
+@pytest.mark.parametrize("rule", ["speculative", "match"])
+def test_siblings_that_see_each_other(rule: str, monkeypatch: Patch) -> None:
+    """A target that takes each column for a continuation of the column before it."""
+    intact = TableModel.forward
+
+    def linear(self: TableModel, feed: object, cache: object) -> object:
+        import dataclasses
+
+        return intact(self, dataclasses.replace(feed, parents=None), cache)  # type: ignore[arg-type, type-var]
+
+    monkeypatch.setattr(TableModel, "forward", linear)
+    assert value(TableTree(DRAFT), rule) < ALPHA
+
+
+@pytest.mark.parametrize("rule", ["block", "lenience", "typical"])
+def test_rules_of_chains_refuse_trees_by_name(rule: str) -> None:
+    with pytest.raises(ConfigError, match=f"rule '{rule}' judges chains, and TableTree proposes trees"):
+        run(TARGET, [PROMPT], SamplingParams(max_new_tokens=4), drafter=TableTree(DRAFT), rule=rule)
