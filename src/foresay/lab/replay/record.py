@@ -1,4 +1,8 @@
-"""Recording: the target's outputs to many prompts, batched, into one file; a run that was killed goes on where it ended."""
+"""Recording: the target's outputs to many prompts, batched, into one file; a run that was killed resumes where it ended.
+
+Owns what is decoded again after a stop, the seeds of sampled outputs, and the order of a conversation's turns. Drafts nothing;
+the file's format is records.recording's.
+"""
 
 from __future__ import annotations
 
@@ -29,19 +33,19 @@ from foresay.text.tokenizer import tokenizer_fingerprint
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a recording is."""
+    """How far a recording is: outputs and tokens so far."""
 
     done: int
     total: int
-    """Outputs, those of turns that are known to come included."""
+    """Outputs in all, as far as known: a later turn counts once it has been submitted."""
     resumed: int
-    """Outputs that an earlier run had written."""
+    """Outputs that the file held when this run began."""
     tokens: int
-    """Written by this run."""
+    """Output tokens of this run."""
 
 
 class _Probabilities:
-    """Observes what the target's law gave to each written token. Plain decoding writes one a row and step."""
+    """A step observer: the probability of each committed token under the target's law. Plain decoding commits one per row."""
 
     def __init__(self) -> None:
         self.latest: list[float] = []
@@ -52,7 +56,7 @@ class _Probabilities:
 
 @dataclass(slots=True)
 class _Open:
-    """A request that is being written."""
+    """A request that is being decoded."""
 
     ask: PromptRequest
     begun: Begun
@@ -60,7 +64,7 @@ class _Open:
     token_probs: list[float] = field(default_factory=list)
 
     def record(self, reason: FinishReason) -> Record:
-        """What goes into the file."""
+        """The finished request as a Record for the file."""
         params, source = self.begun.params, self.begun.source
         output = tuple(token for step in self.steps for token in step.token_ids)
         entries = [entry for step in self.steps for entry in step.logprobs or ()]
@@ -90,8 +94,9 @@ def record(
     """Write the target's outputs to `items` into `path`, and return them.
 
     The target decodes plainly, `generator.max_batch_size` prompts at a time. A sampled output's seed is derived from
-    params.seed (0 where there is none) and the item's place, so that a run which goes on writes what one that was never
-    stopped would have. Raises ConfigError when the file was begun with other prompts, parameters or weights.
+    params.seed (0 where there is none) and the item's index, so that a resumed run writes what an uninterrupted one would
+    have. on_progress: called with the Progress after every step. Raises ConfigError for a file that was begun with other
+    prompts, parameters or weights, for prompt ids that are not unique, for no items, and for params with processors.
     """
     builder = RequestBuilder(generator, chat=chat)
     asks = builder.first(items)
@@ -133,7 +138,7 @@ def _header(
 
 
 class _Recorder:
-    """One run: what is missing is decoded, and each output written when it ends."""
+    """One run: requests that the file lacks are decoded, and each output is appended when it ends."""
 
     def __init__(
         self,
@@ -150,15 +155,15 @@ class _Recorder:
         self.resumed, self.tokens = len(self.done), 0
         self.probabilities = _Probabilities()
         self.session = generator.plain().session(observers=[self.probabilities])
-        self.places = {ask.id: i for i, ask in enumerate(asks)}
+        self.indices = {ask.id: i for i, ask in enumerate(asks)}
         self.open: dict[int, _Open] = {}
         self.answers: dict[str, list[str]] = {}
 
     def run(self) -> None:
         """Decode what is missing."""
         for ask in self.asks:
-            self._ask(ask)
-        self._tell()
+            self._submit(ask)
+        self._report()
         while self.session.has_work:
             chunks = self.session.step()
             for chunk, prob in zip(chunks, self.probabilities.latest, strict=False):
@@ -171,17 +176,17 @@ class _Recorder:
                 if chunk.finish_reason is not None:
                     self._finish(self.open.pop(chunk.index), chunk.finish_reason)
             if chunks:
-                self._tell()
+                self._report()
 
-    def _ask(self, ask: PromptRequest) -> None:
-        """Submit a turn, or pass over one that an earlier run has written."""
+    def _submit(self, ask: PromptRequest) -> None:
+        """Submit a turn, or take its answer from the file where an earlier run has written it."""
         known = self.done.get(ask.id)
         if known is not None:
             self._answered(ask, known["output"])
             return
         params = self.params
         if not params.greedy:
-            params = dataclasses.replace(params, seed=derive(params.seed or 0, self.places[ask.item.id], ask.turn))
+            params = dataclasses.replace(params, seed=derive(params.seed or 0, self.indices[ask.item.id], ask.turn))
         try:
             number = self.session.submit(list(ask.token_ids), params, text=False)
         except ForesayError as error:
@@ -195,15 +200,15 @@ class _Recorder:
         self._answered(one.ask, made.output)
 
     def _answered(self, ask: PromptRequest, output: Sequence[int]) -> None:
-        """Ask the next turn, if there is one."""
+        """Submit the turn that follows an answer, if there is one."""
         if ask.turn >= len(ask.item.followups):
             return
-        said = self.answers.setdefault(ask.item.id, [])
-        said.append(Detokenizer(self.generator.tokenizer).all(output))
-        after = self.builder.following(ask, said)
+        answers = self.answers.setdefault(ask.item.id, [])
+        answers.append(Detokenizer(self.generator.tokenizer).all(output))
+        after = self.builder.following(ask, answers)
         if after is not None:
-            self._ask(after)
+            self._submit(after)
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         total = len(self.done) + len(self.open)
         self.on_progress(Progress(len(self.done), total, self.resumed, self.tokens))
