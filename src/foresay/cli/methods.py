@@ -1,4 +1,4 @@
-"""`foresay methods`: what may be written where a drafter, a rule or a length is asked for."""
+"""`foresay methods`: the expressions that name a drafter, a rule or a length."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ DRAFTERS = {
     "suffix": "What followed the longest match in the text or (keep=true) in earlier answers, more of it the longer the match.",
     "model": "A smaller model, named as --model is.",
     "self": "The target's own first layers.",
-    "cascade": "Several drafters in a chain: the cheap ones guess for the better ones, and what they leave to guess.",
+    "cascade": "Several drafters: cheaper ones draft for better ones, and draft the last tokens of a proposal themselves.",
 }
-"""What each drafter guesses from."""
+"""Where the draft tokens of each drafter come from."""
 
 
 def run() -> None:
