@@ -102,10 +102,10 @@ class LineWriter:
 
 
 def read_lines(path: str | os.PathLike[str], kind: str, version: int) -> tuple[Line, Iterator[tuple[int, Line]]]:
-    """The header, and (line number, line) of each line after it, parsed as they are read.
+    """The header, and (line number, line) of each line after it, parsed lazily.
 
-    A last line without its end, as a killed run leaves it, is left out. Raises ConfigError for a file that cannot be read or is of
-    another kind or version, and, while iterating, for a line that is no JSON object.
+    A last line without its end, as a killed run leaves it, is left out. Raises ConfigError for a file that cannot be read or is
+    of another kind or version, and, while iterating, for a line that is no JSON object.
     """
     try:
         data = Path(path).read_bytes()

@@ -127,12 +127,12 @@ class Profile:
         return line(at, batch)
 
     def with_drafts(self, name: str, points: Iterable[tuple[int, int, float]], fill: float) -> Profile:
-        """A copy with the times of one more drafter. points: (batch, tokens drafted, seconds). fill: seconds per prompt token."""
+        """A copy with one more drafter's times. points: (batch, tokens drafted, seconds). fill: seconds per prompt token."""
         drafts = {**self.drafts, name: tuple(points)}
         return replace(self, drafts=drafts, draft_fills={**self.draft_fills, name: fill})
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the profile atomically, in a folder that is made where it is missing. Raises OSError where it cannot be written."""
+        """Write the profile atomically, in a folder that is made where it is missing."""
         text = json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}, indent=1)
         with atomic_write(path, parents=True) as whole:
             whole.write_text(text + "\n", encoding="utf-8")

@@ -1,8 +1,8 @@
 """Counting n-grams of a token stream in bounded memory, and the n-gram table made from the counts.
 
-Owns the counts; reads no files. Tokens gather in a buffer of fixed size; a full buffer becomes sorted, distinct n-grams with their counts,
-and those are merged, so that the result does not depend on how the stream was cut into pieces. Letters: C columns of packed
-tokens, N n-grams.
+Owns the counts; reads no files. Tokens gather in a buffer of fixed size; a full buffer becomes sorted, distinct n-grams with
+their counts, and those are merged, so that the result does not depend on how the stream was cut into pieces. Letters: C columns
+of packed tokens, N n-grams.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class _Written:
 
 
 def write(session: ChatSession, user: str, before: Sequence[Exchange]) -> Exchange | None:
-    """Answer a message that follows some exchanges; None when Ctrl-C came before the first word.
+    """Answer a message that follows some exchanges; None after Ctrl-C before the first word.
 
     Raises what `Generator.stream` raises for a message that cannot be answered.
     """

@@ -42,7 +42,7 @@ class BenchSettings:
     """Prompts that every runner decodes before it is timed."""
 
     def __post_init__(self) -> None:
-        if not self.datasets or any(not asks for asks in self.datasets.values()):
+        if not self.datasets or any(not requests for requests in self.datasets.values()):
             raise ConfigError("no prompts to run")
         for name, value in (
             ("repeats", self.repeats),
@@ -61,16 +61,18 @@ class BenchSettings:
     def blocks(self) -> Iterator[PromptBlock]:
         """Every data set in every setting."""
         for params in self.params:
-            for name, asks in self.datasets.items():
+            for name, requests in self.datasets.items():
                 for size in self.batch_sizes:
-                    yield PromptBlock(name, asks, size, params)
+                    yield PromptBlock(name, requests, size, params)
 
     def header(self, target: Generator) -> dict[str, Any]:
         """What must be the same for a file to go on. Methods, other engines and repeats may grow."""
         return {
             "model": target.target.name,
             "dtype": target.target.dtype,
-            "datasets": {name: {"prompts": len(asks), "digest": digest(asks)} for name, asks in self.datasets.items()},
+            "datasets": {
+                name: {"prompts": len(requests), "digest": digest(requests)} for name, requests in self.datasets.items()
+            },
             "params": [{**changed_params(p), "max_new_tokens": p.max_new_tokens} for p in self.params],
         }
 
@@ -213,9 +215,9 @@ class Bench:
         if outcome.live is None or self._tokenizer is None or cell in self._traced:
             return
         self._traced.add(cell)
-        for ask, steps in list(zip(block.asks, outcome.live.steps, strict=True))[:_TRACES]:
+        for request, steps in list(zip(block.asks, outcome.live.steps, strict=True))[:_TRACES]:
             stream = TextStream(self._tokenizer)
             pieces = [p for step in steps for p in stream.push(step.token_ids, step.origins)]
             pieces += stream.finish(stopped=False)
-            trace = Trace(cell, ask.id, tuple((piece.text, piece.origin.value) for piece in pieces))
+            trace = Trace(cell, request.id, tuple((piece.text, piece.origin.value) for piece in pieces))
             self._writer.append({"kind": "trace", **asdict(trace)})

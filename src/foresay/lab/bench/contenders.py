@@ -67,7 +67,7 @@ class Runner(Protocol):
         """Load what a block needs; models that are loaded stay loaded for later blocks."""
         ...
 
-    def run(self, block: PromptBlock, asks: Sequence[PromptRequest]) -> Outcome:
+    def run(self, block: PromptBlock, requests: Sequence[PromptRequest]) -> Outcome:
         """Decode some of the block's requests."""
         ...
 
@@ -90,10 +90,10 @@ class MethodRunner:
             self.exact = self._ready.rule.exact
         self._ready = self._ready.with_settings(max_batch_size=block.batch_size)
 
-    def run(self, block: PromptBlock, asks: Sequence[PromptRequest]) -> Outcome:
+    def run(self, block: PromptBlock, requests: Sequence[PromptRequest]) -> Outcome:
         """Decode through the engine. Raises DraftFailedError when the drafter failed."""
         assert self._ready is not None
-        live = run_live(self._ready, asks, block.params)
+        live = run_live(self._ready, requests, block.params)
         return Outcome(live.seconds, live.outputs, live)
 
 
@@ -108,9 +108,9 @@ class PeerRunner:
         """Raises ConfigError for sampling parameters that are not passed on to other engines."""
         check_params(self.name, block.params)
 
-    def run(self, block: PromptBlock, asks: Sequence[PromptRequest]) -> Outcome:
+    def run(self, block: PromptBlock, requests: Sequence[PromptRequest]) -> Outcome:
         """Decode the same token ids."""
-        done = self._peer.run([ask.token_ids for ask in asks], block.params, block.batch_size)
+        done = self._peer.run([one.token_ids for one in requests], block.params, block.batch_size)
         return Outcome(done.seconds, [self._cut(output) for output in done.outputs])
 
     def _cut(self, output: list[int]) -> list[int]:

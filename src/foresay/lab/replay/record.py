@@ -58,7 +58,7 @@ class _Probabilities:
 class _Open:
     """A request that is being decoded."""
 
-    ask: PromptRequest
+    request: PromptRequest
     begun: Begun
     steps: list[Step] = field(default_factory=list)
     token_probs: list[float] = field(default_factory=list)
@@ -69,11 +69,11 @@ class _Open:
         output = tuple(token for step in self.steps for token in step.token_ids)
         entries = [entry for step in self.steps for entry in step.logprobs or ()]
         return Record(
-            id=self.ask.id,
+            id=self.request.id,
             prompt=tuple(self.begun.prompt),
             output=output,
             finish_reason=reason.value,
-            category=self.ask.category,
+            category=self.request.category,
             source=None if source is None else tuple(source),
             seed=None if params.greedy else params.seed,
             token_probs=None if params.greedy else tuple(self.token_probs),
@@ -99,19 +99,19 @@ def record(
     prompts, parameters or weights, for prompt ids that are not unique, for no items, and for params with processors.
     """
     builder = RequestBuilder(generator, chat=chat)
-    asks = builder.first(items)
-    if not asks:
+    requests = builder.first(items)
+    if not requests:
         raise ConfigError("no prompts to record")
-    repeated = [name for name, times in Counter(ask.id for ask in asks).items() if times > 1]
+    repeated = [name for name, times in Counter(request.id for request in requests).items() if times > 1]
     if repeated:
         raise ConfigError(f"prompt id {min(repeated)!r} is there twice")
-    with recording_writer(path, _header(generator, asks, params, chat)) as writer:
-        _Recorder(generator, builder, asks, writer, params, on_progress).run()
+    with recording_writer(path, _header(generator, requests, params, chat)) as writer:
+        _Recorder(generator, builder, requests, writer, params, on_progress).run()
     return Recording.load(path)
 
 
 def _header(
-    generator: Generator, asks: Sequence[PromptRequest], params: SamplingParams, chat: bool
+    generator: Generator, requests: Sequence[PromptRequest], params: SamplingParams, chat: bool
 ) -> Mapping[str, Any]:
     if params.processors:
         raise ConfigError("processors cannot be written into a recording; record without them")
@@ -127,7 +127,7 @@ def _header(
         "params": {k: sorted(v.items()) if isinstance(v, Mapping) else v for k, v in changed.items()}
         | {"max_new_tokens": params.max_new_tokens},
         "settings": {
-            "prompts": digest(asks),
+            "prompts": digest(requests),
             "chat": chat,
             "seed": None if params.greedy else params.seed or 0,
             "dtype": generator.target.dtype or None,
@@ -144,25 +144,25 @@ class _Recorder:
         self,
         generator: Generator,
         builder: RequestBuilder,
-        asks: Sequence[PromptRequest],
+        requests: Sequence[PromptRequest],
         writer: LineWriter,
         params: SamplingParams,
         on_progress: Callable[[Progress], None],
     ) -> None:
-        self.generator, self.builder, self.asks, self.writer = generator, builder, asks, writer
+        self.generator, self.builder, self.requests, self.writer = generator, builder, requests, writer
         self.params, self.on_progress = params, on_progress
         self.done = {str(line.get("id")): line for line in writer.lines}
         self.resumed, self.tokens = len(self.done), 0
         self.probabilities = _Probabilities()
         self.session = generator.plain().session(observers=[self.probabilities])
-        self.indices = {ask.id: i for i, ask in enumerate(asks)}
+        self.indices = {request.id: i for i, request in enumerate(requests)}
         self.open: dict[int, _Open] = {}
         self.answers: dict[str, list[str]] = {}
 
     def run(self) -> None:
         """Decode what is missing."""
-        for ask in self.asks:
-            self._submit(ask)
+        for request in self.requests:
+            self._submit(request)
         self._report()
         while self.session.has_work:
             chunks = self.session.step()
@@ -178,34 +178,36 @@ class _Recorder:
             if chunks:
                 self._report()
 
-    def _submit(self, ask: PromptRequest) -> None:
+    def _submit(self, request: PromptRequest) -> None:
         """Submit a turn, or take its answer from the file where an earlier run has written it."""
-        known = self.done.get(ask.id)
+        known = self.done.get(request.id)
         if known is not None:
-            self._answered(ask, known["output"])
+            self._answered(request, known["output"])
             return
         params = self.params
         if not params.greedy:
-            params = dataclasses.replace(params, seed=derive(params.seed or 0, self.indices[ask.item.id], ask.turn))
+            params = dataclasses.replace(
+                params, seed=derive(params.seed or 0, self.indices[request.item.id], request.turn)
+            )
         try:
-            number = self.session.submit(list(ask.token_ids), params, text=False)
+            number = self.session.submit(list(request.token_ids), params, text=False)
         except ForesayError as error:
-            raise error.about(f"prompt {ask.id!r}") from None
-        self.open[number] = _Open(ask, self.session.begun(number))
+            raise error.about(f"prompt {request.id!r}") from None
+        self.open[number] = _Open(request, self.session.begun(number))
 
     def _finish(self, one: _Open, reason: FinishReason) -> None:
         made = one.record(reason)
         self.writer.append(made.as_line())
-        self.done[one.ask.id] = {}
-        self._answered(one.ask, made.output)
+        self.done[one.request.id] = {}
+        self._answered(one.request, made.output)
 
-    def _answered(self, ask: PromptRequest, output: Sequence[int]) -> None:
+    def _answered(self, request: PromptRequest, output: Sequence[int]) -> None:
         """Submit the turn that follows an answer, if there is one."""
-        if ask.turn >= len(ask.item.followups):
+        if request.turn >= len(request.item.followups):
             return
-        answers = self.answers.setdefault(ask.item.id, [])
+        answers = self.answers.setdefault(request.item.id, [])
         answers.append(Detokenizer(self.generator.tokenizer).all(output))
-        after = self.builder.following(ask, answers)
+        after = self.builder.following(request, answers)
         if after is not None:
             self._submit(after)
 

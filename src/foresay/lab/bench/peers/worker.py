@@ -25,7 +25,7 @@ ERROR_LENGTH = 400
 
 
 class RefusedError(Exception):
-    """A job that cannot be done as asked; the text is the whole error."""
+    """A job that cannot be done; the message is the whole error."""
 
 
 class WorkerEngine(Protocol):
