@@ -132,7 +132,7 @@ class Profile:
         return replace(self, drafts=drafts, draft_fills={**self.draft_fills, name: fill})
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the profile atomically, in a folder that is made where it is missing."""
+        """Write the profile atomically; a missing folder is made. Raises ConfigError where it cannot be written."""
         text = json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}, indent=1)
         with atomic_write(path, parents=True) as whole:
             whole.write_text(text + "\n", encoding="utf-8")
