@@ -64,17 +64,17 @@ def run(
             engines.append(engine)
         with loading("Preparing the prompts"):
             builder = RequestBuilder(target, chat=not data.no_template)
-            asks = {name: builder.all(items, params) for name, items in sets.items()}
+            requests = {name: builder.all(items, params) for name, items in sets.items()}
         every = [params, *(SamplingParams.of(params, temperature=t) for t in sampled or [])]
-        settings = BenchSettings(methods=named, datasets=asks, params=every, batch_sizes=sizes, repeats=repeats)
+        settings = BenchSettings(methods=named, datasets=requests, params=every, batch_sizes=sizes, repeats=repeats)
         with advancing("Running") as advance:
 
-            def tell(told: Progress) -> None:
-                last = told.last
+            def report(progress: Progress) -> None:
+                last = progress.last
                 note = f"{last.speed_up or 0:.2f}x" if isinstance(last, Run) else "failed"
-                advance(told.done, told.total, f"{last.cell}: {note}")
+                advance(progress.done, progress.total, f"{last.cell}: {note}")
 
-            results = Bench(target, settings, engines, on_run=tell).run(output)
+            results = Bench(target, settings, engines, on_run=report).run(output)
     return show(results)
 
 

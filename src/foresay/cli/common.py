@@ -1,4 +1,4 @@
-"""What the commands share: loading a model, reading prompts, what is told of an output."""
+"""What the commands share: loading a model, reading prompts, the JSON record of an output."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def load_generator(
 
 
 def model_name(given: str | None) -> str:
-    """What --model means: a settings file in this folder where nothing was given, and it says so."""
+    """The model to load: what was given, else this folder's settings file, named on stderr, else the default."""
     if given is None and not Path(FILE).is_file():
         return DEFAULT_MODEL
     name = FILE if given is None else given
@@ -119,7 +119,7 @@ def as_prompt(text: str, generator: Any, *, raw: bool) -> Any:
 
 
 def as_record(one: Generation) -> dict[str, Any]:
-    """What --json tells of one output."""
+    """The JSON object that --json prints for one output."""
     record: dict[str, Any] = {
         "text": one.text,
         "token_ids": one.token_ids,

@@ -70,7 +70,7 @@ def run(
 
 
 def _methods(named: list[str], models: ModelOptions, methods: MethodOptions) -> list[str]:
-    """The drafters to compare, each once; what is wrong with an expression is said before anything is loaded."""
+    """The drafters to compare, each once; a wrong expression raises before anything is loaded."""
     read_rule(methods.rule_name)
     if methods.length is not None:
         read_length(methods.length)

@@ -80,7 +80,7 @@ def run(
 def _one(
     generator: Generator, request: Any, params: SamplingParams, *, trace: bool, compare: bool, as_json: bool
 ) -> int:
-    """Decode one prompt, and plainly too when asked."""
+    """Decode one prompt, and plainly too with --compare."""
     if params.seed is None and not params.greedy:
         params = SamplingParams.of(params, seed=fresh_seed())
     if compare:
@@ -111,7 +111,7 @@ def _quiet(generator: Generator, request: Any, params: SamplingParams, trace: bo
 
 
 def _stream(generator: Generator, request: Any, params: SamplingParams, trace: bool) -> tuple[Generation, float]:
-    """Print what comes as it comes; Ctrl-C leaves what was printed."""
+    """Print the text as it is committed; Ctrl-C keeps what was printed."""
     out = console()
     began = perf_counter()
     whole = None
@@ -149,7 +149,7 @@ def _record(fast: Generation, seconds: float, plain: tuple[Generation, float] | 
 def _sum_up(
     generator: Generator, fast: Generation, seconds: float, plain: tuple[Generation, float] | None, trace: bool
 ) -> None:
-    """What a terminal's reader wants to know; nothing on stdout unless it was asked for."""
+    """The counts and times, on stderr; on stdout only what an option requested."""
     out = console()
     if trace:
         out.print()

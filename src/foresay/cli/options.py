@@ -43,9 +43,9 @@ class ModelOptions:
 
 @dataclass(frozen=True, slots=True)
 class MethodOptions:
-    """How much is guessed, and what is kept."""
+    """Draft length and acceptance rule."""
 
-    num_draft_tokens: Annotated[int | None, typer.Option(help="Tokens guessed per pass; 0 is plain decoding.")] = None
+    num_draft_tokens: Annotated[int | None, typer.Option(help="Draft tokens per pass; 0 is plain decoding.")] = None
     length: Annotated[
         str | None,
         typer.Option(help="Length policy: a number, heuristic, confidence(0.4), entropy, throughput."),
@@ -65,7 +65,7 @@ class MethodOptions:
 
 @dataclass(frozen=True, slots=True)
 class SamplingOptions:
-    """What a request asks for."""
+    """Sampling parameters of a request."""
 
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", help="Tokens to write at most.")] = 256
     min_new_tokens: Annotated[int, typer.Option(help="Tokens to write at least.")] = 0
@@ -92,7 +92,7 @@ class SamplingOptions:
 
 
 def idle(params: SamplingParams) -> dict[str, bool]:
-    """What has no effect on a greedy output, and whether it was asked for."""
+    """Parameters without effect on greedy output -> whether they were set."""
     return {
         "seed": params.seed is not None,
         "top-k": params.top_k > 0,

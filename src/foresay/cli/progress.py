@@ -40,7 +40,7 @@ def progress_bar(*columns: ProgressColumn, total: float | None = None, **fields:
 
 
 class Advance(Protocol):
-    """Tells a bar how far it is."""
+    """Updates a progress bar."""
 
     def __call__(self, done: float, total: float, note: str = "") -> None:
         """Show it."""

@@ -1,4 +1,4 @@
-"""`foresay record`: what a target writes to many prompts, into one file."""
+"""`foresay record`: a target's outputs to many prompts, into one file."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def run(
     resumed = 0
     with advancing("Recording") as advance:
 
-        def tell(progress: Progress) -> None:
+        def report(progress: Progress) -> None:
             nonlocal resumed
             resumed = progress.resumed
             advance(progress.done, progress.total, f"{progress.tokens} tokens")
 
-        made = record(generator, items, output, params, chat=not data.no_template, on_progress=tell)
+        made = record(generator, items, output, params, chat=not data.no_template, on_progress=report)
     before = f", {resumed} of them from an earlier run" if resumed else ""
     sys.stdout.write(f"{output}: {len(made.records)} outputs, {made.num_tokens} tokens{before}\n")
     return 0

@@ -32,7 +32,7 @@ def table(
     the table; the `short` headings; a narrower gap; a folded first column; a line per figure, where first cells tell the
     rows apart.
 
-    drop: headings of columns that are left out where they say the same on every line.
+    drop: headings of columns that are left out where they hold the same on every line.
     """
     kept = [i for i, name in enumerate(headings) if name not in drop or len({row[i] for row in rows}) > 1]
     rows = [[row[i] for i in kept] for row in rows]
@@ -111,7 +111,7 @@ def sum_up(stats: Stats, seconds: float, seed: int | None, *, exact: bool) -> st
 
 
 def first_difference(plain: Any, fast: Any, tokenizer: Any) -> str | None:
-    """Where two outputs part, in words; None when they are the same."""
+    """The first difference of two outputs, in words; None when they are equal."""
     a, b = plain.token_ids, fast.token_ids
     if a == b:
         return None

@@ -79,7 +79,7 @@ def _recorded(target: Generator, path: Path | None, items: Any, tokens: int, dat
             Path(folder) / "recording.jsonl",
             SamplingParams(max_new_tokens=tokens),
             chat=not data.no_template,
-            on_progress=lambda told: advance(told.done, told.total, f"{told.tokens} tokens"),
+            on_progress=lambda progress: advance(progress.done, progress.total, f"{progress.tokens} tokens"),
         )
 
 
@@ -124,9 +124,9 @@ def _seen_from(output: Path, name: str) -> str:
 
 def _write(tuning: Tuning, batch_size: int, target: Generator, output: Path, prompts: str) -> int:
     best = tuning.best
-    came = provenance()
-    measured: dict[str, Any] = {"prompts": prompts, "processor": came["machine"]["processor"], "time": came["time"]}
-    measured |= {"threads": came["machine"]["threads"], "foresay": came["versions"].get("foresay", "")}
+    origin = provenance()
+    measured: dict[str, Any] = {"prompts": prompts, "processor": origin["machine"]["processor"], "time": origin["time"]}
+    measured |= {"threads": origin["machine"]["threads"], "foresay": origin["versions"].get("foresay", "")}
     dtype = target.target.dtype or None
     chosen: dict[str, Any] = {
         "target": _seen_from(output, target.target.name),

@@ -1,1 +1,1 @@
-"""What scores tokens: transformers models, tables, and where they come from."""
+"""LanguageModels: transformers models, tables and recordings, and how models are found and loaded."""

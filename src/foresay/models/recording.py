@@ -1,7 +1,7 @@
-"""Recorded outputs of a target as a model: it knows which token comes next, and no scores.
+"""Recorded outputs of a target as a LanguageModel: it gives the next token, and no logits.
 
-Every row of an engine over it is one recorded text, by the order of submission. A pass answers with the recorded token
-after each place; after a guess that differs from the recording the answer means nothing, and no exact rule reads it.
+Request i of an engine over it is recorded text i. A pass returns the recorded token after each position; after a draft token
+that differs from the recording its value is meaningless, and no exact rule reads it. Knows no file format.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from foresay.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class RecordedText:
-    """One request's tokens: its prompt (for an encoder-decoder what its decoder starts from), and what was written."""
+    """One request's token ids: prompt (for an encoder-decoder its decoder start tokens), output, and encoder source if any."""
 
     prompt: Sequence[int]
     output: Sequence[int]
@@ -28,7 +28,7 @@ class RecordedText:
 
 
 class RecordingCache:
-    """Lengths alone: a recording has nothing to compute. `texts`: which text each row is."""
+    """A cache of lengths alone: a recording computes nothing. `texts`: the index of each row's text, [rows] int64."""
 
     def __init__(self) -> None:
         self.lengths: list[int] = []
@@ -40,11 +40,11 @@ class RecordingCache:
             self.lengths[i] = min(self.lengths[i], length)
 
     def keep(self, starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
-        """Rewind: a recording holds no columns."""
+        """Rewind to the end of each path: a recording holds no columns to move."""
         self.truncate([start + len(path) for start, path in zip(starts, paths, strict=True)])
 
     def rearrange(self, moves: Sequence[Move], count: int) -> None:
-        """Carry out the moves, drop rows from `count` on."""
+        """Carry out the moves, then drop the rows from `count` on."""
         for source, target in moves:
             self.lengths[target], self.texts[target] = self.lengths[source], self.texts[source]
         del self.lengths[count:]
@@ -52,7 +52,10 @@ class RecordingCache:
 
 
 class RecordingModel(LanguageModel):
-    """A LanguageModel that says what was recorded. Request i of an engine must be texts[i]."""
+    """A LanguageModel that returns recorded tokens. Request i of an engine must be texts[i].
+
+    Raises ConfigError without texts.
+    """
 
     device = torch.device("cpu")
 
@@ -69,7 +72,7 @@ class RecordingModel(LanguageModel):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Trees and, of an encoder-decoder, sources; no scores."""
+        """Trees and, for an encoder-decoder's recording, encoder sources; no logits."""
         return self._capabilities
 
     def new_cache(self) -> RecordingCache:
@@ -77,7 +80,10 @@ class RecordingModel(LanguageModel):
         return RecordingCache()
 
     def admit(self, rows: Rows, first: int, cache: KVCache) -> None:
-        """New rows. Filling them computes nothing, but takes its turns as it does live, so that batches are the same."""
+        """Add rows. Prefill computes nothing, but takes as many passes as live, so that batches are the same.
+
+        Raises ConfigError for a request that is not the recording's.
+        """
         assert isinstance(cache, RecordingCache) and len(cache.lengths) == first
         new = [rows[i] for i in range(first, len(rows))]
         for row in new:
@@ -87,14 +93,14 @@ class RecordingModel(LanguageModel):
         cache.texts = np.append(cache.texts, [row.request_id for row in new])
 
     def forward(self, feed: Feed, cache: KVCache) -> ModelOutput:
-        """One pass, which gives token_ids [B, T]; see LanguageModel.forward."""
+        """One pass, which gives token_ids [B, T]; see LanguageModel.forward. Raises ConfigError for hidden layers."""
         assert isinstance(cache, RecordingCache)
         if feed.hidden_layers:
             raise ConfigError("a recording has no hidden states, and this drafter asks for some")
         batch, columns = feed.token_ids.shape
-        places = slice(feed.first_row, feed.first_row + batch)
+        rows = slice(feed.first_row, feed.first_row + batch)
         depths = np.arange(columns)[None] if feed.parents is None else depths_of(feed.parents).cpu().numpy()
-        after = np.asarray(cache.lengths[places])[:, None] + 1 + depths
+        after = np.asarray(cache.lengths[rows])[:, None] + 1 + depths
         for i, count in enumerate(feed.num_tokens):
             cache.lengths[feed.first_row + i] += count
         if feed.logits is Logits.NONE:
@@ -102,4 +108,4 @@ class RecordingModel(LanguageModel):
         if feed.logits is Logits.LAST:
             after = np.take_along_axis(after, feed.last_columns().cpu().numpy()[:, None], 1)
         known = np.minimum(after, self._tokens.shape[1] - 1)
-        return ModelOutput(None, token_ids=torch.from_numpy(self._tokens[cache.texts[places][:, None], known]))
+        return ModelOutput(None, token_ids=torch.from_numpy(self._tokens[cache.texts[rows][:, None], known]))

@@ -1,4 +1,4 @@
-"""A Markov table as a language model: its law is known, so everything built on it can be checked by enumeration.
+"""A Markov table as a LanguageModel: its law is known, so everything built on it can be checked by enumeration.
 
 Public: use it to test a drafter, a rule or a processor of your own without weights.
 """
@@ -15,14 +15,14 @@ from foresay.errors import ConfigError
 
 
 class TableCache:
-    """The tokens a table has seen, by absolute place; garbage behind a row's length, as in a real cache."""
+    """Each row's tokens by absolute position; after a row's length there is garbage, as in a real cache."""
 
     def __init__(self) -> None:
         self.lengths: list[int] = []
         self.tokens: list[list[int]] = []
 
     def truncate(self, lengths: Sequence[int]) -> None:
-        """Rewind; the tokens behind stay and must never matter."""
+        """Rewind; the tokens after the new length stay and must never matter."""
         for i, length in enumerate(lengths):
             self.lengths[i] = min(self.lengths[i], length)
 
@@ -34,11 +34,11 @@ class TableCache:
             self.lengths[i] = start + len(path)
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
-        """Row `target` begins with the first `length` tokens of row `source`."""
+        """Copy the first `length` tokens of row `source` to row `target`, whose length becomes `length`."""
         self.lengths[target], self.tokens[target] = length, self.tokens[source][:length]
 
     def rearrange(self, moves: Sequence[Move], count: int) -> None:
-        """Carry out the moves, drop rows from `count` on."""
+        """Carry out the moves, then drop the rows from `count` on."""
         for source, target in moves:
             self.lengths[target], self.tokens[target] = self.lengths[source], list(self.tokens[source])
         del self.lengths[count:], self.tokens[count:]
@@ -47,7 +47,8 @@ class TableCache:
 class TableModel(LanguageModel):
     """p(next | last two tokens) read from a table.
 
-    table: [V, V, V] float, table[a, b] the law after ... a b; a row of one token counts as preceded by token 0.
+    table: [V, V, V] float, table[a, b] the law after ... a b; a row of one token counts as preceded by token 0. Raises
+    ConfigError for another shape, and for weights that are negative, not finite, or all zero in a law.
     """
 
     capabilities = Capabilities(trees=True)
@@ -80,26 +81,26 @@ class TableModel(LanguageModel):
         return TableCache()
 
     def admit(self, rows: Rows, first: int, cache: KVCache) -> None:
-        """Give rows from place `first` on empty cache rows."""
+        """Add an empty cache row for each row from index `first` on."""
         assert isinstance(cache, TableCache) and len(cache.lengths) == first
         for _ in range(len(rows) - first):
             cache.lengths.append(0)
             cache.tokens.append([])
 
     def forward(self, feed: Feed, cache: KVCache) -> ModelOutput:
-        """One pass; see LanguageModel.forward."""
+        """One pass, logits [B, T, V]; see LanguageModel.forward."""
         assert isinstance(cache, TableCache)
         batch, columns = feed.token_ids.shape
         out = torch.empty(batch, columns, self.vocab_size, dtype=torch.float32)
         parents = None if feed.parents is None else feed.parents.tolist()
         for i, fed in enumerate(feed.token_ids.tolist()):
-            place = feed.first_row + i
-            seen = cache.tokens[place][: cache.lengths[place]]
+            row = feed.first_row + i
+            seen = cache.tokens[row][: cache.lengths[row]]
             last = seen[-1] if seen else 0
             above = range(-1, columns - 1) if parents is None else parents[i]
             out[i] = self._logits[[fed[column] if column >= 0 else last for column in above], fed]
-            cache.tokens[place] = seen + fed
-            cache.lengths[place] += feed.num_tokens[i]
+            cache.tokens[row] = seen + fed
+            cache.lengths[row] += feed.num_tokens[i]
         if feed.logits is Logits.NONE:
             return ModelOutput(None)
         return ModelOutput(

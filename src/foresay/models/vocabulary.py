@@ -1,7 +1,8 @@
-"""A draft model over the target's vocabulary: foreign ids are read as some known one, missing ids score nothing.
+"""A draft model with its logits cut or padded to the target's vocabulary.
 
 Embeddings are padded to different sizes even where tokenizers agree, so a draft's logits may be wider or narrower than the
-target's. Both ways its laws stay laws over the target's ids, from which its tokens are really drawn.
+target's. Cut or padded with -inf, its laws are laws over the target's ids, and its tokens are drawn from those. A fed id that
+the draft lacks is read as its last one. Does not compare tokenizers (text/tokenizer.py does).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class VocabularyAdapter(LanguageModel):
         self.inner, self.vocab_size = model, vocab_size
         self.max_length, self.device = model.max_length, model.device
         self.row_passes = 0
-        """Passes that scored something, of one row each; prompts are not counted, and a row that is fed nothing rides along."""
+        """Rows scored over all passes; prefill, and rows that are fed no token, are not counted."""
 
     @property
     def capabilities(self) -> Capabilities:
@@ -34,11 +35,11 @@ class VocabularyAdapter(LanguageModel):
         return self.inner.new_cache()
 
     def admit(self, rows: Rows, first: int, cache: KVCache) -> None:
-        """Give rows from place `first` on empty cache rows."""
+        """Add an empty cache row for each row from index `first` on."""
         self.inner.admit(rows, first, cache)
 
     def forward(self, feed: Feed, cache: KVCache) -> ModelOutput:
-        """One pass; see LanguageModel.forward."""
+        """One pass, logits [B, T, V]; see LanguageModel.forward."""
         if feed.logits is not Logits.NONE:
             self.row_passes += sum(count > 0 for count in feed.num_tokens)
         known = feed.token_ids.clamp(max=self.inner.vocab_size - 1)

@@ -1,1 +1,1 @@
-"""Files that outlive a run: recordings, profiles, results, and where they came from."""
+"""Files that outlive a run: recordings, profiles, results, and their provenance."""

@@ -1,6 +1,6 @@
-"""Outputs out of other projects' logs: token ids alone, without anything on how they were made.
+"""Importers of outputs from other projects' logs: token ids alone, without anything on how they were generated.
 
-Owns the two older formats. Knows nothing of recordings.
+Owns the two foreign formats. Knows nothing of our own recordings.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ _TENSOR = re.compile(r"tensor\(\[\[(.*?)\]\]", re.DOTALL)
 
 
 def read_tensor_log(name: str, prompts: Sequence[Sequence[int]] | None) -> list[RecordedText]:
-    """The log of "Decoding Speculative Decoding" (Yan et al. 2024): printed tensors [1, L] of outputs, in prompt order."""
+    """The log of "Decoding Speculative Decoding" (Yan et al. 2024): printed tensors [1, L] of outputs, in prompt order.
+
+    prompts: token ids, in the same order. Raises ConfigError without them, and for a log that cannot be read as such.
+    """
     if prompts is None:
         raise ConfigError(f"{name!r} is a log of tensors, which holds outputs alone; give the prompts it was made from")
     text = Path(name).read_text(encoding="utf-8", errors="replace")
@@ -34,7 +37,7 @@ def read_tensor_log(name: str, prompts: Sequence[Sequence[int]] | None) -> list[
 
 
 def _printed(text: str, place: str) -> tuple[int, ...]:
-    """The numbers of one printed tensor."""
+    """The token ids of one printed tensor. place: file and line, for errors."""
     if "..." in text:
         raise ConfigError(f"{place}: the tensor was printed shortened ('...'); its tokens are lost")
     try:
@@ -49,8 +52,8 @@ def _printed(text: str, place: str) -> tuple[int, ...]:
 def read_cs_drafting_cache(name: str) -> list[RecordedText]:
     """CS-Drafting's cache (Chen et al. 2023): prompt ids joined by "_" -> ids joined by "_".
 
-    A decoder-only target's ids begin with the prompt; an encoder-decoder's begin with what its decoder starts from, one
-    token, and the key is its source.
+    A decoder-only target's ids begin with the prompt; an encoder-decoder's begin with its decoder start token, and the key is
+    its encoder source. Raises ConfigError for a file that is not such a JSON object.
     """
     try:
         with open(name, encoding="utf-8") as file:

@@ -1,7 +1,7 @@
 """Files of JSON lines that are written while something runs, and may be cut short.
 
 Owns what a header is, that a line is there whole or not at all, and that one process writes at a time. Knows nothing of
-what the lines mean.
+what the lines hold.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ Line = dict[str, Any]
 
 
 class LineWriter:
-    """Appends JSON lines behind a header; an existing file goes on where it ended."""
+    """Appends JSON lines after a header line; an existing file is resumed where it ended."""
 
     def __init__(self, path: str | os.PathLike[str], kind: str, version: int, header: Mapping[str, Any]) -> None:
         """Open or create the file.
 
-        kind, version: what the file is. header: what else its first line says; a file that exists must say the same, except
-        for `provenance`. Raises ConfigError for another header, and while another process writes.
+        kind, version: the file's format. header: the other fields of its first line; an existing file must have the same ones,
+        `provenance` aside. Raises ConfigError for another header, a file of another kind or one that cannot be written, and while
+        another process writes it.
         """
         self.path, self.kind = Path(path), kind
         # as it will be read back: tuples are lists there, and keys texts
         self.header: Line = json.loads(json.dumps({"format": kind, "version": version, **header}))
         self.lines: list[Line] = []
-        """What the file held when it was opened, the header left out."""
+        """The lines that the file held when it was opened, without the header."""
         try:
             self._file: BinaryIO = open(self.path, "a+b")  # noqa: SIM115
         except OSError as error:
@@ -90,7 +91,7 @@ class LineWriter:
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Let the file go."""
+        """Close the file and release its lock."""
         self._file.close()
 
     def __enter__(self) -> LineWriter:
@@ -101,9 +102,10 @@ class LineWriter:
 
 
 def read_lines(path: str | os.PathLike[str], kind: str, version: int) -> tuple[Line, Iterator[tuple[int, Line]]]:
-    """The header, and the (line number, line) pairs behind it.
+    """The header, and (line number, line) of each line after it, parsed lazily.
 
-    A last line without its end, as a killed run leaves it, is left out. Raises ConfigError for a file of another kind.
+    A last line without its end, as a killed run leaves it, is left out. Raises ConfigError for a file that cannot be read or is
+    of another kind or version, and, while iterating, for a line that is no JSON object.
     """
     try:
         data = Path(path).read_bytes()

@@ -1,6 +1,6 @@
 """Profiles: how long passes of a model take on a machine, by batch, columns and context.
 
-Owns the file, and what times are read off it between those that were measured. Measures nothing.
+Owns the file, and how times between the measured ones are interpolated. Measures nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FORMAT, VERSION = "foresay-profile", 1
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds of one step of the engine with plain or drafted columns, drafting not counted."""
+    """Seconds of one step of the engine at a batch size, number of columns and context, without drafting."""
 
     batch: int
     columns: int
@@ -43,7 +43,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """What no pass can be faster than: the bytes it must read over the memory's bandwidth."""
+    """The lower bound of a pass's time (roofline): the bytes it must read over the memory bandwidth."""
 
     weight_bytes: int
     kv_bytes: int
@@ -52,13 +52,13 @@ class Floor:
     """Measured: reading a block far larger than the caches."""
 
     def seconds(self, batch: int, context: float) -> float:
-        """One pass over a batch."""
+        """The bound for one pass. context: tokens of a row."""
         return (self.weight_bytes + batch * context * self.kv_bytes) / self.bytes_per_s
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """A model on a machine."""
+    """The times of one model on one machine."""
 
     model: str
     dtype: str
@@ -75,7 +75,8 @@ class Profile:
     def clock(self) -> Callable[[int, int, float], float]:
         """(batch, columns, context) -> seconds of a step without its drafting.
 
-        Straight lines between what was measured, over columns, then batch; context adds its measured slope.
+        Piecewise linear between the measured points, over columns, then batch; context adds its measured slope. Raises
+        ConfigError for a profile without timings.
         """
         if not self.timings:
             raise ConfigError("the profile holds no timings; make one with foresay profile")
@@ -87,12 +88,12 @@ class Profile:
         slopes = self._slopes(base, known)
 
         @lru_cache(maxsize=4096)
-        def flat(batch: int, columns: int) -> tuple[float, float]:
+        def at_base_and_slope(batch: int, columns: int) -> tuple[float, float]:
             at_base = line([(size, line(points, columns)) for size, points in curves], batch)
             return at_base, line([(size, line(points, columns)) for size, points in slopes], batch)
 
         def seconds(batch: int, columns: int, context: float) -> float:
-            at_base, slope = flat(batch, columns)
+            at_base, slope = at_base_and_slope(batch, columns)
             return max(at_base + slope * (context - base), 0.1 * at_base)
 
         return seconds
@@ -111,13 +112,13 @@ class Profile:
         return sorted(means.items()) or [(1, [(1, 0.0)])]
 
     def fill_seconds(self, tokens: int) -> float:
-        """Filling a prompt of this many tokens, in chunks."""
+        """Seconds of the prefill of a prompt of this many tokens, in chunks."""
         whole, rest = divmod(max(0, tokens), FILL_CHUNK)
         known = sorted(self.fills)
         return whole * line(known, FILL_CHUNK) + (line(known, rest) if rest else 0.0)
 
     def draft_seconds(self, drafter: str, batch: int, count: int) -> float:
-        """Drafting `count` tokens for a batch with a profiled drafter."""
+        """Seconds of drafting `count` tokens for a batch. drafter: a key of `drafts`; KeyError for another one."""
         if count == 0:
             return 0.0
         points = self.drafts[drafter]
@@ -126,19 +127,19 @@ class Profile:
         return line(at, batch)
 
     def with_drafts(self, name: str, points: Iterable[tuple[int, int, float]], fill: float) -> Profile:
-        """With the times of one more drafter."""
+        """A copy with one more drafter's times. points: (batch, tokens drafted, seconds). fill: seconds per prompt token."""
         drafts = {**self.drafts, name: tuple(points)}
         return replace(self, drafts=drafts, draft_fills={**self.draft_fills, name: fill})
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it, whole or not at all, in a folder that is made where it is missing."""
+        """Write the profile atomically; a missing folder is made. Raises ConfigError where it cannot be written."""
         text = json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}, indent=1)
         with atomic_write(path, parents=True) as whole:
             whole.write_text(text + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Profile:
-        """Read a profile. Raises ConfigError for another file."""
+        """Read a profile. Raises ConfigError for a file that cannot be read or is no profile of this version."""
         name = os.fspath(path)
         try:
             values = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -158,11 +159,14 @@ class Profile:
 
 
 def line(points: Sequence[tuple[int, float]], x: float) -> float:
-    """The value at x of straight lines through points in order of x; beyond the ends the last line goes on, never down."""
+    """Piecewise linear interpolation at x. points: (x, y) sorted by x.
+
+    Extrapolated along the end segments, but never below the last y to the right, nor below half the lesser y to the left.
+    """
     if len(points) <= 1:
         return points[0][1] if points else 0.0
-    place = min(max(bisect_left([p[0] for p in points], x), 1), len(points) - 1)
-    (x0, y0), (x1, y1) = points[place - 1], points[place]
+    right = min(max(bisect_left([p[0] for p in points], x), 1), len(points) - 1)
+    (x0, y0), (x1, y1) = points[right - 1], points[right]
     value = y0 + (y1 - y0) * (x - x0) / (x1 - x0)
     return max(value, y1) if x > x1 else max(value, min(y0, y1) / 2) if x < x0 else value
 
@@ -170,9 +174,9 @@ def line(points: Sequence[tuple[int, float]], x: float) -> float:
 def profile_path(model: str, dtype: str, machine: Mapping[str, Any]) -> Path:
     """Where a profile is kept: by model, dtype and machine, threads included."""
     where = str(Path(model).resolve()) if Path(model).exists() else model
-    said = json.dumps([where, dtype, machine], sort_keys=True)
+    key = json.dumps([where, dtype, machine], sort_keys=True)
     name = "".join(c if c.isalnum() or c in "-._" else "-" for c in Path(model).name)[:40]
-    return cache_dir() / "profiles" / f"{name}-{hashlib.sha256(said.encode()).hexdigest()[:12]}.json"
+    return cache_dir() / "profiles" / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:12]}.json"
 
 
 def kv_bytes(config: Any, element_size: int) -> int:

@@ -1,4 +1,7 @@
-"""Where a file came from: versions, machine, commit, arguments, time."""
+"""The provenance of a file: versions, machine, commit, arguments, time.
+
+Owns what is looked up and how. Knows no file, and none of its results.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ PACKAGES = ("foresay", "torch", "transformers", "numpy")
 
 
 def machine() -> dict[str, Any]:
-    """What the numbers depend on: processor or GPU, cores that may be used, threads, memory in bytes."""
+    """The machine that times depend on: processor or GPU, cores that may be used, threads, memory in bytes."""
     out: dict[str, Any] = {
         "system": f"{platform.system()} {platform.machine()}",
         "processor": _processor(),
@@ -58,7 +61,7 @@ def _processor() -> str:
 
 
 def _commit() -> str | None:
-    """The commit of the source tree that foresay runs from; None where it is installed without one, "+" where it differs."""
+    """The commit of the source tree that foresay runs from, "+" added for uncommitted changes; None outside a checkout."""
     folder = Path(__file__).parents[3]
     if not (folder / ".git").exists():
         return None

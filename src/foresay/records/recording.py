@@ -1,6 +1,6 @@
-"""Recordings: what a target wrote to each prompt, in one file of JSON lines (docs/lab.md describes it).
+"""Recordings: a target's output to each prompt, in one file of JSON lines (docs/lab.md describes it).
 
-Owns the format and what a recording must say of itself. Runs no model; other projects' logs are read in importers.py.
+Owns the format and the fields of its header. Runs no model; other projects' logs are read in importers.py.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ FORMAT, VERSION = "foresay-recording", 1
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What was written to one prompt."""
+    """The output to one prompt."""
 
     id: str
     prompt: tuple[int, ...]
-    """What the output continues: of an encoder-decoder what its decoder starts from."""
+    """The token ids that the output continues; of an encoder-decoder its decoder start tokens."""
     output: tuple[int, ...]
     finish_reason: str = "length"
     category: str = ""
     source: tuple[int, ...] | None = None
-    """What an encoder-decoder's encoder read."""
+    """The encoder source of an encoder-decoder."""
     seed: int | None = None
     token_probs: tuple[float, ...] | None = None
     """The probability of each token under the law it was drawn from; of sampled outputs."""
     logprobs: tuple[float, ...] | None = None
     """Log-probabilities of the tokens under the raw logits."""
     top: tuple[tuple[tuple[int, float], ...], ...] | None = None
-    """The likeliest tokens at each place with theirs."""
+    """(token, log-probability) of the likeliest tokens at each position of the output."""
 
     def as_line(self) -> Line:
-        """For the file; what is not there is left out."""
+        """The line for the file; fields that are None or empty are left out."""
         values = {name: getattr(self, name) for name in self.__slots__}
         return {name: value for name, value in values.items() if value is not None and value != ""}
 
@@ -53,7 +53,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """A target's outputs, and what is known of how they were made."""
+    """A target's outputs, and how they were generated as far as known. Raises ConfigError without any output."""
 
     records: tuple[Record, ...]
     vocab_size: int
@@ -64,6 +64,7 @@ class Recording:
     params: Mapping[str, Any] = field(default_factory=dict)
     """Fields of SamplingParams that were not at their defaults."""
     settings: Mapping[str, Any] = field(default_factory=dict)
+    """Digest of the prompts, chat template, seed, dtype and context length; for an imported log its kind."""
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -72,19 +73,20 @@ class Recording:
 
     @property
     def greedy(self) -> bool:
-        """Whether each token was the likeliest one, so that a replay is exact."""
+        """Whether the outputs were decoded at temperature 0, so that a replay is exact."""
         return not self.params.get("temperature", 0.0)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens written."""
+        """Number of output tokens."""
         return sum(len(record.output) for record in self.records)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, prompts: Sequence[Sequence[int]] | None = None) -> Recording:
         """Read a recording of ours, a log of `tensor([[...]])` lines, or CS-Drafting's cache (a JSON object).
 
-        prompts: token ids, in order, for a log of tensors, which holds outputs alone.
+        prompts: token ids, in order, for a log of tensors, which holds outputs alone. Raises ConfigError, with the line, for a
+        file that cannot be read, is none of the three or holds no outputs, and for prompts that are missing or not needed.
         """
         name = os.fspath(path)
         try:
@@ -107,12 +109,20 @@ class Recording:
 
 
 def recording_writer(path: str | os.PathLike[str], header: Mapping[str, Any]) -> LineWriter:
-    """A recording to append to. header: what `foresay record` says of model, parameters and prompts."""
+    """A recording to append to.
+
+    header: model, vocab_size, eos, tokenizer, params, settings and provenance. Raises ConfigError as LineWriter does: for a file
+    that was begun with another header, and while another process writes it.
+    """
     return LineWriter(path, FORMAT, VERSION, header)
 
 
 def read_record(line: Mapping[str, Any], vocab_size: int) -> Record:
-    """One line of a file. Raises ConfigError for what is missing or no token of the vocabulary."""
+    """The Record of one line of a file.
+
+    Raises ConfigError for unknown or missing fields and for ids outside the vocabulary, ValueError or TypeError for fields of
+    another type.
+    """
     values = dict(line)
     unknown = set(values) - set(Record.__slots__)
     if unknown or "id" not in values:
@@ -168,7 +178,7 @@ def _read_ours(name: str) -> Recording:
 
 
 def _imported(name: str, texts: Sequence[RecordedText], read_from: str) -> Recording:
-    """What another project's log holds; its vocabulary is as large as its tokens say."""
+    """A Recording from another project's log; its vocab_size is the highest token id plus one."""
     records = []
     for number, text in enumerate(texts, 1):
         source = None if text.source is None else tuple(text.source)

@@ -1,5 +1,7 @@
 """Results of benchmarks: one file of JSON lines, readable while it grows.
 
+Owns the format and its fields. Runs nothing, and pools or compares nothing (lab/report does).
+
 {"format": "foresay-results", "version": 1, "settings": {...}, "provenance": {...}}
 {"kind": "run", "cell": {...}, "repeat": 0, "seconds": ..., "plain_seconds": ..., "prompts": [...], "stats": {...}, ...}
 {"kind": "failed", "cell": {...}, "repeat": 0, "error": "one line"}
@@ -25,7 +27,7 @@ FORMAT, VERSION = "foresay-results", 1
 
 @dataclass(frozen=True, slots=True, order=True)
 class Cell:
-    """What was run: one method on one data set in one setting."""
+    """What a run measures: one method on one data set at one batch size and sampling."""
 
     method: str
     dataset: str
@@ -38,7 +40,10 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class PromptResult:
-    """One prompt's record, by the names of SpecDec++ (Huang et al. 2024), and ours. Times are its share of its steps, s."""
+    """One prompt's counts and times, under the names of SpecDec++ (Huang et al. 2024) and our own.
+
+    Times are seconds, the prompt's share of the batched steps it took part in.
+    """
 
     id: str
     category: str
@@ -46,21 +51,21 @@ class PromptResult:
     target_time: float
     draft_time: float
     num_mismatched_tokens: int
-    """Drafted and not used."""
+    """Draft tokens that were not accepted, untested ones included."""
     num_LM_call: int  # noqa: N815 - the published name
-    """Passes of the target."""
+    """Target passes."""
     generated_length: int
     generated_length_target: int
-    """Of these, tokens that the target wrote: residuals and bonuses."""
+    """Output tokens drawn from the target: residuals and bonuses."""
     generated_length_draft: int
-    """... and accepted draft tokens."""
+    """Output tokens that are accepted draft tokens."""
     num_drafted: int
     num_tested: int
     finish_reason: str
 
     @classmethod
     def of(cls, id: str, category: str, steps: Iterable[Step]) -> PromptResult:
-        """Read off one request's Steps."""
+        """From one request's Steps."""
         steps = list(steps)
         stats = Stats.of(steps)
         return cls(
@@ -81,7 +86,7 @@ class PromptResult:
 
     @property
     def stats(self) -> Stats:
-        """Its totals; what a Step did alone is not recorded."""
+        """The totals as Stats, without counts per position or per step, which are not recorded."""
         return Stats(
             num_passes=self.num_LM_call,
             num_tokens=self.generated_length,
@@ -101,31 +106,31 @@ class Run:
     cell: Cell
     repeat: int
     seconds: float
-    """Wall-clock of all prompts, prompt processing included."""
+    """Wall-clock of all prompts, prefill included."""
     tokens: int
     plain_seconds: float | None = None
-    """Of plain decoding next to it in time, over the same prompts and lengths; None where there was none."""
+    """Time of plain decoding for as many tokens, from the runs next to this one in time; None where there was none."""
     identical: bool | None = None
-    """Whether every output was that of plain decoding; None where they need not be (sampling) or were not compared."""
+    """Whether every output equals plain decoding's; None where it need not (sampling) or was not compared."""
     exact: bool = True
-    """Whether the method promises the target's law."""
+    """Whether the rule preserves the target's law."""
     stats: Mapping[str, Any] = field(default_factory=dict)
-    """Stats.as_dict() over all prompts; empty for another engine, which tells none."""
+    """Stats.as_dict() over all prompts; empty for another engine, which reports none."""
     prompts: tuple[PromptResult, ...] = ()
     note: str = ""
 
     @property
     def tokens_per_s(self) -> float:
-        """Throughput."""
+        """Output tokens per second."""
         return self.tokens / self.seconds
 
     @property
     def speed_up(self) -> float | None:
-        """Over plain decoding next to it in time."""
+        """Speed relative to plain decoding next to it in time; None where there was none."""
         return None if self.plain_seconds is None else self.plain_seconds / self.seconds
 
     def as_line(self) -> Line:
-        """For the file."""
+        """The line for the file."""
         return {"kind": "run", **asdict(self)}
 
 
@@ -140,7 +145,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What a replay and a profile expect of a cell."""
+    """The throughput of a cell predicted from a replay and a profile."""
 
     cell: Cell
     tokens_per_s: float
@@ -149,7 +154,7 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """One output, piece by piece, with who wrote each: "draft", "residual" or "bonus"."""
+    """One output as (text, origin) pieces; origin is "draft", "residual" or "bonus"."""
 
     cell: Cell
     id: str
@@ -176,7 +181,10 @@ class Results:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Results:
-        """Read a results file, also one that is still being written."""
+        """Read a results file, also one that is still being written.
+
+        Raises ConfigError for a file that cannot be read, is no results file, or has a line that is not a result.
+        """
         header, lines = read_lines(path, FORMAT, VERSION)
         results = cls(dict(header.get("settings", {})), dict(header.get("provenance", {})))
         for number, line in lines:
@@ -187,7 +195,10 @@ class Results:
         return results
 
     def add(self, line: Line) -> None:
-        """Take in one line of a file; a run makes up for an earlier failure of its cell and repeat."""
+        """Add one line of a file; a run replaces an earlier failure of its cell and repeat.
+
+        Raises KeyError, TypeError or ValueError for a line that is not a result.
+        """
         line = dict(line)
         kind, cell = line.pop("kind"), Cell(**line.pop("cell"))
         if kind == "run":
@@ -206,13 +217,18 @@ class Results:
             raise ValueError(f"kind={kind!r}")
 
 
-def results_writer(path: str | os.PathLike[str], settings: Mapping[str, Any], came: Mapping[str, Any]) -> LineWriter:
-    """A results file to append to; one that exists goes on when its settings are the same."""
-    return LineWriter(path, FORMAT, VERSION, {"settings": dict(settings), "provenance": dict(came)})
+def results_writer(
+    path: str | os.PathLike[str], settings: Mapping[str, Any], provenance: Mapping[str, Any]
+) -> LineWriter:
+    """A results file to append to; an existing one is resumed when its settings are the same.
+
+    Raises ConfigError as LineWriter does: for other settings, and while another process writes the file.
+    """
+    return LineWriter(path, FORMAT, VERSION, {"settings": dict(settings), "provenance": dict(provenance)})
 
 
 def median_and_spread(values: Iterable[float]) -> tuple[float, float, float]:
-    """(median, least, greatest)."""
+    """(median, least, greatest) of at least one value."""
     known = sorted(values)
     return statistics.median(known), known[0], known[-1]
 

@@ -1,4 +1,7 @@
-"""Between two tokenizers: one's tokens of a text that is known in the other's."""
+"""Between a draft's tokenizer and the target's: the tokens of a text in one vocabulary, given those in the other.
+
+Owns which tokens both share, where a text may be cut, and the text of special tokens. Knows no model and no law.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,9 @@ import torch
 
 _INCOMPLETE = "\ufffd"
 _SETTLE = 96
-"""Tokens behind which the beginning of the tail is settled, so that a long text is not read again and again."""
+"""Committed tokens in the tail after which its beginning is settled, so that a long text is not tokenized anew each time."""
 _KEEP = 32
-"""Tokens of the tail that may still be read differently when more text follows."""
+"""Tokens of the tail that may still be tokenized differently when more text follows."""
 
 
 class TokenizerPair:
@@ -29,7 +32,7 @@ class TokenizerPair:
         self._known = ours
 
     def opening(self) -> list[int]:
-        """What the draft's tokenizer puts before every text."""
+        """The token ids that the draft's tokenizer puts before every text: [bos] or []."""
         bos = self.draft.bos_token_id
         return [bos] if bos is not None and self.draft("a").input_ids[:1] == [bos] else []
 
@@ -59,15 +62,15 @@ class TokenizerPair:
         text: str = tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
 
-    def text_from(self, tokens: Sequence[int], place: int) -> str:
-        """The text from a place on, as it stands behind the token before it: some decoders drop the space they begin with."""
-        if place == 0 or tokens[place - 1] in self._special:
-            return self.text(tokens[place:])
-        before, both = self.text(tokens[place - 1 : place]), self.text(tokens[place - 1 :])
-        return both[len(before) :] if both.startswith(before) else self.text(tokens[place:])
+    def text_from(self, tokens: Sequence[int], start: int) -> str:
+        """The text of tokens[start:] as it follows the token before: alone, some decoders drop the space it begins with."""
+        if start == 0 or tokens[start - 1] in self._special:
+            return self.text(tokens[start:])
+        before, both = self.text(tokens[start - 1 : start]), self.text(tokens[start - 1 :])
+        return both[len(before) :] if both.startswith(before) else self.text(tokens[start:])
 
     def draft_tokens(self, text: str, *, behind: bool) -> list[int]:
-        """The draft's tokens of a text; behind: some text precedes it, so that no space is to be put before it."""
+        """The draft's tokens of a text. behind: it follows other text, so that no space may be put before it."""
         if behind:
             letter: list[int] = self.draft("a", add_special_tokens=False).input_ids
             both: list[int] = self.draft("a" + text, add_special_tokens=False).input_ids
@@ -77,7 +80,10 @@ class TokenizerPair:
         return ids
 
     def to_target(self, context: Sequence[int], drafted: Sequence[int]) -> list[int]:
-        """The target's tokens of the drafted text behind the context, as it would split the two together."""
+        """The target's tokens of the drafted text, split as it would split context and draft together.
+
+        context: the target's tokens. drafted: the draft's tokens that follow it.
+        """
         new = self._decoded(self.draft, drafted).rstrip(_INCOMPLETE)
         if not new:
             return []
@@ -91,14 +97,14 @@ class TokenizerPair:
         return alone
 
     def _boundary(self, tokens: Sequence[int]) -> int:
-        """A place in the tokens where a word begins, so that what follows splits as it does in the whole text."""
+        """An index into the tokens where a word begins, so that the text from there splits as it does in the whole text."""
         for place in range(max(0, len(tokens) - 8), 0, -1):
             if self.begins_word(tokens[place]):
                 return place
         return 0
 
     def may_cut(self, tokens: Sequence[int], place: int) -> bool:
-        """Whether a word or a run of white space begins at a place: such runs are split as a whole."""
+        """Whether a word or a run of white space begins at tokens[place]: such runs are split as a whole."""
         return self.begins_word(tokens[place]) and not self.text(tokens[place - 1 : place])[-1:].isspace()
 
     def begins_word(self, token: int) -> bool:
@@ -110,7 +116,7 @@ class TokenizerPair:
 
 
 class TextReader:
-    """One row's text in the draft's tokens: the beginning settled, the tail read again as it grows."""
+    """One row's text in the draft's tokens: the beginning is settled, the tail is tokenized anew as it grows."""
 
     def __init__(self, retokenizer: TokenizerPair) -> None:
         self._translator = retokenizer
@@ -118,7 +124,7 @@ class TextReader:
         self._place = 0
 
     def read(self, tokens: Sequence[int], committed: int) -> list[int]:
-        """The draft's tokens of the whole text. tokens: the target's, of which the first `committed` stay as they are."""
+        """The draft's tokens of the whole text. tokens: the target's, of which the first `committed` never change."""
         retokenizer = self._translator
         while committed - self._place > _SETTLE:
             stop = max(self._place + 1, min(committed - _KEEP, self._place + 4 * _SETTLE))
@@ -128,5 +134,5 @@ class TextReader:
             self._place = cut
         tail = retokenizer.text_from(tokens, self._place).rstrip(_INCOMPLETE)
         out = self._settled + retokenizer.draft_tokens(tail, behind=self._place > 0)
-        # a context cannot be empty: the first shared token stands for a text that has no tokens yet
+        # a context cannot be empty: the first shared token stands in for a text without tokens
         return out or [int(retokenizer.shared[0][0]) if len(retokenizer.shared[0]) else 0]

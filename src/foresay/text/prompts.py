@@ -1,6 +1,7 @@
 """What a caller may pass as a prompt, and its token ids.
 
 A prompt is a text, a list of chat messages, or token ids (a list, a NumPy array or a tensor); a list of prompts is a batch.
+Owns these checks and the use of the chat template. Does not know the model's vocabulary or context length.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ _ROLES = ("system", "user", "assistant", "tool", "developer")
 
 
 def is_batch(prompt: Any) -> bool:
-    """Whether this is a list of prompts rather than one."""
+    """Whether this is a list of prompts, or token ids [B, T], rather than one prompt.
+
+    Raises PromptError for an empty list and for a type that is neither.
+    """
     if isinstance(prompt, str):
         return False
     if isinstance(prompt, torch.Tensor | np.ndarray):
@@ -34,7 +38,11 @@ def is_batch(prompt: Any) -> bool:
 
 
 def encode(prompt: Any, tokenizer: Any) -> list[int]:
-    """One prompt's token ids; a text is encoded as it is, messages go through the chat template."""
+    """One prompt's token ids; a text is encoded as it is, messages go through the chat template. Token ids: [T] integers.
+
+    Raises PromptError for an empty prompt, ids of another shape or type, messages that are malformed or refused by the
+    template, and texts or messages without a tokenizer or template.
+    """
     if isinstance(prompt, str):
         if not prompt:
             raise PromptError("the prompt is empty; give at least one character")

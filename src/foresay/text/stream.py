@@ -1,6 +1,6 @@
-"""Tokens to text as they come: incremental decoding, stop strings, and who wrote which piece; what a tokenizer's ids mean.
+"""Incremental detokenization: tokens to text as they are committed, stop strings, and the origin of each piece of text.
 
-Owns the boundary between token ids and characters. Knows nothing of models or of how tokens were found.
+Owns when text is final. Knows nothing of models or of how tokens were drafted and accepted.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _INCOMPLETE = "\ufffd"
 
 
 class Piece(NamedTuple):
-    """Some text and who produced the token that completed it."""
+    """Some text, and the origin of the token that completed it: draft, residual or bonus."""
 
     text: str
     origin: Origin
@@ -46,11 +46,11 @@ class Detokenizer:
         return text[len(known) :]
 
     def all(self, token_ids: Sequence[int]) -> str:
-        """The text of these tokens, whole: what `push` gives for each, and then `flush`."""
+        """The text of all these tokens: `push` for each, then `flush`."""
         return "".join(map(self.push, token_ids)) + self.flush()
 
     def flush(self) -> str:
-        """What was held back, incomplete as it is."""
+        """The text that was held back, incomplete characters as U+FFFD."""
         known = self._decode(self._prefix, self._read)
         text = self._decode(self._prefix, len(self._ids))
         self._prefix = self._read = len(self._ids)
@@ -61,7 +61,7 @@ class Detokenizer:
 class StopStrings:
     """A stop condition: ends the output with the token that completes one of the strings.
 
-    `cut_at` is then the place of the first of them in the text. Strings completed within the first `min_new_tokens`
+    `cut_at` is then the index in the text of the first of them. Strings completed within the first `min_new_tokens`
     tokens do not stop.
     """
 
@@ -74,7 +74,7 @@ class StopStrings:
     _detokenizer: Detokenizer | None = None
 
     def __call__(self, token_ids: Sequence[int]) -> int | None:
-        """Look at the tokens about to be committed; how many to keep if the output ends among them."""
+        """How many of the tokens about to be committed to keep, if the output ends within them; else None."""
         if self._detokenizer is None:
             self._detokenizer = Detokenizer(self.tokenizer)
         for i, token in enumerate(token_ids):
@@ -92,7 +92,7 @@ class StopStrings:
 
 
 class TextStream:
-    """Committed tokens to pieces of text that will not be taken back.
+    """Committed tokens to pieces of final text.
 
     With stop strings, characters that may begin one are held until it is clear that they do not.
     """
@@ -105,7 +105,7 @@ class TextStream:
         self._before = 0
 
     def push(self, token_ids: Sequence[int], origins: Sequence[Origin]) -> list[Piece]:
-        """The pieces that these tokens make certain."""
+        """The pieces that become final with these tokens. origins: of each token."""
         for token, origin in zip(token_ids, origins, strict=True):
             self._last = origin
             self._before = sum(len(piece.text) for piece in self._held)

@@ -30,7 +30,7 @@ class NumberedLine(NamedTuple):
 
 
 def is_packed(name: str) -> bool:
-    """Whether a file's name says that it is a gzip file."""
+    """Whether a file's name ends in .gz."""
     return name.lower().endswith(".gz")
 
 
@@ -40,13 +40,13 @@ def bare_name(name: str) -> str:
 
 
 def ending(name: str) -> str:
-    """What kind of text it is: "data/A.JSONL.gz" -> .jsonl."""
+    """The suffix in lower case, .gz aside: "data/A.JSONL.gz" -> .jsonl."""
     return PurePath(bare_name(name)).suffix.lower()
 
 
 @contextmanager
 def reading(label: str) -> Iterator[None]:
-    """Turn what the system says against a file into a ConfigError that names it."""
+    """Turn errors of the operating system while reading a file into a ConfigError that names it."""
     try:
         yield
     except ForesayError:
@@ -116,7 +116,7 @@ def read_lines(stream: BinaryIO, label: str) -> Iterator[str]:
 
 
 def numbered(lines: Iterable[str], label: str) -> Iterator[NumberedLine]:
-    """The lines that are not white space, without carriage returns behind them."""
+    """The lines that are not white space, without a trailing carriage return."""
     for number, line in enumerate(lines, 1):
         if line and not line.isspace():
             yield NumberedLine(number, f"{label}, line {number}", line.removesuffix("\r"))

@@ -1,4 +1,7 @@
-"""What foresay asks of a tokenizer, and what a tokenizer's ids mean."""
+"""What foresay needs of a tokenizer, and whether two tokenizers have the same ids.
+
+Owns the protocols, the fingerprint and the check of a draft's vocabulary. Encodes no prompts and decodes no output.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +22,10 @@ class Encoded(Protocol):
 
 
 class Tokenizer(Protocol):
-    """What is used of a tokenizer; those of transformers have it all."""
+    """The methods of a tokenizer that foresay uses; those of transformers have them all."""
 
     def __call__(self, text: str) -> Encoded:
-        """A text's ids, special tokens added as the tokenizer is set up to."""
+        """A text's ids, with the special tokens that the tokenizer is configured to add."""
         ...
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str:
@@ -35,7 +38,7 @@ class Tokenizer(Protocol):
 
 
 class ChatTokenizer(Tokenizer, Protocol):
-    """A tokenizer that writes chat messages as a prompt."""
+    """A tokenizer with a chat template."""
 
     chat_template: str | None
 
@@ -61,7 +64,7 @@ def check_vocabularies(target: Tokenizer | None, draft: Tokenizer | None, names:
     """Raise VocabularyMismatchError when the same id or text means different tokens to target and draft.
 
     Embeddings may be padded to different sizes; the ids that both tokenizers name must agree. names: of the two models, for
-    the message. Without a tokenizer nothing is known, and nothing refused.
+    the message. Without one of the tokenizers nothing is checked.
     """
     if target is None or draft is None:
         return

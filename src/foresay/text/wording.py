@@ -1,15 +1,15 @@
-"""How what happened is put to a reader: shares, yes or no, and who wrote a token."""
+"""How results are worded for a reader: percentages, yes or no, and the origin of a token."""
 
 from __future__ import annotations
 
 from foresay.decoding.outcome import Origin
 
 MEANINGS = {
-    Origin.DRAFT: "guessed by the drafter and accepted",
-    Origin.RESIDUAL: "the target's, where a guess was rejected",
-    Origin.BONUS: "the target's, where every guess held or none was made",
+    Origin.DRAFT: "drafted and accepted",
+    Origin.RESIDUAL: "the target's, in place of a rejected draft token",
+    Origin.BONUS: "the target's, after a draft that was accepted whole, or without a draft",
 }
-"""What each origin says of a token."""
+"""The meaning of each origin of a token."""
 
 
 def percent(value: float | None) -> str:

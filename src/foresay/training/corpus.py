@@ -41,14 +41,14 @@ class CorpusPiece(NamedTuple):
 
 
 class CorpusReader:
-    """The documents of several files, in order. Everything about the files that can be known beforehand is checked at once."""
+    """The documents of several files, in order. What can be checked before reading is checked when it is made."""
 
     def __init__(self, files: Sequence[str], *, separator: str = "file", field: str | None = None) -> None:
-        """Check what is asked for.
+        """Check the files and how they are to be read.
 
         files: .jsonl files hold JSON records, others text; both may be gzip files (.gz); "-" is standard input.
         separator: one of SEPARATORS. field: where a record has its text; with it standard input is JSON lines. Raises
-        ConfigError for files that cannot be read.
+        ConfigError for files that cannot be read, UnknownNameError for another separator.
         """
         if separator not in SEPARATORS:
             raise UnknownNameError("separator", separator, SEPARATORS)
@@ -67,10 +67,10 @@ class CorpusReader:
         """Bytes read so far, of gzip files as they are compressed."""
         sizes = [_size(name) for name in files]
         self.size = None if None in sizes else sum(cast(list[int], sizes))
-        """Bytes there are; None where that is not known, as for a pipe."""
+        """Bytes in all; None where that is not known, as for a pipe."""
 
     def pieces(self) -> Generator[CorpusPiece, None, None]:
-        """The pieces of all documents, read as they are asked for. Raises ConfigError for what is no UTF-8 text or JSON."""
+        """The pieces of all documents, read lazily. Raises ConfigError for what is no UTF-8 text or JSON."""
         self.position = 0
         for name in self.files:
             label = _label(name)
@@ -82,7 +82,7 @@ class CorpusReader:
                 yield from self._followed(texts, raw)
 
     def _followed(self, texts: Iterable[Iterator[str]], raw: BinaryIO) -> Iterator[CorpusPiece]:
-        """The pieces of one file's texts; the position is kept."""
+        """The pieces of one file's texts; `position` follows."""
         before, seekable = self.position, raw.seekable()
         for text in texts:
             for piece in _SPLIT[self.separator](text):

@@ -1,8 +1,8 @@
-"""Counting n-grams of a token stream in bounded memory, and the table that comes of it.
+"""Counting n-grams of a token stream in bounded memory, and the n-gram table made from the counts.
 
-Owns the counts. Tokens gather in a buffer of fixed size; a full buffer becomes sorted, distinct n-grams with their counts,
-and those are merged, so that the result does not depend on how the stream was cut into pieces. Letters: C columns of packed
-tokens, N n-grams.
+Owns the counts; reads no files. Tokens gather in a buffer of fixed size; a full buffer becomes sorted, distinct n-grams with
+their counts, and those are merged, so that the result does not depend on how the stream was cut into pieces. Letters: C columns
+of packed tokens, N n-grams.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ def count_corpus(
     max_tokens: int | None = None,
     on_progress: Callable[[int, int], None] = lambda position, tokens: None,
 ) -> None:
-    """Count what a reader gives, without special tokens, up to max_tokens.
+    """Tokenize and count a reader's text, without special tokens, up to max_tokens.
 
-    on_progress: told the bytes read and the tokens counted, a few times a second with a fast tokenizer.
+    on_progress: called with (bytes read, tokens counted), a few times a second with a fast tokenizer. Raises ConfigError for
+    max_tokens below 1, and what the reader raises.
     """
     check_counting(counter.order, max_tokens=max_tokens)
     with closing(reader.pieces()) as pieces:
@@ -60,7 +61,7 @@ def count_corpus(
 
 
 def _batches(pieces: Iterable[CorpusPiece]) -> Iterator[list[CorpusPiece]]:
-    """As many pieces at a time as keep a fast tokenizer's threads busy."""
+    """Batches of pieces, large enough to keep a fast tokenizer's threads busy."""
     batch: list[CorpusPiece] = []
     characters = 0
     for piece in pieces:
@@ -94,7 +95,7 @@ def check_counting(
 
 
 class NgramCounter:
-    """Counts n-grams of 2 to `order` tokens. None reaches across documents."""
+    """Counts n-grams of 2 to `order` tokens. No n-gram spans two documents."""
 
     def __init__(
         self,
@@ -108,7 +109,8 @@ class NgramCounter:
         """Prepare to count.
 
         min_count: rarer n-grams are left out of the table. max_entries: distinct n-grams held at a time; when there are
-        more, the rarest are dropped, and the table says how many. chunk_tokens: tokens sorted at a time.
+        more, the rarest are dropped, and the table keeps their number. chunk_tokens: tokens sorted at a time. Raises ConfigError
+        for values outside their bounds.
         """
         check_counting(order, min_count, max_entries)
         check_int("vocab_size", vocab_size, 1, MAX_VOCAB_SIZE)
@@ -124,7 +126,10 @@ class NgramCounter:
         self._open = False
 
     def add(self, token_ids: Sequence[int] | IntArray | TokenArray, *, more: bool = False) -> None:
-        """Count a document, or, with `more`, a piece of one that the next call goes on with."""
+        """Count a document, or, with `more`, a piece of one that the next call continues.
+
+        token_ids: [T] integers. Raises ConfigError for another shape or type, and for ids outside the vocabulary.
+        """
         tokens = np.asarray(token_ids)
         if tokens.ndim != 1 or (tokens.dtype.kind not in "iu" and len(tokens)):
             raise ConfigError(f"token_ids must be a list of integers, not {tokens.dtype} of shape {tokens.shape}")
@@ -143,7 +148,7 @@ class NgramCounter:
             self._open = False
 
     def _append(self, tokens: npt.NDArray[np.integer]) -> None:
-        """Put tokens into the buffer; the places where it is full depend on the stream alone."""
+        """Put tokens into the buffer; the positions where it is full depend on the stream alone."""
         while len(tokens):
             room = len(self._buffer) - self._size
             part, tokens = tokens[:room], tokens[room:]
@@ -181,7 +186,8 @@ class NgramCounter:
     def table(self, *, fingerprint: str | None = None, files: Sequence[str] = ()) -> NgramTable:
         """The table of what was counted so far, an open document included.
 
-        fingerprint: of the tokenizer (`text.tokenizer_fingerprint`). files: what was read, kept by name without folders.
+        fingerprint: of the tokenizer (`tokenizer_fingerprint` of text/tokenizer.py). files: the corpus, kept by name without
+        folders.
         """
         if self._size > self._counted:
             self._flush()
@@ -218,7 +224,7 @@ class _Merged:
         return sum(len(part.counts) for part in self._parts)
 
     def add(self, tokens: TokenArray, ends: IntArray) -> None:
-        """Count the n-grams that end at these places."""
+        """Count the n-grams of tokens [T] that end at these positions."""
         if not len(ends):
             return
         digits = [tokens[ends - back].astype(np.uint64) for back in [1, *range(self.length - 1, 1, -1), 0]]
@@ -237,16 +243,18 @@ class _Merged:
         return self._parts[0]
 
     def keep_above(self, count: int) -> int:
-        """Drop the n-grams seen at most `count` times; how many they were."""
+        """Drop the n-grams seen at most `count` times; returns how many they were."""
         columns, counts = self.merge()
         kept = counts > count
         self._parts = [_Grams(columns[:, kept], counts[kept])]
         return len(counts) - int(kept.sum())
 
     def likeliest(self, min_count: int) -> tuple[list[IntArray], TokenArray]:
-        """The contexts in order, their last token first and then the others as they are read, and what follows each.
+        """(contexts, the likeliest next token of each [N]), in order of the contexts.
 
-        Where two tokens follow equally often it is the smaller id. N-grams seen less often than min_count do not count.
+        contexts: for each of the length - 1 tokens of a context its column [N]; the last token first, then the others in
+        reading order. Of two next tokens that are equally frequent the smaller id wins. N-grams seen less often than min_count
+        are left out.
         """
         columns, counts = self.merge()
         often = counts >= min_count
@@ -293,6 +301,6 @@ def _distinct(grams: _Grams) -> _Grams:
 
 
 def _starts(columns: KeyArray) -> IntArray:
-    """The places of sorted columns [C, N >= 1] where a new key begins."""
+    """The positions in sorted columns [C, N >= 1] where a new key begins."""
     changed = (columns[:, 1:] != columns[:, :-1]).any(axis=0)
     return np.concatenate([[0], np.flatnonzero(changed) + 1])

@@ -1,4 +1,4 @@
-"""One answer: written as it comes, ended by Ctrl-C, kept as an Exchange."""
+"""One answer: streamed, ended by Ctrl-C, kept as an Exchange."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def interruptible(enabled: bool, begun: Callable[[], bool]) -> Iterator[Callable
 
 
 class _Written:
-    """What has come of an answer so far."""
+    """The text and counts of an answer so far."""
 
     def __init__(self, session: ChatSession) -> None:
         self._session = session
@@ -61,7 +61,7 @@ class _Written:
 
 
 def write(session: ChatSession, user: str, before: Sequence[Exchange]) -> Exchange | None:
-    """Answer a message that follows some exchanges; None when Ctrl-C came before the first word.
+    """Answer a message that follows some exchanges; None after Ctrl-C before the first word.
 
     Raises what `Generator.stream` raises for a message that cannot be answered.
     """

@@ -1,4 +1,4 @@
-"""The commands that look at the conversation, change it, measure it and keep it."""
+"""The commands that show the conversation, change it, measure it and save it."""
 
 from __future__ import annotations
 

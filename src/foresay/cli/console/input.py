@@ -63,7 +63,7 @@ class LineReader(Protocol):
 
     @property
     def left(self) -> str:
-        """What was typed when Ctrl-C came."""
+        """What was typed before Ctrl-C."""
         ...
 
 
@@ -128,7 +128,7 @@ class TerminalReader:
 
     @property
     def left(self) -> str:
-        """What was typed when Ctrl-C came."""
+        """What was typed before Ctrl-C."""
         return self._session.default_buffer.text
 
 

@@ -35,7 +35,7 @@ class Screen:
         sys.stdout.flush()
 
     def line(self, text: RenderableType = "") -> None:
-        """What a command has to say."""
+        """A line of a command's output."""
         self.out.print(text, soft_wrap=not self.out.is_terminal)
         sys.stdout.flush()
 

@@ -58,7 +58,7 @@ class ChatSession:
     trace: bool = False
     rule: str = "speculative"
     length: str | None = None
-    """Rule and length policy as they were asked for; None is a drafter's own length, or a number."""
+    """Rule and length policy as they were given; None is the drafter's own length, or a number."""
     draft: str | None = None
     """The draft model last named."""
     exchanges: list[Exchange] = field(default_factory=list)

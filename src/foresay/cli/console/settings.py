@@ -65,9 +65,9 @@ def settings(session: ChatSession, argument: str) -> None:
 
 
 def drafter(session: ChatSession, argument: str) -> None:
-    """/drafter EXPRESSION: guess with another drafter, such as suffix(scale=3); it drafts at its own length.
+    """/drafter EXPRESSION: use another drafter, such as suffix(scale=3); it drafts at its own length.
 
-    none is plain decoding, model(NAME) a draft model, auto what is used where nothing is asked for.
+    none is plain decoding, model(NAME) a draft model, auto the default.
     """
     if argument:
         with loading("Preparing the drafter"):
@@ -76,7 +76,7 @@ def drafter(session: ChatSession, argument: str) -> None:
 
 
 def draft(session: ChatSession, argument: str) -> None:
-    """/draft MODEL: guess with a draft model: an alias, hub id, folder or GGUF file."""
+    """/draft MODEL: use a draft model: an alias, hub id, folder or GGUF file."""
     if argument:
         drafter(session, model_expression(argument))
     else:
@@ -91,14 +91,14 @@ def rule(session: ChatSession, argument: str) -> None:
 
 
 def length(session: ChatSession, argument: str) -> None:
-    """/length EXPRESSION: how many tokens to guess: a number, heuristic, confidence(0.4), entropy, throughput."""
+    """/length EXPRESSION: how many tokens to draft: a number, heuristic, confidence(0.4), entropy, throughput."""
     if argument:
         session.change(length=argument)
     show(session, "length")
 
 
 def gamma(session: ChatSession, argument: str) -> None:
-    """/gamma N: guess N tokens per pass; 0 is plain decoding."""
+    """/gamma N: draft N tokens per pass; 0 is plain decoding."""
     if argument:
         session.change(num_draft_tokens=number("gamma", argument, int))
     show(session, "length")
@@ -126,7 +126,7 @@ def _sampling(name: str, kind: type, usage: str) -> Command:
 
 
 def warn_if_idle(session: ChatSession, name: str, changed: bool) -> None:
-    """Say so when what was just set has no effect yet."""
+    """Print a note when the parameter that was just set has no effect at temperature 0."""
     if changed and session.params.greedy and idle(session.params).get(name):
         session.screen.note("(has no effect while decoding is greedy; /temperature 0.7 samples)")
 
@@ -218,7 +218,7 @@ def number(name: str, text: str, kind: type, otherwise: str = "") -> Any:
 
 
 def switch(name: str, text: str, now: bool) -> bool:
-    """on or off; what it is when nothing is said."""
+    """True for on, False for off, `now` for an empty text. Raises ConfigError for other texts."""
     if text not in ("", "on", "off"):
         raise ConfigError(f"/{name} takes on or off, not {text!r}")
     return now if not text else text == "on"

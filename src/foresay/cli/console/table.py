@@ -1,7 +1,6 @@
 """Methods side by side on one prompt: plain decoding, a draft by itself, and what drafts for the target.
 
-Each method begins without what another learned, after a warm-up nobody is charged for; repeats take turns, and the median
-counts.
+Each method starts with an empty drafter, after a warm-up that is not timed; repeats take turns, and the median counts.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ _WARM_UP = 4
 
 @dataclass(slots=True)
 class TableMethod:
-    """One row: who writes, from which prompt, and what came of it."""
+    """One row: a method, its prompt, and its output and times once it has run."""
 
     name: str
     generator: Generator
@@ -63,7 +62,7 @@ class TableMethod:
         return statistics.median(self.seconds)
 
     def run(self, params: SamplingParams) -> None:
-        """Decode once, knowing nothing of earlier runs."""
+        """Decode once, with what the drafter keeps between requests cleared."""
         self.generator.forget()
         began = perf_counter()
         self.written = self.generator.generate(self.prompt, params)
@@ -133,7 +132,7 @@ def broken(methods: Sequence[TableMethod], params: SamplingParams) -> bool:
 
 
 def records(methods: Sequence[TableMethod], params: SamplingParams) -> list[dict[str, Any]]:
-    """The rows as --json tells them."""
+    """The rows as --json prints them."""
     plain = methods[0]
     out = []
     for one in methods:

@@ -29,7 +29,7 @@ _TRACES = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchSettings:
-    """What is compared, on what, and how often."""
+    """What is compared, on what, and how often. Raises ConfigError for settings that cannot be run or recorded."""
 
     methods: Sequence[Method]
     datasets: Mapping[str, Sequence[PromptRequest]]
@@ -39,10 +39,10 @@ class BenchSettings:
     between: int = 3
     """Runs between two of plain decoding."""
     warm_up: int = 1
-    """Prompts that everyone decodes before being timed."""
+    """Prompts that every runner decodes before it is timed."""
 
     def __post_init__(self) -> None:
-        if not self.datasets or any(not asks for asks in self.datasets.values()):
+        if not self.datasets or any(not requests for requests in self.datasets.values()):
             raise ConfigError("no prompts to run")
         for name, value in (
             ("repeats", self.repeats),
@@ -61,16 +61,18 @@ class BenchSettings:
     def blocks(self) -> Iterator[PromptBlock]:
         """Every data set in every setting."""
         for params in self.params:
-            for name, asks in self.datasets.items():
+            for name, requests in self.datasets.items():
                 for size in self.batch_sizes:
-                    yield PromptBlock(name, asks, size, params)
+                    yield PromptBlock(name, requests, size, params)
 
     def header(self, target: Generator) -> dict[str, Any]:
         """What must be the same for a file to go on. Methods, other engines and repeats may grow."""
         return {
             "model": target.target.name,
             "dtype": target.target.dtype,
-            "datasets": {name: {"prompts": len(asks), "digest": digest(asks)} for name, asks in self.datasets.items()},
+            "datasets": {
+                name: {"prompts": len(requests), "digest": digest(requests)} for name, requests in self.datasets.items()
+            },
             "params": [{**changed_params(p), "max_new_tokens": p.max_new_tokens} for p in self.params],
         }
 
@@ -94,11 +96,12 @@ class Bench:
         settings: BenchSettings,
         peers: Sequence[Peer] = (),
         *,
-        on_run: Callable[[Progress], None] = lambda told: None,
+        on_run: Callable[[Progress], None] = lambda progress: None,
     ) -> None:
+        """on_run: called with the progress after every run of a method or another engine."""
         self.settings, self._on_run, self._tokenizer = settings, on_run, target.tokenizer
         self._header = settings.header(target)
-        self._came = provenance() | ({"peers": {peer.name: peer.describe() for peer in peers}} if peers else {})
+        self._provenance = provenance() | ({"peers": {peer.name: peer.describe() for peer in peers}} if peers else {})
         self._plain = MethodRunner(target, Method("none"))
         self._runners: list[Runner] = [MethodRunner(target, method) for method in settings.methods]
         self._runners += [PeerRunner(peer, target.target.eos_token_ids) for peer in peers]
@@ -109,8 +112,12 @@ class Bench:
         self._done = 0
 
     def run(self, path: str | os.PathLike[str], predictions: Sequence[Prediction] = ()) -> Results:
-        """Run what the file does not hold yet. predictions: written before anything is run."""
-        with results_writer(path, self._header, self._came) as self._writer:
+        """Run what the file does not hold yet. predictions: written before anything is run.
+
+        Raises ConfigError when the file was begun with other settings, or another process writes it. A method that fails is
+        recorded as a Failure and does not raise.
+        """
+        with results_writer(path, self._header, self._provenance) as self._writer:
             so_far = Results(self._header, {})
             for line in self._writer.lines:
                 so_far.add(line)
@@ -157,7 +164,7 @@ class Bench:
             runner.run(block, block.asks[: self.settings.warm_up])
 
     def _guarded(self, work: Callable[[], Any]) -> str:
-        """Why it failed, in one line; empty when it did not."""
+        """The error in one line, cut at 500 characters; empty when there was none."""
         try:
             work()
         except Exception as error:  # whatever it is, the other cells go on
@@ -186,7 +193,7 @@ class Bench:
         return replace(run, stats=outcome.live.stats.as_dict(), prompts=outcome.live.prompts(block.asks))
 
     def _note(self, block: PromptBlock, repeat: int, runner: Runner, outcome: Outcome | str, rate: float) -> None:
-        """Write what came of a run. rate: tokens per second of plain decoding next to it."""
+        """Write a run or a failure. rate: tokens per second of plain decoding next to it in time."""
         self._done += 1
         if isinstance(outcome, str):
             failure = Failure(block.cell(runner.name), repeat, outcome)
@@ -204,13 +211,13 @@ class Bench:
         self._on_run(Progress(run, self._done, self.total))
 
     def _trace(self, block: PromptBlock, cell: Cell, outcome: Outcome) -> None:
-        """Keep the first outputs with who wrote what."""
+        """Keep the first outputs with the origin of each piece: draft, residual or bonus."""
         if outcome.live is None or self._tokenizer is None or cell in self._traced:
             return
         self._traced.add(cell)
-        for ask, steps in list(zip(block.asks, outcome.live.steps, strict=True))[:_TRACES]:
+        for request, steps in list(zip(block.asks, outcome.live.steps, strict=True))[:_TRACES]:
             stream = TextStream(self._tokenizer)
             pieces = [p for step in steps for p in stream.push(step.token_ids, step.origins)]
             pieces += stream.finish(stopped=False)
-            trace = Trace(cell, ask.id, tuple((piece.text, piece.origin.value) for piece in pieces))
+            trace = Trace(cell, request.id, tuple((piece.text, piece.origin.value) for piece in pieces))
             self._writer.append({"kind": "trace", **asdict(trace)})

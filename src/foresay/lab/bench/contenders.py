@@ -1,4 +1,8 @@
-"""What a benchmark runs, in one shape: methods of ours and other engines over one block of requests."""
+"""What a benchmark runs: methods of foresay and other engines, behind one protocol.
+
+Owns the protocol (`Runner`), and how a method or a peer decodes one block of requests. Does not know in which order runs
+happen, how they are compared, or what is written to the results file.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ from foresay.records.results import Cell
 
 @dataclass(frozen=True, slots=True)
 class PromptBlock:
-    """What is run together: one data set in one setting."""
+    """Requests that are run together: one data set at one batch size with one set of sampling parameters."""
 
     dataset: str
     asks: Sequence[PromptRequest]
@@ -25,12 +29,12 @@ class PromptBlock:
     params: SamplingParams
 
     def cell(self, method: str) -> Cell:
-        """A method's cell here."""
+        """The results cell of a method on this block."""
         return Cell(method, self.dataset, self.batch_size, sampling_name(self.params))
 
 
 def sampling_name(params: SamplingParams) -> str:
-    """As a cell calls it: "greedy", or "t=0.8 top_p=0.9"."""
+    """The sampling parameters as a results cell names them: "greedy", or "t=0.8 top_p=0.9"."""
     if params.greedy:
         return "greedy"
     cut = {"top_k": params.top_k, "top_p": params.top_p, "min_p": params.min_p}
@@ -45,11 +49,11 @@ class Outcome:
     seconds: float
     outputs: list[list[int]]
     live: Live | None = None
-    """The Steps, where foresay ran it."""
+    """The engine's Steps; None for another engine."""
 
     @property
     def tokens(self) -> int:
-        """How many were written."""
+        """Number of output tokens."""
         return sum(map(len, self.outputs))
 
 
@@ -60,16 +64,16 @@ class Runner(Protocol):
     exact: bool
 
     def prepare(self, block: PromptBlock) -> None:
-        """Get ready for a block; what is loaded stays."""
+        """Load what a block needs; models that are loaded stay loaded for later blocks."""
         ...
 
-    def run(self, block: PromptBlock, asks: Sequence[PromptRequest]) -> Outcome:
+    def run(self, block: PromptBlock, requests: Sequence[PromptRequest]) -> Outcome:
         """Decode some of the block's requests."""
         ...
 
 
 class MethodRunner:
-    """A method of ours over one target."""
+    """One of foresay's methods over one target."""
 
     def __init__(self, target: Generator, method: Method) -> None:
         self.name, self.exact = method.name, True
@@ -77,7 +81,7 @@ class MethodRunner:
         self._ready: Generator | None = None
 
     def prepare(self, block: PromptBlock) -> None:
-        """Load what drafts."""
+        """Load the drafter."""
         if self.name == PLAIN:
             self._ready = self._target.plain().with_settings(max_batch_size=block.batch_size)
             return
@@ -86,10 +90,10 @@ class MethodRunner:
             self.exact = self._ready.rule.exact
         self._ready = self._ready.with_settings(max_batch_size=block.batch_size)
 
-    def run(self, block: PromptBlock, asks: Sequence[PromptRequest]) -> Outcome:
-        """Decode through the engine."""
+    def run(self, block: PromptBlock, requests: Sequence[PromptRequest]) -> Outcome:
+        """Decode through the engine. Raises DraftFailedError when the drafter failed."""
         assert self._ready is not None
-        live = run_live(self._ready, asks, block.params)
+        live = run_live(self._ready, requests, block.params)
         return Outcome(live.seconds, live.outputs, live)
 
 
@@ -101,15 +105,15 @@ class PeerRunner:
         self._peer, self._eos = peer, eos
 
     def prepare(self, block: PromptBlock) -> None:
-        """Refuse what other engines are not told."""
+        """Raises ConfigError for sampling parameters that are not passed on to other engines."""
         check_params(self.name, block.params)
 
-    def run(self, block: PromptBlock, asks: Sequence[PromptRequest]) -> Outcome:
+    def run(self, block: PromptBlock, requests: Sequence[PromptRequest]) -> Outcome:
         """Decode the same token ids."""
-        done = self._peer.run([ask.token_ids for ask in asks], block.params, block.batch_size)
+        done = self._peer.run([one.token_ids for one in requests], block.params, block.batch_size)
         return Outcome(done.seconds, [self._cut(output) for output in done.outputs])
 
     def _cut(self, output: list[int]) -> list[int]:
-        """Without pads behind the end token."""
+        """The output up to and including its first end token, without the padding after it."""
         ends = [i for i, token in enumerate(output) if token in self._eos]
         return output[: ends[0] + 1] if ends else output

@@ -1,6 +1,6 @@
 """Data sets as items: what the fields of each format mean, its prompt template, and subsets that are balanced.
 
-Owns the formats, the checks of their fields and the choice of items. How records are read is the readers' business.
+Owns the formats, the checks of their fields and the choice of items. Does not know how records are read (readers.py).
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def subset(items: Sequence[PromptItem], count: int, seed: int = 0) -> list[Promp
 def halves(items: Sequence[PromptItem], seed: int = 0) -> tuple[list[PromptItem], list[PromptItem]]:
     """Two disjoint halves, each in the order of the items: one to tune on and one to measure on.
 
-    They differ by one item at most, and so they do in every category, where of two prompts next to each other in length one
-    goes to each half. Raises ConfigError for fewer than two items.
+    The halves differ in size by one item at most, within each category too. A category is sorted by prompt length and split
+    in pairs of neighbours, one of each pair to each half. Raises ConfigError for fewer than two items.
     """
     if len(items) < 2:
         raise ConfigError(f"two halves need at least 2 prompts, not {len(items)}")
@@ -117,7 +117,7 @@ def _of_category(items: Sequence[PromptItem], category: str, source: str) -> lis
 
 
 def _records(source: str, format: str | None, field: str | None, split: str | None) -> Iterator[DataRecord]:
-    """The source's records, once the options are known to go with it."""
+    """The source's records. Raises ConfigError for options that do not apply to this kind of source."""
     options = {"format": format, "field": field, "split": split}
     given = [f"{name}={value!r}" for name, value in options.items() if value is not None]
     if source == SHIPPED:

@@ -23,7 +23,7 @@ class PromptItem:
     category: str = ""
     """Empty where the set has none."""
     followups: tuple[str, ...] = ()
-    """What the user says after each answer, as in the second turns of MT-bench."""
+    """The user's later messages, one after each answer, as in the second turns of MT-bench."""
     raw: bool = False
     """A text to be continued as it is, never through the chat template, as in code completion."""
 
@@ -41,7 +41,7 @@ def as_prompt(item: PromptItem, tokenizer: Any, *, chat: bool) -> Any:
 
 
 def next_turn(item: PromptItem, turn: int, answers: Sequence[str]) -> tuple[Mapping[str, str], ...]:
-    """The chat messages that turn `turn` is asked with; 0 is the first.
+    """The chat messages that turn `turn` is prompted with, earlier turns and answers included; 0 is the first turn.
 
     answers: at least those to the earlier turns. For a tokenizer without chat template these messages go through
     `as_prompt` again: `as_prompt(replace(item, prompt=next_turn(item, 1, answers)), tokenizer, chat=chat)`. Raises
@@ -64,8 +64,8 @@ def transcript(messages: Sequence[Mapping[str, str]]) -> str:
 
     "User: ...", "Assistant: ..." and so on, with an empty line between them, and "Assistant:" at the end.
     """
-    said = [f"{message['role'].capitalize()}: {message['content']}" for message in messages]
-    return "\n\n".join([*said, "Assistant:"])
+    lines = [f"{message['role'].capitalize()}: {message['content']}" for message in messages]
+    return "\n\n".join([*lines, "Assistant:"])
 
 
 def _user(text: str) -> Mapping[str, str]:

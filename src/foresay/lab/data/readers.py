@@ -21,7 +21,7 @@ from foresay.text.text_files import bare_name, check_object, decode, ending, is_
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(:\S+)?")
 """A set of the hub: "owner/name" or "name", with ":config" where it has several configurations."""
 SPLITS = ("test", "validation", "train")
-"""The splits of a set of the hub that are looked for when none is asked for, in this order."""
+"""The splits of a set of the hub that are tried when no split is given, in this order."""
 ENDINGS = (".jsonl", ".json", ".csv", ".txt")
 ARCHIVES = (".tar", ".tgz", ".tar.gz", ".tar.bz2", ".tar.xz", ".zip")
 
@@ -51,8 +51,8 @@ def stem(source: str) -> str:
 def file_records(source: str, columns: Sequence[str] = ()) -> Iterator[DataRecord]:
     """The records of a file; the one field of a line of text is `prompt`. Raises ConfigError for what cannot be read.
 
-    columns: what the columns of a CSV file without header row are called; a header row is told by the first of these
-    names. Where there are none, the first row is the header row.
+    columns: what the columns of a CSV file without header row are called; a header row is recognised by the first of
+    these names. Where there are none, the first row is the header row.
     """
     if source.lower().endswith(ARCHIVES):
         raise ConfigError(f"{source!r} is an archive; unpack it first and name one of its files")
@@ -82,8 +82,8 @@ def hub_records(source: str, split: str | None) -> Iterator[DataRecord]:
         raise _unread(source, error) from error
     chosen = split if split is not None else next((known for known in SPLITS if known in data), None)
     if chosen not in data:
-        asked = f"no split {split!r}" if split is not None else f"none of the splits {', '.join(SPLITS)}"
-        raise ConfigError(f"{source!r} has {asked}; it has: {', '.join(map(str, data))}")
+        lacks = f"no split {split!r}" if split is not None else f"none of the splits {', '.join(SPLITS)}"
+        raise ConfigError(f"{source!r} has {lacks}; it has: {', '.join(map(str, data))}")
     return _rows(data[chosen], source, f"{source} ({chosen})")
 
 

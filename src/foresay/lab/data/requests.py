@@ -1,6 +1,7 @@
-"""Items of a data set as requests to a model: token ids, turn by turn.
+"""Prompts of a data set as requests to a model: token ids, turn by turn.
 
-Owns how an item becomes token ids, and that a later turn waits for the answer to the one before. Measures nothing.
+Owns how a PromptItem becomes token ids, and that a later turn of a conversation waits for the answer to the one before.
+Decodes only what later turns need, and measures nothing.
 """
 
 from __future__ import annotations
@@ -21,53 +22,65 @@ from foresay.text.prompts import encode
 
 @dataclass(frozen=True, slots=True)
 class PromptRequest:
-    """One turn of an item, ready for an engine."""
+    """One turn of a PromptItem as token ids, ready to be submitted to an engine."""
 
     id: str
-    """The item's, with "/2" behind it for its second turn."""
+    """The item's id; later turns append "/2", "/3", ..."""
     category: str
     token_ids: tuple[int, ...]
+    """The prompt of this turn, earlier turns and their answers included."""
     item: PromptItem
     turn: int = 0
+    """Counted from 0."""
 
 
 class RequestBuilder:
-    """Turns items into requests for one model."""
+    """Tokenizes the turns of PromptItems for one model.
+
+    The first turn of an item needs the item alone (`first`), a later one the answers so far (`following`). `all` decodes
+    those answers itself.
+    """
 
     def __init__(self, generator: Generator, *, chat: bool = True) -> None:
-        """chat: put texts through the model's chat template, where it has one and the item is not raw."""
+        """chat: apply the model's chat template to texts, where it has one and the item is not raw."""
         self.generator, self.chat = generator, chat
 
     def first(self, items: Iterable[PromptItem]) -> list[PromptRequest]:
-        """The first turn of each. An error says which item it is about."""
-        return [self._ask(item, 0, as_prompt(item, self.generator.tokenizer, chat=self.chat)) for item in items]
+        """The first turn of each item. Raises PromptError, naming the item, for a prompt that cannot be encoded."""
+        return [self._request(item, 0, as_prompt(item, self.generator.tokenizer, chat=self.chat)) for item in items]
 
-    def following(self, ask: PromptRequest, answers: Sequence[str]) -> PromptRequest | None:
-        """The turn after this one, None behind the last. answers: to all turns so far."""
-        turn = ask.turn + 1
-        if turn > len(ask.item.followups):
+    def following(self, request: PromptRequest, answers: Sequence[str]) -> PromptRequest | None:
+        """The turn after this one, None after the last.
+
+        answers: the texts written to all turns so far. Raises PromptError as `first` does.
+        """
+        turn = request.turn + 1
+        if turn > len(request.item.followups):
             return None
-        asked = dataclasses.replace(ask.item, prompt=next_turn(ask.item, turn, answers))
-        return self._ask(ask.item, turn, as_prompt(asked, self.generator.tokenizer, chat=self.chat))
+        item = dataclasses.replace(request.item, prompt=next_turn(request.item, turn, answers))
+        return self._request(request.item, turn, as_prompt(item, self.generator.tokenizer, chat=self.chat))
 
     def all(self, items: Iterable[PromptItem], params: SamplingParams) -> list[PromptRequest]:
-        """Every turn of every item; later turns follow what plain greedy decoding answers to the earlier ones."""
-        asks = self.first(items)
-        greedy = SamplingParams(max_new_tokens=params.max_new_tokens)
-        going: list[tuple[PromptRequest, list[str]]] = [(ask, []) for ask in asks if ask.item.followups]
-        while going:
-            outputs = self.generator.plain().generate([list(ask.token_ids) for ask, _ in going], greedy)
-            following: list[tuple[PromptRequest, list[str]]] = []
-            for (ask, answers), output in zip(going, outputs, strict=True):
-                said = [*answers, output.text]
-                after = self.following(ask, said)
-                if after is not None:
-                    following.append((after, said))
-            asks += [ask for ask, _ in following]
-            going = following
-        return asks
+        """Every turn of every item. Later turns hold the answers of plain greedy decoding to the earlier ones.
 
-    def _ask(self, item: PromptItem, turn: int, prompt: Any) -> PromptRequest:
+        params: only max_new_tokens is used, as the limit of each answer. Raises PromptError as `first` does.
+        """
+        requests = self.first(items)
+        greedy = SamplingParams(max_new_tokens=params.max_new_tokens)
+        pending: list[tuple[PromptRequest, list[str]]] = [(one, []) for one in requests if one.item.followups]
+        while pending:
+            outputs = self.generator.plain().generate([list(one.token_ids) for one, _ in pending], greedy)
+            following: list[tuple[PromptRequest, list[str]]] = []
+            for (one, earlier), output in zip(pending, outputs, strict=True):
+                answers = [*earlier, output.text]
+                after = self.following(one, answers)
+                if after is not None:
+                    following.append((after, answers))
+            requests += [one for one, _ in following]
+            pending = following
+        return requests
+
+    def _request(self, item: PromptItem, turn: int, prompt: Any) -> PromptRequest:
         name = item.id if turn == 0 else f"{item.id}/{turn + 1}"
         try:
             ids = encode(prompt, self.generator.tokenizer)
@@ -76,14 +89,14 @@ class RequestBuilder:
         return PromptRequest(name, item.category, tuple(ids), item, turn)
 
 
-def digest(asks: Sequence[PromptRequest]) -> str:
-    """A fingerprint of what is asked: a file that goes on must ask the same."""
-    said = json.dumps([[ask.id, ask.token_ids, ask.item.followups] for ask in asks])
-    return hashlib.sha256(said.encode()).hexdigest()[:16]
+def digest(requests: Sequence[PromptRequest]) -> str:
+    """A fingerprint of ids, token ids and follow-ups: a file that is resumed must have been begun with the same requests."""
+    text = json.dumps([[one.id, one.token_ids, one.item.followups] for one in requests])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def changed_params(params: SamplingParams) -> Mapping[str, Any]:
-    """The parameters that are not at their defaults, for a header."""
+    """The sampling parameters that are not at their defaults, for a file's header."""
     default = SamplingParams()
     names = [f.name for f in dataclasses.fields(params)]
     return {n: getattr(params, n) for n in names if getattr(params, n) != getattr(default, n)}

@@ -1,7 +1,8 @@
 """The shape study: latency of draft models with equal parameters, from deep and narrow to shallow and wide.
 
 Random weights take as long as trained ones. "Decoding Speculative Decoding" (Yan et al. 2024) finds that a draft's depth
-sets its latency: each layer is a handful of launches and waits, whatever its width.
+sets its latency: each layer is a handful of kernel launches and waits, whatever its width. Owns which shapes are compared.
+Knows nothing of acceptance: how good a draft of such a shape would be is not measured.
 """
 
 from __future__ import annotations
@@ -40,7 +41,10 @@ class Shape:
 
 
 def shapes(parameters: float, depths: Sequence[int] = DEPTHS) -> list[Shape]:
-    """Decoders of about this many parameters, 12 * hidden^2 a layer, one for each depth."""
+    """Decoders of about this many parameters, 12 * hidden^2 a layer, one for each depth.
+
+    Raises ConfigError for a depth at which no width comes within 20% of the parameters.
+    """
     check_float("parameters", parameters, 1e5, 1e12)
     out = []
     for layers in depths:
@@ -65,7 +69,11 @@ def study(
     context: int = 128,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Shape]:
-    """Time every shape on this machine, as foresay decodes with it."""
+    """Time every shape on this machine, as foresay decodes with it.
+
+    context: tokens of the row before a timed pass. on_progress: called with (shapes done, shapes in all). Raises ConfigError
+    as `shapes` does.
+    """
     wanted = shapes(parameters, depths)
     out = []
     for done, shape in enumerate(wanted):
@@ -108,7 +116,7 @@ def random_model(shape: Shape, device: torch.device) -> torch.nn.Module:
 
 
 def depth_share(timed: Sequence[Shape]) -> float:
-    """How much of the differences in latency a straight line in depth explains, R^2 in [0, 1]."""
+    """R^2 in [0, 1] of latency as a linear function of depth. Raises ConfigError for fewer than three shapes."""
     if len(timed) < 3:
         raise ConfigError("three depths or more are needed to tell what they explain")
     correlation = statistics.correlation([s.layers for s in timed], [s.seconds for s in timed])

@@ -1,7 +1,7 @@
-"""Measuring how long a model's passes take on this machine, over batch, columns and context, and what drafting takes.
+"""Measuring how long a model's passes take on this machine, over batch, columns and context, and how long drafting takes.
 
-Owns how a pass is timed: through the engine, with drafts of a set length that are nearly always wrong, widths interleaved,
-medians. Knows nothing of prompts or of what a draft is worth.
+Owns how a pass is timed: through the engine, with random drafts of a set length, which are nearly always rejected, widths
+interleaved, medians. Knows nothing of prompts or of acceptance rates.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ FILLS = (8, 32, 128, FILL_CHUNK)
 LENGTHS = (1, 2, 4, 8)
 _WARM_UP = 2
 _TOGETHER = 4
-"""Prompts filled together, when filling is timed."""
+"""Prompts filled together, when prefill is timed."""
 
 
 class Noise(Stateless):
-    """Drafts random tokens, as many as it is asked for."""
+    """Drafts random tokens, as many as its budget allows."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._vocab_size, self._device = vocab_size, device
         self._generator = torch.Generator().manual_seed(0)
 
     def propose(self, rows: Rows, budget: Sequence[int], policy: LengthPolicy) -> Proposal:
-        """Random tokens."""
+        """Random tokens, [B, max(budget)]."""
         shape = (len(rows), max(budget))
         tokens = torch.randint(0, self._vocab_size, shape, generator=self._generator)
         return Proposal(tokens.to(self._device), list(budget))
 
 
 class _Stepwise(LengthPolicy):
-    """As many tokens as the next step is to be timed with."""
+    """Drafts `count` tokens a row, which is set before each timed step."""
 
     count = 0
 
@@ -61,7 +61,7 @@ class _Stepwise(LengthPolicy):
 
 
 class _Bench:
-    """An engine with `batch` rows of about `context` tokens, stepped at will."""
+    """An engine with `batch` rows of about `context` tokens, which is stepped and timed."""
 
     def __init__(self, target: LanguageModel, drafter: Drafter, batch: int, context: int, steps: int) -> None:
         self.policy = _Stepwise()
@@ -75,7 +75,7 @@ class _Bench:
             self.first = self.engine.step()
 
     def step(self, count: int) -> tuple[float, float]:
-        """(seconds of drafting, seconds of the rest) of a step with drafts of `count` tokens."""
+        """(seconds of drafting, seconds of the rest) of one step with drafts of `count` tokens."""
         self.policy.count = count
         began = perf_counter()
         steps = self.engine.step()
@@ -96,7 +96,8 @@ def measure(
     """Time the target's passes.
 
     batches, columns, contexts: the first context is timed with all columns, the others with the fewest and the most.
-    fills: lengths of prompts whose filling is timed.
+    fills: lengths of prompts whose prefill is timed. on_progress: called with (cells done, cells in all). Raises ConfigError
+    for sizes below their bounds, and where context and timed steps together exceed the model's context length.
     """
     _check(batches, columns, contexts, repeats, generator.target.model.max_length)
     target: Any = generator.target.model
@@ -116,8 +117,8 @@ def measure(
 def medians(profiles: Sequence[Profile]) -> Profile:
     """The medians of profiles that timed the same cells at different moments.
 
-    A machine that others share is slow for seconds at a time, which one visit to a cell takes for the cell's own.
-    Each cell's low and high become the outermost of its quartiles.
+    On a shared machine a slow phase lasts seconds, and a cell timed once within it would look slow itself. Each cell's low and
+    high become the outermost of its quartiles.
     """
     timings = [
         Timing(
@@ -167,7 +168,7 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def _fill(target: LanguageModel, tokens: int, repeats: int) -> float:
-    """Seconds of filling a prompt of this many tokens, one of several that join together."""
+    """Seconds of the prefill of a prompt of this many tokens, one of several that join the batch together."""
     numbers = random.Random(tokens)
     times = []
     for turn in range(min(repeats, 3) + 1):
@@ -192,7 +193,10 @@ def measure_drafting(
     context: int = CONTEXTS[0],
     repeats: int = 5,
 ) -> tuple[list[tuple[int, int, float]], float]:
-    """Time a generator's drafter: (batch, tokens drafted, seconds), and its seconds per token of a prompt."""
+    """Time a generator's drafter: (batch, tokens drafted, seconds), and its seconds per token of a prompt.
+
+    Raises ConfigError where there is no drafter, and when it fails.
+    """
     target = generator.target.model
     out: list[tuple[int, int, float]] = []
     fill = 0.0
@@ -216,7 +220,8 @@ def measure_drafting(
 def profile(generator: Generator, *, fresh: bool = False, **settings: Any) -> Profile:
     """The target's profile on this machine: the one kept from before, or a new one, which is kept.
 
-    fresh: measure again. settings: as `measure`; a kept profile that lacks some of what they ask for is measured anew.
+    fresh: measure again. settings: as `measure`; a kept profile that lacks some of these batches, columns or contexts is
+    measured anew. Raises ConfigError as `measure` does, and for a kept file that cannot be read.
     """
     model = generator.target
     path = profile_path(model.name, model.dtype, machine())

@@ -1,4 +1,7 @@
-"""The floor of a pass: bytes it must read, and how fast this machine reads."""
+"""The roofline of a pass: the bytes it must read over the memory bandwidth of this machine.
+
+Owns how bandwidth is measured and which bytes count (weights, keys and values). Times no pass of a model.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ def _wait(device: torch.device) -> None:
 
 
 def floor(model: Any) -> Floor | None:
-    """A transformers model's floor; None for a model of another kind."""
+    """The Floor of a transformers model on its device; None for a model of another kind, such as a table."""
     inner = getattr(model, "model", None)
     if not isinstance(inner, torch.nn.Module):
         return None

@@ -1,4 +1,8 @@
-"""Cost tables by name or file, and how many passes each model of a method made."""
+"""Cost tables by name or file, and how many passes each draft model of a method makes.
+
+Owns how a table is read, which names it uses for the drafters of an expression, and how passes are counted. Does not know
+what a cost means or how SWI is computed (theory.py).
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,10 @@ from foresay.methods.expressions import Call, parse
 
 
 def read_costs(name: str) -> CostModel:
-    """A table of the sources, or a JSON object of name -> cost of a pass."""
+    """A published table by name (see COST_TABLES), or a JSON file with an object of model name -> cost of a pass.
+
+    Raises ConfigError for a file that cannot be read or is not such an object, and for a negative cost.
+    """
     if name in COST_TABLES:
         return COST_TABLES[name]
     try:
@@ -31,7 +38,10 @@ def read_costs(name: str) -> CostModel:
 
 
 def drafter_names(drafter: str) -> list[str]:
-    """What a cost table calls the drafters of an expression, in their order: "max_gram", a model's name, "self(6)"."""
+    """The names in a cost table of the drafters of an expression, in their order: "max_gram", a model's name, "self(6)".
+
+    Raises ConfigError for an expression that does not parse.
+    """
     call = parse(drafter)
     if call.name != "cascade":
         return [_name(call)]
@@ -56,7 +66,7 @@ class PassCounter:
     """Counts the passes in which each draft model of a drafter scores something, row by row; prompts are not counted."""
 
     def __init__(self, drafter: Drafter | None, names: Sequence[str]) -> None:
-        """names: of the drafters, in order; look-ups are named and make no passes."""
+        """names: of the drafters, in order. Raises ConfigError for a drafter that is neither a draft model nor a look-up."""
         members = drafter.drafters if isinstance(drafter, Cascade) else [] if drafter is None else [drafter]
         self._counted: list[tuple[str, ModelDrafter, int]] = []
         for member, name in zip(members, names, strict=False):

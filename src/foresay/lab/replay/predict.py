@@ -1,4 +1,7 @@
-"""From a replay and a profile to the throughput to expect: each pass costs what it was measured to cost."""
+"""From a replay and a profile to the throughput to expect: each replayed pass is charged its measured time.
+
+Owns the sum of prefill, drafting and target passes. Runs no model, and does not know how the times were measured.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,13 @@ from foresay.records.recording import Recording
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What a run over the recorded prompts would take."""
+    """The predicted counts and times of a live run over the recorded prompts."""
 
     tokens: int
     passes: int
-    """Of the target, over a batch each."""
+    """Target passes, each over a batch."""
     row_passes: int
+    """Target passes counted once for each row of their batch."""
     seconds: float
     """Prompt processing included."""
     draft_s: float
@@ -29,7 +33,7 @@ class Expected:
 
     @property
     def tokens_per_pass(self) -> float:
-        """Per row."""
+        """Output tokens per row and pass."""
         return self.tokens / self.row_passes
 
     @property
@@ -39,10 +43,10 @@ class Expected:
 
 
 def expect(replay: Replay, recording: Recording, profile: Profile, drafter: str | None = None) -> Expected:
-    """Cost a replay.
+    """Predict the time of a live run from a replay's passes.
 
-    drafter: the name under which the profile holds the drafter's times; None takes what drafting took in the replay,
-    where it ran as it runs live.
+    drafter: the name under which the profile holds the drafter's times; None takes the drafting times of the replay, where
+    the drafter ran as it does live. Raises ConfigError for a profile without timings.
     """
     clock = profile.clock()
     fill = sum(profile.fill_seconds(len(record.prompt) - 1) for record in recording.records)

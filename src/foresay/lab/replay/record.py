@@ -1,4 +1,8 @@
-"""Recording: the target's outputs to many prompts, batched, into one file; a run that was killed goes on where it ended."""
+"""Recording: the target's outputs to many prompts, batched, into one file; a run that was killed resumes where it ended.
+
+Owns what is decoded again after a stop, the seeds of sampled outputs, and the order of a conversation's turns. Drafts nothing;
+the file's format is records.recording's.
+"""
 
 from __future__ import annotations
 
@@ -29,19 +33,19 @@ from foresay.text.tokenizer import tokenizer_fingerprint
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a recording is."""
+    """How far a recording is: outputs and tokens so far."""
 
     done: int
     total: int
-    """Outputs, those of turns that are known to come included."""
+    """Outputs in all, as far as known: a later turn counts once it has been submitted."""
     resumed: int
-    """Outputs that an earlier run had written."""
+    """Outputs that the file held when this run began."""
     tokens: int
-    """Written by this run."""
+    """Output tokens of this run."""
 
 
 class _Probabilities:
-    """Observes what the target's law gave to each written token. Plain decoding writes one a row and step."""
+    """A step observer: the probability of each committed token under the target's law. Plain decoding commits one per row."""
 
     def __init__(self) -> None:
         self.latest: list[float] = []
@@ -52,24 +56,24 @@ class _Probabilities:
 
 @dataclass(slots=True)
 class _Open:
-    """A request that is being written."""
+    """A request that is being decoded."""
 
-    ask: PromptRequest
+    request: PromptRequest
     begun: Begun
     steps: list[Step] = field(default_factory=list)
     token_probs: list[float] = field(default_factory=list)
 
     def record(self, reason: FinishReason) -> Record:
-        """What goes into the file."""
+        """The finished request as a Record for the file."""
         params, source = self.begun.params, self.begun.source
         output = tuple(token for step in self.steps for token in step.token_ids)
         entries = [entry for step in self.steps for entry in step.logprobs or ()]
         return Record(
-            id=self.ask.id,
+            id=self.request.id,
             prompt=tuple(self.begun.prompt),
             output=output,
             finish_reason=reason.value,
-            category=self.ask.category,
+            category=self.request.category,
             source=None if source is None else tuple(source),
             seed=None if params.greedy else params.seed,
             token_probs=None if params.greedy else tuple(self.token_probs),
@@ -90,23 +94,24 @@ def record(
     """Write the target's outputs to `items` into `path`, and return them.
 
     The target decodes plainly, `generator.max_batch_size` prompts at a time. A sampled output's seed is derived from
-    params.seed (0 where there is none) and the item's place, so that a run which goes on writes what one that was never
-    stopped would have. Raises ConfigError when the file was begun with other prompts, parameters or weights.
+    params.seed (0 where there is none) and the item's index, so that a resumed run writes what an uninterrupted one would
+    have. on_progress: called with the Progress after every step. Raises ConfigError for a file that was begun with other
+    prompts, parameters or weights, for prompt ids that are not unique, for no items, and for params with processors.
     """
     builder = RequestBuilder(generator, chat=chat)
-    asks = builder.first(items)
-    if not asks:
+    requests = builder.first(items)
+    if not requests:
         raise ConfigError("no prompts to record")
-    repeated = [name for name, times in Counter(ask.id for ask in asks).items() if times > 1]
+    repeated = [name for name, times in Counter(request.id for request in requests).items() if times > 1]
     if repeated:
         raise ConfigError(f"prompt id {min(repeated)!r} is there twice")
-    with recording_writer(path, _header(generator, asks, params, chat)) as writer:
-        _Recorder(generator, builder, asks, writer, params, on_progress).run()
+    with recording_writer(path, _header(generator, requests, params, chat)) as writer:
+        _Recorder(generator, builder, requests, writer, params, on_progress).run()
     return Recording.load(path)
 
 
 def _header(
-    generator: Generator, asks: Sequence[PromptRequest], params: SamplingParams, chat: bool
+    generator: Generator, requests: Sequence[PromptRequest], params: SamplingParams, chat: bool
 ) -> Mapping[str, Any]:
     if params.processors:
         raise ConfigError("processors cannot be written into a recording; record without them")
@@ -122,7 +127,7 @@ def _header(
         "params": {k: sorted(v.items()) if isinstance(v, Mapping) else v for k, v in changed.items()}
         | {"max_new_tokens": params.max_new_tokens},
         "settings": {
-            "prompts": digest(asks),
+            "prompts": digest(requests),
             "chat": chat,
             "seed": None if params.greedy else params.seed or 0,
             "dtype": generator.target.dtype or None,
@@ -133,32 +138,32 @@ def _header(
 
 
 class _Recorder:
-    """One run: what is missing is decoded, and each output written when it ends."""
+    """One run: requests that the file lacks are decoded, and each output is appended when it ends."""
 
     def __init__(
         self,
         generator: Generator,
         builder: RequestBuilder,
-        asks: Sequence[PromptRequest],
+        requests: Sequence[PromptRequest],
         writer: LineWriter,
         params: SamplingParams,
         on_progress: Callable[[Progress], None],
     ) -> None:
-        self.generator, self.builder, self.asks, self.writer = generator, builder, asks, writer
+        self.generator, self.builder, self.requests, self.writer = generator, builder, requests, writer
         self.params, self.on_progress = params, on_progress
         self.done = {str(line.get("id")): line for line in writer.lines}
         self.resumed, self.tokens = len(self.done), 0
         self.probabilities = _Probabilities()
         self.session = generator.plain().session(observers=[self.probabilities])
-        self.places = {ask.id: i for i, ask in enumerate(asks)}
+        self.indices = {request.id: i for i, request in enumerate(requests)}
         self.open: dict[int, _Open] = {}
         self.answers: dict[str, list[str]] = {}
 
     def run(self) -> None:
         """Decode what is missing."""
-        for ask in self.asks:
-            self._ask(ask)
-        self._tell()
+        for request in self.requests:
+            self._submit(request)
+        self._report()
         while self.session.has_work:
             chunks = self.session.step()
             for chunk, prob in zip(chunks, self.probabilities.latest, strict=False):
@@ -171,39 +176,41 @@ class _Recorder:
                 if chunk.finish_reason is not None:
                     self._finish(self.open.pop(chunk.index), chunk.finish_reason)
             if chunks:
-                self._tell()
+                self._report()
 
-    def _ask(self, ask: PromptRequest) -> None:
-        """Submit a turn, or pass over one that an earlier run has written."""
-        known = self.done.get(ask.id)
+    def _submit(self, request: PromptRequest) -> None:
+        """Submit a turn, or take its answer from the file where an earlier run has written it."""
+        known = self.done.get(request.id)
         if known is not None:
-            self._answered(ask, known["output"])
+            self._answered(request, known["output"])
             return
         params = self.params
         if not params.greedy:
-            params = dataclasses.replace(params, seed=derive(params.seed or 0, self.places[ask.item.id], ask.turn))
+            params = dataclasses.replace(
+                params, seed=derive(params.seed or 0, self.indices[request.item.id], request.turn)
+            )
         try:
-            number = self.session.submit(list(ask.token_ids), params, text=False)
+            number = self.session.submit(list(request.token_ids), params, text=False)
         except ForesayError as error:
-            raise error.about(f"prompt {ask.id!r}") from None
-        self.open[number] = _Open(ask, self.session.begun(number))
+            raise error.about(f"prompt {request.id!r}") from None
+        self.open[number] = _Open(request, self.session.begun(number))
 
     def _finish(self, one: _Open, reason: FinishReason) -> None:
         made = one.record(reason)
         self.writer.append(made.as_line())
-        self.done[one.ask.id] = {}
-        self._answered(one.ask, made.output)
+        self.done[one.request.id] = {}
+        self._answered(one.request, made.output)
 
-    def _answered(self, ask: PromptRequest, output: Sequence[int]) -> None:
-        """Ask the next turn, if there is one."""
-        if ask.turn >= len(ask.item.followups):
+    def _answered(self, request: PromptRequest, output: Sequence[int]) -> None:
+        """Submit the turn that follows an answer, if there is one."""
+        if request.turn >= len(request.item.followups):
             return
-        said = self.answers.setdefault(ask.item.id, [])
-        said.append(Detokenizer(self.generator.tokenizer).all(output))
-        after = self.builder.following(ask, said)
+        answers = self.answers.setdefault(request.item.id, [])
+        answers.append(Detokenizer(self.generator.tokenizer).all(output))
+        after = self.builder.following(request, answers)
         if after is not None:
-            self._ask(after)
+            self._submit(after)
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         total = len(self.done) + len(self.open)
         self.on_progress(Progress(len(self.done), total, self.resumed, self.tokens))

@@ -1,7 +1,8 @@
 """Replaying: any drafter, policy and cascade against recorded outputs, without the target, through the engine's own loop.
 
-A greedy recording gives exactly the Steps that live decoding makes: a draft token is what was written next, or is cut
-there. A sampled one gives an estimate (see foresay.lab.coupled). Owns what can be replayed and what a replay tells.
+For a greedy recording the Steps are exactly those of live decoding: a draft token is accepted if and only if it is the
+recorded next token. For a sampled one acceptance is an estimate (see foresay.lab.replay.sampled). Owns which methods can be
+replayed, and what a replay reports. Does not know how long live passes take: a profile adds that (predict.py).
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ from foresay.records.recording import Record, Recording
 
 @dataclass(frozen=True, slots=True)
 class PassCost:
-    """One pass of the target over a batch, as it would have been: what a cost model needs to know."""
+    """One pass of the target over a batch as it would run live, for a cost model."""
 
     batch: int
     width: int
     """Columns: 1 + the longest draft."""
     context: int
-    """Tokens of the longest row before it: attention is as wide."""
+    """Tokens of the longest row before the pass, which sets the width of attention."""
     tokens: int
-    """Committed, all rows together."""
+    """Tokens committed by all rows together."""
     drafted: int
     """The longest draft."""
     draft_s: float
@@ -49,15 +50,15 @@ class PassCost:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What came of a replay."""
+    """The Steps and passes of a replay."""
 
     steps: tuple[tuple[Step, ...], ...]
     """By record, in the recording's order. Their times are the replay's own."""
     passes: tuple[PassCost, ...]
     seconds: float
-    """What the replay itself took."""
+    """Wall-clock of the replay itself."""
     exact: bool
-    """Whether live decoding makes the same Steps; else this is an estimate."""
+    """Whether live decoding gives the same Steps; otherwise acceptance is an estimate."""
 
     @property
     def stats(self) -> Stats:
@@ -70,15 +71,15 @@ class Replay:
         return ratio(counts, confidence) if any(tested for _, tested in counts) else None
 
     def efficiency(self, confidence: float = 0.95) -> tuple[float, float, float]:
-        """(tokens per pass, low, high)."""
+        """(tokens per pass, low, high); see `ratio`."""
         return ratio([(float(s.num_tokens), float(s.num_passes)) for s in map(Stats.of, self.steps)], confidence)
 
 
 def ratio(counts: Sequence[tuple[float, float]], confidence: float = 0.95) -> tuple[float, float, float]:
-    """A ratio of sums over prompts and its confidence interval, which takes prompts, not tokens, for independent.
+    """(ratio, low, high): a ratio of sums over prompts, and its confidence interval with prompts, not tokens, as independent.
 
     counts: (numerator, denominator) of each prompt. The normal approximation of the linearised ratio; with one prompt the
-    interval is everything.
+    interval is (-inf, inf).
     """
     total = sum(b for _, b in counts)
     value = sum(a for a, _ in counts) / total
@@ -95,7 +96,7 @@ Clock = Callable[[int, int, float], float]
 
 
 class _Timed(LengthPolicy):
-    """A policy that decides by times, told those that live passes would take."""
+    """A policy that decides by measured times, given the times that live passes would take."""
 
     def __init__(self, inner: LengthPolicy, clock: Clock) -> None:
         self._inner, self._clock = inner, clock
@@ -125,9 +126,10 @@ def replay(
 ) -> Replay:
     """Decode the recorded outputs again with a drafter.
 
-    rule: None takes "speculative"; all exact rules accept the same of a greedy recording. clock: how long passes of the
-    target take, for a policy that decides by time. Raises ConfigError for what no recording can answer: a lossy rule, a
-    drafter that learns from scores, a drafter that fails.
+    rule: None takes "speculative"; on a greedy recording all exact rules accept the same tokens. clock: how long passes of the
+    target take, for a policy that decides by time. Raises ConfigError for what needs the target's logits (a lossy rule, a
+    drafter that learns from them), for another rule than "speculative" on a sampled recording, for `throughput` without a
+    clock, and when the drafter fails.
     """
     rule = rule or Speculative()
     if not rule.exact:
@@ -153,7 +155,7 @@ def replay(
 
 
 def _submit(engine: Engine, record: Record, recording: Recording) -> None:
-    """A request that ends where the recorded one did, and as it did."""
+    """Submit a request that ends where the recorded one did, for the same reason."""
     count = len(record.output)
     stopped = record.finish_reason == FinishReason.STOP
     most = max(int(recording.params.get("max_new_tokens", 0)), count) if stopped else count
@@ -164,9 +166,9 @@ def _submit(engine: Engine, record: Record, recording: Recording) -> None:
 
 
 def recorded_params(recording: Recording, max_new_tokens: int) -> SamplingParams:
-    """The parameters a draft was given when it was live, as a replay gives them: it draws from nothing.
+    """The recording's sampling parameters for a replayed request, always greedy: the recorded tokens are not drawn again.
 
-    What a sampled draft model would have drawn is decided elsewhere (see foresay.lab.coupled); its rows are greedy here.
+    The draft tokens of a sampled draft model are drawn by SampledReplayModel, which makes them the argmax.
     """
     values = dict(recording.params) | {"max_new_tokens": max_new_tokens, "logprobs": None, "stop": ()}
     values["logit_bias"] = dict(values.get("logit_bias", ()))

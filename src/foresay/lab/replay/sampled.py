@@ -1,9 +1,10 @@
-"""Draft models against a sampled recording: what they would have drafted, given what the target wrote.
+"""Draft models against a sampled recording: what they would have drafted, given the tokens that the target wrote.
 
-Speculative sampling couples a draft token x ~ q with the written token y ~ p so that they are equal as often as can be.
-Read backwards: given y, the draft token was y with probability min(1, q(y) / p(y)), and some other token else. Under
-the recorded text each of these is known, so that the number accepted is drawn from its own law, with one number for each
-place of each text. p(y) is recorded; q(y) is what the draft model says behind the recorded tokens.
+Speculative sampling is a maximal coupling of the draft token x ~ q and the written token y ~ p: they are equal with the
+greatest possible probability. Conditioned on y, the draft token was y with probability min(1, q(y) / p(y)), and another
+token otherwise. p(y) is in the recording, and q(y) is the draft model's law after the recorded tokens before y. So a replay
+accepts each recorded token with that probability, by one uniform number for each position of each text, and the number of
+accepted tokens has the law that it has live. Not the rule `coupled`, which shares Gumbel noise.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from foresay.models.vocabulary import VocabularyAdapter
 from foresay.records.recording import Recording
 
 LAW_FIELDS = ("temperature", "top_k", "top_p", "min_p")
-"""Parameters that make a law of scores; all of a sampled recording's that a draft model can be held against."""
+"""The parameters that turn logits into a law; a recording sampled with others cannot be replayed with a draft model."""
 
 
 class _TextCache(KVCache):
@@ -50,9 +51,10 @@ class _TextCache(KVCache):
 
 
 class SampledReplayModel(VocabularyAdapter):
-    """A draft model whose likeliest token is what it would have drafted under the recorded text.
+    """A draft model whose argmax at each position is the token it would have drafted live, given the recorded one.
 
-    Its other scores stay as they are, for policies that look at them. One text per request, in the recording's order.
+    Its other logits stay as they are, for policies that use them. Request i of an engine must be the recording's text i.
+    Raises ConfigError for a recording without token probabilities.
     """
 
     def __init__(self, inner: LanguageModel, recording: Recording, *, seed: int = 0) -> None:
@@ -70,20 +72,20 @@ class SampledReplayModel(VocabularyAdapter):
         return _TextCache(super().new_cache())
 
     def admit(self, rows: Rows, first: int, cache: KVCache) -> None:
-        """Give rows from place `first` on empty cache rows, and note which texts they are."""
+        """Add empty cache rows for the rows from index `first` on, and note which texts they are."""
         assert isinstance(cache, _TextCache)
         super().admit(rows, first, cache.inner)
         cache.texts += [rows[i].request_id for i in range(first, len(rows))]
 
     def forward(self, feed: Feed, cache: KVCache) -> ModelOutput:
-        """One pass; see LanguageModel.forward."""
+        """One pass, logits [B, T, V]; see LanguageModel.forward."""
         assert isinstance(cache, _TextCache)
         before = list(cache.lengths[feed.first_row : feed.first_row + len(feed.num_tokens)])
         out = super().forward(feed, cache.inner)
         if out.logits is None:
             return out
         last = feed.logits is Logits.LAST
-        scores = out.logits.to(torch.float32, copy=True)  # a little more than the greatest is the same in bf16
+        scores = out.logits.to(torch.float32, copy=True)  # in bf16 the greatest logit plus 1e-3 may round to itself
         for i, (start, count) in enumerate(zip(before, feed.num_tokens, strict=True)):
             columns = range(count - 1, count) if last else range(count)
             for place, column in enumerate(columns):
@@ -91,7 +93,7 @@ class SampledReplayModel(VocabularyAdapter):
         return ModelOutput(scores, out.hidden)
 
     def _choose(self, scores: torch.Tensor, text: int, position: int) -> None:
-        """Make the token drafted at an absolute position of a text the likeliest one. scores: [V], changed in place."""
+        """Make the token drafted at an absolute position of a text the argmax. scores: [V], changed in place."""
         record = self._records[text]
         reads_source = self.capabilities.reads_source
         lead = 0 if reads_source or record.source is None else len(record.source) - len(record.prompt)
@@ -110,14 +112,17 @@ class SampledReplayModel(VocabularyAdapter):
 
 
 def members(drafter: Drafter | None) -> list[Any]:
-    """Who drafts: a cascade's drafters, or the one there is."""
+    """The single drafters of a drafter: those of a cascade, nested ones too, else the drafter itself; [] for None."""
     if isinstance(drafter, Cascade):
         return [one for inner in drafter.drafters for one in members(inner)]
     return [] if drafter is None else [drafter]
 
 
 def replay_sampled(drafter: Drafter, recording: Recording) -> None:
-    """Hold every draft model in a drafter against a sampled recording; look-ups need nothing, they match or do not."""
+    """Replace every draft model in a drafter by its SampledReplayModel, in place; look-ups stay as they are.
+
+    Raises ConfigError for a draft with another tokenizer, and for a recording sampled with parameters beyond LAW_FIELDS.
+    """
     others = set(recording.params) - {
         *LAW_FIELDS,
         "max_new_tokens",

@@ -1,7 +1,8 @@
 """Closed forms: from acceptance to tokens per pass, speed-up and the best length; what passes cost in a cost model.
 
 Letters: alpha the acceptance rate, gamma the draft length, c the cost of one draft token and v(gamma) that of scoring
-gamma + 1 tokens, both in units of the target scoring one. Knows no model and measures nothing.
+gamma + 1 tokens, both in units of the target scoring one. Knows no model and measures nothing. Functions raise ConfigError for
+arguments outside their bounds.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from foresay.methods.recipes import named
 
 
 def flat(gamma: int) -> float:
-    """v(gamma) = 1: a pass that reads the weights costs the same whatever it scores."""
+    """v(gamma) = 1: a pass bound by reading the weights costs the same however many tokens it scores."""
     return 1.0
 
 
@@ -29,7 +30,7 @@ def expected_tokens(alpha: float, gamma: int) -> float:
 
 
 def tokens_per_pass(reached: Sequence[float]) -> float:
-    """1 + sum_k P(k draft tokens accepted): without the assumption of independence. reached: the shares for k = 1, 2, ..."""
+    """1 + sum_k P(at least k draft tokens accepted), without assuming independence. reached: those shares for k = 1, 2, ..."""
     return 1.0 + math.fsum(reached)
 
 
@@ -90,7 +91,7 @@ class CostModel:
             check_float(f"cost of {name!r}", cost, 0, math.inf)
 
     def cost(self, name: str) -> float:
-        """One pass of a model; 0 for a look-up."""
+        """The cost of one pass of a model; 0 for a look-up. Raises UnknownNameError for a model that the table lacks."""
         if name in NO_COST:
             return 0.0
         if name not in self.costs:
@@ -100,7 +101,8 @@ class CostModel:
     def swi(self, target: str, num_tokens: int, passes: Mapping[str, int]) -> float:
         """Standardised walltime improvement (Chen et al. 2023): tokens * cost(target) / sum over models of passes * cost.
 
-        passes: of every model, the target included. Plain decoding has 1.
+        passes: of every model, the target included. Plain decoding has 1. Raises ConfigError where the target made no passes or
+        nothing cost anything, UnknownNameError for a model that the table lacks.
         """
         check_int("num_tokens", num_tokens, 1)
         spent = math.fsum(check_int(f"passes of {name!r}", n, 0) * self.cost(name) for name, n in passes.items())

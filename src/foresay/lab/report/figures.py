@@ -1,7 +1,7 @@
 """Pictures of a benchmark's numbers.
 
-Owns what is drawn and how it looks. Knows neither files nor pages; matplotlib is loaded when something is drawn, and none
-of its global settings is touched.
+Owns what is drawn and how it looks. Knows neither files nor pages; matplotlib is imported when something is drawn, and none
+of its global settings is changed.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 Key = TypeVar("Key", bound=Hashable)
 Point = tuple[float, float]
 Drawing = tuple["Figure", str]
-"""A figure, and what must be said below it."""
+"""A figure and its caption."""
 
 INK = "#16202a"
-"""Everything that is no data; a page replaces it by its own colour of text."""
+"""Axes, labels and error bars; a page replaces it by its own text colour."""
 BLUE, ORANGE, GREY = "#0072b2", "#d55e00", "#8a8f98"
 SERIES = (BLUE, ORANGE, "#009e73", "#cc79a7", "#56b4e9", "#e69f00", GREY, "#8c5a2b")
-"""Okabe and Ito's colours, which the colour-blind can tell apart, without those that are lost on white or on black."""
+"""Okabe and Ito's colours, distinct to the colour-blind, without those that are invisible on white or on black."""
 MARKERS = "os^Dv<P>"
 WIDTH, TALLEST, MOST, MOST_ERRORS, FEWEST_TESTS = 9.0, 150.0, 8, 40, 20
 
@@ -44,7 +44,7 @@ def family(method: str) -> tuple[str, int] | None:
 
 
 def drawings(table: Sequence[TableRow]) -> Iterator[tuple[str, str, Figure, str]]:
-    """(name, title, figure, caption) of every figure that the rows have something for."""
+    """(name, title, figure, caption) of every figure for which the rows hold data. Raises ConfigError without matplotlib."""
     for name, (title, draw) in FIGURES.items():
         if (drawn := draw(table)) is not None:
             yield name, title, *drawn
@@ -183,7 +183,7 @@ def _rates(table: Sequence[TableRow]) -> Drawing | None:
 
 
 def _number(axes: Axes, points: Sequence[Point], labels: Sequence[str], front: Sequence[Point]) -> None:
-    """A label beside each point, at the nearest place where it covers no point, no other label and not the front."""
+    """Label each point, at the nearest spot where the label covers no point, no other label and not the front."""
     corners = [corner for (x, y), (a, b) in pairwise(front) for corner in ((x, y), (a, y), (a, b))]
     there, bends = (axes.transData.transform(of) * 72 / axes.figure.dpi for of in (points, corners or points))
     taken = [(x, y, 4.0, 4.0) for x, y in there]
@@ -308,12 +308,12 @@ def _left_out(count: int, one: str, more: str) -> str:
 
 
 def _short(names: Iterable[str], size: int = 34) -> dict[str, str]:
-    """What each name is drawn as: short, and no mathematics."""
+    """The label of each name: shortened, and without mathtext."""
     return {name: text.replace("$", r"\$") for name, text in shortened(names, size).items()}
 
 
 def _names(table: Sequence[TableRow], size: int = 34) -> dict[str, str]:
-    """What each method is drawn as, and what is special about it."""
+    """The label of each method: shortened, and marked where the method is lossy."""
     short = _short({row.cell.method: None for row in table}, size)
     lossy = {row.cell.method for row in table if not row.exact}
     return {name: f"{text} (lossy)" if name in lossy else text for name, text in short.items()}
@@ -342,7 +342,7 @@ def _figure(height: float) -> Figure:
 def _grid(
     keys: Sequence[Key], height: float, head: float = 0.6, sharex: bool = False, sharey: bool = False
 ) -> tuple[Figure, list[tuple[Axes, Key]], str]:
-    """A panel for each key, two in a line, and what to say where there are too many."""
+    """(figure, a panel for each key, a note for the caption): two panels in a line, further ones than fit left out."""
     columns = min(2, len(keys))
     most = columns * max(1, int(TALLEST / height))
     shown, left = keys[:most], len(keys[most:])
@@ -357,7 +357,7 @@ def _grid(
 
 
 def _style(axes: Axes, title: str, x: str, y: str = "", grid: Literal["x", "y", "both"] = "x") -> None:
-    """The same looks for every panel."""
+    """Title, labels, grid and spines, the same for every panel."""
     axes.set_title(_short([title], 60)[title] if title else "", color=INK, size=9.5, weight="bold")
     axes.set_xlabel(x, color=INK, size=9)
     axes.set_ylabel(y, color=INK, size=9)
@@ -370,7 +370,7 @@ def _style(axes: Axes, title: str, x: str, y: str = "", grid: Literal["x", "y", 
 
 
 def _legend(figure: Figure, entries: Iterable[tuple[str, Mapping[str, Any]]], **more: Any) -> None:
-    """Above all panels; entries: (label, what its patch or, with a marker, its line looks like)."""
+    """A legend above all panels. entries: (label, properties of its patch or, with a marker, of its line)."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -388,5 +388,5 @@ def _lines(labels: Iterable[str]) -> list[tuple[str, Mapping[str, Any]]]:
 
 
 def _note(axes: Axes, text: str, point: tuple[float, float], offset: tuple[float, float], **more: Any) -> None:
-    """A few small words beside a point."""
+    """A small text beside a point."""
     axes.annotate(text, point, offset, textcoords="offset points", va="center", size=8, color=INK, **more)

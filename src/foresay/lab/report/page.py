@@ -1,7 +1,7 @@
-"""What a report shows of a benchmark, as a page and as Markdown: report.html.j2 and report.md.j2, filled in.
+"""A report of a benchmark as an HTML page and as Markdown: report.html.j2 and report.md.j2, filled in.
 
-Owns the columns of the table and how Markdown is escaped. Nothing on the page refers to anything outside. Knows neither
-files nor how figures are drawn, and draws no conclusions.
+Owns the columns of the table and how Markdown is escaped. The page is self-contained: it loads nothing from outside. Knows
+neither files nor how figures are drawn, and draws no conclusions.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ MOST_TRACES = 12
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """One figure as it is written out."""
+    """One figure as bytes."""
 
     name: str
     title: str
     caption: str
     png: bytes
     svg: str
-    """For the middle of a page: no id that another figure has, and `currentColor` for ink."""
+    """For inlining in a page: ids are unique across figures, and ink is `currentColor`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One file of results, and where it came from."""
+    """One results file: its name, settings and provenance."""
 
     name: str
     settings: Mapping[str, Any]
@@ -46,26 +46,26 @@ class Source:
 
     @property
     def summary(self) -> str:
-        """The file, with the code and the time that its runs are from."""
-        came = [f"{name} {self.provenance[name]}" for name in ("commit", "time") if self.provenance.get(name)]
-        return ", ".join([self.name, *came])
+        """The file's name, with the commit and the time of its runs."""
+        origin = [f"{name} {self.provenance[name]}" for name in ("commit", "time") if self.provenance.get(name)]
+        return ", ".join([self.name, *origin])
 
     @property
     def as_json(self) -> str:
-        """All that is known of its runs."""
+        """Settings and provenance, indented."""
         known = {"settings": self.settings, "provenance": self.provenance}
         return json.dumps(known, indent=1, ensure_ascii=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Everything that a page or a Markdown file says."""
+    """The content of a page or a Markdown file, figures aside."""
 
     title: str
     summary: Sequence[str]
     """A sentence for each data set, batch and sampling: which exact method was fastest, and whether it pays."""
     warnings: Sequence[str]
-    """What a reader must know before believing the numbers."""
+    """Sentences on what makes the numbers doubtful: unlike machines, unsteady plain decoding, differing or lossy outputs."""
     table: Sequence[TableRow]
     failures: Sequence[Failure]
     traces: Sequence[Trace]
@@ -120,14 +120,14 @@ def markdown(report: Report, pictures: Sequence[Picture]) -> str:
 
 
 def _context(report: Report, pictures: Sequence[Picture]) -> dict[str, Any]:
-    """What the templates say, in their words."""
+    """The variables of both templates."""
     return {
         "report": report,
         "pictures": pictures,
         "columns": list(COLUMNS),
         "words": NAMES,
         "rows": [
-            {"kind": _kind(row), "cells": {name: say(row) for name, say in COLUMNS.items()}} for row in report.table
+            {"kind": _kind(row), "cells": {name: cell(row) for name, cell in COLUMNS.items()}} for row in report.table
         ],
         "table_note": TABLE_NOTE,
         "failures": [f"{one.cell}, repeat {one.repeat}: {one.error}" for one in report.failures],
@@ -152,7 +152,7 @@ def _mixed(traces: Sequence[Trace]) -> list[Trace]:
 
 
 def _plain(value: Any) -> str:
-    """Text that Markdown shows as it is."""
+    """Text with everything escaped that Markdown would interpret."""
     text = escape(" ".join(str(value).split()), quote=False)
     text = re.sub(r"([\\`*\[\]|~]|(?<!\w)_|_(?!\w))", r"\\\1", text)
     return re.sub(r"^(?=[#+-])", r"\\", text) if text != "-" else text

@@ -1,7 +1,7 @@
 """A report of benchmarks: results files in, a page, its Markdown and its figures out.
 
-Owns which results may be pooled, what is concluded from them, how a figure becomes bytes, and that a file is there whole or
-not at all. Knows neither what is drawn nor what the page looks like.
+Owns which results may be pooled, what is concluded from them, how a figure becomes bytes, and that files are written
+atomically. Knows neither what is drawn nor what the page looks like.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ UNSTEADY = 0.10
 
 
 def write_report(results: Sequence[Path_], output: Path_, *, title: str | None = None) -> list[Path]:
-    """Write report.html, report.md and the figures as PNG into a folder; the paths written.
+    """Write report.html, report.md and the figures as PNG into a folder; returns the paths written.
 
     results: files of JSON lines. Those of several are merged; a cell that two of them hold is pooled, if their settings are
     the same. Raises ConfigError where they are not, for a file without runs, and where the folder cannot be written.
@@ -41,7 +41,7 @@ def write_report(results: Sequence[Path_], output: Path_, *, title: str | None =
 
 
 def read_report(results: Sequence[Path_], *, title: str | None = None) -> Report:
-    """What the files say together."""
+    """The files' results merged into one Report. Raises ConfigError as `write_report` does, folder aside."""
     if not results:
         raise ConfigError("a report takes at least one results file")
     whole, sources, owners = Results({}, {}), list[Source](), dict[Cell, Source]()
@@ -81,7 +81,7 @@ def _check_poolable(cell: Cell, first: Source, second: Source) -> None:
 
 
 def _disagreeing(first: Any, second: Any) -> str:
-    """The settings in which two files differ, in words; empty where they agree."""
+    """The settings in which two files differ, as text; empty where they agree."""
     names = sorted(name for name in {*first, *second} if first.get(name) != second.get(name))
     shown = [f"{name}={_brief(first.get(name))} and {_brief(second.get(name))}" for name in names]
     return "; ".join(shown[:4]) + ("; ..." if len(shown) > 4 else "")
@@ -132,14 +132,14 @@ def _verdict(group: Group, of: Sequence[TableRow]) -> str:
     gain, name = f"{times(best.speed_up)} plain decoding's speed", best.cell.method
     if paying:
         assert best.plain_per_s is not None
-        said = f"{where} {name} was the fastest exact method: {gain}"
-        said += f", {best.tokens_per_s[0]:.1f} tokens/s instead of {best.plain_per_s[0]:.1f}."
+        text = f"{where} {name} was the fastest exact method: {gain}"
+        text += f", {best.tokens_per_s[0]:.1f} tokens/s instead of {best.plain_per_s[0]:.1f}."
     else:
-        said = f"{where} no draft pays here: the best exact method, {name}, had {gain}, within the spread or below."
-    ahead = [row for row in of if row.stats is None and row.speed_up and row.speed_up[0] > best.speed_up[0]]
+        text = f"{where} no draft pays here: the best exact method, {name}, had {gain}, within the spread or below."
+    faster = [row for row in of if row.stats is None and row.speed_up and row.speed_up[0] > best.speed_up[0]]
     if best.repeats == 1:
-        said += " It was measured once, so its spread is unknown."
-    return said + "".join(f" {row.cell.method}, another engine, had {times(row.speed_up)}." for row in ahead[:1])
+        text += " It was measured once, so its spread is unknown."
+    return text + "".join(f" {row.cell.method}, another engine, had {times(row.speed_up)}." for row in faster[:1])
 
 
 def _plain_spread(of: Sequence[TableRow]) -> float | None:
@@ -167,7 +167,10 @@ def _lossy(table: Sequence[TableRow]) -> list[str]:
 
 
 def write(report: Report, output: Path_) -> list[Path]:
-    """Write a report into a folder, which is made where there is none; the paths written."""
+    """Write a report into a folder, which is made where there is none; returns the paths written.
+
+    Raises ConfigError where the folder cannot be written.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph")  # a name in a script that the font does not have
         pictures = [_picture(*drawn) for drawn in figures.drawings(report.table)]
@@ -195,6 +198,6 @@ def _picture(name: str, title: str, figure: Figure, caption: str) -> Picture:
 
 
 def _inline(svg: str) -> str:
-    """An SVG for the middle of a page, whose ink is the page's; its groups' names, of which nothing makes use, are left out."""
+    """An SVG for inlining in a page, in the page's text colour; the ids of its groups, which nothing refers to, are removed."""
     svg = re.sub(r'<g id="[^"]*"', "<g", svg[svg.index("<svg") :])
     return svg.replace(figures.INK, "currentColor").strip()

@@ -1,4 +1,8 @@
-"""A benchmark's cells as rows of numbers: counts are pooled, then divided. Draws no conclusions."""
+"""A benchmark's cells as rows of numbers: counts are pooled over repeats, then divided.
+
+Owns how runs become medians, spreads and rates, intervals, the Pareto front, and how names are shortened to fit. Knows
+neither figures nor pages, and draws no conclusions.
+"""
 
 from __future__ import annotations
 
@@ -24,16 +28,16 @@ Group = tuple[str, int, str]
 
 @dataclass(frozen=True, slots=True)
 class TableRow:
-    """What one cell comes to."""
+    """The numbers of one cell, over all its repeats."""
 
     cell: Cell
     repeats: int
     tokens_per_s: Span
     plain_per_s: Span | None
-    """Tokens per second of the plain decoding that it is compared with."""
+    """Tokens per second of plain decoding run next to it in time."""
     speed_up: Span | None
     stats: Stats | None
-    """Counts of all repeats; None for another engine, which tells none."""
+    """Counts of all repeats added up; None for another engine, which reports none."""
     identical: bool | None
     exact: bool
     expected: float | None
@@ -41,7 +45,7 @@ class TableRow:
 
     @property
     def group(self) -> Group:
-        """What it is compared within."""
+        """Data set, batch size and sampling: rows of one group are compared with each other."""
         return self.cell.dataset, self.cell.batch_size, self.cell.sampling
 
     @property
@@ -56,7 +60,10 @@ class TableRow:
 
 
 def rows(results: Results) -> list[TableRow]:
-    """One for each cell that was run, the greatest speed-up first and those without any last."""
+    """A row for each cell that was run, the greatest speed-up first, those without one last.
+
+    Raises ConfigError for results whose numbers cannot be used.
+    """
     cells = results.by_cell()
     for cell in cells:
         _check_cell(cell)
@@ -75,7 +82,7 @@ def _row(cell: Cell, runs: Sequence[Run], plain: Span | None, expected: float | 
         plain = median_and_spread(run.tokens / seconds for run, seconds in paired)
     elif plain is not None and plain[0]:
         speed_up = median_and_spread(rate / plain[0] for rate in rates)
-    told = [run.identical for run in runs if run.identical is not None]
+    compared = [run.identical for run in runs if run.identical is not None]
     try:
         stats = merged(run.stats for run in runs) if all(run.stats for run in runs) else None
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -87,14 +94,14 @@ def _row(cell: Cell, runs: Sequence[Run], plain: Span | None, expected: float | 
         plain_per_s=plain,
         speed_up=speed_up,
         stats=stats,
-        identical=all(told) if told else None,
+        identical=all(compared) if compared else None,
         exact=all(check_flag("exact", run.exact) for run in runs),
         expected=expected,
     )
 
 
 def _rate(run: Run) -> float:
-    """Tokens per second of a run whose numbers are numbers."""
+    """Tokens per second of a run. Raises ConfigError where tokens or seconds are no valid numbers."""
     return check_int(f"tokens of {run.cell}", run.tokens, 0) / _seconds("seconds", run, run.seconds)
 
 
@@ -134,7 +141,10 @@ def pareto_front(points: Iterable[tuple[float, float]]) -> list[tuple[float, flo
 
 
 def shortened(names: Iterable[str], size: int) -> dict[str, str]:
-    """Each name in one line of about `size` characters: the middle goes, or what those that would look alike share."""
+    """name -> a label of one line and about `size` characters; labels of different names differ.
+
+    A long name loses its middle. Where labels would then be equal, they keep the part in which the names differ.
+    """
     whole = {name: " ".join(name.encode("utf-8", "replace").decode().split()) or "?" for name in names}
     cut = {name: text if len(text) <= size else f"{text[: size - 13]}…{text[-12:]}" for name, text in whole.items()}
     alike: dict[str, list[str]] = {}

@@ -1,4 +1,4 @@
-"""The attention and the masks that plain and speculated passes share, registered with transformers as "foresay".
+"""The attention and the masks that plain and speculative passes share, registered with transformers as "foresay".
 
 Owns how a query sees the slots of its row. A mask is built from the family's own mask function (causal, sliding, chunked)
 evaluated at each row's absolute positions, so ragged rows need no padding. Grouped query heads are folded into query
@@ -29,7 +29,7 @@ _current: ContextVar[Placement | None] = ContextVar("foresay_pass", default=None
 
 @contextmanager
 def during(at: Placement) -> Iterator[None]:
-    """Let the model's masks and attention see where the pass's tokens are."""
+    """Set the placement of the current pass's tokens, which masks and attention read, for the block."""
     token = _current.set(at)
     try:
         yield
@@ -38,7 +38,7 @@ def during(at: Placement) -> Iterator[None]:
 
 
 def current_pass() -> Placement | None:
-    """The pass under way in this context."""
+    """The placement of the pass that is running in this context; None outside a pass."""
     return _current.get()
 
 
@@ -114,7 +114,7 @@ def attention(
 
 
 def _padded(folded: torch.Tensor, rows: int) -> torch.Tensor:
-    """[..., rows, D] with zeros behind up to a multiple of QUERY_ROWS."""
+    """[..., rows, D] padded with zero rows to a multiple of QUERY_ROWS."""
     missing = -rows % QUERY_ROWS
     return F.pad(folded, (0, 0, 0, missing)) if missing else folded
 

@@ -1,7 +1,7 @@
 """Any Hugging Face decoder-only model over the slot cache.
 
 Owns the adapter between transformers' model and cache classes and ours, and the knowledge of which models can be
-rewound. Refuses to know what the tokens mean or why they are scored.
+rewound. Does not know what the tokens mean or why they are scored.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class TransformersCache(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store a layer's keys and values and return what the rows see."""
+        """Store a layer's keys and values [B, heads, T, dim]; returns all that the rows see, [B, heads, width, dim]."""
         assert self.at is not None
         return self.slots.write(layer_idx, key_states, value_states, self.at)
 
@@ -43,7 +43,7 @@ class TransformersCache(Cache):
         return self.at.width, 0
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """What a family that builds its own bias takes for the past: slots in sight less the pass's columns."""
+        """The past length for families that build their own bias: slots in sight less the pass's columns."""
         assert self.at is not None
         return self.at.width - int(self.at.slots.shape[1])
 
@@ -118,7 +118,7 @@ class CausalModel(TransformersModel):
         return SlotCache()
 
     def admit(self, rows: Rows, first: int, cache: KVCache) -> None:
-        """Give rows from place `first` on empty cache rows."""
+        """Add an empty cache row for each row from index `first` on."""
         assert isinstance(cache, SlotCache) and len(cache.lengths) == first
         cache.add_rows(len(rows) - first)
 

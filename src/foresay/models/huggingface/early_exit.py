@@ -1,7 +1,7 @@
-"""A model's first layers, or its head over fewer tokens, as a draft that shares the model's weights.
+"""Early exit and trimmed heads: a model's first layers, or its head over fewer tokens, as a draft that shares its weights.
 
-A shallow copy of the module tree: containers on the way to what changes are copied, everything else is the very same
-tensors. Knows nothing of drafting.
+Owns the shallow copy of the module tree: containers on the path to the part that changes are copied, everything else is the
+same modules and tensors. Knows nothing of drafting.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from foresay.models.huggingface.causal import CausalModel
 
 
 def first_layers(model: CausalModel, count: int) -> CausalModel:
-    """The model that ends behind its first `count` layers, with the whole model's final norm and head."""
+    """The model of the first `count` layers, followed by the whole model's final norm and head; weights are shared.
+
+    Raises ConfigError for a count outside [1, layers - 1], and UnsupportedModelError where the layers cannot be located.
+    """
     path = _layers_path(model.model)
     total = len(model.model.get_submodule(path))
     if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count < total:
@@ -38,7 +41,12 @@ def first_layers(model: CausalModel, count: int) -> CausalModel:
 
 
 def trimmed_head(model: CausalModel, ids: Sequence[int] | torch.Tensor) -> CausalModel:
-    """The model that scores only the given tokens; all others have probability zero. ids: [m], in any order."""
+    """The model whose head scores only the given tokens; all others have probability zero.
+
+    ids: [m] integers in any order, of which the head keeps the rows; other weights are shared. Raises ConfigError for ids that
+    are empty, outside the vocabulary or trimmed away before, and UnsupportedModelError for a model without an output layer of
+    its own.
+    """
     head = model.model.get_output_embeddings()
     weight = None if head is None else packing.weight_of(head)
     if weight is None:
@@ -73,7 +81,7 @@ def _linear(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Module:
 
 
 def _layers_path(model: nn.Module) -> str:
-    """Where the list of decoder layers is, in dots."""
+    """The dotted path of the list of decoder layers. Raises UnsupportedModelError where there is none."""
     count = int(model.config.get_text_config(decoder=True).num_hidden_layers)  # type: ignore[union-attr, operator]
     found: list[str] = [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count]
     if not found:

@@ -1,7 +1,7 @@
-"""A transformers model at work for foresay: what decoder-only and encoder-decoder models have in common.
+"""A transformers model as a LanguageModel: what decoder-only and encoder-decoder models have in common.
 
 Owns routing masks and attention through `attention`, giving the model back as it was, and what every pass does around the
-model's own forward. Subclasses know how a family of models is called. Imports nothing of transformers.
+model's own forward. Subclasses know how to call a kind of model. Imports nothing of transformers.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ class TransformersModel:
     """A transformers model, scored over ragged rows."""
 
     reads_source = False
-    """Whether each row has a source, which an encoder reads."""
+    """Whether each row has an encoder source."""
     max_length: int
     """Most tokens of a row, prompt and output together."""
     takes_trees: bool = True
     """Whether positions reach attention only where foresay sets them, so that several columns may share one."""
     num_layers: int
-    """Layers whose hidden states can be asked for."""
+    """Layers whose hidden states a pass can return."""
     max_source_length: int | None = None
-    """Most tokens of a source; None without a bound."""
+    """Most tokens of an encoder source; None without a bound."""
     head_ids: torch.Tensor | None = None
-    """The tokens that a trimmed head scores; None where the head's columns are the ids."""
+    """The token ids [m] that a trimmed head scores; None where column i of the head is id i."""
 
     def __init__(self, model: Any, *, pluggable: bool) -> None:
         """`model` is put in eval mode. pluggable: whether the family lets its attention function be chosen."""
@@ -81,7 +81,7 @@ class TransformersModel:
     def uncached(self, token_ids: torch.Tensor, source: torch.Tensor | None = None) -> torch.Tensor:
         """Logits of whole sequences by the model's own attention, [B, T] -> [B, T, V]; the reference of the self-check.
 
-        source: [B, S], what an encoder-decoder's encoder reads.
+        source: [B, S], the encoder source of an encoder-decoder.
         """
         inputs = {"input_ids": token_ids} if source is None else {"input_ids": source, "decoder_input_ids": token_ids}
         for config, implementation in self._configs.values():
@@ -107,12 +107,12 @@ class TransformersModel:
         )
 
     def begin(self, prompt: Sequence[int], params: SamplingParams) -> Begun:
-        """The prompt as it is."""
+        """The prompt and parameters unchanged."""
         return Begun(prompt, params)
 
     @torch.inference_mode()
     def forward(self, feed: Feed, cache: KVCache) -> ModelOutput:
-        """One pass; see LanguageModel.forward."""
+        """One pass, logits [B, T, V] ([B, 1, V] with Logits.LAST) and hidden states [B, T, D]; see LanguageModel.forward."""
         assert isinstance(cache, SlotCache)
         token_ids = feed.token_ids
         batch, columns = token_ids.shape
@@ -122,7 +122,7 @@ class TransformersModel:
             return _joined([self.forward(feed.part(a, b), cache) for a, b in parts])
         parents = feed.parents
         if batch * columns == 1:
-            # one row and two rows take different matrix kernels on some CPUs; two are always asked for
+            # one row and two rows take different matrix kernels on some CPUs, so there are always at least two
             token_ids, parents = torch.cat([token_ids, token_ids], 1), None
         at = cache.begin_pass(feed.first_row, batch, token_ids.shape[1], self.device, parents)
         with attention.during(at):
@@ -138,7 +138,7 @@ class TransformersModel:
         return ModelOutput(self._over_vocabulary(scores), hidden)
 
     def _over_vocabulary(self, scores: torch.Tensor) -> torch.Tensor:
-        """The head's scores, [..., columns of the head], over all ids, [..., V]; those it lacks can never be written."""
+        """The head's logits [..., columns of the head] over all ids [..., V]; ids that it lacks get -inf."""
         if self.head_ids is not None:
             whole = scores.new_full((*scores.shape[:-1], self.vocab_size), -torch.inf)
             whole[..., self.head_ids] = scores
@@ -154,7 +154,7 @@ class TransformersModel:
 
 
 def _joined(parts: Sequence[ModelOutput]) -> ModelOutput:
-    """What a pass computed in parts, row behind row."""
+    """The outputs of a pass computed in parts, concatenated over rows."""
     hidden = {layer: torch.cat([part.hidden[layer] for part in parts]) for layer in parts[0].hidden}
     if parts[0].logits is None:
         return ModelOutput(None, hidden)

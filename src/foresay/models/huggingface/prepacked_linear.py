@@ -29,7 +29,7 @@ class PackedLinear(nn.Module):
     """A frozen linear layer in oneDNN's own layout."""
 
     weight: torch.Tensor | None = None
-    """None: T5 asks its layers for their weights' dtype where they have any."""
+    """None: T5 reads the dtype of its layers' weights where they have any."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -53,8 +53,8 @@ def weight_of(layer: nn.Module) -> torch.Tensor | None:
 class _Joint:
     """Linear layers that read the same input, multiplied as one: fewer, wider products reach more of the bandwidth.
 
-    The first layer that is given an input computes for all; the others find theirs waiting. A layer that is given
-    something else, or asked twice, computes again, so nothing depends on the order of the calls.
+    The first layer to be called with an input computes for all and keeps the others' outputs for them. A layer that is called
+    with another input, or twice, computes again, so the result does not depend on the order of the calls.
     """
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
@@ -62,7 +62,7 @@ class _Joint:
         self.packed = _pack(torch.cat([layer.weight.detach() for layer in layers]))
         biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
         self._bias = torch.cat(biases) if biases else None
-        # (input, outputs not yet asked for); one attribute, so that threads see the two together
+        # (input, outputs not taken yet); one attribute, so that threads see the two together
         self._waiting: tuple[torch.Tensor, dict[int, torch.Tensor]] | None = None
 
     def output(self, x: torch.Tensor, index: int) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """A self-check: does a model, cached in ragged rows and rewound, score what it scores without a cache?
 
-Families that the tests cover are trusted; any other is probed once when it is loaded, and refused when it fails, so that
-an attention implementation nobody has looked at gives an error instead of a wrong text.
+Families that the tests cover are trusted; any other is checked once when it is loaded, and refused when it fails, so that
+an unknown attention implementation gives an error instead of a wrong output. Owns the list of covered families.
 """
 
 from __future__ import annotations
@@ -85,9 +85,9 @@ def probe(model: CausalModel | Seq2SeqModel) -> float:
     return worst
 
 
-def _row(place: int, source: torch.Tensor | None) -> Row:
-    """A row to be admitted; its tokens are fed by the probe itself."""
-    return Row(place, [0], SamplingParams(), limit=1, source=None if source is None else source[0].tolist())
+def _row(index: int, source: torch.Tensor | None) -> Row:
+    """A row to be admitted; its tokens are fed by the probe itself. source: [1, S]."""
+    return Row(index, [0], SamplingParams(), limit=1, source=None if source is None else source[0].tolist())
 
 
 def check(model: CausalModel | Seq2SeqModel) -> None:

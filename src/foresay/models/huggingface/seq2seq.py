@@ -1,8 +1,9 @@
 """Any Hugging Face encoder-decoder model over the slot cache.
 
-A row's source is encoded once, when the row is admitted, by itself, so that no other row's padding changes it; what the
-decoder's cross-attention makes of it is kept beside the decoder's own keys and values. Owns what families assume of one
-length for a whole batch (position embeddings, T5's position bias) being told per row, and undoes it on release.
+A row's encoder source is encoded once, when the row is admitted, by itself, so that no other row's padding changes it; its
+cross-attention keys and values are cached beside the decoder's own. Owns the patches that give families with one past length
+for a whole batch (position embeddings, T5's position bias) each row's own positions, and removes them on release. Does not
+know what the tokens mean or why they are scored.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def unsupported_reasons(model: PreTrainedModel) -> list[str]:
 
 
 def _start_token(model: PreTrainedModel) -> int | None:
-    """What the decoder's input begins with, found as transformers finds it."""
+    """The decoder start token, looked up as transformers does; None where there is none."""
     generation = model.generation_config
     for value in (generation.decoder_start_token_id, getattr(model.config, "decoder_start_token_id", None)):
         if value is not None:
@@ -97,13 +98,13 @@ def _start_token(model: PreTrainedModel) -> int | None:
 
 
 def _limit(config: Any, own: str) -> int | None:
-    """The positions that encoder or decoder have, under a name of its own (LED) or one for both."""
+    """The number of positions of encoder or decoder, under a name of its own (LED) or one for both."""
     limit = getattr(config, own, None) or getattr(config, "max_position_embeddings", None)
     return None if limit is None else int(limit)
 
 
 class Seq2SeqModel(TransformersModel):
-    """An encoder-decoder transformers model, scored over ragged rows; `Row.source` is what the encoder reads."""
+    """An encoder-decoder transformers model, scored over ragged rows; `Row.source` is the encoder source."""
 
     reads_source = True
 
@@ -142,11 +143,10 @@ class Seq2SeqModel(TransformersModel):
         return super().release()
 
     def begin(self, prompt: Sequence[int], params: SamplingParams) -> Begun:
-        """What the decoder begins with, the parameters with what the model's generation config asks of any output, and the
-        prompt as what the encoder reads.
+        """The decoder start tokens, the parameters with the generation config's settings added, and the prompt as source.
 
-        A forced first token counts as begun with, not as written. Raises ConfigError for settings that change greedy
-        output and that are not honoured.
+        A forced first token belongs to the start tokens, not to the output. Raises ConfigError for a setting of the generation
+        config that changes greedy output and is not supported.
         """
         config = self.model.generation_config
         for name, harmless in _HARMLESS.items():
@@ -157,8 +157,8 @@ class Seq2SeqModel(TransformersModel):
                 )
         forced = config.forced_bos_token_id
         begun = [self.decoder_start_token_id, *([] if forced is None else [int(forced)])]
-        asked = SamplingParams.of(params, **_asked(config, params, len(begun), self.max_length))
-        return Begun(begun, asked, prompt)
+        merged = SamplingParams.of(params, **_from_config(config, params, len(begun), self.max_length))
+        return Begun(begun, merged, prompt)
 
     def new_cache(self) -> Seq2SeqCache:
         """A cache without rows."""
@@ -166,32 +166,32 @@ class Seq2SeqModel(TransformersModel):
 
     @torch.inference_mode()
     def admit(self, rows: Rows, first: int, cache: KVCache) -> None:
-        """Encode the sources of rows from place `first` on."""
+        """Encode the sources of the rows from index `first` on. Raises PromptError for a row without a source."""
         assert isinstance(cache, Seq2SeqCache) and len(cache.lengths) == first
         sources = [self._source(row) for row in list(rows)[first:]]
         cache.add_rows(len(sources))
-        for place, source in enumerate(sources, first):
-            self._encode(source, place, cache)
+        for index, source in enumerate(sources, first):
+            self._encode(source, index, cache)
 
     def _source(self, row: Row) -> torch.Tensor:
-        """A row's source, [1, S]. A draft's encoder may read less than the target's, and then reads the beginning."""
+        """A row's source, [1, S]. Cut to its beginning where it exceeds this model's encoder, as a draft's may."""
         if row.source is None:
             raise PromptError("an encoder-decoder model needs a source, and this request has none")
         source = row.source[: self.max_source_length]
         return torch.from_numpy(np.minimum(source, self.vocab_size - 1))[None].to(self.device)
 
-    def _encode(self, source: torch.Tensor, place: int, cache: Seq2SeqCache) -> None:
-        """Encode one source and keep the keys and values that every layer's cross-attention makes of it.
+    def _encode(self, source: torch.Tensor, index: int, cache: Seq2SeqCache) -> None:
+        """Encode one source [1, S] and cache every layer's cross-attention keys and values of it, for row `index`.
 
-        The layers make them while the decoder reads its first token, which is then read again in the row's first pass:
-        where they lie in a family's layers need not be known.
+        The layers compute them while the decoder reads its start token, which is fed again in the row's first pass: where a
+        family's layers keep them need not be known.
         """
         states = self._encoder(input_ids=source).last_hidden_state
         length = source.shape[1]
         scratch = SlotCache()
         scratch.add_rows(1)
         at = scratch.begin_pass(0, 1, 2, self.device)
-        read = cache.sources.begin_pass(place, 1, length, self.device)
+        read = cache.sources.begin_pass(index, 1, length, self.device)
         memory = EncoderDecoderCache(TransformersCache(scratch, at), TransformersCache(cache.sources, read))
         with attention.during(at):
             self._decoder(
@@ -201,14 +201,14 @@ class Seq2SeqModel(TransformersModel):
                 past_key_values=memory,
                 use_cache=True,
             )
-        cache.sources.lengths[place] = length
+        cache.sources.lengths[index] = length
 
     def _cross_mask(self, lengths: Sequence[int], columns: int, width: int) -> torch.Tensor:
-        """[B, 1, T, width]: 0 at the slots of each row's source, the dtype's least number behind them."""
+        """[B, 1, T, width]: 0 at the slots of each row's source, the dtype's least number after them."""
         ends = torch.tensor(lengths, device=self.device)[:, None, None, None]
-        behind = torch.arange(width, device=self.device) >= ends
+        past_end = torch.arange(width, device=self.device) >= ends
         mask = torch.zeros(len(lengths), 1, columns, width, dtype=self.model.dtype, device=self.device)
-        return mask.masked_fill_(behind, torch.finfo(mask.dtype).min)
+        return mask.masked_fill_(past_end, torch.finfo(mask.dtype).min)
 
     def _call(
         self, token_ids: torch.Tensor, at: Placement, cache: SlotCache, logits: Logits, hidden: bool
@@ -235,10 +235,10 @@ class Seq2SeqModel(TransformersModel):
         return out.logits, out.decoder_hidden_states if hidden else ()
 
 
-def _asked(config: Any, params: SamplingParams, begun: int, max_length: int) -> dict[str, Any]:
+def _from_config(config: Any, params: SamplingParams, begun: int, max_length: int) -> dict[str, Any]:
     """Fields of SamplingParams that a generation config changes, as transformers' `generate` heeds it by default.
 
-    begun: tokens that the decoder begins with.
+    begun: number of decoder start tokens.
     """
     eos = [] if config.eos_token_id is None else np.atleast_1d(config.eos_token_id).tolist()
     words = [list(word) for word in config.bad_words_ids or () if list(word) not in [[token] for token in eos]]
@@ -266,16 +266,16 @@ def _asked(config: Any, params: SamplingParams, begun: int, max_length: int) -> 
 
 
 def _embeds_positions(module: nn.Module) -> bool:
-    """Whether this is a position embedding that counts from one past length, and can be told otherwise."""
+    """Whether this is a position embedding that counts from one past length, and accepts positions or ids instead."""
     names = set(inspect.signature(module.forward).parameters)
     return "past_key_values_length" in names and ("position_ids" in names or {"input_ids", "inputs_embeds"} <= names)
 
 
 def _positions_per_row(module: Any, limit: int, undo: list[Callable[[], None]]) -> None:
-    """Let a position embedding see each row's own positions during a pass. limit: positions there are.
+    """Make a position embedding use each row's own positions during a pass. limit: number of positions.
 
-    Families disagree on the shape of position_ids, but all of them embed a flat list. One that takes none (M2M-100) is
-    asked for the positions from 0 on, of which each row takes its own. Pads may lie behind the last position; they are
+    Families disagree on the shape of position_ids, but all of them embed a list [B * T]. One that takes none (M2M-100) is
+    evaluated for all positions from 0 on, of which each row takes its own. Pads may lie after the last position; they are
     never read.
     """
     signature = inspect.signature(module.forward)
@@ -326,5 +326,5 @@ def _row_bias(
         return shared
     line: torch.Tensor = own(layer, 1, key_length, device, key_length - 1)[0, :, 0]  # [H, S]
     slots = at.slot_positions().to(line.device)[:, None]
-    behind = at.positions.to(line.device)[:, :, None] - slots  # [B, T, S], negative where nothing is seen
-    return line[:, key_length - 1 - behind.clamp(min=0)].transpose(0, 1)
+    distance = at.positions.to(line.device)[:, :, None] - slots  # [B, T, S], negative where nothing is seen
+    return line[:, key_length - 1 - distance.clamp(min=0)].transpose(0, 1)

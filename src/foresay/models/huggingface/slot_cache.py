@@ -1,4 +1,4 @@
-"""The slot cache: keys and values at absolute places, a row per request.
+"""The slot cache: keys and values at absolute slots, a row per request.
 
 Owns the tensors and the lengths. A pass writes each row's tokens, pads included, at the row's own positions; rewinding
 only lowers a length, and what was not accepted is overwritten. Nothing is copied per step, and nothing is left-padded.
@@ -49,8 +49,8 @@ def visible_width(needed: int, device: torch.device) -> int:
 class Placement:
     """Where the tokens of one pass go: row `first_row + i`, column t into slot slots[i, t], with `width` slots in sight.
 
-    Of chains a token's position is its slot. Of a tree it is its depth behind the row's length, several columns share one,
-    and a column sees only the columns on its own path.
+    In a chain a token's position is its slot. In a tree it is the row's length plus the token's depth; several columns share
+    one position, and a column sees only the columns on its own path.
     """
 
     __slots__ = (
@@ -92,7 +92,7 @@ class Placement:
         return self._placed[device]
 
     def slot_positions(self) -> torch.Tensor:
-        """The position of what lies in each slot in sight, [B or 1, width] int64."""
+        """The position of the token in each slot in sight, [B or 1, width] int64."""
         if self._slot_positions is None:
             line = torch.arange(self.width, device=self.slots.device)[None]
             if self.ancestors is not None:
@@ -101,7 +101,7 @@ class Placement:
         return self._slot_positions
 
     def hides(self, seen: torch.Tensor) -> torch.Tensor:
-        """A mask of what positions see, less the columns that are on other paths. seen: [B, 1, T, width] bool."""
+        """The mask `seen`, less the columns on other paths of a tree. seen: [B or 1, 1, T, width] bool -> the same."""
         if self.ancestors is None:
             return seen
         columns = self.slots[:, None, None, :].expand(-1, 1, seen.shape[2], -1)
@@ -138,7 +138,7 @@ class SlotCache:
     def __init__(self) -> None:
         self.lengths: list[int] = []
         self.guest: object | None = None
-        """Who last borrowed the slots to draft in."""
+        """The draft cache that last wrote to these slots; see BorrowedSlots."""
         self._layers: list[tuple[torch.Tensor, torch.Tensor] | None] = []
         self._rows = self._slots = 0
 
@@ -149,7 +149,7 @@ class SlotCache:
     def begin_pass(
         self, first_row: int, batch: int, columns: int, device: torch.device, parents: torch.Tensor | None = None
     ) -> Placement:
-        """Place `columns` tokens behind each of `batch` rows, growing the capacity when they do not fit.
+        """Place `columns` tokens after each of `batch` rows, growing the capacity when they do not fit.
 
         parents: [B, T] as `Feed.parents`.
         """
@@ -216,18 +216,18 @@ class SlotCache:
         return len(self._layers)
 
     def truncate(self, lengths: Sequence[int]) -> None:
-        """Rewind row i to min(its length, lengths[i]); rows behind the given ones stay as they are."""
+        """Rewind row i to min(its length, lengths[i]); rows after the given ones stay as they are."""
         for i, length in enumerate(lengths):
             self.lengths[i] = min(self.lengths[i], length)
 
     @torch.inference_mode()
     def keep(self, starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
-        """Move the kept columns of the last pass together; see KVCache.keep."""
+        """Move the kept columns of the last pass to consecutive slots; see KVCache.keep."""
         moves = [
-            (i, start + column, start + place)
+            (i, start + column, start + depth)
             for i, (start, path) in enumerate(zip(starts, paths, strict=True))
-            for place, column in enumerate(path)
-            if place != column
+            for depth, column in enumerate(path)
+            if depth != column
         ]
         if moves:
             for stores in self._layers:
@@ -238,7 +238,7 @@ class SlotCache:
 
     @torch.inference_mode()
     def copy_prefix(self, source: int, target: int, length: int) -> None:
-        """Row `target` begins with the first `length` slots of row `source`."""
+        """Copy the first `length` slots of row `source` to row `target`, whose length becomes `length`."""
         self._reserve(len(self.lengths), self._slots)
         for layer in self._layers:
             for store in layer or ():
@@ -256,7 +256,7 @@ class SlotCache:
 
     @torch.inference_mode()
     def load_prefix(self, row: int, saved: SavedSlots, length: int) -> None:
-        """Row `row` begins with the first `length` slots of a copy."""
+        """Overwrite the start of row `row` with the first `length` slots of a copy; its length becomes `length`."""
         self._reserve(len(self.lengths), round_up(length))
         while len(self._layers) < len(saved.layers):
             self._layers.append(None)
@@ -291,8 +291,8 @@ class SlotCache:
 class BorrowedSlots(SlotCache):
     """Another cache's slots, read and written at lengths of its own.
 
-    For a draft that is the first layers of the target: what the target has cached for them is what they would cache. What
-    the draft writes behind that is overwritten by the target's next pass, with the same values or with others' tokens.
+    For a draft that is the first layers of the target: the target's cache of those layers is the draft's. What the draft
+    writes after it is overwritten by the target's next pass, with the same values or with those of other tokens.
     """
 
     def __init__(self, owner: SlotCache) -> None:

@@ -1,6 +1,7 @@
-"""A name, a folder, a hub id or a GGUF file -> weights and tokenizer.
+"""An alias, a folder, a hub id or a GGUF file -> weights and tokenizer.
 
-Owns where models come from and how a conversion is kept. Knows nothing of decoding.
+Owns how a name is located and what is passed to transformers. Knows nothing of decoding, nor how a conversion is kept
+(packaged.py).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _TOKENIZER_FILES = ("tokenizer", "tokenization", "vocab", "spiece", "sentencepie
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """Weights behind the LanguageModel protocol, with the tokenizer and the ids that end a text."""
+    """A LanguageModel, with its tokenizer and end token ids."""
 
     name: str
     model: LanguageModel
@@ -35,7 +36,7 @@ class LoadedModel:
 
     @property
     def dtype(self) -> str:
-        """The weights', as "bfloat16"; empty for a model that has none."""
+        """The dtype of the weights, as "bfloat16"; empty for a model without weights."""
         return str(getattr(getattr(self.model, "model", None), "dtype", "")).removeprefix("torch.")
 
 
@@ -53,7 +54,9 @@ def native_dtype(device: torch.device) -> torch.dtype:
 def load_model(name: str | os.PathLike[str], options: LoadOptions | None = None) -> LoadedModel:
     """Load a model by alias, hub id, local folder or GGUF file.
 
-    Raises ModelNotFoundError, ModelLoadError, UnsupportedModelError or ConfigError, never transformers' own errors.
+    Raises ModelNotFoundError when there is no such model, ModelLoadError when its files cannot be read or lack weights,
+    UnsupportedModelError when it cannot be decoded exactly, and ConfigError for a generation config that is not supported;
+    never transformers' own errors.
     """
     options = options or LoadOptions()
     folder, extra, owned = _locate(os.fspath(name), options)
@@ -78,9 +81,10 @@ def load_tokenizer(name: str | os.PathLike[str], options: LoadOptions | None = N
 
 
 def wrap(name: str, weights: Any, tokenizer: Any, *, optimise: bool) -> LoadedModel:
-    """Put a transformers model behind the protocol.
+    """Wrap a transformers model as a LanguageModel; it gets foresay's attention until `model.release()`.
 
-    optimise: lay its linear layers out for the processor; only for a model that nobody else holds.
+    optimise: lay its linear layers out for the processor; only for a model that nothing else uses. Raises
+    UnsupportedModelError for a model that cannot be decoded exactly, which is then given back as it was.
     """
     from foresay.models.huggingface.causal import CausalModel
     from foresay.models.huggingface.self_check import check
@@ -120,7 +124,7 @@ def _device(options: LoadOptions) -> torch.device:
 
 
 def _common(options: LoadOptions) -> dict[str, Any]:
-    """What weights and tokenizer are read with."""
+    """The arguments common to loading weights and tokenizer."""
     return {"trust_remote_code": options.trust_remote_code, "revision": options.revision or "main"}
 
 
@@ -157,7 +161,10 @@ def _read(
 
 
 def _locate(name: str, options: LoadOptions, *, weights: bool = True) -> tuple[str, dict[str, Any], bool]:
-    """(folder or hub id, extra arguments, whether the folder is a conversion of ours). weights: they are wanted too."""
+    """(folder or hub id, extra arguments, whether the folder is a conversion of ours).
+
+    weights: whether they are needed, or a tokenizer alone.
+    """
     if not name:
         raise ModelNotFoundError("the model's name is empty; give an alias, a hub id, a folder or a GGUF file")
     if name in ALIASES:
@@ -187,10 +194,10 @@ def _locate(name: str, options: LoadOptions, *, weights: bool = True) -> tuple[s
 
 
 def _reached(name: str, options: LoadOptions) -> dict[str, Any]:
-    """PromptRequest the hub once, briefly, for a model's configuration: without a network, use what was downloaded before.
+    """Request a model's configuration from the hub once, with a short timeout; offline, use the hub's cache.
 
-    transformers itself would retry every file for most of a minute. What the hub says against the name is left to
-    transformers to report.
+    Returns extra arguments for transformers, which by itself would retry every file for most of a minute. An error reply of
+    the hub is left to transformers to report.
     """
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import HfHubHTTPError

@@ -1,4 +1,7 @@
-"""How to load a model: the options, checked before anything is read."""
+"""How to load a model: the options, checked before anything is read.
+
+Owns the names of dtypes and devices. Loads nothing.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,15 @@ DEVICES = ("cpu", "cuda", "mps", "xpu")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """How to load a model; each field goes to transformers as it is, except dtype and device."""
+    """How to load a model; each field is passed to transformers as it is, except dtype and device.
+
+    Raises ConfigError for values that are unknown, contradict each other or need a GPU that is not there.
+    """
 
     dtype: str | torch.dtype = "auto"
     """"auto": bf16 where the processor computes in it natively, else float32."""
     device: str | torch.device | None = None
-    """Where the model goes; None takes the GPU when there is one."""
+    """The device of the model; None takes the GPU when there is one."""
     device_map: str | Mapping[str, Any] | None = None
     max_memory: Mapping[int | str, str] | None = None
     quantization_config: Any = None
@@ -30,7 +36,7 @@ class LoadOptions:
     revision: str | None = None
     trust_remote_code: bool = False
     progress: Callable[[str], None] | None = field(default=None, compare=False)
-    """Told what is being done when it may take long."""
+    """Called with a message when something that may take long begins."""
 
     def __post_init__(self) -> None:
         if isinstance(self.dtype, str) and self.dtype != "auto" and self.dtype not in DTYPES:

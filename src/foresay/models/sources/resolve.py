@@ -1,4 +1,8 @@
-"""What a caller may pass as a model, and whether two models share their tokens."""
+"""What a caller may pass as a model: a name, a transformers model, a LanguageModel or a LoadedModel.
+
+Owns how each becomes a LoadedModel. Does not know where files are (catalog.py), nor whether two models share their tokens
+(text/tokenizer.py).
+"""
 
 from __future__ import annotations
 
@@ -19,8 +23,9 @@ def resolve(
 ) -> LoadedModel:
     """A LoadedModel from a name, a transformers model, a LanguageModel or a LoadedModel.
 
-    eos_token_ids: what ends a text, in place of what the model or its tokenizer says. Raises ConfigError for anything else,
-    and for options that a loaded model cannot heed.
+    eos_token_ids: the end tokens, in place of the model's or its tokenizer's. Raises ConfigError for a source of another type,
+    for options with a model that is loaded already, and for end tokens outside the vocabulary; ModelNotFoundError,
+    ModelLoadError and UnsupportedModelError as `load_model` and `wrap` do.
     """
     found = _resolve(source, options, tokenizer)
     if eos_token_ids is None:

@@ -1,4 +1,7 @@
-"""What transformers prints and raises while it reads a model, turned into what foresay's users see."""
+"""transformers' errors and output while it loads a model: translated to foresay's errors, and silenced.
+
+Owns the wording of load errors. Loads nothing.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,10 @@ from foresay.errors import ForesayError, ModelLoadError, ModelNotFoundError
 
 @contextmanager
 def load_errors(name: str, owned: bool) -> Iterator[None]:
-    """Turn whatever transformers raises while loading into one of ours, with what to do."""
+    """Turn any exception of transformers while loading into ModelNotFoundError or ModelLoadError, with what to do.
+
+    owned: the folder is a conversion of ours, so that a missing file is not a wrong name.
+    """
     try:
         yield
     except ForesayError:
@@ -44,7 +50,7 @@ def quiet_transformers() -> Iterator[None]:
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
     try:
-        with redirect_stderr(io.StringIO()):  # some bars are drawn by tqdm itself, whatever the settings say
+        with redirect_stderr(io.StringIO()):  # some bars are drawn by tqdm itself, whatever the settings are
             yield
     finally:
         hf_logging.set_verbosity(level)

@@ -349,9 +349,9 @@ def test_words_in_figures_are_text_in_the_colour_of_the_page(whole):
 def test_the_page_tells_who_wrote_each_piece_and_where_it_came_from(whole):
     page = Page(whole[0].read_text())
     titled = {attributes["class"]: attributes["title"] for _, attributes in page.tags if "title" in attributes}
-    assert titled["draft"] == "guessed by the drafter and accepted"
-    assert titled["residual"] == "the target's, where a guess was rejected"
-    assert titled["bonus"] == "the target's, where every guess held or none was made"
+    assert titled["draft"] == "drafted and accepted"
+    assert titled["residual"] == "the target's, in place of a rejected draft token"
+    assert titled["bonus"] == "the target's, after a draft that was accepted whole, or without a draft"
     assert titled[""] == f"by {NASTY}"
     words = "".join(page.texts)
     assert '"processor": "abacus"' in words and "max_gram on chat, batch 1, greedy, repeat 0: OutOfMemory" in words

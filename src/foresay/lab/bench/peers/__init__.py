@@ -4,7 +4,7 @@
     run = peer.run(prompts, SamplingParams(max_new_tokens=128), batch_size=8)
     peer.close()
 
-transformers runs in this process, vLLM and llama.cpp each in an interpreter of its own; docs/peers.md says how they are
+transformers runs in this process, vLLM and llama.cpp each in an interpreter of its own; docs/peers.md describes how they are
 installed, and what a comparison with them is worth.
 """
 
@@ -17,7 +17,7 @@ def open_peer(expression: str, *, model: str, dtype: str, threads: int | None) -
     """Open a peer and load its model.
 
     model: as foresay names it (an alias, a folder, a GGUF file or a hub id). threads: None takes what PyTorch has here.
-    Raises ForesayError, most often a ConfigError, with one line that says what to do.
+    Raises ForesayError, most often a ConfigError, of one line that tells what to do.
     """
     spec = parse(expression)
     if spec.kind == "transformers":

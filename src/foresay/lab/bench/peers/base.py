@@ -28,7 +28,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
 }
 """The peers and the settings that each takes."""
 PASSED_ON = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "ignore_eos")
-"""The sampling parameters that every peer is told."""
+"""The sampling parameters that are passed on to every peer."""
 _WITH_PYTHON = ("vllm", "llama.cpp")
 _FORMS = "transformers, transformers(assistant=MODEL), transformers(lookup=10), vllm=PYTHON, vllm=PYTHON(ngram=5), "
 _FORMS += "llama.cpp=PYTHON"
@@ -54,7 +54,7 @@ class Peer(Protocol):
         ...
 
     def run(self, prompts: Sequence[Sequence[int]], params: SamplingParams, batch_size: int) -> PeerRun:
-        """Decode the prompts, at most `batch_size` at a time; a ConfigError says what this peer cannot do."""
+        """Decode the prompts, at most `batch_size` at a time. Raises ConfigError for what this peer cannot do."""
         ...
 
     def close(self) -> None:
@@ -64,7 +64,7 @@ class Peer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PeerSpec:
-    """A peer's expression, taken apart."""
+    """A parsed peer expression."""
 
     kind: str
     python: str | None = None
@@ -72,7 +72,10 @@ class PeerSpec:
 
 
 def parse(expression: str) -> PeerSpec:
-    """Take an expression apart: NAME, NAME(key=value, ...), NAME=PYTHON or NAME=PYTHON(key=value, ...)."""
+    """Parse an expression: NAME, NAME(key=value, ...), NAME=PYTHON or NAME=PYTHON(key=value, ...).
+
+    Raises UnknownNameError for an unknown peer or setting, and ConfigError for an expression of another form.
+    """
     text = expression.strip()
     kind = text[: min((text.index(mark) for mark in "=(" if mark in text), default=len(text))].strip()
     if kind not in KNOWN:
@@ -120,7 +123,7 @@ def _settings(kind: str, inner: str, expression: str) -> dict[str, str]:
 
 
 def count_setting(spec: PeerSpec, key: str) -> int | None:
-    """A setting that is a number of tokens; None where it is not given."""
+    """A setting that is a number of tokens in [1, 1000]; None where it is not given. Raises ConfigError for other values."""
     if key not in spec.settings:
         return None
     text = spec.settings[key]
@@ -128,7 +131,7 @@ def count_setting(spec: PeerSpec, key: str) -> int | None:
 
 
 def check_params(name: str, params: SamplingParams) -> None:
-    """Raise a ConfigError for a setting that other engines are not told."""
+    """Raise a ConfigError for a sampling parameter that is not passed on to other engines."""
     default = SamplingParams()
     for one in fields(SamplingParams):
         value = getattr(params, one.name)
@@ -156,7 +159,7 @@ def check_length(
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The dtype of a name; "auto" is the one foresay would take."""
+    """The dtype of a name; "auto" is the one foresay would take. Raises UnknownNameError for other names."""
     if name == "auto":
         return native_dtype(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     if name not in DTYPES:
@@ -165,7 +168,10 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def transformers_source(model: str) -> tuple[str, dict[str, Any]]:
-    """(folder or hub id, extra arguments) with which transformers reads a model; it reads GGUF files too."""
+    """(folder or hub id, extra arguments) with which transformers loads a model; it reads GGUF files too.
+
+    Raises ModelNotFoundError for a name that is neither a path, an alias nor a hub id, ModelLoadError for a broken GGUF file.
+    """
     if model in ALIASES:
         return str(converted(model, LoadOptions())), {}
     path = Path(model).expanduser()
@@ -177,7 +183,10 @@ def transformers_source(model: str) -> tuple[str, dict[str, Any]]:
 
 
 def model_folder(model: str) -> str:
-    """A folder with configuration, tokenizer and safetensors, as vLLM wants it; a hub id is looked up in the hub's cache."""
+    """A folder with configuration, tokenizer and safetensors, as vLLM wants it; a hub id is looked up in the hub's cache.
+
+    Raises ModelNotFoundError where there is none, and ConfigError for a single file.
+    """
     if model in ALIASES:
         return str(converted(model, LoadOptions()))
     path = Path(model).expanduser()
@@ -193,7 +202,11 @@ def model_folder(model: str) -> str:
 
 
 def gguf_file(model: str) -> str:
-    """The GGUF file of a model: an alias's packaged one, the file itself, or the only one in a folder."""
+    """The GGUF file of a model: an alias's packaged one, the file itself, or the only one in a folder.
+
+    Raises ModelNotFoundError for an unknown name, ModelLoadError for another kind of file, and ConfigError where there is not
+    exactly one GGUF file.
+    """
     if model in ALIASES:
         return str(packaged_file(model))
     path = Path(model).expanduser()
@@ -209,7 +222,7 @@ def gguf_file(model: str) -> str:
 
 
 def context_of(folder: str) -> int | None:
-    """The number of positions that a folder's configuration gives."""
+    """The context length that a model folder's config.json gives; None where it gives none."""
     config = json.loads((Path(folder) / "config.json").read_text())
     config = config.get("text_config", config)
     length = config.get("max_position_embeddings", config.get("n_positions"))
@@ -217,7 +230,7 @@ def context_of(folder: str) -> int | None:
 
 
 def _check_there(model: str, path: Path) -> None:
-    """Raise for a name that is neither a path nor looks like a hub id."""
+    """Raise ModelNotFoundError for a name that is neither a path nor looks like a hub id."""
     if not path.exists() and (model.count("/") != 1 or model.startswith((".", "/", "~"))):
         raise ModelNotFoundError(
             f"no model {model!r}: no such file or folder, nor an alias ({', '.join(ALIASES)}), nor a hub id (org/name)"

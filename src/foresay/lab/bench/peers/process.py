@@ -1,4 +1,4 @@
-"""The host's side of a peer in another interpreter: starts `worker.py` there, asks, waits, and ends it.
+"""The host's side of a peer in another interpreter: starts `worker.py` there, sends it jobs, and ends it.
 
 Owns the child process with its whole process group, from its start to its end, and the time limits. The child stays
 between runs, so that repeats can be interleaved with ours; idle, it waits for a line and takes no processor time.
@@ -82,7 +82,11 @@ class Worker:
         return self._child.pid
 
     def ask(self, message: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
-        """Send a message and wait for its reply. A worker that dies, hangs or babbles is ended; one that refuses stays."""
+        """Send a message and wait for its reply.
+
+        Raises ConfigError for a job that the worker refuses; it keeps running. Raises ForesayError when the worker has ended,
+        does not reply within `limit_s` seconds or replies with anything but the protocol; it is then ended.
+        """
         if self._ended is not None:
             raise ForesayError(f"{self._label}: the worker is gone ({self._ended}); open the peer again")
         try:
@@ -95,7 +99,7 @@ class Worker:
         raise ConfigError(f"{self._label}: {reply.get('error')}")
 
     def close(self) -> None:
-        """PromptRequest the worker to end, and end it with all of its children; harmless when repeated."""
+        """Request the worker to end, and end it with all of its children; harmless when repeated."""
         if self._ended is None:
             with contextlib.suppress(OSError, ForesayError):
                 self._exchange(b'{"op": "close"}\n', GRACE_S)
@@ -145,7 +149,7 @@ class Worker:
         self._buffer += chunk
 
     def _write(self, fd: int, data: bytes) -> bytes:
-        """What is left to write."""
+        """Write some of the data; returns what is left to write."""
         try:
             return data[os.write(fd, data[:_CHUNK]) :]
         except BrokenPipeError:
@@ -202,7 +206,7 @@ class Worker:
 
 
 class WorkerPeer:
-    """A peer behind a worker."""
+    """A peer that runs in a worker process."""
 
     def __init__(self, name: str, worker: Worker, job: Mapping[str, Any], about: Mapping[str, str]) -> None:
         self.name = name
@@ -217,11 +221,14 @@ class WorkerPeer:
         return self._worker.pid
 
     def describe(self) -> dict[str, str]:
-        """Versions, dtype and settings, as the worker told them."""
+        """Versions, dtype and settings, as the worker reported them after loading."""
         return dict(self._about)
 
     def run(self, prompts: Sequence[Sequence[int]], params: SamplingParams, batch_size: int) -> PeerRun:
-        """Decode the prompts; timed in the worker, so the way there and back does not count."""
+        """Decode the prompts; timed in the worker, so that inter-process communication does not count.
+
+        Raises ConfigError for what this peer cannot do, and ForesayError when the worker fails.
+        """
         check_run(self.name, prompts, params, batch_size)
         if self._single and batch_size > 1:
             raise ConfigError(f"llama.cpp is run one prompt at a time, not {batch_size}; use batch size 1")
@@ -243,7 +250,11 @@ class WorkerPeer:
 def open_worker(
     spec: PeerSpec, *, model: str, dtype: str, threads: int | None, script: Path = WORKER, limit_s: float = LOAD_LIMIT_S
 ) -> WorkerPeer:
-    """Start a worker in the interpreter that the expression names, and load the model there."""
+    """Start a worker in the interpreter that the expression names, and load the model there.
+
+    limit_s: seconds that loading may take. Raises ConfigError, ModelNotFoundError or ForesayError when the interpreter or the
+    model cannot be used; the worker is then ended.
+    """
     count = torch.get_num_threads() if threads is None else check_int("threads", threads, 1)
     name = spec.kind if not spec.settings else f"{spec.kind}+{'+'.join(spec.settings)}"
     python = interpreter(spec)
@@ -259,7 +270,7 @@ def open_worker(
 
 
 def interpreter(spec: PeerSpec) -> str:
-    """The path of the interpreter that an expression names."""
+    """The path of the interpreter that an expression names. Raises ConfigError where it cannot be run."""
     given = os.path.expanduser(spec.python or "")
     if found := shutil.which(given):
         return os.path.abspath(found)
@@ -272,7 +283,7 @@ def interpreter(spec: PeerSpec) -> str:
 
 
 def load_job(spec: PeerSpec, model: str, dtype: str, threads: int) -> dict[str, Any]:
-    """What the worker is to load."""
+    """The load message for the worker. Raises ConfigError or ModelNotFoundError for a model that it cannot read."""
     job: dict[str, Any] = {"engine": spec.kind, "threads": threads}
     if spec.kind == "llama.cpp":
         torch_dtype(dtype)
@@ -302,7 +313,7 @@ def environment(kind: str, threads: int) -> dict[str, str]:
 
 
 def _cores(threads: int) -> str:
-    """The processors that vLLM's own processes, if it is told to start them, bind their threads to.
+    """The processors that vLLM's own processes, if it is set to start any, bind their threads to.
 
     Left to itself it takes one of two siblings only.
     """

