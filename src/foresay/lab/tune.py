@@ -11,6 +11,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from time import perf_counter
 from typing import Any
 
@@ -20,9 +21,10 @@ from foresay.drafters import ModelDrafter
 from foresay.errors import ConfigError, ForesayError
 from foresay.generation.generator import Generator
 from foresay.generation.method import PLAIN, Method
+from foresay.lab.bench.contenders import MethodRunner, PromptBlock
+from foresay.lab.bench.turns import take_turns
 from foresay.lab.data.items import PromptItem
 from foresay.lab.data.requests import PromptRequest
-from foresay.lab.measure.live_run import run_live
 from foresay.lab.measure.profile import measure, measure_drafting, medians
 from foresay.lab.replay.precomputed import PrecomputedDrafter, can_precompute, precompute
 from foresay.lab.replay.predict import Expected, expect
@@ -31,8 +33,9 @@ from foresay.lengths import ConstantLength
 from foresay.methods.expressions import Call, parse
 from foresay.records.profile import Profile
 from foresay.records.recording import Recording
+from foresay.records.results import Failure
 
-DRAFTERS = ("suffix", "max_gram", "prompt_lookup", "ngram_store")
+DRAFTERS = ("prompt_lookup", "max_gram", "ngram_store", "suffix")
 LENGTHS = ("2", "4", "8", "12", "throughput")
 PLAIN_METHOD = Method("none")
 THRESHOLDS = (0.3, 0.5, 0.7)
@@ -215,24 +218,22 @@ class Tuner:
         runs: dict[int, list[tuple[float, float]]] = {i: [] for i in range(len(candidates))}
         apart: list[float] = []
         for size in sorted({one.batch_size for one in candidates}):
-            plain = self.target.plain().with_settings(max_batch_size=size)
-            some = asks[: max(count, size)]
-            run_live(plain, some[:1], params)
-            before = run_live(plain, some, params)
-            for _ in range(repeats):
-                for i, one in enumerate(candidates):
-                    if one.batch_size != size or one.method.name == PLAIN:
-                        continue
-                    live = run_live(one.method.generator(self.target, size), some, params)
-                    after = run_live(plain, some, params)
-                    if live.outputs != before.outputs:
-                        raise ConfigError(
-                            f"{one.method.name} wrote something else than plain decoding; please report this"
-                        )
-                    rate = live.tokens / live.seconds
-                    runs[i].append((rate, rate * (before.seconds + after.seconds) / (before.tokens + after.tokens)))
-                    apart.append(abs(math.log(after.seconds / before.seconds)))
-                    before = after
+            block = PromptBlock("", asks[: max(count, size)], size, params)
+            found = {one.method.name: i for i, one in enumerate(candidates) if one.batch_size == size}
+            runners = [MethodRunner(self.target, candidates[i].method) for name, i in found.items() if name != PLAIN]
+            turns = [(repeat, runner) for repeat in range(repeats) for runner in runners]
+            plain = MethodRunner(self.target, PLAIN_METHOD)
+            seconds = []
+            for run, _ in take_turns(plain, turns, block, warm=replace(block, asks=asks[:1]), between=1):
+                if isinstance(run, Failure):
+                    raise ConfigError(f"{run.cell.method}: {run.error}")
+                if run.identical is False:
+                    raise ConfigError(f"{run.cell.method} wrote something else than plain decoding; please report this")
+                if run.speed_up is None:
+                    seconds.append(run.seconds)
+                else:
+                    runs[found[run.cell.method]].append((run.tokens_per_s, run.speed_up))
+            apart += [abs(math.log(after / before)) for before, after in pairwise(seconds)]
         self.tuning.plain_spread = statistics.median(apart) if apart else 0.0
         self.tuning.confirmed = sorted(
             (_confirmed(candidates[i], found) for i, found in runs.items() if found), key=lambda one: -one.tokens_per_s

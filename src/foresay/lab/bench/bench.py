@@ -1,7 +1,6 @@
 """Benchmarks: methods and other engines on the same prompts, interleaved with plain decoding, into a results file.
 
-Plain decoding runs before and after every few runs, so that a ratio compares neighbours in time: machines are shared and
-drift. Owns the order of runs, what is repeated after a stop, and that a failing cell does not lose the others.
+Owns what is run, what is repeated after a stop, and what is written down; `turns` owns the order.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from foresay.generation.generator import Generator
 from foresay.generation.method import PLAIN, Method
 from foresay.lab.bench.contenders import MethodRunner, Outcome, PeerRunner, PromptBlock, Runner, sampling_name
 from foresay.lab.bench.peers.base import Peer
+from foresay.lab.bench.turns import take_turns
 from foresay.lab.data.requests import PromptRequest, changed_params, digest
 from foresay.records.lines import LineWriter
 from foresay.records.provenance import provenance
 from foresay.records.results import Cell, Failure, Prediction, Results, Run, Trace, results_writer
-from foresay.text.stream import TextStream
 
 _TRACES = 2
 """Outputs of each cell that are kept piece by piece."""
@@ -104,7 +103,6 @@ class Bench:
         self._runners += [PeerRunner(peer, target.target.eos_token_ids) for peer in peers]
         self._known: set[tuple[Cell, int]] = set()
         self._traced: set[Cell] = set()
-        self._wanted: dict[Cell, list[list[int]]] = {}
         self._writer: LineWriter
         self._done = 0
 
@@ -134,83 +132,20 @@ class Bench:
         everything = [(repeat, runner) for repeat in repeats for runner in self._runners]
         missing = [(r, runner) for r, runner in everything if (block.cell(runner.name), r) not in self._known]
         self._done += len(everything) - len(missing)
-        if not missing:
-            return
-        self._warm(self._plain, block)
-        broken: dict[str, str] = {}
-        for runner in {runner.name: runner for _, runner in missing}.values():
-            if problem := self._guarded(lambda runner=runner: self._warm(runner, block)):  # type: ignore[misc]
-                broken[runner.name] = problem
-        before = self._run_plain(block, missing[0][0])
-        for first in range(0, len(missing), self.settings.between):
-            some = missing[first : first + self.settings.between]
-            done = [(repeat, runner, self._attempt(runner, block, broken)) for repeat, runner in some]
-            after = self._run_plain(block, some[-1][0])
-            rate = (before.tokens + after.tokens) / (before.seconds + after.seconds)
-            for repeat, runner, outcome in done:
-                self._note(block, repeat, runner, outcome, rate)
-            before = after
+        warm = replace(block, asks=block.asks[: self.settings.warm_up])
+        for result, outcome in take_turns(self._plain, missing, block, warm=warm, between=self.settings.between):
+            self._writer.append({"kind": "run" if isinstance(result, Run) else "failed", **asdict(result)})
+            if result.cell.method != PLAIN:
+                self._done += 1
+                self._trace(block, result.cell, outcome)
+                self._on_run(Progress(result, self._done, self.total))
 
-    def _warm(self, runner: Runner, block: PromptBlock) -> None:
-        runner.prepare(block)
-        if self.settings.warm_up:
-            runner.run(block, block.asks[: self.settings.warm_up])
-
-    def _guarded(self, work: Callable[[], Any]) -> str:
-        """Why it failed, in one line; empty when it did not."""
-        try:
-            work()
-        except Exception as error:  # whatever it is, the other cells go on
-            return " ".join(f"{type(error).__name__}: {error}".split())[:500]
-        return ""
-
-    def _attempt(self, runner: Runner, block: PromptBlock, broken: Mapping[str, str]) -> Outcome | str:
-        """A run, or why there is none."""
-        if runner.name in broken:
-            return broken[runner.name]
-        out: list[Outcome] = []
-        problem = self._guarded(lambda: out.append(runner.run(block, block.asks)))
-        return problem or out[0]
-
-    def _run_plain(self, block: PromptBlock, repeat: int) -> Outcome:
-        outcome = self._plain.run(block, block.asks)
-        known = self._wanted.setdefault(block.cell(PLAIN), outcome.outputs)
-        assert not block.params.greedy or known == outcome.outputs, "plain decoding does not repeat itself"
-        self._writer.append(self._as_run(block, repeat, self._plain, outcome).as_line())
-        return outcome
-
-    def _as_run(self, block: PromptBlock, repeat: int, runner: Runner, outcome: Outcome) -> Run:
-        run = Run(block.cell(runner.name), repeat, outcome.seconds, outcome.tokens, exact=runner.exact)
-        if outcome.live is None:
-            return run
-        return replace(run, stats=outcome.live.stats.as_dict(), prompts=outcome.live.prompts(block.asks))
-
-    def _note(self, block: PromptBlock, repeat: int, runner: Runner, outcome: Outcome | str, rate: float) -> None:
-        """Write what came of a run. rate: tokens per second of plain decoding next to it."""
-        self._done += 1
-        if isinstance(outcome, str):
-            failure = Failure(block.cell(runner.name), repeat, outcome)
-            self._writer.append({"kind": "failed", **asdict(failure)})
-            self._on_run(Progress(failure, self._done, self.total))
-            return
-        run = replace(self._as_run(block, repeat, runner, outcome), plain_seconds=outcome.tokens / rate)
-        if block.params.greedy:
-            wanted = self._wanted[block.cell(PLAIN)]
-            same = sum(a == b for a, b in zip(outcome.outputs, wanted, strict=True))
-            note = "" if same == len(wanted) else f"{same} of {len(wanted)} outputs as plain decoding writes them"
-            run = replace(run, identical=same == len(wanted), note=note)
-        self._writer.append(run.as_line())
-        self._trace(block, run.cell, outcome)
-        self._on_run(Progress(run, self._done, self.total))
-
-    def _trace(self, block: PromptBlock, cell: Cell, outcome: Outcome) -> None:
+    def _trace(self, block: PromptBlock, cell: Cell, outcome: Outcome | None) -> None:
         """Keep the first outputs with who wrote what."""
-        if outcome.live is None or self._tokenizer is None or cell in self._traced:
+        if outcome is None or outcome.live is None or self._tokenizer is None or cell in self._traced:
             return
         self._traced.add(cell)
-        for ask, steps in list(zip(block.asks, outcome.live.steps, strict=True))[:_TRACES]:
-            stream = TextStream(self._tokenizer)
-            pieces = [p for step in steps for p in stream.push(step.token_ids, step.origins)]
-            pieces += stream.finish(stopped=False)
+        for ask, one in list(zip(block.asks, outcome.live.generations, strict=True))[:_TRACES]:
+            pieces = one.pieces(self._tokenizer)
             trace = Trace(cell, ask.id, tuple((piece.text, piece.origin.value) for piece in pieces))
             self._writer.append({"kind": "trace", **asdict(trace)})

@@ -58,6 +58,8 @@ class Runner(Protocol):
 
     name: str
     exact: bool
+    shares_noise: bool
+    """Whether samples are plain decoding's too."""
 
     def prepare(self, block: PromptBlock) -> None:
         """Get ready for a block; what is loaded stays."""
@@ -72,24 +74,29 @@ class MethodRunner:
     """A method of ours over one target."""
 
     def __init__(self, target: Generator, method: Method) -> None:
-        self.name, self.exact = method.name, True
+        self.name, self.exact, self.shares_noise = method.name, True, False
         self._target, self._method = target, method
         self._ready: Generator | None = None
 
     def prepare(self, block: PromptBlock) -> None:
         """Load what drafts."""
-        if self.name == PLAIN:
-            self._ready = self._target.plain().with_settings(max_batch_size=block.batch_size)
-            return
-        if self._ready is None:
+        if self._ready is None and self._method.name == PLAIN:
+            self._ready = self._target.plain()
+        elif self._ready is None:
             self._ready = self._method.generator(self._target, block.batch_size)
             self.exact = self._ready.rule.exact
-        self._ready = self._ready.with_settings(max_batch_size=block.batch_size)
+            self.shares_noise = all(one.rule.needs.shares_noise for one in (self._target, self._ready))
+        self._ready = self.generator.with_settings(max_batch_size=block.batch_size)
+
+    @property
+    def generator(self) -> Generator:
+        """What decodes, once prepared."""
+        assert self._ready is not None
+        return self._ready
 
     def run(self, block: PromptBlock, asks: Sequence[PromptRequest]) -> Outcome:
         """Decode through the engine."""
-        assert self._ready is not None
-        live = run_live(self._ready, asks, block.params)
+        live = run_live(self.generator, asks, block.params)
         return Outcome(live.seconds, live.outputs, live)
 
 
@@ -97,7 +104,7 @@ class PeerRunner:
     """Another engine."""
 
     def __init__(self, peer: Peer, eos: frozenset[int]) -> None:
-        self.name, self.exact = peer.name, True
+        self.name, self.exact, self.shares_noise = peer.name, True, False
         self._peer, self._eos = peer, eos
 
     def prepare(self, block: PromptBlock) -> None:
