@@ -1,8 +1,7 @@
 """Tuning: the fastest exact configuration for a target on this machine and these prompts, or plain decoding when none pays.
 
-A replay of recorded outputs gives each candidate's accepted tokens, a profile the time of its passes; together they rank all
-candidates without running the target. The best few are confirmed live, next to plain decoding. Owns which candidates are
-tried, and when a gain counts. Writes no file.
+A replay of recorded outputs says how much of each candidate's draft is used, a profile what its passes cost; together
+they rank all candidates without the target. The best few are confirmed live, next to plain decoding.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from time import perf_counter
 from typing import Any
 
@@ -21,9 +21,10 @@ from foresay.drafters import ModelDrafter
 from foresay.errors import ConfigError, ForesayError
 from foresay.generation.generator import Generator
 from foresay.generation.method import PLAIN, Method
+from foresay.lab.bench.contenders import MethodRunner, PromptBlock
+from foresay.lab.bench.turns import take_turns
 from foresay.lab.data.items import PromptItem
 from foresay.lab.data.requests import PromptRequest
-from foresay.lab.measure.live_run import run_live
 from foresay.lab.measure.profile import measure, measure_drafting, medians
 from foresay.lab.replay.precomputed import PrecomputedDrafter, can_precompute, precompute
 from foresay.lab.replay.predict import Expected, expect
@@ -33,6 +34,7 @@ from foresay.methods.expressions import Call, parse
 from foresay.methods.recipes import named
 from foresay.records.profile import Profile
 from foresay.records.recording import Recording
+from foresay.records.results import Failure
 
 DRAFTERS = named(compared=True)
 LENGTHS = ("2", "4", "8", "12", "throughput")
@@ -41,15 +43,15 @@ THRESHOLDS = (0.3, 0.5, 0.7)
 MATRICES = ("[[5, 10], [0, 10]]", "[[8, 10], [0, 5]]", "[[13, 10], [0, 10]]")
 """Of a cascade of a draft model and Max-Gram: two of CS-Drafting's, and one between."""
 _FILLED, _ROUNDS = 8, 3
-"""Recorded prompts whose prefill is timed, and rounds of timing, some seconds apart."""
+"""Recorded prompts whose filling is timed, and how often all is timed: at moments some seconds apart."""
 _CONFIRM_TOKENS = 64
 """Tokens of each output in a live run."""
 
 
 def with_draft(draft: str) -> list[Method]:
-    """The candidates with a draft model: draft lengths, confidence thresholds, and cascades with Max-Gram.
+    """What to try with a draft model, named by its expression: lengths, confidence thresholds, and cascades with Max-Gram.
 
-    draft: the expression "model(NAME)" or "self(LAYERS)". Raises ConfigError for another one.
+    draft: "model(NAME)" or "self(LAYERS)".
     """
     call = parse(draft)
     if call.name not in ("model", "self") or not call.values:
@@ -62,7 +64,7 @@ def with_draft(draft: str) -> list[Method]:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A method at a batch size, with its predicted counts and times and those of plain decoding."""
+    """A method at a batch size, and what to expect of it."""
 
     method: Method
     batch_size: int
@@ -89,7 +91,7 @@ class Confirmed:
 
 @dataclass(slots=True)
 class Tuning:
-    """The outcome of a search."""
+    """What was found."""
 
     candidates: list[Candidate] = field(default_factory=list)
     """Best first."""
@@ -98,13 +100,13 @@ class Tuning:
     failed: dict[str, str] = field(default_factory=dict)
     """Methods that could not be replayed, and why."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Wall-clock of each part: profile, drafts, replay, live."""
+    """What each part took."""
     plain_spread: float = 0.0
-    """Median of |log(time ratio)| of neighbouring runs of plain decoding: gains below it are noise."""
+    """How far two runs of plain decoding lay apart."""
 
     @property
     def best(self) -> Confirmed | None:
-        """The fastest confirmed method whose gain exceeds the spread of plain decoding; None when there is none."""
+        """The fastest confirmed method that gains more than plain decoding differs from itself; None when none does."""
         paying = [one for one in self.confirmed if one.speed_up > 1 + self.plain_spread]
         return max(paying, key=lambda one: one.tokens_per_s, default=None)
 
@@ -119,10 +121,7 @@ class Tuner:
         *,
         profile: Profile | None = None,
     ) -> None:
-        """profile: the target's, measured by this process or a moment ago; None measures what is needed.
-
-        Raises ConfigError for a sampled recording, and for one of another model.
-        """
+        """profile: the target's, measured by this process or a moment ago; None measures what is needed."""
         if not recording.greedy:
             raise ConfigError("tuning replays greedy recordings; this one was sampled")
         if recording.model != target.target.name:
@@ -151,26 +150,23 @@ class Tuner:
         return self._profile
 
     def _fill_scale(self, made: Profile, turn: int) -> float:
-        """Measured over predicted prefill time of some recorded prompts, which differ in length as the profile's do not."""
+        """What filling some of the recorded prompts takes, of unlike lengths as they are, over what the profile expects."""
         every = _round_robin(self.recording)
-        requests = [every[(turn * _FILLED + i) % len(every)] for i in range(min(_FILLED, len(every)))]
+        asks = [every[(turn * _FILLED + i) % len(every)] for i in range(min(_FILLED, len(every)))]
         session = self.target.plain().with_settings(max_batch_size=_FILLED).session()
         params = SamplingParams(max_new_tokens=2, ignore_eos=True)
-        for request in requests:
-            session.submit(list(request.token_ids), params, text=False)
+        for ask in asks:
+            session.submit(list(ask.token_ids), params, text=False)
         seconds = 0.0
         while session.has_work:
             began = perf_counter()
             chunks = session.step()
             seconds += perf_counter() - began - (chunks[0].step.total_s if chunks else 0.0)
-        expected = sum(made.fill_seconds(len(one.token_ids) - 1) for one in requests)
+        expected = sum(made.fill_seconds(len(ask.token_ids) - 1) for ask in asks)
         return seconds / expected if expected else 1.0
 
     def search(self, methods: Iterable[Method], batch_sizes: Sequence[int]) -> list[Candidate]:
-        """Every method at every batch size, the highest predicted throughput first. Plain decoding is among them.
-
-        A method that cannot be replayed goes to `tuning.failed` and does not raise.
-        """
+        """Every method at every batch size, the highest expected throughput first. Plain decoding is among them."""
         methods = [m for m in methods if m.name != PLAIN]
         profile = self.profile(batch_sizes, 1 + max(_longest(m) for m in methods))
         began = perf_counter()
@@ -202,7 +198,7 @@ class Tuner:
         return expect(done, self.recording, self._profile, name)
 
     def _precompute(self, name: str, drafter: ModelDrafter, generator: Generator, batch_size: int) -> Drafter:
-        """The PrecomputedDrafter of a draft model, made once; the profile gets the model's drafting times."""
+        """Hear a draft model once, and time it."""
         began = perf_counter()
         if name not in self._precomputed:
             self._precomputed[name] = precompute(drafter, self.recording)
@@ -216,34 +212,29 @@ class Tuner:
         return self._precomputed[name]
 
     def confirm(self, candidates: Sequence[Candidate], *, repeats: int = 2, count: int = 8) -> list[Confirmed]:
-        """Run candidates live, each run between two of plain decoding, over `count` of the recorded prompts or a batch.
-
-        Raises ConfigError when a candidate's output differs from plain decoding's, and DraftFailedError when a drafter fails.
-        """
+        """Run candidates live, each run between two of plain decoding, over `count` of the recorded prompts or a batch."""
         began = perf_counter()
-        requests = _round_robin(self.recording)
+        asks = _round_robin(self.recording)
         params = SamplingParams(max_new_tokens=min(_CONFIRM_TOKENS, int(self.recording.params["max_new_tokens"])))
         runs: dict[int, list[tuple[float, float]]] = {i: [] for i in range(len(candidates))}
         apart: list[float] = []
         for size in sorted({one.batch_size for one in candidates}):
-            plain = self.target.plain().with_settings(max_batch_size=size)
-            some = requests[: max(count, size)]
-            run_live(plain, some[:1], params)
-            before = run_live(plain, some, params)
-            for _ in range(repeats):
-                for i, one in enumerate(candidates):
-                    if one.batch_size != size or one.method.name == PLAIN:
-                        continue
-                    live = run_live(one.method.generator(self.target, size), some, params)
-                    after = run_live(plain, some, params)
-                    if live.outputs != before.outputs:
-                        raise ConfigError(
-                            f"{one.method.name} wrote something else than plain decoding; please report this"
-                        )
-                    rate = live.tokens / live.seconds
-                    runs[i].append((rate, rate * (before.seconds + after.seconds) / (before.tokens + after.tokens)))
-                    apart.append(abs(math.log(after.seconds / before.seconds)))
-                    before = after
+            block = PromptBlock("", asks[: max(count, size)], size, params)
+            found = {one.method.name: i for i, one in enumerate(candidates) if one.batch_size == size}
+            runners = [MethodRunner(self.target, candidates[i].method) for name, i in found.items() if name != PLAIN]
+            turns = [(repeat, runner) for repeat in range(repeats) for runner in runners]
+            plain = MethodRunner(self.target, PLAIN_METHOD)
+            seconds = []
+            for run, _ in take_turns(plain, turns, block, warm=replace(block, asks=asks[:1]), between=1):
+                if isinstance(run, Failure):
+                    raise ConfigError(f"{run.cell.method}: {run.error}")
+                if run.identical is False:
+                    raise ConfigError(f"{run.cell.method} wrote something else than plain decoding; please report this")
+                if run.speed_up is None:
+                    seconds.append(run.seconds)
+                else:
+                    runs[found[run.cell.method]].append((run.tokens_per_s, run.speed_up))
+            apart += [abs(math.log(after / before)) for before, after in pairwise(seconds)]
         self.tuning.plain_spread = statistics.median(apart) if apart else 0.0
         self.tuning.confirmed = sorted(
             (_confirmed(candidates[i], found) for i, found in runs.items() if found), key=lambda one: -one.tokens_per_s
@@ -259,10 +250,10 @@ def _round_robin(recording: Recording) -> list[PromptRequest]:
     for i, record in enumerate(recording.records):
         order.append((seen[record.category], i))
         seen[record.category] += 1
-    records = [recording.records[i] for _, i in sorted(order)]
+    asks = [(r, tuple(r.source) if r.source is not None else r.prompt) for r in recording.records]
     return [
-        PromptRequest(r.id, r.category, r.prompt if r.source is None else tuple(r.source), PromptItem(r.id, ""))
-        for r in records
+        PromptRequest(asks[i][0].id, asks[i][0].category, asks[i][1], PromptItem(asks[i][0].id, ""))
+        for _, i in sorted(order)
     ]
 
 
@@ -274,7 +265,7 @@ def _confirmed(candidate: Candidate, found: Sequence[tuple[float, float]]) -> Co
 
 
 def _longest(method: Method) -> int:
-    """The most draft tokens that a method may propose."""
+    """The widest draft a method may make."""
     from foresay.methods.recipes import read_drafter, read_length
 
     policy: Any = read_length(method._length) if method.length else None
@@ -286,9 +277,9 @@ def _longest(method: Method) -> int:
 def pick(
     candidates: Sequence[Candidate], *, count: int = 3, latency_s: float | None = None
 ) -> tuple[list[Candidate], Candidate | None]:
-    """(the `count` best drafting candidates, the best plain one), of those within the latency.
+    """(the `count` best drafting candidates, the best plain one), of those whose tokens come often enough.
 
-    latency_s: most seconds between two tokens of one request. Best is the highest predicted throughput, over batch sizes too.
+    latency_s: most seconds between two tokens of one request. Of several batch sizes the most tokens per second win.
     """
     allowed = [one for one in candidates if latency_s is None or one.expected.latency_s <= latency_s]
     ranked = sorted(allowed, key=lambda one: -one.expected.tokens_per_s)

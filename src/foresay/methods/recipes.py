@@ -323,11 +323,8 @@ class DrafterSpec:
 
 DRAFTERS: dict[str, DrafterSpec] = {
     "none": DrafterSpec(_none, "Nothing: plain decoding.", "none"),
-    "suffix": DrafterSpec(
-        _suffix,
-        "What followed the longest match in the text or (keep=true) in earlier answers, more of it the longer the match.",
-        "lookup",
-        compared=True,
+    "prompt_lookup": DrafterSpec(
+        _prompt_lookup, "What followed the last few tokens earlier in the text.", "lookup", compared=True
     ),
     "max_gram": DrafterSpec(
         _max_gram,
@@ -335,12 +332,15 @@ DRAFTERS: dict[str, DrafterSpec] = {
         "lookup",
         compared=True,
     ),
-    "prompt_lookup": DrafterSpec(
-        _prompt_lookup, "What followed the last few tokens earlier in the text.", "lookup", compared=True
-    ),
     "ngram_store": DrafterSpec(
         _ngram_store,
         "Counts of what followed the last few tokens, learned while decoding; keep=true shares them among answers.",
+        "lookup",
+        compared=True,
+    ),
+    "suffix": DrafterSpec(
+        _suffix,
+        "What followed the longest match in the text or (keep=true) in earlier answers, more of it the longer the match.",
         "lookup",
         compared=True,
     ),

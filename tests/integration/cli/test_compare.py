@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -93,7 +94,8 @@ def test_json(shell: tiny.Shell, base: list[str], folder: Path, small: Path) -> 
         one = by_name[name]
         assert one["identical"] is one["exact"] is True and one["length"] == 3
         assert len(one["all_seconds"]) == 3 and one["seconds"] == sorted(one["all_seconds"])[1]
-        assert one["speed_up"] == pytest.approx(plain["seconds"] / one["seconds"])
+        ratios = [before / after for before in plain["all_seconds"] for after in one["all_seconds"]]
+        assert min(ratios) <= one["speed_up"] <= max(ratios)
 
 
 def test_repeats_learn_nothing_from_each_other(shell: tiny.Shell, base: list[str]) -> None:
@@ -120,20 +122,16 @@ def test_sampled_outputs_need_not_be_the_same(shell: tiny.Shell, base: list[str]
 
 
 def tampered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plain decoding that writes something else from the fourth token on."""
-    honest = Generator.plain
+    """Plain decoding that writes something else, by a penalty of its own."""
+    honest = Generator.session
 
-    def other(generator: Generator) -> Generator:
-        plain = honest(generator)
-        generate: Any = plain.generate
+    def other(generator: Generator, **options: Any) -> Any:
+        session: Any = honest(generator, **options)
+        if generator.drafter_name == "none":
+            session.submit = functools.partial(session.submit, frequency_penalty=2.0)
+        return session
 
-        def forced(prompt: Any, params: Any) -> Any:
-            return generate(prompt, params, banned_token_ids=(generate(prompt, params).token_ids[-1],))
-
-        plain.generate = forced  # type: ignore[method-assign]
-        return plain
-
-    monkeypatch.setattr(Generator, "plain", other)
+    monkeypatch.setattr(Generator, "session", other)
 
 
 def test_a_difference_under_an_exact_rule_is_1(
@@ -168,8 +166,8 @@ def test_a_drafter_that_fails_is_told_in_its_row(
     monkeypatch.setattr(MaxGram, "guess", broken)
     code, out, _ = shell(*base, PROMPT)
     assert code == 0
-    assert rows(out)["max_gram"][5] == "failed" and rows(out)["suffix"][5] != "failed"
-    assert "max_gram: the drafter failed, and decoding went on plainly: ValueError: out of order" in out
+    assert rows(out)["max_gram"][-2:] == ["failed", "-"] and rows(out)["suffix"][-2:] == ["yes", "yes"]
+    assert "max_gram failed: the drafter failed: ValueError: out of order" in out
 
 
 def test_a_draft_that_cannot_read_the_prompt_is_told_in_its_row(

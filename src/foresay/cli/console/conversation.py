@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from foresay import __version__
-from foresay.cli.common import fresh_seed, model_expression
+from foresay.cli.common import model_expression
 from foresay.cli.console import table
 from foresay.cli.console.answer import write
 from foresay.cli.console.screen import unechoed
@@ -19,9 +19,11 @@ from foresay.decoding.sampling_params import SamplingParams
 from foresay.engine import Stats
 from foresay.errors import ConfigError
 from foresay.files import atomic_write
-from foresay.generation.generator import Generator
-from foresay.methods.expressions import parse
-from foresay.text.prompts import Prompt
+from foresay.generation.method import Method
+from foresay.lab.data.items import PromptItem
+from foresay.lab.tune import DRAFTERS
+from foresay.lengths import LENGTHS
+from foresay.methods.expressions import parse, written
 from foresay.text.wording import percent, yes_no
 
 
@@ -95,35 +97,25 @@ def _figures(counts: Stats, seconds: float) -> str:
 def compare(session: ChatSession, argument: str) -> None:
     """/compare PROMPT: decode it plainly and with each method, one table; without PROMPT the last message again."""
     user, before = (argument, session.exchanges) if argument else (session.last().user, session.exchanges[:-1])
-    prompt, _ = session.fitted(before, user)
-    params = table.seeded(session.params, fresh_seed)
+    prompt: Any = session.fitted(before, user)[0]
+    raw = isinstance(prompt, str)
+    item = PromptItem("", prompt if raw else tuple(prompt), raw=raw)
     with unechoed(session.interactive), loading("Preparing the drafters") as progress:
-        methods = table.plain_and(session.generator, prompt, _methods(session))
-        if session.draft is not None:
-            methods.insert(1, table.alone(session.generator, session.draft, lambda own: _alone(session, own, prompt)))
-        table.measure(methods, params, 1, progress)
-    session.screen.line(table.table(methods, params, session.screen.out))
-    for line in table.differences(methods, params, session.generator.tokenizer):
+        rows = table.compare(session.generator, item, _methods(session), session.draft, session.params, 1, progress)
+    session.screen.line(table.table(rows, session.screen.out))
+    for line in table.differences(rows, session.generator.tokenizer):
         session.screen.line(line)
     if not session.generator.rule.exact:
         session.screen.note(f"(the rule {session.generator.rule.name} is lossy: a different output is allowed)")
 
 
-def _methods(session: ChatSession) -> list[tuple[str, dict[str, Any]]]:
-    """The usual methods, the draft model, and the one in use at its own length; each drafts as it would by itself."""
+def _methods(session: ChatSession) -> list[Method]:
+    """The look-ups, the draft model, and the one in use at its own length; each drafts as it would by itself."""
     own = session.generator.drafter_name
-    known = [*table.DEFAULT_METHODS, *([] if session.draft is None else [model_expression(session.draft)])]
-    named = [name for name in known if parse(name) != parse(own)]
-    current = [] if own == "none" else [(own, {"length": session.length or session.generator.policy})]
-    return [(name, {}) for name in named] + current
-
-
-def _alone(session: ChatSession, own: Generator, prompt: Prompt) -> Prompt:
-    """The same prompt for the draft model; without a template of its own it reads the last message alone."""
-    if isinstance(prompt, str) or getattr(own.tokenizer, "chat_template", None):
-        return prompt
-    last: Any = prompt[-1]
-    return str(last["content"])
+    known = [*DRAFTERS, *([] if session.draft is None else [model_expression(session.draft)])]
+    named = [Method(name) for name in known if parse(name) != parse(own)]
+    length = session.length or written(session.generator.policy, LENGTHS)
+    return named if own == "none" else [*named, Method(own, length)]
 
 
 def save(session: ChatSession, argument: str) -> None:

@@ -1,33 +1,34 @@
-"""Methods side by side on one prompt: plain decoding, a draft by itself, and what drafts for the target.
+"""Methods side by side on one prompt: a benchmark of a single request, as a table.
 
-Each method starts with an empty drafter, after a warm-up that is not timed; repeats take turns, and the median counts.
+Owns the rows and what is said of them; `lab.bench.turns` runs them.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from time import perf_counter
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rich.console import Console, RenderableType
 
 from foresay.cli import tables
-from foresay.cli.common import as_record
+from foresay.cli.common import as_record, fresh_seed
+from foresay.decoding.acceptance import RULES
 from foresay.decoding.sampling_params import SamplingParams
-from foresay.engine import Stats
-from foresay.errors import ForesayError
 from foresay.generation.generator import Generator
-from foresay.generation.load import change
+from foresay.generation.method import PLAIN, Method
 from foresay.generation.result import Generation
+from foresay.lab.bench.contenders import MethodRunner, Outcome, PromptBlock, Runner
+from foresay.lab.bench.turns import take_turns
+from foresay.lab.data.items import PromptItem
+from foresay.lab.data.requests import PromptRequest, RequestBuilder
 from foresay.lengths import ConstantLength
-from foresay.text.prompts import Prompt
+from foresay.methods.expressions import written
+from foresay.records.results import Failure, Run
 from foresay.text.wording import percent, yes_no
 
-DEFAULT_METHODS = ("prompt_lookup", "max_gram", "ngram_store", "suffix")
-PLAIN, ALONE = "plain", "draft alone"
+ALONE = "draft alone"
 _WIDE = (
     "method",
     "tokens",
@@ -44,146 +45,124 @@ _SHORT = ("method", "tokens", "seconds", "tok/s", "speed", "tok/pass", "accepted
 _WARM_UP = 4
 
 
-@dataclass(slots=True)
-class TableMethod:
-    """One row: a method, its prompt, and its output and times once it has run."""
+class DraftAlone(MethodRunner):
+    """A draft model decoding by itself, from the prompt as its own tokenizer reads it."""
+
+    def __init__(self, target: Generator, draft: str) -> None:
+        assert target.resources is not None
+        own = Generator(target.resources.model(draft), lambda: None, target.rule, ConstantLength(0))
+        super().__init__(own, Method("none"))
+        self.name = ALONE
+
+    def run(self, block: PromptBlock, asks: Sequence[PromptRequest]) -> Outcome:
+        """Decode the items of the requests."""
+        return super().run(block, RequestBuilder(self.generator).first([ask.item for ask in asks]))
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A method, and what came of its runs."""
 
     name: str
-    generator: Generator
-    prompt: Prompt
-    seconds: list[float] = field(default_factory=list)
-    written: Generation | None = None
-    failed: str | None = None
-    """Why there is no output."""
+    runner: MethodRunner
+    runs: list[Run] = field(default_factory=list)
+    generations: list[Generation] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
 
     @property
-    def median_s(self) -> float:
-        """The seconds that count."""
-        return statistics.median(self.seconds)
-
-    def run(self, params: SamplingParams) -> None:
-        """Decode once, with what the drafter keeps between requests cleared."""
-        self.generator.forget()
-        began = perf_counter()
-        self.written = self.generator.generate(self.prompt, params)
-        self.seconds.append(perf_counter() - began)
-
-    def same_as(self, plain: TableMethod, params: SamplingParams) -> bool | None:
-        """Whether the output is plain decoding's; None where it need not be."""
-        if self.written is None or plain.written is None or self.name == ALONE:
-            return None
-        if not params.greedy and not self.generator.rule.needs.shares_noise:
-            return None
-        return self.written.token_ids == plain.written.token_ids
+    def identical(self) -> bool | None:
+        """Whether every output is plain decoding's; None where it need not be."""
+        told = {run.identical for run in self.runs}
+        return None if self.name == ALONE or None in told else all(told)
 
 
-def plain_and(
-    generator: Generator, prompt: Prompt, drafters: Sequence[tuple[str, dict[str, Any]]]
-) -> list[TableMethod]:
-    """Plain decoding, and a row for each (drafter, other settings); raises for one that cannot be made."""
-    rows = [TableMethod(PLAIN, generator.plain(), prompt)]
-    return rows + [TableMethod(name, change(generator, drafter=name, **more), prompt) for name, more in drafters]
+def compare(
+    target: Generator,
+    item: PromptItem,
+    methods: Sequence[Method],
+    draft: str | None,
+    params: SamplingParams,
+    repeats: int,
+    progress: Callable[[str], None],
+) -> list[Row]:
+    """Run plain decoding, a draft model by itself and the methods under the target's rule; one that cannot be made raises."""
+    if not params.greedy and params.seed is None:
+        params = replace(params, seed=fresh_seed())
+    block = PromptBlock("", RequestBuilder(target).first([item]), 1, params)
+    rule = written(target.rule, RULES)
+    rows = [Row(PLAIN, MethodRunner(target, Method("none")))]
+    rows += [] if draft is None else [Row(ALONE, DraftAlone(target, draft))]
+    rows += [Row(one.drafter, MethodRunner(target, replace(one, rule=rule))) for one in methods]
+    for row in rows:
+        row.runner.prepare(block)
+    by_runner = {row.runner.name: row for row in rows}
+
+    def tell(runner: Runner, repeat: int | None) -> None:
+        turn = "warm-up" if repeat is None else f"{repeat + 1} of {repeats}"
+        progress(f"Decoding: {by_runner[runner.name].name} ({turn})")
+
+    warm = replace(block, params=SamplingParams(max_new_tokens=min(_WARM_UP, params.max_new_tokens)))
+    turns = [(repeat, row.runner) for repeat in range(repeats) for row in rows[1:]]
+    for run, outcome in take_turns(rows[0].runner, turns, block, warm=warm, between=len(rows) - 1, starting=tell):
+        row = by_runner[run.cell.method]
+        if isinstance(run, Failure):
+            row.failures.append(run.error)
+        elif outcome is not None and outcome.live is not None:
+            row.runs.append(run)
+            row.generations.extend(outcome.live.generations)
+    return rows
 
 
-def alone(generator: Generator, draft: str, prompt: Callable[[Generator], Prompt]) -> TableMethod:
-    """The draft model decoding by itself."""
-    assert generator.resources is not None
-    own = Generator(generator.resources.model(draft), lambda: None, generator.rule, ConstantLength(0))
-    return TableMethod(ALONE, own, prompt(own))
-
-
-def measure(
-    methods: Sequence[TableMethod], params: SamplingParams, repeats: int, progress: Callable[[str], None]
-) -> None:
-    """Warm up, then run each method in turn, `repeats` times."""
-    warm = SamplingParams(max_new_tokens=min(_WARM_UP, params.max_new_tokens))
-    for turn in range(repeats + 1):
-        for method in methods:
-            if method.failed is not None:
-                continue
-            progress(f"Decoding: {method.name} ({f'{turn} of {repeats}' if turn else 'warm-up'})")
-            try:
-                method.run(params if turn else warm)
-            except ForesayError as error:
-                if method.name == PLAIN:  # what the target itself cannot decode
-                    raise
-                method.failed, method.written = str(error), None
-        if turn == 0:
-            for method in methods:
-                method.seconds.clear()
-
-
-def differences(methods: Sequence[TableMethod], params: SamplingParams, tokenizer: Any) -> list[str]:
-    """Where outputs that should be plain decoding's part from it, and drafters that failed, a line each."""
-    plain, lines = methods[0], []
-    for one in methods[1:]:
-        if one.failed is not None:
-            lines.append(f"{one.name} failed: {one.failed}")
-        elif one.written is not None and one.written.draft_error is not None:
-            lines.append(f"{one.name}: the drafter failed, and decoding went on plainly: {one.written.draft_error}")
-        if one.same_as(plain, params) is False:
-            lines.append(f"{one.name}: {tables.first_difference(plain.written, one.written, tokenizer)}")
+def differences(rows: Sequence[Row], tokenizer: Any) -> list[str]:
+    """Methods that failed, and where outputs that should be plain decoding's part from it, a line each."""
+    lines = [f"{row.name} failed: {row.failures[0]}" for row in rows if row.failures]
+    for row in [row for row in rows if row.identical is False]:
+        found = [tables.first_difference(rows[0].generations[0], one, tokenizer) for one in row.generations]
+        lines.append(f"{row.name}: {next(filter(None, found))}")
     return lines
 
 
-def broken(methods: Sequence[TableMethod], params: SamplingParams) -> bool:
+def broken(rows: Sequence[Row]) -> bool:
     """Whether an exact rule gave something else than plain decoding."""
-    return any(one.generator.rule.exact and one.same_as(methods[0], params) is False for one in methods[1:])
+    return any(row.runner.exact and row.identical is False for row in rows)
 
 
-def records(methods: Sequence[TableMethod], params: SamplingParams) -> list[dict[str, Any]]:
-    """The rows as --json prints them."""
-    plain = methods[0]
-    out = []
-    for one in methods:
-        record: dict[str, Any] = {"method": one.name, "failed": one.failed}
-        if one.written is not None:
-            record |= as_record(one.written) | {
-                "exact": _exact(one),
-                "seconds": one.median_s,
-                "all_seconds": one.seconds,
-                "tokens_per_s": one.written.stats.num_tokens / one.median_s,
-                "speed_up": plain.median_s / one.median_s,
-                "identical": one.same_as(plain, params),
-                "length": getattr(one.generator.policy, "num_draft_tokens", type(one.generator.policy).__name__),
-            }
-        out.append(record)
-    return out
+def record(row: Row) -> dict[str, Any]:
+    """The row as --json tells it. exact: plain decoding is the target's law, and a draft by itself has its own."""
+    if row.failures:
+        return {"method": row.name, "failed": row.failures[0]}
+    seconds, policy = statistics.median(run.seconds for run in row.runs), row.runner.generator.policy
+    told = {
+        "exact": None if row.name == ALONE else row.runner.exact,
+        "seconds": seconds,
+        "all_seconds": [run.seconds for run in row.runs],
+        "tokens_per_s": row.runs[-1].tokens / seconds,
+        "speed_up": statistics.median(run.speed_up or 1.0 for run in row.runs),
+        "identical": row.identical,
+        "length": getattr(policy, "num_draft_tokens", type(policy).__name__),
+    }
+    return {"method": row.name, "failed": None} | as_record(row.generations[-1]) | told
 
 
-def _exact(one: TableMethod) -> bool | None:
-    """Whether the target's law is kept: plain decoding is it, and a draft by itself has its own."""
-    return None if one.name == ALONE else one.name == PLAIN or one.generator.rule.exact
-
-
-def _cells(one: TableMethod, plain: TableMethod, params: SamplingParams) -> tuple[str, ...]:
-    if one.written is None:
-        return (one.name, *["-"] * 7, "failed", "-")
-    stats: Stats = one.written.stats
-    same = one.same_as(plain, params)
-    other = "another" if one.name == ALONE else "sampled"
-    failed = one.written.draft_error is not None
+def _cells(row: Row) -> tuple[str, ...]:
+    if row.failures:
+        return (row.name, *["-"] * 7, "failed", "-")
+    told, stats = record(row), row.generations[-1].stats
+    other = {PLAIN: "-", ALONE: "another"}.get(row.name, "sampled")
     return (
-        one.name,
+        row.name,
         str(stats.num_tokens),
-        f"{one.median_s:.2f}",
-        f"{stats.num_tokens / one.median_s:.1f}",
-        f"{plain.median_s / one.median_s:.2f}x",
+        f"{told['seconds']:.2f}",
+        f"{told['tokens_per_s']:.1f}",
+        f"{told['speed_up']:.2f}x",
         f"{stats.block_efficiency or 0:.2f}",
-        "failed" if failed else percent(stats.acceptance_rate),
+        percent(stats.acceptance_rate),
         percent(stats.draft_utilization),
-        "-" if one is plain else other if same is None else yes_no(same),
-        yes_no(_exact(one)),
+        other if row.identical is None else yes_no(row.identical),
+        yes_no(told["exact"]),
     )
 
 
-def table(methods: Sequence[TableMethod], params: SamplingParams, console: Console) -> RenderableType:
+def table(rows: Sequence[Row], console: Console) -> RenderableType:
     """The figures, a row for each method."""
-    return tables.table(_WIDE, [_cells(one, methods[0], params) for one in methods], console, short=_SHORT)
-
-
-def seeded(params: SamplingParams, seed: Callable[[], int]) -> SamplingParams:
-    """The parameters with one seed for all methods and repeats."""
-    if params.greedy or params.seed is not None:
-        return params
-    return dataclasses.replace(params, seed=seed())
+    return tables.table(_WIDE, list(map(_cells, rows)), console, short=_SHORT)

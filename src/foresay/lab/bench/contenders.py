@@ -1,8 +1,4 @@
-"""What a benchmark runs: methods of foresay and other engines, behind one protocol.
-
-Owns the protocol (`Runner`), and how a method or a peer decodes one block of requests. Does not know in which order runs
-happen, how they are compared, or what is written to the results file.
-"""
+"""What a benchmark runs, in one shape: methods of ours and other engines over one block of requests."""
 
 from __future__ import annotations
 
@@ -21,7 +17,7 @@ from foresay.records.results import Cell
 
 @dataclass(frozen=True, slots=True)
 class PromptBlock:
-    """Requests that are run together: one data set at one batch size with one set of sampling parameters."""
+    """What is run together: one data set in one setting."""
 
     dataset: str
     asks: Sequence[PromptRequest]
@@ -29,12 +25,12 @@ class PromptBlock:
     params: SamplingParams
 
     def cell(self, method: str) -> Cell:
-        """The results cell of a method on this block."""
+        """A method's cell here."""
         return Cell(method, self.dataset, self.batch_size, sampling_name(self.params))
 
 
 def sampling_name(params: SamplingParams) -> str:
-    """The sampling parameters as a results cell names them: "greedy", or "t=0.8 top_p=0.9"."""
+    """As a cell calls it: "greedy", or "t=0.8 top_p=0.9"."""
     if params.greedy:
         return "greedy"
     cut = {"top_k": params.top_k, "top_p": params.top_p, "min_p": params.min_p}
@@ -49,11 +45,11 @@ class Outcome:
     seconds: float
     outputs: list[list[int]]
     live: Live | None = None
-    """The engine's Steps; None for another engine."""
+    """The Steps, where foresay ran it."""
 
     @property
     def tokens(self) -> int:
-        """Number of output tokens."""
+        """How many were written."""
         return sum(map(len, self.outputs))
 
 
@@ -62,38 +58,45 @@ class Runner(Protocol):
 
     name: str
     exact: bool
+    shares_noise: bool
+    """Whether samples are plain decoding's too."""
 
     def prepare(self, block: PromptBlock) -> None:
-        """Load what a block needs; models that are loaded stay loaded for later blocks."""
+        """Get ready for a block; what is loaded stays."""
         ...
 
-    def run(self, block: PromptBlock, requests: Sequence[PromptRequest]) -> Outcome:
+    def run(self, block: PromptBlock, asks: Sequence[PromptRequest]) -> Outcome:
         """Decode some of the block's requests."""
         ...
 
 
 class MethodRunner:
-    """One of foresay's methods over one target."""
+    """A method of ours over one target."""
 
     def __init__(self, target: Generator, method: Method) -> None:
-        self.name, self.exact = method.name, True
+        self.name, self.exact, self.shares_noise = method.name, True, False
         self._target, self._method = target, method
         self._ready: Generator | None = None
 
     def prepare(self, block: PromptBlock) -> None:
-        """Load the drafter."""
-        if self.name == PLAIN:
-            self._ready = self._target.plain().with_settings(max_batch_size=block.batch_size)
-            return
-        if self._ready is None:
+        """Load what drafts."""
+        if self._ready is None and self._method.name == PLAIN:
+            self._ready = self._target.plain()
+        elif self._ready is None:
             self._ready = self._method.generator(self._target, block.batch_size)
             self.exact = self._ready.rule.exact
-        self._ready = self._ready.with_settings(max_batch_size=block.batch_size)
+            self.shares_noise = all(one.rule.needs.shares_noise for one in (self._target, self._ready))
+        self._ready = self.generator.with_settings(max_batch_size=block.batch_size)
 
-    def run(self, block: PromptBlock, requests: Sequence[PromptRequest]) -> Outcome:
-        """Decode through the engine. Raises DraftFailedError when the drafter failed."""
+    @property
+    def generator(self) -> Generator:
+        """What decodes, once prepared."""
         assert self._ready is not None
-        live = run_live(self._ready, requests, block.params)
+        return self._ready
+
+    def run(self, block: PromptBlock, asks: Sequence[PromptRequest]) -> Outcome:
+        """Decode through the engine."""
+        live = run_live(self.generator, asks, block.params)
         return Outcome(live.seconds, live.outputs, live)
 
 
@@ -101,19 +104,19 @@ class PeerRunner:
     """Another engine."""
 
     def __init__(self, peer: Peer, eos: frozenset[int]) -> None:
-        self.name, self.exact = peer.name, True
+        self.name, self.exact, self.shares_noise = peer.name, True, False
         self._peer, self._eos = peer, eos
 
     def prepare(self, block: PromptBlock) -> None:
-        """Raises ConfigError for sampling parameters that are not passed on to other engines."""
+        """Refuse what other engines are not told."""
         check_params(self.name, block.params)
 
-    def run(self, block: PromptBlock, requests: Sequence[PromptRequest]) -> Outcome:
+    def run(self, block: PromptBlock, asks: Sequence[PromptRequest]) -> Outcome:
         """Decode the same token ids."""
-        done = self._peer.run([one.token_ids for one in requests], block.params, block.batch_size)
+        done = self._peer.run([ask.token_ids for ask in asks], block.params, block.batch_size)
         return Outcome(done.seconds, [self._cut(output) for output in done.outputs])
 
     def _cut(self, output: list[int]) -> list[int]:
-        """The output up to and including its first end token, without the padding after it."""
+        """Without pads behind the end token."""
         ends = [i for i, token in enumerate(output) if token in self._eos]
         return output[: ends[0] + 1] if ends else output

@@ -85,7 +85,7 @@ class RequestBuilder:
         try:
             ids = encode(prompt, self.generator.tokenizer)
         except ForesayError as error:
-            raise error.about(f"prompt {name!r}") from None
+            raise (error.about(f"prompt {name!r}") if name else error) from None
         return PromptRequest(name, item.category, tuple(ids), item, turn)
 
 

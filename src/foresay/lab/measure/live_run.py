@@ -1,8 +1,4 @@
-"""One live run of a method over some requests, timed.
-
-Owns what a run's seconds cover, the seeds of sampled requests, and that a failed drafter is an error rather than plain
-decoding in disguise. Compares nothing and writes no file.
-"""
+"""One live run of a method over some requests, on the clock."""
 
 from __future__ import annotations
 
@@ -11,73 +7,74 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
-from foresay.decoding.outcome import Step
 from foresay.decoding.randomness import derive
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.engine import Stats
 from foresay.errors import ForesayError
 from foresay.generation.generator import Generator
+from foresay.generation.result import Generation
 from foresay.lab.data.requests import PromptRequest
 from foresay.records.results import PromptResult
 
 
 class DraftFailedError(ForesayError):
-    """The drafter failed while it was measured: decoding continued without it, so the time is not the method's."""
+    """The drafter failed while it was measured: what went on was plain decoding."""
 
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """The Steps of a run, and how long it took."""
+    """What a run did."""
 
     seconds: float
     """Wall-clock from the first request to the last token, prompt processing included."""
-    steps: tuple[tuple[Step, ...], ...]
-    """By request, in the order of the requests."""
+    generations: tuple[Generation, ...]
+    """By request."""
 
     @property
     def outputs(self) -> list[list[int]]:
-        """The output tokens of each request."""
-        return [[token for step in steps for token in step.token_ids] for steps in self.steps]
+        """The tokens written."""
+        return [list(one.token_ids) for one in self.generations]
 
     @property
     def tokens(self) -> int:
-        """Number of output tokens."""
-        return sum(len(step.token_ids) for steps in self.steps for step in steps)
+        """How many were written."""
+        return sum(len(one.token_ids) for one in self.generations)
 
     @property
     def stats(self) -> Stats:
         """All Steps added up."""
-        return Stats.of(step for steps in self.steps for step in steps)
+        return Stats.of(step for one in self.generations for step in one.steps)
 
-    def prompts(self, requests: Sequence[PromptRequest]) -> tuple[PromptResult, ...]:
-        """The counts and times of each request. requests: those of the run, in the same order."""
-        pairs = zip(requests, self.steps, strict=True)
-        return tuple(PromptResult.of(one.id, one.category, steps) for one, steps in pairs)
+    def prompts(self, asks: Sequence[PromptRequest]) -> tuple[PromptResult, ...]:
+        """A record of each request."""
+        pairs = zip(asks, self.generations, strict=True)
+        return tuple(PromptResult.of(ask.id, ask.category, one.steps) for ask, one in pairs)
 
 
-def run_live(generator: Generator, requests: Sequence[PromptRequest], params: SamplingParams) -> Live:
-    """Decode every request. Sampled ones get seeds of their own, the same in every run.
+def run_live(generator: Generator, asks: Sequence[PromptRequest], params: SamplingParams) -> Live:
+    """Decode every request. Sampled ones get seeds of their own, as in `generate`; the same in every run.
 
-    What a drafter keeps between requests is cleared first. Raises DraftFailedError when the drafter failed, and a request's
-    own error when that cannot be decoded.
+    What a drafter keeps between requests is cleared first. Raises DraftFailedError when the drafter failed.
     """
     generator.forget()
     session = generator.session()
-    indices: dict[int, int] = {}
-    for i, request in enumerate(requests):
-        own = params if params.greedy else dataclasses.replace(params, seed=derive(params.seed or 0, i))
+    places: dict[int, int] = {}
+    for place, ask in enumerate(asks):
+        seed = params.seed or 0
+        one = params if params.greedy else dataclasses.replace(params, seed=derive(seed, place) if place else seed)
         try:
-            indices[session.submit(list(request.token_ids), own, text=False)] = i
+            places[session.submit(list(ask.token_ids), one, text=False)] = place
         except ForesayError as error:
-            raise error.about(f"prompt {request.id!r}") from None
-    steps: list[list[Step]] = [[] for _ in requests]
+            raise (error.about(f"prompt {ask.id!r}") if ask.id else error) from None
+    done: dict[int, Generation] = {}
     began = perf_counter()
     while session.has_work:
         for chunk in session.step():
             if chunk.error is not None:
                 raise chunk.error
-            steps[indices[chunk.index]].append(chunk.step)
+            if chunk.generation is not None:
+                done[places[chunk.index]] = chunk.generation
     seconds = perf_counter() - began
     if session.engine.draft_failures:
         raise DraftFailedError(f"the drafter failed: {session.draft_error}")
-    return Live(seconds, tuple(map(tuple, steps)))
+    return Live(seconds, tuple(done[place] for place in range(len(asks))))
