@@ -122,13 +122,13 @@ def test_sampled_outputs_need_not_be_the_same(shell: tiny.Shell, base: list[str]
 
 
 def tampered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plain decoding that writes something else, by a penalty of its own."""
+    """Plain decoding that samples, whatever is asked for."""
     honest = Generator.session
 
     def other(generator: Generator, **options: Any) -> Any:
         session: Any = honest(generator, **options)
         if generator.drafter_name == "none":
-            session.submit = functools.partial(session.submit, frequency_penalty=2.0)
+            session.submit = functools.partial(session.submit, temperature=2.0, seed=0)
         return session
 
     monkeypatch.setattr(Generator, "session", other)
