@@ -16,6 +16,7 @@ from typing import Any
 from foresay.checks import check_int
 from foresay.decoding.outcome import FinishReason, Step
 from foresay.decoding.protocols import Begun
+from foresay.decoding.rows import StopCondition
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.engine import Engine, Stats
 from foresay.errors import ConfigError, QueueFullError, RequestError
@@ -90,11 +91,20 @@ class Session:
         """Whether any request is unfinished."""
         return self.engine.has_work
 
-    def submit(self, prompt: Any, params: SamplingParams | None = None, *, text: bool = True, **changes: Any) -> int:
+    def submit(
+        self,
+        prompt: Any,
+        params: SamplingParams | None = None,
+        *,
+        text: bool = True,
+        stop: StopCondition | None = None,
+        **changes: Any,
+    ) -> int:
         """Queue a prompt (a text, chat messages or token ids) and return the request's id.
 
         changes: fields of SamplingParams over `params`. text: whether chunks carry the text as it comes; a Generation has it
-        anyway. Raises ConfigError, PromptError or ContextLengthError for what cannot be decoded, QueueFullError.
+        anyway. stop: a condition of the caller's own, in place of stop strings. Raises ConfigError, PromptError or
+        ContextLengthError for what cannot be decoded, and QueueFullError.
         """
         if self.max_waiting is not None and self.engine.num_waiting >= self.max_waiting:
             raise QueueFullError(f"{self.engine.num_waiting} requests are waiting, as many as may; try again later")
@@ -105,7 +115,7 @@ class Session:
             begun.prompt,
             begun.params,
             eos=self.target.eos_token_ids,
-            stop=request.stop,
+            stop=stop if stop is not None else request.stop,
             source=begun.source,
         )
         request.seed = None if begun.params.greedy else self.engine.seed_of(number)

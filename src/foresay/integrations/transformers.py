@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import math
 from typing import Any
 
@@ -29,7 +30,6 @@ from transformers import (
 )
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from foresay.decoding.outcome import FinishReason
 from foresay.decoding.processors import check_processors
 from foresay.decoding.sampling_params import LogitsProcessor, SamplingParams
 from foresay.errors import ConfigError, UnsupportedModelError
@@ -91,23 +91,22 @@ def generate(
     params = _params(config, logits_processor, stopping_criteria, eos, input_ids.shape[1], padded)
     stops = [c for c in stopping_criteria or () if type(c) not in (EosTokenCriteria, MaxLengthCriteria)]
     with contextlib.ExitStack() as borrowed:
-        target = _borrow(model, borrowed)
+        target = dataclasses.replace(_borrow(model, borrowed), eos_token_ids=eos)
         assistant = _borrow(draft, borrowed) if isinstance(draft, PreTrainedModel) else draft
         options = {"drafter": drafter, "num_draft_tokens": num_draft_tokens, "length": length, "rule": rule}
-        engine = load(target, assistant, max_batch_size=len(prompts), **options).engine()
+        session = load(target, assistant, max_batch_size=len(prompts), **options).session()
         outputs: dict[int, list[int]] = {}
         for i, prompt in enumerate(prompts):
             pads = input_ids[i, : input_ids.shape[1] - len(prompt)]
             seen = tuple(_for_row(processor, i, pads) for processor in params.processors)
             one = SamplingParams.of(params, seed=_seed(seed, i), processors=seen)
             stop = _Stop(input_ids[i].tolist(), stops) if stops else None
-            outputs[engine.submit(prompt, one, eos=eos, stop=stop)] = []
-        while engine.has_work:
-            for step in engine.step():
-                if step.finish_reason is FinishReason.ERROR:
-                    assert step.error is not None
-                    raise step.error.__cause__ or step.error  # what the caller's own processor raised
-                outputs[step.request_id].extend(step.token_ids)
+            outputs[session.submit(prompt, one, stop=stop)] = []
+        while session.has_work:
+            for chunk in session.step():
+                if chunk.error is not None:
+                    raise chunk.error.__cause__ or chunk.error  # what the caller's own processor raised
+                outputs[chunk.index].extend(chunk.step.token_ids)
     sequences = _padded(input_ids, list(outputs.values()), config)
     if config.return_dict_in_generate:
         return GenerateDecoderOnlyOutput(sequences=sequences)
