@@ -90,8 +90,8 @@ class Bench:
             for step in engine.step():
                 outputs[step.request_id] += step.token_ids
                 steps.append(step)
-            if isinstance(engine._cache, SlotCache):
-                held = max(held, engine._cache.nbytes)
+            if isinstance(engine.cache, SlotCache):
+                held = max(held, engine.cache.nbytes)
         return Run(list(outputs.values()), perf_counter() - began, steps, held)
 
     def transformers_one(self, ids: Sequence[int], new: int, static: bool) -> float:

@@ -70,7 +70,7 @@ def replay_cost(target: Any, tokens: int) -> dict[str, float]:
     for drafter in DRAFTERS[:4]:
         method = Method(drafter, "4")
         live = run_live(method.generator(target, 1), asks, params)
-        build = method.generator(target, 1)._build_drafter
+        build = method.generator(target, 1).make_drafter
         took = min(replay(recording, build(), ConstantLength(4)).seconds for _ in range(3))
         shares[drafter] = took / live.seconds
         log(f"  replay of {recording.num_tokens} tokens, {drafter}: {took:.3f} s of {live.seconds:.1f} s live")

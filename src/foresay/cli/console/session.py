@@ -136,9 +136,9 @@ class ChatSession:
 
     def _space(self) -> tuple[int, int]:
         """(tokens the model can hold, tokens kept free for the answer: a quarter at most)."""
-        model: Any = self.generator.target.model
-        if getattr(model, "reads_source", False):
-            return getattr(model, "max_source_length", None) or 1 << 62, 0
+        model = self.generator.target.model
+        if model.capabilities.reads_source:
+            return model.capabilities.max_source_length or 1 << 62, 0
         return model.max_length, max(1, min(self.params.max_new_tokens, model.max_length // 4))
 
     # -- what it has written
