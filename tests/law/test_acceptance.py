@@ -198,4 +198,4 @@ def test_a_rejected_point_mass_is_never_the_extra_token() -> None:
 
 def test_an_unknown_rule_offers_the_nearest() -> None:
     with pytest.raises(UnknownNameError, match="Did you mean 'coupled'"):
-        make_rule("replay_sampled")
+        make_rule("couple")

@@ -187,7 +187,7 @@ class Block(Rule):
         """Accept up to the last i whose own uniform is at most h_i; every token is tested."""
         _refuse_tree(self, proposal)
         one_by_one = Speculative().judge(target, proposal, streams)
-        if target.probs is None or target.probs_row is None or proposal.laws is None:
+        if target.probs is None or target.probs_row is None or proposal.laws is None or not proposal.width:
             return one_by_one
         device = proposal.token_ids.device
         valid = _valid(proposal)
