@@ -17,6 +17,7 @@ from foresay.decoding.randomness import Purpose
 from foresay.decoding.rows import Rows
 from foresay.drafters.draft_cache import DraftCache
 from foresay.errors import UnsupportedModelError
+from foresay.models.vocabulary import VocabularyAdapter
 
 
 class ModelDrafter(Drafter):
@@ -73,14 +74,14 @@ class ModelDrafter(Drafter):
         return chain.proposal(counts)
 
 
-def hidden_layers(model: LanguageModel, policy: LengthPolicy) -> tuple[int, ...]:
+def hidden_layers(model: VocabularyAdapter, policy: LengthPolicy) -> tuple[int, ...]:
     """The draft's last layer, when the policy looks at it. Raises UnsupportedModelError when the model shows none."""
     if not policy.needs_hidden:
         return ()
     layers = model.capabilities.num_layers
     if layers is None:
         raise UnsupportedModelError(
-            f"length {type(policy).__name__} reads the draft's hidden states, and {type(model).__name__} shows none"
+            f"length {type(policy).__name__} reads the draft's hidden states, and {type(model.inner).__name__} shows none"
         )
     return (layers,)
 

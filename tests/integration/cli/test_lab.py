@@ -112,7 +112,7 @@ def test_record_sampled_with_logprobs(shell: tiny.Shell, here: Path, which: list
     assert shell(*command, "--logprobs", "2", "--batch-size", "1")[0] == 0
     one = Recording.load("r.jsonl")
     assert len(one.records) == 2 and not one.greedy and one.params["temperature"] == 0.8
-    assert all(r.law and r.logprobs and r.top and r.seed is not None for r in one.records)
+    assert all(r.token_probs and r.logprobs and r.top and r.seed is not None for r in one.records)
 
 
 def test_record_refuses(shell: tiny.Shell, here: Path, which: list[str], folder: Path) -> None:
