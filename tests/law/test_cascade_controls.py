@@ -122,8 +122,8 @@ def test_a_translation_without_its_restriction() -> None:
     assert value(CrossTokenizerDrafter(DRAFT, SIZE, Renumbered(SIZE, private=1))) > ALPHA
 
     class Unrestricted(CrossTokenizerDrafter):
-        def _translated(self, place: int, row: Row, greedy: bool) -> Row:
+        def _in_draft_tokens(self, place: int, row: Row, greedy: bool) -> Row:
             self._model._others[:] = False
-            return super()._translated(place, row, greedy)
+            return super()._in_draft_tokens(place, row, greedy)
 
     assert value(Unrestricted(DRAFT, SIZE, Renumbered(SIZE, private=1))) < ALPHA

@@ -325,7 +325,7 @@ def test_a_killed_run_goes_on(tmp_path: Path) -> None:
             *(other.prompt, other.seed),
             *(other.finish_reason, other.category),
         )
-        assert r.token_probs == pytest.approx(other.law, rel=1e-4), "of another batch: the last digits"
+        assert r.token_probs == pytest.approx(other.token_probs, rel=1e-4), "of another batch: the last digits"
     assert told[-1].resumed == survived
     assert told[-1].tokens == sum(len(r.output) for r in recording.records[survived:]), "nothing is decoded twice"
     assert all(json.loads(line) for line in path.read_text().splitlines())
