@@ -32,6 +32,13 @@ def pytest_runtest_makereport(item: pytest.Item, call: Any) -> Iterator[None]:
         report.longrepr = f"a skip outside tests/gpu is a failure: {report.longrepr}"
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Tiny models take one thread; the real one takes both cores, unless a second process of the same run has one."""
+    real = {"smollm2_fp32", "smollm2_bf16"} & set(getattr(item, "fixturenames", ()))
+    torch.set_num_threads(2 if real and "PYTEST_XDIST_WORKER" not in os.environ else 1)
+
+
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
@@ -53,8 +60,16 @@ def smollm2_fp32(smollm2_folder: Path) -> Any:
     """SmolLM2 in float32 as transformers loads it."""
     from transformers import AutoModelForCausalLM
 
-    torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
     return AutoModelForCausalLM.from_pretrained(smollm2_folder, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="session")
+def smollm2_bf16(smollm2_folder: Path) -> Any:
+    """SmolLM2 in bf16 as foresay loads it."""
+    from foresay.models.sources.catalog import load_model
+    from foresay.models.sources.load_options import LoadOptions
+
+    return load_model(smollm2_folder, LoadOptions(dtype="bf16"))
 
 
 @pytest.fixture(scope="session")

@@ -24,7 +24,7 @@ NEW, MARGIN = 64, 1e-4
 @pytest.fixture(scope="module")
 def prompts(smollm2_tokenizer: Any) -> list[list[int]]:
     template = smollm2_tokenizer.apply_chat_template
-    chats = [[{"role": "user", "content": text}] for text in PROMPTS]
+    chats = [[{"role": "user", "content": text}] for text in PROMPTS[:12]]
     return [template(chat, add_generation_prompt=True, return_dict=True)["input_ids"] for chat in chats]
 
 
@@ -112,7 +112,7 @@ def test_every_method(
     reference: list[list[int]],
     tmp_path: Path,
 ) -> None:
-    """Each drafter with another length policy, six prompts in a ragged batch of three with rows joining."""
+    """Each drafter with another length policy, four prompts in a ragged batch of three, the last joining."""
     loaded = LoadedModel("SmolLM2", target, smollm2_tokenizer, frozenset([2]))
     table = tmp_path / "frequent.safetensors"
     counter = NgramCounter(2, target.vocab_size)
@@ -120,17 +120,17 @@ def test_every_method(
         counter.add(text)
     counter.table().save(table)
     build = read_drafter(drafter.replace("{table}", str(table))).prepare(Resources(loaded))
-    some = slice(4, 16, 2)
+    some = slice(4, 12, 2)
     ours, steps, engine = run(
         target,
         prompts[some],
-        SamplingParams(max_new_tokens=40),
+        SamplingParams(max_new_tokens=32),
         drafter=build(),
         policy=read_length(METHODS[drafter]),
         max_batch_size=3,
         eos=frozenset([2]),
     )
-    _assert_same(target, prompts[some], ours, [out[:40] for out in reference[some]])
+    _assert_same(target, prompts[some], ours, [out[:32] for out in reference[some]])
     assert engine.draft_failures == 0
     assert any(s.num_accepted < s.num_drafted for s in steps)
     assert any(s.num_accepted == s.num_drafted > 0 for s in steps)

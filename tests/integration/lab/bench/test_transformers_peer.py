@@ -125,9 +125,11 @@ def test_what_it_says_of_itself(peer: Peer, folder: Path) -> None:
 def test_threads_are_its_own_for_a_run_only(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: Any = open_peer("transformers", model=str(folder), dtype="fp32", threads=2)
     seen: list[int] = []
+    before = torch.get_num_threads()
+    assert before != 2
     monkeypatch.setattr(opened, "_batch", lambda *_: seen.append(torch.get_num_threads()) or [[1]])
     opened.run([[1]], replace(WRITE, max_new_tokens=1), 1)
-    assert seen == [2] and torch.get_num_threads() == 1
+    assert seen == [2] and torch.get_num_threads() == before
 
 
 def test_what_it_cannot_do_is_one_line(peer: Peer, folder: Path, tmp_path: Path) -> None:

@@ -110,7 +110,6 @@ def live(
 
 @pytest.fixture(scope="session")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Recording:
-    torch.set_num_threads(1)
     return record(loaded(), ITEMS, tmp_path_factory.mktemp("plain") / "r.jsonl", PARAMS)
 
 
@@ -155,6 +154,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "batch"), [(case, 1 + 3 * (i % 2)) for i, case in enumerate(CASES)])
 def test_the_steps_whatever_ends_or_changes_the_output(tmp_path: Path, case: str, batch: int) -> None:
     asked, changes, gamma = CASES[case]
@@ -163,7 +163,10 @@ def test_the_steps_whatever_ends_or_changes_the_output(tmp_path: Path, case: str
     if not params.ignore_eos and "end" in case:
         reasons = {r.finish_reason for r in recording.records}
         assert ("stop" in reasons) or case in ("the context's end", "no end too early")
-    for made in (lambda: draft(**changes), lambda: PromptLookup(min_ngram=1), draft):
+    makers: list[Callable[[], Drafter]] = [draft, lambda: PromptLookup(min_ngram=1)]
+    if changes:
+        makers.append(lambda: draft(**changes))
+    for made in makers:
         policy = ConstantLength(gamma)
         done = replay(recording, made(), policy, batch_size=batch)
         assert replayed(done) == live(make("llama", **changes), recording, params, made(), policy, batch)
@@ -181,6 +184,7 @@ def test_the_ends_really_are_inside_blocks(tmp_path: Path) -> None:
     assert replayed(done) == live(make("llama"), recording, params, perfect(), ConstantLength(6))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "batch"), [("t5", 3), ("bart", 1)])
 def test_the_steps_of_an_encoder_decoder(tmp_path: Path, family: str, batch: int) -> None:
     recording = record(loaded(make_seq2seq(family)), ITEMS[:4], tmp_path / "r.jsonl", PARAMS)
@@ -252,6 +256,7 @@ def test_rows_that_swap_their_texts_are_caught(plain: Recording, monkeypatch: py
 # -- taught drafts -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("gamma", "batch"), [(1, 4), (4, 1), (11, 4)])
 def test_a_taught_draft_makes_the_same_steps(plain: Recording, gamma: int, batch: int) -> None:
     for made in (draft, itself, lambda: draft(max_position_embeddings=24)):
@@ -262,6 +267,7 @@ def test_a_taught_draft_makes_the_same_steps(plain: Recording, gamma: int, batch
     assert replayed(heuristic) == replayed(replay(plain, draft(), HeuristicLength(), batch_size=batch))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["penalties", "no end too early", "an end after a while", "stop strings"])
 def test_a_taught_draft_heeds_the_parameters(tmp_path: Path, case: str) -> None:
     params = SamplingParams(**{"max_new_tokens": 40, **CASES[case][0]})
@@ -377,7 +383,6 @@ PROMPTS = numbered(160, high=SIZE, longest=6, seed=9)
 
 @pytest.fixture(scope="session")
 def sampled(tmp_path_factory: pytest.TempPathFactory) -> Recording:
-    torch.set_num_threads(1)
     generator = loaded(TARGET, batch=64, tokenizer=Numbers(SIZE))
     return record(generator, PROMPTS, tmp_path_factory.mktemp("sampled") / "r.jsonl", SAMPLED)
 
@@ -417,6 +422,7 @@ SAMPLING: dict[str, Callable[[], Drafter]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", SAMPLING)
 def test_estimates_of_sampled_recordings(sampled: Recording, drafter: str) -> None:
     made = SAMPLING[drafter]
@@ -429,6 +435,7 @@ def test_estimates_of_sampled_recordings(sampled: Recording, drafter: str) -> No
     assert 0.1 < rate[0] < 0.95 and efficiency[1] < efficiency[0] < efficiency[2]
 
 
+@pytest.mark.slow
 def test_the_estimate_of_a_known_acceptance(tmp_path: Path) -> None:
     """Tables whose laws are all the same: alpha = sum min(p, q), whatever was written before."""
     p, q = torch.tensor([0.5, 0.3, 0.1, 0.1]), torch.tensor([0.2, 0.2, 0.5, 0.1])
@@ -444,6 +451,7 @@ def test_the_estimate_of_a_known_acceptance(tmp_path: Path) -> None:
         assert abs(value - alpha) < 3 * (high - low) / 3.92 and low < alpha < high
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ignored", ["p", "chance", "q"])
 def test_an_estimate_that_ignores_something_is_far_off(
     sampled: Recording, monkeypatch: pytest.MonkeyPatch, ignored: str
@@ -466,6 +474,7 @@ def test_an_estimate_that_ignores_something_is_far_off(
     assert abs(apart(counts(done.steps), truth(SAMPLING["model"], seeds=1))) > 5
 
 
+@pytest.mark.slow
 def test_a_drafter_may_be_replayed_twice(sampled: Recording, plain: Recording) -> None:
     some = dataclasses.replace(sampled, records=sampled.records[:40])
     drafter = SAMPLING["model"]()
@@ -484,6 +493,7 @@ def test_an_estimate_does_not_depend_on_the_batch(sampled: Recording) -> None:
     assert replayed(one) == replayed(many)
 
 
+@pytest.mark.slow
 def test_a_draft_in_bf16_is_coupled_too(sampled: Recording) -> None:
     """A little more than the greatest score is that score in bf16: the drawn token would lose a tie."""
 
