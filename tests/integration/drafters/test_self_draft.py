@@ -228,9 +228,9 @@ def test_nothing_is_prefilled_or_caught_up_on() -> None:
     fed: list[int] = []
     forward = short.forward
 
-    def spied(token_ids: torch.Tensor, num_tokens: Sequence[int], *args: Any, **options: Any) -> Any:
-        fed.append(max(num_tokens))
-        return forward(token_ids, num_tokens, *args, **options)
+    def spied(feed: Feed, cache: Any) -> Any:
+        fed.append(max(feed.num_tokens))
+        return forward(feed, cache)
 
     short.forward = spied  # type: ignore[method-assign]
     decode(target, SelfDrafter(short, VOCAB))

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import foresay
-from foresay import Chunk, Generator
+from foresay import Chunk, Generator, RequestError
 from helpers import tiny
 from helpers.waiting import PATIENCE_S
 
@@ -219,6 +219,7 @@ def test_a_failure_in_a_pass_reaches_the_caller(generator: Generator, monkeypatc
 
     with monkeypatch.context() as patch:
         patch.setattr(generator.target.model, "forward", failing)
-        with pytest.raises(torch.OutOfMemoryError, match="no memory left"):
+        with pytest.raises(RequestError, match="the target raised OutOfMemoryError: no memory left") as caught:
             asyncio.run(_collect(generator, PROMPT, max_new_tokens=50))
+        assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
     assert len(asyncio.run(_collect(generator, PROMPT, max_new_tokens=5))) > 0
