@@ -240,7 +240,7 @@ class Poisoned(ModelDrafter):
 
 
 @pytest.mark.parametrize("rule", ["speculative", "block"])
-@pytest.mark.parametrize("place", [0, 2])
+@pytest.mark.parametrize("place", [0, 1])
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), 0.0, 0.7])
 def test_a_draft_law_that_is_none_is_the_drafters_failure(rule: str, place: int, poison: float) -> None:
     params = [SamplingParams(temperature=1.0, seed=seed, max_new_tokens=3) for seed in range(600)]
