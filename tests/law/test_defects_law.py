@@ -263,7 +263,7 @@ KEPT: dict[str, Callable[[], Callable[[], Drafter]]] = {
 }
 
 
-def second_requests(kept: str, rule: str, samples: int = 1500) -> Counter[tuple[int, ...]]:
+def second_requests(kept: str, rule: str, samples: int = 800) -> Counter[tuple[int, ...]]:
     """First tokens of a second request with the seed and prompt of a first one, over what the drafter has kept of it."""
     out: Counter[tuple[int, ...]] = Counter()
     for seed in range(samples):
@@ -286,7 +286,7 @@ def first_two() -> dict[tuple[int, ...], float]:
 @pytest.mark.parametrize("kept", KEPT)
 def test_a_second_request_of_one_seed_has_the_targets_law(kept: str, rule: str) -> None:
     seen, probs = second_requests(kept, rule), first_two()
-    assert stats.chisquare([seen[k] for k in probs], [p * 1500 for p in probs.values()]).pvalue > ALPHA
+    assert stats.chisquare([seen[k] for k in probs], [p * 800 for p in probs.values()]).pvalue > ALPHA
 
 
 def test_guesses_judged_by_the_numbers_they_were_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,7 +305,7 @@ def test_guesses_judged_by_the_numbers_they_were_made_of(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(acceptance.Speculative, "judge", judge)
     seen, probs = second_requests("ngram_store", "speculative"), first_two()
-    assert stats.chisquare([seen[k] for k in probs], [p * 1500 for p in probs.values()]).pvalue < ALPHA
+    assert stats.chisquare([seen[k] for k in probs], [p * 800 for p in probs.values()]).pvalue < ALPHA
 
 
 @pytest.mark.parametrize("drafter", ["none", "suffix"])
