@@ -21,6 +21,7 @@ from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import Cascade, MaxGram, ModelDrafter, NgramStore, NgramStoreDrafter, PastRequests, SuffixDrafter
 from foresay.engine import Engine
 from foresay.lengths import ConfidenceLength, ConstantLength, EntropyLength
+from foresay.models.table import TableModel
 from helpers.law_cells import ALPHA, DRAFT, PROMPT, RULES, SIZE, SMALL, TARGET
 from helpers.reference import law
 from helpers.support import run
@@ -254,11 +255,13 @@ def test_a_draft_law_that_is_none_is_the_drafters_failure(rule: str, place: int,
 
 # -- a seed given twice ---------------------------------------------------------------------------------------------------
 
+SHARP = TableModel(torch.tensor([0.8, 0.1, 0.1]).expand(3, 3, 3))
+VAGUE = TableModel(torch.tensor([0.5, 0.3, 0.2]).expand(3, 3, 3))
 KEPT: dict[str, Callable[[], Callable[[], Drafter]]] = {
     "ngram_store": lambda: (lambda store: lambda: NgramStoreDrafter(3, store=store))(NgramStore(3)),
     "suffix": lambda: (lambda past: lambda: SuffixDrafter(past))(PastRequests(512)),
     "cascade": lambda: (
-        lambda store: lambda: Cascade([ModelDrafter(SMALL, SIZE), NgramStoreDrafter(3, store=store)], [[3, 3], [0, 3]])
+        lambda store: lambda: Cascade([ModelDrafter(VAGUE, 3), NgramStoreDrafter(3, store=store)], [[3, 3], [0, 3]])
     )(NgramStore(3)),
 }
 
@@ -270,16 +273,15 @@ def second_requests(kept: str, rule: str, samples: int = 800) -> Counter[tuple[i
         make = KEPT[kept]()
         for turn in range(2):
             params = SamplingParams(temperature=1.0, seed=seed, max_new_tokens=3)
-            outputs, _, _ = run(TARGET, [PROMPT], params, drafter=make(), rule=rule, gamma=3)
+            outputs, _, _ = run(SHARP, [[1, 0]], params, drafter=make(), rule=rule, gamma=3)
             if turn:
                 out[tuple(outputs[0][:2])] += 1
     return out
 
 
 def first_two() -> dict[tuple[int, ...], float]:
-    params = SamplingParams(temperature=1.0)
-    one = law(TARGET, params, PROMPT, [])
-    return {(a, b): float(one[a] * law(TARGET, params, PROMPT, [a])[b]) for a in range(SIZE) for b in range(SIZE)}
+    one = SHARP.law([1, 0]).tolist()
+    return {(a, b): one[a] * one[b] for a in range(3) for b in range(3)}
 
 
 @pytest.mark.parametrize("rule", ["speculative", "block"])
