@@ -43,11 +43,17 @@ class PrecomputedDrafter(Stateless):
         for i, (row, count) in enumerate(zip(rows, counts, strict=True)):
             drafted = self._argmax[row.request_id][row.size - 1 : row.size - 1 + count]
             out[i, : len(drafted)] = drafted
+            ends = (j + 1 for j, token in enumerate(drafted.tolist()) if row.ends_with(token, row.num_new + j + 1))
+            counts[i] = next(ends, count)
         return Proposal(torch.from_numpy(out), counts)
 
 
 def can_precompute(drafter: Any, policy: LengthPolicy, recording: Recording) -> bool:
-    """Whether a PrecomputedDrafter gives the same Steps: one greedy draft model, and a length policy that ignores its logits."""
+    """Whether a PrecomputedDrafter gives the same Steps: one greedy draft model, and a length policy that ignores its logits.
+
+    But for one count: a live draft that has missed may draft an end token and stop there, where this one drafts on; what is
+    accepted and written is the same.
+    """
     from foresay.lengths import ConstantLength, HeuristicLength, ThroughputLength
 
     plain = isinstance(drafter, ModelDrafter) and not isinstance(drafter, CrossTokenizerDrafter)

@@ -15,7 +15,7 @@ import torch
 from foresay.decoding.acceptance import make_rule
 from foresay.decoding.outcome import FinishReason, Step
 from foresay.decoding.proposal import Proposal
-from foresay.decoding.protocols import Drafter, LengthPolicy
+from foresay.decoding.protocols import Drafter, Feed, LengthPolicy
 from foresay.decoding.rows import Rows
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import Cascade, MaxGram, ModelDrafter, NgramStoreDrafter, SelfDrafter, SuffixDrafter
@@ -232,9 +232,9 @@ def test_an_altered_recording_gives_other_steps(plain: Recording) -> None:
 def test_a_recording_read_one_place_off_is_caught(plain: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
     honest = RecordingModel.forward
 
-    def off_by_one(self: RecordingModel, token_ids: torch.Tensor, num: Sequence[int], cache: Any, **more: Any) -> Any:
+    def off_by_one(self: RecordingModel, feed: Feed, cache: Any) -> Any:
         cache.lengths = [n + 1 for n in cache.lengths]
-        out = honest(self, token_ids, num, cache, **more)
+        out = honest(self, feed, cache)
         cache.lengths = [n - 1 for n in cache.lengths]
         return out
 
@@ -256,15 +256,25 @@ def test_rows_that_swap_their_texts_are_caught(plain: Recording, monkeypatch: py
 # -- taught drafts -----------------------------------------------------------------------------------------------------
 
 
+def assert_same_but_for_ends(done: Replay, live_steps: Sequence[Sequence[Step]]) -> None:
+    """Equal Steps, but that a live draft that missed may have stopped at an end token of its own."""
+    for ours, theirs in zip(done.steps, live_steps, strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            assert (a.token_ids, a.origins, a.num_accepted, a.finish_reason) == (
+                *(b.token_ids, b.origins, b.num_accepted, b.finish_reason),
+            )
+            assert a.num_drafted == b.num_drafted or (a.num_drafted > b.num_drafted > b.num_accepted)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("gamma", "batch"), [(1, 4), (4, 1), (11, 4)])
 def test_a_taught_draft_makes_the_same_steps(plain: Recording, gamma: int, batch: int) -> None:
     for made in (draft, itself, lambda: draft(max_position_embeddings=24)):
         assert can_precompute(made(), ConstantLength(gamma), plain)
         done = replay(plain, precompute(made(), plain), ConstantLength(gamma), batch_size=batch)
-        assert replayed(done) == replayed(replay(plain, made(), ConstantLength(gamma), batch_size=batch))
+        assert_same_but_for_ends(done, replay(plain, made(), ConstantLength(gamma), batch_size=batch).steps)
     heuristic = replay(plain, precompute(draft(), plain), HeuristicLength(), batch_size=batch)
-    assert replayed(heuristic) == replayed(replay(plain, draft(), HeuristicLength(), batch_size=batch))
+    assert_same_but_for_ends(heuristic, replay(plain, draft(), HeuristicLength(), batch_size=batch).steps)
 
 
 @pytest.mark.slow
@@ -273,7 +283,10 @@ def test_a_taught_draft_heeds_the_parameters(tmp_path: Path, case: str) -> None:
     params = SamplingParams(**{"max_new_tokens": 40, **CASES[case][0]})
     recording = record(loaded(), ITEMS, tmp_path / "r.jsonl", params)
     done = replay(recording, precompute(draft(), recording), ConstantLength(4))
-    assert replayed(done) == live(make("llama"), recording, params, draft(), ConstantLength(4))
+    wanted = live(make("llama"), recording, params, draft(), ConstantLength(4))
+    assert [[(one[:2], one[3:]) for one in some] for some in replayed(done)] == [
+        [(one[:2], one[3:]) for one in some] for some in wanted
+    ]
 
 
 def test_a_taught_draft_of_another_recording_would_be_noticed(plain: Recording) -> None:
