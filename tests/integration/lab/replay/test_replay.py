@@ -526,13 +526,12 @@ def test_a_decoder_only_draft_of_an_encoder_decoder_is_held_against_the_right_pl
         one = Record("a", start, (4, 5, 6), source=(7, 1, 2), token_probs=(1e-9, 1e-9, 1e-9))
         recording = Recording((one,), SIZE, params={"temperature": 1.0})
         model = SampledReplayModel(DRAFT, recording)
-        row = type("Seen", (), {"request_id": 0, "tokens": np.array([7])})
         for place, token in enumerate(one.output):
             scores = torch.zeros(SIZE)
-            model._choose(scores, row, 3 + place)  # type: ignore[arg-type]
+            model._choose(scores, 0, 3 + place)
             assert int(scores.argmax()) == token
         for position in (2, 6):
-            model._choose(scores := torch.zeros(SIZE), row, position)  # type: ignore[arg-type]
+            model._choose(scores := torch.zeros(SIZE), 0, position)
             assert not scores.any(), "nothing is known there"
 
 
