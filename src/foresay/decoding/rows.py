@@ -206,3 +206,10 @@ class Rows:
         starts = torch.tensor([row.size for row in self], device=device)
         keys = torch.tensor([row.rng_key for row in self], device=device)
         return Streams(self.memo[key], starts, keys=keys, level=self.level, shares_noise=self.needs.shares_noise)
+
+
+def common_prefix(a: IntArray, b: IntArray) -> int:
+    """How many tokens two contexts share from the start."""
+    size = min(len(a), len(b))
+    different = np.flatnonzero(a[:size] != b[:size])
+    return int(different[0]) if len(different) else size

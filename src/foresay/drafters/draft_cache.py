@@ -13,7 +13,7 @@ import numpy as np
 
 from foresay.decoding.prefill import fill_chunk, pending
 from foresay.decoding.protocols import Feed, KVCache, LanguageModel, ModelOutput, Move
-from foresay.decoding.rows import IntArray, Rows
+from foresay.decoding.rows import IntArray, Rows, common_prefix
 from foresay.models.huggingface.slot_cache import BorrowedSlots, SlotCache
 from foresay.models.vocabulary import VocabularyAdapter
 
@@ -138,10 +138,3 @@ class SharedDraftCache(DraftCache):
                 length = max(length, held)
             self.cache.lengths[place] = length
             self._fed[place] = row.tokens if rows.level else None
-
-
-def common_prefix(a: IntArray, b: IntArray) -> int:
-    """How many tokens two contexts share from the start."""
-    size = min(len(a), len(b))
-    different = np.flatnonzero(a[:size] != b[:size])
-    return int(different[0]) if len(different) else size

@@ -111,6 +111,8 @@ class _Chain:
         """How many tokens each row may have."""
         self._steps: list[Laws] = []
         self._ends = _end_tokens(rows, device)
+        self._least = torch.tensor([row.params.min_new_tokens - row.num_new for row in rows], device=device)
+        """[B]: draft tokens that must come before an end token may end the output."""
         self.fed: list[int] = []
         """[B] of the next pass: 1 where a row drafts on."""
 
@@ -129,17 +131,12 @@ class _Chain:
         go_on = policy.keep_drafting(DraftStep(torch.full_like(self.counts, j), token[:, 0], laws, hidden))
         stop = None if go_on is None else ~go_on
         if self._ends is not None:
-            ended = (token == self._ends).any(-1) & (self._least() < j + 1)
+            ended = (token == self._ends).any(-1) & (self._least < j + 1)
             stop = ended if stop is None else stop | ended
         if stop is not None:
             self._going = torch.where(stop, self.counts, self._going)
         self.fed = [int(n > j + 1) for n in (self._room if stop is None else self._going.tolist())]
         return any(self.fed)
-
-    def _least(self) -> torch.Tensor:
-        """[B]: draft tokens that must come before an end token may end the output."""
-        least = [row.params.min_new_tokens - row.num_new for row in self._rows]
-        return torch.tensor(least, device=self.counts.device)
 
     def proposal(self, counts: Sequence[int]) -> Proposal:
         """What was drawn, with the laws it was drawn from."""

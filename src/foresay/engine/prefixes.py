@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Any, Protocol, runtime_checkable
 
-import numpy as np
-
 from foresay.checks import check_int
 from foresay.decoding.protocols import KVCache
-from foresay.decoding.rows import IntArray, Row, Rows
+from foresay.decoding.rows import IntArray, Row, Rows, common_prefix
 
 MIN_TOKENS = 16
 """Shorter beginnings are filled: looking and copying would take as long."""
@@ -63,9 +61,9 @@ class PrefixStore:
         if place is None or cache.lengths[place] or rows[place].source is not None:
             return
         wanted = rows[place].tokens[:-1]
-        live = [(_common(row.tokens[: cache.lengths[i]], wanted), i) for i, row in enumerate(rows) if i != place]
+        live = [(common_prefix(row.tokens[: cache.lengths[i]], wanted), i) for i, row in enumerate(rows) if i != place]
         length, source = max(live, default=(0, -1))
-        kept = max(((_common(tokens, wanted), key) for key, (tokens, _) in self._saved.items()), default=(0, b""))
+        kept = max(((common_prefix(tokens, wanted), key) for key, (tokens, _) in self._saved.items()), default=(0, b""))
         if max(length, kept[0]) < MIN_TOKENS:
             return
         if kept[0] > length:
@@ -83,7 +81,7 @@ class PrefixStore:
             return
         tokens = row.tokens[:length].copy()
         for key, (known, _) in list(self._saved.items()):
-            if _common(known, tokens) == len(known):  # the new one holds all of it
+            if common_prefix(known, tokens) == len(known):  # the new one holds all of it
                 self._drop(key)
         saved = cache.save_prefix(place, length)
         if saved.nbytes > self.max_bytes:
@@ -98,10 +96,3 @@ class PrefixStore:
     def _drop(self, key: bytes) -> None:
         if key in self._saved:
             self.nbytes -= self._saved.pop(key)[1].nbytes
-
-
-def _common(a: IntArray, b: IntArray) -> int:
-    """How many tokens two texts share from the start."""
-    size = min(len(a), len(b))
-    different = np.flatnonzero(a[:size] != b[:size])
-    return int(different[0]) if len(different) else size

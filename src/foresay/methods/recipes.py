@@ -298,7 +298,7 @@ def _member(key: str | None, value: Any) -> Recipe:
         raise ConfigError(
             f"cascade: {key}={value} is neither a setting (k, lenience) nor a drafter (model=NAME, self=LAYERS)"
         )
-    return apply("drafter", call, {name: one.make for name, one in DRAFTERS.items()})
+    return apply("drafter", call, _MAKERS)
 
 
 def _path(name: str, value: Any) -> str:
