@@ -80,6 +80,8 @@ PARAMS = {
 
 
 BATCHES = {"one": (1, 0), "eight": (8, 0), "joining": (64, 40)}
+COUNTS = {"one": 600, "eight": 1500, "joining": SAMPLES}
+"""Outputs of a cell: rows that go one by one take their time, and have no neighbours to be wrong with."""
 
 
 _STORED = Path(__file__).parent.parent / "law" / "cells.json"
@@ -90,8 +92,9 @@ def product() -> list[Cell]:
     return list(itertools.product(DRAFTERS, RULES, LENGTHS, PARAMS, BATCHES))
 
 
-def sample(cell: Cell, samples: int = SAMPLES) -> list[list[int]]:
+def sample(cell: Cell, samples: int | None = None) -> list[list[int]]:
     drafter, rule, length, params, batch = cell
+    samples = COUNTS[batch] if samples is None else samples
     size, late = BATCHES[batch]
     requests = [SamplingParams.of(PARAMS[params], seed=seed) for seed in range(samples)]
     outputs, _, engine = run(

@@ -137,7 +137,7 @@ def test_the_help_page_is_the_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_demo_writes_the_same_both_ways(smollm2_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert _run(["demo", "-n", "40"]) == 0
+    assert _run(["demo", "-n", "16"]) == 0
     out = capsys.readouterr().out
     assert "identical output: yes" in out
     assert re.search(r"^foresay +\d+ .*x", out, re.MULTILINE)
@@ -151,5 +151,5 @@ def test_the_demo_shows_a_difference_and_fails(
 
     intact = demo._plain
     monkeypatch.setattr(demo, "_plain", lambda generator, prompt, new: intact(generator, prompt + " Why?", new))
-    assert _run(["demo", "-n", "12"]) == 1
+    assert _run(["demo", "-n", "8"]) == 1
     assert re.search(r"identical output: no, at token \d+: plain wrote", capsys.readouterr().out)

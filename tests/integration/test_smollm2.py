@@ -18,13 +18,13 @@ from helpers.chat_prompts import PROMPTS
 from helpers.support import PromptLookup, run
 
 pytestmark = pytest.mark.slow
-NEW, MARGIN = 64, 1e-4
+NEW, MARGIN = 40, 1e-4
 
 
 @pytest.fixture(scope="module")
 def prompts(smollm2_tokenizer: Any) -> list[list[int]]:
     template = smollm2_tokenizer.apply_chat_template
-    chats = [[{"role": "user", "content": text}] for text in PROMPTS[:12]]
+    chats = [[{"role": "user", "content": text}] for text in PROMPTS[:8]]
     return [template(chat, add_generation_prompt=True, return_dict=True)["input_ids"] for chat in chats]
 
 
@@ -68,16 +68,16 @@ def test_batch_of_one_with_prompt_lookup(
     assert any(s.num_accepted == s.num_drafted > 0 for s in steps)
 
 
-def test_ragged_batch_of_eight_with_rows_joining(
+def test_ragged_batch_of_five_with_rows_joining(
     target: CausalModel, prompts: list[list[int]], reference: list[list[int]]
 ) -> None:
     params = SamplingParams(max_new_tokens=NEW)
     ours, steps, engine = run(
-        target, prompts, params, drafter=PromptLookup(), gamma=6, max_batch_size=8, eos=frozenset([2]), join_later=6
+        target, prompts, params, drafter=PromptLookup(), gamma=6, max_batch_size=5, eos=frozenset([2]), join_later=3
     )
     _assert_same(target, prompts, ours, reference)
     assert engine.draft_failures == 0
-    assert max(s.batch_size for s in steps) == 8
+    assert max(s.batch_size for s in steps) == 5
 
 
 def test_a_draft_model(target: CausalModel, prompts: list[list[int]], reference: list[list[int]]) -> None:
@@ -112,7 +112,7 @@ def test_every_method(
     reference: list[list[int]],
     tmp_path: Path,
 ) -> None:
-    """Each drafter with another length policy, four prompts in a ragged batch of three, the last joining."""
+    """Each drafter with another length policy, three prompts in a ragged batch of two, the last joining."""
     loaded = LoadedModel("SmolLM2", target, smollm2_tokenizer, frozenset([2]))
     table = tmp_path / "frequent.safetensors"
     counter = NgramCounter(2, target.vocab_size)
@@ -120,17 +120,17 @@ def test_every_method(
         counter.add(text)
     counter.table().save(table)
     build = read_drafter(drafter.replace("{table}", str(table))).prepare(Resources(loaded))
-    some = slice(4, 12, 2)
+    some = slice(2, 8, 2)
     ours, steps, engine = run(
         target,
         prompts[some],
-        SamplingParams(max_new_tokens=32),
+        SamplingParams(max_new_tokens=24),
         drafter=build(),
         policy=read_length(METHODS[drafter]),
-        max_batch_size=3,
+        max_batch_size=2,
         eos=frozenset([2]),
     )
-    _assert_same(target, prompts[some], ours, [out[:32] for out in reference[some]])
+    _assert_same(target, prompts[some], ours, [out[:24] for out in reference[some]])
     assert engine.draft_failures == 0
     assert any(s.num_accepted < s.num_drafted for s in steps)
     assert any(s.num_accepted == s.num_drafted > 0 for s in steps)

@@ -31,7 +31,7 @@ def value(drafter: Drafter, rule: str | Rule = "speculative", gamma: int = 5) ->
     params = SamplingParams.of(PARAMS["plain"], max_new_tokens=LENGTH)
     each = [SamplingParams.of(params, seed=seed) for seed in range(SAMPLES)]
     outputs, _, engine = run(
-        TARGET, [PROMPT] * SAMPLES, each, drafter=drafter, rule=rule, gamma=gamma, max_batch_size=64
+        TARGET, [PROMPT] * SAMPLES, each, drafter=drafter, rule=rule, gamma=gamma, max_batch_size=500
     )
     assert engine.draft_failures == 0
     return p_value(outputs, joint(TARGET, params, PROMPT, LENGTH), SIZE)

@@ -26,7 +26,8 @@ from helpers.law_cells import ALPHA, DRAFT, PROMPT, RULES, SIZE, SMALL, TARGET
 from helpers.reference import law
 from helpers.support import run
 
-SAMPLES = 1500
+SAMPLES = 1000
+SECONDS = 500
 DRAFTERS: dict[str, Callable[[], Drafter | None]] = {
     "none": lambda: None,
     "model": lambda: ModelDrafter(DRAFT, SIZE),
@@ -41,7 +42,7 @@ def outcomes(
     params: SamplingParams, eos: frozenset[int], drafter: str, rule: str, samples: int = SAMPLES
 ) -> Counter[Outcome]:
     """(tokens, whether the request failed) of many requests."""
-    engine = Engine(TARGET, DRAFTERS[drafter](), make_rule(rule), ConstantLength(4), max_batch_size=64)
+    engine = Engine(TARGET, DRAFTERS[drafter](), make_rule(rule), ConstantLength(4), max_batch_size=250)
     written: dict[int, list[int]] = {}
     failed: dict[int, bool] = {}
     for seed in range(samples):
@@ -266,7 +267,7 @@ KEPT: dict[str, Callable[[], Callable[[], Drafter]]] = {
 }
 
 
-def second_requests(kept: str, rule: str, samples: int = 800) -> Counter[tuple[int, ...]]:
+def second_requests(kept: str, rule: str, samples: int = SECONDS) -> Counter[tuple[int, ...]]:
     """First tokens of a second request with the seed and prompt of a first one, over what the drafter has kept of it."""
     out: Counter[tuple[int, ...]] = Counter()
     for seed in range(samples):
@@ -288,7 +289,7 @@ def first_two() -> dict[tuple[int, ...], float]:
 @pytest.mark.parametrize("kept", KEPT)
 def test_a_second_request_of_one_seed_has_the_targets_law(kept: str, rule: str) -> None:
     seen, probs = second_requests(kept, rule), first_two()
-    assert stats.chisquare([seen[k] for k in probs], [p * 800 for p in probs.values()]).pvalue > ALPHA
+    assert stats.chisquare([seen[k] for k in probs], [p * SECONDS for p in probs.values()]).pvalue > ALPHA
 
 
 def test_guesses_judged_by_the_numbers_they_were_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,7 +308,7 @@ def test_guesses_judged_by_the_numbers_they_were_made_of(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(acceptance.Speculative, "judge", judge)
     seen, probs = second_requests("ngram_store", "speculative"), first_two()
-    assert stats.chisquare([seen[k] for k in probs], [p * 800 for p in probs.values()]).pvalue < ALPHA
+    assert stats.chisquare([seen[k] for k in probs], [p * SECONDS for p in probs.values()]).pvalue < ALPHA
 
 
 @pytest.mark.parametrize("drafter", ["none", "suffix"])

@@ -34,7 +34,7 @@ def value(rule: object, *, drafter: ModelDrafter | None = None, gamma: int = 3) 
         drafter=drafter or ModelDrafter(DRAFT, SIZE),
         rule=rule,  # type: ignore[arg-type]
         gamma=gamma,
-        max_batch_size=64,
+        max_batch_size=500,
     )
     assert engine.draft_failures == 0
     return p_value(outputs, joint(TARGET, PARAMS["plain"], PROMPT, LENGTH), SIZE)
@@ -71,7 +71,7 @@ def _long_blocks() -> float:
     params = [SamplingParams(temperature=1.0, seed=seed, max_new_tokens=6) for seed in range(SAMPLES)]
     drafter = ModelDrafter(draft, 2)
     outputs, _, _ = run(
-        target, [[1, 0, 1]] * SAMPLES, params, drafter=drafter, rule="block", gamma=5, max_batch_size=64
+        target, [[1, 0, 1]] * SAMPLES, params, drafter=drafter, rule="block", gamma=5, max_batch_size=500
     )
     return p_value(outputs, joint(target, params[0], [1, 0, 1], 6), 2)
 

@@ -15,10 +15,18 @@ from foresay.models.huggingface import attention
 from foresay.models.huggingface import prepacked_linear as packing
 from foresay.models.huggingface import slot_cache as slots
 from foresay.models.huggingface.causal import CausalModel
+from foresay.models.huggingface.early_exit import first_layers
 from foresay.models.huggingface.slot_cache import SlotCache
 from foresay.models.sources.catalog import LoadedModel
 from helpers.chat_prompts import PROMPTS
 from helpers.support import PromptLookup, run
+
+
+@pytest.fixture(scope="module")
+def model(smollm2_bf16: LoadedModel) -> CausalModel:
+    """Six of SmolLM2's layers and its head: the same products as in all thirty, five times as fast."""
+    assert isinstance(smollm2_bf16.model, CausalModel)
+    return first_layers(smollm2_bf16.model, 6)
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +47,7 @@ def _scores(model: CausalModel, tokens: torch.Tensor, start: int, columns: int, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("start", [40, 61, 64, 200])
-def test_a_position_scores_the_same_in_any_pass(smollm2_bf16: LoadedModel, tokens: torch.Tensor, start: int) -> None:
-    model = smollm2_bf16.model
-    assert isinstance(model, CausalModel)
+def test_a_position_scores_the_same_in_any_pass(model: CausalModel, tokens: torch.Tensor, start: int) -> None:
     plain = _scores(model, tokens, start, 1, 1)
     many = ((1, 8), (13, 24)) if start == 61 else ()
     for columns, rows in ((2, 1), (5, 1), (9, 1), (11, 1), (33, 1), (1, 2), (4, 8), *many):
@@ -59,10 +65,8 @@ def _filled_up_to(model: CausalModel, tokens: torch.Tensor, count: int) -> SlotC
 
 
 @pytest.fixture(scope="module")
-def one_by_one(smollm2_bf16: LoadedModel, tokens: torch.Tensor) -> list[torch.Tensor]:
+def one_by_one(model: CausalModel, tokens: torch.Tensor) -> list[torch.Tensor]:
     """The scores of each position from BEGIN on, decoded one by one."""
-    model = smollm2_bf16.model
-    assert isinstance(model, CausalModel)
     cache = _filled_up_to(model, tokens, BEGIN)
     return [model.forward(Feed(tokens[:, i : i + 1], [1]), cache).scores()[0, 0].clone() for i in range(BEGIN, END)]
 
@@ -70,10 +74,8 @@ def one_by_one(smollm2_bf16: LoadedModel, tokens: torch.Tensor) -> list[torch.Te
 @pytest.mark.slow
 @pytest.mark.parametrize("columns", [5, 9, 11, 33])
 def test_decoding_in_blocks_gives_the_bits_of_decoding_one_by_one(
-    smollm2_bf16: LoadedModel, tokens: torch.Tensor, one_by_one: list[torch.Tensor], columns: int
+    model: CausalModel, tokens: torch.Tensor, one_by_one: list[torch.Tensor], columns: int
 ) -> None:
-    model = smollm2_bf16.model
-    assert isinstance(model, CausalModel)
     cache = _filled_up_to(model, tokens, BEGIN)
     for start in range(BEGIN, END, columns):
         fed = tokens[:, start : min(start + columns, END)]
@@ -170,11 +172,7 @@ def test_query_rows_that_are_not_filled_up_are_seen_to_differ(monkeypatch: pytes
 
 
 @pytest.mark.slow
-def test_prefilling_together_gives_the_bits_of_prefilling_alone(
-    smollm2_bf16: LoadedModel, tokens: torch.Tensor
-) -> None:
-    model = smollm2_bf16.model
-    assert isinstance(model, CausalModel)
+def test_prefilling_together_gives_the_bits_of_prefilling_alone(model: CausalModel, tokens: torch.Tensor) -> None:
     everyone = [Row(i, tokens[0, :n].tolist(), SamplingParams(), limit=999) for i, n in enumerate((150, 200, 290))]
     together = _filled(model, everyone)
     for place, row in enumerate(everyone):
@@ -199,11 +197,11 @@ def _filled(model: CausalModel, items: list[Row]) -> SlotCache:
 @pytest.mark.slow
 def test_bf16_output_does_not_depend_on_speculation_or_batch(smollm2_bf16: LoadedModel) -> None:
     template = smollm2_bf16.tokenizer.apply_chat_template
-    chats = [[{"role": "user", "content": text}] for text in PROMPTS[5:9]]
+    chats = [[{"role": "user", "content": text}] for text in PROMPTS[5:8]]
     prompts = [template(chat, add_generation_prompt=True, return_dict=True)["input_ids"] for chat in chats]
-    params = SamplingParams(max_new_tokens=40)
+    params = SamplingParams(max_new_tokens=32)
     plain = [run(smollm2_bf16.model, [p], params, gamma=0, eos=frozenset([2]))[0][0] for p in prompts]
-    for size in (1, 4):
+    for size in (1, 3):
         ours, steps, _ = run(
             smollm2_bf16.model,
             prompts,
