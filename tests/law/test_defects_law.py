@@ -26,8 +26,8 @@ from helpers.law_cells import ALPHA, DRAFT, PROMPT, RULES, SIZE, SMALL, TARGET
 from helpers.reference import law
 from helpers.support import run
 
-SAMPLES = 1000
-SECONDS = 500
+SAMPLES = 600
+SECONDS = 400
 DRAFTERS: dict[str, Callable[[], Drafter | None]] = {
     "none": lambda: None,
     "model": lambda: ModelDrafter(DRAFT, SIZE),

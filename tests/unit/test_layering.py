@@ -47,7 +47,9 @@ INSIDE = {
     "models/huggingface": [
         {"slot_cache"},
         {"attention"},
-        {"prepacked_linear", "model"},
+        {"products", "model"},
+        {"linears"},
+        {"lean"},
         {"causal"},
         {"seq2seq"},
         {"early_exit", "self_check"},

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from foresay.models.huggingface.prepacked_linear import weight_bytes
+from foresay.models.huggingface.linears import weight_bytes
 from foresay.records.profile import Floor, kv_bytes
 
 _BLOCK_BYTES = 1 << 28

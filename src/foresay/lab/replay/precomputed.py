@@ -51,8 +51,8 @@ class PrecomputedDrafter(Stateless):
 def can_precompute(drafter: Any, policy: LengthPolicy, recording: Recording) -> bool:
     """Whether a PrecomputedDrafter gives the same Steps: one greedy draft model, and a length policy that ignores its logits.
 
-    But for one count: a live draft that has missed may draft an end token and stop there, where this one drafts on; what is
-    accepted and written is the same.
+    But for one count: after a miss the two drafts hold other tokens, and either may come upon an end token and stop there where
+    the other drafts on; what is accepted and written is the same.
     """
     from foresay.lengths import ConstantLength, HeuristicLength, ThroughputLength
 

@@ -70,7 +70,7 @@ def additive_mask(
 
 
 def attention(
-    module: torch.nn.Module,
+    module: torch.nn.Module | None,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,

@@ -7,7 +7,7 @@ rewound. Does not know what the tokens mean or why they are scored.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from transformers import Cache, PreTrainedModel
 from foresay.decoding.protocols import KVCache, Logits
 from foresay.decoding.rows import Rows
 from foresay.errors import UnsupportedModelError
+from foresay.models.huggingface.lean import LeanDecoder
 from foresay.models.huggingface.model import UNLIMITED, TransformersModel
 from foresay.models.huggingface.slot_cache import Placement, SlotCache
 
@@ -109,9 +110,15 @@ class CausalModel(TransformersModel):
         )
         self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         self._body = model.base_model
+        self.lean: LeanDecoder | None = None
+        """What passes are made by, in place of the family's own code; see `use_lean`."""
         self.num_layers = int(getattr(config, "num_hidden_layers", 0))
         # ALiBi is counted from slots
         self.takes_trees = self._takes_positions and not getattr(config, "alibi", False)
+
+    def use_lean(self) -> None:
+        """Make passes by `LeanDecoder`. Raises NotLeanError for a model that it does not read, which keeps its own code."""
+        self.lean = LeanDecoder(self.model)
 
     def new_cache(self) -> SlotCache:
         """A cache without rows."""
@@ -123,8 +130,10 @@ class CausalModel(TransformersModel):
         cache.add_rows(len(rows) - first)
 
     def _call(
-        self, token_ids: torch.Tensor, at: Placement, cache: SlotCache, logits: Logits, hidden: bool
-    ) -> tuple[torch.Tensor | None, Sequence[torch.Tensor]]:
+        self, token_ids: torch.Tensor, at: Placement, cache: SlotCache, logits: Logits, hidden: Sequence[int]
+    ) -> tuple[torch.Tensor | None, Mapping[int, torch.Tensor]]:
+        if self.lean is not None:
+            return self.lean(token_ids, at, cache, hidden, head=logits is not Logits.NONE)
         adapter = TransformersCache(cache, at)
         kwargs: dict[str, Any] = {"input_ids": token_ids, "past_key_values": adapter, "use_cache": True}
         if self._takes_positions:
@@ -134,4 +143,4 @@ class CausalModel(TransformersModel):
             kwargs["output_hidden_states"] = True
         silent = logits is Logits.NONE
         out = self._body(**kwargs) if silent else self.model(**kwargs)
-        return None if silent else out.logits, out.hidden_states if hidden else ()
+        return None if silent else out.logits, {layer: out.hidden_states[layer] for layer in hidden}

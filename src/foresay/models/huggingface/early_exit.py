@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from foresay.errors import ConfigError, UnsupportedModelError
-from foresay.models.huggingface import prepacked_linear as packing
+from foresay.models.huggingface import linears
 from foresay.models.huggingface.causal import CausalModel
+from foresay.models.huggingface.products import PackedProduct
 
 
 def first_layers(model: CausalModel, count: int) -> CausalModel:
@@ -35,9 +36,7 @@ def first_layers(model: CausalModel, count: int) -> CausalModel:
         part = short.get_submodule(name)
         if hasattr(part, "config"):
             part.config = config
-    out = CausalModel(short)
-    out.head_ids = model.head_ids
-    return out
+    return _like(model, short, model.head_ids)
 
 
 def trimmed_head(model: CausalModel, ids: Sequence[int] | torch.Tensor) -> CausalModel:
@@ -48,7 +47,7 @@ def trimmed_head(model: CausalModel, ids: Sequence[int] | torch.Tensor) -> Causa
     its own.
     """
     head = model.model.get_output_embeddings()
-    weight = None if head is None else packing.weight_of(head)
+    weight = None if head is None else linears.weight_of(head)
     if weight is None:
         raise UnsupportedModelError(
             f"{type(model.model).__name__} has no output embeddings of its own that could be trimmed"
@@ -66,8 +65,15 @@ def trimmed_head(model: CausalModel, ids: Sequence[int] | torch.Tensor) -> Causa
     path: str = next(name for name, module in model.model.named_modules() if module is head)
     short = _copied(model.model, path.split(".")[:-1])
     _replace(short, path, _linear(weight[columns], None if head.bias is None else head.bias[columns]))
-    out = CausalModel(short)
-    out.head_ids = kept
+    return _like(model, short, kept)
+
+
+def _like(model: CausalModel, part: Any, head_ids: torch.Tensor | None) -> CausalModel:
+    """A part of a model, whose passes are made as the whole model's are."""
+    out = CausalModel(part)
+    out.head_ids = head_ids
+    if model.lean is not None:
+        out.use_lean()
     return out
 
 
@@ -77,7 +83,11 @@ def _linear(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Module:
     layer.weight = nn.Parameter(weight.detach(), requires_grad=False)
     if bias is not None:
         layer.bias = nn.Parameter(bias.detach(), requires_grad=False)
-    return packing.PackedLinear(layer) if packing.available(weight.dtype, weight.device) else layer
+    return (
+        linears.FrozenLinear(PackedProduct(weight, layer.bias))
+        if linears.available(weight.dtype, weight.device)
+        else layer
+    )
 
 
 def _layers_path(model: nn.Module) -> str:

@@ -7,7 +7,7 @@ model's own forward. Subclasses know how to call a kind of model. Imports nothin
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -126,7 +126,7 @@ class TransformersModel:
             token_ids, parents = torch.cat([token_ids, token_ids], 1), None
         at = cache.begin_pass(feed.first_row, batch, token_ids.shape[1], self.device, parents)
         with attention.during(at):
-            scores, states = self._call(token_ids, at, cache, feed.logits, bool(feed.hidden_layers))
+            scores, states = self._call(token_ids, at, cache, feed.logits, feed.hidden_layers)
         for i, count in enumerate(feed.num_tokens):
             cache.lengths[feed.first_row + i] += count
         hidden = {layer: states[layer][:, :columns] for layer in feed.hidden_layers}
@@ -147,9 +147,9 @@ class TransformersModel:
         return F.pad(scores, (0, missing), value=-torch.inf) if missing > 0 else scores
 
     def _call(
-        self, token_ids: torch.Tensor, at: Placement, cache: SlotCache, logits: Logits, hidden: bool
-    ) -> tuple[torch.Tensor | None, Sequence[torch.Tensor]]:
-        """The model's logits [B, T, V], None with Logits.NONE, and where wanted the hidden states of every layer."""
+        self, token_ids: torch.Tensor, at: Placement, cache: SlotCache, logits: Logits, hidden: Sequence[int]
+    ) -> tuple[torch.Tensor | None, Mapping[int, torch.Tensor]]:
+        """The model's logits [B, T, V], None with Logits.NONE, and the hidden states of the layers asked for."""
         raise NotImplementedError
 
 

@@ -13,6 +13,7 @@ from foresay.decoding.rows import Row, Rows
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import UnsupportedModelError
 from foresay.models.huggingface.causal import CausalModel
+from foresay.models.huggingface.lean import NotLeanError
 from foresay.models.huggingface.seq2seq import Seq2SeqModel
 
 VERIFIED = frozenset(
@@ -85,6 +86,49 @@ def probe(model: CausalModel | Seq2SeqModel) -> float:
     return worst
 
 
+@torch.inference_mode()
+def lean_difference(model: CausalModel) -> float:
+    """Largest difference between the logits of lean passes and of the family's own, as a share of the latter's spread.
+
+    Two ragged rows over one cache each; both passes use the same weights, whatever their format.
+    """
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(2, max(3, min(model.vocab_size, 30000)), (2, max(_LENGTHS) + _DRAFT), generator=generator)
+    tokens = tokens.to(model.device)
+    lean, scores = model.lean, []
+    try:
+        for made_by in (None, lean):
+            model.lean = made_by
+            cache = model.new_cache()
+            cache.add_rows(2)
+            model.forward(Feed(tokens[:, : max(_LENGTHS)], _LENGTHS, logits=Logits.NONE), cache)
+            fed = tokens[:, -_DRAFT:]
+            scores.append(model.forward(Feed(fed, (_DRAFT,) * 2), cache).scores().float())
+    finally:
+        model.lean = lean
+    spread = (scores[0].amax() - scores[0].amin()).clamp(min=1e-6)
+    return float((scores[0] - scores[1]).abs().amax() / spread)
+
+
+def go_lean(model: CausalModel) -> str | None:
+    """Make a model's passes lean where that computes what its own code does; else say why not, and leave it."""
+    try:
+        model.use_lean()
+        difference = lean_difference(model)
+    except Exception as error:  # whatever a family's modules lack: its own code runs
+        model.lean = None
+        return str(error) if isinstance(error, NotLeanError) else f"{type(error).__name__}: {error}"
+    allowed = _allowed(model)
+    if difference > allowed:
+        model.lean = None
+        return f"its scores differ from its own code's by {difference:.1e} of their spread, {allowed:.0e} allowed"
+    return None
+
+
+def _allowed(model: CausalModel | Seq2SeqModel) -> float:
+    return 1e-3 if model.model.dtype == torch.float32 else 5e-2
+
+
 def _row(index: int, source: torch.Tensor | None) -> Row:
     """A row to be admitted; its tokens are fed by the probe itself. source: [1, S]."""
     return Row(index, [0], SamplingParams(), limit=1, source=None if source is None else source[0].tolist())
@@ -95,8 +139,7 @@ def check(model: CausalModel | Seq2SeqModel) -> None:
     kind = str(model.model.config.model_type)
     if verified(model):
         return
-    precise = model.model.dtype == torch.float32
-    allowed = 1e-3 if precise else 5e-2
+    allowed = _allowed(model)
     try:
         difference = probe(model)
     except Exception as error:

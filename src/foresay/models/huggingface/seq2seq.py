@@ -9,7 +9,7 @@ know what the tokens mean or why they are scored.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MethodType, SimpleNamespace
 from typing import Any
 
@@ -211,8 +211,8 @@ class Seq2SeqModel(TransformersModel):
         return mask.masked_fill_(past_end, torch.finfo(mask.dtype).min)
 
     def _call(
-        self, token_ids: torch.Tensor, at: Placement, cache: SlotCache, logits: Logits, hidden: bool
-    ) -> tuple[torch.Tensor | None, Sequence[torch.Tensor]]:
+        self, token_ids: torch.Tensor, at: Placement, cache: SlotCache, logits: Logits, hidden: Sequence[int]
+    ) -> tuple[torch.Tensor | None, Mapping[int, torch.Tensor]]:
         assert isinstance(cache, Seq2SeqCache)
         sources = cache.sources
         lengths = sources.lengths[at.first_row : at.first_row + at.batch]
@@ -230,9 +230,9 @@ class Seq2SeqModel(TransformersModel):
         if logits is Logits.NONE:
             common |= {"encoder_hidden_states": states, "encoder_attention_mask": mask}
             out = self._decoder(input_ids=token_ids, **common)
-            return None, out.hidden_states if hidden else ()
+            return None, {layer: out.hidden_states[layer] for layer in hidden}
         out = self.model(decoder_input_ids=token_ids, encoder_outputs=(states,), attention_mask=mask, **common)
-        return out.logits, out.decoder_hidden_states if hidden else ()
+        return out.logits, {layer: out.decoder_hidden_states[layer] for layer in hidden}
 
 
 def _from_config(config: Any, params: SamplingParams, begun: int, max_length: int) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import torch
 
 from foresay.decoding.protocols import LanguageModel
 from foresay.errors import ModelLoadError, ModelNotFoundError, UnknownNameError
-from foresay.models.huggingface import prepacked_linear as packing
+from foresay.models.huggingface import linears
 from foresay.models.sources.load_options import DTYPES, LoadOptions
 from foresay.models.sources.packaged import ALIASES, check_gguf, converted
 from foresay.models.sources.transformers_errors import load_errors, quiet_transformers
@@ -44,7 +44,7 @@ def native_dtype(device: torch.device) -> torch.dtype:
     """bf16 where the processor computes in it natively, else float32."""
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
-    if device.type == "cpu" and packing.available(torch.bfloat16, device):
+    if device.type == "cpu" and linears.available(torch.bfloat16, device):
         capability = torch.backends.cpu.get_cpu_capability()
         if "AVX512" in capability or "AMX" in capability:
             return torch.bfloat16
@@ -97,7 +97,7 @@ def wrap(name: str, weights: Any, tokenizer: Any, *, optimise: bool) -> LoadedMo
         model.release()
         raise
     if optimise:
-        packing.pack_linears(weights)
+        linears.freeze_linears(weights)
     return LoadedModel(name, model, tokenizer, end_tokens(weights, tokenizer))
 
 

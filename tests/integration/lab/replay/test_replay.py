@@ -226,7 +226,7 @@ def altered(recording: Recording, place: int = 7) -> Recording:
 def test_an_altered_recording_gives_other_steps(plain: Recording) -> None:
     wanted = live(make("llama"), plain, PARAMS, draft(), ConstantLength(4))
     other = replayed(replay(altered(plain), draft(), ConstantLength(4)))
-    assert [a == b for a, b in zip(other, wanted, strict=True)] == [False] + [True] * 5
+    assert [a == b for a, b in zip(other, wanted, strict=True)] == [False] + [True] * (len(ITEMS) - 1)
 
 
 def test_a_recording_read_one_place_off_is_caught(plain: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,13 +257,13 @@ def test_rows_that_swap_their_texts_are_caught(plain: Recording, monkeypatch: py
 
 
 def assert_same_but_for_ends(done: Replay, live_steps: Sequence[Sequence[Step]]) -> None:
-    """Equal Steps, but that a live draft that missed may have stopped at an end token of its own."""
+    """Equal Steps, but that after a miss either draft may have stopped at an end token of its own."""
     for ours, theirs in zip(done.steps, live_steps, strict=True):
         for a, b in zip(ours, theirs, strict=True):
             assert (a.token_ids, a.origins, a.num_accepted, a.finish_reason) == (
                 *(b.token_ids, b.origins, b.num_accepted, b.finish_reason),
             )
-            assert a.num_drafted == b.num_drafted or (a.num_drafted > b.num_drafted > b.num_accepted)
+            assert a.num_drafted == b.num_drafted or min(a.num_drafted, b.num_drafted) > b.num_accepted
 
 
 @pytest.mark.slow

@@ -11,11 +11,11 @@ from foresay.decoding.prefill import fill_chunk
 from foresay.decoding.protocols import Feed, Logits
 from foresay.decoding.rows import Row, Rows
 from foresay.decoding.sampling_params import SamplingParams
-from foresay.models.huggingface import attention
-from foresay.models.huggingface import prepacked_linear as packing
+from foresay.models.huggingface import attention, linears
 from foresay.models.huggingface import slot_cache as slots
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.early_exit import first_layers
+from foresay.models.huggingface.products import PackedProduct
 from foresay.models.huggingface.slot_cache import SlotCache
 from foresay.models.sources.catalog import LoadedModel
 from helpers.chat_prompts import PROMPTS
@@ -216,10 +216,10 @@ def test_bf16_output_does_not_depend_on_speculation_or_batch(smollm2_bf16: Loade
 
 
 def test_packed_linear_layers_give_the_same_bits_for_one_row_and_many() -> None:
-    if not packing.available(torch.bfloat16, torch.device("cpu")):  # nothing is packed then
+    if not linears.available(torch.bfloat16, torch.device("cpu")):  # nothing is packed then
         return
     layer = torch.nn.Linear(576, 1536, dtype=torch.bfloat16)
-    packed = packing.PackedLinear(layer)
+    packed = PackedProduct(layer.weight, layer.bias)
     x = torch.randn(64, 576, dtype=torch.bfloat16)
     whole = packed(x)
     for rows in (1, 2, 3, 5, 8, 17, 40):
@@ -242,7 +242,7 @@ def test_joint_linear_layers_equal_separate_ones() -> None:
     x, y = (torch.randn(3, 64, dtype=torch.bfloat16) for _ in range(2))
     with torch.no_grad():
         wanted = block(x, y)
-        count = packing.pack_linears(block)
+        count = linears.freeze_linears(block)
         for a, b in zip(block(x, y), wanted, strict=True):
             torch.testing.assert_close(a, b, atol=2e-2, rtol=2e-2)
-    assert count == (3 if packing.available(torch.bfloat16, torch.device("cpu")) else 0)
+    assert count == (3 if linears.available(torch.bfloat16, torch.device("cpu")) else 0)

@@ -17,7 +17,7 @@ from foresay.decoding.sampling_params import SamplingParams
 from foresay.engine import Engine
 from foresay.errors import UnsupportedModelError
 from foresay.lengths import ConstantLength
-from foresay.models.huggingface import prepacked_linear as packing
+from foresay.models.huggingface import linears
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.self_check import check, probe, verified
 from foresay.models.huggingface.seq2seq import Seq2SeqCache, Seq2SeqModel
@@ -325,7 +325,7 @@ def test_bf16_output_depends_neither_on_speculation_nor_on_the_batch(family: str
     loaded = wrap(family, weights, None, optimise=True)
     target: Any = loaded.model
     kinds = {type(module) for module in weights.modules()}
-    assert (packing.PackedLinear in kinds) == packing.available(torch.bfloat16, torch.device("cpu"))
+    assert (linears.FrozenLinear in kinds) == linears.available(torch.bfloat16, torch.device("cpu"))
     sources, params = some_sources((5, 140, 30, 11)), SamplingParams(max_new_tokens=40)
     plain = [run(target, starts_of(target, 1), params, gamma=0, sources=[source])[0][0] for source in sources]
     for drafter in (Sometimes(plain, VOCAB), PromptLookup(min_ngram=1)):

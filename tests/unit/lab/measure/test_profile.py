@@ -24,7 +24,7 @@ from foresay.lab.measure.depth_study import DEPTHS, Shape, depth_share, shapes, 
 from foresay.lab.measure.profile import measure, measure_drafting, medians, profile, quartiles
 from foresay.lab.replay.predict import expect
 from foresay.lab.replay.replay import PassCost, Replay
-from foresay.models.huggingface.prepacked_linear import pack_linears, weight_bytes
+from foresay.models.huggingface.linears import freeze_linears, weight_bytes
 from foresay.records.profile import Floor, Profile, Timing, kv_bytes, line, profile_path
 from foresay.records.recording import Record, Recording
 from helpers import tiny
@@ -424,5 +424,5 @@ def test_packed_weights_count_as_much() -> None:
         return
     plain = make("llama", vocab_size=VOCAB, hidden_size=64, intermediate_size=64).to(torch.bfloat16)
     before = weight_bytes(plain)
-    assert pack_linears(plain) > 0
+    assert freeze_linears(plain) > 0
     assert weight_bytes(plain) == pytest.approx(before, rel=0.15), "padded at most"

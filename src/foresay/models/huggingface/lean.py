@@ -1,0 +1,249 @@
+"""A Llama-like decoder run without its modules: what lies between two matrix products in as few operations as can be.
+
+On a CPU most of a small model's pass is spent between its products, on some forty small operations a layer and the Python
+around them. Owns which families are alike enough, where their modules keep what a layer is made of, and the pass over it. The
+weights are those of the transformers model, whatever their format; masks, attention and cache are those of any other pass.
+What it computes is what the family's own code computes, rounded in other places: `self_check` compares the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from foresay.models.huggingface import attention
+from foresay.models.huggingface.linears import product_of
+from foresay.models.huggingface.slot_cache import Placement, SlotCache
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+_BY_LAYER = frozenset({"qwen2", "qwen3", "gemma2", "gemma3_text", "smollm3"})
+_ALL_ALIKE = frozenset({"mistral", "phi3"})
+"""Families in which every layer slides where the configuration has a window."""
+FAMILIES = _BY_LAYER | _ALL_ALIKE | {"llama", "gemma", "olmo2", "granite"}
+"""model_type of the families whose layers are read here; the tests compare each with its own code."""
+
+_Product = Callable[[torch.Tensor], torch.Tensor]
+_Norm = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """What one layer computes: attention and a gated feed-forward, each with a norm before it, after it or both."""
+
+    kind: str
+    before_attention: _Norm | None
+    qkv: _Product
+    heads: tuple[int, int]
+    """Heads of the queries, and of the keys."""
+    dim: int
+    q_norm: _Norm | None
+    k_norm: _Norm | None
+    wide_norm: bool
+    """Whether q_norm and k_norm take all heads as one vector (OLMo-2)."""
+    rotates: bool
+    scaling: float
+    softcap: float | None
+    output: _Product
+    after_attention: _Norm | None
+    before_mlp: _Norm | None
+    gate_up: _Product
+    activation: Callable[[torch.Tensor], torch.Tensor]
+    down: _Product
+    after_mlp: _Norm | None
+
+
+class LeanDecoder:
+    """The body and head of a Llama-like model, over the modules' own weights."""
+
+    def __init__(self, model: Any) -> None:
+        """Raises NotLeanError for a model that cannot be read so."""
+        config = model.config
+        if config.model_type not in FAMILIES:
+            raise NotLeanError(f"family {config.model_type!r} has code of its own")
+        if any(part._forward_hooks or part._forward_pre_hooks for part in model.modules()):
+            raise NotLeanError("it has hooks on its modules")
+        body = model.base_model
+        kinds = _kinds(config)
+        try:
+            self._layers = [_read(layer, kind, config) for layer, kind in zip(body.layers, kinds, strict=False)]
+            self._norm = _norm_of(body.norm)
+        except AttributeError as error:
+            raise NotLeanError(str(error)) from error
+        self._embed, self._rotary = model.get_input_embeddings(), body.rotary_emb
+        self._head = product_of(model.get_output_embeddings())
+        self._by_kind = config.model_type == "gemma3_text"  # which rotates by layer type
+        self._windows = {kind: config.sliding_window if kind == SLIDING else None for kind in set(kinds)}
+        self._embedding_scale = float(getattr(config, "embedding_multiplier", 1.0))
+        self._residual_scale = float(getattr(config, "residual_multiplier", 1.0))
+        self._logits_scale = float(getattr(config, "logits_scaling", 1.0))
+        self._final_softcap = getattr(config, "final_logit_softcapping", None)
+
+    def __call__(
+        self, token_ids: torch.Tensor, at: Placement, cache: SlotCache, wanted: Sequence[int], *, head: bool
+    ) -> tuple[torch.Tensor | None, dict[int, torch.Tensor]]:
+        """One pass over token_ids [B, T]: logits [B, T, V], None without head, and the hidden states [B, T, H] wanted."""
+        x = self._embed(token_ids)
+        if self._embedding_scale != 1.0:
+            x = x * self._embedding_scale
+        positions = at.positions if at.positions.shape[0] == x.shape[0] else at.positions.expand(x.shape[0], -1)
+        turns = {kind: self._turn(x, positions, kind) for kind in self._windows}
+        masks = {kind: _mask(window, x.dtype) for kind, window in self._windows.items()}
+        states = {}
+        for i, layer in enumerate(self._layers):
+            if i in wanted:
+                states[i] = x
+            x = self._attend(layer, x, i, at, cache, turns[layer.kind], masks[layer.kind])
+            x = self._feed(layer, x)
+        x = self._norm(x)
+        if len(self._layers) in wanted:
+            states[len(self._layers)] = x
+        return (self._scores(x) if head else None), states
+
+    def _turn(self, x: torch.Tensor, positions: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines [B, T, 1, rotated dimensions]; the sines of the first half negated."""
+        cos, sin = self._rotary(x, positions, kind) if self._by_kind else self._rotary(x, positions)
+        half = sin.shape[-1] // 2
+        return cos[:, :, None], torch.cat([-sin[..., :half], sin[..., half:]], -1)[:, :, None]
+
+    def _attend(
+        self,
+        layer: _Layer,
+        x: torch.Tensor,
+        index: int,
+        at: Placement,
+        cache: SlotCache,
+        turn: tuple[torch.Tensor, torch.Tensor],
+        mask: torch.Tensor,
+    ) -> torch.Tensor:
+        batch, columns, _ = x.shape
+        many, few = layer.heads
+        joint = layer.qkv(x if layer.before_attention is None else layer.before_attention(x))
+        if layer.q_norm is not None and layer.k_norm is not None:
+            joint = _normed(layer, joint)
+        joint = joint.view(batch, columns, many + 2 * few, layer.dim)
+        turned = joint[:, :, : many + few]
+        if layer.rotates:
+            turned = _rotated(turned, *turn)
+        keys, values = cache.write(
+            index, turned[:, :, many:].transpose(1, 2), joint[:, :, many + few :].transpose(1, 2), at
+        )
+        query = turned[:, :, :many].transpose(1, 2)
+        seen, _ = attention.attention(None, query, keys, values, mask, layer.scaling, softcap=layer.softcap)
+        out = layer.output(seen.reshape(batch, columns, many * layer.dim))
+        return self._added(x, out, layer.after_attention)
+
+    def _feed(self, layer: _Layer, x: torch.Tensor) -> torch.Tensor:
+        gate, up = layer.gate_up(x if layer.before_mlp is None else layer.before_mlp(x)).chunk(2, -1)
+        return self._added(x, layer.down(layer.activation(gate) * up), layer.after_mlp)
+
+    def _added(self, x: torch.Tensor, out: torch.Tensor, after: _Norm | None) -> torch.Tensor:
+        if after is not None:
+            out = after(out)
+        return x + out if self._residual_scale == 1.0 else torch.add(x, out, alpha=self._residual_scale)
+
+    def _scores(self, x: torch.Tensor) -> torch.Tensor:
+        logits = self._head(x)
+        if self._logits_scale != 1.0:
+            logits = logits / self._logits_scale
+        if self._final_softcap is not None:
+            logits = torch.tanh(logits / self._final_softcap) * self._final_softcap
+        return logits
+
+
+class NotLeanError(Exception):
+    """Why a model is left to its own code."""
+
+
+def _kinds(config: Any) -> list[str]:
+    count = int(config.num_hidden_layers)
+    if config.model_type in _BY_LAYER:
+        kinds = list(config.layer_types)
+        if set(kinds) - {FULL, SLIDING}:
+            raise NotLeanError(f"its layers are of the kinds {', '.join(sorted(set(kinds)))}")
+        return kinds
+    slides = config.model_type in _ALL_ALIKE and getattr(config, "sliding_window", None) is not None
+    return [SLIDING if slides else FULL] * count
+
+
+def _read(layer: Any, kind: str, config: Any) -> _Layer:
+    attn, mlp = layer.self_attn, layer.mlp
+    four = hasattr(layer, "pre_feedforward_layernorm")
+    first = getattr(layer, "input_layernorm", None)
+    two = four or first is None  # norms after attention and feed-forward
+    return _Layer(
+        kind=kind,
+        before_attention=None if first is None else _norm_of(first),
+        qkv=_joint(attn, "qkv_proj", ("q_proj", "k_proj", "v_proj")),
+        heads=(int(config.num_attention_heads), int(config.num_key_value_heads)),
+        dim=int(attn.head_dim),
+        q_norm=_norm_of(attn.q_norm) if hasattr(attn, "q_norm") else None,
+        k_norm=_norm_of(attn.k_norm) if hasattr(attn, "k_norm") else None,
+        wide_norm=config.model_type == "olmo2",
+        rotates=bool(getattr(attn, "use_rope", True)),
+        scaling=float(attn.scaling),
+        softcap=getattr(attn, "attn_logit_softcapping", None),
+        output=product_of(attn.o_proj),
+        after_attention=_norm_of(layer.post_attention_layernorm) if two else None,
+        before_mlp=_norm_of(layer.pre_feedforward_layernorm if four else layer.post_attention_layernorm)
+        if four or not two
+        else None,
+        gate_up=_joint(mlp, "gate_up_proj", ("gate_proj", "up_proj")),
+        activation=getattr(mlp, "act_fn", None) or mlp.activation_fn,
+        down=product_of(mlp.down_proj),
+        after_mlp=_norm_of(layer.post_feedforward_layernorm) if two else None,
+    )
+
+
+def _joint(parent: Any, whole: str, parts: Sequence[str]) -> _Product:
+    """One product for layers that read the same input."""
+    return product_of(*([getattr(parent, whole)] if hasattr(parent, whole) else [getattr(parent, n) for n in parts]))
+
+
+def _norm_of(module: Any) -> _Norm:
+    """A root-mean-square norm as one operation. Gemma's weights are what is added to one."""
+    weight = module.weight.detach()
+    eps = getattr(module, "variance_epsilon", None)
+    if eps is None:
+        eps = module.eps
+    shape, eps = tuple(weight.shape), float(eps)
+    if type(module).__name__.startswith("Gemma"):
+        whole = 1.0 + weight.float()
+        return lambda x: F.rms_norm(x.float(), shape, whole, eps).to(x.dtype)
+    return lambda x: F.rms_norm(x, shape, weight, eps)
+
+
+def _normed(layer: _Layer, joint: torch.Tensor) -> torch.Tensor:
+    """Queries and keys normed: each head by itself, or all heads of a token together. joint: [B, T, heads * dim]."""
+    assert layer.q_norm is not None and layer.k_norm is not None
+    sizes = [layer.heads[0] * layer.dim, layer.heads[1] * layer.dim, layer.heads[1] * layer.dim]
+    query, key, value = torch.split(joint, sizes, -1)
+    if not layer.wide_norm:
+        query, key = (part.reshape(*part.shape[:-1], -1, layer.dim) for part in (query, key))
+    query, key = layer.q_norm(query), layer.k_norm(key)
+    if not layer.wide_norm:
+        query, key = query.flatten(-2), key.flatten(-2)
+    return torch.cat([query, key, value], -1)
+
+
+def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary positions. x: [B, T, heads, D]; cos, sin: [B, T, 1, R], of which D - R dimensions are left as they are."""
+    size = cos.shape[-1]
+    turned = x[..., :size]
+    rolled = turned.roll(size // 2, -1)
+    out = torch.addcmul(turned * cos, rolled, sin)
+    return out if size == x.shape[-1] else torch.cat([out, x[..., size:]], -1)
+
+
+def _mask(window: int | None, dtype: torch.dtype) -> torch.Tensor:
+    """The additive mask of a kind of layer, [B, 1, T, width]."""
+
+    def seen(batch: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        near = key <= query
+        return near if window is None else near & (key > query - window)
+
+    out: torch.Tensor = attention.additive_mask(mask_function=seen, dtype=dtype)
+    return out

@@ -1,0 +1,179 @@
+"""Linear layers of a transformers model replaced by frozen products.
+
+Owns which layers are replaced, which are multiplied as one, and what a model's weights weigh. Knows nothing of models but that
+they hold `nn.Linear`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeGuard
+
+import torch
+from torch import nn
+
+from foresay.models.huggingface.products import GROUP, Int4Product, Int8Product, PackedProduct, Product
+
+_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q", "k", "v"), ("wi_0", "wi_1"))
+"""Names of layers that most families apply to one and the same input."""
+_CROSS = ("encoder_attn", "EncDecAttention")
+"""Names of attention that reads an encoder's output: its query layer is used without the two others."""
+MakeProduct = Callable[[torch.Tensor, torch.Tensor | None], Product]
+
+
+class FrozenLinear(nn.Module):
+    """A linear layer by a frozen product."""
+
+    weight: torch.Tensor | None = None
+    """None: T5 reads the dtype of its layers' weights where they have any."""
+
+    def __init__(self, product: Product) -> None:
+        super().__init__()
+        self.in_features, self.out_features = product.in_features, product.out_features
+        self.product = product
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [..., in] -> [..., out]."""
+        return self.product(x)
+
+
+class _Joint:
+    """Linear layers that read the same input, multiplied as one: fewer, wider products reach more of the bandwidth.
+
+    The first layer to be called with an input computes for all and keeps the others' outputs for them. A layer that is called
+    with another input, or twice, computes again, so the result does not depend on the order of the calls.
+    """
+
+    def __init__(self, layers: Sequence[nn.Linear], make: MakeProduct) -> None:
+        self._sizes = [layer.out_features for layer in layers]
+        biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
+        weight = torch.cat([layer.weight.detach() for layer in layers])
+        self.product = make(weight, torch.cat(biases) if biases else None)
+        # (input, outputs not taken yet); one attribute, so that threads see the two together
+        self._waiting: tuple[torch.Tensor, dict[int, torch.Tensor]] | None = None
+
+    def joins(self, layers: Sequence[nn.Module]) -> bool:
+        """Whether these are all its layers, in order."""
+        own = [layer._index for layer in layers if isinstance(layer, JointLinear) and layer._joint is self]
+        return own == list(range(len(self._sizes)))
+
+    def output(self, x: torch.Tensor, index: int) -> torch.Tensor:
+        waiting = self._waiting
+        if waiting is None or waiting[0] is not x or index not in waiting[1]:
+            waiting = (x, dict(enumerate(torch.split(self.product(x), self._sizes, -1))))
+        out = waiting[1].pop(index)
+        self._waiting = waiting if waiting[1] else None
+        return out
+
+
+class JointLinear(nn.Module):
+    """One of several linear layers that are multiplied together."""
+
+    def __init__(self, joint: _Joint, index: int, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self._joint, self._index = joint, index
+
+    @property
+    def product(self) -> Product:
+        """The product of all of them."""
+        return self._joint.product
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [..., in] -> [..., out]."""
+        return self._joint.output(x, self._index)
+
+
+def product_of(*layers: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    """One function [..., in] -> [..., sum of out] for layers that read the same input."""
+    first = layers[0]
+    joint = [layer._joint for layer in layers if isinstance(layer, JointLinear)]
+    if len(joint) == len(layers) and joint[0].joins(layers):
+        return joint[0].product
+    if len(layers) == 1:
+        return first.product if isinstance(first, FrozenLinear) else first
+    return lambda x: torch.cat([layer(x) for layer in layers], -1)
+
+
+def weight_of(layer: nn.Module) -> torch.Tensor | None:
+    """A linear layer's weight in plain layout, [out, in]; None for a layer of another kind."""
+    if isinstance(layer, FrozenLinear):
+        return layer.product.dense()
+    return layer.weight.detach() if isinstance(layer, nn.Linear) else None
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Bytes of weights that one pass reads: everything but embeddings, of which it reads a few rows.
+
+    An embedding that is also the head's weight counts, once.
+    """
+    sizes: dict[int, int] = {}
+    looked_up: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            looked_up.add(id(module.weight))
+            continue
+        if isinstance(module, FrozenLinear | JointLinear):
+            sizes[id(module.product)] = module.product.nbytes
+        for weight in module.parameters(recurse=False):
+            sizes[id(weight)] = weight.numel() * weight.element_size()
+    return sum(size for key, size in sizes.items() if key not in looked_up or _is_head(model, key))
+
+
+def _is_head(model: nn.Module, key: int) -> bool:
+    return any(isinstance(m, nn.Linear) and id(m.weight) == key for m in model.modules())
+
+
+def available(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether packing helps: bf16 on a CPU whose oneDNN has bf16 kernels."""
+    if device.type != "cpu" or dtype != torch.bfloat16:
+        return False
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def int4_fits(weight: torch.Tensor) -> bool:
+    """Whether the rows of a weight [out, in] are whole groups."""
+    return weight.shape[1] % GROUP == 0
+
+
+def in_bits(bits: str) -> MakeProduct:
+    """What makes the products of a weight format, "int8" or "int4". Rows that are not whole groups take 8 bits."""
+    if bits == "int8":
+        return Int8Product
+    return lambda weight, bias: (Int4Product if int4_fits(weight) else Int8Product)(weight, bias)
+
+
+def freeze_linears(model: nn.Module, make: MakeProduct = PackedProduct, *, all_dtypes: bool = False) -> int:
+    """Replace every `nn.Linear` of `model` on a CPU by a frozen product, freeing its weight where nothing else uses it.
+
+    all_dtypes: also those whose dtype packing would not help. Returns how many were replaced. A weight tied to an embedding
+    stays, since the embedding reads it in plain layout.
+    """
+
+    def fits(module: object) -> TypeGuard[nn.Linear]:
+        if type(module) is not nn.Linear or module.weight.device.type != "cpu":
+            return False
+        return all_dtypes or available(module.weight.dtype, module.weight.device)
+
+    count = 0
+    for path, parent in list(model.named_modules()):
+        for names in () if path.endswith(_CROSS) else _TOGETHER:
+            layers = [getattr(parent, name, None) for name in names]
+            count += _join(parent, names, [layer for layer in layers if fits(layer)], make)
+        for name, child in list(parent.named_children()):
+            if fits(child):
+                bias = None if child.bias is None else child.bias.detach()
+                setattr(parent, name, FrozenLinear(make(child.weight.detach(), bias)))
+                count += 1
+    return count
+
+
+def _join(parent: nn.Module, names: Sequence[str], layers: Sequence[nn.Linear], make: MakeProduct) -> int:
+    if len(layers) < len(names) or len({(layer.in_features, layer.bias is None) for layer in layers}) > 1:
+        return 0
+    joint = _Joint(layers, make)
+    for i, (name, layer) in enumerate(zip(names, layers, strict=True)):
+        setattr(parent, name, JointLinear(joint, i, layer))
+    return len(names)

@@ -1,0 +1,93 @@
+"""Lean passes: the families that are read so score and write what their own code does; others keep their own code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from foresay.decoding.sampling_params import SamplingParams
+from foresay.models.huggingface import lean
+from foresay.models.huggingface.causal import CausalModel
+from foresay.models.huggingface.early_exit import first_layers
+from foresay.models.huggingface.self_check import go_lean
+from helpers.families import FAMILIES, VOCAB, make
+from helpers.support import Sometimes, run
+
+READ = sorted(name for name in FAMILIES if make(name).config.model_type in lean.FAMILIES)
+PROMPTS = [[5, 9, 17, 5, 9], [7], [3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13]]
+PARAMS = SamplingParams(max_new_tokens=24)
+
+
+def test_these_families_are_read() -> None:
+    assert {"llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi3", "olmo2", "granite"} <= set(READ)
+
+
+@pytest.mark.parametrize("family", READ)
+def test_lean_passes_write_what_the_familys_own_code_writes(family: str) -> None:
+    """Past the window of those that slide, in a ragged batch, with drafts that are rejected."""
+    own = run(CausalModel(make(family)), PROMPTS, PARAMS, gamma=0)[0]
+    model = CausalModel(make(family))
+    assert go_lean(model) is None
+    assert run(model, PROMPTS, PARAMS, gamma=0)[0] == own
+    ours, steps, engine = run(model, PROMPTS, PARAMS, drafter=Sometimes(own, VOCAB), gamma=3, max_batch_size=2)
+    assert ours == own
+    assert engine.draft_failures == 0
+    assert any(0 < step.num_accepted < step.num_drafted for step in steps)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt2", "falcon", "deepseek_v3"])
+def test_other_families_keep_their_own_code(family: str) -> None:
+    model = CausalModel(make(family))
+    assert "has code of its own" in str(go_lean(model))
+    assert model.lean is None
+
+
+def test_a_model_with_hooks_keeps_its_own_code() -> None:
+    weights = make("llama")
+    weights.model.layers[0].register_forward_hook(lambda *_: None)
+    assert go_lean(CausalModel(weights)) == "it has hooks on its modules"
+
+
+def test_the_first_layers_of_a_lean_model_are_lean() -> None:
+    model = CausalModel(make("llama"))
+    assert go_lean(model) is None
+    short = first_layers(model, 2)
+    assert short.lean is not None
+    lean_out = run(short, PROMPTS, PARAMS, gamma=0)[0]
+    short.lean = None
+    assert run(short, PROMPTS, PARAMS, gamma=0)[0] == lean_out
+
+
+BROKEN: dict[str, tuple[str, Any]] = {
+    "no rotation": ("_rotated", lambda x, cos, sin: x),
+    "the wrong half negated": ("_rotated", lambda x, cos, sin: x * cos + x.roll(x.shape[-1] // 2, -1) * -sin),
+    "norms that do nothing": ("_norm_of", lambda module: lambda x: x),
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_passes_that_compute_something_else_are_not_used(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, instead = BROKEN[broken]
+    monkeypatch.setattr(lean, name, instead)
+    model = CausalModel(make("llama"))
+    assert "its scores differ from its own code's" in str(go_lean(model))
+    assert model.lean is None
+
+
+def test_a_layer_that_lacks_something_is_no_error() -> None:
+    weights = make("llama")
+    del weights.model.layers[1].mlp.gate_proj
+    model = CausalModel(weights)
+    assert "gate_proj" in str(go_lean(model))
+    assert model.lean is None
+
+
+def test_sampled_texts_are_the_same_for_a_seed() -> None:
+    model = CausalModel(make("qwen3"))
+    params = [SamplingParams(max_new_tokens=12, temperature=1.0, seed=i) for i in range(3)]
+    own = run(model, PROMPTS, params, gamma=0)[0]
+    assert go_lean(model) is None
+    assert run(model, PROMPTS, params, gamma=0)[0] == own
+    assert torch.is_inference_mode_enabled() is False
