@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all."""
+"""Files that are written whole or not at all, and the folder of what is kept between runs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from foresay.errors import ConfigError
+
+
+def cache_dir() -> Path:
+    """Where what was made once is kept: $FORESAY_CACHE, else $XDG_CACHE_HOME/foresay, else ~/.cache/foresay."""
+    if own := os.environ.get("FORESAY_CACHE"):
+        return Path(own).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "foresay"
 
 
 @contextmanager

@@ -5,7 +5,8 @@ from __future__ import annotations
 import typer
 
 from foresay.errors import ModelNotFoundError
-from foresay.models.sources.packaged import ALIASES, cache_dir, damage, packaged_file
+from foresay.files import cache_dir
+from foresay.models.sources.packaged import ALIASES, damage, packaged_file
 
 
 def run() -> None:

@@ -19,8 +19,7 @@ from typing import Any
 
 from foresay.decoding.protocols import FILL_CHUNK
 from foresay.errors import ConfigError
-from foresay.files import atomic_write
-from foresay.models.sources.packaged import cache_dir
+from foresay.files import atomic_write, cache_dir
 
 FORMAT, VERSION = "foresay-profile", 1
 

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 from foresay.models.huggingface import attention
 from foresay.models.huggingface.linears import product_of
+from foresay.models.huggingface.native.layers import NativeLayer, NativeLayers
 from foresay.models.huggingface.slot_cache import Placement, SlotCache
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -27,7 +28,25 @@ FAMILIES = _BY_LAYER | _ALL_ALIKE | {"llama", "gemma", "olmo2", "granite"}
 """model_type of the families whose layers are read here; the tests compare each with its own code."""
 
 _Product = Callable[[torch.Tensor], torch.Tensor]
-_Norm = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Norm:
+    """x / rms(x) times the weight [H], or times one plus it."""
+
+    weight: torch.Tensor
+    eps: float
+    from_one: bool = False
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        shape = tuple(self.weight.shape)
+        if self.from_one:
+            return F.rms_norm(x.float(), shape, self.float32(), self.eps).to(x.dtype)
+        return F.rms_norm(x, shape, self.weight, self.eps)
+
+    def float32(self) -> torch.Tensor:
+        """What is multiplied by, in float32."""
+        return (1.0 + self.weight.float() if self.from_one else self.weight.float()).contiguous()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +100,7 @@ class LeanDecoder:
         self._residual_scale = float(getattr(config, "residual_multiplier", 1.0))
         self._logits_scale = float(getattr(config, "logits_scaling", 1.0))
         self._final_softcap = getattr(config, "final_logit_softcapping", None)
+        self._native = self._compiled(config, model)
 
     def __call__(
         self, token_ids: torch.Tensor, at: Placement, cache: SlotCache, wanted: Sequence[int], *, head: bool
@@ -90,6 +110,11 @@ class LeanDecoder:
         if self._embedding_scale != 1.0:
             x = x * self._embedding_scale
         positions = at.positions if at.positions.shape[0] == x.shape[0] else at.positions.expand(x.shape[0], -1)
+        if self._native is not None:
+            single = x.new_empty(0, dtype=torch.float32)  # whose dtype cosines take
+            waves = {kind: self._waves(single, positions, kind) for kind in self._windows}
+            normed, seen = self._native.run(x, at, cache, waves, wanted)
+            return (self._scores(normed) if head else None), seen
         turns = {kind: self._turn(x, positions, kind) for kind in self._windows}
         masks = {kind: _mask(window, x.dtype) for kind, window in self._windows.items()}
         states = {}
@@ -103,9 +128,28 @@ class LeanDecoder:
             states[len(self._layers)] = x
         return (self._scores(x) if head else None), states
 
+    def _compiled(self, config: Any, model: Any) -> NativeLayers | None:
+        """The layers over the compiled kernels, where there are kernels for them."""
+        weight = self._norm.weight
+        if weight.device.type != "cpu":
+            return None
+        activation = getattr(config, "hidden_activation", None) or config.hidden_act
+        layers = [_native(layer, self._windows[layer.kind], self._norm.eps) for layer in self._layers]
+        try:
+            return NativeLayers(layers, self._norm.float32(), str(activation), self._residual_scale, model.dtype)
+        except LookupError:
+            return None
+
+    def _waves(self, like: torch.Tensor, positions: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines of positions [B, T] for a kind of layer, [B, T, R] in the dtype of `like`."""
+        found: tuple[torch.Tensor, torch.Tensor] = (
+            self._rotary(like, positions, kind) if self._by_kind else self._rotary(like, positions)
+        )
+        return found
+
     def _turn(self, x: torch.Tensor, positions: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines [B, T, 1, rotated dimensions]; the sines of the first half negated."""
-        cos, sin = self._rotary(x, positions, kind) if self._by_kind else self._rotary(x, positions)
+        cos, sin = self._waves(x, positions, kind)
         half = sin.shape[-1] // 2
         return cos[:, :, None], torch.cat([-sin[..., :half], sin[..., half:]], -1)[:, :, None]
 
@@ -198,22 +242,46 @@ def _read(layer: Any, kind: str, config: Any) -> _Layer:
     )
 
 
+def _native(layer: _Layer, window: int | None, eps: float) -> NativeLayer:
+    def weight(norm: _Norm | None) -> torch.Tensor | None:
+        return None if norm is None else norm.float32()
+
+    return NativeLayer(
+        kind=layer.kind,
+        qkv=layer.qkv,
+        output=layer.output,
+        gate_up=layer.gate_up,
+        down=layer.down,
+        before_attention=weight(layer.before_attention),
+        after_attention=weight(layer.after_attention),
+        before_mlp=weight(layer.before_mlp),
+        after_mlp=weight(layer.after_mlp),
+        query_norm=weight(layer.q_norm),
+        key_norm=weight(layer.k_norm),
+        wide_norm=layer.wide_norm,
+        heads=layer.heads,
+        dim=layer.dim,
+        window=window,
+        rotates=layer.rotates,
+        scaling=layer.scaling,
+        softcap=layer.softcap,
+        eps=eps,
+    )
+
+
 def _joint(parent: Any, whole: str, parts: Sequence[str]) -> _Product:
     """One product for layers that read the same input."""
     return product_of(*([getattr(parent, whole)] if hasattr(parent, whole) else [getattr(parent, n) for n in parts]))
 
 
 def _norm_of(module: Any) -> _Norm:
-    """A root-mean-square norm as one operation. Gemma's weights are what is added to one."""
-    weight = module.weight.detach()
+    """A family's root-mean-square norm. Gemma's weights are what is added to one."""
     eps = getattr(module, "variance_epsilon", None)
-    if eps is None:
-        eps = module.eps
-    shape, eps = tuple(weight.shape), float(eps)
-    if type(module).__name__.startswith("Gemma"):
-        whole = 1.0 + weight.float()
-        return lambda x: F.rms_norm(x.float(), shape, whole, eps).to(x.dtype)
-    return lambda x: F.rms_norm(x, shape, weight, eps)
+    return _Norm(
+        module.weight.detach(),
+        float(module.eps if eps is None else eps),
+        type(module).__name__.startswith("Gemma"),
+    )
 
 
 def _normed(layer: _Layer, joint: torch.Tensor) -> torch.Tensor:

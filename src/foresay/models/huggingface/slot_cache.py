@@ -187,16 +187,26 @@ class SlotCache:
         self, layer: int, keys: torch.Tensor, values: torch.Tensor, at: Placement
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store keys, values [B, heads, T, dim] of a pass and return all that its rows see, [B, heads, width, dim] views."""
-        while len(self._layers) <= layer:
-            self._layers.append(None)
-        held = self._layers[layer]
-        if held is None:
-            shapes = [(self._rows, self._slots, x.shape[1], x.shape[3]) for x in (keys, values)]
-            held = self._layers[layer] = (keys.new_zeros(shapes[0]), values.new_zeros(shapes[1]))
+        held = self._held(layer, keys, (keys.shape[1], keys.shape[3]), (values.shape[1], values.shape[3]))
         rows, slots = at.place(keys.device)
         for store, new in zip(held, (keys, values), strict=True):
             store[rows, slots] = new.transpose(1, 2)
         return self.read(layer, at.first_row, at.batch, at.width)
+
+    def stores(self, layer: int, heads: int, dim: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """A layer's keys and values themselves, [rows, slots, heads, dim] each, to be written to; made like `like`."""
+        return self._held(layer, like, (heads, dim), (heads, dim))
+
+    def _held(
+        self, layer: int, like: torch.Tensor, keys: tuple[int, int], values: tuple[int, int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        while len(self._layers) <= layer:
+            self._layers.append(None)
+        held = self._layers[layer]
+        if held is None:
+            made = [like.new_zeros(self._rows, self._slots, *shape) for shape in (keys, values)]
+            held = self._layers[layer] = (made[0], made[1])
+        return held
 
     def read(self, layer: int, first_row: int, batch: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values that rows see, [B, heads, width, dim] views."""
@@ -307,6 +317,10 @@ class BorrowedSlots(SlotCache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store a pass in the owner's slots; see SlotCache.write."""
         return self._owner.write(layer, keys, values, at)
+
+    def stores(self, layer: int, heads: int, dim: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The owner's; see SlotCache.stores."""
+        return self._owner.stores(layer, heads, dim, like)
 
     def rearrange(self, moves: Sequence[Move], count: int) -> None:
         """Follow the moves; the owner moves what is cached."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import logging
-import os
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from pathlib import Path
 import torch
 
 from foresay.errors import ForesayError, ModelLoadError, ModelNotFoundError
+from foresay.files import cache_dir
 from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.transformers_errors import load_errors, quiet_transformers
 
@@ -47,13 +47,6 @@ ALIASES: dict[str, PackagedModel] = {
         "SmolLM2-135M-Instruct, 134.5 M parameters, context 8192, Apache-2.0",
     )
 }
-
-
-def cache_dir() -> Path:
-    """Where conversions are kept: $FORESAY_CACHE, else $XDG_CACHE_HOME/foresay, else ~/.cache/foresay."""
-    if own := os.environ.get("FORESAY_CACHE"):
-        return Path(own).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "foresay"
 
 
 def packaged_file(alias: str) -> Path:

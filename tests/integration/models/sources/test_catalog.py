@@ -17,10 +17,11 @@ from transformers import PreTrainedModel
 
 import foresay
 from foresay import ConfigError, ModelLoadError, ModelNotFoundError, UnknownNameError
+from foresay.files import cache_dir
 from foresay.models.sources import packaged
 from foresay.models.sources.catalog import load_model
 from foresay.models.sources.load_options import LoadOptions
-from foresay.models.sources.packaged import ALIASES, cache_dir, damage, packaged_file
+from foresay.models.sources.packaged import ALIASES, damage, packaged_file
 from helpers import tiny
 
 ALIAS = "smollm2-135m"

@@ -1,0 +1,1 @@
+"""What lies between a layer's matrix products, in C++ made for the machine at hand."""

@@ -1,0 +1,123 @@
+"""The kernels compiled for this machine, once, and kept.
+
+Owns finding a compiler, its flags, and where the result is kept. What goes wrong is said once, in a line, and passes are
+then made of PyTorch's operations; nothing here is an error.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+
+from foresay.errors import ForesayError
+from foresay.files import atomic_write, cache_dir
+
+logger = logging.getLogger("foresay")
+
+SOURCE = Path(__file__).with_name("kernels.cpp")
+COMPILERS = ("c++", "g++", "clang++")
+_FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fno-math-errno", "-fopenmp")
+_TIMEOUT_S = 300.0
+SWITCH = "FORESAY_NATIVE"
+"""Environment variable: "0" leaves the kernels alone."""
+
+
+class BuildError(Exception):
+    """Why there are no kernels."""
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The compiled kernels; None where there are none, which is logged the first time."""
+    if os.environ.get(SWITCH) == "0":
+        return None
+    try:
+        path = kept()
+        if not path.is_file():
+            _compile(path)
+        return _declared(ctypes.CDLL(str(path)))
+    except (BuildError, OSError, ForesayError) as error:
+        logger.warning("passes are made without compiled kernels: %s", error)
+        return None
+
+
+def kept() -> Path:
+    """Where the compiled kernels of this source, this processor and this compiler are kept. Raises BuildError without one."""
+    said = "\n".join([SOURCE.read_text(encoding="utf-8"), _processor(), _version(_compiler()), *_FLAGS])
+    return cache_dir() / "native" / f"kernels-{hashlib.sha256(said.encode()).hexdigest()[:16]}.so"
+
+
+def _compiler() -> str:
+    own = os.environ.get("CXX")
+    for name in [own] if own else COMPILERS:
+        found = shutil.which(name)
+        if found is not None:
+            return found
+    raise BuildError(f"no C++ compiler ({own or ', '.join(COMPILERS)}) was found")
+
+
+@functools.cache
+def _version(compiler: str) -> str:
+    done = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    return done.stdout.partition("\n")[0]
+
+
+def _processor() -> str:
+    """What tells processors with other instructions apart."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+
+
+def _compile(path: Path) -> None:
+    compiler = _compiler()
+    machine = ["-march=native"] if platform.machine() in ("x86_64", "AMD64") else ["-mcpu=native"]
+    if "clang" not in _version(compiler).lower():
+        # a sum must not depend on where its numbers lie
+        machine += ["--param", "vect-max-peeling-for-alignment=0"]
+    with atomic_write(path, parents=True) as place:
+        command = [compiler, *_FLAGS, *machine, "-o", str(place), str(SOURCE)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+        except subprocess.TimeoutExpired:
+            raise BuildError(f"{compiler} took more than {_TIMEOUT_S:.0f} s") from None
+        if done.returncode != 0:
+            first = next(iter(done.stderr.strip().splitlines()), "no message")
+            raise BuildError(f"{compiler} failed: {first}")
+
+
+class Attention(ctypes.Structure):
+    """The struct of the same name in kernels.cpp."""
+
+    _fields_ = [
+        *[
+            (name, ctypes.c_int64)
+            for name in ("tokens", "columns", "queries", "keys", "dim", "rotated", "wide", "window")
+        ],
+        ("row_stride", ctypes.c_int64),
+        *[(name, ctypes.c_void_p) for name in ("rows", "slots", "positions", "ancestors", "cosines", "sines")],
+        *[(name, ctypes.c_void_p) for name in ("query_norm", "key_norm")],
+        *[(name, ctypes.c_float) for name in ("eps", "scaling", "softcap")],
+    ]
+
+
+def _declared(found: ctypes.CDLL) -> ctypes.CDLL:
+    pointer, number, whole, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+    for dtype in ("float32", "bfloat16"):
+        norm = getattr(found, f"foresay_add_norm_{dtype}")
+        norm.argtypes = [pointer, pointer, pointer, real, pointer, pointer, number, number, real, whole]
+        getattr(found, f"foresay_gate_{dtype}").argtypes = [pointer, pointer, number, number, whole, whole]
+        attend = getattr(found, f"foresay_attend_{dtype}")
+        attend.argtypes = [ctypes.POINTER(Attention), pointer, pointer, pointer, pointer, pointer, whole]
+        for name in ("add_norm", "gate", "attend"):
+            getattr(found, f"foresay_{name}_{dtype}").restype = None
+    return found

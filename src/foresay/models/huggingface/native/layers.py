@@ -1,0 +1,217 @@
+"""The layers of a lean model over the compiled kernels: products by PyTorch, all between them by `kernels.cpp`.
+
+Owns the order of the calls and what is passed to them; no shape leaves this file unchecked, since the kernels read memory as
+they are told. A pass over N tokens holds its tokens flat, [N, width]. Knows nothing of families.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from foresay.models.huggingface.native.build import Attention, library
+from foresay.models.huggingface.slot_cache import Placement, SlotCache
+
+DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+ACTIVATIONS = {"silu": 0, "swish": 0, "gelu_pytorch_tanh": 1, "gelu_tanh": 1, "gelu_new": 1, "gelu": 2}
+"""transformers' names of the activations that the kernels know."""
+_ALONE = 1 << 18
+"""Products of an attention below which one thread is faster than two that must meet."""
+_Product = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class NativeLayer:
+    """One layer's products, and float32 weights of its norms, None where it has none."""
+
+    kind: str
+    qkv: _Product
+    output: _Product
+    gate_up: _Product
+    down: _Product
+    before_attention: torch.Tensor | None
+    after_attention: torch.Tensor | None
+    before_mlp: torch.Tensor | None
+    after_mlp: torch.Tensor | None
+    query_norm: torch.Tensor | None
+    key_norm: torch.Tensor | None
+    wide_norm: bool
+    heads: tuple[int, int]
+    dim: int
+    window: int | None
+    rotates: bool
+    scaling: float
+    softcap: float | None
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """What the layers of one pass share: where each of N tokens goes, [N] int64 each, and its cosines and sines [N, R]."""
+
+    rows: torch.Tensor
+    slots: torch.Tensor
+    positions: torch.Tensor
+    ancestors: torch.Tensor | None
+    turns: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+    columns: int
+    threads: int
+    attending: int
+
+
+class NativeLayers:
+    """All layers of a model and its last norm."""
+
+    def __init__(
+        self,
+        layers: Sequence[NativeLayer],
+        last_norm: torch.Tensor,
+        activation: str,
+        residual_scale: float,
+        dtype: torch.dtype,
+    ) -> None:
+        """Raises LookupError where the kernels are not there, or lack the dtype or the activation."""
+        found = library()
+        if found is None or dtype not in DTYPES or activation not in ACTIVATIONS:
+            raise LookupError(f"no kernels for {dtype} and {activation}")
+        name = DTYPES[dtype]
+        self._add_norm = getattr(found, f"foresay_add_norm_{name}")
+        self._gate = getattr(found, f"foresay_gate_{name}")
+        self._attend = getattr(found, f"foresay_attend_{name}")
+        self._layers, self._last_norm, self._dtype = list(layers), last_norm, dtype
+        self._activation, self._scale = ACTIVATIONS[activation], residual_scale
+        self._attentions = [_attention(layer) for layer in layers]
+
+    def run(
+        self,
+        x: torch.Tensor,
+        at: Placement,
+        cache: SlotCache,
+        turns: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
+        wanted: Sequence[int],
+    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        """x: [B, T, H], overwritten -> the normed output [B, T, H] and the hidden states asked for.
+
+        turns: by kind of layer, cosines and sines [B, T, R] in float32.
+        """
+        shape = x.shape
+        flat = x.reshape(-1, shape[-1])
+        if flat.dtype != self._dtype or not flat.is_contiguous():
+            raise ValueError(f"[B, T, H] of {self._dtype} is wanted, in one piece")
+        one = self._prepared(at, turns, flat.shape[0])
+        states: dict[int, torch.Tensor] = {}
+        normed = self._normed(flat, None, None, self._layers[0].before_attention, self._layers[0].eps, one)
+        for i, layer in enumerate(self._layers):
+            if i in wanted:
+                states[i] = flat.clone().view(shape)
+            seen = self._attended(i, layer, layer.qkv(normed), cache, one)
+            normed = self._normed(flat, layer.output(seen), layer.after_attention, layer.before_mlp, layer.eps, one)
+            inner = layer.down(self._gated(layer.gate_up(normed), one))
+            last = i + 1 == len(self._layers)
+            before = self._last_norm if last else self._layers[i + 1].before_attention
+            normed = self._normed(flat, inner, layer.after_mlp, before, layer.eps, one)
+        normed = normed.view(shape)
+        if len(self._layers) in wanted:
+            states[len(self._layers)] = normed
+        return normed, states
+
+    def _prepared(self, at: Placement, turns: Mapping[str, tuple[torch.Tensor, torch.Tensor]], tokens: int) -> _Pass:
+        rows, slots = at.place(torch.device("cpu"))
+        columns = slots.shape[1]
+        if rows.shape[0] * columns != tokens:
+            raise ValueError(f"{tokens} tokens for {rows.shape[0]} rows of {columns} columns")
+        ancestors = None if at.ancestors is None else at.ancestors.reshape(tokens, columns).to(torch.uint8).contiguous()
+        threads = torch.get_num_threads()
+        first = self._layers[0]
+        work = tokens * first.heads[0] * first.dim * at.width
+        return _Pass(
+            rows.expand(-1, columns).contiguous(),
+            slots.contiguous(),
+            at.positions.expand(rows.shape[0], -1).contiguous(),
+            ancestors,
+            {kind: (cos.contiguous(), sin.contiguous()) for kind, (cos, sin) in turns.items()},
+            columns,
+            threads if tokens >= 32 else 1,
+            threads if work >= _ALONE else 1,
+        )
+
+    def _normed(
+        self,
+        flat: torch.Tensor,
+        added: torch.Tensor | None,
+        after: torch.Tensor | None,
+        before: torch.Tensor | None,
+        eps: float,
+        one: _Pass,
+    ) -> torch.Tensor:
+        """Add to the residual stream `flat` [N, H], in place; the stream normed, or as it is where nothing norms it."""
+        out = flat if before is None else torch.empty_like(flat)
+        tokens, width = flat.shape
+        if added is not None:
+            _check(added, flat.shape, flat.dtype)
+        self._add_norm(
+            *(flat.data_ptr(), _pointer(added), _pointer(after), self._scale, _pointer(before), out.data_ptr()),
+            *(tokens, width, eps, one.threads),
+        )
+        return out
+
+    def _gated(self, joint: torch.Tensor, one: _Pass) -> torch.Tensor:
+        tokens, twice = joint.shape
+        _check(joint, (tokens, twice), self._dtype)
+        out = joint.new_empty(tokens, twice // 2)
+        self._gate(joint.data_ptr(), out.data_ptr(), tokens, twice // 2, self._activation, one.threads)
+        return out
+
+    def _attended(self, i: int, layer: NativeLayer, joint: torch.Tensor, cache: SlotCache, one: _Pass) -> torch.Tensor:
+        (many, few), dim, tokens = layer.heads, layer.dim, one.rows.numel()
+        _check(joint, (tokens, (many + 2 * few) * dim), self._dtype)
+        keys, values = cache.stores(i, few, dim, joint)
+        for store in (keys, values):
+            _check(store, (*keys.shape[:2], few, dim), self._dtype)
+        asked: Any = self._attentions[i]
+        cos, sin = one.turns[layer.kind]
+        if layer.rotates:
+            _check(cos, (*cos.shape[:2], cos.shape[2]), torch.float32)
+            asked.cosines, asked.sines, asked.rotated = cos.data_ptr(), sin.data_ptr(), cos.shape[2]
+        asked.tokens, asked.columns, asked.row_stride = tokens, one.columns, keys.stride(0)
+        asked.rows, asked.slots = one.rows.data_ptr(), one.slots.data_ptr()
+        asked.positions, asked.ancestors = one.positions.data_ptr(), _pointer(one.ancestors)
+        out = joint.new_empty(tokens, many * dim)
+        room = torch.empty(tokens, many * dim)
+        self._attend(
+            *(ctypes.byref(asked), joint.data_ptr(), room.data_ptr(), keys.data_ptr(), values.data_ptr()),
+            *(out.data_ptr(), one.attending),
+        )
+        return out
+
+
+def _attention(layer: NativeLayer) -> Attention:
+    """What never changes of a layer's attention."""
+    for norm, heads in ((layer.query_norm, layer.heads[0]), (layer.key_norm, layer.heads[1])):
+        if norm is not None:
+            _check(norm, (heads * layer.dim if layer.wide_norm else layer.dim,), torch.float32)
+    return Attention(
+        queries=layer.heads[0],
+        keys=layer.heads[1],
+        dim=layer.dim,
+        wide=int(layer.wide_norm),
+        window=layer.window or 0,
+        query_norm=_pointer(layer.query_norm),
+        key_norm=_pointer(layer.key_norm),
+        eps=layer.eps,
+        scaling=layer.scaling,
+        softcap=layer.softcap or 0.0,
+    )
+
+
+def _pointer(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _check(tensor: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> None:
+    if tuple(tensor.shape) != tuple(shape) or tensor.dtype != dtype or not tensor.is_contiguous():
+        raise ValueError(f"{list(shape)} of {dtype} is wanted in one piece, not {list(tensor.shape)} of {tensor.dtype}")
