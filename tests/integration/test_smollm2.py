@@ -18,13 +18,13 @@ from helpers.chat_prompts import PROMPTS
 from helpers.support import PromptLookup, run
 
 pytestmark = pytest.mark.slow
-NEW, MARGIN = 40, 1e-4
+NEW, MARGIN = 28, 1e-4
 
 
 @pytest.fixture(scope="module")
 def prompts(smollm2_tokenizer: Any) -> list[list[int]]:
     template = smollm2_tokenizer.apply_chat_template
-    chats = [[{"role": "user", "content": text}] for text in PROMPTS[:8]]
+    chats = [[{"role": "user", "content": text}] for text in PROMPTS[:6]]
     return [template(chat, add_generation_prompt=True, return_dict=True)["input_ids"] for chat in chats]
 
 
@@ -68,16 +68,16 @@ def test_batch_of_one_with_prompt_lookup(
     assert any(s.num_accepted == s.num_drafted > 0 for s in steps)
 
 
-def test_ragged_batch_of_five_with_rows_joining(
+def test_ragged_batch_of_four_with_rows_joining(
     target: CausalModel, prompts: list[list[int]], reference: list[list[int]]
 ) -> None:
     params = SamplingParams(max_new_tokens=NEW)
     ours, steps, engine = run(
-        target, prompts, params, drafter=PromptLookup(), gamma=6, max_batch_size=5, eos=frozenset([2]), join_later=3
+        target, prompts, params, drafter=PromptLookup(), gamma=6, max_batch_size=4, eos=frozenset([2]), join_later=2
     )
     _assert_same(target, prompts, ours, reference)
     assert engine.draft_failures == 0
-    assert max(s.batch_size for s in steps) == 5
+    assert max(s.batch_size for s in steps) == 4
 
 
 def test_a_draft_model(target: CausalModel, prompts: list[list[int]], reference: list[list[int]]) -> None:
@@ -120,7 +120,7 @@ def test_every_method(
         counter.add(text)
     counter.table().save(table)
     build = read_drafter(drafter.replace("{table}", str(table))).prepare(Resources(loaded))
-    some = slice(2, 8, 2)
+    some = slice(0, 6, 2)
     ours, steps, engine = run(
         target,
         prompts[some],

@@ -18,11 +18,11 @@ from foresay.decoding.rows import Row, Rows
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import Cascade, MaxGram, cascade
 from foresay.drafters.cross_tokenizer import CrossTokenizerDrafter
-from helpers.law_cells import ALPHA, DRAFT, PARAMS, PROMPT, SAMPLES, SIZE, SMALL, TARGET, model
+from helpers.law_cells import ALPHA, DRAFT, PARAMS, PROMPT, SIZE, SMALL, TARGET, model
 from helpers.reference import joint, p_value
 from helpers.support import Renumbered, run
 
-LENGTH = 4
+LENGTH, SAMPLES = 4, 1500
 Patch = pytest.MonkeyPatch
 
 

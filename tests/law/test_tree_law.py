@@ -19,7 +19,7 @@ from helpers.support import run
 from helpers.trees import TableTree
 
 Patch = pytest.MonkeyPatch
-SAMPLES = 1500
+SAMPLES = 1000
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "drawn and named": lambda: TableTree(DRAFT),
     "drawn": lambda: TableTree(DRAFT, named=()),

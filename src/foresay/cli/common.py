@@ -46,6 +46,8 @@ def load_generator(
             length=methods.length,
             rule=methods.rule,
             dtype=machine.dtype,
+            weights=machine.weights,
+            draft_weights=machine.draft_weights,
             device=machine.device,
             trust_remote_code=machine.trust_remote_code,
             progress=progress,

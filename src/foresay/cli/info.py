@@ -6,10 +6,11 @@ from typing import Annotated
 
 import typer
 
-from foresay.cli.options import DeviceOption, DtypeOption, TrustOption
+from foresay.cli.options import DeviceOption, DtypeOption, TrustOption, WeightsOption
 from foresay.cli.progress import loading
 from foresay.errors import UnsupportedModelError
 from foresay.models.huggingface.causal import CausalModel
+from foresay.models.huggingface.linears import weight_bytes
 from foresay.models.huggingface.model import UNLIMITED
 from foresay.models.huggingface.self_check import probe, verified
 from foresay.models.huggingface.seq2seq import Seq2SeqModel
@@ -17,16 +18,27 @@ from foresay.models.sources.catalog import load_model
 from foresay.models.sources.load_options import LoadOptions
 
 
+def _passes(model: CausalModel | Seq2SeqModel) -> str:
+    """What makes the model's passes."""
+    lean = model.lean if isinstance(model, CausalModel) else None
+    if lean is None:
+        return "by the family's own code"
+    return "lean, compiled for this machine" if lean.compiled else "lean"
+
+
 def run(
     model: Annotated[str, typer.Argument(help="Alias, hub id, folder or GGUF file.")],
     dtype: DtypeOption = "auto",
+    weights: WeightsOption = "auto",
     device: DeviceOption = None,
     trust_remote_code: TrustOption = False,
 ) -> int:
     """Say what a model supports, or why it is not supported."""
     try:
         with loading(f"Loading {model}") as progress:
-            options = LoadOptions(dtype=dtype, device=device, trust_remote_code=trust_remote_code, progress=progress)
+            options = LoadOptions(
+                dtype=dtype, weights=weights, device=device, trust_remote_code=trust_remote_code, progress=progress
+            )
             loaded = load_model(model, options)
             scorer = loaded.model
             assert isinstance(scorer, CausalModel | Seq2SeqModel)
@@ -34,16 +46,18 @@ def run(
     except UnsupportedModelError as error:
         typer.echo(f"{model}\n  supported: no\n  reason: {error}")
         return 2
-    weights, tokenizer = scorer.model, loaded.tokenizer
-    kind = str(weights.config.model_type)
+    module, tokenizer = scorer.model, loaded.tokenizer
+    kind = str(module.config.model_type)
     tokens = 0 if tokenizer is None else len(tokenizer.get_vocab())
     context = "unlimited" if scorer.max_length == UNLIMITED else f"{scorer.max_length} tokens"
     lines = {
         "supported": "yes: speculation, ragged batches, every drafter and rule",
-        "family": f"{kind} ({type(weights).__name__}), "
+        "family": f"{kind} ({type(module).__name__}), "
         + ("tested" if verified(scorer) else "self-checked, not in the tests"),
         "parameters": f"{scorer.num_parameters / 1e6:.1f} M",
-        "dtype, device": f"{str(weights.dtype).removeprefix('torch.')}, {scorer.device}",
+        "dtype, device": f"{str(module.dtype).removeprefix('torch.')}, {scorer.device}",
+        "weights": f"{weights}; a pass reads {weight_bytes(module) / 1e6:.0f} MB of them",
+        "passes": _passes(scorer),
         "context": context,
         "vocabulary": f"{scorer.vocab_size} embeddings, {tokens} tokens in the tokenizer",
         "chat template": "yes" if getattr(tokenizer, "chat_template", None) else "no",

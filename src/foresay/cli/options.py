@@ -28,6 +28,7 @@ DraftersOption = Annotated[list[str] | None, typer.Option("--drafter", help=f"A 
 RawOption = Annotated[bool, typer.Option("--raw", help="No chat template: continue the text as it is.")]
 TraceOption = Annotated[bool, typer.Option("--trace", help="Colour each token by who wrote it.")]
 DtypeOption = Annotated[str, typer.Option(help="auto, bf16, fp16 or fp32.")]
+WeightsOption = Annotated[str, typer.Option(help="auto, bf16, int8 or int4; rounded weights are another model.")]
 DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")]
 ThreadsOption = Annotated[int | None, typer.Option(help="Processor threads; fewer on a machine that is busy.")]
 TrustOption = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")]
@@ -106,6 +107,8 @@ class MachineOptions:
     """What it runs on."""
 
     dtype: DtypeOption = "auto"
+    weights: WeightsOption = "auto"
+    draft_weights: Annotated[str | None, typer.Option(help="The same for drafts; the output is the target's.")] = None
     device: DeviceOption = None
     threads: ThreadsOption = None
     trust_remote_code: TrustOption = False

@@ -132,6 +132,7 @@ def _write(tuning: Tuning, batch_size: int, target: Generator, output: Path, pro
         "target": _seen_from(output, target.target.name),
         "max_batch_size": batch_size,
         "dtype": dtype,
+        "weights": target.target.weights or None,
     }
     if best is None:
         settings = Settings(drafter="none", **chosen)

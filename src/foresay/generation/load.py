@@ -56,8 +56,8 @@ def load(
     one, "lenience(2)" or "typical". max_batch_size: rows decoded at a time, 32 unless told otherwise. eos_token_ids: tokens
     that end a text, where the model does not say so itself. share_prefixes: whether a prompt may start from the slots of a
     row that begins alike (the same bits as filling it). options: fields of
-    LoadOptions (dtype, device, device_map, max_memory, quantization_config, tp_plan, revision, trust_remote_code), for target
-    and draft alike.
+    LoadOptions (dtype, weights, draft_weights, device, device_map, max_memory, quantization_config, tp_plan, revision,
+    trust_remote_code), for target and draft alike.
     """
     ngrams = {k: v for k, v in (("max_ngram", max_ngram), ("min_ngram", min_ngram)) if v is not None}
     if is_settings(target):
@@ -69,6 +69,8 @@ def load(
         max_batch_size = said.max_batch_size if max_batch_size is None else max_batch_size
         if said.dtype is not None and options.get("dtype", "auto") == "auto":
             options["dtype"] = said.dtype
+        if said.weights is not None and options.get("weights", "auto") == "auto":
+            options["weights"] = said.weights
     recipe, name = _recipe(draft, drafter, ngrams)
     chosen = read_rule("speculative" if rule is None else rule)
     policy = _policy(recipe, name, num_draft_tokens, length)

@@ -6,7 +6,6 @@ stores that outlive a request. Settings are checked when an expression is read; 
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -69,7 +68,7 @@ class Resources:
         """A draft model by name."""
         if name not in self.models:
             # a revision names one repository's version: the target's
-            self.models[name] = resolve(name, dataclasses.replace(self.options, revision=None), None)
+            self.models[name] = resolve(name, self.options.for_draft(), None)
         return self.models[name]
 
     def table(self, path: str) -> NgramTable:

@@ -32,9 +32,11 @@ class Settings:
     rule: str | None = None
     max_batch_size: int | None = None
     dtype: str | None = None
+    weights: str | None = None
+    """A weight format, where weights are rounded."""
 
     def __post_init__(self) -> None:
-        for name in ("target", "drafter", "rule", "dtype"):
+        for name in ("target", "drafter", "rule", "dtype", "weights"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
                 raise ConfigError(f"{name}={value!r} must be a text")

@@ -68,7 +68,7 @@ class BenchSettings:
         """What must be the same for a file to go on. Methods, other engines and repeats may grow."""
         return {
             "model": target.target.name,
-            "dtype": target.target.dtype,
+            "dtype": target.target.precision,
             "datasets": {name: {"prompts": len(asks), "digest": digest(asks)} for name, asks in self.datasets.items()},
             "params": [{**changed_params(p), "max_new_tokens": p.max_new_tokens} for p in self.params],
         }

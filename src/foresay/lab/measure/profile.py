@@ -111,7 +111,7 @@ def measure(
     filled = tuple((tokens, _fill(target, tokens, repeats)) for tokens in fills if tokens < target.max_length)
     on_progress(len(cells) + 1, len(cells) + 1)
     floor = floors.floor(target)
-    return Profile(generator.target.name, generator.target.dtype, machine(), tuple(timings), filled, floor)
+    return Profile(generator.target.name, generator.target.precision, machine(), tuple(timings), filled, floor)
 
 
 def medians(profiles: Sequence[Profile]) -> Profile:
@@ -224,7 +224,7 @@ def profile(generator: Generator, *, fresh: bool = False, **settings: Any) -> Pr
     measured anew. Raises ConfigError as `measure` does, and for a kept file that cannot be read.
     """
     model = generator.target
-    path = profile_path(model.name, model.dtype, machine())
+    path = profile_path(model.name, model.precision, machine())
     if path.exists() and not fresh:
         kept = Profile.load(path)
         wanted = {(b, c) for b in settings.get("batches", BATCHES) for c in settings.get("columns", COLUMNS)}

@@ -130,7 +130,7 @@ def _header(
             "prompts": digest(requests),
             "chat": chat,
             "seed": None if params.greedy else params.seed or 0,
-            "dtype": generator.target.dtype or None,
+            "dtype": generator.target.precision or None,
             "max_length": generator.target.model.max_length,
         },
         "provenance": provenance(),

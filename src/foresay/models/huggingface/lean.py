@@ -128,6 +128,11 @@ class LeanDecoder:
             states[len(self._layers)] = x
         return (self._scores(x) if head else None), states
 
+    @property
+    def compiled(self) -> bool:
+        """Whether the layers run over kernels compiled for this machine."""
+        return self._native is not None
+
     def _compiled(self, config: Any, model: Any) -> NativeLayers | None:
         """The layers over the compiled kernels, where there are kernels for them."""
         weight = self._norm.weight

@@ -12,7 +12,7 @@ from typing import TypeGuard
 import torch
 from torch import nn
 
-from foresay.models.huggingface.products import GROUP, Int4Product, Int8Product, PackedProduct, Product
+from foresay.models.huggingface.products import GROUP, Int4Product, Int8Product, PackedProduct, Product, same_bits
 
 _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q", "k", "v"), ("wi_0", "wi_1"))
 """Names of layers that most families apply to one and the same input."""
@@ -30,7 +30,7 @@ class FrozenLinear(nn.Module):
     def __init__(self, product: Product) -> None:
         super().__init__()
         self.in_features, self.out_features = product.in_features, product.out_features
-        self.product = product
+        self.product, self.bias = product, product.bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., in] -> [..., out]."""
@@ -133,14 +133,25 @@ def available(dtype: torch.dtype, device: torch.device) -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
+def rows_apart(model: nn.Module) -> bool:
+    """Whether every linear layer gives a row, even one alone, the bits it has among others: frozen, by kernels that do here."""
+    kinds = set()
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            return False
+        if isinstance(module, FrozenLinear | JointLinear):
+            kinds.add(type(module.product))
+    return all(same_bits(kind, 1) for kind in kinds)
+
+
 def int4_fits(weight: torch.Tensor) -> bool:
     """Whether the rows of a weight [out, in] are whole groups."""
     return weight.shape[1] % GROUP == 0
 
 
-def in_bits(bits: str) -> MakeProduct:
-    """What makes the products of a weight format, "int8" or "int4". Rows that are not whole groups take 8 bits."""
-    if bits == "int8":
+def in_bits(bits: int) -> MakeProduct:
+    """What makes products of 8 or 4 bits a weight. In 4 bits, rows that are not whole groups take 8."""
+    if bits == 8:
         return Int8Product
     return lambda weight, bias: (Int4Product if int4_fits(weight) else Int8Product)(weight, bias)
 

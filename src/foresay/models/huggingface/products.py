@@ -7,7 +7,7 @@ rounding of weights and the kernels' layouts. Knows nothing of models.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from typing import Protocol
 
 import torch
@@ -27,6 +27,7 @@ class Product(Protocol):
 
     in_features: int
     out_features: int
+    bias: torch.Tensor | None
     bits: float
     """Bits a weight takes in memory, scales included."""
 
@@ -54,11 +55,11 @@ class PackedProduct:
         self.out_features, self.in_features = weight.shape
         self.bits = 8.0 * weight.element_size()
         self._packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), 1)
-        self._bias = bias
+        self.bias = bias
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """See Product."""
-        out: torch.Tensor = _PACKED_LINEAR(x, self._packed, self._bias, "none", [], "")
+        out: torch.Tensor = _PACKED_LINEAR(x, self._packed, self.bias, "none", [], "")
         return out
 
     @property
@@ -77,7 +78,7 @@ class _Quantized:
     in_features: int
     out_features: int
     _dtype: torch.dtype
-    _bias: torch.Tensor | None
+    bias: torch.Tensor | None
 
     def _multiplied(self, rows: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
@@ -85,8 +86,8 @@ class _Quantized:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """See Product."""
         out = self._multiplied(x.reshape(-1, self.in_features))
-        if self._bias is not None:
-            out = out + self._bias
+        if self.bias is not None:
+            out = out + self.bias
         return out.view(*x.shape[:-1], self.out_features)
 
     def dense(self) -> torch.Tensor:
@@ -102,7 +103,7 @@ class Int8Product(_Quantized):
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self.out_features, self.in_features = weight.shape
-        self._dtype, self._bias = weight.dtype, bias
+        self._dtype, self.bias = weight.dtype, bias
         scales = weight.detach().float().abs().amax(1).clamp(min=1e-30) / 127
         self._scales = scales.to(weight.dtype)
         # rounded against the scale as it is kept
@@ -149,7 +150,7 @@ class Int4Product(_Quantized):
         bias: torch.Tensor | None,
     ) -> None:
         self.out_features, self.in_features = levels.shape
-        self._dtype, self._bias = dtype, bias
+        self._dtype, self.bias = dtype, bias
         missing = -self.out_features % _ROWS
         if missing:
             levels, scales, offsets = (
@@ -193,11 +194,16 @@ def rounded_int4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torc
     return out[0].flatten(1).to(torch.uint8), out[1], out[2]
 
 
-def same_bits(make: Callable[[torch.Tensor, None], Product], dtype: torch.dtype) -> bool:
-    """Whether a kernel gives a row the same bits alone and among up to 40 others, on this machine."""
+@functools.cache
+def same_bits(kind: type[Product], least: int = 2) -> bool:
+    """Whether a kernel in bf16 gives a row the same bits among `least` to 64 rows, on this machine with these threads."""
     random = torch.Generator().manual_seed(0)
-    weight = torch.randn(192, 256, generator=random).to(dtype)
-    x = torch.randn(40, 256, generator=random).to(dtype)
-    product = make(weight, None)
-    whole = product(x)
-    return all(torch.equal(product(x[:rows]), whole[:rows]) for rows in (2, 3, 4, 5, 8, 16, 17, 33))
+    for shape in ((192, 256), (1536, 576)):
+        weight = torch.randn(shape, generator=random).to(torch.bfloat16)
+        x = torch.randn(64, shape[1], generator=random).to(torch.bfloat16)
+        product = kind(weight, None)  # type: ignore[call-arg]
+        whole = product(x)
+        counts = [count for count in (1, 2, 3, 4, 5, 8, 16, 17, 33) if count >= least]
+        if not all(torch.equal(product(x[:count]), whole[:count]) for count in counts):
+            return False
+    return True

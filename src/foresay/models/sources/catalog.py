@@ -6,6 +6,7 @@ Owns how a name is located and what is passed to transformers. Knows nothing of 
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,8 @@ from foresay.models.sources.packaged import ALIASES, check_gguf, converted
 from foresay.models.sources.transformers_errors import load_errors, quiet_transformers
 from foresay.text.tokenizer import Tokenizer
 
+logger = logging.getLogger("foresay")
+
 _HUB_TIMEOUT_S = 10.0
 _TOKENIZER_FILES = ("tokenizer", "tokenization", "vocab", "spiece", "sentencepiece", "source.spm")
 
@@ -33,6 +36,13 @@ class LoadedModel:
     model: LanguageModel
     tokenizer: Tokenizer | None
     eos_token_ids: frozenset[int]
+    weights: str = ""
+    """"int8" or "int4" where its weights are rounded to that."""
+
+    @property
+    def precision(self) -> str:
+        """What its numbers are, as "bfloat16" or "bfloat16, int4 weights"."""
+        return f"{self.dtype}, {self.weights} weights" if self.weights else self.dtype
 
     @property
     def dtype(self) -> str:
@@ -61,10 +71,10 @@ def load_model(name: str | os.PathLike[str], options: LoadOptions | None = None)
     options = options or LoadOptions()
     folder, extra, owned = _locate(os.fspath(name), options)
     device = _device(options)
-    dtype = _dtype(options.dtype, device)
+    dtype = _dtype(options.dtype if options.bits is None else torch.bfloat16, device)
     with quiet_transformers(), load_errors(os.fspath(name), owned):
         weights, tokenizer = _read(folder, extra, options, dtype, device)
-    return wrap(os.fspath(name), weights, tokenizer, optimise=True)
+    return wrap(os.fspath(name), weights, tokenizer, optimise=True, bits=options.bits)
 
 
 def load_tokenizer(name: str | os.PathLike[str], options: LoadOptions | None = None) -> Any:
@@ -80,14 +90,15 @@ def load_tokenizer(name: str | os.PathLike[str], options: LoadOptions | None = N
         return AutoTokenizer.from_pretrained(folder, **_common(options), **extra)
 
 
-def wrap(name: str, weights: Any, tokenizer: Any, *, optimise: bool) -> LoadedModel:
+def wrap(name: str, weights: Any, tokenizer: Any, *, optimise: bool, bits: int | None = None) -> LoadedModel:
     """Wrap a transformers model as a LanguageModel; it gets foresay's attention until `model.release()`.
 
-    optimise: lay its linear layers out for the processor; only for a model that nothing else uses. Raises
-    UnsupportedModelError for a model that cannot be decoded exactly, which is then given back as it was.
+    optimise: lay its linear layers out for the processor, in `bits` bits where given, and make its passes lean; only for a
+    model that nothing else uses. Raises UnsupportedModelError for a model that cannot be decoded exactly, which is then given
+    back as it was.
     """
     from foresay.models.huggingface.causal import CausalModel
-    from foresay.models.huggingface.self_check import check
+    from foresay.models.huggingface.self_check import check, go_lean
     from foresay.models.huggingface.seq2seq import Seq2SeqModel
 
     model = Seq2SeqModel(weights) if weights.config.is_encoder_decoder else CausalModel(weights)
@@ -97,8 +108,14 @@ def wrap(name: str, weights: Any, tokenizer: Any, *, optimise: bool) -> LoadedMo
         model.release()
         raise
     if optimise:
-        linears.freeze_linears(weights)
-    return LoadedModel(name, model, tokenizer, end_tokens(weights, tokenizer))
+        if bits is None:
+            linears.freeze_linears(weights)
+        else:
+            linears.freeze_linears(weights, linears.in_bits(bits), all_dtypes=True)
+        if isinstance(model, CausalModel) and (reason := go_lean(model)) is not None:
+            logger.debug("%s keeps its own passes: %s", name, reason)
+    kept = "" if bits is None else f"int{bits}"
+    return LoadedModel(name, model, tokenizer, end_tokens(weights, tokenizer), kept)
 
 
 def end_tokens(weights: Any, tokenizer: Any) -> frozenset[int]:

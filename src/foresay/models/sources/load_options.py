@@ -5,6 +5,7 @@ Owns the names of dtypes and devices. Loads nothing.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,12 +16,14 @@ from foresay.errors import ConfigError, UnknownNameError
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 DTYPES |= {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
+WEIGHTS = {"auto": None, "bf16": None, "int8": 8, "int4": 4}
+"""Names of weight formats and the bits of those that are rounded to."""
 DEVICES = ("cpu", "cuda", "mps", "xpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """How to load a model; each field is passed to transformers as it is, except dtype and device.
+    """How to load a model; each field is passed to transformers as it is, except dtype, device and weights.
 
     Raises ConfigError for values that are unknown, contradict each other or need a GPU that is not there.
     """
@@ -29,6 +32,11 @@ class LoadOptions:
     """"auto": bf16 where the processor computes in it natively, else float32."""
     device: str | torch.device | None = None
     """The device of the model; None takes the GPU when there is one."""
+    weights: str = "auto"
+    """How the weights of linear layers are kept on a CPU: "auto" and "bf16" as `dtype` says; "int8" (a scale for each output
+    feature) and "int4" (a scale and an offset for each 32 weights) rounded, which is another model that writes other texts."""
+    draft_weights: str | None = None
+    """The same for drafts; None: as the target's. Whatever they are, the output is the target's."""
     device_map: str | Mapping[str, Any] | None = None
     max_memory: Mapping[int | str, str] | None = None
     quantization_config: Any = None
@@ -53,6 +61,35 @@ class LoadOptions:
             )
         if self.device is not None:
             _check_device(self.device)
+        for name, weights in (("weights", self.weights), ("draft_weights", self.draft_weights)):
+            if weights is not None:
+                self._check_weights(name, weights)
+
+    def _check_weights(self, name: str, weights: str) -> None:
+        if weights not in WEIGHTS:
+            raise UnknownNameError(name, weights, WEIGHTS)
+        if WEIGHTS[weights] is None:
+            return
+        if self.dtype not in ("auto", "bf16", "bfloat16", torch.bfloat16):
+            raise ConfigError(f"{name}={weights!r} computes in bf16, but dtype={str(self.dtype)!r} was given; drop one")
+        if self.quantization_config is not None:
+            raise ConfigError(f"{name}={weights!r} and quantization_config contradict; give one of them")
+        elsewhere = self.device_map if self.device is None else self.device
+        if elsewhere is not None and str(elsewhere).partition(":")[0] != "cpu":
+            raise ConfigError(
+                f"{name}={weights!r} is for CPUs, but {str(elsewhere)!r} was asked for; there, load a checkpoint quantized "
+                "by AWQ, GPTQ, bitsandbytes or torchao, or give quantization_config"
+            )
+
+    @property
+    def bits(self) -> int | None:
+        """Bits that the weights are rounded to; None where they are not."""
+        return WEIGHTS[self.weights]
+
+    def for_draft(self) -> LoadOptions:
+        """The options for a draft model named beside the target."""
+        weights = self.weights if self.draft_weights is None else self.draft_weights
+        return dataclasses.replace(self, revision=None, weights=weights, draft_weights=None)
 
 
 def _check_device(device: str | torch.device) -> None:

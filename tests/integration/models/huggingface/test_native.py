@@ -1,0 +1,315 @@
+"""The compiled kernels against their definitions; the bits of a token whatever else a pass holds; machines without them."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from foresay.decoding.protocols import Feed
+from foresay.decoding.sampling_params import SamplingParams
+from foresay.models.huggingface.causal import CausalModel
+from foresay.models.huggingface.native import build
+from foresay.models.huggingface.native.layers import DTYPES
+from foresay.models.huggingface.self_check import go_lean
+from helpers.families import make
+from helpers.support import run
+
+Q, K, D = 6, 2, 16
+SEEDED = torch.Generator()
+
+
+def kernel(name: str, dtype: torch.dtype) -> Any:
+    found = build.library()
+    assert found is not None, "the tests need a C++ compiler"
+    return getattr(found, f"foresay_{name}_{DTYPES[dtype]}")
+
+
+def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=SEEDED).to(dtype)
+
+
+@pytest.fixture(autouse=True)
+def _same_numbers() -> None:
+    SEEDED.manual_seed(5)
+
+
+def close(a: torch.Tensor, b: torch.Tensor) -> None:
+    precise = a.dtype == torch.float32
+    torch.testing.assert_close(a.double(), b.double(), atol=2e-6 if precise else 1e-2, rtol=2e-6 if precise else 1e-2)
+
+
+# -- definitions -------------------------------------------------------------------------------------------------------
+
+
+def rms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("added", "after", "before"), [(0, 0, 1), (1, 0, 1), (1, 1, 1), (1, 1, 0), (1, 0, 0)])
+def test_add_and_norm(dtype: torch.dtype, added: int, after: int, before: int) -> None:
+    x, more = numbers(5, 100, dtype=dtype), numbers(5, 100, dtype=dtype)
+    one, two = numbers(100), numbers(100)
+    wanted = x.double()
+    if added:
+        grown = rms(more.double(), one.double(), 1e-5) if after else more.double()
+        wanted = wanted + 0.25 * grown
+    out, pointers = torch.empty_like(x), [more.data_ptr() if added else None, one.data_ptr() if after else None]
+    last = two.data_ptr() if before else None
+    kernel("add_norm", dtype)(x.data_ptr(), *pointers, 0.25, last, out.data_ptr(), 5, 100, 1e-5, 1)
+    close(x, wanted)
+    if before:
+        close(out, rms(wanted, two.double(), 1e-5))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", [0, 1, 2])
+def test_gates(dtype: torch.dtype, kind: int) -> None:
+    joint, out = numbers(3, 100, dtype=dtype) * 6, torch.empty(3, 50, dtype=dtype)
+    joint[0, :4] = torch.tensor([-1e4, 1e4, -90.0, 90.0])
+    kernel("gate", dtype)(joint.data_ptr(), out.data_ptr(), 3, 50, kind, 1)
+    gates, ups = joint.double().chunk(2, -1)
+    names: list[Any] = [
+        torch.nn.functional.silu,
+        lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+        torch.nn.functional.gelu,
+    ]
+    torch.testing.assert_close(out.double(), names[kind](gates) * ups, atol=1e-4, rtol=1e-2)
+
+
+def attend(
+    lengths: list[int],
+    columns: int,
+    dtype: torch.dtype = torch.float32,
+    *,
+    window: int = 0,
+    softcap: float = 0.0,
+    wide: bool | None = None,
+    ancestors: torch.Tensor | None = None,
+    threads: int = 1,
+    only: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the kernel gathers after rows of some lengths, and what the definition does, [rows, columns, Q * D] each.
+
+    only: give the kernel this row alone.
+    """
+    rows, room = len(lengths), max(lengths) + columns + 3
+    stores = numbers(2, rows, room, K, D, dtype=dtype)
+    joint = numbers(rows, columns, (Q + 2 * K) * D, dtype=dtype)
+    cos, sin = numbers(rows, columns, D // 2), numbers(rows, columns, D // 2)
+    norms = (numbers(Q * D), numbers(K * D)) if wide else (numbers(D), numbers(D))
+    slots = torch.tensor(lengths)[:, None] + torch.arange(columns)
+    positions = slots if ancestors is None else torch.tensor(lengths)[:, None] + ancestors.sum(-1) - 1
+    reference = _gathered(
+        stores.double(), joint.double(), cos, sin, norms, wide, slots, positions, window, softcap, ancestors
+    )
+    some = slice(None) if only is None else slice(only, only + 1)
+    place = torch.arange(rows)[some, None].expand(-1, columns).contiguous()
+    tokens = place.numel()
+    held = [x.contiguous() for x in (slots[some], positions[some], cos[some], sin[some], joint[some])]
+    seen = None if ancestors is None else ancestors[some].to(torch.uint8).contiguous()
+    asked = build.Attention(
+        tokens=tokens, columns=columns, queries=Q, keys=K, dim=D, rotated=D // 2, wide=int(bool(wide)), window=window,
+        row_stride=stores.stride(1), rows=place.data_ptr(), slots=held[0].data_ptr(), positions=held[1].data_ptr(),
+        ancestors=None if seen is None else seen.data_ptr(), cosines=held[2].data_ptr(), sines=held[3].data_ptr(),
+        query_norm=None if wide is None else norms[0].data_ptr(), key_norm=None if wide is None else norms[1].data_ptr(),
+        eps=1e-5, scaling=0.3, softcap=softcap,
+    )  # fmt: skip
+    out, scratch = torch.empty(tokens, Q * D, dtype=dtype), torch.empty(tokens, Q * D)
+    kernel("attend", dtype)(
+        ctypes.byref(asked), held[4].data_ptr(), scratch.data_ptr(), stores[0].data_ptr(), stores[1].data_ptr(),
+        out.data_ptr(), threads,
+    )  # fmt: skip
+    return out.view(-1, columns, Q * D), reference[some]
+
+
+def _gathered(
+    stores: torch.Tensor,
+    joint: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    norms: tuple[torch.Tensor, torch.Tensor],
+    wide: bool | None,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    window: int,
+    softcap: float,
+    ancestors: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention by its definition, one token and head at a time."""
+    keys, values = stores[0].clone(), stores[1].clone()
+    query, key, value = joint.split([Q * D, K * D, K * D], -1)
+    shape = slots.shape
+    if wide is not None:
+        one, two = norms[0].double(), norms[1].double()
+        if wide:
+            query, key = rms(query, one, 1e-5), rms(key, two, 1e-5)
+        else:
+            query = rms(query.view(*shape, Q, D), one, 1e-5).flatten(-2)
+            key = rms(key.view(*shape, K, D), two, 1e-5).flatten(-2)
+    c, s = cos.double()[:, :, None], sin.double()[:, :, None]
+
+    def turned(x: torch.Tensor) -> torch.Tensor:
+        part, rest = x[..., : D // 2], x[..., D // 2 :]
+        half = torch.cat([-part[..., D // 4 :], part[..., : D // 4]], -1)
+        return torch.cat([part * c + half * s, rest], -1)
+
+    query, key = turned(query.view(*shape, Q, D)), turned(key.view(*shape, K, D))
+    out = torch.zeros(*shape, Q, D, dtype=torch.double)
+    for i in range(shape[0]):
+        keys[i, slots[i]], values[i, slots[i]] = key[i], value.view(*shape, K, D)[i]
+        for t in range(shape[1]):
+            start = int(slots[i, 0])
+            seen = [n for n in range(start) if not window or n > int(positions[i, t]) - window]
+            for j in range(t + 1):
+                near = not window or int(positions[i, j]) > int(positions[i, t]) - window
+                if near and (ancestors is None or bool(ancestors[i, t, j])):
+                    seen.append(start + j)
+            for h in range(Q):
+                scores = 0.3 * keys[i, seen, h // (Q // K)] @ query[i, t, h]
+                if softcap:
+                    scores = softcap * torch.tanh(scores / softcap)
+                out[i, t, h] = scores.softmax(0) @ values[i, seen, h // (Q // K)]
+    return out.flatten(-2)
+
+
+TREE = torch.tensor([[[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]], dtype=torch.bool).expand(3, -1, -1)
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "a window": {"window": 5},
+    "a soft cap": {"softcap": 2.0},
+    "norms of heads": {"wide": False},
+    "norms of all heads": {"wide": True},
+    "a tree": {"ancestors": TREE},
+    "a tree in a window": {"ancestors": TREE, "window": 4},
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES)
+def test_attention(case: str, dtype: torch.dtype) -> None:
+    ours, wanted = attend([0, 7, 40], 4, dtype, **CASES[case])
+    precise = dtype == torch.float32
+    torch.testing.assert_close(ours.double(), wanted, atol=1e-5 if precise else 3e-2, rtol=1e-5 if precise else 3e-2)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_definition_tells_the_cases_apart(case: str) -> None:
+    """Control: without what a case is about, the comparison above fails."""
+    if case == "plain":
+        wrong = attend([0, 7, 40], 4, window=5)[0]
+        assert not torch.allclose(wrong.double(), attend([0, 7, 40], 4)[1], atol=1e-3)
+        return
+    SEEDED.manual_seed(5)
+    _, wanted = attend([0, 7, 40], 4, **CASES[case])
+    SEEDED.manual_seed(5)
+    given = {"wide": not CASES[case]["wide"]} if "wide" in CASES[case] else {}
+    plain, _ = attend([0, 7, 40], 4, **given)
+    assert not torch.allclose(plain.double(), wanted, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("row", [0, 1, 2])
+def test_the_bits_of_a_row_are_those_it_has_alone(dtype: torch.dtype, row: int) -> None:
+    together, _ = attend([3, 70, 200], 9, dtype, threads=2)
+    SEEDED.manual_seed(5)
+    alone, _ = attend([3, 70, 200], 9, dtype, only=row)
+    assert torch.equal(together[row], alone[0])
+
+
+def test_numbers_are_rounded_as_pytorch_rounds_them() -> None:
+    x = torch.cat([numbers(1000), torch.tensor([math.inf, -math.inf, math.nan, 0.0, -0.0, 1e-40, 3.4e38])])
+    halves = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8])
+    x = torch.cat([x, halves])
+    zero = torch.zeros(1, len(x), dtype=torch.bfloat16)
+    exact = x.to(torch.bfloat16)
+    for scale in (1.0, 3.0):  # 0 + 3 x has more digits than bf16
+        out = zero.clone()
+        kernel("add_norm", torch.bfloat16)(
+            out.data_ptr(), exact.data_ptr(), None, scale, None, None, 1, len(x), 1e-5, 1
+        )
+        assert torch.equal(out[0].nan_to_num(7), (exact.float() * scale).to(torch.bfloat16).nan_to_num(7))
+
+
+# -- the whole model ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3", "olmo2"])
+def test_a_token_has_its_bits_in_any_pass(family: str) -> None:
+    """Over unpacked float32 layers only attention, norms and gates are ours to keep: so a batch of equal columns."""
+    model = CausalModel(make(family))
+    assert go_lean(model) is None
+    assert model.lean is not None
+    assert model.lean.compiled
+    tokens = torch.randint(2, 90, (3, 12), generator=SEEDED)
+    cache = model.new_cache()
+    cache.add_rows(3)
+    model.forward(Feed(tokens[:, :8], (8, 3, 5)), cache)
+    together = model.forward(Feed(tokens[:, 8:], (4, 4, 4)), cache).scores()
+    for row, length in enumerate((8, 3, 5)):
+        own = model.new_cache()
+        own.add_rows(1)
+        model.forward(Feed(tokens[row : row + 1, :length], (length,)), own)
+        alone = model.forward(Feed(tokens[row : row + 1, 8:], (4,)), own).scores()
+        torch.testing.assert_close(alone[0], together[row], atol=1e-5, rtol=1e-5)
+
+
+# -- machines without them ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    """Kernels are looked for anew, and again after the test."""
+    build.library.cache_clear()
+    yield
+    build.library.cache_clear()
+
+
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize("lacking", ["compiler", "room", "success"])
+def test_what_is_lacking_is_said_once_and_passes_go_on(
+    lacking: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompts, params = [[5, 9, 17], [7]], SamplingParams(max_new_tokens=8)
+    wanted = run(CausalModel(make("llama")), prompts, params, gamma=0)[0]
+    monkeypatch.setenv("FORESAY_CACHE", str(tmp_path / "cache"))
+    if lacking == "compiler":
+        monkeypatch.setenv("CXX", "no-such-compiler")
+    elif lacking == "room":
+        (tmp_path / "cache").write_text("a file where the folder would be")
+    else:
+        broken = tmp_path / "kernels.cpp"
+        broken.write_text("this is no C++")
+        monkeypatch.setattr(build, "SOURCE", broken)
+    with caplog.at_level(logging.WARNING, "foresay"):
+        for _ in range(2):
+            model = CausalModel(make("llama"))
+            assert go_lean(model) is None
+            assert model.lean is not None
+            assert not model.lean.compiled
+            assert run(model, prompts, params, gamma=0)[0] == wanted
+    [said] = caplog.messages
+    assert said.startswith("passes are made without compiled kernels: ")
+    assert {"compiler": "no-such-compiler", "room": "cannot write", "success": "failed: "}[lacking] in said
+
+
+@pytest.mark.usefixtures("fresh")
+def test_they_are_compiled_once_and_may_be_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FORESAY_CACHE", str(tmp_path))
+    assert build.library() is not None
+    [kept] = (tmp_path / "native").iterdir()
+    before = kept.stat().st_mtime_ns
+    build.library.cache_clear()
+    monkeypatch.setattr(build, "_compile", None)  # which would be called otherwise
+    assert build.library() is not None
+    assert kept.stat().st_mtime_ns == before
+    build.library.cache_clear()
+    monkeypatch.setenv(build.SWITCH, "0")
+    assert build.library() is None
