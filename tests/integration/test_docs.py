@@ -151,5 +151,5 @@ def test_the_demo_shows_a_difference_and_fails(
 
     intact = demo._plain
     monkeypatch.setattr(demo, "_plain", lambda generator, prompt, new: intact(generator, prompt + " Why?", new))
-    assert _run(["demo", "-n", "12"]) == 1
+    assert _run(["demo", "-n", "24"]) == 1
     assert re.search(r"identical output: no, at token \d+: plain wrote", capsys.readouterr().out)

@@ -112,7 +112,7 @@ def test_every_method(
     reference: list[list[int]],
     tmp_path: Path,
 ) -> None:
-    """Each drafter with another length policy, three prompts in a ragged batch of two, the last joining."""
+    """Each drafter with another length policy, four prompts in a ragged batch of two, the last ones joining."""
     loaded = LoadedModel("SmolLM2", target, smollm2_tokenizer, frozenset([2]))
     table = tmp_path / "frequent.safetensors"
     counter = NgramCounter(2, target.vocab_size)
@@ -120,7 +120,7 @@ def test_every_method(
         counter.add(text)
     counter.table().save(table)
     build = read_drafter(drafter.replace("{table}", str(table))).prepare(Resources(loaded))
-    some = slice(0, 6, 2)
+    some = slice(2, 6)
     ours, steps, engine = run(
         target,
         prompts[some],

@@ -14,7 +14,7 @@ from torch import nn
 
 from foresay.models.huggingface.products import GROUP, Int4Product, Int8Product, PackedProduct, Product, same_bits
 
-_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q", "k", "v"), ("wi_0", "wi_1"))
+TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q", "k", "v"), ("wi_0", "wi_1"))
 """Names of layers that most families apply to one and the same input."""
 _CROSS = ("encoder_attn", "EncDecAttention")
 """Names of attention that reads an encoder's output: its query layer is used without the two others."""
@@ -44,11 +44,8 @@ class _Joint:
     with another input, or twice, computes again, so the result does not depend on the order of the calls.
     """
 
-    def __init__(self, layers: Sequence[nn.Linear], make: MakeProduct) -> None:
-        self._sizes = [layer.out_features for layer in layers]
-        biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
-        weight = torch.cat([layer.weight.detach() for layer in layers])
-        self.product = make(weight, torch.cat(biases) if biases else None)
+    def __init__(self, product: Product, sizes: Sequence[int]) -> None:
+        self.product, self._sizes = product, list(sizes)
         # (input, outputs not taken yet); one attribute, so that threads see the two together
         self._waiting: tuple[torch.Tensor, dict[int, torch.Tensor]] | None = None
 
@@ -170,7 +167,7 @@ def freeze_linears(model: nn.Module, make: MakeProduct = PackedProduct, *, all_d
 
     count = 0
     for path, parent in list(model.named_modules()):
-        for names in () if path.endswith(_CROSS) else _TOGETHER:
+        for names in () if path.endswith(_CROSS) else TOGETHER:
             layers = [getattr(parent, name, None) for name in names]
             count += _join(parent, names, [layer for layer in layers if fits(layer)], make)
         for name, child in list(parent.named_children()):
@@ -184,7 +181,17 @@ def freeze_linears(model: nn.Module, make: MakeProduct = PackedProduct, *, all_d
 def _join(parent: nn.Module, names: Sequence[str], layers: Sequence[nn.Linear], make: MakeProduct) -> int:
     if len(layers) < len(names) or len({(layer.in_features, layer.bias is None) for layer in layers}) > 1:
         return 0
-    joint = _Joint(layers, make)
-    for i, (name, layer) in enumerate(zip(names, layers, strict=True)):
-        setattr(parent, name, JointLinear(joint, i, layer))
+    biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
+    weight = torch.cat([layer.weight.detach() for layer in layers])
+    replace_jointly(parent, names, make(weight, torch.cat(biases) if biases else None))
     return len(names)
+
+
+def replace_jointly(parent: nn.Module, names: Sequence[str], product: Product) -> None:
+    """Put one product in the place of layers of `parent` that read the same input."""
+    layers = [parent.get_submodule(name) for name in names]
+    sizes = [layer.out_features for layer in layers if isinstance(layer, nn.Linear)]
+    joint = _Joint(product, sizes)
+    for i, (name, layer) in enumerate(zip(names, layers, strict=True)):
+        assert isinstance(layer, nn.Linear)
+        setattr(parent, name, JointLinear(joint, i, layer))

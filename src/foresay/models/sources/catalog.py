@@ -6,6 +6,7 @@ Owns how a name is located and what is passed to transformers. Knows nothing of 
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ import torch
 from foresay.decoding.protocols import LanguageModel
 from foresay.errors import ModelLoadError, ModelNotFoundError, UnknownNameError
 from foresay.models.huggingface import linears
+from foresay.models.sources.gguf_blocks import load_blocks, supports
 from foresay.models.sources.load_options import DTYPES, LoadOptions
 from foresay.models.sources.packaged import ALIASES, check_gguf, converted
 from foresay.models.sources.transformers_errors import load_errors, quiet_transformers
@@ -24,6 +26,7 @@ from foresay.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("foresay")
 
+_BF16 = ("bf16", "bfloat16", torch.bfloat16)
 _HUB_TIMEOUT_S = 10.0
 _TOKENIZER_FILES = ("tokenizer", "tokenization", "vocab", "spiece", "sentencepiece", "source.spm")
 
@@ -37,7 +40,7 @@ class LoadedModel:
     tokenizer: Tokenizer | None
     eos_token_ids: frozenset[int]
     weights: str = ""
-    """"int8" or "int4" where its weights are rounded to that."""
+    """"int8" or "int4" where its weights are rounded to that, "GGUF" where they are the blocks of such a file."""
 
     @property
     def precision(self) -> str:
@@ -68,13 +71,22 @@ def load_model(name: str | os.PathLike[str], options: LoadOptions | None = None)
     UnsupportedModelError when it cannot be decoded exactly, and ConfigError for a generation config that is not supported;
     never transformers' own errors.
     """
+    from transformers import AutoTokenizer
+
     options = options or LoadOptions()
     folder, extra, owned = _locate(os.fspath(name), options)
     device = _device(options)
     dtype = _dtype(options.dtype if options.bits is None else torch.bfloat16, device)
     with quiet_transformers(), load_errors(os.fspath(name), owned):
-        weights, tokenizer = _read(folder, extra, options, dtype, device)
-    return wrap(os.fspath(name), weights, tokenizer, optimise=True, bits=options.bits)
+        if "gguf_file" in extra and _keeps_blocks(options, device) and supports(Path(folder) / extra["gguf_file"]):
+            weights = load_blocks(Path(folder) / extra["gguf_file"], torch.bfloat16)
+            tokenizer = AutoTokenizer.from_pretrained(folder, **_common(options), **extra)
+            kept = "GGUF"
+        else:
+            weights, tokenizer = _read(folder, extra, options, dtype, device)
+            kept = "" if options.bits is None else options.weights
+    found = wrap(os.fspath(name), weights, tokenizer, optimise=True, bits=options.bits)
+    return dataclasses.replace(found, weights=kept)
 
 
 def load_tokenizer(name: str | os.PathLike[str], options: LoadOptions | None = None) -> Any:
@@ -114,8 +126,7 @@ def wrap(name: str, weights: Any, tokenizer: Any, *, optimise: bool, bits: int |
             linears.freeze_linears(weights, linears.in_bits(bits), all_dtypes=True)
         if isinstance(model, CausalModel) and (reason := go_lean(model)) is not None:
             logger.debug("%s keeps its own passes: %s", name, reason)
-    kept = "" if bits is None else f"int{bits}"
-    return LoadedModel(name, model, tokenizer, end_tokens(weights, tokenizer), kept)
+    return LoadedModel(name, model, tokenizer, end_tokens(weights, tokenizer))
 
 
 def end_tokens(weights: Any, tokenizer: Any) -> frozenset[int]:
@@ -132,6 +143,12 @@ def _dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
     if isinstance(dtype, torch.dtype):
         return dtype
     return native_dtype(device) if dtype == "auto" else DTYPES[dtype]
+
+
+def _keeps_blocks(options: LoadOptions, device: torch.device) -> bool:
+    """Whether a GGUF file's weights may stay in their blocks: on a CPU, where nothing else was asked for."""
+    plain = options.quantization_config is None and options.device_map is None and options.tp_plan is None
+    return plain and options.weights == "auto" and device.type == "cpu" and options.dtype in ("auto", *_BF16)
 
 
 def _device(options: LoadOptions) -> torch.device:

@@ -33,7 +33,8 @@ class LoadOptions:
     device: str | torch.device | None = None
     """The device of the model; None takes the GPU when there is one."""
     weights: str = "auto"
-    """How the weights of linear layers are kept on a CPU: "auto" and "bf16" as `dtype` says; "int8" (a scale for each output
+    """How the weights of linear layers are kept on a CPU: "bf16" as `dtype` says, "auto" the same
+    but for GGUF files, whose 4-bit blocks stay what they are; "int8" (a scale for each output
     feature) and "int4" (a scale and an offset for each 32 weights) rounded, which is another model that writes other texts."""
     draft_weights: str | None = None
     """The same for drafts; None: as the target's. Whatever they are, the output is the target's."""

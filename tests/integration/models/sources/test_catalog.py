@@ -9,11 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import gguf
-import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 import foresay
 from foresay import ConfigError, ModelLoadError, ModelNotFoundError, UnknownNameError
@@ -23,6 +20,7 @@ from foresay.models.sources.catalog import load_model
 from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.packaged import ALIASES, damage, packaged_file
 from helpers import tiny
+from helpers.gguf_files import write_gguf
 
 ALIAS = "smollm2-135m"
 
@@ -186,7 +184,7 @@ def test_a_file_where_the_conversion_belongs(converted: tuple[Path, list[Path]])
 
 
 def test_a_conversion_appears_whole(tmp_path: Path) -> None:
-    source = _write_gguf(tmp_path / "tiny.gguf", tiny.llama())
+    source = write_gguf(tmp_path / "tiny.gguf", tiny.llama())
     folder = tmp_path / "cache" / "models" / "tiny-1"
     packaged.convert(source, folder)
     assert damage(folder) is None
@@ -199,7 +197,7 @@ def test_a_conversion_appears_whole(tmp_path: Path) -> None:
 def test_a_conversion_that_fails_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
-    source = _write_gguf(tmp_path / "tiny.gguf", tiny.llama())
+    source = write_gguf(tmp_path / "tiny.gguf", tiny.llama())
 
     def fail(*args: Any, **kwargs: Any) -> None:
         raise error
@@ -213,7 +211,7 @@ def test_a_conversion_that_fails_leaves_nothing(
 
 def test_a_conversion_without_room_for_its_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A full disk after the weights is one of ours too."""
-    source = _write_gguf(tmp_path / "tiny.gguf", tiny.llama())
+    source = write_gguf(tmp_path / "tiny.gguf", tiny.llama())
 
     def full(path: Path, text: str) -> None:
         raise OSError(28, "No space left on device", str(path))
@@ -315,70 +313,9 @@ def test_code_of_a_models_own_is_off_by_default(folder: Path, tmp_path: Path) ->
 # -- GGUF ------------------------------------------------------------------------------------------------------------
 
 
-def _interleaved(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """Rotary halves as llama.cpp keeps them."""
-    rows, columns = weight.shape
-    return weight.view(heads, 2, rows // heads // 2, columns).transpose(1, 2).reshape(rows, columns)
-
-
-def _write_gguf(path: Path, model: PreTrainedModel) -> Path:
-    """A tiny Llama and its tokenizer as a GGUF file in float32."""
-    config, names = model.config, tiny.tokenizer()
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(names.convert_ids_to_tokens(range(len(names))))
-    writer.add_token_types([3] * len(tiny.SPECIALS) + [1] * (len(names) - len(tiny.SPECIALS)))
-    writer.add_token_merges([" ".join(pair) for pair in tiny.MERGES])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(0)
-    places = {
-        "self_attn.q_proj": "attn_q",
-        "self_attn.k_proj": "attn_k",
-        "self_attn.v_proj": "attn_v",
-        "self_attn.o_proj": "attn_output",
-        "mlp.gate_proj": "ffn_gate",
-        "mlp.up_proj": "ffn_up",
-        "mlp.down_proj": "ffn_down",
-        "input_layernorm": "attn_norm",
-        "post_attention_layernorm": "ffn_norm",
-    }
-    weights = model.state_dict()
-    tensors = {
-        "token_embd.weight": weights["model.embed_tokens.weight"],
-        "output_norm.weight": weights["model.norm.weight"],
-        "output.weight": weights["lm_head.weight"],
-    }
-    for i in range(config.num_hidden_layers):
-        for theirs, ours in places.items():
-            weight = weights[f"model.layers.{i}.{theirs}.weight"]
-            if ours == "attn_q":
-                weight = _interleaved(weight, config.num_attention_heads)
-            if ours == "attn_k":
-                weight = _interleaved(weight, config.num_key_value_heads)
-            tensors[f"blk.{i}.{ours}.weight"] = weight
-    for name, weight in tensors.items():
-        writer.add_tensor(name, np.ascontiguousarray(weight.detach().float().numpy()))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
 def test_a_gguf_file_is_the_model_it_was_made_of(tmp_path: Path) -> None:
     model = tiny.llama()
-    path = _write_gguf(tmp_path / "tiny.gguf", model)
+    path = write_gguf(tmp_path / "tiny.gguf", model)
     generator = foresay.load(path, dtype="fp32", num_draft_tokens=3)
     ids = tiny.tokenizer()("hello world, hello").input_ids
     assert generator.tokenizer("hello world, hello").input_ids == ids
@@ -398,7 +335,7 @@ def test_a_file_that_is_no_gguf(tmp_path: Path, raw: bytes) -> None:
 
 @pytest.mark.parametrize("share", [0.0001, 0.05, 0.5, 0.99])
 def test_a_gguf_file_cut_short(tmp_path: Path, share: float) -> None:
-    path = _write_gguf(tmp_path / "tiny.gguf", tiny.llama())
+    path = write_gguf(tmp_path / "tiny.gguf", tiny.llama())
     raw = path.read_bytes()
     path.write_bytes(raw[: max(4, int(len(raw) * share))])
     with pytest.raises(ModelLoadError) as caught:
