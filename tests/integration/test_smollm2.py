@@ -95,7 +95,7 @@ def test_a_draft_model(target: CausalModel, prompts: list[list[int]], reference:
 METHODS: dict[str, str] = {
     "max_gram": "10",
     "ngram_store(n=3, filler_top_k=4)": "8",
-    "suffix": "throughput",
+    "suffix": "6",
     "self(28)": "confidence(0.5)",
     "self(29, vocabulary={table}, coverage=0.9)": "6",
     "cascade(self=28, max_gram; k=[[4, 6], [0, 4]], lenience=2)": "10",
