@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -71,6 +72,18 @@ BROKEN: dict[str, tuple[str, Any]] = {
 def test_passes_that_compute_something_else_are_not_used(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name, instead = BROKEN[broken]
     monkeypatch.setattr(lean, name, instead)
+    monkeypatch.setattr(lean.LeanDecoder, "_compiled", lambda *_: None)
+    model = CausalModel(make("llama"))
+    assert "its scores differ from its own code's" in str(go_lean(model))
+    assert model.lean is None
+
+
+@pytest.mark.parametrize("wrong", [{"scaling": 1.0}, {"rotates": False}, {"heads": (4, 2), "window": 2}])
+def test_kernels_that_are_told_something_else_are_not_used(
+    wrong: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    intact = lean._native
+    monkeypatch.setattr(lean, "_native", lambda *args: dataclasses.replace(intact(*args), **wrong))
     model = CausalModel(make("llama"))
     assert "its scores differ from its own code's" in str(go_lean(model))
     assert model.lean is None
