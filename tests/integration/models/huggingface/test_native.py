@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import logging
 import math
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import torch
 from foresay.decoding.protocols import Feed
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.models.huggingface.causal import CausalModel
-from foresay.models.huggingface.native import build
+from foresay.models.huggingface.native import build, layers
 from foresay.models.huggingface.native.layers import DTYPES
 from foresay.models.huggingface.self_check import go_lean
 from helpers.families import make
@@ -259,6 +261,40 @@ def test_a_token_has_its_bits_in_any_pass(family: str) -> None:
         model.forward(Feed(tokens[row : row + 1, :length], (length,)), own)
         alone = model.forward(Feed(tokens[row : row + 1, 8:], (4,)), own).scores()
         torch.testing.assert_close(alone[0], together[row], atol=1e-5, rtol=1e-5)
+
+
+def race(model: CausalModel) -> int:
+    """Passes over one model by four threads, each over a cache of its own; how many scores are not those of a thread alone."""
+    tokens = [torch.randint(2, 90, (1, 40), generator=SEEDED) for _ in range(4)]
+
+    def scores(ids: torch.Tensor) -> torch.Tensor:
+        cache = model.new_cache()
+        cache.add_rows(1)
+        return model.forward(Feed(ids, (40,)), cache).scores()
+
+    alone = [scores(ids) for ids in tokens]
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(lambda n: torch.equal(scores(tokens[n % 4]), alone[n % 4]), range(400)))
+    return together.count(False)
+
+
+def test_threads_that_share_a_model_do_not_share_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = CausalModel(make("llama"))
+    assert go_lean(model) is None
+    assert race(model) == 0
+    started: list[threading.Thread] = []
+
+    class Held:
+        """A layer's struct at its last value, as it would be without a copy of it for each pass."""
+
+        from_buffer_copy = staticmethod(lambda asked: started.append(threading.current_thread()) or asked)
+
+    monkeypatch.setattr(layers, "Attention", Held)
+    asked = model.lean._native._attentions[0]  # type: ignore[union-attr]
+    before = asked.tokens
+    race(model)
+    assert asked.tokens != before, "control: the struct that threads would share is written to"
+    assert len(set(started)) > 1
 
 
 # -- machines without them ---------------------------------------------------------------------------------------------

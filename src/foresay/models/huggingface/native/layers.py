@@ -172,7 +172,8 @@ class NativeLayers:
         keys, values = cache.stores(i, few, dim, joint)
         for store in (keys, values):
             _check(store, (*keys.shape[:2], few, dim), self._dtype)
-        asked: Any = self._attentions[i]
+        # a copy: another thread's pass over the same model must not see this one's addresses
+        asked: Any = Attention.from_buffer_copy(self._attentions[i])
         cos, sin = one.turns[layer.kind]
         if layer.rotates:
             _check(cos, (*cos.shape[:2], cos.shape[2]), torch.float32)
