@@ -17,7 +17,7 @@ from foresay.decoding.protocols import KVCache, Logits
 from foresay.decoding.rows import Rows
 from foresay.errors import UnsupportedModelError
 from foresay.models.huggingface.lean import LeanDecoder
-from foresay.models.huggingface.linears import rows_apart
+from foresay.models.huggingface.linears import SingleRows
 from foresay.models.huggingface.model import UNLIMITED, TransformersModel
 from foresay.models.huggingface.slot_cache import Placement, SlotCache
 
@@ -119,8 +119,11 @@ class CausalModel(TransformersModel):
 
     def use_lean(self) -> None:
         """Make passes by `LeanDecoder`. Raises NotLeanError for a model that it does not read, which keeps its own code."""
-        self.lean = LeanDecoder(self.model)
-        self.rows_apart = self.lean.compiled and rows_apart(self.model)
+        self.lean, self._single_rows = LeanDecoder(self.model), SingleRows(self.model)
+
+    def takes_single_rows(self) -> bool:
+        """See TransformersModel. PyTorch's own attention and norms are not asked."""
+        return self.lean is not None and self.lean.compiled and self._single_rows()
 
     def new_cache(self) -> SlotCache:
         """A cache without rows."""

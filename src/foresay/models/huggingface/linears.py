@@ -12,7 +12,7 @@ from typing import TypeGuard
 import torch
 from torch import nn
 
-from foresay.models.huggingface.products import GROUP, Int4Product, Int8Product, PackedProduct, Product, same_bits
+from foresay.models.huggingface.products import GROUP, Int4Product, Int8Product, PackedProduct, Product, alone_as_among
 
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q", "k", "v"), ("wi_0", "wi_1"))
 """Names of layers that most families apply to one and the same input."""
@@ -130,15 +130,26 @@ def available(dtype: torch.dtype, device: torch.device) -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def rows_apart(model: nn.Module) -> bool:
-    """Whether every linear layer gives a row, even one alone, the bits it has among others: frozen, by kernels that do here."""
-    kinds = set()
-    for module in model.modules():
-        if isinstance(module, nn.Linear):
+class SingleRows:
+    """Whether a model may be fed one row alone: every linear layer is frozen, and gives it the bits that it has among others.
+
+    Asked once for each number of threads, which decides with the shape what a kernel does.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        found = [m.product for m in model.modules() if isinstance(m, FrozenLinear | JointLinear)]
+        plain = any(isinstance(m, nn.Linear) for m in model.modules())
+        self._shapes = None if plain else {(type(p), p.in_features, p.out_features): p for p in found}
+        self._known: dict[int, bool] = {}
+
+    def __call__(self) -> bool:
+        """With the number of threads that PyTorch has now."""
+        if self._shapes is None:
             return False
-        if isinstance(module, FrozenLinear | JointLinear):
-            kinds.add(type(module.product))
-    return all(same_bits(kind, 1) for kind in kinds)
+        threads = torch.get_num_threads()
+        if threads not in self._known:
+            self._known[threads] = all(alone_as_among(product) for product in self._shapes.values())
+        return self._known[threads]
 
 
 def int4_fits(weight: torch.Tensor) -> bool:

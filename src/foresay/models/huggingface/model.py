@@ -37,8 +37,6 @@ class TransformersModel:
     """Layers whose hidden states a pass can return."""
     max_source_length: int | None = None
     """Most tokens of an encoder source; None without a bound."""
-    rows_apart: bool = False
-    """Whether a pass over one token alone gives the bits that it has among others."""
     head_ids: torch.Tensor | None = None
     """The token ids [m] that a trimmed head scores; None where column i of the head is id i."""
 
@@ -123,7 +121,7 @@ class TransformersModel:
             parts = [(i, min(i + at_once, batch)) for i in range(0, batch, at_once)]
             return _joined([self.forward(feed.part(a, b), cache) for a, b in parts])
         parents = feed.parents
-        if batch * columns == 1 and not self.rows_apart:
+        if batch * columns == 1 and not self.takes_single_rows():
             # one row and two rows take different matrix kernels on some CPUs, so there are at least two
             token_ids, parents = torch.cat([token_ids, token_ids], 1), None
         at = cache.begin_pass(feed.first_row, batch, token_ids.shape[1], self.device, parents)
@@ -138,6 +136,10 @@ class TransformersModel:
         if feed.logits is Logits.LAST and columns > 1:
             scores = scores[torch.arange(batch, device=scores.device), feed.last_columns()][:, None]
         return ModelOutput(self._over_vocabulary(scores), hidden)
+
+    def takes_single_rows(self) -> bool:
+        """Whether a pass over one token alone gives the bits that it has among others."""
+        return False
 
     def _over_vocabulary(self, scores: torch.Tensor) -> torch.Tensor:
         """The head's logits [..., columns of the head] over all ids [..., V]; ids that it lacks get -inf."""

@@ -116,11 +116,11 @@ def go_lean(model: CausalModel) -> str | None:
         model.use_lean()
         difference = lean_difference(model)
     except Exception as error:  # whatever a family's modules lack: its own code runs
-        model.lean, model.rows_apart = None, False
+        model.lean = None
         return str(error) if isinstance(error, NotLeanError) else f"{type(error).__name__}: {error}"
     allowed = _allowed(model)
     if difference > allowed:
-        model.lean, model.rows_apart = None, False
+        model.lean = None
         return f"its scores differ from its own code's by {difference:.1e} of their spread, {allowed:.0e} allowed"
     return None
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
-from foresay.models.huggingface import products
 from foresay.models.huggingface.linears import (
     FrozenLinear,
     JointLinear,
+    SingleRows,
     freeze_linears,
     in_bits,
     product_of,
     weight_bytes,
 )
-from foresay.models.huggingface.products import Int4Product, Int8Product, PackedProduct, rounded_int4, same_bits
+from foresay.models.huggingface.products import Int4Product, Int8Product, PackedProduct, rounded_int4
 
 SEEDED = torch.Generator()
 KINDS = [Int8Product, Int4Product]
@@ -81,22 +83,57 @@ def test_bytes() -> None:
 
 @pytest.mark.parametrize("kind", [PackedProduct, *KINDS])
 def test_a_row_has_the_bits_it_has_among_others(kind: type) -> None:
-    assert same_bits(kind)
+    """What decoding builds on: 2 to 64 rows."""
+    product, x = kind(weights(1536, 576), None), torch.randn(64, 576, generator=SEEDED).to(torch.bfloat16)
+    whole = product(x)
+    for count in (2, 3, 4, 5, 8, 16, 17, 33):
+        assert torch.equal(product(x[:count]), whole[:count])
 
 
-def test_a_kernel_whose_bits_depend_on_the_rows_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    intact = products._INT8
+class Moody:
+    """A product whose kernel for few rows rounds otherwise, with two threads alone."""
 
-    def other(rows: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = intact(rows, weight, scales)
-        return out if len(rows) > 4 else out + out * 2**-7
+    in_features, out_features, bias = 64, 96, None
 
-    monkeypatch.setattr(products, "_INT8", other)
-    same_bits.cache_clear()
-    try:
-        assert not same_bits(Int8Product)
-    finally:
-        same_bits.cache_clear()
+    def __init__(self, few: int) -> None:
+        self.weight, self.few, self.asked = weights(96, 64), few, 0
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        self.asked += 1
+        out = x @ self.weight.t()
+        return out * (1 + 2**-7) if len(x) <= self.few and torch.get_num_threads() == 2 else out
+
+
+@pytest.fixture
+def _threads_as_before() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("_threads_as_before")
+@pytest.mark.parametrize("few", [1, 2])
+def test_each_shape_and_each_number_of_threads_is_asked(few: int) -> None:
+    calm, moody = Int8Product(weights(), None), Moody(few)
+    model = torch.nn.Sequential(FrozenLinear(calm), FrozenLinear(moody))  # type: ignore[arg-type]
+    single = SingleRows(model)
+    torch.set_num_threads(1)
+    moody.few = 0
+    assert single()
+    torch.set_num_threads(2)
+    moody.few = few
+    assert not single()
+    asked = moody.asked
+    assert not single()
+    torch.set_num_threads(1)
+    assert single()
+    assert moody.asked == asked, "once for each"
+
+
+def test_layers_that_are_not_frozen_are_not_trusted() -> None:
+    frozen = FrozenLinear(Int8Product(weights(), None))
+    assert SingleRows(torch.nn.Sequential(frozen))()
+    assert not SingleRows(torch.nn.Sequential(frozen, torch.nn.Linear(96, 8)))()
 
 
 class Block(torch.nn.Module):
