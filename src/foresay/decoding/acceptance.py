@@ -168,10 +168,10 @@ def _points(proposal: Proposal) -> torch.Tensor:
 
 
 def _written(target: Laws, proposal: Proposal, streams: Streams, point: torch.Tensor) -> torch.Tensor:
-    """What p writes at each place that holds a guess nobody sampled, and after the last guess: [B, 1 + K]."""
+    """What p writes at each place that holds a guess nobody sampled, [B, 1 + K]; where nobody sampled any, after the last too."""
     counts = torch.tensor(proposal.num_tokens, device=point.device)[:, None]
     columns = torch.arange(proposal.width + 1, device=point.device)
-    wanted = (F.pad(point, (0, 1)) & (columns < counts)) | (columns == counts)
+    wanted = columns <= counts if proposal.laws is None else F.pad(point, (0, 1)) & (columns < counts)
     return draw(target, streams, Purpose.TARGET, wanted=wanted)
 
 

@@ -8,6 +8,8 @@ from foresay.decoding.laws import Laws
 from foresay.decoding.randomness import Purpose, Streams
 
 _BLOCK = 128
+_NOISY = 1 << 18
+"""Numbers of noise that are made at once."""
 
 
 def inverse_cdf(probs: torch.Tensor, uniform: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
@@ -65,6 +67,8 @@ def draw(
         return laws.greedy_ids
     here = laws.probs_row >= 0 if wanted is None else (laws.probs_row >= 0) & wanted
     where, column = torch.nonzero(here, as_tuple=True)
+    if not len(where):
+        return laws.greedy_ids
     rows = laws.probs_row[where, column]
     offsets = torch.arange(first, first + laws.probs_row.shape[1], device=where.device)
     if depths is not None:
@@ -82,11 +86,16 @@ def draw(
 def _coupled(
     probs: torch.Tensor, rows: torch.Tensor, streams: Streams, where: torch.Tensor, offsets: torch.Tensor
 ) -> torch.Tensor:
-    """argmax(log p + Gumbel noise) at each place, [M]. Noise is made for the tokens of the law alone, place by place."""
-    out = torch.empty_like(rows)
-    for i in range(len(rows)):
-        law = probs[rows[i]]
-        tokens = torch.nonzero(law)[:, 0]
-        noise = streams.gumbel(where[i], offsets[i], tokens)
-        out[i] = tokens[noise.add_(law[tokens].log()).argmax()]
-    return out
+    """argmax(log p + Gumbel noise) at each place, [M]. Noise is made for the tokens of the laws alone, a few places at once."""
+    vocab = probs.shape[1]
+    at_once = max(1, _NOISY // vocab)
+    out = [rows.new_empty(0)]
+    for first in range(0, len(rows), at_once):
+        some = slice(first, first + at_once)
+        laws = probs[rows[some]]
+        place, token = torch.nonzero(laws, as_tuple=True)
+        noise = streams.gumbel(where[some][place], offsets[some][place], token)
+        noisy = torch.full_like(laws, -torch.inf)
+        noisy[place, token] = noise.add_(laws[place, token].log())
+        out.append(noisy.argmax(-1))
+    return torch.cat(out)

@@ -6,7 +6,8 @@ state; processors known to keep some are refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -96,7 +97,7 @@ def process_row(
     A processor must not see what would never be written. for_target: a place where a processor raises, or no token is
     left, fails and keeps its raw scores; a draft's place takes them silently, as any law will do for a draft.
     """
-    constants = _constants(row, scores)
+    constants, penalties = _constants(row, scores), _Penalties.of(row, scores)
     contexts: dict[int, list[int]] = {}
     failures: dict[int, RequestError] = {}
     for t in range(scores.shape[0]):
@@ -112,7 +113,7 @@ def process_row(
         contexts[t] = prefix
         raw = scores[t].clone()
         try:
-            _process_place(scores[t], row, prefix, constants)
+            _process_place(scores[t], row, prefix, constants, penalties)
         except RequestError as error:
             scores[t] = raw
             if for_target:
@@ -120,9 +121,16 @@ def process_row(
     return failures
 
 
-def _process_place(scores: torch.Tensor, row: Row, prefix: Sequence[int], constants: torch.Tensor | None) -> None:
+def _process_place(
+    scores: torch.Tensor,
+    row: Row,
+    prefix: Sequence[int],
+    constants: torch.Tensor | None,
+    penalties: _Penalties | None,
+) -> None:
     """Penalties, biases, minimum length, then the request's processors. scores: [V], changed in place."""
-    _penalise(scores, row, prefix)
+    if penalties is not None:
+        penalties.apply(scores, prefix)
     if constants is not None:
         scores += constants
     if row.num_new + len(prefix) < row.params.min_new_tokens and row.eos:
@@ -161,21 +169,40 @@ def _constant_vector(params: SamplingParams, vocab: int) -> torch.Tensor:
     return vector
 
 
-def _penalise(scores: torch.Tensor, row: Row, prefix: Sequence[int]) -> None:
-    """Repetition over prompt and output; presence and frequency over the output. scores: [V] raw logits."""
-    params = row.params
-    if params.repetition_penalty != 1.0:
-        ids = _ids(row, 0, prefix, scores)
-        seen = scores[ids]
-        scores[ids] = torch.where(seen < 0, seen * params.repetition_penalty, seen / params.repetition_penalty)
-    if params.presence_penalty or params.frequency_penalty:
-        unique, counts = torch.unique(_ids(row, row.prompt_length, prefix, scores), return_counts=True)
-        scores[unique] -= params.presence_penalty + params.frequency_penalty * counts
+class _Penalties:
+    """Repetition over prompt and output; presence and frequency over the output: of one row, at each of its places.
 
+    The committed tokens are gathered once; a place adds those drafted before it.
+    """
 
-def _ids(row: Row, start: int, prefix: Sequence[int], scores: torch.Tensor) -> torch.Tensor:
-    ids = torch.cat([torch.from_numpy(row.tokens[start:].copy()), torch.tensor(list(prefix), dtype=torch.int64)])
-    return ids[ids < scores.shape[0]].to(scores.device)
+    def __init__(self, row: Row, scores: torch.Tensor) -> None:
+        self._params, self._device, self._vocab = row.params, scores.device, scores.shape[1]
+        self._seen = set(row.tokens.tolist())
+        self._counts = Counter(row.tokens[row.prompt_length :].tolist())
+
+    @staticmethod
+    def of(row: Row, scores: torch.Tensor) -> _Penalties | None:
+        """A row's penalties for scores [T, V]; None where it has none."""
+        params = row.params
+        asked = params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
+        return _Penalties(row, scores) if asked else None
+
+    def apply(self, scores: torch.Tensor, prefix: Sequence[int]) -> None:
+        """scores: [V] raw logits after the committed tokens and `prefix`, changed in place."""
+        params = self._params
+        if params.repetition_penalty != 1.0:
+            ids = self._ids(self._seen.union(prefix))
+            seen = scores[ids]
+            scores[ids] = torch.where(seen < 0, seen * params.repetition_penalty, seen / params.repetition_penalty)
+        if params.presence_penalty or params.frequency_penalty:
+            counts = self._counts + Counter(prefix) if prefix else self._counts
+            ids = self._ids(counts)
+            often = torch.tensor([counts[token] for token in counts if token < self._vocab], device=self._device)
+            scores[ids] -= params.presence_penalty + params.frequency_penalty * often
+
+    def _ids(self, tokens: Iterable[int]) -> torch.Tensor:
+        inside = [token for token in tokens if token < self._vocab]
+        return torch.tensor(inside, dtype=torch.int64, device=self._device)
 
 
 def _call_processors(scores: torch.Tensor, row: Row, prefix: Sequence[int]) -> None:

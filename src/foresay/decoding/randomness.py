@@ -16,6 +16,7 @@ The mixing function is the finaliser of splitmix64 (Steele et al. 2014), chained
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import Any
 
 import torch
 
@@ -54,26 +55,32 @@ def derive(key: int, *values: int) -> int:
     return state >> 1
 
 
-def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
+def _words(x: torch.Tensor) -> Any:
+    """Where wrapping int64 are mixed: on a host in numpy, whose small operations cost a fraction of PyTorch's."""
+    return x.numpy() if x.device.type == "cpu" else x
+
+
+def _shift(x: Any, bits: int) -> Any:
     """Logical right shift of int64."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def _mix(x: torch.Tensor) -> torch.Tensor:
+def _mix(x: Any) -> Any:
     x = (x ^ _shift(x, 30)) * _MIX_1
     x = (x ^ _shift(x, 27)) * _MIX_2
     return x ^ _shift(x, 31)
 
 
-def _absorb(state: torch.Tensor, value: torch.Tensor | int) -> torch.Tensor:
+def _absorb(state: Any, value: Any) -> Any:
     if isinstance(value, int):
         return _mix(state * 3 + _signed((value + 1) * _GOLDEN & _MASK))
     return _mix(state * 3 + (value + 1) * _GOLDEN)
 
 
-def _unit(bits: torch.Tensor) -> torch.Tensor:
+def _unit(bits: Any) -> torch.Tensor:
     """int64 -> float64 in (0, 1): 52 random bits, centred so that neither end is reached."""
-    return (_shift(bits, 12).to(torch.float64) + 0.5) * 2.0**-52
+    words: torch.Tensor = bits if isinstance(bits, torch.Tensor) else torch.from_numpy(bits)
+    return ((words >> 12) & ((1 << 52) - 1)).double().add_(0.5).mul_(2.0**-52)
 
 
 class Streams:
@@ -84,7 +91,7 @@ class Streams:
     2024) instead of by an inverse CDF.
     """
 
-    __slots__ = ("_step", "keys", "level", "seeds", "shares_noise", "starts")
+    __slots__ = ("_step", "_writes", "keys", "level", "seeds", "shares_noise", "starts")
 
     def __init__(
         self,
@@ -97,24 +104,29 @@ class Streams:
     ) -> None:
         self.seeds, self.starts, self.level, self.shares_noise = seeds, starts, level, shares_noise
         self.keys = seeds if keys is None else keys
-        self._step: torch.Tensor | None = None
+        self._step: Any = None
+        self._writes: Any = None
 
     def uniform(self, purpose: Purpose, offsets: torch.Tensor) -> torch.Tensor:
         """Numbers of this step. offsets: [B, n] or [n] int64 -> [B, n] float64 in (0, 1)."""
         if self._step is None:
-            key = _absorb(_mix(self.keys + _GOLDEN), 0)
-            self._step = _absorb(_absorb(key, self.starts), self.level)
-        return _unit(_absorb(_absorb(self._step, int(purpose))[:, None], offsets))
+            self._step = _absorb(_absorb(_absorb(self._opened(), 0), _words(self.starts)), self.level)
+        return _unit(_absorb(_absorb(self._step, int(purpose))[:, None], _words(offsets)))
 
     def writing(self, offsets: torch.Tensor) -> torch.Tensor:
         """Numbers that write the tokens at absolute positions. offsets from the start: [B, n] or [n] -> [B, n] in (0, 1)."""
-        key = _absorb(_absorb(_mix(self.keys + _GOLDEN), int(Purpose.TARGET)), self.level)
-        return _unit(_absorb(key[:, None], self.starts[:, None] + offsets))
+        if self._writes is None:
+            self._writes = _absorb(_absorb(self._opened(), int(Purpose.TARGET)), self.level)
+        return _unit(_absorb(self._writes[:, None], _words(self.starts)[:, None] + _words(offsets)))
+
+    def _opened(self) -> Any:
+        return _mix(_words(self.keys) + _GOLDEN)
 
     def gumbel(self, row: torch.Tensor, offset: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Gumbel(0, 1) noise for some tokens at an absolute position.
+        """Gumbel(0, 1) noise for tokens at absolute positions.
 
-        row, offset: int64 scalars, batch index and offset from the row's start. tokens: [n] int64 -> [n] float32.
+        row, offset: int64, batch index and offset from the row's start, of one shape that broadcasts with tokens: one place
+        and its tokens, or a place for each token. tokens: [n] int64 -> [n] float32.
         Depends on (seed, position, token) alone: drafter, target and plain decoding meet the same noise.
         """
         position = self.starts[row] + offset
