@@ -54,7 +54,9 @@ def run(
     sizes = numbers(batch, "--batch")
     named = methods(drafter or DRAFTERS, length or (), rule)
     sets = {one.name: one.items() for one in [data, *(_further(data, name) for name in also or [])]}
-    target = load_generator(ModelOptions(model), "none", MethodOptions(), machine, max_batch_size=max(sizes))
+    target = load_generator(
+        ModelOptions(model), "none", MethodOptions(), machine, later=named, max_batch_size=max(sizes)
+    )
     with contextlib.ExitStack() as peers:
         engines = []
         for name in against or []:

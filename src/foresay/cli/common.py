@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from foresay.cli.progress import loading
 from foresay.errors import ConfigError, PromptError
 from foresay.generation.generator import Generator
 from foresay.generation.load import load
+from foresay.generation.method import Method
 from foresay.generation.result import Generation
 from foresay.methods.expressions import Call, parse
+from foresay.methods.recipes import read_drafter
 from foresay.methods.settings_file import FILE, is_settings, read_settings
 
 
@@ -29,9 +32,20 @@ def use_threads(count: int | None) -> None:
 
 
 def load_generator(
-    models: ModelOptions, drafter: str, methods: MethodOptions, machine: MachineOptions, **more: Any
+    models: ModelOptions,
+    drafter: str,
+    methods: MethodOptions,
+    machine: MachineOptions,
+    *,
+    later: Sequence[Method] = (),
+    **more: Any,
 ) -> Generator:
-    """What the options name, loaded; a draft model by its expression, so that it is kept for `foresay.change`."""
+    """What the options name, loaded; a draft model by its expression, so that it is kept for `foresay.change`.
+
+    later: what the command tries one after the other, over the same weights.
+    """
+    if machine.draft_weights is not None and drafter == "none":
+        check_draft_weights(machine, later)
     use_threads(machine.threads)
     model = model_name(models.model)
     draft: str | None = models.draft
@@ -53,6 +67,12 @@ def load_generator(
             progress=progress,
             **more,
         )
+
+
+def check_draft_weights(machine: MachineOptions, methods: Sequence[Method]) -> None:
+    """ConfigError for --draft-weights where no method loads a draft model."""
+    if machine.draft_weights is not None and not any(read_drafter(one.drafter).loads_model for one in methods):
+        raise ConfigError("--draft-weights is for a draft model, and none is named; drop it")
 
 
 def model_name(given: str | None) -> str:

@@ -50,7 +50,7 @@ def run(
     named = _methods(drafter or [], models, methods)
     text = read_prompt(prompt, file)
     plainly = MethodOptions(rule=methods.rule)
-    generator = load_generator(ModelOptions(models.model), "none", plainly, machine)
+    generator = load_generator(ModelOptions(models.model), "none", plainly, machine, later=named)
     with loading("Preparing the drafters") as progress:
         rows = table.compare(generator, PromptItem("", text, raw=raw), named, models.draft, params, repeats, progress)
     if as_json:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from foresay.cli.common import load_generator, use_threads
+from foresay.cli.common import check_draft_weights, load_generator, use_threads
 from foresay.cli.lab_options import DataOptions
 from foresay.cli.options import MachineOptions, MethodOptions, ModelOption, ModelOptions
 from foresay.cli.progress import loading
@@ -59,6 +59,7 @@ def run(
         raise ConfigError("--costs and --target-cost go together")
     use_threads(machine.threads)
     named = methods(drafter or DRAFTERS, length or ())
+    check_draft_weights(machine, named)
     known = None if profile is None else Profile.load(profile)
     resources, recorded = _open(recording, model, named, data, machine)
     table = None if costs is None else read_costs(costs)
@@ -90,7 +91,7 @@ def _open(
         stand_in = RecordingModel([recorded.records[0].text], recorded.vocab_size)
         return Resources(LoadedModel(recorded.model, stand_in, None, recorded.eos)), recorded
     name = model if model is not None or printed else Recording.load(path).model or None
-    generator = load_generator(ModelOptions(name), "none", MethodOptions(), machine)
+    generator = load_generator(ModelOptions(name), "none", MethodOptions(), machine, later=named)
     assert generator.resources is not None
     prompts = None
     if printed:

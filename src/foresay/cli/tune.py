@@ -60,7 +60,8 @@ def run(
     named = methods(drafter or DRAFTERS, length or LENGTHS)
     named += [] if draft is None else with_draft(model_expression(draft) if "(" not in draft else draft)
     items = data.items()
-    target = load_generator(ModelOptions(model), "none", MethodOptions(), machine, max_batch_size=max(16, *sizes))
+    size = max(16, *sizes)
+    target = load_generator(ModelOptions(model), "none", MethodOptions(), machine, later=named, max_batch_size=size)
     recorded = _recorded(target, recording, items, max_new_tokens, data)
     with loading("Timing passes, replaying candidates"):
         tuner = Tuner(target, recorded)

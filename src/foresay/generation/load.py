@@ -57,7 +57,7 @@ def load(
     that end a text, where the model does not say so itself. share_prefixes: whether a prompt may start from the slots of a
     row that begins alike (the same bits as filling it). options: fields of
     LoadOptions (dtype, weights, draft_weights, device, device_map, max_memory, quantization_config, tp_plan, revision,
-    trust_remote_code), for target and draft alike.
+    trust_remote_code), for target and draft alike; draft_weights beside drafter="none" waits for what `change` names.
     """
     ngrams = {k: v for k, v in (("max_ngram", max_ngram), ("min_ngram", min_ngram)) if v is not None}
     if is_settings(target):
@@ -75,6 +75,12 @@ def load(
     chosen = read_rule("speculative" if rule is None else rule)
     policy = _policy(recipe, name, num_draft_tokens, length)
     settings = LoadOptions(**_known(options))
+    loads_draft = isinstance(draft, str | os.PathLike) if recipe is None else recipe.loads_model or name == "none"
+    if settings.draft_weights is not None and not loads_draft:
+        raise ConfigError(
+            f"draft_weights={settings.draft_weights!r} is for a draft model that is loaded by name, and "
+            f"{f'drafter={name!r}' if draft is None else 'draft='} is none"
+        )
     max_batch_size = check_int(
         "max_batch_size", DEFAULT_BATCH if max_batch_size is None else max_batch_size, 1, MAX_BATCH_SIZE
     )

@@ -95,6 +95,8 @@ class Recipe:
     """Clears what it keeps between requests."""
     reads_target: bool = False
     """Whether it needs the target's layers or tokenizer, and not only its tokens."""
+    loads_model: bool = False
+    """Whether it loads a model by name, which `LoadOptions.draft_weights` is for."""
 
 
 def _none() -> Recipe:
@@ -168,7 +170,7 @@ def _tree(name: str, branches: int = 2, width: int = 1) -> Recipe:
         check_vocabularies(resources.target.tokenizer, draft.tokenizer, (resources.target.name, draft.name))
         return lambda: ModelTreeDrafter(draft.model, resources.vocab_size, branches=branches, width=width)
 
-    return Recipe(prepare, 8, reads_target=True)
+    return Recipe(prepare, 8, reads_target=True, loads_model=True)
 
 
 def _model(
@@ -180,7 +182,7 @@ def _model(
     def prepare(resources: Resources) -> DrafterBuilder:
         return _draft_with(resources, resources.model(name), trim)
 
-    return Recipe(prepare, 5, reads_target=True)
+    return Recipe(prepare, 5, reads_target=True, loads_model=True)
 
 
 def draft_model(loaded: LoadedModel) -> Recipe:
@@ -277,7 +279,8 @@ def _cascade(*drafters: tuple[str | None, Any], k: Sequence[Sequence[int]], leni
         for recipe in recipes:
             recipe.forget()
 
-    return Recipe(prepare, drafted_at_most(k), forget, any(recipe.reads_target for recipe in recipes))
+    reads, loads = (any(getattr(one, name) for one in recipes) for name in ("reads_target", "loads_model"))
+    return Recipe(prepare, drafted_at_most(k), forget, reads_target=reads, loads_model=loads)
 
 
 def _made(builder: DrafterBuilder) -> Drafter:

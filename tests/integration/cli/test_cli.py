@@ -252,6 +252,9 @@ def test_missing_path(shell: tiny.Shell, path: str) -> None:
         (["--drafter", "prompt_lokup"], "unknown drafter 'prompt_lokup'. Did you mean 'prompt_lookup'?"),
         (["--rule", "blok"], "unknown rule 'blok'. Did you mean 'block'?"),
         (["--dtype", "bf61"], "unknown dtype 'bf61'. Did you mean 'bf16'?"),
+        (["--weights", "int5"], "unknown weights 'int5'. Did you mean 'int"),
+        (["--weights", "int8"], "weights='int8' computes in bf16, but dtype='fp32' was given; drop one"),
+        (["--draft-weights", "int8"], "draft_weights='int8' is for a draft model that is loaded by name"),
         (["--draft", "smollm2-135"], "unknown model 'smollm2-135'. Did you mean 'smollm2-135m'?"),
         (["-n", "0"], "max_new_tokens=0 must be an integer at least 1"),
         (["-n", "-3"], "max_new_tokens=-3 must be an integer at least 1"),
@@ -284,6 +287,21 @@ def test_missing_path(shell: tiny.Shell, path: str) -> None:
 )
 def test_wrong_parameters(shell: tiny.Shell, base: list[str], args: list[str], message: str) -> None:
     assert message.lower() in shell.refused(*base, PROMPT, *args).lower()
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["generate", "--drafter", "none", "x"],
+        ["compare", "x"],
+        ["record", "x.jsonl"],
+        ["bench", "x.jsonl"],
+        ["profile"],
+    ],
+)
+def test_draft_weights_without_a_draft_model(shell: tiny.Shell, folder: Path, args: list[str]) -> None:
+    said = shell.refused(*args, "--model", str(folder), "--draft-weights", "int8")
+    assert said == "--draft-weights is for a draft model, and none is named; drop it"
 
 
 @pytest.mark.parametrize("drafter", ["prompt_lookup", "none"])

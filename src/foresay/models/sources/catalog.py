@@ -76,7 +76,7 @@ def load_model(name: str | os.PathLike[str], options: LoadOptions | None = None)
     options = options or LoadOptions()
     folder, extra, owned = _locate(os.fspath(name), options)
     device = _device(options)
-    dtype = _dtype(options.dtype if options.bits is None else torch.bfloat16, device)
+    dtype = _dtype(options.computes_in, device)
     with quiet_transformers(), load_errors(os.fspath(name), owned):
         if "gguf_file" in extra and _keeps_blocks(options, device) and supports(Path(folder) / extra["gguf_file"]):
             weights = load_blocks(Path(folder) / extra["gguf_file"], torch.bfloat16)

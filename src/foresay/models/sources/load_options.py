@@ -33,11 +33,12 @@ class LoadOptions:
     device: str | torch.device | None = None
     """The device of the model; None takes the GPU when there is one."""
     weights: str = "auto"
-    """How the weights of linear layers are kept on a CPU: "bf16" as `dtype` says, "auto" the same
-    but for GGUF files, whose 4-bit blocks stay what they are; "int8" (a scale for each output
+    """How the weights of linear layers are kept on a CPU: "auto" as `dtype` says, but for GGUF files, whose 4-bit blocks
+    stay what they are; "bf16" as that dtype, whatever the file; "int8" (a scale for each output
     feature) and "int4" (a scale and an offset for each 32 weights) rounded, which is another model that writes other texts."""
     draft_weights: str | None = None
-    """The same for drafts; None: as the target's. Whatever they are, the output is the target's."""
+    """The same for draft models that are loaded by name; None: as the target's. They bring
+    their own dtype. Whatever they are, the output is the target's."""
     device_map: str | Mapping[str, Any] | None = None
     max_memory: Mapping[int | str, str] | None = None
     quantization_config: Any = None
@@ -69,10 +70,12 @@ class LoadOptions:
     def _check_weights(self, name: str, weights: str) -> None:
         if weights not in WEIGHTS:
             raise UnknownNameError(name, weights, WEIGHTS)
+        if weights == "auto":
+            return
+        if name == "weights" and self.dtype not in ("auto", "bf16", "bfloat16", torch.bfloat16):
+            raise ConfigError(f"{name}={weights!r} computes in bf16, but dtype={str(self.dtype)!r} was given; drop one")
         if WEIGHTS[weights] is None:
             return
-        if self.dtype not in ("auto", "bf16", "bfloat16", torch.bfloat16):
-            raise ConfigError(f"{name}={weights!r} computes in bf16, but dtype={str(self.dtype)!r} was given; drop one")
         if self.quantization_config is not None:
             raise ConfigError(f"{name}={weights!r} and quantization_config contradict; give one of them")
         elsewhere = self.device_map if self.device is None else self.device
@@ -83,14 +86,21 @@ class LoadOptions:
             )
 
     @property
+    def computes_in(self) -> str | torch.dtype:
+        """The dtype that is asked for, by `dtype` or by `weights`."""
+        return self.dtype if self.weights == "auto" else torch.bfloat16
+
+    @property
     def bits(self) -> int | None:
         """Bits that the weights are rounded to; None where they are not."""
         return WEIGHTS[self.weights]
 
     def for_draft(self) -> LoadOptions:
         """The options for a draft model named beside the target."""
-        weights = self.weights if self.draft_weights is None else self.draft_weights
-        return dataclasses.replace(self, revision=None, weights=weights, draft_weights=None)
+        if self.draft_weights is None or self.draft_weights == self.weights:
+            return dataclasses.replace(self, revision=None, draft_weights=None)
+        dtype = self.dtype if self.draft_weights == "auto" else "auto"
+        return dataclasses.replace(self, revision=None, dtype=dtype, weights=self.draft_weights, draft_weights=None)
 
 
 def _check_device(device: str | torch.device) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 import foresay
 from foresay.errors import ConfigError, UnknownNameError
 from foresay.models.huggingface.products import Int4Product, Int8Product
+from foresay.models.sources import catalog
 from foresay.models.sources.load_options import LoadOptions
 from helpers import tiny
 
@@ -69,12 +71,43 @@ def test_what_is_loaded_is_said(folder: Path) -> None:
         ({"weights": "int4", "dtype": "fp32"}, "weights='int4' computes in bf16, but dtype='fp32' was given; drop one"),
         ({"weights": "int8", "device_map": "cuda"}, "is for CPUs, but 'cuda' was asked for"),
         ({"weights": "int4", "quantization_config": object()}, "contradict; give one of them"),
-        ({"draft_weights": "int4", "dtype": "fp32"}, "draft_weights='int4' computes in bf16"),
+        ({"weights": "bf16", "dtype": "fp16"}, "weights='bf16' computes in bf16, but dtype='fp16' was given; drop one"),
     ],
 )
 def test_what_contradicts_is_refused(options: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         LoadOptions(**options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("drafter", ["auto", "max_gram", "self(1)", "cascade(self=1, max_gram; k=[[2, 2], [0, 2]])"])
+def test_draft_weights_without_a_draft_model_are_refused(drafter: str, folder: Path) -> None:
+    with pytest.raises(ConfigError, match="draft_weights='int4' is for a draft model that is loaded by name"):
+        foresay.load(folder, drafter=drafter, draft_weights="int4")
+
+
+def test_draft_weights_are_not_for_a_draft_that_is_there(folder: Path, small: Path) -> None:
+    draft = foresay.load(small, drafter="none").target
+    with pytest.raises(ConfigError, match="draft_weights='int8' is for a draft model that is loaded by name"):
+        foresay.load(folder, draft, draft_weights="int8")
+
+
+def test_draft_weights_wait_for_a_change(folder: Path, small: Path) -> None:
+    plain = foresay.load(folder, drafter="none", dtype="fp32", draft_weights="int8")
+    drafted = foresay.change(plain, drafter=f"model({small})")
+    [draft] = drafted.resources.models.values()
+    assert (draft.precision, plain.target.precision) == ("bfloat16, int8 weights", "float32")
+    assert texts(drafted) == texts(plain)
+
+
+def test_bf16_weights_are_bf16_whatever_the_processor_likes(
+    folder: Path, small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catalog, "native_dtype", lambda device: torch.float32)
+    assert foresay.load(folder, drafter="none").target.dtype == "float32"
+    assert foresay.load(folder, drafter="none", weights="bf16").target.dtype == "bfloat16"
+    drafted = foresay.load(folder, small, dtype="fp32", draft_weights="bf16")
+    assert drafted.target.dtype == "float32"
+    assert [one.dtype for one in drafted.resources.models.values()] == ["bfloat16"]  # type: ignore[union-attr]
 
 
 def test_an_unknown_format_is_named() -> None:
