@@ -45,7 +45,7 @@ INSIDE = {
     "engine": [{"row_moves", "prefixes", "stats", "guard"}, {"loop"}],
     "models": [{"vocabulary", "table", "recording"}, {"huggingface"}, {"sources"}],
     "models/huggingface": [
-        {"slot_cache"},
+        {"slot_cache", "gated_layer"},
         {"attention"},
         {"products", "model", "native"},
         {"linears"},

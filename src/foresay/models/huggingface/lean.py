@@ -8,16 +8,15 @@ What it computes is what the family's own code computes, rounded in other places
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from foresay.models.huggingface import attention
+from foresay.models.huggingface.gated_layer import GatedLayer, Norm, Product
 from foresay.models.huggingface.linears import product_of
-from foresay.models.huggingface.native.layers import NativeLayer, NativeLayers
+from foresay.models.huggingface.native.layers import NativeLayers
 from foresay.models.huggingface.slot_cache import Placement, SlotCache
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -26,53 +25,6 @@ _ALL_ALIKE = frozenset({"mistral", "phi3"})
 """Families in which every layer slides where the configuration has a window."""
 FAMILIES = _BY_LAYER | _ALL_ALIKE | {"llama", "gemma", "olmo2", "granite"}
 """model_type of the families whose layers are read here; the tests compare each with its own code."""
-
-_Product = Callable[[torch.Tensor], torch.Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class _Norm:
-    """x / rms(x) times the weight [H], or times one plus it."""
-
-    weight: torch.Tensor
-    eps: float
-    from_one: bool = False
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        shape = tuple(self.weight.shape)
-        if self.from_one:
-            return F.rms_norm(x.float(), shape, self.float32(), self.eps).to(x.dtype)
-        return F.rms_norm(x, shape, self.weight, self.eps)
-
-    def float32(self) -> torch.Tensor:
-        """What is multiplied by, in float32."""
-        return (1.0 + self.weight.float() if self.from_one else self.weight.float()).contiguous()
-
-
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    """What one layer computes: attention and a gated feed-forward, each with a norm before it, after it or both."""
-
-    kind: str
-    before_attention: _Norm | None
-    qkv: _Product
-    heads: tuple[int, int]
-    """Heads of the queries, and of the keys."""
-    dim: int
-    q_norm: _Norm | None
-    k_norm: _Norm | None
-    wide_norm: bool
-    """Whether q_norm and k_norm take all heads as one vector (OLMo-2)."""
-    rotates: bool
-    scaling: float
-    softcap: float | None
-    output: _Product
-    after_attention: _Norm | None
-    before_mlp: _Norm | None
-    gate_up: _Product
-    activation: Callable[[torch.Tensor], torch.Tensor]
-    down: _Product
-    after_mlp: _Norm | None
 
 
 class LeanDecoder:
@@ -83,7 +35,7 @@ class LeanDecoder:
         config = model.config
         if config.model_type not in FAMILIES:
             raise NotLeanError(f"family {config.model_type!r} has code of its own")
-        if any(part._forward_hooks or part._forward_pre_hooks for part in model.modules()):
+        if any(_hooked(part) for part in model.modules()):
             raise NotLeanError("it has hooks on its modules")
         body = model.base_model
         kinds = _kinds(config)
@@ -95,7 +47,7 @@ class LeanDecoder:
         self._embed, self._rotary = model.get_input_embeddings(), body.rotary_emb
         self._head = product_of(model.get_output_embeddings())
         self._by_kind = config.model_type == "gemma3_text"  # which rotates by layer type
-        self._windows = {kind: config.sliding_window if kind == SLIDING else None for kind in set(kinds)}
+        self._windows = {layer.kind: layer.window for layer in self._layers}
         self._embedding_scale = float(getattr(config, "embedding_multiplier", 1.0))
         self._residual_scale = float(getattr(config, "residual_multiplier", 1.0))
         self._logits_scale = float(getattr(config, "logits_scaling", 1.0))
@@ -139,9 +91,8 @@ class LeanDecoder:
         if weight.device.type != "cpu":
             return None
         activation = getattr(config, "hidden_activation", None) or config.hidden_act
-        layers = [_native(layer, self._windows[layer.kind], self._norm.eps) for layer in self._layers]
         try:
-            return NativeLayers(layers, self._norm.float32(), str(activation), self._residual_scale, model.dtype)
+            return NativeLayers(self._layers, self._norm, str(activation), self._residual_scale, model.dtype)
         except LookupError:
             return None
 
@@ -160,7 +111,7 @@ class LeanDecoder:
 
     def _attend(
         self,
-        layer: _Layer,
+        layer: GatedLayer,
         x: torch.Tensor,
         index: int,
         at: Placement,
@@ -185,11 +136,11 @@ class LeanDecoder:
         out = layer.output(seen.reshape(batch, columns, many * layer.dim))
         return self._added(x, out, layer.after_attention)
 
-    def _feed(self, layer: _Layer, x: torch.Tensor) -> torch.Tensor:
+    def _feed(self, layer: GatedLayer, x: torch.Tensor) -> torch.Tensor:
         gate, up = layer.gate_up(x if layer.before_mlp is None else layer.before_mlp(x)).chunk(2, -1)
         return self._added(x, layer.down(layer.activation(gate) * up), layer.after_mlp)
 
-    def _added(self, x: torch.Tensor, out: torch.Tensor, after: _Norm | None) -> torch.Tensor:
+    def _added(self, x: torch.Tensor, out: torch.Tensor, after: Norm | None) -> torch.Tensor:
         if after is not None:
             out = after(out)
         return x + out if self._residual_scale == 1.0 else torch.add(x, out, alpha=self._residual_scale)
@@ -207,6 +158,11 @@ class NotLeanError(Exception):
     """Why a model is left to its own code."""
 
 
+def _hooked(part: Any) -> bool:
+    """Whether calling a module does more than its forward says: PyTorch's hooks, or accelerate's in its place."""
+    return bool(part._forward_hooks or part._forward_pre_hooks or hasattr(part, "_hf_hook"))
+
+
 def _kinds(config: Any) -> list[str]:
     count = int(config.num_hidden_layers)
     if config.model_type in _BY_LAYER:
@@ -218,12 +174,12 @@ def _kinds(config: Any) -> list[str]:
     return [SLIDING if slides else FULL] * count
 
 
-def _read(layer: Any, kind: str, config: Any) -> _Layer:
+def _read(layer: Any, kind: str, config: Any) -> GatedLayer:
     attn, mlp = layer.self_attn, layer.mlp
     four = hasattr(layer, "pre_feedforward_layernorm")
     first = getattr(layer, "input_layernorm", None)
     two = four or first is None  # norms after attention and feed-forward
-    return _Layer(
+    return GatedLayer(
         kind=kind,
         before_attention=None if first is None else _norm_of(first),
         qkv=_joint(attn, "qkv_proj", ("q_proj", "k_proj", "v_proj")),
@@ -233,6 +189,7 @@ def _read(layer: Any, kind: str, config: Any) -> _Layer:
         k_norm=_norm_of(attn.k_norm) if hasattr(attn, "k_norm") else None,
         wide_norm=config.model_type == "olmo2",
         rotates=bool(getattr(attn, "use_rope", True)),
+        window=config.sliding_window if kind == SLIDING else None,
         scaling=float(attn.scaling),
         softcap=getattr(attn, "attn_logit_softcapping", None),
         output=product_of(attn.o_proj),
@@ -247,49 +204,22 @@ def _read(layer: Any, kind: str, config: Any) -> _Layer:
     )
 
 
-def _native(layer: _Layer, window: int | None, eps: float) -> NativeLayer:
-    def weight(norm: _Norm | None) -> torch.Tensor | None:
-        return None if norm is None else norm.float32()
-
-    return NativeLayer(
-        kind=layer.kind,
-        qkv=layer.qkv,
-        output=layer.output,
-        gate_up=layer.gate_up,
-        down=layer.down,
-        before_attention=weight(layer.before_attention),
-        after_attention=weight(layer.after_attention),
-        before_mlp=weight(layer.before_mlp),
-        after_mlp=weight(layer.after_mlp),
-        query_norm=weight(layer.q_norm),
-        key_norm=weight(layer.k_norm),
-        wide_norm=layer.wide_norm,
-        heads=layer.heads,
-        dim=layer.dim,
-        window=window,
-        rotates=layer.rotates,
-        scaling=layer.scaling,
-        softcap=layer.softcap,
-        eps=eps,
-    )
-
-
-def _joint(parent: Any, whole: str, parts: Sequence[str]) -> _Product:
+def _joint(parent: Any, whole: str, parts: Sequence[str]) -> Product:
     """One product for layers that read the same input."""
     return product_of(*([getattr(parent, whole)] if hasattr(parent, whole) else [getattr(parent, n) for n in parts]))
 
 
-def _norm_of(module: Any) -> _Norm:
+def _norm_of(module: Any) -> Norm:
     """A family's root-mean-square norm. Gemma's weights are what is added to one."""
     eps = getattr(module, "variance_epsilon", None)
-    return _Norm(
+    return Norm(
         module.weight.detach(),
         float(module.eps if eps is None else eps),
         type(module).__name__.startswith("Gemma"),
     )
 
 
-def _normed(layer: _Layer, joint: torch.Tensor) -> torch.Tensor:
+def _normed(layer: GatedLayer, joint: torch.Tensor) -> torch.Tensor:
     """Queries and keys normed: each head by itself, or all heads of a token together. joint: [B, T, heads * dim]."""
     assert layer.q_norm is not None and layer.k_norm is not None
     sizes = [layer.heads[0] * layer.dim, layer.heads[1] * layer.dim, layer.heads[1] * layer.dim]

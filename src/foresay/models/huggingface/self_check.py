@@ -6,6 +6,8 @@ an unknown attention implementation gives an error instead of a wrong output. Ow
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from foresay.decoding.protocols import Feed, Logits
@@ -110,18 +112,33 @@ def lean_difference(model: CausalModel) -> float:
     return float((scores[0] - scores[1]).abs().amax() / spread)
 
 
-def go_lean(model: CausalModel) -> str | None:
+@dataclass(frozen=True, slots=True)
+class OwnCode:
+    """Why a model's passes are made by its family's own code. expected: it is one that nobody promised lean passes for."""
+
+    reason: str
+    expected: bool
+
+    def __str__(self) -> str:
+        return self.reason
+
+
+def go_lean(model: CausalModel) -> OwnCode | None:
     """Make a model's passes lean where that computes what its own code does; else say why not, and leave it."""
     try:
         model.use_lean()
         difference = lean_difference(model)
+    except NotLeanError as error:
+        model.lean = None
+        return OwnCode(str(error), expected=True)
     except Exception as error:  # whatever a family's modules lack: its own code runs
         model.lean = None
-        return str(error) if isinstance(error, NotLeanError) else f"{type(error).__name__}: {error}"
+        return OwnCode(f"{type(error).__name__}: {error}", expected=False)
     allowed = _allowed(model)
     if difference > allowed:
         model.lean = None
-        return f"its scores differ from its own code's by {difference:.1e} of their spread, {allowed:.0e} allowed"
+        differ = f"its scores differ from its own code's by {difference:.1e} of their spread, {allowed:.0e} allowed"
+        return OwnCode(differ, expected=False)
     return None
 
 

@@ -124,8 +124,9 @@ def wrap(name: str, weights: Any, tokenizer: Any, *, optimise: bool, bits: int |
             linears.freeze_linears(weights)
         else:
             linears.freeze_linears(weights, linears.in_bits(bits), all_dtypes=True)
-        if isinstance(model, CausalModel) and (reason := go_lean(model)) is not None:
-            logger.debug("%s keeps its own passes: %s", name, reason)
+        if isinstance(model, CausalModel) and (why := go_lean(model)) is not None:
+            level = logging.INFO if why.expected else logging.WARNING
+            logger.log(level, "passes of %s are made by its family's own code: %s", name, why)
     return LoadedModel(name, model, tokenizer, end_tokens(weights, tokenizer))
 
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from typing import Any
 
 import pytest
 import torch
 
+from foresay.decoding.protocols import Feed
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.models.huggingface import lean
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.early_exit import first_layers
-from foresay.models.huggingface.self_check import go_lean
+from foresay.models.huggingface.self_check import OwnCode, go_lean
+from foresay.models.sources.catalog import wrap
 from helpers.families import FAMILIES, VOCAB, make
 from helpers.support import Sometimes, run
 
@@ -45,10 +48,43 @@ def test_other_families_keep_their_own_code(family: str) -> None:
     assert model.lean is None
 
 
+@pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.parametrize("family", READ)
+def test_trees_and_hidden_states_are_those_of_the_familys_own_code(
+    family: str, kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not kernels:
+        monkeypatch.setattr(lean.LeanDecoder, "_compiled", lambda *_: None)
+    model, other = CausalModel(make(family)), CausalModel(make(family))
+    layers = tuple(range(model.capabilities.num_layers + 1))  # type: ignore[operator]
+    before, tree = torch.tensor([[5, 9, 17, 5, 9, 6], [7, 8, 9, 0, 0, 0]]), torch.tensor([[4, 5, 6, 7, 8]] * 2)
+    parents = torch.tensor([[-1, 0, 0, 2, 1], [-1, 0, 1, 1, 3]])
+
+    def outputs(model: CausalModel) -> list[torch.Tensor]:
+        cache = model.new_cache()
+        cache.add_rows(2)
+        filled = model.forward(Feed(before, (6, 3), hidden_layers=layers), cache)
+        grown = model.forward(Feed(tree, (5, 5), parents=parents, hidden_layers=layers), cache)
+        states = [grown.hidden[n] for n in layers] + [filled.hidden[n][1, :3] for n in layers]
+        return [grown.scores(), filled.scores()[1, :3], *states]
+
+    own = outputs(other)
+    assert go_lean(model) is None
+    assert model.lean is not None
+    assert model.lean.compiled == kernels
+    torch.testing.assert_close(outputs(model), own, atol=2e-4, rtol=2e-4)
+    parents[0, 3] = 1
+    with pytest.raises(AssertionError):  # control: the tree counts
+        torch.testing.assert_close(outputs(model), own, atol=2e-4, rtol=2e-4)
+
+
 def test_a_model_with_hooks_keeps_its_own_code() -> None:
     weights = make("llama")
+    weights.model.layers[0]._hf_hook = object()  # accelerate's
+    assert "hooks" in str(go_lean(CausalModel(weights)))
+    weights = make("llama")
     weights.model.layers[0].register_forward_hook(lambda *_: None)
-    assert go_lean(CausalModel(weights)) == "it has hooks on its modules"
+    assert go_lean(CausalModel(weights)) == OwnCode("it has hooks on its modules", expected=True)
 
 
 def test_the_first_layers_of_a_lean_model_are_lean() -> None:
@@ -82,11 +118,23 @@ def test_passes_that_compute_something_else_are_not_used(broken: str, monkeypatc
 def test_kernels_that_are_told_something_else_are_not_used(
     wrong: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    intact = lean._native
-    monkeypatch.setattr(lean, "_native", lambda *args: dataclasses.replace(intact(*args), **wrong))
+    intact = lean._read
+    monkeypatch.setattr(lean, "_read", lambda *args: dataclasses.replace(intact(*args), **wrong))
     model = CausalModel(make("llama"))
     assert "its scores differ from its own code's" in str(go_lean(model))
     assert model.lean is None
+
+
+def test_a_fallback_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A family that nobody promised is no warning; one that should have worked is."""
+    with caplog.at_level(logging.INFO, "foresay"):
+        wrap("mine", make("gpt2"), None, optimise=True)
+        monkeypatch.setattr(lean, "_norm_of", lambda module: None)
+        wrap("yours", make("llama"), None, optimise=True)
+    [(_, first, one), (_, second, two)] = caplog.record_tuples
+    assert (first, second) == (logging.INFO, logging.WARNING)
+    assert one == "passes of mine are made by its family's own code: family 'gpt2' has code of its own"
+    assert two.startswith("passes of yours are made by its family's own code: ")
 
 
 def test_a_layer_that_lacks_something_is_no_error() -> None:

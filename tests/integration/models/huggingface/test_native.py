@@ -351,6 +351,40 @@ def test_what_is_lacking_is_said_once_and_passes_go_on(
 
 
 @pytest.mark.usefixtures("fresh")
+def test_a_compiler_may_have_arguments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FORESAY_CACHE", str(tmp_path))
+    monkeypatch.setenv("CXX", "g++ -O1")
+    assert build.library() is not None
+    [with_arguments] = (tmp_path / "native").iterdir()
+    monkeypatch.setenv("CXX", "g++")
+    assert build.kept() != with_arguments
+
+
+@pytest.mark.usefixtures("fresh")
+def test_a_compiler_that_hangs_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    slow = tmp_path / "slow"
+    slow.write_text("#!/bin/sh\nexec sleep 60\n")
+    slow.chmod(0o755)
+    monkeypatch.setenv("CXX", str(slow))
+    monkeypatch.setattr(build, "_TIMEOUT_S", 0.2)
+    with caplog.at_level(logging.WARNING, "foresay"):
+        assert build.library() is None
+    assert f"{slow} took more than" in caplog.text
+
+
+@pytest.mark.usefixtures("fresh")
+def test_what_is_damaged_is_compiled_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FORESAY_CACHE", str(tmp_path))
+    kept = build.kept()
+    kept.parent.mkdir()
+    kept.write_bytes(b"\x7fELF and no more")
+    assert build.library() is not None
+    assert kept.stat().st_size > 1000
+
+
+@pytest.mark.usefixtures("fresh")
 def test_they_are_compiled_once_and_may_be_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("FORESAY_CACHE", str(tmp_path))
     assert build.library() is not None

@@ -12,6 +12,7 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -40,8 +41,12 @@ def library() -> ctypes.CDLL | None:
         return None
     try:
         path = kept()
-        if not path.is_file():
-            _compile(path)
+        if path.is_file():
+            try:
+                return _declared(ctypes.CDLL(str(path)))
+            except (OSError, AttributeError) as error:
+                logger.info("%s is damaged (%s) and compiled anew", path, error)
+        _compile(path)
         return _declared(ctypes.CDLL(str(path)))
     except (BuildError, OSError, ForesayError) as error:
         logger.warning("passes are made without compiled kernels: %s", error)
@@ -50,23 +55,32 @@ def library() -> ctypes.CDLL | None:
 
 def kept() -> Path:
     """Where the compiled kernels of this source, this processor and this compiler are kept. Raises BuildError without one."""
-    said = "\n".join([SOURCE.read_text(encoding="utf-8"), _processor(), _version(_compiler()), *_FLAGS])
+    said = "\n".join(
+        [SOURCE.read_text(encoding="utf-8"), _processor(), _version(tuple(_compiler())), *_compiler(), *_FLAGS]
+    )
     return cache_dir() / "native" / f"kernels-{hashlib.sha256(said.encode()).hexdigest()[:16]}.so"
 
 
-def _compiler() -> str:
-    own = os.environ.get("CXX")
-    for name in [own] if own else COMPILERS:
+def _compiler() -> list[str]:
+    """A compiler and the arguments that $CXX brings."""
+    own = shlex.split(os.environ.get("CXX", ""))
+    for name in own[:1] or COMPILERS:
         found = shutil.which(name)
         if found is not None:
-            return found
-    raise BuildError(f"no C++ compiler ({own or ', '.join(COMPILERS)}) was found")
+            return [found, *own[1:]]
+    raise BuildError(f"no C++ compiler ({own[0] if own else ', '.join(COMPILERS)}) was found")
 
 
 @functools.cache
-def _version(compiler: str) -> str:
-    done = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
-    return done.stdout.partition("\n")[0]
+def _version(compiler: tuple[str, ...]) -> str:
+    return _run([*compiler, "--version"]).stdout.partition("\n")[0]
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise BuildError(f"{command[0]} took more than {_TIMEOUT_S:.0f} s") from None
 
 
 def _processor() -> str:
@@ -81,18 +95,14 @@ def _processor() -> str:
 def _compile(path: Path) -> None:
     compiler = _compiler()
     machine = ["-march=native"] if platform.machine() in ("x86_64", "AMD64") else ["-mcpu=native"]
-    if "clang" not in _version(compiler).lower():
+    if "clang" not in _version(tuple(compiler)).lower():
         # a sum must not depend on where its numbers lie
         machine += ["--param", "vect-max-peeling-for-alignment=0"]
     with atomic_write(path, parents=True) as place:
-        command = [compiler, *_FLAGS, *machine, "-o", str(place), str(SOURCE)]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
-        except subprocess.TimeoutExpired:
-            raise BuildError(f"{compiler} took more than {_TIMEOUT_S:.0f} s") from None
+        done = _run([*compiler, *_FLAGS, *machine, "-o", str(place), str(SOURCE)])
         if done.returncode != 0:
             first = next(iter(done.stderr.strip().splitlines()), "no message")
-            raise BuildError(f"{compiler} failed: {first}")
+            raise BuildError(f"{' '.join(compiler)} failed: {first}")
 
 
 class Attention(ctypes.Structure):

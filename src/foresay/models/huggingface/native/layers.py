@@ -7,12 +7,13 @@ they are told. A pass over N tokens holds its tokens flat, [N, width]. Knows not
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from foresay.models.huggingface.gated_layer import GatedLayer, Norm
 from foresay.models.huggingface.native.build import Attention, library
 from foresay.models.huggingface.slot_cache import Placement, SlotCache
 
@@ -21,32 +22,23 @@ ACTIVATIONS = {"silu": 0, "swish": 0, "gelu_pytorch_tanh": 1, "gelu_tanh": 1, "g
 """transformers' names of the activations that the kernels know."""
 _ALONE = 1 << 18
 """Products of an attention below which one thread is faster than two that must meet."""
-_Product = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class NativeLayer:
-    """One layer's products, and float32 weights of its norms, None where it has none."""
+class _Weights:
+    """A layer's norms as the kernels read them, in float32; None where it has none."""
 
-    kind: str
-    qkv: _Product
-    output: _Product
-    gate_up: _Product
-    down: _Product
     before_attention: torch.Tensor | None
     after_attention: torch.Tensor | None
     before_mlp: torch.Tensor | None
     after_mlp: torch.Tensor | None
-    query_norm: torch.Tensor | None
-    key_norm: torch.Tensor | None
-    wide_norm: bool
-    heads: tuple[int, int]
-    dim: int
-    window: int | None
-    rotates: bool
-    scaling: float
-    softcap: float | None
-    eps: float
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+
+    @staticmethod
+    def of(layer: GatedLayer) -> _Weights:
+        norms = {name: getattr(layer, name) for name in _Weights.__dataclass_fields__}
+        return _Weights(**{name: None if norm is None else norm.float32() for name, norm in norms.items()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,23 +60,25 @@ class NativeLayers:
 
     def __init__(
         self,
-        layers: Sequence[NativeLayer],
-        last_norm: torch.Tensor,
+        layers: Sequence[GatedLayer],
+        last_norm: Norm,
         activation: str,
         residual_scale: float,
         dtype: torch.dtype,
     ) -> None:
-        """Raises LookupError where the kernels are not there, or lack the dtype or the activation."""
+        """Raises LookupError where the kernels are not there, or lack the dtype, the activation or norms of several eps."""
         found = library()
-        if found is None or dtype not in DTYPES or activation not in ACTIVATIONS:
+        alike = all(norm.eps == last_norm.eps for layer in layers for norm in layer.norms)
+        if found is None or dtype not in DTYPES or activation not in ACTIVATIONS or not alike:
             raise LookupError(f"no kernels for {dtype} and {activation}")
         name = DTYPES[dtype]
         self._add_norm = getattr(found, f"foresay_add_norm_{name}")
         self._gate = getattr(found, f"foresay_gate_{name}")
         self._attend = getattr(found, f"foresay_attend_{name}")
-        self._layers, self._last_norm, self._dtype = list(layers), last_norm, dtype
+        self._layers, self._dtype, self._eps = list(layers), dtype, last_norm.eps
+        self._weights, self._last_norm = [_Weights.of(layer) for layer in layers], last_norm.float32()
         self._activation, self._scale = ACTIVATIONS[activation], residual_scale
-        self._attentions = [_attention(layer) for layer in layers]
+        self._attentions = [_attention(*pair, self._eps) for pair in zip(layers, self._weights, strict=True)]
 
     def run(
         self,
@@ -104,16 +98,16 @@ class NativeLayers:
             raise ValueError(f"[B, T, H] of {self._dtype} is wanted, in one piece")
         one = self._prepared(at, turns, flat.shape[0])
         states: dict[int, torch.Tensor] = {}
-        normed = self._normed(flat, None, None, self._layers[0].before_attention, self._layers[0].eps, one)
-        for i, layer in enumerate(self._layers):
+        normed = self._normed(flat, None, None, self._weights[0].before_attention, one)
+        for i, (layer, norms) in enumerate(zip(self._layers, self._weights, strict=True)):
             if i in wanted:
                 states[i] = flat.clone().view(shape)
             seen = self._attended(i, layer, layer.qkv(normed), cache, one)
-            normed = self._normed(flat, layer.output(seen), layer.after_attention, layer.before_mlp, layer.eps, one)
+            normed = self._normed(flat, layer.output(seen), norms.after_attention, norms.before_mlp, one)
             inner = layer.down(self._gated(layer.gate_up(normed), one))
             last = i + 1 == len(self._layers)
-            before = self._last_norm if last else self._layers[i + 1].before_attention
-            normed = self._normed(flat, inner, layer.after_mlp, before, layer.eps, one)
+            before = self._last_norm if last else self._weights[i + 1].before_attention
+            normed = self._normed(flat, inner, norms.after_mlp, before, one)
         normed = normed.view(shape)
         if len(self._layers) in wanted:
             states[len(self._layers)] = normed
@@ -145,7 +139,6 @@ class NativeLayers:
         added: torch.Tensor | None,
         after: torch.Tensor | None,
         before: torch.Tensor | None,
-        eps: float,
         one: _Pass,
     ) -> torch.Tensor:
         """Add to the residual stream `flat` [N, H], in place; the stream normed, or as it is where nothing norms it."""
@@ -155,7 +148,7 @@ class NativeLayers:
             _check(added, flat.shape, flat.dtype)
         self._add_norm(
             *(flat.data_ptr(), _pointer(added), _pointer(after), self._scale, _pointer(before), out.data_ptr()),
-            *(tokens, width, eps, one.threads),
+            *(tokens, width, self._eps, one.threads),
         )
         return out
 
@@ -166,7 +159,7 @@ class NativeLayers:
         self._gate(joint.data_ptr(), out.data_ptr(), tokens, twice // 2, self._activation, one.threads)
         return out
 
-    def _attended(self, i: int, layer: NativeLayer, joint: torch.Tensor, cache: SlotCache, one: _Pass) -> torch.Tensor:
+    def _attended(self, i: int, layer: GatedLayer, joint: torch.Tensor, cache: SlotCache, one: _Pass) -> torch.Tensor:
         (many, few), dim, tokens = layer.heads, layer.dim, one.rows.numel()
         _check(joint, (tokens, (many + 2 * few) * dim), self._dtype)
         keys, values = cache.stores(i, few, dim, joint)
@@ -190,9 +183,9 @@ class NativeLayers:
         return out
 
 
-def _attention(layer: NativeLayer) -> Attention:
+def _attention(layer: GatedLayer, weights: _Weights, eps: float) -> Attention:
     """What never changes of a layer's attention."""
-    for norm, heads in ((layer.query_norm, layer.heads[0]), (layer.key_norm, layer.heads[1])):
+    for norm, heads in ((weights.q_norm, layer.heads[0]), (weights.k_norm, layer.heads[1])):
         if norm is not None:
             _check(norm, (heads * layer.dim if layer.wide_norm else layer.dim,), torch.float32)
     return Attention(
@@ -201,9 +194,9 @@ def _attention(layer: NativeLayer) -> Attention:
         dim=layer.dim,
         wide=int(layer.wide_norm),
         window=layer.window or 0,
-        query_norm=_pointer(layer.query_norm),
-        key_norm=_pointer(layer.key_norm),
-        eps=layer.eps,
+        query_norm=_pointer(weights.q_norm),
+        key_norm=_pointer(weights.k_norm),
+        eps=eps,
         scaling=layer.scaling,
         softcap=layer.softcap or 0.0,
     )
