@@ -1,4 +1,4 @@
-"""Files written whole or not at all."""
+"""Files written whole or not at all, and where they are kept."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from foresay.errors import ConfigError
-from foresay.files import atomic_write
+from foresay.files import atomic_write, cache_dir
 
 
 def test_the_file_is_there_only_when_it_is_whole(tmp_path: Path) -> None:
@@ -68,3 +68,14 @@ def test_what_the_file_system_refuses_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No space left"), atomic_write(tmp_path / "a"):
         raise OSError(28, "No space left on device")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]
+
+
+def test_where_what_was_made_once_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    monkeypatch.setenv("FORESAY_CACHE", str(tmp_path / "own"))
+    assert cache_dir() == tmp_path / "own"
+    monkeypatch.delenv("FORESAY_CACHE")
+    assert cache_dir() == tmp_path / "xdg" / "foresay"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_dir() == tmp_path / ".cache" / "foresay"

@@ -1,7 +1,7 @@
 """Matrix products with frozen weights, one class for each way of keeping them: packed bf16, 8 bits, 4 bits.
 
 A decoding step on a CPU reads every weight once, so its floor is bytes / bandwidth: fewer bits are a lower floor. Whatever the
-format, a row's product has the same bits alone and among others, which `same_bits` checks on the machine at hand. Owns the
+format, a row's product has the same bits in any batch; `alone_as_among` asks the machine at hand whether also alone. Owns the
 rounding of weights and the kernels' layouts. Knows nothing of models.
 """
 
@@ -19,6 +19,12 @@ _PACKED_LINEAR = torch.ops.mkldnn._linear_pointwise.default
 _INT8 = torch.ops.aten._weight_int8pack_mm.default
 _INT4 = torch.ops.aten._weight_int4pack_mm_for_cpu.default
 _PACK_INT4 = torch.ops.aten._convert_weight_to_int4pack_for_cpu.default
+
+
+_AT_ONCE = 1 << 17
+"""Weights that are rounded at a time: what a core's cache holds."""
+_SHARES = (1.0, 0.97, 0.94, 0.91, 0.87, 0.83)
+"""Of a group's range, which ends are tried."""
 
 
 class Product(Protocol):
@@ -170,27 +176,45 @@ class Int4Product(_Quantized):
 
 
 def rounded_int4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Levels [out, in] of 0 to 15, scales and offsets [out, in / 32] for the weights [out, in].
+    """Levels [out, in] of 0 to 15, scales and offsets [out, in / 32] for the weights [out, in], the latter two in their dtype.
 
     The range of a group is what is between its least and greatest weight, narrowed by what makes the squared error least:
-    weights near the ends are rare, and cutting them off a little makes all others finer.
+    weights near the ends are rare, and cutting them off a little makes all others finer. Levels are chosen for the scales and
+    offsets as they are kept.
     """
-    groups = weight.float().view(len(weight), -1, GROUP)
+    at_once = max(1, _AT_ONCE // weight.shape[1])
+    parts = [
+        _rounded_rows(rows.float().view(len(rows), -1, GROUP), weight.dtype) for rows in torch.split(weight, at_once)
+    ]
+    levels, scales, offsets = (torch.cat(column) for column in zip(*parts, strict=True))
+    return levels, scales, offsets
+
+
+def _rounded_rows(groups: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`rounded_int4` of some rows, [out, in / 32, 32] float32."""
     low, high = groups.amin(2), groups.amax(2)
+    middle, half = (high + low) / 2, (high - low) / 2
     best = torch.full_like(low, torch.inf)
-    out = [torch.zeros_like(groups), torch.ones_like(low), torch.zeros_like(low)]
-    for kept in (1.0, 0.97, 0.94, 0.91, 0.87, 0.83):
-        middle, half = (high + low) / 2, (high - low) / 2 * kept
-        scales = (2 * half / 15).clamp(min=1e-30)
-        offsets = middle - half + 8 * scales
-        levels = ((groups - offsets[..., None]) / scales[..., None]).round_().add_(8).clamp_(0, 15)
-        restored = (levels - 8) * scales[..., None] + offsets[..., None]
-        error = (restored - groups).square_().sum(2)
-        better = error < best
-        best = torch.where(better, error, best)
-        for i, new in enumerate((levels, scales, offsets)):
-            out[i] = torch.where(better[..., None] if new.dim() == 3 else better, new, out[i])
-    return out[0].flatten(1).to(torch.uint8), out[1], out[2]
+    kept, buffer = torch.ones_like(low), torch.empty_like(groups)
+    for share in _SHARES:
+        scales, offsets = _range(middle, half * share, dtype)
+        _levels(groups, scales, offsets, buffer)
+        error = buffer.sub_(8).mul_(scales[..., None]).add_(offsets[..., None]).sub_(groups).square_().sum(2)
+        kept = torch.where(error < best, share, kept)
+        best = torch.minimum(best, error)
+    scales, offsets = _range(middle, half * kept, dtype)
+    return _levels(groups, scales, offsets, buffer).flatten(1).to(torch.uint8), scales.to(dtype), offsets.to(dtype)
+
+
+def _range(middle: torch.Tensor, half: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales and offsets of 16 levels from middle - half to middle + half, as `dtype` holds them, in float32."""
+    scales = (2 * half / 15).to(dtype).float()
+    return scales, (middle + scales / 2).to(dtype).float()
+
+
+def _levels(groups: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    divisors = scales.clamp(min=torch.finfo(torch.float32).tiny)  # a group of equal weights has the scale 0
+    return torch.sub(groups, offsets[..., None], out=out).div_(divisors[..., None]).round_().add_(8).clamp_(0, 15)
 
 
 def alone_as_among(product: Product) -> bool:

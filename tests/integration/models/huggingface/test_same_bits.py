@@ -11,11 +11,10 @@ from foresay.decoding.prefill import fill_chunk
 from foresay.decoding.protocols import Feed, Logits
 from foresay.decoding.rows import Row, Rows
 from foresay.decoding.sampling_params import SamplingParams
-from foresay.models.huggingface import attention, linears
+from foresay.models.huggingface import attention
 from foresay.models.huggingface import slot_cache as slots
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.early_exit import first_layers
-from foresay.models.huggingface.products import PackedProduct
 from foresay.models.huggingface.slot_cache import SlotCache
 from foresay.models.sources.catalog import LoadedModel
 from helpers.chat_prompts import PROMPTS
@@ -213,36 +212,3 @@ def test_bf16_output_does_not_depend_on_speculation_or_batch(smollm2_bf16: Loade
         )
         assert ours == plain
         assert sum(s.num_accepted for s in steps) > 20
-
-
-def test_packed_linear_layers_give_the_same_bits_for_one_row_and_many() -> None:
-    if not linears.available(torch.bfloat16, torch.device("cpu")):  # nothing is packed then
-        return
-    layer = torch.nn.Linear(576, 1536, dtype=torch.bfloat16)
-    packed = PackedProduct(layer.weight, layer.bias)
-    x = torch.randn(64, 576, dtype=torch.bfloat16)
-    whole = packed(x)
-    for rows in (1, 2, 3, 5, 8, 17, 40):
-        assert torch.equal(packed(x[:rows]), whole[:rows])
-    torch.testing.assert_close(whole, layer(x), atol=2e-2, rtol=2e-2)
-
-
-def test_joint_linear_layers_equal_separate_ones() -> None:
-    class Block(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.q_proj = torch.nn.Linear(64, 64, dtype=torch.bfloat16)
-            self.k_proj = torch.nn.Linear(64, 32, dtype=torch.bfloat16)
-            self.v_proj = torch.nn.Linear(64, 32, dtype=torch.bfloat16)
-
-        def forward(self, x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
-            return [self.q_proj(x), self.k_proj(x), self.v_proj(y), self.q_proj(y), self.q_proj(x)]
-
-    block: Any = Block()
-    x, y = (torch.randn(3, 64, dtype=torch.bfloat16) for _ in range(2))
-    with torch.no_grad():
-        wanted = block(x, y)
-        count = linears.freeze_linears(block)
-        for a, b in zip(block(x, y), wanted, strict=True):
-            torch.testing.assert_close(a, b, atol=2e-2, rtol=2e-2)
-    assert count == (3 if linears.available(torch.bfloat16, torch.device("cpu")) else 0)

@@ -14,7 +14,6 @@ import torch
 
 import foresay
 from foresay import ConfigError, ModelLoadError, ModelNotFoundError, UnknownNameError
-from foresay.files import cache_dir
 from foresay.models.sources import packaged
 from foresay.models.sources.catalog import load_model
 from foresay.models.sources.load_options import LoadOptions
@@ -77,17 +76,6 @@ def test_an_unknown_name_offers_the_nearest() -> None:
         load_model("smollm-135m")
     with pytest.raises(ModelNotFoundError, match="name is empty"):
         load_model("")
-
-
-def test_where_conversions_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    monkeypatch.setenv("FORESAY_CACHE", str(tmp_path / "own"))
-    assert cache_dir() == tmp_path / "own"
-    monkeypatch.delenv("FORESAY_CACHE")
-    assert cache_dir() == tmp_path / "xdg" / "foresay"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert cache_dir() == tmp_path / ".cache" / "foresay"
 
 
 # -- conversions -----------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import PreTrainedModel
 
 import foresay
 from foresay.errors import ModelLoadError
@@ -18,28 +18,21 @@ from foresay.models.sources.catalog import LoadedModel, load_model
 from foresay.models.sources.gguf_blocks import Blocks, Numbers, load_blocks, unpacked
 from foresay.models.sources.load_options import LoadOptions
 from helpers import tiny
+from helpers.families import make
 from helpers.gguf_files import write_gguf
 
 LAYERS = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
 
 
-def llama(*, tied: bool = False) -> LlamaForCausalLM:
+def llama(*, tied: bool = False) -> PreTrainedModel:
     """Rows of whole groups, and weights large enough that texts vary."""
-    torch.manual_seed(4)
-    config = LlamaConfig(
-        vocab_size=len(tiny.tokenizer()),
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        tie_word_embeddings=tied,
-        initializer_range=0.2,
-        bos_token_id=1,
-        eos_token_id=0,
+    model = make(
+        "llama", 4, vocab_size=len(tiny.tokenizer()), hidden_size=64, intermediate_size=96, tie_word_embeddings=tied
     )
-    return LlamaForCausalLM(config).eval()
+    for weight in model.parameters():
+        if weight.dim() == 2:
+            weight.data *= 0.2 / weight.std()
+    return model
 
 
 @pytest.mark.parametrize(("kind", "size", "halves"), [("Q4_0", 18, 1), ("Q4_1", 20, 2), ("Q4_K", 144, 2)])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
+from foresay.models.huggingface import linears
 from foresay.models.huggingface.linears import (
     FrozenLinear,
     JointLinear,
@@ -19,7 +21,8 @@ from foresay.models.huggingface.linears import (
 from foresay.models.huggingface.products import Int4Product, Int8Product, PackedProduct, rounded_int4
 
 SEEDED = torch.Generator()
-KINDS = [Int8Product, Int4Product]
+ROUNDED = [Int8Product, Int4Product]
+KINDS = [*([PackedProduct] if linears.available(torch.bfloat16, torch.device("cpu")) else []), *ROUNDED]
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +61,7 @@ def test_groups_of_equal_weights_are_kept() -> None:
     assert torch.equal(restored(torch.zeros(64, 64)), torch.zeros(64, 64))
 
 
-@pytest.mark.parametrize("kind", [PackedProduct, *KINDS])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", [96, 128, 50])
 def test_products_are_those_of_the_weights_kept(kind: type, rows: int) -> None:
     weight, x = weights(rows), torch.randn(2, 5, 128, generator=SEEDED).to(torch.bfloat16)
@@ -81,7 +84,7 @@ def test_bytes() -> None:
     assert four.bits == 5.0
 
 
-@pytest.mark.parametrize("kind", [PackedProduct, *KINDS])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_row_has_the_bits_it_has_among_others(kind: type) -> None:
     """What decoding builds on: 2 to 64 rows."""
     product, x = kind(weights(1536, 576), None), torch.randn(64, 576, generator=SEEDED).to(torch.bfloat16)
@@ -162,3 +165,24 @@ def test_rows_that_are_not_whole_groups_take_eight_bits() -> None:
     assert isinstance(block.odd, FrozenLinear)
     assert isinstance(block.odd.product, Int8Product)
     assert weight_bytes(block) == block.q_proj.product.nbytes + block.odd.product.nbytes
+
+
+def test_joint_linear_layers_equal_separate_ones() -> None:
+    class Block(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q_proj = torch.nn.Linear(64, 64, dtype=torch.bfloat16)
+            self.k_proj = torch.nn.Linear(64, 32, dtype=torch.bfloat16)
+            self.v_proj = torch.nn.Linear(64, 32, dtype=torch.bfloat16)
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+            return [self.q_proj(x), self.k_proj(x), self.v_proj(y), self.q_proj(y), self.q_proj(x)]
+
+    block: Any = Block()
+    x, y = (torch.randn(3, 64, dtype=torch.bfloat16) for _ in range(2))
+    with torch.no_grad():
+        wanted = block(x, y)
+        count = linears.freeze_linears(block)
+        for a, b in zip(block(x, y), wanted, strict=True):
+            torch.testing.assert_close(a, b, atol=2e-2, rtol=2e-2)
+    assert count == (3 if linears.available(torch.bfloat16, torch.device("cpu")) else 0)
