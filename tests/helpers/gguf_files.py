@@ -58,8 +58,9 @@ def write_gguf(path: Path, model: PreTrainedModel, kinds: Mapping[str, str] | No
     tensors = {
         "token_embd.weight": weights["model.embed_tokens.weight"],
         "output_norm.weight": weights["model.norm.weight"],
-        "output.weight": weights["lm_head.weight"],
     }
+    if not config.tie_word_embeddings:
+        tensors["output.weight"] = weights["lm_head.weight"]
     for i in range(config.num_hidden_layers):
         for theirs, ours in places.items():
             weight = weights[f"model.layers.{i}.{theirs}.weight"]

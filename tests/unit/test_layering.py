@@ -47,15 +47,21 @@ INSIDE = {
     "models/huggingface": [
         {"slot_cache", "gated_layer"},
         {"attention"},
-        {"products", "model", "native"},
+        {"products", "native"},
         {"linears"},
-        {"lean"},
+        {"model", "lean"},
         {"causal"},
         {"seq2seq"},
         {"early_exit", "self_check"},
     ],
     "models/huggingface/native": [{"build"}, {"layers"}],
-    "models/sources": [{"load_options", "transformers_errors", "gguf_blocks"}, {"packaged"}, {"catalog"}, {"resolve"}],
+    "models/sources": [
+        {"load_options", "transformers_errors", "gguf_head"},
+        {"gguf_texts", "gguf_types", "packaged"},
+        {"gguf_blocks"},
+        {"catalog"},
+        {"resolve"},
+    ],
     "text": [{"tokenizer", "text_files", "wording"}, {"prompts", "stream", "cross_tokenizer"}],
     "methods": [{"expressions", "settings_file"}, {"recipes"}],
     "generation": [{"result"}, {"session"}, {"generator"}, {"load"}, {"method"}],
@@ -65,7 +71,10 @@ INSIDE = {
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 MAY_IMPORT_TRANSFORMERS = {
     *(f"models/huggingface/{name}.py" for name in ("causal", "seq2seq", "attention")),
-    *(f"models/sources/{name}.py" for name in ("catalog", "packaged", "transformers_errors", "gguf_blocks")),
+    *(
+        f"models/sources/{name}.py"
+        for name in ("catalog", "packaged", "transformers_errors", "gguf_blocks", "gguf_texts")
+    ),
 }
 FILES = sorted(path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py"))
 FILE = pytest.mark.parametrize("file", FILES)

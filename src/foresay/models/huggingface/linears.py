@@ -7,7 +7,7 @@ they hold `nn.Linear`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -35,6 +35,23 @@ class FrozenLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., in] -> [..., out]."""
         return self.product(x)
+
+
+class FrozenEmbedding(nn.Module):
+    """An embedding in 8 bits: a row is made when it is looked up. Its product may also be the head's."""
+
+    def __init__(self, product: Int8Product) -> None:
+        super().__init__()
+        self.num_embeddings, self.embedding_dim, self.product = product.out_features, product.in_features, product
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """[V, H] int8, to be scaled row by row."""
+        return self.product.levels
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """token_ids: [...] -> [..., H]."""
+        return self.product.rows(token_ids)
 
 
 class _Joint:
@@ -115,6 +132,21 @@ def weight_bytes(model: nn.Module) -> int:
         for weight in module.parameters(recurse=False):
             sizes[id(weight)] = weight.numel() * weight.element_size()
     return sum(size for key, size in sizes.items() if key not in looked_up or _is_head(model, key))
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Weights of a model, whatever their format; those of a head that is tied to an embedding once."""
+    sizes = {id(weight): weight.numel() for weight in model.parameters()}
+    for module in model.modules():
+        product = getattr(module, "product", None)
+        if isinstance(module, FrozenLinear | JointLinear | FrozenEmbedding) and product is not None:
+            bias = product.out_features if product.bias is not None else 0
+            sizes[id(product)] = product.in_features * product.out_features + bias
+    inner: Any = model
+    head, table = inner.get_output_embeddings(), getattr(inner.get_input_embeddings(), "product", None)
+    if inner.config.get_text_config(decoder=True).tie_word_embeddings and isinstance(head, FrozenLinear):
+        sizes.pop(id(head.product) if head.product is not table else 0, None)
+    return sum(sizes.values())
 
 
 def _is_head(model: nn.Module, key: int) -> bool:

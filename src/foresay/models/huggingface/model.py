@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from foresay.decoding.protocols import Begun, Capabilities, Feed, KVCache, Logits, ModelOutput
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.models.huggingface import attention
+from foresay.models.huggingface.linears import count_parameters
 from foresay.models.huggingface.slot_cache import Placement, SlotCache
 
 MAX_TOKENS = 256
@@ -50,7 +51,7 @@ class TransformersModel:
         self._set_attention(pluggable)
         weight = model.get_input_embeddings().weight
         self.vocab_size, self.device = int(weight.shape[0]), weight.device
-        self.num_parameters = int(model.num_parameters())
+        self.num_parameters = count_parameters(model)
 
     def _set_attention(self, pluggable: bool) -> None:
         """Route masks, and attention where the family lets it be chosen, through foresay.

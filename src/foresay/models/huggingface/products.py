@@ -107,14 +107,31 @@ class Int8Product(_Quantized):
     bits = 8.0
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self.out_features, self.in_features = weight.shape
-        self._dtype, self.bias = weight.dtype, bias
-        scales = weight.detach().float().abs().amax(1).clamp(min=1e-30) / 127
-        self._scales = scales.to(weight.dtype)
-        # rounded against the scale as it is kept
-        self._weight = (
-            (weight.detach().float() / self._scales.float()[:, None]).round_().clamp_(-127, 127).to(torch.int8)
-        )
+        self._hold(*rounded_int8(weight.detach(), weight.dtype), bias)
+
+    @classmethod
+    def of_rows(cls, levels: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None = None) -> Int8Product:
+        """From levels [out, in] of -127 to 127 in int8 and the scales [out] of their rows, in the inputs' dtype."""
+        out = cls.__new__(cls)
+        out._hold(levels, scales, bias)
+        return out
+
+    def _hold(self, levels: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self.out_features, self.in_features = levels.shape
+        self._weight, self._scales, self._dtype, self.bias = levels.contiguous(), scales, scales.dtype, bias
+
+    @property
+    def levels(self) -> torch.Tensor:
+        """[out, in] int8."""
+        return self._weight
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows of the weights, [...] int64 -> [..., in]."""
+        return self._weight[ids].to(self._dtype) * self._scales[ids][..., None]
+
+    def dense(self) -> torch.Tensor:
+        """See Product."""
+        return self._weight.to(self._dtype) * self._scales[:, None]
 
     def _multiplied(self, rows: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = _INT8(rows.contiguous(), self._weight, self._scales)
@@ -161,7 +178,9 @@ class Int4Product(_Quantized):
             levels, scales, offsets = (
                 torch.cat([x, x.new_zeros(missing, x.shape[1])]) for x in (levels, scales, offsets)
             )
-        self._weight: torch.Tensor = _PACK_INT4(levels.to(torch.int32).contiguous(), 1)
+        # packed in pieces: rows are independent but for the tiles they are packed in
+        parts = [_PACK_INT4(rows.to(torch.int32), 1) for rows in torch.split(levels, 4 * _ROWS)]
+        self._weight: torch.Tensor = torch.cat(parts)
         self._groups = torch.stack([scales.t(), offsets.t()], -1).to(dtype).contiguous()
         self.bits = 8.0 * self.nbytes / (self.out_features * self.in_features)
 
@@ -173,6 +192,13 @@ class Int4Product(_Quantized):
     def nbytes(self) -> int:
         """See Product."""
         return self._weight.nbytes + self._groups.nbytes
+
+
+def rounded_int8(weight: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Levels [out, in] of -127 to 127 in int8, and the scales [out] of their rows in a dtype, for the weights [out, in]."""
+    scales = (weight.float().abs().amax(1).clamp(min=1e-30) / 127).to(dtype)
+    # rounded against the scale as it is kept
+    return (weight.float() / scales.float()[:, None]).round_().clamp_(-127, 127).to(torch.int8), scales
 
 
 def rounded_int4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

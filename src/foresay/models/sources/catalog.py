@@ -18,7 +18,9 @@ import torch
 from foresay.decoding.protocols import LanguageModel
 from foresay.errors import ModelLoadError, ModelNotFoundError, UnknownNameError
 from foresay.models.huggingface import linears
-from foresay.models.sources.gguf_blocks import load_blocks, supports
+from foresay.models.sources.gguf_blocks import ARCHITECTURES, model_of_blocks
+from foresay.models.sources.gguf_head import read_head
+from foresay.models.sources.gguf_texts import config_of, tokenizer_of
 from foresay.models.sources.load_options import DTYPES, LoadOptions
 from foresay.models.sources.packaged import ALIASES, check_gguf, converted
 from foresay.models.sources.transformers_errors import load_errors, quiet_transformers
@@ -71,20 +73,15 @@ def load_model(name: str | os.PathLike[str], options: LoadOptions | None = None)
     UnsupportedModelError when it cannot be decoded exactly, and ConfigError for a generation config that is not supported;
     never transformers' own errors.
     """
-    from transformers import AutoTokenizer
-
     options = options or LoadOptions()
     folder, extra, owned = _locate(os.fspath(name), options)
-    device = _device(options)
-    dtype = _dtype(options.computes_in, device)
+    device, kept = _device(options), "" if options.bits is None else options.weights
     with quiet_transformers(), load_errors(os.fspath(name), owned):
-        if "gguf_file" in extra and _keeps_blocks(options, device) and supports(Path(folder) / extra["gguf_file"]):
-            weights = load_blocks(Path(folder) / extra["gguf_file"], torch.bfloat16)
-            tokenizer = AutoTokenizer.from_pretrained(folder, **_common(options), **extra)
-            kept = "GGUF"
+        blocks = _blocks(Path(folder) / extra["gguf_file"], options, device) if "gguf_file" in extra else None
+        if blocks is not None:
+            (weights, tokenizer), kept = blocks, "GGUF"
         else:
-            weights, tokenizer = _read(folder, extra, options, dtype, device)
-            kept = "" if options.bits is None else options.weights
+            weights, tokenizer = _read(folder, extra, options, _dtype(options.computes_in, device), device)
     found = wrap(os.fspath(name), weights, tokenizer, optimise=True, bits=options.bits)
     return dataclasses.replace(found, weights=kept)
 
@@ -146,10 +143,20 @@ def _dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
     return native_dtype(device) if dtype == "auto" else DTYPES[dtype]
 
 
-def _keeps_blocks(options: LoadOptions, device: torch.device) -> bool:
-    """Whether a GGUF file's weights may stay in their blocks: on a CPU, where nothing else was asked for."""
+def _blocks(path: Path, options: LoadOptions, device: torch.device) -> tuple[Any, Any] | None:
+    """A GGUF file's model over the blocks it is stored in, and its tokenizer; None where it is dequantised.
+
+    That is where a GPU or something else was asked for, and for architectures that are not known here.
+    """
     plain = options.quantization_config is None and options.device_map is None and options.tp_plan is None
-    return plain and options.weights == "auto" and device.type == "cpu" and options.dtype in ("auto", *_BF16)
+    plain = plain and options.weights == "auto" and options.dtype in ("auto", *_BF16)
+    if not plain or device.type != "cpu":
+        return None
+    head = read_head(path)
+    if head.architecture not in ARCHITECTURES:
+        return None
+    config = config_of(head)
+    return model_of_blocks(head, config, torch.bfloat16), tokenizer_of(path, config)
 
 
 def _device(options: LoadOptions) -> torch.device:

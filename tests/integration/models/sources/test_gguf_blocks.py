@@ -8,14 +8,16 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 import foresay
 from foresay.errors import ModelLoadError
 from foresay.models.huggingface.products import Int4Product, Int8Product
-from foresay.models.sources import catalog
+from foresay.models.sources import catalog, gguf_head, gguf_types
 from foresay.models.sources.catalog import LoadedModel, load_model
-from foresay.models.sources.gguf_blocks import Blocks, Numbers, load_blocks, unpacked
+from foresay.models.sources.gguf_head import StoredTensor, read_head
+from foresay.models.sources.gguf_texts import config_of, tokenizer_of
+from foresay.models.sources.gguf_types import Blocks, Eights, Numbers, unpacked
 from foresay.models.sources.load_options import LoadOptions
 from helpers import tiny
 from helpers.families import make
@@ -41,23 +43,39 @@ def test_blocks_are_unpacked_as_llama_cpp_unpacks_them(kind: str, size: int, hal
     data = dice.integers(0, 256, (5, 3 * size), dtype=np.uint8)
     scales = (dice.normal(size=(5, 3, halves)) * 0.1).astype(np.float16)
     data.reshape(5, 3, size)[..., : 2 * halves] = scales.view(np.uint8)
-    found = unpacked(data, kind)
+    found = unpacked(StoredTensor((5, 3 * (256 if kind == "Q4_K" else 32)), kind, data), torch.bfloat16)
     assert isinstance(found, Blocks)
-    levels = found.levels.float().view(5, -1, 32)
-    values = ((levels - 8) * found.scales[..., None] + found.offsets[..., None]).flatten(1)
-    np.testing.assert_allclose(
-        values.numpy(), gguf.dequantize(data, gguf.GGMLQuantizationType[kind]), rtol=1e-5, atol=1e-5
+    wanted = gguf.dequantize(data, gguf.GGMLQuantizationType[kind])
+    np.testing.assert_allclose(found.dense(torch.float32).numpy(), wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("kind", "size", "scale"), [("Q8_0", 34, 0), ("Q6_K", 210, 208), ("Q5_1", 24, 0)])
+def test_other_types_are_rounded_to_8_bits_a_row(
+    kind: str, size: int, scale: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A few rows at a time, from what llama.cpp's own package makes of them."""
+    monkeypatch.setattr(gguf_types, "_AT_ONCE", 1000)
+    dice = np.random.default_rng(0)
+    data = dice.integers(0, 256, (7, 2 * size), dtype=np.uint8)
+    data.reshape(7, 2, size)[..., scale : scale + 2] = (
+        (dice.normal(size=(7, 2, 1)) * 0.1).astype(np.float16).view(np.uint8)
     )
+    if kind == "Q5_1":
+        data.reshape(7, 2, size)[..., 2:4] = 0
+    wanted = torch.from_numpy(gguf.dequantize(data, gguf.GGMLQuantizationType[kind]))
+    found = unpacked(StoredTensor((7, wanted.shape[1]), kind, data), torch.bfloat16)
+    assert isinstance(found, Eights)
+    assert found.scales.dtype == torch.bfloat16
+    error = (found.dense(torch.float32) - wanted).abs().amax(1)
+    assert (error <= wanted.abs().amax(1) / 127 * 0.51 + 1e-6).all()
 
 
-def test_other_types_become_numbers() -> None:
-    values = np.random.default_rng(1).normal(size=(4, 64)).astype(np.float32)
-    eight = unpacked(gguf.quantize(values, gguf.GGMLQuantizationType.Q8_0), "Q8_0")
-    assert isinstance(eight, Numbers)
-    assert eight.rounded
-    plain = unpacked(values, "F32")
-    assert isinstance(plain, Numbers)
-    assert not plain.rounded
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16"])
+def test_numbers_stay_numbers(kind: str) -> None:
+    values = torch.randn(4, 64).to({"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[kind])
+    found = unpacked(StoredTensor((4, 64), kind, values.view(torch.uint8).numpy()), torch.bfloat16)
+    assert isinstance(found, Numbers)
+    assert torch.equal(found.values, values)
 
 
 def logits(loaded: LoadedModel, ids: list[int]) -> torch.Tensor:
@@ -88,7 +106,7 @@ def test_the_scores_are_those_of_the_dequantised_model(tmp_path: Path, kinds: di
 def test_what_the_layers_hold(tmp_path: Path) -> None:
     kinds = {**dict.fromkeys(LAYERS, "Q4_1"), "attn_v": "Q8_0", "ffn_down": "Q8_0", "output": "Q8_0"}
     del kinds["ffn_gate"]
-    model = load_blocks(write_gguf(tmp_path / "tiny.gguf", llama(), kinds), torch.bfloat16)
+    model = load_model(write_gguf(tmp_path / "tiny.gguf", llama(), kinds)).model.model  # type: ignore[attr-defined]
     layer = model.model.layers[0]
     assert isinstance(layer.self_attn.q_proj.product, Int4Product)
     assert layer.self_attn.q_proj.product is not layer.self_attn.k_proj.product, "the three are of two kinds"
@@ -112,7 +130,7 @@ def test_an_architecture_that_is_not_read_is_left_to_transformers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_gguf(tmp_path / "tiny.gguf", llama(), dict.fromkeys(LAYERS, "Q4_1"))
-    monkeypatch.setattr(catalog, "supports", lambda path: False)
+    monkeypatch.setattr(catalog, "ARCHITECTURES", frozenset())
     assert load_model(path).weights == ""
 
 
@@ -135,3 +153,83 @@ def test_a_file_that_lacks_a_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ModelLoadError, match=r"lacks 1 of the model's tensors \(model.layers.1.post_attention_layernorm"
     ):
         load_model(path)
+
+
+# -- the head ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_configuration_and_tokenizer_are_those_that_transformers_reads(
+    tmp_path: Path, tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gguf_head, "_SHORT", 100)
+    if tied:  # older files leave it to be counted
+        monkeypatch.setattr(gguf.GGUFWriter, "add_vocab_size", lambda *_: None)
+    path = write_gguf(tmp_path / "tiny.gguf", llama(tied=tied))
+    head = read_head(path)
+    config, whole = config_of(head), AutoConfig.from_pretrained(tmp_path, gguf_file=path.name)
+    assert {**config.to_dict(), "_name_or_path": ""} == {**whole.to_dict(), "_name_or_path": ""}
+    assert config.tie_word_embeddings == tied
+    ours, theirs = tokenizer_of(path, config), AutoTokenizer.from_pretrained(tmp_path, gguf_file=path.name)
+    assert type(ours) is type(theirs)
+    assert ours.backend_tokenizer.to_str() == theirs.backend_tokenizer.to_str()
+    assert ours.special_tokens_map == theirs.special_tokens_map
+    text = "hello <eos> wörld\n"
+    assert ours(text) == theirs(text)
+    assert len(head.short) < 1500, "without the vocabulary"
+
+
+def test_the_head_is_what_the_gguf_package_reads(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", llama(), {"attn_q": "Q4_0", "token_embd": "Q8_0"})
+    head, reader = read_head(path), gguf.GGUFReader(path)
+    assert head.architecture == "llama"
+    assert set(head.tensors) == {tensor.name for tensor in reader.tensors}
+    for tensor in reader.tensors:
+        own = head.tensors[tensor.name]
+        assert own.shape == tuple(int(n) for n in reversed(tensor.shape))
+        assert own.kind == tensor.tensor_type.name
+        assert own.data.tobytes() == tensor.data.tobytes()
+
+
+@pytest.mark.parametrize("kept", [4, 30, 200, 2000, -1])
+def test_a_file_that_is_cut_short(tmp_path: Path, kept: int) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", llama())
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(ModelLoadError, match="damaged or cut short"):
+        load_model(path)
+
+
+@pytest.mark.parametrize(("place", "value"), [(4, 9), (16, 1 << 60), (8, 1 << 60)])
+def test_a_head_that_says_something_impossible(tmp_path: Path, place: int, value: int) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", llama())
+    data = bytearray(path.read_bytes())
+    data[place : place + 8] = value.to_bytes(8, "little")
+    path.write_bytes(data)
+    with pytest.raises(ModelLoadError, match="damaged or cut short"):
+        read_head(path)
+
+
+def test_a_tied_embedding_is_held_once(tmp_path: Path) -> None:
+    kinds = dict.fromkeys([*LAYERS, "token_embd", "output"], "Q8_0")
+    tied, own = (load_model(write_gguf(tmp_path / f"{t}.gguf", llama(tied=t), kinds)) for t in (True, False))
+    body = tied.model.model  # type: ignore[attr-defined]
+    assert body.lm_head.product is body.model.embed_tokens.product
+    ids = torch.tensor([[3, 9, 3]])
+    torch.testing.assert_close(body.model.embed_tokens(ids)[0, 0].float(), body.lm_head.product.dense()[3].float())
+    for loaded, is_tied in ((tied, True), (own, False)):
+        dense = llama(tied=is_tied)
+        assert loaded.model.num_parameters == dense.num_parameters()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_4_bit_embedding_is_looked_up_in_8(tmp_path: Path, tied: bool) -> None:
+    kinds = dict.fromkeys([*LAYERS, "token_embd", "output"], "Q4_1")
+    path = write_gguf(tmp_path / "tiny.gguf", llama(tied=tied), kinds)
+    kept, whole = load_model(path), load_model(path, LoadOptions(weights="bf16", dtype="bf16"))
+    body = kept.model.model  # type: ignore[attr-defined]
+    assert isinstance(body.lm_head.product, Int4Product)
+    assert isinstance(body.model.embed_tokens.product, Int8Product)
+    ids = tiny.tokenizer()("hello world, hello").input_ids
+    a, b = logits(kept, ids), logits(whole, ids)
+    assert float((a - b).square().mean().sqrt() / b.std()) < 0.08
+    assert kept.model.num_parameters == whole.model.num_parameters  # type: ignore[attr-defined]

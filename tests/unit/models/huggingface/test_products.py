@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from foresay.models.huggingface import linears
+from foresay.models.huggingface import linears, products
 from foresay.models.huggingface.linears import (
     FrozenLinear,
     JointLinear,
@@ -53,6 +53,14 @@ def test_four_bits_round_each_group_by_itself() -> None:
     step = ((high - low) / 15)[..., None]
     nearest = ((weight.float().view(96, -1, 32) - low[..., None]) / step).round() * step + low[..., None]
     assert error(ours, weight) < error(nearest.flatten(1), weight), "narrower ranges round more finely"
+
+
+def test_rows_that_are_packed_in_pieces_are_packed_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = weights(640, 128)
+    pieces = Int4Product(weight, None)
+    monkeypatch.setattr(products, "_ROWS", 640)
+    whole = Int4Product(weight, None)
+    assert torch.equal(pieces._weight, whole._weight)
 
 
 def test_groups_of_equal_weights_are_kept() -> None:

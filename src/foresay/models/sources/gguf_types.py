@@ -1,0 +1,179 @@
+"""The types of a GGUF file's tensors, and what each is kept as: 4-bit blocks, bytes with one scale a row, or numbers.
+
+Owns how llama.cpp lays out its blocks. Types that are neither 4-bit nor plain numbers are rounded to 8 bits a row, some rows at a
+time, so that nobody holds a tensor's numbers whole. Knows nothing of what a tensor is for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from foresay.models.huggingface.products import GROUP, Int4Product, Int8Product, Product, rounded_int8
+from foresay.models.sources.gguf_head import Bytes, StoredTensor
+
+_FOUR_BITS = {"Q4_0": 18, "Q4_1": 20, "Q4_K": 144}
+"""Bytes of a block."""
+_AT_ONCE = 1 << 20
+"""Numbers that are unpacked at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """4-bit weights: levels [out, in] of 0 to 15; scales and offsets [out, in / 32], w = scale * (level - 8) + offset."""
+
+    levels: torch.Tensor
+    scales: torch.Tensor
+    offsets: torch.Tensor
+
+    def rows(self, order: torch.Tensor) -> Blocks:
+        """The rows in another order."""
+        return Blocks(self.levels[order], self.scales[order], self.offsets[order])
+
+    def dense(self, dtype: torch.dtype) -> torch.Tensor:
+        """As numbers, [out, in]."""
+        step = max(1, _AT_ONCE // self.levels.shape[1])
+        parts = [torch.split(x, step) for x in (self.levels, self.scales, self.offsets)]
+        return torch.cat([_restored(*part).to(dtype) for part in zip(*parts, strict=True)])
+
+    def product(self, dtype: torch.dtype, bias: torch.Tensor | None) -> Product:
+        """The product of these weights for inputs of a dtype, in which scales and offsets are kept."""
+        return Int4Product.of_groups(self.levels, self.scales, self.offsets, dtype, bias)
+
+
+@dataclass(frozen=True, slots=True)
+class Eights:
+    """Weights in 8 bits: levels [out, in] of -127 to 127, w = scale * level with one scale for each row."""
+
+    levels: torch.Tensor
+    scales: torch.Tensor
+
+    def rows(self, order: torch.Tensor) -> Eights:
+        """The rows in another order."""
+        return Eights(self.levels[order], self.scales[order])
+
+    def dense(self, dtype: torch.dtype) -> torch.Tensor:
+        """As numbers, [out, in]."""
+        return (self.levels * self.scales[:, None].float()).to(dtype)
+
+    def product(self, dtype: torch.dtype, bias: torch.Tensor | None) -> Int8Product:
+        """The product of these weights for inputs of a dtype, in which scales are kept."""
+        return Int8Product.of_rows(self.levels, self.scales.to(dtype), bias)
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """Weights that the file holds as numbers, in the file's shape and dtype."""
+
+    values: torch.Tensor
+
+    def rows(self, order: torch.Tensor) -> Numbers:
+        """The rows in another order."""
+        return Numbers(self.values[order])
+
+    def dense(self, dtype: torch.dtype) -> torch.Tensor:
+        """As numbers of another dtype."""
+        return self.values.to(dtype)
+
+
+Weight = Blocks | Eights | Numbers
+
+
+def unpacked(tensor: StoredTensor, dtype: torch.dtype) -> Weight:
+    """A tensor's weights. dtype: in which the scales of rows are kept, where there are any."""
+    data, kind = tensor.data, tensor.kind
+    if kind in _FOUR_BITS:
+        blocks = data.reshape(len(data), -1, _FOUR_BITS[kind])
+        return _from_q4_k(blocks) if kind == "Q4_K" else _from_q4(blocks, shifted=kind == "Q4_1")
+    plain = _plain(data, kind)
+    if plain is not None:
+        return Numbers(plain.reshape(tensor.shape))
+    return _eights(data, kind, tensor.shape[-1], dtype)
+
+
+def joined(weights: list[Weight | None]) -> Blocks | Eights | None:
+    """Weights one below the other; None where they are not all blocks, or all in 8 bits."""
+    blocks = [w for w in weights if isinstance(w, Blocks)]
+    if len(blocks) == len(weights):
+        return Blocks(*(torch.cat([getattr(w, name) for w in blocks]) for name in ("levels", "scales", "offsets")))
+    eights = [w for w in weights if isinstance(w, Eights)]
+    if len(eights) == len(weights):
+        return Eights(*(torch.cat([getattr(w, name) for w in eights]) for name in ("levels", "scales")))
+    return None
+
+
+def _restored(levels: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    groups = levels.float().view(len(levels), -1, GROUP)
+    return groups.sub_(8).mul_(scales[..., None]).add_(offsets[..., None]).flatten(1)
+
+
+def _halves(two: Bytes) -> torch.Tensor:
+    """Pairs of bytes as float16 numbers: [..., 2] -> [...] float32."""
+    return torch.from_numpy(np.ascontiguousarray(two).view(np.float16)[..., 0].astype(np.float32))
+
+
+def _own(data: Bytes) -> torch.Tensor:
+    """A copy: the file is mapped for reading alone."""
+    return torch.from_numpy(np.array(data))
+
+
+def _plain(data: Bytes, kind: str) -> torch.Tensor | None:
+    """The numbers of a type that is not rounded; None for one that is."""
+    dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}.get(kind)
+    return None if dtype is None else _own(data).view(dtype)
+
+
+def _from_q4(blocks: Bytes, *, shifted: bool) -> Blocks:
+    """Blocks of 32: a scale, with Q4_1 the least weight, and 16 bytes of two levels each. [out, n, bytes]."""
+    scales = _halves(blocks[..., :2])
+    offsets = _halves(blocks[..., 2:4]) + 8 * scales if shifted else torch.zeros_like(scales)
+    nibbles = _own(blocks[..., -16:])
+    return Blocks(torch.cat([nibbles & 15, nibbles >> 4], -1).flatten(1), scales, offsets)
+
+
+def _from_q4_k(blocks: Bytes) -> Blocks:
+    """Blocks of 256: eight groups of 32, whose scales and offsets are 6-bit multiples of two numbers. [out, n, 144]."""
+    rows = len(blocks)
+    scale, least = _halves(blocks[..., 0:2]), _halves(blocks[..., 2:4])
+    first, second, third = torch.split(_own(blocks[..., 4:16]), 4, -1)
+    multiples = torch.cat([first & 63, (third & 15) | ((first >> 6) << 4)], -1)
+    below = torch.cat([second & 63, (third >> 4) | ((second >> 6) << 4)], -1)
+    scales = (scale[..., None] * multiples).flatten(1)
+    offsets = 8 * scales - (least[..., None] * below).flatten(1)
+    nibbles = _own(blocks[..., 16:]).view(rows, -1, 4, 32)
+    return Blocks(torch.stack([nibbles & 15, nibbles >> 4], 3).flatten(1), scales, offsets)
+
+
+def _eights(data: Bytes, kind: str, columns: int, dtype: torch.dtype) -> Eights:
+    """Rows of any rounded type in 8 bits."""
+    levels, scales = torch.empty(len(data), columns, dtype=torch.int8), torch.empty(len(data), dtype=dtype)
+    step = max(1, _AT_ONCE // columns)
+    for first in range(0, len(data), step):
+        some = slice(first, first + step)
+        levels[some], scales[some] = rounded_int8(_numbers(data[some], kind), dtype)
+    return Eights(levels, scales)
+
+
+def _numbers(data: Bytes, kind: str) -> torch.Tensor:
+    """The numbers that rows of a rounded type stand for, [rows, in] float32."""
+    if kind == "Q8_0":
+        blocks = data.reshape(len(data), -1, 34)
+        return (_own(blocks[..., 2:]).view(torch.int8) * _halves(blocks[..., :2])[..., None]).flatten(1)
+    if kind == "Q6_K":
+        return _from_q6_k(data.reshape(len(data), -1, 210))
+    import gguf
+
+    return torch.from_numpy(np.array(gguf.dequantize(data, gguf.GGMLQuantizationType[kind]), dtype=np.float32))
+
+
+def _from_q6_k(blocks: Bytes) -> torch.Tensor:
+    """Blocks of 256: low 4 bits of all, high 2 bits of all, a scale of 8 bits for each 16, and theirs. [out, n, 210]."""
+    shape = blocks.shape[:2]
+    low, high = _own(blocks[..., :128]).view(*shape, 2, 2, 32), _own(blocks[..., 128:192]).view(*shape, 2, 1, 32)
+    low = torch.cat([low & 15, low >> 4], 3)
+    high = torch.cat([(high >> shift) & 3 for shift in (0, 2, 4, 6)], 3)
+    levels = ((low | (high << 4)).to(torch.int8) - 32).view(*shape, 16, 16)
+    scales = _own(blocks[..., 192:208]).view(torch.int8) * _halves(blocks[..., 208:])[..., None]
+    return (levels * scales[..., None]).flatten(1)
