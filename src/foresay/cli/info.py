@@ -50,13 +50,14 @@ def run(
     kind = str(module.config.model_type)
     tokens = 0 if tokenizer is None else len(tokenizer.get_vocab())
     context = "unlimited" if scorer.max_length == UNLIMITED else f"{scorer.max_length} tokens"
+    kept = {"": "in that dtype", "GGUF": "in the file's blocks"}.get(loaded.weights, f"rounded to {loaded.weights}")
     lines = {
         "supported": "yes: speculation, ragged batches, every drafter and rule",
         "family": f"{kind} ({type(module).__name__}), "
         + ("tested" if verified(scorer) else "self-checked, not in the tests"),
         "parameters": f"{scorer.num_parameters / 1e6:.1f} M",
         "dtype, device": f"{str(module.dtype).removeprefix('torch.')}, {scorer.device}",
-        "weights": f"{weights}; a pass reads {weight_bytes(module) / 1e6:.0f} MB of them",
+        "weights": f"{kept}; a pass reads {weight_bytes(module) / 1e6:.0f} MB of them",
         "passes": _passes(scorer),
         "context": context,
         "vocabulary": f"{scorer.vocab_size} embeddings, {tokens} tokens in the tokenizer",

@@ -487,6 +487,7 @@ def test_info(shell: tiny.Shell, folder: Path) -> None:
     assert fields["family"] == "llama (LlamaForCausalLM), tested"
     assert fields["context"] == "4096 tokens"
     assert fields["dtype, device"] == "float32, cpu"
+    assert fields["weights"].startswith("in that dtype; a pass reads 0 MB")
     assert fields["vocabulary"] == "264 embeddings, 264 tokens in the tokenizer"
     assert fields["chat template"] == "no"
     assert fields["end tokens"] == "0"

@@ -7,6 +7,7 @@ rounding of weights and the kernels' layouts. Knows nothing of models.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 import torch
@@ -15,6 +16,8 @@ GROUP = 32
 """Weights of a row that share one scale and one offset, in 4 bits."""
 _ROWS = 64
 """The 4-bit kernel takes output features by multiples of this; missing ones are filled up."""
+Groups = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""4-bit weights: levels [out, in] of 0 to 15; scales and offsets [out, in / 32]; w = scale * (level - 8) + offset."""
 _PACKED_LINEAR = torch.ops.mkldnn._linear_pointwise.default
 _INT8 = torch.ops.aten._weight_int8pack_mm.default
 _INT4 = torch.ops.aten._weight_int4pack_mm_for_cpu.default
@@ -23,6 +26,8 @@ _PACK_INT4 = torch.ops.aten._convert_weight_to_int4pack_for_cpu.default
 
 _AT_ONCE = 1 << 17
 """Weights that are rounded at a time: what a core's cache holds."""
+_PACKED = 1 << 21
+"""Weights that are packed at a time."""
 _SHARES = (1.0, 0.97, 0.94, 0.91, 0.87, 0.83)
 """Of a group's range, which ends are tried."""
 
@@ -147,41 +152,28 @@ class Int4Product(_Quantized):
     """4 bits a weight; each group of 32 has a scale and an offset: w = scale * (q - 8) + offset."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self._hold(*rounded_int4(weight.detach()), weight.dtype, bias)
+        rows = max(_ROWS, _PACKED // weight.shape[1])
+        self._hold(map(rounded_int4, torch.split(weight.detach(), rows)), weight.dtype, bias)
 
     @classmethod
-    def of_groups(
-        cls,
-        levels: torch.Tensor,
-        scales: torch.Tensor,
-        offsets: torch.Tensor,
-        dtype: torch.dtype,
-        bias: torch.Tensor | None = None,
-    ) -> Int4Product:
-        """From levels [out, in] of 0 to 15 and the scales and offsets of their groups, [out, in / 32], rounded to `dtype`."""
+    def of_groups(cls, pieces: Iterable[Groups], dtype: torch.dtype, bias: torch.Tensor | None = None) -> Int4Product:
+        """From levels of 0 to 15 and the scales and offsets of their groups, rounded to `dtype`, some rows at a time."""
         out = cls.__new__(cls)
-        out._hold(levels, scales, offsets, dtype, bias)
+        out._hold(pieces, dtype, bias)
         return out
 
-    def _hold(
-        self,
-        levels: torch.Tensor,
-        scales: torch.Tensor,
-        offsets: torch.Tensor,
-        dtype: torch.dtype,
-        bias: torch.Tensor | None,
-    ) -> None:
-        self.out_features, self.in_features = levels.shape
+    def _hold(self, pieces: Iterable[Groups], dtype: torch.dtype, bias: torch.Tensor | None) -> None:
+        weights, groups, rows = [], [], 0
+        for levels, scales, offsets in _in_tiles(pieces):
+            weights.append(_PACK_INT4(levels.to(torch.int32), 1))
+            groups.append(torch.stack([scales, offsets], -1).to(dtype))
+            rows += len(scales)
+        self._weight = torch.cat(weights)
+        joined = torch.cat(groups)
+        self.out_features, self.in_features = rows, joined.shape[1] * GROUP
+        missing = len(self._weight) - rows
+        self._groups = torch.cat([joined, joined.new_zeros(missing, *joined.shape[1:])]).transpose(0, 1).contiguous()
         self._dtype, self.bias = dtype, bias
-        missing = -self.out_features % _ROWS
-        if missing:
-            levels, scales, offsets = (
-                torch.cat([x, x.new_zeros(missing, x.shape[1])]) for x in (levels, scales, offsets)
-            )
-        # packed in pieces: rows are independent but for the tiles they are packed in
-        parts = [_PACK_INT4(rows.to(torch.int32), 1) for rows in torch.split(levels, 4 * _ROWS)]
-        self._weight: torch.Tensor = torch.cat(parts)
-        self._groups = torch.stack([scales.t(), offsets.t()], -1).to(dtype).contiguous()
         self.bits = 8.0 * self.nbytes / (self.out_features * self.in_features)
 
     def _multiplied(self, rows: torch.Tensor) -> torch.Tensor:
@@ -194,6 +186,24 @@ class Int4Product(_Quantized):
         return self._weight.nbytes + self._groups.nbytes
 
 
+def _in_tiles(pieces: Iterable[Groups]) -> Iterator[Groups]:
+    """The rows of pieces again, by whole tiles: what is packed in pieces is then what is packed as a whole.
+
+    Levels of the last one are filled up with rows of zeros.
+    """
+    rest: Groups | None = None
+    for piece in pieces:
+        both = piece if rest is None else tuple(map(torch.cat, zip(rest, piece, strict=True)))
+        whole = len(both[0]) // _ROWS * _ROWS
+        if whole:
+            yield tuple(x[:whole] for x in both)  # type: ignore[misc]
+        rest = tuple(x[whole:] for x in both) if whole < len(both[0]) else None  # type: ignore[assignment]
+    if rest is not None:
+        levels, scales, offsets = rest
+        missing = -len(levels) % _ROWS
+        yield torch.cat([levels, levels.new_zeros(missing, levels.shape[1])]), scales, offsets
+
+
 def rounded_int8(weight: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Levels [out, in] of -127 to 127 in int8, and the scales [out] of their rows in a dtype, for the weights [out, in]."""
     scales = (weight.float().abs().amax(1).clamp(min=1e-30) / 127).to(dtype)
@@ -201,7 +211,7 @@ def rounded_int8(weight: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor
     return (weight.float() / scales.float()[:, None]).round_().clamp_(-127, 127).to(torch.int8), scales
 
 
-def rounded_int4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def rounded_int4(weight: torch.Tensor) -> Groups:
     """Levels [out, in] of 0 to 15, scales and offsets [out, in / 32] for the weights [out, in], the latter two in their dtype.
 
     The range of a group is what is between its least and greatest weight, narrowed by what makes the squared error least:
@@ -216,7 +226,7 @@ def rounded_int4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torc
     return levels, scales, offsets
 
 
-def _rounded_rows(groups: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _rounded_rows(groups: torch.Tensor, dtype: torch.dtype) -> Groups:
     """`rounded_int4` of some rows, [out, in / 32, 32] float32."""
     low, high = groups.amin(2), groups.amax(2)
     middle, half = (high + low) / 2, (high - low) / 2

@@ -91,12 +91,10 @@ def load_tokenizer(name: str | os.PathLike[str], options: LoadOptions | None = N
 
     Of the options only revision, trust_remote_code and progress apply. Raises as `load_model` does.
     """
-    from transformers import AutoTokenizer
-
     options = options or LoadOptions()
     folder, extra, owned = _locate(os.fspath(name), options, weights=False)
     with quiet_transformers(), load_errors(os.fspath(name), owned):
-        return AutoTokenizer.from_pretrained(folder, **_common(options), **extra)
+        return _tokenizer(folder, extra, options)
 
 
 def wrap(name: str, weights: Any, tokenizer: Any, *, optimise: bool, bits: int | None = None) -> LoadedModel:
@@ -170,10 +168,21 @@ def _common(options: LoadOptions) -> dict[str, Any]:
     return {"trust_remote_code": options.trust_remote_code, "revision": options.revision or "main"}
 
 
+def _tokenizer(folder: str, extra: dict[str, Any], options: LoadOptions) -> Any:
+    from transformers import AutoTokenizer
+
+    if "gguf_file" in extra:
+        path = Path(folder) / extra["gguf_file"]
+        head = read_head(path)
+        if head.architecture in ARCHITECTURES:
+            return tokenizer_of(path, config_of(head))
+    return AutoTokenizer.from_pretrained(folder, **_common(options), **extra)
+
+
 def _read(
     folder: str, extra: dict[str, Any], options: LoadOptions, dtype: Any, device: torch.device
 ) -> tuple[Any, Any]:
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
     common = {**_common(options), **extra}
     kwargs: dict[str, Any] = {"dtype": dtype, **common}
@@ -188,7 +197,7 @@ def _read(
         from transformers import GgufConfig
 
         kwargs["quantization_config"] = GgufConfig(dequantize=True)
-    tokenizer = AutoTokenizer.from_pretrained(folder, **common)
+    tokenizer = _tokenizer(folder, extra, options)
     # a GGUF file is taken for a decoder-only model: finding out would read all of its header once more
     paired = "gguf_file" not in extra and AutoConfig.from_pretrained(folder, **common).is_encoder_decoder
     kind = AutoModelForSeq2SeqLM if paired else AutoModelForCausalLM

@@ -6,41 +6,49 @@ time, so that nobody holds a tensor's numbers whole. Knows nothing of what a ten
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from foresay.models.huggingface.products import GROUP, Int4Product, Int8Product, Product, rounded_int8
+from foresay.models.huggingface.products import GROUP, Groups, Int4Product, Int8Product, Product, rounded_int8
 from foresay.models.sources.gguf_head import Bytes, StoredTensor
 
 _FOUR_BITS = {"Q4_0": 18, "Q4_1": 20, "Q4_K": 144}
 """Bytes of a block."""
-_AT_ONCE = 1 << 20
+_AT_ONCE = 1 << 21
 """Numbers that are unpacked at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """4-bit weights: levels [out, in] of 0 to 15; scales and offsets [out, in / 32], w = scale * (level - 8) + offset."""
+    """4-bit weights as the file holds them, of one tensor or of several, one below the other."""
 
-    levels: torch.Tensor
-    scales: torch.Tensor
-    offsets: torch.Tensor
+    stored: tuple[StoredTensor, ...]
 
     def rows(self, order: torch.Tensor) -> Blocks:
-        """The rows in another order."""
-        return Blocks(self.levels[order], self.scales[order], self.offsets[order])
+        """The rows of one tensor in another order."""
+        [one] = self.stored
+        return Blocks((dataclasses.replace(one, data=one.data[order.numpy()]),))
 
     def dense(self, dtype: torch.dtype) -> torch.Tensor:
         """As numbers, [out, in]."""
-        step = max(1, _AT_ONCE // self.levels.shape[1])
-        parts = [torch.split(x, step) for x in (self.levels, self.scales, self.offsets)]
-        return torch.cat([_restored(*part).to(dtype) for part in zip(*parts, strict=True)])
+        return torch.cat([_restored(*piece).to(dtype) for piece in self._pieces()])
 
     def product(self, dtype: torch.dtype, bias: torch.Tensor | None) -> Product:
         """The product of these weights for inputs of a dtype, in which scales and offsets are kept."""
-        return Int4Product.of_groups(self.levels, self.scales, self.offsets, dtype, bias)
+        return Int4Product.of_groups(self._pieces(), dtype, bias)
+
+    def _pieces(self) -> Iterator[Groups]:
+        """Some rows at a time, levels as int32."""
+        for one in self.stored:
+            step = max(1, _AT_ONCE // one.shape[-1])
+            for first in range(0, len(one.data), step):
+                data = one.data[first : first + step]
+                blocks = data.reshape(len(data), -1, _FOUR_BITS[one.kind])
+                yield _from_q4_k(blocks) if one.kind == "Q4_K" else _from_q4(blocks, shifted=one.kind == "Q4_1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +93,7 @@ def unpacked(tensor: StoredTensor, dtype: torch.dtype) -> Weight:
     """A tensor's weights. dtype: in which the scales of rows are kept, where there are any."""
     data, kind = tensor.data, tensor.kind
     if kind in _FOUR_BITS:
-        blocks = data.reshape(len(data), -1, _FOUR_BITS[kind])
-        return _from_q4_k(blocks) if kind == "Q4_K" else _from_q4(blocks, shifted=kind == "Q4_1")
+        return Blocks((tensor,))
     plain = _plain(data, kind)
     if plain is not None:
         return Numbers(plain.reshape(tensor.shape))
@@ -97,7 +104,7 @@ def joined(weights: list[Weight | None]) -> Blocks | Eights | None:
     """Weights one below the other; None where they are not all blocks, or all in 8 bits."""
     blocks = [w for w in weights if isinstance(w, Blocks)]
     if len(blocks) == len(weights):
-        return Blocks(*(torch.cat([getattr(w, name) for w in blocks]) for name in ("levels", "scales", "offsets")))
+        return Blocks(tuple(one for w in blocks for one in w.stored))
     eights = [w for w in weights if isinstance(w, Eights)]
     if len(eights) == len(weights):
         return Eights(*(torch.cat([getattr(w, name) for w in eights]) for name in ("levels", "scales")))
@@ -125,25 +132,31 @@ def _plain(data: Bytes, kind: str) -> torch.Tensor | None:
     return None if dtype is None else _own(data).view(dtype)
 
 
-def _from_q4(blocks: Bytes, *, shifted: bool) -> Blocks:
+def _from_q4(blocks: Bytes, *, shifted: bool) -> Groups:
     """Blocks of 32: a scale, with Q4_1 the least weight, and 16 bytes of two levels each. [out, n, bytes]."""
     scales = _halves(blocks[..., :2])
     offsets = _halves(blocks[..., 2:4]) + 8 * scales if shifted else torch.zeros_like(scales)
-    nibbles = _own(blocks[..., -16:])
-    return Blocks(torch.cat([nibbles & 15, nibbles >> 4], -1).flatten(1), scales, offsets)
+    return _split(_own(blocks[..., -16:])), scales, offsets
 
 
-def _from_q4_k(blocks: Bytes) -> Blocks:
+def _from_q4_k(blocks: Bytes) -> Groups:
     """Blocks of 256: eight groups of 32, whose scales and offsets are 6-bit multiples of two numbers. [out, n, 144]."""
-    rows = len(blocks)
     scale, least = _halves(blocks[..., 0:2]), _halves(blocks[..., 2:4])
     first, second, third = torch.split(_own(blocks[..., 4:16]), 4, -1)
     multiples = torch.cat([first & 63, (third & 15) | ((first >> 6) << 4)], -1)
     below = torch.cat([second & 63, (third >> 4) | ((second >> 6) << 4)], -1)
     scales = (scale[..., None] * multiples).flatten(1)
     offsets = 8 * scales - (least[..., None] * below).flatten(1)
-    nibbles = _own(blocks[..., 16:]).view(rows, -1, 4, 32)
-    return Blocks(torch.stack([nibbles & 15, nibbles >> 4], 3).flatten(1), scales, offsets)
+    return _split(_own(blocks[..., 16:]).view(*blocks.shape[:2], 4, 32)), scales, offsets
+
+
+def _split(nibbles: torch.Tensor) -> torch.Tensor:
+    """Levels in int32: of [out, ..., n] bytes first the lower halves, then the upper ones of each n, [out, in]."""
+    wide = nibbles.to(torch.int32)
+    out = torch.empty(*wide.shape[:-1], 2, wide.shape[-1], dtype=torch.int32)
+    torch.bitwise_and(wide, 15, out=out[..., 0, :])
+    torch.bitwise_right_shift(wide, 4, out=out[..., 1, :])
+    return out.flatten(1)
 
 
 def _eights(data: Bytes, kind: str, columns: int, dtype: torch.dtype) -> Eights:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -57,10 +58,16 @@ def test_four_bits_round_each_group_by_itself() -> None:
 
 def test_rows_that_are_packed_in_pieces_are_packed_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = weights(640, 128)
-    pieces = Int4Product(weight, None)
-    monkeypatch.setattr(products, "_ROWS", 640)
     whole = Int4Product(weight, None)
-    assert torch.equal(pieces._weight, whole._weight)
+    levels, scales, offsets = rounded_int4(weight)
+    monkeypatch.setattr(products, "_PACKED", 1)
+    assert torch.equal(Int4Product(weight, None)._weight, whole._weight)
+    cuts = torch.tensor([0, 100, 350, 351, 600, 640])
+    pieces = [(levels[a:b], scales[a:b], offsets[a:b]) for a, b in itertools.pairwise(cuts)]
+    cut = Int4Product.of_groups(pieces, torch.bfloat16)
+    assert torch.equal(cut._weight, whole._weight)
+    assert torch.equal(cut._groups, whole._groups)
+    assert (cut.in_features, cut.out_features) == (128, 640)
 
 
 def test_groups_of_equal_weights_are_kept() -> None:
