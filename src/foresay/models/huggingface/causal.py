@@ -7,17 +7,16 @@ rewound. Does not know what the tokens mean or why they are scored.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from transformers import Cache, PreTrainedModel
 
-from foresay.decoding.protocols import KVCache, Logits
+from foresay.decoding.protocols import Feed, KVCache, Logits
 from foresay.decoding.rows import Rows
 from foresay.errors import UnsupportedModelError
 from foresay.models.huggingface.lean import LeanDecoder
-from foresay.models.huggingface.linears import SingleRows
 from foresay.models.huggingface.model import UNLIMITED, TransformersModel
 from foresay.models.huggingface.slot_cache import Placement, SlotCache
 
@@ -119,11 +118,12 @@ class CausalModel(TransformersModel):
 
     def use_lean(self) -> None:
         """Make passes by `LeanDecoder`. Raises NotLeanError for a model that it does not read, which keeps its own code."""
-        self.lean, self._single_rows = LeanDecoder(self.model), SingleRows(self.model)
+        self.lean = LeanDecoder(self.model)
 
-    def takes_single_rows(self) -> bool:
-        """See TransformersModel. PyTorch's own attention and norms are not asked."""
-        return self.lean is not None and self.lean.compiled and self._single_rows()
+    @property
+    def rows_apart(self) -> bool:
+        """See TransformersModel: the compiled kernels compute each token by itself."""
+        return self.lean is not None and self.lean.compiled
 
     def new_cache(self) -> SlotCache:
         """A cache without rows."""
@@ -135,10 +135,11 @@ class CausalModel(TransformersModel):
         cache.add_rows(len(rows) - first)
 
     def _call(
-        self, token_ids: torch.Tensor, at: Placement, cache: SlotCache, logits: Logits, hidden: Sequence[int]
+        self, feed: Feed, token_ids: torch.Tensor, at: Placement, cache: SlotCache
     ) -> tuple[torch.Tensor | None, Mapping[int, torch.Tensor]]:
+        logits, hidden = feed.logits, feed.hidden_layers
         if self.lean is not None:
-            return self.lean(token_ids, at, cache, hidden, head=logits is not Logits.NONE)
+            return self.lean(token_ids, at, cache, feed)
         adapter = TransformersCache(cache, at)
         kwargs: dict[str, Any] = {"input_ids": token_ids, "past_key_values": adapter, "use_cache": True}
         if self._takes_positions:

@@ -16,7 +16,6 @@ from torch import nn
 from foresay.errors import ConfigError, UnsupportedModelError
 from foresay.models.huggingface import linears
 from foresay.models.huggingface.causal import CausalModel
-from foresay.models.huggingface.products import PackedProduct
 
 
 def first_layers(model: CausalModel, count: int) -> CausalModel:
@@ -64,7 +63,8 @@ def trimmed_head(model: CausalModel, ids: Sequence[int] | torch.Tensor) -> Causa
             raise ConfigError("none of the draft vocabulary is left in a head that was trimmed before")
     path: str = next(name for name, module in model.model.named_modules() if module is head)
     short = _copied(model.model, path.split(".")[:-1])
-    _replace(short, path, _linear(weight[columns], None if head.bias is None else head.bias[columns]))
+    rows, frozen = weight[columns].to(model.model.dtype), isinstance(head, linears.FrozenLinear)
+    _replace(short, path, _linear(rows, None if head.bias is None else head.bias[columns], frozen=frozen))
     return _like(model, short, kept)
 
 
@@ -77,17 +77,15 @@ def _like(model: CausalModel, part: Any, head_ids: torch.Tensor | None) -> Causa
     return out
 
 
-def _linear(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Module:
-    """A frozen linear layer of these weights, packed where that helps."""
+def _linear(weight: torch.Tensor, bias: torch.Tensor | None, *, frozen: bool) -> nn.Module:
+    """A linear layer of these weights."""
+    if frozen:
+        return linears.FrozenLinear(linears.as_it_is(weight, bias))
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     layer.weight = nn.Parameter(weight.detach(), requires_grad=False)
     if bias is not None:
         layer.bias = nn.Parameter(bias.detach(), requires_grad=False)
-    return (
-        linears.FrozenLinear(PackedProduct(weight, layer.bias))
-        if linears.available(weight.dtype, weight.device)
-        else layer
-    )
+    return layer
 
 
 def _layers_path(model: nn.Module) -> str:

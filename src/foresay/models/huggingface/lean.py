@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
+from foresay.decoding.protocols import Feed, Logits
 from foresay.models.huggingface import attention
 from foresay.models.huggingface.gated_layer import GatedLayer, Norm, Product
 from foresay.models.huggingface.linears import product_of
-from foresay.models.huggingface.native.layers import NativeLayers
+from foresay.models.huggingface.native.layers import FlatTokens, NativeLayers
 from foresay.models.huggingface.slot_cache import Placement, SlotCache
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -52,21 +53,20 @@ class LeanDecoder:
         self._residual_scale = float(getattr(config, "residual_multiplier", 1.0))
         self._logits_scale = float(getattr(config, "logits_scaling", 1.0))
         self._final_softcap = getattr(config, "final_logit_softcapping", None)
-        self._native = self._compiled(config, model)
+        self._dtype = model.dtype
+        self._native = self._compiled(config)
 
     def __call__(
-        self, token_ids: torch.Tensor, at: Placement, cache: SlotCache, wanted: Sequence[int], *, head: bool
+        self, token_ids: torch.Tensor, at: Placement, cache: SlotCache, feed: Feed
     ) -> tuple[torch.Tensor | None, dict[int, torch.Tensor]]:
-        """One pass over token_ids [B, T]: logits [B, T, V], None without head, and the hidden states [B, T, H] wanted."""
+        """One pass over token_ids [B, T], as `TransformersModel._call`."""
+        if self._native is not None:
+            return self._in_one_call(self._native, token_ids, at, cache, feed)
+        wanted, head = feed.hidden_layers, feed.logits is not Logits.NONE
         x = self._embed(token_ids)
         if self._embedding_scale != 1.0:
             x = x * self._embedding_scale
         positions = at.positions if at.positions.shape[0] == x.shape[0] else at.positions.expand(x.shape[0], -1)
-        if self._native is not None:
-            single = x.new_empty(0, dtype=torch.float32)  # whose dtype cosines take
-            waves = {kind: self._waves(single, positions, kind) for kind in self._windows}
-            normed, seen = self._native.run(x, at, cache, waves, wanted)
-            return (self._scores(normed) if head else None), seen
         turns = {kind: self._turn(x, positions, kind) for kind in self._windows}
         masks = {kind: _mask(window, x.dtype) for kind, window in self._windows.items()}
         states = {}
@@ -80,19 +80,40 @@ class LeanDecoder:
             states[len(self._layers)] = x
         return (self._scores(x) if head else None), states
 
+    def _in_one_call(
+        self, native: NativeLayers, token_ids: torch.Tensor, at: Placement, cache: SlotCache, feed: Feed
+    ) -> tuple[torch.Tensor | None, dict[int, torch.Tensor]]:
+        """The pass by compiled kernels: over the real tokens alone, and scores where they are asked for."""
+        shape = tuple(token_ids.shape)
+        counts = torch.tensor(feed.num_tokens)
+        real = None if int(counts.min()) == shape[1] else torch.arange(shape[1]) < counts[:, None]
+        tokens = FlatTokens.of(at, real)
+        x = self._embed(token_ids.reshape(-1) if real is None else token_ids[real]).float()
+        if self._embedding_scale != 1.0:
+            x = x * self._embedding_scale
+        waves = {kind: self._waves(x[:0], tokens.positions[None], kind) for kind in self._windows}
+        turns = {kind: (cos[0].contiguous(), sin[0].contiguous()) for kind, (cos, sin) in waves.items()}
+        normed, seen = native.run(x, tokens, cache, turns, feed.hidden_layers)
+        states = {n: _padded(state.to(self._dtype), real, shape) for n, state in seen.items()}
+        if feed.logits is Logits.NONE:
+            return None, states
+        if feed.logits is Logits.LAST:
+            return self._scores(normed[(counts.cumsum(0) - 1).clamp(min=0)])[:, None], states
+        return _padded(self._scores(normed), real, shape), states
+
     @property
     def compiled(self) -> bool:
         """Whether the layers run over kernels compiled for this machine."""
         return self._native is not None
 
-    def _compiled(self, config: Any, model: Any) -> NativeLayers | None:
+    def _compiled(self, config: Any) -> NativeLayers | None:
         """The layers over the compiled kernels, where there are kernels for them."""
         weight = self._norm.weight
         if weight.device.type != "cpu":
             return None
         activation = getattr(config, "hidden_activation", None) or config.hidden_act
         try:
-            return NativeLayers(self._layers, self._norm, str(activation), self._residual_scale, model.dtype)
+            return NativeLayers(self._layers, self._norm, str(activation), self._residual_scale, self._dtype)
         except LookupError:
             return None
 
@@ -152,6 +173,15 @@ class LeanDecoder:
         if self._final_softcap is not None:
             logits = torch.tanh(logits / self._final_softcap) * self._final_softcap
         return logits
+
+
+def _padded(flat: torch.Tensor, real: torch.Tensor | None, shape: tuple[int, ...]) -> torch.Tensor:
+    """[N, width] of the real tokens -> [B, T, width], zeros elsewhere."""
+    if real is None:
+        return flat.view(*shape, flat.shape[-1])
+    out = flat.new_zeros(*shape, flat.shape[-1])
+    out[real] = flat
+    return out
 
 
 class NotLeanError(Exception):

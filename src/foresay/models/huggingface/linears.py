@@ -6,18 +6,23 @@ they hold `nn.Linear`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeGuard
 
 import torch
 from torch import nn
 
-from foresay.models.huggingface.products import GROUP, Int4Product, Int8Product, PackedProduct, Product, alone_as_among
+from foresay.models.huggingface.native.build import library
+from foresay.models.huggingface.native.product import NativeProduct
+from foresay.models.huggingface.products import Int4Product, Int8Product, PackedProduct, Product
+from foresay.models.huggingface.rounding import GROUP, Groups
 
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q", "k", "v"), ("wi_0", "wi_1"))
 """Names of layers that most families apply to one and the same input."""
 _CROSS = ("encoder_attn", "EncDecAttention")
 """Names of attention that reads an encoder's output: its query layer is used without the two others."""
+Int8 = Int8Product | NativeProduct
+"""A product of weights in 8 bits, whose rows can be looked up."""
 MakeProduct = Callable[[torch.Tensor, torch.Tensor | None], Product]
 
 
@@ -40,18 +45,19 @@ class FrozenLinear(nn.Module):
 class FrozenEmbedding(nn.Module):
     """An embedding in 8 bits: a row is made when it is looked up. Its product may also be the head's."""
 
-    def __init__(self, product: Int8Product) -> None:
+    def __init__(self, product: Int8, dtype: torch.dtype) -> None:
         super().__init__()
         self.num_embeddings, self.embedding_dim, self.product = product.out_features, product.in_features, product
+        self._dtype = dtype
 
     @property
     def weight(self) -> torch.Tensor:
-        """[V, H] int8, to be scaled row by row."""
-        return self.product.levels
+        """[V, H] on the meta device: what asks for a shape gets one."""
+        return torch.empty(self.num_embeddings, self.embedding_dim, dtype=self._dtype, device="meta")
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """token_ids: [...] -> [..., H]."""
-        return self.product.rows(token_ids)
+        return self.product.rows(token_ids, self._dtype)
 
 
 class _Joint:
@@ -134,6 +140,14 @@ def weight_bytes(model: nn.Module) -> int:
     return sum(size for key, size in sizes.items() if key not in looked_up or _is_head(model, key))
 
 
+def device_of(embedding: nn.Module) -> torch.device:
+    """The device of an embedding's weights."""
+    if isinstance(embedding, FrozenEmbedding):
+        return torch.device("cpu")
+    weight: torch.Tensor = embedding.weight  # type: ignore[assignment]
+    return weight.device
+
+
 def count_parameters(model: nn.Module) -> int:
     """Weights of a model, whatever their format; those of a head that is tied to an embedding once."""
     sizes = {id(weight): weight.numel() for weight in model.parameters()}
@@ -154,34 +168,46 @@ def _is_head(model: nn.Module, key: int) -> bool:
 
 
 def available(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether packing helps: bf16 on a CPU whose oneDNN has bf16 kernels."""
-    if device.type != "cpu" or dtype != torch.bfloat16:
+    """Whether freezing helps: on a CPU, by kernels compiled for it, or else in bf16 by oneDNN's."""
+    if device.type != "cpu":
         return False
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+    if library() is not None and dtype in (torch.float32, torch.bfloat16):
+        return True
+    if dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-class SingleRows:
-    """Whether a model may be fed one row alone: every linear layer is frozen, and gives it the bits that it has among others.
+def as_it_is(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
+    """The product of weights that are not rounded."""
+    native = library() is not None and weight.dtype in (torch.float32, torch.bfloat16)
+    return (NativeProduct.of_numbers if native else PackedProduct)(weight, bias)
 
-    Asked once for each number of threads, which decides with the shape what a kernel does.
-    """
 
-    def __init__(self, model: nn.Module) -> None:
-        found = [m.product for m in model.modules() if isinstance(m, FrozenLinear | JointLinear)]
-        plain = any(isinstance(m, nn.Linear) for m in model.modules())
-        self._shapes = None if plain else {(type(p), p.in_features, p.out_features): p for p in found}
-        self._known: dict[int, bool] = {}
+def int8(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
+    """The product of weights rounded to 8 bits."""
+    return (Int8Product if library() is None else NativeProduct.int8)(weight, bias)
 
-    def __call__(self) -> bool:
-        """With the number of threads that PyTorch has now."""
-        if self._shapes is None:
-            return False
-        threads = torch.get_num_threads()
-        if threads not in self._known:
-            self._known[threads] = all(alone_as_among(product) for product in self._shapes.values())
-        return self._known[threads]
+
+def int4(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
+    """The product of weights rounded to 4 bits; rows that are not whole groups take 8."""
+    if not int4_fits(weight):
+        return int8(weight, bias)
+    return (Int4Product if library() is None else NativeProduct.int4)(weight, bias)
+
+
+def of_rows(levels: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, bias: torch.Tensor | None) -> Int8:
+    """The product of weights that are rounded to 8 bits already: see `rounded_int8`."""
+    if library() is None:
+        return Int8Product.of_rows(levels, scales.to(dtype), bias)
+    return NativeProduct.of_rows(levels, scales, bias)
+
+
+def of_groups(pieces: Iterable[Groups], dtype: torch.dtype, bias: torch.Tensor | None) -> Product:
+    """The product of weights that are rounded to 4 bits already: see `rounded_int4`."""
+    if library() is None:
+        return Int4Product.of_groups(pieces, dtype, bias)
+    return NativeProduct.of_groups(pieces, bias)
 
 
 def int4_fits(weight: torch.Tensor) -> bool:
@@ -190,13 +216,11 @@ def int4_fits(weight: torch.Tensor) -> bool:
 
 
 def in_bits(bits: int) -> MakeProduct:
-    """What makes products of 8 or 4 bits a weight. In 4 bits, rows that are not whole groups take 8."""
-    if bits == 8:
-        return Int8Product
-    return lambda weight, bias: (Int4Product if int4_fits(weight) else Int8Product)(weight, bias)
+    """What makes products of 8 or 4 bits a weight."""
+    return int8 if bits == 8 else int4
 
 
-def freeze_linears(model: nn.Module, make: MakeProduct = PackedProduct, *, all_dtypes: bool = False) -> int:
+def freeze_linears(model: nn.Module, make: MakeProduct = as_it_is, *, all_dtypes: bool = False) -> int:
     """Replace every `nn.Linear` of `model` on a CPU by a frozen product, freeing its weight where nothing else uses it.
 
     all_dtypes: also those whose dtype packing would not help. Returns how many were replaced. A weight tied to an embedding

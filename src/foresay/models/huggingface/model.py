@@ -15,8 +15,7 @@ import torch.nn.functional as F
 
 from foresay.decoding.protocols import Begun, Capabilities, Feed, KVCache, Logits, ModelOutput
 from foresay.decoding.sampling_params import SamplingParams
-from foresay.models.huggingface import attention
-from foresay.models.huggingface.linears import count_parameters
+from foresay.models.huggingface import attention, linears
 from foresay.models.huggingface.slot_cache import Placement, SlotCache
 
 MAX_TOKENS = 256
@@ -49,9 +48,9 @@ class TransformersModel:
         self._configs: dict[int, tuple[Any, str]] = {}
         self._copied: list[tuple[Any, Any]] = []
         self._set_attention(pluggable)
-        weight = model.get_input_embeddings().weight
-        self.vocab_size, self.device = int(weight.shape[0]), weight.device
-        self.num_parameters = count_parameters(model)
+        self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
+        self.device = linears.device_of(model.get_input_embeddings())
+        self.num_parameters = linears.count_parameters(model)
 
     def _set_attention(self, pluggable: bool) -> None:
         """Route masks, and attention where the family lets it be chosen, through foresay.
@@ -96,7 +95,7 @@ class TransformersModel:
 
     @property
     def capabilities(self) -> Capabilities:
-        """See LanguageModel. On a CPU, prompts are filled one by one: larger products sum in another order."""
+        """See LanguageModel. On a CPU, most kernels sum larger products in another order; prompts are then filled one by one."""
         on_cpu = self.device.type == "cpu"
         return Capabilities(
             trees=self.takes_trees,
@@ -104,7 +103,7 @@ class TransformersModel:
             reads_source=self.reads_source,
             max_source_length=self.max_source_length,
             fill_chunk=MAX_TOKENS,
-            fill_together=not on_cpu,
+            fill_together=not on_cpu or self.rows_apart,
         )
 
     def begin(self, prompt: Sequence[int], params: SamplingParams) -> Begun:
@@ -122,24 +121,25 @@ class TransformersModel:
             parts = [(i, min(i + at_once, batch)) for i in range(0, batch, at_once)]
             return _joined([self.forward(feed.part(a, b), cache) for a, b in parts])
         parents = feed.parents
-        if batch * columns == 1 and not self.takes_single_rows():
+        if batch * columns == 1 and not self.rows_apart:
             # one row and two rows take different matrix kernels on some CPUs, so there are at least two
             token_ids, parents = torch.cat([token_ids, token_ids], 1), None
         at = cache.begin_pass(feed.first_row, batch, token_ids.shape[1], self.device, parents)
         with attention.during(at):
-            scores, states = self._call(token_ids, at, cache, feed.logits, feed.hidden_layers)
+            scores, states = self._call(feed, token_ids, at, cache)
         for i, count in enumerate(feed.num_tokens):
             cache.lengths[feed.first_row + i] += count
         hidden = {layer: states[layer][:, :columns] for layer in feed.hidden_layers}
         if scores is None:
             return ModelOutput(None, hidden)
         scores = scores[:, :columns]
-        if feed.logits is Logits.LAST and columns > 1:
+        if feed.logits is Logits.LAST and scores.shape[1] > 1:
             scores = scores[torch.arange(batch, device=scores.device), feed.last_columns()][:, None]
         return ModelOutput(self._over_vocabulary(scores), hidden)
 
-    def takes_single_rows(self) -> bool:
-        """Whether a pass over one token alone gives the bits that it has among others."""
+    @property
+    def rows_apart(self) -> bool:
+        """Whether a token has the same bits whatever else a pass holds, and also alone."""
         return False
 
     def _over_vocabulary(self, scores: torch.Tensor) -> torch.Tensor:
@@ -152,9 +152,12 @@ class TransformersModel:
         return F.pad(scores, (0, missing), value=-torch.inf) if missing > 0 else scores
 
     def _call(
-        self, token_ids: torch.Tensor, at: Placement, cache: SlotCache, logits: Logits, hidden: Sequence[int]
+        self, feed: Feed, token_ids: torch.Tensor, at: Placement, cache: SlotCache
     ) -> tuple[torch.Tensor | None, Mapping[int, torch.Tensor]]:
-        """The model's logits [B, T, V], None with Logits.NONE, and the hidden states of the layers asked for."""
+        """The logits [B, T, V], or [B, 1, V] where the last are asked for, None with Logits.NONE; the hidden states asked for.
+
+        token_ids: [B, T], those of the feed, perhaps with a column more.
+        """
         raise NotImplementedError
 
 

@@ -24,7 +24,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from foresay.decoding.protocols import Begun, KVCache, Logits, Move
+from foresay.decoding.protocols import Begun, Feed, KVCache, Logits, Move
 from foresay.decoding.rows import Row, Rows
 from foresay.decoding.sampling_params import LogitsProcessor, SamplingParams
 from foresay.errors import ConfigError, PromptError, UnsupportedModelError
@@ -211,9 +211,10 @@ class Seq2SeqModel(TransformersModel):
         return mask.masked_fill_(past_end, torch.finfo(mask.dtype).min)
 
     def _call(
-        self, token_ids: torch.Tensor, at: Placement, cache: SlotCache, logits: Logits, hidden: Sequence[int]
+        self, feed: Feed, token_ids: torch.Tensor, at: Placement, cache: SlotCache
     ) -> tuple[torch.Tensor | None, Mapping[int, torch.Tensor]]:
         assert isinstance(cache, Seq2SeqCache)
+        logits, hidden = feed.logits, feed.hidden_layers
         sources = cache.sources
         lengths = sources.lengths[at.first_row : at.first_row + at.batch]
         width = visible_width(max(lengths), self.device)

@@ -13,8 +13,16 @@ import torch
 from torch import nn
 
 from foresay.errors import ModelLoadError
-from foresay.models.huggingface.linears import TOGETHER, FrozenEmbedding, FrozenLinear, freeze_linears, replace_jointly
-from foresay.models.huggingface.products import Int8Product, rounded_int8
+from foresay.models.huggingface.linears import (
+    TOGETHER,
+    FrozenEmbedding,
+    FrozenLinear,
+    Int8,
+    freeze_linears,
+    of_rows,
+    replace_jointly,
+)
+from foresay.models.huggingface.rounding import rounded_int8
 from foresay.models.sources.gguf_head import GgufHead
 from foresay.models.sources.gguf_types import Eights, Numbers, Weight, joined, unpacked
 
@@ -58,7 +66,7 @@ class _File:
         tensor = self._tensors.get(f"{own}.{suffix}")
         if tensor is None:
             return None
-        weight, kind = unpacked(tensor, self.dtype), own.rpartition(".")[2]
+        weight, kind = unpacked(tensor), own.rpartition(".")[2]
         if self._architecture == "llama" and kind in self._heads and suffix == "weight":
             return weight.rows(_interleaved(tensor.shape[0], self._heads[kind]))
         if self._architecture.startswith("gemma") and "norm" in own:
@@ -106,7 +114,7 @@ def _fill_ends(model: Any, file: _File) -> None:
     table = None
     if not isinstance(looked_up, Numbers) and type(embedding) is nn.Embedding:
         table = _table(looked_up, file.dtype)
-        model.set_input_embeddings(FrozenEmbedding(table))
+        model.set_input_embeddings(FrozenEmbedding(table, file.dtype))
     parent, _, short = names[head].rpartition(".")
     if own is None and table is not None and isinstance(looked_up, Eights):
         setattr(model.get_submodule(parent), short, FrozenLinear(table))
@@ -114,11 +122,11 @@ def _fill_ends(model: Any, file: _File) -> None:
         _fill_linear(model.get_submodule(parent), short, looked_up if own is None else own, None, file.dtype)
 
 
-def _table(weight: Weight, dtype: torch.dtype) -> Int8Product:
+def _table(weight: Weight, dtype: torch.dtype) -> Int8:
     """An embedding's rows in 8 bits."""
     if isinstance(weight, Eights):
         return weight.product(dtype, None)
-    return Int8Product.of_rows(*rounded_int8(weight.dense(dtype), dtype))
+    return of_rows(*rounded_int8(weight.dense(dtype), torch.float32), dtype, None)
 
 
 def _fill_linear(

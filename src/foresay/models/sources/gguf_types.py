@@ -13,7 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from foresay.models.huggingface.products import GROUP, Groups, Int4Product, Int8Product, Product, rounded_int8
+from foresay.models.huggingface.linears import Int8, of_groups, of_rows
+from foresay.models.huggingface.products import Product
+from foresay.models.huggingface.rounding import Groups, restored, rounded_int8
 from foresay.models.sources.gguf_head import Bytes, StoredTensor
 
 _FOUR_BITS = {"Q4_0": 18, "Q4_1": 20, "Q4_K": 144}
@@ -35,11 +37,11 @@ class Blocks:
 
     def dense(self, dtype: torch.dtype) -> torch.Tensor:
         """As numbers, [out, in]."""
-        return torch.cat([_restored(*piece).to(dtype) for piece in self._pieces()])
+        return torch.cat([restored(piece).to(dtype) for piece in self._pieces()])
 
     def product(self, dtype: torch.dtype, bias: torch.Tensor | None) -> Product:
-        """The product of these weights for inputs of a dtype, in which scales and offsets are kept."""
-        return Int4Product.of_groups(self._pieces(), dtype, bias)
+        """The product of these weights for inputs of a dtype."""
+        return of_groups(self._pieces(), dtype, bias)
 
     def _pieces(self) -> Iterator[Groups]:
         """Some rows at a time, levels as int32."""
@@ -66,9 +68,9 @@ class Eights:
         """As numbers, [out, in]."""
         return (self.levels * self.scales[:, None].float()).to(dtype)
 
-    def product(self, dtype: torch.dtype, bias: torch.Tensor | None) -> Int8Product:
-        """The product of these weights for inputs of a dtype, in which scales are kept."""
-        return Int8Product.of_rows(self.levels, self.scales.to(dtype), bias)
+    def product(self, dtype: torch.dtype, bias: torch.Tensor | None) -> Int8:
+        """The product of these weights for inputs of a dtype."""
+        return of_rows(self.levels, self.scales, dtype, bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,15 +91,15 @@ class Numbers:
 Weight = Blocks | Eights | Numbers
 
 
-def unpacked(tensor: StoredTensor, dtype: torch.dtype) -> Weight:
-    """A tensor's weights. dtype: in which the scales of rows are kept, where there are any."""
+def unpacked(tensor: StoredTensor) -> Weight:
+    """A tensor's weights."""
     data, kind = tensor.data, tensor.kind
     if kind in _FOUR_BITS:
         return Blocks((tensor,))
     plain = _plain(data, kind)
     if plain is not None:
         return Numbers(plain.reshape(tensor.shape))
-    return _eights(data, kind, tensor.shape[-1], dtype)
+    return _eights(data, kind, tensor.shape[-1])
 
 
 def joined(weights: list[Weight | None]) -> Blocks | Eights | None:
@@ -109,11 +111,6 @@ def joined(weights: list[Weight | None]) -> Blocks | Eights | None:
     if len(eights) == len(weights):
         return Eights(*(torch.cat([getattr(w, name) for w in eights]) for name in ("levels", "scales")))
     return None
-
-
-def _restored(levels: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    groups = levels.float().view(len(levels), -1, GROUP)
-    return groups.sub_(8).mul_(scales[..., None]).add_(offsets[..., None]).flatten(1)
 
 
 def _halves(two: Bytes) -> torch.Tensor:
@@ -135,8 +132,8 @@ def _plain(data: Bytes, kind: str) -> torch.Tensor | None:
 def _from_q4(blocks: Bytes, *, shifted: bool) -> Groups:
     """Blocks of 32: a scale, with Q4_1 the least weight, and 16 bytes of two levels each. [out, n, bytes]."""
     scales = _halves(blocks[..., :2])
-    offsets = _halves(blocks[..., 2:4]) + 8 * scales if shifted else torch.zeros_like(scales)
-    return _split(_own(blocks[..., -16:])), scales, offsets
+    least = _halves(blocks[..., 2:4]) if shifted else -8 * scales
+    return _split(_own(blocks[..., -16:])), scales, least
 
 
 def _from_q4_k(blocks: Bytes) -> Groups:
@@ -146,8 +143,8 @@ def _from_q4_k(blocks: Bytes) -> Groups:
     multiples = torch.cat([first & 63, (third & 15) | ((first >> 6) << 4)], -1)
     below = torch.cat([second & 63, (third >> 4) | ((second >> 6) << 4)], -1)
     scales = (scale[..., None] * multiples).flatten(1)
-    offsets = 8 * scales - (least[..., None] * below).flatten(1)
-    return _split(_own(blocks[..., 16:]).view(*blocks.shape[:2], 4, 32)), scales, offsets
+    below_zero = -(least[..., None] * below).flatten(1)
+    return _split(_own(blocks[..., 16:]).view(*blocks.shape[:2], 4, 32)), scales, below_zero
 
 
 def _split(nibbles: torch.Tensor) -> torch.Tensor:
@@ -159,13 +156,13 @@ def _split(nibbles: torch.Tensor) -> torch.Tensor:
     return out.flatten(1)
 
 
-def _eights(data: Bytes, kind: str, columns: int, dtype: torch.dtype) -> Eights:
+def _eights(data: Bytes, kind: str, columns: int) -> Eights:
     """Rows of any rounded type in 8 bits."""
-    levels, scales = torch.empty(len(data), columns, dtype=torch.int8), torch.empty(len(data), dtype=dtype)
+    levels, scales = torch.empty(len(data), columns, dtype=torch.int8), torch.empty(len(data))
     step = max(1, _AT_ONCE // columns)
     for first in range(0, len(data), step):
         some = slice(first, first + step)
-        levels[some], scales[some] = rounded_int8(_numbers(data[some], kind), dtype)
+        levels[some], scales[some] = rounded_int8(_numbers(data[some], kind), torch.float32)
     return Eights(levels, scales)
 
 

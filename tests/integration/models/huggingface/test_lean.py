@@ -14,6 +14,7 @@ from foresay.decoding.sampling_params import SamplingParams
 from foresay.models.huggingface import lean
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.early_exit import first_layers
+from foresay.models.huggingface.linears import freeze_linears
 from foresay.models.huggingface.self_check import OwnCode, go_lean
 from foresay.models.sources.catalog import wrap
 from helpers.families import FAMILIES, VOCAB, make
@@ -22,6 +23,12 @@ from helpers.support import Sometimes, run
 READ = sorted(name for name in FAMILIES if make(name).config.model_type in lean.FAMILIES)
 PROMPTS = [[5, 9, 17, 5, 9], [7], [3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13]]
 PARAMS = SamplingParams(max_new_tokens=24)
+
+
+def frozen(model: CausalModel) -> CausalModel:
+    """As a model is that foresay loads."""
+    freeze_linears(model.model)
+    return model
 
 
 def test_these_families_are_read() -> None:
@@ -33,7 +40,7 @@ def test_lean_passes_write_what_the_familys_own_code_writes(family: str) -> None
     """Past the window of those that slide, in a ragged batch, with drafts that are rejected."""
     own = run(CausalModel(make(family)), PROMPTS, PARAMS, gamma=0)[0]
     model = CausalModel(make(family))
-    assert go_lean(model) is None
+    assert go_lean(frozen(model)) is None
     assert run(model, PROMPTS, PARAMS, gamma=0)[0] == own
     ours, steps, engine = run(model, PROMPTS, PARAMS, drafter=Sometimes(own, VOCAB), gamma=3, max_batch_size=2)
     assert ours == own
@@ -69,7 +76,7 @@ def test_trees_and_hidden_states_are_those_of_the_familys_own_code(
         return [grown.scores(), filled.scores()[1, :3], *states]
 
     own = outputs(other)
-    assert go_lean(model) is None
+    assert go_lean(frozen(model)) is None
     assert model.lean is not None
     assert model.lean.compiled == kernels
     torch.testing.assert_close(outputs(model), own, atol=2e-4, rtol=2e-4)
@@ -89,7 +96,7 @@ def test_a_model_with_hooks_keeps_its_own_code() -> None:
 
 def test_the_first_layers_of_a_lean_model_are_lean() -> None:
     model = CausalModel(make("llama"))
-    assert go_lean(model) is None
+    assert go_lean(frozen(model)) is None
     short = first_layers(model, 2)
     assert short.lean is not None
     lean_out = run(short, PROMPTS, PARAMS, gamma=0)[0]
@@ -149,6 +156,6 @@ def test_sampled_texts_are_the_same_for_a_seed() -> None:
     model = CausalModel(make("qwen3"))
     params = [SamplingParams(max_new_tokens=12, temperature=1.0, seed=i) for i in range(3)]
     own = run(model, PROMPTS, params, gamma=0)[0]
-    assert go_lean(model) is None
+    assert go_lean(frozen(model)) is None
     assert run(model, PROMPTS, params, gamma=0)[0] == own
     assert torch.is_inference_mode_enabled() is False

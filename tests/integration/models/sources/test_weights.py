@@ -9,7 +9,6 @@ import torch
 
 import foresay
 from foresay.errors import ConfigError, UnknownNameError
-from foresay.models.huggingface.products import Int4Product, Int8Product
 from foresay.models.sources import catalog
 from foresay.models.sources.load_options import LoadOptions
 from helpers import tiny
@@ -54,14 +53,14 @@ def test_a_draft_in_fewer_bits_leaves_the_text_alone(folder: Path, small: Path) 
     assert texts(drafted) == plain
     assert drafted.target.weights == ""
     own = next(iter(drafted.resources.models.values()))
-    kinds = {type(m.product) for m in own.model.model.modules() if hasattr(m, "product")}
-    assert Int4Product in kinds
+    assert min(m.product.bits for m in own.model.model.modules() if hasattr(m, "product")) == 5.0
 
 
 def test_what_is_loaded_is_said(folder: Path) -> None:
     eight = foresay.load(folder, drafter="none", weights="int8")
     assert eight.target.precision == "bfloat16, int8 weights"
-    assert {type(m.product) for m in eight.target.model.model.modules() if hasattr(m, "product")} == {Int8Product}  # type: ignore[attr-defined]
+    kept = {int(m.product.bits) for m in eight.target.model.model.modules() if hasattr(m, "product")}  # type: ignore[attr-defined]
+    assert kept <= {8, 9}, "with the scales of short rows"
     assert foresay.load(folder, drafter="none", dtype="fp32").target.precision == "float32"
 
 

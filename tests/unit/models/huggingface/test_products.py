@@ -13,17 +13,27 @@ from foresay.models.huggingface import linears, products
 from foresay.models.huggingface.linears import (
     FrozenLinear,
     JointLinear,
-    SingleRows,
     freeze_linears,
     in_bits,
     product_of,
     weight_bytes,
 )
-from foresay.models.huggingface.products import Int4Product, Int8Product, PackedProduct, rounded_int4
+from foresay.models.huggingface.native import product
+from foresay.models.huggingface.native.product import NativeProduct
+from foresay.models.huggingface.products import Int4Product, Int8Product, PackedProduct
+from foresay.models.huggingface.rounding import restored, rounded_int4
 
 SEEDED = torch.Generator()
-ROUNDED = [Int8Product, Int4Product]
-KINDS = [*([PackedProduct] if linears.available(torch.bfloat16, torch.device("cpu")) else []), *ROUNDED]
+KINDS: dict[str, tuple[Any, float]] = {
+    "int8": (Int8Product, 0.012),
+    "int4": (Int4Product, 0.1),
+    "native": (NativeProduct.of_numbers, 1e-9),
+    "native int8": (NativeProduct.int8, 0.012),
+    "native int4": (NativeProduct.int4, 0.1),
+}
+"""What makes a product, and its greatest error."""
+if torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    KINDS["packed"] = (PackedProduct, 1e-9)
 
 
 @pytest.fixture(autouse=True)
@@ -35,10 +45,8 @@ def weights(rows: int = 96, columns: int = 128) -> torch.Tensor:
     return (torch.randn(rows, columns, generator=SEEDED) * torch.rand(rows, 1, generator=SEEDED)).to(torch.bfloat16)
 
 
-def restored(weight: torch.Tensor) -> torch.Tensor:
-    levels, scales, offsets = rounded_int4(weight)
-    groups = levels.float().view(len(weight), -1, 32)
-    return ((groups - 8) * scales[..., None] + offsets[..., None]).flatten(1)
+def rounded(weight: torch.Tensor) -> torch.Tensor:
+    return restored(rounded_int4(weight, torch.bfloat16))
 
 
 def error(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -48,7 +56,7 @@ def error(a: torch.Tensor, b: torch.Tensor) -> float:
 def test_four_bits_round_each_group_by_itself() -> None:
     weight = weights()
     weight[:, :32] *= 100  # a group of large weights costs the others nothing
-    ours = restored(weight)
+    ours = rounded(weight)
     assert error(ours[:, 32:], weight[:, 32:]) < 0.1
     low, high = (op(weight.float().view(96, -1, 32), 2) for op in (torch.amin, torch.amax))
     step = ((high - low) / 15)[..., None]
@@ -56,70 +64,98 @@ def test_four_bits_round_each_group_by_itself() -> None:
     assert error(ours, weight) < error(nearest.flatten(1), weight), "narrower ranges round more finely"
 
 
-def test_rows_that_are_packed_in_pieces_are_packed_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = weights(640, 128)
-    whole = Int4Product(weight, None)
-    levels, scales, offsets = rounded_int4(weight)
-    monkeypatch.setattr(products, "_PACKED", 1)
-    assert torch.equal(Int4Product(weight, None)._weight, whole._weight)
+@pytest.mark.parametrize("native", [True, False])
+def test_rows_that_are_packed_in_pieces_are_packed_as_a_whole(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, x = weights(640, 128), torch.randn(3, 128, generator=SEEDED).to(torch.bfloat16)
+    make: Any = NativeProduct.int4 if native else Int4Product
+    whole = make(weight, None)
+    for module in (products, product):
+        monkeypatch.setattr(module, "_PACKED", 1)
+    assert torch.equal(make(weight, None)(x), whole(x))
+    levels, scales, least = rounded_int4(weight, torch.float16 if native else torch.bfloat16)
     cuts = torch.tensor([0, 100, 350, 351, 600, 640])
-    pieces = [(levels[a:b], scales[a:b], offsets[a:b]) for a, b in itertools.pairwise(cuts)]
-    cut = Int4Product.of_groups(pieces, torch.bfloat16)
-    assert torch.equal(cut._weight, whole._weight)
-    assert torch.equal(cut._groups, whole._groups)
+    pieces = [(levels[a:b], scales[a:b], least[a:b]) for a, b in itertools.pairwise(cuts)]
+    cut: Any = NativeProduct.of_groups(pieces) if native else Int4Product.of_groups(pieces, torch.bfloat16)
+    assert torch.equal(cut(x), whole(x))
+    assert torch.equal(cut.dense(), whole.dense())
     assert (cut.in_features, cut.out_features) == (128, 640)
 
 
 def test_groups_of_equal_weights_are_kept() -> None:
     weight = torch.full((64, 64), 0.75, dtype=torch.bfloat16)
-    torch.testing.assert_close(restored(weight), weight.float())
-    assert torch.equal(restored(torch.zeros(64, 64)), torch.zeros(64, 64))
+    torch.testing.assert_close(rounded(weight), weight.float())
+    assert torch.equal(rounded(torch.zeros(64, 64)), torch.zeros(64, 64))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", [96, 128, 50])
-def test_products_are_those_of_the_weights_kept(kind: type, rows: int) -> None:
+def test_products_are_those_of_the_weights_kept(kind: str, rows: int) -> None:
     weight, x = weights(rows), torch.randn(2, 5, 128, generator=SEEDED).to(torch.bfloat16)
     bias = torch.randn(rows, generator=SEEDED).to(torch.bfloat16)
-    product = kind(weight, bias)
+    make, most = KINDS[kind]
+    product = make(weight, bias)
     kept = product.dense()
     assert kept.shape == weight.shape
-    assert error(kept, weight) < {PackedProduct: 1e-9, Int8Product: 0.012, Int4Product: 0.1}[kind]
+    assert error(kept, weight) < most
     wanted = x.float() @ kept.float().t() + bias.float()
     assert product(x).shape == (2, 5, rows)
     torch.testing.assert_close(product(x).float(), wanted, atol=0.1, rtol=2e-2)
 
 
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "native" in kind])
+@pytest.mark.parametrize(("rows", "columns"), [(70, 64), (32, 544), (1, 32)])
+def test_compiled_products_in_float32(kind: str, rows: int, columns: int) -> None:
+    """To the last digits: whole panels and not, deeper than is decoded at once."""
+    weight, x = weights(rows, columns), torch.randn(130, columns, generator=SEEDED)
+    product = KINDS[kind][0](weight, None)
+    out, wanted = product(x), x.double() @ product.dense().double().t()
+    torch.testing.assert_close(out.double(), wanted, atol=2e-5, rtol=2e-5)
+    wide = NativeProduct.of_numbers(
+        weight.float()[:, : columns - 3].contiguous(), None
+    )  # whose depth is no multiple of 4
+    short = x[:, : columns - 3]
+    torch.testing.assert_close(wide(short), short @ weight.float()[:, : columns - 3].t(), atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.usefixtures("_threads_as_before")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "native" in kind])
+def test_a_row_of_a_compiled_product_has_its_bits_whatever_is_beside_it(kind: str, dtype: torch.dtype) -> None:
+    """Alone too, and whatever the number of threads: few rows are decoded in registers, many at once."""
+    product, x = KINDS[kind][0](weights(200, 576), None), torch.randn(300, 576, generator=SEEDED).to(dtype)
+    whole = product(x)
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        for count in (1, 2, 3, 5, 7, 8, 9, 16, 17, 33, 49, 100, 299):
+            assert torch.equal(product(x[:count]), whole[:count])
+            assert torch.equal(product(x[-count:]), whole[-count:])
+
+
+@pytest.mark.parametrize("kind", ["int8", "native int8", "native"])
+def test_rows_are_looked_up(kind: str) -> None:
+    product, ids = KINDS[kind][0](weights(70, 64), None), torch.tensor([[3, 69], [0, 3]])
+    found = product.rows(ids, torch.bfloat16)
+    assert (found.dtype, found.shape) == (torch.bfloat16, (2, 2, 64))
+    torch.testing.assert_close(found, product.dense()[ids].to(torch.bfloat16))
+
+
 def test_bytes() -> None:
     weight = weights(128, 256)
-    assert PackedProduct(weight, None).nbytes == 128 * 256 * 2
+    assert NativeProduct.of_numbers(weight, None).nbytes == 128 * 256 * 2
     assert Int8Product(weight, None).nbytes == 128 * 256 + 128 * 2
-    four = Int4Product(weight, None)
-    assert four.nbytes == 128 * 256 // 2 + 128 * 8 * 2 * 2
-    assert four.bits == 5.0
+    assert NativeProduct.int8(weight, None).nbytes == 128 * 256 + 128 * 4
+    for four in (Int4Product(weight, None), NativeProduct.int4(weight, None)):
+        assert four.nbytes == 128 * 256 // 2 + 128 * 8 * 2 * 2
+        assert four.bits == 5.0
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_row_has_the_bits_it_has_among_others(kind: type) -> None:
-    """What decoding builds on: 2 to 64 rows."""
-    product, x = kind(weights(1536, 576), None), torch.randn(64, 576, generator=SEEDED).to(torch.bfloat16)
+def test_a_row_has_the_bits_it_has_among_others(kind: str) -> None:
+    """What decoding builds on where there are no compiled kernels: 2 to 64 rows."""
+    product, x = KINDS[kind][0](weights(1536, 576), None), torch.randn(64, 576, generator=SEEDED).to(torch.bfloat16)
     whole = product(x)
     for count in (2, 3, 4, 5, 8, 16, 17, 33):
         assert torch.equal(product(x[:count]), whole[:count])
-
-
-class Moody:
-    """A product whose kernel for few rows rounds otherwise, with two threads alone."""
-
-    in_features, out_features, bias = 64, 96, None
-
-    def __init__(self, few: int) -> None:
-        self.weight, self.few, self.asked = weights(96, 64), few, 0
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        self.asked += 1
-        out = x @ self.weight.t()
-        return out * (1 + 2**-7) if len(x) <= self.few and torch.get_num_threads() == 2 else out
 
 
 @pytest.fixture
@@ -129,29 +165,12 @@ def _threads_as_before() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.usefixtures("_threads_as_before")
-@pytest.mark.parametrize("few", [1, 2])
-def test_each_shape_and_each_number_of_threads_is_asked(few: int) -> None:
-    calm, moody = Int8Product(weights(), None), Moody(few)
-    model = torch.nn.Sequential(FrozenLinear(calm), FrozenLinear(moody))  # type: ignore[arg-type]
-    single = SingleRows(model)
-    torch.set_num_threads(1)
-    moody.few = 0
-    assert single()
-    torch.set_num_threads(2)
-    moody.few = few
-    assert not single()
-    asked = moody.asked
-    assert not single()
-    torch.set_num_threads(1)
-    assert single()
-    assert moody.asked == asked, "once for each"
-
-
-def test_layers_that_are_not_frozen_are_not_trusted() -> None:
-    frozen = FrozenLinear(Int8Product(weights(), None))
-    assert SingleRows(torch.nn.Sequential(frozen))()
-    assert not SingleRows(torch.nn.Sequential(frozen, torch.nn.Linear(96, 8)))()
+@pytest.fixture(params=[True, False], ids=["compiled", "PyTorch's"])
+def native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """With the compiled kernels, and on a machine without them."""
+    if not request.param:
+        monkeypatch.setattr(linears, "library", lambda: None)
+    return bool(request.param)
 
 
 class Block(torch.nn.Module):
@@ -163,25 +182,28 @@ class Block(torch.nn.Module):
         self.odd = torch.nn.Linear(40, 16, bias=False, dtype=torch.bfloat16)
 
 
-def test_layers_that_read_one_input_are_one_product() -> None:
+def test_layers_that_read_one_input_are_one_product(native: bool) -> None:
     block, x = Block(), torch.randn(3, 64, generator=SEEDED).to(torch.bfloat16)
     assert freeze_linears(block, in_bits(4), all_dtypes=True) == 4
     together = product_of(block.q_proj, block.k_proj, block.v_proj)
-    assert isinstance(together, Int4Product)
+    assert isinstance(together, NativeProduct if native else Int4Product)
+    assert together.bits == 5.0
     assert torch.equal(together(x), torch.cat([block.q_proj(x), block.k_proj(x), block.v_proj(x)], -1))
     assert isinstance(block.k_proj, JointLinear)
     two = product_of(block.q_proj, block.k_proj)  # not all of them: each by itself
     assert torch.equal(two(x), together(x)[:, :96])
 
 
-def test_rows_that_are_not_whole_groups_take_eight_bits() -> None:
+def test_rows_that_are_not_whole_groups_take_eight_bits(native: bool) -> None:
     block = Block()
     freeze_linears(block, in_bits(4), all_dtypes=True)
     assert isinstance(block.odd, FrozenLinear)
-    assert isinstance(block.odd.product, Int8Product)
+    assert isinstance(block.odd.product, NativeProduct if native else Int8Product)
+    assert 8 < block.odd.product.bits < 9
     assert weight_bytes(block) == block.q_proj.product.nbytes + block.odd.product.nbytes
 
 
+@pytest.mark.usefixtures("native")
 def test_joint_linear_layers_equal_separate_ones() -> None:
     class Block(torch.nn.Module):
         def __init__(self) -> None:

@@ -19,12 +19,16 @@ from pathlib import Path
 
 from foresay.errors import ForesayError
 from foresay.files import atomic_write, cache_dir
+from foresay.models.huggingface.native.structs import declared
 
 logger = logging.getLogger("foresay")
 
-SOURCE = Path(__file__).with_name("kernels.cpp")
+SOURCES = tuple(
+    Path(__file__).with_name(name) for name in ("kernels.cpp", "layer.h", "numbers.h", "pool.h", "products.h")
+)
+"""The first is compiled; the others are what it includes."""
 COMPILERS = ("c++", "g++", "clang++")
-_FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fno-math-errno", "-fopenmp")
+_FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-pthread", "-fno-math-errno", "-fopenmp-simd")
 _TIMEOUT_S = 300.0
 SWITCH = "FORESAY_NATIVE"
 """Environment variable: "0" leaves the kernels alone."""
@@ -43,11 +47,11 @@ def library() -> ctypes.CDLL | None:
         path = kept()
         if path.is_file():
             try:
-                return _declared(ctypes.CDLL(str(path)))
+                return declared(ctypes.CDLL(str(path)))
             except (OSError, AttributeError) as error:
                 logger.info("%s is damaged (%s) and compiled anew", path, error)
         _compile(path)
-        return _declared(ctypes.CDLL(str(path)))
+        return declared(ctypes.CDLL(str(path)))
     except (BuildError, OSError, ForesayError) as error:
         logger.warning("passes are made without compiled kernels: %s", error)
         return None
@@ -56,7 +60,13 @@ def library() -> ctypes.CDLL | None:
 def kept() -> Path:
     """Where the compiled kernels of this source, this processor and this compiler are kept. Raises BuildError without one."""
     said = "\n".join(
-        [SOURCE.read_text(encoding="utf-8"), _processor(), _version(tuple(_compiler())), *_compiler(), *_FLAGS]
+        [
+            *(one.read_text(encoding="utf-8") for one in SOURCES),
+            _processor(),
+            _version(tuple(_compiler())),
+            *_compiler(),
+            *_FLAGS,
+        ]
     )
     return cache_dir() / "native" / f"kernels-{hashlib.sha256(said.encode()).hexdigest()[:16]}.so"
 
@@ -99,35 +109,7 @@ def _compile(path: Path) -> None:
         # a sum must not depend on where its numbers lie
         machine += ["--param", "vect-max-peeling-for-alignment=0"]
     with atomic_write(path, parents=True) as place:
-        done = _run([*compiler, *_FLAGS, *machine, "-o", str(place), str(SOURCE)])
+        done = _run([*compiler, *_FLAGS, *machine, "-o", str(place), str(SOURCES[0])])
         if done.returncode != 0:
             first = next(iter(done.stderr.strip().splitlines()), "no message")
             raise BuildError(f"{' '.join(compiler)} failed: {first}")
-
-
-class Attention(ctypes.Structure):
-    """The struct of the same name in kernels.cpp."""
-
-    _fields_ = [
-        *[
-            (name, ctypes.c_int64)
-            for name in ("tokens", "columns", "queries", "keys", "dim", "rotated", "wide", "window")
-        ],
-        ("row_stride", ctypes.c_int64),
-        *[(name, ctypes.c_void_p) for name in ("rows", "slots", "positions", "ancestors", "cosines", "sines")],
-        *[(name, ctypes.c_void_p) for name in ("query_norm", "key_norm")],
-        *[(name, ctypes.c_float) for name in ("eps", "scaling", "softcap")],
-    ]
-
-
-def _declared(found: ctypes.CDLL) -> ctypes.CDLL:
-    pointer, number, whole, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
-    for dtype in ("float32", "bfloat16"):
-        norm = getattr(found, f"foresay_add_norm_{dtype}")
-        norm.argtypes = [pointer, pointer, pointer, real, pointer, pointer, number, number, real, whole]
-        getattr(found, f"foresay_gate_{dtype}").argtypes = [pointer, pointer, number, number, whole, whole]
-        attend = getattr(found, f"foresay_attend_{dtype}")
-        attend.argtypes = [ctypes.POINTER(Attention), pointer, pointer, pointer, pointer, pointer, whole]
-        for name in ("add_norm", "gate", "attend"):
-            getattr(found, f"foresay_{name}_{dtype}").restype = None
-    return found

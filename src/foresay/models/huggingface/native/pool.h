@@ -1,0 +1,105 @@
+// Threads that share the tasks of one stage after another.
+//
+// Whoever is free takes the next task; the caller works along and waits only for tasks that somebody has begun. A thread that the
+// machine is not running holds nobody up, which is what barriers between all threads do on a machine that is busy.
+
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace foresay {
+
+inline void relax() {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#else
+    std::this_thread::yield();
+#endif
+}
+
+class Pool {
+  public:
+    typedef void (*Task)(const void *what, int64_t index);
+
+    // Run task(what, i) for all i < count, on `threads` threads with the caller.
+    void run(Task task, const void *what, int64_t count, int threads) {
+        if (threads <= 1 || count <= 1 || count >= LIMIT || !mine_.try_lock()) {
+            for (int64_t i = 0; i < count; i++) task(what, i);
+            return;
+        }
+        grow(threads - 1);
+        active_.store(threads - 1, std::memory_order_relaxed);
+        task_ = task, what_ = what;
+        done_.store(0, std::memory_order_relaxed);
+        uint64_t turn = (ticket_.load(std::memory_order_relaxed) >> 40) + 1;
+        ticket_.store(turn << 40 | static_cast<uint64_t>(count) << 20);
+        if (asleep_.load() > 0) {
+            std::lock_guard<std::mutex> hold(door_);
+            bell_.notify_all();
+        }
+        while (take()) {}
+        for (int spins = 0; done_.load(std::memory_order_acquire) < count; spins++) spins < 256 ? relax() : std::this_thread::yield();
+        mine_.unlock();
+    }
+
+  private:
+    static constexpr int64_t LIMIT = 1 << 20;
+    static constexpr int SPINS = 4000; // of a worker that waits for the next stage
+
+    // Ticket: 24 bits of the stage's number, 20 of its tasks, 20 of the next of them.
+    bool take() {
+        uint64_t ticket = ticket_.load(std::memory_order_acquire);
+        while ((ticket & (LIMIT - 1)) < (ticket >> 20 & (LIMIT - 1))) {
+            if (!ticket_.compare_exchange_weak(ticket, ticket + 1, std::memory_order_acq_rel)) continue;
+            task_(what_, static_cast<int64_t>(ticket & (LIMIT - 1))); // the stage lasts until this is done
+            done_.fetch_add(1, std::memory_order_release);
+            return true;
+        }
+        return false;
+    }
+
+    void grow(int workers) {
+        while (static_cast<int>(count_) < workers) {
+            int index = count_++;
+            std::thread([this, index] { work(index); }).detach();
+        }
+    }
+
+    void work(int index) {
+        for (;;) {
+            uint64_t seen = ticket_.load() >> 40;
+            if (index < active_.load(std::memory_order_relaxed)) {
+                while (take()) {}
+                seen = ticket_.load() >> 40;
+                bool again = false;
+                for (int spins = 0; spins < SPINS && !again; spins++) {
+                    relax();
+                    again = ticket_.load(std::memory_order_relaxed) >> 40 != seen;
+                }
+                if (again) continue;
+            }
+            std::unique_lock<std::mutex> hold(door_);
+            asleep_.fetch_add(1);
+            bell_.wait(hold, [&] { return ticket_.load() >> 40 != seen; });
+            asleep_.fetch_sub(1);
+        }
+    }
+
+    std::mutex mine_, door_;
+    std::condition_variable bell_;
+    std::atomic<uint64_t> ticket_{0};
+    std::atomic<int64_t> done_{0};
+    std::atomic<int> active_{0}, asleep_{0};
+    int count_ = 0;
+    Task task_ = nullptr;
+    const void *what_ = nullptr;
+};
+
+Pool &pool();
+
+} // namespace foresay

@@ -1,0 +1,164 @@
+"""Matrix products by kernels compiled for this machine, for weights in 32, 16, 8 and 4 bits.
+
+Owns the layout that products.h reads. A row's bits are the same alone, in any batch, and with any number of threads, by the order
+of the sums. Knows nothing of models.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+
+import torch
+
+from foresay.models.huggingface.native import structs
+from foresay.models.huggingface.native.build import library
+from foresay.models.huggingface.rounding import GROUP, Groups, restored, rounded_int4, rounded_int8
+
+PANEL = 32
+"""Outputs that lie side by side."""
+_FLOAT32, _BFLOAT16, _INT8, _INT4 = range(4)
+_FORMATS = {torch.float32: _FLOAT32, torch.bfloat16: _BFLOAT16}
+_PACKED = 1 << 21
+"""Weights that are packed at a time."""
+_WORD = 8
+"""Levels of 4 bits in a word of 32: of 4 depths, and two halves of 16 outputs."""
+
+
+class NativeProduct:
+    """x [..., in] W^T + b in float32 or bf16; sums are float32."""
+
+    def __init__(
+        self,
+        form: int,
+        weights: torch.Tensor,
+        scales: torch.Tensor | None,
+        shape: tuple[int, int],
+        bias: torch.Tensor | None,
+    ) -> None:
+        """weights, scales: as products.h has them. shape: (out, in). Raises LookupError without kernels."""
+        found = library()
+        if found is None:
+            raise LookupError("no kernels")
+        self.out_features, self.in_features = shape
+        self.bias, self._wide_bias = bias, None if bias is None else bias.detach().float().contiguous()
+        self._form, self._weights, self._scales = form, weights, scales
+        self.bits = {_FLOAT32: 32.0, _BFLOAT16: 16.0, _INT8: 8 + 32 / shape[1], _INT4: 4 + 32 / GROUP}[form]
+        self._multiply = found.foresay_multiply
+        self.struct = structs.Product(form, *shape, weights.data_ptr(), _pointer(scales), _pointer(self._wide_bias))
+        """What kernels are given; good as long as this object is."""
+
+    @classmethod
+    def of_numbers(cls, weight: torch.Tensor, bias: torch.Tensor | None) -> NativeProduct:
+        """From weights [out, in] in float32 or bf16, kept as they are. Raises LookupError for another dtype."""
+        if weight.dtype not in _FORMATS:
+            raise LookupError(f"no kernels for {weight.dtype}")
+        return cls(_FORMATS[weight.dtype], _panels(weight.detach(), 4), None, _shape(weight), bias)
+
+    @classmethod
+    def of_rows(cls, levels: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None = None) -> NativeProduct:
+        """From levels [out, in] of -127 to 127 in int8 and the scales [out] of their rows."""
+        return cls(_INT8, _panels(levels, 4), scales.float().contiguous(), _shape(levels), bias)
+
+    @classmethod
+    def of_groups(cls, pieces: Iterable[Groups], bias: torch.Tensor | None = None) -> NativeProduct:
+        """From 4-bit weights, some rows at a time. Scales are rounded to float16."""
+        weights, scales, rows = [], [], 0
+        for levels, scale, least in in_tiles(pieces, PANEL):
+            weights.append(_words(levels))
+            both = [_panels(one.to(torch.float16), 1) for one in (scale, least)]
+            scales.append(torch.stack(both, 2))
+            rows += len(scale)
+        joined = torch.cat(scales)
+        return cls(_INT4, torch.cat(weights), joined, (rows, joined.shape[1] * GROUP), bias)
+
+    @classmethod
+    def int8(cls, weight: torch.Tensor, bias: torch.Tensor | None) -> NativeProduct:
+        """From weights [out, in] of any dtype, rounded to 8 bits."""
+        return cls.of_rows(*rounded_int8(weight.detach(), torch.float32), bias)
+
+    @classmethod
+    def int4(cls, weight: torch.Tensor, bias: torch.Tensor | None) -> NativeProduct:
+        """From weights [out, in] of any dtype, rounded to 4 bits; in is a multiple of 32."""
+        rows = max(PANEL, _PACKED // weight.shape[1])
+        pieces = (rounded_int4(part, torch.float16) for part in torch.split(weight.detach(), rows))
+        return cls.of_groups(pieces, bias)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """See Product. x: float32 or bf16."""
+        rows = x.reshape(-1, self.in_features).contiguous()
+        if rows.dtype not in _FORMATS:
+            return self(x.float()).to(x.dtype)
+        out = rows.new_empty(len(rows), self.out_features)
+        threads = torch.get_num_threads()
+        self._multiply(
+            ctypes.byref(self.struct), rows.data_ptr(), out.data_ptr(), len(rows), rows.dtype is torch.bfloat16, threads
+        )
+        return out.view(*x.shape[:-1], self.out_features)
+
+    @property
+    def nbytes(self) -> int:
+        """See Product."""
+        return self._weights.nbytes + (0 if self._scales is None else self._scales.nbytes)
+
+    @property
+    def is_int8(self) -> bool:
+        """Whether it keeps 8 bits a weight, so that `rows` are cheap."""
+        return self._form == _INT8
+
+    def rows(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Rows of the weights, [...] int64 -> [..., in]; not of 4-bit weights."""
+        found = self._weights[ids // PANEL, :, ids % PANEL][..., : self.in_features]
+        return (found if self._scales is None else found * self._scales[ids][..., None]).to(dtype)
+
+    def dense(self) -> torch.Tensor:
+        """See Product: float32 but for bf16 weights."""
+        if self._form != _INT4:
+            ids = torch.arange(self.out_features)
+            return self.rows(ids, torch.bfloat16 if self._form == _BFLOAT16 else torch.float32)
+        shifts = torch.arange(0, 4 * _WORD, 4, dtype=torch.int32)
+        levels = (self._weights[..., None] >> shifts & 15).unflatten(-1, (4, 2))  # type: ignore[no-untyped-call]
+        levels = levels.permute(0, 4, 2, 1, 3).reshape(-1, self.in_features)
+        assert self._scales is not None
+        scales, least = (part.transpose(1, 2).flatten(0, 1).float() for part in self._scales.unbind(2))
+        return restored((levels, scales, least))[: self.out_features]
+
+
+def _shape(weight: torch.Tensor) -> tuple[int, int]:
+    return int(weight.shape[0]), int(weight.shape[1])
+
+
+def _pointer(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _panels(weight: torch.Tensor, step: int) -> torch.Tensor:
+    """[out, in] -> [panels, in, 32], filled up with zeros; `in` up to a multiple of step."""
+    rows, columns = weight.shape
+    padded = torch.nn.functional.pad(weight, (0, -columns % step, 0, -rows % PANEL))
+    return padded.view(-1, PANEL, padded.shape[1]).transpose(1, 2).contiguous()
+
+
+def _words(levels: torch.Tensor) -> torch.Tensor:
+    """[out, in] levels of 4 bits -> [panels, in / 4, 16] int32, `out` filled up to whole panels."""
+    rows, columns = levels.shape
+    padded = torch.nn.functional.pad(levels.to(torch.int32), (0, 0, 0, -rows % PANEL))
+    # [panel, half, lane, depth / 4, depth]
+    parts = padded.view(-1, 2, 16, columns // 4, 4)
+    out = parts.new_zeros(len(parts), columns // 4, 16)
+    for level in range(_WORD):
+        out |= parts[:, level % 2, :, :, level // 2].transpose(1, 2) << (4 * level)
+    return out
+
+
+def in_tiles(pieces: Iterable[Groups], size: int) -> Iterable[Groups]:
+    """The rows of pieces again, by multiples of `size`: what is packed in pieces is then what is packed as a whole."""
+    rest: Groups | None = None
+    for piece in pieces:
+        both = piece if rest is None else tuple(map(torch.cat, zip(rest, piece, strict=True)))
+        whole = len(both[0]) // size * size
+        if whole:
+            yield tuple(x[:whole] for x in both)  # type: ignore[misc]
+        rest = tuple(x[whole:] for x in both) if whole < len(both[0]) else None  # type: ignore[assignment]
+    if rest is not None:
+        yield rest

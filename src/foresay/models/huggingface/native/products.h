@@ -1,0 +1,218 @@
+// Matrix products with frozen weights: out[m, n] = sum over k of x[m, k] * w[n, k], in float32, for weights in four formats.
+//
+// Every sum runs over k in one order, in one accumulator, whatever else the product holds: the bits of a row depend neither on
+// the rows beside it nor on how many threads there are. Weights lie in panels of 32 outputs, so that one vector of them meets one
+// number of x. With few rows a panel is decoded in registers, with many once into float32, which changes no bit of it.
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace foresay {
+
+constexpr int64_t PANEL = 32, GROUP = 32;
+#if defined(__AVX512F__)
+constexpr int LANES = 16, FEW = 8, MANY = 12;
+#elif defined(__AVX2__)
+constexpr int LANES = 8, FEW = 3, MANY = 3;
+#else
+constexpr int LANES = 4, FEW = 2, MANY = 2;
+#endif
+constexpr int VECTORS = PANEL / LANES, HALVES = 16 / LANES;
+constexpr int64_t ROWS_AT_ONCE = 48, DEPTH_AT_ONCE = 256;
+
+typedef float Floats __attribute__((vector_size(4 * LANES), may_alias));
+typedef int32_t Ints __attribute__((vector_size(4 * LANES), may_alias));
+typedef uint32_t Words __attribute__((vector_size(4 * LANES), may_alias));
+typedef uint16_t Shorts __attribute__((vector_size(2 * LANES), may_alias));
+typedef int8_t Bytes __attribute__((vector_size(LANES), may_alias));
+
+enum Format { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, INT4 = 3 };
+
+// Weights [outputs, depth]. Panels follow one another; depth is filled up to a multiple of 4, outputs to one of 32.
+//   float32, bfloat16, int8: [panel, depth, 32]; int8 has `scales` [outputs], float32.
+//   int4: [panel, depth / 4, 16] words of 8 levels; level j of word l is output l + 16 * (j % 2) at depth j / 2.
+//         `scales` [panel, depth / 32, 2, 32] float16: the scale of a group, and what a level of 0 stands for.
+struct Product {
+    int64_t format, outputs, depth;
+    const void *weights;
+    const void *scales;
+    const float *bias; // null: none
+};
+
+template <class V, class T> inline V load(const T *place) {
+    V out;
+    std::memcpy(&out, place, sizeof out);
+    return out;
+}
+
+inline void halves(const uint16_t *place, Floats *out) {
+#if defined(__AVX512F__)
+    for (int v = 0; v < VECTORS; v++) out[v] = reinterpret_cast<Floats>(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(place + v * LANES))));
+#elif defined(__F16C__)
+    for (int v = 0; v < VECTORS; v++) out[v] = reinterpret_cast<Floats>(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(place + v * LANES))));
+#else
+    for (int v = 0; v < VECTORS; v++)
+        for (int i = 0; i < LANES; i++) {
+            _Float16 half;
+            std::memcpy(&half, place + v * LANES + i, sizeof half);
+            out[v][i] = static_cast<float>(half);
+        }
+#endif
+}
+
+inline Ints widened(const int8_t *place) {
+#if defined(__AVX512F__)
+    return reinterpret_cast<Ints>(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(place))));
+#elif defined(__AVX2__)
+    return reinterpret_cast<Ints>(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(place))));
+#else
+    return __builtin_convertvector(load<Bytes>(place), Ints);
+#endif
+}
+
+// A panel's weights at four depths in a row.
+template <int FORMAT> struct Decoder;
+
+template <> struct Decoder<FLOAT32> {
+    const float *weights;
+    Decoder(const Product &p, int64_t panel, int64_t padded) : weights(static_cast<const float *>(p.weights) + panel * padded * PANEL) {}
+    explicit Decoder(const float *decoded) : weights(decoded) {}
+    inline void group(int64_t) {}
+    inline void at(int64_t k, int, Floats *out) const {
+        for (int v = 0; v < VECTORS; v++) out[v] = load<Floats>(weights + k * PANEL + v * LANES);
+    }
+};
+
+template <> struct Decoder<BFLOAT16> {
+    const uint16_t *weights;
+    Decoder(const Product &p, int64_t panel, int64_t padded) : weights(static_cast<const uint16_t *>(p.weights) + panel * padded * PANEL) {}
+    inline void group(int64_t) {}
+    inline void at(int64_t k, int, Floats *out) const {
+        for (int v = 0; v < VECTORS; v++) {
+            Words wide = __builtin_convertvector(load<Shorts>(weights + k * PANEL + v * LANES), Words) << 16;
+            out[v] = reinterpret_cast<Floats>(wide);
+        }
+    }
+};
+
+template <> struct Decoder<INT8> {
+    const int8_t *weights;
+    Decoder(const Product &p, int64_t panel, int64_t padded) : weights(static_cast<const int8_t *>(p.weights) + panel * padded * PANEL) {}
+    inline void group(int64_t) {}
+    inline void at(int64_t k, int, Floats *out) const {
+        for (int v = 0; v < VECTORS; v++) {
+            out[v] = __builtin_convertvector(widened(weights + k * PANEL + v * LANES), Floats);
+        }
+    }
+};
+
+template <> struct Decoder<INT4> {
+    const uint32_t *weights;
+    const uint16_t *scales;
+    Floats scale[VECTORS], base[VECTORS];
+    Words words[HALVES];
+    Decoder(const Product &p, int64_t panel, int64_t padded)
+        : weights(static_cast<const uint32_t *>(p.weights) + panel * padded * 4),
+          scales(static_cast<const uint16_t *>(p.scales) + panel * (padded / GROUP) * 2 * PANEL) {}
+    inline void group(int64_t k) {
+        if (k % GROUP == 0) {
+            halves(scales + k / GROUP * 2 * PANEL, scale);
+            halves(scales + k / GROUP * 2 * PANEL + PANEL, base);
+        }
+        for (int h = 0; h < HALVES; h++) words[h] = load<Words>(weights + k * 4 + h * LANES);
+    }
+    inline void at(int64_t, int step, Floats *out) const {
+        for (int v = 0; v < VECTORS; v++) {
+            int half = v % HALVES, level = 2 * step + v / HALVES;
+            Ints bits = reinterpret_cast<Ints>((words[half] >> (4 * level)) & 15u);
+            out[v] = scale[v] * __builtin_convertvector(bits, Floats) + base[v];
+        }
+    }
+};
+
+// Adds the products of `rows` rows with one panel over depths [from, to), a multiple of 4, to sums [rows, 32].
+template <class D, int ROWS> inline void tile(D &decoder, const float *x, int64_t stride, int64_t from, int64_t to, float *sums, bool fresh) {
+    Floats sum[ROWS][VECTORS];
+    for (int r = 0; r < ROWS; r++)
+        for (int v = 0; v < VECTORS; v++) sum[r][v] = fresh ? Floats{} : load<Floats>(sums + r * PANEL + v * LANES);
+    for (int64_t k = from; k < to; k += 4) {
+        decoder.group(k);
+#pragma GCC unroll 4
+        for (int step = 0; step < 4; step++) {
+            Floats weight[VECTORS];
+            decoder.at(k + step, step, weight);
+#pragma GCC unroll 16
+            for (int r = 0; r < ROWS; r++) {
+                float one = x[r * stride + k + step];
+                for (int v = 0; v < VECTORS; v++) sum[r][v] += weight[v] * one;
+            }
+        }
+    }
+    for (int r = 0; r < ROWS; r++)
+        for (int v = 0; v < VECTORS; v++) std::memcpy(sums + r * PANEL + v * LANES, &sum[r][v], sizeof(Floats));
+}
+
+// As `tile`, of any number of rows: MOST at a time, then fewer.
+template <class D, int MOST> inline void tiles(D &decoder, const float *x, int64_t stride, int64_t rows, int64_t from, int64_t to, float *sums, bool fresh) {
+#define TILE(N)                                                       \
+    if constexpr (N <= MOST) {                                        \
+        while (rows >= N) {                                           \
+            tile<D, N>(decoder, x, stride, from, to, sums, fresh);    \
+            x += N * stride, sums += N * PANEL, rows -= N;            \
+        }                                                             \
+    }
+    TILE(12) TILE(8) TILE(6) TILE(4) TILE(3) TILE(2) TILE(1)
+#undef TILE
+}
+
+// out[m, n] for the outputs of one panel and at most ROWS_AT_ONCE rows of x [rows, stride], filled up with zeros.
+template <int FORMAT> void panel_product(const Product &p, const float *x, int64_t stride, int64_t rows, int64_t panel, float *out) {
+    int64_t padded = (p.depth + 3) / 4 * 4;
+    alignas(64) float sums[ROWS_AT_ONCE * PANEL];
+    Decoder<FORMAT> decoder(p, panel, padded);
+    if constexpr (FORMAT == FLOAT32) {
+        tiles<Decoder<FLOAT32>, MANY>(decoder, x, stride, rows, 0, padded, sums, true);
+    } else if (rows <= 2 * FEW) {
+        tiles<Decoder<FORMAT>, FEW>(decoder, x, stride, rows, 0, padded, sums, true);
+    } else {
+        alignas(64) float room[DEPTH_AT_ONCE * PANEL];
+        for (int64_t from = 0; from < padded; from += DEPTH_AT_ONCE) {
+            int64_t to = from + DEPTH_AT_ONCE < padded ? from + DEPTH_AT_ONCE : padded;
+            Decoder<FLOAT32> decoded(room - from * PANEL);
+            for (int64_t k = from; k < to; k += 4) {
+                decoder.group(k);
+                for (int step = 0; step < 4; step++) {
+                    Floats weight[VECTORS];
+                    decoder.at(k + step, step, weight);
+                    for (int v = 0; v < VECTORS; v++) std::memcpy(room + (k + step - from) * PANEL + v * LANES, &weight[v], sizeof(Floats));
+                }
+            }
+            tiles<Decoder<FLOAT32>, MANY>(decoded, x, stride, rows, from, to, sums, from == 0);
+        }
+    }
+    int64_t first = panel * PANEL, count = p.outputs - first < PANEL ? p.outputs - first : PANEL;
+    const float *scales = FORMAT == INT8 ? static_cast<const float *>(p.scales) + first : nullptr;
+    for (int64_t r = 0; r < rows; r++) {
+        float *place = out + r * p.outputs + first, *sum = sums + r * PANEL;
+        for (int64_t i = 0; i < count; i++) {
+            float value = scales == nullptr ? sum[i] : sum[i] * scales[i];
+            place[i] = p.bias == nullptr ? value : value + p.bias[first + i];
+        }
+    }
+}
+
+inline void panel_product(const Product &p, const float *x, int64_t stride, int64_t rows, int64_t panel, float *out) {
+    switch (p.format) {
+        case FLOAT32: return panel_product<FLOAT32>(p, x, stride, rows, panel, out);
+        case BFLOAT16: return panel_product<BFLOAT16>(p, x, stride, rows, panel, out);
+        case INT8: return panel_product<INT8>(p, x, stride, rows, panel, out);
+        default: return panel_product<INT4>(p, x, stride, rows, panel, out);
+    }
+}
+
+} // namespace foresay
