@@ -110,7 +110,7 @@ def test_what_the_layers_hold(tmp_path: Path) -> None:
     assert layer.self_attn.q_proj.product is not layer.self_attn.k_proj.product, "the three are of two kinds"
     assert layer.self_attn.v_proj.product.bits == 8.5
     assert layer.mlp.up_proj.product.bits == 5.0
-    assert layer.mlp.gate_proj.product.bits == 32.0
+    assert layer.mlp.gate_proj.product.bits == 16.0
     assert model.lm_head.product.bits == 8.5
 
 
@@ -213,7 +213,9 @@ def test_a_tied_embedding_is_held_once(tmp_path: Path) -> None:
     body = tied.model.model  # type: ignore[attr-defined]
     assert body.lm_head.product is body.model.embed_tokens.product
     ids = torch.tensor([[3, 9, 3]])
-    torch.testing.assert_close(body.model.embed_tokens(ids)[0, 0].float(), body.lm_head.product.dense()[3].float())
+    torch.testing.assert_close(
+        body.model.embed_tokens(ids)[0, 0].float(), body.lm_head.product.dense()[3].float(), atol=0, rtol=2**-8
+    )
     for loaded, is_tied in ((tied, True), (own, False)):
         dense = llama(tied=is_tied)
         assert loaded.model.num_parameters == dense.num_parameters()  # type: ignore[attr-defined]
