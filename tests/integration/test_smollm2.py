@@ -12,7 +12,8 @@ from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import ModelDrafter
 from foresay.methods.recipes import Resources, read_drafter, read_length
 from foresay.models.huggingface.causal import CausalModel
-from foresay.models.sources.catalog import LoadedModel
+from foresay.models.sources.catalog import LoadedModel, load_model
+from foresay.models.sources.load_options import LoadOptions
 from foresay.training.ngrams import NgramCounter
 from helpers.chat_prompts import PROMPTS
 from helpers.support import PromptLookup, run
@@ -30,7 +31,7 @@ def prompts(smollm2_tokenizer: Any) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def reference(smollm2_fp32: Any, prompts: list[list[int]]) -> list[list[int]]:
-    """What transformers writes; made before foresay touches the model."""
+    """What transformers writes."""
     outputs = []
     for prompt in prompts:
         ids = torch.tensor([prompt])
@@ -40,8 +41,12 @@ def reference(smollm2_fp32: Any, prompts: list[list[int]]) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def target(smollm2_fp32: Any, reference: list[list[int]]) -> CausalModel:
-    return CausalModel(smollm2_fp32)
+def target(smollm2_folder: Path) -> CausalModel:
+    """As foresay loads it: by its own kernels."""
+    model = load_model(smollm2_folder, LoadOptions(dtype="fp32")).model
+    assert isinstance(model, CausalModel)
+    assert model.rows_apart
+    return model
 
 
 def _assert_same(target: CausalModel, prompts: list[list[int]], ours: list[list[int]], theirs: list[list[int]]) -> None:
