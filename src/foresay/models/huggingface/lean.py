@@ -8,6 +8,7 @@ What it computes is what the family's own code computes, rounded in other places
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,8 @@ from foresay.models.huggingface.gated_layer import GatedLayer, Norm, Product
 from foresay.models.huggingface.linears import product_of
 from foresay.models.huggingface.native.layers import FlatTokens, NativeLayers
 from foresay.models.huggingface.slot_cache import Placement, SlotCache
+
+logger = logging.getLogger("foresay")
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 _BY_LAYER = frozenset({"qwen2", "qwen3", "gemma2", "gemma3_text", "smollm3"})
@@ -86,6 +89,8 @@ class LeanDecoder:
         """The pass by compiled kernels: over the real tokens alone, and scores where they are asked for."""
         shape = tuple(token_ids.shape)
         counts = torch.tensor(feed.num_tokens)
+        if not int(counts.sum()):  # a part of a batch in which nobody goes on
+            return self._nothing(shape, feed)
         real = None if int(counts.min()) == shape[1] else torch.arange(shape[1]) < counts[:, None]
         tokens = FlatTokens.of(at, real)
         x = self._embed(token_ids.reshape(-1) if real is None else token_ids[real]).float()
@@ -101,6 +106,15 @@ class LeanDecoder:
             return self._scores(normed[(counts.cumsum(0) - 1).clamp(min=0)])[:, None], states
         return _padded(self._scores(normed), real, shape), states
 
+    def _nothing(self, shape: tuple[int, ...], feed: Feed) -> tuple[torch.Tensor | None, dict[int, torch.Tensor]]:
+        """What a pass over no token gives: zeros."""
+        state = self._embed(torch.zeros(shape, dtype=torch.int64)).zero_()
+        states = {n: state.to(self._dtype) for n in feed.hidden_layers}
+        if feed.logits is Logits.NONE:
+            return None, states
+        scores = self._scores(state.float())
+        return (scores[:, :1] if feed.logits is Logits.LAST else scores), states
+
     @property
     def compiled(self) -> bool:
         """Whether the layers run over kernels compiled for this machine."""
@@ -114,7 +128,8 @@ class LeanDecoder:
         activation = getattr(config, "hidden_activation", None) or config.hidden_act
         try:
             return NativeLayers(self._layers, self._norm, str(activation), self._residual_scale, self._dtype)
-        except LookupError:
+        except LookupError as error:
+            logger.info("lean passes are made of PyTorch's operations: %s", error)
             return None
 
     def _waves(self, like: torch.Tensor, positions: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -18,7 +18,7 @@ import torch
 from foresay.decoding.protocols import LanguageModel
 from foresay.errors import ModelLoadError, ModelNotFoundError, UnknownNameError
 from foresay.models.huggingface import linears
-from foresay.models.sources.gguf_blocks import ARCHITECTURES, model_of_blocks
+from foresay.models.sources.gguf_blocks import ARCHITECTURES, model_of_blocks, refuse_unread
 from foresay.models.sources.gguf_head import read_head
 from foresay.models.sources.gguf_texts import config_of, tokenizer_of
 from foresay.models.sources.load_options import DTYPES, LoadOptions
@@ -146,12 +146,11 @@ def _blocks(path: Path, options: LoadOptions, device: torch.device) -> tuple[Any
 
     That is where a GPU or something else was asked for, and for architectures that are not known here.
     """
+    head = read_head(path)
+    refuse_unread(head)  # transformers does not read it either
     plain = options.quantization_config is None and options.device_map is None and options.tp_plan is None
     plain = plain and options.weights == "auto" and options.dtype in ("auto", *_BF16)
-    if not plain or device.type != "cpu":
-        return None
-    head = read_head(path)
-    if head.architecture not in ARCHITECTURES:
+    if not plain or device.type != "cpu" or head.architecture not in ARCHITECTURES:
         return None
     config = config_of(head)
     return model_of_blocks(head, config, torch.bfloat16), tokenizer_of(path, config)

@@ -48,6 +48,21 @@ def model_of_blocks(head: GgufHead, config: Any, dtype: torch.dtype) -> Any:
     return model.eval()
 
 
+def refuse_unread(head: GgufHead) -> None:
+    """Raise ModelLoadError for positions that are scaled in a way that transformers does not read from such files.
+
+    Nothing would notice: the model would write well at first, and worse the longer the text.
+    """
+    scaled = [name for name in head.tensors if name.startswith(("rope_freqs", "rope_factors"))]
+    kinds = (f"{head.architecture}.rope.scaling.type", f"{head.architecture}.rope.scaling.factor")
+    scaled += [key for key in kinds if head.values.get(key, "none") not in ("none", 1.0)]
+    if scaled:
+        raise ModelLoadError(
+            f"the GGUF file scales its rotary positions ({', '.join(scaled)}), which is not read from such files; "
+            "load the model's transformers folder instead"
+        )
+
+
 class _File:
     """The tensors of a file by transformers' names."""
 
@@ -67,7 +82,7 @@ class _File:
         if tensor is None:
             return None
         weight, kind = unpacked(tensor), own.rpartition(".")[2]
-        if self._architecture == "llama" and kind in self._heads and suffix == "weight":
+        if self._architecture == "llama" and kind in self._heads:  # biases too
             return weight.rows(_interleaved(tensor.shape[0], self._heads[kind]))
         if self._architecture.startswith("gemma") and "norm" in own:
             return Numbers(weight.dense(torch.float32) - 1)
@@ -135,6 +150,9 @@ def _fill_linear(
     """A layer's weights: as a product where the file holds them rounded, else as they are."""
     if weight is None:
         return
+    old = getattr(parent, name)
+    if old.bias is not None and bias is None:
+        raise ModelLoadError(f"the GGUF file lacks the biases of {name}")
     if not isinstance(weight, Numbers):
         setattr(parent, name, FrozenLinear(weight.product(dtype, bias)))
         return
@@ -153,7 +171,8 @@ def _fill_together(parent: Any, path: str, names: Sequence[str], file: _File) ->
         return
     weight = joined([file.get(f"{path}.{name}.weight") for name in names])
     biases = [file.dense(f"{path}.{name}.bias") for name in names]
-    if weight is None or len({bias is None for bias in biases}) > 1:
+    has = [layer.bias is not None for layer in layers if isinstance(layer, nn.Linear)]
+    if weight is None or has != [bias is not None for bias in biases] or len(set(has)) > 1:
         return
     bias = None if biases[0] is None else torch.cat([one for one in biases if one is not None])
     replace_jointly(parent, names, weight.product(file.dtype, bias))

@@ -39,6 +39,10 @@ class Blocks:
         """As numbers, [out, in]."""
         return torch.cat([restored(piece).to(dtype) for piece in self._pieces()])
 
+    def in_eights(self) -> Eights:
+        """Rounded once more, to 8 bits a row."""
+        return Eights(*rounded_int8(self.dense(torch.float32), torch.float32))
+
     def product(self, dtype: torch.dtype, bias: torch.Tensor | None) -> Product:
         """The product of these weights for inputs of a dtype."""
         return of_groups(self._pieces(), dtype, bias)
@@ -103,11 +107,11 @@ def unpacked(tensor: StoredTensor) -> Weight:
 
 
 def joined(weights: list[Weight | None]) -> Blocks | Eights | None:
-    """Weights one below the other; None where they are not all blocks, or all in 8 bits."""
+    """Weights one below the other: as blocks where all are, else in 8 bits; None where one is not rounded."""
     blocks = [w for w in weights if isinstance(w, Blocks)]
     if len(blocks) == len(weights):
         return Blocks(tuple(one for w in blocks for one in w.stored))
-    eights = [w for w in weights if isinstance(w, Eights)]
+    eights = [w if isinstance(w, Eights) else w.in_eights() for w in weights if isinstance(w, Eights | Blocks)]
     if len(eights) == len(weights):
         return Eights(*(torch.cat([getattr(w, name) for w in eights]) for name in ("levels", "scales")))
     return None

@@ -288,6 +288,18 @@ def test_pads_are_zeros_and_the_last_is_each_rows_own(logits: Logits) -> None:
     assert torch.equal(model.forward(Feed(torch.tensor([[5, 9]]), (2,)), other).scores()[0, 1], scores[2, 0])
 
 
+@pytest.mark.parametrize("logits", [Logits.LAST, Logits.ALL, Logits.NONE])
+def test_a_pass_over_no_token(logits: Logits) -> None:
+    model = compiled("llama")
+    cache = model.new_cache()
+    cache.add_rows(2)
+    out = model.forward(Feed(torch.zeros(2, 3, dtype=torch.int64), (0, 0), logits=logits, hidden_layers=(1,)), cache)
+    assert out.hidden[1].shape[:2] == (2, 3)
+    assert cache.lengths == [0, 0]
+    if logits is not Logits.NONE:
+        assert out.scores().shape[:2] == (2, 1 if logits is Logits.LAST else 3)
+
+
 def race(model: CausalModel) -> int:
     """Passes over one model by four threads, each over a cache of its own; how many scores are not those of a thread alone."""
     tokens = [torch.randint(2, 90, (1, 40), generator=SEEDED) for _ in range(4)]

@@ -106,9 +106,8 @@ def test_what_the_layers_hold(tmp_path: Path) -> None:
     del kinds["ffn_gate"]
     model = load_model(write_gguf(tmp_path / "tiny.gguf", llama(), kinds)).model.model  # type: ignore[attr-defined]
     layer = model.model.layers[0]
-    assert layer.self_attn.q_proj.product.bits == 5.0
-    assert layer.self_attn.q_proj.product is not layer.self_attn.k_proj.product, "the three are of two kinds"
-    assert layer.self_attn.v_proj.product.bits == 8.5
+    assert layer.self_attn.q_proj.product.bits == 8.5
+    assert layer.self_attn.q_proj.product is layer.self_attn.v_proj.product, "all three in 8 bits, for one is"
     assert layer.mlp.up_proj.product.bits == 5.0
     assert layer.mlp.gate_proj.product.bits == 16.0
     assert model.lm_head.product.bits == 8.5
@@ -232,3 +231,28 @@ def test_a_4_bit_embedding_is_looked_up_in_8(tmp_path: Path, tied: bool) -> None
     a, b = logits(kept, ids), logits(whole, ids)
     assert float((a - b).square().mean().sqrt() / b.std()) < 0.08
     assert kept.model.num_parameters == whole.model.num_parameters  # type: ignore[attr-defined]
+
+
+def test_layers_of_several_types_are_one_call_too(tmp_path: Path) -> None:
+    """As llama.cpp's usual mixtures have them: values in more bits than queries and keys."""
+    kinds = {**dict.fromkeys(LAYERS, "Q4_1"), "attn_v": "Q8_0"}
+    path = write_gguf(tmp_path / "tiny.gguf", llama(), kinds)
+    kept, whole = load_model(path), load_model(path, LoadOptions(weights="bf16", dtype="bf16"))
+    assert kept.model.lean.compiled  # type: ignore[attr-defined]
+    ids = tiny.tokenizer()("hello world, hello").input_ids
+    a, b = logits(kept, ids), logits(whole, ids)
+    assert float((a - b).square().mean().sqrt() / b.std()) < 0.08
+
+
+def test_scaled_positions_that_nobody_reads_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    add = gguf.GGUFWriter.write_header_to_file
+
+    def scaled(self: gguf.GGUFWriter) -> None:
+        self.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        self.add_rope_scaling_factor(4.0)
+        add(self)
+
+    monkeypatch.setattr(gguf.GGUFWriter, "write_header_to_file", scaled)
+    path = write_gguf(tmp_path / "tiny.gguf", llama())
+    with pytest.raises(ModelLoadError, match=r"scales its rotary positions \(llama.rope.scaling.type"):
+        load_model(path)

@@ -52,7 +52,7 @@ def library() -> ctypes.CDLL | None:
                 logger.info("%s is damaged (%s) and compiled anew", path, error)
         _compile(path)
         return declared(ctypes.CDLL(str(path)))
-    except (BuildError, OSError, ForesayError) as error:
+    except (BuildError, OSError, RuntimeError, ForesayError) as error:  # RuntimeError: nobody's home folder
         logger.warning("passes are made without compiled kernels: %s", error)
         return None
 

@@ -9,6 +9,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -32,8 +33,7 @@ class Pool {
             for (int64_t i = 0; i < count; i++) task(what, i);
             return;
         }
-        grow(threads - 1);
-        active_.store(threads - 1, std::memory_order_relaxed);
+        wanted(threads - 1);
         task_ = task, what_ = what;
         done_.store(0, std::memory_order_relaxed);
         uint64_t turn = (ticket_.load(std::memory_order_relaxed) >> 40) + 1;
@@ -63,27 +63,38 @@ class Pool {
         return false;
     }
 
-    void grow(int workers) {
-        while (static_cast<int>(count_) < workers) {
-            int index = count_++;
-            std::thread([this, index] { work(index); }).detach();
+    // How many workers take part from now on; the others lie down until they are wanted.
+    void wanted(int workers) {
+        while (count_ < workers) {
+            int index = count_;
+            try {
+                std::thread([this, index] { work(index); }).detach();
+            } catch (const std::system_error &) {
+                break; // the machine gives no more
+            }
+            count_++;
         }
+        if (active_.load() == workers) return;
+        std::lock_guard<std::mutex> hold(door_);
+        active_.store(workers);
+        bench_.notify_all();
     }
 
     void work(int index) {
         for (;;) {
-            uint64_t seen = ticket_.load() >> 40;
-            if (index < active_.load(std::memory_order_relaxed)) {
-                while (take()) {}
-                seen = ticket_.load() >> 40;
-                bool again = false;
-                for (int spins = 0; spins < SPINS && !again; spins++) {
-                    relax();
-                    again = ticket_.load(std::memory_order_relaxed) >> 40 != seen;
-                }
-                if (again) continue;
+            uint64_t seen = ticket_.load() >> 40; // before the tasks are looked for: a stage that begins then is not missed
+            while (take()) {}
+            bool again = false;
+            for (int spins = 0; spins < SPINS && !again; spins++) {
+                relax();
+                again = ticket_.load(std::memory_order_relaxed) >> 40 != seen;
             }
+            if (again && index < active_.load(std::memory_order_relaxed)) continue;
             std::unique_lock<std::mutex> hold(door_);
+            if (index >= active_.load()) {
+                bench_.wait(hold, [&] { return index < active_.load(); });
+                continue;
+            }
             asleep_.fetch_add(1);
             bell_.wait(hold, [&] { return ticket_.load() >> 40 != seen; });
             asleep_.fetch_sub(1);
@@ -91,7 +102,7 @@ class Pool {
     }
 
     std::mutex mine_, door_;
-    std::condition_variable bell_;
+    std::condition_variable bell_, bench_;
     std::atomic<uint64_t> ticket_{0};
     std::atomic<int64_t> done_{0};
     std::atomic<int> active_{0}, asleep_{0};

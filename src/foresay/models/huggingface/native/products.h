@@ -53,14 +53,17 @@ template <class V, class T> inline V load(const T *place) {
 inline void halves(const uint16_t *place, Floats *out) {
 #if defined(__AVX512F__)
     for (int v = 0; v < VECTORS; v++) out[v] = reinterpret_cast<Floats>(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(place + v * LANES))));
-#elif defined(__F16C__)
+#elif defined(__AVX2__) && defined(__F16C__)
     for (int v = 0; v < VECTORS; v++) out[v] = reinterpret_cast<Floats>(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(place + v * LANES))));
 #else
     for (int v = 0; v < VECTORS; v++)
         for (int i = 0; i < LANES; i++) {
-            _Float16 half;
-            std::memcpy(&half, place + v * LANES + i, sizeof half);
-            out[v][i] = static_cast<float>(half);
+            uint32_t half = place[v * LANES + i], sign = half >> 15 << 31, power = half >> 10 & 31, digits = half & 1023;
+            uint32_t bits = sign | (power + 112) << 23 | digits << 13;
+            float value;
+            std::memcpy(&value, &bits, sizeof value);
+            // numbers too small for a power of two of their own count in steps of 2^-24
+            out[v][i] = power > 0 ? value : (sign ? -1.0f : 1.0f) * static_cast<float>(digits) * 5.9604644775390625e-8f;
         }
 #endif
 }
@@ -200,7 +203,8 @@ template <int FORMAT> void panel_product(const Product &p, const float *x, int64
     for (int64_t r = 0; r < rows; r++) {
         float *place = out + r * p.outputs + first, *sum = sums + r * PANEL;
         for (int64_t i = 0; i < count; i++) {
-            float value = scales == nullptr ? sum[i] : sum[i] * scales[i];
+            float value = sum[i];
+            if constexpr (FORMAT == INT8) value *= scales[i];
             place[i] = p.bias == nullptr ? value : value + p.bias[first + i];
         }
     }
