@@ -19,6 +19,7 @@ from foresay.models.huggingface import attention
 from foresay.models.huggingface.gated_layer import GatedLayer, Norm, Product
 from foresay.models.huggingface.linears import product_of
 from foresay.models.huggingface.native.layers import FlatTokens, NativeLayers
+from foresay.models.huggingface.native.product import NativeProduct
 from foresay.models.huggingface.slot_cache import Placement, SlotCache
 
 logger = logging.getLogger("foresay")
@@ -88,10 +89,10 @@ class LeanDecoder:
     ) -> tuple[torch.Tensor | None, dict[int, torch.Tensor]]:
         """The pass by compiled kernels: over the real tokens alone, and scores where they are asked for."""
         shape = tuple(token_ids.shape)
-        counts = torch.tensor(feed.num_tokens)
-        if not int(counts.sum()):  # a part of a batch in which nobody goes on
+        if not any(feed.num_tokens):  # a part of a batch in which nobody goes on
             return self._nothing(shape, feed)
-        real = None if int(counts.min()) == shape[1] else torch.arange(shape[1]) < counts[:, None]
+        counts = torch.tensor(feed.num_tokens)
+        real = None if min(feed.num_tokens) == shape[1] else torch.arange(shape[1]) < counts[:, None]
         tokens = FlatTokens.of(at, real)
         x = self._embed(token_ids.reshape(-1) if real is None else token_ids[real]).float()
         if self._embedding_scale != 1.0:
@@ -127,7 +128,10 @@ class LeanDecoder:
             return None
         activation = getattr(config, "hidden_activation", None) or config.hidden_act
         try:
-            return NativeLayers(self._layers, self._norm, str(activation), self._residual_scale, self._dtype)
+            native = NativeLayers(self._layers, self._norm, str(activation), self._residual_scale, self._dtype)
+            if not isinstance(self._head, NativeProduct):  # its bits would depend on the rows beside
+                raise LookupError(f"no kernels for a head of {type(self._head).__name__}")
+            return native
         except LookupError as error:
             logger.info("lean passes are made of PyTorch's operations: %s", error)
             return None

@@ -288,6 +288,21 @@ def test_pads_are_zeros_and_the_last_is_each_rows_own(logits: Logits) -> None:
     assert torch.equal(model.forward(Feed(torch.tensor([[5, 9]]), (2,)), other).scores()[0, 1], scores[2, 0])
 
 
+def test_a_head_by_another_kernel_is_not_trusted_with_single_rows() -> None:
+    class Head(torch.nn.Linear):
+        """Not frozen: it may do more than its class says."""
+
+    weights = make("llama")
+    weights.lm_head.__class__ = Head
+    freeze_linears(weights)
+    model = CausalModel(weights)
+    assert go_lean(model) is None
+    assert model.lean is not None
+    assert not model.rows_apart
+    assert not model.capabilities.fill_together
+    assert compiled("llama").capabilities.fill_together, "control"
+
+
 @pytest.mark.parametrize("logits", [Logits.LAST, Logits.ALL, Logits.NONE])
 def test_a_pass_over_no_token(logits: Logits) -> None:
     model = compiled("llama")
