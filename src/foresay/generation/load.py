@@ -75,12 +75,7 @@ def load(
     chosen = read_rule("speculative" if rule is None else rule)
     policy = _policy(recipe, name, num_draft_tokens, length)
     settings = LoadOptions(**_known(options))
-    loads_draft = isinstance(draft, str | os.PathLike) if recipe is None else recipe.loads_model or name == "none"
-    if settings.draft_weights is not None and not loads_draft:
-        raise ConfigError(
-            f"draft_weights={settings.draft_weights!r} is for a draft model that is loaded by name, and "
-            f"{f'drafter={name!r}' if draft is None else 'draft='} is none"
-        )
+    _check_draft_weights(settings, draft, recipe, name)
     max_batch_size = check_int(
         "max_batch_size", DEFAULT_BATCH if max_batch_size is None else max_batch_size, 1, MAX_BATCH_SIZE
     )
@@ -90,6 +85,15 @@ def load(
     elif recipe is None:
         recipe = draft_model(resolve(draft, LoadOptions(), None))
     return _generator(resources, recipe, name, chosen, policy, max_batch_size, share_prefixes)
+
+
+def _check_draft_weights(settings: LoadOptions, draft: Any, recipe: Recipe | None, name: str) -> None:
+    loads = isinstance(draft, str | os.PathLike) if recipe is None else recipe.loads_model or name == "none"
+    if settings.draft_weights is not None and not loads:
+        given = f"drafter={name!r}" if draft is None else "draft="
+        raise ConfigError(
+            f"draft_weights={settings.draft_weights!r} is for a draft model that is loaded by name, and {given} is none"
+        )
 
 
 def _beside(file: Any, target: str) -> str:

@@ -101,11 +101,6 @@ class NativeProduct:
         """See Product."""
         return self._weights.nbytes + (0 if self._scales is None else self._scales.nbytes)
 
-    @property
-    def is_int8(self) -> bool:
-        """Whether it keeps 8 bits a weight, so that `rows` are cheap."""
-        return self._form == _INT8
-
     def rows(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Rows of the weights, [...] int64 -> [..., in]; not of 4-bit weights."""
         found = self._weights[ids // PANEL, :, ids % PANEL][..., : self.in_features]
