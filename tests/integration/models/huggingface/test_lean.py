@@ -55,10 +55,11 @@ def test_other_families_keep_their_own_code(family: str) -> None:
     assert model.lean is None
 
 
+@pytest.mark.parametrize("counts", [(5, 5), (3, 5)])
 @pytest.mark.parametrize("kernels", [True, False])
 @pytest.mark.parametrize("family", READ)
 def test_trees_and_hidden_states_are_those_of_the_familys_own_code(
-    family: str, kernels: bool, monkeypatch: pytest.MonkeyPatch
+    family: str, kernels: bool, counts: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not kernels:
         monkeypatch.setattr(lean.LeanDecoder, "_compiled", lambda *_: None)
@@ -71,16 +72,18 @@ def test_trees_and_hidden_states_are_those_of_the_familys_own_code(
         cache = model.new_cache()
         cache.add_rows(2)
         filled = model.forward(Feed(before, (6, 3), hidden_layers=layers), cache)
-        grown = model.forward(Feed(tree, (5, 5), parents=parents, hidden_layers=layers), cache)
-        states = [grown.hidden[n] for n in layers] + [filled.hidden[n][1, :3] for n in layers]
-        return [grown.scores(), filled.scores()[1, :3], *states]
+        grown = model.forward(Feed(tree, counts, parents=parents, hidden_layers=layers), cache)
+        whole = [filled.scores()[1, :3], *(filled.hidden[n][1, :3] for n in layers)]
+        for row, count in enumerate(counts):  # the rest are pads
+            whole += [x[row, :count] for x in (grown.scores(), *(grown.hidden[n] for n in layers))]
+        return whole
 
     own = outputs(other)
     assert go_lean(frozen(model)) is None
     assert model.lean is not None
     assert model.lean.compiled == kernels
     torch.testing.assert_close(outputs(model), own, atol=2e-4, rtol=2e-4)
-    parents[0, 3] = 1
+    parents[1, 3] = 0
     with pytest.raises(AssertionError):  # control: the tree counts
         torch.testing.assert_close(outputs(model), own, atol=2e-4, rtol=2e-4)
 

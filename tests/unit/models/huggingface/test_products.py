@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from foresay.models.huggingface.linears import (
     product_of,
     weight_bytes,
 )
-from foresay.models.huggingface.native import product
+from foresay.models.huggingface.native import build, product
 from foresay.models.huggingface.native.product import NativeProduct
 from foresay.models.huggingface.products import Int4Product, Int8Product, PackedProduct
 from foresay.models.huggingface.rounding import restored, rounded_int4
@@ -122,13 +123,42 @@ def test_compiled_products_in_float32(kind: str, rows: int, columns: int) -> Non
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "native" in kind])
 def test_a_row_of_a_compiled_product_has_its_bits_whatever_is_beside_it(kind: str, dtype: torch.dtype) -> None:
     """Alone too, and whatever the number of threads: few rows are decoded in registers, many at once."""
-    product, x = KINDS[kind][0](weights(200, 576), None), torch.randn(300, 576, generator=SEEDED).to(dtype)
+    assert not other_bits(KINDS[kind][0](weights(200, 576), None), dtype)
+
+
+def other_bits(product: Any, dtype: torch.dtype) -> int:
+    """How often rows of a product are not those of a product of more rows."""
+    x, count = torch.randn(300, 576, generator=SEEDED).to(dtype), 0
     whole = product(x)
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
-        for count in (1, 2, 3, 5, 7, 8, 9, 16, 17, 33, 49, 100, 299):
-            assert torch.equal(product(x[:count]), whole[:count])
-            assert torch.equal(product(x[-count:]), whole[-count:])
+        for rows in (1, 2, 3, 5, 7, 8, 9, 16, 17, 33, 49, 100, 299):
+            count += not torch.equal(product(x[:rows]), whole[:rows])
+            count += not torch.equal(product(x[-rows:]), whole[-rows:])
+    return count
+
+
+@pytest.mark.usefixtures("_threads_as_before")
+def test_kernels_that_decode_many_rows_otherwise_are_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Control: the same sources, but the sums of many rows begin anew every 256 of the depth, and are then added."""
+    for source in build.SOURCES:
+        text = source.read_text()
+        if source.name == "products.h":
+            intact = "tiles<Decoder<FLOAT32>, MANY>(decoded, x, stride, rows, from, to, sums, from == 0);"
+            assert intact in text
+            anew = """float part[ROWS_AT_ONCE * PANEL];
+                tiles<Decoder<FLOAT32>, MANY>(decoded, x, stride, rows, from, to, part, true);
+                for (int64_t i = 0; i < rows * PANEL; i++) sums[i] = from == 0 ? part[i] : sums[i] + part[i];"""
+            text = text.replace(intact, anew)
+        (tmp_path / source.name).write_text(text)
+    monkeypatch.setenv("FORESAY_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(build, "SOURCES", tuple(tmp_path / source.name for source in build.SOURCES))
+    monkeypatch.setattr(build, "_FLAGS", tuple(flag.replace("-O3", "-O1") for flag in build._FLAGS))
+    build.library.cache_clear()
+    try:
+        assert other_bits(NativeProduct.of_numbers(weights(200, 576), None), torch.float32) > 0
+    finally:
+        build.library.cache_clear()
 
 
 @pytest.mark.parametrize("kind", ["int8", "native int8", "native"])
