@@ -15,8 +15,7 @@ from helpers import tiny
 
 def _interleaved(weight: torch.Tensor, heads: int) -> torch.Tensor:
     """Rotary halves as llama.cpp keeps them."""
-    rows, columns = weight.shape
-    return weight.view(heads, 2, rows // heads // 2, columns).transpose(1, 2).reshape(rows, columns)
+    return weight.view(heads, 2, len(weight) // heads // 2, -1).transpose(1, 2).reshape(weight.shape)
 
 
 def write_gguf(path: Path, model: PreTrainedModel, kinds: Mapping[str, str] | None = None) -> Path:
@@ -63,15 +62,18 @@ def write_gguf(path: Path, model: PreTrainedModel, kinds: Mapping[str, str] | No
         tensors["output.weight"] = weights["lm_head.weight"]
     for i in range(config.num_hidden_layers):
         for theirs, ours in places.items():
-            weight = weights[f"model.layers.{i}.{theirs}.weight"]
-            if ours == "attn_q":
-                weight = _interleaved(weight, config.num_attention_heads)
-            if ours == "attn_k":
-                weight = _interleaved(weight, config.num_key_value_heads)
-            tensors[f"blk.{i}.{ours}.weight"] = weight
+            for kind in ("weight", "bias"):
+                weight = weights.get(f"model.layers.{i}.{theirs}.{kind}")
+                if weight is None:
+                    continue
+                if ours == "attn_q":
+                    weight = _interleaved(weight, config.num_attention_heads)
+                if ours == "attn_k":
+                    weight = _interleaved(weight, config.num_key_value_heads)
+                tensors[f"blk.{i}.{ours}.{kind}"] = weight
     for name, weight in tensors.items():
         values = np.ascontiguousarray(weight.detach().float().numpy())
-        kind = (kinds or {}).get(name.split(".")[-2])
+        kind = (kinds or {}).get(name.split(".")[-2]) if name.endswith("weight") else None
         if kind is None:
             writer.add_tensor(name, values)
         else:

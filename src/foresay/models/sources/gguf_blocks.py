@@ -171,8 +171,8 @@ def _fill_together(parent: Any, path: str, names: Sequence[str], file: _File) ->
         return
     weight = joined([file.get(f"{path}.{name}.weight") for name in names])
     biases = [file.dense(f"{path}.{name}.bias") for name in names]
-    has = [layer.bias is not None for layer in layers if isinstance(layer, nn.Linear)]
-    if weight is None or has != [bias is not None for bias in biases] or len(set(has)) > 1:
-        return
+    lacking = any(one is None and layer.bias is not None for one, layer in zip(biases, layers, strict=True) if layer)
+    if weight is None or lacking or len({bias is None for bias in biases}) > 1:
+        return  # the configuration need not say that there are biases: the file does
     bias = None if biases[0] is None else torch.cat([one for one in biases if one is not None])
     replace_jointly(parent, names, weight.product(file.dtype, bias))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -25,14 +26,23 @@ from helpers.gguf_files import write_gguf
 LAYERS = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
 
 
-def llama(*, tied: bool = False) -> PreTrainedModel:
+def llama(*, tied: bool = False, **changes: Any) -> PreTrainedModel:
     """Rows of whole groups, and weights large enough that texts vary."""
     model = make(
-        "llama", 4, vocab_size=len(tiny.tokenizer()), hidden_size=64, intermediate_size=96, tie_word_embeddings=tied
+        "llama",
+        4,
+        vocab_size=len(tiny.tokenizer()),
+        hidden_size=64,
+        intermediate_size=96,
+        tie_word_embeddings=tied,
+        **changes,
     )
     for weight in model.parameters():
         if weight.dim() == 2:
             weight.data *= 0.2 / weight.std()
+    for name, bias in model.named_parameters():
+        if name.endswith("bias"):
+            bias.data = torch.randn(bias.shape, generator=torch.Generator().manual_seed(len(name)))
     return model
 
 
@@ -255,4 +265,32 @@ def test_scaled_positions_that_nobody_reads_are_refused(tmp_path: Path, monkeypa
     monkeypatch.setattr(gguf.GGUFWriter, "write_header_to_file", scaled)
     path = write_gguf(tmp_path / "tiny.gguf", llama())
     with pytest.raises(ModelLoadError, match=r"scales its rotary positions \(llama.rope.scaling.type"):
+        load_model(path)
+
+
+@pytest.mark.parametrize("kind", ["Q4_1", None])
+def test_biases_lie_as_their_rows_do(tmp_path: Path, kind: str | None) -> None:
+    """A Llama's queries and keys are interleaved in the file, biases too."""
+    model = llama(attention_bias=True)
+    path = write_gguf(tmp_path / "tiny.gguf", model, dict.fromkeys(LAYERS, kind) if kind else None)
+    loaded = load_model(path).model.model  # type: ignore[attr-defined]
+    attn = loaded.model.layers[1].self_attn
+    own = [getattr(model.model.layers[1].self_attn, name).bias for name in ("q_proj", "k_proj", "v_proj")]
+    found = attn.q_proj.product.bias
+    torch.testing.assert_close(found.float(), torch.cat(own).detach(), atol=0.02, rtol=0.01)
+    assert not torch.allclose(found[:64].float(), torch.cat(own)[:64].flip(0), atol=0.5), "the order counts"
+
+
+def test_a_file_that_lacks_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its configuration has them: Qwen2's always has."""
+    path = write_gguf(tmp_path / "tiny.gguf", llama(), dict.fromkeys(LAYERS, "Q4_1"))
+    head = catalog.config_of
+
+    def with_biases(*args: Any) -> Any:
+        config = head(*args)
+        config.attention_bias = True
+        return config
+
+    monkeypatch.setattr(catalog, "config_of", with_biases)
+    with pytest.raises(ModelLoadError, match="lacks the biases of q_proj"):
         load_model(path)
