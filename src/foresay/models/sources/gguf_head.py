@@ -55,7 +55,8 @@ def read_head(path: Path) -> GgufHead:
     try:
         return _Reader(np.memmap(path, dtype=np.uint8, mode="r")).whole()
     except (struct.error, ValueError, KeyError, OverflowError) as error:
-        raise ModelLoadError(f"{str(path)!r} cannot be read: it is damaged or cut short ({error})") from error
+        why = "it ends within its head" if isinstance(error, struct.error) else str(error)
+        raise ModelLoadError(f"{str(path)!r} cannot be read: it is damaged or cut short ({why})") from error
 
 
 class _Reader:
