@@ -53,6 +53,10 @@ class ContextLengthError(ForesayError, ValueError):
     """The prompt, or the prompt and the output asked for, do not fit the model's context."""
 
 
+class OutOfMemoryError(ForesayError):
+    """What was asked for would not fit the memory that is left."""
+
+
 class RequestError(ForesayError):
     """One request cannot go on, because of something of its own such as a processor; the others do."""
 

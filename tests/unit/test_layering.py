@@ -45,7 +45,7 @@ INSIDE = {
     "engine": [{"row_moves", "prefixes", "stats", "guard"}, {"loop"}],
     "models": [{"vocabulary", "table", "recording"}, {"huggingface"}, {"sources"}],
     "models/huggingface": [
-        {"slot_cache", "gated_layer", "rounding"},
+        {"slot_cache", "gated_layer", "memory", "rounding"},
         {"attention"},
         {"native"},
         {"products"},
@@ -120,6 +120,7 @@ PUBLIC = [
     "NgramTable",
     "Observer",
     "Origin",
+    "OutOfMemoryError",
     "PastRequests",
     "PromptError",
     "PromptLookup",

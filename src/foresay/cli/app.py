@@ -22,6 +22,9 @@ COMMANDS = {
     "methods": Entry("List the drafters, rules and lengths with their settings.", "methods:run"),
     "models": Entry("List the built-in model names, and whether each is ready.", "models:run"),
     "info": Entry("Say what a model supports, or why it is not supported.", "info:run"),
+    "compile": Entry(
+        "Compile what a model's passes run on, convert its weights, and keep that for later.", "compile:run"
+    ),
     "version": Entry("Print the versions of foresay and of what it runs on.", "version:run"),
     "record": Entry(
         "Write down what a model answers to each prompt, to replay drafters against it without the model.", "record:run"

@@ -61,6 +61,8 @@ def run(
     named = methods(drafter or DRAFTERS, length or ())
     check_draft_weights(machine, named)
     known = None if profile is None else Profile.load(profile)
+    if known is None:  # without times no length adapts
+        named = [method.fixed for method in named]
     resources, recorded = _open(recording, model, named, data, machine)
     table = None if costs is None else read_costs(costs)
     plain = None if known is None else _plain_rate(recorded, batch_size, known)
@@ -105,12 +107,13 @@ def _replay(
 ) -> tuple[Replay, Mapping[str, int]]:
     """The replay, and the passes of each draft model where they are counted."""
     recipe = read_drafter(method.drafter)
-    length = int(method.length) if method.length.isdecimal() else method.length
-    policy = read_length(length) if length else ConstantLength(recipe.num_draft_tokens)
+    rule = read_rule(method.rule)
+    policy = read_length(method.length or recipe.length(rule))
     clock = None if known is None else known.clock()
     drafter = recipe.prepare(resources)()
     counter = PassCounter(drafter, drafter_names(method.drafter)) if counted else None
-    done = replay(recorded, drafter, policy, rule=read_rule(method.rule), batch_size=batch_size, clock=clock)
+    ragged = known is not None and known.ragged
+    done = replay(recorded, drafter, policy, rule=rule, batch_size=batch_size, clock=clock, ragged=ragged)
     return done, {} if counter is None else counter.passes
 
 

@@ -245,7 +245,7 @@ def _joint(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 class Match(Rule):
     """Draw the target's own token at each place and accept while it equals the draft's."""
 
-    name, exact, trees, ignores_drafts = "match", True, True, True
+    name, exact, trees, needs = "match", True, True, RuleNeeds(ignores_drafts=True)
 
     def judge(self, target: Laws, proposal: Proposal, streams: Streams) -> Verdict:
         """The target's tokens alone are written; the draft only saves passes."""
@@ -265,7 +265,7 @@ class Coupled(Match):
     The output is a function of (seed, target) alone: the same with any drafter, any length, alone or in a batch.
     """
 
-    name, needs = "coupled", RuleNeeds(shares_noise=True)
+    name, needs = "coupled", RuleNeeds(shares_noise=True, ignores_drafts=True)
 
 
 class Lenience(Rule):

@@ -119,6 +119,8 @@ class Capabilities:
     """Columns of a pass that fills prompts."""
     fill_together: bool = True
     """Whether rows share such a pass. Where products over more rows sum in another order, they must not."""
+    ragged: bool = False
+    """Whether a pass takes the time of its real tokens: pads cost nothing."""
 
 
 class KVCache(Protocol):
@@ -170,6 +172,14 @@ class LanguageModel(Protocol):
         """A cache without rows."""
         ...
 
+    def cache_bytes(self, rows: int, length: int) -> int:
+        """What a cache of so many rows takes when the longest has this many tokens; 0 where nobody knows."""
+        return 0
+
+    def room_bytes(self) -> int:
+        """Memory that is left for caches, beside what they hold."""
+        return 1 << 62
+
     def begin(self, prompt: Sequence[int], params: SamplingParams) -> Begun:
         """What a prompt comes to for this model. An encoder-decoder reads it as its source."""
         return Begun(prompt, params)
@@ -213,6 +223,14 @@ class LengthPolicy(Protocol):
         A token stays in the draft whatever it is: dropping it for its own value would condition its law.
         """
         return None
+
+    def keep(self, rows: Rows, counts: Sequence[int], matched: Sequence[int]) -> Sequence[int]:
+        """How many of the tokens that a look-up found for each row shall be scored; all of them unless a policy chooses.
+
+        counts: [B] tokens found. matched: [B] tokens of context that they continue, 0 unknown. Nobody sampled them, so the
+        choice may depend on anything.
+        """
+        return counts
 
     def observe(self, rows: Rows, steps: Sequence[Step]) -> None:
         """See what a step did to each row, after it."""
@@ -286,8 +304,6 @@ class Rule(Protocol):
     """What it asks of whoever drafts."""
     trees: bool = False
     """Whether it judges proposals with parents."""
-    ignores_drafts: bool = False
-    """Whether what is written depends on the target alone, never on what was guessed."""
 
     def __init__(self) -> None:
         """Without settings; a rule that has some takes them here."""

@@ -138,12 +138,14 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class RuleNeeds:
-    """What an acceptance rule asks of whoever drafts for it."""
+    """What an acceptance rule asks of whoever drafts for it, and lets them know."""
 
     shares_noise: bool = False
     """Drafter and target draw with the same noise, keyed by position."""
     confidence: bool = False
     """It looks at `Proposal.confidence`."""
+    ignores_drafts: bool = False
+    """What is written depends on the target alone, never on what was guessed."""
 
 
 NO_NEEDS = RuleNeeds()
@@ -156,12 +158,17 @@ class Rows:
     depends on the membership and the parameters alone.
     """
 
-    __slots__ = ("level", "memo", "needs", "rows")
+    __slots__ = ("level", "memo", "needs", "ragged", "rows")
 
-    def __init__(self, rows: Sequence[Row], *, needs: RuleNeeds = NO_NEEDS, level: int = 0) -> None:
-        """needs: the rule's. level: 0 for the engine's rows, one more for each drafter that drafts by decoding itself."""
+    def __init__(
+        self, rows: Sequence[Row], *, needs: RuleNeeds = NO_NEEDS, level: int = 0, ragged: bool = False
+    ) -> None:
+        """needs: the rule's. level: 0 for the engine's rows, one more for each drafter that drafts by decoding itself.
+
+        ragged: the target's passes over them take the time of their real tokens, not that of the longest row.
+        """
         self.rows = tuple(rows)
-        self.needs, self.level = needs, level
+        self.needs, self.level, self.ragged = needs, level, ragged
         self.memo: dict[str, Any] = {}
 
     def with_draft(self, drafted: Sequence[Sequence[int]], tag: int) -> Rows:
@@ -185,7 +192,7 @@ class Rows:
     def like(self, rows: Sequence[Row], *, confidence: bool | None = None) -> Rows:
         """Other rows in the place of these, with the same parameters; perhaps for a rule that needs confidence."""
         needs = self.needs if confidence is None else replace(self.needs, confidence=confidence)
-        out = Rows(rows, needs=needs, level=self.level)
+        out = Rows(rows, needs=needs, level=self.level, ragged=self.ragged)
         out.memo = self.memo
         return out
 

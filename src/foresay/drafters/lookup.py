@@ -37,6 +37,10 @@ class LookupDrafter(Drafter, Generic[State]):
     def guess(self, row: Row, state: State, count: int) -> list[int]:
         """At most `count` tokens to follow the row's; called with 0 too, to keep the state up to date."""
 
+    def matched(self, state: State) -> int:
+        """Tokens of context that the last guess continues; 0 where that says nothing of it."""
+        return 0
+
     def finish(self, state: State) -> None:
         """A row has left."""
 
@@ -67,6 +71,10 @@ class LookupDrafter(Drafter, Generic[State]):
         """Point masses: nothing was sampled."""
         each = zip(rows, self._states, budget, strict=True)
         guesses = [self.guess(row, state, max(0, n))[: max(0, n)] for row, state, n in each]
+        if any(guesses):
+            matches = [self.matched(state) for state in self._states]
+            kept = policy.keep(rows, [len(guess) for guess in guesses], matches)
+            guesses = [guess[:n] for guess, n in zip(guesses, kept, strict=True)]
         return as_proposal(guesses, self._device)
 
 

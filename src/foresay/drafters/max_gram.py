@@ -28,13 +28,14 @@ class Continuation(Protocol):
 class _Gram:
     """A row's prompt and output as automata, and how much of the output's end is found in each."""
 
-    __slots__ = ("generated", "in_prompt", "prompt", "prompt_tokens")
+    __slots__ = ("generated", "in_prompt", "matched", "prompt", "prompt_tokens")
 
     def __init__(self, prompt_tokens: IntArray) -> None:
         self.prompt_tokens = prompt_tokens
         self.prompt, self.generated = SuffixAutomaton(), SuffixAutomaton()
         self.prompt.extend(prompt_tokens.tolist())
         self.in_prompt = (self.prompt.last, self.prompt.size)
+        self.matched = 0
 
     def read(self, output: IntArray) -> None:
         """Take in committed tokens."""
@@ -45,11 +46,13 @@ class _Gram:
     def find(self, output: IntArray, guessed: Sequence[int], count: int) -> list[int]:
         """What followed the longest suffix of prompt, output and guesses."""
         state, length = self.prompt.followed(*self.prompt.match(guessed, *self.in_prompt))
+        self.matched = length
         if length:
             end = self.prompt.first_end[state]
             return _ids(self.prompt_tokens[end : end + count])
         own = self.generated
         state, length = own.followed(*own.match(guessed, own.last, own.size))
+        self.matched = length
         if not length:
             return []
         end = own.recent_end(state)
@@ -81,6 +84,10 @@ class MaxGram(LookupDrafter[_Gram]):
             context = np.concatenate([row.tokens[-8:], np.asarray(found[-8:], dtype=np.int64)]).tolist()
             found += self.table.continuation(context, count - len(found))
         return found
+
+    def matched(self, state: _Gram) -> int:
+        """See LookupDrafter. What a table alone guesses continues nothing that is counted."""
+        return state.matched
 
 
 def _ids(tokens: IntArray) -> list[int]:

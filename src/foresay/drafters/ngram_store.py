@@ -87,22 +87,23 @@ class NgramStore:
         oldest = next(iter(self._counts))
         del self._counts[oldest], self._best[oldest]
 
-    def next(self, context: Sequence[int]) -> int | None:
-        """The most frequent token behind the longest known context; None when none is known."""
+    def next(self, context: Sequence[int]) -> tuple[int, int] | None:
+        """(the most frequent token behind the longest known context, that context's length); None when none is known."""
         for size in self.sizes:
             if size <= len(context) and (token := self._best.get(tuple(context[-size:]))) is not None:
-                return token
+                return token, size
         return None
 
 
 class _Known:
     """A row's store (its own, or the one all rows share), and how much of the row it has learned."""
 
-    __slots__ = ("committed", "drafted", "learned", "store")
+    __slots__ = ("committed", "drafted", "learned", "matched", "store")
 
     def __init__(self, store: NgramStore, committed: int) -> None:
         """committed: tokens of the row's history before the step that is next observed."""
         self.store, self.learned, self.committed = store, 0, committed
+        self.matched = 0
         self.drafted: list[int] = []
 
 
@@ -146,14 +147,19 @@ class NgramStoreDrafter(LookupDrafter[_Known]):
         context = row.full_context[-(store.n - 1) :].tolist()
         out: list[int] = []
         while len(out) < count:
-            token = store.next(context)
-            if token is None:
-                if self.stop_unknown:
-                    break
-                token = context[-1]
+            found = store.next(context)
+            if found is None and self.stop_unknown:
+                break
+            token, size = found or (context[-1], 0)
+            if not out:
+                state.matched = size
             out.append(token)
             context = [*context[-(store.n - 2) :], token] if store.n > 2 else [token]
         return out
+
+    def matched(self, state: _Known) -> int:
+        """See LookupDrafter."""
+        return state.matched
 
     def propose(self, rows: Rows, budget: Sequence[int], policy: LengthPolicy) -> Proposal:
         """Point masses; what was guessed is noted, to learn what the target made of it."""

@@ -18,12 +18,12 @@ from foresay.errors import ConfigError
 class _Index:
     """Where each n-gram of a row's context last ended, for n from `low` to `high`."""
 
-    __slots__ = ("ends", "high", "indexed", "low")
+    __slots__ = ("ends", "high", "indexed", "low", "matched")
 
     def __init__(self, low: int, high: int) -> None:
         self.low, self.high = low, high
         self.ends: dict[tuple[int, ...], int] = {}
-        self.indexed = 0
+        self.indexed = self.matched = 0
 
     def extend(self, tokens: Sequence[int], start: int, end: int) -> None:
         """Index the n-grams that end before `end` (so that the suffix of the context never finds itself)."""
@@ -37,6 +37,7 @@ class _Index:
         for n in range(min(self.high, len(suffix)), self.low - 1, -1):
             place = self.ends.get(tuple(suffix[-n:]))
             if place is not None:
+                self.matched = n
                 return place
         return None
 
@@ -70,6 +71,10 @@ class PromptLookup(LookupDrafter[_Index]):
         context = committed if row is row.committed else row.full_context
         place = state.find(context[-self.max_ngram :].tolist())
         return [] if place is None else _copy(context, place, count)
+
+    def matched(self, state: _Index) -> int:
+        """See LookupDrafter."""
+        return state.matched
 
 
 def _copy(tokens: IntArray, place: int, count: int) -> list[int]:

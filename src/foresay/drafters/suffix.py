@@ -103,13 +103,14 @@ class _Match:
 class SuffixState:
     """A row's own automaton, and its matches in the past."""
 
-    __slots__ = ("automaton", "committed", "full_context", "matches")
+    __slots__ = ("automaton", "committed", "full_context", "matched", "matches")
 
     def __init__(self, row: Row) -> None:
         self.committed = row
         self.automaton = SuffixAutomaton()
         self.full_context = row.full_context
         self.matches: dict[int, _Match] = {}
+        self.matched = 0
 
 
 class SuffixDrafter(LookupDrafter[SuffixState]):
@@ -165,9 +166,14 @@ class SuffixDrafter(LookupDrafter[SuffixState]):
             other, theirs = self._in_past(state, past, guessed, count)
             if theirs > length and other:
                 found, length = other, theirs
+        state.matched = length
         if length < self.min_match:
             return []
         return found[: max(1, int(self.scale * length))]
+
+    def matched(self, state: SuffixState) -> int:
+        """See LookupDrafter."""
+        return state.matched
 
     def others(self, row: Row, state: SuffixState, count: int) -> Iterator[list[int]]:
         """What else followed the context, once `guess` has seen it: at other places and after shorter matches, longest first."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 import secrets
 from collections import deque
 from collections.abc import Sequence
@@ -36,7 +37,9 @@ from foresay.decoding.step import step
 from foresay.engine.guard import GuardedDrafter
 from foresay.engine.prefixes import PrefixStore
 from foresay.engine.row_moves import plan_moves
-from foresay.errors import ConfigError, ContextLengthError, PromptError, UnsupportedModelError
+from foresay.errors import ConfigError, ContextLengthError, OutOfMemoryError, PromptError, UnsupportedModelError
+
+logger = logging.getLogger("foresay")
 
 PREFILL_TOKENS = 512
 """Prompt tokens filled between two decoding steps, about; more would make the rows that decode wait."""
@@ -81,6 +84,8 @@ class Engine:
         self._waiting: deque[Row] = deque()
         self._items: list[Row] = []
         self._decoding = 0
+        self._held_back = False
+        """Whether it was said that requests wait for memory."""
         self._rows: Rows | None = None
         self._cancelled: set[int] = set()
         self._next_id = 0
@@ -99,13 +104,15 @@ class Engine:
 
         prompt: token ids. eos: the model's end-of-sequence ids. stop: asked about every committed token. source: what an
         encoder-decoder's encoder reads, the prompt being what its decoder starts from. Raises
-        PromptError for an empty prompt or foreign ids, ContextLengthError when the prompt fills the context, and
+        PromptError for an empty prompt or foreign ids, ContextLengthError when the prompt fills the context,
+        OutOfMemoryError when its keys and values would not fit the memory that is left, and
         ConfigError for parameters that name tokens the vocabulary lacks.
         """
         limit = self._check(
             prompt, params, (frozenset() if params.ignore_eos else eos) | frozenset(params.stop_token_ids)
         )
         self._check_source(source)
+        self._check_memory(limit)
         seed = params.seed if params.seed is not None else secrets.randbelow(MAX_SEED)
         row = Row(self._next_id, prompt, params, seed=seed, limit=limit, eos=eos, stop=stop, source=source)
         if self._nonce:
@@ -155,6 +162,43 @@ class Engine:
                 f"{self.target.max_length} tokens"
             )
         return min(len(prompt) + params.max_new_tokens, self.target.max_length)
+
+    def _check_memory(self, limit: int) -> None:
+        """Refuse what would not fit if it were alone."""
+        wanted = self.target.cache_bytes(1, limit)
+        if wanted and wanted > self._memory():
+            raise OutOfMemoryError(
+                f"{limit} tokens of prompt and output would take {wanted / 1e9:.1f} GB of keys and values, and "
+                f"{self._memory() / 1e9:.1f} GB are free; ask for fewer with max_new_tokens, or shorten the prompt"
+            )
+
+    def _memory(self) -> int:
+        """Bytes that the target's cache may have, those it has included."""
+        return self.target.room_bytes() + int(getattr(self._cache, "nbytes", 0))
+
+    def _fitting(self, count: int) -> int:
+        """How many of the first `count` waiting requests the memory holds beside the rows that are there.
+
+        Each is counted with all the tokens it may come to. One alone is taken in any case: it was let in when it came.
+        """
+        memory, longest = None, max((row.limit for row in self._items), default=0)
+        for taken, row in enumerate(itertools.islice(self._waiting, count)):
+            longest = max(longest, row.limit)
+            wanted = self.target.cache_bytes(len(self._items) + taken + 1, longest)
+            if not wanted:
+                continue
+            memory = self._memory() if memory is None else memory
+            if wanted > memory and len(self._items) + taken > 0:
+                if not self._held_back:
+                    logger.warning(
+                        "%d rows of up to %d tokens fill the memory that is left (%.1f GB); other requests wait for them",
+                        len(self._items) + taken,
+                        longest,
+                        memory / 1e9,
+                    )
+                self._held_back = True
+                return taken
+        return count
 
     def cancel(self, request_id: int) -> None:
         """End a request before its next step; unknown and finished ids are ignored."""
@@ -232,7 +276,9 @@ class Engine:
 
     def _active(self) -> Rows:
         if self._rows is None:
-            self._rows = Rows(self._items[: self._decoding], needs=self.rule.needs)
+            self._rows = Rows(
+                self._items[: self._decoding], needs=self.rule.needs, ragged=self.target.capabilities.ragged
+            )
         return self._rows
 
     def _cancel(self) -> list[Step]:
@@ -247,6 +293,7 @@ class Engine:
     def _admit(self) -> None:
         """Move waiting requests into free places, the short prompts of one admission first so that they pad little."""
         free = min(self.max_batch_size - len(self._items), len(self._waiting))
+        free = self._fitting(free) if free > 0 else free
         if free <= 0:
             return
         first = len(self._items)
@@ -314,7 +361,7 @@ _SERIAL = itertools.count(1)
 
 def _repeats_seeds(drafter: Drafter | None, rule: Rule) -> bool:
     """Whether a seed given twice would meet guesses that were made of its own numbers (see `Remembers`)."""
-    return not rule.ignores_drafts and isinstance(drafter, Remembers) and drafter.repeats_seeds()
+    return not rule.needs.ignores_drafts and isinstance(drafter, Remembers) and drafter.repeats_seeds()
 
 
 def _check_trees(target: LanguageModel, drafter: Drafter | None, rule: Rule) -> None:

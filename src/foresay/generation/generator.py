@@ -11,7 +11,7 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any, overload
+from typing import Any, cast, overload
 
 from foresay.checks import check_flag
 from foresay.decoding.acceptance import RULES, Speculative
@@ -42,7 +42,7 @@ class Generator:
         target: LoadedModel,
         build_drafter: DrafterBuilder,
         rule: Rule,
-        policy: LengthPolicy,
+        length: LengthPolicy | Callable[[Rule], LengthPolicy],
         *,
         max_batch_size: int = 32,
         drafter: str = "none",
@@ -50,12 +50,15 @@ class Generator:
         forget: Callable[[], None] | None = None,
         share_prefixes: bool = True,
     ) -> None:
-        """drafter: what its maker calls it. resources: what `foresay.change` needs. forget: clears what outlives requests.
+        """length: a policy, or what gives the drafter's own under a rule. drafter: what its maker calls it.
 
-        share_prefixes: whether a prompt may start from the slots of a row that begins alike.
+        resources: what `foresay.change` needs. forget: clears what outlives requests. share_prefixes: whether a prompt
+        may start from the slots of a row that begins alike.
         """
         self.share_prefixes = check_flag("share_prefixes", share_prefixes)
-        self.target, self.rule, self.policy = target, rule, policy
+        self._own_length = None if hasattr(length, "budget") else length
+        self.target, self.rule = target, rule
+        self.policy = cast(LengthPolicy, length) if self._own_length is None else self._own_length(rule)
         self.max_batch_size = max_batch_size
         self.drafter_name, self.resources = drafter, resources
         self._build_drafter, self._forget = build_drafter, forget
@@ -82,17 +85,21 @@ class Generator:
         self, *, rule: Rule | None = None, policy: LengthPolicy | None = None, max_batch_size: int | None = None
     ) -> Generator:
         """The same target and drafter under another rule, length policy or batch size."""
-        return Generator(
+        same = rule is None and policy is None
+        out = Generator(
             self.target,
             self._build_drafter,
             rule or self.rule,
-            policy or self.policy,
+            policy or self._own_length or self.policy,
             max_batch_size=max_batch_size or self.max_batch_size,
             drafter=self.drafter_name,
             resources=self.resources,
             forget=self._forget,
             share_prefixes=self.share_prefixes,
         )
+        if same:
+            out.policy = self.policy  # with what it has measured
+        return out
 
     @property
     def tokenizer(self) -> Tokenizer | None:

@@ -52,12 +52,14 @@ def load(
     expression such as
     "max_gram" or "cascade(model=A, max_gram; k=[[5, 10], [0, 10]])" (docs/drafters.md has all), a Drafter, or a function
     that makes one. num_draft_tokens: tokens guessed per pass, 0 is plain decoding. length: instead, a policy such as
-    "heuristic", "confidence(0.5)" or "throughput". rule: "speculative" (None), "block", "match", "coupled", or a lossy
-    one, "lenience(2)" or "typical". max_batch_size: rows decoded at a time, 32 unless told otherwise. eos_token_ids: tokens
-    that end a text, where the model does not say so itself. share_prefixes: whether a prompt may start from the slots of a
-    row that begins alike (the same bits as filling it). options: fields of
-    LoadOptions (dtype, weights, draft_weights, device, device_map, max_memory, quantization_config, tp_plan, revision,
-    trust_remote_code), for target and draft alike; draft_weights beside drafter="none" waits for what `change` names.
+    "heuristic" or "confidence(0.5)". Unless told, lengths adapt to what pays ("throughput"), but not where a seed's text
+    would change by it: rows that are sampled with a draft model, and lossy rules, have the drafter's own.
+    rule: "speculative" (None), "block", "match", "coupled", or a lossy one, "lenience(2)" or "typical". max_batch_size:
+    rows decoded at a time, 32 unless told otherwise. eos_token_ids: tokens that end a text, where the model does not say
+    so itself. share_prefixes: whether a prompt may start from the slots of a row that begins alike (the same bits as
+    filling it). options: fields of LoadOptions (dtype, weights, draft_weights, device, device_map, max_memory,
+    quantization_config, tp_plan, revision, trust_remote_code), for target and draft alike; draft_weights beside
+    drafter="none" waits for what `change` names.
     """
     ngrams = {k: v for k, v in (("max_ngram", max_ngram), ("min_ngram", min_ngram)) if v is not None}
     if is_settings(target):
@@ -73,7 +75,7 @@ def load(
             options["weights"] = said.weights
     recipe, name = _recipe(draft, drafter, ngrams)
     chosen = read_rule("speculative" if rule is None else rule)
-    policy = _policy(recipe, name, num_draft_tokens, length)
+    policy = _policy(name, num_draft_tokens, length)
     settings = LoadOptions(**_known(options))
     _check_draft_weights(settings, draft, recipe, name)
     max_batch_size = check_int(
@@ -123,11 +125,11 @@ def change(
         check_int("max_batch_size", max_batch_size, 1, MAX_BATCH_SIZE)
     if drafter is None:
         given = num_draft_tokens is not None or length is not None
-        policy = _policy(None, generator.drafter_name, num_draft_tokens, length) if given else None
+        policy = _policy(generator.drafter_name, num_draft_tokens, length) if given else None
         return generator.with_settings(rule=chosen, policy=policy, max_batch_size=max_batch_size)
     recipe, name = _recipe(None, drafter, {})
     assert recipe is not None
-    policy = _policy(recipe, name, num_draft_tokens, length)
+    policy = _policy(name, num_draft_tokens, length)
     return _generator(
         resources,
         recipe,
@@ -140,14 +142,24 @@ def change(
 
 
 def _generator(
-    resources: Resources, recipe: Recipe, name: str, rule: Rule, policy: LengthPolicy, size: int, share_prefixes: bool
+    resources: Resources,
+    recipe: Recipe,
+    name: str,
+    rule: Rule,
+    policy: LengthPolicy | None,
+    size: int,
+    share_prefixes: bool,
 ) -> Generator:
     build = recipe.prepare(resources)
+
+    def own_length(rule: Rule) -> LengthPolicy:
+        return read_length(recipe.length(rule))
+
     return Generator(
         resources.target,
         build,
         rule,
-        policy,
+        policy or own_length,
         max_batch_size=size,
         drafter=name,
         resources=resources,
@@ -177,9 +189,13 @@ def _recipe(draft: Any, drafter: Any, ngrams: dict[str, int]) -> tuple[Recipe | 
     if isinstance(drafter, str):
         return read_drafter(drafter), drafter
     if hasattr(drafter, "propose") and not isinstance(drafter, type):
-        return Recipe(lambda resources: lambda: cast(Drafter, drafter), DEFAULT_LENGTH), type(drafter).__name__
+        return Recipe(lambda resources: lambda: cast(Drafter, drafter), DEFAULT_LENGTH, samples=True), type(
+            drafter
+        ).__name__
     if callable(drafter):
-        return Recipe(lambda resources: lambda: cast(Drafter, drafter()), DEFAULT_LENGTH), _name_of(drafter)
+        return Recipe(lambda resources: lambda: cast(Drafter, drafter()), DEFAULT_LENGTH, samples=True), _name_of(
+            drafter
+        )
     raise ConfigError(f"drafter={drafter!r} is neither a name, nor a Drafter, nor a function that makes one")
 
 
@@ -187,7 +203,8 @@ def _name_of(maker: Any) -> str:
     return str(getattr(maker, "__name__", type(maker).__name__))
 
 
-def _policy(recipe: Recipe | None, name: str, number: int | None, length: Any) -> LengthPolicy:
+def _policy(name: str, number: int | None, length: Any) -> LengthPolicy | None:
+    """The length that was asked for; None for the drafter's own."""
     if number is not None and length is not None:
         raise ConfigError(f"num_draft_tokens={number} and length={length!r} contradict; give one of them")
     if name == "none" and (number or length is not None):
@@ -195,8 +212,7 @@ def _policy(recipe: Recipe | None, name: str, number: int | None, length: Any) -
         raise ConfigError(f"drafter='none' drafts nothing, but {given} was given; drop one")
     if length is not None:
         return read_length(length)
-    default = DEFAULT_LENGTH if recipe is None else recipe.num_draft_tokens
-    return ConstantLength(default if number is None else number)
+    return None if number is None else ConstantLength(number)
 
 
 def _known(options: dict[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from foresay.errors import ConfigError
@@ -40,9 +40,14 @@ class Method:
         """As results call it: "suffix, 12", and plain decoding PLAIN."""
         if self.drafter == "none":
             return PLAIN
-        length = self.length or str(read_drafter(self.drafter).num_draft_tokens)
+        length = self.length or read_drafter(self.drafter).length(read_rule(self.rule))
         rule = "" if self.rule == "speculative" else f", {self.rule}"
         return f"{self.drafter}, {length}{rule}"
+
+    @property
+    def fixed(self) -> Method:
+        """With a length that is known without running it: its own, else the drafter's where that must not adapt."""
+        return replace(self, length=self.length or str(read_drafter(self.drafter).num_draft_tokens))
 
     def generator(self, target: Generator, batch_size: int) -> Generator:
         """The target with this method."""

@@ -194,7 +194,9 @@ class Tuner:
         if can_precompute(drafter, generator.policy, self.recording):
             drafter, name = self._precompute(method.drafter, drafter, generator, batch_size), method.drafter
         clock = self._profile.clock()
-        done = replay(self.recording, drafter, generator.policy, batch_size=batch_size, clock=clock)
+        done = replay(
+            self.recording, drafter, generator.policy, batch_size=batch_size, clock=clock, ragged=self._profile.ragged
+        )
         return expect(done, self.recording, self._profile, name)
 
     def _precompute(self, name: str, drafter: ModelDrafter, generator: Generator, batch_size: int) -> Drafter:
@@ -266,11 +268,9 @@ def _confirmed(candidate: Candidate, found: Sequence[tuple[float, float]]) -> Co
 
 def _longest(method: Method) -> int:
     """The widest draft a method may make."""
-    from foresay.methods.recipes import read_drafter, read_length
+    from foresay.methods.recipes import read_drafter, read_length, read_rule
 
-    policy: Any = read_length(method._length) if method.length else None
-    if policy is None:
-        return read_drafter(method.drafter).num_draft_tokens
+    policy: Any = read_length(method._length or read_drafter(method.drafter).length(read_rule(method.rule)))
     return int(getattr(policy, "num_draft_tokens", getattr(policy, "high", 16)))
 
 

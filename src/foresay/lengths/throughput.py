@@ -1,9 +1,14 @@
-"""The length that writes most tokens per second, measured while decoding; 0 where no draft pays.
+"""The lengths that write most tokens per second, measured while decoding; 0 where no draft pays.
 
-Keeps how long a pass takes by batch size and columns, how long drafting takes, and how often a draft reaches each length.
-For every step it takes the K that maximises
+Keeps how long a pass takes by batch size and draft tokens, how long drafting takes, and how often drafts reach each length,
+row by row. For every step it takes the budgets k_i that maximise
 
-    E[tokens | K] / E[seconds | K],   E[tokens | K] = 1 + sum_{k <= K} P(k tokens accepted)
+    E[tokens] / E[seconds],   E[tokens] = sum_i (1 + sum_{k <= k_i} P_i(k tokens are guessed and hold))
+
+A look-up costs next to nothing, so it is asked for all it finds, and the policy keeps what is worth scoring: a guess that
+continues a match of nine tokens nearly always holds, one that continues a single token seldom. Where a pass takes the
+time of its real tokens, each row has a budget of its own: a row whose guesses fail drafts less, and neither pays for its
+neighbours nor holds them back. Where the widest row sets what a pass takes, all have the same.
 
 After two plain passes to compare with, a few steps try a draft. When none pays, they are tried again only as often as
 the time they lost allows: at most a hundredth of the time in between, and less with every trial that fails, until other
@@ -12,24 +17,19 @@ requests join.
 
 from __future__ import annotations
 
-import statistics
-from bisect import bisect_left
-from collections import deque
 from collections.abc import Mapping, Sequence
 from threading import Lock
+
+import numpy as np
 
 from foresay.checks import check_int
 from foresay.decoding.outcome import Step
 from foresay.decoding.protocols import LengthPolicy
-from foresay.decoding.rows import Rows
+from foresay.decoding.rows import Row, Rows
 from foresay.lengths.constant import MAX_DRAFT_TOKENS
+from foresay.lengths.costs import Curve, DraftCosts, FloatArray, PassCosts
+from foresay.lengths.reach import Reach, kind_of
 
-_SAMPLES = 9
-"""Latest measurements of a kind, of which the median is taken."""
-_FORGET = 0.98
-"""What a step leaves of the counts before it."""
-_DOUBT = 4
-"""Steps with a length that count as much as what shorter lengths make one expect of it."""
 _TRIAL = 4
 """Steps of a trial: the first may pay for what the draft missed."""
 _LOSS = 0.01
@@ -39,121 +39,89 @@ _PATIENCE = 5
 _SETTLED = 64
 """Steps after a trial before requests that join are reason for another."""
 _OFFERED = "throughput length"
-"""Where rows remember the length they were given: several engines may share one policy."""
-_STALE = 256
-"""Steps after which a plain pass is measured again."""
-_STEEP = 0.03
-"""Cost of a further column in plain passes, until two widths were measured."""
-
-
-class _Times:
-    """Seconds by (batch size, width): medians of the latest, straight lines between widths."""
-
-    def __init__(self) -> None:
-        self._samples: dict[tuple[int, int], deque[float]] = {}
-        self._curves: dict[int, dict[int, float]] = {}
-
-    def add(self, batch: int, width: int, seconds: float) -> None:
-        """Note a measurement."""
-        latest = self._samples.setdefault((batch, width), deque(maxlen=_SAMPLES))
-        latest.append(seconds)
-        curve = self._curves.setdefault(batch, {})
-        known = width in curve
-        curve[width] = statistics.median(latest)
-        if not known:
-            self._curves[batch] = dict(sorted(curve.items()))
-
-    def curve(self, batch: int, width: int) -> list[tuple[int, float]]:
-        """(width, seconds), in order of width, at the batch size nearest to `batch` that was measured at `width`.
-
-        Empty when no size within a factor of two was.
-        """
-        sizes = [b for b, at in self._curves.items() if width in at and b <= 2 * batch and batch <= 2 * b]
-        return list(self._curves[min(sizes, key=lambda b: (abs(b - batch), b))].items()) if sizes else []
-
-
-def at(curve: Sequence[tuple[int, float]], width: float, steep: float) -> float:
-    """A curve's value: a straight line between points, `steep` of the first value per unit beyond the last."""
-    place = bisect_left(curve, (int(width), 0.0))
-    if place < len(curve) and curve[place][0] == width:
-        return curve[place][1]
-    if place == 0:
-        return curve[0][1]
-    (x0, y0) = curve[place - 1]
-    if place == len(curve):
-        slope = curve[0][1] * steep
-        if len(curve) > 1:  # a narrow noisy pair must not make wide passes free
-            slope = max((y0 - curve[0][1]) / (x0 - curve[0][0]), slope / 3)
-        return y0 + slope * (width - x0)
-    (x1, y1) = curve[place]
-    return y0 + (y1 - y0) * (width - x0) / (x1 - x0)
-
-
-class _Reach:
-    """How often drafts reach each length, forgetting: proposed by anyone of the batch, accepted per row."""
-
-    def __init__(self, high: int) -> None:
-        self.offered = [0.0] * (high + 1)
-        self.wide = [0.0] * (high + 1)
-        self.accepted = [0.0] * (high + 1)
-
-    def add(self, budget: int, drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        """Count one step with a budget."""
-        width = max(drafted)
-        for counts in (self.offered, self.wide, self.accepted):
-            counts[:] = [count * _FORGET for count in counts]  # lengths that are no longer offered too
-        for k in range(1, budget + 1):
-            self.offered[k] += 1
-            self.wide[k] += width >= k
-            self.accepted[k] += sum(n >= k for n in accepted) / len(accepted)
-
-    def shares(self, counts: Sequence[float]) -> list[float]:
-        """The share of steps that reached k = 0, 1, ...
-
-        Past what was offered it falls as it last fell, and a length that was offered a few times is held half for that.
-        """
-        out = [1.0, min(1.0, counts[1] / self.offered[1]) if self.offered[1] else 0.5]
-        for k in range(2, len(counts)):
-            expected = out[-1] * (out[-1] / out[-2] if out[-2] > 0 else 0.5)
-            out.append(min(out[-1], (counts[k] + _DOUBT * expected) / (self.offered[k] + _DOUBT)))
-        return out
+"""Where rows remember the budgets they were given: several engines may share one policy."""
+_MATCHED, _TRIMMED = "throughput length: kinds", "throughput length: trimmed"
+"""Where they remember the kinds of matches they were shown in this step, and whether guesses were chosen by them."""
+_FREE = 0.05
+"""Share of a plain pass below which looking for guesses costs nothing."""
+_STALE = 64
+"""Steps after which a plain pass is measured again: what drafts cost is known in terms of it."""
+_REFRESH = 128
+"""Plain passes after which one guess is scored to measure a wider one again, whatever it was thought to be worth."""
+_STEEP = 0.06
+"""Cost of a further column in plain passes, until two sizes were measured."""
 
 
 class ThroughputLength(LengthPolicy):
     """Never slower than plain decoding: lengthens, shortens or stops drafting by what it measures.
 
-    Estimates are kept between requests. Where a draft is sampled, the output's law does not depend on it; its tokens may,
-    as they do on every length.
+    Estimates are kept between requests. Where a draft model is sampled, the output's law does not depend on them; its tokens
+    do, unless `sampled` holds those rows to one length.
     """
 
-    def __init__(self, *, start: int = 4, high: int = 16) -> None:
-        """start: length of the first drafts. high: longest."""
+    def __init__(self, *, start: int = 4, high: int = 16, sampled: int | None = None) -> None:
+        """start: length of the first drafts. high: longest. sampled: the length of every draft for a row that is sampled under
+        a rule whose text depends on what was guessed, so that a seed keeps its text; None adapts those rows too.
+        """
         self.high = check_int("high", high, 1, MAX_DRAFT_TOKENS)
         self.start = check_int("start", start, 1, self.high)
+        self.sampled = None if sampled is None else check_int("sampled", sampled, 0, self.high)
         self._lock = Lock()
-        self._passes, self._drafts, self._reach = _Times(), _Times(), _Reach(self.high)
+        self._passes, self._drafts, self._reach = PassCosts(_STEEP), DraftCosts(), Reach(self.high)
         self._trial = 0
         """Steps of the trial still to come."""
         self._lost = self._elapsed = self._resume_s = self._least_s = 0.0
         self._since_plain = self._num_plain = self._since_trial = 0
         self._failed = 0
         """Trials in a row after which no draft paid; each doubles the pause before the next."""
+        self._since_kept = 0
+        self._shown = False
+        """Whether the drafter shows what it found, to be chosen from."""
 
     def budget(self, rows: Rows) -> list[int]:
-        """The same for every row: the widest draft sets what a pass costs."""
+        """Each row's own where a pass takes the time of its real tokens, else the same for all."""
         with self._lock:
-            length = rows.memo[_OFFERED] = self._choose(len(rows), _OFFERED not in rows.memo)
-            return [length] * len(rows)
+            joined = _OFFERED not in rows.memo
+            held = [self._held_to(row, rows) for row in rows]
+            budgets = list(held) if all(n is not None for n in held) else self._choose(rows, held, joined)
+            out = rows.memo[_OFFERED] = [int(n or 0) for n in budgets]
+            rows.memo.pop(_MATCHED, None)
+            return list(out)
 
-    def _choose(self, batch: int, joined: bool) -> int:
+    def keep(self, rows: Rows, counts: Sequence[int], matched: Sequence[int]) -> list[int]:
+        """As many of the guesses as pay, by what each one matched; see `LengthPolicy.keep`."""
+        with self._lock:
+            self._shown = True
+            rows.memo[_MATCHED] = kinds = [kind_of(n) for n in matched]
+            passes = self._passes.curve(len(rows))
+            rows.memo[_TRIMMED] = trimmed = passes is not None and self._is_free(len(rows))
+            if passes is None or not trimmed:
+                return list(counts)
+            self._trial = 0
+            held = [self._held_to(row, rows) for row in rows]
+            out = self._worth(rows, counts, kinds, held, passes)
+            self._since_kept = 0 if any(out) else self._since_kept + 1
+            if self._since_kept >= _REFRESH:
+                surest = max(range(len(rows)), key=lambda i: (counts[i] > 0, kinds[i]))
+                out[surest], self._since_kept = min(counts[surest], self.start), 0
+            return [n if one is None else most for n, one, most in zip(out, held, counts, strict=True)]
+
+    def _held_to(self, row: Row, rows: Rows) -> int | None:
+        """The length that keeps a seed's text; None for a row whose text depends on no length."""
+        return None if row.params.greedy or rows.needs.ignores_drafts else self.sampled
+
+    def _choose(self, rows: Rows, held: Sequence[int | None], joined: bool) -> Sequence[int | None]:
         """joined: requests have come or gone, so that what did not pay may now."""
+        nothing, start, longest = ([n if k is None else k for k in held] for n in (0, self.start, self.high))
         if self._trial:
-            return self.start
-        passes = self._passes.curve(batch, 1)
-        if not passes or self._num_plain < 2 or self._since_plain >= _STALE:
-            return 0
-        best = self._best(batch, passes)
-        if best:
+            return start
+        free = not any(held)
+        if free and (self._passes.curve(len(rows)) is None or self._num_plain < 2 or self._since_plain >= _STALE):
+            return nothing
+        if self._shown and self._is_free(len(rows)):
+            return longest  # `keep` chooses from what it finds
+        best = self._best(rows, held)
+        if best is not None:
             self._failed = 0
             return best
         if joined and self._since_trial >= _SETTLED:
@@ -162,52 +130,69 @@ class ThroughputLength(LengthPolicy):
         if self._elapsed >= self._resume_s:
             self._trial, self._lost, self._since_trial = _TRIAL, 0.0, 0
             self._failed = min(self._failed + 1, _PATIENCE)  # until it turns out to pay
-            return self.start
-        return 0
+            return start
+        return nothing
 
-    def _best(self, batch: int, passes: Sequence[tuple[int, float]]) -> int:
-        """The K of the greatest expected throughput. passes: the curve of a pass at this batch size."""
-        drafts = self._drafts.curve(batch, self.start)
-        if not drafts:
-            return 0
-        reached, wide = self._reach.shares(self._reach.accepted), self._reach.shares(self._reach.wide)
-        longest = max((k for k in range(1, self.high + 1) if self._reach.offered[k] >= 1), default=0)
-        drafts = [(0, 0.0), *drafts]  # no draft takes no time
-        plain = at(passes, 1, _STEEP)
-        tokens, seconds, best, best_rate = 1.0, plain, 0, 1 / plain
-        before = plain
-        for k in range(1, min(self.high, longest + 2) + 1):
-            tokens += reached[k]
-            # one more column in the steps whose drafts are that long; where it takes less than a plain pass that is noise
-            wider = max(plain, at(passes, k + 1, _STEEP))
-            seconds += wide[k] * (wider - before)
-            before = wider
-            rate = tokens / (seconds + at(drafts, k, 1 / max(1, longest)))
-            if rate > best_rate:
-                best, best_rate = k, rate
-        return best
+    def _is_free(self, batch: int) -> bool:
+        """Whether drafting takes next to no time of a pass, or none was timed yet."""
+        passes = self._passes.curve(batch)
+        return passes is None or bool(self._drafts.longest_s(batch) < _FREE * passes.at(0))
+
+    def _best(self, rows: Rows, held: Sequence[int | None]) -> list[int] | None:
+        """The budgets of the greatest expected throughput; None where that is plain decoding's, or nothing is known."""
+        passes, drafts = self._passes.curve(len(rows)), self._drafts.curve(len(rows))
+        if passes is None or drafts is None:
+            return None
+        most = min(self.high, self._reach.longest + 2)
+        guessed = self._reach.guessed()[1 : most + 1]
+        chances = self._reach.held(rows)[:, 1 : most + 1]
+        drafting = drafts.at(np.arange(1, most + 1))
+        if not rows.ragged:
+            wide = self._reach.widest()[1 : most + 1]
+            length = _best_for_all(guessed * chances.sum(0), wide, passes, drafting, len(rows))
+            return [length if n is None else n for n in held] if length else None
+        return _best_for_each(chances, np.broadcast_to(guessed, chances.shape), passes, drafting, held)
+
+    def _worth(
+        self, rows: Rows, counts: Sequence[int], kinds: Sequence[int], held: Sequence[int | None], passes: Curve
+    ) -> list[int]:
+        """How many of each row's guessed tokens make the greatest throughput."""
+        most = max(counts)
+        index = np.arange(1, most + 1)
+        guessed = (index <= np.array(counts)[:, None]).astype(np.float64)
+        chances = self._reach.held(rows, kinds)[:, 1 : most + 1]
+        if rows.ragged:
+            found = _best_for_each(chances, guessed, passes, np.zeros(most), held)
+        else:
+            length = _best_for_all((guessed * chances).sum(0), guessed.max(0), passes, np.zeros(most), len(rows))
+            found = [length] * len(rows)
+        return [min(n, most) for n, most in zip(found or [0] * len(rows), counts, strict=True)]
 
     def observe(self, rows: Rows, steps: Sequence[Step]) -> None:
         """Measure a step."""
         with self._lock:
-            self._measure(steps, int(rows.memo.get(_OFFERED, 0)))
+            self._measure(rows, steps, rows.memo.get(_OFFERED) or [0] * len(rows))
 
-    def _measure(self, steps: Sequence[Step], offered: int) -> None:
+    def _measure(self, rows: Rows, steps: Sequence[Step], offered: Sequence[int]) -> None:
         one, batch = steps[0], len(steps)
         drafted = [step.num_drafted for step in steps]
-        self._passes.add(batch, 1 + max(drafted), one.total_s - one.draft_s)
+        self._passes.add(batch, sum(drafted) if rows.ragged else max(drafted), one.total_s - one.draft_s)
         self._since_plain = 0 if max(drafted) == 0 else self._since_plain + 1
         self._num_plain += max(drafted) == 0
         self._elapsed += one.total_s
         self._since_trial += 1
-        if not offered:
+        if not any(offered):
             return
-        self._drafts.add(batch, offered, one.draft_s)
-        self._reach.add(offered, drafted, [step.num_accepted for step in steps])
+        kinds = rows.memo.get(_MATCHED) or [0] * batch
+        trimmed = bool(rows.memo.get(_TRIMMED))
+        self._drafts.add(batch, max(offered), one.draft_s)
+        self._reach.add(rows, None if trimmed else offered, kinds, steps)
+        if trimmed:
+            return
+        curve = self._passes.curve(batch)
         self._trial = max(0, self._trial - 1)
         tokens = sum(len(step.token_ids) for step in steps) / batch
-        curve = self._passes.curve(batch, 1)
-        self._lost += one.total_s - tokens * (at(curve, 1, _STEEP) if curve else one.total_s)
+        self._lost += one.total_s - tokens * (float(curve.at(0)) if curve else one.total_s)
         pause = max(self._lost / _LOSS, 16 * one.total_s)
         self._least_s = self._elapsed + pause  # whoever joins: no trial costs more than its share
         self._resume_s = self._elapsed + pause * 2 ** max(0, self._failed - 1)
@@ -215,9 +200,48 @@ class ThroughputLength(LengthPolicy):
     @property
     def estimates(self) -> Mapping[str, float]:
         """What is known at batch 1, for reports: seconds of a plain pass, and acceptance of the first draft token."""
-        curve = self._passes.curve(1, 1)
-        offered = self._reach.offered[1]
-        return {
-            "plain_pass_s": at(curve, 1, _STEEP) if curve else 0.0,
-            "first_accepted": self._reach.accepted[1] / offered if offered else 0.0,
-        }
+        curve = self._passes.curve(1)
+        return {"plain_pass_s": float(curve.at(0)) if curve else 0.0, "first_accepted": self._reach.first_held}
+
+
+def _best_for_all(reached: FloatArray, wide: FloatArray, passes: Curve, drafting: FloatArray, batch: int) -> int:
+    """The length of the greatest throughput where all rows have the same; 0 for plain decoding.
+
+    reached: [K] draft tokens of all rows that hold at each place. wide: [K] the chance that a pass gets so wide. drafting: [K]
+    seconds of drafting 1, 2, ... tokens.
+    """
+    widths = passes.at(np.arange(len(wide) + 1))
+    seconds = widths[0] + (wide * np.diff(widths)).cumsum() + drafting
+    rates = (batch + reached.cumsum()) / seconds
+    best = int(rates.argmax())
+    return best + 1 if rates[best] > batch / widths[0] else 0
+
+
+def _best_for_each(
+    chances: FloatArray, guessed: FloatArray, passes: Curve, drafting: FloatArray, held: Sequence[int | None]
+) -> list[int] | None:
+    """Each row's length; None for plain decoding.
+
+    Under every bound on the length, the draft tokens of all rows are taken in the order of their chance to hold, as many as
+    give the greatest throughput. chances, guessed: [B, K], falling along K. drafting: [K]. held: what rows must have.
+    """
+    batch, most = chances.shape
+    index = np.arange(most)
+    must = np.array([-1 if n is None else min(n, most) for n in held])
+    fixed = index < must[:, None]
+    columns, tokens = float((fixed * guessed).sum()), batch + float((fixed * guessed * chances).sum())
+    weights = guessed.ravel()
+    free = np.broadcast_to((must < 0)[:, None], chances.shape).ravel()
+    order = np.argsort(-np.where(free, chances.ravel(), -1.0), kind="stable")[: int(free.sum())]
+    places = order % most
+    within = places <= index[:, None]  # [K, tokens]: under each bound
+    cost = np.where(within, weights[order], 0.0).cumsum(1)
+    gain = np.where(within, weights[order] * chances.ravel()[order], 0.0).cumsum(1)
+    rates = (tokens + gain) / (passes.at(columns + cost) + drafting[:, None])
+    bound, last = divmod(int(rates.argmax()), rates.shape[1])
+    spent = drafting[min(most, int(must.max())) - 1] if must.max() > 0 else 0.0
+    if rates[bound, last] <= tokens / (float(passes.at(columns)) + spent):
+        return None
+    chosen = order[: last + 1][within[bound, : last + 1]]
+    counts = np.bincount(chosen // most, minlength=batch)
+    return [int(counts[i]) if n is None else n for i, n in enumerate(held)]

@@ -90,13 +90,28 @@ class Recipe:
 
     prepare: Callable[[Resources], DrafterBuilder]
     num_draft_tokens: int
-    """The length it drafts unless told otherwise."""
+    """The length of its drafts where that must not adapt."""
     forget: Callable[[], None] = lambda: None
     """Clears what it keeps between requests."""
     reads_target: bool = False
     """Whether it needs the target's layers or tokenizer, and not only its tokens."""
     loads_model: bool = False
     """Whether it loads a model by name, which `LoadOptions.draft_weights` is for."""
+    samples: bool = False
+    """Whether its guesses may be drawn from laws, so that a sampled text depends on how many there are."""
+
+    def length(self, rule: Rule) -> str:
+        """The length it drafts unless told otherwise, as an expression: one that adapts, where no seed's text changes by it."""
+        if self.num_draft_tokens == 0 or not rule.exact:
+            return str(self.num_draft_tokens)
+        settings = {"high": self.num_draft_tokens} if self.num_draft_tokens > _LONGEST else {}
+        if self.samples:
+            settings |= {"sampled": self.num_draft_tokens}
+        return str(Call("throughput", tuple(settings.items())))
+
+
+_LONGEST = 16
+"""Of the drafts of `throughput`, unless it is told otherwise."""
 
 
 def _none() -> Recipe:
@@ -170,7 +185,7 @@ def _tree(name: str, branches: int = 2, width: int = 1) -> Recipe:
         check_vocabularies(resources.target.tokenizer, draft.tokenizer, (resources.target.name, draft.name))
         return lambda: ModelTreeDrafter(draft.model, resources.vocab_size, branches=branches, width=width)
 
-    return Recipe(prepare, 8, reads_target=True, loads_model=True)
+    return Recipe(prepare, 8, reads_target=True, loads_model=True, samples=True)
 
 
 def _model(
@@ -182,12 +197,12 @@ def _model(
     def prepare(resources: Resources) -> DrafterBuilder:
         return _draft_with(resources, resources.model(name), trim)
 
-    return Recipe(prepare, 5, reads_target=True, loads_model=True)
+    return Recipe(prepare, 5, reads_target=True, loads_model=True, samples=True)
 
 
 def draft_model(loaded: LoadedModel) -> Recipe:
     """The recipe of a draft model that is there already."""
-    return Recipe(lambda resources: _draft_with(resources, loaded, None), 5, reads_target=True)
+    return Recipe(lambda resources: _draft_with(resources, loaded, None), 5, reads_target=True, samples=True)
 
 
 def _refuse_encoder(resources: Resources, draft: LoadedModel) -> None:
@@ -233,7 +248,7 @@ def _self(
             model = trim(resources, model)
         return lambda: SelfDrafter(model, resources.vocab_size)
 
-    return Recipe(prepare, 4, reads_target=True)
+    return Recipe(prepare, 4, reads_target=True, samples=True)
 
 
 def _trim(vocabulary: str | None, size: int | None, coverage: float) -> _Trim | None:
@@ -279,8 +294,8 @@ def _cascade(*drafters: tuple[str | None, Any], k: Sequence[Sequence[int]], leni
         for recipe in recipes:
             recipe.forget()
 
-    reads, loads = (any(getattr(one, name) for one in recipes) for name in ("reads_target", "loads_model"))
-    return Recipe(prepare, drafted_at_most(k), forget, reads_target=reads, loads_model=loads)
+    traits = {name: any(getattr(one, name) for one in recipes) for name in ("reads_target", "loads_model", "samples")}
+    return Recipe(prepare, drafted_at_most(k), forget, **traits)
 
 
 def _made(builder: DrafterBuilder) -> Drafter:

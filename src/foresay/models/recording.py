@@ -59,11 +59,16 @@ class RecordingModel(LanguageModel):
 
     device = torch.device("cpu")
 
-    def __init__(self, texts: Sequence[RecordedText], vocab_size: int, *, max_length: int = 1 << 30) -> None:
+    def __init__(
+        self, texts: Sequence[RecordedText], vocab_size: int, *, max_length: int = 1 << 30, ragged: bool = False
+    ) -> None:
+        """ragged: whether the recorded model's passes take the time of their real tokens."""
         if not texts:
             raise ConfigError("a recording without texts: there is nothing to replay")
         self.vocab_size, self.max_length = vocab_size, max_length
-        self._capabilities = Capabilities(trees=True, scores=False, reads_source=texts[0].source is not None)
+        self._capabilities = Capabilities(
+            trees=True, scores=False, reads_source=texts[0].source is not None, ragged=ragged
+        )
         lengths = [len(text.prompt) + len(text.output) for text in texts]
         self._tokens: IntArray = np.zeros((len(texts), max(lengths) + 1), dtype=np.int64)
         for row, text, length in zip(self._tokens, texts, lengths, strict=True):

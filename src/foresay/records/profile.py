@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 from bisect import bisect_left
 from collections import Counter
@@ -70,8 +69,10 @@ class Profile:
     """Drafter -> (batch, tokens drafted, seconds of drafting)."""
     draft_fills: Mapping[str, float] = field(default_factory=dict)
     """Drafter -> seconds it takes to read one token of a prompt."""
+    ragged: bool = False
+    """Whether a pass takes the time of its real tokens; else that of its widest row."""
 
-    def clock(self) -> Callable[[int, int, float], float]:
+    def clock(self) -> Callable[[int, float, float], float]:
         """(batch, columns, context) -> seconds of a step without its drafting.
 
         Piecewise linear between the measured points, over columns, then batch; context adds its measured slope. Raises
@@ -87,11 +88,11 @@ class Profile:
         slopes = self._slopes(base, known)
 
         @lru_cache(maxsize=4096)
-        def at_base_and_slope(batch: int, columns: int) -> tuple[float, float]:
+        def at_base_and_slope(batch: int, columns: float) -> tuple[float, float]:
             at_base = line([(size, line(points, columns)) for size, points in curves], batch)
             return at_base, line([(size, line(points, columns)) for size, points in slopes], batch)
 
-        def seconds(batch: int, columns: int, context: float) -> float:
+        def seconds(batch: int, columns: float, context: float) -> float:
             at_base, slope = at_base_and_slope(batch, columns)
             return max(at_base + slope * (context - base), 0.1 * at_base)
 
@@ -176,12 +177,3 @@ def profile_path(model: str, dtype: str, machine: Mapping[str, Any]) -> Path:
     key = json.dumps([where, dtype, machine], sort_keys=True)
     name = "".join(c if c.isalnum() or c in "-._" else "-" for c in Path(model).name)[:40]
     return cache_dir() / "profiles" / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:12]}.json"
-
-
-def kv_bytes(config: Any, element_size: int) -> int:
-    """Keys and values of one token over all layers, in bytes."""
-    layers = int(getattr(config, "num_hidden_layers", 0))
-    heads = int(getattr(config, "num_attention_heads", 1))
-    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
-    size = int(getattr(config, "head_dim", None) or math.ceil(getattr(config, "hidden_size", 0) / heads))
-    return 2 * layers * kv_heads * size * element_size

@@ -12,6 +12,7 @@ import pexpect
 import pytest
 
 import foresay
+from foresay.decoding.acceptance import Speculative
 from foresay.methods.recipes import read_drafter
 from helpers import tiny
 
@@ -67,7 +68,7 @@ def model(folder: Path) -> foresay.Generator:
 
 
 def default_length(drafter: str) -> str:
-    return f"{read_drafter(drafter).num_draft_tokens} tokens"
+    return read_drafter(drafter).length(Speculative())
 
 
 def answers(model: foresay.Generator, *users: str, system: str | None = None, new: int = 8) -> list[str]:
@@ -134,7 +135,7 @@ def test_methods_change_and_the_text_does_not(piped: Piped, model: foresay.Gener
             "rule: block (exact)",
             "length: 2 tokens",
         ),
-        *(f"drafter: {cascade.removeprefix('/drafter ')}", "length: 6 tokens"),
+        *(f"drafter: {cascade.removeprefix('/drafter ')}", "length: throughput(sampled=6)"),
     ]
 
 
@@ -224,7 +225,7 @@ def test_the_store_is_shown_and_forgotten(piped: Piped) -> None:
 def test_a_forgetful_store_guesses_as_at_first(piped: Piped) -> None:
     """Asked again, suffix has seen the answer; after a reset it has not."""
     lines = ("hello", "/stats", "/retry", "/stats", "/store reset", "/retry", "/stats")
-    out, _ = piped(*lines, args=("--drafter", "suffix(keep=true)"))
+    out, _ = piped(*lines, args=("--drafter", "suffix(keep=true)", "--length", "12"))
     passes = [line.split(", ")[2] for line in out if line.startswith("last answer")]
     assert passes[0] == passes[2] != passes[1]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from transformers import MambaConfig, MambaForCausalLM
 
 import foresay
 from foresay.errors import ConfigError
+from foresay.models.huggingface.native import build
 from helpers import tiny
 
 PROMPT = "hello world, hello"
@@ -488,10 +490,29 @@ def test_info(shell: tiny.Shell, folder: Path) -> None:
     assert fields["context"] == "4096 tokens"
     assert fields["dtype, device"] == "float32, cpu"
     assert fields["weights"].startswith("in that dtype; a pass reads 0 MB")
+    assert re.fullmatch(
+        r"weights \d+ MB; 32 rows of 2048 tokens \d+ MB \(\d+\.\d kB a token\): there is room", fields["memory"]
+    )
     assert fields["vocabulary"] == "264 embeddings, 264 tokens in the tokenizer"
     assert fields["chat template"] == "no"
     assert fields["end tokens"] == "0"
     assert float(fields["self-check"].split()[-4]) < 1e-5
+
+
+def test_compile_says_what_is_kept(shell: tiny.Shell, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, out, err = shell("compile", str(folder))
+    assert (code, err) == (0, "")
+    fields = dict(line.strip().split(": ", 1) for line in out.splitlines()[1:])
+    assert re.fullmatch(r"(kept|compiled in .* s, kept) as .*\.so", fields["kernels"])
+    assert fields["passes"] == "lean, compiled for this machine" and fields["model"].startswith("loads in")
+    assert shell("compile", str(folder))[1].splitlines()[1].strip().startswith("kernels: kept as"), "the second time"
+    monkeypatch.setenv("FORESAY_NATIVE", "0")
+    build.library.cache_clear()
+    try:
+        code, out, _ = shell("compile", str(folder))
+    finally:
+        build.library.cache_clear()
+    assert code == 1 and "kernels: none: FORESAY_NATIVE=0 is set" in out and "passes: lean\n" in out
 
 
 def test_info_counts_the_parameters(shell: tiny.Shell, folder: Path) -> None:

@@ -26,6 +26,7 @@ from foresay.lab.data.requests import PromptRequest, RequestBuilder
 from foresay.lab.measure.live_run import DraftFailedError, run_live
 from foresay.lab.replay.predict import Expected
 from foresay.lab.tune import Candidate, Confirmed, Tuner, Tuning, pick
+from foresay.lengths import ThroughputLength
 from foresay.methods.settings_file import Settings, read_settings, write_settings
 from foresay.models.table import TableModel
 from foresay.records.profile import Profile, Timing
@@ -320,7 +321,7 @@ def test_what_a_settings_file_says_is_loaded(folder: Path, tmp_path: Path, monke
     assert one.max_batch_size == 3 and one.target.model.model.dtype is torch.float32  # type: ignore[attr-defined]
     given = foresay.load(str(path), drafter="suffix", rule="match", max_batch_size=2, dtype="bf16")
     assert (given.drafter_name, given.rule.name, given.max_batch_size) == ("suffix", "match", 2)
-    assert given.policy.num_draft_tokens == 12, "a length belongs to its drafter"  # type: ignore[attr-defined]
+    assert isinstance(given.policy, ThroughputLength), "a length belongs to its drafter"
     assert given.target.model.model.dtype is torch.bfloat16  # type: ignore[attr-defined]
     assert foresay.load(path, num_draft_tokens=2).policy.num_draft_tokens == 2  # type: ignore[attr-defined]
     assert foresay.load(path, length="heuristic").policy.start == 5  # type: ignore[attr-defined]
@@ -372,7 +373,9 @@ def test_settings_files_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 def test_methods_by_name() -> None:
-    assert [m.name for m in methods(["suffix", "max_gram"])] == ["suffix, 12", "max_gram, 10"]
+    assert [m.name for m in methods(["suffix", "max_gram"])] == ["suffix, throughput", "max_gram, throughput"]
+    assert methods(["self(4)"])[0].name == "self(4), throughput(sampled=4)"
+    assert [m.fixed.name for m in methods(["suffix", "max_gram"])] == ["suffix, 12", "max_gram, 10"]
     assert [m.name for m in methods(["suffix", "none", "suffix"], ["4", "throughput"])] == [
         "suffix, 4",
         "suffix, throughput",

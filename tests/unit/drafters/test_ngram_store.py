@@ -46,15 +46,16 @@ def test_the_most_frequent_token_behind_the_longest_context(
     store = NgramStore(n, levels=levels)
     store.learn(text, 0)
     wanted = best(text, context, n, levels)
-    assert store.next(context) in (wanted or {None})
+    found = store.next(context)
+    assert (None if found is None else found[0]) in (wanted or {None})
 
 
 def test_of_equally_frequent_tokens_the_later_is_guessed() -> None:
     store = NgramStore(2)
     store.learn([1, 5, 1, 6, 1, 5, 1, 6], 0)
-    assert store.next([1]) == 6
+    assert (store.next([1]) or [None])[0] == 6
     store.learn([1, 5, 1, 5], 0)
-    assert store.next([1]) == 5
+    assert (store.next([1]) or [None])[0] == 5
 
 
 @given(texts, texts, st.integers(2, 4))
@@ -80,7 +81,7 @@ def test_contexts_are_bounded_and_the_ones_unseen_for_longest_go(tokens: list[in
 def test_clear_forgets_all() -> None:
     store = NgramStore(3)
     store.learn([1, 2, 3, 1, 2], 0)
-    assert store.next([1, 2]) == 3
+    assert (store.next([1, 2]) or [None])[0] == 3
     store.clear()
     assert len(store) == 0 and store.next([1, 2]) is None
 
@@ -160,7 +161,7 @@ def test_the_targets_likeliest_tokens_are_learned_behind_the_draft_they_were_sco
         old = before.get(key, {})
         assert learned(drafter)[key] == counts | old, "what was written keeps its weight"
     assert learned(drafter).keys() == before.keys() | added.keys()
-    assert drafter._states[0].store.next([4, 5]) == 0, "of two learned together the likelier is guessed"
+    assert drafter._states[0].store.next([4, 5])[0] == 0, "of two learned together the likelier is guessed"
 
 
 def test_fillers_after_a_stop_inside_a_draft() -> None:
@@ -223,7 +224,7 @@ def test_what_was_written_outweighs_what_was_likely() -> None:
     store.add([1], 5)
     for _ in range(200):
         store.add([1], 6, 4)
-    assert store.next([1]) == 5
+    assert (store.next([1]) or [None])[0] == 5
 
 
 @pytest.mark.parametrize("fillers", [1, 3])

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from foresay.decoding.outcome import Step
-from foresay.decoding.rows import Rows
+from foresay.decoding.rows import Rows, RuleNeeds
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import ModelDrafter
 from foresay.lengths import ThroughputLength
@@ -212,3 +212,204 @@ def test_it_changes_no_greedy_output() -> None:
     outputs, steps, engine = run(model, prompts, params, drafter=ModelDrafter(model, 8), policy=policy, join_later=1)
     assert outputs == wanted and engine.draft_failures == 0
     assert any(step.num_drafted for step in steps) and any(not step.num_drafted for step in steps)
+
+
+@dataclass
+class Ragged:
+    """Rows of unlike drafts, and passes that take a second and `share` of one for each draft token."""
+
+    accepts: tuple[float, ...]
+    share: float
+    guesses: float = 1.0
+    """The chance that a row finds anything to guess."""
+    rng: random.Random = field(default_factory=lambda: random.Random(0))
+
+    def run(self, policy: ThroughputLength, steps: int) -> tuple[float, list[list[int]]]:
+        """(tokens per second, the budgets of each step)."""
+        rows = Rows([make_row() for _ in self.accepts], ragged=True)
+        tokens, seconds, chosen = 0, 0.0, []
+        for _ in range(steps):
+            budgets = policy.budget(rows)
+            drafted = [n if self.rng.random() < self.guesses else 0 for n in budgets]
+            kept = [
+                next((i for i in range(n) if self.rng.random() >= chance), n)
+                for n, chance in zip(drafted, self.accepts, strict=True)
+            ]
+            total = 1 + self.share * sum(drafted)
+            size = len(budgets)
+            policy.observe(
+                rows,
+                [
+                    Step(0, (0,) * (k + 1), (), n, k, batch_size=size, total_s=total)
+                    for n, k in zip(drafted, kept, strict=True)
+                ],
+            )
+            tokens, seconds = tokens + sum(kept) + size, seconds + total
+            chosen.append(budgets)
+        return tokens / seconds, chosen
+
+    def best(self) -> float:
+        """Tokens per second of the best budgets, by trying the bounds on what a further token may cost."""
+        size = len(self.accepts)
+        rates = [size / 1.0]
+        for bar in [i / 100 for i in range(1, 100)]:
+            tokens, drafted = 0.0, 0.0
+            for chance in self.accepts:
+                count = next((k for k in range(HIGH) if chance ** (k + 1) < bar), HIGH)
+                tokens += 1 + self.guesses * sum(chance**k for k in range(1, count + 1))
+                drafted += self.guesses * count
+            rates.append(tokens / (1 + self.share * drafted))
+        return max(rates)
+
+
+@pytest.mark.parametrize(
+    ("accepts", "share"),
+    [
+        ((0.9, 0.9, 0.05, 0.05), 0.1),
+        ((0.95, 0.6, 0.6, 0.2, 0.1, 0.1, 0.05, 0.0), 0.06),
+        ((0.9,) + (0.1,) * 15, 0.03),
+        ((0.8,) * 8, 0.03),
+    ],
+)
+def test_each_row_has_the_length_that_pays_for_it(accepts: tuple[float, ...], share: float) -> None:
+    world, policy = Ragged(accepts, share), ThroughputLength()
+    world.run(policy, 300)
+    got, chosen = world.run(policy, 1000)
+    assert got > 0.93 * world.best(), got / world.best()
+    mean = [statistics.fmean(step[i] for step in chosen) for i in range(len(accepts))]
+    sure, poor = accepts.index(max(accepts)), accepts.index(min(accepts))
+    if accepts[sure] - accepts[poor] > 0.5:
+        assert mean[sure] > 3 and mean[poor] < 1.5, mean
+
+
+def test_a_row_that_fails_costs_its_neighbours_less_than_one_length_for_all() -> None:
+    """The same rows where the widest draft sets the time of a pass: there the best one length for all writes less."""
+    world = Ragged((0.9, 0.9, 0.05, 0.05, 0.05, 0.05, 0.05, 0.05), 0.05)
+    policy = ThroughputLength()
+    world.run(policy, 300)
+    uniform = max(
+        sum(sum(a**j for j in range(k + 1)) for a in world.accepts) / (1 + world.share * k * len(world.accepts))
+        for k in range(HIGH + 1)
+    )
+    assert world.run(policy, 1000)[0] > 1.1 * uniform
+
+
+@pytest.mark.parametrize("guesses", [1.0, 0.3])
+@pytest.mark.parametrize(("accept", "share"), [(0.0, 0.05), (0.2, 0.06), (0.4, 0.1)])
+def test_ragged_passes_whose_drafts_never_pay_lose_next_to_nothing(accept: float, share: float, guesses: float) -> None:
+    world, policy = Ragged((accept,) * 8, share, guesses), ThroughputLength()
+    assert world.best() == 8
+    world.run(policy, 50)
+    assert world.run(policy, 3000)[0] > 0.98 * 8
+
+
+def test_a_row_recovers() -> None:
+    """What failed is not held against a row for ever."""
+    world, policy = Ragged((0.05, 0.9), 0.1), ThroughputLength()
+    rows = world.run(policy, 300)[1]
+    assert statistics.fmean(step[0] for step in rows[-100:]) < 1.5
+    world.accepts = (0.9, 0.05)
+    assert world.run(policy, 400)[0] > 0.85 * world.best()
+
+
+def test_sampled_rows_keep_one_length_where_their_text_depends_on_it() -> None:
+    sampled = make_row(temperature=1.0)
+    for needs, wanted in ((RuleNeeds(), {5}), (RuleNeeds(ignores_drafts=True), None)):
+        rows, policy = Rows([make_row(), sampled], needs=needs, ragged=True), ThroughputLength(sampled=5)
+        seen: list[list[int]] = []
+        for _ in range(60):
+            budgets = policy.budget(rows)
+            steps = [Step(0, (0,) * (n + 1), (), n, n, batch_size=2, total_s=1 + 0.01 * sum(budgets)) for n in budgets]
+            policy.observe(rows, steps)
+            seen.append(budgets)
+        assert ({b[1] for b in seen} == wanted) == (wanted is not None)
+        assert max(b[0] for b in seen) > 5, "the greedy row adapts beside it"
+
+
+@dataclass
+class Matches:
+    """Rows whose drafter finds guesses that continue matches: the longer the match, the surer the guess."""
+
+    batch: int
+    share: float
+    sure: dict[int, float] = field(default_factory=lambda: {1: 0.1, 2: 0.4, 12: 0.95})
+    rng: random.Random = field(default_factory=lambda: random.Random(0))
+    ragged: bool = True
+
+    def run(self, policy: ThroughputLength, steps: int) -> tuple[float, dict[int, float]]:
+        """(tokens per second over plain decoding's, mean tokens kept of a guess by its match)."""
+        rows = Rows([make_row() for _ in range(self.batch)], ragged=self.ragged)
+        tokens, seconds = 0, 0.0
+        kept: dict[int, list[int]] = {length: [] for length in self.sure}
+        for _ in range(steps):
+            budgets = policy.budget(rows)
+            matched = [self.rng.choice([0, 0, *self.sure]) for _ in rows]
+            found = [min(n, 3 * m) for n, m in zip(budgets, matched, strict=True)]
+            drafted = list(policy.keep(rows, found, matched)) if any(found) else [0] * self.batch
+            assert all(0 <= n <= most for n, most in zip(drafted, found, strict=True))
+            held = [self._held(m, n) for m, n in zip(matched, drafted, strict=True)]
+            total = 1 + self.share * (sum(drafted) if self.ragged else max(drafted) * self.batch)
+            each = zip(drafted, held, strict=True)
+            policy.observe(
+                rows, [Step(0, (0,) * (k + 1), (), n, k, batch_size=self.batch, total_s=total) for n, k in each]
+            )
+            tokens, seconds = tokens + sum(held) + self.batch, seconds + total
+            for m, n, most in zip(matched, drafted, found, strict=True):
+                if m and most:
+                    kept[m].append(n)
+        return tokens / seconds / self.batch, {m: statistics.fmean(some) for m, some in kept.items() if some}
+
+    def _held(self, matched: int, count: int) -> int:
+        return next((k for k in range(count) if self.rng.random() >= self.sure[matched]), count)
+
+
+def test_guesses_are_kept_by_what_they_match() -> None:
+    """Of a busy batch only what continues long matches; alone, where a token more costs little, shorter ones too."""
+    policy = ThroughputLength()
+    Matches(16, 0.04).run(policy, 100)
+    gain, kept = Matches(16, 0.04).run(policy, 400)
+    assert kept[12] > 3 and kept[1] < 0.2 and kept[2] < 1 and gain > 1.05
+    alone = ThroughputLength()
+    Matches(1, 0.02).run(alone, 100)
+    gain, kept = Matches(1, 0.02).run(alone, 800)
+    assert kept[12] > 12 and kept[2] > 1 and kept[1] > 0.5 and gain > 1.5
+
+
+def test_padded_passes_are_widened_only_for_what_pays() -> None:
+    policy = ThroughputLength()
+    world = Matches(8, 0.06, {1: 0.1, 12: 0.95}, ragged=False)
+    world.run(policy, 100)
+    gain, kept = world.run(policy, 600)
+    assert gain > 0.98 and kept[1] < 1
+
+
+def test_matches_that_never_hold_cost_next_to_nothing() -> None:
+    for batch, share in ((1, 0.1), (8, 0.06), (32, 0.03)):
+        policy = ThroughputLength()
+        world = Matches(batch, share, {1: 0.0, 2: 0.0, 5: 0.0, 12: 0.0})
+        world.run(policy, 60)
+        assert world.run(policy, 2000)[0] > 0.985, batch
+
+
+def test_one_slow_pass_stops_no_drafts() -> None:
+    """A machine that stands still while the first draft is scored, and halves its pace later, is no reason to stop drafting."""
+    policy, world = ThroughputLength(), Matches(1, 0.02)
+    world.run(policy, 3)
+    rows = Rows([make_row()], ragged=True)
+    assert policy.budget(rows)[0] and policy.keep(rows, [16], [12])[0]
+    policy.observe(rows, [Step(0, (0,), (), 16, 0, total_s=30.0)])
+    gain, kept = world.run(policy, 300)
+    assert kept[12] > 10 and gain > 1.4
+
+
+def test_slow_look_ups_are_not_asked_for_all_they_find() -> None:
+    """A look-up that takes a third of a pass is drafting that must pay, as a draft model's is."""
+    policy, rows = ThroughputLength(), Rows([make_row()], ragged=True)
+    asked = 0
+    for _ in range(1500):
+        budget = policy.budget(rows)[0]
+        count = policy.keep(rows, [budget], [1])[0] if budget else 0
+        draft_s = 0.3 if budget else 0.0
+        policy.observe(rows, [Step(0, (0,), (), count, 0, draft_s=draft_s, total_s=1 + draft_s + 0.05 * count)])
+        asked += budget > 0
+    assert asked < 0.06 * 1500

@@ -28,7 +28,7 @@ from foresay.drafters import (
 from foresay.drafters.ngram_table import NgramTable
 from foresay.errors import ConfigError, UnknownNameError, UnsupportedModelError, VocabularyMismatchError
 from foresay.generation.generator import Generator
-from foresay.lengths import LENGTHS, ConfidenceLength, ConstantLength, HeuristicLength
+from foresay.lengths import LENGTHS, ConfidenceLength, ConstantLength, HeuristicLength, ThroughputLength
 from foresay.methods.recipes import DRAFTERS, Resources, read_drafter, read_length, read_rule
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.sources.catalog import LoadedModel
@@ -201,11 +201,19 @@ def test_a_change_keeps_what_is_not_named(generator: Generator) -> None:
 
 def test_a_changed_drafter_takes_its_own_length(generator: Generator) -> None:
     other = change(generator, drafter="max_gram")
-    assert other.drafter_name == "max_gram" and other.policy.budget([0]) == [10]  # type: ignore[arg-type]
+    assert other.drafter_name == "max_gram" and isinstance(other.policy, ThroughputLength)
     assert (other.rule, other.max_batch_size, other.target) == (generator.rule, 3, generator.target)
     assert isinstance(other.engine().drafter.inner, MaxGram)  # type: ignore[union-attr]
     plain = change(generator, drafter="none")
     assert plain.engine().drafter is None and plain.policy.budget([0]) == [0]  # type: ignore[arg-type]
+    lossy = change(other, rule="lenience(2)")
+    assert isinstance(lossy.policy, ConstantLength) and lossy.policy.num_draft_tokens == 10, (
+        "its text would depend on it"
+    )
+    assert isinstance(change(lossy, rule="block").policy, ThroughputLength)
+    assert change(other, max_batch_size=2).policy is other.policy, "with what it has measured"
+    chosen = change(change(generator, drafter="max_gram", length="heuristic"), rule="lenience(2)")
+    assert isinstance(chosen.policy, HeuristicLength), "what was chosen stays"
     timed = change(generator, drafter="self(1)", length="confidence(0.7)")
     assert isinstance(timed.policy, ConfidenceLength) and timed.policy.threshold == 0.7
     with pytest.raises(ConfigError, match="num_draft_tokens=3 and length='heuristic' contradict; give one of them"):

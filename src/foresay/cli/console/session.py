@@ -13,7 +13,8 @@ from foresay.engine import Stats
 from foresay.errors import ConfigError
 from foresay.generation.generator import Generator
 from foresay.generation.load import change
-from foresay.methods.expressions import parse
+from foresay.lengths import LENGTHS
+from foresay.methods.expressions import parse, written
 from foresay.text.prompts import Prompt, encode
 
 INTERRUPTED = "interrupted"
@@ -94,7 +95,7 @@ class ChatSession:
     def method(self) -> dict[str, str]:
         """Drafter, length and rule in words."""
         gamma = getattr(self.generator.policy, "num_draft_tokens", None)
-        length = f"{gamma} tokens" if gamma is not None else self.length or type(self.generator.policy).__name__
+        length = f"{gamma} tokens" if gamma is not None else self.length or written(self.generator.policy, LENGTHS)
         return {"drafter": self.generator.drafter_name, "length": length, "rule": self.rule}
 
     def seeded(self) -> SamplingParams:

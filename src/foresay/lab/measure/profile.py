@@ -111,7 +111,10 @@ def measure(
     filled = tuple((tokens, _fill(target, tokens, repeats)) for tokens in fills if tokens < target.max_length)
     on_progress(len(cells) + 1, len(cells) + 1)
     floor = floors.floor(target)
-    return Profile(generator.target.name, generator.target.precision, machine(), tuple(timings), filled, floor)
+    ragged = target.capabilities.ragged
+    return Profile(
+        generator.target.name, generator.target.precision, machine(), tuple(timings), filled, floor, ragged=ragged
+    )
 
 
 def medians(profiles: Sequence[Profile]) -> Profile:

@@ -36,8 +36,8 @@ class PassCost:
     """One pass of the target over a batch as it would run live, for a cost model."""
 
     batch: int
-    width: int
-    """Columns: 1 + the longest draft."""
+    width: float
+    """Columns of a row: 1 + the longest draft, or the mean draft where passes take the time of their real tokens."""
     context: int
     """Tokens of the longest row before the pass, which sets the width of attention."""
     tokens: int
@@ -91,8 +91,14 @@ def ratio(counts: Sequence[tuple[float, float]], confidence: float = 0.95) -> tu
     return value, value - reach, value + reach
 
 
-Clock = Callable[[int, int, float], float]
+Clock = Callable[[int, float, float], float]
 """(batch, columns, context) -> seconds of a pass of the target."""
+
+
+def _width(steps: Sequence[Step], ragged: bool) -> float:
+    """See PassCost.width."""
+    drafted = [step.num_drafted for step in steps]
+    return 1 + (sum(drafted) / len(drafted) if ragged else max(drafted))
 
 
 class _Timed(LengthPolicy):
@@ -108,9 +114,11 @@ class _Timed(LengthPolicy):
     def keep_drafting(self, step: DraftStep) -> torch.Tensor | None:
         return self._inner.keep_drafting(step)
 
+    def keep(self, rows: Rows, counts: Sequence[int], matched: Sequence[int]) -> Sequence[int]:
+        return self._inner.keep(rows, counts, matched)
+
     def observe(self, rows: Rows, steps: Sequence[Step]) -> None:
-        width = 1 + max(step.num_drafted for step in steps)
-        seconds = self._clock(len(steps), width, max(row.size for row in rows))
+        seconds = self._clock(len(steps), _width(steps, rows.ragged), max(row.size for row in rows))
         timed = [dataclasses.replace(s, target_s=seconds, total_s=s.draft_s + seconds) for s in steps]
         self._inner.observe(rows, timed)
 
@@ -123,13 +131,14 @@ def replay(
     rule: Rule | None = None,
     batch_size: int = 1,
     clock: Clock | None = None,
+    ragged: bool = False,
 ) -> Replay:
     """Decode the recorded outputs again with a drafter.
 
     rule: None takes "speculative"; on a greedy recording all exact rules accept the same tokens. clock: how long passes of the
-    target take, for a policy that decides by time. Raises ConfigError for what needs the target's logits (a lossy rule, a
-    drafter that learns from them), for another rule than "speculative" on a sampled recording, for `throughput` without a
-    clock, and when the drafter fails.
+    target take, for a policy that decides by time. ragged: whether that is the time of their real tokens.
+    Raises ConfigError for what needs the target's logits (a lossy rule, a drafter that learns from them), for another
+    rule than "speculative" on a sampled recording, for `throughput` without a clock, and when the drafter fails.
     """
     rule = rule or Speculative()
     if not rule.exact:
@@ -147,7 +156,7 @@ def replay(
     if drafter is not None and not recording.greedy:
         replay_sampled(drafter, recording)
     longest = check_int("max_length", recording.settings.get("max_length", 1 << 30), 1)
-    model = RecordingModel([r.text for r in recording.records], recording.vocab_size, max_length=longest)
+    model = RecordingModel([r.text for r in recording.records], recording.vocab_size, max_length=longest, ragged=ragged)
     engine = Engine(model, drafter, rule, policy, max_batch_size=batch_size)
     for record in recording.records:
         _submit(engine, record, recording)
@@ -200,8 +209,9 @@ def _run(engine: Engine, recording: Recording) -> Replay:
             continue
         context = max(sizes[step.request_id] for step in done)
         longest = max(step.num_drafted for step in done)
+        width = _width(done, engine.target.capabilities.ragged)
         committed = sum(len(step.token_ids) for step in done)
-        passes.append(PassCost(len(done), 1 + longest, context, committed, longest, done[0].draft_s))
+        passes.append(PassCost(len(done), width, context, committed, longest, done[0].draft_s))
         for step in done:
             steps[step.request_id].append(step)
             sizes[step.request_id] += len(step.token_ids)

@@ -127,17 +127,29 @@ def weight_bytes(model: nn.Module) -> int:
 
     An embedding that is also the head's weight counts, once.
     """
+    sizes, looked_up = _sizes(model)
+    return sum(size for key, size in sizes.items() if key not in looked_up or _is_head(model, key))
+
+
+def held_bytes(model: nn.Module) -> int:
+    """Bytes that the weights take, each counted once."""
+    sizes, _ = _sizes(model)
+    sizes |= {id(m.product): m.product.nbytes for m in model.modules() if isinstance(m, FrozenEmbedding)}
+    return sum(sizes.values())
+
+
+def _sizes(model: nn.Module) -> tuple[dict[int, int], set[int]]:
+    """(bytes of each weight, which of them rows are looked up in)."""
     sizes: dict[int, int] = {}
     looked_up: set[int] = set()
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             looked_up.add(id(module.weight))
-            continue
         if isinstance(module, FrozenLinear | JointLinear):
             sizes[id(module.product)] = module.product.nbytes
         for weight in module.parameters(recurse=False):
             sizes[id(weight)] = weight.numel() * weight.element_size()
-    return sum(size for key, size in sizes.items() if key not in looked_up or _is_head(model, key))
+    return sizes, looked_up
 
 
 def device_of(embedding: nn.Module) -> torch.device:

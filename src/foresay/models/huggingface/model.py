@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from foresay.decoding.protocols import Begun, Capabilities, Feed, KVCache, Logits, ModelOutput
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.models.huggingface import attention, linears
-from foresay.models.huggingface.slot_cache import Placement, SlotCache
+from foresay.models.huggingface.memory import kv_bytes, room_bytes
+from foresay.models.huggingface.slot_cache import Placement, SlotCache, visible_width
 
 MAX_TOKENS = 256
 """Tokens of a pass on a CPU, a chunk of a prompt too; products over many more rows sum in another order."""
@@ -104,7 +105,17 @@ class TransformersModel:
             max_source_length=self.max_source_length,
             fill_chunk=MAX_TOKENS,
             fill_together=not on_cpu or self.rows_apart,
+            ragged=self.rows_apart,
         )
+
+    def cache_bytes(self, rows: int, length: int) -> int:
+        """See LanguageModel. Of an encoder-decoder, the decoder's; the slots of the longest row are everybody's."""
+        config = self.model.config.get_text_config(decoder=True)
+        return rows * visible_width(length, self.device) * kv_bytes(config, self.model.dtype.itemsize)
+
+    def room_bytes(self) -> int:
+        """See LanguageModel."""
+        return room_bytes(self.device)
 
     def begin(self, prompt: Sequence[int], params: SamplingParams) -> Begun:
         """The prompt and parameters unchanged."""

@@ -15,6 +15,8 @@ import torch
 from foresay.decoding.proposal import depths_of
 from foresay.decoding.protocols import Move
 
+_GENEROUS = 1 << 28
+"""Bytes up to which a cache grows beyond what is asked for, so that it is copied less often."""
 WIDTH = 128
 """Slots of the first two spans; slots grow in multiples of this."""
 
@@ -133,7 +135,7 @@ class SavedSlots:
 
 
 class SlotCache:
-    """Keys and values of all layers, [rows, slots, heads, dim] each, grown on demand by doubling."""
+    """Keys and values of all layers, [rows, slots, heads, dim] each, grown on demand, a layer at a time."""
 
     def __init__(self) -> None:
         self.lengths: list[int] = []
@@ -141,6 +143,12 @@ class SlotCache:
         """The draft cache that last wrote to these slots; see BorrowedSlots."""
         self._layers: list[tuple[torch.Tensor, torch.Tensor] | None] = []
         self._rows = self._slots = 0
+        self._made = 0
+
+    @property
+    def made(self) -> int:
+        """Counts the times that a layer's stores were made or replaced: while it stays the same, so do they."""
+        return self._made
 
     def add_rows(self, count: int) -> None:
         """Append empty rows."""
@@ -169,13 +177,15 @@ class SlotCache:
     def _reserve(self, rows: int, slots: int) -> None:
         if rows <= self._rows and slots <= self._slots:
             return
-        if rows > self._rows:
-            self._rows = max(rows, 2 * self._rows)
-        if slots > self._slots:
-            self._slots = max(slots, round_up(3 * self._slots // 2))
+        generous = max(rows, 2 * self._rows) if rows > self._rows else self._rows
+        longer = max(slots, round_up(3 * self._slots // 2)) if slots > self._slots else self._slots
+        if self.nbytes * generous * longer > _GENEROUS * max(1, self._rows * self._slots):
+            generous, longer = max(rows, self._rows), max(slots, self._slots)
+        self._rows, self._slots = generous, longer
         for i, layer in enumerate(self._layers):
             if layer is not None:
                 self._layers[i] = (self._grown(layer[0]), self._grown(layer[1]))
+        self._made += 1
 
     def _grown(self, old: torch.Tensor) -> torch.Tensor:
         # zeros, not empty: a masked slot still meets a weight of zero, and zero times NaN is NaN
@@ -206,6 +216,7 @@ class SlotCache:
         if held is None:
             made = [like.new_zeros(self._rows, self._slots, *shape) for shape in (keys, values)]
             held = self._layers[layer] = (made[0], made[1])
+            self._made += 1
         return held
 
     def read(self, layer: int, first_row: int, batch: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -277,6 +288,7 @@ class SlotCache:
             if held is None:
                 shapes = [(self._rows, self._slots, *x.shape[1:]) for x in copied]
                 held = self._layers[i] = (copied[0].new_zeros(shapes[0]), copied[1].new_zeros(shapes[1]))
+                self._made += 1
             for store, new in zip(held, copied, strict=True):
                 store[row, :length] = new[:length]
         self.lengths[row] = length
@@ -308,6 +320,11 @@ class BorrowedSlots(SlotCache):
     def __init__(self, owner: SlotCache) -> None:
         super().__init__()
         self._owner = owner
+
+    @property
+    def made(self) -> int:
+        """The owner's."""
+        return self._owner.made
 
     def _reserve(self, rows: int, slots: int) -> None:
         self._owner._reserve(len(self._owner.lengths), slots)

@@ -67,7 +67,7 @@ def test_an_interpreter_may_have_parentheses(tmp_path: Path) -> None:
         ("transformers(lookup)", "'lookup' is no key=value"),
         ("transformers(look=3)", "unknown setting of transformers 'look'. Did you mean 'lookup'?"),
         ("transformers(lookup=3, lookup=4)", "gives lookup twice"),
-        ("llama.cpp=python(ngram=3)", "llama.cpp takes no settings, not 'ngram'"),
+        ("llama.cpp=python(ngram=3)", "unknown setting of llama.cpp 'ngram'. Known: lookup."),
     ],
 )
 def test_bad_expressions(text: str, message: str) -> None:
@@ -345,6 +345,16 @@ def test_llama_cpp_writes_the_exact_number_and_ends_where_asked(monkeypatch: pyt
     assert engine._llama.seeds == [3, 4, 3, 4] and engine._llama.resets == 4
     with pytest.raises(worker.RefusedError, match="have 17 tokens, the context 16"):
         engine.run({**SAMPLING, "prompts": [[1] * 13]})
+    assert engine._llama.settings["draft_model"] is None and not engine._llama.settings["logits_all"]
+
+
+def test_llama_cpp_looks_guesses_up_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llama_cpp", Bag(Llama=FakeLlama, __version__="8"))
+    drafts = Bag(LlamaPromptLookupDecoding=lambda num_pred_tokens: f"looks up {num_pred_tokens}")
+    monkeypatch.setitem(sys.modules, "llama_cpp.llama_speculative", drafts)
+    engine = worker.LlamaCpp()
+    assert engine.load({"model": "m", "context": 16, "threads": 2, "lookup": 7})["lookup"] == "7"
+    assert engine._llama.settings["draft_model"] == "looks up 7" and engine._llama.settings["logits_all"]
 
 
 # -- the host's side

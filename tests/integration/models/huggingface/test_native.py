@@ -22,6 +22,7 @@ from foresay.models.huggingface.native import build, structs
 from foresay.models.huggingface.native.layers import CACHES
 from foresay.models.huggingface.native.product import NativeProduct
 from foresay.models.huggingface.self_check import go_lean
+from foresay.models.huggingface.slot_cache import SlotCache
 from helpers.families import make
 from helpers.support import run
 
@@ -313,6 +314,43 @@ def test_a_pass_over_no_token(logits: Logits) -> None:
     assert cache.lengths == [0, 0]
     if logits is not Logits.NONE:
         assert out.scores().shape[:2] == (2, 1 if logits is Logits.LAST else 3)
+
+
+def found(model: CausalModel) -> bool:
+    """Whether the kernels are given the stores that a cache has after it grew, in length and in rows."""
+    assert model.lean is not None
+    native = model.lean._native
+    assert native is not None
+    cache = model.new_cache()
+    cache.add_rows(1)
+    tokens = torch.arange(2, 92).repeat(4)[None]
+    model.forward(Feed(tokens[:, :60], (60,)), cache)
+    stores = native._stores_of(cache)
+    assert native._stores_of(cache) is stores, "looked for once"
+    seen = []
+    for rows, length in ((0, 600), (2, 64)):
+        cache.add_rows(rows)
+        cache.begin_pass(0, 1, length, torch.device("cpu"), None)
+        stores = native._stores_of(cache)
+        seen.append(
+            [stores.keys[0], stores.values[1]] == [cache.layers[0][0].data_ptr(), cache.layers[1][1].data_ptr()]
+        )
+    return all(seen)
+
+
+def test_a_cache_that_grows_is_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = compiled("llama")
+    assert found(model)
+    cache, whole = model.new_cache(), model.new_cache()
+    cache.add_rows(1)
+    whole.add_rows(1)
+    tokens = torch.arange(2, 92).repeat(4)[None]
+    for start in range(0, 300, 60):
+        model.forward(Feed(tokens[:, start : start + 60], (60,)), cache)
+    wanted = model.forward(Feed(tokens[:, :310], (310,)), whole).scores()[:, 300:]
+    assert torch.equal(model.forward(Feed(tokens[:, 300:310], (10,)), cache).scores(), wanted)
+    monkeypatch.setattr(SlotCache, "made", property(lambda self: 1))
+    assert not found(model), "control: what does not count its stores is not looked at again"
 
 
 def race(model: CausalModel) -> int:

@@ -25,7 +25,8 @@ from foresay.lab.measure.profile import measure, measure_drafting, medians, prof
 from foresay.lab.replay.predict import expect
 from foresay.lab.replay.replay import PassCost, Replay
 from foresay.models.huggingface.linears import freeze_linears, weight_bytes
-from foresay.records.profile import Floor, Profile, Timing, kv_bytes, line, profile_path
+from foresay.models.huggingface.memory import kv_bytes
+from foresay.records.profile import Floor, Profile, Timing, line, profile_path
 from foresay.records.recording import Record, Recording
 from helpers import tiny
 from helpers.families import VOCAB, make

@@ -24,14 +24,14 @@ from foresay.models.sources.packaged import ALIASES, check_gguf, converted, pack
 KNOWN: dict[str, tuple[str, ...]] = {
     "transformers": ("assistant", "cache", "lookup"),
     "vllm": ("ngram",),
-    "llama.cpp": (),
+    "llama.cpp": ("lookup",),
 }
 """The peers and the settings that each takes."""
 PASSED_ON = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "ignore_eos")
 """The sampling parameters that are passed on to every peer."""
 _WITH_PYTHON = ("vllm", "llama.cpp")
 _FORMS = "transformers, transformers(assistant=MODEL), transformers(lookup=10), vllm=PYTHON, vllm=PYTHON(ngram=5), "
-_FORMS += "llama.cpp=PYTHON"
+_FORMS += "llama.cpp=PYTHON, llama.cpp=PYTHON(lookup=10)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +113,6 @@ def _settings(kind: str, inner: str, expression: str) -> dict[str, str]:
         if not mark or not value:
             raise ConfigError(f"peer {expression!r}: {part.strip()!r} is no key=value; write one of {_FORMS}")
         if key not in KNOWN[kind]:
-            if not KNOWN[kind]:
-                raise ConfigError(f"peer {expression!r}: {kind} takes no settings, not {key!r}; write {kind}=PYTHON")
             raise UnknownNameError(f"setting of {kind}", key, KNOWN[kind])
         if key in out:
             raise ConfigError(f"peer {expression!r} gives {key} twice; give it once")

@@ -287,7 +287,8 @@ def load_job(spec: PeerSpec, model: str, dtype: str, threads: int) -> dict[str, 
     job: dict[str, Any] = {"engine": spec.kind, "threads": threads}
     if spec.kind == "llama.cpp":
         torch_dtype(dtype)
-        return {**job, "model": gguf_file(model), "dtype": "the GGUF file's", "context": CONTEXT}
+        job |= {"model": gguf_file(model), "dtype": "the GGUF file's", "context": CONTEXT}
+        return {**job, "lookup": count_setting(spec, "lookup")}
     folder = model_folder(model)
     context = min(CONTEXT, context_of(folder) or CONTEXT)
     job |= {"model": folder, "dtype": str(torch_dtype(dtype)).removeprefix("torch."), "context": context}

@@ -118,13 +118,19 @@ class LlamaCpp:
     def load(self, job: Mapping[str, Any]) -> dict[str, str]:
         """Read a GGUF file."""
         module = imported("llama_cpp", "install llama-cpp-python there")
+        lookup = job.get("lookup")
+        guesses = None
+        if lookup:
+            drafts = imported("llama_cpp.llama_speculative", "install llama-cpp-python there")
+            guesses = drafts.LlamaPromptLookupDecoding(num_pred_tokens=lookup)
         self._llama = module.Llama(
             model_path=job["model"],
             n_ctx=job["context"],
             n_threads=job["threads"],
             n_threads_batch=job["threads"],
             flash_attn=True,  # as llama.cpp's own programs do; faster here too
-            logits_all=False,
+            logits_all=bool(lookup),  # its look-up wants the scores of every guess
+            draft_model=guesses,
             verbose=False,
         )
         self._ends = {self._llama.token_eos()}
@@ -132,6 +138,7 @@ class LlamaCpp:
             "engine": f"llama-cpp-python {module.__version__}",
             "n_ctx": str(self._llama.n_ctx()),
             "flash_attn": "True",
+            **({"lookup": str(lookup)} if lookup else {}),
         }
 
     def run(self, job: Mapping[str, Any]) -> list[list[int]]:

@@ -34,6 +34,9 @@ SWITCH = "FORESAY_NATIVE"
 """Environment variable: "0" leaves the kernels alone."""
 
 
+_reasons: list[str] = []
+
+
 class BuildError(Exception):
     """Why there are no kernels."""
 
@@ -42,6 +45,7 @@ class BuildError(Exception):
 def library() -> ctypes.CDLL | None:
     """The compiled kernels; None where there are none, which is logged the first time."""
     if os.environ.get(SWITCH) == "0":
+        _reasons.append(f"{SWITCH}=0 is set")
         return None
     try:
         path = kept()
@@ -53,8 +57,22 @@ def library() -> ctypes.CDLL | None:
         _compile(path)
         return declared(ctypes.CDLL(str(path)))
     except (BuildError, OSError, RuntimeError, ForesayError) as error:  # RuntimeError: nobody's home folder
+        _reasons.append(str(error))
         logger.warning("passes are made without compiled kernels: %s", error)
         return None
+
+
+def is_kept() -> bool:
+    """Whether the kernels of this machine are compiled already."""
+    try:
+        return kept().is_file()
+    except (BuildError, OSError, RuntimeError, ForesayError):
+        return False
+
+
+def why_not() -> str:
+    """Why there are no kernels, once `library` gave none; "" where it gave some."""
+    return _reasons[-1] if _reasons else ""
 
 
 def kept() -> Path:

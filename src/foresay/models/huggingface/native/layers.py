@@ -10,6 +10,7 @@ import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -56,6 +57,17 @@ class FlatTokens:
         return len(self.rows)
 
 
+class _Stores:
+    """Where the kernels find a cache's keys and values: pointers, and the tensors behind them, which must live as long."""
+
+    def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], made: int) -> None:
+        self.made, self._tensors = made, pairs
+        self.keys, self.values = (
+            (ctypes.c_void_p * len(pairs))(*(pair[i].data_ptr() for pair in pairs)) for i in (0, 1)
+        )
+        self.strides = (ctypes.c_int64 * len(pairs))(*(pair[0].stride(0) for pair in pairs))
+
+
 class NativeLayers:
     """All layers of a model and its last norm."""
 
@@ -74,6 +86,7 @@ class NativeLayers:
             raise LookupError(f"no kernels for {dtype} and {activation}")
         self._run, self._dtype, self._layers = found.foresay_pass, dtype, list(layers)
         self._turns = sorted({layer.kind for layer in layers})
+        self._caches: WeakKeyDictionary[SlotCache, _Stores] = WeakKeyDictionary()
         self._held: list[Any] = []
         """What the structs point to."""
         structs_ = [self._struct(layer, last_norm.eps) for layer in layers]
@@ -107,20 +120,12 @@ class NativeLayers:
         _check(x, (count, self._hidden), torch.float32)
         normed = torch.empty_like(x)
         states = {n: torch.empty_like(x) for n in wanted if n < len(self._layers)}
-        stores = [
-            cache.stores(i, one.heads[1], one.dim, x.new_empty(0, dtype=self._dtype))
-            for i, one in enumerate(self._layers)
-        ]
-        for layer, pair in zip(self._layers, stores, strict=True):
-            for store in pair:
-                _check(store, (*pair[0].shape[:2], layer.heads[1], layer.dim), self._dtype)
+        stores = self._stores_of(cache)
         waves = [turns[kind] for kind in self._turns]
         for cos, sin in waves:
             _check(cos, (count, cos.shape[1]), torch.float32)
             _check(sin, tuple(cos.shape), torch.float32)
         # read by the kernels until they return
-        keys, values = ((ctypes.c_void_p * len(stores))(*(pair[i].data_ptr() for pair in stores)) for i in (0, 1))
-        strides = (ctypes.c_int64 * len(stores))(*(pair[0].stride(0) for pair in stores))
         cosines, sines = ((ctypes.c_void_p * len(waves))(*(wave[i].data_ptr() for wave in waves)) for i in (0, 1))
         rotated = (ctypes.c_int64 * len(waves))(*(wave[0].shape[1] for wave in waves))
         places = [states[n].data_ptr() if n in states else None for n in range(len(self._layers))]
@@ -138,9 +143,9 @@ class NativeLayers:
             cosines=ctypes.addressof(cosines),
             sines=ctypes.addressof(sines),
             rotated=ctypes.addressof(rotated),
-            keys=ctypes.addressof(keys),
-            values=ctypes.addressof(values),
-            row_strides=ctypes.addressof(strides),
+            keys=ctypes.addressof(stores.keys),
+            values=ctypes.addressof(stores.values),
+            row_strides=ctypes.addressof(stores.strides),
             x=x.data_ptr(),
             normed=normed.data_ptr(),
             states=ctypes.addressof(kept),
@@ -149,6 +154,19 @@ class NativeLayers:
         if len(self._layers) in wanted:
             states[len(self._layers)] = normed
         return normed, states
+
+    def _stores_of(self, cache: SlotCache) -> _Stores:
+        """A cache's stores, checked once for every time that it makes some anew."""
+        known = self._caches.get(cache)
+        if known is not None and known.made == cache.made:
+            return known
+        like = torch.empty(0, dtype=self._dtype)
+        pairs = [cache.stores(i, one.heads[1], one.dim, like) for i, one in enumerate(self._layers)]
+        for layer, pair in zip(self._layers, pairs, strict=True):
+            for store in pair:
+                _check(store, (*pair[0].shape[:2], layer.heads[1], layer.dim), self._dtype)
+        found = self._caches[cache] = _Stores(pairs, cache.made)
+        return found
 
     def _struct(self, layer: GatedLayer, eps: float) -> structs.Layer:
         products = {name: _native(getattr(layer, name)) for name in ("qkv", "output", "gate_up", "down")}

@@ -1,0 +1,158 @@
+"""What passes and drafting cost, measured while decoding: seconds by batch size and size of the draft.
+
+Owns the latest measurements and the line between them. Knows neither what a size counts nor what is decided from it.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+FloatArray = npt.NDArray[np.float64]
+
+_SAMPLES = 9
+"""Latest measurements of a kind, of which the median is taken."""
+_EXACT, _RATIO = 4, 1.3
+"""Sizes up to the first have measurements of their own; above, those within this ratio share theirs."""
+_DOUBT = 4
+"""Measurements that count as much as what other sizes make one expect, while there are few."""
+_TINY = 1e-9
+"""Seconds; a clock may stand still."""
+_FAR = 1e6
+"""Where a curve is drawn to."""
+
+
+@dataclass(slots=True)
+class Curve:
+    """Seconds by size, piecewise linear and never falling; beyond the last point it goes on as steeply as it rose."""
+
+    sizes: FloatArray
+    seconds: FloatArray
+
+    def at(self, sizes: npt.ArrayLike) -> FloatArray:
+        """Seconds at these sizes, of any shape."""
+        return np.interp(np.asarray(sizes, dtype=np.float64), self.sizes, self.seconds)
+
+
+class _Kind:
+    """Measurements of about the same size: the latest sizes, and seconds or their ratio to another's."""
+
+    __slots__ = ("sizes", "values")
+
+    def __init__(self) -> None:
+        self.sizes: deque[float] = deque(maxlen=_SAMPLES)
+        self.values: deque[float] = deque(maxlen=_SAMPLES)
+
+    def add(self, size: float, value: float) -> None:
+        self.sizes.append(size)
+        self.values.append(value)
+
+    @property
+    def size(self) -> float:
+        return statistics.fmean(self.sizes)
+
+    @property
+    def value(self) -> float:
+        return statistics.median(self.values)
+
+
+_Kinds = dict[int, _Kind]
+
+
+class _Costs(ABC):
+    """Measurements by batch size and size, and the curves through them."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[int, _Kinds] = {}
+        self._curves: dict[int, Curve] = {}
+
+    def curve(self, batch: int) -> Curve | None:
+        """The curve of the batch size nearest to `batch`; None when no batch size within a factor of two was measured."""
+        near = [b for b in self._kinds if b <= 2 * batch and batch <= 2 * b]
+        if not near:
+            return None
+        best = min(near, key=lambda b: (abs(b - batch), b))
+        if best not in self._curves:
+            kinds = self._kinds[best]
+            self._curves[best] = self._drawn({number: kinds[number] for number in sorted(kinds)})
+        return self._curves[best]
+
+    def _of(self, batch: int) -> _Kinds:
+        self._curves.pop(batch, None)
+        return self._kinds.setdefault(batch, {})
+
+    @abstractmethod
+    def _drawn(self, kinds: _Kinds) -> Curve: ...
+
+
+class PassCosts(_Costs):
+    """What a pass takes by its draft tokens.
+
+    Machines are shared: their pace changes, and one measurement may be anything. So passes are kept in terms of a plain one at
+    the time, and where a size was measured a few times two of them are where the median slope of all sizes would put it.
+    """
+
+    def __init__(self, steep: float) -> None:
+        """steep: what one more draft token costs, in plain passes, before any was measured."""
+        super().__init__()
+        self._steep = steep
+
+    def add(self, batch: int, size: float, seconds: float) -> None:
+        """Note a pass."""
+        kinds = self._of(batch)
+        plain = kinds.setdefault(0, _Kind())
+        if size <= 0 or not plain.values:
+            plain.add(0, seconds / (1 + self._steep * size))
+        if size > 0:
+            kinds.setdefault(_kind(size), _Kind()).add(size, seconds / max(plain.value, _TINY))
+
+    def _drawn(self, kinds: _Kinds) -> Curve:
+        above = [kind for number, kind in kinds.items() if number]
+        rises = [(share - 1) / size for k in above for size, share in zip(k.sizes, k.values, strict=True)]
+        slope = max(statistics.median([self._steep] * _DOUBT + rises), self._steep / 16)
+        points = [(0.0, 1.0)]
+        for kind in above:
+            doubts = [1 + slope * kind.size] * (2 if len(kind.values) <= _DOUBT else 0)
+            share = statistics.median([*kind.values, *doubts])
+            points.append((kind.size, max(points[-1][1], share)))  # where more takes less, that is noise
+        return _line(points, slope, kinds[0].value)
+
+
+class DraftCosts(_Costs):
+    """What drafting takes by the most tokens that a row is asked for; in proportion beyond what was measured."""
+
+    def add(self, batch: int, size: float, seconds: float) -> None:
+        """Note a draft."""
+        self._of(batch).setdefault(_kind(size), _Kind()).add(size, seconds)
+
+    def _drawn(self, kinds: _Kinds) -> Curve:
+        points = [(0.0, 0.0)]
+        for kind in kinds.values():
+            points.append((kind.size, max(points[-1][1], kind.value)))
+        return _line(points, points[-1][1] / points[-1][0], 1.0)
+
+    def longest_s(self, batch: int) -> float:
+        """Seconds of the longest drafts that were measured; 0 where none was."""
+        curve = self.curve(batch)
+        return 0.0 if curve is None else float(curve.seconds[-2])
+
+
+def _line(points: Sequence[tuple[float, float]], slope: float, unit: float) -> Curve:
+    """A curve through points in order of size, which goes on with a slope. unit: seconds of 1."""
+    sizes, values = (np.array(part) for part in zip(*points, strict=True))
+    end = values[-1] + slope * (_FAR - sizes[-1])
+    return Curve(np.append(sizes, _FAR), unit * np.append(values, end))
+
+
+def _kind(size: float) -> int:
+    """Which measurements share a median."""
+    if size <= _EXACT:
+        return round(size)
+    return _EXACT + 1 + int(math.log(size / (_EXACT + 1)) / math.log(_RATIO) + 1e-9) if size >= _EXACT + 1 else _EXACT

@@ -1,0 +1,139 @@
+"""Requests that would not fit the memory that is left: refused, or queued behind those that are there."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from foresay.decoding.acceptance import Speculative
+from foresay.decoding.protocols import KVCache
+from foresay.decoding.sampling_params import SamplingParams
+from foresay.engine import Engine
+from foresay.errors import OutOfMemoryError
+from foresay.lengths import ConstantLength
+from foresay.models.huggingface import memory, slot_cache
+from foresay.models.huggingface.causal import CausalModel
+from foresay.models.huggingface.slot_cache import SlotCache
+from foresay.models.table import TableModel
+from helpers import tiny
+
+
+class Small(TableModel):
+    """A model with room for some tokens: rows times the tokens of the longest."""
+
+    room = 60
+
+    def cache_bytes(self, rows: int, length: int) -> int:
+        return rows * length
+
+    def room_bytes(self) -> int:
+        return self.room
+
+
+def engine(rows: int = 8) -> tuple[Engine, Small]:
+    model = Small.random(8, seed=1)
+    return Engine(model, None, Speculative(), ConstantLength(0), max_batch_size=rows), model
+
+
+def outputs(decoder: Engine) -> tuple[dict[int, list[int]], int]:
+    """(what each request wrote, the most rows at a time)."""
+    out: dict[int, list[int]] = {}
+    most = 0
+    while decoder.has_work:
+        for step in decoder.step():
+            out.setdefault(step.request_id, []).extend(step.token_ids)
+        most = max(most, decoder.num_active)
+    return out, most
+
+
+def test_a_request_that_would_not_fit_alone_is_refused() -> None:
+    decoder, _ = engine()
+    with pytest.raises(OutOfMemoryError, match=r"61 tokens of prompt and output would take .* max_new_tokens"):
+        decoder.submit([1], SamplingParams(max_new_tokens=60))
+    decoder.submit([1], SamplingParams(max_new_tokens=59))
+    assert len(outputs(decoder)[0][0]) == 59
+
+
+def test_others_wait_for_the_rows_that_fill_the_memory(caplog: pytest.LogCaptureFixture) -> None:
+    decoder, model = engine()
+    with caplog.at_level(logging.WARNING, "foresay"):
+        for i in range(7):
+            decoder.submit([i % 8], SamplingParams(max_new_tokens=19))
+        written, most = outputs(decoder)
+    assert most == 3
+    assert [len(written[i]) for i in range(7)] == [19] * 7
+    assert len(caplog.records) == 1 and "3 rows of up to 20 tokens" in caplog.text
+    model.room = 1000
+    wide, _ = engine()
+    wide.target.room = 1000  # type: ignore[attr-defined]
+    for i in range(7):
+        wide.submit([i % 8], SamplingParams(max_new_tokens=19))
+    assert outputs(wide) == (written, 7), "control: with room they decode together, and write the same"
+
+
+def test_one_request_goes_on_whatever_became_of_the_memory() -> None:
+    """It fitted when it came; waiting for memory that nobody here holds would be for ever."""
+    decoder, model = engine()
+    decoder.submit([1], SamplingParams(max_new_tokens=40))
+    decoder.submit([2], SamplingParams(max_new_tokens=40))
+    model.room = 5
+    written, most = outputs(decoder)
+    assert most == 1 and [len(tokens) for tokens in written.values()] == [40, 40]
+
+
+def test_a_large_cache_grows_by_what_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slots(rows: Sequence[int]) -> int:
+        cache = SlotCache()
+        for length in rows:
+            cache.add_rows(1)
+            cache.begin_pass(len(cache.lengths) - 1, 1, length, torch.device("cpu"), None)
+            cache.stores(0, 2, 4, torch.empty(0))
+        return cache.stores(0, 2, 4, torch.empty(0))[0].shape[0] * cache._slots
+
+    assert slots([100, 100, 100]) == 4 * 128, "a small one grows by doubling"
+    monkeypatch.setattr(slot_cache, "_GENEROUS", 0)
+    assert slots([100, 100, 100]) == 3 * 128
+
+
+def test_what_a_cache_takes_is_foretold() -> None:
+    model = CausalModel(tiny.llama(context=4096))
+    for rows, length in ((1, 1), (3, 700), (5, 3000)):
+        cache = model.new_cache()
+        cache.add_rows(rows)
+        cache.begin_pass(0, 1, length, torch.device("cpu"), None)
+        config = model.model.config
+        for layer in range(config.num_hidden_layers):
+            heads = config.num_key_value_heads
+            cache.stores(layer, heads, config.hidden_size // config.num_attention_heads, torch.empty(0))
+        assert model.cache_bytes(rows, length) == cache.nbytes
+
+
+def test_the_room_is_what_machine_and_container_leave(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
+    from pathlib import Path
+
+    folder = Path(str(tmp_path))
+    monkeypatch.setattr(memory, "_CGROUP", folder)
+    whole = memory.room_bytes(torch.device("cpu"))
+    assert whole > 0
+    (folder / "memory.max").write_text("5000\n")
+    (folder / "memory.current").write_text("3000\n")
+    (folder / "memory.stat").write_text("anon 5\ninactive_file 1000\n")
+    assert memory.room_bytes(torch.device("cpu")) == 2700
+    (folder / "memory.max").write_text("max\n")
+    assert memory.room_bytes(torch.device("cpu")) > 2700
+    (folder / "memory.max").write_text("broken\n")
+    assert memory.room_bytes(torch.device("cpu")) > 2700
+
+
+def test_caches_without_bytes_are_not_counted() -> None:
+    class Bare(TableModel):
+        def new_cache(self) -> KVCache:
+            return super().new_cache()
+
+    model = Bare.random(8, seed=1)
+    decoder = Engine(model, None, Speculative(), ConstantLength(0))
+    decoder.submit([1], SamplingParams(max_new_tokens=5))
+    assert len(outputs(decoder)[0][0]) == 5
