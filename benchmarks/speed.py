@@ -32,8 +32,7 @@ from foresay.generation.method import PLAIN, Method
 from foresay.lab.bench.contenders import MethodRunner, PeerRunner, PromptBlock, Runner
 from foresay.lab.bench.peers import open_peer
 from foresay.lab.bench.turns import take_turns
-from foresay.lab.data.datasets import load_items
-from foresay.lab.data.items import subset
+from foresay.lab.data.datasets import load_items, subset
 from foresay.lab.data.requests import RequestBuilder
 from foresay.lab.measure.roofline import floor
 from foresay.models.sources.packaged import packaged_file
@@ -65,7 +64,7 @@ class Speed:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
-        self.new, self.repeats = (24, 2) if args.quick else (64, 3)
+        self.new, self.repeats = (24 if args.quick else 64), args.repeats
         self.threads = torch.get_num_threads()
         self._targets: dict[str, foresay.Generator] = {}
         self._peers: dict[str, Any] = {}
@@ -237,6 +236,7 @@ def same_bits(bench: Speed) -> dict[str, float]:
 
 def gguf(bench: Speed) -> dict[str, float]:
     """Loading a large 4-bit GGUF file."""
+    bench.target("file")  # imports are not what is timed
     size = 2e8 if bench.args.quick else 1e9
     with tempfile.TemporaryDirectory() as folder:
         path = _random_gguf(Path(folder) / "large.gguf", size)
@@ -343,6 +343,7 @@ def write(text: str) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer prompts, tokens and repeats")
+    parser.add_argument("--repeats", type=int, default=3, help="of each contender's run")
     parser.add_argument("--only", nargs="+", choices=PARTS, help="some parts only")
     parser.add_argument("--vllm", help="the interpreter vLLM is installed in")
     parser.add_argument("--llamacpp", help="the interpreter llama-cpp-python is installed in")

@@ -7,7 +7,7 @@ import torch
 GROUP = 32
 """Weights of a row that share one scale, in 4 bits."""
 Groups = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""4-bit weights: levels [out, in] of 0 to 15; scales and least weights [out, in / 32]; w = scale * level + least."""
+"""4-bit weights: levels [out, in] of 0 to 15 in uint8; scales and least weights [out, in / 32]; w = scale * level + least."""
 _AT_ONCE = 1 << 17
 """Weights that are rounded at a time: what a core's cache holds."""
 _SHARES = (1.0, 0.97, 0.94, 0.91, 0.87, 0.83)

@@ -48,7 +48,7 @@ class Blocks:
         return of_groups(self._pieces(), dtype, bias)
 
     def _pieces(self) -> Iterator[Groups]:
-        """Some rows at a time, levels as int32."""
+        """Some rows at a time."""
         for one in self.stored:
             step = max(1, _AT_ONCE // one.shape[-1])
             for first in range(0, len(one.data), step):
@@ -152,11 +152,10 @@ def _from_q4_k(blocks: Bytes) -> Groups:
 
 
 def _split(nibbles: torch.Tensor) -> torch.Tensor:
-    """Levels in int32: of [out, ..., n] bytes first the lower halves, then the upper ones of each n, [out, in]."""
-    wide = nibbles.to(torch.int32)
-    out = torch.empty(*wide.shape[:-1], 2, wide.shape[-1], dtype=torch.int32)
-    torch.bitwise_and(wide, 15, out=out[..., 0, :])
-    torch.bitwise_right_shift(wide, 4, out=out[..., 1, :])
+    """Levels: of [out, ..., n] bytes first the lower halves, then the upper ones of each n, [out, in]."""
+    out = torch.empty(*nibbles.shape[:-1], 2, nibbles.shape[-1], dtype=torch.uint8)
+    torch.bitwise_and(nibbles, 15, out=out[..., 0, :])
+    torch.bitwise_right_shift(nibbles, 4, out=out[..., 1, :])
     return out.flatten(1)
 
 

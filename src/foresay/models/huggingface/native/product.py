@@ -136,14 +136,11 @@ def _panels(weight: torch.Tensor, step: int) -> torch.Tensor:
 
 def _words(levels: torch.Tensor) -> torch.Tensor:
     """[out, in] levels of 4 bits -> [panels, in / 4, 16] int32, `out` filled up to whole panels."""
-    rows, columns = levels.shape
-    padded = torch.nn.functional.pad(levels.to(torch.int32), (0, 0, 0, -rows % PANEL))
-    # [panel, half, lane, depth / 4, depth]
-    parts = padded.view(-1, 2, 16, columns // 4, 4)
-    out = parts.new_zeros(len(parts), columns // 4, 16)
-    for level in range(_WORD):
-        out |= parts[:, level % 2, :, :, level // 2].transpose(1, 2) << (4 * level)
-    return out
+    missing = -len(levels) % PANEL
+    padded = torch.nn.functional.pad(levels, (0, 0, 0, missing)) if missing else levels.contiguous()
+    # four levels of one row, a byte each, as a number; the lower half of each byte of a word is row i's, the upper row 16 + i's
+    fours = padded.view(torch.int32).view(-1, 2, 16, levels.shape[1] // 4)
+    return (fours[:, 0] | fours[:, 1] << 4).transpose(1, 2).contiguous()
 
 
 def in_tiles(pieces: Iterable[Groups], size: int) -> Iterable[Groups]:
