@@ -86,6 +86,7 @@ class ThroughputLength(LengthPolicy):
             budgets = list(held) if all(n is not None for n in held) else self._choose(rows, held, joined)
             out = rows.memo[_OFFERED] = [int(n or 0) for n in budgets]
             rows.memo.pop(_MATCHED, None)
+            rows.memo[_TRIMMED] = self._chooses(len(rows))
             return list(out)
 
     def keep(self, rows: Rows, counts: Sequence[int], matched: Sequence[int]) -> list[int]:
@@ -118,7 +119,7 @@ class ThroughputLength(LengthPolicy):
         free = not any(held)
         if free and (self._passes.curve(len(rows)) is None or self._num_plain < 2 or self._since_plain >= _STALE):
             return nothing
-        if self._shown and self._is_free(len(rows)):
+        if self._chooses(len(rows)):
             return longest  # `keep` chooses from what it finds
         best = self._best(rows, held)
         if best is not None:
@@ -132,6 +133,10 @@ class ThroughputLength(LengthPolicy):
             self._failed = min(self._failed + 1, _PATIENCE)  # until it turns out to pay
             return start
         return nothing
+
+    def _chooses(self, batch: int) -> bool:
+        """Whether the drafter is asked for all it finds."""
+        return self._shown and self._is_free(batch)
 
     def _is_free(self, batch: int) -> bool:
         """Whether drafting takes next to no time of a pass, or none was timed yet."""

@@ -114,8 +114,10 @@ class TransformersModel:
         return rows * visible_width(length, self.device) * kv_bytes(config, self.model.dtype.itemsize)
 
     def room_bytes(self) -> int:
-        """See LanguageModel."""
-        return room_bytes(self.device)
+        """See LanguageModel. Of a model spread over devices, what they have together."""
+        spread = getattr(self.model, "hf_device_map", None) or {}
+        devices = {self.device, *(torch.device(one) for one in spread.values() if one != "disk")}
+        return sum(map(room_bytes, devices))
 
     def begin(self, prompt: Sequence[int], params: SamplingParams) -> Begun:
         """The prompt and parameters unchanged."""
