@@ -5,6 +5,7 @@
     │   ├── PromptError                     the prompt cannot be decoded as given
     │   └── UnknownNameError                a drafter, rule, model alias or parameter nobody knows
     ├── ContextLengthError (ValueError)     prompt, or prompt and output, exceed the context
+    ├── OutOfMemoryError                    what was asked for would not fit the memory left
     ├── RequestError                        one request failed in mid-run; the others go on
     ├── QueueFullError                      as many requests wait as may
     ├── VocabularyMismatchError             target and draft do not share their tokens

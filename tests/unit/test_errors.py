@@ -11,6 +11,7 @@ PARENTS = {
     "PromptError": (ConfigError,),
     "UnknownNameError": (ConfigError,),
     "ContextLengthError": (ForesayError, ValueError),
+    "OutOfMemoryError": (ForesayError,),
     "RequestError": (ForesayError,),
     "QueueFullError": (ForesayError,),
     "VocabularyMismatchError": (ForesayError,),
