@@ -46,6 +46,7 @@ PREFILL_TOKENS = 512
 
 
 MAX_BATCH_SIZE = 4096
+_NEVER = MAX_BATCH_SIZE + 1
 
 
 class Engine:
@@ -84,8 +85,9 @@ class Engine:
         self._waiting: deque[Row] = deque()
         self._items: list[Row] = []
         self._decoding = 0
-        self._held_back = False
-        """Whether it was said that requests wait for memory."""
+        self._full_at = _NEVER
+        """Rows from which on the memory does not hold the next request."""
+        self._said_full = False
         self._rows: Rows | None = None
         self._cancelled: set[int] = set()
         self._next_id = 0
@@ -181,6 +183,9 @@ class Engine:
 
         Each is counted with all the tokens it may come to. One alone is taken in any case: it was let in when it came.
         """
+        if len(self._items) >= self._full_at:
+            return 0  # nobody has gone since
+        self._full_at = _NEVER
         memory, longest = None, max((row.limit for row in self._items), default=0)
         for taken, row in enumerate(itertools.islice(self._waiting, count)):
             longest = max(longest, row.limit)
@@ -189,14 +194,14 @@ class Engine:
                 continue
             memory = self._memory() if memory is None else memory
             if wanted > memory and len(self._items) + taken > 0:
-                if not self._held_back:
+                if not self._said_full:
                     logger.warning(
                         "%d rows of up to %d tokens fill the memory that is left (%.1f GB); other requests wait for them",
                         len(self._items) + taken,
                         longest,
                         memory / 1e9,
                     )
-                self._held_back = True
+                self._full_at, self._said_full = len(self._items) + taken, True
                 return taken
         return count
 
@@ -284,6 +289,7 @@ class Engine:
     def _cancel(self) -> list[Step]:
         if not self._cancelled:
             return []
+        self._full_at = _NEVER
         gone = [r for r in (*self._items, *self._waiting) if r.request_id in self._cancelled]
         self._waiting = deque(r for r in self._waiting if r.request_id not in self._cancelled)
         self._retire([r.request_id not in self._cancelled for r in self._items])

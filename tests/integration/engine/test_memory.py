@@ -74,6 +74,22 @@ def test_others_wait_for_the_rows_that_fill_the_memory(caplog: pytest.LogCapture
     assert outputs(wide) == (written, 7), "control: with room they decode together, and write the same"
 
 
+def test_the_batch_fills_again_when_shorter_requests_follow() -> None:
+    """And rooms that become free while the batch is wide are taken at once."""
+    decoder, _ = engine(rows=6)
+    for _ in range(4):
+        decoder.submit([1], SamplingParams(max_new_tokens=29))
+    for i in range(12):
+        decoder.submit([2], SamplingParams(max_new_tokens=5 + i % 4))
+    seen: list[int] = []
+    while decoder.has_work:
+        decoder.step()
+        seen.append(decoder.num_active if decoder.num_waiting else 0)
+    assert max(seen) == 6, "10 tokens each: six fit"
+    wide = seen[seen.index(6) :]
+    assert all(n >= 4 for n in wide if n), "it does not run empty before it takes others in"
+
+
 def test_one_request_goes_on_whatever_became_of_the_memory() -> None:
     """It fitted when it came; waiting for memory that nobody here holds would be for ever."""
     decoder, model = engine()
