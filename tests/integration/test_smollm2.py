@@ -10,7 +10,8 @@ import torch
 
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import ModelDrafter
-from foresay.methods.recipes import Resources, read_drafter, read_length
+from foresay.methods.recipe import Resources
+from foresay.methods.recipes import read_drafter, read_length
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.sources.catalog import LoadedModel, load_model
 from foresay.models.sources.load_options import LoadOptions

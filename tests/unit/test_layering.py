@@ -64,7 +64,7 @@ INSIDE = {
         {"resolve"},
     ],
     "text": [{"tokenizer", "text_files", "wording"}, {"prompts", "stream", "cross_tokenizer"}],
-    "methods": [{"expressions", "settings_file"}, {"recipes"}],
+    "methods": [{"expressions", "settings_file"}, {"recipe"}, {"recipes"}],
     "generation": [{"result"}, {"session"}, {"generator"}, {"load"}, {"method"}],
     "lab": [{"data"}, {"measure"}, {"replay"}, {"bench"}, {"report"}, {"tune"}],
 }

@@ -25,7 +25,8 @@ from foresay.lab.replay.replay import Replay, replay
 from foresay.lab.replay.theory import CostModel
 from foresay.lab.tune import DRAFTERS
 from foresay.lengths import ConstantLength
-from foresay.methods.recipes import Resources, read_drafter, read_length, read_rule
+from foresay.methods.recipe import Resources
+from foresay.methods.recipes import read_drafter, read_length, read_rule
 from foresay.models.recording import RecordingModel
 from foresay.models.sources.catalog import LoadedModel
 from foresay.records.profile import Profile
@@ -107,8 +108,7 @@ def _replay(
 ) -> tuple[Replay, Mapping[str, int]]:
     """The replay, and the passes of each draft model where they are counted."""
     recipe = read_drafter(method.drafter)
-    rule = read_rule(method.rule)
-    policy = read_length(method.length or recipe.length(rule))
+    rule, policy = read_rule(method.rule), read_length(method.own_length)
     clock = None if known is None else known.clock()
     drafter = recipe.prepare(resources)()
     counter = PassCounter(drafter, drafter_names(method.drafter)) if counted else None

@@ -25,7 +25,7 @@ from foresay.generation.result import Chunk, Generation
 from foresay.generation.session import Session, SessionThread
 from foresay.lengths import LENGTHS, ConstantLength
 from foresay.methods.expressions import written
-from foresay.methods.recipes import DrafterBuilder, Resources
+from foresay.methods.recipe import DrafterBuilder, Resources
 from foresay.models.sources.catalog import LoadedModel
 from foresay.text.prompts import Prompt, is_batch
 from foresay.text.tokenizer import Tokenizer

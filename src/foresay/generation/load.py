@@ -17,7 +17,8 @@ from foresay.errors import ConfigError, UnknownNameError
 from foresay.generation.generator import Generator
 from foresay.lengths import ConstantLength
 from foresay.methods.expressions import Call
-from foresay.methods.recipes import DRAFTERS, Recipe, Resources, draft_model, read_drafter, read_length, read_rule
+from foresay.methods.recipe import Recipe, Resources
+from foresay.methods.recipes import DRAFTERS, draft_model, read_drafter, read_length, read_rule
 from foresay.methods.settings_file import is_settings, read_settings
 from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.resolve import resolve

@@ -40,9 +40,13 @@ class Method:
         """As results call it: "suffix, 12", and plain decoding PLAIN."""
         if self.drafter == "none":
             return PLAIN
-        length = self.length or read_drafter(self.drafter).length(read_rule(self.rule))
         rule = "" if self.rule == "speculative" else f", {self.rule}"
-        return f"{self.drafter}, {length}{rule}"
+        return f"{self.drafter}, {self.own_length}{rule}"
+
+    @property
+    def own_length(self) -> str:
+        """Its length as an expression: the drafter's where none was given."""
+        return self.length or read_drafter(self.drafter).length(read_rule(self.rule))
 
     @property
     def fixed(self) -> Method:

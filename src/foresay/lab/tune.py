@@ -31,7 +31,7 @@ from foresay.lab.replay.predict import Expected, expect
 from foresay.lab.replay.replay import replay
 from foresay.lengths import ConstantLength
 from foresay.methods.expressions import Call, parse
-from foresay.methods.recipes import named
+from foresay.methods.recipes import named, read_length
 from foresay.records.profile import Profile
 from foresay.records.recording import Recording
 from foresay.records.results import Failure
@@ -268,9 +268,7 @@ def _confirmed(candidate: Candidate, found: Sequence[tuple[float, float]]) -> Co
 
 def _longest(method: Method) -> int:
     """The widest draft a method may make."""
-    from foresay.methods.recipes import read_drafter, read_length, read_rule
-
-    policy: Any = read_length(method._length or read_drafter(method.drafter).length(read_rule(method.rule)))
+    policy: Any = read_length(method.own_length)
     return int(getattr(policy, "num_draft_tokens", getattr(policy, "high", 16)))
 
 

@@ -30,6 +30,8 @@ from foresay.lengths.constant import MAX_DRAFT_TOKENS
 from foresay.lengths.costs import Curve, DraftCosts, FloatArray, PassCosts
 from foresay.lengths.reach import Reach, kind_of
 
+LONGEST = 16
+"""Of drafts, unless a policy is told otherwise."""
 _TRIAL = 4
 """Steps of a trial: the first may pay for what the draft missed."""
 _LOSS = 0.01
@@ -59,7 +61,7 @@ class ThroughputLength(LengthPolicy):
     do, unless `sampled` holds those rows to one length.
     """
 
-    def __init__(self, *, start: int = 4, high: int = 16, sampled: int | None = None) -> None:
+    def __init__(self, *, start: int = 4, high: int = LONGEST, sampled: int | None = None) -> None:
         """start: length of the first drafts. high: longest. sampled: the length of every draft for a row that is sampled under
         a rule whose text depends on what was guessed, so that a seed keeps its text; None adapts those rows too.
         """

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
-
-import torch
 
 from foresay.checks import check_flag, check_float, check_int
 from foresay.decoding.acceptance import RULES
@@ -32,86 +30,14 @@ from foresay.drafters import (
 )
 from foresay.drafters.cascade import check_matrix, drafted_at_most
 from foresay.drafters.cross_tokenizer import CrossTokenizerDrafter
-from foresay.drafters.ngram_table import NgramTable
 from foresay.errors import ConfigError, UnsupportedModelError, VocabularyMismatchError
 from foresay.lengths import LENGTHS, ConstantLength
 from foresay.methods.expressions import Call, apply, parse
+from foresay.methods.recipe import DrafterBuilder, Recipe, Resources
 from foresay.models.sources.catalog import LoadedModel
-from foresay.models.sources.load_options import LoadOptions
-from foresay.models.sources.resolve import resolve
-from foresay.text.tokenizer import check_vocabularies, tokenizer_fingerprint
-
-DrafterBuilder = Callable[[], Drafter | None]
-"""Makes a drafter for one engine."""
-
-
-@dataclass(slots=True)
-class Resources:
-    """A target, and what was loaded to draft for it; each model and table is loaded once."""
-
-    target: LoadedModel
-    options: LoadOptions = field(default_factory=LoadOptions)
-    models: dict[str, LoadedModel] = field(default_factory=dict)
-    tables: dict[str, NgramTable] = field(default_factory=dict)
-
-    @property
-    def device(self) -> torch.device:
-        """The target's."""
-        return self.target.model.device
-
-    @property
-    def vocab_size(self) -> int:
-        """Width of the target's logits."""
-        return self.target.model.vocab_size
-
-    def model(self, name: str) -> LoadedModel:
-        """A draft model by name."""
-        if name not in self.models:
-            # a revision names one repository's version: the target's
-            self.models[name] = resolve(name, self.options.for_draft(), None)
-        return self.models[name]
-
-    def table(self, path: str) -> NgramTable:
-        """An n-gram table over the target's tokens."""
-        if path not in self.tables:
-            table = NgramTable.load(path)
-            tokenizer = self.target.tokenizer
-            table.check(None if tokenizer is None else tokenizer_fingerprint(tokenizer), self.vocab_size)
-            self.tables[path] = table
-        return self.tables[path]
-
+from foresay.text.tokenizer import check_vocabularies
 
 _Trim = Callable[[Resources, Any], Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """A drafter that can be made once the target is there."""
-
-    prepare: Callable[[Resources], DrafterBuilder]
-    num_draft_tokens: int
-    """The length of its drafts where that must not adapt."""
-    forget: Callable[[], None] = lambda: None
-    """Clears what it keeps between requests."""
-    reads_target: bool = False
-    """Whether it needs the target's layers or tokenizer, and not only its tokens."""
-    loads_model: bool = False
-    """Whether it loads a model by name, which `LoadOptions.draft_weights` is for."""
-    samples: bool = False
-    """Whether its guesses may be drawn from laws, so that a sampled text depends on how many there are."""
-
-    def length(self, rule: Rule) -> str:
-        """The length it drafts unless told otherwise, as an expression: one that adapts, where no seed's text changes by it."""
-        if self.num_draft_tokens == 0 or not rule.exact:
-            return str(self.num_draft_tokens)
-        settings = {"high": self.num_draft_tokens} if self.num_draft_tokens > _LONGEST else {}
-        if self.samples:
-            settings |= {"sampled": self.num_draft_tokens}
-        return str(Call("throughput", tuple(settings.items())))
-
-
-_LONGEST = 16
-"""Of the drafts of `throughput`, unless it is told otherwise."""
 
 
 def _none() -> Recipe:

@@ -29,7 +29,8 @@ from foresay.drafters.ngram_table import NgramTable
 from foresay.errors import ConfigError, UnknownNameError, UnsupportedModelError, VocabularyMismatchError
 from foresay.generation.generator import Generator
 from foresay.lengths import LENGTHS, ConfidenceLength, ConstantLength, HeuristicLength, ThroughputLength
-from foresay.methods.recipes import DRAFTERS, Resources, read_drafter, read_length, read_rule
+from foresay.methods.recipe import Resources
+from foresay.methods.recipes import DRAFTERS, read_drafter, read_length, read_rule
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.sources.catalog import LoadedModel
 from foresay.models.sources.load_options import LoadOptions

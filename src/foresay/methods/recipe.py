@@ -1,0 +1,85 @@
+"""What an expression of a drafter comes to: how it is made once the target is there, and the length it drafts.
+
+Owns what was loaded to draft for a target, each model and table once. Knows no drafter by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from foresay.decoding.protocols import Drafter, Rule
+from foresay.drafters.ngram_table import NgramTable
+from foresay.lengths.throughput import LONGEST
+from foresay.methods.expressions import Call
+from foresay.models.sources.catalog import LoadedModel
+from foresay.models.sources.load_options import LoadOptions
+from foresay.models.sources.resolve import resolve
+from foresay.text.tokenizer import tokenizer_fingerprint
+
+DrafterBuilder = Callable[[], Drafter | None]
+"""Makes a drafter for one engine."""
+
+
+@dataclass(slots=True)
+class Resources:
+    """A target, and what was loaded to draft for it; each model and table is loaded once."""
+
+    target: LoadedModel
+    options: LoadOptions = field(default_factory=LoadOptions)
+    models: dict[str, LoadedModel] = field(default_factory=dict)
+    tables: dict[str, NgramTable] = field(default_factory=dict)
+
+    @property
+    def device(self) -> torch.device:
+        """The target's."""
+        return self.target.model.device
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the target's logits."""
+        return self.target.model.vocab_size
+
+    def model(self, name: str) -> LoadedModel:
+        """A draft model by name."""
+        if name not in self.models:
+            # a revision names one repository's version: the target's
+            self.models[name] = resolve(name, self.options.for_draft(), None)
+        return self.models[name]
+
+    def table(self, path: str) -> NgramTable:
+        """An n-gram table over the target's tokens."""
+        if path not in self.tables:
+            table = NgramTable.load(path)
+            tokenizer = self.target.tokenizer
+            table.check(None if tokenizer is None else tokenizer_fingerprint(tokenizer), self.vocab_size)
+            self.tables[path] = table
+        return self.tables[path]
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """A drafter that can be made once the target is there."""
+
+    prepare: Callable[[Resources], DrafterBuilder]
+    num_draft_tokens: int
+    """The length of its drafts where that must not adapt."""
+    forget: Callable[[], None] = lambda: None
+    """Clears what it keeps between requests."""
+    reads_target: bool = False
+    """Whether it needs the target's layers or tokenizer, and not only its tokens."""
+    loads_model: bool = False
+    """Whether it loads a model by name, which `LoadOptions.draft_weights` is for."""
+    samples: bool = False
+    """Whether its guesses may be drawn from laws, so that a sampled text depends on how many there are."""
+
+    def length(self, rule: Rule) -> str:
+        """The length it drafts unless told otherwise, as an expression: one that adapts, where no seed's text changes by it."""
+        if self.num_draft_tokens == 0 or not rule.exact:
+            return str(self.num_draft_tokens)
+        settings = {"high": self.num_draft_tokens} if self.num_draft_tokens > LONGEST else {}
+        if self.samples:
+            settings |= {"sampled": self.num_draft_tokens}
+        return str(Call("throughput", tuple(settings.items())))
