@@ -6,6 +6,7 @@ import ctypes
 import logging
 import math
 import os
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -336,6 +337,18 @@ def found(model: CausalModel) -> bool:
             [stores.keys[0], stores.values[1]] == [cache.layers[0][0].data_ptr(), cache.layers[1][1].data_ptr()]
         )
     return all(seen)
+
+
+def test_a_cache_that_grows_lets_go_of_what_it_had() -> None:
+    """Else a growing cache would be there twice."""
+    model = compiled("llama")
+    cache = model.new_cache()
+    cache.add_rows(1)
+    model.forward(Feed(torch.arange(2, 62)[None], (60,)), cache)
+    old = [weakref.ref(store) for layer in cache.layers for store in layer or ()]
+    cache.begin_pass(0, 1, 600, torch.device("cpu"), None)
+    assert len(old) > 2
+    assert all(one() is None for one in old)
 
 
 def test_a_cache_that_grows_is_found_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,10 +58,14 @@ class FlatTokens:
 
 
 class _Stores:
-    """Where the kernels find a cache's keys and values: pointers, and the tensors behind them, which must live as long."""
+    """Where the kernels find a cache's keys and values.
+
+    The tensors are the cache's alone, so that one that grows can let go of each layer's old ones; while its count `made` stays
+    the same they are there.
+    """
 
     def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], made: int) -> None:
-        self.made, self._tensors = made, pairs
+        self.made = made
         self.keys, self.values = (
             (ctypes.c_void_p * len(pairs))(*(pair[i].data_ptr() for pair in pairs)) for i in (0, 1)
         )
