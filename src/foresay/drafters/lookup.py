@@ -20,7 +20,10 @@ State = TypeVar("State")
 
 
 class LookupDrafter(Drafter, Generic[State]):
-    """A Drafter whose guesses cost no pass of a model."""
+    """A Drafter whose guesses cost no pass of a model.
+
+    A state may say in `matched` how many tokens of context its last guess continues: a length policy then keeps the sure ones.
+    """
 
     keeps_requests: bool = False
     """Whether what it knows outlives a request."""
@@ -36,10 +39,6 @@ class LookupDrafter(Drafter, Generic[State]):
     @abstractmethod
     def guess(self, row: Row, state: State, count: int) -> list[int]:
         """At most `count` tokens to follow the row's; called with 0 too, to keep the state up to date."""
-
-    def matched(self, state: State) -> int:
-        """Tokens of context that the last guess continues; 0 where that says nothing of it."""
-        return 0
 
     def finish(self, state: State) -> None:
         """A row has left."""
@@ -72,7 +71,7 @@ class LookupDrafter(Drafter, Generic[State]):
         each = zip(rows, self._states, budget, strict=True)
         guesses = [self.guess(row, state, max(0, n))[: max(0, n)] for row, state, n in each]
         if any(guesses):
-            matches = [self.matched(state) for state in self._states]
+            matches = [int(getattr(state, "matched", 0)) for state in self._states]
             kept = policy.keep(rows, [len(guess) for guess in guesses], matches)
             guesses = [guess[:n] for guess, n in zip(guesses, kept, strict=True)]
         return as_proposal(guesses, self._device)

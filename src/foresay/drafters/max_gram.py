@@ -85,10 +85,6 @@ class MaxGram(LookupDrafter[_Gram]):
             found += self.table.continuation(context, count - len(found))
         return found
 
-    def matched(self, state: _Gram) -> int:
-        """See LookupDrafter. What a table alone guesses continues nothing that is counted."""
-        return state.matched
-
 
 def _ids(tokens: IntArray) -> list[int]:
     ids: list[int] = tokens.tolist()

@@ -157,10 +157,6 @@ class NgramStoreDrafter(LookupDrafter[_Known]):
             context = [*context[-(store.n - 2) :], token] if store.n > 2 else [token]
         return out
 
-    def matched(self, state: _Known) -> int:
-        """See LookupDrafter."""
-        return state.matched
-
     def propose(self, rows: Rows, budget: Sequence[int], policy: LengthPolicy) -> Proposal:
         """Point masses; what was guessed is noted, to learn what the target made of it."""
         proposal = super().propose(rows, budget, policy)

@@ -72,10 +72,6 @@ class PromptLookup(LookupDrafter[_Index]):
         place = state.find(context[-self.max_ngram :].tolist())
         return [] if place is None else _copy(context, place, count)
 
-    def matched(self, state: _Index) -> int:
-        """See LookupDrafter."""
-        return state.matched
-
 
 def _copy(tokens: IntArray, place: int, count: int) -> list[int]:
     """`count` tokens from `place` on; past the end the copy repeats what it has copied, as LZ77 does."""

@@ -171,10 +171,6 @@ class SuffixDrafter(LookupDrafter[SuffixState]):
             return []
         return found[: max(1, int(self.scale * length))]
 
-    def matched(self, state: SuffixState) -> int:
-        """See LookupDrafter."""
-        return state.matched
-
     def others(self, row: Row, state: SuffixState, count: int) -> Iterator[list[int]]:
         """What else followed the context, once `guess` has seen it: at other places and after shorter matches, longest first."""
         own = state.automaton

@@ -17,7 +17,7 @@ from foresay.errors import ConfigError, UnknownNameError
 from foresay.generation.generator import Generator
 from foresay.lengths import ConstantLength
 from foresay.methods.expressions import Call
-from foresay.methods.recipe import Recipe, Resources
+from foresay.methods.recipe import DrafterBuilder, Recipe, Resources
 from foresay.methods.recipes import DRAFTERS, draft_model, read_drafter, read_length, read_rule
 from foresay.methods.settings_file import is_settings, read_settings
 from foresay.models.sources.load_options import LoadOptions
@@ -190,14 +190,15 @@ def _recipe(draft: Any, drafter: Any, ngrams: dict[str, int]) -> tuple[Recipe | 
     if isinstance(drafter, str):
         return read_drafter(drafter), drafter
     if hasattr(drafter, "propose") and not isinstance(drafter, type):
-        return Recipe(lambda resources: lambda: cast(Drafter, drafter), DEFAULT_LENGTH, samples=True), type(
-            drafter
-        ).__name__
+        return _recipe_of(lambda: cast(Drafter, drafter)), type(drafter).__name__
     if callable(drafter):
-        return Recipe(lambda resources: lambda: cast(Drafter, drafter()), DEFAULT_LENGTH, samples=True), _name_of(
-            drafter
-        )
+        return _recipe_of(lambda: cast(Drafter, drafter())), _name_of(drafter)
     raise ConfigError(f"drafter={drafter!r} is neither a name, nor a Drafter, nor a function that makes one")
+
+
+def _recipe_of(make: DrafterBuilder) -> Recipe:
+    """Of a drafter of the caller's own, which may draw its guesses."""
+    return Recipe(lambda resources: make, DEFAULT_LENGTH, samples=True)
 
 
 def _name_of(maker: Any) -> str:
