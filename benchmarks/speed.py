@@ -328,16 +328,15 @@ def text_of(figures: dict[str, float], rows: Sequence[tuple[str, int, str, float
     return "\n".join(out)
 
 
-def write(text: str) -> None:
-    """Replace this benchmark's section of RESULTS.md."""
-    path = HERE / "RESULTS.md"
-    begin, end = "<!-- speed -->", "<!-- /speed -->"
+def section(path: Path, name: str, text: str) -> None:
+    """Replace a benchmark's section of a results file; one that is new comes first."""
+    begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
     old = path.read_text()
     if begin not in old:
         title, _, rest = old.partition("\n")
         old = f"{title}\n\n{begin}\n{end}\n{rest}"
     head, _, rest = old.partition(begin)
-    path.write_text(f"{head}{begin}\n## benchmarks/speed.py\n\n{text}\n{end}{rest.partition(end)[2]}")
+    path.write_text(f"{head}{begin}\n## benchmarks/{name}.py\n\n{text}\n{end}{rest.partition(end)[2]}")
 
 
 def main() -> int:
@@ -360,7 +359,7 @@ def main() -> int:
                 log(f"  {key}: {value:.3f}")
             log(f"  ({perf_counter() - began:.0f} s)")
             if args.write:
-                write(text_of(figures, bench.table))
+                section(HERE / "RESULTS.md", "speed", text_of(figures, bench.table))
     finally:
         bench.close()
     print(json.dumps({key: round(value, 4) for key, value in figures.items()}))

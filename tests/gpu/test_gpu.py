@@ -62,3 +62,21 @@ def test_a_cascade_on_the_gpu_decodes_without_failing(temperature: float) -> Non
     assert engine.draft_failures == 0
     if temperature == 0:
         assert ours == run(target, PROMPTS, params, gamma=0)[0]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3", "phi3"])
+def test_captured_passes_write_what_passes_write(family: str) -> None:
+    """CUDA graphs of the target, of a draft model and of the target's first layers."""
+    params = SamplingParams(max_new_tokens=60)
+    wanted = run(CausalModel(make(family).to("cuda")), PROMPTS, params, gamma=0)[0]
+    target, draft = CausalModel(make(family).to("cuda")), CausalModel(make(family, seed=1).to("cuda"))
+    for model in (target, draft):
+        model.use_lean()
+        assert model.graphs is not None
+    assert run(target, PROMPTS, params, gamma=0)[0] == wanted
+    assert run(target, PROMPTS, params, drafter=ModelDrafter(draft, VOCAB), gamma=3)[0] == wanted
+    short = first_layers(target, 2)
+    assert run(target, PROMPTS, params, drafter=SelfDrafter(short, VOCAB), gamma=3)[0] == wanted
+    for model in (target, draft, short):
+        assert model.graphs is not None
+        assert (model.graphs.off, model.graphs.replays > 20) == (None, True)

@@ -14,7 +14,7 @@ from foresay.decoding.sampling_params import SamplingParams
 from foresay.engine import Engine
 from foresay.errors import OutOfMemoryError
 from foresay.lengths import ConstantLength
-from foresay.models.huggingface import memory, slot_cache
+from foresay.models.huggingface import memory
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.slot_cache import SlotCache
 from foresay.models.table import TableModel
@@ -107,10 +107,10 @@ def test_a_large_cache_grows_by_what_is_asked_for(monkeypatch: pytest.MonkeyPatc
             cache.add_rows(1)
             cache.begin_pass(len(cache.lengths) - 1, 1, length, torch.device("cpu"), None)
             cache.stores(0, 2, 4, torch.empty(0))
-        return cache.stores(0, 2, 4, torch.empty(0))[0].shape[0] * cache._slots
+        return cache.stores(0, 2, 4, torch.empty(0))[0].shape[0] * cache.tensors.slots
 
     assert slots([100, 100, 100]) == 4 * 128, "a small one grows by doubling"
-    monkeypatch.setattr(slot_cache, "_GENEROUS", 0)
+    monkeypatch.setattr(stores, "_GENEROUS", 0)
     assert slots([100, 100, 100]) == 3 * 128
 
 

@@ -7,6 +7,7 @@ rewound. Does not know what the tokens mean or why they are scored.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,9 +17,13 @@ from transformers import Cache, PreTrainedModel
 from foresay.decoding.protocols import Feed, KVCache, Logits
 from foresay.decoding.rows import Rows
 from foresay.errors import UnsupportedModelError
-from foresay.models.huggingface.lean import LeanDecoder
+from foresay.models.huggingface.graphs import GraphedPasses, cuda_graphs
+from foresay.models.huggingface.lean import LeanDecoder, state_of
 from foresay.models.huggingface.model import UNLIMITED, TransformersModel
 from foresay.models.huggingface.slot_cache import Placement, SlotCache
+from foresay.models.huggingface.stores import Spare
+
+logger = logging.getLogger("foresay")
 
 _RECURRENT_LAYERS = ("linear_attention", "mamba", "recurrent", "conv", "hybrid", "rwkv")
 _BOUNDED_ROPE = ("dynamic", "longrope")
@@ -112,6 +117,10 @@ class CausalModel(TransformersModel):
         self._body = model.base_model
         self.lean: LeanDecoder | None = None
         """What passes are made by, in place of the family's own code; see `use_lean`."""
+        self.graphs: GraphedPasses | None = None
+        """Lean passes captured on a GPU."""
+        self._spare = Spare()
+        self._watched: list[tuple[int, bool]] | None = None
         self.num_layers = int(getattr(config, "num_hidden_layers", 0))
         # ALiBi is counted from slots
         self.takes_trees = self._takes_positions and not getattr(config, "alibi", False)
@@ -119,6 +128,12 @@ class CausalModel(TransformersModel):
     def use_lean(self) -> None:
         """Make passes by `LeanDecoder`. Raises NotLeanError for a model that it does not read, which keeps its own code."""
         self.lean = LeanDecoder(self.model)
+        if self.device.type == "cuda":
+            self.graphs = GraphedPasses(self.lean.by_operations, cuda_graphs(self.device), self.device)
+
+    def watch(self) -> None:
+        """From now on compare the model with what it is now whenever decoding begins: it is somebody else's too."""
+        self._watched = state_of(self.model)
 
     @property
     def rows_apart(self) -> bool:
@@ -127,12 +142,18 @@ class CausalModel(TransformersModel):
 
     def new_cache(self) -> SlotCache:
         """A cache without rows."""
-        return SlotCache()
+        if self.lean is not None and self._watched is not None and state_of(self.model) != self._watched:
+            logger.warning("the model was changed since it was given: its passes are made by its family's own code now")
+            self.lean = None
+        return SlotCache() if self.graphs is None else SlotCache(self._spare)
 
     def admit(self, rows: Rows, first: int, cache: KVCache) -> None:
         """Add an empty cache row for each row from index `first` on."""
         assert isinstance(cache, SlotCache) and len(cache.lengths) == first
         cache.add_rows(len(rows) - first)
+
+    def _replayed(self, feed: Feed, cache: SlotCache) -> tuple[torch.Tensor | None, Mapping[int, torch.Tensor]] | None:
+        return None if self.graphs is None or self.lean is None else self.graphs(feed, cache)
 
     def _call(
         self, feed: Feed, token_ids: torch.Tensor, at: Placement, cache: SlotCache

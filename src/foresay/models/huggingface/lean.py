@@ -19,7 +19,7 @@ from foresay.models.huggingface import attention
 from foresay.models.huggingface.gated_layer import GatedLayer, Norm, Product
 from foresay.models.huggingface.linears import product_of
 from foresay.models.huggingface.native.layers import FlatTokens, NativeLayers
-from foresay.models.huggingface.native.product import NativeProduct
+from foresay.models.huggingface.native.product import CompiledProduct
 from foresay.models.huggingface.slot_cache import Placement, SlotCache
 
 logger = logging.getLogger("foresay")
@@ -30,6 +30,8 @@ _ALL_ALIKE = frozenset({"mistral", "phi3"})
 """Families in which every layer slides where the configuration has a window."""
 FAMILIES = _BY_LAYER | _ALL_ALIKE | {"llama", "gemma", "olmo2", "granite"}
 """model_type of the families whose layers are read here; the tests compare each with its own code."""
+_WRITTEN_IN = ("transformers.", "torch.nn.", "foresay.")
+"""Where the code of modules is that are what their families say."""
 
 
 class LeanDecoder:
@@ -40,8 +42,9 @@ class LeanDecoder:
         config = model.config
         if config.model_type not in FAMILIES:
             raise NotLeanError(f"family {config.model_type!r} has code of its own")
-        if any(_hooked(part) for part in model.modules()):
-            raise NotLeanError("it has hooks on its modules")
+        for part in model.modules():
+            if (why := _not_as_written(part)) is not None:
+                raise NotLeanError(why)
         body = model.base_model
         kinds = _kinds(config)
         try:
@@ -66,7 +69,12 @@ class LeanDecoder:
         """One pass over token_ids [B, T], as `TransformersModel._call`."""
         if self._native is not None:
             return self._in_one_call(self._native, token_ids, at, cache, feed)
-        wanted, head = feed.hidden_layers, feed.logits is not Logits.NONE
+        return self.by_operations(token_ids, at, cache, feed.hidden_layers, feed.logits is not Logits.NONE)
+
+    def by_operations(
+        self, token_ids: torch.Tensor, at: Placement, cache: SlotCache, wanted: Sequence[int], head: bool
+    ) -> tuple[torch.Tensor | None, dict[int, torch.Tensor]]:
+        """The pass by PyTorch's operations, none of which depends on a number in a tensor. head: whether scores are wanted."""
         x = self._embed(token_ids)
         if self._embedding_scale != 1.0:
             x = x * self._embedding_scale
@@ -129,7 +137,7 @@ class LeanDecoder:
         activation = getattr(config, "hidden_activation", None) or config.hidden_act
         try:
             native = NativeLayers(self._layers, self._norm, str(activation), self._residual_scale, self._dtype)
-            if not isinstance(self._head, NativeProduct):  # its bits would depend on the rows beside
+            if not isinstance(self._head, CompiledProduct):  # its bits would depend on the rows beside
                 raise LookupError(f"no kernels for a head of {type(self._head).__name__}")
             return native
         except LookupError as error:
@@ -207,9 +215,31 @@ class NotLeanError(Exception):
     """Why a model is left to its own code."""
 
 
-def _hooked(part: Any) -> bool:
-    """Whether calling a module does more than its forward says: PyTorch's hooks, or accelerate's in its place."""
-    return bool(part._forward_hooks or part._forward_pre_hooks or hasattr(part, "_hf_hook"))
+def _not_as_written(part: Any) -> str | None:
+    """Why calling a module may do something else than its family's code says; None where it does not."""
+    if part._forward_hooks or part._forward_pre_hooks or hasattr(part, "_hf_hook"):  # PyTorch's, and accelerate's
+        return "it has hooks on its modules"
+    if "forward" in vars(part):
+        return f"a forward of its own was given to one of its {type(part).__name__}"
+    if not type(part).__module__.startswith(_WRITTEN_IN):
+        return f"{type(part).__name__} is code of its own"
+    return None
+
+
+def state_of(model: Any) -> list[tuple[int, bool]]:
+    """What changes when a model is hooked, patched, moved, or has a part or a weight replaced, but not when weights are trained.
+
+    Lean passes go around a model's modules, so one that is somebody else's too is compared with what it was.
+    """
+    out = []
+    for part in model.modules():
+        out.append((id(part), _not_as_written(part) is None))
+        out += [
+            (weight.data_ptr(), weight.device.type == "cpu")
+            for weight in part._parameters.values()
+            if weight is not None
+        ]
+    return out
 
 
 def _kinds(config: Any) -> list[str]:

@@ -7,12 +7,14 @@ they hold `nn.Linear`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any, TypeGuard
 
 import torch
 from torch import nn
 
 from foresay.models.huggingface.native.build import library
+from foresay.models.huggingface.native.in_place import InPlaceProduct
 from foresay.models.huggingface.native.product import NativeProduct
 from foresay.models.huggingface.products import Int4Product, Int8Product, PackedProduct, Product
 from foresay.models.huggingface.rounding import GROUP, Groups
@@ -21,8 +23,8 @@ TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q", "k",
 """Names of layers that most families apply to one and the same input."""
 _CROSS = ("encoder_attn", "EncDecAttention")
 """Names of attention that reads an encoder's output: its query layer is used without the two others."""
-Int8 = Int8Product | NativeProduct
-"""A product of weights in 8 bits, whose rows can be looked up."""
+Table = Int8Product | NativeProduct
+"""A product whose rows can be looked up."""
 MakeProduct = Callable[[torch.Tensor, torch.Tensor | None], Product]
 
 
@@ -43,9 +45,9 @@ class FrozenLinear(nn.Module):
 
 
 class FrozenEmbedding(nn.Module):
-    """An embedding in 8 bits: a row is made when it is looked up. Its product may also be the head's."""
+    """An embedding in 8 or 4 bits: a row is made when it is looked up. Its product may also be the head's."""
 
-    def __init__(self, product: Int8, dtype: torch.dtype) -> None:
+    def __init__(self, product: Table, dtype: torch.dtype) -> None:
         super().__init__()
         self.num_embeddings, self.embedding_dim, self.product = product.out_features, product.in_features, product
         self._dtype = dtype
@@ -110,8 +112,14 @@ def product_of(*layers: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
     joint = [layer._joint for layer in layers if isinstance(layer, JointLinear)]
     if len(joint) == len(layers) and joint[0].joins(layers):
         return joint[0].product
+    if len(layers) == 1 and isinstance(first, FrozenLinear):
+        return first.product
+    plain = [layer for layer in layers if type(layer) is nn.Linear and layer.weight.device.type == "cpu"]
+    if len(plain) == len(layers):
+        with suppress(LookupError):
+            return InPlaceProduct([layer.weight for layer in plain], [layer.bias for layer in plain])
     if len(layers) == 1:
-        return first.product if isinstance(first, FrozenLinear) else first
+        return first
     return lambda x: torch.cat([layer(x) for layer in layers], -1)
 
 
@@ -208,7 +216,7 @@ def int4(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
     return (Int4Product if library() is None else NativeProduct.int4)(weight, bias)
 
 
-def of_rows(levels: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, bias: torch.Tensor | None) -> Int8:
+def of_rows(levels: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, bias: torch.Tensor | None) -> Table:
     """The product of weights that are rounded to 8 bits already: see `rounded_int8`."""
     if library() is None:
         return Int8Product.of_rows(levels, scales.to(dtype), bias)

@@ -137,9 +137,12 @@ class TransformersModel:
         if batch * columns == 1 and not self.rows_apart:
             # one row and two rows take different matrix kernels on some CPUs, so there are at least two
             token_ids, parents = torch.cat([token_ids, token_ids], 1), None
-        at = cache.begin_pass(feed.first_row, batch, token_ids.shape[1], self.device, parents)
-        with attention.during(at):
-            scores, states = self._call(feed, token_ids, at, cache)
+        passed = self._replayed(feed, cache)
+        if passed is None:
+            at = cache.begin_pass(feed.first_row, batch, token_ids.shape[1], self.device, parents)
+            with attention.during(at):
+                passed = self._call(feed, token_ids, at, cache)
+        scores, states = passed
         for i, count in enumerate(feed.num_tokens):
             cache.lengths[feed.first_row + i] += count
         hidden = {layer: states[layer][:, :columns] for layer in feed.hidden_layers}
@@ -163,6 +166,10 @@ class TransformersModel:
             return whole
         missing = self.vocab_size - scores.shape[-1]  # embeddings larger than the head
         return F.pad(scores, (0, missing), value=-torch.inf) if missing > 0 else scores
+
+    def _replayed(self, feed: Feed, cache: SlotCache) -> tuple[torch.Tensor | None, Mapping[int, torch.Tensor]] | None:
+        """What `_call` gives, if the pass could be replayed from a recording."""
+        return None
 
     def _call(
         self, feed: Feed, token_ids: torch.Tensor, at: Placement, cache: SlotCache

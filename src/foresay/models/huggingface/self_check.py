@@ -123,10 +123,15 @@ class OwnCode:
         return self.reason
 
 
-def go_lean(model: CausalModel) -> OwnCode | None:
-    """Make a model's passes lean where that computes what its own code does; else say why not, and leave it."""
+def go_lean(model: CausalModel, *, compiled: bool = False) -> OwnCode | None:
+    """Make a model's passes lean where that computes what its own code does; else say why not, and leave it.
+
+    compiled: on a CPU, only where that is by kernels compiled for it.
+    """
     try:
         model.use_lean()
+        if compiled and model.device.type == "cpu" and not model.rows_apart:
+            raise NotLeanError("there are no kernels for it as it is")
         difference = lean_difference(model)
     except NotLeanError as error:
         model.lean = None

@@ -219,7 +219,7 @@ class Seq2SeqModel(TransformersModel):
         lengths = sources.lengths[at.first_row : at.first_row + at.batch]
         width = visible_width(max(lengths), self.device)
         memory = EncoderDecoderCache(TransformersCache(cache, at), TransformersCache(sources))
-        seen = [sources.read(layer, at.first_row, at.batch, width) for layer in range(sources.num_layers)]
+        seen = [sources.read(layer, at.first_row, at.batch, width) for layer in range(len(sources.tensors.layers))]
         memory.cross_attention_cache.layers = [SimpleNamespace(keys=k, values=v) for k, v in seen]
         memory.is_updated = dict.fromkeys(range(len(seen)), True)
         mask = self._cross_mask(lengths, token_ids.shape[1], width)

@@ -9,21 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from weakref import finalize
 
 import torch
 
 from foresay.decoding.proposal import depths_of
 from foresay.decoding.protocols import Move
-
-_GENEROUS = 1 << 28
-"""Bytes up to which a cache grows beyond what is asked for, so that it is copied less often."""
-WIDTH = 128
-"""Slots of the first two spans; slots grow in multiples of this."""
-
-
-def round_up(value: int, unit: int = WIDTH) -> int:
-    """The least multiple of `unit` that is at least `value`."""
-    return -(-value // unit) * unit
+from foresay.models.huggingface.stores import WIDTH, Spare, Stores, round_up
 
 
 def spans(width: int) -> list[tuple[int, int]]:
@@ -86,6 +78,18 @@ class Placement:
         self._placed: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
         self._slot_positions: torch.Tensor | None = None
 
+    @staticmethod
+    def after(
+        starts: torch.Tensor, columns: int, first_row: int, width: int, parents: torch.Tensor | None = None
+    ) -> Placement:
+        """`columns` tokens behind rows of the lengths `starts` [B] int64. parents: [B, T] as `Feed.parents`."""
+        slots = starts[:, None] + torch.arange(columns, device=starts.device)
+        if parents is None:
+            return Placement(slots, first_row, width)
+        return Placement(
+            slots, first_row, width, positions=slots[:, :1] + depths_of(parents), ancestors=ancestors_of(parents)
+        )
+
     def place(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Row and slot indices of the pass on a device, [B, 1] and [B, T]."""
         if device not in self._placed:
@@ -137,18 +141,31 @@ class SavedSlots:
 class SlotCache:
     """Keys and values of all layers, [rows, slots, heads, dim] each, grown on demand, a layer at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, spare: Spare | None = None) -> None:
+        """spare: where its tensors come from, and go when it is no more."""
         self.lengths: list[int] = []
         self.guest: object | None = None
         """The draft cache that last wrote to these slots; see BorrowedSlots."""
-        self._layers: list[tuple[torch.Tensor, torch.Tensor] | None] = []
-        self._rows = self._slots = 0
-        self._made = 0
+        self._own = Stores() if spare is None else spare.take()
+        if spare is not None:
+            finalize(self, spare.give, self._own).atexit = False
+
+    @staticmethod
+    def over(stores: Stores) -> SlotCache:
+        """A cache without rows over tensors that are another's too, for passes that are placed elsewhere."""
+        out = SlotCache()
+        out._own = stores
+        return out
 
     @property
-    def made(self) -> int:
-        """Counts the times that a layer's stores were made or replaced: while it stays the same, so do they."""
-        return self._made
+    def tensors(self) -> Stores:
+        """Where the keys and values are."""
+        return self._own
+
+    @property
+    def rows_in_use(self) -> int:
+        """Rows from this on hold nothing."""
+        return len(self.lengths)
 
     def add_rows(self, count: int) -> None:
         """Append empty rows."""
@@ -163,41 +180,18 @@ class SlotCache:
         """
         starts = self.lengths[first_row : first_row + batch]
         width = visible_width(max(starts) + columns, device)
-        self._reserve(len(self.lengths), width)
-        if batch == 1:
-            slots = torch.arange(starts[0], starts[0] + columns, device=device)[None]
-        else:
-            slots = torch.tensor(starts, device=device)[:, None] + torch.arange(columns, device=device)
-        if parents is None:
-            return Placement(slots, first_row, width)
-        return Placement(
-            slots, first_row, width, positions=slots[:, :1] + depths_of(parents), ancestors=ancestors_of(parents)
-        )
+        self.reserve(len(self.lengths), width)
+        return Placement.after(torch.tensor(starts, device=device), columns, first_row, width, parents)
 
-    def _reserve(self, rows: int, slots: int) -> None:
-        if rows <= self._rows and slots <= self._slots:
-            return
-        generous = max(rows, 2 * self._rows) if rows > self._rows else self._rows
-        longer = max(slots, round_up(3 * self._slots // 2)) if slots > self._slots else self._slots
-        if self.nbytes * generous * longer > _GENEROUS * max(1, self._rows * self._slots):
-            generous, longer = max(rows, self._rows), max(slots, self._slots)
-        self._rows, self._slots = generous, longer
-        for i, layer in enumerate(self._layers):
-            if layer is not None:
-                self._layers[i] = (self._grown(layer[0]), self._grown(layer[1]))
-        self._made += 1
-
-    def _grown(self, old: torch.Tensor) -> torch.Tensor:
-        # zeros, not empty: a masked slot still meets a weight of zero, and zero times NaN is NaN
-        new = old.new_zeros(self._rows, self._slots, *old.shape[2:])
-        new[: old.shape[0], : old.shape[1]] = old
-        return new
+    def reserve(self, rows: int, slots: int) -> None:
+        """Make room for rows of so many slots."""
+        self.tensors.reserve(rows, slots)
 
     def write(
         self, layer: int, keys: torch.Tensor, values: torch.Tensor, at: Placement
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store keys, values [B, heads, T, dim] of a pass and return all that its rows see, [B, heads, width, dim] views."""
-        held = self._held(layer, keys, (keys.shape[1], keys.shape[3]), (values.shape[1], values.shape[3]))
+        held = self.tensors.held(layer, keys, (keys.shape[1], keys.shape[3]), (values.shape[1], values.shape[3]))
         rows, slots = at.place(keys.device)
         for store, new in zip(held, (keys, values), strict=True):
             store[rows, slots] = new.transpose(1, 2)
@@ -205,36 +199,14 @@ class SlotCache:
 
     def stores(self, layer: int, heads: int, dim: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """A layer's keys and values themselves, [rows, slots, heads, dim] each, to be written to; made like `like`."""
-        return self._held(layer, like, (heads, dim), (heads, dim))
-
-    def _held(
-        self, layer: int, like: torch.Tensor, keys: tuple[int, int], values: tuple[int, int]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        while len(self._layers) <= layer:
-            self._layers.append(None)
-        held = self._layers[layer]
-        if held is None:
-            made = [like.new_zeros(self._rows, self._slots, *shape) for shape in (keys, values)]
-            held = self._layers[layer] = (made[0], made[1])
-            self._made += 1
-        return held
+        return self.tensors.held(layer, like, (heads, dim), (heads, dim))
 
     def read(self, layer: int, first_row: int, batch: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values that rows see, [B, heads, width, dim] views."""
-        held = self._layers[layer]
+        held = self.tensors.layers[layer]
         assert held is not None
         end = first_row + batch
         return held[0][first_row:end, :width].transpose(1, 2), held[1][first_row:end, :width].transpose(1, 2)
-
-    @property
-    def layers(self) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
-        """Keys and values of each layer, [rows, slots, heads, dim]; None of one not written yet."""
-        return self._layers
-
-    @property
-    def num_layers(self) -> int:
-        """Layers written so far."""
-        return len(self._layers)
 
     def truncate(self, lengths: Sequence[int]) -> None:
         """Rewind row i to min(its length, lengths[i]); rows after the given ones stay as they are."""
@@ -251,7 +223,7 @@ class SlotCache:
             if depth != column
         ]
         if moves:
-            for stores in self._layers:
+            for stores in self._own.layers:
                 for store in stores or ():
                     rows, sources, targets = torch.tensor(moves, device=store.device).unbind(1)
                     store[rows, targets] = store[rows, sources]
@@ -260,8 +232,8 @@ class SlotCache:
     @torch.inference_mode()
     def copy_prefix(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` slots of row `source` to row `target`, whose length becomes `length`."""
-        self._reserve(len(self.lengths), self._slots)
-        for layer in self._layers:
+        self.reserve(len(self.lengths), self._own.slots)
+        for layer in self._own.layers:
             for store in layer or ():
                 store[target, :length] = store[source, :length]
         self.lengths[target] = length
@@ -271,25 +243,21 @@ class SlotCache:
         return SavedSlots(
             tuple(
                 None if layer is None else (layer[0][row, :length].clone(), layer[1][row, :length].clone())
-                for layer in self._layers
+                for layer in self._own.layers
             )
         )
 
     @torch.inference_mode()
     def load_prefix(self, row: int, saved: SavedSlots, length: int) -> None:
         """Overwrite the start of row `row` with the first `length` slots of a copy; its length becomes `length`."""
-        self._reserve(len(self.lengths), round_up(length))
-        while len(self._layers) < len(saved.layers):
-            self._layers.append(None)
+        self.reserve(len(self.lengths), round_up(length))
         for i, copied in enumerate(saved.layers):
             if copied is None:
                 continue
-            held = self._layers[i]
-            if held is None:
-                shapes = [(self._rows, self._slots, *x.shape[1:]) for x in copied]
-                held = self._layers[i] = (copied[0].new_zeros(shapes[0]), copied[1].new_zeros(shapes[1]))
-                self._made += 1
-            for store, new in zip(held, copied, strict=True):
+            (heads, dim), values = copied[0].shape[1:], copied[1].shape[1:]
+            for store, new in zip(
+                self._own.held(i, copied[0], (heads, dim), (values[0], values[1])), copied, strict=True
+            ):
                 store[row, :length] = new[:length]
         self.lengths[row] = length
 
@@ -298,7 +266,7 @@ class SlotCache:
         """Carry out the moves of rows, then drop the rows from `count` on."""
         for source, target in moves:
             size = self.lengths[source]
-            for layer in self._layers:
+            for layer in self._own.layers:
                 for store in layer or ():
                     store[target, :size] = store[source, :size]
             self.lengths[target] = size
@@ -307,7 +275,7 @@ class SlotCache:
     @property
     def nbytes(self) -> int:
         """Bytes held."""
-        return sum(store.nbytes for layer in self._layers for store in layer or ())
+        return self._own.nbytes
 
 
 class BorrowedSlots(SlotCache):
@@ -322,22 +290,18 @@ class BorrowedSlots(SlotCache):
         self._owner = owner
 
     @property
-    def made(self) -> int:
+    def tensors(self) -> Stores:
         """The owner's."""
-        return self._owner.made
+        return self._owner.tensors
 
-    def _reserve(self, rows: int, slots: int) -> None:
-        self._owner._reserve(len(self._owner.lengths), slots)
+    @property
+    def rows_in_use(self) -> int:
+        """The owner's too."""
+        return max(len(self.lengths), self._owner.rows_in_use)
 
-    def write(
-        self, layer: int, keys: torch.Tensor, values: torch.Tensor, at: Placement
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store a pass in the owner's slots; see SlotCache.write."""
-        return self._owner.write(layer, keys, values, at)
-
-    def stores(self, layer: int, heads: int, dim: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The owner's; see SlotCache.stores."""
-        return self._owner.stores(layer, heads, dim, like)
+    def reserve(self, rows: int, slots: int) -> None:
+        """Room in the owner's tensors."""
+        self._owner.reserve(max(rows, self._owner.rows_in_use), slots)
 
     def rearrange(self, moves: Sequence[Move], count: int) -> None:
         """Follow the moves; the owner moves what is cached."""

@@ -18,8 +18,9 @@ import torch
 from foresay.decoding.protocols import LanguageModel
 from foresay.errors import ModelLoadError, ModelNotFoundError, UnknownNameError
 from foresay.models.huggingface import linears
-from foresay.models.sources.gguf_blocks import ARCHITECTURES, model_of_blocks, refuse_unread
+from foresay.models.sources.gguf_blocks import ARCHITECTURES, model_of_blocks
 from foresay.models.sources.gguf_head import read_head
+from foresay.models.sources.gguf_positions import refuse_unread
 from foresay.models.sources.gguf_texts import config_of, tokenizer_of
 from foresay.models.sources.load_options import DTYPES, LoadOptions
 from foresay.models.sources.packaged import ALIASES, check_gguf, converted
@@ -101,8 +102,9 @@ def wrap(name: str, weights: Any, tokenizer: Any, *, optimise: bool, bits: int |
     """Wrap a transformers model as a LanguageModel; it gets foresay's attention until `model.release()`.
 
     optimise: lay its linear layers out for the processor, in `bits` bits where given, and make its passes lean; only for a
-    model that nothing else uses. Raises UnsupportedModelError for a model that cannot be decoded exactly, which is then given
-    back as it was.
+    model that nothing else uses. One that is somebody else's too keeps its weights where they are: its passes are lean where
+    kernels read them there. Raises UnsupportedModelError for a model that cannot be decoded exactly, which is then given back
+    as it was.
     """
     from foresay.models.huggingface.causal import CausalModel
     from foresay.models.huggingface.self_check import check, go_lean
@@ -119,9 +121,12 @@ def wrap(name: str, weights: Any, tokenizer: Any, *, optimise: bool, bits: int |
             linears.freeze_linears(weights)
         else:
             linears.freeze_linears(weights, linears.in_bits(bits), all_dtypes=True)
-        if isinstance(model, CausalModel) and (why := go_lean(model)) is not None:
-            level = logging.INFO if why.expected else logging.WARNING
+    if isinstance(model, CausalModel):
+        if (why := go_lean(model, compiled=not optimise)) is not None:
+            level = logging.INFO if why.expected or not optimise else logging.WARNING
             logger.log(level, "passes of %s are made by its family's own code: %s", name, why)
+        if not optimise:
+            model.watch()
     return LoadedModel(name, model, tokenizer, end_tokens(weights, tokenizer))
 
 
@@ -147,10 +152,11 @@ def _blocks(path: Path, options: LoadOptions, device: torch.device) -> tuple[Any
     That is where a GPU or something else was asked for, and for architectures that are not known here.
     """
     head = read_head(path)
-    refuse_unread(head)  # transformers does not read it either
     plain = options.quantization_config is None and options.device_map is None and options.tp_plan is None
     plain = plain and options.weights == "auto" and options.dtype in ("auto", *_BF16)
-    if not plain or device.type != "cpu" or head.architecture not in ARCHITECTURES:
+    plain = plain and device.type == "cpu" and head.architecture in ARCHITECTURES
+    refuse_unread(head, in_blocks=plain)
+    if not plain:
         return None
     config = config_of(head)
     return model_of_blocks(head, config, torch.bfloat16), tokenizer_of(path, config)

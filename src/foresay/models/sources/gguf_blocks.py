@@ -17,14 +17,16 @@ from foresay.models.huggingface.linears import (
     TOGETHER,
     FrozenEmbedding,
     FrozenLinear,
-    Int8,
+    Table,
     freeze_linears,
     of_rows,
     replace_jointly,
 )
+from foresay.models.huggingface.native.product import NativeProduct
 from foresay.models.huggingface.rounding import rounded_int8
 from foresay.models.sources.gguf_head import GgufHead
-from foresay.models.sources.gguf_types import Eights, Numbers, Weight, joined, unpacked
+from foresay.models.sources.gguf_positions import scale_positions
+from foresay.models.sources.gguf_types import Blocks, Eights, Numbers, Weight, joined, unpacked
 
 ARCHITECTURES = frozenset({"llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3"})
 """What files are read here; in Llama's, the rows of queries and keys are interleaved, in Gemma's, one is added to norms."""
@@ -45,22 +47,8 @@ def model_of_blocks(head: GgufHead, config: Any, dtype: torch.dtype) -> Any:
     left = [name for name, one in model.named_parameters() if one.device.type == "meta"]
     if left:
         raise ModelLoadError(f"the GGUF file lacks {len(left)} of the model's tensors ({', '.join(left[:3])}, ...)")
+    scale_positions(model, head)
     return model.eval()
-
-
-def refuse_unread(head: GgufHead) -> None:
-    """Raise ModelLoadError for positions that are scaled in a way that transformers does not read from such files.
-
-    Nothing would notice: the model would write well at first, and worse the longer the text.
-    """
-    scaled = [name for name in head.tensors if name.startswith(("rope_freqs", "rope_factors"))]
-    kinds = (f"{head.architecture}.rope.scaling.type", f"{head.architecture}.rope.scaling.factor")
-    scaled += [key for key in kinds if head.values.get(key, "none") not in ("none", 1.0)]
-    if scaled:
-        raise ModelLoadError(
-            f"the GGUF file scales its rotary positions ({', '.join(scaled)}), which is not read from such files; "
-            "load the model's transformers folder instead"
-        )
 
 
 class _File:
@@ -120,7 +108,7 @@ def _fill(model: Any, file: _File) -> None:
 
 
 def _fill_ends(model: Any, file: _File) -> None:
-    """The embedding and the head: in 8 bits both are one, where they are tied."""
+    """The embedding and the head: both are one product where they are tied, and rows of it can be looked up."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     names = {module: name for name, module in model.named_modules()}
     own, looked_up = file.get(names[head] + ".weight"), file.get(names[embedding] + ".weight")
@@ -131,16 +119,20 @@ def _fill_ends(model: Any, file: _File) -> None:
         table = _table(looked_up, file.dtype)
         model.set_input_embeddings(FrozenEmbedding(table, file.dtype))
     parent, _, short = names[head].rpartition(".")
-    if own is None and table is not None and isinstance(looked_up, Eights):
+    if own is None and (isinstance(table, NativeProduct) or (table is not None and isinstance(looked_up, Eights))):
         setattr(model.get_submodule(parent), short, FrozenLinear(table))
     else:
         _fill_linear(model.get_submodule(parent), short, looked_up if own is None else own, None, file.dtype)
 
 
-def _table(weight: Weight, dtype: torch.dtype) -> Int8:
-    """An embedding's rows in 8 bits."""
+def _table(weight: Weight, dtype: torch.dtype) -> Table:
+    """What an embedding's rows are looked up in: the file's own blocks where there are kernels for them, else 8 bits."""
     if isinstance(weight, Eights):
         return weight.product(dtype, None)
+    if isinstance(weight, Blocks):
+        blocks = weight.product(dtype, None)
+        if isinstance(blocks, NativeProduct):
+            return blocks
     return of_rows(*rounded_int8(weight.dense(dtype), torch.float32), dtype, None)
 
 

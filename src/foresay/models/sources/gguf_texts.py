@@ -12,6 +12,9 @@ from typing import Any
 
 from foresay.models.sources.gguf_head import GgufHead
 
+_LARGEST = {"gemma2": 46, "gemma3": 62}
+"""Layers of the models, of 27 billion weights, whose queries are not scaled by the size of a head."""
+
 
 def config_of(head: GgufHead) -> Any:
     """The transformers configuration. Raises what transformers raises for an architecture that it does not know."""
@@ -25,6 +28,10 @@ def config_of(head: GgufHead) -> Any:
     config.tie_word_embeddings = "output.weight" not in head.tensors
     if f"{head.architecture}.vocab_size" not in head.values and "token_embd.weight" in head.tensors:
         config.vocab_size = head.tensors["token_embd.weight"].shape[0]
+    if head.architecture in _LARGEST:
+        # no key says it: llama.cpp knows the largest model of a family by its layers
+        largest = config.num_hidden_layers == _LARGEST[head.architecture]
+        config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads if largest else config.head_dim
     return config
 
 

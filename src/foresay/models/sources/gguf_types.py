@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from foresay.models.huggingface.linears import Int8, of_groups, of_rows
+from foresay.models.huggingface.linears import Table, of_groups, of_rows
 from foresay.models.huggingface.products import Product
 from foresay.models.huggingface.rounding import Groups, restored, rounded_int8
 from foresay.models.sources.gguf_head import Bytes, StoredTensor
@@ -72,7 +72,7 @@ class Eights:
         """As numbers, [out, in]."""
         return (self.levels * self.scales[:, None].float()).to(dtype)
 
-    def product(self, dtype: torch.dtype, bias: torch.Tensor | None) -> Int8:
+    def product(self, dtype: torch.dtype, bias: torch.Tensor | None) -> Table:
         """The product of these weights for inputs of a dtype."""
         return of_rows(self.levels, self.scales, dtype, bias)
 

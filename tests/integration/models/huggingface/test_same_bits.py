@@ -176,7 +176,7 @@ def test_prefilling_together_gives_the_bits_of_prefilling_alone(model: CausalMod
     together = _filled(model, everyone)
     for place, row in enumerate(everyone):
         alone = _filled(model, [row])
-        for shared, own in zip(together._layers, alone._layers, strict=True):
+        for shared, own in zip(together.tensors.layers, alone.tensors.layers, strict=True):
             assert shared is not None
             assert own is not None
             size = row.size - 1

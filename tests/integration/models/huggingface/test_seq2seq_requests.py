@@ -46,7 +46,7 @@ def test_what_a_generation_config_asks_is_honoured(family: str, settings: dict[s
     weights.generation_config.update(**settings)
     wanted = [greedy(weights, source, 30, eos_token_id=1) for source in some_sources()]
     assert wanted != plain, "settings that change nothing prove nothing"
-    generator = foresay.load(weights, drafter="prompt_lookup", min_ngram=1)
+    generator = foresay.load(weights, drafter="prompt_lookup", min_ngram=1, num_draft_tokens=5)
     forced = [settings["forced_bos_token_id"]] if "forced_bos_token_id" in settings else []
     ours = generator.generate(some_sources(), max_new_tokens=30 - len(forced))
     assert [[*forced, *one.token_ids] for one in ours] == wanted

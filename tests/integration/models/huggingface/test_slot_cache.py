@@ -61,7 +61,7 @@ def test_rewinding_allocates_and_copies_nothing() -> None:
     cache = model.new_cache()
     cache.add_rows(2)
     model.forward(Feed(torch.ones(2, 40, dtype=torch.int64), [40, 30]), cache)
-    stores = [store for layer in cache._layers for store in layer or ()]
+    stores = [store for layer in cache.tensors.layers for store in layer or ()]
     before = [(store.data_ptr(), store.clone()) for store in stores]
     cache.truncate([12, 3])
     assert cache.lengths == [12, 3]

@@ -13,7 +13,8 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 import foresay
 from foresay.errors import ModelLoadError
-from foresay.models.sources import catalog, gguf_head, gguf_types
+from foresay.models.huggingface import linears
+from foresay.models.sources import catalog, gguf_blocks, gguf_head, gguf_types
 from foresay.models.sources.catalog import LoadedModel, load_model
 from foresay.models.sources.gguf_head import StoredTensor, read_head
 from foresay.models.sources.gguf_texts import config_of, tokenizer_of
@@ -232,12 +233,20 @@ def test_a_tied_embedding_is_held_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_4_bit_embedding_is_looked_up_in_8(tmp_path: Path, tied: bool) -> None:
+@pytest.mark.parametrize("kernels", [False, True])
+def test_a_4_bit_embedding_is_looked_up(
+    tmp_path: Path, tied: bool, kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In its own blocks, which may be the head's too; in 8 bits where there are no kernels."""
+    if not kernels:
+        monkeypatch.setattr(linears, "library", lambda: None)
     kinds = dict.fromkeys([*LAYERS, "token_embd", "output"], "Q4_1")
     path = write_gguf(tmp_path / "tiny.gguf", llama(tied=tied), kinds)
     kept, whole = load_model(path), load_model(path, LoadOptions(weights="bf16", dtype="bf16"))
     body = kept.model.model  # type: ignore[attr-defined]
-    assert (body.lm_head.product.bits < 6, body.model.embed_tokens.product.bits) == (True, 8.5)
+    head, table = body.lm_head.product, body.model.embed_tokens.product
+    assert (head.bits < 8, table.bits) == (True, 5.0 if kernels else 8.0)
+    assert (head is table) == (tied and kernels)
     ids = tiny.tokenizer()("hello world, hello").input_ids
     a, b = logits(kept, ids), logits(whole, ids)
     assert float((a - b).square().mean().sqrt() / b.std()) < 0.08
@@ -255,18 +264,86 @@ def test_layers_of_several_types_are_one_call_too(tmp_path: Path) -> None:
     assert float((a - b).square().mean().sqrt() / b.std()) < 0.08
 
 
-def test_scaled_positions_that_nobody_reads_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def rescaled(monkeypatch: pytest.MonkeyPatch, kind: Any, factor: float, factors: torch.Tensor | None = None) -> None:
+    """Files written from now on say that positions are scaled."""
     add = gguf.GGUFWriter.write_header_to_file
 
     def scaled(self: gguf.GGUFWriter) -> None:
-        self.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-        self.add_rope_scaling_factor(4.0)
+        if kind is not None:
+            self.add_rope_scaling_type(kind)
+            self.add_rope_scaling_factor(factor)
+        if factors is not None:
+            self.add_tensor("rope_freqs.weight", factors.numpy())
         add(self)
 
     monkeypatch.setattr(gguf.GGUFWriter, "write_header_to_file", scaled)
+
+
+def test_scaled_positions_that_nobody_reads_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rescaled(monkeypatch, gguf.RopeScalingType.YARN, 4.0)
     path = write_gguf(tmp_path / "tiny.gguf", llama())
     with pytest.raises(ModelLoadError, match=r"scales its rotary positions \(llama.rope.scaling.type"):
         load_model(path)
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize("way", ["llama3", "linear"])
+def test_scaled_positions_are_those_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    """As Llama 3.1's files have them: a factor for each frequency; and one for all."""
+    rope = LLAMA3 if way == "llama3" else {"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0}
+    model = llama(max_position_embeddings=512, rope_parameters=rope)
+    rotary = model.model.rotary_emb
+    plain = 1.0 / 10000.0 ** (torch.arange(0, 16, 2) / 16)
+    factors = plain / rotary.inv_freq
+    assert float(factors.max()) == pytest.approx(8.0)
+    if way == "llama3":
+        rescaled(monkeypatch, None, 1.0, factors)
+    else:
+        rescaled(monkeypatch, gguf.RopeScalingType.LINEAR, 8.0)
+    path = write_gguf(tmp_path / "tiny.gguf", model, dict.fromkeys(LAYERS, "Q8_0"))
+    ids = (tiny.tokenizer()("hello world, hello").input_ids * 30)[:200]
+    kept = load_model(path)
+    wanted = model(torch.tensor([ids])).logits[0, -40:].detach()
+    assert float((logits(kept, ids)[0, -40:] - wanted).square().mean().sqrt() / wanted.std()) < 0.08
+    monkeypatch.setattr(gguf_blocks, "scale_positions", lambda *_: None)
+    control = logits(load_model(path), ids)[0, -40:]
+    assert float((control - wanted).square().mean().sqrt() / wanted.std()) > 0.2, "control: it matters"
+    with pytest.raises(ModelLoadError, match="as they are loaded here"):  # transformers reads neither
+        load_model(path, LoadOptions(dtype="fp32"))
+
+
+def test_factors_of_another_size_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rescaled(monkeypatch, None, 1.0, torch.ones(5))
+    path = write_gguf(tmp_path / "tiny.gguf", llama(), dict.fromkeys(LAYERS, "Q8_0"))
+    with pytest.raises(ModelLoadError, match="5 frequencies of 8"):
+        load_model(path)
+
+
+@pytest.mark.parametrize(("layers", "scalar"), [(46, 64 // 4), (4, 8)])
+def test_the_largest_gemma_scales_its_queries_otherwise(tmp_path: Path, layers: int, scalar: int) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "head.gguf", "gemma2")
+    writer.add_context_length(64)
+    writer.add_embedding_length(64)
+    writer.add_block_count(layers)
+    writer.add_feed_forward_length(96)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_key_length(8)
+    writer.add_value_length(8)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    config = config_of(read_head(tmp_path / "head.gguf"))
+    assert (config.head_dim, config.query_pre_attn_scalar) == (8, scalar)
 
 
 @pytest.mark.parametrize("kind", ["Q4_1", None])

@@ -20,6 +20,7 @@ from foresay.models.huggingface.linears import (
     weight_bytes,
 )
 from foresay.models.huggingface.native import build, product
+from foresay.models.huggingface.native.in_place import InPlaceProduct
 from foresay.models.huggingface.native.product import NativeProduct
 from foresay.models.huggingface.products import Int4Product, Int8Product, PackedProduct
 from foresay.models.huggingface.rounding import restored, rounded_int4
@@ -31,6 +32,7 @@ KINDS: dict[str, tuple[Any, float]] = {
     "native": (NativeProduct.of_numbers, 1e-9),
     "native int8": (NativeProduct.int8, 0.012),
     "native int4": (NativeProduct.int4, 0.1),
+    "native in place": (lambda weight, bias: InPlaceProduct([weight], [bias]), 1e-9),
 }
 """What makes a product, and its greatest error."""
 if torch.ops.mkldnn._is_mkldnn_bf16_supported():
@@ -161,12 +163,14 @@ def test_kernels_that_decode_many_rows_otherwise_are_noticed(monkeypatch: pytest
         build.library.cache_clear()
 
 
-@pytest.mark.parametrize("kind", ["int8", "native int8", "native"])
+@pytest.mark.parametrize("kind", ["int8", "native int8", "native int4", "native"])
 def test_rows_are_looked_up(kind: str) -> None:
     product, ids = KINDS[kind][0](weights(70, 64), None), torch.tensor([[3, 69], [0, 3]])
     found = product.rows(ids, torch.bfloat16)
     assert (found.dtype, found.shape) == (torch.bfloat16, (2, 2, 64))
-    torch.testing.assert_close(found, product.dense()[ids].to(torch.bfloat16))
+    one = torch.eye(64)  # the weights, as products with unit vectors have them
+    wanted = product.dense() if kind == "int8" else product(one).t()
+    torch.testing.assert_close(found, wanted[ids].to(torch.bfloat16))
 
 
 def test_bytes() -> None:
@@ -246,3 +250,35 @@ def test_joint_linear_layers_equal_separate_ones() -> None:
         for a, b in zip(block(x, y), wanted, strict=True):
             torch.testing.assert_close(a, b, atol=2e-2, rtol=2e-2)
     assert count == (4 if linears.available(torch.bfloat16, torch.device("cpu")) else 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_in_place_are_read_where_they_lie(dtype: torch.dtype) -> None:
+    """Parts of other tensors, one below the other, deep to no multiple of a vector; and what is written to them later."""
+    whole, biases = weights(90, 100).to(dtype), torch.randn(90, generator=SEEDED).to(dtype)
+    parts, shifts = [whole[3:40, 1:94], whole[41:, 2:95]], [biases[3:40], biases[41:]]
+    product, x = InPlaceProduct(parts, shifts), torch.randn(7, 93, generator=SEEDED)
+    for _ in range(2):
+        wanted = x.double() @ torch.cat(parts).double().t() + torch.cat(shifts).double()
+        torch.testing.assert_close(product(x).double(), wanted, atol=2e-5, rtol=2e-5)
+        whole *= -2
+        biases += 1
+    copied = InPlaceProduct([part.clone() for part in parts], shifts)
+    whole *= 0
+    assert not torch.equal(product(x), copied(x)), "control: a copy stays"
+
+
+@pytest.mark.parametrize(
+    ("weights_", "biases"),
+    [
+        ([torch.ones(4, 4, dtype=torch.float16)], [None]),
+        ([torch.ones(4, 4), torch.ones(4, 4, dtype=torch.bfloat16)], [None, None]),
+        ([torch.ones(4, 4), torch.ones(4, 4)], [torch.ones(4), None]),
+        ([torch.ones(4, 5).t()], [None]),
+        ([torch.ones(4, 4).to_sparse()], [None]),
+        ([torch.ones(4, 4, device="meta")], [None]),
+    ],
+)
+def test_weights_that_lie_otherwise_are_left_alone(weights_: list[torch.Tensor], biases: list[Any]) -> None:
+    with pytest.raises(LookupError):
+        InPlaceProduct(weights_, biases)

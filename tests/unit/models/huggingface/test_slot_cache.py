@@ -35,17 +35,17 @@ def feed(
 
 def held(cache: SlotCache, row: int) -> list[float]:
     """What layer 0 holds of a row."""
-    layer = cache._layers[0]
+    layer = cache.tensors.layers[0]
     assert layer is not None
     return layer[0][row, : cache.lengths[row], 0, 0].tolist()
 
 
 def pointers(cache: SlotCache) -> list[int]:
-    return [store.data_ptr() for layer in cache._layers for store in layer or ()]
+    return [store.data_ptr() for layer in cache.tensors.layers for store in layer or ()]
 
 
 def writes(cache: SlotCache) -> list[int]:
-    return [store._version for layer in cache._layers for store in layer or ()]
+    return [store._version for layer in cache.tensors.layers for store in layer or ()]
 
 
 def filled(*rows: Sequence[float]) -> SlotCache:
@@ -149,7 +149,7 @@ def test_growth_is_rare() -> None:
         at = cache.begin_pass(0, 1, 1, CPU)
         cache.write(0, states([[i]]), states([[i]]), at)
         cache.lengths[0] += 1
-        seen.add(cache._slots)
+        seen.add(cache.tensors.slots)
     assert max(seen) < 1.5 * 40 * WIDTH + WIDTH
     assert len(seen) <= 10
 
@@ -210,6 +210,6 @@ def test_any_history_holds_what_lists_hold(data: st.DataObject) -> None:
             model[gone] = model[last]
             model.pop()
         assert cache.lengths == [len(row) for row in model]
-        if cache._layers:
+        if cache.tensors.layers:
             feed(cache, [[0.0]] * len(model), [0] * len(model))
             assert [held(cache, i) for i in range(len(model))] == model

@@ -1,5 +1,6 @@
 // A pass over a Llama-like decoder's layers on a CPU, and products by themselves.
 
+#include "dots.h"
 #include "layer.h"
 #include "pool.h"
 #include "products.h"
@@ -36,6 +37,18 @@ template <class F> void each_token(int64_t tokens, int threads, const F &body) {
     });
 }
 
+// For the outputs of one panel and at most ROWS_AT_ONCE rows.
+void panel_product(const Product &p, const float *x, int64_t stride, int64_t rows, int64_t panel, float *out) {
+    switch (p.format) {
+        case FLOAT32: return panel_product<FLOAT32>(p, x, stride, rows, panel, out);
+        case BFLOAT16: return panel_product<BFLOAT16>(p, x, stride, rows, panel, out);
+        case INT8: return panel_product<INT8>(p, x, stride, rows, panel, out);
+        case INT4: return panel_product<INT4>(p, x, stride, rows, panel, out);
+        case FLOAT32_ROWS: return row_product<float>(p, x, stride, rows, panel, out);
+        default: return row_product<bf16>(p, x, stride, rows, panel, out);
+    }
+}
+
 // out [rows, outputs] = x [rows, stride] times the weights
 void multiply(const Product &p, const float *x, int64_t stride, int64_t rows, float *out, int threads) {
     int64_t panels = (p.outputs + PANEL - 1) / PANEL, blocks = (rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
@@ -45,17 +58,50 @@ void multiply(const Product &p, const float *x, int64_t stride, int64_t rows, fl
     });
 }
 
+// A norm's weight where a model keeps it.
+struct Vector {
+    const void *values; // null: nothing is normed there
+    int64_t size, is_bf16, from_one;
+};
+
 struct Layer {
     Product qkv, output, gate_up, down;
-    const float *before_attention, *after_attention, *before_mlp, *after_mlp; // null: nothing is normed there
-    Attention attention;                                                      // what does not change from pass to pass
-    int64_t turn;                                                             // whose cosines it takes; -1: none
+    Vector before_attention, after_attention, before_mlp, after_mlp, query_norm, key_norm;
+    Attention attention; // what does not change from pass to pass
+    int64_t turn;        // whose cosines it takes; -1: none
+};
+
+// What a layer's norms multiply by, in float32.
+struct Norms {
+    const float *before_attention, *after_attention, *before_mlp, *after_mlp, *query_norm, *key_norm;
+    std::vector<float> room;
+
+    void read_from(const Layer &layer) {
+        const Vector *const kept[] = {&layer.before_attention, &layer.after_attention, &layer.before_mlp, &layer.after_mlp,
+                                      &layer.query_norm, &layer.key_norm};
+        const float **const found[] = {&before_attention, &after_attention, &before_mlp, &after_mlp, &query_norm, &key_norm};
+        int64_t size = 0, at = 0;
+        for (const Vector *one : kept) size += one->size;
+        room.resize(size);
+        for (int i = 0; i < 6; i++) {
+            *found[i] = kept[i]->values == nullptr ? nullptr : widened(*kept[i], room.data() + at);
+            at += kept[i]->size;
+        }
+    }
+
+    static const float *widened(const Vector &kept, float *out) {
+        for (int64_t i = 0; i < kept.size; i++) {
+            float value = kept.is_bf16 ? read(static_cast<const bf16 *>(kept.values)[i]) : static_cast<const float *>(kept.values)[i];
+            out[i] = kept.from_one ? 1.0f + value : value;
+        }
+        return out;
+    }
 };
 
 struct Model {
     int64_t layers, hidden, inner, activation;
     float eps, residual_scale;
-    const float *last_norm;
+    Vector last_norm;
     const Layer *layer;
 };
 
@@ -92,8 +138,9 @@ void attend(const Attention &a, const float *joint, float *queries, void *keys, 
     return attend<float>(a, joint, queries, keys, values, out, threads);
 }
 
-Attention at_layer(const Layer &layer, const Pass &pass, int64_t index) {
+Attention at_layer(const Layer &layer, const Norms &norms, const Pass &pass, int64_t index) {
     Attention a = layer.attention;
+    a.query_norm = norms.query_norm, a.key_norm = norms.key_norm;
     a.tokens = pass.tokens, a.columns = pass.columns;
     a.rows = pass.rows, a.slots = pass.slots, a.starts = pass.starts, a.positions = pass.positions, a.ancestors = pass.ancestors;
     a.row_stride = pass.row_strides[index];
@@ -120,20 +167,32 @@ void run(const Model &model, const Pass &pass) {
                      normed + n * hidden, hidden, model.eps);
         });
     };
-    norm(nullptr, nullptr, model.layer[0].before_attention);
+    static thread_local Norms of_layers[2];
+    static thread_local std::vector<float> last;
+    last.resize(hidden);
+    of_layers[0].read_from(model.layer[0]);
+    norm(nullptr, nullptr, of_layers[0].before_attention);
     for (int64_t i = 0; i < model.layers; i++) {
         const Layer &layer = model.layer[i];
+        const Norms &norms = of_layers[i % 2];
+        const float *next = nullptr;
+        if (i + 1 < model.layers) {
+            of_layers[(i + 1) % 2].read_from(model.layer[i + 1]);
+            next = of_layers[(i + 1) % 2].before_attention;
+        } else {
+            next = Norms::widened(model.last_norm, last.data());
+        }
         if (pass.states[i] != nullptr) std::memcpy(pass.states[i], pass.x, tokens * hidden * sizeof(float));
         multiply(layer.qkv, normed, hidden, tokens, joint, threads);
-        attend(at_layer(layer, pass, i), joint, queries, pass.keys[i], pass.values[i], seen, pass.cache_is_bf16 != 0, threads);
+        attend(at_layer(layer, norms, pass, i), joint, queries, pass.keys[i], pass.values[i], seen, pass.cache_is_bf16 != 0, threads);
         multiply(layer.output, seen, layer.output.depth, tokens, more, threads);
-        norm(more, layer.after_attention, layer.before_mlp);
+        norm(more, norms.after_attention, norms.before_mlp);
         multiply(layer.gate_up, normed, hidden, tokens, joint, threads);
         each_token(tokens, threads, [&](int64_t n) {
             gate(joint + n * 2 * model.inner, gated + n * model.inner, model.inner, model.activation);
         });
         multiply(layer.down, gated, model.inner, tokens, more, threads);
-        norm(more, layer.after_mlp, i + 1 == model.layers ? model.last_norm : model.layer[i + 1].before_attention);
+        norm(more, norms.after_mlp, next);
     }
 }
 

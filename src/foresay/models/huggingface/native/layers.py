@@ -17,7 +17,7 @@ import torch
 from foresay.models.huggingface.gated_layer import GatedLayer, Norm
 from foresay.models.huggingface.native import structs
 from foresay.models.huggingface.native.build import library
-from foresay.models.huggingface.native.product import NativeProduct
+from foresay.models.huggingface.native.product import CompiledProduct
 from foresay.models.huggingface.slot_cache import Placement, SlotCache
 
 CACHES = {torch.float32: 0, torch.bfloat16: 1}
@@ -57,11 +57,11 @@ class FlatTokens:
         return len(self.rows)
 
 
-class _Stores:
+class _Addresses:
     """Where the kernels find a cache's keys and values.
 
-    The tensors are the cache's alone, so that one that grows can let go of each layer's old ones; while its count `made` stays
-    the same they are there.
+    The tensors are the cache's alone, so that one that grows can let go of each layer's old ones; while `Stores.made` stays the
+    same they are there.
     """
 
     def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], made: int) -> None:
@@ -90,7 +90,7 @@ class NativeLayers:
             raise LookupError(f"no kernels for {dtype} and {activation}")
         self._run, self._dtype, self._layers = found.foresay_pass, dtype, list(layers)
         self._turns = sorted({layer.kind for layer in layers})
-        self._caches: WeakKeyDictionary[SlotCache, _Stores] = WeakKeyDictionary()
+        self._caches: WeakKeyDictionary[SlotCache, _Addresses] = WeakKeyDictionary()
         self._held: list[Any] = []
         """What the structs point to."""
         structs_ = [self._struct(layer, last_norm.eps) for layer in layers]
@@ -104,7 +104,7 @@ class NativeLayers:
             activation=ACTIVATIONS[activation],
             eps=last_norm.eps,
             residual_scale=residual_scale,
-            last_norm=self._kept(last_norm.float32()),
+            last_norm=self._vector(last_norm, self._hidden),
             layer=(structs.Layer * len(layers))(*structs_),
         )
 
@@ -159,31 +159,33 @@ class NativeLayers:
             states[len(self._layers)] = normed
         return normed, states
 
-    def _stores_of(self, cache: SlotCache) -> _Stores:
+    def _stores_of(self, cache: SlotCache) -> _Addresses:
         """A cache's stores, checked once for every time that it makes some anew."""
         known = self._caches.get(cache)
-        if known is not None and known.made == cache.made:
+        if known is not None and known.made == cache.tensors.made:
             return known
         like = torch.empty(0, dtype=self._dtype)
         pairs = [cache.stores(i, one.heads[1], one.dim, like) for i, one in enumerate(self._layers)]
         for layer, pair in zip(self._layers, pairs, strict=True):
             for store in pair:
                 _check(store, (*pair[0].shape[:2], layer.heads[1], layer.dim), self._dtype)
-        found = self._caches[cache] = _Stores(pairs, cache.made)
+        found = self._caches[cache] = _Addresses(pairs, cache.tensors.made)
         return found
 
     def _struct(self, layer: GatedLayer, eps: float) -> structs.Layer:
         products = {name: _native(getattr(layer, name)) for name in ("qkv", "output", "gate_up", "down")}
         self._held.extend(products.values())
-        norms = {name: self._normed(getattr(layer, name)) for name in _NORMS}
+        sizes = dict.fromkeys(_NORMS, products["qkv"].in_features)
+        for name, heads in zip(("query_norm", "key_norm"), layer.heads, strict=True):
+            sizes[name] = heads * layer.dim if layer.wide_norm else layer.dim
+        own = {"query_norm": layer.q_norm, "key_norm": layer.k_norm, **{name: getattr(layer, name) for name in _NORMS}}
+        norms = {name: self._vector(own[name], size) for name, size in sizes.items()}
         attention = structs.Attention(
             queries=layer.heads[0],
             keys=layer.heads[1],
             dim=layer.dim,
             wide=int(layer.wide_norm),
             window=layer.window or 0,
-            query_norm=self._normed(layer.q_norm, layer.heads[0] * layer.dim if layer.wide_norm else layer.dim),
-            key_norm=self._normed(layer.k_norm, layer.heads[1] * layer.dim if layer.wide_norm else layer.dim),
             eps=eps,
             scaling=layer.scaling,
             softcap=layer.softcap or 0.0,
@@ -192,17 +194,14 @@ class NativeLayers:
         fields = {name: product.struct for name, product in products.items()}
         return structs.Layer(**fields, **norms, attention=attention, turn=turn)
 
-    def _normed(self, norm: Norm | None, size: int | None = None) -> int | None:
+    def _vector(self, norm: Norm | None, size: int) -> structs.Vector:
+        """A norm's weight where it lies."""
         if norm is None:
-            return None
-        weight = norm.float32()
-        if size is not None:
-            _check(weight, (size,), torch.float32)
-        return self._kept(weight)
-
-    def _kept(self, tensor: torch.Tensor) -> int:
-        self._held.append(tensor)
-        return tensor.data_ptr()
+            return structs.Vector(None, 0, 0, 0)
+        if norm.weight.dtype not in CACHES or tuple(norm.weight.shape) != (size,) or not norm.weight.is_contiguous():
+            raise LookupError(f"no kernels for norms of {list(norm.weight.shape)} in {norm.weight.dtype}")
+        self._held.append(norm.weight)
+        return structs.Vector(norm.weight.data_ptr(), size, norm.weight.dtype is torch.bfloat16, norm.from_one)
 
     def _check(self) -> None:
         """Every product takes and gives what its neighbours do; raises LookupError, since the kernels do not ask."""
@@ -220,8 +219,8 @@ class NativeLayers:
                     raise LookupError(f"no kernels for {name} of {product.out_features} x {product.in_features}")
 
 
-def _native(product: Any) -> NativeProduct:
-    if not isinstance(product, NativeProduct):
+def _native(product: Any) -> CompiledProduct:
+    if not isinstance(product, CompiledProduct):
         raise LookupError(f"no kernels for a {type(product).__name__}")
     return product
 

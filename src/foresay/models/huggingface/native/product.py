@@ -13,7 +13,7 @@ import torch
 
 from foresay.models.huggingface.native import structs
 from foresay.models.huggingface.native.build import library
-from foresay.models.huggingface.rounding import GROUP, Groups, restored, rounded_int4, rounded_int8
+from foresay.models.huggingface.rounding import GROUP, Groups, rounded_int4, rounded_int8
 
 PANEL = 32
 """Outputs that lie side by side."""
@@ -21,12 +21,13 @@ _FLOAT32, _BFLOAT16, _INT8, _INT4 = range(4)
 _FORMATS = {torch.float32: _FLOAT32, torch.bfloat16: _BFLOAT16}
 _PACKED = 1 << 21
 """Weights that are packed at a time."""
-_WORD = 8
-"""Levels of 4 bits in a word of 32: of 4 depths, and two halves of 16 outputs."""
 
 
-class NativeProduct:
-    """x [..., in] W^T + b in float32 or bf16; sums are float32."""
+class CompiledProduct:
+    """x [..., in] W^T + b in float32 or bf16 by the kernels; sums are float32. Where the weights lie is a subclass's matter."""
+
+    bits: float
+    """See Product."""
 
     def __init__(
         self,
@@ -36,17 +37,44 @@ class NativeProduct:
         shape: tuple[int, int],
         bias: torch.Tensor | None,
     ) -> None:
-        """weights, scales: as products.h has them. shape: (out, in). Raises LookupError without kernels."""
+        """form, weights, scales, bias: as products.h has them. shape: (out, in). Raises LookupError without kernels."""
         found = library()
         if found is None:
             raise LookupError("no kernels")
         self.out_features, self.in_features = shape
+        self._multiply = found.foresay_multiply
+        self.struct = structs.Product(form, *shape, weights.data_ptr(), _pointer(scales), _pointer(bias))
+        """What kernels are given; good as long as this object is."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """See Product. x: float32 or bf16."""
+        rows = x.reshape(-1, self.in_features).contiguous()
+        if rows.dtype not in _FORMATS:
+            return self(x.float()).to(x.dtype)
+        out = rows.new_empty(len(rows), self.out_features)
+        threads = torch.get_num_threads()
+        self._multiply(
+            ctypes.byref(self.struct), rows.data_ptr(), out.data_ptr(), len(rows), rows.dtype is torch.bfloat16, threads
+        )
+        return out.view(*x.shape[:-1], self.out_features)
+
+
+class NativeProduct(CompiledProduct):
+    """Weights in panels, packed when this is made, in 32, 16, 8 or 4 bits."""
+
+    def __init__(
+        self,
+        form: int,
+        weights: torch.Tensor,
+        scales: torch.Tensor | None,
+        shape: tuple[int, int],
+        bias: torch.Tensor | None,
+    ) -> None:
+        """See CompiledProduct; the bias [out] in any dtype."""
         self.bias, self._wide_bias = bias, None if bias is None else bias.detach().float().contiguous()
         self._form, self._weights, self._scales = form, weights, scales
         self.bits = {_FLOAT32: 32.0, _BFLOAT16: 16.0, _INT8: 8 + 32 / shape[1], _INT4: 4 + 32 / GROUP}[form]
-        self._multiply = found.foresay_multiply
-        self.struct = structs.Product(form, *shape, weights.data_ptr(), _pointer(scales), _pointer(self._wide_bias))
-        """What kernels are given; good as long as this object is."""
+        super().__init__(form, weights, scales, shape, self._wide_bias)
 
     @classmethod
     def of_numbers(cls, weight: torch.Tensor, bias: torch.Tensor | None) -> NativeProduct:
@@ -84,39 +112,34 @@ class NativeProduct:
         pieces = (rounded_int4(part, torch.float16) for part in torch.split(weight.detach(), rows))
         return cls.of_groups(pieces, bias)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """See Product. x: float32 or bf16."""
-        rows = x.reshape(-1, self.in_features).contiguous()
-        if rows.dtype not in _FORMATS:
-            return self(x.float()).to(x.dtype)
-        out = rows.new_empty(len(rows), self.out_features)
-        threads = torch.get_num_threads()
-        self._multiply(
-            ctypes.byref(self.struct), rows.data_ptr(), out.data_ptr(), len(rows), rows.dtype is torch.bfloat16, threads
-        )
-        return out.view(*x.shape[:-1], self.out_features)
-
     @property
     def nbytes(self) -> int:
         """See Product."""
         return self._weights.nbytes + (0 if self._scales is None else self._scales.nbytes)
 
     def rows(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Rows of the weights, [...] int64 -> [..., in]; not of 4-bit weights."""
-        found = self._weights[ids // PANEL, :, ids % PANEL][..., : self.in_features]
+        """Rows of the weights, [...] int64 -> [..., in]."""
+        panel, place = ids // PANEL, ids % PANEL
+        if self._form == _INT4:
+            return self._restored(panel, place).to(dtype)
+        found = self._weights[panel, :, place][..., : self.in_features]
         return (found if self._scales is None else found * self._scales[ids][..., None]).to(dtype)
+
+    def _restored(self, panel: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+        """Rows of 4-bit weights, [...] -> [..., in] float32."""
+        assert self._scales is not None
+        words = self._weights[panel, :, place % 16]
+        shifts = 8 * torch.arange(4, dtype=torch.int32) + (4 * (place // 16)).to(torch.int32)[..., None]
+        levels = (words[..., None] >> shifts[..., None, :] & 15).flatten(-2)
+        grouped = levels.view(*levels.shape[:-1], -1, GROUP)
+        scales, least = self._scales[panel, :, :, place].float().unbind(-1)
+        return (grouped * scales[..., None] + least[..., None]).flatten(-2)
 
     def dense(self) -> torch.Tensor:
         """See Product: float32 but for bf16 weights."""
-        if self._form != _INT4:
-            ids = torch.arange(self.out_features)
-            return self.rows(ids, torch.bfloat16 if self._form == _BFLOAT16 else torch.float32)
-        shifts = torch.arange(0, 4 * _WORD, 4, dtype=torch.int32)
-        levels = (self._weights[..., None] >> shifts & 15).unflatten(-1, (4, 2))  # type: ignore[no-untyped-call]
-        levels = levels.permute(0, 4, 2, 1, 3).reshape(-1, self.in_features)
-        assert self._scales is not None
-        scales, least = (part.transpose(1, 2).flatten(0, 1).float() for part in self._scales.unbind(2))
-        return restored((levels, scales, least))[: self.out_features]
+        dtype = torch.bfloat16 if self._form == _BFLOAT16 else torch.float32
+        parts = torch.split(torch.arange(self.out_features), max(PANEL, _PACKED // self.in_features))
+        return torch.cat([self.rows(part, dtype) for part in parts])
 
 
 def _shape(weight: torch.Tensor) -> tuple[int, int]:

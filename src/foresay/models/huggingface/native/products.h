@@ -1,4 +1,4 @@
-// Matrix products with frozen weights: out[m, n] = sum over k of x[m, k] * w[n, k], in float32, for weights in four formats.
+// Matrix products with frozen weights: out[m, n] = sum over k of x[m, k] * w[n, k], in float32.
 //
 // Every sum runs over k in one order, in one accumulator, whatever else the product holds: the bits of a row depend neither on
 // the rows beside it nor on how many threads there are. Weights lie in panels of 32 outputs, so that one vector of them meets one
@@ -31,17 +31,19 @@ typedef uint32_t Words __attribute__((vector_size(4 * LANES), may_alias));
 typedef uint16_t Shorts __attribute__((vector_size(2 * LANES), may_alias));
 typedef int8_t Bytes __attribute__((vector_size(LANES), may_alias));
 
-enum Format { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, INT4 = 3 };
+enum Format { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, INT4 = 3, FLOAT32_ROWS = 4, BFLOAT16_ROWS = 5 };
 
 // Weights [outputs, depth]. Panels follow one another; depth is filled up to a multiple of 4, outputs to one of 32.
 //   float32, bfloat16, int8: [panel, depth, 32]; int8 has `scales` [outputs], float32.
 //   int4: [panel, depth / 4, 16] words of 8 levels; level j of word l is output l + 16 * (j % 2) at depth j / 2.
 //         `scales` [panel, depth / 32, 2, 32] float16: the scale of a group, and what a level of 0 stands for.
+//   float32_rows, bfloat16_rows: where the weights of each output lie, [outputs] addresses of rows of `depth`; the bias likewise,
+//         [outputs] addresses of numbers. See dots.h.
 struct Product {
     int64_t format, outputs, depth;
     const void *weights;
     const void *scales;
-    const float *bias; // null: none
+    const void *bias; // [outputs] float32; null: none
 };
 
 template <class V, class T> inline V load(const T *place) {
@@ -200,22 +202,14 @@ template <int FORMAT> void panel_product(const Product &p, const float *x, int64
     }
     int64_t first = panel * PANEL, count = p.outputs - first < PANEL ? p.outputs - first : PANEL;
     const float *scales = FORMAT == INT8 ? static_cast<const float *>(p.scales) + first : nullptr;
+    const float *bias = static_cast<const float *>(p.bias);
     for (int64_t r = 0; r < rows; r++) {
         float *place = out + r * p.outputs + first, *sum = sums + r * PANEL;
         for (int64_t i = 0; i < count; i++) {
             float value = sum[i];
             if constexpr (FORMAT == INT8) value *= scales[i];
-            place[i] = p.bias == nullptr ? value : value + p.bias[first + i];
+            place[i] = bias == nullptr ? value : value + bias[first + i];
         }
-    }
-}
-
-inline void panel_product(const Product &p, const float *x, int64_t stride, int64_t rows, int64_t panel, float *out) {
-    switch (p.format) {
-        case FLOAT32: return panel_product<FLOAT32>(p, x, stride, rows, panel, out);
-        case BFLOAT16: return panel_product<BFLOAT16>(p, x, stride, rows, panel, out);
-        case INT8: return panel_product<INT8>(p, x, stride, rows, panel, out);
-        default: return panel_product<INT4>(p, x, stride, rows, panel, out);
     }
 }
 

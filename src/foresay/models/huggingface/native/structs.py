@@ -27,12 +27,18 @@ class Attention(ctypes.Structure):
     ]
 
 
+class Vector(ctypes.Structure):
+    """The struct of the same name in kernels.cpp."""
+
+    _fields_ = [("values", _POINTER), *_fields(_NUMBER, "size is_bf16 from_one")]
+
+
 class Layer(ctypes.Structure):
     """The struct of the same name in kernels.cpp."""
 
     _fields_ = [
         *_fields(Product, "qkv output gate_up down"),
-        *_fields(_POINTER, "before_attention after_attention before_mlp after_mlp"),
+        *_fields(Vector, "before_attention after_attention before_mlp after_mlp query_norm key_norm"),
         ("attention", Attention),
         ("turn", _NUMBER),
     ]
@@ -44,7 +50,7 @@ class Model(ctypes.Structure):
     _fields_ = [
         *_fields(_NUMBER, "layers hidden inner activation"),
         *_fields(_REAL, "eps residual_scale"),
-        ("last_norm", _POINTER),
+        ("last_norm", Vector),
         ("layer", ctypes.POINTER(Layer)),
     ]
 
