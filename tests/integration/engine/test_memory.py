@@ -110,7 +110,7 @@ def test_a_large_cache_grows_by_what_is_asked_for(monkeypatch: pytest.MonkeyPatc
         return cache.stores(0, 2, 4, torch.empty(0))[0].shape[0] * cache.tensors.slots
 
     assert slots([100, 100, 100]) == 4 * 128, "a small one grows by doubling"
-    monkeypatch.setattr(stores, "_GENEROUS", 0)
+    monkeypatch.setattr("foresay.models.huggingface.stores._GENEROUS", 0)
     assert slots([100, 100, 100]) == 3 * 128
 
 
