@@ -230,6 +230,11 @@ def of_groups(pieces: Iterable[Groups], dtype: torch.dtype, bias: torch.Tensor |
     return NativeProduct.of_groups(pieces, bias)
 
 
+def of_blocks(rows: torch.Tensor, kinds: torch.Tensor, depth: int, bias: torch.Tensor | None) -> NativeProduct | None:
+    """The product of a GGUF file's 4-bit blocks, see `NativeProduct.of_blocks`; None without kernels."""
+    return None if library() is None else NativeProduct.of_blocks(rows, kinds, depth, bias)
+
+
 def int4_fits(weight: torch.Tensor) -> bool:
     """Whether the rows of a weight [out, in] are whole groups."""
     return weight.shape[1] % GROUP == 0

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 import foresay
 from foresay.errors import ModelLoadError
 from foresay.models.huggingface import linears
+from foresay.models.huggingface.native.product import NativeProduct
 from foresay.models.sources import catalog, gguf_blocks, gguf_head, gguf_types
 from foresay.models.sources.catalog import LoadedModel, load_model
 from foresay.models.sources.gguf_head import StoredTensor, read_head
@@ -372,3 +373,27 @@ def test_a_file_that_lacks_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(catalog, "config_of", with_biases)
     with pytest.raises(ModelLoadError, match="lacks the biases of q_proj"):
         load_model(path)
+
+
+@pytest.mark.parametrize("kinds", [("Q4_0",), ("Q4_1",), ("Q4_K",), ("Q4_K", "Q4_0", "Q4_1")])
+def test_blocks_are_packed_as_their_numbers_are(kinds: tuple[str, ...]) -> None:
+    """By the kernels, bit for bit what is packed from the unpacked levels; whole panels and not, rows in another order."""
+    dice, stored = np.random.default_rng(0), []
+    sizes = {"Q4_0": (18, 32), "Q4_1": (20, 32), "Q4_K": (144, 256)}
+    for kind in kinds:
+        size, numbers = sizes[kind]
+        data = dice.integers(0, 256, (45, 512 // numbers, size), dtype=np.uint8)
+        # scales that are tiny, ordinary, and so large that their multiples are infinite
+        scales = (
+            dice.normal(size=(45, 512 // numbers, 2)) * 10.0 ** dice.integers(-9, 5, (45, 512 // numbers, 1))
+        ).astype(np.float16)
+        data[..., : 2 if kind == "Q4_0" else 4] = scales.view(np.uint8)[..., : 2 if kind == "Q4_0" else 4]
+        stored.append(StoredTensor((45, 512), kind, data.reshape(45, -1)))
+    blocks = Blocks(tuple(stored))
+    if len(kinds) == 1:
+        blocks = blocks.rows(torch.randperm(45, generator=torch.Generator().manual_seed(0)))
+    ours = blocks.product(torch.bfloat16, None)
+    wanted = NativeProduct.of_groups(blocks._pieces())
+    assert isinstance(ours, NativeProduct)
+    assert torch.equal(ours._weights, wanted._weights)
+    assert torch.equal(ours._scales.view(torch.int16), wanted._scales.view(torch.int16))  # type: ignore[union-attr]

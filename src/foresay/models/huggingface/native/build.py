@@ -24,7 +24,8 @@ from foresay.models.huggingface.native.structs import declared
 logger = logging.getLogger("foresay")
 
 SOURCES = tuple(
-    Path(__file__).with_name(name) for name in ("kernels.cpp", "dots.h", "layer.h", "numbers.h", "pool.h", "products.h")
+    Path(__file__).with_name(name)
+    for name in ("kernels.cpp", "blocks.h", "dots.h", "layer.h", "numbers.h", "pool.h", "products.h")
 )
 """The first is compiled; the others are what it includes."""
 COMPILERS = ("c++", "g++", "clang++")

@@ -8,28 +8,17 @@
 #include "numbers.h"
 #include "products.h"
 
+#include <vector>
+
 namespace foresay {
 
-#if defined(__AVX512F__)
-constexpr int DOT_ROWS = 4, DOT_OUTPUTS = 4, ALONE = 8;
-#else
-constexpr int DOT_ROWS = 2, DOT_OUTPUTS = 4, ALONE = 4;
-#endif
+constexpr int64_t DECODED_ROWS = 8; // from which on weights are first widened: that changes no bit
 
 inline Floats vector_of(const float *place) { return load<Floats>(place); }
 
 inline Floats vector_of(const bf16 *place) {
     Words wide = __builtin_convertvector(load<Shorts>(reinterpret_cast<const uint16_t *>(place)), Words) << 16;
     return reinterpret_cast<Floats>(wide);
-}
-
-// The lanes' sum: halves onto halves.
-inline float together(Floats sum) {
-    alignas(64) float lanes[LANES];
-    std::memcpy(lanes, &sum, sizeof sum);
-    for (int half = LANES / 2; half > 0; half /= 2)
-        for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
-    return lanes[0];
 }
 
 // The last numbers of a row, filled up with zeros to a vector.
@@ -39,55 +28,108 @@ template <class T> inline Floats rest_of(const T *place, int64_t count) {
     return vector_of(padded);
 }
 
-// out [ROWS, .] = x [ROWS, stride] times the weights of OUTPUTS outputs.
-template <class T, int ROWS, int OUTPUTS>
-inline void dots(const T *const *weights, const float *x, int64_t stride, int64_t depth, float *out, int64_t width) {
-    Floats sum[ROWS][OUTPUTS] = {};
-    int64_t whole = depth / LANES * LANES;
-    auto add = [&](const Floats *weight, int row, Floats one) {
-#pragma GCC unroll 8
-        for (int o = 0; o < OUTPUTS; o++) sum[row][o] += weight[o] * one;
-    };
-    for (int64_t k = 0; k < whole; k += LANES) {
-        Floats weight[OUTPUTS];
-#pragma GCC unroll 8
-        for (int o = 0; o < OUTPUTS; o++) weight[o] = vector_of(weights[o] + k);
-#pragma GCC unroll 4
-        for (int r = 0; r < ROWS; r++) add(weight, r, load<Floats>(x + r * stride + k));
+// Where the lower and upper halves lie of the segments of G lanes of two vectors.
+template <int G> struct Segments {
+    int32_t low[LANES], high[LANES];
+    constexpr Segments() : low{}, high{} {
+        for (int i = 0; i < LANES; i++) {
+            int within = i % (LANES / 2), from = i / (LANES / 2) * LANES;
+            low[i] = from + within / (G / 2) * G + within % (G / 2);
+            high[i] = low[i] + G / 2;
+        }
     }
-    if (whole < depth) {
-        Floats weight[OUTPUTS];
-        for (int o = 0; o < OUTPUTS; o++) weight[o] = rest_of(weights[o] + whole, depth - whole);
-        for (int r = 0; r < ROWS; r++) add(weight, r, rest_of(x + r * stride + whole, depth - whole));
-    }
-    for (int r = 0; r < ROWS; r++)
-        for (int o = 0; o < OUTPUTS; o++) out[r * width + o] = together(sum[r][o]);
+};
+
+inline Floats chosen(Floats x, Floats y, Ints places) {
+#if defined(__clang__)
+    Floats out;
+    for (int i = 0; i < LANES; i++) out[i] = places[i] < LANES ? x[places[i]] : y[places[i] - LANES];
+    return out;
+#else
+    return __builtin_shuffle(x, y, places);
+#endif
 }
 
-// As `dots`, of `rows` rows.
-template <class T, int OUTPUTS, int MOST>
-inline void dots_of_rows(const T *const *weights, const float *x, int64_t stride, int64_t depth, int64_t rows, float *out, int64_t width) {
-    int64_t r = 0;
-    for (; r + MOST <= rows; r += MOST) dots<T, MOST, OUTPUTS>(weights, x + r * stride, stride, depth, out + r * width, width);
-    for (; r < rows; r++) dots<T, 1, OUTPUTS>(weights, x + r * stride, stride, depth, out + r * width, width);
+// The sums of the lanes of LANES vectors, each in its place: halves of segments onto halves, until a segment is one lane.
+template <int G = LANES> inline Floats together(const Floats *sums) {
+    static constexpr Segments<G> at;
+    Floats half[G / 2];
+    for (int i = 0; i < G / 2; i++) {
+        Floats x = sums[2 * i], y = sums[2 * i + 1];
+        half[i] = chosen(x, y, load<Ints>(at.low)) + chosen(x, y, load<Ints>(at.high));
+    }
+    if constexpr (G == 2) return half[0];
+    else return together<G / 2>(half);
+}
+
+// out [ROWS, .] = x [ROWS, stride] times the weights of OUTPUTS outputs; at most LANES sums.
+template <class T, int ROWS, int OUTPUTS>
+inline void dots(const T *const *weights, const float *x, int64_t stride, int64_t depth, float *out, int64_t width) {
+    Floats sum[LANES] = {};
+    int64_t whole = depth / LANES * LANES;
+    for (int64_t k = 0; k < whole; k += LANES) {
+        Floats one[ROWS];
+#pragma GCC unroll 4
+        for (int r = 0; r < ROWS; r++) one[r] = load<Floats>(x + r * stride + k);
+#pragma GCC unroll 16
+        for (int o = 0; o < OUTPUTS; o++) {
+            Floats weight = vector_of(weights[o] + k);
+#pragma GCC unroll 4
+            for (int r = 0; r < ROWS; r++) sum[r * OUTPUTS + o] += weight * one[r];
+        }
+    }
+    if (whole < depth) {
+        for (int o = 0; o < OUTPUTS; o++) {
+            Floats weight = rest_of(weights[o] + whole, depth - whole);
+            for (int r = 0; r < ROWS; r++) sum[r * OUTPUTS + o] += weight * rest_of(x + r * stride + whole, depth - whole);
+        }
+    }
+    Floats totals = together(sum);
+    for (int r = 0; r < ROWS; r++) std::memcpy(out + r * width, reinterpret_cast<const float *>(&totals) + r * OUTPUTS, OUTPUTS * sizeof(float));
+}
+
+constexpr int FOURS = LANES / 4, TWOS = LANES / 2;
+
+// As `dots`, of any number of rows and `outputs` outputs.
+template <class T>
+inline void dots_of_rows(const T *const *weights, int64_t outputs, const float *x, int64_t stride, int64_t depth, int64_t rows, float *out, int64_t width) {
+#define DOTS(ROWS, OUTPUTS)                                                                                        \
+    {                                                                                                              \
+        int64_t o = 0;                                                                                             \
+        for (; o + OUTPUTS <= outputs; o += OUTPUTS) dots<T, ROWS, OUTPUTS>(weights + o, x, stride, depth, out + o, width); \
+        for (; o < outputs; o++) dots<T, ROWS, 1>(weights + o, x, stride, depth, out + o, width);                  \
+        x += ROWS * stride, out += ROWS * width, rows -= ROWS;                                                     \
+    }
+    while (rows >= 4) DOTS(4, FOURS)
+    while (rows >= 2) DOTS(2, TWOS)
+    if (rows == 1) DOTS(1, LANES)
+#undef DOTS
 }
 
 // out[m, n] for the outputs of one panel and some rows of x. weights: of each output; bias: likewise, null for none.
 template <class T> void row_product(const Product &p, const float *x, int64_t stride, int64_t rows, int64_t panel, float *out) {
-    int64_t first = panel * PANEL, count = p.outputs - first < PANEL ? p.outputs - first : PANEL, o = 0;
+    int64_t first = panel * PANEL, count = p.outputs - first < PANEL ? p.outputs - first : PANEL;
     const T *const *weights = static_cast<const T *const *>(p.weights) + first;
-    float *place = out + first;
-    if (rows == 1) {
-        for (; o + ALONE <= count; o += ALONE) dots_of_rows<T, ALONE, 1>(weights + o, x, stride, p.depth, rows, place + o, p.outputs);
+    if (rows < DECODED_ROWS) {
+        dots_of_rows(weights, count, x, stride, p.depth, rows, out + first, p.outputs);
+    } else {
+        static thread_local std::vector<float> room;
+        room.resize(FOURS * p.depth);
+        for (int64_t o = 0; o < count; o += FOURS) {
+            int64_t some = count - o < FOURS ? count - o : FOURS;
+            const float *decoded[FOURS];
+            for (int64_t i = 0; i < some; i++) {
+                float *place = room.data() + i * p.depth;
+                for (int64_t k = 0; k < p.depth; k++) place[k] = read(weights[o + i][k]);
+                decoded[i] = place;
+            }
+            dots_of_rows(decoded, some, x, stride, p.depth, rows, out + first + o, p.outputs);
+        }
     }
-    for (; o + DOT_OUTPUTS <= count; o += DOT_OUTPUTS) {
-        dots_of_rows<T, DOT_OUTPUTS, DOT_ROWS>(weights + o, x, stride, p.depth, rows, place + o, p.outputs);
-    }
-    for (; o < count; o++) dots_of_rows<T, 1, DOT_ROWS>(weights + o, x, stride, p.depth, rows, place + o, p.outputs);
     if (p.bias == nullptr) return;
     const T *const *bias = static_cast<const T *const *>(p.bias) + first;
     for (int64_t r = 0; r < rows; r++)
-        for (int64_t i = 0; i < count; i++) place[r * p.outputs + i] += read(*bias[i]);
+        for (int64_t i = 0; i < count; i++) out[r * p.outputs + first + i] += read(*bias[i]);
 }
 
 } // namespace foresay

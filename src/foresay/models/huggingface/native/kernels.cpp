@@ -1,5 +1,6 @@
 // A pass over a Llama-like decoder's layers on a CPU, and products by themselves.
 
+#include "blocks.h"
 #include "dots.h"
 #include "layer.h"
 #include "pool.h"
@@ -221,6 +222,15 @@ extern "C" void foresay_multiply(const Product *p, const void *x, void *out, int
     float *result = is_bf16 ? product.data() : static_cast<float *>(out);
     multiply(*p, wide.data(), stride, rows, result, static_cast<int>(threads));
     for (size_t i = 0; i < product.size(); i++) write(static_cast<bf16 *>(out)[i], product[i]);
+}
+
+// words [panels, depth / 4, 16] and scales [panels, depth / 32, 2, 32], zeros before, of the blocks of `outputs` rows
+extern "C" void foresay_pack(const uint8_t *const *rows, const uint8_t *kinds, int64_t outputs, int64_t depth, uint32_t *words,
+                             uint16_t *scales, int64_t threads) {
+    each((outputs + PANEL - 1) / PANEL, static_cast<int>(threads), [&](int64_t panel) {
+        int64_t first = panel * PANEL, count = outputs - first < PANEL ? outputs - first : PANEL;
+        pack_panel(rows + first, kinds + first, count, depth, words + panel * depth * 4, scales + panel * (depth / GROUP) * 2 * PANEL);
+    });
 }
 
 // For tests of one part alone.

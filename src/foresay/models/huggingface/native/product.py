@@ -15,6 +15,8 @@ from foresay.models.huggingface.native import structs
 from foresay.models.huggingface.native.build import library
 from foresay.models.huggingface.rounding import GROUP, Groups, rounded_int4, rounded_int8
 
+BLOCKS = ("Q4_0", "Q4_1", "Q4_K")
+"""Types of a GGUF file that are packed as they are, by the numbers that blocks.h knows them by."""
 PANEL = 32
 """Outputs that lie side by side."""
 _FLOAT32, _BFLOAT16, _INT8, _INT4 = range(4)
@@ -99,6 +101,18 @@ class NativeProduct(CompiledProduct):
             rows += len(scale)
         joined = torch.cat(scales)
         return cls(_INT4, torch.cat(weights), joined, (rows, joined.shape[1] * GROUP), bias)
+
+    @classmethod
+    def of_blocks(cls, rows: torch.Tensor, kinds: torch.Tensor, depth: int, bias: torch.Tensor | None) -> NativeProduct:
+        """From the blocks of a GGUF file. rows: where those of each row begin, [out] int64 addresses. kinds: [out] uint8 by BLOCKS."""
+        found, panels = library(), -(-len(rows) // PANEL)
+        if found is None:
+            raise LookupError("no kernels")
+        weights = torch.zeros(panels, depth // 4, 16, dtype=torch.int32)
+        scales = torch.zeros(panels, depth // GROUP, 2, PANEL, dtype=torch.float16)
+        places = [one.contiguous().data_ptr() for one in (rows, kinds)]
+        found.foresay_pack(*places, len(rows), depth, weights.data_ptr(), scales.data_ptr(), torch.get_num_threads())
+        return cls(_INT4, weights, scales, (len(rows), depth), bias)
 
     @classmethod
     def int8(cls, weight: torch.Tensor, bias: torch.Tensor | None) -> NativeProduct:

@@ -72,6 +72,7 @@ def declared(found: ctypes.CDLL) -> ctypes.CDLL:
     functions: dict[str, list[type]] = {
         "pass": [ctypes.POINTER(Model), ctypes.POINTER(Pass)],
         "multiply": [ctypes.POINTER(Product), p, p, n, n, n],
+        "pack": [p, p, n, n, p, p, n],
         "add_norm": [p, p, p, r, p, p, n, n, r],
         "gate": [p, p, n, n, n],
         "attend": [ctypes.POINTER(Attention), p, p, p, p, p, n, n],
