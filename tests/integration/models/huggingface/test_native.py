@@ -96,20 +96,21 @@ def attend(
     ancestors: torch.Tensor | None = None,
     threads: int = 1,
     only: int | None = None,
+    dim: int = D,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What the kernel gathers after rows of some lengths, and what the definition does, [rows, columns, Q * D] each.
 
     only: give the kernel this row alone.
     """
     rows, room = len(lengths), max(lengths) + columns + 3
-    stores = numbers(2, rows, room, K, D, dtype=dtype)
-    joint = numbers(rows, columns, (Q + 2 * K) * D)
-    cos, sin = numbers(rows, columns, D // 2), numbers(rows, columns, D // 2)
-    norms = (numbers(Q * D), numbers(K * D)) if wide else (numbers(D), numbers(D))
+    stores = numbers(2, rows, room, K, dim, dtype=dtype)
+    joint = numbers(rows, columns, (Q + 2 * K) * dim)
+    cos, sin = numbers(rows, columns, dim // 2), numbers(rows, columns, dim // 2)
+    norms = (numbers(Q * dim), numbers(K * dim)) if wide else (numbers(dim), numbers(dim))
     slots = torch.tensor(lengths)[:, None] + torch.arange(columns)
     positions = slots if ancestors is None else torch.tensor(lengths)[:, None] + ancestors.sum(-1) - 1
     reference = _gathered(
-        stores.double(), joint.double(), cos, sin, norms, wide, slots, positions, window, softcap, ancestors
+        stores.double(), joint.double(), cos, sin, norms, wide, slots, positions, window, softcap, ancestors, dim
     )
     some = slice(None) if only is None else slice(only, only + 1)
     place = torch.arange(rows)[some, None].expand(-1, columns).contiguous()
@@ -118,19 +119,19 @@ def attend(
     held = [x.contiguous() for x in (slots[some], positions[some], cos[some], sin[some], joint[some], starts[some])]
     seen = None if ancestors is None else ancestors[some].to(torch.uint8).contiguous()
     asked = structs.Attention(
-        tokens=tokens, columns=columns, queries=Q, keys=K, dim=D, rotated=D // 2, wide=int(bool(wide)), window=window,
+        tokens=tokens, columns=columns, queries=Q, keys=K, dim=dim, rotated=dim // 2, wide=int(bool(wide)), window=window,
         row_stride=stores.stride(1), rows=place.data_ptr(), slots=held[0].data_ptr(), positions=held[1].data_ptr(),
         starts=held[5].data_ptr(),
         ancestors=None if seen is None else seen.data_ptr(), cosines=held[2].data_ptr(), sines=held[3].data_ptr(),
         query_norm=None if wide is None else norms[0].data_ptr(), key_norm=None if wide is None else norms[1].data_ptr(),
         eps=1e-5, scaling=0.3, softcap=softcap,
     )  # fmt: skip
-    out, scratch = torch.empty(tokens, Q * D), torch.empty(tokens, Q * D)
+    out, scratch = torch.empty(tokens, Q * dim), torch.empty(tokens, Q * dim)
     kernel("attend")(
         ctypes.byref(asked), held[4].data_ptr(), scratch.data_ptr(), stores[0].data_ptr(), stores[1].data_ptr(),
         out.data_ptr(), CACHES[dtype], threads,
     )  # fmt: skip
-    return out.view(-1, columns, Q * D), reference[some]
+    return out.view(-1, columns, Q * dim), reference[some]
 
 
 def _gathered(
@@ -145,29 +146,30 @@ def _gathered(
     window: int,
     softcap: float,
     ancestors: torch.Tensor | None,
+    dim: int,
 ) -> torch.Tensor:
     """Attention by its definition, one token and head at a time."""
     keys, values = stores[0].clone(), stores[1].clone()
-    query, key, value = joint.split([Q * D, K * D, K * D], -1)
+    query, key, value = joint.split([Q * dim, K * dim, K * dim], -1)
     shape = slots.shape
     if wide is not None:
         one, two = norms[0].double(), norms[1].double()
         if wide:
             query, key = rms(query, one, 1e-5), rms(key, two, 1e-5)
         else:
-            query = rms(query.view(*shape, Q, D), one, 1e-5).flatten(-2)
-            key = rms(key.view(*shape, K, D), two, 1e-5).flatten(-2)
+            query = rms(query.view(*shape, Q, dim), one, 1e-5).flatten(-2)
+            key = rms(key.view(*shape, K, dim), two, 1e-5).flatten(-2)
     c, s = cos.double()[:, :, None], sin.double()[:, :, None]
 
     def turned(x: torch.Tensor) -> torch.Tensor:
-        part, rest = x[..., : D // 2], x[..., D // 2 :]
-        half = torch.cat([-part[..., D // 4 :], part[..., : D // 4]], -1)
+        part, rest = x[..., : dim // 2], x[..., dim // 2 :]
+        half = torch.cat([-part[..., dim // 4 :], part[..., : dim // 4]], -1)
         return torch.cat([part * c + half * s, rest], -1)
 
-    query, key = turned(query.view(*shape, Q, D)), turned(key.view(*shape, K, D))
-    out = torch.zeros(*shape, Q, D, dtype=torch.double)
+    query, key = turned(query.view(*shape, Q, dim)), turned(key.view(*shape, K, dim))
+    out = torch.zeros(*shape, Q, dim, dtype=torch.double)
     for i in range(shape[0]):
-        keys[i, slots[i]], values[i, slots[i]] = key[i], value.view(*shape, K, D)[i]
+        keys[i, slots[i]], values[i, slots[i]] = key[i], value.view(*shape, K, dim)[i]
         for t in range(shape[1]):
             start = int(slots[i, 0])
             seen = [n for n in range(start) if not window or n > int(positions[i, t]) - window]
@@ -196,11 +198,19 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("dtype", CACHES)
+@pytest.mark.parametrize("lengths", [[0, 7, 40], [61, 127, 200]])
 @pytest.mark.parametrize("case", CASES)
-def test_attention(case: str, dtype: torch.dtype) -> None:
-    ours, wanted = attend([0, 7, 40], 4, dtype, **CASES[case])
+def test_attention(case: str, lengths: list[int], dtype: torch.dtype) -> None:
+    """Within what is looked at together, and across it."""
+    ours, wanted = attend(lengths, 4, dtype, **CASES[case])
     precise = dtype == torch.float32
     torch.testing.assert_close(ours.double(), wanted, atol=1e-5 if precise else 3e-2, rtol=1e-5 if precise else 3e-2)
+
+
+@pytest.mark.parametrize("dim", [8, 24, 64, 80, 128])
+def test_heads_of_other_sizes(dim: int) -> None:
+    ours, wanted = attend([3, 150], 20, dim=dim)
+    torch.testing.assert_close(ours.double(), wanted, atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -236,11 +246,68 @@ def test_numbers_are_rounded_as_pytorch_rounds_them() -> None:
     assert torch.equal(out.nan_to_num(7), x.to(torch.bfloat16).nan_to_num(7))
 
 
+def test_a_token_shares_what_is_read_and_nothing_else(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Long rows, by tokens that look together or alone. Control: sums that begin anew wherever a span looks next."""
+
+    def different() -> int:
+        model, count = compiled("mistral", sliding_window=100), 0  # spans begin anywhere
+        tokens = torch.randint(2, 90, (1, 230), generator=SEEDED)
+        cache, other = model.new_cache(), model.new_cache()
+        for one in (cache, other):
+            one.add_rows(1)
+        whole = model.forward(Feed(tokens[:, :200], (200,)), cache).scores()[0]
+        start = 0
+        for size in (1, 3, 60, 5, 1, 16, 17, 2, 95):
+            part = model.forward(Feed(tokens[:, start : start + size], (size,)), other).scores()[0]
+            count += int((part != whole[start : start + size]).any(1).sum())
+            start += size
+        return count
+
+    assert different() == 0
+    for source in build.SOURCES:
+        text = source.read_text()
+        if source.name == "attention.h":
+            for right, wrong in (
+                ("from = first_in_sight(a, n) / POSITIONS * POSITIONS", "from = first_in_sight(a, n)"),
+                ("sum[r][v] = load<Floats>(sums[r] + v * LANES)", "sum[r][v] = Floats{}"),
+                (
+                    "std::memcpy(sums[r] + v * LANES, &sum[r][v], sizeof(Floats));",
+                    "for (int l = 0; l < LANES; l++) sums[r][v * LANES + l] += sum[r][v][l];",
+                ),
+            ):
+                assert right in text
+                text = text.replace(right, wrong)
+        (tmp_path / source.name).write_text(text)
+    monkeypatch.setattr(build, "SOURCES", tuple(tmp_path / source.name for source in build.SOURCES))
+    monkeypatch.setenv("FORESAY_CACHE", str(tmp_path / "cache"))
+    build.library.cache_clear()
+    try:
+        assert different() > 0
+    finally:
+        build.library.cache_clear()
+
+
+def test_a_branch_of_a_tree_has_the_bits_of_a_chain() -> None:
+    """Though its tokens lie in other slots."""
+    model = compiled("llama", torch.bfloat16)
+    before, chain = torch.randint(2, 90, (1, 61), generator=SEEDED), torch.tensor([[5, 9, 17, 3]])
+    caches = [model.new_cache() for _ in range(2)]
+    for cache in caches:
+        cache.add_rows(1)
+        model.forward(Feed(before, (61,)), cache)
+    wanted = model.forward(Feed(chain, (4,)), caches[0]).scores()[0]
+    tree = torch.tensor([[5, 8, 9, 7, 17, 2, 3]])
+    parents = torch.tensor([[-1, 0, 0, 1, 2, 4, 4]])
+    ours = model.forward(Feed(tree, (7,), parents=parents), caches[1]).scores()[0]
+    assert torch.equal(ours[[0, 2, 4, 6]], wanted)
+    assert not torch.equal(ours[5], wanted[3]), "control"
+
+
 # -- the whole model ---------------------------------------------------------------------------------------------------
 
 
-def compiled(family: str, dtype: torch.dtype = torch.float32) -> CausalModel:
-    weights = make(family).to(dtype)
+def compiled(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> CausalModel:
+    weights = make(family, **changes).to(dtype)
     freeze_linears(weights)
     model = CausalModel(weights)
     assert go_lean(model) is None

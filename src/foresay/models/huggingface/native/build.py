@@ -25,7 +25,7 @@ logger = logging.getLogger("foresay")
 
 SOURCES = tuple(
     Path(__file__).with_name(name)
-    for name in ("kernels.cpp", "blocks.h", "dots.h", "layer.h", "numbers.h", "pool.h", "products.h")
+    for name in ("kernels.cpp", "attention.h", "blocks.h", "dots.h", "layer.h", "numbers.h", "pool.h", "products.h")
 )
 """The first is compiled; the others are what it includes."""
 COMPILERS = ("c++", "g++", "clang++")

@@ -16,10 +16,7 @@ constexpr int64_t DECODED_ROWS = 8; // from which on weights are first widened: 
 
 inline Floats vector_of(const float *place) { return load<Floats>(place); }
 
-inline Floats vector_of(const bf16 *place) {
-    Words wide = __builtin_convertvector(load<Shorts>(reinterpret_cast<const uint16_t *>(place)), Words) << 16;
-    return reinterpret_cast<Floats>(wide);
-}
+inline Floats vector_of(const bf16 *place) { return widened(reinterpret_cast<const uint16_t *>(place)); }
 
 // The last numbers of a row, filled up with zeros to a vector.
 template <class T> inline Floats rest_of(const T *place, int64_t count) {

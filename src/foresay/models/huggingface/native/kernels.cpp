@@ -1,8 +1,7 @@
 // A pass over a Llama-like decoder's layers on a CPU, and products by themselves.
 
+#include "attention.h"
 #include "blocks.h"
-#include "dots.h"
-#include "layer.h"
 #include "pool.h"
 #include "products.h"
 
@@ -125,12 +124,11 @@ template <class T>
 void attend(const Attention &a, const float *joint, float *queries, void *keys, void *values, float *out, int threads) {
     T *key_cache = static_cast<T *>(keys), *value_cache = static_cast<T *>(values);
     each_token(a.tokens, threads, [&](int64_t n) { place(a, joint, queries, key_cache, value_cache, n); });
-    each(a.tokens * a.keys, threads, [&](int64_t task) {
-        static thread_local std::vector<int64_t> seen;
-        static thread_local std::vector<float> room;
-        slots_in_sight(a, task / a.keys, seen);
-        auto gathered = a.dim == 64 ? gather<T, 64> : a.dim == 128 ? gather<T, 128> : gather<T, 0>;
-        gathered(a, queries, key_cache, value_cache, out, task / a.keys, task % a.keys, seen, room);
+    static thread_local std::vector<Span> found;
+    spans_of(a, found);
+    const std::vector<Span> &spans = found; // the caller's, not the worker's
+    each(static_cast<int64_t>(spans.size()) * a.keys, threads, [&, list = spans.data()](int64_t task) {
+        gather(a, queries, key_cache, value_cache, out, list[task / a.keys], task % a.keys);
     });
 }
 

@@ -104,7 +104,7 @@ class NativeProduct(CompiledProduct):
 
     @classmethod
     def of_blocks(cls, rows: torch.Tensor, kinds: torch.Tensor, depth: int, bias: torch.Tensor | None) -> NativeProduct:
-        """From the blocks of a GGUF file. rows: where those of each row begin, [out] int64 addresses. kinds: [out] uint8 by BLOCKS."""
+        """From a GGUF file's blocks. rows: where those of each row begin, [out] int64 addresses. kinds: [out] uint8."""
         found, panels = library(), -(-len(rows) // PANEL)
         if found is None:
             raise LookupError("no kernels")

@@ -80,6 +80,19 @@ inline Ints widened(const int8_t *place) {
 #endif
 }
 
+// LANES bfloat16 numbers as float32.
+inline Floats widened(const uint16_t *place) {
+#if defined(__AVX512F__)
+    __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(place)));
+    return reinterpret_cast<Floats>(_mm512_slli_epi32(wide, 16));
+#elif defined(__AVX2__)
+    __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(place)));
+    return reinterpret_cast<Floats>(_mm256_slli_epi32(wide, 16));
+#else
+    return reinterpret_cast<Floats>(__builtin_convertvector(load<Shorts>(place), Words) << 16);
+#endif
+}
+
 // A panel's weights at four depths in a row.
 template <int FORMAT> struct Decoder;
 
@@ -98,10 +111,7 @@ template <> struct Decoder<BFLOAT16> {
     Decoder(const Product &p, int64_t panel, int64_t padded) : weights(static_cast<const uint16_t *>(p.weights) + panel * padded * PANEL) {}
     inline void group(int64_t) {}
     inline void at(int64_t k, int, Floats *out) const {
-        for (int v = 0; v < VECTORS; v++) {
-            Words wide = __builtin_convertvector(load<Shorts>(weights + k * PANEL + v * LANES), Words) << 16;
-            out[v] = reinterpret_cast<Floats>(wide);
-        }
+        for (int v = 0; v < VECTORS; v++) out[v] = widened(weights + k * PANEL + v * LANES);
     }
 };
 

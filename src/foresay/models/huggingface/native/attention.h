@@ -1,0 +1,340 @@
+// Attention of a Llama-like layer: rotary positions, the cache, and what each token gathers from it.
+//
+// A token's sums run over positions in one fixed order, whatever else the pass holds: its bits depend neither on the batch, nor on the
+// columns beside it, nor on how many threads there are. Scores are sums over the dimensions, in order; a token's weights are summed by
+// their positions modulo a vector's lanes, then over the lanes; values are summed position by position. So tokens of one row can share
+// the keys and values that are read, widened and turned for them, some positions at a time: what one of them does not see weighs
+// nothing, and adding nothing changes no bit. Numbers are float32; T is the type of the cache in memory, float32 or bfloat16.
+// Shapes: N tokens, Q query heads, K key heads, D dimensions of a head.
+
+#pragma once
+
+#include "dots.h"
+#include "layer.h"
+
+#include <algorithm>
+#include <limits>
+#include <vector>
+
+namespace foresay {
+
+struct Attention {
+    int64_t tokens, columns, queries, keys, dim, rotated, wide, window;
+    int64_t row_stride;       // elements from one row of the cache to the next
+    const int64_t *rows;      // [N] the cache row of each token
+    const int64_t *slots;     // [N] its slot
+    const int64_t *starts;    // [N] the slot of the first token of its row in this pass
+    const int64_t *positions; // [N] its position
+    const uint8_t *ancestors; // [N, columns] whether it sees each column of its row; null: those before it, as in any chain
+    const float *cosines;     // [N, rotated]; null: nothing is rotated
+    const float *sines;       // [N, rotated]
+    const float *query_norm;  // [D], or [Q * D] where all heads are one vector; null: none
+    const float *key_norm;
+    float eps, scaling, softcap; // softcap 0: none
+};
+
+inline void norm_in_place(float *x, const float *weight, int64_t width, float eps) {
+    float unit = 1.0f / std::sqrt(mean_square(x, width) + eps);
+#pragma omp simd
+    for (int64_t i = 0; i < width; i++) x[i] = x[i] * unit * weight[i];
+}
+
+inline void norm_heads(float *x, const float *weight, int64_t heads, const Attention &a) {
+    if (weight == nullptr) return;
+    if (a.wide) return norm_in_place(x, weight, heads * a.dim, a.eps);
+    for (int64_t h = 0; h < heads; h++) norm_in_place(x + h * a.dim, weight, a.dim, a.eps);
+}
+
+inline void rotate_heads(float *x, int64_t heads, const Attention &a, int64_t n) {
+    if (a.cosines == nullptr) return;
+    const float *cosines = a.cosines + n * a.rotated, *sines = a.sines + n * a.rotated;
+    int64_t half = a.rotated / 2;
+    for (int64_t h = 0; h < heads; h++) {
+        float *low = x + h * a.dim, *high = low + half;
+#pragma omp simd
+        for (int64_t i = 0; i < half; i++) {
+            float one = low[i], two = high[i];
+            low[i] = one * cosines[i] - two * sines[i];
+            high[i] = two * cosines[half + i] + one * sines[half + i];
+        }
+    }
+}
+
+// Queries [N, Q * D] of the joint product, normed and rotated; keys and values go to the cache.
+template <class T>
+void place(const Attention &a, const float *joint, float *queries, T *key_cache, T *value_cache, int64_t n) {
+    int64_t q = a.queries * a.dim, k = a.keys * a.dim;
+    const float *source = joint + n * (q + 2 * k);
+    float *query = queries + n * q;
+    std::vector<float> key(k);
+    for (int64_t i = 0; i < q; i++) query[i] = source[i];
+    for (int64_t i = 0; i < k; i++) key[i] = source[q + i];
+    norm_heads(query, a.query_norm, a.queries, a);
+    norm_heads(key.data(), a.key_norm, a.keys, a);
+    rotate_heads(query, a.queries, a, n);
+    rotate_heads(key.data(), a.keys, a, n);
+    int64_t at = a.rows[n] * a.row_stride + a.slots[n] * k;
+    for (int64_t i = 0; i < k; i++) write(key_cache[at + i], key[i]);
+    for (int64_t i = 0; i < k; i++) write(value_cache[at + i], source[q + k + i]);
+}
+
+constexpr int VECTORS_AT_ONCE = 4, QUERIES_AT_ONCE = LANES == 16 ? 4 : 2;
+constexpr int64_t POSITIONS = VECTORS_AT_ONCE * LANES; // that are looked at together
+constexpr int64_t MOST_TOKENS = 16, MOST_SCORES = 1 << 16; // of a span, and of its heads
+
+// Tokens of one row, one behind the other, that look at the cache together; a token of a tree is alone.
+struct Span {
+    int64_t first, count;
+};
+
+// The first and the last position that a token sees.
+inline int64_t first_in_sight(const Attention &a, int64_t n) {
+    int64_t first = a.window > 0 ? a.positions[n] - a.window + 1 : 0;
+    return first > 0 ? first : 0;
+}
+
+inline void spans_of(const Attention &a, std::vector<Span> &out) {
+    out.clear();
+    int64_t group = a.queries / a.keys;
+    for (int64_t n = 0; n < a.tokens;) {
+        int64_t count = 1, most = a.ancestors != nullptr ? 1 : MOST_SCORES / (group * (a.positions[n] + MOST_TOKENS + POSITIONS));
+        if (most > MOST_TOKENS) most = MOST_TOKENS;
+        while (count < most && n + count < a.tokens && a.rows[n + count] == a.rows[n]) count++;
+        out.push_back({n, count});
+        n += count;
+    }
+}
+
+// Where a token's positions lie, from the first of its row in this pass on; a chain's lie where they say.
+inline void slots_of_path(const Attention &a, int64_t n, std::vector<int64_t> &path) {
+    path.clear();
+    if (a.ancestors == nullptr) return;
+    int64_t column = a.slots[n] - a.starts[n];
+    for (int64_t c = 0; c <= column; c++) {
+        if (a.ancestors[n * a.columns + c]) path.push_back(a.starts[n] + c);
+    }
+}
+
+// Which lanes of two vectors change places when blocks of SIZE are turned.
+template <int SIZE> struct Exchange {
+    int32_t low[LANES], high[LANES];
+    constexpr Exchange() : low{}, high{} {
+        for (int l = 0; l < LANES; l++) {
+            low[l] = l & SIZE ? LANES + l - SIZE : l;
+            high[l] = l & SIZE ? LANES + l : l + SIZE;
+        }
+    }
+};
+
+// LANES vectors become those of their lanes.
+template <int SIZE = 1> inline void turned(Floats *v) {
+    static constexpr Exchange<SIZE> at;
+    Ints low = load<Ints>(at.low), high = load<Ints>(at.high);
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++) {
+        if (i & SIZE) continue;
+        Floats one = v[i], two = v[i + SIZE];
+        v[i] = chosen(one, two, low), v[i + SIZE] = chosen(one, two, high);
+    }
+    if constexpr (2 * SIZE < LANES) turned<2 * SIZE>(v);
+}
+
+// What is read once for all heads and tokens of a span: keys [D, POSITIONS] and values [POSITIONS, padded D], in float32.
+template <class T> struct Read {
+    const T *keys, *values; // of the row and head
+    int64_t stride, dim, padded, start;
+    const std::vector<int64_t> *path;
+    std::vector<float> room;
+    std::vector<T> zeros;
+
+    int64_t slot(int64_t position) const {
+        return path->empty() || position < start ? position : (*path)[position - start];
+    }
+
+    // Ask for what is read next: rows of one head lie too far apart for the processor to foresee them.
+    void ahead(const T *place, int64_t from, int64_t to) const {
+        for (int64_t p = from; p < to; p++) {
+            const char *row = reinterpret_cast<const char *>(place + slot(p) * stride);
+            for (int64_t byte = 0; byte < dim * static_cast<int64_t>(sizeof(T)); byte += 64) __builtin_prefetch(row + byte);
+        }
+    }
+
+    // Keys of positions [from, to), of which there are POSITIONS at most; the others' are zeros.
+    const float *keys_of(int64_t from, int64_t to) {
+        float *out = room.data();
+        int64_t whole = dim / LANES * LANES;
+        const T *nothing = zeros.data();
+        for (int64_t v = 0; v < VECTORS_AT_ONCE; v++) {
+            const T *places[LANES];
+            for (int64_t j = 0; j < LANES; j++) {
+                int64_t position = from + v * LANES + j;
+                places[j] = position < to ? keys + slot(position) * stride : nothing;
+            }
+            for (int64_t d = 0; d < whole; d += LANES) {
+                Floats block[LANES];
+                for (int j = 0; j < LANES; j++) block[j] = vector_of(places[j] + d);
+                turned(block);
+                for (int64_t i = 0; i < LANES; i++) std::memcpy(out + (d + i) * POSITIONS + v * LANES, &block[i], sizeof(Floats));
+            }
+            for (int64_t d = whole; d < dim; d++)
+                for (int64_t j = 0; j < LANES; j++) out[d * POSITIONS + v * LANES + j] = foresay::read(places[j][d]);
+        }
+        return out;
+    }
+
+    const float *values_of(int64_t from, int64_t to) {
+        float *out = room.data();
+        for (int64_t p = from; p < to; p++) {
+            const T *place = values + slot(p) * stride;
+            float *row = out + (p - from) * padded;
+            int64_t d = 0;
+            for (; d + LANES <= dim; d += LANES) {
+                Floats some = vector_of(place + d);
+                std::memcpy(row + d, &some, sizeof some);
+            }
+            for (; d < dim; d++) row[d] = foresay::read(place[d]);
+        }
+        return out;
+    }
+};
+
+// out[r] [POSITIONS] = scaling * queries[r] . keys [dim, POSITIONS]
+template <int R> inline void scores_of(const float *const *queries, const float *keys, int64_t dim, float scaling, float *const *out) {
+    Floats sum[R][VECTORS_AT_ONCE] = {};
+    for (int64_t d = 0; d < dim; d++) {
+        Floats key[VECTORS_AT_ONCE];
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS_AT_ONCE; v++) key[v] = load<Floats>(keys + d * POSITIONS + v * LANES);
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++) {
+            float one = queries[r][d];
+#pragma GCC unroll 4
+            for (int v = 0; v < VECTORS_AT_ONCE; v++) sum[r][v] += key[v] * one;
+        }
+    }
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < VECTORS_AT_ONCE; v++) {
+            Floats scaled = sum[r][v] * scaling;
+            std::memcpy(out[r] + v * LANES, &scaled, sizeof scaled);
+        }
+}
+
+// sums[r] [V vectors] += weights[r] [count] times values [count, padded]
+template <int R, int V> inline void add_values(const float *const *weights, const float *values, int64_t padded, int64_t count, float *const *sums) {
+    Floats sum[R][V];
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < V; v++) sum[r][v] = load<Floats>(sums[r] + v * LANES);
+    for (int64_t p = 0; p < count; p++) {
+        Floats value[V];
+#pragma GCC unroll 4
+        for (int v = 0; v < V; v++) value[v] = load<Floats>(values + p * padded + v * LANES);
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++) {
+            float weight = weights[r][p];
+#pragma GCC unroll 4
+            for (int v = 0; v < V; v++) sum[r][v] += value[v] * weight;
+        }
+    }
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < V; v++) std::memcpy(sums[r] + v * LANES, &sum[r][v], sizeof(Floats));
+}
+
+template <int R> inline void add_all_values(const float *const *weights, const float *values, int64_t padded, int64_t count, float *const *sums) {
+    float *place[R];
+    for (int64_t d = 0; d < padded;) {
+        for (int r = 0; r < R; r++) place[r] = sums[r] + d;
+        int64_t left = (padded - d) / LANES;
+        if (left >= 4) add_values<R, 4>(weights, values + d, padded, count, place), d += 4 * LANES;
+        else if (left >= 2) add_values<R, 2>(weights, values + d, padded, count, place), d += 2 * LANES;
+        else add_values<R, 1>(weights, values + d, padded, count, place), d += LANES;
+    }
+}
+
+// Scores [first, last] become weights that sum to one; what lies around them, [0, width), weighs nothing.
+inline void weights_of(float *scores, int64_t first, int64_t last, int64_t width, float softcap) {
+    if (softcap > 0.0f) {
+        for (int64_t p = first; p <= last; p++) scores[p] = softcap * std::tanh(scores[p] / softcap);
+    }
+    int64_t from = first / LANES * LANES, to = (last / LANES + 1) * LANES;
+    std::memset(scores, 0, from * sizeof(float));
+    std::memset(scores + to, 0, (width - to) * sizeof(float));
+    for (int64_t p = from; p < first; p++) scores[p] = std::numeric_limits<float>::lowest();
+    for (int64_t p = last + 1; p < to; p++) scores[p] = std::numeric_limits<float>::lowest();
+    float top = std::numeric_limits<float>::lowest();
+#pragma omp simd reduction(max : top)
+    for (int64_t p = from; p < to; p++) top = scores[p] > top ? scores[p] : top;
+#pragma omp simd
+    for (int64_t p = from; p < to; p++) scores[p] = exponential(scores[p] - top);
+    for (int64_t p = from; p < first; p++) scores[p] = 0.0f;
+    for (int64_t p = last + 1; p < to; p++) scores[p] = 0.0f;
+    Floats sums[LANES] = {};
+    for (int64_t p = from; p < to; p += LANES) sums[0] += load<Floats>(scores + p);
+    float inverse = 1.0f / together(sums)[0];
+#pragma omp simd
+    for (int64_t p = from; p < to; p++) scores[p] *= inverse;
+}
+
+// Run `body` over queries, some at a time: body(how many as a constant, the first of them).
+template <class F> inline void some_queries(int64_t count, const F &body) {
+    int64_t r = 0;
+    for (; r + QUERIES_AT_ONCE <= count; r += QUERIES_AT_ONCE) body(std::integral_constant<int, QUERIES_AT_ONCE>(), r);
+    if (r + 3 <= count && QUERIES_AT_ONCE > 3) body(std::integral_constant<int, 3>(), r), r += 3;
+    for (; r + 2 <= count; r += 2) body(std::integral_constant<int, 2>(), r);
+    for (; r < count; r++) body(std::integral_constant<int, 1>(), r);
+}
+
+// What the heads that share a key head gather for the tokens of a span, out [N, Q * D].
+template <class T>
+void gather(const Attention &a, const float *queries, const T *key_cache, const T *value_cache, float *out, Span span, int64_t head) {
+    static thread_local Read<T> source;
+    static thread_local std::vector<float> room;
+    static thread_local std::vector<int64_t> path;
+    static thread_local std::vector<float *> scores, sums;
+    static thread_local std::vector<const float *> asked;
+    int64_t n = span.first, group = a.queries / a.keys, count = span.count * group;
+    int64_t last = a.positions[n + span.count - 1], from = first_in_sight(a, n) / POSITIONS * POSITIONS;
+    int64_t padded = (a.dim + LANES - 1) / LANES * LANES, width = (last - from) / POSITIONS * POSITIONS + POSITIONS;
+    slots_of_path(a, n, path);
+    int64_t base = a.rows[n] * a.row_stride + head * a.dim;
+    source.keys = key_cache + base, source.values = value_cache + base;
+    source.stride = a.keys * a.dim, source.dim = a.dim, source.padded = padded, source.start = a.starts[n], source.path = &path;
+    source.room.assign(POSITIONS * padded, 0.0f), source.zeros.assign(padded, T{});
+    room.resize(count * (width + padded));
+    scores.resize(count), sums.resize(count), asked.resize(count);
+    for (int64_t r = 0; r < count; r++) {
+        asked[r] = queries + ((n + r / group) * a.queries + head * group + r % group) * a.dim;
+        scores[r] = room.data() + r * width, sums[r] = room.data() + count * width + r * padded;
+    }
+    for (int64_t p = from; p <= last; p += POSITIONS) {
+        source.ahead(source.keys, std::min(p + POSITIONS, last + 1), std::min(p + 2 * POSITIONS, last + 1));
+        const float *keys = source.keys_of(p, std::min(p + POSITIONS, last + 1));
+        some_queries(count, [&](auto some, int64_t r) {
+            constexpr int R = decltype(some)::value;
+            float *place[R];
+            for (int i = 0; i < R; i++) place[i] = scores[r + i] + (p - from);
+            scores_of<R>(asked.data() + r, keys, a.dim, a.scaling, place);
+        });
+    }
+    for (int64_t r = 0; r < count; r++) {
+        int64_t token = n + r / group;
+        weights_of(scores[r], first_in_sight(a, token) - from, a.positions[token] - from, width, a.softcap);
+    }
+    std::memset(room.data() + count * width, 0, count * padded * sizeof(float));
+    std::memset(source.room.data(), 0, source.room.size() * sizeof(float)); // no number of a key stands behind a short value
+    for (int64_t p = from; p <= last; p += POSITIONS) {
+        int64_t end = std::min(p + POSITIONS, last + 1);
+        source.ahead(source.values, end, std::min(end + POSITIONS, last + 1));
+        const float *values = source.values_of(p, end);
+        some_queries(count, [&](auto some, int64_t r) {
+            constexpr int R = decltype(some)::value;
+            const float *weights[R];
+            for (int i = 0; i < R; i++) weights[i] = scores[r + i] + (p - from);
+            add_all_values<R>(weights, values, padded, end - p, sums.data() + r);
+        });
+    }
+    for (int64_t r = 0; r < count; r++) {
+        std::memcpy(out + ((n + r / group) * a.queries + head * group + r % group) * a.dim, sums[r], a.dim * sizeof(float));
+    }
+}
+
+} // namespace foresay
