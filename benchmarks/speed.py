@@ -1,6 +1,7 @@
 """Whole decoding beside other engines and beside ourselves, as ratios of neighbouring runs.
 
-    python benchmarks/speed.py [--quick] [--only NAME ...] [--vllm PYTHON] [--llamacpp PYTHON] [--write]
+    python benchmarks/speed.py [--quick] [--only NAME ...] [--vllm PYTHON] [--llamacpp PYTHON]
+                               [--economize PYTHON] [--write]
 
 Shipped prompts, greedy, prompts included, the same weights, threads and number of tokens. Contenders take turns between runs of
 our plain decoding (`foresay.lab.bench`), and each figure is a median of ratios to those neighbours, since shared machines
@@ -90,7 +91,7 @@ class Speed:
 
     def peers(self, *forms: str, dtype: str) -> list[PeerRunner]:
         """The peers that were given: "vllm" and "vllm(ngram=5)" want --vllm, "llama.cpp" --llamacpp."""
-        pythons = {"vllm": self.args.vllm, "llama.cpp": self.args.llamacpp}
+        pythons = {"vllm": self.args.vllm, "llama.cpp": self.args.llamacpp, "economize": self.args.economize}
         out = []
         for form in forms:
             kind, mark, settings = form.partition("(")
@@ -144,12 +145,13 @@ def log(text: str) -> None:
 
 
 def bf16(bench: Speed) -> dict[str, float]:
-    """Plain, the default and fixed lengths beside vLLM and transformers, with bf16 weights."""
+    """Plain, the default and fixed lengths beside vLLM, transformers and economize, with bf16 weights."""
     out: dict[str, float] = {}
     vllms = bench.peers("vllm", "vllm(ngram=5)", dtype="bf16")
     for batch in BATCHES:
         methods = [DEFAULT, Method("suffix", "12")] if batch == 1 else [DEFAULT]
-        peers = [*vllms, *(bench.peers("transformers", dtype="bf16") if batch == 1 else [])]
+        alone = ("transformers", "economize", "economize(lookup=5)") if batch == 1 else ()
+        peers = [*vllms, *bench.peers(*alone, dtype="bf16")]
         found = bench.compare("bf16", batch, methods, peers)
         out[f"default_b{batch}"] = found[DEFAULT.name]
         theirs = [found[peer.name] for peer in vllms if peer.name in found]
@@ -346,6 +348,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=PARTS, help="some parts only")
     parser.add_argument("--vllm", help="the interpreter vLLM is installed in")
     parser.add_argument("--llamacpp", help="the interpreter llama-cpp-python is installed in")
+    parser.add_argument("--economize", help="the interpreter economize is installed in")
     parser.add_argument("--write", action="store_true", help="write benchmarks/RESULTS.md")
     args = parser.parse_args()
     bench, figures = Speed(args), {}

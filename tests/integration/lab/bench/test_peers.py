@@ -58,8 +58,8 @@ def test_an_interpreter_may_have_parentheses(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("vlm=python", "unknown peer 'vlm'. Did you mean 'vllm'? Known: llama.cpp, transformers, vllm."),
-        ("", "unknown peer ''. Known: llama.cpp, transformers, vllm."),
+        ("vlm=python", "unknown peer 'vlm'. Did you mean 'vllm'? Known: economize, llama.cpp, transformers, vllm."),
+        ("", "unknown peer ''. Known: economize, llama.cpp, transformers, vllm."),
         ("vllm", "'vllm' names no interpreter; write vllm=PYTHON"),
         ("llama.cpp=", "names no interpreter; write llama.cpp=PYTHON"),
         ("transformers=python", "transformers runs in this process and takes no interpreter"),

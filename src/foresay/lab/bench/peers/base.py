@@ -25,13 +25,15 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "transformers": ("assistant", "cache", "lookup"),
     "vllm": ("ngram",),
     "llama.cpp": ("lookup",),
+    "economize": ("lookup",),
 }
 """The peers and the settings that each takes."""
 PASSED_ON = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "ignore_eos")
 """The sampling parameters that are passed on to every peer."""
-_WITH_PYTHON = ("vllm", "llama.cpp")
+_WITH_PYTHON = ("vllm", "llama.cpp", "economize")
 _FORMS = "transformers, transformers(assistant=MODEL), transformers(lookup=10), vllm=PYTHON, vllm=PYTHON(ngram=5), "
-_FORMS += "llama.cpp=PYTHON, llama.cpp=PYTHON(lookup=10)"
+_FORMS += "llama.cpp=PYTHON, llama.cpp=PYTHON(lookup=10), "
+_FORMS += "economize=PYTHON, economize=PYTHON(lookup=5)"
 
 
 @dataclass(frozen=True, slots=True)

