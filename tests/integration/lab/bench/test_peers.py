@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ConfigError, ForesayError, ModelLoadError, ModelNotFoundError, UnknownNameError
@@ -355,6 +356,45 @@ def test_llama_cpp_looks_guesses_up_where_asked(monkeypatch: pytest.MonkeyPatch)
     engine = worker.LlamaCpp()
     assert engine.load({"model": "m", "context": 16, "threads": 2, "lookup": 7})["lookup"] == "7"
     assert engine._llama.settings["draft_model"] == "looks up 7" and engine._llama.settings["logits_all"]
+
+
+class FakeEconomized:
+    def __init__(self, guesses: int) -> None:
+        self.guesses, self.sampled = guesses, []
+
+    def generate(
+        self, ids: torch.Tensor, max_new_tokens: int, eos_token_id: list[int] | None, **sampling: Any
+    ) -> torch.Tensor:
+        self.sampled.append(sampling)
+        new = [int(ids[0, -1]) + 1 + i for i in range(max_new_tokens)]
+        ends = [i + 1 for i, token in enumerate(new) if token in (eos_token_id or [])]
+        return torch.cat([ids[0], torch.tensor(new[: min(ends, default=max_new_tokens)])])[None]
+
+
+@pytest.mark.parametrize(("lookup", "guesses"), [(0, 0), (5, 6)])
+def test_economize_writes_the_exact_number_and_ends_where_asked(
+    lookup: int, guesses: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = Bag(generation_config=Bag(eos_token_id=7))
+    base.eval = lambda: base  # type: ignore[attr-defined]
+    fake = Bag(
+        apply=lambda model, *techniques, decoding=0: FakeEconomized(decoding),
+        DecodeConfig=lambda cycle_length: cycle_length,
+        __version__="1",
+        LookupConfig=Bag,
+    )
+    monkeypatch.setitem(sys.modules, "economize", fake)
+    monkeypatch.setitem(sys.modules, "economize.techniques.lookup", fake)
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", lambda *_, **__: base)
+    engine = worker.Economize()
+    job = {"model": "m", "dtype": "float32", "context": 64, "threads": torch.get_num_threads(), "lookup": lookup}
+    assert engine.load(job)["engine"] == "economize 1"
+    assert engine._model.guesses == guesses
+    assert engine.run({**SAMPLING, "prompts": [[5], [1, 2]]}) == [[6, 7, 8, 9], [3, 4, 5, 6]]
+    assert engine.run({**SAMPLING, "prompts": [[5]], "ignore_eos": False}) == [[6, 7]]
+    assert engine._model.sampled[-1] == {"do_sample": False}
+    engine.run({**SAMPLING, "prompts": [[5]], "temperature": 0.5, "top_k": 3})
+    assert engine._model.sampled[-1] == {"do_sample": True, "temperature": 0.5, "top_k": 3, "top_p": 1.0}
 
 
 # -- the host's side
