@@ -57,23 +57,40 @@ def test_commands_run(
     assert err == ""
 
 
-def test_the_page_on_ngrams_runs(
-    smollm2_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(
+    ("page", "languages", "said"),
+    [
+        ("docs/ngrams.md", ["python", "console", "python"], ["most frequent: ", "tokens are 90% of the corpus"]),
+        (
+            "docs/training.md",
+            ["console", "python"],
+            ["measured on 2,048 tokens", "True\n", "draft's tokens were accepted"],
+        ),
+    ],
+)
+def test_pages_run_from_top_to_bottom(
+    page: str,
+    languages: list[str],
+    said: list[str],
+    smollm2_folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
-    """Its blocks in order, in a folder of their own: they make the corpus that the commands read."""
-    text = (ROOT / "docs/ngrams.md").read_text(encoding="utf-8")
+    """Blocks in order, in a folder of their own: each reads what those before it wrote."""
+    text = (ROOT / page).read_text(encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     found = re.findall(r"^```(python|console)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    assert [language for language, _ in found] == ["python", "console", "python"]
+    assert [language for language, _ in found] == languages
     for language, block in found:
         if language == "python":
-            exec(compile(block, "docs/ngrams.md", "exec"), {})
+            exec(compile(block, page, "exec"), {})
             continue
         for line in block.splitlines():
             assert _run(shlex.split(line.removeprefix("$ "))[1:]) == 0
     out, err = capsys.readouterr()
     assert err == ""
-    assert "most frequent: " in out and "tokens are 90% of the corpus" in out
+    assert all(one in out for one in said), out
 
 
 @pytest.fixture

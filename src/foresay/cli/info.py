@@ -24,6 +24,9 @@ def passes(model: CausalModel | Seq2SeqModel) -> str:
     lean = model.lean if isinstance(model, CausalModel) else None
     if lean is None:
         return "by the family's own code"
+    graphs = model.graphs if isinstance(model, CausalModel) else None
+    if graphs is not None and graphs.off is None:
+        return "lean, captured as graphs"
     return "lean, compiled for this machine" if lean.compiled else "lean"
 
 

@@ -208,7 +208,7 @@ def cuda_graphs(device: torch.device) -> Capture:
                 run()
         torch.cuda.current_stream(device).wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             out = run()
 
         def replay() -> Outputs:

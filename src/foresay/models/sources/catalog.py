@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from foresay.decoding.protocols import LanguageModel
-from foresay.errors import ModelLoadError, ModelNotFoundError, UnknownNameError
+from foresay.errors import ConfigError, ModelLoadError, ModelNotFoundError, UnknownNameError
 from foresay.models.huggingface import linears
 from foresay.models.sources.gguf_blocks import ARCHITECTURES, model_of_blocks
 from foresay.models.sources.gguf_head import read_head
@@ -85,6 +85,22 @@ def load_model(name: str | os.PathLike[str], options: LoadOptions | None = None)
             weights, tokenizer = _read(folder, extra, options, _dtype(options.computes_in, device), device)
     found = wrap(os.fspath(name), weights, tokenizer, optimise=True, bits=options.bits)
     return dataclasses.replace(found, weights=kept)
+
+
+def load_weights(name: str | os.PathLike[str], options: LoadOptions | None = None) -> tuple[Any, Any]:
+    """transformers' own model, and its tokenizer or None, with nothing of foresay's in it: to be cut, trained or saved.
+
+    Raises as `load_model` does; weights="int8" and "int4" are refused.
+    """
+    options = options or LoadOptions()
+    if options.bits is not None:
+        raise ConfigError(f"weights={options.weights!r} are for decoding alone; leave it out")
+    folder, extra, owned = _locate(os.fspath(name), options)
+    device = _device(options)
+    with quiet_transformers(), load_errors(os.fspath(name), owned):
+        if "gguf_file" in extra:
+            refuse_unread(read_head(Path(folder) / extra["gguf_file"]), in_blocks=False)
+        return _read(folder, extra, options, _dtype(options.computes_in, device), device)
 
 
 def load_tokenizer(name: str | os.PathLike[str], options: LoadOptions | None = None) -> Any:

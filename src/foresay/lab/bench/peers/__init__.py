@@ -4,8 +4,8 @@
     run = peer.run(prompts, SamplingParams(max_new_tokens=128), batch_size=8)
     peer.close()
 
-transformers runs in this process, vLLM, llama.cpp and economize each in an interpreter of its own; docs/peers.md describes how they are
-installed, and what a comparison with them is worth.
+transformers runs in this process, vLLM, llama.cpp and economize each in an interpreter of its own; docs/peers.md describes how
+they are installed, and what a comparison with them is worth.
 """
 
 from foresay.lab.bench.peers.base import Peer, PeerRun, PeerSpec, parse

