@@ -11,7 +11,7 @@ from foresay.cli.app import _run
 COMMANDS = (
     *("generate", "chat", "compare", "demo", "methods", "models", "info", "compile", "version"),
     *("record", "replay", "profile", "profile shapes", "bench", "tune", "report"),
-    *("ngram build", "ngram show"),
+    *("prune", "ngram build", "ngram show"),
 )
 
 
