@@ -33,9 +33,7 @@ COMMANDS = {
     "bench": Entry("Time methods against plain decoding and other engines, and keep every result.", "bench:run"),
     "tune": Entry("Find what decodes fastest here, by replay and profile, and confirm the best live.", "tune:run"),
     "report": Entry("Write a report of benchmarks: report.html, report.md and the figures.", "report:run"),
-    "prune": Entry(
-        "Cut a smaller model of the same family out of a model's weights.", "prune:run"
-    ),
+    "prune": Entry("Cut a smaller model of the same family out of a model's weights.", "prune:run"),
     "ngram": Entry(
         "Make n-gram tables from text, and look into them.",
         commands={
