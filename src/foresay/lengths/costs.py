@@ -23,6 +23,8 @@ _EXACT, _RATIO = 4, 1.3
 """Sizes up to the first have measurements of their own; above, those within this ratio share theirs."""
 _DOUBT = 4
 """Measurements that count as much as what other sizes make one expect, while there are few."""
+_REDRAW = 8
+"""Measurements after which a curve is drawn anew, once there are many: drawing takes longer than many a step may wait."""
 _TINY = 1e-9
 """Seconds; a clock may stand still."""
 _FAR = 1e6
@@ -72,6 +74,8 @@ class _Costs(ABC):
     def __init__(self) -> None:
         self._kinds: dict[int, _Kinds] = {}
         self._curves: dict[int, Curve] = {}
+        self._counts: dict[int, int] = {}
+        """Measurements by batch size."""
 
     def curve(self, batch: int) -> Curve | None:
         """The curve of the batch size nearest to `batch`; None when no batch size within a factor of two was measured."""
@@ -85,7 +89,9 @@ class _Costs(ABC):
         return self._curves[best]
 
     def _of(self, batch: int) -> _Kinds:
-        self._curves.pop(batch, None)
+        count = self._counts[batch] = self._counts.get(batch, 0) + 1
+        if count <= _REDRAW**2 or count % _REDRAW == 0:
+            self._curves.pop(batch, None)
         return self._kinds.setdefault(batch, {})
 
     @abstractmethod

@@ -59,21 +59,24 @@ class Reach:
 
     def add(self, rows: Rows, budgets: Sequence[int] | None, kinds: Sequence[int], steps: Sequence[Step]) -> None:
         """Count one step. budgets: what the drafter was asked for; None where less of its guesses was taken."""
-        drafted = np.array([step.num_drafted for step in steps])
-        held = np.array([step.num_accepted for step in steps])
-        tested = held + (held < drafted)
-        chances = self._token_chances()
+        drafted = [step.num_drafted for step in steps]
+        held = [step.num_accepted for step in steps]
+        tested = [h + (h < d) for h, d in zip(held, drafted, strict=True)]
+        chances = self._token_chances().tolist()
         if budgets is not None:
-            self._ask(np.array(budgets), drafted)
-        for kind in range(_KINDS):
-            of = (np.array(kinds) == kind) & (drafted > 0)
-            leave = _FORGET if of.any() else _FADE
-            self._tried[kind] = self._tried[kind] * leave + self._at_least(drafted[of])
-            self._held[kind] = self._held[kind] * leave + self._at_least(held[of])
-            self._tokens[:, kind] = self._tokens[:, kind] * leave + (held[of].sum(), tested[of].sum())
-        for row, kind, kept, of_all in zip(rows, kinds, held.tolist(), tested.tolist(), strict=True):
+            self._ask(np.array(budgets), np.array(drafted))
+        leave = np.full(_KINDS, _FADE)
+        leave[[kind for kind, d in zip(kinds, drafted, strict=True) if d]] = _FORGET
+        self._tried *= leave[:, None]
+        self._held *= leave[:, None]
+        self._tokens *= leave
+        for row, kind, d, h, of_all in zip(rows, kinds, drafted, held, tested, strict=True):
+            if d:
+                self._tried[kind, : d + 1] += 1
+                self._held[kind, : h + 1] += 1
+                self._tokens[:, kind] += (h, of_all)
             before = row.extras.get(_OWN, (0.0, 0.0, 0.0))
-            seen = (kept, of_all, of_all * float(chances[kind]))
+            seen = (h, of_all, of_all * chances[kind])
             row.extras[_OWN] = tuple(a * _ROW_FORGETS + b for a, b in zip(before, seen, strict=True))
 
     def _ask(self, budgets: npt.NDArray[np.int64], drafted: npt.NDArray[np.int64]) -> None:
