@@ -56,7 +56,10 @@ def run(
     device: DeviceOption = None,
     trust_remote_code: TrustOption = False,
 ) -> int:
-    """Keep the layers, dimensions, heads and neurons that matter most; write a plain transformers folder."""
+    """Cut a smaller model of the same family out of a model's weights.
+
+    The layers, dimensions, heads and neurons that matter most are kept, in a plain transformers folder.
+    """
     check_int("tokens", tokens, 1)
     _check_folder(folder, force=force)
     reader = CorpusReader(text) if text else None

@@ -22,11 +22,16 @@ def pending(rows: Rows, cache: KVCache, place: int) -> int:
 
 
 def fill_chunk(
-    model: LanguageModel, cache: KVCache, rows: Rows, first: int, hidden_layers: tuple[int, ...] = ()
+    model: LanguageModel,
+    cache: KVCache,
+    rows: Rows,
+    first: int,
+    hidden_layers: tuple[int, ...] = (),
+    until: int | None = None,
 ) -> int:
     """Run one chunk over the rows from `first` on that lack tokens; returns the tokens filled, 0 when none lack any.
 
-    hidden_layers: whose hidden states are added to `Row.prompt_hidden`.
+    hidden_layers: whose hidden states are added to `Row.prompt_hidden`. until: the place of a row that waits, but for the first.
     """
     while first < len(rows) and pending(rows, cache, first) <= 0:
         first += 1
@@ -34,7 +39,7 @@ def fill_chunk(
         return 0
     counts: list[int] = []
     ability = model.capabilities
-    last = len(rows) if ability.fill_together else first + 1
+    last = max(first + 1, len(rows) if until is None else until) if ability.fill_together else first + 1
     for place in range(first, last):
         count = min(ability.fill_chunk, pending(rows, cache, place))
         padded = (len(counts) + 1) * max([*counts, count])

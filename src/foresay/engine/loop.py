@@ -322,9 +322,10 @@ class Engine:
         hidden = () if self.drafter is None else self.drafter.hidden_layers
         filled = 0
         while filled < PREFILL_TOKENS or self._decoding == 0:
+            until = None
             if self._prefixes is not None:
-                self._prefixes.fill(self._cache, everyone, self._decoding)
-            count = fill_chunk(self.target, self._cache, everyone, self._decoding, hidden)
+                until = self._prefixes.fill(self._cache, everyone, self._decoding)
+            count = fill_chunk(self.target, self._cache, everyone, self._decoding, hidden, until)
             filled += count
             self._join(everyone)
             if count == 0:

@@ -53,26 +53,38 @@ class PrefixStore:
         self._saved.clear()
         self.nbytes = 0
 
-    def fill(self, cache: KVCache, rows: Rows, first: int) -> None:
-        """Let the next row to be filled, from place `first` on, begin with the longest beginning anyone holds."""
+    def fill(self, cache: KVCache, rows: Rows, first: int) -> int:
+        """Let the rows to be filled, from place `first` on, begin with the longest beginning anyone holds.
+
+        Returns the place of the first row that had better wait for one before it, whose beginning it shares; len(rows) for none.
+        """
         if not isinstance(cache, SharesPrefixes):
-            return
-        place = next((i for i in range(first, len(rows)) if cache.lengths[i] < rows[i].size - 1), None)
-        if place is None or cache.lengths[place] or rows[place].source is not None:
-            return
-        wanted = rows[place].tokens[:-1]
-        live = [(common_prefix(row.tokens[: cache.lengths[i]], wanted), i) for i, row in enumerate(rows) if i != place]
-        length, source = max(live, default=(0, -1))
-        kept = max(((common_prefix(tokens, wanted), key) for key, (tokens, _) in self._saved.items()), default=(0, b""))
-        if max(length, kept[0]) < MIN_TOKENS:
-            return
-        if kept[0] > length:
-            length = kept[0]
-            self._saved.move_to_end(kept[1])
-            cache.load_prefix(place, self._saved[kept[1]][1], length)
-        else:
-            cache.copy_prefix(source, place, length)
-        rows[place].num_cached = length
+            return len(rows)
+        unfilled = [i for i in range(first, len(rows)) if cache.lengths[i] < rows[i].size - 1]
+        for place in unfilled:
+            if cache.lengths[place] or rows[place].source is not None:
+                continue
+            wanted = rows[place].tokens[:-1]
+            live = [
+                (common_prefix(row.tokens[: cache.lengths[i]], wanted), i) for i, row in enumerate(rows) if i != place
+            ]
+            length, source = max(live, default=(0, -1))
+            kept = max(
+                ((common_prefix(tokens, wanted), key) for key, (tokens, _) in self._saved.items()), default=(0, b"")
+            )
+            coming = max((common_prefix(rows[i].tokens[:-1], wanted) for i in unfilled if i < place), default=0)
+            if coming >= MIN_TOKENS and coming > max(length, kept[0]):
+                return place
+            if max(length, kept[0]) < MIN_TOKENS:
+                continue
+            if kept[0] > length:
+                length = kept[0]
+                self._saved.move_to_end(kept[1])
+                cache.load_prefix(place, self._saved[kept[1]][1], length)
+            else:
+                cache.copy_prefix(source, place, length)
+            rows[place].num_cached = length
+        return len(rows)
 
     def save(self, cache: KVCache, row: Row, place: int) -> None:
         """Keep what a row that ends holds."""
