@@ -7,6 +7,7 @@ is what filling would compute again: models promise it with `SharesPrefixes`. Kn
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from foresay.checks import check_int
@@ -15,11 +16,15 @@ from foresay.decoding.rows import IntArray, Row, Rows, common_prefix
 
 MIN_TOKENS = 16
 """Shorter beginnings are filled: looking and copying would take as long."""
+_AT_ONCE = 64
+"""Rows that are looked at before a chunk; more seldom fit into one."""
 
 
 @runtime_checkable
 class SharesPrefixes(Protocol):
     """A cache whose rows can begin with what others hold."""
+
+    lengths: list[int]
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
         """Row `target` begins with the first `length` slots of row `source`."""
@@ -61,30 +66,41 @@ class PrefixStore:
         if not isinstance(cache, SharesPrefixes):
             return len(rows)
         unfilled = [i for i in range(first, len(rows)) if cache.lengths[i] < rows[i].size - 1]
-        for place in unfilled:
+        alike: dict[bytes, list[int]] = {}  # who shares less shares nothing that counts
+        for i, row in enumerate(rows):
+            alike.setdefault(row.tokens[:MIN_TOKENS].tobytes(), []).append(i)
+        for place in unfilled[:_AT_ONCE]:
             if cache.lengths[place] or rows[place].source is not None:
                 continue
-            wanted = rows[place].tokens[:-1]
-            live = [
-                (common_prefix(row.tokens[: cache.lengths[i]], wanted), i) for i, row in enumerate(rows) if i != place
-            ]
-            length, source = max(live, default=(0, -1))
-            kept = max(
-                ((common_prefix(tokens, wanted), key) for key, (tokens, _) in self._saved.items()), default=(0, b"")
-            )
-            coming = max((common_prefix(rows[i].tokens[:-1], wanted) for i in unfilled if i < place), default=0)
-            if coming >= MIN_TOKENS and coming > max(length, kept[0]):
+            near = [i for i in alike[rows[place].tokens[:MIN_TOKENS].tobytes()] if i != place]
+            if self._begin(cache, rows, place, near, [i for i in near if first <= i < place]):
                 return place
-            if max(length, kept[0]) < MIN_TOKENS:
-                continue
-            if kept[0] > length:
-                length = kept[0]
-                self._saved.move_to_end(kept[1])
-                cache.load_prefix(place, self._saved[kept[1]][1], length)
-            else:
-                cache.copy_prefix(source, place, length)
-            rows[place].num_cached = length
-        return len(rows)
+        return unfilled[_AT_ONCE] if len(unfilled) > _AT_ONCE else len(rows)
+
+    def _begin(self, cache: SharesPrefixes, rows: Rows, place: int, near: Sequence[int], before: Sequence[int]) -> bool:
+        """Let a row begin with what is held; or say that it had better wait for a row before it.
+
+        near: places of rows that may begin alike. before: those of them that are filled before this one.
+        """
+        wanted, lengths = rows[place].tokens[:-1], cache.lengths
+        live = [(common_prefix(rows[i].tokens[: lengths[i]], wanted), i) for i in near]
+        length, source = max(live, default=(0, -1))
+        kept, key = max(
+            ((common_prefix(tokens, wanted), k) for k, (tokens, _) in self._saved.items()), default=(0, b"")
+        )
+        coming = max((common_prefix(rows[i].tokens[:-1], wanted) for i in before), default=0)
+        if coming >= MIN_TOKENS and coming > max(length, kept):
+            return True
+        if max(length, kept) < MIN_TOKENS:
+            return False
+        if kept > length:
+            length = kept
+            self._saved.move_to_end(key)
+            cache.load_prefix(place, self._saved[key][1], length)
+        else:
+            cache.copy_prefix(source, place, length)
+        rows[place].num_cached = length
+        return False
 
     def save(self, cache: KVCache, row: Row, place: int) -> None:
         """Keep what a row that ends holds."""

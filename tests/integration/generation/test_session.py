@@ -202,10 +202,10 @@ SHARED = [int(t) for t in torch.randint(2, VOCAB, (300,), generator=torch.Genera
 
 
 def decoded(
-    prompts: list[list[int]], dtype: torch.dtype, prefixes: PrefixStore | None
+    prompts: list[list[int]], dtype: torch.dtype, prefixes: PrefixStore | None, rows: int = 2
 ) -> tuple[list[list[int]], list[int], Engine]:
     target = foresay.load(make("llama", max_position_embeddings=1024).to(dtype), drafter="none").target.model
-    engine = Engine(target, None, foresay.Speculative(), ConstantLength(0), max_batch_size=2, prefixes=prefixes)
+    engine = Engine(target, None, foresay.Speculative(), ConstantLength(0), max_batch_size=rows, prefixes=prefixes)
     out: dict[int, list[int]] = {}
     cached: dict[int, int] = {}
     for prompt in prompts:
@@ -226,6 +226,16 @@ def test_shared_beginnings_change_no_bit(dtype: torch.dtype) -> None:
     assert plain == live == kept
     assert none == [0] * 6 and some[1] == 280 and more[3] >= 290 and more[4] < MIN_TOKENS
     assert engine.cache.lengths == []
+
+
+def test_more_prompts_than_are_looked_at_before_a_chunk_share_too() -> None:
+    """All but the first of each of two groups, though compiled passes would fill dozens of them together."""
+    prompts = [[*SHARED[i % 2 : 40 + i % 2], 5, i + 2] for i in range(80)]
+    plain, none, _ = decoded(prompts, torch.float32, None, rows=80)
+    shared, some, _ = decoded(prompts, torch.float32, PrefixStore(), rows=80)
+    assert shared == plain
+    assert not any(none)
+    assert sorted(some)[:2] == [0, 0] and min(sorted(some)[2:]) >= 40
 
 
 def test_slots_of_a_shared_beginning_are_bit_identical() -> None:
