@@ -134,11 +134,11 @@ class TransformersModel:
             parts = [(i, min(i + at_once, batch)) for i in range(0, batch, at_once)]
             return _joined([self.forward(feed.part(a, b), cache) for a, b in parts])
         parents = feed.parents
-        if batch * columns == 1 and not self.rows_apart:
-            # one row and two rows take different matrix kernels on some CPUs, so there are at least two
-            token_ids, parents = torch.cat([token_ids, token_ids], 1), None
         passed = self._replayed(feed, cache)
         if passed is None:
+            if batch * columns == 1 and not self.rows_apart:
+                # one row and two rows take different matrix kernels on some CPUs, so there are at least two
+                token_ids, parents = torch.cat([token_ids, token_ids], 1), None
             at = cache.begin_pass(feed.first_row, batch, token_ids.shape[1], self.device, parents)
             with attention.during(at):
                 passed = self._call(feed, token_ids, at, cache)
