@@ -17,7 +17,7 @@ from foresay.decoding.rows import IntArray, Row, Rows, common_prefix
 MIN_TOKENS = 16
 """Shorter beginnings are filled: looking and copying would take as long."""
 _AT_ONCE = 64
-"""Rows that are looked at before a chunk; more seldom fit into one."""
+"""Rows with something left to fill that are looked at before a chunk; more seldom fit into one."""
 
 
 @runtime_checkable
@@ -69,13 +69,16 @@ class PrefixStore:
         alike: dict[bytes, list[int]] = {}  # who shares less shares nothing that counts
         for i, row in enumerate(rows):
             alike.setdefault(row.tokens[:MIN_TOKENS].tobytes(), []).append(i)
-        for place in unfilled[:_AT_ONCE]:
-            if cache.lengths[place] or rows[place].source is not None:
-                continue
-            near = [i for i in alike[rows[place].tokens[:MIN_TOKENS].tobytes()] if i != place]
-            if self._begin(cache, rows, place, near, [i for i in near if first <= i < place]):
+        left = 0
+        for place in unfilled:
+            if left == _AT_ONCE:
                 return place
-        return unfilled[_AT_ONCE] if len(unfilled) > _AT_ONCE else len(rows)
+            if not cache.lengths[place] and rows[place].source is None:
+                near = [i for i in alike[rows[place].tokens[:MIN_TOKENS].tobytes()] if i != place]
+                if self._begin(cache, rows, place, near, [i for i in near if first <= i < place]):
+                    return place
+            left += cache.lengths[place] < rows[place].size - 1
+        return len(rows)
 
     def _begin(self, cache: SharesPrefixes, rows: Rows, place: int, near: Sequence[int], before: Sequence[int]) -> bool:
         """Let a row begin with what is held; or say that it had better wait for a row before it.
