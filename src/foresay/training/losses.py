@@ -52,19 +52,12 @@ class Teacher:
         None where column i is token i.
         """
         q = torch.softmax(logits.float(), -1)
-        if self.ids is None:
-            known = q
-        elif self.ids.dim() == 1:
-            known = q if columns is not None and len(self.ids) == q.shape[1] else q[:, _columns(self.ids, columns)]
-        else:
-            places = _columns(self.ids, columns)
+        known = q
+        if self.ids is not None:
+            places = (self.ids if columns is None else columns[self.ids]).expand(len(q), -1)
             known = q.gather(1, places.clamp(min=0)) * (places >= 0)
         left = (1 - known.sum(-1)).clamp(min=0)
         return torch.cat([self.probs, self.rest()[:, None]], -1), torch.cat([known, left[:, None]], -1)
-
-
-def _columns(ids: torch.Tensor, columns: torch.Tensor | None) -> torch.Tensor:
-    return ids if columns is None else columns[ids]
 
 
 def forward_kl(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:

@@ -85,6 +85,9 @@ def test_what_is_not_known_is_one_outcome() -> None:
     p, q = Teacher.of_logits(target, ids).both(trimmed, columns)
     wanted = torch.minimum(torch.softmax(target, -1)[:, ids], torch.softmax(trimmed, -1)).sum(-1).mean()
     assert Agreement.of(p, q).acceptance == pytest.approx(float(wanted), abs=1e-6)
+    mixed = Teacher.of_logits(target, torch.tensor([1, 4, 7])).both(trimmed, columns)[1]
+    assert not bool(mixed[:, [0, 2]].any()), "tokens that the draft cannot write"
+    torch.testing.assert_close(mixed[:, 1], torch.softmax(trimmed, -1)[:, 2])
     likeliest = Teacher.likeliest(target, 8).both(trimmed, columns)
     absent = Teacher.likeliest(target, 8).ids % 2 == 1  # type: ignore[operator]
     assert not bool(likeliest[1][:, :-1][absent].any())
