@@ -7,7 +7,8 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,6 +32,7 @@ NOTE = "foresay.json"
 """What the folder says of how it was made."""
 _LENGTH = 512
 """Tokens that are read at a time."""
+Measure = Callable[[], Importance]
 
 
 def run(
@@ -66,35 +68,56 @@ def run(
     with loading(f"Loading {model}") as progress:
         options = LoadOptions(dtype=dtype, device=device, trust_remote_code=trust_remote_code, progress=progress)
         whole_model, tokenizer = load_weights(model, options)
-    whole, numbers = Shape.of(whole_model.config), _numbers(keep)
-    count = len(numbers) if numbers is not None and layers is None else layers
-    shape = whole.smaller(layers=count, hidden=hidden, heads=heads, kv_heads=kv_heads, feed_forward=feed_forward)
-    narrower, importance = dataclasses.replace(shape, layers=whole.layers) != whole, None
-    if narrower or keep == "important":
-        importance = _measured(whole_model, tokenizer, reader, tokens)
-    chosen = layers_to_keep(numbers or keep, shape.layers, whole.layers, importance)
-    small = pruned(whole_model, shape, what_to_keep(whole, shape, chosen, importance))
-    measured = None if importance is None else {"files": text or "shipped prompts", "tokens": importance.num_tokens}
+    wanted = {"hidden": hidden, "heads": heads, "kv_heads": kv_heads, "feed_forward": feed_forward}
+    cut = _cut(whole_model, layers, keep, wanted, lambda: _measured(whole_model, tokenizer, reader, tokens))
     note = {
         "made_by": "foresay prune",
         "model": model,
-        "layers_kept": list(chosen),
-        "shape": dataclasses.asdict(shape),
-        "measured_on": measured,
+        "layers_kept": list(cut.layers),
+        "shape": dataclasses.asdict(cut.shape),
+        "measured_on": cut.importance and {"files": text or "shipped prompts", "tokens": cut.importance.num_tokens},
         "provenance": provenance(),
     }
-    _write(folder, small, tokenizer, note)
-    before, after = (sum(p.numel() for p in one.parameters()) for one in (whole_model, small))
+    _write(folder, cut.model, tokenizer, note)
     typer.echo(folder)
-    typer.echo(f"  layers: {', '.join(map(str, chosen))} of {whole.layers}")
-    typer.echo(
-        f"  hidden {shape.hidden} of {whole.hidden}, heads {shape.heads}/{shape.kv_heads} of {whole.heads}/{whole.kv_heads}, "
+    for line in _summary(whole_model, cut):
+        typer.echo(f"  {line}")
+    return 0
+
+
+@dataclass(frozen=True)
+class _Cut:
+    model: Any
+    """The smaller model."""
+    shape: Shape
+    layers: Sequence[int]
+    """Of the whole model, that were kept."""
+    importance: Importance | None
+    """None where nothing had to be measured."""
+
+
+def _cut(whole_model: Any, layers: int | None, keep: str, wanted: dict[str, int | None], measured: Measure) -> _Cut:
+    """See run for layers, keep and wanted. measured: what is asked where a choice needs it."""
+    whole, numbers = Shape.of(whole_model.config), _numbers(keep)
+    shape = whole.smaller(layers=len(numbers) if numbers is not None and layers is None else layers, **wanted)
+    narrower = dataclasses.replace(shape, layers=whole.layers) != whole
+    importance = measured() if narrower or keep == "important" else None
+    chosen = layers_to_keep(numbers or keep, shape.layers, whole.layers, importance)
+    return _Cut(pruned(whole_model, shape, what_to_keep(whole, shape, chosen, importance)), shape, chosen, importance)
+
+
+def _summary(whole_model: Any, cut: _Cut) -> Iterator[str]:
+    """What was kept, line by line."""
+    whole, shape = Shape.of(whole_model.config), cut.shape
+    before, after = (sum(p.numel() for p in one.parameters()) for one in (whole_model, cut.model))
+    yield f"layers: {', '.join(map(str, cut.layers))} of {whole.layers}"
+    yield (
+        f"hidden {shape.hidden} of {whole.hidden}, heads {shape.heads}/{shape.kv_heads} of {whole.heads}/{whole.kv_heads}, "
         f"feed-forward {shape.feed_forward} of {whole.feed_forward}"
     )
-    typer.echo(f"  parameters: {before / 1e6:,.1f} M to {after / 1e6:,.1f} M")
-    if importance is not None:
-        typer.echo(f"  measured on {importance.num_tokens:,} tokens")
-    return 0
+    yield f"parameters: {before / 1e6:,.1f} M to {after / 1e6:,.1f} M"
+    if cut.importance is not None:
+        yield f"measured on {cut.importance.num_tokens:,} tokens"
 
 
 def _numbers(keep: str) -> list[int] | None:

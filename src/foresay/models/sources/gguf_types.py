@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from foresay.models.huggingface.linears import Table, of_blocks, of_groups, of_rows
-from foresay.models.huggingface.native.product import BLOCKS
+from foresay.models.huggingface.native.product import BLOCKS, row_addresses
 from foresay.models.huggingface.products import Product
 from foresay.models.huggingface.rounding import Groups, restored, rounded_int8
 from foresay.models.sources.gguf_head import Bytes, StoredTensor
@@ -46,9 +46,9 @@ class Blocks:
 
     def product(self, dtype: torch.dtype, bias: torch.Tensor | None) -> Product:
         """The product of these weights for inputs of a dtype."""
-        rows = torch.cat([_addresses(one.data) for one in self.stored])
+        rows = [row_addresses(one.data.ctypes.data, one.data.strides[0], len(one.data)) for one in self.stored]
         kinds = [torch.full((len(one.data),), BLOCKS.index(one.kind), dtype=torch.uint8) for one in self.stored]
-        packed = of_blocks(rows, torch.cat(kinds), self.stored[0].shape[-1], bias)
+        packed = of_blocks(torch.cat(rows), torch.cat(kinds), self.stored[0].shape[-1], bias)
         return of_groups(self._pieces(), dtype, bias) if packed is None else packed
 
     def _pieces(self) -> Iterator[Groups]:
@@ -119,11 +119,6 @@ def joined(weights: list[Weight | None]) -> Blocks | Eights | None:
     if len(eights) == len(weights):
         return Eights(*(torch.cat([getattr(w, name) for w in eights]) for name in ("levels", "scales")))
     return None
-
-
-def _addresses(data: Bytes) -> torch.Tensor:
-    """Where the rows of [out, bytes] begin, [out] int64."""
-    return data.ctypes.data + data.strides[0] * torch.arange(len(data))
 
 
 def _halves(two: Bytes) -> torch.Tensor:

@@ -198,41 +198,20 @@ template <class T> struct Read {
     }
 };
 
-// out[r] [POSITIONS] = scaling * queries[r] . keys [dim, POSITIONS]
-template <int R> inline void scores_of(const float *const *queries, const float *keys, int64_t dim, float scaling, float *const *out) {
-    Floats sum[R][VECTORS_AT_ONCE] = {};
-    for (int64_t d = 0; d < dim; d++) {
-        Floats key[VECTORS_AT_ONCE];
-#pragma GCC unroll 4
-        for (int v = 0; v < VECTORS_AT_ONCE; v++) key[v] = load<Floats>(keys + d * POSITIONS + v * LANES);
-#pragma GCC unroll 4
-        for (int r = 0; r < R; r++) {
-            float one = queries[r][d];
-#pragma GCC unroll 4
-            for (int v = 0; v < VECTORS_AT_ONCE; v++) sum[r][v] += key[v] * one;
-        }
-    }
-    for (int r = 0; r < R; r++)
-        for (int v = 0; v < VECTORS_AT_ONCE; v++) {
-            Floats scaled = sum[r][v] * scaling;
-            std::memcpy(out[r] + v * LANES, &scaled, sizeof scaled);
-        }
-}
-
-// sums[r] [V vectors] += weights[r] [count] times values [count, padded]
-template <int R, int V> inline void add_values(const float *const *weights, const float *values, int64_t padded, int64_t count, float *const *sums) {
+// sums[r] [V vectors] += weights[r] [count] times rows [count, stride]: queries times keys, and weights times values
+template <int R, int V> inline void add_rows(const float *const *weights, const float *rows, int64_t stride, int64_t count, float *const *sums) {
     Floats sum[R][V];
     for (int r = 0; r < R; r++)
         for (int v = 0; v < V; v++) sum[r][v] = load<Floats>(sums[r] + v * LANES);
     for (int64_t p = 0; p < count; p++) {
-        Floats value[V];
+        Floats row[V];
 #pragma GCC unroll 4
-        for (int v = 0; v < V; v++) value[v] = load<Floats>(values + p * padded + v * LANES);
+        for (int v = 0; v < V; v++) row[v] = load<Floats>(rows + p * stride + v * LANES);
 #pragma GCC unroll 4
         for (int r = 0; r < R; r++) {
             float weight = weights[r][p];
 #pragma GCC unroll 4
-            for (int v = 0; v < V; v++) sum[r][v] += value[v] * weight;
+            for (int v = 0; v < V; v++) sum[r][v] += row[v] * weight;
         }
     }
     for (int r = 0; r < R; r++)
@@ -244,14 +223,15 @@ template <int R> inline void add_all_values(const float *const *weights, const f
     for (int64_t d = 0; d < padded;) {
         for (int r = 0; r < R; r++) place[r] = sums[r] + d;
         int64_t left = (padded - d) / LANES;
-        if (left >= 4) add_values<R, 4>(weights, values + d, padded, count, place), d += 4 * LANES;
-        else if (left >= 2) add_values<R, 2>(weights, values + d, padded, count, place), d += 2 * LANES;
-        else add_values<R, 1>(weights, values + d, padded, count, place), d += LANES;
+        if (left >= 4) add_rows<R, 4>(weights, values + d, padded, count, place), d += 4 * LANES;
+        else if (left >= 2) add_rows<R, 2>(weights, values + d, padded, count, place), d += 2 * LANES;
+        else add_rows<R, 1>(weights, values + d, padded, count, place), d += LANES;
     }
 }
 
-// Scores [first, last] become weights that sum to one; what lies around them, [0, width), weighs nothing.
-inline void weights_of(float *scores, int64_t first, int64_t last, int64_t width, float softcap) {
+// Sums of products [first, last] become weights that sum to one; what lies around them, [0, width), weighs nothing.
+inline void weights_of(float *scores, int64_t first, int64_t last, int64_t width, float scaling, float softcap) {
+    for (int64_t p = first; p <= last; p++) scores[p] *= scaling;
     if (softcap > 0.0f) {
         for (int64_t p = first; p <= last; p++) scores[p] = softcap * std::tanh(scores[p] / softcap);
     }
@@ -299,7 +279,7 @@ void gather(const Attention &a, const float *queries, const T *key_cache, const 
     source.keys = key_cache + base, source.values = value_cache + base;
     source.stride = a.keys * a.dim, source.dim = a.dim, source.padded = padded, source.start = a.starts[n], source.path = &path;
     source.room.assign(POSITIONS * padded, 0.0f), source.zeros.assign(padded, T{});
-    room.resize(count * (width + padded));
+    room.assign(count * (width + padded), 0.0f);
     scores.resize(count), sums.resize(count), asked.resize(count);
     for (int64_t r = 0; r < count; r++) {
         asked[r] = queries + ((n + r / group) * a.queries + head * group + r % group) * a.dim;
@@ -312,14 +292,13 @@ void gather(const Attention &a, const float *queries, const T *key_cache, const 
             constexpr int R = decltype(some)::value;
             float *place[R];
             for (int i = 0; i < R; i++) place[i] = scores[r + i] + (p - from);
-            scores_of<R>(asked.data() + r, keys, a.dim, a.scaling, place);
+            add_rows<R, VECTORS_AT_ONCE>(asked.data() + r, keys, POSITIONS, a.dim, place);
         });
     }
     for (int64_t r = 0; r < count; r++) {
         int64_t token = n + r / group;
-        weights_of(scores[r], first_in_sight(a, token) - from, a.positions[token] - from, width, a.softcap);
+        weights_of(scores[r], first_in_sight(a, token) - from, a.positions[token] - from, width, a.scaling, a.softcap);
     }
-    std::memset(room.data() + count * width, 0, count * padded * sizeof(float));
     std::memset(source.room.data(), 0, source.room.size() * sizeof(float)); // no number of a key stands behind a short value
     for (int64_t p = from; p <= last; p += POSITIONS) {
         int64_t end = std::min(p + POSITIONS, last + 1);

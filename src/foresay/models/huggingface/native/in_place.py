@@ -10,9 +10,10 @@ from collections.abc import Sequence
 
 import torch
 
-from foresay.models.huggingface.native.product import CompiledProduct
+from foresay.models.huggingface.native import structs
+from foresay.models.huggingface.native.product import BFLOAT16_ROWS, FLOAT32_ROWS, CompiledProduct, row_addresses
 
-_FORMATS = {torch.float32: 4, torch.bfloat16: 5}
+_FORMATS = {torch.float32: FLOAT32_ROWS, torch.bfloat16: BFLOAT16_ROWS}
 
 
 class InPlaceProduct(CompiledProduct):
@@ -32,7 +33,8 @@ class InPlaceProduct(CompiledProduct):
         self._rows = torch.cat([_addresses(one) for one in weights])
         self._numbers = torch.cat([_addresses(one[:, None]) for one in with_bias]) if with_bias else None
         shape = (len(self._rows), int(weights[0].shape[1]))
-        super().__init__(_FORMATS[dtype], self._rows, None, shape, self._numbers)
+        bias = None if self._numbers is None else self._numbers.data_ptr()
+        super().__init__(structs.Product(_FORMATS[dtype], *shape, self._rows.data_ptr(), None, bias))
         self.bits = 8.0 * weights[0].element_size()
 
     @property
@@ -59,5 +61,4 @@ def _plain(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
 
 def _addresses(weight: torch.Tensor) -> torch.Tensor:
     """Where each row of [rows, columns] begins, [rows] int64."""
-    step = weight.stride(0) * weight.element_size()
-    return weight.data_ptr() + step * torch.arange(len(weight))
+    return row_addresses(weight.data_ptr(), weight.stride(0) * weight.element_size(), len(weight))

@@ -19,7 +19,7 @@ BLOCKS = ("Q4_0", "Q4_1", "Q4_K")
 """Types of a GGUF file that are packed as they are, by the numbers that blocks.h knows them by."""
 PANEL = 32
 """Outputs that lie side by side."""
-_FLOAT32, _BFLOAT16, _INT8, _INT4 = range(4)
+_FLOAT32, _BFLOAT16, _INT8, _INT4, FLOAT32_ROWS, BFLOAT16_ROWS = range(6)
 _FORMATS = {torch.float32: _FLOAT32, torch.bfloat16: _BFLOAT16}
 _PACKED = 1 << 21
 """Weights that are packed at a time."""
@@ -31,21 +31,14 @@ class CompiledProduct:
     bits: float
     """See Product."""
 
-    def __init__(
-        self,
-        form: int,
-        weights: torch.Tensor,
-        scales: torch.Tensor | None,
-        shape: tuple[int, int],
-        bias: torch.Tensor | None,
-    ) -> None:
-        """form, weights, scales, bias: as products.h has them. shape: (out, in). Raises LookupError without kernels."""
+    def __init__(self, struct: structs.Product) -> None:
+        """struct: as products.h has it. Raises LookupError without kernels."""
         found = library()
         if found is None:
             raise LookupError("no kernels")
-        self.out_features, self.in_features = shape
+        self.out_features, self.in_features = struct.outputs, struct.depth
         self._multiply = found.foresay_multiply
-        self.struct = structs.Product(form, *shape, weights.data_ptr(), _pointer(scales), _pointer(bias))
+        self.struct = struct
         """What kernels are given; good as long as this object is."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -72,11 +65,11 @@ class NativeProduct(CompiledProduct):
         shape: tuple[int, int],
         bias: torch.Tensor | None,
     ) -> None:
-        """See CompiledProduct; the bias [out] in any dtype."""
+        """form, weights, scales: as products.h has them. shape: (out, in). bias: [out] in any dtype."""
         self.bias, self._wide_bias = bias, None if bias is None else bias.detach().float().contiguous()
         self._form, self._weights, self._scales = form, weights, scales
         self.bits = {_FLOAT32: 32.0, _BFLOAT16: 16.0, _INT8: 8 + 32 / shape[1], _INT4: 4 + 32 / GROUP}[form]
-        super().__init__(form, weights, scales, shape, self._wide_bias)
+        super().__init__(structs.Product(form, *shape, weights.data_ptr(), _pointer(scales), _pointer(self._wide_bias)))
 
     @classmethod
     def of_numbers(cls, weight: torch.Tensor, bias: torch.Tensor | None) -> NativeProduct:
@@ -154,6 +147,11 @@ class NativeProduct(CompiledProduct):
         dtype = torch.bfloat16 if self._form == _BFLOAT16 else torch.float32
         parts = torch.split(torch.arange(self.out_features), max(PANEL, _PACKED // self.in_features))
         return torch.cat([self.rows(part, dtype) for part in parts])
+
+
+def row_addresses(start: int, step: int, count: int) -> torch.Tensor:
+    """Where rows begin that lie `step` bytes apart, [count] int64."""
+    return start + step * torch.arange(count)
 
 
 def _shape(weight: torch.Tensor) -> tuple[int, int]:
