@@ -11,7 +11,8 @@ from foresay.cli.app import _run
 COMMANDS = (
     *("generate", "chat", "compare", "demo", "methods", "models", "info", "compile", "version"),
     *("record", "replay", "profile", "profile shapes", "bench", "tune", "report"),
-    *("prune", "ngram build", "ngram show"),
+    *("prune",
+    "distill", "ngram build", "ngram show"),
 )
 
 

@@ -63,8 +63,8 @@ def test_commands_run(
         ("docs/ngrams.md", ["python", "console", "python"], ["most frequent: ", "tokens are 90% of the corpus"]),
         (
             "docs/training.md",
-            ["console", "python"],
-            ["measured on 2,048 tokens", "True\n", "draft's tokens were accepted"],
+            ["console", "python", "console", "console", "python"],
+            ["measured on 2,048 tokens", "True\n", "draft's tokens were accepted", "tokens per pass", "head(head)"],
         ),
     ],
 )

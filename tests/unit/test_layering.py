@@ -25,7 +25,8 @@ LAYERS = [
     {"drafters"},
     {"methods"},
     {"generation"},
-    {"records", "training"},
+    {"records"},
+    {"training"},
     {"integrations", "server", "lab"},
     {"cli"},
     {"__main__"},
@@ -43,11 +44,13 @@ INSIDE = {
         {"step"},
     ],
     "engine": [{"row_moves", "prefixes", "stats", "guard"}, {"loop"}],
-    "models": [{"vocabulary", "table", "recording"}, {"huggingface"}, {"sources"}],
+    "models": [{"vocabulary", "table", "recording"}, {"huggingface"}, {"heads"}, {"sources"}],
+    "models/heads": [{"config"}, {"module"}, {"files"}, {"model"}],
     "models/huggingface": [
         {"stores", "gated_layer", "memory", "rounding"},
         {"slot_cache"},
         {"attention"},
+        {"operations"},
         {"native"},
         {"products"},
         {"linears"},
@@ -63,6 +66,16 @@ INSIDE = {
         {"gguf_blocks"},
         {"catalog"},
         {"resolve"},
+        {"heads"},
+    ],
+    "training": [
+        {"corpus", "importance", "losses", "outputs", "checkpoints"},
+        {"ngrams", "prune", "teacher"},
+        {"batches"},
+        {"students"},
+        {"evaluation"},
+        {"fitting"},
+        {"curves", "distil"},
     ],
     "text": [{"tokenizer", "text_files", "wording"}, {"prompts", "stream", "cross_tokenizer"}],
     "methods": [{"expressions", "settings_file"}, {"recipe"}, {"recipes"}],
@@ -78,6 +91,7 @@ MAY_IMPORT_TRANSFORMERS = {
         for name in ("catalog", "packaged", "transformers_errors", "gguf_blocks", "gguf_texts")
     ),
     "training/prune.py",
+    "models/heads/module.py",
 }
 FILES = sorted(path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py"))
 FILE = pytest.mark.parametrize("file", FILES)

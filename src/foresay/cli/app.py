@@ -34,6 +34,9 @@ COMMANDS = {
     "tune": Entry("Find what decodes fastest here, by replay and profile, and confirm the best live.", "tune:run"),
     "report": Entry("Write a report of benchmarks: report.html, report.md and the figures.", "report:run"),
     "prune": Entry("Cut a smaller model of the same family out of a model's weights.", "prune:run"),
+    "distill": Entry(
+        "Train a draft on what a target writes: a head on its hidden states, or a smaller model.", "distill:run"
+    ),
     "ngram": Entry(
         "Make n-gram tables from text, and look into them.",
         commands={

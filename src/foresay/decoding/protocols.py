@@ -43,7 +43,7 @@ class Feed:
     token_ids: [B, T] int64, right-padded; row i of it is cache row `first_row + i`, of which num_tokens[i] count.
     parents: [B, T] int64, the column that each token follows, always an earlier one, -1 for the end of the cached row; None
     for chains, where each follows the one before. hidden_layers: whose hidden states are wanted, 0 the embeddings and l what
-    the l-th layer put out.
+    the l-th layer put out. features: [B, T, F], what is read beside the tokens by a model that reads the target's hidden states.
     """
 
     token_ids: torch.Tensor
@@ -52,6 +52,7 @@ class Feed:
     parents: torch.Tensor | None = None
     logits: Logits = Logits.ALL
     hidden_layers: tuple[int, ...] = ()
+    features: torch.Tensor | None = None
 
     def last_columns(self) -> torch.Tensor:
         """The last real column of each row, [B] int64; 0 of a row that is fed nothing."""
@@ -61,7 +62,8 @@ class Feed:
         """The rows from `start` to `end` as a pass of their own."""
         parents = None if self.parents is None else self.parents[start:end]
         rows = self.token_ids[start:end], self.num_tokens[start:end], self.first_row + start
-        return Feed(*rows, parents, self.logits, self.hidden_layers)
+        features = None if self.features is None else self.features[start:end]
+        return Feed(*rows, parents, self.logits, self.hidden_layers, features)
 
 
 @dataclass(frozen=True, slots=True)

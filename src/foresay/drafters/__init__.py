@@ -1,6 +1,7 @@
 """What guesses tokens, one file each."""
 
 from foresay.drafters.cascade import Cascade
+from foresay.drafters.head import HeadDrafter, HeadTreeDrafter
 from foresay.drafters.max_gram import MaxGram
 from foresay.drafters.model import ModelDrafter
 from foresay.drafters.model_tree import ModelTreeDrafter
@@ -12,6 +13,8 @@ from foresay.drafters.suffix_tree import SuffixTreeDrafter
 
 __all__ = [
     "Cascade",
+    "HeadDrafter",
+    "HeadTreeDrafter",
     "MaxGram",
     "ModelDrafter",
     "ModelTreeDrafter",

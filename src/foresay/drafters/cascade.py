@@ -68,7 +68,7 @@ class Cascade(Drafter):
         plan = self.k[place + 1][place + 1 :] if place + 1 < len(self.k) else ()
         if not any(plan):
             return _Leaf(drafter)
-        if not isinstance(drafter, ModelDrafter):
+        if not isinstance(drafter, ModelDrafter) or drafter.hidden_layers:
             raise ConfigError(
                 f"k[{place + 1}]={list(self.k[place + 1])} asks drafter {place + 1} ({type(drafter).__name__}) to review "
                 "what others draft, which only a model can; make that row zero"

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import torch
 
 from foresay.decoding.prefill import fill_chunk, pending
-from foresay.decoding.protocols import Feed, KVCache, LanguageModel, ModelOutput, Move
+from foresay.decoding.protocols import Feed, KVCache, LanguageModel, Logits, ModelOutput, Move
 from foresay.decoding.rows import IntArray, Rows, common_prefix
 from foresay.models.huggingface.slot_cache import BorrowedSlots, SlotCache
 from foresay.models.vocabulary import VocabularyAdapter
@@ -63,6 +64,10 @@ class DraftCache:
             return rows
         return rows.as_decoder_only()
 
+    def room(self, rows: Rows, budget: Sequence[int]) -> list[int]:
+        """How many tokens each row may draft: positions past the draft's own context cannot be scored by it."""
+        return [min(b, self.model.max_length - row.size) for b, row in zip(budget, rows, strict=True)]
+
     def rewind(self, rows: Rows) -> None:
         """Rewind to the rows' committed tokens."""
         self._keep_common(self.view(rows))
@@ -74,6 +79,19 @@ class DraftCache:
         for place in range(len(rows)):
             while wanted[place] and pending(rows, self.cache, place) >= MAX_CATCH_UP:
                 fill_chunk(self.model, self.cache, rows, place)
+
+    def catch_up(self, rows: Rows, fed: Sequence[bool], layers: tuple[int, ...] = ()) -> ModelOutput:
+        """Feed what the cache lacks; gives the logits after each row's last token, [B, 1, V], and its hidden states [B, 1, H]."""
+        counts = [row.size - self.cache.lengths[i] if fed[i] else 0 for i, row in enumerate(rows)]
+        tokens = torch.zeros(len(rows), max(counts), dtype=torch.int64)
+        for i, row in enumerate(rows):
+            tokens[i, : counts[i]] = torch.from_numpy(row.tokens[row.size - counts[i] :])
+        feed = Feed(tokens.to(self.model.device), counts, logits=Logits.LAST, hidden_layers=layers)
+        output = self.forward(feed)
+        if not layers:
+            return output
+        batch, last = torch.arange(len(rows), device=tokens.device), feed.last_columns()
+        return ModelOutput(output.logits, {n: states[batch, last][:, None] for n, states in output.hidden.items()})
 
     def _keep_common(self, rows: Rows) -> None:
         """Cut each cache row to what it shares with the row's tokens, the last of which is never cached."""

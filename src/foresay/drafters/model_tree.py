@@ -20,7 +20,8 @@ from foresay.decoding.proposal import Proposal
 from foresay.decoding.protocols import DraftStep, Feed, LanguageModel, LengthPolicy
 from foresay.decoding.randomness import Purpose, Streams
 from foresay.decoding.rows import Row, Rows
-from foresay.drafters.model import ModelDrafter, catch_up
+from foresay.drafters.draft_cache import DraftCache
+from foresay.drafters.model import ModelDrafter
 from foresay.errors import UnsupportedModelError
 
 
@@ -60,12 +61,20 @@ class _Tree:
 class ModelTreeDrafter(ModelDrafter):
     """Drafts a tree with a smaller model that shares the target's token ids; a budget is one of nodes."""
 
-    def __init__(self, model: LanguageModel, target_vocab_size: int, *, branches: int = 2, width: int = 1) -> None:
+    def __init__(
+        self,
+        model: LanguageModel,
+        target_vocab_size: int,
+        *,
+        branches: int = 2,
+        width: int = 1,
+        context: DraftCache | None = None,
+    ) -> None:
         """branches: children of a node. width: nodes of a level that get children, one draft pass a level.
 
         Raises UnsupportedModelError when the draft model does not take trees.
         """
-        super().__init__(model, target_vocab_size)
+        super().__init__(model, target_vocab_size, context=context)
         self.branches = check_int("branches", branches, 1, 16)
         self.width = check_int("width", width, 1, 16)
         if not model.capabilities.trees:
@@ -73,13 +82,13 @@ class ModelTreeDrafter(ModelDrafter):
 
     def propose(self, rows: Rows, budget: Sequence[int], policy: LengthPolicy) -> Proposal:
         """A tree for each row, of `budget` nodes at most."""
-        model, device = self.context.model, self.context.model.device
+        device = self.context.model.device
         seen = self.context.view(rows)
-        room = [max(0, min(n, model.max_length - row.size)) for n, row in zip(budget, seen, strict=True)]
+        room = [max(0, n) for n in self.context.room(seen, budget)]
         if not any(room):
             return Proposal.empty(len(rows), device)
         self.context.prepare(seen, [n > 0 for n in room])
-        scores = catch_up(self.context, seen, [n > 0 for n in room]).scores()
+        scores = self.context.catch_up(seen, [n > 0 for n in room]).scores()
         starts = list(self.context.cache.lengths)
         trees = [_Tree(row, n) for row, n in zip(rows, room, strict=True)]
         streams, drawn = rows.streams(device), _Drawn()

@@ -7,17 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
 from foresay.decoding.protocols import Drafter, Rule
 from foresay.drafters.ngram_table import NgramTable
+from foresay.errors import UnsupportedModelError
 from foresay.lengths.throughput import LONGEST
 from foresay.methods.expressions import Call
 from foresay.models.sources.catalog import LoadedModel
 from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.resolve import resolve
 from foresay.text.tokenizer import tokenizer_fingerprint
+
+if TYPE_CHECKING:  # which would bring transformers
+    from foresay.models.heads.model import HeadModel
 
 DrafterBuilder = Callable[[], Drafter | None]
 """Makes a drafter for one engine."""
@@ -31,6 +36,7 @@ class Resources:
     options: LoadOptions = field(default_factory=LoadOptions)
     models: dict[str, LoadedModel] = field(default_factory=dict)
     tables: dict[str, NgramTable] = field(default_factory=dict)
+    heads: dict[str, HeadModel] = field(default_factory=dict)
 
     @property
     def device(self) -> torch.device:
@@ -48,6 +54,24 @@ class Resources:
             # a revision names one repository's version: the target's
             self.models[name] = resolve(name, self.options.for_draft(), None)
         return self.models[name]
+
+    def head(self, name: str) -> HeadModel:
+        """A head on the target's hidden states by name. Raises UnsupportedModelError for a target that shows none."""
+        from foresay.models.heads.model import HeadModel
+        from foresay.models.huggingface.causal import CausalModel
+        from foresay.models.huggingface.linears import as_it_is, in_bits
+        from foresay.models.sources.heads import load_head
+
+        if name not in self.heads:
+            target = self.target.model
+            if not isinstance(target, CausalModel):
+                raise UnsupportedModelError(
+                    f"a head reads the hidden states of a decoder-only transformers model, and {self.target.name!r} is none"
+                )
+            options = self.options.for_draft()
+            make = as_it_is if options.bits is None else in_bits(options.bits)
+            self.heads[name] = HeadModel(load_head(name, options), target, name=self.target.name, make=make)
+        return self.heads[name]
 
     def table(self, path: str) -> NgramTable:
         """An n-gram table over the target's tokens."""

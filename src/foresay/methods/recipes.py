@@ -17,6 +17,8 @@ from foresay.decoding.acceptance import RULES
 from foresay.decoding.protocols import Drafter, LengthPolicy, Rule
 from foresay.drafters import (
     Cascade,
+    HeadDrafter,
+    HeadTreeDrafter,
     MaxGram,
     ModelDrafter,
     ModelTreeDrafter,
@@ -110,6 +112,28 @@ def _tree(name: str, branches: int = 2, width: int = 1) -> Recipe:
         _refuse_encoder(resources, draft)
         check_vocabularies(resources.target.tokenizer, draft.tokenizer, (resources.target.name, draft.name))
         return lambda: ModelTreeDrafter(draft.model, resources.vocab_size, branches=branches, width=width)
+
+    return Recipe(prepare, 8, reads_target=True, loads_model=True, samples=True)
+
+
+def _head(name: str) -> Recipe:
+    name = _path("name", name)
+
+    def prepare(resources: Resources) -> DrafterBuilder:
+        head = resources.head(name)
+        return lambda: HeadDrafter(head, resources.vocab_size)
+
+    return Recipe(prepare, 5, reads_target=True, loads_model=True, samples=True)
+
+
+def _head_tree(name: str, branches: int = 2, width: int = 1) -> Recipe:
+    name = _path("name", name)
+    check_int("branches", branches, 1, 16)
+    check_int("width", width, 1, 16)
+
+    def prepare(resources: Resources) -> DrafterBuilder:
+        head = resources.head(name)
+        return lambda: HeadTreeDrafter(head, resources.vocab_size, branches=branches, width=width)
 
     return Recipe(prepare, 8, reads_target=True, loads_model=True, samples=True)
 
@@ -235,11 +259,11 @@ def _member(key: str | None, value: Any) -> Recipe:
     """One drafter of a cascade: `max_gram`, `suffix(scale=3)`, or `model=NAME`."""
     if key is None:
         call = value if isinstance(value, Call) else Call("none" if value is None else str(value))
-    elif key in ("model", "self"):
+    elif key in ("model", "head", "self"):
         call = Call(key, ((None, value),))
     else:
         raise ConfigError(
-            f"cascade: {key}={value} is neither a setting (k, lenience) nor a drafter (model=NAME, self=LAYERS)"
+            f"cascade: {key}={value} is neither a setting (k, lenience) nor a drafter (model=NAME, head=NAME, self=LAYERS)"
         )
     return apply("drafter", call, _MAKERS)
 
@@ -292,6 +316,8 @@ DRAFTERS: dict[str, DrafterSpec] = {
     ),
     "model": DrafterSpec(_model, "A smaller model, named as --model is.", "model"),
     "tree": DrafterSpec(_tree, "A tree of a smaller model's likeliest continuations, named as --model is.", "model"),
+    "head": DrafterSpec(_head, "A head on the target's hidden states (EAGLE-3): its folder or hub id.", "model"),
+    "head_tree": DrafterSpec(_head_tree, "A tree of such a head's likeliest continuations.", "model"),
     "self": DrafterSpec(_self, "The target's own first layers.", "model"),
     "cascade": DrafterSpec(
         _cascade, "Several drafters: the cheap ones draft for the better ones, and continue their drafts.", "cascade"

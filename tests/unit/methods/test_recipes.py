@@ -16,6 +16,8 @@ from foresay.decoding.acceptance import RULES, Lenience
 from foresay.decoding.protocols import Drafter
 from foresay.drafters import (
     Cascade,
+    HeadDrafter,
+    HeadTreeDrafter,
     MaxGram,
     ModelDrafter,
     ModelTreeDrafter,
@@ -31,6 +33,7 @@ from foresay.generation.generator import Generator
 from foresay.lengths import LENGTHS, ConfidenceLength, ConstantLength, HeuristicLength, ThroughputLength
 from foresay.methods.recipe import Resources
 from foresay.methods.recipes import DRAFTERS, read_drafter, read_length, read_rule
+from foresay.models.heads.files import write_head
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.sources.catalog import LoadedModel
 from foresay.models.sources.load_options import LoadOptions
@@ -38,6 +41,7 @@ from foresay.models.sources.resolve import resolve
 from foresay.text.tokenizer import tokenizer_fingerprint
 from helpers import tiny
 from helpers.families import make_seq2seq
+from helpers.heads import random_head
 from helpers.making import byte_level
 
 VOCAB = len(tiny.tokenizer())
@@ -69,7 +73,14 @@ def built(resources: Resources, text: str) -> Drafter | None:
     return read_drafter(text).prepare(resources)()
 
 
-def test_every_name_builds_what_it_says(resources: Resources, folder: Path, table: str) -> None:
+@pytest.fixture(scope="module")
+def head(resources: Resources, tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("head")
+    write_head(random_head(resources.target.model), path)  # type: ignore[arg-type]
+    return str(path)
+
+
+def test_every_name_builds_what_it_says(resources: Resources, folder: Path, table: str, head: str) -> None:
     kinds: dict[str, tuple[str, type]] = {
         "none": ("none", type(None)),
         "prompt_lookup": ("prompt_lookup(max_ngram=3)", PromptLookup),
@@ -79,6 +90,8 @@ def test_every_name_builds_what_it_says(resources: Resources, folder: Path, tabl
         "model": (f"model({folder})", ModelDrafter),
         "suffix_tree": ("suffix_tree(branches=2)", SuffixTreeDrafter),
         "tree": (f"tree({folder}, branches=3)", ModelTreeDrafter),
+        "head": (f"head({head})", HeadDrafter),
+        "head_tree": (f"head_tree({head}, branches=3)", HeadTreeDrafter),
         "self": ("self(2)", SelfDrafter),
         "cascade": (f"cascade(model={folder}, self=1, max_gram(table={table}); k=[[2,1,1],[0,1,1],[0,0,1]])", Cascade),
     }

@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from foresay.decoding.protocols import Feed, Logits
-from foresay.models.huggingface import attention
 from foresay.models.huggingface.gated_layer import GatedLayer, Norm, Product
 from foresay.models.huggingface.linears import product_of
 from foresay.models.huggingface.native.layers import FlatTokens, NativeLayers
 from foresay.models.huggingface.native.product import CompiledProduct
+from foresay.models.huggingface.operations import attend, causal_mask, feed_forward, turn_of
 from foresay.models.huggingface.slot_cache import Placement, SlotCache
 
 logger = logging.getLogger("foresay")
@@ -79,14 +80,23 @@ class LeanDecoder:
         if self._embedding_scale != 1.0:
             x = x * self._embedding_scale
         positions = at.positions if at.positions.shape[0] == x.shape[0] else at.positions.expand(x.shape[0], -1)
-        turns = {kind: self._turn(x, positions, kind) for kind in self._windows}
-        masks = {kind: _mask(window, x.dtype) for kind, window in self._windows.items()}
+        turns = {kind: turn_of(*self._waves(x, positions, kind)) for kind in self._windows}
+        masks = {kind: causal_mask(window, x.dtype) for kind, window in self._windows.items()}
         states = {}
         for i, layer in enumerate(self._layers):
             if i in wanted:
                 states[i] = x
-            x = self._attend(layer, x, i, at, cache, turns[layer.kind], masks[layer.kind])
-            x = self._feed(layer, x)
+            read = x if layer.before_attention is None else layer.before_attention(x)
+            x = attend(
+                layer,
+                x,
+                read,
+                partial(_write, cache, i, at),
+                turns[layer.kind],
+                masks[layer.kind],
+                self._residual_scale,
+            )
+            x = feed_forward(layer, x, self._residual_scale)
         x = self._norm(x)
         if len(self._layers) in wanted:
             states[len(self._layers)] = x
@@ -108,12 +118,12 @@ class LeanDecoder:
         waves = {kind: self._waves(x[:0], tokens.positions[None], kind) for kind in self._windows}
         turns = {kind: (cos[0].contiguous(), sin[0].contiguous()) for kind, (cos, sin) in waves.items()}
         normed, seen = native.run(x, tokens, cache, turns, feed.hidden_layers)
-        states = {n: _padded(state.to(self._dtype), real, shape) for n, state in seen.items()}
+        states = {n: padded(state.to(self._dtype), real, shape) for n, state in seen.items()}
         if feed.logits is Logits.NONE:
             return None, states
         if feed.logits is Logits.LAST:
             return self._scores(normed[(counts.cumsum(0) - 1).clamp(min=0)])[:, None], states
-        return _padded(self._scores(normed), real, shape), states
+        return padded(self._scores(normed), real, shape), states
 
     def _nothing(self, shape: tuple[int, ...], feed: Feed) -> tuple[torch.Tensor | None, dict[int, torch.Tensor]]:
         """What a pass over no token gives: zeros."""
@@ -151,48 +161,6 @@ class LeanDecoder:
         )
         return found
 
-    def _turn(self, x: torch.Tensor, positions: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines [B, T, 1, rotated dimensions]; the sines of the first half negated."""
-        cos, sin = self._waves(x, positions, kind)
-        half = sin.shape[-1] // 2
-        return cos[:, :, None], torch.cat([-sin[..., :half], sin[..., half:]], -1)[:, :, None]
-
-    def _attend(
-        self,
-        layer: GatedLayer,
-        x: torch.Tensor,
-        index: int,
-        at: Placement,
-        cache: SlotCache,
-        turn: tuple[torch.Tensor, torch.Tensor],
-        mask: torch.Tensor,
-    ) -> torch.Tensor:
-        batch, columns, _ = x.shape
-        many, few = layer.heads
-        joint = layer.qkv(x if layer.before_attention is None else layer.before_attention(x))
-        if layer.q_norm is not None and layer.k_norm is not None:
-            joint = _normed(layer, joint)
-        joint = joint.view(batch, columns, many + 2 * few, layer.dim)
-        turned = joint[:, :, : many + few]
-        if layer.rotates:
-            turned = _rotated(turned, *turn)
-        keys, values = cache.write(
-            index, turned[:, :, many:].transpose(1, 2), joint[:, :, many + few :].transpose(1, 2), at
-        )
-        query = turned[:, :, :many].transpose(1, 2)
-        seen, _ = attention.attention(None, query, keys, values, mask, layer.scaling, softcap=layer.softcap)
-        out = layer.output(seen.reshape(batch, columns, many * layer.dim))
-        return self._added(x, out, layer.after_attention)
-
-    def _feed(self, layer: GatedLayer, x: torch.Tensor) -> torch.Tensor:
-        gate, up = layer.gate_up(x if layer.before_mlp is None else layer.before_mlp(x)).chunk(2, -1)
-        return self._added(x, layer.down(layer.activation(gate) * up), layer.after_mlp)
-
-    def _added(self, x: torch.Tensor, out: torch.Tensor, after: Norm | None) -> torch.Tensor:
-        if after is not None:
-            out = after(out)
-        return x + out if self._residual_scale == 1.0 else torch.add(x, out, alpha=self._residual_scale)
-
     def _scores(self, x: torch.Tensor) -> torch.Tensor:
         logits = self._head(x)
         if self._logits_scale != 1.0:
@@ -202,7 +170,7 @@ class LeanDecoder:
         return logits
 
 
-def _padded(flat: torch.Tensor, real: torch.Tensor | None, shape: tuple[int, ...]) -> torch.Tensor:
+def padded(flat: torch.Tensor, real: torch.Tensor | None, shape: tuple[int, ...]) -> torch.Tensor:
     """[N, width] of the real tokens -> [B, T, width], zeros elsewhere."""
     if real is None:
         return flat.view(*shape, flat.shape[-1])
@@ -298,34 +266,7 @@ def _norm_of(module: Any) -> Norm:
     )
 
 
-def _normed(layer: GatedLayer, joint: torch.Tensor) -> torch.Tensor:
-    """Queries and keys normed: each head by itself, or all heads of a token together. joint: [B, T, heads * dim]."""
-    assert layer.q_norm is not None and layer.k_norm is not None
-    sizes = [layer.heads[0] * layer.dim, layer.heads[1] * layer.dim, layer.heads[1] * layer.dim]
-    query, key, value = torch.split(joint, sizes, -1)
-    if not layer.wide_norm:
-        query, key = (part.reshape(*part.shape[:-1], -1, layer.dim) for part in (query, key))
-    query, key = layer.q_norm(query), layer.k_norm(key)
-    if not layer.wide_norm:
-        query, key = query.flatten(-2), key.flatten(-2)
-    return torch.cat([query, key, value], -1)
-
-
-def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary positions. x: [B, T, heads, D]; cos, sin: [B, T, 1, R], of which D - R dimensions are left as they are."""
-    size = cos.shape[-1]
-    turned = x[..., :size]
-    rolled = turned.roll(size // 2, -1)
-    out = torch.addcmul(turned * cos, rolled, sin)
-    return out if size == x.shape[-1] else torch.cat([out, x[..., size:]], -1)
-
-
-def _mask(window: int | None, dtype: torch.dtype) -> torch.Tensor:
-    """The additive mask of a kind of layer, [B, 1, T, width]."""
-
-    def seen(batch: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        near = key <= query
-        return near if window is None else near & (key > query - window)
-
-    out: torch.Tensor = attention.additive_mask(mask_function=seen, dtype=dtype)
-    return out
+def _write(
+    cache: SlotCache, layer: int, at: Placement, keys: torch.Tensor, values: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return cache.write(layer, keys, values, at)

@@ -118,6 +118,7 @@ struct Pass {
     float *x;             // [N, H], overwritten
     float *normed;        // [N, H]
     float *const *states; // before each layer, [N, H]; null: not wanted
+    const float *read;    // [N, depth] what the first layer's qkv reads; null: x normed
 };
 
 template <class T>
@@ -182,7 +183,8 @@ void run(const Model &model, const Pass &pass) {
             next = Norms::widened(model.last_norm, last.data());
         }
         if (pass.states[i] != nullptr) std::memcpy(pass.states[i], pass.x, tokens * hidden * sizeof(float));
-        multiply(layer.qkv, normed, hidden, tokens, joint, threads);
+        const float *read = i == 0 && pass.read != nullptr ? pass.read : normed;
+        multiply(layer.qkv, read, layer.qkv.depth, tokens, joint, threads);
         attend(at_layer(layer, norms, pass, i), joint, queries, pass.keys[i], pass.values[i], seen, pass.cache_is_bf16 != 0, threads);
         multiply(layer.output, seen, layer.output.depth, tokens, more, threads);
         norm(more, norms.after_attention, norms.before_mlp);

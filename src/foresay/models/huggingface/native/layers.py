@@ -82,8 +82,13 @@ class NativeLayers:
         activation: str,
         residual_scale: float,
         dtype: torch.dtype,
+        *,
+        read_width: int | None = None,
     ) -> None:
-        """dtype: of the cache. Raises LookupError where the kernels are not there, or do not know what the layers are made of."""
+        """dtype: of the cache. read_width: of what the first layer reads, where `run` is given that apart.
+
+        Raises LookupError where the kernels are not there, or do not know what the layers are made of.
+        """
         found = library()
         alike = all(norm.eps == last_norm.eps for layer in layers for norm in layer.norms)
         if found is None or dtype not in CACHES or activation not in ACTIVATIONS or not alike:
@@ -93,9 +98,10 @@ class NativeLayers:
         self._caches: WeakKeyDictionary[SlotCache, _Addresses] = WeakKeyDictionary()
         self._held: list[Any] = []
         """What the structs point to."""
-        structs_ = [self._struct(layer, last_norm.eps) for layer in layers]
         gate = _native(layers[0].gate_up)
         self._hidden, self._inner = gate.in_features, gate.out_features // 2
+        self._read_width = self._hidden if read_width is None else read_width
+        structs_ = [self._struct(layer, last_norm.eps) for layer in layers]
         self._check()
         self._model = structs.Model(
             layers=len(layers),
@@ -115,13 +121,17 @@ class NativeLayers:
         cache: SlotCache,
         turns: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
         wanted: Sequence[int],
+        read: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-        """x: [N, H] float32, overwritten -> the normed output [N, H] and the hidden states asked for.
+        """x: [N, H] float32, which becomes the output before the last norm -> that normed [N, H], and the states asked for.
 
-        turns: by kind of layer, cosines and sines [N, R] in float32.
+        turns: by kind of layer, cosines and sines [N, R] in float32. read: [N, read_width] float32, what the first layer's
+        queries, keys and values are made of; None: x normed.
         """
         count = len(tokens)
         _check(x, (count, self._hidden), torch.float32)
+        if read is not None or self._read_width != self._hidden:
+            _check(x if read is None else read, (count, self._read_width), torch.float32)
         normed = torch.empty_like(x)
         states = {n: torch.empty_like(x) for n in wanted if n < len(self._layers)}
         stores = self._stores_of(cache)
@@ -153,6 +163,7 @@ class NativeLayers:
             x=x.data_ptr(),
             normed=normed.data_ptr(),
             states=ctypes.addressof(kept),
+            read=None if read is None else read.data_ptr(),
         )
         self._run(ctypes.byref(self._model), ctypes.byref(asked))
         if len(self._layers) in wanted:
@@ -175,7 +186,7 @@ class NativeLayers:
     def _struct(self, layer: GatedLayer, eps: float) -> structs.Layer:
         products = {name: _native(getattr(layer, name)) for name in ("qkv", "output", "gate_up", "down")}
         self._held.extend(products.values())
-        sizes = dict.fromkeys(_NORMS, products["qkv"].in_features)
+        sizes = dict.fromkeys(_NORMS, self._hidden)
         for name, heads in zip(("query_norm", "key_norm"), layer.heads, strict=True):
             sizes[name] = heads * layer.dim if layer.wide_norm else layer.dim
         own = {"query_norm": layer.q_norm, "key_norm": layer.k_norm, **{name: getattr(layer, name) for name in _NORMS}}
@@ -205,10 +216,10 @@ class NativeLayers:
 
     def _check(self) -> None:
         """Every product takes and gives what its neighbours do; raises LookupError, since the kernels do not ask."""
-        for layer in self._layers:
+        for i, layer in enumerate(self._layers):
             queries, width = layer.heads[0] * layer.dim, (layer.heads[0] + 2 * layer.heads[1]) * layer.dim
             shapes = {
-                "qkv": (width, self._hidden),
+                "qkv": (width, self._hidden if i else self._read_width),
                 "output": (self._hidden, queries),
                 "gate_up": (2 * self._inner, self._hidden),
                 "down": (self._hidden, self._inner),

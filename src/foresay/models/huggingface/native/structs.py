@@ -62,7 +62,7 @@ class Pass(ctypes.Structure):
         *_fields(_NUMBER, "tokens columns threads cache_is_bf16"),
         *_fields(_POINTER, "rows slots starts positions ancestors"),
         *_fields(_POINTER, "cosines sines rotated keys values row_strides"),
-        *_fields(_POINTER, "x normed states"),
+        *_fields(_POINTER, "x normed states read"),
     ]
 
 

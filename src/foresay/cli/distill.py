@@ -1,0 +1,180 @@
+"""`foresay distill FOLDER`: a draft that writes what a target writes, trained on the target's own outputs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from foresay.cli.options import DeviceOption, DtypeOption, ModelOption, ThreadsOption, TrustOption
+from foresay.cli.progress import advancing, loading
+from foresay.errors import ConfigError
+from foresay.models.sources.catalog import LoadedModel, load_model, load_weights
+from foresay.models.sources.load_options import LoadOptions
+from foresay.text.tokenizer import check_vocabularies, tokenizer_fingerprint
+from foresay.training.corpus import CorpusReader
+from foresay.training.curves import draw_curves, read_log
+from foresay.training.distil import NOTE, HeadShape, distil_head, distil_model, new_head
+from foresay.training.fitting import CHECKPOINT, Plan, Report
+from foresay.training.losses import Objective
+from foresay.training.outputs import Text, read_outputs, split, texts_of
+
+HEAD = "head"
+
+
+def run(
+    folder: Annotated[Path, typer.Argument(help="Where to write the draft; a run that was killed goes on.")],
+    *,
+    model: ModelOption = None,
+    draft: Annotated[
+        str, typer.Option(help="What to train: head, or a smaller model of the same vocabulary by name.")
+    ] = HEAD,
+    outputs: Annotated[list[str] | None, typer.Option(help="Recordings of the target (foresay record).")] = None,
+    text: Annotated[list[str] | None, typer.Option(help="Text or .jsonl to learn the target's laws on.")] = None,
+    loss: Annotated[
+        str, typer.Option(help="forward_kl, reverse_kl, tv, or a mixture such as forward_kl=0.5,tv=0.5.")
+    ] = "forward_kl",
+    steps: Annotated[int, typer.Option(help="Tokens that a head drafts in a row while it learns.")] = 5,
+    decay: Annotated[float, typer.Option(help="Weight of each of them, as a share of the one before.")] = 0.8,
+    layers: Annotated[str | None, typer.Option(help="Hidden states that a head reads, such as 2,15,27.")] = None,
+    vocabulary_size: Annotated[int | None, typer.Option(help="Tokens that a head can write.")] = None,
+    feed_forward: Annotated[int | None, typer.Option(help="Neurons of a head's feed-forward.")] = None,
+    own_head: Annotated[bool, typer.Option("--own-head", help="Let a head learn its own output layer.")] = False,
+    all_weights: Annotated[
+        bool, typer.Option("--all-weights", help="Train a draft model's embeddings and head too.")
+    ] = False,
+    length: Annotated[int, typer.Option(help="Tokens of a text.")] = 512,
+    held_out: Annotated[float, typer.Option(help="Share of the texts to evaluate on.")] = 0.03,
+    epochs: Annotated[float, typer.Option(help="Times that each text is seen.")] = 1.0,
+    minutes: Annotated[float | None, typer.Option(help="End after so many minutes, earlier runs included.")] = None,
+    rate: Annotated[float, typer.Option(help="Learning rate.")] = 1e-3,
+    batch_tokens: Annotated[int, typer.Option(help="Tokens of a batch.")] = 4096,
+    accumulate: Annotated[int, typer.Option(help="Batches of a step.")] = 1,
+    evaluate_minutes: Annotated[float, typer.Option(help="Minutes between evaluations.")] = 5.0,
+    precision: Annotated[str, typer.Option(help="fp32 or bf16, what training computes in.")] = "fp32",
+    seed: Annotated[int, typer.Option(help="Of first weights and order of texts.")] = 0,
+    states: Annotated[Path | None, typer.Option(help="Folder that keeps what the target shows, computed once.")] = None,
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Also log for TensorBoard.")] = False,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = None,
+    threads: ThreadsOption = None,
+    trust_remote_code: TrustOption = False,
+) -> int:
+    """Train a draft on what a target writes: a head on its hidden states, or a smaller model.
+
+    The best so far is always in the folder, ready to draft with.
+    """
+    plan = Plan(
+        epochs=epochs,
+        minutes=minutes,
+        rate=rate,
+        batch_tokens=batch_tokens,
+        accumulate=accumulate,
+        seed=seed,
+        precision=precision,
+        evaluate_minutes=evaluate_minutes,
+    )
+    objective, shown = Objective.parse(loss), _layers(layers)
+    if not outputs and not text:
+        raise ConfigError("give --outputs, recordings of the target (foresay record), or --text")
+    _check_folder(folder)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    options = LoadOptions(dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+    with loading("Loading"):
+        target = load_model(model or "smollm2-135m", options)
+    texts = _texts(target, outputs or [], text or [], length)
+    learn, rest = split(texts, held_out, seed)
+    note = {"outputs": outputs, "text": text, "texts": len(learn), "tokens": sum(one.size for one in learn)}
+    common: dict[str, Any] = {"states": states, "note": note, "tracker": "tensorboard" if tensorboard else None}
+    with _progress() as on_progress:
+        if draft == HEAD:
+            shape = HeadShape(
+                hidden_layers=shown, vocabulary_size=vocabulary_size, feed_forward=feed_forward, own_head=own_head
+            )
+            head = new_head(target, learn, shape, seed)
+            report = distil_head(
+                target,
+                head,
+                learn,
+                rest,
+                plan,
+                objective,
+                folder,
+                steps=steps,
+                decay=decay,
+                on_progress=on_progress,
+                **common,
+            )
+        else:
+            weights, tokenizer = load_weights(draft, options)
+            check_vocabularies(target.tokenizer, tokenizer, (target.name, draft))
+            report = distil_model(
+                target, weights, tokenizer, learn, rest, plan, objective, folder,
+                freeze_embeddings=not all_weights, on_progress=on_progress, **common,
+            )  # fmt: skip
+    for line in _summary(folder, report, learn):
+        typer.echo(line)
+    return 0
+
+
+def _layers(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    try:
+        return tuple(int(one) for one in text.split(","))
+    except ValueError:
+        raise ConfigError(f"--layers {text!r} must be layers such as 2,15,27") from None
+
+
+def _texts(target: LoadedModel, outputs: Sequence[str], text: Sequence[str], length: int) -> list[Text]:
+    """All texts, those of recordings first."""
+    tokenizer = target.tokenizer
+    fingerprint = None if tokenizer is None else tokenizer_fingerprint(tokenizer)
+    out = [one for path in outputs for one in read_outputs(path, target.model.vocab_size, fingerprint, length)]
+    if text:
+        if tokenizer is None:
+            raise ConfigError("the model has no tokenizer, so that no text can be read")
+        out += texts_of((tokenizer(piece.text).input_ids for piece in CorpusReader(list(text)).pieces()), length)
+    return out
+
+
+def _check_folder(folder: Path) -> None:
+    if folder.is_file():
+        raise ConfigError(f"{str(folder)!r} is a file")
+    ours = (folder / NOTE).is_file() or (folder / CHECKPOINT).is_dir()
+    if folder.is_dir() and any(folder.iterdir()) and not ours:
+        raise ConfigError(f"the folder {str(folder)!r} holds something else, and is left as it is; name another")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot make the folder {str(folder)!r}: {error.strerror}") from None
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str, float, str], None]]:
+    """A bar for each thing that goes on, one after the other."""
+    with advancing("Distilling") as advance:
+        yield lambda what, share, note: advance(round(100 * share), 100, f"{what}: {note}")
+
+
+def _summary(folder: Path, report: Report, learn: Sequence[Text]) -> Iterator[str]:
+    lines = read_log(folder)
+    best = lines[report.state.best_step]
+    if not draw_curves(folder, lines):
+        typer.echo("no curves.png without matplotlib: pip install 'foresay[lab]'", err=True)
+    kind = json.loads((folder / NOTE).read_text(encoding="utf-8"))["kind"]
+    went_on = f", {report.resumed_at} of them earlier" if report.resumed_at else ""
+    yield str(folder)
+    yield f"  learned on {len(learn)} texts, {sum(one.size for one in learn):,} tokens of the target"
+    yield f"  {report.state.step} steps{went_on}, {report.state.tokens:,} tokens in {report.state.elapsed_s / 60:.1f} minutes"
+    yield (
+        f"  held out: {best['tokens_per_pass']:.2f} tokens per pass, accepted {best['acceptance_1']:.2f}, "
+        f"agreed {best['agreement_1']:.2f} (step {report.state.best_step})"
+    )
+    yield f"  draft with it: --drafter 'head({folder})'" if kind == HEAD else f"  draft with it: --draft {folder}"

@@ -1,0 +1,131 @@
+"""The head that predicts whether a draft token is accepted, from the draft's last hidden state (SpecDec++, Huang et al. 2024).
+
+Owns its layers and its files. N residual blocks x + SiLU(W x + b), then a linear layer to two scores, of which the softmax's
+second is c = P(accepted). Knows neither drafts nor decoding.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from foresay.checks import check_int
+from foresay.errors import ConfigError, ModelLoadError, ModelNotFoundError
+
+_CONFIG, _WEIGHTS, _KIND = "config.json", "model.safetensors", "foresay-acceptance-head"
+
+
+class AcceptanceHead(nn.Module):
+    """c = P(accepted) of the token that a pass of the draft consumed."""
+
+    def __init__(self, hidden_size: int, blocks: int = 3) -> None:
+        """hidden_size: width of the draft's hidden states. blocks: N, 0 is a linear head."""
+        super().__init__()
+        check_int("hidden_size", hidden_size, 1)
+        self.blocks = nn.ModuleList(
+            nn.Linear(hidden_size, hidden_size) for _ in range(check_int("blocks", blocks, 0, 64))
+        )
+        self.out = nn.Linear(hidden_size, 2)
+        for block in self.blocks:  # each begins as the identity
+            assert isinstance(block, nn.Linear)
+            nn.init.zeros_(block.weight)
+            nn.init.zeros_(block.bias)
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the hidden states it reads."""
+        return self.out.in_features
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden: [..., H] of any dtype -> the two scores [..., 2], rejected and accepted."""
+        x = hidden.to(self.out.weight.dtype)
+        for block in self.blocks:
+            x = x + F.silu(block(x))
+        scores: torch.Tensor = self.out(x)
+        return scores
+
+    def accepted(self, hidden: torch.Tensor) -> torch.Tensor:
+        """c, [..., H] -> [...] float32."""
+        out: torch.Tensor = self(hidden).float().softmax(-1)[..., 1]
+        return out
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write config.json and model.safetensors into a folder that exists."""
+        config = {"kind": _KIND, "hidden_size": self.hidden_size, "blocks": len(self.blocks)}
+        tensors = {name: weight.detach().cpu().contiguous() for name, weight in self.state_dict().items()}
+        save_file(tensors, Path(folder) / _WEIGHTS)
+        (Path(folder) / _CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+    @staticmethod
+    def load(folder: str | os.PathLike[str]) -> AcceptanceHead:
+        """From a folder; also weights named as in published heads, whose blocks may share one weight ("0.linear.weight", ...).
+
+        Raises ModelNotFoundError for a folder without them, ModelLoadError for weights that do not fit.
+        """
+        path = Path(folder)
+        try:
+            tensors = load_file(path / _WEIGHTS)
+        except FileNotFoundError:
+            raise ModelNotFoundError(
+                f"the folder {str(folder)!r} holds no {_WEIGHTS}; is it an acceptance head?"
+            ) from None
+        except (OSError, SafetensorError) as error:
+            raise ModelLoadError(f"cannot read {str(path / _WEIGHTS)!r}: {error}") from None
+        tensors, blocks = _named(tensors, _declared_blocks(path))
+        last = tensors.get("out.weight")
+        if last is None or last.ndim != 2 or last.shape[0] != 2:
+            raise ModelLoadError(
+                f"{str(path / _WEIGHTS)!r} has no output layer of two scores; is it an acceptance head?"
+            )
+        head = AcceptanceHead(int(last.shape[1]), blocks)
+        tensors.setdefault("out.bias", torch.zeros(2))
+        try:
+            head.load_state_dict({name: weight.float() for name, weight in tensors.items()})
+        except RuntimeError as error:
+            raise ModelLoadError(f"{str(path / _WEIGHTS)!r} is no acceptance head: {error}") from None
+        return head.eval()
+
+
+def _declared_blocks(path: Path) -> int | None:
+    """How many blocks the configuration says there are; published heads call them layers."""
+    try:
+        config = json.loads((path / _CONFIG).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"cannot read {str(path / _CONFIG)!r}: {error}") from None
+    found = config.get("blocks", config.get("num_layers", config.get("assist_acc_head_num_layers")))
+    if found is None:
+        return None
+    try:
+        return check_int("blocks", found, 0, 64)
+    except ConfigError as error:
+        raise ModelLoadError(f"{str(path / _CONFIG)!r}: {error}") from None
+
+
+def _named(tensors: dict[str, torch.Tensor], declared: int | None) -> tuple[dict[str, torch.Tensor], int]:
+    """The tensors by our names, and how many blocks there are."""
+    if any(name.startswith(("blocks.", "out.")) for name in tensors):
+        return dict(tensors), len({name.split(".")[1] for name in tensors if name.startswith("blocks.")})
+    linear = {name.removeprefix("model."): weight for name, weight in tensors.items()}
+    numbers = sorted({int(name.split(".")[0]) for name in linear if name.split(".")[0].isdigit()})
+    inner = [n for n in numbers if f"{n}.linear.weight" in linear]
+    last = [n for n in numbers if f"{n}.weight" in linear]
+    count = max(len(inner), last[-1] if last else 0, declared or 0)
+    out: dict[str, torch.Tensor] = {}
+    for i in range(count):
+        source = i if i in inner else inner[0] if inner else i  # a weight that all blocks share is written once
+        for part in ("weight", "bias"):
+            if f"{source}.linear.{part}" in linear:
+                out[f"blocks.{i}.{part}"] = linear[f"{source}.linear.{part}"]
+    for part in ("weight", "bias"):
+        if last and f"{last[-1]}.{part}" in linear:
+            out[f"out.{part}"] = linear[f"{last[-1]}.{part}"]
+    return out, count

@@ -1,0 +1,1 @@
+"""Heads: drafts of one layer that read the target's hidden states."""

@@ -1,0 +1,227 @@
+"""A head as what drafts are made with: passes over a slot cache of its own, in the target's vocabulary.
+
+Owns the pass: over kernels compiled for this machine where there are some, else by PyTorch's operations. Whose hidden states go
+in, and where they come from, is the drafter's to know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from foresay.decoding.protocols import Capabilities, Feed, KVCache, LanguageModel, Logits, ModelOutput
+from foresay.decoding.rows import Rows
+from foresay.errors import ConfigError, UnsupportedModelError
+from foresay.models.heads.config import LAST, NEXT
+from foresay.models.heads.files import Head, check_target
+from foresay.models.huggingface import attention, linears
+from foresay.models.huggingface.causal import CausalModel
+from foresay.models.huggingface.gated_layer import GatedLayer, Norm
+from foresay.models.huggingface.lean import padded
+from foresay.models.huggingface.linears import MakeProduct, as_it_is
+from foresay.models.huggingface.native.layers import FlatTokens, NativeLayers
+from foresay.models.huggingface.native.product import CompiledProduct
+from foresay.models.huggingface.operations import attend, causal_mask, feed_forward, turn_of
+from foresay.models.huggingface.products import Product
+from foresay.models.huggingface.slot_cache import Placement, SlotCache
+
+
+class HeadModel(LanguageModel):
+    """A head beside the target that it was made for.
+
+    A column is a pair: a token, and in `Feed.features` [B, T, D] what `features` made of the target's hidden states at the token
+    before it, or what the pass of that token put out.
+    """
+
+    def __init__(self, head: Head, target: CausalModel, *, name: str = "", make: MakeProduct = as_it_is) -> None:
+        """name: the target's. make: the products, of more or fewer bits. Raises ConfigError for a head of another target."""
+        config, self.target = head.config, target
+        width = int(target.model.config.get_text_config(decoder=True).hidden_size)
+        self.hidden_layers = check_target(config, target.vocab_size, width, target.num_layers, name)
+        """Of the target, which it reads."""
+        if len(self.hidden_layers) != head.module.num_states:
+            raise ConfigError(
+                f"the head reads {head.module.num_states} hidden states, and its config.json names {len(self.hidden_layers)}"
+            )
+        self.vocab_size, self.max_length, self.device = target.vocab_size, target.max_length, target.device
+        self.dtype, self._make = target.model.dtype, make
+        self._ids = None if head.token_ids is None else head.token_ids.to(self.device)
+        module = head.module
+        self._fc = self._product(module.fc.weight)
+        self._layer, self._norm = self._read(head), self._norm_of(module.norm)
+        first = module.layer
+        self._of_token, self._of_features = self._norm_of(first.input_layernorm), self._norm_of(first.hidden_norm)
+        self._normed_around = config.norm_before_residual
+        self._rotary = module.rotary.to(self.device)
+        self._embed = (
+            target.model.get_input_embeddings()
+            if module.embed_tokens is None
+            else module.embed_tokens.to(self.device, self.dtype)
+        )
+        self._head = self._product(self._head_weight(head))
+        self._native = self._compiled(str(config.layer.get("hidden_act", "silu")))
+        self.num_parameters = sum(weight.numel() for weight in module.parameters())
+
+    def _product(self, *weights: torch.Tensor) -> Product:
+        weight = torch.cat([one.detach().to(self.device, self.dtype) for one in weights])
+        if self.device.type == "cpu":
+            return self._make(weight, None)
+        return _Plain(weight)
+
+    def _norm_of(self, norm: torch.nn.Module) -> Norm:
+        assert isinstance(norm, torch.nn.RMSNorm) and norm.weight is not None
+        return Norm(norm.weight.detach().to(self.device, self.dtype).contiguous(), float(norm.eps or 0.0))
+
+    def _read(self, head: Head) -> GatedLayer:
+        layer = head.module.layer
+        attn, mlp = layer.self_attn, layer.mlp
+        return GatedLayer(
+            kind="full_attention",
+            before_attention=None,
+            qkv=self._product(attn.q_proj.weight, attn.k_proj.weight, attn.v_proj.weight),
+            heads=(attn.heads, attn.key_heads),
+            dim=attn.dim,
+            q_norm=None,
+            k_norm=None,
+            wide_norm=False,
+            rotates=True,
+            window=None,
+            scaling=attn.dim**-0.5,
+            softcap=None,
+            output=self._product(attn.o_proj.weight),
+            after_attention=None,
+            before_mlp=self._norm_of(layer.post_attention_layernorm),
+            gate_up=self._product(mlp.gate_proj.weight, mlp.up_proj.weight),
+            activation=mlp.activation,
+            down=self._product(mlp.down_proj.weight),
+            after_mlp=None,
+        )
+
+    def _head_weight(self, head: Head) -> torch.Tensor:
+        if head.module.lm_head is not None:
+            return head.module.lm_head.weight
+        return target_rows(self.target, head.token_ids)
+
+    def _compiled(self, activation: str) -> NativeLayers | None:
+        if self.device.type != "cpu" or not isinstance(self._head, CompiledProduct):
+            return None
+        try:
+            return NativeLayers([self._layer], self._norm, activation, 1.0, self.dtype, read_width=2 * self.width)
+        except LookupError:
+            return None
+
+    @property
+    def width(self) -> int:
+        """Of its own hidden states."""
+        return int(self._norm.weight.shape[0])
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """See LanguageModel."""
+        apart = self._native is not None
+        return Capabilities(trees=True, num_layers=LAST, fill_together=apart or self.device.type != "cpu", ragged=apart)
+
+    def new_cache(self) -> SlotCache:
+        """A cache without rows."""
+        return SlotCache()
+
+    def admit(self, rows: Rows, first: int, cache: KVCache) -> None:
+        """Add an empty cache row for each row from index `first` on."""
+        assert isinstance(cache, SlotCache)
+        cache.add_rows(len(rows) - first)
+
+    def features(self, hidden: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        """What it reads of the target's hidden states, layer -> [..., H] each: [..., D]."""
+        joint = torch.cat([hidden[layer] for layer in self.hidden_layers], -1)
+        out: torch.Tensor = self._fc(joint.to(self.device, self.dtype))
+        return out
+
+    @torch.inference_mode()
+    def forward(self, feed: Feed, cache: KVCache) -> ModelOutput:
+        """One pass over pairs, see LanguageModel.forward; hidden states NEXT and LAST are always given."""
+        assert isinstance(cache, SlotCache) and feed.features is not None
+        batch, columns = feed.token_ids.shape
+        at = cache.begin_pass(feed.first_row, batch, columns, self.device, feed.parents)
+        beside = self._of_features(feed.features)
+        read = torch.cat([self._of_token(self._embed(feed.token_ids)), beside], -1)
+        x = beside if self._normed_around else feed.features
+        if self._native is not None:
+            x, normed = self._by_kernels(self._native, x, read, feed, at, cache)
+        else:
+            with attention.during(at):
+                x, normed = self._by_operations(x, read, at, cache)
+        for i, count in enumerate(feed.num_tokens):
+            cache.lengths[feed.first_row + i] += count
+        hidden = {NEXT: x, LAST: normed}
+        if feed.logits is Logits.NONE:
+            return ModelOutput(None, hidden)
+        if feed.logits is Logits.LAST:
+            normed = normed[torch.arange(batch, device=normed.device), feed.last_columns()][:, None]
+        return ModelOutput(self._scores(normed), hidden)
+
+    def _by_kernels(
+        self, native: NativeLayers, x: torch.Tensor, read: torch.Tensor, feed: Feed, at: Placement, cache: SlotCache
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        batch, columns = feed.token_ids.shape
+        shape = (batch, columns)
+        if not any(feed.num_tokens):
+            return torch.zeros_like(x), torch.zeros_like(x)
+        real = None
+        if min(feed.num_tokens) < columns:
+            real = torch.arange(columns) < torch.tensor(feed.num_tokens)[:, None]
+        flat, wide = ((one.flatten(0, 1) if real is None else one[real]).float().contiguous() for one in (x, read))
+        if flat.data_ptr() == x.data_ptr():
+            flat = flat.clone()  # it is written to
+        tokens = FlatTokens.of(at, real)
+        cos, sin = self._rotary(flat[:0], tokens.positions[None])
+        turns = {self._layer.kind: (cos[0].contiguous(), sin[0].contiguous())}
+        normed, _ = native.run(flat, tokens, cache, turns, (), wide)
+        return padded(flat.to(self.dtype), real, shape), padded(normed, real, shape)
+
+    def _by_operations(
+        self, x: torch.Tensor, read: torch.Tensor, at: Placement, cache: SlotCache
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        positions = at.positions if at.positions.shape[0] == x.shape[0] else at.positions.expand(x.shape[0], -1)
+        turn = turn_of(*self._rotary(x, positions))
+        write = partial(cache.write, 0, at=at)
+        x = attend(self._layer, x, read, write, turn, causal_mask(None, x.dtype))
+        x = feed_forward(self._layer, x)
+        return x, self._norm(x)
+
+    def _scores(self, normed: torch.Tensor) -> torch.Tensor:
+        """[B, T, D] -> [B, T, V]; tokens that it cannot write get -inf."""
+        scores: torch.Tensor = self._head(normed)
+        if self._ids is None:
+            return scores
+        whole = scores.new_full((*scores.shape[:-1], self.vocab_size), -torch.inf)
+        whole[..., self._ids] = scores
+        return whole
+
+
+class _Plain:
+    """A product by PyTorch, where nothing is packed."""
+
+    bias: torch.Tensor | None = None
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.out_features, self.in_features = weight.shape
+        self.bits, self.nbytes = 8.0 * weight.element_size(), weight.numel() * weight.element_size()
+        self._weight = weight
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self._weight)
+
+    def dense(self) -> torch.Tensor:
+        return self._weight
+
+
+def target_rows(target: CausalModel, token_ids: Sequence[int] | torch.Tensor | None) -> torch.Tensor:
+    """The rows [K, H] of a target's head for some tokens, all of them when None. Raises UnsupportedModelError without a head."""
+    layer = target.model.get_output_embeddings()
+    weight = None if layer is None else linears.weight_of(layer)
+    if weight is None or target.head_ids is not None:
+        raise UnsupportedModelError(f"{type(target.model).__name__} has no whole head whose rows a draft could share")
+    return weight if token_ids is None else weight[torch.as_tensor(token_ids, device=weight.device)]

@@ -1,0 +1,41 @@
+"""A folder or a hub id -> a head on hidden states.
+
+Owns where its files are found. What they hold is heads/files.py's to know.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from foresay.errors import ModelNotFoundError
+from foresay.models.heads.files import Head, read_head
+from foresay.models.sources.load_options import LoadOptions
+
+
+def load_head(name: str | os.PathLike[str], options: LoadOptions | None = None) -> Head:
+    """A head by local folder or hub id; nothing but JSON and safetensors is fetched or read.
+
+    Raises as `read_head` does, and ModelNotFoundError for a name that is neither, or that the hub does not give.
+    """
+    text = os.fspath(name)
+    path = Path(text).expanduser()
+    if path.is_dir():
+        return read_head(path)
+    if not text or path.exists() or text.startswith(("/", "./", "../", "~")) or text.count("/") != 1:
+        raise ModelNotFoundError(f"no such folder: {text!r}; give the folder of a head, or org/name of one on the hub")
+    return read_head(_fetched(text, (options or LoadOptions()).revision))
+
+
+def _fetched(name: str, revision: str | None) -> str:
+    from huggingface_hub import snapshot_download
+
+    try:
+        found: str = snapshot_download(
+            name, revision=revision, allow_patterns=["*.json", "*.safetensors"], etag_timeout=10.0
+        )
+    except Exception as error:  # whatever the network library raises
+        raise ModelNotFoundError(
+            f"{name!r} is no folder here, and the hub did not give it: {error} (check your network)"
+        ) from error
+    return found

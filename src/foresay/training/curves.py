@@ -1,0 +1,46 @@
+"""How training went, read from its log and drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from foresay.records.lines import read_lines
+from foresay.training.fitting import LOG
+
+CURVES = "curves.png"
+
+
+def read_log(folder: Path) -> dict[int, Mapping[str, Any]]:
+    """Evaluations by step; of those that a killed run made again, the last."""
+    _, lines = read_lines(str(folder / LOG), "foresay-training", 1)
+    found = {int(line["step"]): line for _, line in lines}
+    return dict(sorted(found.items()))
+
+
+def draw_curves(folder: Path, lines: Mapping[int, Mapping[str, Any]]) -> bool:
+    """Draw tokens per pass, acceptance and loss over the tokens learned; False without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    figure = Figure(figsize=(9, 3), layout="constrained")
+    left, middle, right = figure.subplots(1, 3)
+    tokens = [line["tokens"] / 1000 for line in lines.values()]
+    left.plot(tokens, [line["tokens_per_pass"] for line in lines.values()], marker=".")
+    left.set_title("tokens per pass, held out")
+    names = sorted({name for line in lines.values() for name in line if name.startswith("acceptance_")})
+    for name in names:
+        middle.plot(tokens, [line[name] for line in lines.values()], marker=".", label=f"guess {name[11:]}")
+    middle.set_title("chance of acceptance")
+    middle.set_ylim(0, 1)
+    middle.legend(fontsize="small")
+    losses = [(n, line["loss"]) for n, line in zip(tokens, lines.values(), strict=True) if "loss" in line]
+    right.plot([n for n, _ in losses], [loss for _, loss in losses], marker=".")
+    right.set_title("loss")
+    for axes in (left, middle, right):
+        axes.set_xlabel("thousand tokens learned")
+        axes.grid(alpha=0.3)
+    figure.savefig(folder / CURVES, dpi=120)
+    return True

@@ -1,0 +1,236 @@
+"""Making a draft that writes what a target writes.
+
+Owns how the parts of training are put together for each kind of draft: its first weights, the tokens it can write, what is
+saved. The loop is fitting.py's, the losses are losses.py's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from foresay.checks import check_int
+from foresay.errors import ConfigError, UnsupportedModelError
+from foresay.models.heads.config import HeadConfig, usual_layers
+from foresay.models.heads.files import Head, write_head
+from foresay.models.heads.model import target_rows
+from foresay.models.heads.module import HeadModule
+from foresay.models.huggingface.causal import CausalModel
+from foresay.models.sources.catalog import LoadedModel
+from foresay.models.sources.transformers_errors import quiet_transformers
+from foresay.records.provenance import provenance
+from foresay.training.fitting import LOG, Corpus, Fitting, Plan, Report
+from foresay.training.losses import Objective
+from foresay.training.outputs import Text, frequent_tokens
+from foresay.training.students import HeadStudent, ModelStudent
+from foresay.training.teacher import KeptPasses, TargetPasses
+
+NOTE = "foresay.json"
+"""What a folder says of how its draft was made."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadShape:
+    """A head that is to be trained; None takes what suits the target."""
+
+    hidden_layers: tuple[int, ...] | None = None
+    vocabulary_size: int | None = None
+    """Tokens that it can write; None: a sixth of the target's, 4,096 at least."""
+    feed_forward: int | None = None
+    heads: tuple[int, int] | None = None
+    """Query and key heads."""
+    own_head: bool = False
+    """Whether it learns rows of its own for the tokens it can write, in place of the target's."""
+
+
+def causal(target: LoadedModel) -> CausalModel:
+    """The target as drafts are trained for it. Raises UnsupportedModelError for one that shows no hidden states."""
+    if not isinstance(target.model, CausalModel):
+        raise UnsupportedModelError(
+            f"drafts are trained for decoder-only transformers models, and {target.name!r} is none"
+        )
+    return target.model
+
+
+def new_head(target: LoadedModel, texts: Sequence[Text], shape: HeadShape, seed: int) -> Head:
+    """A head with random weights, of the target's width, that writes the tokens most frequent in `texts`."""
+    model = causal(target)
+    config = model.model.config.get_text_config(decoder=True)
+    width, vocab = int(config.hidden_size), model.vocab_size
+    size = shape.vocabulary_size or min(vocab, max(4096, vocab // 6))
+    check_int("vocabulary_size", size, 1, vocab)
+    heads, key_heads = shape.heads or (int(config.num_attention_heads), int(config.num_key_value_heads))
+    layers = shape.hidden_layers or usual_layers(model.num_layers)
+    if not all(0 <= layer <= model.num_layers for layer in layers):
+        raise ConfigError(f"layers={list(layers)} must be 0 to {model.num_layers}, what the target has")
+    rope = getattr(config, "rope_parameters", None) or {}
+    made = HeadConfig(
+        {
+            "hidden_size": width,
+            "num_attention_heads": heads,
+            "num_key_value_heads": key_heads,
+            "head_dim": int(getattr(config, "head_dim", None) or width // config.num_attention_heads),
+            "intermediate_size": shape.feed_forward or int(config.intermediate_size),
+            "hidden_act": "silu",
+            "rms_norm_eps": float(getattr(config, "rms_norm_eps", 1e-5)),
+            "rope_theta": float(rope.get("rope_theta", 10_000.0)),
+            "max_position_embeddings": int(model.max_length),
+        },
+        vocab,
+        size,
+        width,
+        layers,
+        norm_before_residual=True,
+        target=target.name,
+        target_architectures=(type(model.model).__name__,),
+    )
+    ids = None if size == vocab else frequent_tokens(texts, size, target.eos_token_ids)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        module = HeadModule(made, len(layers))
+    if shape.own_head:
+        module.lm_head = nn.Linear(width, size, bias=False)
+        with torch.no_grad():
+            module.lm_head.weight.copy_(target_rows(model, ids))
+    return Head(made, module, ids)
+
+
+def distil_head(
+    target: LoadedModel,
+    head: Head,
+    learn: Sequence[Text],
+    held_out: Sequence[Text],
+    plan: Plan,
+    objective: Objective,
+    folder: Path,
+    *,
+    steps: int = 5,
+    decay: float = 0.8,
+    states: Path | None = None,
+    note: dict[str, Any] | None = None,
+    on_progress: Callable[[str, float, str], None] = lambda what, share, note: None,
+    tracker: str | None = None,
+) -> Report:
+    """Train a head on what the target shows of texts, and keep the best in `folder`.
+
+    steps: tokens that it drafts in a row while it learns. decay: weight of each step's loss, as a share of that of the one
+    before. states: a folder that keeps what the target shows, so that it is computed once; None computes it whenever it is
+    looked at. on_progress: called with what is going on and the share of it that is done.
+    """
+    model = causal(target)
+    passes = TargetPasses(model, head.config.hidden_layers or usual_layers(model.num_layers))
+    corpora = [_corpus(passes, texts, states, target, on_progress) for texts in (learn, held_out)]
+    student = HeadStudent(head, model, steps=steps, decay=decay).to(model.device)
+    settings = {"steps": steps, "decay": decay, "layers": list(passes.hidden_layers), "texts": len(learn)}
+
+    def keep() -> None:
+        saved = Head(head.config, _in_half(head.module), head.token_ids)
+        write_head(saved, folder)
+        _write_note(folder, {"made_by": "foresay distill", "kind": "head", "target": target.name, **(note or {})})
+
+    fitting = Fitting(
+        student,
+        objective,
+        corpora[0],
+        corpora[1],
+        plan,
+        folder,
+        keep,
+        settings=settings,
+        on_progress=lambda share, text: on_progress("Training", share, text),
+        tracker=tracker,
+    )
+    return fitting.run()
+
+
+def distil_model(
+    target: LoadedModel,
+    draft: Any,
+    tokenizer: Any,
+    learn: Sequence[Text],
+    held_out: Sequence[Text],
+    plan: Plan,
+    objective: Objective,
+    folder: Path,
+    *,
+    freeze_embeddings: bool = True,
+    states: Path | None = None,
+    note: dict[str, Any] | None = None,
+    on_progress: Callable[[str, float, str], None] = lambda what, share, note: None,
+    tracker: str | None = None,
+) -> Report:
+    """Train a draft model of the target's vocabulary on its laws, and keep the best in `folder`, as transformers reads it.
+
+    draft: transformers' own model. freeze_embeddings: leave embeddings and head, most of a small draft, as they are.
+    """
+    model = causal(target)
+    config = draft.config.get_text_config(decoder=True)
+    if int(config.vocab_size) < model.vocab_size:
+        raise ConfigError(f"the draft knows {config.vocab_size} tokens, and the target writes {model.vocab_size}")
+    draft = draft.float().to(model.device)
+    for layer in (draft.get_input_embeddings(), draft.get_output_embeddings()):
+        if freeze_embeddings and layer is not None:
+            layer.requires_grad_(False)
+    passes = TargetPasses(model, ())
+    corpora = [_corpus(passes, texts, states, target, on_progress) for texts in (learn, held_out)]
+
+    def keep() -> None:
+        with quiet_transformers():
+            weights = {name: weight.to(torch.bfloat16) for name, weight in draft.state_dict().items()}
+            draft.save_pretrained(folder, state_dict=weights)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(folder)
+        _write_note(folder, {"made_by": "foresay distill", "kind": "model", "target": target.name, **(note or {})})
+
+    fitting = Fitting(
+        ModelStudent(draft, model),
+        objective,
+        corpora[0],
+        corpora[1],
+        plan,
+        folder,
+        keep,
+        settings={"texts": len(learn), "freeze_embeddings": freeze_embeddings},
+        on_progress=lambda share, text: on_progress("Training", share, text),
+        tracker=tracker,
+    )
+    return fitting.run()
+
+
+def _corpus(
+    passes: TargetPasses,
+    texts: Sequence[Text],
+    states: Path | None,
+    target: LoadedModel,
+    on_progress: Callable[[str, float, str], None],
+) -> Corpus:
+    if states is None:
+        return Corpus(texts, lambda index: passes(texts[index]))
+    kept = KeptPasses(states, passes, texts, f"{target.name} {target.precision}")
+    for number in range(kept.num_files):
+        kept.prepare(number)
+        on_progress("Reading", (number + 1) / kept.num_files, f"{len(texts)} texts")
+    return Corpus(texts, kept)
+
+
+def _in_half(module: HeadModule) -> HeadModule:
+    """A copy in bf16, what passes compute in."""
+    with torch.device("meta"):
+        out = HeadModule(module.config, module.num_states)
+        if module.lm_head is not None:
+            out.lm_head = nn.Linear(module.lm_head.in_features, module.lm_head.out_features, bias=False)
+    out.load_state_dict(
+        {name: one.detach().to(torch.bfloat16) for name, one in module.state_dict().items()}, assign=True
+    )
+    return out
+
+
+def _write_note(folder: Path, note: dict[str, Any]) -> None:
+    text = json.dumps({**note, "log": LOG, "provenance": provenance()}, indent=2)
+    (folder / NOTE).write_text(text + "\n", encoding="utf-8")

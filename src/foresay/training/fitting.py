@@ -1,0 +1,252 @@
+"""The training loop: batches in, steps of the optimiser, evaluations in the terms of decoding, the best draft kept.
+
+Owns the order of these, the budget of time, and what a run that was killed goes on with. accelerate carries precision,
+accumulation and several processes. Knows neither what a draft is made of nor where its texts come from.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from foresay.checks import check_float, check_int
+from foresay.errors import ConfigError
+from foresay.records.lines import LineWriter
+from foresay.training.batches import batch_of, in_order
+from foresay.training.checkpoints import State, learned, load_checkpoint, save_checkpoint
+from foresay.training.evaluation import evaluate
+from foresay.training.losses import Objective
+from foresay.training.outputs import Text
+from foresay.training.teacher import Shown
+
+LOG = "metrics.jsonl"
+CHECKPOINT = "checkpoint"
+_BETAS = (0.9, 0.95)
+_PRECISIONS = {"fp32": "no", "bf16": "bf16"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How to train. Raises ConfigError for values out of range."""
+
+    epochs: float = 1.0
+    minutes: float | None = None
+    """Ends the run, whatever the epochs; the learning rate falls towards whichever end is nearer."""
+    rate: float = 1e-3
+    """The learning rate at its height."""
+    warmup: float = 0.03
+    """Share of the run in which the rate rises."""
+    floor: float = 0.05
+    """What is left of the rate in the end, as a share of its height."""
+    batch_tokens: int = 4096
+    """Tokens of a batch and process, pads included."""
+    accumulate: int = 1
+    """Batches of a step."""
+    clip: float = 0.5
+    """Longest gradient."""
+    weight_decay: float = 0.0
+    seed: int = 0
+    precision: str = "fp32"
+    """"fp32" or "bf16", what matrix products are computed in."""
+    evaluate_minutes: float = 5.0
+    """Between two evaluations, each of which is kept if it is the best, and writes a checkpoint."""
+
+    def __post_init__(self) -> None:
+        check_float("epochs", self.epochs, 0.0, 1e6)
+        if self.minutes is not None:
+            check_float("minutes", self.minutes, 0.0, 1e6)
+        check_float("rate", self.rate, 0.0, 1.0)
+        for name in ("warmup", "floor"):
+            check_float(name, getattr(self, name), 0.0, 1.0)
+        check_int("batch_tokens", self.batch_tokens, 2)
+        check_int("accumulate", self.accumulate, 1)
+        check_float("clip", self.clip, 0.0, 1e6)
+        check_float("weight_decay", self.weight_decay, 0.0, 1.0)
+        check_int("seed", self.seed, 0)
+        check_float("evaluate_minutes", self.evaluate_minutes, 0.0, 1e6)
+        if self.precision not in _PRECISIONS:
+            raise ConfigError(f"precision={self.precision!r} must be 'fp32' or 'bf16'")
+
+    def binding(self) -> dict[str, Any]:
+        """What a run that goes on must agree with: all but its budget."""
+        return {k: v for k, v in asdict(self).items() if k not in ("epochs", "minutes", "evaluate_minutes")}
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """Texts, and what the target shows of each by its index."""
+
+    texts: Sequence[Text]
+    show: Callable[[int], Shown]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """How a run ended."""
+
+    state: State
+    resumed_at: int
+    """Optimiser steps that an earlier run had made."""
+
+
+class Fitting:
+    """One run."""
+
+    def __init__(
+        self,
+        student: Any,
+        objective: Objective,
+        learn: Corpus,
+        held_out: Corpus,
+        plan: Plan,
+        folder: Path,
+        keep: Callable[[], None],
+        *,
+        settings: dict[str, Any] | None = None,
+        on_progress: Callable[[float, str], None] = lambda share, note: None,
+        tracker: str | None = None,
+    ) -> None:
+        """student: a module and a Student, whose parameters that want gradients are trained.
+
+        keep: writes the draft as it is, called whenever it is the best so far. settings: what else a run that goes on must agree
+        with. on_progress: called with the share of the run that is done. tracker: "tensorboard" also logs to folder/tensorboard.
+        """
+        self.objective, self.learn, self.held_out, self.plan = objective, learn, held_out, plan
+        self.folder, self.keep, self.on_progress = folder, keep, on_progress
+        self.settings = {"objective": str(objective), **(settings or {}), **plan.binding()}
+        self.accelerator = Accelerator(
+            mixed_precision=_PRECISIONS[plan.precision],
+            gradient_accumulation_steps=plan.accumulate,
+            log_with=tracker,
+            project_dir=folder / "tensorboard" if tracker else None,
+            cpu=next(student.parameters()).device.type == "cpu",
+        )
+        if tracker:
+            self.accelerator.init_trackers("foresay")
+        self.plain = student
+        optimiser = torch.optim.AdamW(
+            list(learned(student).values()), lr=plan.rate, betas=_BETAS, weight_decay=plan.weight_decay
+        )
+        self.state = load_checkpoint(folder / CHECKPOINT, self.settings, student, optimiser) or State()
+        self.resumed_at = self.state.step
+        self.student, self.optimiser = self.accelerator.prepare(student, optimiser)
+        self._began = perf_counter() - self.state.elapsed_s
+        self._losses: list[float] = []
+        self._known: tuple[int, list[list[int]]] = (-1, [])
+        """An epoch, and the order of its batches."""
+
+    def run(self) -> Report:
+        """Train to the end of the plan; Ctrl-C leaves a checkpoint, and is raised again."""
+        with LineWriter(self.folder / LOG, "foresay-training", 1, {"settings": self.settings}) as log:
+            self._log = log
+            if self.state.step == 0:
+                self._evaluate()
+            evaluated = perf_counter()
+            try:
+                while (share := self._share()) < 1:
+                    self._step(share)
+                    if perf_counter() - evaluated >= 60 * self.plan.evaluate_minutes:
+                        self._evaluate()
+                        evaluated = perf_counter()
+            except KeyboardInterrupt:
+                self._checkpoint()
+                raise
+            if self._losses:
+                self._evaluate()
+        self.accelerator.end_training()
+        return Report(self.state, self.resumed_at)
+
+    def _share(self) -> float:
+        """How much of the run is done."""
+        state, plan = self.state, self.plan
+        state.elapsed_s = perf_counter() - self._began
+        batches = max(1, self._batches_of_epoch())
+        shares = [(state.epoch + state.batch / batches) / plan.epochs if plan.epochs else 1.0]
+        if plan.minutes is not None:
+            shares.append(state.elapsed_s / (60 * plan.minutes) if plan.minutes else 1.0)
+        return max(shares)
+
+    def _batches_of_epoch(self) -> int:
+        return len(self._order(self.state.epoch)) // int(self.accelerator.num_processes)
+
+    def _order(self, epoch: int) -> list[list[int]]:
+        if self._known[0] != epoch:
+            self._known = epoch, in_order(self.learn.texts, self.plan.batch_tokens, self.plan.seed, epoch)
+        return self._known[1]
+
+    def rate(self, share: float) -> float:
+        """The learning rate after a share of the run: up in a line, down in half a cosine."""
+        plan = self.plan
+        if share < plan.warmup:
+            return plan.rate * share / plan.warmup
+        fall = (share - plan.warmup) / max(1e-9, 1 - plan.warmup)
+        return plan.rate * (plan.floor + (1 - plan.floor) * (1 + math.cos(math.pi * min(1.0, fall))) / 2)
+
+    def _step(self, share: float) -> None:
+        """One step of the optimiser, over as many batches as the plan accumulates."""
+        rate = self.rate(share)
+        for group in self.optimiser.param_groups:
+            group["lr"] = rate
+        for _ in range(self.plan.accumulate):
+            batch = self._next_batch()
+            with self.accelerator.accumulate(self.student):
+                total, weight = self.student(batch, self.objective)
+                loss = total / weight.clamp(min=1)
+                self.accelerator.backward(loss)
+                if self.accelerator.sync_gradients:
+                    self.accelerator.clip_grad_norm_(self.student.parameters(), self.plan.clip)
+                self.optimiser.step()
+                self.optimiser.zero_grad()
+            self._losses.append(float(loss.detach()))
+            self.state.tokens += int(batch.taught().sum()) * self.accelerator.num_processes
+        self.state.step += 1
+        self.on_progress(
+            share, f"loss {sum(self._losses[-50:]) / len(self._losses[-50:]):.3f}, best {self.state.best:.2f}"
+        )
+
+    def _next_batch(self) -> Any:
+        state, here, many = self.state, self.accelerator.process_index, self.accelerator.num_processes
+        if state.batch >= self._batches_of_epoch():
+            state.epoch, state.batch = state.epoch + 1, 0
+        indices = self._order(state.epoch)[state.batch * many + here]
+        state.batch += 1
+        return batch_of(indices, self.learn.texts, self.learn.show).to(self.accelerator.device)
+
+    def _evaluate(self) -> None:
+        """Evaluate on what is held out; keep the draft if it is the best, and write a checkpoint."""
+        self.plain.eval()
+        texts = self.held_out.texts
+        order = in_order(texts, self.plan.batch_tokens, 0, 0)
+        batches = (batch_of(indices, texts, self.held_out.show) for indices in order)
+        quality = evaluate(self.plain, batches, self.accelerator.device)
+        self.plain.train()
+        state = self.state
+        state.elapsed_s = perf_counter() - self._began
+        loss = sum(self._losses) / len(self._losses) if self._losses else None
+        values = {
+            "step": state.step,
+            "tokens": state.tokens,
+            "elapsed_s": round(state.elapsed_s, 1),
+            **quality.as_dict(),
+        }
+        values |= {} if loss is None else {"loss": round(loss, 5)}
+        if self.accelerator.is_main_process:
+            self._log.append(values)
+            self.accelerator.log({k: v for k, v in values.items() if k != "step"}, step=state.step)
+            if quality.best > state.best:
+                state.best, state.best_step = quality.best, state.step
+                self.keep()
+        self._losses.clear()
+        self._checkpoint()
+
+    def _checkpoint(self) -> None:
+        if self.accelerator.is_main_process:
+            inner = getattr(self.optimiser, "optimizer", self.optimiser)
+            save_checkpoint(self.folder / CHECKPOINT, self.state, self.settings, self.plain, inner)

@@ -1,0 +1,105 @@
+"""A head on hidden states, and what an independent reading of its layout computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from foresay.models.heads.config import HeadConfig
+from foresay.models.heads.files import Head
+from foresay.models.heads.module import HeadModule
+from foresay.models.huggingface.causal import CausalModel
+
+
+def random_head(
+    target: CausalModel,
+    *,
+    layers: tuple[int, ...] | None = None,
+    ids: Sequence[int] | None = None,
+    before: bool = False,
+    seed: int = 0,
+    gain: float = 3.0,
+    **changes: Any,
+) -> Head:
+    """Random weights, large enough that guesses differ."""
+    config = target.model.config
+    layers = tuple(range(target.num_layers)) if layers is None else layers
+    layer = {
+        "hidden_size": config.hidden_size,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "intermediate_size": 24,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 4096,
+        **changes,
+    }
+    size = target.vocab_size if ids is None else len(ids)
+    made = HeadConfig(layer, target.vocab_size, size, config.hidden_size, layers, before, "tiny")
+    torch.manual_seed(seed)
+    module = HeadModule(made, len(layers))
+    with torch.no_grad():
+        for name, weight in module.named_parameters():
+            if "norm" in name:
+                weight += 0.3 * torch.randn_like(weight)
+            else:
+                weight *= gain
+    return Head(made, module, None if ids is None else torch.tensor(sorted(ids)))
+
+
+def reference_scores(
+    weights: dict[str, torch.Tensor],
+    config: dict[str, Any],
+    states: torch.Tensor,
+    embedded: torch.Tensor,
+    head: torch.Tensor,
+) -> list[torch.Tensor]:
+    """The layout read once more, in float64: a chain behind a text.
+
+    states: [n, 3 H] of a text's first n places. embedded: [n + k, D], the tokens after them and k guesses. Gives the scores [K]
+    after the text and after each guess.
+    """
+    w = {name: value.double() for name, value in weights.items()}
+    q_heads, k_heads, dim = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
+
+    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+        return x / (x.pow(2).mean(-1, keepdim=True) + config["rms_norm_eps"]).sqrt() * w[f"{name}.weight"]
+
+    def rotate(x: torch.Tensor, position: int) -> torch.Tensor:
+        angles = position / config["rope_theta"] ** (torch.arange(0, dim, 2).double() / dim)
+        cos, sin = angles.cos(), angles.sin()
+        low, high = x[..., : dim // 2], x[..., dim // 2 :]
+        return torch.cat([low * cos - high * sin, high * cos + low * sin], -1)
+
+    keys: list[torch.Tensor] = []
+    values: list[torch.Tensor] = []
+
+    def pair(feature: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+        beside = norm(feature, "layers.0.hidden_norm")
+        joint = torch.cat([norm(token, "layers.0.input_layernorm"), beside])
+        position, name = len(keys), "layers.0.self_attn"
+        query = rotate((w[f"{name}.q_proj.weight"] @ joint).view(q_heads, dim), position)
+        keys.append(rotate((w[f"{name}.k_proj.weight"] @ joint).view(k_heads, dim), position))
+        values.append((w[f"{name}.v_proj.weight"] @ joint).view(k_heads, dim))
+        out = []
+        for h in range(q_heads):
+            mine = h // (q_heads // k_heads)
+            scores = torch.stack([query[h] @ key[mine] for key in keys]) / dim**0.5
+            out.append(torch.softmax(scores, 0) @ torch.stack([value[mine] for value in values]))
+        x = (beside if config["norm_before_residual"] else feature) + w[f"{name}.o_proj.weight"] @ torch.cat(out)
+        y = norm(x, "layers.0.post_attention_layernorm")
+        gate, up = w["layers.0.mlp.gate_proj.weight"] @ y, w["layers.0.mlp.up_proj.weight"] @ y
+        return x + w["layers.0.mlp.down_proj.weight"] @ (gate * torch.sigmoid(gate) * up)
+
+    features = states.double() @ w["fc.weight"].T
+    for i in range(len(features)):
+        x = pair(features[i], embedded[i].double())
+    out = [head.double() @ norm(x, "norm")]
+    for token in embedded[len(features) :]:
+        x = pair(x, token.double())
+        out.append(head.double() @ norm(x, "norm"))
+    return out

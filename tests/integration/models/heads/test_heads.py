@@ -1,0 +1,294 @@
+"""Heads on hidden states: their layout read once more by a few lines, their files, and what they draft."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from foresay.decoding.protocols import Feed, Logits
+from foresay.decoding.sampling_params import SamplingParams
+from foresay.drafters import Cascade, HeadDrafter, HeadTreeDrafter, PromptLookup
+from foresay.errors import ConfigError, ModelLoadError, ModelNotFoundError
+from foresay.models.heads.config import LAST, NEXT, HeadConfig, usual_layers
+from foresay.models.heads.files import Head, read_head, write_head
+from foresay.models.heads.model import HeadModel, target_rows
+from foresay.models.huggingface.causal import CausalModel
+from helpers.families import VOCAB, make
+from helpers.heads import random_head, reference_scores
+from helpers.support import run
+
+SMALL = 7
+"""Tokens of a target whose guesses are often right, whatever they are."""
+
+
+def target(*, lean: bool = True, vocab: int = VOCAB, **changes: Any) -> CausalModel:
+    model = CausalModel(make("llama", 3, vocab_size=vocab, tie_word_embeddings=False, **changes))
+    if lean:
+        model.use_lean()
+    return model
+
+
+def shown(model: CausalModel, tokens: torch.Tensor) -> dict[int, torch.Tensor]:
+    """Hidden states of one text, layer -> [1, S, H]."""
+    cache = model.new_cache()
+    cache.add_rows(1)
+    layers = tuple(range(model.num_layers + 1))
+    feed = Feed(tokens[None], [len(tokens)], logits=Logits.NONE, hidden_layers=layers)
+    return dict(model.forward(feed, cache).hidden)
+
+
+def chain(model: CausalModel, head: HeadModel, text: torch.Tensor, guesses: torch.Tensor) -> list[torch.Tensor]:
+    """Scores after a text and after each guess, [V] each, by passes of the head."""
+    features = head.features(shown(model, text))[:, :-1]
+    cache = head.new_cache()
+    cache.add_rows(1)
+    count = len(text) - 1
+    out = head.forward(Feed(text[None, 1:], [count], logits=Logits.LAST, features=features), cache)
+    scores, after = [out.scores()[0, 0]], out.hidden[NEXT][:, -1:]
+    for guess in guesses:
+        out = head.forward(Feed(guess.view(1, 1), [1], logits=Logits.LAST, features=after), cache)
+        scores, after = [*scores, out.scores()[0, 0]], out.hidden[NEXT]
+    return scores
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("ids", [None, [1, 5, 6, 30, 41, 89]])
+@pytest.mark.parametrize("kernels", [True, False])
+def test_a_few_lines_that_read_the_layout_compute_the_same(
+    before: bool, ids: list[int] | None, kernels: bool, tmp_path: Path
+) -> None:
+    """By the tensors of the file; a few lines that read it otherwise do not agree."""
+    model = target()
+    write_head(random_head(model, ids=ids, before=before), tmp_path)
+    head = HeadModel(read_head(tmp_path), model)
+    if not kernels:
+        head._native = None
+    text, guesses = torch.tensor([3, 17, 29, 3, 80, 41]), torch.tensor([5, 30, 5])
+    hidden = shown(model, text)
+    states = torch.cat([hidden[layer][0, :-1] for layer in head.hidden_layers], -1)
+    embedded = model.model.get_input_embeddings()(torch.cat([text[1:], guesses]))
+    config, weights = json.loads((tmp_path / "config.json").read_text()), load_file(tmp_path / "model.safetensors")
+    rows = target_rows(model, None if ids is None else torch.tensor(ids))
+    wanted = reference_scores(weights, config, states, embedded, rows)
+    found = chain(model, head, text, guesses)
+    assert len(found) == len(wanted) == 4
+    for ours, theirs in zip(found, wanted, strict=True):
+        kept = ours if ids is None else ours[ids]
+        torch.testing.assert_close(kept.double(), theirs, atol=2e-4, rtol=1e-3)
+        assert ids is None or int((ours > -torch.inf).sum()) == len(ids)
+    config["norm_before_residual"] = not before
+    other = reference_scores(weights, config, states, embedded, rows)
+    assert not torch.allclose(other[-1], wanted[-1], atol=1e-2)
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_what_is_trained_is_what_drafts(before: bool) -> None:
+    """Unrolled over a whole text, each place is a chain of its own; control: one that sees its neighbours' guesses."""
+    model = target()
+    made = random_head(model, before=before)
+    head = HeadModel(made, model)
+    text = torch.randint(2, VOCAB, (12,), generator=torch.Generator().manual_seed(1))
+    hidden = shown(model, text)
+    states = torch.cat([hidden[layer] for layer in head.hidden_layers], -1)
+    embedded = model.model.get_input_embeddings()(text)[None, 1:]
+    pairs, steps = 6, 4
+    with torch.no_grad():
+        unrolled = made.module.unrolled(states[:, :pairs], embedded, steps)
+    for last in range(2, pairs):
+        found = chain(model, head, text[: last + 2], text[last + 2 : last + 1 + steps])
+        for step, scores in enumerate(found):
+            wanted = target_rows(model, None) @ unrolled[step][0, last]
+            torch.testing.assert_close(scores, wanted, atol=2e-4, rtol=1e-3)
+    assert not torch.allclose(unrolled[1][0, 2], unrolled[0][0, 3], atol=1e-2), "a guess is not what was shown"
+
+
+PROMPTS = [[5, 6, 1, 2, 3, 4, 5], [2], [1, 2, 1], [6] * 9, [3, 1] * 8]
+
+
+@pytest.mark.parametrize("lean", [True, False])
+@pytest.mark.parametrize("kind", ["chain", "tree", "cascade", "behind"])
+def test_greedy_output_is_that_of_plain_decoding(kind: str, lean: bool) -> None:
+    """Batched, ragged, joining late; some guesses right, some wrong."""
+    model = target(lean=lean, vocab=SMALL)
+    head = HeadModel(random_head(model), model)
+    drafter = {
+        "chain": lambda: HeadDrafter(head, SMALL),
+        "tree": lambda: HeadTreeDrafter(head, SMALL, branches=3, width=2),
+        "cascade": lambda: Cascade([HeadDrafter(head, SMALL), PromptLookup(min_ngram=1)], [[2, 2], [0, 0]]),
+        "behind": lambda: Cascade([PromptLookup(min_ngram=1), HeadDrafter(head, SMALL)], [[2, 3], [0, 0]]),
+    }[kind]()
+    params = SamplingParams(max_new_tokens=24, ignore_eos=True)
+    plain, _, _ = run(model, PROMPTS, params, drafter=None, gamma=0)
+    ours, steps, engine = run(model, PROMPTS, params, drafter=drafter, gamma=5, join_later=2, max_batch_size=3)
+    assert engine.draft_failures == 0 and ours == plain
+    accepted = {step.num_accepted for step in steps if step.num_drafted}
+    assert 0 in accepted and max(accepted) >= 2
+
+
+class _Reference(HeadDrafter):
+    """Compares each chain it proposes with the one that a pass over the whole text gives."""
+
+    compared = 0
+
+    def propose(self, rows: Any, budget: Any, policy: Any) -> Any:
+        proposal = super().propose(rows, budget, policy)
+        head = self.context.head
+        for i, row in enumerate(rows):
+            tokens = torch.from_numpy(row.tokens.copy())
+            guesses = proposal.token_ids[i, : proposal.num_tokens[i]]
+            if len(tokens) < 2 or not len(guesses):
+                continue
+            scores = chain(head.target, head, tokens, guesses[:-1])
+            assert [int(one.argmax()) for one in scores] == guesses.tolist()
+            self.compared += len(guesses)
+        return proposal
+
+
+def test_each_guess_is_that_of_a_pass_over_the_whole_text() -> None:
+    """Whatever was accepted, rewound, missed or moved before it."""
+    model = target(vocab=SMALL)
+    drafter = _Reference(HeadModel(random_head(model, seed=2), model), SMALL)
+    params = [SamplingParams(max_new_tokens=10 + 6 * i, ignore_eos=True) for i in range(len(PROMPTS))]
+    _, steps, engine = run(model, PROMPTS, params, drafter=drafter, gamma=4, join_later=2, max_batch_size=3)
+    assert engine.draft_failures == 0, engine.drafter and engine.drafter.last_error
+    assert drafter.compared > 150 and len({step.num_accepted for step in steps}) > 2
+
+
+def test_a_long_prompt_is_filled_in_pieces() -> None:
+    model = target(vocab=SMALL, max_position_embeddings=2048)
+    drafter = _Reference(HeadModel(random_head(model, seed=2), model), SMALL)
+    prompts = [[(3 * i + i // 7) % SMALL for i in range(n)] for n in (600, 5, 300)]
+    _, _, engine = run(model, prompts, SamplingParams(max_new_tokens=8, ignore_eos=True), drafter=drafter, gamma=3)
+    assert engine.draft_failures == 0 and drafter.compared > 20
+
+
+def test_a_drafter_that_failed_leaves_rows_alone_that_were_never_shown() -> None:
+    """A row that was there before cannot be drafted for again; one that comes after can."""
+    model = target(vocab=SMALL)
+    head = HeadModel(random_head(model), model)
+    drafter = HeadDrafter(head, SMALL)
+    forward, calls = head.forward, []
+
+    def failing(feed: Feed, cache: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 4:
+            raise RuntimeError("once")
+        return forward(feed, cache)
+
+    head.forward = failing  # type: ignore[method-assign]
+    params = SamplingParams(max_new_tokens=12, ignore_eos=True)
+    plain, _, _ = run(model, PROMPTS, params, drafter=None, gamma=0)
+    ours, steps, engine = run(model, PROMPTS, params, drafter=drafter, gamma=3, max_batch_size=2)
+    assert ours == plain and engine.draft_failures == 1
+    assert any(step.num_drafted for step in steps if step.request_id >= 2)
+
+
+class TestFiles:
+    @pytest.mark.parametrize("layout", ["plain", "speculators"])
+    @pytest.mark.parametrize("ids", [None, [0, 4, 9]])
+    def test_either_layout_comes_back(self, layout: Any, ids: list[int] | None, tmp_path: Path) -> None:
+        head = random_head(target(), ids=ids, before=True)
+        write_head(head, tmp_path, layout=layout)
+        again = read_head(tmp_path)
+        assert again.config.layer == head.config.layer and again.config.hidden_layers == head.config.hidden_layers
+        assert again.config.norm_before_residual and again.config.draft_vocab_size == (3 if ids else VOCAB)
+        assert (again.token_ids is None) == (ids is None) and (ids is None or again.token_ids.tolist() == ids)
+        for name, weight in head.module.state_dict().items():
+            assert torch.equal(weight, again.module.state_dict()[name])
+
+    def test_what_a_file_means_that_does_not_say(self) -> None:
+        plain = random_head(target()).config.as_plain()
+        theirs = random_head(target()).config.as_speculators()
+        for values in (plain, theirs):
+            del values["norm_before_residual"]
+        plain["eagle_config"] = {}
+        assert not HeadConfig.read(plain).norm_before_residual and HeadConfig.read(plain).hidden_layers is None
+        assert HeadConfig.read(theirs).norm_before_residual
+        assert usual_layers(32) == (2, 16, 29)
+
+    def test_other_engines_names_of_tensors(self, tmp_path: Path) -> None:
+        write_head(random_head(target()), tmp_path)
+        tensors = load_file(tmp_path / "model.safetensors")
+        renamed = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
+        save_file(renamed, tmp_path / "model.safetensors")
+        assert torch.equal(read_head(tmp_path).module.fc.weight, tensors["fc.weight"])
+
+    def test_an_output_layer_and_embeddings_of_its_own(self, tmp_path: Path) -> None:
+        model = target()
+        head = random_head(model)
+        head.module.lm_head = torch.nn.Linear(head.config.hidden_size, VOCAB, bias=False)
+        head.module.embed_tokens = torch.nn.Embedding(VOCAB, head.config.hidden_size)
+        write_head(head, tmp_path)
+        text = torch.tensor([4, 5, 6])
+        own, shared = read_head(tmp_path), random_head(model)
+        found, plain = (chain(model, HeadModel(one, model), text, text[:0])[0] for one in (own, shared))
+        assert not torch.allclose(found, plain, atol=1e-2)
+
+    @pytest.mark.parametrize(
+        ("change", "says"),
+        [
+            ({"num_hidden_layers": 2}, "one layer"),
+            ({"norm_before_fc": True}, "norm_before_fc"),
+            ({"hidden_size": None}, "hidden_size"),
+            ({"draft_vocab_size": 1000}, "draft_vocab_size"),
+            ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state"),
+            ({"eagle_config": 3}, "eagle_config"),
+        ],
+    )
+    def test_configurations_that_are_not_read(self, change: dict[str, Any], says: str, tmp_path: Path) -> None:
+        write_head(random_head(target()), tmp_path)
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | change))
+        with pytest.raises(ConfigError, match=says):
+            read_head(tmp_path)
+
+    def test_files_that_are_not_whole(self, tmp_path: Path) -> None:
+        with pytest.raises(ModelNotFoundError, match=r"config\.json"):
+            read_head(tmp_path)
+        write_head(random_head(target(), ids=[1, 2, 3]), tmp_path)
+        weights = tmp_path / "model.safetensors"
+        tensors = load_file(weights)
+        for name, says in (("norm.weight", "lacks norm.weight"), ("d2t", "d2t"), ("fc.weight", "fc.weight")):
+            save_file({n: t for n, t in tensors.items() if n != name}, weights)
+            with pytest.raises(ModelLoadError, match=says):
+                read_head(tmp_path)
+        save_file(tensors | {"norm.weight": torch.ones(3)}, weights)
+        with pytest.raises(ModelLoadError, match=r"norm.weight.*\[3\]"):
+            read_head(tmp_path)
+        save_file(tensors | {"extra": torch.ones(3)}, weights)
+        with pytest.raises(ModelLoadError, match="extra"):
+            read_head(tmp_path)
+        weights.write_bytes(b"nothing")
+        with pytest.raises(ModelLoadError, match="cannot read"):
+            read_head(tmp_path)
+        weights.rename(tmp_path / "pytorch_model.bin")
+        with pytest.raises(ModelNotFoundError, match="pickled"):
+            read_head(tmp_path)
+
+    @pytest.mark.parametrize(
+        ("changes", "says"),
+        [({"vocab_size": 90}, "vocabulary"), ({"hidden_size": 40}, "hidden size"), ({"num_hidden_layers": 2}, "layer")],
+    )
+    def test_another_target_is_refused_by_name(self, changes: dict[str, int], says: str) -> None:
+        head = random_head(target(), layers=(0, 1, 3))
+        other = CausalModel(make("llama", 0, **({"vocab_size": VOCAB} | changes)))
+        with pytest.raises(ConfigError, match=says):
+            HeadModel(head, other, name="other")
+
+
+def test_a_head_reads_what_its_file_names() -> None:
+    model = target()
+    head = random_head(model, layers=(1, 2))
+    wrong = Head(
+        HeadConfig(**{**{f: getattr(head.config, f) for f in head.config.__slots__}, "hidden_layers": (1,)}),
+        head.module,
+        None,
+    )
+    with pytest.raises(ConfigError, match="2 hidden states"):
+        HeadModel(wrong, model)
+    assert LAST != NEXT

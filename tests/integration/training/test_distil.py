@@ -1,0 +1,313 @@
+"""Distilling: what it computes beside plain loops, what it reaches, and what a run that was killed goes on with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from foresay.decoding.sampling_params import SamplingParams
+from foresay.drafters import HeadDrafter, ModelDrafter
+from foresay.errors import ConfigError
+from foresay.models.heads.files import read_head
+from foresay.models.heads.model import HeadModel, target_rows
+from foresay.models.huggingface.causal import CausalModel
+from foresay.models.sources.catalog import LoadedModel
+from foresay.training.batches import batch_of, in_order
+from foresay.training.curves import draw_curves, read_log
+from foresay.training.distil import HeadShape, distil_head, distil_model, new_head
+from foresay.training.evaluation import evaluate
+from foresay.training.fitting import Plan
+from foresay.training.losses import Objective
+from foresay.training.outputs import Text, frequent_tokens, split, texts_of
+from foresay.training.students import HeadStudent, ModelStudent
+from foresay.training.teacher import KeptPasses, TargetPasses, TeacherHead
+from helpers.families import make
+from helpers.heads import random_head
+from helpers.support import run
+
+VOCAB, NEW = 48, 40
+CHEAP = Plan(epochs=1, batch_tokens=400, rate=3e-3, evaluate_minutes=60)
+
+
+def loaded(*, layers: int = 4, seed: int = 1) -> LoadedModel:
+    model = CausalModel(make("llama", seed, vocab_size=VOCAB, num_hidden_layers=layers, tie_word_embeddings=False))
+    model.use_lean()
+    return LoadedModel("tiny", model, None, frozenset([0]))
+
+
+def written(target: LoadedModel, count: int, seed: int = 0, new: int = NEW) -> list[Text]:
+    """The target's greedy outputs to random prompts."""
+    generator = torch.Generator().manual_seed(seed)
+    prompts = [torch.randint(1, VOCAB, (3 + i % 6,), generator=generator).tolist() for i in range(count)]
+    outputs, _, _ = run(target.model, prompts, SamplingParams(max_new_tokens=new, ignore_eos=True), gamma=0)
+    return [
+        Text(np.array(prompt + output, dtype=np.int64), len(prompt), True)
+        for prompt, output in zip(prompts, outputs, strict=True)
+    ]
+
+
+def shape(**changes: Any) -> HeadShape:
+    return HeadShape(hidden_layers=(1, 2, 3), vocabulary_size=VOCAB, **changes)
+
+
+class TestOutputs:
+    def test_the_same_texts_are_held_out_whatever_else_there_is(self) -> None:
+        target = loaded()
+        texts = written(target, 40)
+        learn, rest = split(texts, 0.2, 0)
+        again = split([*reversed(texts)], 0.2, 0)[1]
+        assert len(rest) == 8 and {t.tokens.tobytes() for t in rest} == {t.tokens.tobytes() for t in again}
+        assert {t.tokens.tobytes() for t in rest}.isdisjoint({t.tokens.tobytes() for t in learn})
+        twice = split([*texts, *texts], 0.2, 0)
+        assert len(twice[0]) + len(twice[1]) == len({t.tokens.tobytes() for t in texts}), "no text is on both sides"
+        with pytest.raises(ConfigError, match="fewer than two"):
+            split([texts[0], texts[0]], 0.5, 0)
+
+    def test_frequent_tokens(self) -> None:
+        texts = [Text(np.array([9, 9, 9, 1, 2, 2, 5]), 3), Text(np.array([8, 2, 1]), 1)]
+        assert frequent_tokens(texts, 2).tolist() == [1, 2]
+        assert frequent_tokens(texts, 2, always=[7]).tolist() == [2, 7]
+        assert frequent_tokens(texts, 5).tolist() == [1, 2, 5, 8, 9]
+        assert frequent_tokens(texts, 8).tolist() == [0, 1, 2, 3, 4, 5, 8, 9][:8]
+
+    def test_documents(self) -> None:
+        texts = texts_of([list(range(10)), [1]], 4)
+        assert [t.tokens.tolist() for t in texts] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+        assert {t.start for t in texts} == {1}
+
+    def test_an_epoch_holds_each_text_once_and_depends_on_the_seed_alone(self) -> None:
+        texts = [Text(np.arange(2 + i % 30), 1) for i in range(100)]
+        order = in_order(texts, 64, 3, 1)
+        assert sorted(i for batch in order for i in batch) == list(range(100))
+        assert all(len(b) * max(len(texts[i].tokens) for i in b) <= 64 for b in order)
+        assert order == in_order(texts, 64, 3, 1) != in_order(texts, 64, 3, 2)
+
+
+class TestTeacher:
+    def test_laws_are_those_of_the_target(self, tmp_path: Path) -> None:
+        """Of some tokens and of all, kept and computed."""
+        target = loaded()
+        text, ids = written(target, 1)[0], torch.tensor([3, 4, 17])
+        model: Any = target.model
+        shown = TargetPasses(model, (1, 3))(text)
+        logits = model.uncached(torch.from_numpy(text.tokens)[None])[0].float()
+        wanted = torch.softmax(logits, -1)
+        for some, head in ((wanted, TeacherHead(model, None)), (wanted[:, ids], TeacherHead(model, ids))):
+            torch.testing.assert_close(head.probs(shown.last, shown.log_sum), some, atol=1e-5, rtol=1e-3)
+        assert shown.states.shape == (len(text.tokens), 64)
+        kept = KeptPasses(tmp_path, TargetPasses(model, (1, 3)), [text], "tiny")
+        for _ in range(2):
+            again = kept(0)
+            assert torch.equal(again.states, shown.states) and torch.equal(again.log_sum, shown.log_sum)
+        other = KeptPasses(tmp_path, TargetPasses(model, (1, 2)), [text], "tiny")
+        assert not torch.equal(other(0).states, shown.states), "of other layers"
+        assert len(list(tmp_path.iterdir())) == 2
+
+    def test_a_file_that_was_cut_short_is_named(self, tmp_path: Path) -> None:
+        target = loaded()
+        texts = written(target, 1)
+        KeptPasses(tmp_path, TargetPasses(target.model, ()), texts, "t").prepare(0)  # type: ignore[arg-type]
+        path = next(tmp_path.rglob("*.safetensors"))
+        path.write_bytes(path.read_bytes()[:50])
+        with pytest.raises(ConfigError, match=path.name):
+            KeptPasses(tmp_path, TargetPasses(target.model, ()), texts, "t")(0)  # type: ignore[arg-type]
+
+
+class TestQuality:
+    @pytest.mark.parametrize("ids", [None, list(range(0, VOCAB, 2))])
+    def test_tokens_per_pass_are_those_of_decoding(self, ids: list[int] | None) -> None:
+        """What evaluation says of a head is what the engine does with it, pass by pass."""
+        target = loaded()
+        model: Any = target.model
+        texts = written(target, 12)
+        head = random_head(model, layers=(1, 2, 3), ids=ids, gain=1.5)
+        learn_a_little(head, target, texts)
+        student = HeadStudent(head, model, steps=4, decay=0.8)
+        passes = TargetPasses(model, (1, 2, 3))
+        batch = batch_of(range(len(texts)), texts, lambda i: passes(texts[i]))
+        quality = evaluate(student, [batch], torch.device("cpu"))
+        for length, wanted in enumerate(quality.tokens_per_pass, 1):
+            drafter = HeadDrafter(HeadModel(head, model), VOCAB)
+            prompts = [text.tokens[: text.start].tolist() for text in texts]
+            params = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
+            outputs, steps, _ = run(model, prompts, params, drafter=drafter, gamma=length)
+            assert outputs == [text.tokens[text.start :].tolist() for text in texts]
+            assert sum(len(s.token_ids) for s in steps) / len(steps) == pytest.approx(wanted, abs=0.02)
+        assert quality.tokens_per_pass[-1] > 1.2, "some guesses were right"
+
+    def test_a_draft_model_too(self) -> None:
+        target = loaded()
+        draft = CausalModel(make("llama", 1, vocab_size=VOCAB, num_hidden_layers=2, tie_word_embeddings=False))
+        texts = written(target, 8)
+        passes = TargetPasses(target.model, ())  # type: ignore[arg-type]
+        batch = batch_of(range(len(texts)), texts, lambda i: passes(texts[i]))
+        student = ModelStudent(
+            make("llama", 1, vocab_size=VOCAB, num_hidden_layers=2, tie_word_embeddings=False), target.model
+        )  # type: ignore[arg-type]
+        quality = evaluate(student, [batch], torch.device("cpu"))
+        prompts = [text.tokens[: text.start].tolist() for text in texts]
+        params = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
+        _, steps, _ = run(target.model, prompts, params, drafter=ModelDrafter(draft, VOCAB), gamma=3)
+        found = sum(len(s.token_ids) for s in steps) / len(steps)
+        assert found == pytest.approx(quality.tokens_per_pass[2], abs=0.02)
+
+
+def learn_a_little(head: Any, target: LoadedModel, texts: list[Text], steps: int = 40) -> None:
+    """Plain steps, so that guesses are sometimes right."""
+    model: Any = target.model
+    student = HeadStudent(head, model, steps=3, decay=0.8)
+    passes = TargetPasses(model, (1, 2, 3))
+    batch = batch_of(range(len(texts)), texts, lambda i: passes(texts[i]))
+    optimiser = torch.optim.AdamW(student.parameters(), lr=3e-3)
+    for _ in range(steps):
+        total, weight = student(batch, Objective.parse("forward_kl"))
+        (total / weight).backward()
+        optimiser.step()
+        optimiser.zero_grad()
+
+
+@torch.no_grad()
+def test_the_loss_is_the_divergence_of_what_was_drafted() -> None:
+    """One text by hand: which law is compared with which. Control: laws of the neighbouring place."""
+    target = loaded()
+    model: Any = target.model
+    text = written(target, 1, new=9)[0]
+    head = random_head(model, layers=(1, 2, 3), gain=1.0)
+    student = HeadStudent(head, model, steps=3, decay=0.5)
+    shown = TargetPasses(model, (1, 2, 3))(text)
+    total, weight = student(batch_of([0], [text], lambda i: shown), Objective.parse("forward_kl"))
+    laws = torch.softmax(model.uncached(torch.from_numpy(text.tokens)[None])[0].float(), -1)
+    embedded = model.model.get_input_embeddings()(torch.from_numpy(text.tokens)[None, 1:])
+    unrolled = head.module.unrolled(shown.states[None, :-1].float(), torch.nn.functional.pad(embedded, (0, 0, 0, 2)), 3)
+
+    def by_hand(shift: int) -> tuple[float, float]:
+        sums = [0.0, 0.0]
+        for step in range(3):
+            for pair in range(len(text.tokens) - 1):
+                place = pair + 1 + step
+                if not text.start - 1 <= place < len(text.tokens) - 1:
+                    continue
+                q = torch.softmax(target_rows(model, None) @ unrolled[step][0, pair], -1)
+                p = laws[place + shift]
+                sums[0] += 0.5**step * float((p * (p.clamp(min=1e-9) / q.clamp(min=1e-9)).log()).sum())
+                sums[1] += 0.5**step
+        return sums[0], sums[1]
+
+    assert (float(total), float(weight)) == pytest.approx(by_hand(0), rel=1e-3)
+    assert float(total) != pytest.approx(by_hand(-1)[0], rel=1e-2)
+
+
+class TestDistilling:
+    def test_a_head_learns_a_random_target(self, tmp_path: Path) -> None:
+        """From chance to more than half of its guesses accepted, and the folder drafts."""
+        target = loaded()
+        learn, rest = split(written(target, 300), 0.05, 0)
+        head = new_head(target, learn, shape(), 0)
+        plan = Plan(epochs=12, batch_tokens=1000, rate=4e-3, evaluate_minutes=60)
+        report = distil_head(target, head, learn, rest, plan, Objective.parse("forward_kl"), tmp_path, steps=3)
+        lines = list(read_log(tmp_path).values())
+        assert lines[0]["acceptance_1"] < 0.1 and lines[-1]["acceptance_1"] > 0.5
+        assert report.state.best == pytest.approx(lines[-1]["tokens_per_pass"], abs=1e-3)
+        drafter = HeadDrafter(HeadModel(read_head(tmp_path), target.model), VOCAB)  # type: ignore[arg-type]
+        prompts = [text.tokens[: text.start].tolist() for text in rest]
+        params = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
+        outputs, steps, _ = run(target.model, prompts, params, drafter=drafter, gamma=3)
+        assert outputs == [text.tokens[text.start :].tolist() for text in rest]
+        assert sum(len(s.token_ids) for s in steps) / len(steps) > 1.6
+        assert draw_curves(tmp_path, read_log(tmp_path)) and (tmp_path / "curves.png").stat().st_size > 5000
+
+    def test_a_model_learns_too_and_loads_as_any_other(self, tmp_path: Path) -> None:
+        target = loaded()
+        learn, rest = split(written(target, 200), 0.05, 0)
+        draft = make("llama", 7, vocab_size=VOCAB, num_hidden_layers=1, tie_word_embeddings=False)
+        plan = Plan(epochs=12, batch_tokens=1000, rate=4e-3, evaluate_minutes=60)
+        distil_model(
+            target, draft, None, learn, rest, plan, Objective.parse("forward_kl"), tmp_path, freeze_embeddings=False
+        )
+        lines = list(read_log(tmp_path).values())
+        assert lines[0]["acceptance_1"] < 0.1 and lines[-1]["acceptance_1"] > 0.4
+        assert CausalModel(AutoModelForCausalLM.from_pretrained(tmp_path)).vocab_size == VOCAB
+
+    def test_frozen_embeddings_stay(self, tmp_path: Path) -> None:
+        target = loaded()
+        learn, rest = split(written(target, 20), 0.2, 0)
+        draft = make("llama", 7, vocab_size=VOCAB, num_hidden_layers=1, tie_word_embeddings=True)
+        before = draft.get_input_embeddings().weight.clone()
+        layer = draft.model.layers[0].mlp.down_proj.weight.clone()
+        distil_model(target, draft, None, learn, rest, CHEAP, Objective.parse("tv=0.5,reverse_kl=1"), tmp_path)
+        assert torch.equal(draft.get_input_embeddings().weight, before)
+        assert not torch.equal(draft.model.layers[0].mlp.down_proj.weight, layer)
+
+    @pytest.mark.parametrize("states", [False, True])
+    def test_a_run_that_was_killed_goes_on_as_if_it_had_not(
+        self, states: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        target = loaded()
+        learn, rest = split(written(target, 60), 0.1, 0)
+        kept = tmp_path / "states" if states else None
+        objective = Objective.parse("forward_kl")
+
+        def go(folder: Path, **changes: Any) -> Any:
+            folder.mkdir(exist_ok=True)
+            head = new_head(target, learn, shape(own_head=True), 0)
+            plan = Plan(**{"epochs": 3, "batch_tokens": 400, "rate": 3e-3, "evaluate_minutes": 60, **changes})
+            return distil_head(target, head, learn, rest, plan, objective, folder, steps=2, states=kept)
+
+        whole = go(tmp_path / "whole")
+        from foresay.training import fitting
+
+        step, calls = fitting.Fitting._step, []
+
+        def killed(self: Any, share: float) -> None:
+            calls.append(1)
+            if len(calls) == 6:
+                raise KeyboardInterrupt
+            step(self, share)
+
+        monkeypatch.setattr(fitting.Fitting, "_step", killed)
+        with pytest.raises(KeyboardInterrupt):
+            go(tmp_path / "cut")
+        monkeypatch.undo()
+        report = go(tmp_path / "cut")
+        assert report.resumed_at == 5 and report.state.step == whole.state.step
+        ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("cut", "whole"))
+        for name, weight in theirs.items():
+            assert torch.equal(weight, ours[name]), name
+        with pytest.raises(ConfigError, match=r"rate=0.003.*0.1"):
+            go(tmp_path / "cut", rate=0.1)
+        again = go(tmp_path / "cut")
+        assert again.state.step == whole.state.step, "it is done"
+
+    def test_minutes_end_a_run_and_the_best_is_kept(self, tmp_path: Path) -> None:
+        target = loaded()
+        learn, rest = split(written(target, 40), 0.2, 0)
+        plan = Plan(epochs=1000, minutes=0.05, batch_tokens=400, rate=3e-3, evaluate_minutes=0.01)
+        report = distil_head(
+            target, new_head(target, learn, shape(), 0), learn, rest, plan, Objective.parse("tv"), tmp_path
+        )
+        lines = read_log(tmp_path)
+        assert report.state.elapsed_s < 30 and len(lines) >= 3
+        best = max(lines.values(), key=lambda line: line["tokens_per_pass"])
+        assert report.state.best == pytest.approx(best["tokens_per_pass"], abs=1e-4)
+        note = json.loads((tmp_path / "foresay.json").read_text())
+        assert note["kind"] == "head" and note["provenance"]["versions"]["torch"]
+
+    def test_wrong_plans(self) -> None:
+        for changes in (
+            {"rate": -1.0},
+            {"batch_tokens": 1},
+            {"precision": "fp8"},
+            {"accumulate": 0},
+            {"minutes": -1.0},
+        ):
+            with pytest.raises(ConfigError, match=next(iter(changes))):
+                Plan(**changes)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="layers"):
+            new_head(loaded(), written(loaded(), 2), HeadShape(hidden_layers=(9,)), 0)

@@ -1,0 +1,167 @@
+"""`foresay distill` as its users meet it: what it writes, what goes on after a kill, what it refuses."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+import foresay as library
+from helpers import tiny
+
+PROMPTS = [f"the number {i} and {i + 1}" for i in range(40)]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save(tmp_path_factory.mktemp("target"), tiny.llama(num_hidden_layers=4))
+
+
+@pytest.fixture(scope="module")
+def recorded(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("recorded")
+    prompts, out = folder / "prompts.jsonl", folder / "outputs.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": one}) + "\n" for one in PROMPTS))
+    done = tiny.foresay("record", str(out), "--model", str(target), "--prompts", str(prompts), "-n", "32")
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+@pytest.fixture
+def shell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tiny.Shell:
+    return tiny.Shell(monkeypatch, capsys)
+
+
+def options(target: Path, recorded: Path, *more: str) -> list[str]:
+    return ["--model", str(target), "--outputs", str(recorded), "--batch-tokens", "400", "--length", "96", *more]
+
+
+def test_a_head_is_written_that_drafts(target: Path, recorded: Path, shell: tiny.Shell, tmp_path: Path) -> None:
+    out = tmp_path / "head"
+    code, said, err = shell(
+        "distill",
+        str(out),
+        *options(
+            target, recorded, "--epochs", "4", "--layers", "1,2,3", "--steps", "3", "--states", str(tmp_path / "s")
+        ),
+    )
+    assert (code, err) == (0, "")
+    assert f"head({out})" in said and "learned on 39 texts" in said and "tokens per pass" in said
+    assert {"config.json", "model.safetensors", "foresay.json", "metrics.jsonl", "curves.png"} <= {
+        p.name for p in out.iterdir()
+    }
+    assert json.loads((out / "config.json").read_text())["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [
+        1,
+        2,
+        3,
+    ]
+    asked = ("generate", "--model", str(target), "the number 7", "-n", "24")
+    plain = shell(*asked, "--drafter", "none")
+    drafted = shell(*asked, "--drafter", f"head({out})", "--num-draft-tokens", "3")
+    assert plain[0] == drafted[0] == 0 and plain[1] == drafted[1]
+    model = library.load(str(target), drafter=f"cascade(head={out}, suffix; k=[[2, 4], [0, 0]])")
+    assert (
+        model.generate("the number 7", max_new_tokens=24).text
+        == library.change(model, drafter="none").generate("the number 7", max_new_tokens=24).text
+    )
+
+
+def test_a_draft_model_is_written_that_transformers_loads(
+    target: Path, recorded: Path, shell: tiny.Shell, tmp_path: Path
+) -> None:
+    small, out = tmp_path / "small", tmp_path / "draft"
+    assert shell("prune", str(target), str(small), "--layers", "1")[0] == 0
+    code, said, err = shell("distill", str(out), *options(target, recorded, "--draft", str(small), "--all-weights"))
+    assert (code, err) == (0, "")
+    assert f"--draft {out}" in said
+    assert AutoModelForCausalLM.from_pretrained(out).config.num_hidden_layers == 1
+    assert shell("generate", "--model", str(target), "--draft", str(out), "x", "-n", "8")[0] == 0
+
+
+def test_on_text_alone(target: Path, shell: tiny.Shell, tmp_path: Path) -> None:
+    text = tmp_path / "a.txt"
+    text.write_text("\n".join(f"line {i} of some text that is read" for i in range(200)))
+    out = tmp_path / "head"
+    code, said, _ = shell(
+        "distill", str(out), "--model", str(target), "--text", str(text), "--length", "64", "--steps", "2"
+    )
+    assert code == 0 and "tokens per pass" in said
+
+
+def test_a_killed_run_goes_on(target: Path, recorded: Path, tmp_path: Path) -> None:
+    out = tmp_path / "head"
+    command = [
+        *tiny.FORESAY,
+        "distill",
+        str(out),
+        *options(target, recorded, "--epochs", "100000", "--evaluate-minutes", "0.005"),
+    ]
+    child = subprocess.Popen(command, env=tiny.environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    state = out / "checkpoint" / "state.json"
+    until = time.monotonic() + 90
+    while time.monotonic() < until and not (state.is_file() and json.loads(state.read_text())["step"] > 3):
+        assert child.poll() is None, child.communicate()
+        time.sleep(0.05)
+    child.send_signal(signal.SIGKILL)
+    child.communicate()
+    before = json.loads(state.read_text())["step"]
+    done = tiny.foresay("distill", str(out), *options(target, recorded, "--minutes", "0.1", "--epochs", "100000"))
+    assert done.returncode == 0, done.stderr
+    assert f"{before} of them earlier" in done.stdout.decode()
+
+
+def test_ctrl_c_leaves_a_checkpoint(target: Path, recorded: Path, tmp_path: Path) -> None:
+    out = tmp_path / "head"
+    command = [
+        *tiny.FORESAY,
+        "distill",
+        str(out),
+        *options(target, recorded, "--epochs", "100000", "--evaluate-minutes", "50"),
+    ]
+    child = subprocess.Popen(command, env=tiny.environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    until = time.monotonic() + 90
+    while time.monotonic() < until and not (out / "checkpoint").is_dir():
+        assert child.poll() is None, child.communicate()
+        time.sleep(0.05)
+    time.sleep(2)
+    child.send_signal(signal.SIGINT)
+    _, err = child.communicate(timeout=60)
+    assert child.returncode == 130 and b"Traceback" not in err
+    assert json.loads((out / "checkpoint" / "state.json").read_text())["step"] > 0
+
+
+def test_what_is_refused(target: Path, recorded: Path, shell: tiny.Shell, tmp_path: Path) -> None:
+    out = str(tmp_path / "head")
+    assert "--outputs" in shell.refused("distill", out, "--model", str(target))
+    assert "loss 'kl'" in shell.refused("distill", out, *options(target, recorded, "--loss", "kl"))
+    assert "--layers '1,x'" in shell.refused("distill", out, *options(target, recorded, "--layers", "1,x"))
+    assert "layers=[1, 9]" in shell.refused("distill", out, *options(target, recorded, "--layers", "1,9"))
+    assert "vocabulary_size" in shell.refused("distill", out, *options(target, recorded, "--vocabulary-size", "9999"))
+    assert "nothing.jsonl" in shell.refused("distill", out, *options(target, tmp_path / "nothing.jsonl"))
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "mine.txt").write_text("mine")
+    assert "left as it is" in shell.refused("distill", str(other), *options(target, recorded))
+    assert "tokenizer" in shell.refused(
+        "distill",
+        out,
+        "--model",
+        str(tiny.save(tmp_path / "chat", chat=True)),
+        "--outputs",
+        str(_renamed(recorded, tmp_path)),
+    )
+    assert "no such folder" in shell.refused("generate", "--model", str(target), "--drafter", "head(/nowhere)", "x")
+
+
+def _renamed(recorded: Path, folder: Path) -> Path:
+    """The recording of a target with another tokenizer."""
+    first, rest = recorded.read_text().split("\n", 1)
+    header = json.loads(first) | {"tokenizer": "another"}
+    path = folder / "renamed.jsonl"
+    path.write_text(json.dumps(header) + "\n" + rest)
+    return path
