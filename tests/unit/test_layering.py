@@ -69,8 +69,8 @@ INSIDE = {
         {"heads"},
     ],
     "training": [
-        {"corpus", "importance", "losses", "outputs", "checkpoints"},
-        {"ngrams", "prune", "teacher"},
+        {"corpus", "importance", "losses", "outputs", "checkpoints", "accepted"},
+        {"ngrams", "prune", "teacher", "acceptance"},
         {"batches"},
         {"students"},
         {"evaluation"},

@@ -37,6 +37,20 @@ COMMANDS = {
     "distill": Entry(
         "Train a draft on what a target writes: a head on its hidden states, or a smaller model.", "distill:run"
     ),
+    "head": Entry(
+        "Train what predicts whether draft tokens are accepted, and judge it.",
+        commands={
+            "data": Entry(
+                "Draft behind what a target writes, and keep what the draft thought and how likely each token is accepted.",
+                "acceptance:data",
+            ),
+            "train": Entry(
+                "Train a head on what `foresay head data` wrote; the last tenth of the files is held out.",
+                "acceptance:train",
+            ),
+            "eval": Entry("Say how well a head's predictions fit what was accepted.", "acceptance:evaluate"),
+        },
+    ),
     "ngram": Entry(
         "Make n-gram tables from text, and look into them.",
         commands={

@@ -2,6 +2,7 @@
 
 from foresay.drafters.cascade import Cascade
 from foresay.drafters.head import HeadDrafter, HeadTreeDrafter
+from foresay.drafters.hybrid import Hybrid
 from foresay.drafters.max_gram import MaxGram
 from foresay.drafters.model import ModelDrafter
 from foresay.drafters.model_tree import ModelTreeDrafter
@@ -15,6 +16,7 @@ __all__ = [
     "Cascade",
     "HeadDrafter",
     "HeadTreeDrafter",
+    "Hybrid",
     "MaxGram",
     "ModelDrafter",
     "ModelTreeDrafter",

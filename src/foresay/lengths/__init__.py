@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from foresay.decoding.protocols import LengthPolicy
+from foresay.lengths.acceptance import AcceptanceLength
 from foresay.lengths.confidence import ConfidenceLength, EntropyLength
 from foresay.lengths.constant import ConstantLength
 from foresay.lengths.heuristic import HeuristicLength
@@ -13,8 +14,17 @@ LENGTHS: dict[str, Callable[..., LengthPolicy]] = {
     "heuristic": HeuristicLength,
     "confidence": ConfidenceLength,
     "entropy": EntropyLength,
+    "acceptance": AcceptanceLength,
     "throughput": ThroughputLength,
 }
 """Length policies by name."""
 
-__all__ = ["LENGTHS", "ConfidenceLength", "ConstantLength", "EntropyLength", "HeuristicLength", "ThroughputLength"]
+__all__ = [
+    "LENGTHS",
+    "AcceptanceLength",
+    "ConfidenceLength",
+    "ConstantLength",
+    "EntropyLength",
+    "HeuristicLength",
+    "ThroughputLength",
+]

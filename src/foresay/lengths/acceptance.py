@@ -29,12 +29,14 @@ class AcceptanceLength(LengthPolicy):
         self.low = check_int("low", low, 1, self.high)
         if not isinstance(head, str | AcceptanceHead):
             raise ConfigError(f"head={head!r} must be the folder of an acceptance head")
-        self.head = AcceptanceHead.load(head) if isinstance(head, str) else head
+        self.head = head
+        self._network = AcceptanceHead.load(head) if isinstance(head, str) else head
         self._all_accepted: torch.Tensor | None = None
-        """[B], the product of c so far."""
+        """[B], the product of c in this step so far; None before its first pass."""
 
     def budget(self, rows: Rows) -> list[int]:
         """The upper bound."""
+        self._all_accepted = None
         return [self.high] * len(rows)
 
     @torch.inference_mode()
@@ -42,16 +44,18 @@ class AcceptanceLength(LengthPolicy):
         """Rows in which a rejection is not yet likely, and all of them up to the lower bound."""
         if step.hidden is None:
             return None
-        if step.hidden.shape[-1] != self.head.hidden_size:
+        if step.hidden.shape[-1] != self._network.hidden_size:
             raise ConfigError(
-                f"the acceptance head reads hidden states of {self.head.hidden_size}, and the draft's are of "
+                f"the acceptance head reads hidden states of {self._network.hidden_size}, and the draft's are of "
                 f"{step.hidden.shape[-1]}"
             )
-        self.head.to(step.hidden.device)
+        self._network.to(step.hidden.device)
         before = self._all_accepted
-        if before is None or len(before) != len(step.index):
-            before = torch.ones(len(step.index), device=step.hidden.device)
-        first = step.index == 0  # its pass consumed what was committed
-        now = torch.where(first, 1.0, before * self.head.accepted(step.hidden))
+        if before is None or len(before) != len(
+            step.index
+        ):  # a chain begins: its first pass consumed what was committed
+            now = torch.ones(len(step.index), device=step.hidden.device)
+        else:
+            now = before * self._network.accepted(step.hidden)
         self._all_accepted = now
         return (1 - now <= self.threshold) | (step.index + 1 < self.low)

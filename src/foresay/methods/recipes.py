@@ -19,6 +19,7 @@ from foresay.drafters import (
     Cascade,
     HeadDrafter,
     HeadTreeDrafter,
+    Hybrid,
     MaxGram,
     ModelDrafter,
     ModelTreeDrafter,
@@ -34,6 +35,7 @@ from foresay.drafters.cascade import check_matrix, drafted_at_most
 from foresay.drafters.cross_tokenizer import CrossTokenizerDrafter
 from foresay.errors import ConfigError, UnsupportedModelError, VocabularyMismatchError
 from foresay.lengths import LENGTHS, ConstantLength
+from foresay.lengths.constant import MAX_DRAFT_TOKENS
 from foresay.methods.expressions import Call, apply, parse
 from foresay.methods.recipe import DrafterBuilder, Recipe, Resources
 from foresay.models.sources.catalog import LoadedModel
@@ -248,6 +250,31 @@ def _cascade(*drafters: tuple[str | None, Any], k: Sequence[Sequence[int]], leni
     return Recipe(prepare, drafted_at_most(k), forget, **traits)
 
 
+def _hybrid(*drafters: tuple[str | None, Any], min_match: int = 3, k: int = 5) -> Recipe:
+    if len(drafters) != 2:
+        raise ConfigError(f"a hybrid has two drafters, a look-up and another, not {len(drafters)}")
+    recipes = [_member(key, value) for key, value in drafters]
+    check_int("min_match", min_match, 1)
+    check_int("k", k, 1, MAX_DRAFT_TOKENS)
+
+    def prepare(resources: Resources) -> DrafterBuilder:
+        builders = [recipe.prepare(resources) for recipe in recipes]
+
+        def build() -> Drafter:
+            first, other = (_made(builder) for builder in builders)
+            return Hybrid(first, other, min_match=min_match, k=k)  # type: ignore[arg-type]
+
+        build()  # what the first is, is known only now
+        return build
+
+    def forget() -> None:
+        for recipe in recipes:
+            recipe.forget()
+
+    traits = {name: any(getattr(one, name) for one in recipes) for name in ("reads_target", "loads_model", "samples")}
+    return Recipe(prepare, max(k, recipes[0].num_draft_tokens), forget, **traits)
+
+
 def _made(builder: DrafterBuilder) -> Drafter:
     drafter = builder()
     if drafter is None:
@@ -319,6 +346,9 @@ DRAFTERS: dict[str, DrafterSpec] = {
     "head": DrafterSpec(_head, "A head on the target's hidden states (EAGLE-3): its folder or hub id.", "model"),
     "head_tree": DrafterSpec(_head_tree, "A tree of such a head's likeliest continuations.", "model"),
     "self": DrafterSpec(_self, "The target's own first layers.", "model"),
+    "hybrid": DrafterSpec(
+        _hybrid, "A look-up where its match is long, else a head or a draft model of its own.", "cascade"
+    ),
     "cascade": DrafterSpec(
         _cascade, "Several drafters: the cheap ones draft for the better ones, and continue their drafts.", "cascade"
     ),

@@ -18,6 +18,7 @@ from foresay.drafters import (
     Cascade,
     HeadDrafter,
     HeadTreeDrafter,
+    Hybrid,
     MaxGram,
     ModelDrafter,
     ModelTreeDrafter,
@@ -93,6 +94,7 @@ def test_every_name_builds_what_it_says(resources: Resources, folder: Path, tabl
         "head": (f"head({head})", HeadDrafter),
         "head_tree": (f"head_tree({head}, branches=3)", HeadTreeDrafter),
         "self": ("self(2)", SelfDrafter),
+        "hybrid": (f"hybrid(suffix, head={head}; min_match=2, k=3)", Hybrid),
         "cascade": (f"cascade(model={folder}, self=1, max_gram(table={table}); k=[[2,1,1],[0,1,1],[0,0,1]])", Cascade),
     }
     assert kinds.keys() == DRAFTERS.keys()

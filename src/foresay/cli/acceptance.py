@@ -1,0 +1,123 @@
+"""`foresay head`: the head that predicts whether draft tokens are accepted: its data, its training, how good it is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from foresay.cli.common import load_generator
+from foresay.cli.lab_options import DataOptions
+from foresay.cli.options import MachineOptions, MethodOptions, ModelOption, ModelOptions, SamplingOptions
+from foresay.cli.progress import advancing
+from foresay.errors import ConfigError
+from foresay.lab.data.requests import RequestBuilder
+from foresay.lengths.acceptance_head import AcceptanceHead
+from foresay.records.provenance import provenance
+from foresay.training.acceptance import AcceptancePlan, Calibration, evaluate_acceptance, train_acceptance
+from foresay.training.accepted import Examples, collect, load_examples
+
+NOTE = "foresay.json"
+_DATA = Annotated[list[Path], typer.Argument(help="Folders that `foresay head data` wrote.")]
+
+
+def data(
+    folder: Annotated[Path, typer.Argument(help="Where to write; what is there is not made again.")],
+    *,
+    model: ModelOption = None,
+    drafter: Annotated[str, typer.Option(help="What drafts: model(NAME), head(PATH), self(LAYERS).")],
+    prompts: DataOptions,
+    length: Annotated[int, typer.Option(help="Tokens of each chain.")] = 8,
+    batch_size: Annotated[int, typer.Option(help="Prompts decoded at a time.")] = 16,
+    sampling: SamplingOptions,
+    machine: MachineOptions,
+) -> int:
+    """Draft behind what a target writes, and keep what the draft thought and how likely each token is accepted."""
+    params = sampling.params()
+    generator = load_generator(ModelOptions(model), drafter, MethodOptions(), machine, max_batch_size=batch_size)
+    requests = [
+        list(one.token_ids) for one in RequestBuilder(generator, chat=not prompts.no_template).first(prompts.items())
+    ]
+    with advancing("Drafting") as advance:
+        found = collect(generator, requests, params, folder, length=length, on_progress=advance)
+    examples = Examples.joined(load_examples(folder))
+    typer.echo(folder)
+    typer.echo(f"  {len(examples):,} drafted tokens, {float(examples.labels.float().mean()):.0%} of them acceptable")
+    if found:
+        typer.echo(f"  {found} files were there")
+    return 0
+
+
+def train(
+    folder: Annotated[Path, typer.Argument(help="Where to write the head.")],
+    data: _DATA,
+    blocks: Annotated[int, typer.Option(help="Residual blocks; 0 is a linear head.")] = 3,
+    rejection_weight: Annotated[float, typer.Option(help="Weight of the side that says rejected.")] = 6.0,
+    mixing: Annotated[float, typer.Option(help="Weight of tokens behind rejected ones.")] = 0.15,
+    epochs: Annotated[int, typer.Option(help="Times that each token is seen.")] = 3,
+    batch_size: Annotated[int, typer.Option(help="Tokens of a step.")] = 256,
+    rate: Annotated[float, typer.Option(help="Learning rate.")] = 1e-3,
+    seed: Annotated[int, typer.Option(help="Of first weights and order.")] = 0,
+) -> int:
+    """Train a head on what `foresay head data` wrote; the last tenth of the files is held out."""
+    plan = AcceptancePlan(
+        blocks=blocks,
+        rejection_weight=rejection_weight,
+        mixing=mixing,
+        epochs=epochs,
+        batch_size=batch_size,
+        rate=rate,
+        seed=seed,
+    )
+    learn, held_out = _split(data)
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / NOTE).is_file():
+        raise ConfigError(f"the folder {str(folder)!r} holds something else, and is left as it is; name another")
+    with advancing("Training") as advance:
+        head = train_acceptance(learn, plan, lambda share, note: advance(round(100 * share), 100, note))
+    folder.mkdir(parents=True, exist_ok=True)
+    head.save(folder)
+    note = {"made_by": "foresay head train", "data": [str(one) for one in data], "tokens": len(learn)}
+    (folder / NOTE).write_text(json.dumps({**note, "provenance": provenance()}, indent=2) + "\n", encoding="utf-8")
+    typer.echo(folder)
+    typer.echo(f"  learned on {len(learn):,} drafted tokens, held out {len(held_out):,}")
+    _show(evaluate_acceptance(head, held_out))
+    typer.echo(f"  draft with it: --length 'acceptance({folder})'")
+    return 0
+
+
+def evaluate(
+    folder: Annotated[Path, typer.Argument(help="A head that `foresay head train` wrote.")],
+    data: _DATA,
+) -> int:
+    """Say how well a head's predictions fit what was accepted."""
+    head = AcceptanceHead.load(folder)
+    examples = Examples.joined([part for one in data for part in load_examples(one)])
+    typer.echo(folder)
+    found = evaluate_acceptance(head, examples)
+    _show(found)
+    for predicted, accepted, count in found.bins:
+        typer.echo(f"  says {predicted:.2f}: {accepted:.2f} accepted ({count:,} tokens)")
+    return 0
+
+
+def _split(folders: Sequence[Path]) -> tuple[Examples, Examples]:
+    """(to learn from, held out): whole files, so that no prompt is on both sides; of one file, its last tenth."""
+    parts = [part for one in folders for part in load_examples(one)]
+    if len(parts) == 1:
+        whole, count = parts[0], max(1, len(parts[0]) // 10)
+        first, last = (
+            Examples(*(getattr(whole, name)[some] for name in Examples.__slots__))
+            for some in (slice(None, -count), slice(-count, None))
+        )
+        return first, last
+    count = max(1, len(parts) // 10)
+    return Examples.joined(parts[:-count]), Examples.joined(parts[-count:])
+
+
+def _show(found: Calibration) -> None:
+    typer.echo(
+        f"  divergence {found.divergence:.4f} (always the mean: {found.without:.4f}), calibration error {found.error:.3f}"
+    )

@@ -1,0 +1,105 @@
+"""Two drafters, of which one drafts each row: a look-up where its match is long, else a model (SuffixDecoding, 2024).
+
+A look-up that continues a long match is nearly always right and costs nothing; where it has none, a head or a draft model
+guesses. Which of the two drafts depends on the context alone, never on what either guessed, so that each token has the law it
+came from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from foresay.checks import check_int
+from foresay.decoding.proposal import Proposal, Verdict
+from foresay.decoding.protocols import (
+    Drafter,
+    KVCache,
+    LengthPolicy,
+    ModelOutput,
+    Move,
+    ProposesTrees,
+    UsesTargetCache,
+)
+from foresay.decoding.rows import Rows
+from foresay.drafters.lookup import LookupDrafter
+from foresay.drafters.proposal_builder import ProposalBuilder
+from foresay.errors import ConfigError
+from foresay.lengths.constant import MAX_DRAFT_TOKENS
+
+
+class Hybrid(Drafter):
+    """A look-up where it continues at least `min_match` tokens of context, else another drafter."""
+
+    def __init__(self, lookup: LookupDrafter[Any], other: Drafter, *, min_match: int = 3, k: int = 5) -> None:
+        """other: drafts chains, of at most `k` tokens. Raises ConfigError for a first drafter that looks nothing up."""
+        if not isinstance(lookup, LookupDrafter):
+            raise ConfigError(f"the first drafter of a hybrid looks guesses up, and {type(lookup).__name__} does not")
+        for one in (lookup, other):
+            if isinstance(one, ProposesTrees) and one.branches > 1:
+                raise ConfigError(f"a hybrid drafts chains, and {type(one).__name__} proposes trees")
+        self.min_match = check_int("min_match", min_match, 1, 1 << 20)
+        self.k = check_int("k", k, 1, MAX_DRAFT_TOKENS)
+        self._lookup, self._other = lookup, other
+        self.hidden_layers = other.hidden_layers
+
+    def repeats_seeds(self) -> bool:
+        """Whether the look-up keeps requests, beside a drafter that may sample."""
+        return self._lookup.keeps_requests
+
+    def use_cache_of_target(self, cache: KVCache) -> None:
+        """Pass on to a drafter that drafts in the target's cache."""
+        if isinstance(self._other, UsesTargetCache):
+            self._other.use_cache_of_target(cache)
+
+    def admit(self, rows: Rows, first: int) -> None:
+        """Pass on."""
+        self._lookup.admit(rows, first)
+        self._other.admit(rows, first)
+
+    def rearrange(self, moves: Sequence[Move], count: int) -> None:
+        """Pass on."""
+        self._lookup.rearrange(moves, count)
+        self._other.rearrange(moves, count)
+
+    def reset(self) -> None:
+        """Pass on."""
+        self._lookup.reset()
+        self._other.reset()
+
+    def observe(self, rows: Rows, verdict: Verdict | None, target: ModelOutput | None) -> None:
+        """Pass on."""
+        self._lookup.observe(rows, verdict, target)
+        self._other.observe(rows, verdict, target)
+
+    def propose(self, rows: Rows, budget: Sequence[int], policy: LengthPolicy) -> Proposal:
+        """Each row's draft by one of the two."""
+        found = _Matches()
+        looked_up = self._lookup.propose(rows, budget, found)
+        sure = [n > 0 and m >= self.min_match for n, m in zip(looked_up.num_tokens, found.of(len(rows)), strict=True)]
+        grown = ProposalBuilder(len(rows), looked_up.token_ids.device)
+        if any(sure):
+            counts = [n if on else 0 for n, on in zip(looked_up.num_tokens, sure, strict=True)]
+            grown.add(looked_up, policy.keep(rows, counts, found.of(len(rows))))
+        rest = [0 if on else min(n, self.k) for n, on in zip(budget, sure, strict=True)]
+        if any(rest):
+            grown.add(self._other.propose(rows, rest, policy))
+        return grown.proposal(confidence=rows.needs.confidence)
+
+
+class _Matches(LengthPolicy):
+    """Remembers how much context each guess continues, and keeps all of it."""
+
+    def __init__(self) -> None:
+        self._matched: Sequence[int] = ()
+
+    def budget(self, rows: Rows) -> list[int]:
+        return [MAX_DRAFT_TOKENS] * len(rows)
+
+    def keep(self, rows: Rows, counts: Sequence[int], matched: Sequence[int]) -> Sequence[int]:
+        self._matched = matched
+        return counts
+
+    def of(self, count: int) -> Sequence[int]:
+        """By row; zeros where nothing was found."""
+        return self._matched or [0] * count

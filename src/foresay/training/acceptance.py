@@ -1,0 +1,128 @@
+"""Training and judging the acceptance head (SpecDec++, Huang et al. 2024).
+
+Owns the loss, weighted binary cross-entropy on soft labels, and what says how good a head is: the mean divergence of label to
+prediction, and its calibration. The draft is frozen; its hidden states come from files. Knows no decoding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from foresay.checks import check_float, check_int
+from foresay.errors import ConfigError
+from foresay.lengths.acceptance_head import AcceptanceHead
+from foresay.training.accepted import Examples
+
+_WARMUP = 0.03
+_BINS = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AcceptancePlan:
+    """How to train an acceptance head. Raises ConfigError for values out of range."""
+
+    blocks: int = 3
+    rejection_weight: float = 6.0
+    """Of the side of the loss that says "rejected"."""
+    mixing: float = 0.15
+    """Weight of a token behind others that would have been rejected for sure; one behind accepted ones weighs 1."""
+    epochs: int = 3
+    batch_size: int = 256
+    rate: float = 1e-3
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_int("blocks", self.blocks, 0, 64)
+        check_float("rejection_weight", self.rejection_weight, 0.0, 1e6)
+        check_float("mixing", self.mixing, 0.0, 1.0)
+        check_int("epochs", self.epochs, 1, 10_000)
+        check_int("batch_size", self.batch_size, 1)
+        check_float("rate", self.rate, 0.0, 1.0)
+        check_int("seed", self.seed, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """How good an acceptance head is, over N tokens."""
+
+    divergence: float
+    """Mean KL of label to prediction, in nats."""
+    without: float
+    """The same of a head that always says the mean label."""
+    error: float
+    """Mean distance of prediction and label over bins of the prediction, weighted by their tokens."""
+    bins: tuple[tuple[float, float, int], ...]
+    """(mean prediction, mean label, tokens) of each bin that has some."""
+
+
+def weighted_loss(scores: torch.Tensor, labels: torch.Tensor, rejection_weight: float) -> torch.Tensor:
+    """-(label log c + weight (1 - label) log(1 - c)), [N, 2] and [N] -> [N]; c is the softmax of the second score."""
+    logs = F.log_softmax(scores.float(), -1)
+    return -(labels * logs[:, 1] + rejection_weight * (1 - labels) * logs[:, 0])
+
+
+def train_acceptance(
+    examples: Examples, plan: AcceptancePlan, on_progress: Callable[[float, str], None] = lambda share, note: None
+) -> AcceptanceHead:
+    """A head that predicts the labels of `examples`. Raises ConfigError where there are none."""
+    count = len(examples)
+    if count == 0:
+        raise ConfigError("there are no drafted tokens to learn from")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(plan.seed)
+        head = AcceptanceHead(int(examples.hidden.shape[1]), plan.blocks)
+    generator = torch.Generator().manual_seed(plan.seed)
+    weight = plan.mixing + (1 - plan.mixing) * examples.reached.float()
+    optimiser = torch.optim.AdamW(head.parameters(), lr=plan.rate, weight_decay=0.0)
+    steps = plan.epochs * -(-count // plan.batch_size)
+    step, last = 0, 0.0
+    for _ in range(plan.epochs):
+        for indices in torch.randperm(count, generator=generator).split(plan.batch_size):  # type: ignore[no-untyped-call]
+            share = step / steps
+            rate = share / _WARMUP if share < _WARMUP else (1 + math.cos(math.pi * share)) / 2
+            for group in optimiser.param_groups:
+                group["lr"] = plan.rate * rate
+            losses = weighted_loss(
+                head(examples.hidden[indices].float()), examples.labels[indices].float(), plan.rejection_weight
+            )
+            loss = (losses * weight[indices]).sum() / weight[indices].sum().clamp(min=1e-6)
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimiser.step()
+            optimiser.zero_grad()
+            step, last = step + 1, float(loss.detach())
+            on_progress(step / steps, f"loss {last:.3f}")
+    return head.eval()
+
+
+@torch.no_grad()
+def evaluate_acceptance(head: AcceptanceHead, examples: Examples) -> Calibration:
+    """How well a head's predictions fit the labels. Raises ConfigError for hidden states of another draft."""
+    if examples.hidden.shape[1] != head.hidden_size:
+        raise ConfigError(
+            f"the head reads hidden states of {head.hidden_size}, and the data's are of {examples.hidden.shape[1]}"
+        )
+    labels = examples.labels.double()
+    found = torch.cat([head.accepted(part.float()) for part in examples.hidden.split(4096)]).double()  # type: ignore[no-untyped-call]
+    which = (found * _BINS).long().clamp(max=_BINS - 1)
+    bins = []
+    for one in range(_BINS):
+        inside = which == one
+        if bool(inside.any()):
+            bins.append((float(found[inside].mean()), float(labels[inside].mean()), int(inside.sum())))
+    error = sum(abs(a - b) * n for a, b, n in bins) / len(labels)
+    return Calibration(
+        _divergence(labels, found), _divergence(labels, labels.mean().expand_as(labels)), error, tuple(bins)
+    )
+
+
+def _divergence(labels: torch.Tensor, found: torch.Tensor) -> float:
+    """Mean KL of Bernoulli(label) to Bernoulli(found)."""
+    q = found.clamp(1e-6, 1 - 1e-6)
+    p = labels
+    terms = torch.xlogy(p, p) - p * q.log() + torch.xlogy(1 - p, 1 - p) - (1 - p) * (1 - q).log()
+    return float(terms.mean())

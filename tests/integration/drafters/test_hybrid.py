@@ -1,0 +1,89 @@
+"""A look-up where its match is long, else another drafter: who drafts which row, and that nothing is written otherwise."""
+
+from __future__ import annotations
+
+import pytest
+
+from foresay.decoding.sampling_params import SamplingParams
+from foresay.drafters import HeadDrafter, Hybrid, MaxGram, ModelDrafter, ModelTreeDrafter, SuffixDrafter
+from foresay.errors import ConfigError
+from foresay.lengths import ConstantLength, ThroughputLength
+from foresay.models.heads.model import HeadModel
+from foresay.models.huggingface.causal import CausalModel
+from foresay.models.table import TableModel
+from helpers.families import make
+from helpers.heads import random_head
+from helpers.law_cells import ALPHA, DRAFT, LENGTH, PARAMS, PROMPT, SIZE, TARGET
+from helpers.reference import joint, p_value
+from helpers.support import run
+
+SMALL = 7
+PROMPTS = [[5, 6, 1, 2, 3, 4, 5], [2], [1, 2, 1], [6] * 9, [3, 1] * 8]
+
+
+@pytest.mark.parametrize("rule", ["speculative", "block", "match", "coupled"])
+@pytest.mark.parametrize("min_match", [1, 2, 4])
+def test_the_law_is_the_targets(rule: str, min_match: int) -> None:
+    """Some rows are drafted by look-ups and some by a model, in one batch."""
+    samples = 1500
+    requests = [SamplingParams.of(PARAMS["plain"], seed=seed) for seed in range(samples)]
+    drafter = Hybrid(SuffixDrafter(), ModelDrafter(DRAFT, SIZE), min_match=min_match, k=2)
+    outputs, steps, engine = run(
+        TARGET, [PROMPT] * samples, requests, drafter=drafter, rule=rule, max_batch_size=64, join_later=20
+    )
+    assert engine.draft_failures == 0
+    assert p_value(outputs, joint(TARGET, PARAMS["plain"], PROMPT, LENGTH), SIZE) > ALPHA
+    assert any(step.num_drafted for step in steps)
+
+
+def test_a_choice_by_what_was_guessed_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control: a hybrid that takes the model's draft only where it likes its first token writes another law."""
+    samples = 3000
+    propose = ModelDrafter.propose
+
+    def liked(self, rows, budget, policy):  # type: ignore[no-untyped-def]
+        proposal = propose(self, rows, budget, policy)
+        counts = [n if n and int(proposal.token_ids[i, 0]) < 2 else 0 for i, n in enumerate(proposal.num_tokens)]
+        return type(proposal)(proposal.token_ids, counts, proposal.laws, proposal.law_index, proposal.confidence)
+
+    monkeypatch.setattr(ModelDrafter, "propose", liked)
+    requests = [SamplingParams.of(PARAMS["plain"], seed=seed) for seed in range(samples)]
+    drafter = Hybrid(SuffixDrafter(), ModelDrafter(DRAFT, SIZE), min_match=9, k=2)
+    outputs, _, _ = run(TARGET, [PROMPT] * samples, requests, drafter=drafter, max_batch_size=500)
+    assert p_value(outputs, joint(TARGET, PARAMS["plain"], PROMPT, LENGTH), SIZE) < ALPHA
+
+
+@pytest.mark.parametrize("policy", [None, ThroughputLength()])
+def test_greedy_output_is_that_of_plain_decoding(policy: ThroughputLength | None) -> None:
+    model = CausalModel(make("llama", 3, vocab_size=SMALL, tie_word_embeddings=False))
+    model.use_lean()
+    head = HeadModel(random_head(model), model)
+    params = SamplingParams(max_new_tokens=24, ignore_eos=True)
+    plain, _, _ = run(model, PROMPTS, params, drafter=None, gamma=0)
+    drafter = Hybrid(SuffixDrafter(), HeadDrafter(head, SMALL), min_match=3, k=2)
+    ours, _, engine = run(
+        model, PROMPTS, params, drafter=drafter, policy=policy or ConstantLength(6), join_later=2, max_batch_size=3
+    )
+    assert engine.draft_failures == 0 and ours == plain
+
+
+def test_each_row_is_drafted_by_the_one_that_knows_it() -> None:
+    """A long match is taken from the look-up, up to the budget; other rows get at most k tokens of the model."""
+    table = TableModel.random(9, seed=1)
+    prompts = [[1, 2, 3, 4, 5, 6, 7, 1, 2, 3, 4], [8, 1, 7]]
+    drafter = Hybrid(SuffixDrafter(), ModelDrafter(TableModel.random(9, seed=2), 9), min_match=3, k=2)
+    _, steps, _ = run(table, prompts, SamplingParams(max_new_tokens=8, ignore_eos=True), drafter=drafter, gamma=6)
+    first = {step.request_id: step.num_drafted for step in reversed(steps)}
+    assert first[0] > 2 and first[1] == 2
+
+
+def test_what_cannot_be_a_hybrid() -> None:
+    model = ModelDrafter(DRAFT, SIZE)
+    with pytest.raises(ConfigError, match="looks guesses up"):
+        Hybrid(model, model)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="trees"):
+        Hybrid(MaxGram(), ModelTreeDrafter(CausalModel(make("llama")), 97))
+    with pytest.raises(ConfigError, match="min_match"):
+        Hybrid(MaxGram(), model, min_match=0)
+    with pytest.raises(ConfigError, match="k="):
+        Hybrid(MaxGram(), model, k=0)
