@@ -74,7 +74,7 @@ class Row:
         """Prompt tokens whose slots were another row's."""
         self.prompt_hidden: Mapping[int, torch.Tensor] = {}
         """The target's hidden states of the prompt but its last token, layer -> [size - 1, H], for a drafter that asked for
-        them; there while it admits the row."""
+        them; there while it admits the row, and as long as others may begin with what it holds."""
 
     @property
     def tokens(self) -> IntArray:

@@ -74,8 +74,9 @@ class Engine:
         """
         self.observers = tuple(observers)
         _check_trees(target, drafter, rule)
-        # a drafter that reads hidden states must see all of a prompt's
-        self._prefixes = None if drafter is not None and drafter.hidden_layers else prefixes
+        self._prefixes = prefixes
+        if prefixes is not None:
+            prefixes.hidden_layers = () if drafter is None else drafter.hidden_layers
         self.max_batch_size = check_int("max_batch_size", max_batch_size, 1, MAX_BATCH_SIZE)
         self.target, self.rule, self.policy = target, rule, policy
         self.drafter = None if drafter is None else GuardedDrafter(drafter, target.vocab_size, target.device)
@@ -340,8 +341,9 @@ class Engine:
             self._rows = None
             if self.drafter is not None:
                 self.drafter.admit(self._active(), first)
-            for row in self._items[first : self._decoding]:
-                row.prompt_hidden = {}
+            if self._prefixes is None:  # nobody else will begin with them
+                for row in self._items[first : self._decoding]:
+                    row.prompt_hidden = {}
 
     def _retire(self, alive: Sequence[bool]) -> None:
         """Close the gaps of ended rows; each surviving row moves at most once."""

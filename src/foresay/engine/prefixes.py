@@ -7,8 +7,11 @@ is what filling would compute again: models promise it with `SharesPrefixes`. Kn
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
+
+import torch
 
 from foresay.checks import check_int
 from foresay.decoding.protocols import KVCache
@@ -39,13 +42,29 @@ class SharesPrefixes(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    """A beginning of a row that ended: its tokens, slots and hidden states."""
+
+    tokens: IntArray
+    slots: Any
+    hidden: Mapping[int, torch.Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return int(self.slots.nbytes) + sum(states.nbytes for states in self.hidden.values())
+
+
 class PrefixStore:
     """Finds, copies and keeps beginnings of rows."""
 
     def __init__(self, max_bytes: int = 0) -> None:
         """max_bytes: kept of rows that ended, at most; 0 looks at live rows alone."""
         self.max_bytes = check_int("prefix_bytes", max_bytes, 0)
-        self._saved: OrderedDict[bytes, tuple[IntArray, Any]] = OrderedDict()
+        self.hidden_layers: tuple[int, ...] = ()
+        """Hidden states that a row must have of what it begins with, for a drafter that reads them."""
+        self._saved: OrderedDict[bytes, _Saved] = OrderedDict()
         self.nbytes = 0
         """Bytes kept of rows that ended."""
 
@@ -86,11 +105,9 @@ class PrefixStore:
         near: places of rows that may begin alike. before: those of them that are filled before this one.
         """
         wanted, lengths = rows[place].tokens[:-1], cache.lengths
-        live = [(common_prefix(rows[i].tokens[: lengths[i]], wanted), i) for i in near]
+        live = [(common_prefix(rows[i].tokens[: min(lengths[i], self._shown(rows[i]))], wanted), i) for i in near]
         length, source = max(live, default=(0, -1))
-        kept, key = max(
-            ((common_prefix(tokens, wanted), k) for k, (tokens, _) in self._saved.items()), default=(0, b"")
-        )
+        kept, key = max(((common_prefix(one.tokens, wanted), k) for k, one in self._saved.items()), default=(0, b""))
         coming = max((common_prefix(rows[i].tokens[:-1], wanted) for i in before), default=0)
         if coming >= MIN_TOKENS and coming > max(length, kept):
             return True
@@ -99,31 +116,40 @@ class PrefixStore:
         if kept > length:
             length = kept
             self._saved.move_to_end(key)
-            cache.load_prefix(place, self._saved[key][1], length)
+            cache.load_prefix(place, self._saved[key].slots, length)
+            hidden = self._saved[key].hidden
         else:
             cache.copy_prefix(source, place, length)
+            hidden = rows[source].prompt_hidden
+        rows[place].prompt_hidden = {layer: hidden[layer][:length] for layer in self.hidden_layers}
         rows[place].num_cached = length
         return False
 
     def save(self, cache: KVCache, row: Row, place: int) -> None:
         """Keep what a row that ends holds."""
-        length = min(cache.lengths[place], row.size - 1)
+        length = min(cache.lengths[place], row.size - 1, self._shown(row))
         if not self.max_bytes or not isinstance(cache, SharesPrefixes) or row.source is not None or length < MIN_TOKENS:
             return
         tokens = row.tokens[:length].copy()
-        for key, (known, _) in list(self._saved.items()):
-            if common_prefix(known, tokens) == len(known):  # the new one holds all of it
+        for key, known in list(self._saved.items()):
+            if common_prefix(known.tokens, tokens) == len(known.tokens):  # the new one holds all of it
                 self._drop(key)
-        saved = cache.save_prefix(place, length)
+        hidden = {layer: row.prompt_hidden[layer][:length].clone() for layer in self.hidden_layers}
+        saved = _Saved(tokens, cache.save_prefix(place, length), hidden)
         if saved.nbytes > self.max_bytes:
             return
         key = tokens.tobytes()
         self._drop(key)
-        self._saved[key] = (tokens, saved)
+        self._saved[key] = saved
         self.nbytes += saved.nbytes
         while self.nbytes > self.max_bytes:
             self._drop(next(iter(self._saved)))
 
     def _drop(self, key: bytes) -> None:
         if key in self._saved:
-            self.nbytes -= self._saved.pop(key)[1].nbytes
+            self.nbytes -= self._saved.pop(key).nbytes
+
+    def _shown(self, row: Row) -> int:
+        """How much of a row others may begin with: what there are hidden states of, where they are needed."""
+        held = row.prompt_hidden
+        return min((len(held[layer]) if layer in held else 0 for layer in self.hidden_layers), default=row.size)

@@ -10,10 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from foresay.decoding.acceptance import Speculative
 from foresay.decoding.protocols import Feed, Logits
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import Cascade, HeadDrafter, HeadTreeDrafter, PromptLookup
+from foresay.engine import Engine
+from foresay.engine.prefixes import PrefixStore
 from foresay.errors import ConfigError, ModelLoadError, ModelNotFoundError
+from foresay.lengths import ConstantLength
 from foresay.models.heads.config import LAST, NEXT, HeadConfig, usual_layers
 from foresay.models.heads.files import Head, read_head, write_head
 from foresay.models.heads.model import HeadModel, target_rows
@@ -292,3 +296,26 @@ def test_a_head_reads_what_its_file_names() -> None:
     with pytest.raises(ConfigError, match="2 hidden states"):
         HeadModel(wrong, model)
     assert LAST != NEXT
+
+
+@pytest.mark.parametrize("max_bytes", [0, 1 << 20])
+def test_prompts_that_begin_alike_share_what_was_shown(max_bytes: int) -> None:
+    """Live rows and rows that ended: each guess is that of a pass over the whole text."""
+    model = target(vocab=SMALL)
+    drafter = _Reference(HeadModel(random_head(model, seed=2), model), SMALL)
+    store = PrefixStore(max_bytes)
+    engine = Engine(model, drafter, Speculative(), ConstantLength(3), max_batch_size=2, prefixes=store)
+    begin = [(5 * i + i // 3) % SMALL for i in range(40)]
+    outputs: dict[int, list[int]] = {}
+    cached = set()
+    for end in ([1, 2], [3], [1, 2, 4, 4], [6, 6], [3, 3]):
+        engine.submit([*begin, *end], SamplingParams(max_new_tokens=9, ignore_eos=True))
+    while engine.has_work:
+        for step in engine.step():
+            outputs.setdefault(step.request_id, []).extend(step.token_ids)
+            cached.add(step.num_cached)
+    assert engine.draft_failures == 0, engine.drafter and engine.drafter.last_error
+    assert max(cached) >= 40 and drafter.compared > 30
+    prompts = [[*begin, *end] for end in ([1, 2], [3], [1, 2, 4, 4], [6, 6], [3, 3])]
+    plain, _, _ = run(model, prompts, SamplingParams(max_new_tokens=9, ignore_eos=True), gamma=0)
+    assert [outputs[i] for i in range(5)] == plain

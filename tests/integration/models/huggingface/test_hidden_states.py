@@ -86,6 +86,7 @@ def test_a_drafter_that_reads_hidden_states_sees_all_of_a_shared_beginning() -> 
     while engine.has_work:
         engine.step()
     assert engine.draft_failures == 0 and [len(drafter.seen[i][2][0]) for i in (0, 1)] == [57, 57]
+    assert torch.equal(drafter.seen[0][2][0], drafter.seen[1][2][0])
 
 
 def test_a_catch_up_keeps_the_hidden_states_of_all_its_columns() -> None:
