@@ -63,8 +63,15 @@ def test_commands_run(
         ("docs/ngrams.md", ["python", "console", "python"], ["most frequent: ", "tokens are 90% of the corpus"]),
         (
             "docs/training.md",
-            ["console", "python", "console", "console", "python"],
-            ["measured on 2,048 tokens", "True\n", "draft's tokens were accepted", "tokens per pass", "head(head)"],
+            ["console", "python", "console", "console", "python", "console", "python"],
+            [
+                "measured on 2,048 tokens",
+                "True\n",
+                "draft's tokens were accepted",
+                "tokens per pass",
+                "head(head)",
+                "calibration error",
+            ],
         ),
     ],
 )

@@ -37,6 +37,10 @@ COMMANDS = {
     "distill": Entry(
         "Train a draft on what a target writes: a head on its hidden states, or a smaller model.", "distill:run"
     ),
+    "export": Entry(
+        "Write a head on hidden states as other engines read it, the output layer it shares with its target included.",
+        "export:run",
+    ),
     "head": Entry(
         "Train what predicts whether draft tokens are accepted, and judge it.",
         commands={

@@ -21,6 +21,7 @@ from foresay.methods.recipe import DrafterBuilder, Recipe, Resources
 from foresay.methods.recipes import DRAFTERS, draft_model, read_drafter, read_length, read_rule
 from foresay.methods.settings_file import is_settings, read_settings
 from foresay.models.sources.load_options import LoadOptions
+from foresay.models.sources.packaged import default_drafter
 from foresay.models.sources.resolve import resolve
 from foresay.text.tokenizer import Tokenizer
 
@@ -49,8 +50,8 @@ def load(
 
     target, draft: an alias (`foresay models` lists them), a hub id, a folder, a GGUF file, or a transformers model
     (with `tokenizer`). A target may also be a settings file such as `foresay tune` writes (foresay.toml); what is given
-    here beside it goes before what the file says. drafter: "auto" (the draft model when one is given, else "suffix"), an
-    expression such as
+    here beside it goes before what the file says. drafter: "auto" (the draft model when one is given, else the head that
+    comes with the target, else "suffix"), an expression such as
     "max_gram" or "cascade(model=A, max_gram; k=[[5, 10], [0, 10]])" (docs/drafters.md has all), a Drafter, or a function
     that makes one. num_draft_tokens: tokens guessed per pass, 0 is plain decoding. length: instead, a policy such as
     "heuristic" or "confidence(0.5)". Unless told, lengths adapt to what pays ("throughput"), but not where a seed's text
@@ -74,6 +75,8 @@ def load(
             options["dtype"] = said.dtype
         if said.weights is not None and options.get("weights", "auto") == "auto":
             options["weights"] = said.weights
+    if drafter == "auto" and draft is None and not ngrams:
+        drafter = default_drafter(target)
     recipe, name = _recipe(draft, drafter, ngrams)
     chosen = read_rule("speculative" if rule is None else rule)
     policy = _policy(name, num_draft_tokens, length)

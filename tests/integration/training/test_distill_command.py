@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import foresay as library
@@ -69,6 +70,26 @@ def test_a_head_is_written_that_drafts(target: Path, recorded: Path, shell: tiny
         model.generate("the number 7", max_new_tokens=24).text
         == library.change(model, drafter="none").generate("the number 7", max_new_tokens=24).text
     )
+
+
+@pytest.mark.parametrize("layout", ["plain", "speculators"])
+def test_a_head_is_exported_whole(layout: str, target: Path, recorded: Path, shell: tiny.Shell, tmp_path: Path) -> None:
+    """With the output layer that it shares; what comes back drafts alike. A folder that holds something is left."""
+    head, out = tmp_path / "head", tmp_path / "out"
+    made = options(target, recorded, "--layers", "1,3", "--steps", "2", "--vocabulary-size", "64")
+    assert shell("distill", str(head), *made)[0] == 0
+    asked = ("export", str(head), str(out), "--model", str(target), "--layout", layout, "--verifier", "org/name")
+    code, said, err = shell(*asked)
+    assert (code, err) == (0, "") and "layers 1, 3" in said and "64 tokens" in said
+    tensors = load_file(out / "model.safetensors")
+    assert tensors["lm_head.weight"].shape[0] == 64 and int(tensors["t2d"].sum()) == 64
+    config = json.loads((out / "config.json").read_text())
+    assert ("speculators_model_type" in config) == (layout == "speculators")
+    plain = ("generate", "the number 7", "--model", str(target), "-n", "16", "--num-draft-tokens", "2", "--json")
+    found = [json.loads(shell(*plain, "--drafter", f"head({one})")[1]) for one in (head, out)]
+    assert found[0]["text"] == found[1]["text"]
+    assert "left as it is" in shell.refused(*asked)
+    assert "--layout" in shell.refused(*asked[:2], str(tmp_path / "x"), *asked[3:5], "--layout", "onnx")
 
 
 def test_a_draft_model_is_written_that_transformers_loads(

@@ -22,6 +22,7 @@ from foresay.models.heads.module import HeadModule
 
 WEIGHTS = "model.safetensors"
 Layout = Literal["plain", "speculators"]
+LAYOUTS: Mapping[str, Layout] = {"plain": "plain", "speculators": "speculators"}
 _OFFSETS, _WRITABLE = "d2t", "t2d"
 
 

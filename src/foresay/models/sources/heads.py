@@ -11,14 +11,17 @@ from pathlib import Path
 from foresay.errors import ModelNotFoundError
 from foresay.models.heads.files import Head, read_head
 from foresay.models.sources.load_options import LoadOptions
+from foresay.models.sources.packaged import packaged_head
 
 
 def load_head(name: str | os.PathLike[str], options: LoadOptions | None = None) -> Head:
-    """A head by local folder or hub id; nothing but JSON and safetensors is fetched or read.
+    """A head by alias of a target that comes with one, folder or hub id; nothing but JSON and safetensors is fetched or read.
 
     Raises as `read_head` does, and ModelNotFoundError for a name that is neither, or that the hub does not give.
     """
     text = os.fspath(name)
+    if (shipped := packaged_head(text)) is not None:
+        return read_head(shipped)
     path = Path(text).expanduser()
     if path.is_dir():
         return read_head(path)

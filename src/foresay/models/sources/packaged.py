@@ -49,6 +49,22 @@ ALIASES: dict[str, PackagedModel] = {
 }
 
 
+DEFAULT_DRAFTERS = {"smollm2-135m": "hybrid(suffix, head=smollm2-135m; min_match=3, k=3)"}
+"""What drafts for an alias unless told otherwise, where its head is there."""
+
+
+def packaged_head(alias: str) -> Path | None:
+    """The folder of the head that comes with an alias; None where there is none."""
+    folder = Path(__file__).parent / "drafts" / alias
+    return folder if alias in ALIASES and (folder / "config.json").is_file() else None
+
+
+def default_drafter(target: object) -> str:
+    """The expression of what drafts for a target unless told otherwise: a head that comes with it, else a look-up."""
+    shipped = isinstance(target, str) and packaged_head(target) is not None
+    return DEFAULT_DRAFTERS.get(str(target), "suffix") if shipped else "suffix"
+
+
 def packaged_file(alias: str) -> Path:
     """The weights file of an alias inside its installed package, found without importing it.
 

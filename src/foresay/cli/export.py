@@ -1,0 +1,61 @@
+"""`foresay export HEAD FOLDER`: a head on hidden states as other engines read it, with all of its weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from foresay.cli.options import DtypeOption, ModelOption, TrustOption
+from foresay.cli.progress import loading
+from foresay.errors import ConfigError
+from foresay.models.heads.files import LAYOUTS, check_target, write_head
+from foresay.models.heads.model import target_rows
+from foresay.models.sources.catalog import load_model
+from foresay.models.sources.heads import load_head
+from foresay.models.sources.load_options import LoadOptions
+from foresay.training.distil import causal
+
+
+def run(
+    head: Annotated[str, typer.Argument(help="A head by folder, hub id or alias.")],
+    folder: Annotated[Path, typer.Argument(help="Where to write it.")],
+    *,
+    model: ModelOption = None,
+    layout: Annotated[str, typer.Option(help=f"How: {' or '.join(LAYOUTS)}.")] = "speculators",
+    verifier: Annotated[
+        str | None, typer.Option(help="The target as the other engine will find it.  [default: the model]")
+    ] = None,
+    dtype: DtypeOption = "auto",
+    trust_remote_code: TrustOption = False,
+) -> int:
+    """Write a head on hidden states as other engines read it, the output layer it shares with its target included.
+
+    The layout of vLLM's speculators, or the plain one of EAGLE-3.
+    """
+    if layout not in LAYOUTS:
+        raise ConfigError(f"--layout {layout!r} must be {' or '.join(LAYOUTS)}")
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
+        raise ConfigError(f"{str(folder)!r} holds something, and is left as it is; name another folder")
+    with loading("Loading"):
+        target = load_model(model or "smollm2-135m", LoadOptions(dtype=dtype, trust_remote_code=trust_remote_code))
+        found = load_head(head)
+    whole = causal(target)
+    width = int(whole.model.config.get_text_config(decoder=True).hidden_size)
+    layers = check_target(found.config, whole.vocab_size, width, whole.num_layers, target.name)
+    config = dataclasses.replace(
+        found.config,
+        hidden_layers=layers,
+        target=verifier or found.config.target or target.name,
+        target_architectures=(type(whole.model).__name__,),
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = target_rows(whole, found.token_ids)
+    write_head(dataclasses.replace(found, config=config), folder, layout=LAYOUTS[layout], lm_head=rows)
+    typer.echo(folder)
+    typer.echo(
+        f"  reads layers {', '.join(map(str, layers))} of {config.target}, writes {config.draft_vocab_size:,} tokens"
+    )
+    return 0
