@@ -94,11 +94,24 @@ def new_head(target: LoadedModel, texts: Sequence[Text], shape: HeadShape, seed:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         module = HeadModule(made, len(layers))
+    with torch.no_grad():  # what its output layer expects, which no learning rate would reach from one
+        module.norm.weight.copy_(final_norm(model))
     if shape.own_head:
         module.lm_head = nn.Linear(width, size, bias=False)
         with torch.no_grad():
             module.lm_head.weight.copy_(target_rows(model, ids))
     return Head(made, module, ids)
+
+
+def final_norm(model: CausalModel) -> torch.Tensor:
+    """What a target's last norm multiplies by, [H]; ones for a family that keeps it elsewhere."""
+    norm = getattr(model.model.base_model, "norm", None)
+    weight = getattr(norm, "weight", None)
+    width = int(model.model.config.get_text_config(decoder=True).hidden_size)
+    if weight is None or tuple(weight.shape) != (width,):
+        return torch.ones(width)
+    from_one = type(norm).__name__.startswith("Gemma")
+    return weight.detach().float().cpu() + (1.0 if from_one else 0.0)
 
 
 def distil_head(

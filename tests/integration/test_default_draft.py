@@ -1,0 +1,67 @@
+"""The head that ships for SmolLM2: what it is, where it comes from, and that it drafts as its note says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import foresay
+from foresay.lab.data.datasets import load_items, subset
+from foresay.lab.data.requests import RequestBuilder
+from foresay.lab.measure.live_run import run_live
+from foresay.models.heads.files import read_head
+from foresay.models.sources.packaged import DEFAULT_DRAFTERS, default_drafter, packaged_head
+
+ALIAS = "smollm2-135m"
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    found = packaged_head(ALIAS)
+    assert found is not None
+    return found
+
+
+@pytest.fixture(scope="module")
+def note(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "foresay.json").read_text())  # type: ignore[no-any-return]
+
+
+def test_it_is_small_and_says_what_made_it(folder: Path, note: dict[str, Any]) -> None:
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 20e6
+    assert {path.suffix for path in folder.iterdir()} == {".json", ".safetensors"}
+    root = Path(foresay.__file__).parents[2]
+    assert (root / note["command"].split()[0]).is_file()
+    assert (
+        note["target"] == ALIAS and note["minutes"] > 1 and note["prompts"] and note["provenance"]["versions"]["torch"]
+    )
+    assert all(len(one["sha256"]) == 64 and one["outputs"] > 100 for one in note["outputs"].values())
+    forbidden = ("mt_bench", "humaneval", "hellaswag", "mmlu", "test")
+    assert not any(word in name.lower() for name in note["prompts"] for word in forbidden), (
+        "learned from what is measured on"
+    )
+    head = read_head(folder)
+    assert head.config.vocab_size == 49152 and head.module.lm_head is None
+
+
+def test_it_is_what_drafts_unless_told_otherwise() -> None:
+    assert default_drafter(ALIAS) == DEFAULT_DRAFTERS[ALIAS] and f"head={ALIAS}" in DEFAULT_DRAFTERS[ALIAS]
+    assert default_drafter("org/name") == default_drafter(object()) == "suffix"
+    assert foresay.load(ALIAS).drafter_name == DEFAULT_DRAFTERS[ALIAS]
+    assert foresay.load(ALIAS, drafter="suffix").drafter_name == "suffix"
+
+
+@pytest.mark.slow
+def test_it_drafts_as_its_note_says(note: dict[str, Any]) -> None:
+    """On shipped prompts, greedy and exact; other processors round otherwise, and texts drift apart."""
+    said = note["shipped_prompts"]
+    generator = foresay.load(ALIAS, drafter=f"head({ALIAS})", num_draft_tokens=said["num_draft_tokens"])
+    asks = RequestBuilder(generator).first(subset(load_items(), said["prompts"]))
+    params = foresay.SamplingParams(max_new_tokens=said["new_tokens"])
+    live = run_live(generator, asks, params)
+    assert live.outputs == run_live(generator.plain(), asks, params).outputs
+    assert live.stats.tokens_per_pass == pytest.approx(said["tokens_per_pass"], rel=0.1)
+    assert live.stats.tokens_per_pass > 1.3
