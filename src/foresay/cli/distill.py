@@ -8,9 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 
+from foresay.checks import check_float, check_int
+from foresay.cli.common import use_threads
 from foresay.cli.options import DeviceOption, DtypeOption, ModelOption, ThreadsOption, TrustOption
 from foresay.cli.progress import advancing, loading
 from foresay.errors import ConfigError
@@ -20,7 +21,7 @@ from foresay.text.tokenizer import check_vocabularies, tokenizer_fingerprint
 from foresay.training.corpus import CorpusReader
 from foresay.training.curves import draw_curves, read_log
 from foresay.training.distil import NOTE, HeadShape, distil_head, distil_model, new_head
-from foresay.training.fitting import CHECKPOINT, Plan, Report
+from foresay.training.fitting import CHECKPOINT, LOG, Plan, Report
 from foresay.training.losses import Objective
 from foresay.training.outputs import Text, read_outputs, split, texts_of
 
@@ -83,8 +84,10 @@ def run(
     if not outputs and not text:
         raise ConfigError("give --outputs, recordings of the target (foresay record), or --text")
     _check_folder(folder)
-    if threads is not None:
-        torch.set_num_threads(threads)
+    check_int("steps", steps, 1, 64)
+    check_int("length", length, 2)
+    check_float("held_out", held_out, 0.0, 1.0)
+    use_threads(threads)
     options = LoadOptions(dtype=dtype, device=device, trust_remote_code=trust_remote_code)
     with loading("Loading"):
         target = load_model(model or "smollm2-135m", options)
@@ -147,7 +150,7 @@ def _texts(target: LoadedModel, outputs: Sequence[str], text: Sequence[str], len
 def _check_folder(folder: Path) -> None:
     if folder.is_file():
         raise ConfigError(f"{str(folder)!r} is a file")
-    ours = (folder / NOTE).is_file() or (folder / CHECKPOINT).is_dir()
+    ours = any((folder / name).exists() for name in (NOTE, LOG, CHECKPOINT))
     if folder.is_dir() and any(folder.iterdir()) and not ours:
         raise ConfigError(f"the folder {str(folder)!r} holds something else, and is left as it is; name another")
     try:

@@ -33,7 +33,7 @@ def run(
 ) -> int:
     """Write a head on hidden states as other engines read it, the output layer it shares with its target included.
 
-    The layout of vLLM's speculators, or the plain one of EAGLE-3.
+    The layout of vLLM's speculators, or the plain one of EAGLE-3 as vLLM reads it: other engines count layers from one more.
     """
     if layout not in LAYOUTS:
         raise ConfigError(f"--layout {layout!r} must be {' or '.join(LAYOUTS)}")

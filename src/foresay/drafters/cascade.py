@@ -26,6 +26,7 @@ from foresay.decoding.protocols import (
     ModelOutput,
     Move,
     ProposesTrees,
+    Remembers,
     UsesTargetCache,
 )
 from foresay.decoding.rows import Row, Rows
@@ -83,6 +84,8 @@ class Cascade(Drafter):
 
     def repeats_seeds(self) -> bool:
         """Whether a member keeps requests and another one samples; look-ups alone are judged by what the target writes."""
+        if any(isinstance(one, Remembers) and one.repeats_seeds() for one in self.drafters):
+            return True
         keeps = any(isinstance(one, LookupDrafter) and one.keeps_requests for one in self.drafters)
         return keeps and any(not isinstance(one, LookupDrafter) for one in self.drafters)
 

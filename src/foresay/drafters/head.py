@@ -100,10 +100,11 @@ class HeadCache(DraftCache):
 
     def _add(self, missing: Sequence[int], columns: Sequence[torch.Tensor], target: ModelOutput) -> None:
         """missing: B counts of new places. columns: of each row, those of the target's pass where they are."""
-        device = next(iter(target.hidden.values())).device
+        device = self.head.device
         places = torch.cat([torch.full((n,), i, device=device) for i, n in enumerate(missing)])
-        at = torch.cat(list(columns)).to(device)
-        found = self.head.features({layer: target.hidden[layer][places, at] for layer in self.head.hidden_layers})
+        at = torch.cat([one.to(device) for one in columns])
+        hidden = {layer: target.hidden[layer].to(device)[places, at] for layer in self.head.hidden_layers}
+        found = self.head.features(hidden)
         for one, new in zip(self._seen, torch.split(found, list(missing)), strict=True):
             if one is not None and len(new):
                 one.waiting = torch.cat([one.waiting, new])

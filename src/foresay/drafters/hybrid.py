@@ -19,6 +19,7 @@ from foresay.decoding.protocols import (
     ModelOutput,
     Move,
     ProposesTrees,
+    Remembers,
     UsesTargetCache,
 )
 from foresay.decoding.rows import Rows
@@ -44,8 +45,9 @@ class Hybrid(Drafter):
         self.hidden_layers = other.hidden_layers
 
     def repeats_seeds(self) -> bool:
-        """Whether the look-up keeps requests, beside a drafter that may sample."""
-        return self._lookup.keeps_requests
+        """Whether the look-up keeps requests, beside a drafter that may sample, or the other drafter says so."""
+        other = self._other
+        return self._lookup.keeps_requests or (isinstance(other, Remembers) and other.repeats_seeds())
 
     def use_cache_of_target(self, cache: KVCache) -> None:
         """Pass on to a drafter that drafts in the target's cache."""

@@ -131,7 +131,7 @@ def change(
         given = num_draft_tokens is not None or length is not None
         policy = _policy(generator.drafter_name, num_draft_tokens, length) if given else None
         return generator.with_settings(rule=chosen, policy=policy, max_batch_size=max_batch_size)
-    recipe, name = _recipe(None, drafter, {})
+    recipe, name = _recipe(None, default_drafter(resources.target.name) if drafter == "auto" else drafter, {})
     assert recipe is not None
     policy = _policy(name, num_draft_tokens, length)
     return _generator(

@@ -7,6 +7,8 @@ since dropping a token for its own value would condition its law.
 
 from __future__ import annotations
 
+import threading
+
 import torch
 
 from foresay.checks import check_float, check_int
@@ -31,12 +33,12 @@ class AcceptanceLength(LengthPolicy):
             raise ConfigError(f"head={head!r} must be the folder of an acceptance head")
         self.head = head
         self._network = AcceptanceHead.load(head) if isinstance(head, str) else head
-        self._all_accepted: torch.Tensor | None = None
-        """[B], the product of c in this step so far; None before its first pass."""
+        self._steps = threading.local()
+        """`accepted`, [B]: the product of c in this step so far; None before its first pass. Engines may share a policy."""
 
     def budget(self, rows: Rows) -> list[int]:
         """The upper bound."""
-        self._all_accepted = None
+        self._steps.accepted = None
         return [self.high] * len(rows)
 
     @torch.inference_mode()
@@ -50,12 +52,12 @@ class AcceptanceLength(LengthPolicy):
                 f"{step.hidden.shape[-1]}"
             )
         self._network.to(step.hidden.device)
-        before = self._all_accepted
+        before: torch.Tensor | None = getattr(self._steps, "accepted", None)
         if before is None or len(before) != len(
             step.index
         ):  # a chain begins: its first pass consumed what was committed
             now = torch.ones(len(step.index), device=step.hidden.device)
         else:
             now = before * self._network.accepted(step.hidden)
-        self._all_accepted = now
+        self._steps.accepted = now
         return (1 - now <= self.threshold) | (step.index + 1 < self.low)

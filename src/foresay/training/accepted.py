@@ -8,9 +8,11 @@ head.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from foresay.decoding.protocols import DraftStep, LengthPolicy, ModelOutput
 from foresay.decoding.rows import Rows
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ConfigError
+from foresay.files import atomic_write
 from foresay.generation.generator import Generator
 
 AT_ONCE = 16
@@ -126,6 +129,7 @@ def collect(
     check_int("length", length, 2, 64)
     place = Path(folder)
     place.mkdir(parents=True, exist_ok=True)
+    _check_settings(place, generator, prompts, params, length)
     total, found = -(-len(prompts) // AT_ONCE), 0
     for number in range(total):
         path = place / f"{number:06}.safetensors"
@@ -136,6 +140,28 @@ def collect(
             _write(path, _of_prompts(generator, some, params, length))
         on_progress(number + 1, total)
     return found
+
+
+def _check_settings(
+    folder: Path, generator: Generator, prompts: Sequence[Any], params: SamplingParams, length: int
+) -> None:
+    """Files that are there must be of the same prompts, draft and parameters."""
+    path = folder / "settings.json"
+    made_of = sha256(repr([list(prompt) for prompt in prompts]).encode()).hexdigest()[:16]
+    settings = {
+        "target": generator.target.name,
+        "drafter": generator.drafter_name,
+        "length": length,
+        "prompts": made_of,
+        "params": str(params),
+    }
+    if path.is_file() and (before := json.loads(path.read_text(encoding="utf-8"))) != settings:
+        name = next((key for key in settings if before.get(key) != settings[key]), "settings")
+        raise ConfigError(
+            f"the folder {str(folder)!r} was begun with other {name}; give the same, or name another folder"
+        )
+    with atomic_write(path) as whole:
+        whole.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
 def _of_prompts(generator: Generator, prompts: Sequence[Any], params: SamplingParams, length: int) -> Examples:

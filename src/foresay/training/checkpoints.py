@@ -79,7 +79,7 @@ def load_checkpoint(
         if theirs.get(name) != ours.get(name):
             raise ConfigError(
                 f"{str(folder)!r} was begun with {name}={theirs.get(name)!r}, not {ours.get(name)!r}; "
-                "give the same, or remove it to begin anew"
+                "give the same, or remove the folder to begin anew"
             )
     with torch.no_grad():
         for name, weight in learned(model).items():

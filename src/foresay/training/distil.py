@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,9 @@ from foresay.models.sources.transformers_errors import quiet_transformers
 from foresay.records.provenance import provenance
 from foresay.training.fitting import LOG, Corpus, Fitting, Plan, Report
 from foresay.training.losses import Objective
-from foresay.training.outputs import Text, frequent_tokens
+from foresay.training.outputs import Text, digest, frequent_tokens
 from foresay.training.students import HeadStudent, ModelStudent
-from foresay.training.teacher import KeptPasses, TargetPasses
+from foresay.training.teacher import KeptPasses, TargetPasses, TeacherHead
 
 NOTE = "foresay.json"
 """What a folder says of how its draft was made."""
@@ -65,7 +66,8 @@ def new_head(target: LoadedModel, texts: Sequence[Text], shape: HeadShape, seed:
     width, vocab = int(config.hidden_size), model.vocab_size
     size = shape.vocabulary_size or min(vocab, max(4096, vocab // 6))
     check_int("vocabulary_size", size, 1, vocab)
-    heads, key_heads = shape.heads or (int(config.num_attention_heads), int(config.num_key_value_heads))
+    many = int(config.num_attention_heads)
+    heads, key_heads = shape.heads or (many, int(getattr(config, "num_key_value_heads", None) or many))
     layers = shape.hidden_layers or usual_layers(model.num_layers)
     if not all(0 <= layer <= model.num_layers for layer in layers):
         raise ConfigError(f"layers={list(layers)} must be 0 to {model.num_layers}, what the target has")
@@ -75,8 +77,8 @@ def new_head(target: LoadedModel, texts: Sequence[Text], shape: HeadShape, seed:
             "hidden_size": width,
             "num_attention_heads": heads,
             "num_key_value_heads": key_heads,
-            "head_dim": int(getattr(config, "head_dim", None) or width // config.num_attention_heads),
-            "intermediate_size": shape.feed_forward or int(config.intermediate_size),
+            "head_dim": int(getattr(config, "head_dim", None) or width // many),
+            "intermediate_size": shape.feed_forward or int(getattr(config, "intermediate_size", None) or 4 * width),
             "hidden_act": "silu",
             "rms_norm_eps": float(getattr(config, "rms_norm_eps", 1e-5)),
             "rope_theta": float(rope.get("rope_theta", 10_000.0)),
@@ -111,7 +113,8 @@ def final_norm(model: CausalModel) -> torch.Tensor:
     if weight is None or tuple(weight.shape) != (width,):
         return torch.ones(width)
     from_one = type(norm).__name__.startswith("Gemma")
-    return weight.detach().float().cpu() + (1.0 if from_one else 0.0)
+    out: torch.Tensor = weight.detach().float().cpu() + (1.0 if from_one else 0.0)
+    return out
 
 
 def distil_head(
@@ -140,7 +143,17 @@ def distil_head(
     passes = TargetPasses(model, head.config.hidden_layers or usual_layers(model.num_layers))
     corpora = [_corpus(passes, texts, states, target, on_progress) for texts in (learn, held_out)]
     student = HeadStudent(head, model, steps=steps, decay=decay).to(model.device)
-    settings = {"steps": steps, "decay": decay, "layers": list(passes.hidden_layers), "texts": len(learn)}
+    TeacherHead(model, None).check(corpora[1].show(0))
+    settings = {
+        "steps": steps,
+        "decay": decay,
+        "layers": list(passes.hidden_layers),
+        "target": target.name,
+        "shape": {k: v for k, v in head.config.as_plain().items() if k != "eagle_config"},
+        "own_head": head.module.lm_head is not None,
+        "tokens": None if head.token_ids is None else sha256(head.token_ids.numpy().tobytes()).hexdigest()[:16],
+        "texts": digest(learn),
+    }
 
     def keep() -> None:
         saved = Head(head.config, _in_half(head.module), head.token_ids)
@@ -192,6 +205,7 @@ def distil_model(
             layer.requires_grad_(False)
     passes = TargetPasses(model, ())
     corpora = [_corpus(passes, texts, states, target, on_progress) for texts in (learn, held_out)]
+    TeacherHead(model, None).check(corpora[1].show(0))
 
     def keep() -> None:
         with quiet_transformers():
@@ -209,7 +223,12 @@ def distil_model(
         plan,
         folder,
         keep,
-        settings={"texts": len(learn), "freeze_embeddings": freeze_embeddings},
+        settings={
+            "texts": digest(learn),
+            "target": target.name,
+            "shape": {k: v for k, v in config.to_dict().items() if isinstance(v, int | float)},
+            "freeze_embeddings": freeze_embeddings,
+        },
         on_progress=lambda share, text: on_progress("Training", share, text),
         tracker=tracker,
     )

@@ -127,7 +127,11 @@ class Fitting:
             log_with=tracker,
             project_dir=folder / "tensorboard" if tracker else None,
             cpu=next(student.parameters()).device.type == "cpu",
+            device_placement=False,
         )
+        if self.accelerator.num_processes > 1:
+            raise ConfigError("drafts are trained by one process so far; run the command without accelerate launch")
+        self.device = next(student.parameters()).device
         if tracker:
             self.accelerator.init_trackers("foresay")
         self.plain = student
@@ -217,7 +221,7 @@ class Fitting:
             state.epoch, state.batch = state.epoch + 1, 0
         indices = self._order(state.epoch)[state.batch * many + here]
         state.batch += 1
-        return batch_of(indices, self.learn.texts, self.learn.show).to(self.accelerator.device)
+        return batch_of(indices, self.learn.texts, self.learn.show).to(self.device)
 
     def _evaluate(self) -> None:
         """Evaluate on what is held out; keep the draft if it is the best, and write a checkpoint."""
@@ -225,7 +229,7 @@ class Fitting:
         texts = self.held_out.texts
         order = in_order(texts, self.plan.batch_tokens, 0, 0)
         batches = (batch_of(indices, texts, self.held_out.show) for indices in order)
-        quality = evaluate(self.plain, batches, self.accelerator.device)
+        quality = evaluate(self.plain, batches, self.device)
         self.plain.train()
         state = self.state
         state.elapsed_s = perf_counter() - self._began

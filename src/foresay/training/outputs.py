@@ -78,6 +78,14 @@ def split(texts: Sequence[Text], share: float, seed: int) -> tuple[list[Text], l
     return [keyed[key] for key in order[count:]], [keyed[key] for key in order[:count]]
 
 
+def digest(texts: Iterable[Text]) -> str:
+    """What tells texts apart from others."""
+    said = sha256()
+    for text in texts:
+        said.update(text.start.to_bytes(4, "little") + text.tokens.tobytes())
+    return said.hexdigest()[:16]
+
+
 def frequent_tokens(texts: Sequence[Text], size: int, always: Iterable[int] = ()) -> torch.Tensor:
     """The `size` tokens that the target wrote most often, ascending [size] int64; `always` are among them.
 

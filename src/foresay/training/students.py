@@ -18,7 +18,7 @@ from foresay.models.heads.files import Head
 from foresay.models.huggingface.causal import CausalModel
 from foresay.training.batches import Batch
 from foresay.training.losses import Objective, Teacher
-from foresay.training.teacher import TeacherHead
+from foresay.training.teacher import TeacherHead, finished
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,8 @@ class ModelStudent(nn.Module):
         rows, at = taught.nonzero(as_tuple=True)
         head = self.model.get_output_embeddings()
         probs = self._teacher[0].probs(batch.last[taught], batch.log_sum[taught])
-        logits = head(hidden[taught])[:, : probs.shape[1]]
+        config = self.model.config.get_text_config(decoder=True)
+        logits = finished(head(hidden[taught])[:, : probs.shape[1]], config)
         yield Compared(0, rows, at, logits, Teacher(probs))
 
 

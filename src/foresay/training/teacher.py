@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from foresay.decoding.protocols import Feed, Logits
-from foresay.errors import ConfigError
+from foresay.errors import ConfigError, UnsupportedModelError
 from foresay.models.heads.model import target_rows
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.model import MAX_TOKENS
@@ -128,15 +128,30 @@ class TeacherHead:
 
     def __init__(self, target: CausalModel, token_ids: torch.Tensor | None) -> None:
         """token_ids: [m]; None: all. Raises UnsupportedModelError for a target without a head whose rows can be taken."""
-        config = target.model.config.get_text_config(decoder=True)
+        self._config = target.model.config.get_text_config(decoder=True)
         self.weight = target_rows(target, token_ids).detach().float().clone()
         """[m, H]"""
-        self._scale = 1.0 / float(getattr(config, "logits_scaling", 1.0))
-        self._softcap = getattr(config, "final_logit_softcapping", None)
 
     def probs(self, last: torch.Tensor, log_sum: torch.Tensor) -> torch.Tensor:
         """The tokens' probabilities [N, m] from [N, H] and [N]; what they leave over belongs to the others."""
-        scores = last.float() @ self.weight.to(last.device).T * self._scale
-        if self._softcap is not None:
-            scores = torch.tanh(scores / self._softcap) * self._softcap
-        return (scores - log_sum[:, None]).exp()
+        with torch.autocast(last.device.type, enabled=False):  # a law is not rounded because a draft's products are
+            scores = self.finish(last.float() @ self.weight.to(last.device).T)
+            return (scores - log_sum[:, None]).exp()
+
+    def finish(self, scores: torch.Tensor) -> torch.Tensor:
+        """What the target makes of its head's output."""
+        return finished(scores, self._config)
+
+    def check(self, shown: Shown) -> None:
+        """Compare a head of all tokens with what the target says of a text; raises UnsupportedModelError where they differ."""
+        again = self.finish(shown.last[:16].float().to(self.weight.device) @ self.weight.T).logsumexp(-1).cpu()
+        if not torch.allclose(again, shown.log_sum[:16], atol=0.05, rtol=0.02):
+            raise UnsupportedModelError("the target's scores are not its head's rows times its last hidden state")
+
+
+def finished(scores: torch.Tensor, config: Any) -> torch.Tensor:
+    """A head's output [..., V] divided and capped as a model's configuration says."""
+    scale = float(getattr(config, "logits_scaling", None) or 1.0)
+    softcap = getattr(config, "final_logit_softcapping", None)
+    scores = scores / scale
+    return scores if softcap is None else torch.tanh(scores / softcap) * softcap

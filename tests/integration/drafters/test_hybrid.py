@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 
 from foresay.decoding.sampling_params import SamplingParams
-from foresay.drafters import HeadDrafter, Hybrid, MaxGram, ModelDrafter, ModelTreeDrafter, SuffixDrafter
+from foresay.drafters import (
+    Cascade,
+    HeadDrafter,
+    Hybrid,
+    MaxGram,
+    ModelDrafter,
+    ModelTreeDrafter,
+    PastRequests,
+    SuffixDrafter,
+)
 from foresay.errors import ConfigError
 from foresay.lengths import ConstantLength, ThroughputLength
 from foresay.models.heads.model import HeadModel
@@ -75,6 +84,15 @@ def test_each_row_is_drafted_by_the_one_that_knows_it() -> None:
     _, steps, _ = run(table, prompts, SamplingParams(max_new_tokens=8, ignore_eos=True), drafter=drafter, gamma=6)
     first = {step.request_id: step.num_drafted for step in reversed(steps)}
     assert first[0] > 2 and first[1] == 2
+
+
+def test_what_is_kept_by_a_member_of_a_member_is_known() -> None:
+    """Else a seed could meet guesses that were made of its own numbers."""
+    keeps, model = SuffixDrafter(PastRequests(256)), ModelDrafter(DRAFT, SIZE)
+    inner = Cascade([model, keeps], [[2, 4], [0, 0]])
+    assert Hybrid(MaxGram(), inner).repeats_seeds() and Hybrid(keeps, model).repeats_seeds()
+    assert Cascade([Hybrid(keeps, model), MaxGram()], [[2, 4], [0, 0]]).repeats_seeds()
+    assert not Hybrid(MaxGram(), model).repeats_seeds()
 
 
 def test_what_cannot_be_a_hybrid() -> None:

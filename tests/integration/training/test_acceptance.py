@@ -134,11 +134,15 @@ def test_data_that_is_there_is_not_made_again(tmp_path: Path) -> None:
     prompts = [[1, 2]] * 40
     assert collect(generator, prompts, params, tmp_path, length=3) == 0
     whole = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    assert len(whole) == 3
+    assert len(whole) == 4 and "settings.json" in whole
     (tmp_path / "000001.safetensors").unlink()
     made.clear()
     assert collect(generator, prompts, params, tmp_path, length=3) == 2 and len(made) == 1
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == whole
+    with pytest.raises(ConfigError, match="other length"):
+        collect(generator, prompts, params, tmp_path, length=4)
+    with pytest.raises(ConfigError, match="other prompts"):
+        collect(generator, prompts[:20], params, tmp_path, length=3)
 
 
 def certain(value: float) -> AcceptanceHead:

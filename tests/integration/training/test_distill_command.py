@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import time
@@ -134,6 +135,22 @@ def test_a_killed_run_goes_on(target: Path, recorded: Path, tmp_path: Path) -> N
     done = tiny.foresay("distill", str(out), *options(target, recorded, "--minutes", "0.1", "--epochs", "100000"))
     assert done.returncode == 0, done.stderr
     assert f"{before} of them earlier" in done.stdout.decode()
+
+
+def test_a_run_that_ended_before_its_first_evaluation_goes_on(
+    target: Path, recorded: Path, shell: tiny.Shell, tmp_path: Path
+) -> None:
+    out = tmp_path / "head"
+    assert shell("distill", str(out), *options(target, recorded, "--layers", "1,2,3", "--epochs", "0.2"))[0] == 0
+    for path in list(out.iterdir()):
+        if path.name == "checkpoint":
+            shutil.rmtree(path)
+        elif path.name != "metrics.jsonl":
+            path.unlink()
+    assert shell("distill", str(out), *options(target, recorded, "--layers", "1,2,3", "--epochs", "0.2"))[0] == 0
+    assert "steps=5" in shell.refused(
+        "distill", str(out), *options(target, recorded, "--layers", "1,2,3", "--steps", "4")
+    )
 
 
 def test_ctrl_c_leaves_a_checkpoint(target: Path, recorded: Path, tmp_path: Path) -> None:

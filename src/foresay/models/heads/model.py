@@ -6,6 +6,7 @@ in, and where they come from, is the drafter's to know.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import partial
 
@@ -27,6 +28,9 @@ from foresay.models.huggingface.native.product import CompiledProduct
 from foresay.models.huggingface.operations import attend, causal_mask, feed_forward, turn_of
 from foresay.models.huggingface.products import Product
 from foresay.models.huggingface.slot_cache import Placement, SlotCache
+
+_ROWS = 16
+"""Places whose features are computed together where kernels are PyTorch's."""
 
 
 class HeadModel(LanguageModel):
@@ -67,7 +71,8 @@ class HeadModel(LanguageModel):
 
     def _product(self, *weights: torch.Tensor) -> Product:
         weight = torch.cat([one.detach().to(self.device, self.dtype) for one in weights])
-        if self.device.type == "cpu":
+        rounded = self._make is not as_it_is
+        if self.device.type == "cpu" and (rounded or linears.available(self.dtype, self.device)):
             return self._make(weight, None)
         return _Plain(weight)
 
@@ -135,15 +140,23 @@ class HeadModel(LanguageModel):
 
     def features(self, hidden: Mapping[int, torch.Tensor]) -> torch.Tensor:
         """What it reads of the target's hidden states, layer -> [..., H] each: [..., D]."""
-        joint = torch.cat([hidden[layer] for layer in self.hidden_layers], -1)
-        out: torch.Tensor = self._fc(joint.to(self.device, self.dtype))
-        return out
+        joint = torch.cat([hidden[layer].to(self.device, self.dtype) for layer in self.hidden_layers], -1)
+        if self._native is not None or self.device.type != "cpu":
+            out: torch.Tensor = self._fc(joint)
+            return out
+        # other kernels sum in another order for other numbers of rows: always as many
+        flat = joint.reshape(-1, joint.shape[-1])
+        whole = F.pad(flat, (0, 0, 0, -len(flat) % _ROWS))
+        parts = [self._fc(part) for part in whole.view(-1, _ROWS, flat.shape[-1])]
+        return torch.cat([*parts, flat[:0, : self.width]])[: len(flat)].view(*joint.shape[:-1], self.width)
 
     @torch.inference_mode()
     def forward(self, feed: Feed, cache: KVCache) -> ModelOutput:
         """One pass over pairs, see LanguageModel.forward; hidden states NEXT and LAST are always given."""
         assert isinstance(cache, SlotCache) and feed.features is not None
         batch, columns = feed.token_ids.shape
+        if self._native is None and self.device.type == "cpu" and (batch > 1 or columns == 1):
+            return self._row_by_row(feed, cache)
         at = cache.begin_pass(feed.first_row, batch, columns, self.device, feed.parents)
         beside = self._of_features(feed.features)
         read = torch.cat([self._of_token(self._embed(feed.token_ids)), beside], -1)
@@ -161,6 +174,30 @@ class HeadModel(LanguageModel):
         if feed.logits is Logits.LAST:
             normed = normed[torch.arange(batch, device=normed.device), feed.last_columns()][:, None]
         return ModelOutput(self._scores(normed), hidden)
+
+    def _row_by_row(self, feed: Feed, cache: SlotCache) -> ModelOutput:
+        """The same where a row's bits would depend on the others': each alone, and never one column."""
+        outputs = []
+        for i, count in enumerate(feed.num_tokens):
+            one = feed.part(i, i + 1)
+            assert one.features is not None
+            if feed.token_ids.shape[1] > 1:
+                outputs.append(self.forward(one, cache))
+                continue
+            pair = dataclasses.replace(
+                one,
+                token_ids=one.token_ids.expand(1, 2),
+                features=one.features.expand(1, 2, -1),
+                parents=None,
+                num_tokens=[count],
+            )
+            twice = self.forward(pair, cache)
+            scores = None if twice.logits is None else twice.logits[:, :1]
+            outputs.append(ModelOutput(scores, {n: states[:, :1] for n, states in twice.hidden.items()}))
+        hidden = {n: torch.cat([one.hidden[n] for one in outputs]) for n in (NEXT, LAST)}
+        if feed.logits is Logits.NONE:
+            return ModelOutput(None, hidden)
+        return ModelOutput(torch.cat([one.scores() for one in outputs]), hidden)
 
     def _by_kernels(
         self, native: NativeLayers, x: torch.Tensor, read: torch.Tensor, feed: Feed, at: Placement, cache: SlotCache

@@ -163,6 +163,37 @@ def test_each_guess_is_that_of_a_pass_over_the_whole_text() -> None:
     assert drafter.compared > 150 and len({step.num_accepted for step in steps}) > 2
 
 
+@pytest.mark.parametrize("kernels", [True, False])
+def test_a_rows_draft_is_the_same_alone_and_in_a_batch(kernels: bool) -> None:
+    """Bit for bit, so that a seed's text is."""
+    model = target()
+    head = HeadModel(random_head(model), model)
+    if not kernels:
+        head._native = None
+    generator = torch.Generator().manual_seed(4)
+    tokens = torch.randint(2, VOCAB, (5, 3), generator=generator)
+    features = head.features({layer: torch.randn(5, 3, 32, generator=generator) for layer in head.hidden_layers})
+    counts = [3, 1, 2, 3, 1]
+
+    def scores(rows: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        cache = head.new_cache()
+        cache.add_rows(len(rows))
+        some = [counts[i] for i in rows]
+        width = max(some)
+        first = head.forward(
+            Feed(tokens[rows, :width], some, logits=Logits.LAST, features=features[rows, :width]), cache
+        )
+        last = torch.tensor(some) - 1
+        after = first.hidden[NEXT][torch.arange(len(rows)), last][:, None]
+        again = head.forward(Feed(tokens[rows, :1], [1] * len(rows), logits=Logits.LAST, features=after), cache)
+        return first.scores(), again.scores()
+
+    together = scores([0, 1, 2, 3, 4])
+    for i in range(5):
+        alone = scores([i])
+        assert torch.equal(alone[0][0], together[0][i]) and torch.equal(alone[1][0], together[1][i])
+
+
 def test_a_long_prompt_is_filled_in_pieces() -> None:
     model = target(vocab=SMALL, max_position_embeddings=2048)
     drafter = _Reference(HeadModel(random_head(model, seed=2), model), SMALL)
