@@ -70,7 +70,7 @@ def counted(target: foresay.Generator, methods: Sequence[Method], block: PromptB
     for method in methods:
         live = run_live(method.generator(target, 32), block.asks, block.params)
         assert live.outputs == wanted, f"{method.name} writes something else"
-        out[method.name] = live.stats.tokens_per_pass
+        out[method.name] = live.stats.block_efficiency
         log(f"  {method.name:<60} {out[method.name]:.2f} tokens per pass")
     return out
 

@@ -49,8 +49,8 @@ ALIASES: dict[str, PackagedModel] = {
 }
 
 
-DEFAULT_DRAFTERS = {"smollm2-135m": "hybrid(suffix, head=smollm2-135m; min_match=3, k=3)"}
-"""What drafts for an alias unless told otherwise, where its head is there."""
+DEFAULT_DRAFTERS: dict[str, str] = {}
+"""What drafts for an alias unless told otherwise, where its head is there. Empty until a quiet machine has shown what pays."""
 
 
 def packaged_head(alias: str) -> Path | None:
