@@ -121,7 +121,7 @@ def test_an_index_off_by_one(rule: type) -> None:
 @pytest.mark.parametrize("rule", [Speculative, Block])
 def test_a_stream_shared_by_draft_and_target(rule: type, monkeypatch: Patch) -> None:
     """The draft draws its tokens with the numbers that will accept them."""
-    from foresay.drafters import model as module
+    from foresay.drafters import chain as module
 
     def shared(laws: Laws, streams: Streams, purpose: Purpose, first: int = 0) -> torch.Tensor:
         return draw(laws, streams, Purpose.ACCEPT, first)
@@ -132,7 +132,7 @@ def test_a_stream_shared_by_draft_and_target(rule: type, monkeypatch: Patch) -> 
 
 def test_match_with_the_drafts_own_numbers(monkeypatch: Patch) -> None:
     """Only the coupled rule may share noise: match with shared uniforms still writes p, so this one must survive."""
-    from foresay.drafters import model as module
+    from foresay.drafters import chain as module
 
     def shared(laws: Laws, streams: Streams, purpose: Purpose, first: int = 0) -> torch.Tensor:
         return draw(laws, streams, Purpose.TARGET, first)

@@ -11,7 +11,7 @@ import torch
 
 from foresay.decoding.protocols import Feed
 from foresay.decoding.sampling_params import SamplingParams
-from foresay.models.huggingface import lean
+from foresay.models.huggingface import lean, operations
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.early_exit import first_layers
 from foresay.models.huggingface.linears import freeze_linears
@@ -107,17 +107,21 @@ def test_the_first_layers_of_a_lean_model_are_lean() -> None:
     assert run(short, PROMPTS, PARAMS, gamma=0)[0] == lean_out
 
 
-BROKEN: dict[str, tuple[str, Any]] = {
-    "no rotation": ("_rotated", lambda x, cos, sin: x),
-    "the wrong half negated": ("_rotated", lambda x, cos, sin: x * cos + x.roll(x.shape[-1] // 2, -1) * -sin),
-    "norms that do nothing": ("_norm_of", lambda module: lambda x: x),
+BROKEN: dict[str, tuple[Any, str, Any]] = {
+    "no rotation": (operations, "_rotated", lambda x, cos, sin: x),
+    "the wrong half negated": (
+        operations,
+        "_rotated",
+        lambda x, cos, sin: x * cos + x.roll(x.shape[-1] // 2, -1) * -sin,
+    ),
+    "norms that do nothing": (lean, "_norm_of", lambda module: lambda x: x),
 }
 
 
 @pytest.mark.parametrize("broken", BROKEN)
 def test_passes_that_compute_something_else_are_not_used(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    name, instead = BROKEN[broken]
-    monkeypatch.setattr(lean, name, instead)
+    module, name, instead = BROKEN[broken]
+    monkeypatch.setattr(module, name, instead)
     monkeypatch.setattr(lean.LeanDecoder, "_compiled", lambda *_: None)
     model = CausalModel(make("llama"))
     assert "its scores differ from its own code's" in str(go_lean(model))
