@@ -69,7 +69,7 @@ INSIDE = {
         {"heads"},
     ],
     "training": [
-        {"corpus", "importance", "losses", "outputs", "checkpoints", "accepted"},
+        {"corpus", "importance", "losses", "outputs", "checkpoints", "accepted", "processes"},
         {"ngrams", "prune", "teacher", "acceptance"},
         {"batches"},
         {"students"},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,15 +15,18 @@ from foresay.cli.common import use_threads
 from foresay.cli.options import DeviceOption, DtypeOption, ModelOption, ThreadsOption, TrustOption
 from foresay.cli.progress import advancing, loading
 from foresay.errors import ConfigError
+from foresay.models.heads.files import Head
 from foresay.models.sources.catalog import LoadedModel, load_model, load_weights
+from foresay.models.sources.heads import load_head
 from foresay.models.sources.load_options import LoadOptions
 from foresay.text.tokenizer import check_vocabularies, tokenizer_fingerprint
 from foresay.training.corpus import CorpusReader
 from foresay.training.curves import draw_curves, read_log
-from foresay.training.distil import NOTE, HeadShape, distil_head, distil_model, new_head
+from foresay.training.distil import NOTE, HeadShape, begun_head, distil_head, distil_model, new_head
 from foresay.training.fitting import CHECKPOINT, LOG, Plan, Report
 from foresay.training.losses import Objective
 from foresay.training.outputs import Text, read_outputs, split, texts_of
+from foresay.training.processes import is_first, own_device
 
 HEAD = "head"
 
@@ -40,6 +43,9 @@ def run(
     loss: Annotated[
         str, typer.Option(help="forward_kl, reverse_kl, tv, or a mixture such as forward_kl=0.5,tv=0.5.")
     ] = "forward_kl",
+    start: Annotated[
+        str | None, typer.Option("--from", help="A head to go on from, by folder, hub id or alias, on a new schedule.")
+    ] = None,
     steps: Annotated[int, typer.Option(help="Tokens that a head drafts in a row while it learns.")] = 5,
     decay: Annotated[float, typer.Option(help="Weight of each of them, as a share of the one before.")] = 0.8,
     layers: Annotated[str | None, typer.Option(help="Hidden states that a head reads, such as 2,15,27.")] = None,
@@ -88,19 +94,27 @@ def run(
     check_int("length", length, 2)
     check_float("held_out", held_out, 0.0, 1.0)
     use_threads(threads)
-    options = LoadOptions(dtype=dtype, device=device, trust_remote_code=trust_remote_code)
-    with loading("Loading"):
+    options = LoadOptions(dtype=dtype, device=own_device(device), trust_remote_code=trust_remote_code)
+    with loading("Loading") if is_first() else nullcontext():
         target = load_model(model or "smollm2-135m", options)
     texts = _texts(target, outputs or [], text or [], length)
     learn, rest = split(texts, held_out, seed)
-    note = {"outputs": outputs, "text": text, "texts": len(learn), "tokens": sum(one.size for one in learn)}
+    if start and draft != HEAD:
+        raise ConfigError("--from goes on with a head; a draft model goes on by its name, with --draft")
+    note = {
+        "from": start,
+        "outputs": outputs,
+        "text": text,
+        "texts": len(learn),
+        "tokens": sum(one.size for one in learn),
+    }
     common: dict[str, Any] = {"states": states, "note": note, "tracker": "tensorboard" if tensorboard else None}
     with _progress() as on_progress:
         if draft == HEAD:
             shape = HeadShape(
                 hidden_layers=shown, vocabulary_size=vocabulary_size, feed_forward=feed_forward, own_head=own_head
             )
-            head = new_head(target, learn, shape, seed)
+            head = _begun(target, start, shape) if start else new_head(target, learn, shape, seed)
             report = distil_head(
                 target,
                 head,
@@ -121,9 +135,16 @@ def run(
                 target, weights, tokenizer, learn, rest, plan, objective, folder,
                 freeze_embeddings=not all_weights, on_progress=on_progress, **common,
             )  # fmt: skip
-    for line in _summary(folder, report, learn):
-        typer.echo(line)
+    if is_first():
+        for line in _summary(folder, report, learn):
+            typer.echo(line)
     return 0
+
+
+def _begun(target: LoadedModel, start: str, shape: HeadShape) -> Head:
+    if shape != HeadShape():
+        raise ConfigError("--from takes the shape of that head; leave --layers, --vocabulary-size and the like out")
+    return begun_head(target, load_head(start))
 
 
 def _layers(text: str | None) -> tuple[int, ...] | None:

@@ -19,7 +19,7 @@ from torch import nn
 from foresay.checks import check_int
 from foresay.errors import ConfigError, UnsupportedModelError
 from foresay.models.heads.config import HeadConfig, usual_layers
-from foresay.models.heads.files import Head, write_head
+from foresay.models.heads.files import Head, check_target, write_head
 from foresay.models.heads.model import target_rows
 from foresay.models.heads.module import HeadModule
 from foresay.models.huggingface.causal import CausalModel
@@ -29,6 +29,7 @@ from foresay.records.provenance import provenance
 from foresay.training.fitting import LOG, Corpus, Fitting, Plan, Report
 from foresay.training.losses import Objective
 from foresay.training.outputs import Text, digest, frequent_tokens
+from foresay.training.processes import Processes
 from foresay.training.students import HeadStudent, ModelStudent
 from foresay.training.teacher import KeptPasses, TargetPasses, TeacherHead
 
@@ -103,6 +104,14 @@ def new_head(target: LoadedModel, texts: Sequence[Text], shape: HeadShape, seed:
         with torch.no_grad():
             module.lm_head.weight.copy_(target_rows(model, ids))
     return Head(made, module, ids)
+
+
+def begun_head(target: LoadedModel, head: Head) -> Head:
+    """A head that was trained before, to be trained on. Raises ConfigError for one of another target."""
+    model = causal(target)
+    width = int(model.model.config.get_text_config(decoder=True).hidden_size)
+    check_target(head.config, model.vocab_size, width, model.num_layers, target.name)
+    return Head(head.config, head.module.float(), head.token_ids)
 
 
 def final_norm(model: CausalModel) -> torch.Tensor:
@@ -245,9 +254,11 @@ def _corpus(
     if states is None:
         return Corpus(texts, lambda index: passes(texts[index]))
     kept = KeptPasses(states, passes, texts, f"{target.name} {target.precision}")
-    for number in range(kept.num_files):
+    processes = Processes(passes.target.device)
+    for number in range(processes.index, kept.num_files, processes.count):
         kept.prepare(number)
         on_progress("Reading", (number + 1) / kept.num_files, f"{len(texts)} texts")
+    processes.wait()
     return Corpus(texts, kept)
 
 

@@ -6,7 +6,7 @@ target wrote. For greedy outputs that is what a replay of the draft gives. Knows
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,11 +43,19 @@ class Quality:
 
 
 @torch.no_grad()
-def evaluate(student: Student, batches: Iterable[Batch], device: torch.device) -> Quality:
-    """The quality of a draft over batches of texts that it does not learn from."""
+def evaluate(
+    student: Student,
+    batches: Iterable[Batch],
+    device: torch.device,
+    summed: Callable[[torch.Tensor], torch.Tensor] = lambda values: values,
+) -> Quality:
+    """The quality of a draft over batches of texts that it does not learn from.
+
+    summed: counts -> their sum over all processes, where each has batches of its own.
+    """
     steps = student.steps
-    accepted, agreed, counts = ([0.0] * steps for _ in range(3))
-    divergence, walks = 0.0, _Walks(_lengths(steps))
+    accepted, agreed, counts, diverged = torch.zeros(4, steps, dtype=torch.float64)
+    walks = _Walks(_lengths(steps))
     ids = None if student.token_ids is None else student.token_ids.to(device)
     for batch in (one.to(device) for one in batches):
         right = torch.zeros(steps, *batch.tokens.shape, dtype=torch.bool, device=device)
@@ -60,14 +68,16 @@ def evaluate(student: Student, batches: Iterable[Batch], device: torch.device) -
             accepted[one.step] += float(torch.minimum(p, q)[:, :-1].sum())
             agreed[one.step] += float(hit.sum())
             counts[one.step] += len(hit)
-            divergence += float(forward_kl(p, q).sum()) if one.step == 0 else 0.0
+            diverged[one.step] += float(forward_kl(p, q).sum())
         walks.add(batch, right, chains=steps == 1)
-    shares = [max(1.0, n) for n in counts]
+    every = summed(torch.cat([accepted, agreed, counts, diverged, walks.tokens, walks.passes]))
+    sums, (tokens, passes) = every[: 4 * steps].view(4, steps), every[4 * steps :].view(2, -1)
+    means = sums / sums[2].clamp(min=1.0)
     return Quality(
-        tuple(a / n for a, n in zip(accepted, shares, strict=True)),
-        tuple(a / n for a, n in zip(agreed, shares, strict=True)),
-        divergence / shares[0],
-        walks.tokens_per_pass(),
+        tuple(means[0].tolist()),
+        tuple(means[1].tolist()),
+        float(means[3, 0]),
+        tuple((tokens / passes.clamp(min=1.0)).tolist()),
     )
 
 
@@ -80,7 +90,8 @@ class _Walks:
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self._lengths = lengths
-        self._tokens, self._passes = [0] * len(lengths), [0] * len(lengths)
+        self.tokens, self.passes = torch.zeros(2, len(lengths), dtype=torch.float64)
+        """[L], committed tokens and passes so far."""
 
     def add(self, batch: Batch, right: torch.Tensor, *, chains: bool) -> None:
         """right: [steps, B, S], whether the guess at a place is right, made that many steps on from what was shown.
@@ -91,16 +102,12 @@ class _Walks:
         for row, (start, size) in enumerate(zip(batch.starts.tolist(), batch.sizes.tolist(), strict=True)):
             hits = right[:, row].tolist()
             for which, length in enumerate(self._lengths):
-                place = start - 1  # of the last token that is there
+                place, passes = start - 1, 0  # of the last token that is there
                 while place < size - 1:
                     good = 0
                     while good < length and hits[0 if chains else good][min(place + good, size - 1)]:
                         good += 1
-                    committed = min(good + 1, size - 1 - place)
-                    self._tokens[which] += committed
-                    self._passes[which] += 1
-                    place += committed
-
-    def tokens_per_pass(self) -> tuple[float, ...]:
-        """By length."""
-        return tuple(tokens / max(1, passes) for tokens, passes in zip(self._tokens, self._passes, strict=True))
+                    place += min(good + 1, size - 1 - place)
+                    passes += 1
+                self.tokens[which] += size - start
+                self.passes[which] += passes

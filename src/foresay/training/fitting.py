@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
@@ -24,6 +25,7 @@ from foresay.training.checkpoints import State, learned, load_checkpoint, save_c
 from foresay.training.evaluation import evaluate
 from foresay.training.losses import Objective
 from foresay.training.outputs import Text
+from foresay.training.processes import Processes
 from foresay.training.teacher import Shown
 
 LOG = "metrics.jsonl"
@@ -121,26 +123,26 @@ class Fitting:
         self.objective, self.learn, self.held_out, self.plan = objective, learn, held_out, plan
         self.folder, self.keep, self.on_progress = folder, keep, on_progress
         self.settings = {"objective": str(objective), **(settings or {}), **plan.binding()}
+        self.device = next(student.parameters()).device
+        self.processes = Processes(self.device)
         self.accelerator = Accelerator(
             mixed_precision=_PRECISIONS[plan.precision],
-            gradient_accumulation_steps=plan.accumulate,
             log_with=tracker,
             project_dir=folder / "tensorboard" if tracker else None,
-            cpu=next(student.parameters()).device.type == "cpu",
+            cpu=self.device.type == "cpu",
             device_placement=False,
         )
-        if self.accelerator.num_processes > 1:
-            raise ConfigError("drafts are trained by one process so far; run the command without accelerate launch")
-        self.device = next(student.parameters()).device
         if tracker:
             self.accelerator.init_trackers("foresay")
         self.plain = student
         optimiser = torch.optim.AdamW(
             list(learned(student).values()), lr=plan.rate, betas=_BETAS, weight_decay=plan.weight_decay
         )
-        self.state = load_checkpoint(folder / CHECKPOINT, self.settings, student, optimiser) or State()
+        with self.accelerator.main_process_first():
+            self.state = load_checkpoint(folder / CHECKPOINT, self.settings, student, optimiser) or State()
         self.resumed_at = self.state.step
-        self.student, self.optimiser = self.accelerator.prepare(student, optimiser)
+        self.student = self.accelerator.prepare_model(student, evaluation_mode=True)  # gradients are summed here
+        self.optimiser = self.accelerator.prepare_optimizer(optimiser)
         self._began = perf_counter() - self.state.elapsed_s
         self._losses: list[float] = []
         self._known: tuple[int, list[list[int]]] = (-1, [])
@@ -148,7 +150,9 @@ class Fitting:
 
     def run(self) -> Report:
         """Train to the end of the plan; Ctrl-C leaves a checkpoint, and is raised again."""
-        with LineWriter(self.folder / LOG, "foresay-training", 1, {"settings": self.settings}) as log:
+        writes = self.processes.writes
+        header = {"settings": self.settings}
+        with LineWriter(self.folder / LOG, "foresay-training", 1, header) if writes else nullcontext() as log:
             self._log = log
             if self.state.step == 0:
                 self._evaluate()
@@ -156,7 +160,7 @@ class Fitting:
             try:
                 while (share := self._share()) < 1:
                     self._step(share)
-                    if perf_counter() - evaluated >= 60 * self.plan.evaluate_minutes:
+                    if self.processes.first_says(perf_counter() - evaluated) >= 60 * self.plan.evaluate_minutes:
                         self._evaluate()
                         evaluated = perf_counter()
             except KeyboardInterrupt:
@@ -164,6 +168,7 @@ class Fitting:
                 raise
             if self._losses:
                 self._evaluate()
+        self.processes.wait()
         self.accelerator.end_training()
         return Report(self.state, self.resumed_at)
 
@@ -175,10 +180,10 @@ class Fitting:
         shares = [(state.epoch + state.batch / batches) / plan.epochs if plan.epochs else 1.0]
         if plan.minutes is not None:
             shares.append(state.elapsed_s / (60 * plan.minutes) if plan.minutes else 1.0)
-        return max(shares)
+        return self.processes.first_says(max(shares))
 
     def _batches_of_epoch(self) -> int:
-        return len(self._order(self.state.epoch)) // int(self.accelerator.num_processes)
+        return len(self._order(self.state.epoch)) // self.processes.count
 
     def _order(self, epoch: int) -> list[list[int]]:
         if self._known[0] != epoch:
@@ -194,29 +199,39 @@ class Fitting:
         return plan.rate * (plan.floor + (1 - plan.floor) * (1 + math.cos(math.pi * min(1.0, fall))) / 2)
 
     def _step(self, share: float) -> None:
-        """One step of the optimiser, over as many batches as the plan accumulates."""
+        """One step of the optimiser, over as many batches as the plan accumulates and every process has.
+
+        The loss is the mean over all of their laws, however many each batch and process holds.
+        """
         rate = self.rate(share)
         for group in self.optimiser.param_groups:
             group["lr"] = rate
+        sums = torch.zeros(3, dtype=torch.float64)
         for _ in range(self.plan.accumulate):
             batch = self._next_batch()
-            with self.accelerator.accumulate(self.student):
-                total, weight = self.student(batch, self.objective)
-                loss = total / weight.clamp(min=1)
-                self.accelerator.backward(loss)
-                if self.accelerator.sync_gradients:
-                    self.accelerator.clip_grad_norm_(self.student.parameters(), self.plan.clip)
-                self.optimiser.step()
-                self.optimiser.zero_grad()
-            self._losses.append(float(loss.detach()))
-            self.state.tokens += int(batch.taught().sum()) * self.accelerator.num_processes
+            total, weight = self.student(batch, self.objective)
+            sums += torch.tensor([float(total.detach()), float(weight), float(batch.taught().sum())])
+            self.accelerator.backward(total)
+        sums = self.processes.summed(sums)
+        self._mean_gradients(1.0 / max(1.0, float(sums[1])))
+        self.accelerator.clip_grad_norm_(self.student.parameters(), self.plan.clip)
+        self.optimiser.step()
+        self.optimiser.zero_grad()
+        self._losses.append(float(sums[0] / sums[1].clamp(min=1.0)))
+        self.state.tokens += int(sums[2])
         self.state.step += 1
-        self.on_progress(
-            share, f"loss {sum(self._losses[-50:]) / len(self._losses[-50:]):.3f}, best {self.state.best:.2f}"
-        )
+        if self.processes.writes:
+            latest = self._losses[-50:]
+            self.on_progress(share, f"loss {sum(latest) / len(latest):.3f}, best {self.state.best:.2f}")
+
+    def _mean_gradients(self, factor: float) -> None:
+        """The sum of all processes' gradients, times a factor."""
+        gradients = [one.grad for one in self.student.parameters() if one.grad is not None]
+        torch._foreach_mul_(gradients, factor)
+        self.processes.add_up(gradients)
 
     def _next_batch(self) -> Any:
-        state, here, many = self.state, self.accelerator.process_index, self.accelerator.num_processes
+        state, here, many = self.state, self.processes.index, self.processes.count
         if state.batch >= self._batches_of_epoch():
             state.epoch, state.batch = state.epoch + 1, 0
         indices = self._order(state.epoch)[state.batch * many + here]
@@ -227,9 +242,9 @@ class Fitting:
         """Evaluate on what is held out; keep the draft if it is the best, and write a checkpoint."""
         self.plain.eval()
         texts = self.held_out.texts
-        order = in_order(texts, self.plan.batch_tokens, 0, 0)
+        order = in_order(texts, self.plan.batch_tokens, 0, 0)[self.processes.index :: self.processes.count]
         batches = (batch_of(indices, texts, self.held_out.show) for indices in order)
-        quality = evaluate(self.plain, batches, self.device)
+        quality = evaluate(self.plain, batches, self.device, self.processes.summed)
         self.plain.train()
         state = self.state
         state.elapsed_s = perf_counter() - self._began
@@ -241,16 +256,18 @@ class Fitting:
             **quality.as_dict(),
         }
         values |= {} if loss is None else {"loss": round(loss, 5)}
-        if self.accelerator.is_main_process:
+        better = quality.best > state.best
+        if better:
+            state.best, state.best_step = quality.best, state.step
+        if self._log is not None:
             self._log.append(values)
             self.accelerator.log({k: v for k, v in values.items() if k != "step"}, step=state.step)
-            if quality.best > state.best:
-                state.best, state.best_step = quality.best, state.step
-                self.keep()
+        if better and self.processes.writes:
+            self.keep()
         self._losses.clear()
         self._checkpoint()
 
     def _checkpoint(self) -> None:
-        if self.accelerator.is_main_process:
+        if self.processes.writes:
             inner = getattr(self.optimiser, "optimizer", self.optimiser)
             save_checkpoint(self.folder / CHECKPOINT, self.state, self.settings, self.plain, inner)

@@ -6,14 +6,17 @@ import json
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import foresay as library
+from foresay.training.curves import read_log
 from helpers import tiny
 
 PROMPTS = [f"the number {i} and {i + 1}" for i in range(40)]
@@ -113,6 +116,53 @@ def test_on_text_alone(target: Path, shell: tiny.Shell, tmp_path: Path) -> None:
         "distill", str(out), "--model", str(target), "--text", str(text), "--length", "64", "--steps", "2"
     )
     assert code == 0 and "tokens per pass" in said
+
+
+def test_several_processes_take_the_steps_of_one(target: Path, recorded: Path, tmp_path: Path) -> None:
+    """Two that train side by side make the steps of one that takes both of their batches; what they evaluate is the same."""
+    two, one, less = (tmp_path / name for name in ("two", "one", "less"))
+    more = ["--batch-tokens", "330", "--epochs", "3", "--layers", "1,2,3", "--steps", "2", "--held-out", "0.1"]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launch, "-m", "foresay", "distill", str(two)]
+    command += options(target, recorded, "--states", str(tmp_path / "s"), *more)
+    done = subprocess.run(command, env=tiny.environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("tokens per pass") == 1, "one of them speaks"
+    for out, batches in ((one, "2"), (less, "1")):
+        assert (
+            tiny.foresay("distill", str(out), *options(target, recorded, *more, "--accumulate", batches)).returncode
+            == 0
+        )
+    theirs, ours, others = (read_log(out) for out in (two, one, less))
+    assert theirs.keys() == ours.keys() != others.keys()
+    for step, line in ours.items():
+        for name in ("tokens", "loss", "divergence", "tokens_per_pass", "acceptance_1", "agreement_2"):
+            if name in line:
+                assert theirs[step][name] == pytest.approx(line[name], rel=2e-3, abs=2e-3), (step, name)
+    weights = [load_file(out / "checkpoint" / "weights.safetensors") for out in (two, one)]
+    for name, weight in weights[1].items():
+        torch.testing.assert_close(weights[0][name], weight, rtol=1e-3, atol=1e-4)
+    assert any(
+        not torch.equal(weight, weights[0][name])
+        for name, weight in load_file(less / "checkpoint" / "weights.safetensors").items()
+    )
+
+
+def test_a_head_goes_on_with_another_schedule(target: Path, recorded: Path, shell: tiny.Shell, tmp_path: Path) -> None:
+    first, then = tmp_path / "first", tmp_path / "then"
+    shape = ["--layers", "1,2,3", "--steps", "2", "--vocabulary-size", "64", "--feed-forward", "40"]
+    assert shell("distill", str(first), *options(target, recorded, "--epochs", "6", *shape))[0] == 0
+    again = ["--from", str(first), "--steps", "2", "--rate", "1e-4"]
+    assert shell("distill", str(then), *options(target, recorded, *again))[0] == 0
+    ended, began = read_log(first), read_log(then)
+    assert began[0]["divergence"] == pytest.approx(ended[max(ended)]["divergence"], abs=0.05)
+    assert began[0]["divergence"] < 0.9 * ended[0]["divergence"], "not anew"
+    assert json.loads((then / "foresay.json").read_text())["from"] == str(first)
+    assert "--from takes the shape" in shell.refused(
+        "distill", str(tmp_path / "x"), *options(target, recorded, *again, "--layers", "1")
+    )
+    other = tiny.save(tmp_path / "other", tiny.llama(hidden_size=48))
+    assert "head" in shell.refused("distill", str(tmp_path / "y"), *options(other, recorded, *again))
 
 
 def test_a_killed_run_goes_on(target: Path, recorded: Path, tmp_path: Path) -> None:
