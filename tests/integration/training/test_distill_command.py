@@ -211,7 +211,13 @@ def test_ctrl_c_leaves_a_checkpoint(target: Path, recorded: Path, tmp_path: Path
         str(out),
         *options(target, recorded, "--epochs", "100000", "--evaluate-minutes", "50"),
     ]
-    child = subprocess.Popen(command, env=tiny.environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    child = subprocess.Popen(
+        command,
+        env=tiny.environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # as under a terminal's shell
+    )
     until = time.monotonic() + 90
     while time.monotonic() < until and not (out / "checkpoint").is_dir():
         assert child.poll() is None, child.communicate()
