@@ -69,7 +69,7 @@ INSIDE = {
         {"heads"},
     ],
     "training": [
-        {"corpus", "importance", "losses", "outputs", "checkpoints", "accepted", "processes"},
+        {"corpus", "importance", "losses", "outputs", "checkpoints", "accepted", "optimisers", "processes"},
         {"ngrams", "prune", "teacher", "acceptance"},
         {"batches"},
         {"students"},

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,11 @@ class State:
 
 
 def save_checkpoint(
-    folder: Path, state: State, plan: Mapping[str, Any], model: torch.nn.Module, optimiser: torch.optim.Optimizer
+    folder: Path,
+    state: State,
+    plan: Mapping[str, Any],
+    model: torch.nn.Module,
+    optimisers: Sequence[torch.optim.Optimizer],
 ) -> None:
     """Write a checkpoint in the place of the one before. plan: what a later run must agree with."""
     work, old = folder.with_name(folder.name + ".new"), folder.with_name(folder.name + ".old")
@@ -48,7 +52,7 @@ def save_checkpoint(
         shutil.rmtree(one, ignore_errors=True)
     work.mkdir(parents=True)
     save_file({name: weight.detach().cpu().contiguous() for name, weight in learned(model).items()}, work / _WEIGHTS)
-    save_file(_flat(optimiser), work / _OPTIMISER)
+    save_file(_flat(optimisers), work / _OPTIMISER)
     (work / _STATE).write_text(json.dumps({"plan": dict(plan), **asdict(state)}, indent=2) + "\n", encoding="utf-8")
     if folder.exists():
         os.replace(folder, old)
@@ -57,9 +61,9 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    folder: Path, plan: Mapping[str, Any], model: torch.nn.Module, optimiser: torch.optim.Optimizer
+    folder: Path, plan: Mapping[str, Any], model: torch.nn.Module, optimisers: Sequence[torch.optim.Optimizer]
 ) -> State | None:
-    """Fill a model and its optimiser, and say how far the run was; None where there is no checkpoint.
+    """Fill a model and its optimisers, and say how far the run was; None where there is no checkpoint.
 
     Raises ConfigError for a checkpoint of another plan, naming what differs, and for one that cannot be read.
     """
@@ -84,7 +88,7 @@ def load_checkpoint(
     with torch.no_grad():
         for name, weight in learned(model).items():
             weight.copy_(weights[name])
-    _fill(optimiser, kept)
+    _fill(optimisers, kept)
     return State(**values)
 
 
@@ -93,17 +97,19 @@ def learned(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     return {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
 
 
-def _flat(optimiser: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+def _flat(optimisers: Sequence[torch.optim.Optimizer]) -> dict[str, torch.Tensor]:
     out = {}
-    for number, values in optimiser.state_dict()["state"].items():
-        for name, value in values.items():
-            out[f"{number}.{name}"] = torch.as_tensor(value).detach().cpu().contiguous()
+    for which, optimiser in enumerate(optimisers):
+        for number, values in optimiser.state_dict()["state"].items():
+            for name, value in values.items():
+                out[f"{which}.{number}.{name}"] = torch.as_tensor(value).detach().cpu().contiguous()
     return out
 
 
-def _fill(optimiser: torch.optim.Optimizer, kept: Mapping[str, torch.Tensor]) -> None:
-    state: dict[int, dict[str, torch.Tensor]] = {}
+def _fill(optimisers: Sequence[torch.optim.Optimizer], kept: Mapping[str, torch.Tensor]) -> None:
+    states: list[dict[int, dict[str, torch.Tensor]]] = [{} for _ in optimisers]
     for name, value in kept.items():
-        number, _, field = name.partition(".")
-        state.setdefault(int(number), {})[field] = value
-    optimiser.load_state_dict({"state": state, "param_groups": optimiser.state_dict()["param_groups"]})
+        which, number, field = name.split(".", 2)
+        states[int(which)].setdefault(int(number), {})[field] = value
+    for optimiser, state in zip(optimisers, states, strict=True):
+        optimiser.load_state_dict({"state": state, "param_groups": optimiser.state_dict()["param_groups"]})

@@ -253,13 +253,13 @@ def _corpus(
 ) -> Corpus:
     if states is None:
         return Corpus(texts, lambda index: passes(texts[index]))
-    kept = KeptPasses(states, passes, texts, f"{target.name} {target.precision}")
+    kept = KeptPasses(states, passes, f"{target.name} {target.precision}")
     processes = Processes(passes.target.device)
-    for number in range(processes.index, kept.num_files, processes.count):
-        kept.prepare(number)
-        on_progress("Reading", (number + 1) / kept.num_files, f"{len(texts)} texts")
+    for number in range(processes.index, len(texts), processes.count):
+        kept.prepare(texts[number])
+        on_progress("Reading", (number + 1) / len(texts), f"{len(texts)} texts")
     processes.wait()
-    return Corpus(texts, kept)
+    return Corpus(texts, lambda index: kept(texts[index]))
 
 
 def _in_half(module: HeadModule) -> HeadModule:

@@ -24,13 +24,13 @@ from foresay.training.batches import batch_of, in_order
 from foresay.training.checkpoints import State, learned, load_checkpoint, save_checkpoint
 from foresay.training.evaluation import evaluate
 from foresay.training.losses import Objective
+from foresay.training.optimisers import OPTIMISERS, make_optimisers
 from foresay.training.outputs import Text
 from foresay.training.processes import Processes
 from foresay.training.teacher import Shown
 
 LOG = "metrics.jsonl"
 CHECKPOINT = "checkpoint"
-_BETAS = (0.9, 0.95)
 _PRECISIONS = {"fp32": "no", "bf16": "bf16"}
 
 
@@ -54,6 +54,8 @@ class Plan:
     clip: float = 0.5
     """Longest gradient."""
     weight_decay: float = 0.0
+    optimiser: str = "muon"
+    """"muon" for the matrices between hidden states, or "adamw" for everything."""
     seed: int = 0
     precision: str = "fp32"
     """"fp32" or "bf16", what matrix products are computed in."""
@@ -73,6 +75,8 @@ class Plan:
         check_float("weight_decay", self.weight_decay, 0.0, 1.0)
         check_int("seed", self.seed, 0)
         check_float("evaluate_minutes", self.evaluate_minutes, 0.0, 1e6)
+        if self.optimiser not in OPTIMISERS:
+            raise ConfigError(f"optimiser={self.optimiser!r} must be one of {', '.join(OPTIMISERS)}")
         if self.precision not in _PRECISIONS:
             raise ConfigError(f"precision={self.precision!r} must be 'fp32' or 'bf16'")
 
@@ -135,14 +139,12 @@ class Fitting:
         if tracker:
             self.accelerator.init_trackers("foresay")
         self.plain = student
-        optimiser = torch.optim.AdamW(
-            list(learned(student).values()), lr=plan.rate, betas=_BETAS, weight_decay=plan.weight_decay
-        )
+        optimisers = make_optimisers(plan.optimiser, student, learned(student), plan.rate, plan.weight_decay)
         with self.accelerator.main_process_first():
-            self.state = load_checkpoint(folder / CHECKPOINT, self.settings, student, optimiser) or State()
+            self.state = load_checkpoint(folder / CHECKPOINT, self.settings, student, optimisers) or State()
         self.resumed_at = self.state.step
         self.student = self.accelerator.prepare_model(student, evaluation_mode=True)  # gradients are summed here
-        self.optimiser = self.accelerator.prepare_optimizer(optimiser)
+        self.optimisers = [self.accelerator.prepare_optimizer(one) for one in optimisers]
         self._began = perf_counter() - self.state.elapsed_s
         self._losses: list[float] = []
         self._known: tuple[int, list[list[int]]] = (-1, [])
@@ -204,7 +206,7 @@ class Fitting:
         The loss is the mean over all of their laws, however many each batch and process holds.
         """
         rate = self.rate(share)
-        for group in self.optimiser.param_groups:
+        for group in (group for one in self.optimisers for group in one.param_groups):
             group["lr"] = rate
         sums = torch.zeros(3, dtype=torch.float64)
         for _ in range(self.plan.accumulate):
@@ -215,8 +217,9 @@ class Fitting:
         sums = self.processes.summed(sums)
         self._mean_gradients(1.0 / max(1.0, float(sums[1])))
         self.accelerator.clip_grad_norm_(self.student.parameters(), self.plan.clip)
-        self.optimiser.step()
-        self.optimiser.zero_grad()
+        for one in self.optimisers:
+            one.step()
+            one.zero_grad()
         self._losses.append(float(sums[0] / sums[1].clamp(min=1.0)))
         self.state.tokens += int(sums[2])
         self.state.step += 1
@@ -269,5 +272,5 @@ class Fitting:
 
     def _checkpoint(self) -> None:
         if self.processes.writes:
-            inner = getattr(self.optimiser, "optimizer", self.optimiser)
+            inner = [getattr(one, "optimizer", one) for one in self.optimisers]
             save_checkpoint(self.folder / CHECKPOINT, self.state, self.settings, self.plain, inner)

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 
 from foresay.decoding.protocols import Feed, Logits
 from foresay.errors import ConfigError, UnsupportedModelError
@@ -38,10 +37,6 @@ class Shown:
     states: torch.Tensor
     last: torch.Tensor
     log_sum: torch.Tensor
-
-    def as_tensors(self, number: int) -> dict[str, torch.Tensor]:
-        """By name, for a file that holds several."""
-        return {f"{number}.{name}": getattr(self, name).contiguous() for name in self.__slots__}
 
 
 class TargetPasses:
@@ -67,60 +62,41 @@ class TargetPasses:
 
 
 class KeptPasses:
-    """What the target showed, in a folder; what is missing there is computed and added."""
+    """What the target showed, in a folder, a file for each text; what is missing there is computed and added."""
 
-    AT_ONCE = 32
-    """Texts in a file."""
-
-    def __init__(self, folder: str | os.PathLike[str], passes: TargetPasses, texts: Sequence[Text], key: str) -> None:
+    def __init__(self, folder: str | os.PathLike[str], passes: TargetPasses, key: str) -> None:
         """key: what the target is. Raises ConfigError for a folder that cannot be made."""
-        self._passes, self._texts = passes, list(texts)
-        said = sha256(f"{key} {passes.hidden_layers}".encode())
-        for text in texts:
-            said.update(text.tokens.tobytes())
-        self._folder = Path(folder) / said.hexdigest()[:16]
+        self._passes = passes
+        said = sha256(f"{key} {passes.hidden_layers}".encode()).hexdigest()
+        self._folder = Path(folder) / said[:16]
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"cannot make the folder {str(self._folder)!r}: {error.strerror}") from None
-        self._open: dict[int, Any] = {}
-        self._files = ExitStack()
 
-    def __len__(self) -> int:
-        return len(self._texts)
-
-    @property
-    def num_files(self) -> int:
-        """Files of a whole set."""
-        return -(-len(self._texts) // self.AT_ONCE)
-
-    def prepare(self, number: int) -> None:
-        """Make file `number`, unless it is there."""
-        path = self._path(number)
+    def prepare(self, text: Text) -> None:
+        """Make a text's file, unless it is there."""
+        path = self._path(text)
         if path.is_file():
             return
-        first = number * self.AT_ONCE
-        tensors: dict[str, torch.Tensor] = {}
-        for i, text in enumerate(self._texts[first : first + self.AT_ONCE], first):
-            tensors |= self._passes(text).as_tensors(i)
-        part = path.with_suffix(".part")
-        save_file(tensors, part)
+        shown = self._passes(text)
+        path.parent.mkdir(exist_ok=True)
+        part = path.with_suffix(f".{os.getpid()}")
+        save_file({name: getattr(shown, name).contiguous() for name in Shown.__slots__}, part)
         os.replace(part, path)
 
-    def __call__(self, index: int) -> Shown:
-        """What the target showed of text `index`."""
-        number = index // self.AT_ONCE
-        if number not in self._open:
-            self.prepare(number)
-            try:
-                self._open[number] = self._files.enter_context(safe_open(self._path(number), "pt"))
-            except (OSError, SafetensorError) as error:
-                raise ConfigError(f"cannot read {str(self._path(number))!r}: {error}; remove it") from None
-        file = self._open[number]
-        return Shown(*(file.get_tensor(f"{index}.{name}") for name in Shown.__slots__))
+    def __call__(self, text: Text) -> Shown:
+        """What the target showed of a text."""
+        self.prepare(text)
+        path = self._path(text)
+        try:
+            return Shown(**load_file(path))
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"cannot read {str(path)!r}: {error}; remove it") from None
 
-    def _path(self, number: int) -> Path:
-        return self._folder / f"{number:06}.safetensors"
+    def _path(self, text: Text) -> Path:
+        name = sha256(text.tokens.tobytes()).hexdigest()[:32]
+        return self._folder / name[:2] / f"{name[2:]}.safetensors"
 
 
 class TeacherHead:

@@ -102,22 +102,37 @@ class TestTeacher:
         for some, head in ((wanted, TeacherHead(model, None)), (wanted[:, ids], TeacherHead(model, ids))):
             torch.testing.assert_close(head.probs(shown.last, shown.log_sum), some, atol=1e-5, rtol=1e-3)
         assert shown.states.shape == (len(text.tokens), 64)
-        kept = KeptPasses(tmp_path, TargetPasses(model, (1, 3)), [text], "tiny")
+        kept = KeptPasses(tmp_path, TargetPasses(model, (1, 3)), "tiny")
         for _ in range(2):
-            again = kept(0)
+            again = kept(text)
             assert torch.equal(again.states, shown.states) and torch.equal(again.log_sum, shown.log_sum)
-        other = KeptPasses(tmp_path, TargetPasses(model, (1, 2)), [text], "tiny")
-        assert not torch.equal(other(0).states, shown.states), "of other layers"
+        other = KeptPasses(tmp_path, TargetPasses(model, (1, 2)), "tiny")
+        assert not torch.equal(other(text).states, shown.states), "of other layers"
         assert len(list(tmp_path.iterdir())) == 2
+
+    def test_texts_that_were_read_are_not_read_again_beside_new_ones(self, tmp_path: Path) -> None:
+        target = loaded()
+        texts, asked = written(target, 3), []
+
+        class Counted(TargetPasses):
+            def __call__(self, text: Text) -> Any:
+                asked.append(text)
+                return super().__call__(text)
+
+        for some in (texts[:2], texts[::-1]):
+            kept = KeptPasses(tmp_path, Counted(target.model, (1,)), "tiny")  # type: ignore[arg-type]
+            for text in some:
+                assert kept(text).last.shape[0] == len(text.tokens)
+        assert asked == texts
 
     def test_a_file_that_was_cut_short_is_named(self, tmp_path: Path) -> None:
         target = loaded()
         texts = written(target, 1)
-        KeptPasses(tmp_path, TargetPasses(target.model, ()), texts, "t").prepare(0)  # type: ignore[arg-type]
+        KeptPasses(tmp_path, TargetPasses(target.model, ()), "t").prepare(texts[0])  # type: ignore[arg-type]
         path = next(tmp_path.rglob("*.safetensors"))
         path.write_bytes(path.read_bytes()[:50])
         with pytest.raises(ConfigError, match=path.name):
-            KeptPasses(tmp_path, TargetPasses(target.model, ()), texts, "t")(0)  # type: ignore[arg-type]
+            KeptPasses(tmp_path, TargetPasses(target.model, ()), "t")(texts[0])  # type: ignore[arg-type]
 
 
 class TestQuality:

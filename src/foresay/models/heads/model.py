@@ -23,9 +23,9 @@ from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.gated_layer import GatedLayer, Norm
 from foresay.models.huggingface.lean import padded
 from foresay.models.huggingface.linears import MakeProduct, as_it_is
-from foresay.models.huggingface.native.layers import FlatTokens, NativeLayers
+from foresay.models.huggingface.native.layers import Beside, FlatTokens, NativeLayers
 from foresay.models.huggingface.native.product import CompiledProduct
-from foresay.models.huggingface.operations import attend, causal_mask, feed_forward, turn_of
+from foresay.models.huggingface.operations import TurnTable, attend, causal_mask, feed_forward, turn_of
 from foresay.models.huggingface.products import Product
 from foresay.models.huggingface.slot_cache import Placement, SlotCache
 
@@ -60,6 +60,7 @@ class HeadModel(LanguageModel):
         self._of_token, self._of_features = self._norm_of(first.input_layernorm), self._norm_of(first.hidden_norm)
         self._normed_around = config.norm_before_residual
         self._rotary = module.rotary.to(self.device)
+        self._turns = TurnTable(self._rotary)
         self._embed = (
             target.model.get_input_embeddings()
             if module.embed_tokens is None
@@ -114,7 +115,8 @@ class HeadModel(LanguageModel):
         if self.device.type != "cpu" or not isinstance(self._head, CompiledProduct):
             return None
         try:
-            return NativeLayers([self._layer], self._norm, activation, 1.0, self.dtype, read_width=2 * self.width)
+            beside = Beside((self._of_token, self._of_features), self._normed_around)
+            return NativeLayers([self._layer], self._norm, activation, 1.0, self.dtype, beside=beside)
         except LookupError:
             return None
 
@@ -158,20 +160,18 @@ class HeadModel(LanguageModel):
         if self._native is None and self.device.type == "cpu" and (batch > 1 or columns == 1):
             return self._row_by_row(feed, cache)
         at = cache.begin_pass(feed.first_row, batch, columns, self.device, feed.parents)
-        beside = self._of_features(feed.features)
-        read = torch.cat([self._of_token(self._embed(feed.token_ids)), beside], -1)
-        x = beside if self._normed_around else feed.features
+        embedded = self._embed(feed.token_ids)
         if self._native is not None:
-            x, normed = self._by_kernels(self._native, x, read, feed, at, cache)
+            x, normed = self._by_kernels(self._native, embedded, feed, at, cache)
         else:
             with attention.during(at):
-                x, normed = self._by_operations(x, read, at, cache)
+                x, normed = self._by_operations(embedded, feed.features, at, cache)
         for i, count in enumerate(feed.num_tokens):
             cache.lengths[feed.first_row + i] += count
         hidden = {NEXT: x, LAST: normed}
         if feed.logits is Logits.NONE:
             return ModelOutput(None, hidden)
-        if feed.logits is Logits.LAST:
+        if feed.logits is Logits.LAST and columns > 1:
             normed = normed[torch.arange(batch, device=normed.device), feed.last_columns()][:, None]
         return ModelOutput(self._scores(normed), hidden)
 
@@ -200,27 +200,30 @@ class HeadModel(LanguageModel):
         return ModelOutput(torch.cat([one.scores() for one in outputs]), hidden)
 
     def _by_kernels(
-        self, native: NativeLayers, x: torch.Tensor, read: torch.Tensor, feed: Feed, at: Placement, cache: SlotCache
+        self, native: NativeLayers, embedded: torch.Tensor, feed: Feed, at: Placement, cache: SlotCache
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        features = feed.features
+        assert features is not None
         batch, columns = feed.token_ids.shape
         shape = (batch, columns)
         if not any(feed.num_tokens):
-            return torch.zeros_like(x), torch.zeros_like(x)
+            return torch.zeros_like(features), torch.zeros_like(features)
         real = None
         if min(feed.num_tokens) < columns:
             real = torch.arange(columns) < torch.tensor(feed.num_tokens)[:, None]
-        flat, wide = ((one.flatten(0, 1) if real is None else one[real]).float().contiguous() for one in (x, read))
-        if flat.data_ptr() == x.data_ptr():
-            flat = flat.clone()  # it is written to
+        both = torch.cat([embedded, features], -1)
+        read = (both.flatten(0, 1) if real is None else both[real]).float()
+        flat = read[:, self.width :].clone(memory_format=torch.contiguous_format)  # it is written to
         tokens = FlatTokens.of(at, real)
-        cos, sin = self._rotary(flat[:0], tokens.positions[None])
-        turns = {self._layer.kind: (cos[0].contiguous(), sin[0].contiguous())}
-        normed, _ = native.run(flat, tokens, cache, turns, (), wide)
+        normed, _ = native.run(flat, tokens, cache, {self._layer.kind: self._turns(tokens.positions)}, (), read)
         return padded(flat.to(self.dtype), real, shape), padded(normed, real, shape)
 
     def _by_operations(
-        self, x: torch.Tensor, read: torch.Tensor, at: Placement, cache: SlotCache
+        self, embedded: torch.Tensor, features: torch.Tensor, at: Placement, cache: SlotCache
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        beside = self._of_features(features)
+        read = torch.cat([self._of_token(embedded), beside], -1)
+        x = beside if self._normed_around else features
         positions = at.positions if at.positions.shape[0] == x.shape[0] else at.positions.expand(x.shape[0], -1)
         turn = turn_of(*self._rotary(x, positions))
         write = partial(cache.write, 0, at=at)

@@ -57,6 +57,32 @@ def turn_of(cos: torch.Tensor, sin: torch.Tensor) -> Turn:
     return cos[:, :, None], torch.cat([-sin[..., :half], sin[..., half:]], -1)[:, :, None]
 
 
+class TurnTable:
+    """A rotary module's cosines and sines, computed once for all positions up to the highest that was asked for."""
+
+    STATIC = frozenset({"default", "linear", "llama3", "yarn"})
+    """Kinds whose frequencies do not depend on how long the text is."""
+
+    def __init__(self, rotary: Any) -> None:
+        """rotary: transformers' own, whose buffers are on the CPU."""
+        self._rotary, self._static = rotary, getattr(rotary, "rope_type", "") in self.STATIC
+        self._table = self._of(torch.arange(0))
+
+    def __call__(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """positions: [N] int64 -> [N, R] float32 each, in one piece."""
+        if not self._static:
+            return self._of(positions)
+        needed = int(positions.max()) + 1
+        if needed > len(self._table[0]):
+            self._table = self._of(torch.arange(max(1024, 2 * needed)))
+        cos, sin = self._table
+        return cos[positions], sin[positions]
+
+    def _of(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        cos, sin = self._rotary(torch.empty(0), positions[None])
+        return cos[0].contiguous(), sin[0].contiguous()
+
+
 def causal_mask(window: int | None, dtype: torch.dtype) -> torch.Tensor:
     """The additive mask of the pass under way, [B, 1, T, width]. window: positions that a token sees; None: all before it."""
 

@@ -103,6 +103,8 @@ struct Model {
     float eps, residual_scale;
     Vector last_norm;
     const Layer *layer;
+    Vector beside[2]; // norms of what the first layer reads, side by side; null: it reads x normed
+    int64_t from_beside; // x begins as the second of these, normed
 };
 
 struct Pass {
@@ -118,7 +120,7 @@ struct Pass {
     float *x;             // [N, H], overwritten
     float *normed;        // [N, H]
     float *const *states; // before each layer, [N, H]; null: not wanted
-    const float *read;    // [N, depth] what the first layer's qkv reads; null: x normed
+    const float *read;    // [N, 2 H] what the first layer reads, before it is normed; null: x normed
 };
 
 template <class T>
@@ -150,6 +152,22 @@ Attention at_layer(const Layer &layer, const Norms &norms, const Pass &pass, int
     return a;
 }
 
+// What the first layer reads in place of x normed, [N, 2 H]: both parts normed, each by its own weights.
+const float *beside(const Model &model, const Pass &pass, std::vector<float> &room) {
+    int64_t hidden = model.hidden;
+    room.resize((pass.tokens * 2 + 2) * hidden);
+    float *out = room.data(), *weights[2] = {out + pass.tokens * 2 * hidden, out + (pass.tokens * 2 + 1) * hidden};
+    for (int part = 0; part < 2; part++) Norms::widened(model.beside[part], weights[part]);
+    for (int64_t i = 0; i < pass.tokens * 2; i++) {
+        // nothing is added to what is read
+        add_norm(const_cast<float *>(pass.read) + i * hidden, nullptr, nullptr, 1.0f, weights[i % 2], out + i * hidden, hidden, model.eps);
+    }
+    for (int64_t n = 0; n < pass.tokens && model.from_beside; n++) {
+        std::memcpy(pass.x + n * hidden, out + (2 * n + 1) * hidden, hidden * sizeof(float));
+    }
+    return out;
+}
+
 void run(const Model &model, const Pass &pass) {
     int64_t tokens = pass.tokens, hidden = model.hidden, wide = 2 * model.inner, heads = 0;
     int threads = static_cast<int>(pass.threads);
@@ -170,6 +188,8 @@ void run(const Model &model, const Pass &pass) {
     static thread_local Norms of_layers[2];
     static thread_local std::vector<float> last;
     last.resize(hidden);
+    static thread_local std::vector<float> apart;
+    const float *first = pass.read == nullptr ? normed : beside(model, pass, apart);
     of_layers[0].read_from(model.layer[0]);
     norm(nullptr, nullptr, of_layers[0].before_attention);
     for (int64_t i = 0; i < model.layers; i++) {
@@ -183,8 +203,7 @@ void run(const Model &model, const Pass &pass) {
             next = Norms::widened(model.last_norm, last.data());
         }
         if (pass.states[i] != nullptr) std::memcpy(pass.states[i], pass.x, tokens * hidden * sizeof(float));
-        const float *read = i == 0 && pass.read != nullptr ? pass.read : normed;
-        multiply(layer.qkv, read, layer.qkv.depth, tokens, joint, threads);
+        multiply(layer.qkv, i == 0 ? first : normed, layer.qkv.depth, tokens, joint, threads);
         attend(at_layer(layer, norms, pass, i), joint, queries, pass.keys[i], pass.values[i], seen, pass.cache_is_bf16 != 0, threads);
         multiply(layer.output, seen, layer.output.depth, tokens, more, threads);
         norm(more, norms.after_attention, norms.before_mlp);

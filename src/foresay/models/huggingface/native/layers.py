@@ -28,6 +28,15 @@ _NORMS = ("before_attention", "after_attention", "before_mlp", "after_mlp")
 
 
 @dataclass(frozen=True, slots=True)
+class Beside:
+    """What a first layer reads in the place of its input: two vectors of its width, each normed by its own weights."""
+
+    norms: tuple[Norm, Norm]
+    is_input: bool
+    """Whether the second one, normed, is also what the layer adds to."""
+
+
+@dataclass(frozen=True, slots=True)
 class FlatTokens:
     """The real tokens of a pass, row after row: where each goes, and where its row begins, [N] int64 each.
 
@@ -83,14 +92,15 @@ class NativeLayers:
         residual_scale: float,
         dtype: torch.dtype,
         *,
-        read_width: int | None = None,
+        beside: Beside | None = None,
     ) -> None:
-        """dtype: of the cache. read_width: of what the first layer reads, where `run` is given that apart.
+        """dtype: of the cache. beside: what the first layer reads, where `run` is given that apart.
 
         Raises LookupError where the kernels are not there, or do not know what the layers are made of.
         """
         found = library()
-        alike = all(norm.eps == last_norm.eps for layer in layers for norm in layer.norms)
+        norms = [norm for layer in layers for norm in layer.norms] + [*(beside.norms if beside else ())]
+        alike = all(norm.eps == last_norm.eps for norm in norms)
         if found is None or dtype not in CACHES or activation not in ACTIVATIONS or not alike:
             raise LookupError(f"no kernels for {dtype} and {activation}")
         self._run, self._dtype, self._layers = found.foresay_pass, dtype, list(layers)
@@ -100,7 +110,7 @@ class NativeLayers:
         """What the structs point to."""
         gate = _native(layers[0].gate_up)
         self._hidden, self._inner = gate.in_features, gate.out_features // 2
-        self._read_width = self._hidden if read_width is None else read_width
+        self._beside = beside
         structs_ = [self._struct(layer, last_norm.eps) for layer in layers]
         self._check()
         self._model = structs.Model(
@@ -112,6 +122,10 @@ class NativeLayers:
             residual_scale=residual_scale,
             last_norm=self._vector(last_norm, self._hidden),
             layer=(structs.Layer * len(layers))(*structs_),
+            beside=(structs.Vector * 2)(
+                *(self._vector(one, self._hidden) for one in (beside.norms if beside else (None, None)))
+            ),
+            from_beside=int(beside is not None and beside.is_input),
         )
 
     def run(
@@ -125,13 +139,14 @@ class NativeLayers:
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         """x: [N, H] float32, which becomes the output before the last norm -> that normed [N, H], and the states asked for.
 
-        turns: by kind of layer, cosines and sines [N, R] in float32. read: [N, read_width] float32, what the first layer's
-        queries, keys and values are made of; None: x normed.
+        turns: by kind of layer, cosines and sines [N, R] in float32. read: [N, 2 * H] float32 of a model that was made with
+        `beside`, before it is normed; where that is also the layer's input, what x holds does not matter.
         """
         count = len(tokens)
         _check(x, (count, self._hidden), torch.float32)
-        if read is not None or self._read_width != self._hidden:
-            _check(x if read is None else read, (count, self._read_width), torch.float32)
+        if read is not None or self._beside is not None:
+            assert read is not None and self._beside is not None
+            _check(read, (count, 2 * self._hidden), torch.float32)
         normed = torch.empty_like(x)
         states = {n: torch.empty_like(x) for n in wanted if n < len(self._layers)}
         stores = self._stores_of(cache)
@@ -219,7 +234,7 @@ class NativeLayers:
         for i, layer in enumerate(self._layers):
             queries, width = layer.heads[0] * layer.dim, (layer.heads[0] + 2 * layer.heads[1]) * layer.dim
             shapes = {
-                "qkv": (width, self._hidden if i else self._read_width),
+                "qkv": (width, self._hidden if i or self._beside is None else 2 * self._hidden),
                 "output": (self._hidden, queries),
                 "gate_up": (2 * self._inner, self._hidden),
                 "down": (self._hidden, self._inner),

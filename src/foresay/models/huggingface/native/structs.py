@@ -52,6 +52,8 @@ class Model(ctypes.Structure):
         *_fields(_REAL, "eps residual_scale"),
         ("last_norm", Vector),
         ("layer", ctypes.POINTER(Layer)),
+        ("beside", Vector * 2),
+        ("from_beside", _NUMBER),
     ]
 
 
