@@ -23,6 +23,7 @@ from foresay.text.tokenizer import tokenizer_fingerprint
 
 if TYPE_CHECKING:  # which would bring transformers
     from foresay.models.heads.model import HeadModel
+    from foresay.models.huggingface.causal import CausalModel
 
 DrafterBuilder = Callable[[], Drafter | None]
 """Makes a drafter for one engine."""
@@ -69,9 +70,19 @@ class Resources:
                     f"a head reads the hidden states of a decoder-only transformers model, and {self.target.name!r} is none"
                 )
             options = self.options.for_draft()
-            make = as_it_is if options.bits is None else in_bits(options.bits)
+            bits = options.bits or (8 if self._rounds_heads(target) else None)
+            make = as_it_is if bits is None else in_bits(bits)
             self.heads[name] = HeadModel(load_head(name, options), target, name=self.target.name, make=make)
         return self.heads[name]
+
+    def _rounds_heads(self, target: CausalModel) -> bool:
+        """Whether a head's weights are rounded to 8 bits unasked, which halves their bytes; its laws are what it computes."""
+        from foresay.models.huggingface.native.build import library
+
+        asked = self.options.draft_weights is not None or self.options.weights != "auto"
+        return (
+            not asked and target.device.type == "cpu" and target.model.dtype == torch.bfloat16 and library() is not None
+        )
 
     def table(self, path: str) -> NgramTable:
         """An n-gram table over the target's tokens."""

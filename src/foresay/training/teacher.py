@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from foresay.decoding.protocols import Feed, Logits
 from foresay.errors import ConfigError, UnsupportedModelError
@@ -67,32 +67,48 @@ class KeptPasses:
     def __init__(self, folder: str | os.PathLike[str], passes: TargetPasses, key: str) -> None:
         """key: what the target is. Raises ConfigError for a folder that cannot be made."""
         self._passes = passes
-        said = sha256(f"{key} {passes.hidden_layers}".encode()).hexdigest()
-        self._folder = Path(folder) / said[:16]
+        self._names = [*(str(layer) for layer in passes.hidden_layers), "last", "log_sum"]
+        self._folder = Path(folder) / sha256(key.encode()).hexdigest()[:16]
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"cannot make the folder {str(self._folder)!r}: {error.strerror}") from None
 
     def prepare(self, text: Text) -> None:
-        """Make a text's file, unless it is there."""
-        path = self._path(text)
-        if path.is_file():
-            return
-        shown = self._passes(text)
-        path.parent.mkdir(exist_ok=True)
-        part = path.with_suffix(f".{os.getpid()}")
-        save_file({name: getattr(shown, name).contiguous() for name in Shown.__slots__}, part)
-        os.replace(part, path)
+        """Make a text's file, unless it is there with all hidden states that are asked for."""
+        self(text)
 
     def __call__(self, text: Text) -> Shown:
         """What the target showed of a text."""
-        self.prepare(text)
+        kept = self._read(text)
+        if not all(name in kept for name in self._names):
+            shown = self._passes(text)
+            width = shown.last.shape[-1]
+            new = dict(zip(self._names, torch.split(shown.states, width, -1), strict=False)) if width else {}
+            kept |= new | {"last": shown.last, "log_sum": shown.log_sum}
+            self._write(text, kept)
+        layers = [kept[name] for name in self._names[:-2]]
+        return Shown(torch.cat(layers, -1) if layers else kept["last"][:, :0], kept["last"], kept["log_sum"])
+
+    def _read(self, text: Text) -> dict[str, torch.Tensor]:
+        """What is there of what is asked for; of a file without some of it, everything."""
         path = self._path(text)
+        if not path.is_file():
+            return {}
         try:
-            return Shown(**load_file(path))
+            with safe_open(path, "pt") as file:
+                there = set(file.keys())
+                wanted = self._names if there.issuperset(self._names) else sorted(there)
+                return {name: file.get_tensor(name) for name in wanted}
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"cannot read {str(path)!r}: {error}; remove it") from None
+
+    def _write(self, text: Text, tensors: dict[str, torch.Tensor]) -> None:
+        path = self._path(text)
+        path.parent.mkdir(exist_ok=True)
+        part = path.with_suffix(f".{os.getpid()}")
+        save_file({name: one.contiguous() for name, one in tensors.items()}, part)
+        os.replace(part, path)
 
     def _path(self, text: Text) -> Path:
         name = sha256(text.tokens.tobytes()).hexdigest()[:32]

@@ -107,8 +107,13 @@ class TestTeacher:
             again = kept(text)
             assert torch.equal(again.states, shown.states) and torch.equal(again.log_sum, shown.log_sum)
         other = KeptPasses(tmp_path, TargetPasses(model, (1, 2)), "tiny")
-        assert not torch.equal(other(text).states, shown.states), "of other layers"
-        assert len(list(tmp_path.iterdir())) == 2
+        assert torch.equal(other(text).states[:, :32], shown.states[:, :32]), "the first of both"
+        assert torch.equal(other(text).states, TargetPasses(model, (1, 2))(text).states), "of other layers"
+        assert torch.equal(kept(text).states, shown.states), "which did not replace these"
+        assert KeptPasses(tmp_path, TargetPasses(model, ()), "tiny")(text).states.shape == (len(text.tokens), 0)
+        assert len(list(tmp_path.rglob("*.safetensors"))) == 1
+        KeptPasses(tmp_path, TargetPasses(model, ()), "another")(text)
+        assert len(list(tmp_path.rglob("*.safetensors"))) == 2
 
     def test_texts_that_were_read_are_not_read_again_beside_new_ones(self, tmp_path: Path) -> None:
         target = loaded()
