@@ -230,7 +230,7 @@ class TestDistilling:
         target = loaded()
         learn, rest = split(written(target, 300), 0.05, 0)
         head = new_head(target, learn, shape(), 0)
-        plan = Plan(epochs=12, batch_tokens=1000, rate=4e-3, evaluate_minutes=60)
+        plan = Plan(epochs=12, batch_tokens=1000, rate=1.5e-2, evaluate_minutes=60)
         report = distil_head(target, head, learn, rest, plan, Objective.parse("forward_kl"), tmp_path, steps=3)
         lines = list(read_log(tmp_path).values())
         assert lines[0]["acceptance_1"] < 0.1 and lines[-1]["acceptance_1"] > 0.5
@@ -247,7 +247,7 @@ class TestDistilling:
         target = loaded()
         learn, rest = split(written(target, 200), 0.05, 0)
         draft = make("llama", 7, vocab_size=VOCAB, num_hidden_layers=1, tie_word_embeddings=False)
-        plan = Plan(epochs=12, batch_tokens=1000, rate=4e-3, evaluate_minutes=60)
+        plan = Plan(epochs=12, batch_tokens=1000, rate=1.5e-2, evaluate_minutes=60)
         distil_model(
             target, draft, None, learn, rest, plan, Objective.parse("forward_kl"), tmp_path, freeze_embeddings=False
         )
