@@ -9,7 +9,7 @@ os.environ |= {"COLUMNS": "100", "TERM": "dumb", "NO_COLOR": "1"}
 from foresay.cli.app import _run
 
 COMMANDS = (
-    *("generate", "chat", "compare", "demo", "methods", "models", "info", "compile", "version"),
+    *("generate", "chat", "serve", "compare", "demo", "methods", "models", "info", "compile", "version"),
     *("record", "replay", "profile", "profile shapes", "bench", "tune", "report"),
     *("prune", "distill", "export", "head data", "head train", "head eval", "ngram build", "ngram show"),
 )

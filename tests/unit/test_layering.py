@@ -80,6 +80,15 @@ INSIDE = {
     "text": [{"tokenizer", "text_files", "wording"}, {"prompts", "stream", "cross_tokenizer"}],
     "methods": [{"expressions", "settings_file"}, {"recipe"}, {"recipes"}],
     "generation": [{"result"}, {"session"}, {"generator"}, {"load"}, {"method"}],
+    "server": [
+        {"errors", "metrics", "settings"},
+        {"requests", "answers", "guards"},
+        {"ways"},
+        {"service"},
+        {"writing"},
+        {"app"},
+        {"running"},
+    ],
     "lab": [{"data"}, {"measure"}, {"replay"}, {"bench"}, {"report"}, {"tune"}],
 }
 """The order of files inside a room; rooms that are not named here have no circle, and no more is asked of them."""

@@ -175,9 +175,14 @@ class Engine:
                 f"{self._memory() / 1e9:.1f} GB are free; ask for fewer with max_new_tokens, or shorten the prompt"
             )
 
+    @property
+    def cached_bytes(self) -> int:
+        """Bytes that the target's cache takes, as far as it says."""
+        return int(getattr(self._cache, "nbytes", 0))
+
     def _memory(self) -> int:
         """Bytes that the target's cache may have, those it has included."""
-        return self.target.room_bytes() + int(getattr(self._cache, "nbytes", 0))
+        return self.target.room_bytes() + self.cached_bytes
 
     def _fitting(self, count: int) -> int:
         """How many of the first `count` waiting requests the memory holds beside the rows that are there.

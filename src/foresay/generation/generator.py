@@ -22,7 +22,7 @@ from foresay.engine import Engine
 from foresay.engine.prefixes import PrefixStore
 from foresay.errors import ConfigError
 from foresay.generation.result import Chunk, Generation
-from foresay.generation.session import Session, SessionThread
+from foresay.generation.session import Session, SessionThread, Ticket
 from foresay.lengths import LENGTHS, ConstantLength
 from foresay.methods.expressions import written
 from foresay.methods.recipe import DrafterBuilder, Resources
@@ -63,7 +63,7 @@ class Generator:
         self.drafter_name, self.resources = drafter, resources
         self._build_drafter, self._forget = build_drafter, forget
         self._latest: weakref.ref[Engine] | None = None
-        self._live = SessionThread(lambda: self.session(prefix_bytes=PREFIX_BYTES))
+        self._live = SessionThread(lambda kind: self.session(prefix_bytes=PREFIX_BYTES))
 
     def __repr__(self) -> str:
         return f"<foresay.Generator {self.description}>"
@@ -221,7 +221,7 @@ class Generator:
             if open_places:
                 submitted.add_done_callback(self._abandon)
 
-    def _abandon(self, submitted: Future[list[int]]) -> None:
+    def _abandon(self, submitted: Future[list[Ticket]]) -> None:
         """End what a call of `astream` left behind."""
         if not submitted.cancelled() and submitted.exception() is None:
             self._live.cancel(submitted.result())

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from foresay.checks import check_int
@@ -163,16 +163,31 @@ Listener = Callable[[Chunk], None]
 """Called with each chunk of a request, on the session's thread; when it raises, the request is cancelled."""
 
 
-class SessionThread:
-    """A session on a thread of its own, which lives while there is work. Its methods may be called from any thread."""
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """A request of one of a thread's sessions."""
 
-    def __init__(self, make: Callable[[], Session], *, idle_s: float = 1.0) -> None:
-        """make: makes the session, on its thread, when the first request comes. idle_s: how long the thread waits for more."""
+    kind: Hashable
+    number: int
+
+
+class SessionThread:
+    """Sessions on a thread of their own, which lives while there is work. Its methods may be called from any thread.
+
+    Requests of one kind share a session, and its batch; sessions with work take turns, a step each.
+    """
+
+    def __init__(self, make: Callable[[Any], Session], *, idle_s: float = 1.0, max_sessions: int = 1) -> None:
+        """make: a session for a kind, called on the thread when the first such request comes. idle_s: how long the thread
+        waits for more. max_sessions: kept at a time; the one that was idle longest goes first, those with work stay.
+        """
         self._make, self._idle_s = make, idle_s
+        self._max_sessions = check_int("max_sessions", max_sessions, 1)
         self._condition = threading.Condition()
-        self._orders: deque[tuple[Callable[[Session], Any], Future[Any]]] = deque()
-        self._listeners: dict[int, Listener] = {}
-        self._session: Session | None = None
+        self._orders: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._listeners: dict[Ticket, Listener] = {}
+        self._sessions: dict[Hashable, Session] = {}
+        """The one used last comes last."""
         self._running = False
 
     def submit(
@@ -180,14 +195,16 @@ class SessionThread:
         prompts: Sequence[tuple[Any, SamplingParams]],
         listener: Callable[[int, Chunk], None],
         *,
+        kind: Hashable = None,
         text: bool = True,
-    ) -> Future[list[int]]:
-        """Queue prompts together, all or none; the future gives their ids or raises what `Session.submit` raises.
+    ) -> Future[list[Ticket]]:
+        """Queue prompts together, all or none; the future gives their tickets or raises what `Session.submit` raises.
 
-        listener: called with a prompt's place and each of its chunks (see Listener).
+        listener: called with a prompt's place and each of its chunks (see Listener). kind: which session's.
         """
 
-        def order(session: Session) -> list[int]:
+        def order() -> list[Ticket]:
+            session = self._session(kind)
             numbers: list[int] = []
             try:
                 for prompt, params in prompts:
@@ -196,22 +213,29 @@ class SessionThread:
                 for number in numbers:
                     session.cancel(number)
                 raise
-            for place, number in enumerate(numbers):
-                self._listeners[number] = lambda chunk, place=place: listener(place, chunk)  # type: ignore[misc]
-            return numbers
+            tickets = [Ticket(kind, number) for number in numbers]
+            for place, ticket in enumerate(tickets):
+                self._listeners[ticket] = lambda chunk, place=place: listener(place, chunk)  # type: ignore[misc]
+            return tickets
 
-        return self._order(order)
+        return self.call(order)
 
-    def cancel(self, numbers: Sequence[int]) -> Future[None]:
+    def cancel(self, tickets: Sequence[Ticket]) -> Future[None]:
         """End requests before their next step; the future is done when the thread has heard of it."""
 
-        def order(session: Session) -> None:
-            for number in numbers:
-                session.cancel(number)
+        def order() -> None:
+            for ticket in tickets:
+                if ticket.kind in self._sessions:
+                    self._sessions[ticket.kind].cancel(ticket.number)
 
-        return self._order(order)
+        return self.call(order)
 
-    def _order(self, action: Callable[[Session], Any]) -> Future[Any]:
+    def sessions(self) -> Future[list[Session]]:
+        """Those there are, for who wants to look at them. They are the thread's: read numbers, change nothing."""
+        return self.call(lambda: list(self._sessions.values()))
+
+    def call(self, action: Callable[[], Any]) -> Future[Any]:
+        """Have the thread call something between two steps."""
         future: Future[Any] = Future()
         with self._condition:
             self._orders.append((action, future))
@@ -221,42 +245,59 @@ class SessionThread:
             self._condition.notify()
         return future
 
+    def _session(self, kind: Hashable) -> Session:
+        found = self._sessions.pop(kind, None)
+        if found is None:
+            self._make_room()
+            found = self._make(kind)
+        self._sessions[kind] = found
+        return found
+
+    def _make_room(self) -> None:
+        while len(self._sessions) >= self._max_sessions:
+            idle = next((kind for kind, one in self._sessions.items() if not one.has_work), None)
+            if idle is None:
+                raise QueueFullError(
+                    f"{len(self._sessions)} ways of drafting are at work, as many as may; try again later"
+                )
+            del self._sessions[idle]
+
     def _run(self) -> None:
         while True:
             with self._condition:
-                busy = self._session is not None and self._session.has_work
+                busy = any(one.has_work for one in self._sessions.values())
                 if not self._orders and not busy and not self._condition.wait_for(lambda: self._orders, self._idle_s):
                     self._running = False
                     return
                 orders = list(self._orders)
                 self._orders.clear()
             for action, future in orders:
-                self._carry_out(action, future)
-            if self._session is not None and self._session.has_work:
-                self._step(self._session)
+                _carry_out(action, future)
+            for kind, session in list(self._sessions.items()):
+                if session.has_work:
+                    self._step(kind, session)
 
-    def _carry_out(self, action: Callable[[Session], Any], future: Future[Any]) -> None:
-        if not future.set_running_or_notify_cancel():
-            return
-        try:
-            if self._session is None:
-                self._session = self._make()
-            future.set_result(action(self._session))
-        except BaseException as error:
-            future.set_exception(error)
-
-    def _step(self, session: Session) -> None:
+    def _step(self, kind: Hashable, session: Session) -> None:
         try:
             chunks = session.step()
         except Exception as error:  # whatever the target raises ends the requests it was working on, and no more
             chunks = session.fail(error)
         for chunk in chunks:
-            ended = chunk.finish_reason is not None
-            listener = self._listeners.pop(chunk.index, None) if ended else self._listeners.get(chunk.index)
+            ended, ticket = chunk.finish_reason is not None, Ticket(kind, chunk.index)
+            listener = self._listeners.pop(ticket, None) if ended else self._listeners.get(ticket)
             if listener is None:
                 continue
             try:
                 listener(replace(chunk))
             except Exception:
-                self._listeners.pop(chunk.index, None)
+                self._listeners.pop(ticket, None)
                 session.cancel(chunk.index)
+
+
+def _carry_out(action: Callable[[], Any], future: Future[Any]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(action())
+    except BaseException as error:
+        future.set_exception(error)

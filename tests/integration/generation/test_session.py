@@ -132,7 +132,7 @@ def test_the_thread_survives_a_listener_and_a_target_that_raise(model: foresay.G
             return super().forward(feed, cache)
 
     table = foresay.load(Fragile.random(6, seed=1), drafter="none")
-    thread = SessionThread(table.session, idle_s=0.05)
+    thread = SessionThread(lambda kind: table.session(), idle_s=0.05)
     ended: dict[str, list[Any]] = {"a": [], "b": [], "c": []}
     done = {name: threading.Event() for name in ended}
 

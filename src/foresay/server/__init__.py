@@ -1,0 +1,1 @@
+"""The engine behind HTTP, in the shape that OpenAI's clients speak."""

@@ -1,0 +1,148 @@
+"""The application: routes, errors, and how it begins and ends.
+
+Owns which path is which function's. Knows no engine but through the service.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.responses import JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+
+from foresay.decoding.sampling_params import SamplingParams
+from foresay.errors import ConfigError
+from foresay.server import writing
+from foresay.server.errors import ApiError, as_api_error, of_validation
+from foresay.server.guards import App, Guards
+from foresay.server.requests import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    Drafting,
+    PredictRequest,
+    TokenizeRequest,
+)
+from foresay.server.service import Service
+from foresay.server.ways import Way
+
+logger = logging.getLogger("foresay.server")
+
+
+def make_app(service: Service, *, warm: bool = False) -> App:
+    """An ASGI application over a service. warm: decode a little before the first request is taken."""
+    ready = {"yes": False}
+
+    @asynccontextmanager
+    async def life(app: FastAPI) -> AsyncIterator[None]:
+        if warm:
+            await service.warm()
+        ready["yes"] = True
+        yield
+        ready["yes"] = False
+        await service.drain()
+
+    app = FastAPI(title="foresay", lifespan=life, docs_url=None, redoc_url=None)
+    _errors(app)
+    _writing(app, service)
+    _telling(app, service, ready)
+    if service.settings.cors:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=list(service.settings.cors), allow_methods=["*"], allow_headers=["*"]
+        )
+    return Guards(app, service.settings, lambda status: service.metrics.failed.labels(str(status)).inc())
+
+
+def _answer(error: ApiError) -> Response:
+    return JSONResponse(error.body(), error.status, headers=error.headers)
+
+
+def _errors(app: FastAPI) -> None:
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        return _answer(of_validation(error.errors()))
+
+    @app.exception_handler(HTTPException)
+    async def missing(request: Request, error: HTTPException) -> Response:
+        return _answer(ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}"))
+
+    @app.middleware("http")
+    async def others(request: Request, go_on: Any) -> Response:
+        try:
+            response: Response = await go_on(request)
+            return response
+        except Exception as error:
+            told = as_api_error(error)
+            if told.code == "internal":
+                logger.exception("request failed")
+            return _answer(told)
+
+
+def _writing(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/chat/completions")
+    async def chat(asked: ChatRequest, request: Request) -> Response:
+        return await writing.chat(service, asked, request)
+
+    @app.post("/v1/completions")
+    async def complete(asked: CompletionRequest, request: Request) -> Response:
+        return await writing.complete(service, asked, request)
+
+    @app.post("/predict")
+    async def predict(asked: PredictRequest, request: Request) -> dict[str, Any]:
+        params = SamplingParams(max_new_tokens=asked.max_tokens)
+        ready = writing.Asked([service.encoded(asked.prompt)], [params], 1, Way(), Drafting())
+        (output,) = await writing.collected(service, ready, request)
+        assert output.generation is not None
+        return {"text": output.generation.text}
+
+
+def _telling(app: FastAPI, service: Service, ready: dict[str, bool]) -> None:
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        length = service.generator.target.model.max_length
+        return {"object": "list", "data": [_model(name, length) for name in service.names]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        service.check_model(name)
+        return _model(name, service.generator.target.model.max_length)
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.get("/ready")
+    async def is_ready() -> Response:
+        good = ready["yes"] and not service.draining
+        return JSONResponse({"status": "ready" if good else "not ready"}, 200 if good else 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(service.metrics.text(await service.sessions()), media_type=CONTENT_TYPE_LATEST)
+
+    @app.post("/tokenize")
+    async def tokenize(asked: TokenizeRequest) -> dict[str, Any]:
+        service.check_model(asked.model)
+        if (asked.prompt is None) == (asked.messages is None):
+            raise ApiError(400, "give either prompt or messages", param="prompt")
+        prompt: Any = asked.prompt if asked.messages is None else [one.plain() for one in asked.messages]
+        ids = service.encoded(prompt)
+        return {"tokens": ids, "count": len(ids), "max_model_len": service.generator.target.model.max_length}
+
+    @app.post("/detokenize")
+    async def detokenize(asked: DetokenizeRequest) -> dict[str, str]:
+        service.check_model(asked.model)
+        if any(token >= len(service.tokenizer) for token in asked.tokens):
+            raise ConfigError(f"tokens=... must be below {len(service.tokenizer)}")
+        return {"prompt": service.tokenizer.decode(asked.tokens)}
+
+
+def _model(name: str, length: int) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "foresay", "max_model_len": length}

@@ -1,0 +1,116 @@
+"""What stands before every route: keys, the size of bodies, ids, and one line of log for each request.
+
+Owns who is let in. Plain ASGI, so that nothing is buffered on its way. Knows no route but those that need no key.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import logging
+from collections.abc import Awaitable, Callable, MutableMapping
+from hashlib import sha256
+from time import perf_counter
+from typing import Any
+from uuid import uuid4
+
+from foresay.server.errors import ApiError
+from foresay.server.settings import ServerSettings
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+logger = logging.getLogger("foresay.server")
+OPEN = frozenset({"/health", "/ready", "/"})
+"""Routes that need no key: they tell nothing, and take nothing."""
+
+
+class Guards:
+    """Wraps an application."""
+
+    def __init__(self, app: App, settings: ServerSettings, failed: Callable[[int], None]) -> None:
+        """failed: told the status of each answer that is an error."""
+        self._app, self._settings, self._failed = app, settings, failed
+        self._keys = [sha256(key.encode()).digest() for key in sorted(settings.keys)]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
+        number, began, status = f"req-{uuid4().hex[:16]}", perf_counter(), [0]
+        scope.setdefault("state", {})["request_id"] = number
+
+        async def answer(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                status[0] = message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", number.encode())]
+            await send(message)
+
+        try:
+            self._let_in(scope, headers)
+            body = await _read(receive, self._settings.max_body_bytes)
+        except ApiError as error:
+            await _refuse(error, answer)
+        else:
+            await self._app(scope, body, answer)
+        finally:
+            if status[0] >= 400:
+                self._failed(status[0])
+            line = {
+                "id": number,
+                "method": scope["method"],
+                "path": scope["path"],
+                "status": status[0],
+                "seconds": round(perf_counter() - began, 4),
+            }
+            logger.info("%s", json.dumps(line))
+
+    def _let_in(self, scope: Scope, headers: dict[str, str]) -> None:
+        """Raises ApiError for who is not let in, and for a body that says it is too large."""
+        length = headers.get("content-length", "0")
+        if not length.isdigit() or int(length) > self._settings.max_body_bytes:
+            raise ApiError(413, f"the body may have {self._settings.max_body_bytes} bytes", code="body_too_large")
+        if not self._keys or scope["path"] in OPEN or scope["method"] == "OPTIONS":
+            return
+        kind, _, key = headers.get("authorization", "").partition(" ")
+        given = sha256(key.strip().encode("utf-8", "replace")).digest()
+        # every key is compared, so that time tells nothing of which was nearly right
+        known = [hmac.compare_digest(given, one) for one in self._keys]
+        if kind.lower() != "bearer" or not any(known):
+            raise ApiError(401, "a bearer key of this server is needed", code="invalid_api_key")
+
+
+async def _read(receive: Receive, most: int) -> Receive:
+    """What gives the body again, in one piece, and then whatever comes. Raises ApiError for one of more than `most` bytes."""
+    parts: list[bytes] = []
+    left, more = most, True
+    while more:
+        message = await receive()
+        if message["type"] != "http.request":
+            return _then(message, receive)
+        parts.append(message.get("body", b""))
+        left, more = left - len(parts[-1]), message.get("more_body", False)
+        if left < 0:
+            raise ApiError(413, f"the body may have {most} bytes", code="body_too_large")
+    return _then({"type": "http.request", "body": b"".join(parts), "more_body": False}, receive)
+
+
+def _then(first: MutableMapping[str, Any], receive: Receive) -> Receive:
+    held = [first]
+
+    async def again() -> MutableMapping[str, Any]:
+        return held.pop() if held else await receive()
+
+    return again
+
+
+async def _refuse(error: ApiError, send: Send) -> None:
+    body = json.dumps(error.body()).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    headers += [(name.lower().encode(), value.encode()) for name, value in error.headers.items()]
+    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

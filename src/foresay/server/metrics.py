@@ -1,0 +1,99 @@
+"""What a server counts, for Prometheus: drafts and their fate, latencies, queue and rows.
+
+Owns the names, which are those that other engines use behind their own prefix. Knows no HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from time import perf_counter
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from foresay.decoding.outcome import Step
+from foresay.generation.session import Session
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_LENGTHS = tuple(range(1, 18))
+
+
+class Metrics:
+    """Counters of one server."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"foresay_{name}", text, labels, registry=self.registry)
+
+        def histogram(name: str, text: str, buckets: Iterable[float] = _SECONDS) -> Histogram:
+            return Histogram(f"foresay_{name}", text, buckets=tuple(buckets), registry=self.registry)
+
+        def gauge(name: str, text: str) -> Gauge:
+            return Gauge(f"foresay_{name}", text, registry=self.registry)
+
+        self.drafts = counter("spec_decode_num_drafts", "Passes of the target that looked at draft tokens.")
+        self.draft_tokens = counter("spec_decode_num_draft_tokens", "Draft tokens.")
+        self.accepted = counter("spec_decode_num_accepted_tokens", "Draft tokens that were accepted.")
+        self.accepted_at = counter(
+            "spec_decode_num_accepted_tokens_per_pos", "Draft tokens accepted at a place of their draft.", "position"
+        )
+        self.acceptance_length = histogram(
+            "spec_decode_acceptance_length", "Tokens that a pass of the target commits for a row.", _LENGTHS
+        )
+        self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts.")
+        self.cached_tokens = counter("prompt_tokens_cached", "Tokens of prompts whose slots were there already.")
+        self.generation_tokens = counter("generation_tokens", "Tokens written.")
+        self.finished = counter("request_success", "Requests that ended, by why.", "finished_reason")
+        self.failed = counter("request_failure", "Requests that were refused or failed, by status.", "status")
+        self.first_token = histogram("time_to_first_token_seconds", "From a request to its first token.")
+        self.between = histogram("inter_token_latency_seconds", "Between two tokens of a row.")
+        self.whole = histogram("e2e_request_latency_seconds", "From a request to its last token.")
+        self.running = gauge("num_requests_running", "Rows that are decoded.")
+        self.waiting = gauge("num_requests_waiting", "Requests that wait for a row.")
+        self.cache_bytes = gauge("kv_cache_bytes", "Bytes of the slot caches.")
+        self.draft_failures = gauge("draft_failures", "Times that a drafter failed and decoding went on without it.")
+
+    def step(self, step: Step) -> None:
+        """Count what a pass did for a row."""
+        self.generation_tokens.inc(len(step.token_ids))
+        if step.token_ids:
+            self.acceptance_length.observe(len(step.token_ids))
+        if step.num_drafted:
+            self.drafts.inc()
+            self.draft_tokens.inc(step.num_drafted)
+            self.accepted.inc(step.num_accepted)
+            for place in range(step.num_accepted):
+                self.accepted_at.labels(str(place)).inc()
+
+    def text(self, sessions: Iterable[Session]) -> bytes:
+        """All of it, as Prometheus reads it. sessions: those there are now."""
+        engines = [session.engine for session in sessions]
+        self.running.set(sum(engine.num_active for engine in engines))
+        self.waiting.set(sum(engine.num_waiting for engine in engines))
+        self.cache_bytes.set(sum(engine.cached_bytes for engine in engines))
+        self.draft_failures.set(sum(engine.draft_failures for engine in engines))
+        return generate_latest(self.registry)
+
+
+class Clock:
+    """Times of one request's tokens."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics, self._began = metrics, perf_counter()
+        self._last: float | None = None
+
+    def tokens(self, count: int) -> None:
+        """So many have come."""
+        now = perf_counter()
+        if self._last is None:
+            self._metrics.first_token.observe(now - self._began)
+        else:
+            for _ in range(count):
+                self._metrics.between.observe((now - self._last) / count)
+        self._last = now
+
+    def ended(self, reason: str) -> None:
+        """The request is over."""
+        self._metrics.finished.labels(reason).inc()
+        self._metrics.whole.observe(perf_counter() - self._began)

@@ -1,0 +1,190 @@
+"""What clients may ask for, field by field; any other field is refused by name.
+
+Owns the words of the API and how they become sampling parameters. Knows no engine.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
+
+from foresay.decoding.sampling_params import SamplingParams
+from foresay.server.errors import ApiError
+
+TokenIds = Annotated[list[StrictInt], Field(min_length=1)]
+
+
+class _Asked(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class TextPart(_Asked):
+    """A piece of a message."""
+
+    type: Literal["text"]
+    text: StrictStr
+
+
+class ChatMessage(_Asked):
+    """One turn."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: StrictStr | list[TextPart]
+    name: StrictStr | None = None
+
+    def plain(self) -> dict[str, str]:
+        """As chat templates read it."""
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return {"role": self.role, "content": text} | ({"name": self.name} if self.name else {})
+
+
+class StreamOptions(_Asked):
+    """What a stream says beside its text."""
+
+    include_usage: StrictBool = False
+
+
+class Drafting(_Asked):
+    """Our own field, `foresay`: how this request is drafted for, and what is told of it."""
+
+    drafter: StrictStr | None = None
+    """An expression, such as "none" or "suffix"; None: the server's."""
+    length: StrictStr | StrictInt | None = None
+    rule: StrictStr | None = None
+    stats: StrictBool = False
+    """Whether the answer tells what was drafted and accepted, step by step."""
+    origins: StrictBool = False
+    """Whether a stream's events tell who wrote each piece of text."""
+
+
+class _Sampled(_Asked):
+    model: StrictStr | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: StrictInt | None = None
+    min_p: float | None = None
+    n: StrictInt | None = None
+    stop: StrictStr | list[StrictStr] | None = None
+    seed: StrictInt | None = None
+    max_tokens: StrictInt | None = None
+    min_tokens: StrictInt | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    stop_token_ids: list[StrictInt] | None = None
+    ignore_eos: StrictBool | None = None
+    stream: StrictBool | None = None
+    stream_options: StreamOptions | None = None
+    user: StrictStr | None = None
+    foresay: Drafting | None = None
+
+    def sampling(self, most: int, logprobs: int | None) -> SamplingParams:
+        """most: tokens to write at most where nothing is said. Raises ConfigError for values out of range."""
+        bias = {_token_id(key): value for key, value in (self.logit_bias or {}).items()}
+        given = {
+            "max_new_tokens": self.max_tokens,
+            "min_new_tokens": self.min_tokens,
+            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "min_p": self.min_p,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "repetition_penalty": self.repetition_penalty,
+            "seed": self.seed,
+            "ignore_eos": self.ignore_eos,
+            "logprobs": logprobs,
+        }
+        values: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        values.setdefault("max_new_tokens", most)
+        stops = [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
+        return SamplingParams(
+            **values, logit_bias=bias, stop=tuple(stops), stop_token_ids=tuple(self.stop_token_ids or ())
+        )
+
+    @property
+    def num_stops(self) -> int:
+        """Stop strings asked for."""
+        return 1 if isinstance(self.stop, str) else len(self.stop or ())
+
+
+class ResponseFormat(_Asked):
+    """What the output is made of."""
+
+    type: Literal["text"]
+
+
+class ChatRequest(_Sampled):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_completion_tokens: StrictInt | None = None
+    logprobs: StrictBool | None = None
+    top_logprobs: Annotated[StrictInt, Field(ge=0, le=20)] | None = None
+    response_format: ResponseFormat | None = None
+
+    def params(self, most: int) -> SamplingParams:
+        """Raises ApiError where two fields contradict."""
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise ApiError(400, "max_tokens and max_completion_tokens contradict; give one", param="max_tokens")
+        whole = (
+            self
+            if self.max_completion_tokens is None
+            else self.model_copy(update={"max_tokens": self.max_completion_tokens})
+        )
+        return whole.sampling(most, (self.top_logprobs or 0) if self.logprobs else None)
+
+
+class CompletionRequest(_Sampled):
+    """POST /v1/completions."""
+
+    prompt: (
+        StrictStr
+        | TokenIds
+        | Annotated[list[StrictStr], Field(min_length=1)]
+        | Annotated[list[TokenIds], Field(min_length=1)]
+    )
+    logprobs: Annotated[StrictInt, Field(ge=0, le=20)] | None = None
+    echo: Literal[False] | None = None
+
+    def params(self, most: int) -> SamplingParams:
+        """The API's default is 16 tokens, whatever else there would be room for."""
+        return self.sampling(min(16, most), self.logprobs)
+
+    def prompts(self) -> list[Any]:
+        """One or several."""
+        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return list(self.prompt)
+
+
+class PredictRequest(_Asked):
+    """POST /predict."""
+
+    prompt: StrictStr
+    max_tokens: StrictInt = 256
+
+
+class TokenizeRequest(_Asked):
+    """POST /tokenize."""
+
+    model: StrictStr | None = None
+    prompt: StrictStr | None = None
+    messages: list[ChatMessage] | None = None
+
+
+class DetokenizeRequest(_Asked):
+    """POST /detokenize."""
+
+    model: StrictStr | None = None
+    tokens: list[Annotated[StrictInt, Field(ge=0)]]
+
+
+def _token_id(key: str) -> int:
+    if not key.isascii() or not key.isdigit() or len(key) > 9:
+        raise ApiError(400, f"logit_bias: {key!r} is not a token id", param="logit_bias")
+    return int(key)

@@ -1,0 +1,47 @@
+"""A server from its first line to its last: where it listens is said, and a signal ends it in order.
+
+Owns uvicorn's part. Knows no route.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from types import FrameType
+
+import uvicorn
+
+from foresay.server.app import make_app
+from foresay.server.service import Service
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, service: Service, say: Callable[[str], None]) -> None:
+        super().__init__(config)
+        self._service, self._say = service, say
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for server in self.servers if self.started else ():
+            for one in server.sockets:
+                host, port = one.getsockname()[:2]
+                self._say(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._service.draining = True  # what comes from now on is sent elsewhere
+        super().handle_exit(sig, frame)
+
+
+def serve(service: Service, *, warm: bool = False, say: Callable[[str], None] = lambda address: None) -> None:
+    """Serve until a signal. say: told each address that it listens at."""
+    settings = service.settings
+    config = uvicorn.Config(
+        make_app(service, warm=warm),
+        host=settings.host,
+        port=settings.port,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=max(1, round(settings.drain_s)),
+    )
+    _Server(config, service, say).run()

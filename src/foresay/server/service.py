@@ -1,0 +1,144 @@
+"""The engine as the routes use it: requests go in, chunks come out, and whoever leaves takes their rows along.
+
+Owns the thread that decodes, which ways of drafting are ready, and the bound of the queue. Knows no HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from foresay.decoding.outcome import FinishReason
+from foresay.decoding.randomness import derive
+from foresay.decoding.sampling_params import SamplingParams
+from foresay.errors import ContextLengthError
+from foresay.generation.generator import PREFIX_BYTES, Generator
+from foresay.generation.load import change
+from foresay.generation.result import Chunk
+from foresay.generation.session import Session, SessionThread, Ticket
+from foresay.server.errors import ApiError
+from foresay.server.metrics import Clock, Metrics
+from foresay.server.settings import ServerSettings
+from foresay.server.ways import Way
+from foresay.text.prompts import encode
+
+
+class Service:
+    """One target, and everyone who wants texts of it."""
+
+    def __init__(self, generator: Generator, settings: ServerSettings, names: Sequence[str]) -> None:
+        """names: what the target is called here, the first of which answers are signed with."""
+        self.generator, self.settings, self.names = generator, settings, list(names)
+        self.metrics = Metrics()
+        self.draining = False
+        self._thread = SessionThread(self._make, idle_s=5.0, max_sessions=settings.max_methods)
+        self._open: set[asyncio.Task[Any]] = set()
+
+    def _make(self, way: Way) -> Session:
+        return self._generator(way).session(max_waiting=self.settings.max_waiting, prefix_bytes=PREFIX_BYTES)
+
+    def _generator(self, way: Way) -> Generator:
+        if way == Way():
+            return self.generator
+        return change(self.generator, drafter=way.drafter, length=way.length, rule=way.rule)
+
+    @property
+    def tokenizer(self) -> Any:
+        """The target's. Raises ApiError without one."""
+        if self.generator.tokenizer is None:
+            raise ApiError(400, "this model was loaded without a tokenizer; send token ids")
+        return self.generator.tokenizer
+
+    def check_model(self, name: str | None) -> None:
+        """Raises ApiError for a model that is not served here."""
+        if name is not None and name not in self.names:
+            raise ApiError(
+                404,
+                f"the model {name!r} is not served here; this is {self.names[0]!r}",
+                param="model",
+                code="model_not_found",
+            )
+
+    def encoded(self, prompt: Any) -> list[int]:
+        """A prompt's token ids, or ApiError for one that leaves no room for a token."""
+        ids, most = encode(prompt, self.generator.tokenizer), self.generator.target.model.max_length
+        if len(ids) >= most:
+            raise ContextLengthError(f"the prompt has {len(ids)} tokens, and the model's context is {most}")
+        return ids
+
+    async def chunks(
+        self, prompts: Sequence[tuple[list[int], SamplingParams]], way: Way
+    ) -> AsyncGenerator[tuple[int, Chunk], None]:
+        """(place, chunk) of all prompts as they come; closing this frees their rows before the next step."""
+        if self.draining:
+            raise ApiError(503, "the server is about to end", code="shutting_down", retry_after=5)
+        loop, queue = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Chunk]]()
+
+        def listen(place: int, chunk: Chunk) -> None:
+            loop.call_soon_threadsafe(queue.put_nowait, (place, chunk))
+
+        submitted = self._thread.submit(prompts, listen, kind=way)
+        waiting = set(range(len(prompts)))
+        clocks = [Clock(self.metrics) for _ in prompts]
+        try:
+            await asyncio.wrap_future(submitted)
+            self.metrics.prompt_tokens.inc(sum(len(ids) for ids, _ in prompts))
+            while waiting:
+                place, chunk = await queue.get()
+                self._count(chunk, clocks[place])
+                if chunk.finish_reason is not None:
+                    waiting.discard(place)
+                yield place, chunk
+        finally:
+            if waiting:
+                submitted.add_done_callback(self._abandon)
+
+    def _count(self, chunk: Chunk, clock: Clock) -> None:
+        self.metrics.step(chunk.step)
+        self.metrics.cached_tokens.inc(chunk.step.num_cached)
+        if chunk.step.token_ids:
+            clock.tokens(len(chunk.step.token_ids))
+        if chunk.finish_reason is not None:
+            clock.ended(str(chunk.finish_reason))
+
+    def _abandon(self, submitted: Future[list[Ticket]]) -> None:
+        if not submitted.cancelled() and submitted.exception() is None:
+            tickets = submitted.result()
+            self._thread.cancel(tickets)
+            self.metrics.finished.labels(str(FinishReason.CANCELLED)).inc(len(tickets))
+
+    async def sessions(self) -> list[Session]:
+        """Those there are."""
+        return await asyncio.wrap_future(self._thread.sessions())
+
+    async def warm(self) -> None:
+        """Decode a few tokens, so that the first request finds everything allocated."""
+        first = [self.generator.target.model.vocab_size // 2] * 8
+        async for _ in self.chunks([(first, SamplingParams(max_new_tokens=8, ignore_eos=True))], Way()):
+            pass
+
+    def watch(self, task: asyncio.Task[Any]) -> None:
+        """Count a request among those that an end waits for."""
+        self._open.add(task)
+        task.add_done_callback(self._open.discard)
+
+    async def drain(self) -> None:
+        """Take no more requests; wait for those there are, and end those that take too long."""
+        self.draining = True
+        if self._open:
+            _, late = await asyncio.wait(set(self._open), timeout=self.settings.drain_s)
+            for task in late:
+                task.cancel()
+            with suppress(asyncio.CancelledError):
+                await asyncio.gather(*late, return_exceptions=True)
+
+
+def several(params: SamplingParams, count: int) -> list[SamplingParams]:
+    """Parameters of `count` outputs of one request: a seed is the first one's, the others' are derived from it."""
+    if params.seed is None:
+        return [params] * count
+    return [params if i == 0 else replace(params, seed=derive(params.seed, i)) for i in range(count)]

@@ -1,0 +1,422 @@
+"""The API as the official client uses it, beside the library: the same tokens, whatever else is asked at the same time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shlex
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import uvicorn
+
+import foresay
+from foresay.server.app import make_app
+from foresay.server.service import Service
+from foresay.server.settings import ServerSettings
+from helpers import tiny
+
+TEXT = "the number 7 and 8 and 7 and 8 and"
+TALK: list[Any] = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello there"}]
+
+
+class Running:
+    """A server on a thread of its own."""
+
+    def __init__(self, generator: foresay.Generator, **settings: Any) -> None:
+        self.service = Service(generator, ServerSettings(**settings), ["tiny", "other-name"])
+        held = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{held.getsockname()[1]}"
+        self._server = uvicorn.Server(uvicorn.Config(make_app(self.service), log_level="error"))
+        self._thread = threading.Thread(target=self._server.run, args=([held],), daemon=True)
+        self._thread.start()
+        while not self._server.started:
+            time.sleep(0.01)
+
+    def close(self) -> None:
+        self._server.should_exit = True
+        self._thread.join(20)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> foresay.Generator:
+    return foresay.load(str(tiny.save(tmp_path_factory.mktemp("served"), chat=True)), num_draft_tokens=3)
+
+
+@pytest.fixture(scope="module")
+def server(model: foresay.Generator) -> Iterator[Running]:
+    running = Running(model, max_n=4, max_prompts=8, max_body_bytes=20_000)
+    yield running
+    running.close()
+
+
+@pytest.fixture(scope="module")
+def client(server: Running) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def raw(server: Running) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=60) as one:
+        yield one
+
+
+class TestChat:
+    def test_what_the_library_writes(self, client: openai.OpenAI, model: foresay.Generator) -> None:
+        for params in ({"temperature": 0.0}, {"temperature": 1.2, "seed": 5, "top_p": 0.9}):
+            wanted = model.generate(TALK, max_new_tokens=24, **params)
+            done = client.chat.completions.create(model="tiny", messages=TALK, max_tokens=24, **params)
+            assert done.choices[0].message.content == wanted.text
+            assert done.choices[0].finish_reason == "length" and done.model == "tiny"
+            assert done.usage is not None and done.usage.completion_tokens == 24
+            assert done.usage.prompt_tokens == len(wanted.prompt_token_ids)
+
+    def test_a_stream_adds_up(self, client: openai.OpenAI, model: foresay.Generator) -> None:
+        wanted = model.generate(TALK, max_new_tokens=24).text
+        events = list(
+            client.chat.completions.create(
+                model="tiny", messages=TALK, max_completion_tokens=24, temperature=0, stream=True,
+                stream_options={"include_usage": True},
+            )
+        )  # fmt: skip
+        assert "".join(e.choices[0].delta.content or "" for e in events if e.choices) == wanted
+        assert events[0].choices[0].delta.role == "assistant" and len(events) > 3
+        assert events[-2].choices[0].finish_reason == "length"
+        assert events[-1].usage is not None and events[-1].usage.completion_tokens == 24
+        assert len({e.id for e in events}) == 1
+
+    def test_several_outputs_draw_numbers_of_their_own(self, client: openai.OpenAI, model: foresay.Generator) -> None:
+        done = client.chat.completions.create(model="tiny", messages=TALK, max_tokens=16, temperature=1.5, seed=3, n=3)
+        wanted = model.generate([TALK] * 3, max_new_tokens=16, temperature=1.5, seed=3)
+        assert [one.message.content for one in done.choices] == [one.text for one in wanted]
+        assert len({one.message.content for one in done.choices}) == 3
+        assert done.usage is not None and done.usage.completion_tokens == 48
+        assert done.usage.prompt_tokens == len(wanted[0].prompt_token_ids)
+
+    def test_log_probabilities(self, client: openai.OpenAI, model: foresay.Generator) -> None:
+        done = client.chat.completions.create(
+            model="tiny", messages=TALK, max_tokens=8, temperature=0, logprobs=True, top_logprobs=2
+        )
+        found = done.choices[0].logprobs
+        assert found is not None and found.content is not None and len(found.content) == 8
+        wanted = [
+            one.logprob
+            for step in model.generate(TALK, max_new_tokens=8, logprobs=2).steps
+            for one in step.logprobs or ()
+        ]
+        assert [one.logprob for one in found.content] == pytest.approx(wanted)
+        assert all(one.top_logprobs[0].logprob == pytest.approx(one.logprob) for one in found.content), "greedy"
+        assert all(len(one.top_logprobs) == 2 for one in found.content)
+
+    def test_stops_biases_and_penalties(self, client: openai.OpenAI, model: foresay.Generator) -> None:
+        whole = model.generate(TALK, max_new_tokens=32).text
+        stop = whole[10:12]
+        done = client.chat.completions.create(model="tiny", messages=TALK, max_tokens=32, temperature=0, stop=[stop])
+        assert done.choices[0].message.content == whole[: whole.index(stop)]
+        assert done.choices[0].finish_reason == "stop"
+        first = model.generate(TALK, max_new_tokens=1).token_ids[0]
+        asked: Any = {"logit_bias": {str(first): -100}, "frequency_penalty": 1.5, "presence_penalty": 0.5}
+        done = client.chat.completions.create(model="tiny", messages=TALK, max_tokens=32, temperature=0, **asked)
+        assert done.choices[0].message.content == (
+            model.generate(
+                TALK, max_new_tokens=32, logit_bias={first: -100.0}, frequency_penalty=1.5, presence_penalty=0.5
+            ).text
+        )
+
+    def test_our_own_field(self, client: openai.OpenAI, model: foresay.Generator) -> None:
+        def asked(**ours: Any) -> Any:
+            done = client.chat.completions.create(
+                model="tiny",
+                messages=TALK,
+                max_tokens=24,
+                temperature=0,
+                extra_body={"foresay": {"stats": True, **ours}},
+            )
+            return done.choices[0]
+
+        plain, drafted = asked(drafter="none"), asked(drafter="prompt_lookup", length=2)
+        assert plain.message.content == drafted.message.content == model.generate(TALK, max_new_tokens=24).text
+        assert plain.foresay["drafted"] == 0 and plain.foresay["passes"] == 24
+        assert drafted.foresay["drafted"] > 0 and max(n for n, _ in drafted.foresay["steps"]) == 2
+        assert drafted.foresay["exact"] is True
+        assert asked(rule="lenience(2)").foresay["exact"] is False
+
+    def test_a_second_turn_starts_from_what_is_there(self, client: openai.OpenAI) -> None:
+        talk = [{"role": "user", "content": "x" * 300}]
+        first = client.chat.completions.create(model="tiny", messages=talk, max_tokens=8, temperature=0)  # type: ignore[arg-type]
+        talk += [
+            {"role": "assistant", "content": first.choices[0].message.content or ""},
+            {"role": "user", "content": "y"},
+        ]
+        done = client.chat.completions.create(model="tiny", messages=talk, max_tokens=8, temperature=0)  # type: ignore[arg-type]
+        assert done.usage is not None and done.usage.prompt_tokens_details is not None
+        assert done.usage.prompt_tokens_details.cached_tokens and done.usage.prompt_tokens_details.cached_tokens > 200
+
+
+class TestCompletions:
+    def test_texts_ids_and_lists(self, client: openai.OpenAI, model: foresay.Generator) -> None:
+        ids = model.generate(TEXT, max_new_tokens=1).prompt_token_ids
+        wanted = model.generate(TEXT, max_new_tokens=16).text
+        for prompt in (TEXT, ids, [TEXT], [ids, ids]):
+            done = client.completions.create(model="other-name", prompt=prompt, temperature=0)
+            assert {one.text for one in done.choices} == {wanted}, "16 tokens unless told otherwise"
+            assert [one.index for one in done.choices] == list(range(2 if prompt == [ids, ids] else 1))
+        events = list(client.completions.create(model="tiny", prompt=[TEXT, "and"], temperature=0, stream=True, n=2))
+        for place, text in enumerate([wanted, wanted, *[model.generate("and", max_new_tokens=16).text] * 2]):
+            assert "".join(e.choices[0].text for e in events if e.choices[0].index == place) == text
+
+    def test_log_probabilities(self, client: openai.OpenAI) -> None:
+        done = client.completions.create(model="tiny", prompt=TEXT, temperature=0, logprobs=3, max_tokens=5)
+        found = done.choices[0].logprobs
+        assert found is not None and found.tokens is not None and found.text_offset is not None
+        assert "".join(found.tokens) == done.choices[0].text and len(found.token_logprobs or ()) == 5
+        assert found.text_offset[0] == 0 and found.text_offset[1] == len(found.tokens[0])
+
+
+REFUSED: list[tuple[dict[str, Any], str, str | None]] = [
+    ({"messages": TALK, "tools": []}, "'tools' is not supported", "tools"),
+    ({"messages": TALK, "foresay": {"gama": 3}}, "'foresay.gama' is not supported", "foresay.gama"),
+    ({"messages": TALK, "temperature": -1}, "temperature=-1.0 must be", "temperature"),
+    ({"messages": TALK, "max_tokens": 0}, "max_new_tokens=0 must be", "max_tokens"),
+    ({"messages": TALK, "n": 5}, "n=5 must be 1 to 4", "n"),
+    ({"messages": TALK, "top_logprobs": 2}, "needs logprobs", "top_logprobs"),
+    ({"messages": TALK, "logit_bias": {"x": 1}}, "'x' is not a token id", "logit_bias"),
+    ({"messages": TALK, "stream_options": {"include_usage": True}}, "needs stream=true", "stream_options"),
+    ({"messages": TALK, "response_format": {"type": "json_object"}}, "response_format.type", "response_format.type"),
+    ({"messages": []}, "messages", "messages"),
+    ({"messages": [{"role": "king", "content": "x"}]}, "messages.0.role", "messages.0.role"),
+    ({"messages": TALK, "foresay": {"drafter": "model(/etc)"}}, "not among those", "foresay.drafter"),
+    ({"messages": TALK, "foresay": {"drafter": "max_gram(table='/etc/passwd')"}}, "not among those", "foresay.drafter"),
+    ({"messages": TALK, "foresay": {"drafter": "suffix(" }}, "suffix(", "foresay.drafter"),
+    ({"messages": TALK, "foresay": {"length": "acceptance(/etc)"}}, "not among those", "foresay.length"),
+    ({"messages": TALK, "foresay": {"rule": "blok"}}, "rule='blok' is not among those", "foresay.rule"),
+    ({"messages": [{"role": "user", "content": "x" * 5000}]}, "the model's context is 4096", None),
+]  # fmt: skip
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(("body", "message", "param"), REFUSED, ids=[one[1] for one in REFUSED])
+    def test_what_is_not_understood_is_refused_by_name(
+        self, body: dict[str, Any], message: str, param: str | None, raw: httpx.Client
+    ) -> None:
+        answer = raw.post("/v1/chat/completions", json={"model": "tiny", **body})
+        error = answer.json()["error"]
+        assert answer.status_code == 400 and message in error["message"] and error["param"] == param
+        assert error["type"] == "invalid_request_error"
+
+    def test_models_paths_and_bodies(self, raw: httpx.Client, client: openai.OpenAI) -> None:
+        with pytest.raises(openai.NotFoundError, match="'gpt-9' is not served here"):
+            client.chat.completions.create(model="gpt-9", messages=TALK)
+        assert raw.get("/v1/nothing").status_code == 404 and raw.get("/v1/completions").status_code == 405
+        for body in (b"{", b"\xff\xfe", b"[]", b'"x"'):
+            answer = raw.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+            assert answer.status_code == 400 and answer.json()["error"]["type"] == "invalid_request_error", body
+        large = raw.post("/v1/completions", json={"prompt": "x" * 30_000})
+        assert large.status_code == 413 and large.json()["error"]["code"] == "body_too_large"
+
+        def pieces() -> Iterator[bytes]:
+            yield b'{"prompt": "'
+            for _ in range(30):
+                yield b"x" * 1000
+
+        assert raw.post("/v1/completions", content=pieces()).status_code == 413, "whatever length it says"
+
+    def test_keys(self, model: foresay.Generator) -> None:
+        running = Running(model, keys=frozenset({"secret", "other"}))
+        try:
+            with httpx.Client(base_url=running.url) as raw:
+                assert raw.get("/health").status_code == raw.get("/ready").status_code == 200
+                for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic secret"}):
+                    answer = raw.get("/v1/models", headers=headers)
+                    assert answer.status_code == 401 and answer.headers["www-authenticate"] == "Bearer"
+                for key in ("secret", "other"):
+                    assert raw.get("/v1/models", headers={"authorization": f"Bearer {key}"}).status_code == 200
+        finally:
+            running.close()
+
+    def test_addresses_beyond_this_machine_need_keys(self) -> None:
+        with pytest.raises(foresay.ConfigError, match="reached from other machines"):
+            ServerSettings(host="0.0.0.0")
+        assert ServerSettings(host="0.0.0.0", keys=frozenset({"x"})).host == "0.0.0.0"
+        assert ServerSettings(host="0.0.0.0", open_to_all=True).open_to_all
+
+
+class TestTelling:
+    def test_models_tokens_and_predictions(self, raw: httpx.Client, model: foresay.Generator) -> None:
+        assert [one["id"] for one in raw.get("/v1/models").json()["data"]] == ["tiny", "other-name"]
+        assert raw.get("/v1/models/tiny").json()["max_model_len"] == 4096
+        ids = raw.post("/tokenize", json={"prompt": TEXT}).json()["tokens"]
+        assert raw.post("/detokenize", json={"tokens": ids}).json()["prompt"] == TEXT
+        assert raw.post("/tokenize", json={"messages": TALK}).json()["count"] > 4
+        assert raw.post("/detokenize", json={"tokens": [10**6]}).status_code == 400
+        said = raw.post("/predict", json={"prompt": TEXT, "max_tokens": 12}).json()
+        assert said == {"text": model.generate(TEXT, max_new_tokens=12).text}
+
+    def test_metrics_count_what_was_done(self, model: foresay.Generator) -> None:
+        running = Running(model)
+        try:
+            with httpx.Client(base_url=running.url, timeout=60) as raw:
+                body = {"prompt": TEXT, "max_tokens": 24, "temperature": 0, "foresay": {"stats": True}}
+                stats = raw.post("/v1/completions", json=body).json()["choices"][0]["foresay"]
+                raw.post("/v1/completions", json={"prompt": TEXT, "nothing": 1})
+                text = raw.get("/metrics").text
+            found = {
+                line.split(" ")[0]: float(line.split(" ")[1]) for line in text.splitlines() if not line.startswith("#")
+            }
+            assert found["foresay_generation_tokens_total"] == 24
+            assert found["foresay_spec_decode_num_draft_tokens_total"] == stats["drafted"]
+            assert found["foresay_spec_decode_num_accepted_tokens_total"] == stats["accepted"] > 0
+            assert found['foresay_request_success_total{finished_reason="length"}'] == 1
+            assert found['foresay_request_failure_total{status="400"}'] == 1
+            assert found["foresay_time_to_first_token_seconds_count"] == 1
+            assert found["foresay_inter_token_latency_seconds_count"] == 24 - _first(stats)
+        finally:
+            running.close()
+
+
+def _first(stats: dict[str, Any]) -> int:
+    """Tokens of the first pass."""
+    return int(stats["steps"][0][1]) + 1
+
+
+class TestManyAtOnce:
+    def test_each_answer_is_the_librarys_under_load(self, server: Running, model: foresay.Generator) -> None:
+        prompts = [f"{TEXT} {i}" for i in range(24)]
+
+        async def all_of_them() -> list[str]:
+            async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+                done = await asyncio.gather(
+                    *(
+                        client.completions.create(
+                            model="tiny", prompt=prompt, max_tokens=8 + i % 9, temperature=1.0, seed=i,
+                            extra_body={"foresay": {"rule": "coupled"}},
+                        )
+                        for i, prompt in enumerate(prompts)
+                    )
+                )  # fmt: skip
+            return [one.choices[0].text for one in done]
+
+        coupled = foresay.change(model, rule="coupled")
+        wanted = [
+            coupled.generate(prompt, max_new_tokens=8 + i % 9, temperature=1.0, seed=i).text
+            for i, prompt in enumerate(prompts)
+        ]
+        assert asyncio.run(all_of_them()) == wanted
+
+    def test_a_full_queue_says_when_to_come_back(self, model: foresay.Generator) -> None:
+        running = Running(foresay.change(model, max_batch_size=1), max_waiting=1)
+        try:
+
+            async def two() -> list[httpx.Response]:
+                async with httpx.AsyncClient(base_url=running.url, timeout=60) as client:
+                    body = {"prompt": TEXT, "max_tokens": 600, "temperature": 0}
+                    return await asyncio.gather(*(client.post("/v1/completions", json=body) for _ in range(4)))
+
+            answers = asyncio.run(two())
+            codes = sorted(one.status_code for one in answers)
+            assert codes[0] == 200 and codes[-1] == 429
+            late = next(one for one in answers if one.status_code == 429)
+            assert late.headers["retry-after"] == "1" and late.json()["error"]["code"] == "queue_full"
+        finally:
+            running.close()
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_who_leaves_frees_the_row(self, stream: bool, server: Running, raw: httpx.Client) -> None:
+        body = {"prompt": TEXT, "max_tokens": 3900, "temperature": 0, "stream": stream}
+
+        def running() -> float:
+            lines = raw.get("/metrics").text.splitlines()
+            return next(float(line.split()[1]) for line in lines if line.startswith("foresay_num_requests_running "))
+
+        assert running() == 0
+        with socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1]))) as held:
+            text = json.dumps(body).encode()
+            held.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+                + f"Content-Length: {len(text)}\r\n\r\n".encode()
+                + text
+            )
+            until = time.monotonic() + 30
+            while running() == 0:
+                assert time.monotonic() < until
+        until = time.monotonic() + 10
+        while running() > 0:
+            assert time.monotonic() < until, "its row is still decoded"
+
+    def test_a_target_that_fails_fails_its_requests_alone(
+        self, server: Running, raw: httpx.Client, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        forward = type(server.service.generator.target.model).forward
+        monkeypatch.setattr(
+            type(server.service.generator.target.model),
+            "forward",
+            lambda *_: (_ for _ in ()).throw(MemoryError("full")),
+        )
+        answer = raw.post("/v1/completions", json={"prompt": "something else", "temperature": 0})
+        assert answer.status_code == 500 and answer.json()["error"]["type"] == "server_error"
+        monkeypatch.setattr(type(server.service.generator.target.model), "forward", forward)
+        assert raw.post("/v1/completions", json={"prompt": TEXT, "temperature": 0}).status_code == 200
+
+
+def test_the_command_serves_and_ends_in_order(tmp_path: Path) -> None:
+    """From its first line to a signal in the middle of a stream, which is finished."""
+    import signal
+    import subprocess
+
+    folder = tiny.save(tmp_path / "model", chat=True)
+    child = subprocess.Popen(
+        [*tiny.FORESAY, "serve", "--model", str(folder), "--port", "0", "--warmup", "--name", "mine"],
+        env=tiny.environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert child.stderr is not None
+    lines = []
+    for line in child.stderr:
+        lines.append(line)
+        if "listening at " in line:
+            break
+    assert "listening at " in lines[-1], lines
+    url = lines[-1].split()[-1]
+    with openai.OpenAI(base_url=url, api_key="x", max_retries=0) as client:
+        stream = client.completions.create(model="mine", prompt=TEXT, max_tokens=300, temperature=0, stream=True)
+        events = [next(stream)]
+        child.send_signal(signal.SIGTERM)
+        events += list(stream)
+    assert events[-1].choices[0].finish_reason == "length"
+    _, err = child.communicate(timeout=60)
+    assert child.returncode == -signal.SIGTERM and "Traceback" not in err
+
+
+def test_the_page_of_the_docs(smollm2_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "server.md").read_text(encoding="utf-8")
+    running = Running(foresay.load(str(smollm2_folder)))
+    running.service.names[:] = ["smollm2-135m"]
+    page = page.replace("http://127.0.0.1:8000", running.url)
+    try:
+        (command,) = re.findall(r"^\$ curl .*$", page, re.MULTILINE)
+        url, body = (shlex.split(command)[i] for i in (3, -1))
+        said = httpx.post(url, content=body, headers={"Content-Type": "application/json"}, timeout=60).json()
+        assert said["choices"][0]["text"]
+        (block,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+        exec(compile(block, "docs/server.md", "exec"), {})
+        assert "passes of the target without a drafter" in capsys.readouterr().out
+    finally:
+        running.close()
+
+
+def test_what_the_command_refuses(tmp_path: Path) -> None:
+    for args, said in (
+        (["--host", "0.0.0.0"], "reached from other machines"),
+        (["--keys-file", str(tmp_path / "none")], "cannot read keys"),
+        (["--port", "70000"], "port=70000"),
+    ):
+        done = tiny.foresay("serve", "--model", "nowhere", *args)
+        assert done.returncode == 2 and said in done.stderr.decode()
