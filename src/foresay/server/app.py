@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from importlib.resources import files
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -34,6 +35,12 @@ from foresay.server.service import Service
 from foresay.server.ways import Way
 
 logger = logging.getLogger("foresay.server")
+_SAFE = {
+    "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
 
 
 def make_app(service: Service, *, warm: bool = False) -> App:
@@ -53,6 +60,7 @@ def make_app(service: Service, *, warm: bool = False) -> App:
     _errors(app)
     _writing(app, service)
     _telling(app, service, ready)
+    _page(app)
     if service.settings.cors:
         app.add_middleware(
             CORSMiddleware, allow_origins=list(service.settings.cors), allow_methods=["*"], allow_headers=["*"]
@@ -101,6 +109,28 @@ def _writing(app: FastAPI, service: Service) -> None:
         (output,) = await writing.collected(service, ready, request)
         assert output.generation is not None
         return {"text": output.generation.text}
+
+
+def _page(app: FastAPI) -> None:
+    """The chat at /, three files that need nothing from elsewhere."""
+    folder = files("foresay.server") / "page"
+    kinds = {"index.html": "text/html", "page.css": "text/css", "page.js": "text/javascript"}
+    texts = {name: (folder / name).read_text(encoding="utf-8") for name in kinds}
+
+    def answer(name: str) -> Response:
+        return Response(texts[name], media_type=f"{kinds[name]}; charset=utf-8", headers=_SAFE)
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> Response:
+        return answer("index.html")
+
+    @app.get("/page.css", include_in_schema=False)
+    async def style() -> Response:
+        return answer("page.css")
+
+    @app.get("/page.js", include_in_schema=False)
+    async def script() -> Response:
+        return answer("page.js")
 
 
 def _telling(app: FastAPI, service: Service, ready: dict[str, bool]) -> None:

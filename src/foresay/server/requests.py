@@ -55,7 +55,7 @@ class Drafting(_Asked):
     stats: StrictBool = False
     """Whether the answer tells what was drafted and accepted, step by step."""
     origins: StrictBool = False
-    """Whether a stream's events tell who wrote each piece of text."""
+    """Whether a stream's events tell who wrote each piece of text, and how many tokens their pass added."""
 
 
 class _Sampled(_Asked):

@@ -216,7 +216,7 @@ async def _events(
         output.take(chunk)
         choice = shape(place, chunk.text, [chunk.step], chunk.finish_reason, begins)
         if asked.told.origins:
-            choice["foresay"] = {"origins": origins(chunk)}
+            choice["foresay"] = {"origins": origins(chunk), "tokens": len(chunk.step.token_ids)}
         if asked.told.stats and chunk.finish_reason is not None:
             choice["foresay"] = choice.get("foresay", {}) | statistics(output)
         return sent(names.event([choice], **extra))

@@ -261,6 +261,37 @@ class TestTelling:
         said = raw.post("/predict", json={"prompt": TEXT, "max_tokens": 12}).json()
         assert said == {"text": model.generate(TEXT, max_new_tokens=12).text}
 
+    def test_a_streams_pieces_say_who_wrote_them(self, raw: httpx.Client) -> None:
+        body = {
+            "messages": TALK,
+            "max_tokens": 24,
+            "temperature": 0,
+            "stream": True,
+            "foresay": {"origins": True, "stats": True},
+        }
+        lines = [line for line in raw.post("/v1/chat/completions", json=body).text.split("\n\n") if line]
+        assert lines[-1] == "data: [DONE]"
+        choices = [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines[:-1]]
+        pieces = [piece for one in choices for piece in one["foresay"]["origins"]]
+        assert "".join(text for text, _ in pieces) == "".join(one["delta"].get("content", "") for one in choices)
+        assert {origin for _, origin in pieces} <= {"draft", "residual", "bonus"} and len(pieces) > 8
+        assert sum(one["foresay"]["tokens"] for one in choices) == 24
+        assert choices[-1]["foresay"]["passes"] == len(choices)
+
+    def test_the_page_needs_nothing_from_elsewhere(self, raw: httpx.Client) -> None:
+        page = raw.get("/")
+        assert (
+            page.headers["content-type"].startswith("text/html")
+            and "default-src 'self'" in page.headers["content-security-policy"]
+        )
+        named = re.findall(r'(?:src|href)="([^"]+)"', page.text)
+        assert set(named) == {"page.css", "page.js"} and "http" not in page.text
+        for name in named:
+            found = raw.get(f"/{name}")
+            assert found.status_code == 200 and "//" not in re.sub(r"^\s*//.*$", "", found.text, flags=re.MULTILINE)
+        ids = set(re.findall(r'at\("(\w+)"\)', raw.get("/page.js").text))
+        assert ids <= set(re.findall(r'id="(\w+)"', page.text)), "what the script looks for is on the page"
+
     def test_metrics_count_what_was_done(self, model: foresay.Generator) -> None:
         running = Running(model)
         try:
