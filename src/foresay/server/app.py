@@ -124,6 +124,10 @@ def _page(app: FastAPI) -> None:
     async def page() -> Response:
         return answer("index.html")
 
+    @app.get("/favicon.ico", include_in_schema=False)
+    async def icon() -> Response:
+        return Response(status_code=204, headers={"Cache-Control": "max-age=86400"})
+
     @app.get("/page.css", include_in_schema=False)
     async def style() -> Response:
         return answer("page.css")

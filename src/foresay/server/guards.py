@@ -23,7 +23,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 logger = logging.getLogger("foresay.server")
-OPEN = frozenset({"/health", "/ready", "/", "/page.css", "/page.js"})
+OPEN = frozenset({"/health", "/ready", "/", "/favicon.ico", "/page.css", "/page.js"})
 """Routes that need no key: they tell nothing, and take nothing."""
 
 
