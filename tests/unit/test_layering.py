@@ -77,7 +77,7 @@ INSIDE = {
         {"fitting"},
         {"curves", "distil"},
     ],
-    "text": [{"tokenizer", "text_files", "wording"}, {"prompts", "stream", "cross_tokenizer"}],
+    "text": [{"tokenizer", "text_files", "wording", "grammar"}, {"prompts", "stream", "cross_tokenizer"}],
     "methods": [{"expressions", "settings_file"}, {"recipe"}, {"recipes"}],
     "generation": [{"result"}, {"session"}, {"generator"}, {"load"}, {"method"}],
     "server": [

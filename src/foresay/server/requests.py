@@ -5,12 +5,14 @@ Owns the words of the API and how they become sampling parameters. Knows no engi
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.server.errors import ApiError
+from foresay.text.grammar import ANY_OBJECT
 
 TokenIds = Annotated[list[StrictInt], Field(min_length=1)]
 
@@ -110,10 +112,28 @@ class _Sampled(_Asked):
         return 1 if isinstance(self.stop, str) else len(self.stop or ())
 
 
+class NamedSchema(_Asked):
+    """A JSON schema."""
+
+    name: StrictStr
+    description: StrictStr | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: StrictBool | None = None
+
+
 class ResponseFormat(_Asked):
     """What the output is made of."""
 
-    type: Literal["text"]
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+    def schema_wanted(self) -> Mapping[str, Any] | None:
+        """The schema that the output keeps to; None: any text."""
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ApiError(400, "json_schema is given where type is json_schema", param="response_format.json_schema")
+        if self.json_schema is not None:
+            return self.json_schema.schema_
+        return ANY_OBJECT if self.type == "json_object" else None
 
 
 class ChatRequest(_Sampled):

@@ -6,7 +6,7 @@ Owns the thread that decodes, which ways of drafting are ready, and the bound of
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -15,7 +15,7 @@ from typing import Any
 from foresay.decoding.outcome import FinishReason
 from foresay.decoding.randomness import derive
 from foresay.decoding.sampling_params import SamplingParams
-from foresay.errors import ContextLengthError
+from foresay.errors import ConfigError, ContextLengthError
 from foresay.generation.generator import PREFIX_BYTES, Generator
 from foresay.generation.load import change
 from foresay.generation.result import Chunk
@@ -24,6 +24,7 @@ from foresay.server.errors import ApiError
 from foresay.server.metrics import Clock, Metrics
 from foresay.server.settings import ServerSettings
 from foresay.server.ways import Way
+from foresay.text.grammar import JsonSchema
 from foresay.text.prompts import encode
 
 
@@ -69,6 +70,16 @@ class Service:
         if len(ids) >= most:
             raise ContextLengthError(f"the prompt has {len(ids)} tokens, and the model's context is {most}")
         return ids
+
+    def json_schema(self, schema: Mapping[str, Any], prompt_length: int) -> JsonSchema:
+        """What keeps an output behind a prompt of so many tokens to a schema. Raises ApiError for one that is not understood."""
+        target = self.generator.target
+        try:
+            return JsonSchema(
+                schema, self.tokenizer, target.model.vocab_size, sorted(target.eos_token_ids), prompt_length
+            )
+        except ConfigError as error:
+            raise ApiError(400, str(error), param="response_format") from None
 
     async def chunks(
         self, prompts: Sequence[tuple[list[int], SamplingParams]], way: Way

@@ -9,14 +9,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from foresay.decoding.outcome import FinishReason, Step
-from foresay.decoding.sampling_params import SamplingParams
+from foresay.decoding.sampling_params import LogitsProcessor, SamplingParams
 from foresay.generation.result import Chunk
 from foresay.server.answers import Logprobs, Names, Output, finish_reason, origins, sent, statistics, usage
 from foresay.server.errors import ApiError, as_api_error
@@ -37,11 +38,18 @@ class Asked:
     n: int
     way: Way
     told: Drafting
+    constrain: Callable[[int], LogitsProcessor] | None = None
+    """Makes what keeps an output to a grammar behind a prompt of so many tokens; each output has its own."""
 
     def pairs(self) -> list[tuple[list[int], SamplingParams]]:
         """Every output's prompt and parameters."""
         each = several(self.params[0], len(self.prompts) * self.n)
-        return [(self.prompts[i // self.n], params) for i, params in enumerate(each)]
+        return [self._pair(self.prompts[i // self.n], params) for i, params in enumerate(each)]
+
+    def _pair(self, prompt: list[int], params: SamplingParams) -> tuple[list[int], SamplingParams]:
+        if self.constrain is None:
+            return prompt, params
+        return prompt, replace(params, processors=(self.constrain(len(prompt)),))
 
     @property
     def sizes(self) -> list[int]:
@@ -80,6 +88,10 @@ async def chat(service: Service, asked: ChatRequest, request: Request) -> Respon
     """POST /v1/chat/completions."""
     ready = prepare(service, asked, [[message.plain() for message in asked.messages]])
     logprobs = Logprobs(service.tokenizer)
+    schema = None if asked.response_format is None else asked.response_format.schema_wanted()
+    if schema is not None:
+        ready.constrain = partial(service.json_schema, schema)
+        ready.constrain(0)  # a schema that is not understood is refused now
 
     def piece(place: int, text: str, steps: Sequence[Step], ended: FinishReason | None, first: bool) -> dict[str, Any]:
         delta = ({"role": "assistant"} if first else {}) | ({"content": text} if text or first else {})
@@ -133,10 +145,11 @@ async def answered(service: Service, asked: Asked, names: Names, shape: Shape, r
 
 async def collected(service: Service, asked: Asked, request: Request) -> list[Output]:
     """All outputs. Raises the first error of one of them, and ApiError for a client that left or a time that is over."""
-    outputs = [Output() for _ in asked.pairs()]
+    pairs = asked.pairs()
+    outputs = [Output() for _ in pairs]
 
     async def collect() -> None:
-        async with aclosing(service.chunks(asked.pairs(), asked.way)) as stream:
+        async with aclosing(service.chunks(pairs, asked.way)) as stream:
             async for place, chunk in stream:
                 if chunk.error is not None:
                     raise chunk.error
@@ -204,7 +217,7 @@ async def _events(
     first: tuple[int, Chunk],
     stream: AsyncGenerator[tuple[int, Chunk], None],
 ) -> AsyncIterator[bytes]:
-    outputs = [Output() for _ in asked.pairs()]
+    outputs = [Output() for _ in range(len(asked.prompts) * asked.n)]
     extra: dict[str, Any] = {"usage": None} if with_usage else {}
     task = asyncio.current_task()
     if task is not None:

@@ -161,6 +161,47 @@ class TestChat:
         assert done.usage is not None and done.usage.prompt_tokens_details is not None
         assert done.usage.prompt_tokens_details.cached_tokens and done.usage.prompt_tokens_details.cached_tokens > 200
 
+    def test_json_of_a_schema(self, client: openai.OpenAI, model: foresay.Generator) -> None:
+        """Parsed by who asked for it, the same under every drafter, sampled and greedy, and in a stream."""
+        wanted = schema(
+            {
+                "type": "object",
+                "properties": {
+                    "colour": {"enum": ["red", "green"]},
+                    "count": {"type": "integer", "minimum": 1, "maximum": 99},
+                },
+                "required": ["colour", "count"],
+                "additionalProperties": False,
+            }
+        )
+        for params in ({"temperature": 0.0}, {"temperature": 1.0, "seed": 3}):
+            texts = set()
+            for ours in (
+                {"drafter": "none"},
+                {"drafter": "prompt_lookup(min_ngram=1)", "length": 4},
+                {"drafter": "suffix", "length": 8},
+            ):
+                done = client.chat.completions.create(
+                    model="tiny",
+                    messages=TALK,
+                    max_tokens=200,
+                    response_format=wanted,
+                    extra_body={"foresay": ours},
+                    **params,
+                )  # type: ignore[call-overload]
+                assert done.choices[0].finish_reason == "stop"
+                texts.add(done.choices[0].message.content)
+            assert len(texts) == 1
+            value = json.loads(texts.pop())
+            assert value["colour"] in ("red", "green") and 1 <= value["count"] <= 99 and len(value) == 2
+        events = client.chat.completions.create(
+            model="tiny", messages=TALK, max_tokens=200, temperature=0, response_format=wanted, stream=True, n=2
+        )  # type: ignore[call-overload]
+        pieces: list[list[str]] = [[], []]
+        for event in events:
+            pieces[event.choices[0].index].append(event.choices[0].delta.content or "")
+        assert all(json.loads("".join(some))["colour"] in ("red", "green") for some in pieces)
+
 
 class TestCompletions:
     def test_texts_ids_and_lists(self, client: openai.OpenAI, model: foresay.Generator) -> None:
@@ -182,6 +223,17 @@ class TestCompletions:
         assert found.text_offset[0] == 0 and found.text_offset[1] == len(found.tokens[0])
 
 
+def schema(inside: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": inside}}
+
+
+def nested(depth: int) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for _ in range(depth - 1):
+        out = {"not": out}
+    return out
+
+
 REFUSED: list[tuple[dict[str, Any], str, str | None]] = [
     ({"messages": TALK, "tools": []}, "'tools' is not supported", "tools"),
     ({"messages": TALK, "foresay": {"gama": 3}}, "'foresay.gama' is not supported", "foresay.gama"),
@@ -191,7 +243,10 @@ REFUSED: list[tuple[dict[str, Any], str, str | None]] = [
     ({"messages": TALK, "top_logprobs": 2}, "needs logprobs", "top_logprobs"),
     ({"messages": TALK, "logit_bias": {"x": 1}}, "'x' is not a token id", "logit_bias"),
     ({"messages": TALK, "stream_options": {"include_usage": True}}, "needs stream=true", "stream_options"),
-    ({"messages": TALK, "response_format": {"type": "json_object"}}, "response_format.type", "response_format.type"),
+    ({"messages": TALK, "response_format": {"type": "xml"}}, "response_format.type", "response_format.type"),
+    ({"messages": TALK, "response_format": {"type": "json_schema"}}, "json_schema is given", "response_format.json_schema"),
+    ({"messages": TALK, "response_format": schema({"type": "nothing"})}, "the schema is not understood", "response_format"),
+    ({"messages": TALK, "response_format": schema(nested(40))}, "40 deep", "response_format"),
     ({"messages": []}, "messages", "messages"),
     ({"messages": [{"role": "king", "content": "x"}]}, "messages.0.role", "messages.0.role"),
     ({"messages": TALK, "foresay": {"drafter": "model(/etc)"}}, "not among those", "foresay.drafter"),
@@ -291,6 +346,20 @@ class TestTelling:
             assert found.status_code == 200 and "//" not in re.sub(r"^\s*//.*$", "", found.text, flags=re.MULTILINE)
         ids = set(re.findall(r'at\("(\w+)"\)', raw.get("/page.js").text))
         assert ids <= set(re.findall(r'id="(\w+)"', page.text)), "what the script looks for is on the page"
+
+    def test_the_dashboard_asks_for_what_is_counted(self, raw: httpx.Client) -> None:
+        page = json.loads((Path(__file__).parents[3] / "docs" / "grafana.json").read_text(encoding="utf-8"))
+        asked = {
+            name
+            for panel in page["panels"]
+            for target in panel["targets"]
+            for name in re.findall(r"foresay_\w+", target["expr"])
+        }
+        said = raw.get("/metrics").text
+        for name in asked:
+            assert re.search(
+                rf"^# TYPE {re.sub('_(bucket|sum|count|total)$', '', name)}(_total)? ", said, re.MULTILINE
+            ), name
 
     def test_metrics_count_what_was_done(self, model: foresay.Generator) -> None:
         running = Running(model)

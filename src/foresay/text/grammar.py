@@ -1,0 +1,105 @@
+"""Output that keeps to a grammar: a processor of logits that leaves only the tokens that may come next.
+
+Owns how a grammar library's state follows a context that grows, is guessed and taken back. A mask depends on the context alone,
+so that it is the same for the target and for whatever drafts, and speculation stays exact. Knows no engine and no API.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+
+from foresay.errors import ConfigError
+
+ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+"""The schema of any JSON object."""
+MAX_BYTES, MAX_DEPTH = 1 << 16, 32
+_STYLE = {"whitespace_pattern": r"[ \n\t]{0,8}"}
+"""Blanks between parts: as many as people write, and no output of blanks alone."""
+_tokenizers: WeakKeyDictionary[Any, dict[tuple[int, tuple[int, ...]], Any]] = WeakKeyDictionary()
+
+
+class JsonSchema:
+    """Keeps an output to a JSON schema. A LogitsProcessor of one request: it counts what comes after the prompt."""
+
+    def __init__(
+        self, schema: Mapping[str, Any], tokenizer: Any, vocab_size: int, eos: Sequence[int], prompt_length: int
+    ) -> None:
+        """vocab_size: width of the scores. eos: what ends an output, allowed where the grammar may end. prompt_length: in tokens.
+
+        Raises ConfigError for a schema that is too large, or that the library does not understand, and without the library.
+        """
+        try:
+            from llguidance import LLMatcher
+        except ImportError:
+            raise ConfigError("structured output needs llguidance: pip install 'foresay[server]'") from None
+        text = json.dumps(schema)
+        if len(text) > MAX_BYTES or _depth(schema) > MAX_DEPTH:
+            raise ConfigError(
+                f"the schema has {len(text)} bytes, {_depth(schema)} deep; {MAX_BYTES} and {MAX_DEPTH} are taken"
+            )
+        inner = _inner(tokenizer, vocab_size, tuple(sorted(eos)))
+        try:
+            grammar = LLMatcher.grammar_from_json_schema(text, defaults=_STYLE)
+            self._matcher = LLMatcher(inner, grammar)
+        except ValueError as error:
+            raise ConfigError(f"the schema is not understood: {error}") from None
+        if self._matcher.is_error():
+            raise ConfigError(f"the schema is not understood: {self._matcher.get_error()}")
+        self._prompt_length, self._vocab_size = prompt_length, vocab_size
+        self._consumed: list[int] = []
+
+    def __call__(self, token_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """token_ids: [1, L]. scores: [1, V]. Behind tokens that break the grammar, as guesses may, nothing is changed."""
+        if not self._follow(token_ids[0, self._prompt_length :].tolist()):
+            return scores
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        allowed = np.unpackbits(bits, bitorder="little")[: self._vocab_size].astype(bool)
+        mask = torch.from_numpy(allowed).to(scores.device)
+        out = scores.clone()
+        out[:, : len(mask)] = out[:, : len(mask)].masked_fill(~mask, -torch.inf)
+        out[:, len(mask) :] = -torch.inf
+        return out
+
+    def _follow(self, written: list[int]) -> bool:
+        """Bring the matcher behind these tokens; whether the grammar takes all of them."""
+        common = 0
+        for ours, theirs in zip(self._consumed, written, strict=False):
+            if ours != theirs:
+                break
+            common += 1
+        if common < len(self._consumed):
+            self._matcher.rollback(len(self._consumed) - common)
+            del self._consumed[common:]
+        taken = self._matcher.try_consume_tokens(written[common:])
+        self._consumed += written[common : common + taken]
+        return len(self._consumed) == len(written)
+
+
+def _inner(tokenizer: Any, vocab_size: int, eos: tuple[int, ...]) -> Any:
+    """The library's own tokenizer, which takes a second to make."""
+    from llguidance.hf import from_tokenizer
+
+    made = _tokenizers.setdefault(tokenizer, {})
+    if (vocab_size, eos) not in made:
+        try:
+            made[vocab_size, eos] = from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=list(eos) or None)
+        except ValueError as error:
+            raise ConfigError(f"this tokenizer cannot be used for structured output: {error}") from None
+    return made[vocab_size, eos]
+
+
+def _depth(value: Any) -> int:
+    """Levels of objects and lists; counted without calls within calls, since clients write schemas."""
+    deepest, open_ = 0, [(value, 1)]
+    while open_:
+        one, depth = open_.pop()
+        deepest = max(deepest, depth)
+        inside = one.values() if isinstance(one, Mapping) else one if isinstance(one, list) else ()
+        open_ += [(child, depth + 1) for child in inside]
+    return deepest

@@ -1,0 +1,82 @@
+"""A grammar's masks depend on the context alone, however it was come by."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from foresay.errors import ConfigError
+from foresay.text.grammar import ANY_OBJECT, JsonSchema
+from helpers import tiny
+
+SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 12, "x"]}, "b": {"type": "boolean"}}, "required": ["a"]}
+PROMPT = [5, 6, 7]
+
+
+def make(tokenizer: object, schema: object = SCHEMA) -> JsonSchema:
+    return JsonSchema(schema, tokenizer, len(tokenizer), [0], len(PROMPT))  # type: ignore[arg-type]
+
+
+def mask(processor: JsonSchema, written: list[int]) -> list[bool]:
+    scores = torch.zeros(1, processor._vocab_size)
+    out = processor(torch.tensor([PROMPT + written]), scores)
+    assert not scores.any(), "what it was given is left alone"
+    return torch.isfinite(out[0]).tolist()
+
+
+def test_masks_after_guesses_that_were_taken_back_are_those_of_a_fresh_one() -> None:
+    tokenizer, chance = tiny.tokenizer(), random.Random(0)
+    one = make(tokenizer)
+    lengths = set()
+    for _ in range(6):
+        written: list[int] = []
+        while not written or written[-1] != 0:
+            allowed = [i for i, good in enumerate(mask(one, written)) if good]
+            assert mask(make(tokenizer), written) == mask(one, written)
+            wrong = next(i for i in range(4, 250) if i not in allowed)
+            for guess in ([chance.choice(allowed), chance.choice(allowed)], [wrong], [wrong, wrong]):
+                seen = mask(one, written + guess)  # such as a pass over draft tokens asks
+                assert all(seen) or guess[0] != wrong
+            written.append(0 if 0 in allowed else chance.choice(allowed))
+        text = tokenizer.decode(written[:-1])
+        assert text.strip().startswith("{") and text.strip().endswith("}")
+        lengths.add(len(written))
+    assert len(lengths) > 1
+
+
+def test_behind_tokens_that_break_it_nothing_is_changed() -> None:
+    tokenizer = tiny.tokenizer()
+    one = make(tokenizer)
+    wrong = tokenizer("hello").input_ids
+    assert all(mask(one, wrong)) and not all(mask(one, []))
+
+
+def test_an_end_is_allowed_where_it_may_end() -> None:
+    tokenizer = tiny.tokenizer()
+    for text, ends in (("", False), ('{"a":', False), ('{"a":1', False), ('{"a":1}', True), ('{"a":12}', True)):
+        assert mask(make(tokenizer), tokenizer(text).input_ids)[0] == ends, text
+    anything = tokenizer('{"q": [1, {"z": null}]}').input_ids
+    assert mask(make(tokenizer, ANY_OBJECT), anything)[0]
+    assert all(mask(make(tokenizer), anything)), "which the other schema does not take"
+
+
+def test_scores_wider_than_the_vocabulary() -> None:
+    tokenizer = tiny.tokenizer()
+    wide = JsonSchema(SCHEMA, tokenizer, len(tokenizer) + 60, [0], len(PROMPT))
+    found = mask(wide, [])
+    assert found[: len(tokenizer)] == mask(make(tokenizer), []) and not any(found[len(tokenizer) :])
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"type": "nothing"}, "not understood"),
+        ({"enum": ["x" * 70_000]}, "bytes"),
+        ({"$ref": "#/nowhere"}, "not understood"),
+    ],
+)
+def test_what_is_refused(schema: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make(tiny.tokenizer(), schema)
