@@ -19,7 +19,7 @@ from foresay.errors import ConfigError
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 """The schema of any JSON object."""
 MAX_BYTES, MAX_DEPTH = 1 << 16, 32
-_STYLE = {"whitespace_pattern": r"[ \n\t]{0,8}"}
+_STYLE: Any = {"whitespace_pattern": r"[ \n\t]{0,8}"}
 """Blanks between parts: as many as people write, and no output of blanks alone."""
 _tokenizers: WeakKeyDictionary[Any, dict[tuple[int, tuple[int, ...]], Any]] = WeakKeyDictionary()
 
