@@ -6,6 +6,8 @@ Owns the way from a prompt to tokens and back to text, and that an error is a ch
 
 from __future__ import annotations
 
+import itertools
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
@@ -24,6 +26,9 @@ from foresay.generation.result import Chunk, Generation
 from foresay.models.sources.catalog import LoadedModel
 from foresay.text.prompts import encode
 from foresay.text.stream import Detokenizer, StopStrings, TextStream
+
+logger = logging.getLogger(__name__)
+_serials = itertools.count()
 
 
 class _Request:
@@ -85,6 +90,8 @@ class Session:
         self.target, self.engine = target, engine
         self.max_waiting = None if max_waiting is None else check_int("max_waiting", max_waiting, 0)
         self._open: dict[int, _Request] = {}
+        self.serial = next(_serials)
+        """No other session's."""
 
     @property
     def has_work(self) -> bool:
@@ -165,9 +172,10 @@ Listener = Callable[[Chunk], None]
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """A request of one of a thread's sessions."""
+    """A request of one of a thread's sessions, whatever came after that session."""
 
     kind: Hashable
+    session: int
     number: int
 
 
@@ -213,7 +221,7 @@ class SessionThread:
                 for number in numbers:
                     session.cancel(number)
                 raise
-            tickets = [Ticket(kind, number) for number in numbers]
+            tickets = [Ticket(kind, session.serial, number) for number in numbers]
             for place, ticket in enumerate(tickets):
                 self._listeners[ticket] = lambda chunk, place=place: listener(place, chunk)  # type: ignore[misc]
             return tickets
@@ -225,8 +233,9 @@ class SessionThread:
 
         def order() -> None:
             for ticket in tickets:
-                if ticket.kind in self._sessions:
-                    self._sessions[ticket.kind].cancel(ticket.number)
+                session = self._sessions.get(ticket.kind)
+                if session is not None and session.serial == ticket.session:
+                    session.cancel(ticket.number)
 
         return self.call(order)
 
@@ -248,8 +257,8 @@ class SessionThread:
     def _session(self, kind: Hashable) -> Session:
         found = self._sessions.pop(kind, None)
         if found is None:
+            found = self._make(kind)  # first: one that cannot be made costs nobody a place
             self._make_room()
-            found = self._make(kind)
         self._sessions[kind] = found
         return found
 
@@ -280,10 +289,11 @@ class SessionThread:
     def _step(self, kind: Hashable, session: Session) -> None:
         try:
             chunks = session.step()
-        except Exception as error:  # whatever the target raises ends the requests it was working on, and no more
-            chunks = session.fail(error)
+        except BaseException as error:  # whatever the target raises ends the requests it was working on, and no more
+            logger.exception("a pass failed")
+            chunks = self._failed(kind, session, error)
         for chunk in chunks:
-            ended, ticket = chunk.finish_reason is not None, Ticket(kind, chunk.index)
+            ended, ticket = chunk.finish_reason is not None, Ticket(kind, session.serial, chunk.index)
             listener = self._listeners.pop(ticket, None) if ended else self._listeners.get(ticket)
             if listener is None:
                 continue
@@ -292,6 +302,27 @@ class SessionThread:
             except Exception:
                 self._listeners.pop(ticket, None)
                 session.cancel(chunk.index)
+
+    def _failed(self, kind: Hashable, session: Session, error: BaseException) -> list[Chunk]:
+        """The last chunks of a session's requests; one that cannot go on is dropped, and another made when it is needed."""
+        told = error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
+        chunks: list[Chunk] = []
+        try:
+            chunks = session.fail(told)
+        except BaseException:
+            logger.exception("its session cannot go on")
+            del self._sessions[kind]
+        ended = {chunk.index for chunk in chunks if chunk.finish_reason is not None}
+        mine = [one.number for one in self._listeners if one.kind == kind and one.session == session.serial]
+        return chunks + [_lost(number, told) for number in mine if number not in ended]
+
+
+def _lost(number: int, error: Exception) -> Chunk:
+    """The end of a request that nobody can say more of."""
+    why = RequestError(number, f"the target raised {type(error).__name__}: {error}")
+    why.__cause__ = error
+    step = Step(number, (), (), 0, 0, finish_reason=FinishReason.ERROR, error=why)
+    return Chunk(number, "", (), step, FinishReason.ERROR)
 
 
 def _carry_out(action: Callable[[], Any], future: Future[Any]) -> None:

@@ -34,6 +34,12 @@ class ChatMessage(_Asked):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: StrictStr | list[TextPart]
     name: StrictStr | None = None
+    refusal: None = None
+    """Beside what else an answer's message may have that is empty, so that it can be sent back as it came."""
+    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
+    function_call: None = None
+    audio: None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
 
     def plain(self) -> dict[str, str]:
         """As chat templates read it."""
@@ -50,10 +56,10 @@ class StreamOptions(_Asked):
 class Drafting(_Asked):
     """Our own field, `foresay`: how this request is drafted for, and what is told of it."""
 
-    drafter: StrictStr | None = None
+    drafter: Annotated[StrictStr, Field(max_length=200)] | None = None
     """An expression, such as "none" or "suffix"; None: the server's."""
-    length: StrictStr | StrictInt | None = None
-    rule: StrictStr | None = None
+    length: Annotated[StrictStr, Field(max_length=200)] | StrictInt | None = None
+    rule: Annotated[StrictStr, Field(max_length=200)] | None = None
     stats: StrictBool = False
     """Whether the answer tells what was drafted and accepted, step by step."""
     origins: StrictBool = False

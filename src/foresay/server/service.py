@@ -106,6 +106,7 @@ class Service:
                 yield place, chunk
         finally:
             if waiting:
+                self.metrics.finished.labels(str(FinishReason.CANCELLED)).inc(len(waiting))
                 submitted.add_done_callback(self._abandon)
 
     def _count(self, chunk: Chunk, clock: Clock) -> None:
@@ -118,9 +119,7 @@ class Service:
 
     def _abandon(self, submitted: Future[list[Ticket]]) -> None:
         if not submitted.cancelled() and submitted.exception() is None:
-            tickets = submitted.result()
-            self._thread.cancel(tickets)
-            self.metrics.finished.labels(str(FinishReason.CANCELLED)).inc(len(tickets))
+            self._thread.cancel(submitted.result())
 
     async def sessions(self) -> list[Session]:
         """Those there are."""

@@ -17,6 +17,8 @@ from foresay.methods.recipes import named, read_drafter, read_length, read_rule
 from foresay.server.errors import ApiError
 from foresay.server.requests import Drafting
 
+KEEPS = frozenset({"keep", "max_contexts", "max_tokens"})
+"""Settings of what look-ups keep between requests."""
 LOADS = frozenset({"acceptance"})
 """Length policies that read files."""
 
@@ -43,14 +45,19 @@ class Way:
         return Way(asked.drafter, asked.length, asked.rule)
 
 
+def _harmless(name: str | None, value: object) -> bool:
+    """Whether a setting opens nothing, holds little, and shares no text between requests."""
+    return name not in KEEPS and isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def _read(what: str, value: str | int, read: Callable[[Any], Any], allowed: frozenset[str]) -> None:
     """Names are checked before anything is made of them: what loads something does so at once."""
     try:
         call = None if isinstance(value, int) or value.strip().isdecimal() else parse(value)
-        if call is None or (call.name in allowed and all(isinstance(one, int | float) for _, one in call.values)):
+        if call is None or (call.name in allowed and all(_harmless(*one) for one in call.values)):
             read(value)
             return
-    except ForesayError as error:
+    except (ForesayError, ValueError, RecursionError) as error:
         raise ApiError(400, str(error), param=f"foresay.{what}") from None
     names = ", ".join(sorted(allowed))
     raise ApiError(

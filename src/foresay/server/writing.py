@@ -89,6 +89,10 @@ async def chat(service: Service, asked: ChatRequest, request: Request) -> Respon
     ready = prepare(service, asked, [[message.plain() for message in asked.messages]])
     logprobs = Logprobs(service.tokenizer)
     schema = None if asked.response_format is None else asked.response_format.schema_wanted()
+    if schema is not None and asked.min_tokens:
+        raise ApiError(
+            400, "min_tokens and a schema contradict: its output ends where it is complete", param="min_tokens"
+        )
     if schema is not None:
         ready.constrain = partial(service.json_schema, schema)
         ready.constrain(0)  # a schema that is not understood is refused now
@@ -109,7 +113,7 @@ async def chat(service: Service, asked: ChatRequest, request: Request) -> Respon
     if asked.stream:
         usage_wanted = asked.stream_options is not None and asked.stream_options.include_usage
         return await streamed(
-            service, ready, Names("chat.completion.chunk", "chatcmpl", service.names[0]), piece, usage_wanted
+            service, ready, Names("chat.completion.chunk", "chatcmpl", service.names[0]), piece, usage_wanted, request
         )
     return await answered(service, ready, Names("chat.completion", "chatcmpl", service.names[0]), whole, request)
 
@@ -128,7 +132,7 @@ async def complete(service: Service, asked: CompletionRequest, request: Request)
 
     if asked.stream:
         usage_wanted = asked.stream_options is not None and asked.stream_options.include_usage
-        return await streamed(service, ready, names, choice, usage_wanted)
+        return await streamed(service, ready, names, choice, usage_wanted, request)
     return await answered(service, ready, names, choice, request)
 
 
@@ -185,12 +189,14 @@ async def _left(request: Request) -> None:
         pass
 
 
-async def streamed(service: Service, asked: Asked, names: Names, shape: Shape, with_usage: bool) -> Response:
+async def streamed(
+    service: Service, asked: Asked, names: Names, shape: Shape, with_usage: bool, request: Request
+) -> Response:
     """Events as the outputs grow; what is refused before the first of them is refused as any other request is."""
     stream = service.chunks(asked.pairs(), asked.way)
     try:
         async with asyncio.timeout(service.settings.timeout_s):
-            first = await anext(stream)
+            first = await _first(service, stream, request)
     except TimeoutError:
         await stream.aclose()
         raise ApiError(
@@ -206,6 +212,24 @@ async def streamed(service: Service, asked: Asked, names: Names, shape: Shape, w
     return StreamingResponse(
         events, media_type="text/event-stream", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
     )
+
+
+async def _first(
+    service: Service, stream: AsyncGenerator[tuple[int, Chunk], None], request: Request
+) -> tuple[int, Chunk]:
+    """What comes first, while somebody waits for it."""
+    work, gone = asyncio.ensure_future(anext(stream)), asyncio.create_task(_left(request))
+    service.watch(work)
+    try:
+        await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            raise ApiError(GONE, "the client has left")
+        return work.result()
+    finally:
+        for task in (work, gone):
+            task.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await task
 
 
 async def _events(

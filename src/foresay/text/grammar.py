@@ -57,14 +57,21 @@ class JsonSchema:
     def __call__(self, token_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """token_ids: [1, L]. scores: [1, V]. Behind tokens that break the grammar, as guesses may, nothing is changed."""
         if not self._follow(token_ids[0, self._prompt_length :].tolist()):
+            self._check()
             return scores
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         allowed = np.unpackbits(bits, bitorder="little")[: self._vocab_size].astype(bool)
+        self._check()
         mask = torch.from_numpy(allowed).to(scores.device)
         out = scores.clone()
         out[:, : len(mask)] = out[:, : len(mask)].masked_fill(~mask, -torch.inf)
         out[:, len(mask) :] = -torch.inf
         return out
+
+    def _check(self) -> None:
+        """A matcher that has given up, at a limit of its own, ends the output: nothing would hold it to the grammar."""
+        if self._matcher.is_error():
+            raise ConfigError(f"the schema cannot be followed further: {self._matcher.get_error()}")
 
     def _follow(self, written: list[int]) -> bool:
         """Bring the matcher behind these tokens; whether the grammar takes all of them."""

@@ -185,7 +185,10 @@ class Fitting:
         return self.processes.first_says(max(shares))
 
     def _batches_of_epoch(self) -> int:
-        return len(self._order(self.state.epoch)) // self.processes.count
+        found = len(self._order(self.state.epoch)) // self.processes.count
+        if not found:
+            raise ConfigError(f"there are fewer batches than the {self.processes.count} processes; make them smaller")
+        return found
 
     def _order(self, epoch: int) -> list[list[int]]:
         if self._known[0] != epoch:

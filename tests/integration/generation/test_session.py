@@ -160,6 +160,61 @@ def test_the_thread_survives_a_listener_and_a_target_that_raise(model: foresay.G
         thread.submit([(ids, SamplingParams()), ([], SamplingParams())], listen("a")).result(20)
 
 
+def test_the_thread_goes_on_with_another_session_when_one_is_past_mending() -> None:
+    broken = [True]
+
+    class Broken(Session):
+        def step(self) -> list[foresay.Chunk]:
+            if broken[0]:
+                raise BaseException("not even an Exception")
+            return super().step()
+
+        def fail(self, error: Exception) -> list[foresay.Chunk]:
+            raise RuntimeError("and nothing left to mend")
+
+    table = foresay.load(TableModel.random(6, seed=1), drafter="none")
+    thread = SessionThread(lambda kind: Broken(table.target, table.engine()), idle_s=0.05)
+    chunks: list[foresay.Chunk] = []
+    came = threading.Event()
+
+    def listen(place: int, chunk: foresay.Chunk) -> None:
+        chunks.append(chunk)
+        if chunk.finish_reason is not None:
+            came.set()
+
+    thread.submit([([1, 2], SamplingParams(max_new_tokens=5))], listen).result(20)
+    assert came.wait(20) and "not even an Exception" in str(chunks[-1].error)
+    broken[0] = False
+    came.clear()
+    thread.submit([([1, 2], SamplingParams(max_new_tokens=5))], listen).result(20)
+    assert came.wait(20) and chunks[-1].error is None
+
+
+def test_a_ticket_of_a_session_that_is_gone_cancels_nothing() -> None:
+    table = foresay.load(TableModel.random(6, seed=1), drafter="none")
+    thread = SessionThread(lambda kind: table.session(), idle_s=5)
+    ended: list[foresay.Chunk] = []
+    came = threading.Event()
+
+    def listen(place: int, chunk: foresay.Chunk) -> None:
+        if chunk.finish_reason is not None:
+            ended.append(chunk)
+            came.set()
+
+    def ask(kind: str, new: int) -> Any:
+        came.clear()
+        return thread.submit([([1, 2], SamplingParams(max_new_tokens=new))], listen, kind=kind).result(20)
+
+    old = ask("a", 2)
+    assert came.wait(20)
+    ask("b", 2)  # there is room for one: the first goes
+    assert came.wait(20)
+    new = ask("a", 3000)
+    assert new[0].number == old[0].number and new != old
+    thread.cancel(old).result(20)
+    assert came.wait(60) and ended[-1].finish_reason == "length"
+
+
 def test_astream_calls_share_one_batch(model: foresay.Generator) -> None:
     async def one(text: str) -> list[foresay.Chunk]:
         return [chunk async for chunk in model.astream(text, max_new_tokens=16)]

@@ -161,6 +161,12 @@ class TestChat:
         assert done.usage is not None and done.usage.prompt_tokens_details is not None
         assert done.usage.prompt_tokens_details.cached_tokens and done.usage.prompt_tokens_details.cached_tokens > 200
 
+    def test_an_answer_may_be_sent_back_as_it_came(self, client: openai.OpenAI) -> None:
+        talk = list(TALK)
+        for _ in range(2):
+            done = client.chat.completions.create(model="tiny", messages=talk, max_tokens=4, temperature=0)
+            talk += [done.choices[0].message, {"role": "user", "content": "go on"}]
+
     def test_json_of_a_schema(self, client: openai.OpenAI, model: foresay.Generator) -> None:
         """Parsed by who asked for it, the same under every drafter, sampled and greedy, and in a stream."""
         wanted = schema(
@@ -253,6 +259,10 @@ REFUSED: list[tuple[dict[str, Any], str, str | None]] = [
     ({"messages": TALK, "foresay": {"drafter": "max_gram(table='/etc/passwd')"}}, "not among those", "foresay.drafter"),
     ({"messages": TALK, "foresay": {"drafter": "suffix(" }}, "suffix(", "foresay.drafter"),
     ({"messages": TALK, "foresay": {"length": "acceptance(/etc)"}}, "not among those", "foresay.length"),
+    ({"messages": TALK, "foresay": {"drafter": "suffix(keep=true)"}}, "not among those", "foresay.drafter"),
+    ({"messages": TALK, "foresay": {"drafter": "ngram_store(max_contexts=99999999)"}}, "not among those", "foresay.drafter"),
+    ({"messages": TALK, "foresay": {"drafter": "[" * 5000}}, "200 characters", "foresay.drafter"),
+    ({"messages": TALK, "min_tokens": 5, "response_format": {"type": "json_object"}}, "contradict", "min_tokens"),
     ({"messages": TALK, "foresay": {"rule": "blok"}}, "rule='blok' is not among those", "foresay.rule"),
     ({"messages": [{"role": "user", "content": "x" * 5000}]}, "the model's context is 4096", None),
 ]  # fmt: skip
