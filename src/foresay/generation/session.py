@@ -113,7 +113,8 @@ class Session:
         anyway. stop: a condition of the caller's own, in place of stop strings. Raises ConfigError, PromptError or
         ContextLengthError for what cannot be decoded, and QueueFullError.
         """
-        if self.max_waiting is not None and self.engine.num_waiting >= self.max_waiting:
+        free = max(0, self.engine.max_batch_size - self.engine.num_active)  # taken with the next step
+        if self.max_waiting is not None and self.engine.num_waiting >= self.max_waiting + free:
             raise QueueFullError(f"{self.engine.num_waiting} requests are waiting, as many as may; try again later")
         ids = encode(prompt, self.target.tokenizer)
         begun = self.target.model.begin(ids, SamplingParams.of(params, **changes))
@@ -185,12 +186,15 @@ class SessionThread:
     Requests of one kind share a session, and its batch; sessions with work take turns, a step each.
     """
 
-    def __init__(self, make: Callable[[Any], Session], *, idle_s: float = 1.0, max_sessions: int = 1) -> None:
+    def __init__(
+        self, make: Callable[[Any], Session], *, idle_s: float = 1.0, max_sessions: int = 1, main: Hashable = None
+    ) -> None:
         """make: a session for a kind, called on the thread when the first such request comes. idle_s: how long the thread
-        waits for more. max_sessions: kept at a time; the one that was idle longest goes first, those with work stay.
+        waits for more. max_sessions: kept at a time, beside that of the kind `main`, which stays; the one that was idle longest
+        goes first, and those with work stay.
         """
         self._make, self._idle_s = make, idle_s
-        self._max_sessions = check_int("max_sessions", max_sessions, 1)
+        self._max_sessions, self._main = check_int("max_sessions", max_sessions, 1), main
         self._condition = threading.Condition()
         self._orders: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._listeners: dict[Ticket, Listener] = {}
@@ -258,17 +262,16 @@ class SessionThread:
         found = self._sessions.pop(kind, None)
         if found is None:
             found = self._make(kind)  # first: one that cannot be made costs nobody a place
-            self._make_room()
+            if kind != self._main:
+                self._make_room()
         self._sessions[kind] = found
         return found
 
     def _make_room(self) -> None:
-        while len(self._sessions) >= self._max_sessions:
-            idle = next((kind for kind, one in self._sessions.items() if not one.has_work), None)
+        while len(others := [kind for kind in self._sessions if kind != self._main]) >= self._max_sessions:
+            idle = next((kind for kind in others if not self._sessions[kind].has_work), None)
             if idle is None:
-                raise QueueFullError(
-                    f"{len(self._sessions)} ways of drafting are at work, as many as may; try again later"
-                )
+                raise QueueFullError(f"{len(others)} ways of drafting are at work, as many as may; try again later")
             del self._sessions[idle]
 
     def _run(self) -> None:

@@ -36,7 +36,7 @@ class Service:
         self.generator, self.settings, self.names = generator, settings, list(names)
         self.metrics = Metrics()
         self.draining = False
-        self._thread = SessionThread(self._make, idle_s=5.0, max_sessions=settings.max_methods)
+        self._thread = SessionThread(self._make, idle_s=5.0, max_sessions=settings.max_methods, main=Way())
         self._open: set[asyncio.Task[Any]] = set()
 
     def _make(self, way: Way) -> Session:

@@ -101,6 +101,14 @@ def test_cancelling_frees_a_row_and_a_full_queue_refuses(model: foresay.Generato
     assert not session.has_work
 
 
+def test_requests_that_a_free_row_takes_do_not_wait(model: foresay.Generator) -> None:
+    session = model.with_settings(max_batch_size=3).session(max_waiting=1)
+    numbers = [session.submit("hello", max_new_tokens=2) for _ in range(4)]
+    with pytest.raises(QueueFullError):
+        session.submit("hello", max_new_tokens=2)
+    assert set(finished(session)) == set(numbers)
+
+
 def test_a_target_that_fails_ends_what_was_under_way_and_the_session_goes_on(
     model: foresay.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:

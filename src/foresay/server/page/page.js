@@ -1,7 +1,7 @@
 "use strict";
 
 const at = (id) => document.getElementById(id);
-const talk = [];
+let talk = [];
 let going = null;
 
 function made(kind, parent, name, text = "") {
@@ -84,7 +84,9 @@ class Panel {
 
 async function ask(text) {
   const drafts = at("draft").checked;
-  talk.push({ role: "user", content: text });
+  // what a new chat begins is another
+  const chat = talk;
+  chat.push({ role: "user", content: text });
   made("div", at("talk"), "said", text);
   const answers = made("div", at("talk"), "answers");
   const panels = [[new Panel(answers, drafts ? "with speculation" : "plain"), drafts ? null : "none"]];
@@ -97,14 +99,14 @@ async function ask(text) {
     // one after the other: side by side on one machine neither would show its speed
     for (const [panel, drafter] of panels) {
       panel.text.scrollIntoView({ block: "nearest" });
-      await panel.run([...talk], drafter, going.signal);
+      await panel.run([...chat], drafter, going.signal);
     }
   } catch (error) {
     if (error.name !== "AbortError") at("problem").textContent = error.message;
   } finally {
     for (const [panel] of panels) if (!panel.tokens) panel.figures.textContent = "nothing written";
-    if (panels[0][0].whole) talk.push({ role: "assistant", content: panels[0][0].whole });
-    else talk.pop();
+    if (panels[0][0].whole) chat.push({ role: "assistant", content: panels[0][0].whole });
+    else chat.pop();
     going = null;
     at("send").disabled = false;
     at("stop").disabled = true;
@@ -128,7 +130,7 @@ at("prompt").addEventListener("keydown", (event) => {
 at("stop").addEventListener("click", () => going?.abort());
 at("clear").addEventListener("click", () => {
   going?.abort();
-  talk.length = 0;
+  talk = [];
   at("talk").replaceChildren();
   at("prompt").focus();
 });
