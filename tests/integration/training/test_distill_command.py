@@ -151,12 +151,13 @@ def test_several_processes_take_the_steps_of_one(target: Path, recorded: Path, t
 def test_a_head_goes_on_with_another_schedule(target: Path, recorded: Path, shell: tiny.Shell, tmp_path: Path) -> None:
     first, then = tmp_path / "first", tmp_path / "then"
     shape = ["--layers", "1,2,3", "--steps", "2", "--vocabulary-size", "64", "--feed-forward", "40"]
-    assert shell("distill", str(first), *options(target, recorded, "--epochs", "6", *shape))[0] == 0
+    assert shell("distill", str(first), *options(target, recorded, "--epochs", "12", "--rate", "1e-2", *shape))[0] == 0
     again = ["--from", str(first), "--steps", "2", "--rate", "1e-4"]
     assert shell("distill", str(then), *options(target, recorded, *again))[0] == 0
     ended, began = read_log(first), read_log(then)
-    assert began[0]["divergence"] == pytest.approx(ended[max(ended)]["divergence"], abs=0.05)
-    assert began[0]["divergence"] < 0.9 * ended[0]["divergence"], "not anew"
+    kept = max(ended.values(), key=lambda line: line["tokens_per_pass"])  # the first of the best
+    assert began[0]["divergence"] == pytest.approx(kept["divergence"], abs=0.05)
+    assert began[0]["divergence"] < 0.7 * ended[0]["divergence"], "not anew"
     assert json.loads((then / "foresay.json").read_text())["from"] == str(first)
     assert "--from takes the shape" in shell.refused(
         "distill", str(tmp_path / "x"), *options(target, recorded, *again, "--layers", "1")
