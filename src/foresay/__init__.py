@@ -68,7 +68,8 @@ if TYPE_CHECKING:
     from foresay.generation.generator import Generator
     from foresay.generation.load import change, load
     from foresay.generation.result import Chunk, Generation
-    from foresay.generation.session import Session, SessionThread
+    from foresay.generation.session import Session
+    from foresay.generation.session_thread import SessionThread
     from foresay.integrations.transformers import generate
     from foresay.lengths import ConfidenceLength, ConstantLength, EntropyLength, HeuristicLength, ThroughputLength
     from foresay.models.table import TableModel
@@ -129,7 +130,8 @@ _WHERE = {
     ],
     "foresay.generation.generator": ["Generator"],
     "foresay.generation.result": ["Chunk", "Generation"],
-    "foresay.generation.session": ["Session", "SessionThread"],
+    "foresay.generation.session": ["Session"],
+    "foresay.generation.session_thread": ["SessionThread"],
     "foresay.integrations.transformers": ["generate"],
     "foresay.lengths": [
         "ConfidenceLength",

@@ -79,7 +79,7 @@ INSIDE = {
     ],
     "text": [{"tokenizer", "text_files", "wording", "grammar"}, {"prompts", "stream", "cross_tokenizer"}],
     "methods": [{"expressions", "settings_file"}, {"recipe"}, {"recipes"}],
-    "generation": [{"result"}, {"session"}, {"generator"}, {"load"}, {"method"}],
+    "generation": [{"result"}, {"session"}, {"session_thread"}, {"generator"}, {"load"}, {"method"}],
     "server": [
         {"errors", "metrics", "settings"},
         {"requests", "answers", "guards"},

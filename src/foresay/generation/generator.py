@@ -6,10 +6,9 @@ session of its own, so calls do not see each other; all `astream` calls on one G
 
 from __future__ import annotations
 
-import asyncio
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, cast, overload
 
@@ -22,7 +21,8 @@ from foresay.engine import Engine
 from foresay.engine.prefixes import PrefixStore
 from foresay.errors import ConfigError
 from foresay.generation.result import Chunk, Generation
-from foresay.generation.session import Session, SessionThread, Ticket
+from foresay.generation.session import Session
+from foresay.generation.session_thread import SessionThread
 from foresay.lengths import LENGTHS, ConstantLength
 from foresay.methods.expressions import written
 from foresay.methods.recipe import DrafterBuilder, Resources
@@ -201,30 +201,11 @@ class Generator:
         A call that is cancelled, or whose iterator is closed, frees its rows before the next step.
         """
         requests = _requests(prompt, params, changes)
-        loop, queue = asyncio.get_running_loop(), asyncio.Queue[Chunk]()
-
-        def listen(place: int, chunk: Chunk) -> None:
-            loop.call_soon_threadsafe(queue.put_nowait, replace(chunk, index=place))
-
-        submitted = self._live.submit(requests, listen)
-        open_places = set(range(len(requests)))
-        try:
-            await asyncio.wrap_future(submitted)
-            while open_places:
-                chunk = await queue.get()
-                if chunk.finish_reason is not None:
-                    open_places.discard(chunk.index)
+        async with aclosing(self._live.chunks(requests)) as chunks:
+            async for place, chunk in chunks:
                 if chunk.error is not None and not is_batch(prompt):
                     raise chunk.error
-                yield chunk
-        finally:
-            if open_places:
-                submitted.add_done_callback(self._abandon)
-
-    def _abandon(self, submitted: Future[list[Ticket]]) -> None:
-        """End what a call of `astream` left behind."""
-        if not submitted.cancelled() and submitted.exception() is None:
-            self._live.cancel(submitted.result())
+                yield replace(chunk, index=place)
 
     def _submitted(
         self, prompt: Any, params: Any, changes: dict[str, Any], *, text: bool
@@ -241,18 +222,18 @@ def _requests(prompt: Any, params: Any, changes: dict[str, Any]) -> list[tuple[P
     prompts = list(prompt) if is_batch(prompt) else [prompt]
     if params is None or isinstance(params, SamplingParams):
         shared = SamplingParams.of(params, **changes)
-        return [(one, _seeded(shared, i)) for i, one in enumerate(prompts)]
+        return [(one, seeded(shared, i)) for i, one in enumerate(prompts)]
     each = list(params)
     if len(each) != len(prompts):
         raise ConfigError(f"{len(each)} params were given for {len(prompts)} prompts; give one, or one for each")
     final = [SamplingParams.of(one, **changes) for one in each]
     if changes.get("seed") is not None:
-        final = [_seeded(one, i) for i, one in enumerate(final)]
+        final = [seeded(one, i) for i, one in enumerate(final)]
     return list(zip(prompts, final, strict=True))
 
 
-def _seeded(params: SamplingParams, place: int) -> SamplingParams:
-    """Rows of one call that drew the same numbers would not be independent samples."""
+def seeded(params: SamplingParams, place: int) -> SamplingParams:
+    """The parameters of a call's row: rows that drew the same numbers would not be independent samples."""
     if params.seed is None or place == 0:
         return params
     return replace(params, seed=derive(params.seed, place))

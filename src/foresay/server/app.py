@@ -105,7 +105,7 @@ def _writing(app: FastAPI, service: Service) -> None:
     @app.post("/predict")
     async def predict(asked: PredictRequest, request: Request) -> dict[str, Any]:
         params = SamplingParams(max_new_tokens=asked.max_tokens)
-        ready = writing.Asked([service.encoded(asked.prompt)], [params], 1, Way(), Drafting())
+        ready = writing.Asked([service.encoded(asked.prompt)], params, 1, Way(), Drafting())
         (output,) = await writing.collected(service, ready, request)
         assert output.generation is not None
         return {"text": output.generation.text}

@@ -10,8 +10,9 @@ from time import perf_counter
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from foresay.decoding.outcome import Step
+from foresay.decoding.outcome import FinishReason, Step
 from foresay.generation.session import Session
+from foresay.lengths.constant import MAX_DRAFT_TOKENS
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _LENGTHS = tuple(range(1, 18))
@@ -35,9 +36,10 @@ class Metrics:
         self.drafts = counter("spec_decode_num_drafts", "Passes of the target that looked at draft tokens.")
         self.draft_tokens = counter("spec_decode_num_draft_tokens", "Draft tokens.")
         self.accepted = counter("spec_decode_num_accepted_tokens", "Draft tokens that were accepted.")
-        self.accepted_at = counter(
+        accepted_at = counter(
             "spec_decode_num_accepted_tokens_per_pos", "Draft tokens accepted at a place of their draft.", "position"
         )
+        self._accepted_at = [accepted_at.labels(str(place)) for place in range(MAX_DRAFT_TOKENS)]
         self.acceptance_length = histogram(
             "spec_decode_acceptance_length", "Tokens that a pass of the target commits for a row.", _LENGTHS
         )
@@ -56,15 +58,15 @@ class Metrics:
 
     def step(self, step: Step) -> None:
         """Count what a pass did for a row."""
-        self.generation_tokens.inc(len(step.token_ids))
         if step.token_ids:
+            self.generation_tokens.inc(len(step.token_ids))
             self.acceptance_length.observe(len(step.token_ids))
         if step.num_drafted:
             self.drafts.inc()
             self.draft_tokens.inc(step.num_drafted)
             self.accepted.inc(step.num_accepted)
             for place in range(step.num_accepted):
-                self.accepted_at.labels(str(place)).inc()
+                self._accepted_at[place].inc()
 
     def text(self, sessions: Iterable[Session]) -> bytes:
         """All of it, as Prometheus reads it. sessions: those there are now."""
@@ -77,23 +79,32 @@ class Metrics:
 
 
 class Clock:
-    """Times of one request's tokens."""
+    """Counts and times of one output."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics, self._began = metrics, perf_counter()
         self._last: float | None = None
+        self._begun = False
 
-    def tokens(self, count: int) -> None:
-        """So many have come."""
-        now = perf_counter()
-        if self._last is None:
+    def take(self, step: Step, prompt_tokens: int) -> None:
+        """A pass has come."""
+        if not self._begun:
+            self._metrics.prompt_tokens.inc(prompt_tokens)
+            self._metrics.cached_tokens.inc(step.num_cached)
+            self._begun = True
+        self._metrics.step(step)
+        count, now = len(step.token_ids), perf_counter()
+        if count and self._last is None:
             self._metrics.first_token.observe(now - self._began)
-        else:
-            for _ in range(count):
+        elif self._last is not None:
+            for _ in range(count):  # a histogram counts one at a time
                 self._metrics.between.observe((now - self._last) / count)
-        self._last = now
+        self._last = now if count else self._last
 
-    def ended(self, reason: str) -> None:
-        """The request is over."""
-        self._metrics.finished.labels(reason).inc()
+    def ended(self, reason: FinishReason) -> None:
+        """The output is over; one that failed is no success."""
+        if reason is FinishReason.ERROR:
+            self._metrics.failed.labels("500").inc()
+            return
+        self._metrics.finished.labels(str(reason)).inc()
         self._metrics.whole.observe(perf_counter() - self._began)

@@ -7,19 +7,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import suppress
-from dataclasses import replace
+from contextlib import aclosing, suppress
 from typing import Any
 
 from foresay.decoding.outcome import FinishReason
-from foresay.decoding.randomness import derive
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ConfigError, ContextLengthError
 from foresay.generation.generator import PREFIX_BYTES, Generator
 from foresay.generation.load import change
 from foresay.generation.result import Chunk
-from foresay.generation.session import Session, SessionThread, Ticket
+from foresay.generation.session import Session
+from foresay.generation.session_thread import SessionThread
 from foresay.server.errors import ApiError
 from foresay.server.metrics import Clock, Metrics
 from foresay.server.settings import ServerSettings
@@ -87,39 +85,22 @@ class Service:
         """(place, chunk) of all prompts as they come; closing this frees their rows before the next step."""
         if self.draining:
             raise ApiError(503, "the server is about to end", code="shutting_down", retry_after=5)
-        loop, queue = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Chunk]]()
-
-        def listen(place: int, chunk: Chunk) -> None:
-            loop.call_soon_threadsafe(queue.put_nowait, (place, chunk))
-
-        submitted = self._thread.submit(prompts, listen, kind=way)
-        waiting = set(range(len(prompts)))
-        clocks = [Clock(self.metrics) for _ in prompts]
+        clocks, waiting = [Clock(self.metrics) for _ in prompts], set(range(len(prompts)))
         try:
-            await asyncio.wrap_future(submitted)
-            self.metrics.prompt_tokens.inc(sum(len(ids) for ids, _ in prompts))
-            while waiting:
-                place, chunk = await queue.get()
-                self._count(chunk, clocks[place])
-                if chunk.finish_reason is not None:
-                    waiting.discard(place)
-                yield place, chunk
+            async with aclosing(self._thread.chunks(prompts, kind=way)) as chunks:
+                async for place, chunk in chunks:
+                    self._count(chunk, clocks[place], prompts[place][0])
+                    if chunk.finish_reason is not None:
+                        waiting.discard(place)
+                    yield place, chunk
         finally:
-            if waiting:
-                self.metrics.finished.labels(str(FinishReason.CANCELLED)).inc(len(waiting))
-                submitted.add_done_callback(self._abandon)
+            for place in waiting:
+                clocks[place].ended(FinishReason.CANCELLED)
 
-    def _count(self, chunk: Chunk, clock: Clock) -> None:
-        self.metrics.step(chunk.step)
-        self.metrics.cached_tokens.inc(chunk.step.num_cached)
-        if chunk.step.token_ids:
-            clock.tokens(len(chunk.step.token_ids))
+    def _count(self, chunk: Chunk, clock: Clock, prompt: Sequence[int]) -> None:
+        clock.take(chunk.step, len(prompt))
         if chunk.finish_reason is not None:
-            clock.ended(str(chunk.finish_reason))
-
-    def _abandon(self, submitted: Future[list[Ticket]]) -> None:
-        if not submitted.cancelled() and submitted.exception() is None:
-            self._thread.cancel(submitted.result())
+            clock.ended(chunk.finish_reason)
 
     async def sessions(self) -> list[Session]:
         """Those there are."""
@@ -145,10 +126,3 @@ class Service:
                 task.cancel()
             with suppress(asyncio.CancelledError):
                 await asyncio.gather(*late, return_exceptions=True)
-
-
-def several(params: SamplingParams, count: int) -> list[SamplingParams]:
-    """Parameters of `count` outputs of one request: a seed is the first one's, the others' are derived from it."""
-    if params.seed is None:
-        return [params] * count
-    return [params if i == 0 else replace(params, seed=derive(params.seed, i)) for i in range(count)]

@@ -18,11 +18,12 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from foresay.decoding.outcome import FinishReason, Step
 from foresay.decoding.sampling_params import LogitsProcessor, SamplingParams
+from foresay.generation.generator import seeded
 from foresay.generation.result import Chunk
 from foresay.server.answers import Logprobs, Names, Output, finish_reason, origins, sent, statistics, usage
 from foresay.server.errors import ApiError, as_api_error
 from foresay.server.requests import ChatRequest, CompletionRequest, Drafting
-from foresay.server.service import Service, several
+from foresay.server.service import Service
 from foresay.server.ways import Way
 
 GONE = 499
@@ -34,7 +35,7 @@ class Asked:
     """A request, ready to be decoded. Output i * n + j is the j-th of prompt i."""
 
     prompts: list[list[int]]
-    params: list[SamplingParams]
+    params: SamplingParams
     n: int
     way: Way
     told: Drafting
@@ -43,8 +44,9 @@ class Asked:
 
     def pairs(self) -> list[tuple[list[int], SamplingParams]]:
         """Every output's prompt and parameters."""
-        each = several(self.params[0], len(self.prompts) * self.n)
-        return [self._pair(self.prompts[i // self.n], params) for i, params in enumerate(each)]
+        return [
+            self._pair(self.prompts[i // self.n], seeded(self.params, i)) for i in range(len(self.prompts) * self.n)
+        ]
 
     def _pair(self, prompt: list[int], params: SamplingParams) -> tuple[list[int], SamplingParams]:
         if self.constrain is None:
@@ -81,7 +83,7 @@ def prepare(service: Service, asked: ChatRequest | CompletionRequest, prompts: S
     ids = [service.encoded(prompt) for prompt in prompts]
     room = service.generator.target.model.max_length - max(len(one) for one in ids)
     told = asked.foresay or Drafting()
-    return Asked(ids, [asked.params(room)], n, Way.of(asked.foresay), told)
+    return Asked(ids, asked.params(room), n, Way.of(asked.foresay), told)
 
 
 async def chat(service: Service, asked: ChatRequest, request: Request) -> Response:
