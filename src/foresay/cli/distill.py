@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +16,6 @@ from foresay.cli.common import use_threads
 from foresay.cli.options import DeviceOption, DtypeOption, ModelOption, ThreadsOption, TrustOption
 from foresay.cli.progress import advancing, loading
 from foresay.errors import ConfigError
-from foresay.models.heads.files import Head
 from foresay.models.sources.catalog import LoadedModel, load_model, load_weights
 from foresay.models.sources.heads import load_head
 from foresay.models.sources.load_options import LoadOptions
@@ -31,41 +31,90 @@ from foresay.training.processes import is_first, own_device
 HEAD = "head"
 
 
+@dataclass(frozen=True, slots=True)
+class TextOptions:
+    """What it learns on."""
+
+    outputs: Annotated[list[str] | None, typer.Option(help="Recordings of the target (foresay record).")] = None
+    text: Annotated[list[str] | None, typer.Option(help="Text or .jsonl to learn the target's laws on.")] = None
+    length: Annotated[int, typer.Option(help="Tokens of a text.")] = 512
+    held_out: Annotated[float, typer.Option(help="Share of the texts to evaluate on.")] = 0.03
+
+    def check(self) -> None:
+        """Raises ConfigError for values out of range, and where there is nothing to learn on."""
+        if not self.outputs and not self.text:
+            raise ConfigError("give --outputs, recordings of the target (foresay record), or --text")
+        check_int("length", self.length, 2)
+        check_float("held_out", self.held_out, 0.0, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class StudentOptions:
+    """What is trained, and what it is to learn."""
+
+    draft: Annotated[
+        str, typer.Option(help="What to train: head, or a smaller model of the same vocabulary by name.")
+    ] = HEAD
+    start: Annotated[
+        str | None, typer.Option("--from", help="A head to go on from, by folder, hub id or alias, on a new schedule.")
+    ] = None
+    loss: Annotated[
+        str, typer.Option(help="forward_kl, reverse_kl, tv, or a mixture such as forward_kl=0.5,tv=0.5.")
+    ] = "forward_kl"
+    steps: Annotated[int, typer.Option(help="Tokens that a head drafts in a row while it learns.")] = 5
+    decay: Annotated[float, typer.Option(help="Weight of each of them, as a share of the one before.")] = 0.8
+    layers: Annotated[str | None, typer.Option(help="Hidden states that a head reads, such as 2,15,27.")] = None
+    vocabulary_size: Annotated[int | None, typer.Option(help="Tokens that a head can write.")] = None
+    feed_forward: Annotated[int | None, typer.Option(help="Neurons of a head's feed-forward.")] = None
+    own_head: Annotated[bool, typer.Option("--own-head", help="Let a head learn its own output layer.")] = False
+    all_weights: Annotated[
+        bool, typer.Option("--all-weights", help="Train a draft model's embeddings and head too.")
+    ] = False
+
+    def check(self) -> None:
+        """Raises ConfigError for values out of range, and for options that contradict."""
+        check_int("steps", self.steps, 1, 64)
+        if self.start and self.draft != HEAD:
+            raise ConfigError("--from goes on with a head; a draft model goes on by its name, with --draft")
+        if self.start and self.shape() != HeadShape():
+            raise ConfigError("--from takes the shape of that head; leave --layers, --vocabulary-size and the like out")
+
+    def shape(self) -> HeadShape:
+        """Of a head that is begun."""
+        return HeadShape(
+            hidden_layers=_layers(self.layers),
+            vocabulary_size=self.vocabulary_size,
+            feed_forward=self.feed_forward,
+            own_head=self.own_head,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """How it is trained."""
+
+    epochs: Annotated[float, typer.Option(help="Times that each text is seen.")] = 1.0
+    minutes: Annotated[float | None, typer.Option(help="End after so many minutes, earlier runs included.")] = None
+    rate: Annotated[float, typer.Option(help="Learning rate.")] = 1e-3
+    optimiser: Annotated[str, typer.Option(help="muon or adamw.")] = "muon"
+    batch_tokens: Annotated[int, typer.Option(help="Tokens of a batch.")] = 4096
+    accumulate: Annotated[int, typer.Option(help="Batches of a step.")] = 1
+    evaluate_minutes: Annotated[float, typer.Option(help="Minutes between evaluations.")] = 5.0
+    precision: Annotated[str, typer.Option(help="fp32 or bf16, what training computes in.")] = "fp32"
+    seed: Annotated[int, typer.Option(help="Of first weights and order of texts.")] = 0
+
+    def plan(self) -> Plan:
+        """Raises ConfigError for values out of range."""
+        return Plan(**asdict(self))
+
+
 def run(
     folder: Annotated[Path, typer.Argument(help="Where to write the draft; a run that was killed goes on.")],
     *,
     model: ModelOption = None,
-    draft: Annotated[
-        str, typer.Option(help="What to train: head, or a smaller model of the same vocabulary by name.")
-    ] = HEAD,
-    outputs: Annotated[list[str] | None, typer.Option(help="Recordings of the target (foresay record).")] = None,
-    text: Annotated[list[str] | None, typer.Option(help="Text or .jsonl to learn the target's laws on.")] = None,
-    loss: Annotated[
-        str, typer.Option(help="forward_kl, reverse_kl, tv, or a mixture such as forward_kl=0.5,tv=0.5.")
-    ] = "forward_kl",
-    start: Annotated[
-        str | None, typer.Option("--from", help="A head to go on from, by folder, hub id or alias, on a new schedule.")
-    ] = None,
-    steps: Annotated[int, typer.Option(help="Tokens that a head drafts in a row while it learns.")] = 5,
-    decay: Annotated[float, typer.Option(help="Weight of each of them, as a share of the one before.")] = 0.8,
-    layers: Annotated[str | None, typer.Option(help="Hidden states that a head reads, such as 2,15,27.")] = None,
-    vocabulary_size: Annotated[int | None, typer.Option(help="Tokens that a head can write.")] = None,
-    feed_forward: Annotated[int | None, typer.Option(help="Neurons of a head's feed-forward.")] = None,
-    own_head: Annotated[bool, typer.Option("--own-head", help="Let a head learn its own output layer.")] = False,
-    all_weights: Annotated[
-        bool, typer.Option("--all-weights", help="Train a draft model's embeddings and head too.")
-    ] = False,
-    length: Annotated[int, typer.Option(help="Tokens of a text.")] = 512,
-    held_out: Annotated[float, typer.Option(help="Share of the texts to evaluate on.")] = 0.03,
-    epochs: Annotated[float, typer.Option(help="Times that each text is seen.")] = 1.0,
-    minutes: Annotated[float | None, typer.Option(help="End after so many minutes, earlier runs included.")] = None,
-    rate: Annotated[float, typer.Option(help="Learning rate.")] = 1e-3,
-    optimiser: Annotated[str, typer.Option(help="muon or adamw.")] = "muon",
-    batch_tokens: Annotated[int, typer.Option(help="Tokens of a batch.")] = 4096,
-    accumulate: Annotated[int, typer.Option(help="Batches of a step.")] = 1,
-    evaluate_minutes: Annotated[float, typer.Option(help="Minutes between evaluations.")] = 5.0,
-    precision: Annotated[str, typer.Option(help="fp32 or bf16, what training computes in.")] = "fp32",
-    seed: Annotated[int, typer.Option(help="Of first weights and order of texts.")] = 0,
+    student: StudentOptions,
+    texts: TextOptions,
+    plans: PlanOptions,
     states: Annotated[Path | None, typer.Option(help="Folder that keeps what the target shows, computed once.")] = None,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Also log for TensorBoard.")] = False,
     dtype: DtypeOption = "auto",
@@ -77,76 +126,55 @@ def run(
 
     The best so far is always in the folder, ready to draft with.
     """
-    plan = Plan(
-        epochs=epochs,
-        minutes=minutes,
-        rate=rate,
-        batch_tokens=batch_tokens,
-        accumulate=accumulate,
-        optimiser=optimiser,
-        seed=seed,
-        precision=precision,
-        evaluate_minutes=evaluate_minutes,
-    )
-    objective, shown = Objective.parse(loss), _layers(layers)
-    if not outputs and not text:
-        raise ConfigError("give --outputs, recordings of the target (foresay record), or --text")
+    plan, objective = plans.plan(), Objective.parse(student.loss)
+    student.check()
+    texts.check()
     _check_folder(folder)
-    check_int("steps", steps, 1, 64)
-    check_int("length", length, 2)
-    check_float("held_out", held_out, 0.0, 1.0)
     use_threads(threads)
     options = LoadOptions(dtype=dtype, device=own_device(device), trust_remote_code=trust_remote_code)
     with loading("Loading") if is_first() else nullcontext():
         target = load_model(model or "smollm2-135m", options)
-    texts = _texts(target, outputs or [], text or [], length)
-    learn, rest = split(texts, held_out, seed)
-    if start and draft != HEAD:
-        raise ConfigError("--from goes on with a head; a draft model goes on by its name, with --draft")
-    note = {
-        "from": start,
-        "outputs": outputs,
-        "text": text,
-        "texts": len(learn),
-        "tokens": sum(one.size for one in learn),
-    }
-    common: dict[str, Any] = {"states": states, "note": note, "tracker": "tensorboard" if tensorboard else None}
+    learn, rest = split(_texts(target, texts), texts.held_out, plan.seed)
+    train = _train_head if student.draft == HEAD else _train_model
     with _progress() as on_progress:
-        if draft == HEAD:
-            shape = HeadShape(
-                hidden_layers=shown, vocabulary_size=vocabulary_size, feed_forward=feed_forward, own_head=own_head
-            )
-            head = _begun(target, start, shape) if start else new_head(target, learn, shape, seed)
-            report = distil_head(
-                target,
-                head,
-                learn,
-                rest,
-                plan,
-                objective,
-                folder,
-                steps=steps,
-                decay=decay,
-                on_progress=on_progress,
-                **common,
-            )
-        else:
-            weights, tokenizer = load_weights(draft, options)
-            check_vocabularies(target.tokenizer, tokenizer, (target.name, draft))
-            report = distil_model(
-                target, weights, tokenizer, learn, rest, plan, objective, folder,
-                freeze_embeddings=not all_weights, on_progress=on_progress, **common,
-            )  # fmt: skip
+        report = train(
+            (target, student, options),
+            (learn, rest, plan, objective, folder),
+            states=states,
+            note=_note(student, texts, learn),
+            tracker="tensorboard" if tensorboard else None,
+            on_progress=on_progress,
+        )
     if is_first():
         for line in _summary(folder, report, learn):
             typer.echo(line)
     return 0
 
 
-def _begun(target: LoadedModel, start: str, shape: HeadShape) -> Head:
-    if shape != HeadShape():
-        raise ConfigError("--from takes the shape of that head; leave --layers, --vocabulary-size and the like out")
-    return begun_head(target, load_head(start))
+Named = tuple[LoadedModel, StudentOptions, LoadOptions]
+"""A target, what learns from it, and how that is loaded."""
+
+
+def _train_head(named: Named, given: tuple[Any, ...], **more: Any) -> Report:
+    target, student, _ = named
+    if student.start:
+        head = begun_head(target, load_head(student.start))
+    else:
+        head = new_head(target, given[0], student.shape(), given[2].seed)
+    return distil_head(target, head, *given, steps=student.steps, decay=student.decay, **more)
+
+
+def _train_model(named: Named, given: tuple[Any, ...], **more: Any) -> Report:
+    target, student, options = named
+    weights, tokenizer = load_weights(student.draft, options)
+    check_vocabularies(target.tokenizer, tokenizer, (target.name, student.draft))
+    return distil_model(target, weights, tokenizer, *given, freeze_embeddings=not student.all_weights, **more)
+
+
+def _note(student: StudentOptions, texts: TextOptions, learn: Sequence[Text]) -> dict[str, Any]:
+    """What a draft says of its own making."""
+    tokens = sum(one.size for one in learn)
+    return {"from": student.start, "outputs": texts.outputs, "text": texts.text, "texts": len(learn), "tokens": tokens}
 
 
 def _layers(text: str | None) -> tuple[int, ...] | None:
@@ -158,15 +186,15 @@ def _layers(text: str | None) -> tuple[int, ...] | None:
         raise ConfigError(f"--layers {text!r} must be layers such as 2,15,27") from None
 
 
-def _texts(target: LoadedModel, outputs: Sequence[str], text: Sequence[str], length: int) -> list[Text]:
+def _texts(target: LoadedModel, asked: TextOptions) -> list[Text]:
     """All texts, those of recordings first."""
-    tokenizer = target.tokenizer
+    tokenizer, size, length = target.tokenizer, target.model.vocab_size, asked.length
     fingerprint = None if tokenizer is None else tokenizer_fingerprint(tokenizer)
-    out = [one for path in outputs for one in read_outputs(path, target.model.vocab_size, fingerprint, length)]
-    if text:
+    out = [one for path in asked.outputs or () for one in read_outputs(path, size, fingerprint, length)]
+    if asked.text:
         if tokenizer is None:
             raise ConfigError("the model has no tokenizer, so that no text can be read")
-        out += texts_of((tokenizer(piece.text).input_ids for piece in CorpusReader(list(text)).pieces()), length)
+        out += texts_of((tokenizer(piece.text).input_ids for piece in CorpusReader(asked.text).pieces()), length)
     return out
 
 

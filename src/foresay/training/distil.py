@@ -150,7 +150,7 @@ def distil_head(
     """
     model = causal(target)
     passes = TargetPasses(model, head.config.hidden_layers or usual_layers(model.num_layers))
-    corpora = [_corpus(passes, texts, states, target, on_progress) for texts in (learn, held_out)]
+    corpora = [_corpus(passes, texts, states, on_progress) for texts in (learn, held_out)]
     student = HeadStudent(head, model, steps=steps, decay=decay).to(model.device)
     TeacherHead(model, None).check(corpora[1].show(0))
     settings = {
@@ -213,7 +213,7 @@ def distil_model(
         if freeze_embeddings and layer is not None:
             layer.requires_grad_(False)
     passes = TargetPasses(model, ())
-    corpora = [_corpus(passes, texts, states, target, on_progress) for texts in (learn, held_out)]
+    corpora = [_corpus(passes, texts, states, on_progress) for texts in (learn, held_out)]
     TeacherHead(model, None).check(corpora[1].show(0))
 
     def keep() -> None:
@@ -248,12 +248,11 @@ def _corpus(
     passes: TargetPasses,
     texts: Sequence[Text],
     states: Path | None,
-    target: LoadedModel,
     on_progress: Callable[[str, float, str], None],
 ) -> Corpus:
     if states is None:
         return Corpus(texts, lambda index: passes(texts[index]))
-    kept = KeptPasses(states, passes, f"{target.name} {target.precision}")
+    kept = KeptPasses(states, passes)
     processes = Processes(passes.target.device)
     for number in range(processes.index, len(texts), processes.count):
         kept.prepare(texts[number])

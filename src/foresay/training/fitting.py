@@ -7,8 +7,10 @@ accumulation and several processes. Knows neither what a draft is made of nor wh
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
@@ -102,6 +104,29 @@ class Report:
     """Optimiser steps that an earlier run had made."""
 
 
+@contextmanager
+def _whole() -> Iterator[None]:
+    """Within, Ctrl-C waits for the end, since half a step would be in the weights of one optimiser; a second Ctrl-C does not."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    pressed = False
+
+    def note(*_: object) -> None:
+        nonlocal pressed
+        if pressed:
+            raise KeyboardInterrupt
+        pressed = True
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if pressed:
+        raise KeyboardInterrupt
+
+
 class Fitting:
     """One run."""
 
@@ -126,9 +151,14 @@ class Fitting:
         """
         self.objective, self.learn, self.held_out, self.plan = objective, learn, held_out, plan
         self.folder, self.keep, self.on_progress = folder, keep, on_progress
-        self.settings = {"objective": str(objective), **(settings or {}), **plan.binding()}
         self.device = next(student.parameters()).device
         self.processes = Processes(self.device)
+        self.settings = {
+            "objective": str(objective),
+            **(settings or {}),
+            **plan.binding(),
+            "processes": self.processes.count,
+        }
         self.accelerator = Accelerator(
             mixed_precision=_PRECISIONS[plan.precision],
             log_with=tracker,
@@ -161,7 +191,8 @@ class Fitting:
             evaluated = perf_counter()
             try:
                 while (share := self._share()) < 1:
-                    self._step(share)
+                    with _whole():
+                        self._step(share)
                     if self.processes.first_says(perf_counter() - evaluated) >= 60 * self.plan.evaluate_minutes:
                         self._evaluate()
                         evaluated = perf_counter()

@@ -8,12 +8,13 @@ probabilities. Knows no draft.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -24,6 +25,8 @@ from foresay.models.heads.model import target_rows
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.model import MAX_TOKENS
 from foresay.training.outputs import Text
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +65,16 @@ class TargetPasses:
 
 
 class KeptPasses:
-    """What the target showed, in a folder, a file for each text; what is missing there is computed and added."""
+    """What the target showed, in a folder, a file for each text; what is missing there is computed and added.
 
-    def __init__(self, folder: str | os.PathLike[str], passes: TargetPasses, key: str) -> None:
-        """key: what the target is. Raises ConfigError for a folder that cannot be made."""
+    It belongs to the target's weights, whatever its name: to the bits that it gives for a text that is always the same.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], passes: TargetPasses) -> None:
+        """Raises ConfigError for a folder that cannot be made."""
         self._passes = passes
         self._names = [*(str(layer) for layer in passes.hidden_layers), "last", "log_sum"]
-        self._folder = Path(folder) / sha256(key.encode()).hexdigest()[:16]
+        self._folder = Path(folder) / _bits(passes)[:16]
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -76,7 +82,8 @@ class KeptPasses:
 
     def prepare(self, text: Text) -> None:
         """Make a text's file, unless it is there with all hidden states that are asked for."""
-        self(text)
+        if not self._names_of(text).issuperset(self._names):
+            self(text)
 
     def __call__(self, text: Text) -> Shown:
         """What the target showed of a text."""
@@ -92,14 +99,19 @@ class KeptPasses:
 
     def _read(self, text: Text) -> dict[str, torch.Tensor]:
         """What is there of what is asked for; of a file without some of it, everything."""
+        there = self._names_of(text)
+        wanted = self._names if there.issuperset(self._names) else sorted(there)
+        return self._opened(text, lambda file: {name: file.get_tensor(name) for name in wanted}) if there else {}
+
+    def _names_of(self, text: Text) -> set[str]:
+        """What there is of a text."""
+        return self._opened(text, lambda file: set(file.keys())) if self._path(text).is_file() else set()
+
+    def _opened(self, text: Text, look: Callable[[Any], T]) -> T:
         path = self._path(text)
-        if not path.is_file():
-            return {}
         try:
             with safe_open(path, "pt") as file:
-                there = set(file.keys())
-                wanted = self._names if there.issuperset(self._names) else sorted(there)
-                return {name: file.get_tensor(name) for name in wanted}
+                return look(file)
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"cannot read {str(path)!r}: {error}; remove it") from None
 
@@ -113,6 +125,13 @@ class KeptPasses:
     def _path(self, text: Text) -> Path:
         name = sha256(text.tokens.tobytes()).hexdigest()[:32]
         return self._folder / name[:2] / f"{name[2:]}.safetensors"
+
+
+def _bits(passes: TargetPasses) -> str:
+    """A digest of what a target says of its first tokens in a row."""
+    tokens = np.arange(32, dtype=np.int64) % passes.target.vocab_size
+    shown = TargetPasses(passes.target, ())(Text(tokens, 0))
+    return sha256(shown.last.float().numpy().tobytes() + shown.log_sum.numpy().tobytes()).hexdigest()
 
 
 class TeacherHead:

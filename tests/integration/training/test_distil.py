@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -102,20 +104,24 @@ class TestTeacher:
         for some, head in ((wanted, TeacherHead(model, None)), (wanted[:, ids], TeacherHead(model, ids))):
             torch.testing.assert_close(head.probs(shown.last, shown.log_sum), some, atol=1e-5, rtol=1e-3)
         assert shown.states.shape == (len(text.tokens), 64)
-        kept = KeptPasses(tmp_path, TargetPasses(model, (1, 3)), "tiny")
+        kept = KeptPasses(tmp_path, TargetPasses(model, (1, 3)))
         for _ in range(2):
             again = kept(text)
             assert torch.equal(again.states, shown.states) and torch.equal(again.log_sum, shown.log_sum)
-        other = KeptPasses(tmp_path, TargetPasses(model, (1, 2)), "tiny")
+        other = KeptPasses(tmp_path, TargetPasses(model, (1, 2)))
         assert torch.equal(other(text).states[:, :32], shown.states[:, :32]), "the first of both"
         assert torch.equal(other(text).states, TargetPasses(model, (1, 2))(text).states), "of other layers"
         assert torch.equal(kept(text).states, shown.states), "which did not replace these"
-        assert KeptPasses(tmp_path, TargetPasses(model, ()), "tiny")(text).states.shape == (len(text.tokens), 0)
+        assert KeptPasses(tmp_path, TargetPasses(model, ()))(text).states.shape == (len(text.tokens), 0)
         assert len(list(tmp_path.rglob("*.safetensors"))) == 1
-        KeptPasses(tmp_path, TargetPasses(model, ()), "another")(text)
-        assert len(list(tmp_path.rglob("*.safetensors"))) == 2
+        with torch.no_grad():
+            model.model.get_input_embeddings().weight[3] += 0.01
+        KeptPasses(tmp_path, TargetPasses(model, ()))(text)
+        assert len(list(tmp_path.rglob("*.safetensors"))) == 2, "other weights under the same name"
 
-    def test_texts_that_were_read_are_not_read_again_beside_new_ones(self, tmp_path: Path) -> None:
+    def test_texts_that_were_read_are_not_read_again_beside_new_ones(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         target = loaded()
         texts, asked = written(target, 3), []
 
@@ -125,19 +131,21 @@ class TestTeacher:
                 return super().__call__(text)
 
         for some in (texts[:2], texts[::-1]):
-            kept = KeptPasses(tmp_path, Counted(target.model, (1,)), "tiny")  # type: ignore[arg-type]
+            kept = KeptPasses(tmp_path, Counted(target.model, (1,)))  # type: ignore[arg-type]
             for text in some:
                 assert kept(text).last.shape[0] == len(text.tokens)
         assert asked == texts
+        monkeypatch.setattr(KeptPasses, "_read", lambda *_: pytest.fail("what is there is read when it is looked at"))
+        kept.prepare(texts[0])
 
     def test_a_file_that_was_cut_short_is_named(self, tmp_path: Path) -> None:
         target = loaded()
         texts = written(target, 1)
-        KeptPasses(tmp_path, TargetPasses(target.model, ()), "t").prepare(texts[0])  # type: ignore[arg-type]
+        KeptPasses(tmp_path, TargetPasses(target.model, ())).prepare(texts[0])  # type: ignore[arg-type]
         path = next(tmp_path.rglob("*.safetensors"))
         path.write_bytes(path.read_bytes()[:50])
         with pytest.raises(ConfigError, match=path.name):
-            KeptPasses(tmp_path, TargetPasses(target.model, ()), "t")(texts[0])  # type: ignore[arg-type]
+            KeptPasses(tmp_path, TargetPasses(target.model, ()))(texts[0])  # type: ignore[arg-type]
 
 
 class TestQuality:
@@ -304,6 +312,24 @@ class TestDistilling:
             go(tmp_path / "cut", rate=0.1)
         again = go(tmp_path / "cut")
         assert again.state.step == whole.state.step, "it is done"
+
+        from foresay.training.optimisers import Muon
+
+        stepped, turns = Muon.step, []
+
+        def pressed(self: Any, closure: Any = None) -> None:
+            turns.append(1)
+            if len(turns) == 4:
+                os.kill(os.getpid(), signal.SIGINT)  # one optimiser has made its step, the other has not
+            stepped(self, closure)
+
+        monkeypatch.setattr(Muon, "step", pressed)
+        with pytest.raises(KeyboardInterrupt):
+            go(tmp_path / "pressed")
+        monkeypatch.undo()
+        assert go(tmp_path / "pressed").resumed_at == 4
+        ours = load_file(tmp_path / "pressed" / "model.safetensors")
+        assert all(torch.equal(weight, ours[name]) for name, weight in theirs.items())
 
     def test_minutes_end_a_run_and_the_best_is_kept(self, tmp_path: Path) -> None:
         target = loaded()
