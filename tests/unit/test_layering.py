@@ -82,8 +82,8 @@ INSIDE = {
     "generation": [{"result"}, {"session"}, {"session_thread"}, {"generator"}, {"load"}, {"method"}],
     "server": [
         {"errors", "metrics", "settings"},
-        {"requests", "answers", "guards"},
-        {"ways"},
+        {"requests", "logprobs", "guards"},
+        {"answers", "ways"},
         {"service"},
         {"writing"},
         {"app"},

@@ -11,6 +11,9 @@ import typer
 from foresay.cli.common import load_generator
 from foresay.cli.options import DrafterOption, MachineOptions, MethodOptions, ModelOptions
 from foresay.errors import ConfigError
+from foresay.server.settings import ServerSettings, read_keys
+
+USUAL = ServerSettings()
 
 
 def run(
@@ -18,18 +21,23 @@ def run(
     models: ModelOptions,
     drafter: DrafterOption = "auto",
     methods: MethodOptions,
-    host: Annotated[str, typer.Option(envvar="FORESAY_HOST", help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(envvar="FORESAY_PORT", help="Port; 0 takes a free one.")] = 8000,
+    host: Annotated[str, typer.Option(envvar="FORESAY_HOST", help="Address to listen on.")] = USUAL.host,
+    port: Annotated[int, typer.Option(envvar="FORESAY_PORT", help="Port; 0 takes a free one.")] = USUAL.port,
     keys_file: Annotated[
         Path | None, typer.Option(help="Bearer keys, one to a line; beside those of FORESAY_API_KEYS.")
     ] = None,
     open_to_all: Annotated[bool, typer.Option("--open-to-all", help="Let other machines in without keys.")] = False,
     cors: Annotated[list[str] | None, typer.Option(help="An origin whose pages may call the API.")] = None,
+    allow_host: Annotated[
+        list[str] | None, typer.Option(help="A further name that clients reach it by, such as a proxy's.")
+    ] = None,
     name: Annotated[list[str] | None, typer.Option(help="What clients call the model; may be repeated.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Rows decoded at a time.")] = None,
-    max_waiting: Annotated[int, typer.Option(help="Requests that may wait; more are answered 429.")] = 128,
-    timeout: Annotated[float, typer.Option(help="Seconds that a request may take.")] = 600.0,
-    drain: Annotated[float, typer.Option(help="Seconds that requests may go on when the server ends.")] = 30.0,
+    max_waiting: Annotated[
+        int, typer.Option(help="Requests that may wait; more are answered 429.")
+    ] = USUAL.max_waiting,
+    timeout: Annotated[float, typer.Option(help="Seconds that a request may take.")] = USUAL.timeout_s,
+    drain: Annotated[float, typer.Option(help="Seconds that requests may go on when the server ends.")] = USUAL.drain_s,
     warmup: Annotated[bool, typer.Option("--warmup", help="Decode a little before the first request.")] = False,
     log_requests: Annotated[
         bool, typer.Option("--log-requests", help="A line of JSON for each; never its text.")
@@ -40,7 +48,6 @@ def run(
     try:
         from foresay.server.running import serve
         from foresay.server.service import Service
-        from foresay.server.settings import ServerSettings, read_keys
     except ImportError as error:
         raise ConfigError(f"the server needs {error.name}: pip install 'foresay[server]'") from None
     settings = ServerSettings(
@@ -49,6 +56,7 @@ def run(
         keys=read_keys(keys_file),
         open_to_all=open_to_all,
         cors=tuple(cors or ()),
+        hosts=tuple(allow_host or ()),
         max_waiting=max_waiting,
         timeout_s=timeout,
         drain_s=drain,

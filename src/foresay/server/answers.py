@@ -1,135 +1,182 @@
-"""Answers in OpenAI's words: whole ones, a stream's events, usage, log-probabilities, and our own statistics.
+"""Answers in OpenAI's words: whole ones, a stream's events, usage, and our own statistics.
 
-Owns the shapes. Knows no engine and no route.
+Owns the shapes, and one output as it grows. Knows no engine and no route.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import time
-from typing import Any
+from typing import Any, Protocol
 from uuid import uuid4
 
-from foresay.decoding.outcome import FinishReason, Step, TokenLogprob
+from foresay.decoding.outcome import FinishReason, Step
 from foresay.generation.result import Chunk, Generation
+from foresay.server.logprobs import Entry, Logprobs, as_chat, as_completion
+from foresay.server.requests import Drafting
 
 _REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.CANCELLED: "stop"}
 
 
-@dataclass(slots=True)
+class Shape(Protocol):
+    """How one API tells an output."""
+
+    prefix: str
+    """Of ids."""
+    whole: str
+    """What it calls a whole answer."""
+    event: str
+    """What it calls a piece of one."""
+
+    def piece(self, text: str, *, first: bool) -> dict[str, Any]:
+        """What an event has of an output. first: whether it is the output's first."""
+        ...
+
+    def answer(self, text: str) -> dict[str, Any]:
+        """What a whole answer has of it."""
+        ...
+
+    def logprobs(self, entries: Sequence[Entry]) -> dict[str, Any]:
+        """Log-probabilities."""
+        ...
+
+
+class ChatShape:
+    """Chat completions."""
+
+    prefix, whole, event = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def piece(self, text: str, *, first: bool) -> dict[str, Any]:
+        """See Shape."""
+        return {"delta": ({"role": "assistant"} if first else {}) | ({"content": text} if text or first else {})}
+
+    def answer(self, text: str) -> dict[str, Any]:
+        """See Shape."""
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+
+    def logprobs(self, entries: Sequence[Entry]) -> dict[str, Any]:
+        """See Shape."""
+        return as_chat(entries)
+
+
+class CompletionShape:
+    """Completions, whose pieces are told as the whole is."""
+
+    prefix, whole, event = "cmpl", "text_completion", "text_completion"
+
+    def piece(self, text: str, *, first: bool) -> dict[str, Any]:
+        """See Shape."""
+        return {"text": text}
+
+    def answer(self, text: str) -> dict[str, Any]:
+        """See Shape."""
+        return {"text": text}
+
+    def logprobs(self, entries: Sequence[Entry]) -> dict[str, Any]:
+        """See Shape."""
+        return as_completion(entries)
+
+
 class Output:
     """One choice as it grows."""
 
-    steps: list[Step] = field(default_factory=list)
-    generation: Generation | None = None
+    def __init__(self, place: int, shape: Shape, told: Drafting, logprobs: Logprobs | None) -> None:
+        """told: what is said of it beside its text. logprobs: its own, where they were asked for."""
+        self._place, self._shape, self._told, self._logprobs = place, shape, told, logprobs
+        self._entries: list[Entry] = []
+        self.steps: list[Step] = []
+        self.generation: Generation | None = None
 
-    def take(self, chunk: Chunk) -> None:
-        """What a pass added."""
+    def take(self, chunk: Chunk) -> dict[str, Any]:
+        """What a pass added, as a choice of an event."""
+        first = not self.steps
         self.steps.append(chunk.step)
-        self.generation = chunk.generation or self.generation
+        self.generation = chunk.generation
+        new = []
+        if self._logprobs is not None:
+            new = self._logprobs.take(chunk.step, chunk.text, ended=chunk.finish_reason is not None)
+            self._entries += new
+        ours: dict[str, Any] = {}
+        if self._told.origins:
+            ours = {
+                "origins": [[one.text, str(one.origin)] for one in chunk.pieces],
+                "tokens": len(chunk.step.token_ids),
+            }
+        return self._choice(self._shape.piece(chunk.text, first=first), new, chunk.finish_reason, ours)
+
+    def whole(self) -> dict[str, Any]:
+        """All of it, as a choice of an answer."""
+        assert self.generation is not None
+        return self._choice(self._shape.answer(self.generation.text), self._entries, self.generation.finish_reason, {})
+
+    def _choice(
+        self, said: dict[str, Any], entries: Sequence[Entry], ended: FinishReason | None, ours: dict[str, Any]
+    ) -> dict[str, Any]:
+        logprobs = None if self._logprobs is None else self._shape.logprobs(entries)
+        reason = None if ended is None else _REASONS[ended]
+        if self._told.stats and self.generation is not None:
+            ours = ours | statistics(self.generation)
+        more = {"foresay": ours} if ours else {}
+        return {"index": self._place, **said, "logprobs": logprobs, "finish_reason": reason, **more}
 
 
-class Names:
-    """What the events of one answer have in common."""
-
-    def __init__(self, kind: str, prefix: str, model: str) -> None:
-        self._same = {"id": f"{prefix}-{uuid4().hex[:24]}", "object": kind, "created": int(time()), "model": model}
-
-    def event(self, choices: Sequence[dict[str, Any]], **more: Any) -> dict[str, Any]:
-        """A body with these choices."""
-        return {**self._same, "choices": list(choices), **more}
-
-
-def finish_reason(reason: FinishReason | None) -> str | None:
-    """OpenAI's word for why an output ended."""
-    return None if reason is None else _REASONS[reason]
-
-
-def usage(prompts: Sequence[int], outputs: Sequence[Output]) -> dict[str, Any]:
-    """Tokens read, written, and read from slots that were there. prompts: tokens of each, once however many outputs it has."""
-    written = sum(len(step.token_ids) for one in outputs for step in one.steps)
-    cached = sum(min(step.num_cached for step in one.steps[:1]) for one in outputs if one.steps)
-    read = sum(prompts)
-    return {
-        "prompt_tokens": read,
-        "completion_tokens": written,
-        "total_tokens": read + written,
-        "prompt_tokens_details": {"cached_tokens": min(cached, read)},
-    }
-
-
-def statistics(output: Output) -> dict[str, Any]:
+def statistics(generation: Generation) -> dict[str, Any]:
     """How an output was drafted for."""
-    assert output.generation is not None
-    stats = output.generation.stats
+    stats = generation.stats
     return {
         "passes": stats.num_passes,
         "drafted": stats.num_drafted,
         "accepted": stats.num_accepted,
         "tokens_per_pass": None if stats.block_efficiency is None else round(stats.block_efficiency, 4),
-        "steps": [[step.num_drafted, step.num_accepted] for step in output.steps],
-        "seed": output.generation.seed,
-        "exact": output.generation.exact,
-        "draft_error": output.generation.draft_error,
+        "steps": [[step.num_drafted, step.num_accepted] for step in generation.steps],
+        "seed": generation.seed,
+        "exact": generation.exact,
+        "draft_error": generation.draft_error,
     }
 
 
-def origins(chunk: Chunk) -> list[list[str]]:
-    """Who wrote which text of a chunk."""
-    return [[piece.text, str(piece.origin)] for piece in chunk.pieces]
+@dataclass(frozen=True, slots=True)
+class Names:
+    """What the events of one answer have in common."""
 
+    id: str
+    created: int
+    model: str
 
-class Logprobs:
-    """Log-probabilities of tokens with their texts."""
+    @staticmethod
+    def new(prefix: str, model: str) -> Names:
+        """Of an answer that begins now."""
+        return Names(f"{prefix}-{uuid4().hex[:24]}", int(time()), model)
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-
-    def _text(self, token: int) -> str:
-        text: str = self._tokenizer.decode([token])
-        return text
-
-    def _entry(self, token: int, value: float) -> dict[str, Any]:
-        text = self._text(token)
-        return {"token": text, "logprob": value, "bytes": list(text.encode("utf-8"))}
-
-    def chat(self, steps: Sequence[Step]) -> dict[str, Any] | None:
-        """As chat completions have them; None where none were asked for."""
-        pairs = _pairs(steps)
-        if pairs is None:
-            return None
-        content = [
-            self._entry(token, one.logprob) | {"top_logprobs": [self._entry(*top) for top in one.top]}
-            for token, one in pairs
-        ]
-        return {"content": content, "refusal": None}
-
-    def completion(self, steps: Sequence[Step], start: int = 0) -> dict[str, Any] | None:
-        """As completions have them. start: characters of the output before these."""
-        pairs = _pairs(steps)
-        if pairs is None:
-            return None
-        tokens = [self._text(token) for token, _ in pairs]
-        offsets = [start]
-        for text in tokens:
-            offsets.append(offsets[-1] + len(text))
+    def body(self, kind: str, choices: Sequence[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        """What is sent."""
         return {
-            "tokens": tokens,
-            "token_logprobs": [one.logprob for _, one in pairs],
-            "top_logprobs": [{self._text(token): value for token, value in one.top} for _, one in pairs],
-            "text_offset": offsets[:-1],
-        }
+            "id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": list(choices), **more
+        }  # fmt: skip
 
 
-def _pairs(steps: Sequence[Step]) -> list[tuple[int, TokenLogprob]] | None:
-    if all(step.logprobs is None for step in steps):
-        return None
-    return [pair for step in steps for pair in zip(step.token_ids, step.logprobs or (), strict=True)]
+def usage(prompts: Sequence[int], outputs: Sequence[Output]) -> dict[str, Any]:
+    """Tokens read, written, and read from slots that were there.
+
+    prompts: tokens of each, which count once however many outputs it has: output i * n + j is the j-th of prompt i.
+    """
+    n = len(outputs) // len(prompts)
+    written = sum(len(step.token_ids) for one in outputs for step in one.steps)
+    begun = [one.steps[0].num_cached if one.steps else 0 for one in outputs]
+    cached = sum(min(begun[i * n : (i + 1) * n]) for i in range(len(prompts)))
+    return {
+        "prompt_tokens": sum(prompts),
+        "completion_tokens": written,
+        "total_tokens": sum(prompts) + written,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
 
 
 def sent(body: dict[str, Any] | str) -> bytes:
     """A server-sent event."""
-    text = body if isinstance(body, str) else json.dumps(body, ensure_ascii=False, separators=(",", ":"))
+    text = (
+        body if isinstance(body, str) else json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    )
     return f"data: {text}\n\n".encode("utf-8", "replace")

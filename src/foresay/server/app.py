@@ -18,21 +18,19 @@ from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
-from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ConfigError
 from foresay.server import writing
+from foresay.server.answers import ChatShape, CompletionShape
 from foresay.server.errors import ApiError, as_api_error, of_validation
 from foresay.server.guards import App, Guards
 from foresay.server.requests import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    Drafting,
     PredictRequest,
     TokenizeRequest,
 )
 from foresay.server.service import Service
-from foresay.server.ways import Way
 
 logger = logging.getLogger("foresay.server")
 _SAFE = {
@@ -45,27 +43,26 @@ _SAFE = {
 
 def make_app(service: Service, *, warm: bool = False) -> App:
     """An ASGI application over a service. warm: decode a little before the first request is taken."""
-    ready = {"yes": False}
 
     @asynccontextmanager
     async def life(app: FastAPI) -> AsyncIterator[None]:
         if warm:
             await service.warm()
-        ready["yes"] = True
+        service.ready = True
         yield
-        ready["yes"] = False
+        service.ready = False
         await service.drain()
 
     app = FastAPI(title="foresay", lifespan=life, docs_url=None, redoc_url=None)
     _errors(app)
     _writing(app, service)
-    _telling(app, service, ready)
+    _telling(app, service)
     _page(app)
-    if service.settings.cors:
-        app.add_middleware(
-            CORSMiddleware, allow_origins=list(service.settings.cors), allow_methods=["*"], allow_headers=["*"]
-        )
-    return Guards(app, service.settings, lambda status: service.metrics.failed.labels(str(status)).inc())
+    guarded = Guards(app, service.settings, lambda status: service.metrics.failed.labels(str(status)).inc())
+    if not service.settings.cors:
+        return guarded
+    origins = list(service.settings.cors)  # around the guards, so that a page reads why it was refused
+    return CORSMiddleware(guarded, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
 
 
 def _answer(error: ApiError) -> Response:
@@ -87,28 +84,21 @@ def _errors(app: FastAPI) -> None:
             response: Response = await go_on(request)
             return response
         except Exception as error:
-            told = as_api_error(error)
-            if told.code == "internal":
-                logger.exception("request failed")
-            return _answer(told)
+            return _answer(as_api_error(error, logger))
 
 
 def _writing(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions")
     async def chat(asked: ChatRequest, request: Request) -> Response:
-        return await writing.chat(service, asked, request)
+        return await writing.write(service, asked, ChatShape(), request)
 
     @app.post("/v1/completions")
     async def complete(asked: CompletionRequest, request: Request) -> Response:
-        return await writing.complete(service, asked, request)
+        return await writing.write(service, asked, CompletionShape(), request)
 
     @app.post("/predict")
     async def predict(asked: PredictRequest, request: Request) -> dict[str, Any]:
-        params = SamplingParams(max_new_tokens=asked.max_tokens)
-        ready = writing.Asked([service.encoded(asked.prompt)], params, 1, Way(), Drafting())
-        (output,) = await writing.collected(service, ready, request)
-        assert output.generation is not None
-        return {"text": output.generation.text}
+        return {"text": await writing.predict(service, asked, request)}
 
 
 def _page(app: FastAPI) -> None:
@@ -137,7 +127,7 @@ def _page(app: FastAPI) -> None:
         return answer("page.js")
 
 
-def _telling(app: FastAPI, service: Service, ready: dict[str, bool]) -> None:
+def _telling(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         length = service.generator.target.model.max_length
@@ -154,7 +144,7 @@ def _telling(app: FastAPI, service: Service, ready: dict[str, bool]) -> None:
 
     @app.get("/ready")
     async def is_ready() -> Response:
-        good = ready["yes"] and not service.draining
+        good = service.ready and not service.draining
         return JSONResponse({"status": "ready" if good else "not ready"}, 200 if good else 503)
 
     @app.get("/metrics")
@@ -167,7 +157,7 @@ def _telling(app: FastAPI, service: Service, ready: dict[str, bool]) -> None:
         if (asked.prompt is None) == (asked.messages is None):
             raise ApiError(400, "give either prompt or messages", param="prompt")
         prompt: Any = asked.prompt if asked.messages is None else [one.plain() for one in asked.messages]
-        ids = service.encoded(prompt)
+        (ids,) = await service.encoded([prompt])
         return {"tokens": ids, "count": len(ids), "max_model_len": service.generator.target.model.max_length}
 
     @app.post("/detokenize")

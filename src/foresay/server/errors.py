@@ -5,6 +5,7 @@ Owns which of our errors is whose fault. Knows no route.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +15,6 @@ from foresay.errors import (
     ForesayError,
     OutOfMemoryError,
     QueueFullError,
-    RequestError,
 )
 
 
@@ -51,8 +51,8 @@ class ApiError(Exception):
         return out | ({"WWW-Authenticate": "Bearer"} if self.status == 401 else {})
 
 
-def as_api_error(error: BaseException) -> ApiError:
-    """What a client is told about an error; what it cannot have caused is told in general words."""
+def as_api_error(error: BaseException, log: logging.Logger) -> ApiError:
+    """What a client is told about an error; what it cannot have caused is told in general words, and logged."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, QueueFullError):
@@ -63,9 +63,9 @@ def as_api_error(error: BaseException) -> ApiError:
         return ApiError(400, str(error), param=_field_of(str(error)))
     if isinstance(error, OutOfMemoryError):
         return ApiError(503, str(error), code="out_of_memory", retry_after=5)
-    if isinstance(error, RequestError | ForesayError):
-        return ApiError(500, str(error), code="generation_failed")
-    return ApiError(500, "the server failed; its log says more", code="internal")
+    log.error("request failed", exc_info=error)
+    code = "generation_failed" if isinstance(error, ForesayError) else "internal"
+    return ApiError(500, "the server failed; its log says more", code=code)
 
 
 _RENAMED = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}

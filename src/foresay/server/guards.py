@@ -5,6 +5,7 @@ Owns who is let in. Plain ASGI, so that nothing is buffered on its way. Knows no
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import json
 import logging
@@ -15,7 +16,7 @@ from typing import Any
 from uuid import uuid4
 
 from foresay.server.errors import ApiError
-from foresay.server.settings import ServerSettings
+from foresay.server.settings import LOOPBACK, ServerSettings
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -40,7 +41,7 @@ class Guards:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
+        headers = {name.lower(): value for name, value in scope["headers"]}
         number, began, status = f"req-{uuid4().hex[:16]}", perf_counter(), [0]
         scope.setdefault("state", {})["request_id"] = number
 
@@ -52,7 +53,7 @@ class Guards:
 
         try:
             self._let_in(scope, headers)
-            body = await _read(receive, self._settings.max_body_bytes)
+            body = await self._read(receive)
         except ApiError as error:
             await _refuse(error, answer)
         else:
@@ -69,34 +70,48 @@ class Guards:
             }
             logger.info("%s", json.dumps(line))
 
-    def _let_in(self, scope: Scope, headers: dict[str, str]) -> None:
+    def _let_in(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         """Raises ApiError for who is not let in, and for a body that says it is too large."""
-        length = headers.get("content-length", "0")
+        length = headers.get(b"content-length", b"0")
         if not length.isdigit() or int(length) > self._settings.max_body_bytes:
             raise ApiError(413, f"the body may have {self._settings.max_body_bytes} bytes", code="body_too_large")
-        if not self._keys or scope["path"] in OPEN or scope["method"] == "OPTIONS":
-            return
-        kind, _, key = headers.get("authorization", "").partition(" ")
-        given = sha256(key.strip().encode("utf-8", "replace")).digest()
+        if not self._keys:
+            self._check_host(headers.get(b"host", b"").decode("latin-1"))
+        elif scope["path"] not in OPEN:
+            self._check_key(headers.get(b"authorization", b""))
+
+    def _check_key(self, header: bytes) -> None:
+        kind, _, key = header.partition(b" ")
+        given = sha256(key.strip()).digest()
         # every key is compared, so that time tells nothing of which was nearly right
         known = [hmac.compare_digest(given, one) for one in self._keys]
-        if kind.lower() != "bearer" or not any(known):
+        if kind.lower() != b"bearer" or not any(known):
             raise ApiError(401, "a bearer key of this server is needed", code="invalid_api_key")
 
+    def _check_host(self, header: str) -> None:
+        """A page from elsewhere can have its own name point to this machine, and would then be read as if it came from here."""
+        name = header.rpartition(":")[0] if header.rpartition("]")[2].count(":") else header
+        known = {*LOOPBACK, "[::1]", self._settings.host, *self._settings.hosts}
+        if self._settings.host in LOOPBACK and name.lower() not in known:
+            raise ApiError(421, f"{name!r} is no name of this server; --allow-host makes it one", code="unknown_host")
 
-async def _read(receive: Receive, most: int) -> Receive:
-    """What gives the body again, in one piece, and then whatever comes. Raises ApiError for one of more than `most` bytes."""
-    parts: list[bytes] = []
-    left, more = most, True
-    while more:
-        message = await receive()
-        if message["type"] != "http.request":
-            return _then(message, receive)
-        parts.append(message.get("body", b""))
-        left, more = left - len(parts[-1]), message.get("more_body", False)
-        if left < 0:
-            raise ApiError(413, f"the body may have {most} bytes", code="body_too_large")
-    return _then({"type": "http.request", "body": b"".join(parts), "more_body": False}, receive)
+    async def _read(self, receive: Receive) -> Receive:
+        """What gives the body again, in one piece, and then whatever comes. Raises ApiError for one too large or too slow."""
+        most, parts, more = self._settings.max_body_bytes, list[bytes](), True
+        try:
+            async with asyncio.timeout(self._settings.body_s):
+                while more:
+                    message = await receive()
+                    if message["type"] != "http.request":
+                        return _then(message, receive)
+                    parts.append(message.get("body", b""))
+                    most, more = most - len(parts[-1]), message.get("more_body", False)
+                    if most < 0:
+                        text = f"the body may have {self._settings.max_body_bytes} bytes"
+                        raise ApiError(413, text, code="body_too_large")
+        except TimeoutError:
+            raise ApiError(408, f"the body took more than {self._settings.body_s:g} seconds", code="timeout") from None
+        return _then({"type": "http.request", "body": b"".join(parts), "more_body": False}, receive)
 
 
 def _then(first: MutableMapping[str, Any], receive: Receive) -> Receive:

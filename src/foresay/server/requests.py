@@ -88,11 +88,11 @@ class _Sampled(_Asked):
     user: StrictStr | None = None
     foresay: Drafting | None = None
 
-    def sampling(self, most: int, logprobs: int | None) -> SamplingParams:
+    def sampling(self, most: int, logprobs: int | None, max_tokens: int | None) -> SamplingParams:
         """most: tokens to write at most where nothing is said. Raises ConfigError for values out of range."""
         bias = {_token_id(key): value for key, value in (self.logit_bias or {}).items()}
         given = {
-            "max_new_tokens": self.max_tokens,
+            "max_new_tokens": max_tokens,
             "min_new_tokens": self.min_tokens,
             "temperature": 1.0 if self.temperature is None else self.temperature,
             "top_p": self.top_p,
@@ -107,15 +107,19 @@ class _Sampled(_Asked):
         }
         values: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         values.setdefault("max_new_tokens", most)
-        stops = [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
         return SamplingParams(
-            **values, logit_bias=bias, stop=tuple(stops), stop_token_ids=tuple(self.stop_token_ids or ())
+            **values, logit_bias=bias, stop=self.stops, stop_token_ids=tuple(self.stop_token_ids or ())
         )
 
     @property
-    def num_stops(self) -> int:
+    def stops(self) -> tuple[str, ...]:
         """Stop strings asked for."""
-        return 1 if isinstance(self.stop, str) else len(self.stop or ())
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def with_usage(self) -> bool:
+        """Whether a stream ends with its usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
 
 
 class NamedSchema(_Asked):
@@ -157,12 +161,20 @@ class ChatRequest(_Sampled):
             raise ApiError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise ApiError(400, "max_tokens and max_completion_tokens contradict; give one", param="max_tokens")
-        whole = (
-            self
-            if self.max_completion_tokens is None
-            else self.model_copy(update={"max_tokens": self.max_completion_tokens})
-        )
-        return whole.sampling(most, (self.top_logprobs or 0) if self.logprobs else None)
+        named = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        return self.sampling(most, (self.top_logprobs or 0) if self.logprobs else None, named)
+
+    def schema_wanted(self) -> Mapping[str, Any] | None:
+        """The schema that outputs keep to; None: any text. Raises ApiError where two fields contradict."""
+        schema = None if self.response_format is None else self.response_format.schema_wanted()
+        if schema is not None and self.min_tokens:
+            text = "min_tokens and a schema contradict: its output ends where it is complete"
+            raise ApiError(400, text, param="min_tokens")
+        return schema
+
+    def prompts(self) -> list[Any]:
+        """One: the messages."""
+        return [[message.plain() for message in self.messages]]
 
 
 class CompletionRequest(_Sampled):
@@ -179,7 +191,10 @@ class CompletionRequest(_Sampled):
 
     def params(self, most: int) -> SamplingParams:
         """The API's default is 16 tokens, whatever else there would be room for."""
-        return self.sampling(min(16, most), self.logprobs)
+        return self.sampling(min(16, most), self.logprobs, self.max_tokens)
+
+    def schema_wanted(self) -> None:
+        """The API has none here."""
 
     def prompts(self) -> list[Any]:
         """One or several."""

@@ -5,6 +5,8 @@ Owns uvicorn's part. Knows no route.
 
 from __future__ import annotations
 
+import asyncio
+import math
 import socket
 from collections.abc import Callable
 from types import FrameType
@@ -14,6 +16,9 @@ import uvicorn
 from foresay.server.app import make_app
 from foresay.server.service import Service
 
+SPARE_S = 5
+"""Seconds for answers to be sent once nothing is decoded any more."""
+
 
 class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, service: Service, say: Callable[[str], None]) -> None:
@@ -21,6 +26,7 @@ class _Server(uvicorn.Server):
         self._service, self._say = service, say
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         for server in self.servers if self.started else ():
             for one in server.sockets:
@@ -28,7 +34,9 @@ class _Server(uvicorn.Server):
                 self._say(f"http://{f'[{host}]' if ':' in host else host}:{port}")
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self._service.draining = True  # what comes from now on is sent elsewhere
+        if not self._service.draining:
+            self._service.draining = True  # what comes from now on is sent elsewhere
+            asyncio.run_coroutine_threadsafe(self._service.drain(), self._loop)
         super().handle_exit(sig, frame)
 
 
@@ -42,6 +50,6 @@ def serve(service: Service, *, warm: bool = False, say: Callable[[str], None] = 
         log_level="warning",
         access_log=False,
         server_header=False,
-        timeout_graceful_shutdown=max(1, round(settings.drain_s)),
+        timeout_graceful_shutdown=math.ceil(settings.drain_s) + SPARE_S,
     )
     _Server(config, service, say).run()

@@ -6,9 +6,11 @@ Owns the thread that decodes, which ways of drafting are ready, and the bound of
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
-from typing import Any
+from time import perf_counter
+from typing import Any, TypeVar
 
 from foresay.decoding.outcome import FinishReason
 from foresay.decoding.sampling_params import SamplingParams
@@ -25,6 +27,8 @@ from foresay.server.ways import Way
 from foresay.text.grammar import JsonSchema
 from foresay.text.prompts import encode
 
+T = TypeVar("T")
+
 
 class Service:
     """One target, and everyone who wants texts of it."""
@@ -33,9 +37,10 @@ class Service:
         """names: what the target is called here, the first of which answers are signed with."""
         self.generator, self.settings, self.names = generator, settings, list(names)
         self.metrics = Metrics()
-        self.draining = False
+        self.ready = self.draining = False
         self._thread = SessionThread(self._make, idle_s=5.0, max_sessions=settings.max_methods, main=Way())
-        self._open: set[asyncio.Task[Any]] = set()
+        self._texts = ThreadPoolExecutor(1, "foresay-texts")
+        self._open: set[_Limit] = set()
 
     def _make(self, way: Way) -> Session:
         return self._generator(way).session(max_waiting=self.settings.max_waiting, prefix_bytes=PREFIX_BYTES)
@@ -62,45 +67,62 @@ class Service:
                 code="model_not_found",
             )
 
-    def encoded(self, prompt: Any) -> list[int]:
-        """A prompt's token ids, or ApiError for one that leaves no room for a token."""
+    async def encoded(self, prompts: Sequence[Any]) -> list[list[int]]:
+        """Token ids of each prompt. Raises ApiError for one that leaves no room for a token."""
+        return await self._beside(lambda: [self._encoded(one) for one in prompts])
+
+    def _encoded(self, prompt: Any) -> list[int]:
         ids, most = encode(prompt, self.generator.tokenizer), self.generator.target.model.max_length
         if len(ids) >= most:
             raise ContextLengthError(f"the prompt has {len(ids)} tokens, and the model's context is {most}")
         return ids
 
-    def json_schema(self, schema: Mapping[str, Any], prompt_length: int) -> JsonSchema:
-        """What keeps an output behind a prompt of so many tokens to a schema. Raises ApiError for one that is not understood."""
+    async def json_schema(self, schema: Mapping[str, Any]) -> JsonSchema:
+        """A schema, compiled. Raises ApiError for one that is not understood, and for a model whose outputs it cannot follow."""
         target = self.generator.target
+        if target.model.capabilities.reads_source:
+            raise ApiError(400, "structured output needs a decoder-only model", param="response_format")
         try:
-            return JsonSchema(
-                schema, self.tokenizer, target.model.vocab_size, sorted(target.eos_token_ids), prompt_length
+            return await self._beside(
+                lambda: JsonSchema(schema, self.tokenizer, target.model.vocab_size, sorted(target.eos_token_ids))
             )
         except ConfigError as error:
             raise ApiError(400, str(error), param="response_format") from None
 
+    async def _beside(self, work: Callable[[], T]) -> T:
+        """Have a thread do what may take long for a long text, one at a time; streams go on."""
+        return await asyncio.get_running_loop().run_in_executor(self._texts, work)
+
     async def chunks(
         self, prompts: Sequence[tuple[list[int], SamplingParams]], way: Way
     ) -> AsyncGenerator[tuple[int, Chunk], None]:
-        """(place, chunk) of all prompts as they come; closing this frees their rows before the next step."""
+        """(place, chunk) of all prompts as they come; closing this frees their rows before the next step.
+
+        Raises ApiError when the request has taken too long, and when the server ends before it.
+        """
         if self.draining:
             raise ApiError(503, "the server is about to end", code="shutting_down", retry_after=5)
         clocks, waiting = [Clock(self.metrics) for _ in prompts], set(range(len(prompts)))
+        limit = _Limit(self.settings.timeout_s)
+        self._open.add(limit)
         try:
             async with aclosing(self._thread.chunks(prompts, kind=way)) as chunks:
-                async for place, chunk in chunks:
-                    self._count(chunk, clocks[place], prompts[place][0])
+                while waiting:
+                    place, chunk = await limit.wait(anext(chunks))
+                    clocks[place].take(chunk.step, len(prompts[place][0]))
                     if chunk.finish_reason is not None:
                         waiting.discard(place)
+                        clocks[place].ended(chunk.finish_reason)
                     yield place, chunk
+        except TimeoutError:
+            if limit.ended:
+                raise ApiError(503, "the server has ended", code="shutting_down", retry_after=5) from None
+            text = f"the request took more than {self.settings.timeout_s:g} seconds"
+            raise ApiError(504, text, code="timeout") from None
         finally:
+            self._open.discard(limit)
             for place in waiting:
                 clocks[place].ended(FinishReason.CANCELLED)
-
-    def _count(self, chunk: Chunk, clock: Clock, prompt: Sequence[int]) -> None:
-        clock.take(chunk.step, len(prompt))
-        if chunk.finish_reason is not None:
-            clock.ended(chunk.finish_reason)
 
     async def sessions(self) -> list[Session]:
         """Those there are."""
@@ -112,17 +134,33 @@ class Service:
         async for _ in self.chunks([(first, SamplingParams(max_new_tokens=8, ignore_eos=True))], Way()):
             pass
 
-    def watch(self, task: asyncio.Task[Any]) -> None:
-        """Count a request among those that an end waits for."""
-        self._open.add(task)
-        task.add_done_callback(self._open.discard)
-
     async def drain(self) -> None:
-        """Take no more requests; wait for those there are, and end those that take too long."""
+        """Take no more requests; let those there are end, and end those that take too long."""
         self.draining = True
-        if self._open:
-            _, late = await asyncio.wait(set(self._open), timeout=self.settings.drain_s)
-            for task in late:
-                task.cancel()
-            with suppress(asyncio.CancelledError):
-                await asyncio.gather(*late, return_exceptions=True)
+        until = perf_counter() + self.settings.drain_s
+        while self._open and perf_counter() < until:
+            await asyncio.sleep(0.02)
+        for limit in self._open:
+            limit.end()
+
+
+class _Limit:
+    """How long one request may take, all waiting for its chunks together."""
+
+    def __init__(self, seconds: float) -> None:
+        self._until = asyncio.get_running_loop().time() + seconds
+        self._timeout: asyncio.Timeout | None = None
+        self.ended = False
+        """Whether it was ended before its time."""
+
+    async def wait(self, chunk: Awaitable[T]) -> T:
+        """Raises TimeoutError when it is over."""
+        async with asyncio.timeout_at(self._until) as self._timeout:
+            return await chunk
+
+    def end(self) -> None:
+        """Now."""
+        self.ended, self._until = True, 0.0
+        if self._timeout is not None and not self._timeout.expired():
+            with suppress(RuntimeError):  # nobody waits
+                self._timeout.reschedule(0.0)

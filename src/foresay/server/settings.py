@@ -29,6 +29,8 @@ class ServerSettings:
     """Whether an address beyond this machine is wanted without keys."""
     cors: tuple[str, ...] = ()
     """Origins whose pages may call the API."""
+    hosts: tuple[str, ...] = ()
+    """Further names that this server is reached by, where there are no keys: of a proxy before it."""
     max_waiting: int = 128
     """Requests that may wait for a row; more are told to come back."""
     max_body_bytes: int = 4 << 20
@@ -38,6 +40,8 @@ class ServerSettings:
     max_stops: int = 16
     max_methods: int = 4
     """Ways of drafting that are kept ready at a time."""
+    body_s: float = 60.0
+    """How long a client may take to send its request."""
     timeout_s: float = 600.0
     """Of one request."""
     drain_s: float = 30.0
@@ -54,8 +58,9 @@ class ServerSettings:
         ):
             check_int(name, getattr(self, name), low)
         check_int("max_stops", self.max_stops, 0)
-        for name in ("timeout_s", "drain_s"):
-            check_float(name, getattr(self, name), 0.0, 1e6)
+        check_float("drain_s", self.drain_s, 0.0, 1e6)
+        for name in ("timeout_s", "body_s"):
+            check_float(name, getattr(self, name), 0.001, 1e6)
         if self.host not in LOOPBACK and not self.keys and not self.open_to_all:
             raise ConfigError(
                 f"host={self.host!r} is reached from other machines, and no keys are asked for; set {KEYS_VARIABLE} or "

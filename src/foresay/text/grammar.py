@@ -25,12 +25,10 @@ _tokenizers: WeakKeyDictionary[Any, dict[tuple[int, tuple[int, ...]], Any]] = We
 
 
 class JsonSchema:
-    """Keeps an output to a JSON schema. A LogitsProcessor of one request: it counts what comes after the prompt."""
+    """A schema, compiled for a tokenizer. What keeps an output to it is made by `behind`, as often as outputs are wanted."""
 
-    def __init__(
-        self, schema: Mapping[str, Any], tokenizer: Any, vocab_size: int, eos: Sequence[int], prompt_length: int
-    ) -> None:
-        """vocab_size: width of the scores. eos: what ends an output, allowed where the grammar may end. prompt_length: in tokens.
+    def __init__(self, schema: Mapping[str, Any], tokenizer: Any, vocab_size: int, eos: Sequence[int]) -> None:
+        """vocab_size: width of the scores. eos: what ends an output, allowed where the grammar may end.
 
         Raises ConfigError for a schema that is too large, or that the library does not understand, and without the library.
         """
@@ -51,7 +49,19 @@ class JsonSchema:
             raise ConfigError(f"the schema is not understood: {error}") from None
         if self._matcher.is_error():
             raise ConfigError(f"the schema is not understood: {self._matcher.get_error()}")
-        self._prompt_length, self._vocab_size = prompt_length, vocab_size
+        self._vocab_size = vocab_size
+
+    def behind(self, prompt_length: int) -> JsonMask:
+        """For one output behind a prompt of so many tokens."""
+        return JsonMask(self._matcher.deep_copy(), self._vocab_size, prompt_length)
+
+
+class JsonMask:
+    """Keeps one output to a schema. A LogitsProcessor: it counts what comes after the prompt."""
+
+    def __init__(self, matcher: Any, vocab_size: int, prompt_length: int) -> None:
+        """matcher: the library's, before its first token; nobody else's."""
+        self._matcher, self._vocab_size, self._prompt_length = matcher, vocab_size, prompt_length
         self._consumed: list[int] = []
 
     def __call__(self, token_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -75,11 +85,9 @@ class JsonSchema:
 
     def _follow(self, written: list[int]) -> bool:
         """Bring the matcher behind these tokens; whether the grammar takes all of them."""
-        common = 0
-        for ours, theirs in zip(self._consumed, written, strict=False):
-            if ours != theirs:
-                break
-            common += 1
+        common = min(len(self._consumed), len(written))
+        while self._consumed[:common] != written[:common]:  # what differs are guesses, at the end
+            common -= 1
         if common < len(self._consumed):
             self._matcher.rollback(len(self._consumed) - common)
             del self._consumed[common:]

@@ -55,6 +55,30 @@ def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:
     return hashlib.sha256(json.dumps(pairs).encode("ascii")).hexdigest()
 
 
+def token_bytes(tokenizer: Any, token_id: int) -> bytes:
+    """What a token writes, also where that is not whole characters: a tokenizer of bytes names each byte by a character."""
+    text: str = tokenizer.decode([token_id], clean_up_tokenization_spaces=False)
+    if _NO_CHARACTER not in text:
+        return text.encode("utf-8", "replace")
+    name = str(tokenizer.convert_ids_to_tokens(token_id))
+    if len(name) == 6 and name.startswith("<0x"):
+        return bytes([int(name[3:5], 16)])
+    if all(character in _BYTES for character in name):
+        return bytes(_BYTES[character] for character in name)
+    return text.encode("utf-8", "replace")
+
+
+def _named_bytes() -> dict[str, int]:
+    """Character -> byte in the names of byte-level tokenizers: printable bytes name themselves, the others follow from 256 on."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    rest = [byte for byte in range(256) if byte not in set(plain)]
+    return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(rest)}
+
+
+_NO_CHARACTER = "\ufffd"
+_BYTES = _named_bytes()
+
+
 def tokenizer_size(tokenizer: Tokenizer) -> int:
     """One more than the tokenizer's highest id: ids may have gaps, and its own length counts names."""
     return int(max(tokenizer.get_vocab().values())) + 1

@@ -451,7 +451,7 @@ class TestManyAtOnce:
         with socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1]))) as held:
             text = json.dumps(body).encode()
             held.sendall(
-                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+                b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
                 + f"Content-Length: {len(text)}\r\n\r\n".encode()
                 + text
             )

@@ -8,18 +8,18 @@ import pytest
 import torch
 
 from foresay.errors import ConfigError
-from foresay.text.grammar import ANY_OBJECT, JsonSchema
+from foresay.text.grammar import ANY_OBJECT, JsonMask, JsonSchema
 from helpers import tiny
 
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 12, "x"]}, "b": {"type": "boolean"}}, "required": ["a"]}
 PROMPT = [5, 6, 7]
 
 
-def make(tokenizer: object, schema: object = SCHEMA) -> JsonSchema:
-    return JsonSchema(schema, tokenizer, len(tokenizer), [0], len(PROMPT))  # type: ignore[arg-type]
+def make(tokenizer: object, schema: object = SCHEMA) -> JsonMask:
+    return JsonSchema(schema, tokenizer, len(tokenizer), [0]).behind(len(PROMPT))  # type: ignore[arg-type]
 
 
-def mask(processor: JsonSchema, written: list[int]) -> list[bool]:
+def mask(processor: JsonMask, written: list[int]) -> list[bool]:
     scores = torch.zeros(1, processor._vocab_size)
     out = processor(torch.tensor([PROMPT + written]), scores)
     assert not scores.any(), "what it was given is left alone"
@@ -64,7 +64,7 @@ def test_an_end_is_allowed_where_it_may_end() -> None:
 
 def test_scores_wider_than_the_vocabulary() -> None:
     tokenizer = tiny.tokenizer()
-    wide = JsonSchema(SCHEMA, tokenizer, len(tokenizer) + 60, [0], len(PROMPT))
+    wide = JsonSchema(SCHEMA, tokenizer, len(tokenizer) + 60, [0]).behind(len(PROMPT))
     found = mask(wide, [])
     assert found[: len(tokenizer)] == mask(make(tokenizer), []) and not any(found[len(tokenizer) :])
 
