@@ -7,7 +7,6 @@ import json
 import re
 import shlex
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,34 +15,11 @@ from typing import Any
 import httpx
 import openai
 import pytest
-import uvicorn
 
 import foresay
-from foresay.server.app import make_app
-from foresay.server.service import Service
 from foresay.server.settings import ServerSettings
 from helpers import tiny
-
-TEXT = "the number 7 and 8 and 7 and 8 and"
-TALK: list[Any] = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello there"}]
-
-
-class Running:
-    """A server on a thread of its own."""
-
-    def __init__(self, generator: foresay.Generator, **settings: Any) -> None:
-        self.service = Service(generator, ServerSettings(**settings), ["tiny", "other-name"])
-        held = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{held.getsockname()[1]}"
-        self._server = uvicorn.Server(uvicorn.Config(make_app(self.service), log_level="error"))
-        self._thread = threading.Thread(target=self._server.run, args=([held],), daemon=True)
-        self._thread.start()
-        while not self._server.started:
-            time.sleep(0.01)
-
-    def close(self) -> None:
-        self._server.should_exit = True
-        self._thread.join(20)
+from helpers.serving import TALK, TEXT, Running
 
 
 @pytest.fixture(scope="module")

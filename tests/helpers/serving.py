@@ -1,0 +1,55 @@
+"""A server on a thread, for tests of the API."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from typing import Any
+
+import httpx
+import uvicorn
+
+import foresay
+from foresay.server.app import make_app
+from foresay.server.service import Service
+from foresay.server.settings import ServerSettings
+
+TEXT = "the number 7 and 8 and 7 and 8 and"
+TALK: list[Any] = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello there"}]
+
+
+class Running:
+    """A server on a thread of its own."""
+
+    def __init__(self, generator: foresay.Generator, **settings: Any) -> None:
+        self.service = Service(generator, ServerSettings(**settings), ["tiny", "other-name"])
+        held = socket.create_server(("127.0.0.1", 0))
+        self.port = held.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._server = uvicorn.Server(uvicorn.Config(make_app(self.service), log_level="error"))
+        self._thread = threading.Thread(target=self._run, args=([held],), daemon=True)
+        self._thread.start()
+        while not self._server.started:
+            time.sleep(0.01)
+
+    def _run(self, sockets: list[socket.socket]) -> None:
+        async def serve() -> None:
+            self._loop = asyncio.get_running_loop()
+            await self._server.serve(sockets)
+
+        asyncio.run(serve())
+
+    def count(self, name: str) -> float:
+        """What its metrics say, 0 for what they do not name."""
+        lines = httpx.get(f"{self.url}/metrics").text.splitlines()
+        return next((float(line.split()[1]) for line in lines if line.startswith(f"foresay_{name} ")), 0.0)
+
+    def drain(self) -> None:
+        """Let what is under way end."""
+        asyncio.run_coroutine_threadsafe(self.service.drain(), self._loop).result(30)
+
+    def close(self) -> None:
+        self._server.should_exit = True
+        self._thread.join(20)

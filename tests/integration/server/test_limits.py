@@ -1,0 +1,202 @@
+"""What a server does not do: wait for ever, tell what went wrong inside, let strange names and pages in, end mid-word."""
+
+from __future__ import annotations
+
+import json
+import math
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+import foresay
+from foresay.decoding.outcome import Origin, Step, TokenLogprob
+from foresay.server.logprobs import Logprobs, as_chat, as_completion
+from foresay.server.settings import ServerSettings, read_keys
+from helpers import families, tiny
+from helpers.serving import TEXT, Running
+
+LONG = {"prompt": TEXT, "max_tokens": 3900, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> foresay.Generator:
+    return foresay.load(str(tiny.save(tmp_path_factory.mktemp("served"), chat=True)), num_draft_tokens=3)
+
+
+@pytest.fixture
+def serve(model: foresay.Generator) -> Iterator[Any]:
+    begun: list[Running] = []
+
+    def start(generator: foresay.Generator = model, **settings: Any) -> Running:
+        begun.append(Running(generator, **settings))
+        return begun[-1]
+
+    yield start
+    for one in begun:
+        one.close()
+
+
+def post(running: Running, body: dict[str, Any], path: str = "/v1/completions", **more: Any) -> httpx.Response:
+    return httpx.post(f"{running.url}{path}", json=body, timeout=60, **more)
+
+
+def last_event(answer: httpx.Response) -> Any:
+    """Of a stream."""
+    return json.loads(answer.text.strip().split("\n\n")[-1].removeprefix("data: "))
+
+
+class TestTime:
+    def test_a_request_that_takes_too_long(self, serve: Any) -> None:
+        running = serve(timeout_s=0.4)
+        answer = post(running, LONG)
+        assert answer.status_code == 504 and answer.json()["error"]["code"] == "timeout"
+        streamed = post(running, {**LONG, "stream": True})
+        assert streamed.status_code == 200 and streamed.text.count("data: ") > 2
+        assert last_event(streamed)["error"]["code"] == "timeout"
+        waited = time.monotonic()
+        while running.count("num_requests_running"):
+            assert time.monotonic() < waited + 10, "its row is still decoded"
+        with pytest.raises(foresay.ConfigError, match="timeout_s=0"):
+            ServerSettings(timeout_s=0)
+
+    def test_a_server_that_ends_says_so_in_a_stream_and_in_an_answer(self, serve: Any) -> None:
+        running = serve(drain_s=0.3)
+        said: dict[bool, httpx.Response] = {}
+
+        def ask(stream: bool) -> None:
+            said[stream] = post(running, {**LONG, "stream": stream})
+
+        threads = [threading.Thread(target=ask, args=[stream]) for stream in (True, False)]
+        for one in threads:
+            one.start()
+        until = time.monotonic() + 20
+        while running.count("num_requests_running") < 2:
+            assert time.monotonic() < until
+        running.drain()
+        for one in threads:
+            one.join(20)
+        assert said[False].status_code == 503 and said[False].json()["error"]["code"] == "shutting_down"
+        assert said[True].text.count("data: ") > 2 and last_event(said[True])["error"]["code"] == "shutting_down"
+        late = post(running, LONG)
+        assert late.status_code == 503 and late.headers["retry-after"] == "5"
+
+    def test_a_body_that_does_not_come(self, serve: Any) -> None:
+        running = serve(body_s=0.3)
+        with socket.create_connection(("127.0.0.1", running.port), timeout=20) as held:
+            held.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
+            assert b" 408 " in held.recv(4096).split(b"\r\n")[0]
+
+
+class TestWho:
+    def test_names_of_this_machine_alone(self, serve: Any) -> None:
+        """Else a page whose name is pointed to this machine could read what it says."""
+        running = serve(hosts=("proxy.example",))
+        for name, status in (
+            ("127.0.0.1", 200), (f"localhost:{running.port}", 200), ("[::1]:80", 200), ("proxy.example", 200),
+            ("evil.example", 421), ("evil.example:80", 421), ("", 421), ("localhost.evil.example", 421),
+        ):  # fmt: skip
+            assert httpx.get(f"{running.url}/v1/models", headers={"Host": name}).status_code == status, name
+        with_keys = serve(keys=frozenset({"k"}))
+        headers = {"Host": "any.example", "Authorization": "Bearer k"}
+        assert httpx.get(f"{with_keys.url}/v1/models", headers=headers).status_code == 200
+
+    def test_pages_of_other_origins(self, serve: Any) -> None:
+        running = serve(cors=("https://page.example",), keys=frozenset({"k"}))
+        asks = {"Origin": "https://page.example", "Access-Control-Request-Method": "POST"}
+        answer = httpx.options(f"{running.url}/v1/completions", headers=asks)
+        assert answer.status_code == 200 and answer.headers["access-control-allow-origin"] == asks["Origin"]
+        refused = httpx.post(f"{running.url}/v1/completions", headers={"Origin": asks["Origin"]}, json={})
+        assert refused.status_code == 401 and refused.headers["access-control-allow-origin"] == asks["Origin"]
+        other = httpx.options(f"{running.url}/v1/completions", headers={**asks, "Origin": "https://evil.example"})
+        assert "access-control-allow-origin" not in other.headers
+        plain = httpx.post(
+            f"{serve().url}/v1/completions", content=b'{"prompt": "x"}', headers={"content-type": "text/plain"}
+        )
+        assert plain.status_code == 400, "what a page may send without asking"
+
+    def test_keys_are_bytes(self, serve: Any) -> None:
+        running = serve(keys=frozenset({"schlüssel"}))
+        for key, status in (("schlüssel".encode(), 200), ("schlüssel".encode("latin-1"), 401)):
+            headers = {b"Authorization": b"Bearer " + key}
+            assert httpx.get(f"{running.url}/v1/models", headers=headers).status_code == status  # type: ignore[arg-type]
+
+    def test_files_of_keys(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("FORESAY_API_KEYS", "one, two,")
+        path = tmp_path / "keys"
+        path.write_text("# mine\nthree\n\n")
+        assert read_keys(path) == {"one", "two", "three"} and read_keys(None) == {"one", "two"}
+        path.write_text("# none\n\n")
+        with pytest.raises(foresay.ConfigError, match="has no keys"):
+            read_keys(path)
+
+
+class TestWhatIsTold:
+    def test_what_fails_inside_is_told_in_general_words(
+        self, serve: Any, model: foresay.Generator, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        running = serve()
+
+        def fails(*_: Any) -> None:
+            raise RuntimeError("the text of somebody's prompt")
+
+        monkeypatch.setattr(type(model.target.model), "forward", fails)
+        for stream in (False, True):
+            answer = post(running, {"prompt": "something", "stream": stream})
+            assert answer.status_code == 500 and "somebody" not in answer.text
+            assert answer.json()["error"]["code"] == "generation_failed"
+        assert running.count('request_failure_total{status="500"}') == 4, "two answers, and two outputs"
+        assert running.count('request_success_total{finished_reason="error"}') == 0
+
+    def test_log_probabilities_end_with_the_text(self, serve: Any, model: foresay.Generator) -> None:
+        running = serve()
+        whole = model.generate(TEXT, max_new_tokens=24)
+        stop = whole.text[9:12]
+        body = {"prompt": TEXT, "max_tokens": 24, "temperature": 0, "stop": stop, "logprobs": 2}
+        choice = post(running, body).json()["choices"][0]
+        assert choice["text"] == whole.text[: whole.text.index(stop)] == "".join(choice["logprobs"]["tokens"])
+        pieces = [
+            json.loads(event.removeprefix("data: "))["choices"][0]
+            for event in post(running, {**body, "stream": True}).text.strip().split("\n\n")[:-1]
+        ]
+        offsets = [place for one in pieces for place in one["logprobs"]["text_offset"]]
+        assert offsets == choice["logprobs"]["text_offset"] == [
+            sum(map(len, choice["logprobs"]["tokens"][:i])) for i in range(len(offsets))
+        ]  # fmt: skip
+        for one in pieces:
+            assert len("".join(one["logprobs"]["tokens"])) >= len(one["text"]), "none comes before its text"
+
+    def test_log_probabilities_of_bytes_and_of_what_cannot_be(self, serve: Any, model: foresay.Generator) -> None:
+        running = serve()
+        tokenizer: Any = model.tokenizer
+        parts = tokenizer("東").input_ids
+        body = {"prompt": TEXT, "max_tokens": 3, "temperature": 0, "logprobs": 3}
+        body["logit_bias"] = {str(part): 90 - i for i, part in enumerate(parts)}
+        found = post(running, body).json()["choices"][0]["logprobs"]
+        assert set(found["tokens"]) == {"bytes:\\xe6"}, "a third of a character"
+        assert all(len(one) == 3 for one in found["top_logprobs"]), "each under a name of its own"
+        step = Step(
+            0, (9, 10), (Origin.BONUS, Origin.BONUS), 0, 0, logprobs=(TokenLogprob(-math.inf, ((11, -math.inf),)),) * 2
+        )
+        entries = Logprobs(tokenizer).take(step, "xy", ended=True)
+        assert "-9999.0" in json.dumps([as_chat(entries), as_completion(entries)], allow_nan=False)
+
+    def test_prompts_that_were_there_already(self, serve: Any) -> None:
+        running = serve()
+        talk = {"prompt": TEXT * 4, "max_tokens": 4, "temperature": 0}
+        first = post(running, {**talk, "n": 2}).json()["usage"]
+        assert first["prompt_tokens_details"]["cached_tokens"] == 0, "the first of two outputs found nothing"
+        again = post(running, {**talk, "n": 2}).json()["usage"]
+        assert 0 < again["prompt_tokens_details"]["cached_tokens"] < again["prompt_tokens"] == first["prompt_tokens"]
+
+    def test_a_model_that_reads_a_source_follows_no_schema(self, serve: Any, tmp_path: Path) -> None:
+        made = tiny.save(tmp_path, families.make_seq2seq("t5", vocab_size=len(tiny.tokenizer())))
+        running = serve(foresay.load(str(made)))
+        body = {"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object"}}
+        answer = post(running, body, "/v1/chat/completions")
+        assert answer.status_code == 400, answer.text
