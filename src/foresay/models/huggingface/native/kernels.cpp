@@ -158,13 +158,13 @@ const float *beside(const Model &model, const Pass &pass, std::vector<float> &ro
     room.resize((pass.tokens * 2 + 2) * hidden);
     float *out = room.data(), *weights[2] = {out + pass.tokens * 2 * hidden, out + (pass.tokens * 2 + 1) * hidden};
     for (int part = 0; part < 2; part++) Norms::widened(model.beside[part], weights[part]);
-    for (int64_t i = 0; i < pass.tokens * 2; i++) {
-        // nothing is added to what is read
-        add_norm(const_cast<float *>(pass.read) + i * hidden, nullptr, nullptr, 1.0f, weights[i % 2], out + i * hidden, hidden, model.eps);
-    }
-    for (int64_t n = 0; n < pass.tokens && model.from_beside; n++) {
-        std::memcpy(pass.x + n * hidden, out + (2 * n + 1) * hidden, hidden * sizeof(float));
-    }
+    each_token(pass.tokens, static_cast<int>(pass.threads), [&](int64_t n) {
+        for (int64_t part = 0; part < 2; part++) {
+            float *read = const_cast<float *>(pass.read) + (2 * n + part) * hidden; // nothing is added to what is read
+            add_norm(read, nullptr, nullptr, 1.0f, weights[part], out + (2 * n + part) * hidden, hidden, model.eps);
+        }
+        if (model.from_beside) std::memcpy(pass.x + n * hidden, out + (2 * n + 1) * hidden, hidden * sizeof(float));
+    });
     return out;
 }
 
