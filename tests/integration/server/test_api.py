@@ -6,7 +6,10 @@ import asyncio
 import json
 import re
 import shlex
+import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -222,6 +225,7 @@ REFUSED: list[tuple[dict[str, Any], str, str | None]] = [
     ({"messages": TALK, "temperature": -1}, "temperature=-1.0 must be", "temperature"),
     ({"messages": TALK, "max_tokens": 0}, "max_new_tokens=0 must be", "max_tokens"),
     ({"messages": TALK, "n": 5}, "n=5 must be 1 to 4", "n"),
+    ({"messages": TALK, "user": 7}, "user", "user"),
     ({"messages": TALK, "top_logprobs": 2}, "needs logprobs", "top_logprobs"),
     ({"messages": TALK, "logit_bias": {"x": 1}}, "'x' is not a token id", "logit_bias"),
     ({"messages": TALK, "stream_options": {"include_usage": True}}, "needs stream=true", "stream_options"),
@@ -455,9 +459,6 @@ class TestManyAtOnce:
 
 def test_the_command_serves_and_ends_in_order(tmp_path: Path) -> None:
     """From its first line to a signal in the middle of a stream, which is finished."""
-    import signal
-    import subprocess
-
     folder = tiny.save(tmp_path / "model", chat=True)
     child = subprocess.Popen(
         [*tiny.FORESAY, "serve", "--model", str(folder), "--port", "0", "--warmup", "--name", "mine"],
@@ -506,3 +507,13 @@ def test_what_the_command_refuses(tmp_path: Path) -> None:
     ):
         done = tiny.foresay("serve", "--model", "nowhere", *args)
         assert done.returncode == 2 and said in done.stderr.decode()
+
+
+@pytest.mark.parametrize("missing", ["fastapi", "uvicorn", "prometheus_client"])
+def test_without_what_a_server_is_made_of(missing: str) -> None:
+    program = f"import sys; sys.modules[{missing!r}] = None; from foresay.cli.app import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", program, "serve", "--model", "nowhere"],
+        env=tiny.environment(), capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 2 and f"the server needs {missing}: pip install 'foresay[server]'" in done.stderr

@@ -66,7 +66,7 @@ class TurnTable:
     def __init__(self, rotary: Any) -> None:
         """rotary: transformers' own, whose buffers are on the CPU."""
         self._rotary, self._static = rotary, getattr(rotary, "rope_type", "") in self.STATIC
-        self._table = self._of(torch.arange(0))
+        self._table = torch.empty(0, 0), torch.empty(0, 0)
 
     def __call__(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """positions: [N] int64 -> [N, R] float32 each, in one piece."""

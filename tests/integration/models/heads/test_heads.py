@@ -17,11 +17,14 @@ from foresay.drafters import Cascade, HeadDrafter, HeadTreeDrafter, PromptLookup
 from foresay.engine import Engine
 from foresay.engine.prefixes import PrefixStore
 from foresay.errors import ConfigError, ModelLoadError, ModelNotFoundError
+from foresay.generation.load import load
 from foresay.lengths import ConstantLength
 from foresay.models.heads.config import LAST, NEXT, HeadConfig, usual_layers
 from foresay.models.heads.files import Head, read_head, write_head
 from foresay.models.heads.model import HeadModel, target_rows
 from foresay.models.huggingface.causal import CausalModel
+from foresay.models.huggingface.linears import as_it_is, in_bits
+from helpers import tiny
 from helpers.families import VOCAB, make
 from helpers.heads import random_head, reference_scores
 from helpers.support import run
@@ -350,3 +353,32 @@ def test_prompts_that_begin_alike_share_what_was_shown(max_bytes: int) -> None:
     prompts = [[*begin, *end] for end in ([1, 2], [3], [1, 2, 4, 4], [6, 6], [3, 3])]
     plain, _, _ = run(model, prompts, SamplingParams(max_new_tokens=9, ignore_eos=True), gamma=0)
     assert [outputs[i] for i in range(5)] == plain
+
+
+@pytest.mark.parametrize(
+    ("options", "bits"),
+    [({}, 8), ({"draft_weights": "bf16"}, None), ({"draft_weights": "int4"}, 4), ({"dtype": "float32"}, None)],
+)
+def test_a_head_is_rounded_unless_its_weights_are_named(
+    options: dict[str, Any], bits: int | None, tmp_path: Path
+) -> None:
+    """Scores are those of the same head with its matrices rounded; the output is the target's all the same."""
+    folder, out = tiny.save(tmp_path / "model"), tmp_path / "head"
+    generator = load(str(folder), dtype=options.get("dtype", "bfloat16"))
+    model: Any = generator.target.model
+    out.mkdir()
+    write_head(random_head(model), out)
+    drafted = load(str(folder), drafter=f"head({out})", **{"dtype": "bfloat16", **options})
+    (head,) = drafted.resources.heads.values()  # type: ignore[union-attr]
+    plain = HeadModel(read_head(out), model, make=as_it_is if bits is None else in_bits(bits))
+    text = torch.arange(10, 30)
+    guesses = torch.tensor([40, 41])
+    wanted, found = (torch.stack(chain(model, one, text, guesses)) for one in (plain, head))
+    assert torch.equal(wanted, found)
+    if bits is not None:
+        exact = torch.stack(chain(model, HeadModel(read_head(out), model), text, guesses))
+        assert not torch.equal(exact, found) and (exact - found).std() < 0.5 * exact.std()
+    assert (
+        drafted.generate("the number 7", max_new_tokens=12).text
+        == generator.generate("the number 7", max_new_tokens=12).text
+    )
