@@ -234,6 +234,14 @@ class LengthPolicy(Protocol):
         """
         return counts
 
+    def afford(self, rows: Rows, most: Sequence[int]) -> Sequence[int]:
+        """How many tokens a drafter that takes time shall guess for the rows that a look-up found nothing for.
+
+        most: [B] 0 for all other rows. Called after `keep`, where that is; what it returns may depend on anything but guesses
+        of the drafter that is asked.
+        """
+        return most
+
     def observe(self, rows: Rows, steps: Sequence[Step]) -> None:
         """See what a step did to each row, after it."""
         return

@@ -84,8 +84,9 @@ class Hybrid(Drafter):
             counts = [n if on else 0 for n, on in zip(looked_up.num_tokens, sure, strict=True)]
             grown.add(looked_up, policy.keep(rows, counts, found.of(len(rows))))
         rest = [0 if on else min(n, self.k) for n, on in zip(budget, sure, strict=True)]
-        if any(rest):
-            grown.add(self._other.propose(rows, rest, policy))
+        afforded = policy.afford(rows, rest) if any(rest) else rest
+        if any(afforded):
+            grown.add(self._other.propose(rows, afforded, policy))
         return grown.proposal(confidence=rows.needs.confidence)
 
 

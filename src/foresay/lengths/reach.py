@@ -10,12 +10,13 @@ tested token holds by its kind of match, and h_i what row i saw,
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
 from foresay.decoding.outcome import Step
-from foresay.decoding.rows import Row, Rows
+from foresay.decoding.rows import Rows
 from foresay.lengths.costs import FloatArray
 
 _FORGET = 0.98
@@ -35,8 +36,6 @@ _DOUBT_OF_KINDS = 2
 _KINDS = len(_USUAL)
 _LOW, _HIGH = 0.02, 0.98
 """Bounds of the chance that a token holds."""
-_OWN = "throughput length: own counts"
-"""Where a row remembers what it has seen."""
 
 
 def kind_of(matched: int) -> int:
@@ -47,8 +46,9 @@ def kind_of(matched: int) -> int:
 class Reach:
     """Counts by length, 0 to `high`: of rows asked for so many tokens, of those that guessed them, of those where they held."""
 
-    def __init__(self, high: int) -> None:
-        self._size = high + 1
+    def __init__(self, high: int, own: str = "throughput length: own counts") -> None:
+        """high: longest draft. own: where a row remembers what it has seen of these."""
+        self._size, self._own = high + 1, own
         self._offered, self._drafted = np.zeros(high + 1), np.zeros(high + 1)
         self._asked, self._widest = np.zeros(high + 1), np.zeros(high + 1)
         """The same of batches: where any row was asked for so many tokens, and where any guessed them."""
@@ -57,8 +57,24 @@ class Reach:
         self._tokens = np.zeros((2, _KINDS))
         """Tokens that held, and all that were tested, by kind."""
 
-    def add(self, rows: Rows, budgets: Sequence[int] | None, kinds: Sequence[int], steps: Sequence[Step]) -> None:
-        """Count one step. budgets: what the drafter was asked for; None where less of its guesses was taken."""
+    def add(
+        self,
+        rows: Rows,
+        budgets: Sequence[int] | None,
+        kinds: Sequence[int],
+        steps: Sequence[Step],
+        mine: Sequence[bool] | None = None,
+    ) -> None:
+        """Count one step.
+
+        budgets: what the drafter was asked for; None where less of its guesses was taken. mine: the rows whose guesses are this
+        drafter's, all unless said.
+        """
+        if mine is not None:
+            steps = [
+                step if on else replace(step, num_drafted=0, num_accepted=0)
+                for step, on in zip(steps, mine, strict=True)
+            ]
         drafted = [step.num_drafted for step in steps]
         held = [step.num_accepted for step in steps]
         tested = [h + (h < d) for h, d in zip(held, drafted, strict=True)]
@@ -75,9 +91,9 @@ class Reach:
                 self._tried[kind, : d + 1] += 1
                 self._held[kind, : h + 1] += 1
                 self._tokens[:, kind] += (h, of_all)
-            before = row.extras.get(_OWN, (0.0, 0.0, 0.0))
+            before = row.extras.get(self._own, (0.0, 0.0, 0.0))
             seen = (h, of_all, of_all * chances[kind])
-            row.extras[_OWN] = tuple(a * _ROW_FORGETS + b for a, b in zip(before, seen, strict=True))
+            row.extras[self._own] = tuple(a * _ROW_FORGETS + b for a, b in zip(before, seen, strict=True))
 
     def _ask(self, budgets: npt.NDArray[np.int64], drafted: npt.NDArray[np.int64]) -> None:
         for counts in (self._offered, self._drafted, self._asked, self._widest):
@@ -114,7 +130,7 @@ class Reach:
     def held(self, rows: Rows, kinds: Sequence[int] | None = None) -> FloatArray:
         """[B, high + 1] the chance that k tokens of a row hold where it guesses as many. kinds: of matches; None, of any."""
         doubt = _ROW_DOUBT if kinds is None else _ROW_DOUBT_OF_KINDS
-        tilt = np.array([_tilt(row, doubt) for row in rows])[:, None]
+        tilt = np.array([_tilt(row.extras.get(self._own, (0.0, 0.0, 0.0)), doubt) for row in rows])[:, None]
         if kinds is None:
             shares = _shares(self._held.sum(0), self._tried.sum(0))[None]
         else:
@@ -129,9 +145,9 @@ class Reach:
         return chances.clip(_LOW, _HIGH)
 
 
-def _tilt(row: Row, doubt: float) -> float:
-    """log h_i / log h, h over the kinds of matches that the row has met."""
-    held, tested, expected = row.extras.get(_OWN, (0.0, 0.0, 0.0))
+def _tilt(seen: tuple[float, float, float], doubt: float) -> float:
+    """log h_i / log h, h over the kinds of matches that the row has met. seen: by a row: held, tested, expected to hold."""
+    held, tested, expected = seen
     if not tested:
         return 1.0
     mean = min(max(expected / tested, _LOW), _HIGH)

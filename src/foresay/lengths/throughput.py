@@ -13,6 +13,9 @@ neighbours nor holds them back. Where the widest row sets what a pass takes, all
 After two plain passes to compare with, a few steps try a draft. When none pays, they are tried again only as often as
 the time they lost allows: at most a hundredth of the time in between, and less with every trial that fails, until other
 requests join.
+
+A drafter that takes time behind a look-up that takes none (a hybrid) is measured and tried by itself: it is asked for the
+rows without a match, when its guesses pay beside what the look-up brought.
 """
 
 from __future__ import annotations
@@ -26,24 +29,20 @@ from foresay.checks import check_int
 from foresay.decoding.outcome import Step
 from foresay.decoding.protocols import LengthPolicy
 from foresay.decoding.rows import Row, Rows
+from foresay.lengths.budgets import Ground, best_for_all, best_for_each
 from foresay.lengths.constant import MAX_DRAFT_TOKENS
-from foresay.lengths.costs import Curve, DraftCosts, FloatArray, PassCosts
-from foresay.lengths.reach import Reach, kind_of
+from foresay.lengths.costs import Curve, PassCosts
+from foresay.lengths.paid import Paid
+from foresay.lengths.reach import kind_of
 
 LONGEST = 16
 """Of drafts, unless a policy is told otherwise."""
-_TRIAL = 4
-"""Steps of a trial: the first may pay for what the draft missed."""
-_LOSS = 0.01
-"""Share of the time that trials may lose."""
-_PATIENCE = 5
-"""Doublings of the pause between trials, at most."""
-_SETTLED = 64
-"""Steps after a trial before requests that join are reason for another."""
-_OFFERED = "throughput length"
-"""Where rows remember the budgets they were given: several engines may share one policy."""
+_OFFERED, _JOINED = "throughput length", "throughput length: joined"
+"""Where rows remember the budgets they were given, several engines may share one policy, and whether those were their first."""
 _MATCHED, _TRIMMED = "throughput length: kinds", "throughput length: trimmed"
 """Where they remember the kinds of matches they were shown in this step, and whether guesses were chosen by them."""
+_KEPT, _BEHIND = "throughput length: kept", "throughput length: behind"
+"""Where they remember what was kept of a look-up's guesses, and what was asked of the drafter behind it."""
 _FREE = 0.05
 """Share of a plain pass below which looking for guesses costs nothing."""
 _STALE = 64
@@ -69,27 +68,26 @@ class ThroughputLength(LengthPolicy):
         self.start = check_int("start", start, 1, self.high)
         self.sampled = None if sampled is None else check_int("sampled", sampled, 0, self.high)
         self._lock = Lock()
-        self._passes, self._drafts, self._reach = PassCosts(_STEEP), DraftCosts(), Reach(self.high)
-        self._trial = 0
-        """Steps of the trial still to come."""
-        self._lost = self._elapsed = self._resume_s = self._least_s = 0.0
-        self._since_plain = self._num_plain = self._since_trial = 0
-        self._failed = 0
-        """Trials in a row after which no draft paid; each doubles the pause before the next."""
-        self._since_kept = 0
+        self._passes = PassCosts(_STEEP)
+        self._first = Paid(self.start, self.high, "throughput length: own counts")
+        """What budgets are given to."""
+        self._behind = Paid(self.start, self.high, "throughput length: own counts behind")
+        """What drafts for the rows without a match."""
+        self._since_plain = self._num_plain = self._since_kept = 0
         self._shown = False
         """Whether the drafter shows what it found, to be chosen from."""
 
     def budget(self, rows: Rows) -> list[int]:
         """Each row's own where a pass takes the time of its real tokens, else the same for all."""
         with self._lock:
-            joined = _OFFERED not in rows.memo
+            rows.memo[_JOINED] = _OFFERED not in rows.memo
             held = [self._held_to(row, rows) for row in rows]
-            budgets = list(held) if all(n is not None for n in held) else self._choose(rows, held, joined)
-            out = rows.memo[_OFFERED] = [int(n or 0) for n in budgets]
-            rows.memo.pop(_MATCHED, None)
+            budgets = [int(n or 0) for n in held] if all(n is not None for n in held) else self._choose(rows, held)
+            rows.memo[_OFFERED] = budgets
+            for name in (_MATCHED, _KEPT, _BEHIND):
+                rows.memo.pop(name, None)
             rows.memo[_TRIMMED] = self._chooses(len(rows))
-            return list(out)
+            return list(budgets)
 
     def keep(self, rows: Rows, counts: Sequence[int], matched: Sequence[int]) -> list[int]:
         """As many of the guesses as pay, by what each one matched; see `LengthPolicy.keep`."""
@@ -98,67 +96,65 @@ class ThroughputLength(LengthPolicy):
             rows.memo[_MATCHED] = kinds = [kind_of(n) for n in matched]
             passes = self._passes.curve(len(rows))
             rows.memo[_TRIMMED] = trimmed = passes is not None and self._is_free(len(rows))
+            out = rows.memo[_KEPT] = list(counts)
             if passes is None or not trimmed:
-                return list(counts)
-            self._trial = 0
+                return list(out)
+            self._first.trials.left = 0
             held = [self._held_to(row, rows) for row in rows]
             out = self._worth(rows, counts, kinds, held, passes)
             self._since_kept = 0 if any(out) else self._since_kept + 1
             if self._since_kept >= _REFRESH:
                 surest = max(range(len(rows)), key=lambda i: (counts[i] > 0, kinds[i]))
                 out[surest], self._since_kept = min(counts[surest], self.start), 0
-            return [n if one is None else most for n, one, most in zip(out, held, counts, strict=True)]
+            out = [n if one is None else most for n, one, most in zip(out, held, counts, strict=True)]
+            rows.memo[_KEPT] = out
+            return list(out)
+
+    def afford(self, rows: Rows, most: Sequence[int]) -> list[int]:
+        """As many tokens as pay of the drafter behind a look-up; see `LengthPolicy.afford`."""
+        with self._lock:
+            self._shown = rows.memo[_TRIMMED] = True
+            self._first.trials.left = 0  # what it looks up is free
+            asked = [n > 0 for n in most]
+            held = [
+                n if n and self._held_to(row, rows) is not None else None for n, row in zip(most, rows, strict=True)
+            ]
+            passes, ground = self._passes.curve(len(rows)), self._ground(rows)
+            chosen = self._behind.choose(rows, asked, held, passes, ground, joined=bool(rows.memo.get(_JOINED)))
+            out = [min(n, limit) for n, limit in zip(chosen, most, strict=True)]
+            rows.memo[_BEHIND] = out, sum(asked)
+            return list(out)
+
+    def _ground(self, rows: Rows) -> Ground:
+        """What the guesses that were kept come to."""
+        kept, kinds = rows.memo.get(_KEPT), rows.memo.get(_MATCHED)
+        if kept is None or not any(kept):
+            return Ground(len(rows))
+        chances = self._first.reach.held(rows, kinds)[:, 1:]
+        expected = sum(float(chances[i, :n].sum()) for i, n in enumerate(kept))
+        return Ground(len(rows) + expected, sum(kept) if rows.ragged else max(kept))
 
     def _held_to(self, row: Row, rows: Rows) -> int | None:
         """The length that keeps a seed's text; None for a row whose text depends on no length."""
         return None if row.params.greedy or rows.needs.ignores_drafts else self.sampled
 
-    def _choose(self, rows: Rows, held: Sequence[int | None], joined: bool) -> Sequence[int | None]:
-        """joined: requests have come or gone, so that what did not pay may now."""
-        nothing, start, longest = ([n if k is None else k for k in held] for n in (0, self.start, self.high))
-        if self._trial:
-            return start
-        free = not any(held)
-        if free and (self._passes.curve(len(rows)) is None or self._num_plain < 2 or self._since_plain >= _STALE):
-            return nothing
-        if self._chooses(len(rows)):
-            return longest  # `keep` chooses from what it finds
-        best = self._best(rows, held)
-        if best is not None:
-            self._failed = 0
-            return best
-        if joined and self._since_trial >= _SETTLED:
-            self._failed = 0
-            self._resume_s = min(self._resume_s, self._least_s)
-        if self._elapsed >= self._resume_s:
-            self._trial, self._lost, self._since_trial = _TRIAL, 0.0, 0
-            self._failed = min(self._failed + 1, _PATIENCE)  # until it turns out to pay
-            return start
-        return nothing
+    def _choose(self, rows: Rows, held: Sequence[int | None]) -> list[int]:
+        passes, plain = self._passes.curve(len(rows)), not any(held) and not self._first.trials.left
+        if plain and (passes is None or self._num_plain < 2 or self._since_plain >= _STALE):
+            return [0] * len(rows)
+        if self._chooses(len(rows)) and not self._first.trials.left:
+            return [self.high if n is None else n for n in held]  # `keep` chooses from what it finds
+        every, joined = [True] * len(rows), bool(rows.memo[_JOINED])
+        return self._first.choose(rows, every, held, passes, Ground(len(rows)), joined=joined)
 
     def _chooses(self, batch: int) -> bool:
         """Whether the drafter is asked for all it finds."""
         return self._shown and self._is_free(batch)
 
     def _is_free(self, batch: int) -> bool:
-        """Whether drafting takes next to no time of a pass, or none was timed yet."""
+        """Whether looking for guesses takes next to no time of a pass, or none was timed yet."""
         passes = self._passes.curve(batch)
-        return passes is None or bool(self._drafts.longest_s(batch) < _FREE * passes.at(0))
-
-    def _best(self, rows: Rows, held: Sequence[int | None]) -> list[int] | None:
-        """The budgets of the greatest expected throughput; None where that is plain decoding's, or nothing is known."""
-        passes, drafts = self._passes.curve(len(rows)), self._drafts.curve(len(rows))
-        if passes is None or drafts is None:
-            return None
-        most = min(self.high, self._reach.longest + 2)
-        guessed = self._reach.guessed()[1 : most + 1]
-        chances = self._reach.held(rows)[:, 1 : most + 1]
-        drafting = drafts.at(np.arange(1, most + 1))
-        if not rows.ragged:
-            wide = self._reach.widest()[1 : most + 1]
-            length = _best_for_all(guessed * chances.sum(0), wide, passes, drafting, len(rows))
-            return [length if n is None else n for n in held] if length else None
-        return _best_for_each(chances, np.broadcast_to(guessed, chances.shape), passes, drafting, held)
+        return passes is None or bool(self._first.drafts.longest_s(batch) < _FREE * passes.at(0))
 
     def _worth(
         self, rows: Rows, counts: Sequence[int], kinds: Sequence[int], held: Sequence[int | None], passes: Curve
@@ -167,13 +163,13 @@ class ThroughputLength(LengthPolicy):
         most = max(counts)
         index = np.arange(1, most + 1)
         guessed = (index <= np.array(counts)[:, None]).astype(np.float64)
-        chances = self._reach.held(rows, kinds)[:, 1 : most + 1]
+        chances = self._first.reach.held(rows, kinds)[:, 1 : most + 1]
+        nothing, ground = np.zeros(most), Ground(len(rows))
         if rows.ragged:
-            found = _best_for_each(chances, guessed, passes, np.zeros(most), held)
+            found = best_for_each(chances, guessed, passes, nothing, held, ground) or [0] * len(rows)
         else:
-            length = _best_for_all((guessed * chances).sum(0), guessed.max(0), passes, np.zeros(most), len(rows))
-            found = [length] * len(rows)
-        return [min(n, most) for n, most in zip(found or [0] * len(rows), counts, strict=True)]
+            found = [best_for_all((guessed * chances).sum(0), guessed.max(0), passes, nothing, ground)] * len(rows)
+        return [min(n, most) for n, most in zip(found, counts, strict=True)]
 
     def observe(self, rows: Rows, steps: Sequence[Step]) -> None:
         """Measure a step."""
@@ -186,69 +182,34 @@ class ThroughputLength(LengthPolicy):
         self._passes.add(batch, sum(drafted) if rows.ragged else max(drafted), one.total_s - one.draft_s)
         self._since_plain = 0 if max(drafted) == 0 else self._since_plain + 1
         self._num_plain += max(drafted) == 0
-        self._elapsed += one.total_s
-        self._since_trial += 1
+        for each in (self._first, self._behind):
+            each.trials.went_on(one.total_s)
         if not any(offered):
             return
         kinds = rows.memo.get(_MATCHED) or [0] * batch
-        trimmed = bool(rows.memo.get(_TRIMMED))
-        self._drafts.add(batch, max(offered), one.draft_s)
-        self._reach.add(rows, None if trimmed else offered, kinds, steps)
-        if trimmed:
+        behind, asked = rows.memo.get(_BEHIND) or ([0] * batch, 0)
+        if any(behind):
+            self._behind.measure(rows, behind, steps, [0] * batch, asked, self._lost(rows, steps, behind))
+        if not rows.memo.get(_TRIMMED):
+            self._first.measure(rows, offered, steps, kinds, batch, self._lost(rows, steps, offered))
             return
-        curve = self._passes.curve(batch)
-        self._trial = max(0, self._trial - 1)
-        tokens = sum(len(step.token_ids) for step in steps) / batch
-        self._lost += one.total_s - tokens * (float(curve.at(0)) if curve else one.total_s)
-        pause = max(self._lost / _LOSS, 16 * one.total_s)
-        self._least_s = self._elapsed + pause  # whoever joins: no trial costs more than its share
-        self._resume_s = self._elapsed + pause * 2 ** max(0, self._failed - 1)
+        if not any(behind):
+            self._first.drafts.add(batch, max(offered), one.draft_s)
+        self._first.reach.add(rows, None, kinds, steps, [not n for n in behind])
+
+    def _lost(self, rows: Rows, steps: Sequence[Step], budgets: Sequence[int]) -> float:
+        """Seconds that a step took longer than its tokens would have without these drafts."""
+        curve, one = self._passes.curve(len(steps)), steps[0]
+        if curve is None:
+            return 0.0
+        others = [step.num_drafted for step, n in zip(steps, budgets, strict=True) if not n]
+        alone = float(curve.at(sum(others) if rows.ragged else max(others, default=0)))
+        tokens = sum(len(step.token_ids) for step in steps)
+        gained = sum(step.num_accepted for step, n in zip(steps, budgets, strict=True) if n)
+        return one.total_s - alone * tokens / max(1, tokens - gained)
 
     @property
     def estimates(self) -> Mapping[str, float]:
         """What is known at batch 1, for reports: seconds of a plain pass, and acceptance of the first draft token."""
         curve = self._passes.curve(1)
-        return {"plain_pass_s": float(curve.at(0)) if curve else 0.0, "first_accepted": self._reach.first_held}
-
-
-def _best_for_all(reached: FloatArray, wide: FloatArray, passes: Curve, drafting: FloatArray, batch: int) -> int:
-    """The length of the greatest throughput where all rows have the same; 0 for plain decoding.
-
-    reached: [K] draft tokens of all rows that hold at each place. wide: [K] the chance that a pass gets so wide. drafting: [K]
-    seconds of drafting 1, 2, ... tokens.
-    """
-    widths = passes.at(np.arange(len(wide) + 1))
-    seconds = widths[0] + (wide * np.diff(widths)).cumsum() + drafting
-    rates = (batch + reached.cumsum()) / seconds
-    best = int(rates.argmax())
-    return best + 1 if rates[best] > batch / widths[0] else 0
-
-
-def _best_for_each(
-    chances: FloatArray, guessed: FloatArray, passes: Curve, drafting: FloatArray, held: Sequence[int | None]
-) -> list[int] | None:
-    """Each row's length; None for plain decoding.
-
-    Under every bound on the length, the draft tokens of all rows are taken in the order of their chance to hold, as many as
-    give the greatest throughput. chances, guessed: [B, K], falling along K. drafting: [K]. held: what rows must have.
-    """
-    batch, most = chances.shape
-    index = np.arange(most)
-    must = np.array([-1 if n is None else min(n, most) for n in held])
-    fixed = index < must[:, None]
-    columns, tokens = float((fixed * guessed).sum()), batch + float((fixed * guessed * chances).sum())
-    weights = guessed.ravel()
-    free = np.broadcast_to((must < 0)[:, None], chances.shape).ravel()
-    order = np.argsort(-np.where(free, chances.ravel(), -1.0), kind="stable")[: int(free.sum())]
-    places = order % most
-    within = places <= index[:, None]  # [K, tokens]: under each bound
-    cost = np.where(within, weights[order], 0.0).cumsum(1)
-    gain = np.where(within, weights[order] * chances.ravel()[order], 0.0).cumsum(1)
-    rates = (tokens + gain) / (passes.at(columns + cost) + drafting[:, None])
-    bound, last = divmod(int(rates.argmax()), rates.shape[1])
-    spent = drafting[min(most, int(must.max())) - 1] if must.max() > 0 else 0.0
-    if rates[bound, last] <= tokens / (float(passes.at(columns)) + spent):
-        return None
-    chosen = order[: last + 1][within[bound, : last + 1]]
-    counts = np.bincount(chosen // most, minlength=batch)
-    return [int(counts[i]) if n is None else n for i, n in enumerate(held)]
+        return {"plain_pass_s": float(curve.at(0)) if curve else 0.0, "first_accepted": self._first.reach.first_held}

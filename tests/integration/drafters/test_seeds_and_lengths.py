@@ -12,7 +12,7 @@ from foresay.decoding.acceptance import Coupled, Match, Speculative
 from foresay.decoding.protocols import Rule
 from foresay.decoding.rows import Rows
 from foresay.decoding.sampling_params import SamplingParams
-from foresay.drafters import MaxGram, ModelDrafter, NgramStoreDrafter, PromptLookup, SuffixDrafter
+from foresay.drafters import Hybrid, MaxGram, ModelDrafter, NgramStoreDrafter, PromptLookup, SuffixDrafter
 from foresay.lengths import ConstantLength, ThroughputLength
 from foresay.models.table import TableModel
 from helpers.support import run
@@ -28,12 +28,18 @@ class Forced(ThroughputLength):
         super().__init__(sampled=sampled)
         self.random = torch.Generator().manual_seed(salt)
 
-    def _choose(self, rows: Rows, held: Sequence[int | None], joined: bool) -> Sequence[int | None]:
+    def _choose(self, rows: Rows, held: Sequence[int | None]) -> list[int]:
         return [self._any(8) if n is None else n for n in held]
 
     def keep(self, rows: Rows, counts: Sequence[int], matched: Sequence[int]) -> list[int]:
-        super().keep(rows, counts, matched)
-        return [self._any(n) for n in counts]
+        return self._changed(rows, super().keep(rows, counts, matched), counts)
+
+    def afford(self, rows: Rows, most: Sequence[int]) -> list[int]:
+        return self._changed(rows, super().afford(rows, most), most)
+
+    def _changed(self, rows: Rows, chosen: Sequence[int], most: Sequence[int]) -> list[int]:
+        free = [self._held_to(row, rows) is None for row in rows]
+        return [self._any(bound) if on else n for n, bound, on in zip(chosen, most, free, strict=True)]
 
     def _any(self, most: int) -> int:
         return int(torch.randint(most + 1, (1,), generator=self.random))
@@ -52,9 +58,11 @@ def test_what_is_kept_of_a_look_up_changes_no_text(make: Callable[[], Any], rule
     assert all(texts(make, Forced(salt), rule, temperature) == plain for salt in range(4))
 
 
-def test_a_sampled_draft_models_length_is_held() -> None:
-    def make() -> ModelDrafter:
-        return ModelDrafter(DRAFT, 8)
+@pytest.mark.parametrize("behind", [False, True], ids=["alone", "behind a look-up"])
+def test_a_sampled_draft_models_length_is_held(behind: bool) -> None:
+    def make() -> ModelDrafter | Hybrid:
+        model = ModelDrafter(DRAFT, 8)
+        return Hybrid(PromptLookup(), model, min_match=2, k=3) if behind else model
 
     constant = texts(make, ConstantLength(5), Speculative())
     assert all(texts(make, Forced(salt, sampled=5), Speculative()) == constant for salt in range(4))
