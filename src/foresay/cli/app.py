@@ -17,7 +17,9 @@ CLOSED_PIPE = 141
 COMMANDS = {
     "generate": Entry("Write a continuation of one prompt, faster and unchanged.", "generate:run"),
     "chat": Entry("Talk with a model, and change how it decodes while it runs.", "chat:run"),
-    "serve": Entry("Serve a model to OpenAI's clients, with continuous batching.", "serve:run"),
+    "serve": Entry(
+        "Serve a model to OpenAI's clients, with continuous batching.", "serve:run", variables="FORESAY_SERVE"
+    ),
     "compare": Entry("Decode one prompt with each method, and set them side by side.", "compare:run"),
     "demo": Entry("Decode a few prompts with and without speculation, and compare.", "demo:run"),
     "methods": Entry("List the drafters, rules and lengths with their settings.", "methods:run"),

@@ -27,6 +27,8 @@ class Entry:
     """`module:function` in foresay.cli; a group without one prints its help."""
     commands: Mapping[str, Entry] = field(default_factory=dict)
     """Those of a group."""
+    variables: str | None = None
+    """Options of the command are also read from environment variables: this, `_` and their names."""
 
     def load(self) -> Callable[..., Any]:
         """Import the module, and give the function."""
@@ -59,7 +61,11 @@ def build(name: str, entry: Entry, cls: type[LazyGroup] = LazyGroup) -> Any:
         add_completion=False,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
-        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+        context_settings={
+            "help_option_names": ["-h", "--help"],
+            "max_content_width": 100,
+            "auto_envvar_prefix": entry.variables,
+        },
     )
     if not entry.commands:
         maker.command(name)(flatten_groups(entry.load()))

@@ -21,8 +21,8 @@ def run(
     models: ModelOptions,
     drafter: DrafterOption = "auto",
     methods: MethodOptions,
-    host: Annotated[str, typer.Option(envvar="FORESAY_HOST", help="Address to listen on.")] = USUAL.host,
-    port: Annotated[int, typer.Option(envvar="FORESAY_PORT", help="Port; 0 takes a free one.")] = USUAL.port,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = USUAL.host,
+    port: Annotated[int, typer.Option(help="Port; 0 takes a free one.")] = USUAL.port,
     keys_file: Annotated[
         Path | None, typer.Option(help="Bearer keys, one to a line; beside those of FORESAY_API_KEYS.")
     ] = None,

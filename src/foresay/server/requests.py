@@ -14,6 +14,7 @@ from foresay.decoding.sampling_params import SamplingParams
 from foresay.server.errors import ApiError
 from foresay.text.grammar import ANY_OBJECT
 
+Number = Annotated[float, Field(strict=True)]
 TokenIds = Annotated[list[StrictInt], Field(min_length=1)]
 
 
@@ -68,19 +69,19 @@ class Drafting(_Asked):
 
 class _Sampled(_Asked):
     model: StrictStr | None = None
-    temperature: float | None = None
-    top_p: float | None = None
+    temperature: Number | None = None
+    top_p: Number | None = None
     top_k: StrictInt | None = None
-    min_p: float | None = None
+    min_p: Number | None = None
     n: StrictInt | None = None
     stop: StrictStr | list[StrictStr] | None = None
     seed: StrictInt | None = None
     max_tokens: StrictInt | None = None
     min_tokens: StrictInt | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    presence_penalty: Number | None = None
+    frequency_penalty: Number | None = None
+    repetition_penalty: Number | None = None
+    logit_bias: dict[str, Number] | None = None
     stop_token_ids: list[StrictInt] | None = None
     ignore_eos: StrictBool | None = None
     stream: StrictBool | None = None

@@ -222,6 +222,8 @@ def nested(depth: int) -> dict[str, Any]:
 REFUSED: list[tuple[dict[str, Any], str, str | None]] = [
     ({"messages": TALK, "tools": []}, "'tools' is not supported", "tools"),
     ({"messages": TALK, "foresay": {"gama": 3}}, "'foresay.gama' is not supported", "foresay.gama"),
+    ({"messages": TALK, "temperature": "1"}, "temperature", "temperature"),
+    ({"messages": TALK, "top_p": True}, "top_p", "top_p"),
     ({"messages": TALK, "temperature": -1}, "temperature=-1.0 must be", "temperature"),
     ({"messages": TALK, "max_tokens": 0}, "max_new_tokens=0 must be", "max_tokens"),
     ({"messages": TALK, "n": 5}, "n=5 must be 1 to 4", "n"),
@@ -262,7 +264,7 @@ class TestRefusals:
         with pytest.raises(openai.NotFoundError, match="'gpt-9' is not served here"):
             client.chat.completions.create(model="gpt-9", messages=TALK)
         assert raw.get("/v1/nothing").status_code == 404 and raw.get("/v1/completions").status_code == 405
-        for body in (b"{", b"\xff\xfe", b"[]", b'"x"'):
+        for body in (b"{", b"\xff\xfe", b'{"prompt": "\xff\xfe"}', b"[]", b'"x"', b"", b"[" * 9000):
             answer = raw.post("/v1/completions", content=body, headers={"content-type": "application/json"})
             assert answer.status_code == 400 and answer.json()["error"]["type"] == "invalid_request_error", body
         large = raw.post("/v1/completions", json={"prompt": "x" * 30_000})
@@ -457,21 +459,25 @@ class TestManyAtOnce:
         assert raw.post("/v1/completions", json={"prompt": TEXT, "temperature": 0}).status_code == 200
 
 
-def test_the_command_serves_and_ends_in_order(tmp_path: Path) -> None:
-    """From its first line to a signal in the middle of a stream, which is finished."""
-    folder = tiny.save(tmp_path / "model", chat=True)
+def serve(*options: str, **more: Any) -> tuple[subprocess.Popen[str], str, str]:
+    """(the process, its address, what it said before)."""
     child = subprocess.Popen(
-        [*tiny.FORESAY, "serve", "--model", str(folder), "--port", "0", "--warmup", "--name", "mine"],
-        env=tiny.environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        [*tiny.FORESAY, "serve", *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **more
+    )
     assert child.stderr is not None
     lines = []
     for line in child.stderr:
         lines.append(line)
         if "listening at " in line:
             break
-    assert "listening at " in lines[-1], lines
-    url = lines[-1].split()[-1]
+    assert lines and "listening at " in lines[-1], lines
+    return child, lines[-1].split()[-1], "".join(lines)
+
+
+def test_the_command_serves_and_ends_in_order(tmp_path: Path) -> None:
+    """From its first line to a signal in the middle of a stream, which is finished."""
+    folder = tiny.save(tmp_path / "model", chat=True)
+    child, url, _ = serve("--model", str(folder), "--port", "0", "--warmup", "--name", "mine", env=tiny.environment())
     with openai.OpenAI(base_url=url, api_key="x", max_retries=0) as client:
         stream = client.completions.create(model="mine", prompt=TEXT, max_tokens=300, temperature=0, stream=True)
         events = [next(stream)]
@@ -480,6 +486,23 @@ def test_the_command_serves_and_ends_in_order(tmp_path: Path) -> None:
     assert events[-1].choices[0].finish_reason == "length"
     _, err = child.communicate(timeout=60)
     assert child.returncode == -signal.SIGTERM and "Traceback" not in err
+
+
+def test_settings_of_the_environment_and_of_a_file(tmp_path: Path) -> None:
+    folder = tiny.save(tmp_path / "model", chat=True)
+    (tmp_path / "foresay.toml").write_text(f'target = "{folder}"\ndrafter = "max_gram"\nlength = 3\n')
+    variables = {"FORESAY_SERVE_PORT": "0", "FORESAY_SERVE_NAME": "mine yours", "FORESAY_API_KEYS": "secret"}
+    child, url, said = serve("--log-requests", env=tiny.environment(**variables), cwd=tmp_path)
+    try:
+        assert "drafter=max_gram" in said and "gamma=3" in said
+        assert httpx.get(f"{url}/models").status_code == 401
+        found = httpx.get(f"{url}/models", headers={"Authorization": "Bearer secret"}).json()
+        assert [one["id"] for one in found["data"]] == ["mine", "yours"]
+    finally:
+        child.send_signal(signal.SIGINT)
+        _, err = child.communicate(timeout=60)
+    first = json.loads(err.splitlines()[0])
+    assert first["path"] == "/v1/models" and first["status"] == 401 and "Traceback" not in err
 
 
 def test_the_page_of_the_docs(smollm2_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

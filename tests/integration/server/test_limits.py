@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import socket
 import threading
 import time
@@ -16,6 +17,7 @@ import pytest
 
 import foresay
 from foresay.decoding.outcome import Origin, Step, TokenLogprob
+from foresay.drafters import SuffixDrafter
 from foresay.server.logprobs import Logprobs, as_chat, as_completion
 from foresay.server.settings import ServerSettings, read_keys
 from helpers import families, tiny
@@ -91,6 +93,48 @@ class TestTime:
         with socket.create_connection(("127.0.0.1", running.port), timeout=20) as held:
             held.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
             assert b" 408 " in held.recv(4096).split(b"\r\n")[0]
+
+
+class TestWhoReadsSlowly:
+    def test_its_row_is_free_when_it_is_written(self, serve: Any) -> None:
+        """What is written waits for its reader, and no other request does; all of it comes."""
+        running = serve()
+        text = json.dumps({**LONG, "max_tokens": 1500, "stream": True}).encode()
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        with socket.socket() as held:
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            held.connect(("127.0.0.1", running.port))
+            held.settimeout(60)
+            held.sendall(head + f"Content-Length: {len(text)}\r\n\r\n".encode() + text)
+            assert held.recv(10)
+            quick = post(running, {"prompt": TEXT, "max_tokens": 8})
+            assert quick.status_code == 200
+            until = time.monotonic() + 60
+            while running.count("num_requests_running"):
+                assert time.monotonic() < until
+            assert running.count("generation_tokens_total") >= 1500, "before it is read"
+            rest = bytearray()
+            while part := held.recv(1 << 16):
+                rest += part
+        assert rest.count(b"data: ") > 100 and b"[DONE]" in rest
+
+
+class TestDrafters:
+    def test_one_that_fails_at_random_changes_no_answer(
+        self, serve: Any, model: foresay.Generator, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        chance, propose = random.Random(0), SuffixDrafter.propose
+
+        def fails(self: Any, *args: Any) -> Any:
+            if chance.random() < 0.3:
+                raise RuntimeError("a drafter's own fault")
+            return propose(self, *args)
+
+        wanted = [model.generate(f"{TEXT} {i}", max_new_tokens=24).text for i in range(6)]
+        monkeypatch.setattr(SuffixDrafter, "propose", fails)
+        running = serve(foresay.change(model, drafter="suffix"))
+        found = [post(running, {"prompt": f"{TEXT} {i}", "max_tokens": 24, "temperature": 0}) for i in range(6)]
+        assert [one.json()["choices"][0]["text"] for one in found] == wanted
 
 
 class TestWho:
