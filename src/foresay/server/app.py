@@ -18,7 +18,7 @@ from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
-from foresay.errors import ConfigError
+from foresay.errors import ConfigError, ForesayError
 from foresay.server import writing
 from foresay.server.answers import ChatShape, CompletionShape
 from foresay.server.errors import ApiError, as_api_error, of_validation
@@ -78,13 +78,11 @@ def _errors(app: FastAPI) -> None:
     async def missing(request: Request, error: HTTPException) -> Response:
         return _answer(ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}"))
 
-    @app.middleware("http")
-    async def others(request: Request, go_on: Any) -> Response:
-        try:
-            response: Response = await go_on(request)
-            return response
-        except Exception as error:
-            return _answer(as_api_error(error, logger))
+    async def refused(request: Request, error: Exception) -> Response:
+        return _answer(as_api_error(error, logger))
+
+    for kind in (ApiError, ForesayError, Exception):
+        app.add_exception_handler(kind, refused)
 
 
 def _writing(app: FastAPI, service: Service) -> None:

@@ -9,7 +9,8 @@ import asyncio
 import hmac
 import json
 import logging
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from contextlib import contextmanager
 from hashlib import sha256
 from time import perf_counter
 from typing import Any
@@ -57,7 +58,8 @@ class Guards:
         except ApiError as error:
             await _refuse(error, answer)
         else:
-            await self._app(scope, body, answer)
+            with _answered(status):
+                await self._app(scope, body, answer)
         finally:
             if status[0] >= 400:
                 self._failed(status[0])
@@ -121,6 +123,16 @@ def _then(first: MutableMapping[str, Any], receive: Receive) -> Receive:
         return held.pop() if held else await receive()
 
     return again
+
+
+@contextmanager
+def _answered(status: list[int]) -> Iterator[None]:
+    """Frameworks raise an error again that they have answered and logged; nobody else needs it."""
+    try:
+        yield
+    except Exception:
+        if not status[0]:
+            raise
 
 
 async def _refuse(error: ApiError, send: Send) -> None:
