@@ -11,8 +11,8 @@ import numpy as np
 
 from foresay.decoding.outcome import Step
 from foresay.decoding.rows import Rows
-from foresay.lengths.budgets import Ground, best_for_all, best_for_each
-from foresay.lengths.costs import Curve, DraftCosts
+from foresay.lengths.budgets import Ground, best_for_all, best_for_each, least_confidence
+from foresay.lengths.costs import Curve, DraftCosts, FloatArray
 from foresay.lengths.reach import Reach
 from foresay.lengths.trials import Trials
 
@@ -24,6 +24,8 @@ class Paid:
         """start: tokens of a draft of a trial. high: most of any. own: names what rows remember of it."""
         self.start, self.high = start, high
         self.drafts, self.reach, self.trials = DraftCosts(), Reach(high, own), Trials()
+        self.least: FloatArray | None = None
+        """How sure it must be of each token for one more to pay; None where it drafts all that it is asked for."""
 
     def best(
         self, rows: Rows, asked: Sequence[bool], held: Sequence[int | None], passes: Curve | None, ground: Ground
@@ -41,10 +43,14 @@ class Paid:
         chances = self.reach.held(rows)[:, 1 : most + 1] * mine
         drafting = drafts.at(np.arange(1, most + 1))
         if rows.ragged:
-            return best_for_each(chances, guessed, passes, drafting, held, ground)
-        wide = self.reach.widest()[1 : most + 1]
-        length = best_for_all((guessed * chances).sum(0), wide, passes, drafting, ground)
-        return [length * on if n is None else n for n, on in zip(held, asked, strict=True)] if length else None
+            out = best_for_each(chances, guessed, passes, drafting, held, ground)
+        else:
+            wide = self.reach.widest()[1 : most + 1]
+            length = best_for_all((guessed * chances).sum(0), wide, passes, drafting, ground)
+            out = [length * on if n is None else n for n, on in zip(held, asked, strict=True)] if length else None
+        if out is not None and any(out):
+            self.least = least_confidence(out, chances, passes, drafting, ground, ragged=rows.ragged)
+        return out
 
     def choose(
         self, rows: Rows, asked: Sequence[bool], held: Sequence[int | None], passes: Curve | None, ground: Ground,
@@ -54,6 +60,7 @@ class Paid:
         trial, nothing = (
             [n * on if k is None else k for on, k in zip(asked, held, strict=True)] for n in (self.start, 0)
         )
+        self.least = None
         if self.trials.left:
             return trial
         best = self.best(rows, asked, held, passes, ground)

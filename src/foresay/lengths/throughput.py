@@ -24,10 +24,11 @@ from collections.abc import Mapping, Sequence
 from threading import Lock
 
 import numpy as np
+import torch
 
 from foresay.checks import check_int
 from foresay.decoding.outcome import Step
-from foresay.decoding.protocols import LengthPolicy
+from foresay.decoding.protocols import DraftStep, LengthPolicy
 from foresay.decoding.rows import Row, Rows
 from foresay.lengths.budgets import Ground, best_for_all, best_for_each
 from foresay.lengths.constant import MAX_DRAFT_TOKENS
@@ -74,6 +75,8 @@ class ThroughputLength(LengthPolicy):
         self._behind = Paid(self.start, self.high, "throughput length: own counts behind")
         """What drafts for the rows without a match."""
         self._since_plain = self._num_plain = self._since_kept = 0
+        self._drafting = self._first
+        """What drafts token by token."""
         self._shown = False
         """Whether the drafter shows what it found, to be chosen from."""
 
@@ -115,6 +118,7 @@ class ThroughputLength(LengthPolicy):
         with self._lock:
             self._shown = rows.memo[_TRIMMED] = True
             self._first.trials.left = 0  # what it looks up is free
+            self._drafting = self._behind
             asked = [n > 0 for n in most]
             held = [
                 n if n and self._held_to(row, rows) is not None else None for n, row in zip(most, rows, strict=True)
@@ -124,6 +128,21 @@ class ThroughputLength(LengthPolicy):
             out = [min(n, limit) for n, limit in zip(chosen, most, strict=True)]
             rows.memo[_BEHIND] = out, sum(asked)
             return list(out)
+
+    def keep_drafting(self, step: DraftStep) -> torch.Tensor | None:
+        """Rows that are sure enough of their last token draft on; those that are held to a length do whatever it was."""
+        laws, least = step.laws, self._drafting.least
+        if (
+            least is None or laws.scores is None or laws.scores.device.type != "cpu"
+        ):  # elsewhere it would wait for the device
+            return None
+        index = int(step.index[0])
+        if index >= len(least):
+            return None
+        sure: torch.Tensor = laws.confidence(step.token_ids[:, None])[:, 0] >= least[index]
+        if self.sampled is not None and laws.probs_row is not None:
+            sure |= laws.probs_row[:, 0] >= 0
+        return sure
 
     def _ground(self, rows: Rows) -> Ground:
         """What the guesses that were kept come to."""

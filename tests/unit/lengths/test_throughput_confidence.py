@@ -1,0 +1,93 @@
+"""The throughput policy over drafts that know how sure they are, against a simulated clock."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from foresay.decoding.laws import Laws
+from foresay.decoding.outcome import Step
+from foresay.decoding.protocols import DraftStep
+from foresay.decoding.rows import Rows
+from foresay.lengths import ConstantLength, ThroughputLength
+from helpers.making import make_row
+
+SURE, UNSURE = 0.95, 0.2
+
+
+def laws(confidences: list[float], *, sampled: bool = False) -> Laws:
+    """Of one place a row, whose token 0 has that probability."""
+    scores = torch.tensor([[[math.log(q), math.log(1 - q)]] for q in confidences])
+    zeros = torch.zeros(len(confidences), 1, dtype=torch.int64)
+    return Laws(zeros, scores.softmax(-1)[:, 0] if sampled else None, zeros if sampled else None, scores)
+
+
+def rate(policy: Any, batch: int, ragged: bool, steps: int, *, token_s: float = 0.08, column: float = 0.05) -> float:
+    """Tokens per second and row; tokens hold as often as the draft is sure of them."""
+    rows = Rows([make_row() for _ in range(batch)], ragged=ragged)
+    seconds = tokens = 0.0
+    for step in range(steps):
+        rng = random.Random(step)
+        budget = policy.budget(rows)
+        going, drafted, held, alive = list(budget), [0] * batch, [0] * batch, [True] * batch
+        depth = 0
+        while any(n > depth for n in going):
+            sure = [rng.choice((SURE, UNSURE)) for _ in rows]
+            luck = [rng.random() for _ in rows]
+            for i in range(batch):
+                if going[i] > depth:
+                    drafted[i] += 1
+                    alive[i] = alive[i] and luck[i] < sure[i]
+                    held[i] += alive[i]
+            zeros = torch.zeros(batch, dtype=torch.int64)
+            go_on = policy.keep_drafting(DraftStep(zeros + depth, zeros, laws(sure)))
+            depth += 1
+            if go_on is not None:
+                going = [n if on else min(n, depth) for n, on in zip(going, go_on.tolist(), strict=True)]
+        wide = sum(drafted) if ragged else max(drafted) * batch
+        draft_s = token_s * depth
+        total = draft_s + 1 + column * wide
+        policy.observe(
+            rows,
+            [
+                Step(0, (0,) * (n + 1), (), d, n, batch_size=batch, draft_s=draft_s, total_s=total)
+                for n, d in zip(held, drafted, strict=True)
+            ],
+        )
+        seconds += total
+        tokens += sum(held) / batch + 1
+    return tokens / seconds
+
+
+class Deaf(ThroughputLength):
+    """Control: does not ask how sure a draft is."""
+
+    def keep_drafting(self, step: DraftStep) -> torch.Tensor | None:
+        return None
+
+
+@pytest.mark.parametrize(("batch", "ragged", "gain"), [(1, True, 1.03), (1, False, 1.03), (4, True, 1.01)])
+def test_drafts_end_where_they_are_unsure(batch: int, ragged: bool, gain: float) -> None:
+    best = max(rate(ConstantLength(k), batch, ragged, 800) for k in range(6))
+    got = {}
+    for kind in (ThroughputLength, Deaf):
+        policy = kind()
+        rate(policy, batch, ragged, 400)
+        got[kind] = rate(policy, batch, ragged, 800)
+    assert got[ThroughputLength] > gain * best, (got, best)
+    assert 0.96 * best < got[Deaf] < 1.01 * best, (got, best)
+
+
+def test_rows_that_are_held_to_a_length_draft_on() -> None:
+    """Else what a clock measured would decide which text a seed gives."""
+    policy = ThroughputLength(sampled=4)
+    rate(policy, 1, True, 400)
+    zeros = torch.zeros(2, dtype=torch.int64)
+    unsure = [1e-4, 1e-4]
+    greedy, sampled = (policy.keep_drafting(DraftStep(zeros, zeros, laws(unsure, sampled=s))) for s in (False, True))
+    assert greedy is not None and not greedy.any()
+    assert sampled is not None and sampled.all()
