@@ -1,9 +1,10 @@
 """The server beside the library: what HTTP adds, many clients at once, and a second turn that starts from the first.
 
-    python benchmarks/server.py [--quick] [--write]
+    python benchmarks/server.py [--quick] [--vllm PYTHON] [--soak MINUTES] [--write]
 
 SmolLM2 in bf16 over a loopback socket, the shipped prompts, the server in a process of its own. The library decodes the same
-prompts with the same settings in this process, in turns with the server. The last line is one JSON object.
+prompts with the same settings in this process, in turns with the server. --vllm: a Python that has vLLM, whose server then answers
+the same requests. --soak: mixed requests for so long, and how much the server's memory grew. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -12,14 +13,17 @@ import argparse
 import asyncio
 import json
 import os
+import random
+import signal
+import socket
 import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -29,6 +33,7 @@ import torch
 from speed import section
 
 import foresay
+from foresay.lab.bench.peers.base import model_folder
 from foresay.lab.data.datasets import load_items, subset
 from foresay.records.provenance import machine
 
@@ -50,31 +55,47 @@ def log(text: str) -> None:
 
 
 @contextmanager
-def serving() -> Iterator[str]:
-    """A server in a process of its own, and where it is."""
-    command = [
-        sys.executable,
-        "-m",
-        "foresay",
-        "serve",
-        "--model",
-        MODEL,
-        "--port",
-        "0",
-        "--warmup",
-        "--max-waiting",
-        "256",
-    ]
-    child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+def serving() -> Iterator[tuple[str, int]]:
+    """A server in a process of its own: where it is, and the process."""
+    options = ["--model", MODEL, "--port", "0", "--warmup", "--max-waiting", "256"]
+    child = subprocess.Popen([sys.executable, "-m", "foresay", "serve", *options], stderr=subprocess.PIPE, text=True)
     assert child.stderr is not None
     try:
         for line in child.stderr:
             if "listening at " in line:
-                yield line.split()[-1].removesuffix("/v1")
+                yield line.split()[-1].removesuffix("/v1"), child.pid
                 return
         raise RuntimeError("the server did not begin")
     finally:
         child.terminate()
+        child.wait(60)
+
+
+@contextmanager
+def vllm_serving(python: str) -> Iterator[str]:
+    """vLLM's server over the same weights, and where it is."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    folder = model_folder(MODEL)
+    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--dtype", "bfloat16"]
+    command += ["--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(port), "--max-model-len", "2048"]
+    environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_NO_USAGE_STATS": "1"}
+    child = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment, start_new_session=True
+    )
+    url, until = f"http://127.0.0.1:{port}", perf_counter() + 600
+    try:
+        while True:
+            try:
+                if httpx.get(f"{url}/health", timeout=5).status_code == 200:
+                    break
+            except httpx.HTTPError:
+                sleep(1)
+            if child.poll() is not None or perf_counter() > until:
+                raise RuntimeError("vLLM's server did not begin")
+        yield url
+    finally:
+        os.killpg(child.pid, signal.SIGTERM)
         child.wait(60)
 
 
@@ -209,6 +230,63 @@ def second_turn(url: str) -> float:
     return statistics.median(shares)
 
 
+def eight(url: str, texts: list[str], new: int) -> float:
+    """Tokens a second of 8 clients, each of which asks for one text after the other."""
+
+    async def client_of(texts: list[str]) -> int:
+        written = 0
+        async with httpx.AsyncClient(base_url=url, timeout=600) as client:
+            for text in texts:
+                answer = await client.post("/v1/chat/completions", json=body(text, new) | {"model": MODEL})
+                written += answer.json()["usage"]["completion_tokens"]
+        return written
+
+    async def all_of_them() -> int:
+        return sum(await asyncio.gather(*(client_of(texts[i::8]) for i in range(8))))
+
+    asyncio.run(client_of(texts[:1]))
+    began = perf_counter()
+    return asyncio.run(all_of_them()) / (perf_counter() - began)
+
+
+def soak(url: str, process: int, minutes: float) -> float:
+    """Megabytes that the server's memory grew by in the last four fifths of so many minutes of mixed requests."""
+    texts, chance = prompts(24), random.Random(0)
+    until, sizes = perf_counter() + 60 * minutes, list[float]()
+
+    def size() -> float:
+        pages = int(Path(f"/proc/{process}/statm").read_text(encoding="utf-8").split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+    async def client_of(seed: int) -> int:
+        done, chance = 0, random.Random(seed)
+        async with httpx.AsyncClient(base_url=url, timeout=600) as client:
+            while perf_counter() < until:
+                more = {"n": chance.choice((1, 1, 2)), "temperature": chance.choice((0, 1))}
+                asked = body(chance.choice(texts), chance.randint(1, 80), **more)
+                if chance.random() < 0.2:  # leaves before the end
+                    with suppress(httpx.TimeoutException):
+                        await client.post("/v1/chat/completions", json=asked, timeout=0.2)
+                else:
+                    done += (await client.post("/v1/chat/completions", json=asked)).status_code == 200
+        return done
+
+    async def watch() -> None:
+        while perf_counter() < until:
+            sizes.append(size())
+            await asyncio.sleep(1)
+
+    async def both() -> int:
+        *done, _ = await asyncio.gather(*(client_of(chance.randint(0, 1 << 30)) for _ in range(6)), watch())
+        return sum(done)
+
+    answered = asyncio.run(both())
+    early = statistics.median(sizes[len(sizes) // 5 : len(sizes) // 4 + 2])
+    grown = statistics.median(sizes[-max(3, len(sizes) // 20) :]) - early
+    log(f"  {answered} answered in {minutes:g} minutes, memory {early:.0f} MB, {grown:+.0f} in the end")
+    return grown
+
+
 def busy(url: str, texts: list[str], new: int) -> float:
     """Speed beside a process that keeps one core busy, over the speed without."""
 
@@ -248,12 +326,14 @@ def text_of(figures: dict[str, float]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer prompts and requests")
+    parser.add_argument("--vllm", help="a Python that has vLLM")
+    parser.add_argument("--soak", type=float, default=0.0, help="minutes of mixed requests")
     parser.add_argument("--write", action="store_true", help="write benchmarks/RESULTS.md")
     args = parser.parse_args()
     generator = foresay.load(MODEL)
     generator.generate("Hello", max_new_tokens=4)
     few, new, count = (2, 32, 24) if args.quick else (8, 96, 200)
-    with serving() as url:
+    with serving() as (url, process):
         share, first = alone(generator, url, prompts(few), new)
         log(f"  alone: {share:+.3f} per token, {first:+.1f} ms to the first")
         at_once = together(generator, url, prompts(8 if args.quick else 32), 32 if args.quick else 64)
@@ -261,6 +341,8 @@ def main() -> int:
         log(f"  {count} at once: {answered:.3f} answered, {wrong} wrong, 99% of gaps within {slow * 1e3:.0f} ms")
         turn = second_turn(url)
         beside = busy(url, prompts(2 if args.quick else 4), 48)
+        ours = eight(url, prompts(8 if args.quick else 24), new)
+        grown = soak(url, process, args.soak) if args.soak else None
     figures = {
         "latency_added_share": share,
         "ttft_added_ms": first,
@@ -270,7 +352,15 @@ def main() -> int:
         "c200_gap_p99_ms": slow * 1e3,
         "turn2_ttft_share": turn,
         "busy_share": beside,
+        "c8_tokens_per_s": ours,
     }
+    if grown is not None:
+        figures["soak_growth_mb"] = grown
+    if args.vllm:
+        with vllm_serving(args.vllm) as url:
+            theirs = eight(url, prompts(8 if args.quick else 24), new)
+        log(f"  8 clients: {ours:.1f} tokens/s, vLLM {theirs:.1f}")
+        figures["vs_vllm_c8"] = ours / theirs
     if args.write:
         section(HERE / "RESULTS.md", "server", text_of(figures))
     print(json.dumps({key: round(value, 4) for key, value in figures.items()}))
