@@ -3,7 +3,7 @@
     python benchmarks/server.py [--quick] [--vllm PYTHON] [--soak MINUTES] [--write]
 
 SmolLM2 in bf16 over a loopback socket, the shipped prompts, the server in a process of its own. The library decodes the same
-prompts with the same settings in this process, in turns with the server. --vllm: a Python that has vLLM, whose server then answers
+prompts with the same settings in this process, in turns with the server. --vllm: a Python with vLLM, whose server then answers
 the same requests. --soak: mixed requests for so long, and how much the server's memory grew. The last line is one JSON object.
 """
 
