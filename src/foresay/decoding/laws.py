@@ -68,36 +68,39 @@ def build_laws(
     num_before: int = 0,
     counts: Sequence[int] | None = None,
     parents: torch.Tensor | None = None,
+    *,
+    greedy: bool = False,
 ) -> Laws:
     """Laws of the next token at T places of each row.
 
     logits: [B, T, V] raw scores. draft_ids: [B, >= num_before + T - 1] tokens drafted after the committed ones, needed
     where a processor looks at the context: place 0 follows `num_before` of them, place 1 + j also token num_before + j.
     counts: how many draft tokens of each row are real, so that place counts[i] is the last one that matters; None for a draft,
-    whose laws may be anything. parents: [B, K] of a tree of draft tokens, as `Proposal.parents`.
+    whose laws may be anything. parents: [B, K] of a tree of draft tokens, as `Proposal.parents`. greedy: point masses for sampled
+    rows too, as a draft may have them.
     """
     plan = plan_of(rows, logits.device)
     processed, failures = _process(logits, rows, draft_ids, num_before, counts, parents)
     batch, width, vocab = logits.shape
-    if plan.sampled is None:
-        greedy = logits.max(-1).indices
+    if plan.sampled is None or greedy:
+        likeliest = logits.max(-1).indices
         for i, scores in processed.items():
-            greedy[i, : len(scores)] = scores.max(-1).indices
-        return Laws(greedy, scores=logits, failures=failures)
+            likeliest[i, : len(scores)] = scores.max(-1).indices
+        return Laws(likeliest, scores=logits, failures=failures)
     count = len(plan.sampled)
-    greedy = torch.zeros(batch, width, dtype=torch.int64, device=logits.device)
+    likeliest = torch.zeros(batch, width, dtype=torch.int64, device=logits.device)
     if count < batch:
-        greedy = logits.max(-1).indices
+        likeliest = logits.max(-1).indices
     chosen = logits if count == batch else logits.index_select(0, plan.sampled)
     flat = chosen.reshape(count * width, vocab).to(torch.float32, copy=True)  # it is overwritten
     for i, scores in processed.items():
         if i in plan.places:
             flat.view(count, width, vocab)[plan.places[i], : len(scores)] = scores
         else:
-            greedy[i, : len(scores)] = scores.max(-1).indices
+            likeliest[i, : len(scores)] = scores.max(-1).indices
     index = torch.full((batch, width), -1, dtype=torch.int64, device=logits.device)
     index[plan.sampled] = torch.arange(count * width, device=logits.device).view(count, width)
-    return Laws(greedy, probabilities(flat, plan, width), index, logits, failures)
+    return Laws(likeliest, probabilities(flat, plan, width), index, logits, failures)
 
 
 def _process(

@@ -215,8 +215,9 @@ class HeadDrafter(_ReadsTarget):
     and came back) is not drafted for.
     """
 
-    def __init__(self, head: HeadModel, target_vocab_size: int) -> None:
-        super().__init__(head, target_vocab_size, context=HeadCache(head, target_vocab_size))
+    def __init__(self, head: HeadModel, target_vocab_size: int, *, sample: bool = True) -> None:
+        """sample: see ModelDrafter."""
+        super().__init__(head, target_vocab_size, context=HeadCache(head, target_vocab_size), sample=sample)
         self.hidden_layers = tuple(sorted(set(head.hidden_layers)))
 
 

@@ -24,9 +24,13 @@ class ModelDrafter(Drafter):
     proposes the ids it lacks; both are laws it really draws from, so the output stays exact.
     """
 
-    def __init__(self, model: LanguageModel, target_vocab_size: int, *, context: DraftCache | None = None) -> None:
-        """context: the cache to draft with, where it is shared with others; None makes one."""
-        self.context = context or DraftCache(model, target_vocab_size)
+    def __init__(
+        self, model: LanguageModel, target_vocab_size: int, *, context: DraftCache | None = None, sample: bool = True
+    ) -> None:
+        """context: the cache to draft with, where it is shared with others; None makes one. sample: whether tokens for sampled
+        rows are drawn as the row draws; else they are the likeliest, fewer of which hold, and the text does not depend on them.
+        """
+        self.context, self._sample = context or DraftCache(model, target_vocab_size), sample
 
     def admit(self, rows: Rows, first: int) -> None:
         """Give the new rows empty cache rows; their prompts are filled at their first proposal."""
@@ -58,7 +62,7 @@ class ModelDrafter(Drafter):
         output = self.context.catch_up(seen, fed, layers)
         chain = DraftChain(rows, room, model.device)
         while True:
-            laws = build_laws(output.scores(), rows, chain.ids, num_before=chain.depth)
+            laws = build_laws(output.scores(), rows, chain.ids, num_before=chain.depth, greedy=not self._sample)
             hidden = output.hidden[layers[0]][:, -1] if layers else None
             if not chain.add(laws, policy, hidden):
                 break

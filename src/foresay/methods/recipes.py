@@ -118,14 +118,15 @@ def _tree(name: str, branches: int = 2, width: int = 1) -> Recipe:
     return Recipe(prepare, 8, reads_target=True, loads_model=True, samples=True)
 
 
-def _head(name: str) -> Recipe:
+def _head(name: str, sample: bool = True) -> Recipe:
     name = _path("name", name)
+    check_flag("sample", sample)
 
     def prepare(resources: Resources) -> DrafterBuilder:
         head = resources.head(name)
-        return lambda: HeadDrafter(head, resources.vocab_size)
+        return lambda: HeadDrafter(head, resources.vocab_size, sample=sample)
 
-    return Recipe(prepare, 5, reads_target=True, loads_model=True, samples=True)
+    return Recipe(prepare, 5, reads_target=True, loads_model=True, samples=sample)
 
 
 def _head_tree(name: str, branches: int = 2, width: int = 1) -> Recipe:

@@ -58,6 +58,19 @@ def test_what_is_kept_of_a_look_up_changes_no_text(make: Callable[[], Any], rule
     assert all(texts(make, Forced(salt), rule, temperature) == plain for salt in range(4))
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("rule", [Speculative(), Match(), Coupled()], ids=lambda rule: rule.name)
+@pytest.mark.parametrize("behind", [False, True], ids=["alone", "behind a look-up"])
+def test_a_draft_of_likeliest_tokens_changes_no_text(behind: bool, rule: Rule, temperature: float) -> None:
+    def make() -> ModelDrafter | Hybrid:
+        model = ModelDrafter(DRAFT, 8, sample=False)
+        return Hybrid(PromptLookup(), model, min_match=2, k=3) if behind else model
+
+    plain = texts(make, ConstantLength(0), rule, temperature)
+    assert all(texts(make, Forced(salt), rule, temperature) == plain for salt in range(4))
+    assert texts(make, ConstantLength(5), rule, temperature) == plain
+
+
 @pytest.mark.parametrize("behind", [False, True], ids=["alone", "behind a look-up"])
 def test_a_sampled_draft_models_length_is_held(behind: bool) -> None:
     def make() -> ModelDrafter | Hybrid:
