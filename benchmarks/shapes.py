@@ -86,7 +86,7 @@ def train(target: foresay.Generator, args: argparse.Namespace) -> list[Shape]:
     texts: list[Text] = []
     for path in args.outputs:
         texts += read_outputs(path, target.target.model.vocab_size, fingerprint, 512)
-    learn, rest = split(texts, 0.005, 0)  # of full laws, which take longer to compare than to learn
+    learn, rest = split(texts, 0.005)  # of full laws, which take longer to compare than to learn
     plan = Plan(epochs=1000, minutes=args.minutes, rate=2e-3, batch_tokens=2048, evaluate_minutes=1000)
     out = []
     for layers in LAYERS:

@@ -134,7 +134,7 @@ def run(
     options = LoadOptions(dtype=dtype, device=own_device(device), trust_remote_code=trust_remote_code)
     with loading("Loading") if is_first() else nullcontext():
         target = load_model(model or "smollm2-135m", options)
-    learn, rest = split(_texts(target, texts), texts.held_out, plan.seed)
+    learn, rest = split(_texts(target, texts), texts.held_out)
     train = _train_head if student.draft == HEAD else _train_model
     with _progress() as on_progress:
         report = train(

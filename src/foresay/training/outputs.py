@@ -64,17 +64,18 @@ def texts_of(token_ids: Iterable[Sequence[int]], length: int) -> list[Text]:
     return out
 
 
-def split(texts: Sequence[Text], share: float, seed: int) -> tuple[list[Text], list[Text]]:
-    """(to learn from, to evaluate on): the same texts are held out whatever else there is, by what they hold.
+def split(texts: Sequence[Text], share: float) -> tuple[list[Text], list[Text]]:
+    """(to learn from, to evaluate on): a text is held out or not whatever else there is, by what it holds.
 
-    At least one text is on either side. Raises ConfigError for fewer than two different ones.
+    So a draft that is trained on, with more texts or another seed, is evaluated on none that it has learned. At least one text is
+    on either side. Raises ConfigError for fewer than two different ones.
     """
-    salt = str(seed).encode()
-    keyed = {sha256(salt + text.tokens.tobytes()).digest(): text for text in texts}
+    keyed = {sha256(b"0" + text.tokens.tobytes()).digest(): text for text in texts}
     if len(keyed) < 2:
         raise ConfigError("there are fewer than two different texts; record more outputs")
     order = sorted(keyed)
-    count = min(max(1, round(share * len(order))), len(order) - 1)
+    below = sum(int.from_bytes(key[:8], "big") < share * 2**64 for key in order)
+    count = min(max(1, below), len(order) - 1)
     return [keyed[key] for key in order[count:]], [keyed[key] for key in order[:count]]
 
 

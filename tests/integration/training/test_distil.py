@@ -63,14 +63,19 @@ class TestOutputs:
     def test_the_same_texts_are_held_out_whatever_else_there_is(self) -> None:
         target = loaded()
         texts = written(target, 40)
-        learn, rest = split(texts, 0.2, 0)
-        again = split([*reversed(texts)], 0.2, 0)[1]
-        assert len(rest) == 8 and {t.tokens.tobytes() for t in rest} == {t.tokens.tobytes() for t in again}
+        learn, rest = split(texts, 0.2)
+        again = split([*reversed(texts)], 0.2)[1]
+        assert 3 <= len(rest) <= 14 and {t.tokens.tobytes() for t in rest} == {t.tokens.tobytes() for t in again}
+        fewer = split(texts[:25], 0.2)
+        assert len(fewer[1]) > 1 and {t.tokens.tobytes() for t in fewer[1]} <= {t.tokens.tobytes() for t in rest}
+        assert {t.tokens.tobytes() for t in fewer[0]} <= {t.tokens.tobytes() for t in learn}, (
+            "none of them later either"
+        )
         assert {t.tokens.tobytes() for t in rest}.isdisjoint({t.tokens.tobytes() for t in learn})
-        twice = split([*texts, *texts], 0.2, 0)
+        twice = split([*texts, *texts], 0.2)
         assert len(twice[0]) + len(twice[1]) == len({t.tokens.tobytes() for t in texts}), "no text is on both sides"
         with pytest.raises(ConfigError, match="fewer than two"):
-            split([texts[0], texts[0]], 0.5, 0)
+            split([texts[0], texts[0]], 0.5)
 
     def test_frequent_tokens(self) -> None:
         texts = [Text(np.array([9, 9, 9, 1, 2, 2, 5]), 3), Text(np.array([8, 2, 1]), 1)]
@@ -236,7 +241,7 @@ class TestDistilling:
     def test_a_head_learns_a_random_target(self, tmp_path: Path) -> None:
         """From chance to more than half of its guesses accepted, and the folder drafts."""
         target = loaded()
-        learn, rest = split(written(target, 300), 0.05, 0)
+        learn, rest = split(written(target, 300), 0.05)
         head = new_head(target, learn, shape(), 0)
         plan = Plan(epochs=12, batch_tokens=1000, rate=1.5e-2, evaluate_minutes=60)
         report = distil_head(target, head, learn, rest, plan, Objective.parse("forward_kl"), tmp_path, steps=3)
@@ -253,7 +258,7 @@ class TestDistilling:
 
     def test_a_model_learns_too_and_loads_as_any_other(self, tmp_path: Path) -> None:
         target = loaded()
-        learn, rest = split(written(target, 200), 0.05, 0)
+        learn, rest = split(written(target, 200), 0.05)
         draft = make("llama", 7, vocab_size=VOCAB, num_hidden_layers=1, tie_word_embeddings=False)
         plan = Plan(epochs=12, batch_tokens=1000, rate=1.5e-2, evaluate_minutes=60)
         distil_model(
@@ -265,7 +270,7 @@ class TestDistilling:
 
     def test_frozen_embeddings_stay(self, tmp_path: Path) -> None:
         target = loaded()
-        learn, rest = split(written(target, 20), 0.2, 0)
+        learn, rest = split(written(target, 20), 0.2)
         draft = make("llama", 7, vocab_size=VOCAB, num_hidden_layers=1, tie_word_embeddings=True)
         before = draft.get_input_embeddings().weight.clone()
         layer = draft.model.layers[0].mlp.down_proj.weight.clone()
@@ -278,7 +283,7 @@ class TestDistilling:
         self, states: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         target = loaded()
-        learn, rest = split(written(target, 60), 0.1, 0)
+        learn, rest = split(written(target, 60), 0.1)
         kept = tmp_path / "states" if states else None
         objective = Objective.parse("forward_kl")
 
@@ -333,7 +338,7 @@ class TestDistilling:
 
     def test_minutes_end_a_run_and_the_best_is_kept(self, tmp_path: Path) -> None:
         target = loaded()
-        learn, rest = split(written(target, 40), 0.2, 0)
+        learn, rest = split(written(target, 40), 0.2)
         plan = Plan(epochs=1000, minutes=0.05, batch_tokens=400, rate=3e-3, evaluate_minutes=0.01)
         report = distil_head(
             target, new_head(target, learn, shape(), 0), learn, rest, plan, Objective.parse("tv"), tmp_path
