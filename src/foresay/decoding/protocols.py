@@ -200,13 +200,15 @@ class DraftStep:
     """One token that a draft model has just added to each row's draft, and what it thought.
 
     index: [B] int64, draft tokens before it. token_ids: [B] int64. laws: the laws [B, 1] they were drawn from, with the raw
-    scores. hidden: [B, H], the hidden state that the scores were made of, where the policy asks for it.
+    scores. hidden: [B, H], the hidden state that the scores were made of, where the policy asks for it. rows: whose drafts
+    grow, where they are chains that a model draws.
     """
 
     index: torch.Tensor
     token_ids: torch.Tensor
     laws: Laws
     hidden: torch.Tensor | None = None
+    rows: Rows | None = None
 
 
 class LengthPolicy(Protocol):

@@ -45,7 +45,8 @@ class DraftChain:
         self.ids = torch.cat([self.ids, token], 1)
         self._steps.append(laws)
         self.counts += self._going > j
-        go_on = policy.keep_drafting(DraftStep(torch.full_like(self.counts, j), token[:, 0], laws, hidden))
+        index = torch.full_like(self.counts, j)
+        go_on = policy.keep_drafting(DraftStep(index, token[:, 0], laws, hidden, self._rows))
         stop = None if go_on is None else ~go_on
         if self._ends is not None:
             ended = (token == self._ends).any(-1) & (self._least < j + 1)

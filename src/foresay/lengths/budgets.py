@@ -81,6 +81,7 @@ def least_confidence(
     holds with P(j - 1 hold) q P(j + 1 hold) / P(j hold) for what rows did so far, and costs its share of a pass of the draft, d,
     and of the target, c: it pays where that is more than r (d + c). chances, drafting: as in `best_for_each`.
     """
+    lengths = [min(n, len(drafting)) for n in lengths]  # rows may be held to more than is thought of here
     rows = [i for i, n in enumerate(lengths) if n]
     wide = ground.columns + sum(lengths) if ragged else max(ground.columns, *lengths)
     tokens = ground.tokens + sum(float(chances[i, : lengths[i]].sum()) for i in rows)

@@ -70,13 +70,9 @@ class Paid:
         return trial if self.trials.begin(joined) else nothing
 
     def measure(
-        self, rows: Rows, budgets: Sequence[int], steps: Sequence[Step], kinds: Sequence[int], batch: int, lost_s: float
+        self, rows: Rows, budgets: Sequence[int], steps: Sequence[Step], kinds: Sequence[int], lost_s: float | None
     ) -> None:
-        """A step in which it was asked for these. kinds: of matches. batch: rows it might have been asked for.
-
-        lost_s: see `Trials.drafted`.
-        """
-        one = steps[0]
-        self.drafts.add(batch, max(budgets), one.draft_s)
+        """A step in which it was asked for these. kinds: of matches. lost_s: see `Trials.drafted`; None where nobody chose."""
         self.reach.add(rows, budgets, kinds, steps, [n > 0 for n in budgets])
-        self.trials.drafted(lost_s, one.total_s)
+        if lost_s is not None:
+            self.trials.drafted(lost_s, steps[0].total_s)

@@ -29,7 +29,7 @@ import torch
 from foresay.checks import check_int
 from foresay.decoding.outcome import Step
 from foresay.decoding.protocols import DraftStep, LengthPolicy
-from foresay.decoding.rows import Row, Rows
+from foresay.decoding.rows import Rows
 from foresay.lengths.budgets import Ground, best_for_all, best_for_each
 from foresay.lengths.constant import MAX_DRAFT_TOKENS
 from foresay.lengths.costs import Curve, PassCosts
@@ -84,7 +84,7 @@ class ThroughputLength(LengthPolicy):
         """Each row's own where a pass takes the time of its real tokens, else the same for all."""
         with self._lock:
             rows.memo[_JOINED] = _OFFERED not in rows.memo
-            held = [self._held_to(row, rows) for row in rows]
+            held = self._held(rows)
             budgets = [int(n or 0) for n in held] if all(n is not None for n in held) else self._choose(rows, held)
             rows.memo[_OFFERED] = budgets
             for name in (_MATCHED, _KEPT, _BEHIND):
@@ -103,7 +103,7 @@ class ThroughputLength(LengthPolicy):
             if passes is None or not trimmed:
                 return list(out)
             self._first.trials.left = 0
-            held = [self._held_to(row, rows) for row in rows]
+            held = self._held(rows)
             out = self._worth(rows, counts, kinds, held, passes)
             self._since_kept = 0 if any(out) else self._since_kept + 1
             if self._since_kept >= _REFRESH:
@@ -116,33 +116,30 @@ class ThroughputLength(LengthPolicy):
     def afford(self, rows: Rows, most: Sequence[int]) -> list[int]:
         """As many tokens as pay of the drafter behind a look-up; see `LengthPolicy.afford`."""
         with self._lock:
-            self._shown = rows.memo[_TRIMMED] = True
-            self._first.trials.left = 0  # what it looks up is free
-            self._drafting = self._behind
+            self._shown, self._drafting = True, self._behind
+            if self._is_free(len(rows)):  # what it looks up is not tried: it is always asked for
+                rows.memo[_TRIMMED], self._first.trials.left = True, 0
             asked = [n > 0 for n in most]
-            held = [
-                n if n and self._held_to(row, rows) is not None else None for n, row in zip(most, rows, strict=True)
-            ]
-            passes, ground = self._passes.curve(len(rows)), self._ground(rows)
-            chosen = self._behind.choose(rows, asked, held, passes, ground, joined=bool(rows.memo.get(_JOINED)))
+            held = [n if n and one is not None else None for n, one in zip(most, self._held(rows), strict=True)]
+            chosen = self._choose_behind(rows, asked, held)
             out = [min(n, limit) for n, limit in zip(chosen, most, strict=True)]
             rows.memo[_BEHIND] = out, sum(asked)
             return list(out)
 
+    def _choose_behind(self, rows: Rows, asked: Sequence[bool], held: Sequence[int | None]) -> list[int]:
+        passes, joined = self._passes.curve(len(rows)), bool(rows.memo.get(_JOINED))
+        return self._behind.choose(rows, asked, held, passes, self._ground(rows), joined=joined)
+
     def keep_drafting(self, step: DraftStep) -> torch.Tensor | None:
         """Rows that are sure enough of their last token draft on; those that are held to a length do whatever it was."""
-        laws, least = step.laws, self._drafting.least
-        if (
-            least is None or laws.scores is None or laws.scores.device.type != "cpu"
-        ):  # elsewhere it would wait for the device
+        laws, least, rows = step.laws, self._drafting.least, step.rows
+        if least is None or rows is None or laws.scores is None or not len(least):
             return None
-        index = int(step.index[0])
-        if index >= len(least):
+        if laws.scores.device.type != "cpu":  # elsewhere it would wait for the device
             return None
-        sure: torch.Tensor = laws.confidence(step.token_ids[:, None])[:, 0] >= least[index]
-        if self.sampled is not None and laws.probs_row is not None:
-            sure |= laws.probs_row[:, 0] >= 0
-        return sure
+        bounds = torch.from_numpy(least)[step.index.clamp(max=len(least) - 1)]
+        sure: torch.Tensor = laws.confidence(step.token_ids[:, None])[:, 0] >= bounds
+        return sure | (step.index >= len(least)) | torch.tensor([one is not None for one in self._held(rows)])
 
     def _ground(self, rows: Rows) -> Ground:
         """What the guesses that were kept come to."""
@@ -153,9 +150,9 @@ class ThroughputLength(LengthPolicy):
         expected = sum(float(chances[i, :n].sum()) for i, n in enumerate(kept))
         return Ground(len(rows) + expected, sum(kept) if rows.ragged else max(kept))
 
-    def _held_to(self, row: Row, rows: Rows) -> int | None:
-        """The length that keeps a seed's text; None for a row whose text depends on no length."""
-        return None if row.params.greedy or rows.needs.ignores_drafts else self.sampled
+    def _held(self, rows: Rows) -> list[int | None]:
+        """The lengths that keep seeds' texts; None for a row whose text depends on no length."""
+        return [None if row.params.greedy or rows.needs.ignores_drafts else self.sampled for row in rows]
 
     def _choose(self, rows: Rows, held: Sequence[int | None]) -> list[int]:
         passes, plain = self._passes.curve(len(rows)), not any(held) and not self._first.trials.left
@@ -164,7 +161,10 @@ class ThroughputLength(LengthPolicy):
         if self._chooses(len(rows)) and not self._first.trials.left:
             return [self.high if n is None else n for n in held]  # `keep` chooses from what it finds
         every, joined = [True] * len(rows), bool(rows.memo[_JOINED])
-        return self._first.choose(rows, every, held, passes, Ground(len(rows)), joined=joined)
+        out = self._first.choose(rows, every, held, passes, Ground(len(rows)), joined=joined)
+        if any(out) or self._drafting is self._first:
+            return out
+        return self._choose_behind(rows, every, held)  # a look-up that does not pay costs nobody else a place
 
     def _chooses(self, batch: int) -> bool:
         """Whether the drafter is asked for all it finds."""
@@ -207,20 +207,22 @@ class ThroughputLength(LengthPolicy):
             return
         kinds = rows.memo.get(_MATCHED) or [0] * batch
         behind, asked = rows.memo.get(_BEHIND) or ([0] * batch, 0)
+        mine = [0 if other else n for n, other in zip(offered, behind, strict=True)]
         if any(behind):
-            self._behind.measure(rows, behind, steps, [0] * batch, asked, self._lost(rows, steps, behind))
-        if not rows.memo.get(_TRIMMED):
-            self._first.measure(rows, offered, steps, kinds, batch, self._lost(rows, steps, offered))
-            return
-        if not any(behind):
+            self._behind.drafts.add(asked, max(behind), one.draft_s)
+            self._behind.measure(rows, behind, steps, [0] * batch, self._lost(rows, steps, behind))
+        else:
             self._first.drafts.add(batch, max(offered), one.draft_s)
-        self._first.reach.add(rows, None, kinds, steps, [not n for n in behind])
+        if rows.memo.get(_TRIMMED):
+            self._first.reach.add(rows, None, kinds, steps, [not n for n in behind])
+        elif any(mine):
+            self._first.measure(rows, mine, steps, kinds, self._lost(rows, steps, mine))
 
-    def _lost(self, rows: Rows, steps: Sequence[Step], budgets: Sequence[int]) -> float:
-        """Seconds that a step took longer than its tokens would have without these drafts."""
+    def _lost(self, rows: Rows, steps: Sequence[Step], budgets: Sequence[int]) -> float | None:
+        """Seconds that a step took longer than its tokens would have without these drafts; None where all rows must have them."""
         curve, one = self._passes.curve(len(steps)), steps[0]
-        if curve is None:
-            return 0.0
+        if curve is None or not any(n for n, held in zip(budgets, self._held(rows), strict=True) if held is None):
+            return None
         others = [step.num_drafted for step, n in zip(steps, budgets, strict=True) if not n]
         alone = float(curve.at(sum(others) if rows.ragged else max(others, default=0)))
         tokens = sum(len(step.token_ids) for step in steps)

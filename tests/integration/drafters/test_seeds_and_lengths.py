@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from foresay.decoding.acceptance import Coupled, Match, Speculative
-from foresay.decoding.protocols import Rule
+from foresay.decoding.protocols import DraftStep, Rule
 from foresay.decoding.rows import Rows
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import Hybrid, MaxGram, ModelDrafter, NgramStoreDrafter, PromptLookup, SuffixDrafter
@@ -37,8 +37,12 @@ class Forced(ThroughputLength):
     def afford(self, rows: Rows, most: Sequence[int]) -> list[int]:
         return self._changed(rows, super().afford(rows, most), most)
 
+    def keep_drafting(self, step: DraftStep) -> torch.Tensor | None:
+        self._drafting.least = torch.rand(3, generator=self.random).double().numpy()
+        return super().keep_drafting(step)
+
     def _changed(self, rows: Rows, chosen: Sequence[int], most: Sequence[int]) -> list[int]:
-        free = [self._held_to(row, rows) is None for row in rows]
+        free = [one is None for one in self._held(rows)]
         return [self._any(bound) if on else n for n, bound, on in zip(chosen, most, free, strict=True)]
 
     def _any(self, most: int) -> int:

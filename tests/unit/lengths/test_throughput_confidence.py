@@ -44,7 +44,7 @@ def rate(policy: Any, batch: int, ragged: bool, steps: int, *, token_s: float = 
                     alive[i] = alive[i] and luck[i] < sure[i]
                     held[i] += alive[i]
             zeros = torch.zeros(batch, dtype=torch.int64)
-            go_on = policy.keep_drafting(DraftStep(zeros + depth, zeros, laws(sure)))
+            go_on = policy.keep_drafting(DraftStep(zeros + depth, zeros, laws(sure), None, rows))
             depth += 1
             if go_on is not None:
                 going = [n if on else min(n, depth) for n, on in zip(going, go_on.tolist(), strict=True)]
@@ -83,11 +83,50 @@ def test_drafts_end_where_they_are_unsure(batch: int, ragged: bool, gain: float)
 
 
 def test_rows_that_are_held_to_a_length_draft_on() -> None:
-    """Else what a clock measured would decide which text a seed gives."""
+    """Else what a clock measured would decide which text a seed gives; whatever law their tokens were drawn from."""
     policy = ThroughputLength(sampled=4)
     rate(policy, 1, True, 400)
     zeros = torch.zeros(2, dtype=torch.int64)
-    unsure = [1e-4, 1e-4]
-    greedy, sampled = (policy.keep_drafting(DraftStep(zeros, zeros, laws(unsure, sampled=s))) for s in (False, True))
-    assert greedy is not None and not greedy.any()
-    assert sampled is not None and sampled.all()
+    rows = Rows([make_row(), make_row(temperature=1.0)])
+    for sampled in (False, True):
+        found = policy.keep_drafting(DraftStep(zeros, zeros, laws([1e-4, 1e-4], sampled=sampled), None, rows))
+        assert found is not None and found.tolist() == [False, True]
+    deep = policy.keep_drafting(
+        DraftStep(zeros + torch.tensor([0, 99]), zeros, laws([1e-4] * 2), None, Rows([make_row()] * 2))
+    )
+    assert deep is not None and deep.tolist() == [False, True], "each by its own place"
+    assert policy.keep_drafting(DraftStep(zeros, zeros, laws([1e-4, 1e-4]))) is None, "not the nodes of a tree"
+
+
+@pytest.mark.parametrize("ragged", [True, False])
+@pytest.mark.parametrize("behind", [True, False])
+def test_a_row_that_is_held_to_more_than_others_ever_drafted(ragged: bool, behind: bool) -> None:
+    policy = ThroughputLength(sampled=8, start=2)
+    greedy = [make_row() for _ in range(2)]
+
+    def go(rows: Rows, steps: int) -> list[int]:
+        for _ in range(steps):
+            budget = asked = policy.budget(rows)
+            if behind and any(budget):
+                asked = policy.afford(rows, budget)
+            total = 1 + 0.1 * max(asked) + 0.02 * sum(asked)
+            policy.observe(
+                rows,
+                [
+                    Step(
+                        0,
+                        (0,) * (min(n, 1) + 1),
+                        (),
+                        n,
+                        min(n, 1),
+                        batch_size=len(asked),
+                        draft_s=0.1 * max(asked),
+                        total_s=total,
+                    )
+                    for n in asked
+                ],
+            )
+        return asked
+
+    assert 0 < max(go(Rows(greedy, ragged=ragged), 300)) < 4
+    assert go(Rows([*greedy, make_row(temperature=1.0)], ragged=ragged), 60)[2] == 8

@@ -54,10 +54,10 @@ def can_precompute(drafter: Any, policy: LengthPolicy, recording: Recording) -> 
     But for one count: after a miss the two drafts hold other tokens, and either may come upon an end token and stop there where
     the other drafts on; what is accepted and written is the same.
     """
-    from foresay.lengths import ConstantLength, HeuristicLength, ThroughputLength
+    from foresay.lengths import ConstantLength, HeuristicLength
 
     plain = isinstance(drafter, ModelDrafter) and not isinstance(drafter, CrossTokenizerDrafter)
-    blind = isinstance(policy, ConstantLength | HeuristicLength | ThroughputLength)
+    blind = isinstance(policy, ConstantLength | HeuristicLength)
     decoder_only = all(record.source is None for record in recording.records)
     return plain and blind and decoder_only and recording.greedy
 

@@ -117,6 +117,9 @@ class _Timed(LengthPolicy):
     def keep(self, rows: Rows, counts: Sequence[int], matched: Sequence[int]) -> Sequence[int]:
         return self._inner.keep(rows, counts, matched)
 
+    def afford(self, rows: Rows, most: Sequence[int]) -> Sequence[int]:
+        return self._inner.afford(rows, most)
+
     def observe(self, rows: Rows, steps: Sequence[Step]) -> None:
         seconds = self._clock(len(steps), _width(steps, rows.ragged), max(row.size for row in rows))
         timed = [dataclasses.replace(s, target_s=seconds, total_s=s.draft_s + seconds) for s in steps]

@@ -296,8 +296,9 @@ def test_a_taught_draft_of_another_recording_would_be_noticed(plain: Recording) 
 
 
 def test_what_cannot_be_taught(plain: Recording) -> None:
-    assert can_precompute(draft(), HeuristicLength(), plain) and can_precompute(draft(), ThroughputLength(), plain)
-    assert not can_precompute(draft(), ConfidenceLength(), plain), "it looks at scores"
+    assert can_precompute(draft(), HeuristicLength(), plain) and can_precompute(draft(), ConstantLength(4), plain)
+    for looks_at_scores in (ConfidenceLength(), ThroughputLength()):
+        assert not can_precompute(draft(), looks_at_scores, plain)
     assert not can_precompute(MaxGram(), ConstantLength(4), plain)
     assert not can_precompute(DRAFTERS["translated"](), ConstantLength(4), plain)
     assert not can_precompute(DRAFTERS["cascade"](), ConstantLength(4), plain)
