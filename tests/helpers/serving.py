@@ -23,9 +23,12 @@ TALK: list[Any] = [{"role": "system", "content": "be brief"}, {"role": "user", "
 class Running:
     """A server on a thread of its own."""
 
-    def __init__(self, generator: foresay.Generator, **settings: Any) -> None:
+    def __init__(self, generator: foresay.Generator, *, send_buffer: int | None = None, **settings: Any) -> None:
+        """send_buffer: bytes that may be on their way to a reader."""
         self.service = Service(generator, ServerSettings(**settings), ["tiny", "other-name"])
         held = socket.create_server(("127.0.0.1", 0))
+        if send_buffer is not None:
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
         self.port = held.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self._server = uvicorn.Server(uvicorn.Config(make_app(self.service), log_level="error"))

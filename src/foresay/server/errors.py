@@ -15,6 +15,7 @@ from foresay.errors import (
     ForesayError,
     OutOfMemoryError,
     QueueFullError,
+    RequestError,
 )
 
 
@@ -63,6 +64,10 @@ def as_api_error(error: BaseException, log: logging.Logger) -> ApiError:
         return ApiError(400, str(error), param=_field_of(str(error)))
     if isinstance(error, OutOfMemoryError):
         return ApiError(503, str(error), code="out_of_memory", retry_after=5)
+    if isinstance(error, RequestError) and isinstance(error.__cause__, ConfigError):
+        return ApiError(
+            400, str(error.__cause__), code="cannot_go_on"
+        )  # such as a schema that cannot be followed further
     log.error("request failed", exc_info=error)
     code = "generation_failed" if isinstance(error, ForesayError) else "internal"
     return ApiError(500, "the server failed; its log says more", code=code)

@@ -93,7 +93,7 @@ class Guards:
     def _check_host(self, header: str) -> None:
         """A page from elsewhere can have its own name point to this machine, and would then be read as if it came from here."""
         name = header.rpartition(":")[0] if header.rpartition("]")[2].count(":") else header
-        known = {*LOOPBACK, "[::1]", self._settings.host, *self._settings.hosts}
+        known = {*LOOPBACK, "[::1]", self._settings.host, *(one.lower() for one in self._settings.hosts)}
         if self._settings.host in LOOPBACK and name.lower() not in known:
             raise ApiError(421, f"{name!r} is no name of this server; --allow-host makes it one", code="unknown_host")
 

@@ -102,9 +102,8 @@ class Clock:
         self._last = now if count else self._last
 
     def ended(self, reason: FinishReason) -> None:
-        """The output is over; one that failed is no success."""
+        """The output is over; one that failed is no success, and is counted with its request."""
         if reason is FinishReason.ERROR:
-            self._metrics.failed.labels("500").inc()
             return
         self._metrics.finished.labels(str(reason)).inc()
         self._metrics.whole.observe(perf_counter() - self._began)

@@ -39,7 +39,9 @@ class Service:
         self.metrics = Metrics()
         self.ready = self.draining = False
         self._thread = SessionThread(self._make, idle_s=5.0, max_sessions=settings.max_methods, main=Way())
-        self._texts = ThreadPoolExecutor(1, "foresay-texts")
+        self._texts, self._schemas = (ThreadPoolExecutor(1, f"foresay-{what}") for what in ("texts", "schemas"))
+        self._preparing = 0
+        """Requests whose texts or schemas are being read."""
         self._open: set[_Limit] = set()
 
     def _make(self, way: Way) -> Session:
@@ -69,7 +71,7 @@ class Service:
 
     async def encoded(self, prompts: Sequence[Any]) -> list[list[int]]:
         """Token ids of each prompt. Raises ApiError for one that leaves no room for a token."""
-        return await self._beside(lambda: [self._encoded(one) for one in prompts])
+        return await self._beside(self._texts, lambda: [self._encoded(one) for one in prompts])
 
     def _encoded(self, prompt: Any) -> list[int]:
         ids, most = encode(prompt, self.generator.tokenizer), self.generator.target.model.max_length
@@ -84,14 +86,29 @@ class Service:
             raise ApiError(400, "structured output needs a decoder-only model", param="response_format")
         try:
             return await self._beside(
-                lambda: JsonSchema(schema, self.tokenizer, target.model.vocab_size, sorted(target.eos_token_ids))
+                self._schemas,
+                lambda: JsonSchema(schema, self.tokenizer, target.model.vocab_size, sorted(target.eos_token_ids)),
             )
         except ConfigError as error:
             raise ApiError(400, str(error), param="response_format") from None
 
-    async def _beside(self, work: Callable[[], T]) -> T:
-        """Have a thread do what may take long for a long text, one at a time; streams go on."""
-        return await asyncio.get_running_loop().run_in_executor(self._texts, work)
+    async def _beside(self, worker: ThreadPoolExecutor, work: Callable[[], T]) -> T:
+        """Have a thread do what may take long for a long text, one at a time; streams go on. Raises ApiError where many wait."""
+        if self._preparing >= self.settings.max_waiting:
+            raise ApiError(
+                429, f"{self._preparing} requests are being read; try again later", code="queue_full", retry_after=1
+            )
+        self._preparing += 1
+        try:
+            async with asyncio.timeout(self.settings.timeout_s):
+                return await asyncio.get_running_loop().run_in_executor(worker, work)
+        except TimeoutError:
+            raise self._too_long() from None
+        finally:
+            self._preparing -= 1
+
+    def _too_long(self) -> ApiError:
+        return ApiError(504, f"the request took more than {self.settings.timeout_s:g} seconds", code="timeout")
 
     async def chunks(
         self, prompts: Sequence[tuple[list[int], SamplingParams]], way: Way
@@ -117,8 +134,7 @@ class Service:
         except TimeoutError:
             if limit.ended:
                 raise ApiError(503, "the server has ended", code="shutting_down", retry_after=5) from None
-            text = f"the request took more than {self.settings.timeout_s:g} seconds"
-            raise ApiError(504, text, code="timeout") from None
+            raise self._too_long() from None
         finally:
             self._open.discard(limit)
             for place in waiting:

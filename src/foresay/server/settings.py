@@ -58,6 +58,9 @@ class ServerSettings:
         ):
             check_int(name, getattr(self, name), low)
         check_int("max_stops", self.max_stops, 0)
+        for name in self.hosts:
+            if not name or "/" in name or (":" in name and not name.startswith("[")):
+                raise ConfigError(f"hosts: {name!r} is no name of a host; leave scheme and port out")
         check_float("drain_s", self.drain_s, 0.0, 1e6)
         for name in ("timeout_s", "body_s"):
             check_float(name, getattr(self, name), 0.001, 1e6)

@@ -83,7 +83,9 @@ async def write(service: Service, asked: ChatRequest | CompletionRequest, shape:
                 yield sent(names.body(shape.event, [], usage=usage(sizes, outputs)))
             yield sent("[DONE]")
         except Exception as error:  # the status has been sent: what went wrong is an event
-            yield sent(as_api_error(error, logger).body())
+            told = as_api_error(error, logger)
+            service.metrics.failed.labels(str(told.status)).inc()
+            yield sent(told.body())
 
     headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
     return StreamingResponse(events(), media_type="text/event-stream", headers=headers)

@@ -58,9 +58,10 @@ def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:
 def token_bytes(tokenizer: Any, token_id: int) -> bytes:
     """What a token writes, also where that is not whole characters: a tokenizer of bytes names each byte by a character."""
     text: str = tokenizer.decode([token_id], clean_up_tokenization_spaces=False)
-    if _NO_CHARACTER not in text:
-        return text.encode("utf-8", "replace")
     name = str(tokenizer.convert_ids_to_tokens(token_id))
+    if _NO_CHARACTER not in text:  # a decoder may strip the blank that a text of one token begins with
+        stripped = name.startswith(_BLANK) and not text.startswith(" ")
+        return (" " * stripped + text).encode("utf-8", "replace")
     if len(name) == 6 and name.startswith("<0x"):
         return bytes([int(name[3:5], 16)])
     if all(character in _BYTES for character in name):
@@ -75,7 +76,7 @@ def _named_bytes() -> dict[str, int]:
     return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(rest)}
 
 
-_NO_CHARACTER = "\ufffd"
+_NO_CHARACTER, _BLANK = "\ufffd", "\u2581"
 _BYTES = _named_bytes()
 
 

@@ -77,7 +77,7 @@ def load_checkpoint(
         weights, kept = load_file(folder / _WEIGHTS), load_file(folder / _OPTIMISER)
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(f"cannot read the checkpoint {str(folder)!r}: {error}; remove it to begin anew") from None
-    theirs = values.pop("plan")
+    theirs = {"processes": 1, **values.pop("plan")}
     ours = json.loads(json.dumps(dict(plan)))
     for name in sorted(theirs.keys() | ours.keys()):
         if theirs.get(name) != ours.get(name):

@@ -104,9 +104,16 @@ class Report:
     """Optimiser steps that an earlier run had made."""
 
 
+class _TornError(KeyboardInterrupt):
+    """Ctrl-C in the middle of a step, from which nothing can go on."""
+
+
 @contextmanager
 def _whole() -> Iterator[None]:
-    """Within, Ctrl-C waits for the end, since half a step would be in the weights of one optimiser; a second Ctrl-C does not."""
+    """Within, Ctrl-C waits for the end, since half a step would be in the weights of one optimiser, and half a draft on disk.
+
+    A second one does not wait, and leaves the last checkpoint as it is.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -115,7 +122,7 @@ def _whole() -> Iterator[None]:
     def note(*_: object) -> None:
         nonlocal pressed
         if pressed:
-            raise KeyboardInterrupt
+            raise _TornError
         pressed = True
 
     before = signal.signal(signal.SIGINT, note)
@@ -194,8 +201,11 @@ class Fitting:
                     with _whole():
                         self._step(share)
                     if self.processes.first_says(perf_counter() - evaluated) >= 60 * self.plan.evaluate_minutes:
-                        self._evaluate()
+                        with _whole():
+                            self._evaluate()
                         evaluated = perf_counter()
+            except _TornError:
+                raise
             except KeyboardInterrupt:
                 self._checkpoint()
                 raise
@@ -294,13 +304,13 @@ class Fitting:
         }
         values |= {} if loss is None else {"loss": round(loss, 5)}
         better = quality.best > state.best
-        if better:
-            state.best, state.best_step = quality.best, state.step
         if self._log is not None:
             self._log.append(values)
             self.accelerator.log({k: v for k, v in values.items() if k != "step"}, step=state.step)
         if better and self.processes.writes:
             self.keep()
+        if better:
+            state.best, state.best_step = quality.best, state.step
         self._losses.clear()
         self._checkpoint()
 

@@ -128,10 +128,11 @@ class KeptPasses:
 
 
 def _bits(passes: TargetPasses) -> str:
-    """A digest of what a target says of its first tokens in a row."""
-    tokens = np.arange(32, dtype=np.int64) % passes.target.vocab_size
+    """A digest of a target's configuration, and of what it says of a text of tokens from all over its vocabulary."""
+    tokens = np.linspace(0, passes.target.vocab_size - 1, 64).astype(np.int64)
     shown = TargetPasses(passes.target, ())(Text(tokens, 0))
-    return sha256(shown.last.float().numpy().tobytes() + shown.log_sum.numpy().tobytes()).hexdigest()
+    config = passes.target.model.config.to_json_string(use_diff=False).encode()
+    return sha256(config + shown.last.float().numpy().tobytes() + shown.log_sum.numpy().tobytes()).hexdigest()
 
 
 class TeacherHead:

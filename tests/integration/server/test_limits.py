@@ -54,8 +54,17 @@ def last_event(answer: httpx.Response) -> Any:
 
 
 class TestTime:
-    def test_a_request_that_takes_too_long(self, serve: Any) -> None:
-        running = serve(timeout_s=0.4)
+    def test_a_request_that_takes_too_long(
+        self, serve: Any, model: foresay.Generator, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        kind, forward = type(model.target.model), type(model.target.model).forward
+
+        def slowly(self: Any, *args: Any) -> Any:
+            time.sleep(0.02)
+            return forward(self, *args)
+
+        monkeypatch.setattr(kind, "forward", slowly)
+        running = serve(timeout_s=1.5)
         answer = post(running, LONG)
         assert answer.status_code == 504 and answer.json()["error"]["code"] == "timeout"
         streamed = post(running, {**LONG, "stream": True})
@@ -98,7 +107,7 @@ class TestTime:
 class TestWhoReadsSlowly:
     def test_its_row_is_free_when_it_is_written(self, serve: Any) -> None:
         """What is written waits for its reader, and no other request does; all of it comes."""
-        running = serve()
+        running = serve(send_buffer=4096)
         text = json.dumps({**LONG, "max_tokens": 1500, "stream": True}).encode()
         head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
         with socket.socket() as held:
@@ -112,7 +121,7 @@ class TestWhoReadsSlowly:
             until = time.monotonic() + 60
             while running.count("num_requests_running"):
                 assert time.monotonic() < until
-            assert running.count("generation_tokens_total") >= 1500, "before it is read"
+            assert running.count("generation_tokens_total") < 1500, "the writer waits"
             rest = bytearray()
             while part := held.recv(1 << 16):
                 rest += part
@@ -140,12 +149,15 @@ class TestDrafters:
 class TestWho:
     def test_names_of_this_machine_alone(self, serve: Any) -> None:
         """Else a page whose name is pointed to this machine could read what it says."""
-        running = serve(hosts=("proxy.example",))
+        running = serve(hosts=("Proxy.example",))
         for name, status in (
             ("127.0.0.1", 200), (f"localhost:{running.port}", 200), ("[::1]:80", 200), ("proxy.example", 200),
             ("evil.example", 421), ("evil.example:80", 421), ("", 421), ("localhost.evil.example", 421),
         ):  # fmt: skip
             assert httpx.get(f"{running.url}/v1/models", headers={"Host": name}).status_code == status, name
+        for wrong in ("https://x", "x:80", ""):
+            with pytest.raises(foresay.ConfigError, match="no name of a host"):
+                ServerSettings(hosts=(wrong,))
         with_keys = serve(keys=frozenset({"k"}))
         headers = {"Host": "any.example", "Authorization": "Bearer k"}
         assert httpx.get(f"{with_keys.url}/v1/models", headers=headers).status_code == 200
@@ -194,7 +206,7 @@ class TestWhatIsTold:
             answer = post(running, {"prompt": "something", "stream": stream})
             assert answer.status_code == 500 and "somebody" not in answer.text
             assert answer.json()["error"]["code"] == "generation_failed"
-        assert running.count('request_failure_total{status="500"}') == 4, "two answers, and two outputs"
+        assert running.count('request_failure_total{status="500"}') == 2
         assert running.count('request_success_total{finished_reason="error"}') == 0
 
     def test_log_probabilities_end_with_the_text(self, serve: Any, model: foresay.Generator) -> None:
@@ -212,8 +224,10 @@ class TestWhatIsTold:
         assert offsets == choice["logprobs"]["text_offset"] == [
             sum(map(len, choice["logprobs"]["tokens"][:i])) for i in range(len(offsets))
         ]  # fmt: skip
+        sent = 0
         for one in pieces:
-            assert len("".join(one["logprobs"]["tokens"])) >= len(one["text"]), "none comes before its text"
+            sent += len(one["text"])
+            assert all(place < sent for place in one["logprobs"]["text_offset"]), "none comes before its text"
 
     def test_log_probabilities_of_bytes_and_of_what_cannot_be(self, serve: Any, model: foresay.Generator) -> None:
         running = serve()

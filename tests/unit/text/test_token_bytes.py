@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
@@ -21,9 +22,11 @@ def test_a_tokenizer_of_bytes() -> None:
     assert every >= {bytes([byte]) for byte in range(256)}
 
 
-def test_bytes_named_by_number() -> None:
+@pytest.mark.parametrize("strips", [False, True])
+def test_bytes_named_by_number(strips: bool) -> None:
     words = {"▁a": 0, "<0xE6>": 1, "<0x9D>": 2, "<0xB1>": 3, "é": 4}
     inner = Tokenizer(BPE(words, [], byte_fallback=True))
-    inner.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    inner.decoder = decoders.Sequence([*parts, *([decoders.Strip(" ", 1, 0)] if strips else [])])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner)
     assert b"".join(token_bytes(tokenizer, one) for one in (0, 1, 2, 3, 4)).decode() == " a東é"
