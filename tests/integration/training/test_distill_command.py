@@ -147,7 +147,7 @@ def test_several_processes_take_the_steps_of_one(target: Path, recorded: Path, t
         for name, weight in load_file(less / "checkpoint" / "weights.safetensors").items()
     )
     alone = tiny.foresay("distill", str(two), *options(target, recorded, *more))
-    assert alone.returncode == 2 and "processes=2, not 1" in alone.stderr
+    assert alone.returncode == 2 and "processes=2, not 1" in alone.stderr.decode()
 
 
 def test_a_head_goes_on_with_another_schedule(target: Path, recorded: Path, shell: tiny.Shell, tmp_path: Path) -> None:
