@@ -10,7 +10,6 @@ tested token holds by its kind of match, and h_i what row i saw,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -46,7 +45,7 @@ def kind_of(matched: int) -> int:
 class Reach:
     """Counts by length, 0 to `high`: of rows asked for so many tokens, of those that guessed them, of those where they held."""
 
-    def __init__(self, high: int, own: str = "throughput length: own counts") -> None:
+    def __init__(self, high: int, own: str) -> None:
         """high: longest draft. own: where a row remembers what it has seen of these."""
         self._size, self._own = high + 1, own
         self._offered, self._drafted = np.zeros(high + 1), np.zeros(high + 1)
@@ -63,20 +62,15 @@ class Reach:
         budgets: Sequence[int] | None,
         kinds: Sequence[int],
         steps: Sequence[Step],
-        mine: Sequence[bool] | None = None,
+        mine: Sequence[bool],
     ) -> None:
         """Count one step.
 
         budgets: what the drafter was asked for; None where less of its guesses was taken. mine: the rows whose guesses are this
-        drafter's, all unless said.
+        drafter's.
         """
-        if mine is not None:
-            steps = [
-                step if on else replace(step, num_drafted=0, num_accepted=0)
-                for step, on in zip(steps, mine, strict=True)
-            ]
-        drafted = [step.num_drafted for step in steps]
-        held = [step.num_accepted for step in steps]
+        drafted = [step.num_drafted * on for step, on in zip(steps, mine, strict=True)]
+        held = [step.num_accepted * on for step, on in zip(steps, mine, strict=True)]
         tested = [h + (h < d) for h, d in zip(held, drafted, strict=True)]
         chances = self._token_chances().tolist()
         if budgets is not None:

@@ -21,6 +21,7 @@ rows without a match, when its guesses pay beside what the look-up brought.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from threading import Lock
 
 import numpy as np
@@ -38,12 +39,8 @@ from foresay.lengths.reach import kind_of
 
 LONGEST = 16
 """Of drafts, unless a policy is told otherwise."""
-_OFFERED, _JOINED = "throughput length", "throughput length: joined"
-"""Where rows remember the budgets they were given, several engines may share one policy, and whether those were their first."""
-_MATCHED, _TRIMMED = "throughput length: kinds", "throughput length: trimmed"
-"""Where they remember the kinds of matches they were shown in this step, and whether guesses were chosen by them."""
-_KEPT, _BEHIND = "throughput length: kept", "throughput length: behind"
-"""Where they remember what was kept of a look-up's guesses, and what was asked of the drafter behind it."""
+_STATE = "throughput length"
+"""Where rows remember their _StepState: several engines may share one policy."""
 _FREE = 0.05
 """Share of a plain pass below which looking for guesses costs nothing."""
 _STALE = 64
@@ -52,6 +49,25 @@ _REFRESH = 128
 """Plain passes after which one guess is scored to measure a wider one again, whatever it was thought to be worth."""
 _STEEP = 0.06
 """Cost of a further column in plain passes, until two sizes were measured."""
+
+
+@dataclass(slots=True)
+class _StepState:
+    """What rows were given in the step under way."""
+
+    offered: list[int]
+    joined: bool
+    """Whether these rows are together for the first time."""
+    trimmed: bool
+    """Whether guesses are chosen by what they match, so that nothing is told by how many of them there are."""
+    kinds: list[int]
+    """Of the matches that were shown; 0 where none was."""
+    kept: list[int]
+    """What was kept of a look-up's guesses."""
+    behind: list[int]
+    """What was asked of the drafter behind it."""
+    candidates: int = 0
+    """Rows that it might have been asked for."""
 
 
 class ThroughputLength(LengthPolicy):
@@ -83,52 +99,52 @@ class ThroughputLength(LengthPolicy):
     def budget(self, rows: Rows) -> list[int]:
         """Each row's own where a pass takes the time of its real tokens, else the same for all."""
         with self._lock:
-            rows.memo[_JOINED] = _OFFERED not in rows.memo
-            held = self._held(rows)
-            budgets = [int(n or 0) for n in held] if all(n is not None for n in held) else self._choose(rows, held)
-            rows.memo[_OFFERED] = budgets
-            for name in (_MATCHED, _KEPT, _BEHIND):
-                rows.memo.pop(name, None)
-            rows.memo[_TRIMMED] = self._chooses(len(rows))
-            return list(budgets)
+            nothing, trimmed = [0] * len(rows), self._chooses(len(rows))
+            state = _StepState(nothing, _STATE not in rows.memo, trimmed, nothing, nothing, nothing)
+            rows.memo[_STATE], held = state, self._held(rows)
+            state.offered = (
+                [int(n or 0) for n in held] if all(n is not None for n in held) else self._choose(rows, held)
+            )
+            return list(state.offered)
 
     def keep(self, rows: Rows, counts: Sequence[int], matched: Sequence[int]) -> list[int]:
         """As many of the guesses as pay, by what each one matched; see `LengthPolicy.keep`."""
         with self._lock:
-            self._shown = True
-            rows.memo[_MATCHED] = kinds = [kind_of(n) for n in matched]
+            self._shown, state = True, self._state(rows)
+            state.kinds, state.kept = [kind_of(n) for n in matched], list(counts)
             passes = self._passes.curve(len(rows))
-            rows.memo[_TRIMMED] = trimmed = passes is not None and self._is_free(len(rows))
-            out = rows.memo[_KEPT] = list(counts)
-            if passes is None or not trimmed:
-                return list(out)
+            state.trimmed = passes is not None and self._is_free(len(rows))
+            if passes is None or not state.trimmed:
+                return list(counts)
             self._first.trials.left = 0
             held = self._held(rows)
-            out = self._worth(rows, counts, kinds, held, passes)
+            out = self._worth(rows, counts, state.kinds, held, passes)
             self._since_kept = 0 if any(out) else self._since_kept + 1
             if self._since_kept >= _REFRESH:
-                surest = max(range(len(rows)), key=lambda i: (counts[i] > 0, kinds[i]))
+                surest = max(range(len(rows)), key=lambda i: (counts[i] > 0, state.kinds[i]))
                 out[surest], self._since_kept = min(counts[surest], self.start), 0
-            out = [n if one is None else most for n, one, most in zip(out, held, counts, strict=True)]
-            rows.memo[_KEPT] = out
-            return list(out)
+            state.kept = [n if one is None else most for n, one, most in zip(out, held, counts, strict=True)]
+            return list(state.kept)
 
     def afford(self, rows: Rows, most: Sequence[int]) -> list[int]:
         """As many tokens as pay of the drafter behind a look-up; see `LengthPolicy.afford`."""
         with self._lock:
-            self._shown, self._drafting = True, self._behind
+            self._shown, self._drafting, state = True, self._behind, self._state(rows)
             if self._is_free(len(rows)):  # what it looks up is not tried: it is always asked for
-                rows.memo[_TRIMMED], self._first.trials.left = True, 0
+                state.trimmed, self._first.trials.left = True, 0
             asked = [n > 0 for n in most]
             held = [n if n and one is not None else None for n, one in zip(most, self._held(rows), strict=True)]
             chosen = self._choose_behind(rows, asked, held)
-            out = [min(n, limit) for n, limit in zip(chosen, most, strict=True)]
-            rows.memo[_BEHIND] = out, sum(asked)
-            return list(out)
+            state.behind, state.candidates = [min(n, limit) for n, limit in zip(chosen, most, strict=True)], sum(asked)
+            return list(state.behind)
+
+    def _state(self, rows: Rows) -> _StepState:
+        state: _StepState = rows.memo[_STATE]
+        return state
 
     def _choose_behind(self, rows: Rows, asked: Sequence[bool], held: Sequence[int | None]) -> list[int]:
-        passes, joined = self._passes.curve(len(rows)), bool(rows.memo.get(_JOINED))
-        return self._behind.choose(rows, asked, held, passes, self._ground(rows), joined=joined)
+        passes, state = self._passes.curve(len(rows)), self._state(rows)
+        return self._behind.choose(rows, asked, held, passes, self._ground(rows), joined=state.joined)
 
     def keep_drafting(self, step: DraftStep) -> torch.Tensor | None:
         """Rows that are sure enough of their last token draft on; those that are held to a length do whatever it was."""
@@ -143,12 +159,12 @@ class ThroughputLength(LengthPolicy):
 
     def _ground(self, rows: Rows) -> Ground:
         """What the guesses that were kept come to."""
-        kept, kinds = rows.memo.get(_KEPT), rows.memo.get(_MATCHED)
-        if kept is None or not any(kept):
+        state = self._state(rows)
+        if not any(state.kept):
             return Ground(len(rows))
-        chances = self._first.reach.held(rows, kinds)[:, 1:]
-        expected = sum(float(chances[i, :n].sum()) for i, n in enumerate(kept))
-        return Ground(len(rows) + expected, sum(kept) if rows.ragged else max(kept))
+        chances = self._first.reach.held(rows, state.kinds)[:, 1:]
+        expected = sum(float(chances[i, :n].sum()) for i, n in enumerate(state.kept))
+        return Ground(len(rows) + expected, sum(state.kept) if rows.ragged else max(state.kept))
 
     def _held(self, rows: Rows) -> list[int | None]:
         """The lengths that keep seeds' texts; None for a row whose text depends on no length."""
@@ -160,8 +176,8 @@ class ThroughputLength(LengthPolicy):
             return [0] * len(rows)
         if self._chooses(len(rows)) and not self._first.trials.left:
             return [self.high if n is None else n for n in held]  # `keep` chooses from what it finds
-        every, joined = [True] * len(rows), bool(rows.memo[_JOINED])
-        out = self._first.choose(rows, every, held, passes, Ground(len(rows)), joined=joined)
+        every = [True] * len(rows)
+        out = self._first.choose(rows, every, held, passes, Ground(len(rows)), joined=self._state(rows).joined)
         if any(out) or self._drafting is self._first:
             return out
         return self._choose_behind(rows, every, held)  # a look-up that does not pay costs nobody else a place
@@ -193,30 +209,31 @@ class ThroughputLength(LengthPolicy):
     def observe(self, rows: Rows, steps: Sequence[Step]) -> None:
         """Measure a step."""
         with self._lock:
-            self._measure(rows, steps, rows.memo.get(_OFFERED) or [0] * len(rows))
+            self._count_pass(rows, steps)
+            state = rows.memo.get(_STATE)
+            if state is not None and any(state.offered):
+                self._count_drafts(rows, steps, state)
 
-    def _measure(self, rows: Rows, steps: Sequence[Step], offered: Sequence[int]) -> None:
-        one, batch = steps[0], len(steps)
-        drafted = [step.num_drafted for step in steps]
-        self._passes.add(batch, sum(drafted) if rows.ragged else max(drafted), one.total_s - one.draft_s)
+    def _count_pass(self, rows: Rows, steps: Sequence[Step]) -> None:
+        one, drafted = steps[0], [step.num_drafted for step in steps]
+        self._passes.add(len(steps), sum(drafted) if rows.ragged else max(drafted), one.total_s - one.draft_s)
         self._since_plain = 0 if max(drafted) == 0 else self._since_plain + 1
         self._num_plain += max(drafted) == 0
         for each in (self._first, self._behind):
             each.trials.went_on(one.total_s)
-        if not any(offered):
-            return
-        kinds = rows.memo.get(_MATCHED) or [0] * batch
-        behind, asked = rows.memo.get(_BEHIND) or ([0] * batch, 0)
-        mine = [0 if other else n for n, other in zip(offered, behind, strict=True)]
+
+    def _count_drafts(self, rows: Rows, steps: Sequence[Step], state: _StepState) -> None:
+        one, batch, behind = steps[0], len(steps), state.behind
+        mine = [0 if other else n for n, other in zip(state.offered, behind, strict=True)]
         if any(behind):
-            self._behind.drafts.add(asked, max(behind), one.draft_s)
+            self._behind.drafts.add(state.candidates, max(behind), one.draft_s)
             self._behind.measure(rows, behind, steps, [0] * batch, self._lost(rows, steps, behind))
         else:
-            self._first.drafts.add(batch, max(offered), one.draft_s)
-        if rows.memo.get(_TRIMMED):
-            self._first.reach.add(rows, None, kinds, steps, [not n for n in behind])
+            self._first.drafts.add(batch, max(state.offered), one.draft_s)
+        if state.trimmed:
+            self._first.reach.add(rows, None, state.kinds, steps, [not n for n in behind])
         elif any(mine):
-            self._first.measure(rows, mine, steps, kinds, self._lost(rows, steps, mine))
+            self._first.measure(rows, mine, steps, state.kinds, self._lost(rows, steps, mine))
 
     def _lost(self, rows: Rows, steps: Sequence[Step], budgets: Sequence[int]) -> float | None:
         """Seconds that a step took longer than its tokens would have without these drafts; None where all rows must have them."""
