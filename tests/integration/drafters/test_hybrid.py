@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import (
@@ -15,12 +16,14 @@ from foresay.drafters import (
     PastRequests,
     SuffixDrafter,
 )
+from foresay.drafters.chain import DraftChain
 from foresay.errors import ConfigError
 from foresay.lengths import ConstantLength, ThroughputLength
 from foresay.models.heads.model import HeadModel
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.table import TableModel
 from helpers.families import make
+from helpers.forced import Forced
 from helpers.heads import random_head
 from helpers.law_cells import ALPHA, DRAFT, LENGTH, PARAMS, PROMPT, SIZE, TARGET
 from helpers.reference import joint, p_value
@@ -43,6 +46,41 @@ def test_the_law_is_the_targets(rule: str, min_match: int) -> None:
     assert engine.draft_failures == 0
     assert p_value(outputs, joint(TARGET, PARAMS["plain"], PROMPT, LENGTH), SIZE) > ALPHA
     assert any(step.num_drafted for step in steps)
+
+
+@pytest.mark.parametrize("rule", ["speculative", "block"])
+@pytest.mark.parametrize("sample", [True, False])
+@pytest.mark.parametrize("behind", [True, False])
+def test_lengths_that_come_out_as_they_please_leave_the_law(behind: bool, sample: bool, rule: str) -> None:
+    """Whatever is asked for, kept and afforded, and wherever a draft ends because it is unsure of a token that stays in it."""
+    samples = 1500
+    requests = [SamplingParams.of(PARAMS["plain"], seed=seed) for seed in range(samples)]
+    model = ModelDrafter(DRAFT, SIZE, sample=sample)
+    drafter = Hybrid(SuffixDrafter(), model, min_match=2, k=3) if behind else model
+    outputs, steps, engine = run(
+        TARGET, [PROMPT] * samples, requests, drafter=drafter, rule=rule, policy=Forced(1), max_batch_size=64
+    )
+    assert engine.draft_failures == 0 and len({step.num_drafted for step in steps}) > 2
+    assert p_value(outputs, joint(TARGET, PARAMS["plain"], PROMPT, LENGTH), SIZE) > ALPHA
+
+
+def test_an_unsure_token_that_is_dropped_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control: a chain whose drafts end before the token that ended them writes another law."""
+    honest = DraftChain.add
+
+    def dropping(self, laws, policy, hidden):  # type: ignore[no-untyped-def]
+        before = self.counts.clone()
+        going = honest(self, laws, policy, hidden)
+        sure = laws.confidence(self.ids[:, -1:])[:, 0] >= 0.3
+        self.counts = torch.where(sure, self.counts, before)
+        return going
+
+    monkeypatch.setattr(DraftChain, "add", dropping)
+    samples = 3000
+    requests = [SamplingParams.of(PARAMS["plain"], seed=seed) for seed in range(samples)]
+    drafter = Hybrid(SuffixDrafter(), ModelDrafter(DRAFT, SIZE), min_match=9, k=1)
+    outputs, _, _ = run(TARGET, [PROMPT] * samples, requests, drafter=drafter, max_batch_size=500)
+    assert p_value(outputs, joint(TARGET, PARAMS["plain"], PROMPT, LENGTH), SIZE) < ALPHA
 
 
 def test_a_choice_by_what_was_guessed_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

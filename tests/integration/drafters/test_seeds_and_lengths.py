@@ -2,51 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
 from foresay.decoding.acceptance import Coupled, Match, Speculative
-from foresay.decoding.protocols import DraftStep, Rule
-from foresay.decoding.rows import Rows
+from foresay.decoding.protocols import Rule
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import Hybrid, MaxGram, ModelDrafter, NgramStoreDrafter, PromptLookup, SuffixDrafter
-from foresay.lengths import ConstantLength, ThroughputLength
+from foresay.lengths import ConstantLength
 from foresay.models.table import TableModel
+from helpers.forced import Forced
 from helpers.support import run
 
 PROMPTS = [[1, 2, 3, 1, 2, 3, 1], [4, 5, 4, 5, 4], [6]]
 MODEL, DRAFT = (TableModel.random(8, seed=seed, concentration=0.4) for seed in (3, 4))
-
-
-class Forced(ThroughputLength):
-    """Measured times that came out as they please: any lengths, and any number of what was found."""
-
-    def __init__(self, salt: int, *, sampled: int | None = None) -> None:
-        super().__init__(sampled=sampled)
-        self.random = torch.Generator().manual_seed(salt)
-
-    def _choose(self, rows: Rows, held: Sequence[int | None]) -> list[int]:
-        return [self._any(8) if n is None else n for n in held]
-
-    def keep(self, rows: Rows, counts: Sequence[int], matched: Sequence[int]) -> list[int]:
-        return self._changed(rows, super().keep(rows, counts, matched), counts)
-
-    def afford(self, rows: Rows, most: Sequence[int]) -> list[int]:
-        return self._changed(rows, super().afford(rows, most), most)
-
-    def keep_drafting(self, step: DraftStep) -> torch.Tensor | None:
-        self._drafting.least = torch.rand(3, generator=self.random).double().numpy()
-        return super().keep_drafting(step)
-
-    def _changed(self, rows: Rows, chosen: Sequence[int], most: Sequence[int]) -> list[int]:
-        free = [one is None for one in self._held(rows)]
-        return [self._any(bound) if on else n for n, bound, on in zip(chosen, most, free, strict=True)]
-
-    def _any(self, most: int) -> int:
-        return int(torch.randint(most + 1, (1,), generator=self.random))
 
 
 def texts(make: Callable[[], Any], policy: Any, rule: Rule, temperature: float = 1.0) -> Any:
