@@ -18,10 +18,12 @@ import pytest
 import foresay
 from foresay.decoding.outcome import Origin, Step, TokenLogprob
 from foresay.drafters import SuffixDrafter
+from foresay.server import service
 from foresay.server.logprobs import Logprobs, as_chat, as_completion
 from foresay.server.settings import ServerSettings, read_keys
+from foresay.text.grammar import JsonMask
 from helpers import families, tiny
-from helpers.serving import TEXT, Running
+from helpers.serving import TALK, TEXT, Running
 
 LONG = {"prompt": TEXT, "max_tokens": 3900, "temperature": 0}
 
@@ -102,6 +104,37 @@ class TestTime:
         with socket.create_connection(("127.0.0.1", running.port), timeout=20) as held:
             held.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
             assert b" 408 " in held.recv(4096).split(b"\r\n")[0]
+
+
+class TestBeforeTheQueue:
+    def test_texts_that_wait_to_be_read_are_bounded(self, serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        running = serve(max_waiting=1)
+        encoding, go_on = threading.Event(), threading.Event()
+        honest = service.encode
+
+        def slowly(*args: Any) -> Any:
+            encoding.set()
+            assert go_on.wait(30)
+            return honest(*args)
+
+        monkeypatch.setattr(service, "encode", slowly)
+        said: list[httpx.Response] = []
+        first = threading.Thread(target=lambda: said.append(post(running, {"prompt": TEXT, "max_tokens": 2})))
+        first.start()
+        assert encoding.wait(30)
+        late = post(running, {"prompt": TEXT})
+        assert httpx.get(f"{running.url}/health", timeout=10).status_code == 200, "nobody else waits for it"
+        go_on.set()
+        first.join(30)
+        assert late.status_code == 429 and late.json()["error"]["code"] == "queue_full" and late.headers["retry-after"]
+        assert said[0].status_code == 200
+
+    def test_a_text_that_takes_too_long_to_read(self, serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        running, go_on = serve(timeout_s=0.2), threading.Event()
+        monkeypatch.setattr(service, "encode", lambda *_: go_on.wait(30))
+        answer = post(running, {"prompt": TEXT})
+        go_on.set()
+        assert answer.status_code == 504 and answer.json()["error"]["code"] == "timeout"
 
 
 class TestWhoReadsSlowly:
@@ -251,6 +284,19 @@ class TestWhatIsTold:
         assert first["prompt_tokens_details"]["cached_tokens"] == 0, "the first of two outputs found nothing"
         again = post(running, {**talk, "n": 2}).json()["usage"]
         assert 0 < again["prompt_tokens_details"]["cached_tokens"] < again["prompt_tokens"] == first["prompt_tokens"]
+
+    def test_a_schema_that_cannot_be_followed_further_is_the_clients(
+        self, serve: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def gives_up(self: Any, *_: Any) -> Any:
+            raise foresay.ConfigError("the schema cannot be followed further: a limit")
+
+        monkeypatch.setattr(JsonMask, "__call__", gives_up)
+        body = {"messages": TALK, "response_format": {"type": "json_object"}}
+        running = serve()
+        answer = post(running, body, "/v1/chat/completions")
+        assert answer.status_code == 400 and "followed further: a limit" in answer.json()["error"]["message"]
+        assert post(running, {"prompt": TEXT, "max_tokens": 2}).status_code == 200
 
     def test_a_model_that_reads_a_source_follows_no_schema(self, serve: Any, tmp_path: Path) -> None:
         made = tiny.save(tmp_path, families.make_seq2seq("t5", vocab_size=len(tiny.tokenizer())))

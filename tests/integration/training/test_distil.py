@@ -332,7 +332,19 @@ class TestDistilling:
         with pytest.raises(KeyboardInterrupt):
             go(tmp_path / "pressed")
         monkeypatch.undo()
-        assert go(tmp_path / "pressed").resumed_at == 4
+        turns.clear()
+
+        def pressed_twice(self: Any, closure: Any = None) -> None:
+            turns.append(1)
+            for _ in range(2 * (len(turns) == 2)):
+                os.kill(os.getpid(), signal.SIGINT)
+            stepped(self, closure)
+
+        monkeypatch.setattr(Muon, "step", pressed_twice)
+        with pytest.raises(KeyboardInterrupt):
+            go(tmp_path / "pressed")
+        monkeypatch.undo()
+        assert go(tmp_path / "pressed").resumed_at == 4, "half a step was not kept"
         ours = load_file(tmp_path / "pressed" / "model.safetensors")
         assert all(torch.equal(weight, ours[name]) for name, weight in theirs.items())
 
