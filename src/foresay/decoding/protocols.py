@@ -7,6 +7,7 @@ tokens, T columns of a pass, V vocabulary, H hidden size.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -14,7 +15,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from foresay.decoding.laws import Laws, build_laws
+from foresay.decoding.laws import Columns, Laws, build_laws, narrow_laws
 from foresay.decoding.outcome import Step
 from foresay.decoding.proposal import Proposal, Verdict
 from foresay.decoding.randomness import Streams
@@ -70,7 +71,8 @@ class Feed:
 class ModelOutput:
     """What a pass computed: scores, or the tokens of a model that knows its text and no scores (a recording).
 
-    logits: [B, T, V] as asked for. hidden: layer -> [B, T, H]. token_ids: [B, T] int64 in place of logits.
+    logits: [B, T, V] as asked for, or [B, T, K] of the tokens in `columns`. hidden: layer -> [B, T, H]. token_ids: [B, T] int64
+    in place of logits.
     num_before: of the target's pass in a step, how many columns of each row lie before its last committed token (which the
     target had not seen); `logits` then begin with that token's column, `hidden` with the first of the pass.
     """
@@ -79,11 +81,12 @@ class ModelOutput:
     hidden: Mapping[int, torch.Tensor] = field(default_factory=dict)
     token_ids: torch.Tensor | None = None
     num_before: tuple[int, ...] | None = None
+    columns: Columns | None = None
 
     def scores(self) -> torch.Tensor:
-        """The logits of a pass that was asked for some."""
+        """The logits [B, T, V] of a pass that was asked for some."""
         assert self.logits is not None
-        return self.logits
+        return self.logits if self.columns is None else self.columns.widened(self.logits)
 
     def laws(self, rows: Rows, proposal: Proposal) -> Laws:
         """The laws at each place of a step, [B, 1 + K]: after each row's last token, and after each of its draft tokens."""
@@ -91,12 +94,20 @@ class ModelOutput:
             return Laws(self.token_ids)
         return build_laws(self.scores(), rows, proposal.token_ids, counts=proposal.num_tokens, parents=proposal.parents)
 
+    def draft_laws(self, rows: Rows, drafted: torch.Tensor, *, greedy: bool) -> Laws:
+        """The laws [B, T] that a draft's tokens are drawn from, behind those drafted before, [B, n]. greedy: see `build_laws`."""
+        if self.columns is not None and self.logits is not None:
+            laws = narrow_laws(self.logits, self.columns, rows, greedy=greedy)
+            if laws is not None:
+                return laws
+        return build_laws(self.scores(), rows, drafted, num_before=drafted.shape[1], greedy=greedy)
+
     def at(self, columns: torch.Tensor, num_before: Sequence[int]) -> ModelOutput:
         """The scores, or tokens, of some columns of each row, [B, n]; hidden states stay whole."""
         batch = torch.arange(len(columns), device=columns.device)[:, None]
         logits = None if self.logits is None else self.logits[batch, columns]
         tokens = None if self.token_ids is None else self.token_ids[batch, columns]
-        return ModelOutput(logits, self.hidden, tokens, tuple(num_before))
+        return dataclasses.replace(self, logits=logits, token_ids=tokens, num_before=tuple(num_before))
 
 
 FILL_CHUNK = 256

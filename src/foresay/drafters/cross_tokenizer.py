@@ -15,6 +15,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from foresay.decoding.laws import Columns
 from foresay.decoding.proposal import Proposal, Verdict
 from foresay.decoding.protocols import Drafter, LanguageModel, LengthPolicy, ModelOutput, Move
 from foresay.decoding.randomness import derive
@@ -60,6 +61,9 @@ class _Restricted(VocabularyAdapter):
         self._others[shared.to(model.device)] = False
         self.rows: torch.Tensor | None = None
         """[B] bool: the rows to restrict."""
+
+    def _takes(self, columns: Columns) -> bool:
+        return self.rows is None
 
     def adapted(self, scores: torch.Tensor) -> torch.Tensor:
         """The scores of shared tokens alone where a row is restricted."""

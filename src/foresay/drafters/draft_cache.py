@@ -7,6 +7,7 @@ word; there the cache remembers what it was fed, and keeps the longest common pr
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -91,7 +92,8 @@ class DraftCache:
         if not layers:
             return output
         batch, last = torch.arange(len(rows), device=tokens.device), feed.last_columns()
-        return ModelOutput(output.logits, {n: states[batch, last][:, None] for n, states in output.hidden.items()})
+        hidden = {n: states[batch, last][:, None] for n, states in output.hidden.items()}
+        return dataclasses.replace(output, hidden=hidden)
 
     def _keep_common(self, rows: Rows) -> None:
         """Cut each cache row to what it shares with the row's tokens, the last of which is never cached."""

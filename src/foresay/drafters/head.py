@@ -163,14 +163,15 @@ class HeadCache(DraftCache):
         batch, last = torch.arange(len(rows), device=self.head.device), feed.last_columns()
         hidden = {n: states[batch, last][:, None] for n, states in output.hidden.items()}
         self._after = self._nodes = hidden[NEXT]
-        return ModelOutput(output.logits, hidden)
+        return dataclasses.replace(output, hidden=hidden)
 
     def _merged(self, before: ModelOutput, new: ModelOutput, on: Sequence[bool]) -> ModelOutput:
         """The new output of the rows that went on, the one before of those that did not."""
         which = torch.tensor(on, device=self.head.device)[:, None, None]
         hidden = {n: torch.where(which, new.hidden[n], before.hidden[n]) for n in before.hidden}
         self._after = self._nodes = hidden[NEXT]
-        return ModelOutput(torch.where(which, new.scores(), before.scores()), hidden)
+        assert new.logits is not None and before.logits is not None
+        return dataclasses.replace(new, logits=torch.where(which, new.logits, before.logits), hidden=hidden)
 
     def forward(self, feed: Feed) -> ModelOutput:
         """One pass over guesses: behind the last pass, or over a whole tree behind the rows' last tokens."""

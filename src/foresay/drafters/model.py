@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from foresay.decoding.laws import build_laws
 from foresay.decoding.proposal import Proposal, Verdict
 from foresay.decoding.protocols import Drafter, Feed, LanguageModel, LengthPolicy, Logits, ModelOutput, Move
 from foresay.decoding.rows import Rows
@@ -62,7 +61,7 @@ class ModelDrafter(Drafter):
         output = self.context.catch_up(seen, fed, layers)
         chain = DraftChain(rows, room, model.device)
         while True:
-            laws = build_laws(output.scores(), rows, chain.ids, num_before=chain.depth, greedy=not self._sample)
+            laws = output.draft_laws(rows, chain.ids, greedy=not self._sample)
             hidden = output.hidden[layers[0]][:, -1] if layers else None
             if not chain.add(laws, policy, hidden):
                 break

@@ -12,6 +12,7 @@ import dataclasses
 import torch
 import torch.nn.functional as F
 
+from foresay.decoding.laws import Columns
 from foresay.decoding.protocols import Capabilities, Feed, KVCache, LanguageModel, Logits, ModelOutput
 from foresay.decoding.rows import Rows
 
@@ -44,7 +45,13 @@ class VocabularyAdapter(LanguageModel):
             self.row_passes += sum(count > 0 for count in feed.num_tokens)
         known = feed.token_ids.clamp(max=self.inner.vocab_size - 1)
         out = self.inner.forward(dataclasses.replace(feed, token_ids=known), cache)
-        return out if out.logits is None else ModelOutput(self.adapted(out.logits), out.hidden)
+        if out.logits is None or (out.columns is not None and self._takes(out.columns)):
+            return out
+        return ModelOutput(self.adapted(out.scores()), out.hidden)
+
+    def _takes(self, columns: Columns) -> bool:
+        """Whether narrow scores may stay as they are."""
+        return len(columns.of_token) == self.vocab_size
 
     def adapted(self, scores: torch.Tensor) -> torch.Tensor:
         """Logits of any width, [B, T, ...] -> [B, T, V]."""

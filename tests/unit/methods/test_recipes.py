@@ -166,10 +166,10 @@ def test_heads_are_trimmed_to_a_tables_frequent_tokens(resources: Resources, fol
     for text in (f"self(2, vocabulary={table}, vocabulary_size=4)", f"model({folder}, {table}, 4)"):
         drafter: Any = built(resources, text)
         inner = drafter.context.model.inner
-        assert inner.head_ids.tolist() == [*eos, 10, 11, 12, 13], text
+        assert inner.columns.token_ids.tolist() == [*eos, 10, 11, 12, 13], text
         assert inner.vocab_size == VOCAB
     covered: Any = built(resources, f"self(1, vocabulary={table}, coverage=0.5)")
-    assert covered.context.model.inner.head_ids.tolist() == [*eos, 10, 11, 12, 13, 14], "20 + ... + 16 of 155"
+    assert covered.context.model.inner.columns.token_ids.tolist() == [*eos, 10, 11, 12, 13, 14], "20 + ... + 16 of 155"
 
 
 @pytest.mark.parametrize("drafter", [MaxGram, MaxGram(), lambda: MaxGram()])

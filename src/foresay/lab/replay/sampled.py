@@ -85,7 +85,7 @@ class SampledReplayModel(VocabularyAdapter):
         if out.logits is None:
             return out
         last = feed.logits is Logits.LAST
-        scores = out.logits.to(torch.float32, copy=True)  # in bf16 the greatest logit plus 1e-3 may round to itself
+        scores = out.scores().to(torch.float32, copy=True)  # in bf16 the greatest logit plus 1e-3 may round to itself
         for i, (start, count) in enumerate(zip(before, feed.num_tokens, strict=True)):
             columns = range(count - 1, count) if last else range(count)
             for place, column in enumerate(columns):

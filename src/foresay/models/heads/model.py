@@ -13,6 +13,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from foresay.decoding.laws import Columns
 from foresay.decoding.protocols import Capabilities, Feed, KVCache, LanguageModel, Logits, ModelOutput
 from foresay.decoding.rows import Rows
 from foresay.errors import ConfigError, UnsupportedModelError
@@ -52,7 +53,7 @@ class HeadModel(LanguageModel):
             )
         self.vocab_size, self.max_length, self.device = target.vocab_size, target.max_length, target.device
         self.dtype, self._make = target.model.dtype, make
-        self._ids = None if head.token_ids is None else head.token_ids.to(self.device)
+        self._columns = None if head.token_ids is None else Columns.of(head.token_ids.to(self.device), self.vocab_size)
         module = head.module
         self._fc = self._product(module.fc.weight)
         self._layer, self._norm = self._read(head), self._norm_of(module.norm)
@@ -173,7 +174,7 @@ class HeadModel(LanguageModel):
             return ModelOutput(None, hidden)
         if feed.logits is Logits.LAST and columns > 1:
             normed = normed[torch.arange(batch, device=normed.device), feed.last_columns()][:, None]
-        return ModelOutput(self._scores(normed), hidden)
+        return ModelOutput(self._head(normed), hidden, columns=self._columns)
 
     def _row_by_row(self, feed: Feed, cache: SlotCache) -> ModelOutput:
         """The same where a row's bits would depend on the others': each alone, and never one column."""
@@ -197,7 +198,8 @@ class HeadModel(LanguageModel):
         hidden = {n: torch.cat([one.hidden[n] for one in outputs]) for n in (NEXT, LAST)}
         if feed.logits is Logits.NONE:
             return ModelOutput(None, hidden)
-        return ModelOutput(torch.cat([one.scores() for one in outputs]), hidden)
+        scores = torch.cat([one.logits for one in outputs if one.logits is not None])
+        return ModelOutput(scores, hidden, columns=self._columns)
 
     def _by_kernels(
         self, native: NativeLayers, embedded: torch.Tensor, feed: Feed, at: Placement, cache: SlotCache
@@ -231,14 +233,6 @@ class HeadModel(LanguageModel):
         x = feed_forward(self._layer, x)
         return x, self._norm(x)
 
-    def _scores(self, normed: torch.Tensor) -> torch.Tensor:
-        """[B, T, D] -> [B, T, V]; tokens that it cannot write get -inf."""
-        scores: torch.Tensor = self._head(normed)
-        if self._ids is None:
-            return scores
-        whole = scores.new_full((*scores.shape[:-1], self.vocab_size), -torch.inf)
-        return whole.scatter_(-1, self._ids.expand_as(scores), scores)  # a tenth of the time of assigning to an index
-
 
 class _Plain:
     """A product by PyTorch, where nothing is packed."""
@@ -261,6 +255,6 @@ def target_rows(target: CausalModel, token_ids: Sequence[int] | torch.Tensor | N
     """The rows [K, H] of a target's head for some tokens, all of them when None. Raises UnsupportedModelError without a head."""
     layer = target.model.get_output_embeddings()
     weight = None if layer is None else linears.weight_of(layer)
-    if weight is None or target.head_ids is not None:
+    if weight is None or target.columns is not None:
         raise UnsupportedModelError(f"{type(target.model).__name__} has no whole head whose rows a draft could share")
     return weight if token_ids is None else weight[torch.as_tensor(token_ids, device=weight.device)]

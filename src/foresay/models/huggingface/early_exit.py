@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from foresay.decoding.laws import Columns
 from foresay.errors import ConfigError, UnsupportedModelError
 from foresay.models.huggingface import linears
 from foresay.models.huggingface.causal import CausalModel
@@ -35,7 +36,7 @@ def first_layers(model: CausalModel, count: int) -> CausalModel:
         part = short.get_submodule(name)
         if hasattr(part, "config"):
             part.config = config
-    return _like(model, short, model.head_ids)
+    return _like(model, short, model.columns)
 
 
 def trimmed_head(model: CausalModel, ids: Sequence[int] | torch.Tensor) -> CausalModel:
@@ -52,26 +53,26 @@ def trimmed_head(model: CausalModel, ids: Sequence[int] | torch.Tensor) -> Causa
             f"{type(model.model).__name__} has no output embeddings of its own that could be trimmed"
         )
     wanted = torch.as_tensor(ids, dtype=torch.int64)
-    width = int(weight.shape[0]) if model.head_ids is None else model.vocab_size
+    width = int(weight.shape[0]) if model.columns is None else model.vocab_size
     if wanted.ndim != 1 or not len(wanted) or int(wanted.min()) < 0 or int(wanted.max()) >= width:
         raise ConfigError(f"a draft vocabulary needs token ids in [0, {width - 1}]")
     kept = columns = torch.unique(wanted).to(weight.device)
-    if model.head_ids is not None:  # what was trimmed away is gone
-        columns = torch.nonzero(torch.isin(model.head_ids, kept))[:, 0]
-        kept = model.head_ids[columns]
+    if model.columns is not None:  # what was trimmed away is gone
+        columns = torch.nonzero(torch.isin(model.columns.token_ids, kept))[:, 0]
+        kept = model.columns.token_ids[columns]
         if not len(kept):
             raise ConfigError("none of the draft vocabulary is left in a head that was trimmed before")
     path: str = next(name for name, module in model.model.named_modules() if module is head)
     short = _copied(model.model, path.split(".")[:-1])
     rows, frozen = weight[columns].to(model.model.dtype), isinstance(head, linears.FrozenLinear)
     _replace(short, path, _linear(rows, None if head.bias is None else head.bias[columns], frozen=frozen))
-    return _like(model, short, kept)
+    return _like(model, short, Columns.of(kept, model.vocab_size))
 
 
-def _like(model: CausalModel, part: Any, head_ids: torch.Tensor | None) -> CausalModel:
+def _like(model: CausalModel, part: Any, columns: Columns | None) -> CausalModel:
     """A part of a model, whose passes are made as the whole model's are."""
     out = CausalModel(part)
-    out.head_ids = head_ids
+    out.columns = columns
     if model.lean is not None:
         out.use_lean()
     return out

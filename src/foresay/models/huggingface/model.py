@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from foresay.decoding.laws import Columns
 from foresay.decoding.protocols import Begun, Capabilities, Feed, KVCache, Logits, ModelOutput
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.models.huggingface import attention, linears
@@ -38,8 +39,8 @@ class TransformersModel:
     """Layers whose hidden states a pass can return."""
     max_source_length: int | None = None
     """Most tokens of an encoder source; None without a bound."""
-    head_ids: torch.Tensor | None = None
-    """The token ids [m] that a trimmed head scores; None where column i of the head is id i."""
+    columns: Columns | None = None
+    """Which tokens a trimmed head scores; None where column i of the head is id i."""
 
     def __init__(self, model: Any, *, pluggable: bool) -> None:
         """`model` is put in eval mode. pluggable: whether the family lets its attention function be chosen."""
@@ -151,20 +152,18 @@ class TransformersModel:
         scores = scores[:, :columns]
         if feed.logits is Logits.LAST and scores.shape[1] > 1:
             scores = scores[torch.arange(batch, device=scores.device), feed.last_columns()][:, None]
-        return ModelOutput(self._over_vocabulary(scores), hidden)
+        return ModelOutput(self._padded(scores), hidden, columns=self.columns)
 
     @property
     def rows_apart(self) -> bool:
         """Whether a token has the same bits whatever else a pass holds, and also alone."""
         return False
 
-    def _over_vocabulary(self, scores: torch.Tensor) -> torch.Tensor:
-        """The head's logits [..., columns of the head] over all ids [..., V]; ids that it lacks get -inf."""
-        if self.head_ids is not None:
-            whole = scores.new_full((*scores.shape[:-1], self.vocab_size), -torch.inf)
-            whole[..., self.head_ids] = scores
-            return whole
-        missing = self.vocab_size - scores.shape[-1]  # embeddings larger than the head
+    def _padded(self, scores: torch.Tensor) -> torch.Tensor:
+        """The logits of a head that was not trimmed over all ids [..., V]; ids that it lacks get -inf."""
+        missing = (
+            0 if self.columns is not None else self.vocab_size - scores.shape[-1]
+        )  # embeddings larger than the head
         return F.pad(scores, (0, missing), value=-torch.inf) if missing > 0 else scores
 
     def _replayed(self, feed: Feed, cache: SlotCache) -> tuple[torch.Tensor | None, Mapping[int, torch.Tensor]] | None:
@@ -186,4 +185,5 @@ def _joined(parts: Sequence[ModelOutput]) -> ModelOutput:
     hidden = {layer: torch.cat([part.hidden[layer] for part in parts]) for layer in parts[0].hidden}
     if parts[0].logits is None:
         return ModelOutput(None, hidden)
-    return ModelOutput(torch.cat([part.scores() for part in parts]), hidden)
+    scores = torch.cat([part.logits for part in parts if part.logits is not None])
+    return ModelOutput(scores, hidden, columns=parts[0].columns)
