@@ -1,6 +1,6 @@
-"""The lengths of the greatest throughput, given what passes and drafting cost and how likely guesses hold.
+"""The lengths of the greatest throughput, given what passes and drafting cost, how likely guesses hold, and what time is worth.
 
-Owns the maximisation. Knows neither where costs nor chances come from.
+Owns the maximisation of E[tokens] - rate E[seconds] (see pace.py). Knows neither where costs nor chances come from.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from foresay.lengths.costs import Curve, FloatArray
 
 @dataclass(frozen=True, slots=True)
 class Ground:
-    """What a step does before any of the drafts that are chosen here."""
+    """What a step does before any of the drafts that are chosen here, and what its time is worth."""
 
-    tokens: float
-    """That it is expected to write, in all rows."""
+    rate: float
+    """Tokens per second that all rows write together, over many steps."""
     columns: float = 0.0
     """Draft tokens that it scores: of all rows where passes are ragged, else of the widest."""
 
@@ -30,10 +30,10 @@ def best_for_all(reached: FloatArray, wide: FloatArray, passes: Curve, drafting:
     seconds of drafting 1, 2, ... tokens.
     """
     widths = passes.at(np.maximum(np.arange(len(wide) + 1), ground.columns))
-    seconds = widths[0] + (wide * np.diff(widths)).cumsum() + drafting
-    rates = (ground.tokens + reached.cumsum()) / seconds
-    best = int(rates.argmax())
-    return best + 1 if rates[best] > ground.tokens / widths[0] else 0
+    seconds = (wide * np.diff(widths)).cumsum() + drafting
+    gains = reached.cumsum() - ground.rate * seconds
+    best = int(gains.argmax())
+    return best + 1 if gains[best] > 0 else 0
 
 
 def best_for_each(
@@ -54,7 +54,6 @@ def best_for_each(
     must = np.array([-1 if n is None else min(n, most) for n in held])
     fixed = index < must[:, None]
     columns = ground.columns + float((fixed * guessed).sum())
-    tokens = ground.tokens + float((fixed * guessed * chances).sum())
     weights = guessed.ravel()
     free = np.broadcast_to((must < 0)[:, None], chances.shape).ravel()
     order = np.argsort(-np.where(free, chances.ravel(), -1.0), kind="stable")[: int(free.sum())]
@@ -63,9 +62,10 @@ def best_for_each(
     cost = np.where(within, weights[order], 0.0).cumsum(1)
     gain = np.where(within, weights[order] * chances.ravel()[order], 0.0).cumsum(1)
     spent = float(drafting[int(must.max()) - 1]) if must.max() > 0 else 0.0
-    rates = (tokens + gain) / (passes.at(columns + cost) + np.maximum(drafting, spent)[:, None])
-    bound, last = divmod(int(rates.argmax()), rates.shape[1])
-    if rates[bound, last] <= tokens / (float(passes.at(columns)) + spent):
+    seconds = passes.at(columns + cost) - passes.at(columns) + np.maximum(drafting, spent)[:, None] - spent
+    gains = gain - ground.rate * seconds
+    bound, last = divmod(int(gains.argmax()), gains.shape[1])
+    if gains[bound, last] <= 0:
         return None
     chosen = order[: last + 1][within[bound, : last + 1]]
     counts = np.bincount(chosen // most, minlength=batch)
@@ -77,18 +77,16 @@ def least_confidence(
 ) -> FloatArray:
     """How sure a draft must be of each token for one more to pay, [K - 1].
 
-    lengths: the budgets of the greatest throughput r, tokens per second. Behind token j, of which the draft says q, the next one
-    holds with P(j - 1 hold) q P(j + 1 hold) / P(j hold) for what rows did so far, and costs its share of a pass of the draft, d,
-    and of the target, c: it pays where that is more than r (d + c). chances, drafting: as in `best_for_each`.
+    lengths: the budgets of the greatest throughput. Behind token j, of which the draft says q, the next one holds with
+    P(j - 1 hold) q P(j + 1 hold) / P(j hold) for what rows did so far, and costs its share of a pass of the draft, d, and of the
+    target, c: it pays where that is more than r (d + c), r being `Ground.rate`. chances, drafting: as in `best_for_each`.
     """
     lengths = [min(n, len(drafting)) for n in lengths]  # rows may be held to more than is thought of here
     rows = [i for i, n in enumerate(lengths) if n]
     wide = ground.columns + sum(lengths) if ragged else max(ground.columns, *lengths)
-    tokens = ground.tokens + sum(float(chances[i, : lengths[i]].sum()) for i in rows)
-    seconds = float(passes.at(wide)) + float(drafting[max(lengths) - 1])
     column = float(passes.at(wide + 1) - passes.at(wide)) / (1 if ragged else len(rows))
     each = np.diff(drafting) / len(rows) + column
     held = np.concatenate([[1.0], chances[rows].mean(0)])
     goes_on = held[2:] / np.maximum(held[1:-1], 1e-6)
-    out: FloatArray = tokens / seconds * each / np.maximum(held[:-2] * goes_on, 1e-6)
+    out: FloatArray = ground.rate * each / np.maximum(held[:-2] * goes_on, 1e-6)
     return out

@@ -16,23 +16,33 @@ from foresay.lengths.costs import Curve, DraftCosts, FloatArray
 from foresay.lengths.reach import Reach
 from foresay.lengths.trials import Trials
 
+_HOPED = 3.0
+"""Guesses that are thought to have held before a drafter is given up, beside those that were seen: a few failures are chance."""
+
 
 class Paid:
     """One drafter."""
 
     def __init__(self, start: int, high: int, own: str) -> None:
-        """start: tokens of a draft of a trial. high: most of any. own: names what rows remember of it."""
+        """start: tokens of a draft of the first trial. high: most of any. own: names what rows remember of it."""
         self.start, self.high = start, high
         self.drafts, self.reach, self.trials = DraftCosts(), Reach(high, own), Trials()
         self.least: FloatArray | None = None
         """How sure it must be of each token for one more to pay; None where it drafts all that it is asked for."""
 
     def best(
-        self, rows: Rows, asked: Sequence[bool], held: Sequence[int | None], passes: Curve | None, ground: Ground
+        self,
+        rows: Rows,
+        asked: Sequence[bool],
+        held: Sequence[int | None],
+        passes: Curve | None,
+        ground: Ground,
+        *,
+        hoped: float = 0.0,
     ) -> list[int] | None:
         """Budgets of the greatest throughput; None where that is none at all, or nothing is known.
 
-        asked: the rows that it may draft for. held: what some of them must have.
+        asked: the rows that it may draft for. held: what some of them must have. hoped: see `Reach.held`.
         """
         drafts = self.drafts.curve(sum(asked))
         if passes is None or drafts is None:
@@ -40,7 +50,7 @@ class Paid:
         most = min(self.high, self.reach.longest + 2)
         mine = np.array(asked)[:, None]
         guessed = self.reach.guessed()[1 : most + 1] * mine
-        chances = self.reach.held(rows)[:, 1 : most + 1] * mine
+        chances = self.reach.held(rows, hoped=hoped)[:, 1 : most + 1] * mine
         drafting = drafts.at(np.arange(1, most + 1))
         if rows.ragged:
             out = best_for_each(chances, guessed, passes, drafting, held, ground)
@@ -57,17 +67,29 @@ class Paid:
         *, joined: bool,
     ) -> list[int]:  # fmt: skip
         """Budgets, those of a trial and of rows that are held to theirs among them. joined: see `Trials.begin`."""
-        trial, nothing = (
-            [n * on if k is None else k for on, k in zip(asked, held, strict=True)] for n in (self.start, 0)
-        )
         self.least = None
-        if self.trials.left:
-            return trial
-        best = self.best(rows, asked, held, passes, ground)
-        if best is not None:
-            self.trials.paid()
-            return best
-        return trial if self.trials.begin(joined) else nothing
+        if not self.trials.left:
+            best = self.best(rows, asked, held, passes, ground)
+            if best is not None:
+                self.trials.paid()
+                return best
+            if not self.trials.goes_on(self.best(rows, asked, held, passes, ground, hoped=_HOPED) is not None):
+                self.trials.begin(joined)
+            self.least = None
+        length = self._of_trial(rows, asked, passes, ground) if self.trials.left else 0
+        return [length * on if n is None else n for n, on in zip(held, asked, strict=True)]
+
+    def _of_trial(self, rows: Rows, asked: Sequence[bool], passes: Curve | None, ground: Ground) -> int:
+        """The length that loses least if it does not pay, by what is known; the first trial's before anything is."""
+        drafts, count = self.drafts.curve(sum(asked)), sum(asked)
+        if passes is None or drafts is None or not count:
+            return self.start
+        most = np.arange(1, self.start + 1)
+        chances = self.reach.held(rows, hoped=_HOPED)[:, 1 : self.start + 1] * np.array(asked)[:, None]
+        each = count if rows.ragged else 1
+        widths = passes.at(ground.columns + most * each) - passes.at(ground.columns)
+        gains = chances.sum(0).cumsum() - ground.rate * (widths + drafts.at(most))
+        return int(gains.argmax()) + 1
 
     def measure(
         self, rows: Rows, budgets: Sequence[int], steps: Sequence[Step], kinds: Sequence[int], lost_s: float | None

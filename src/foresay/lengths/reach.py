@@ -121,12 +121,15 @@ class Reach:
         """[high + 1] the chance that any row of a batch does."""
         return _shares(self._widest, self._asked)
 
-    def held(self, rows: Rows, kinds: Sequence[int] | None = None) -> FloatArray:
-        """[B, high + 1] the chance that k tokens of a row hold where it guesses as many. kinds: of matches; None, of any."""
+    def held(self, rows: Rows, kinds: Sequence[int] | None = None, *, hoped: float = 0.0) -> FloatArray:
+        """[B, high + 1] the chance that k tokens of a row hold where it guesses as many. kinds: of matches; None, of any.
+
+        hoped: guesses that are thought to have held beside those that were seen, which matters while few were.
+        """
         doubt = _ROW_DOUBT if kinds is None else _ROW_DOUBT_OF_KINDS
         tilt = np.array([_tilt(row.extras.get(self._own, (0.0, 0.0, 0.0)), doubt) for row in rows])[:, None]
         if kinds is None:
-            shares = _shares(self._held.sum(0), self._tried.sum(0))[None]
+            shares = _shares(self._held.sum(0) + hoped, self._tried.sum(0) + hoped)[None]
         else:
             known = {k: _usual_shares(self._held[k], self._tried[k], _USUAL[k]) for k in set(kinds)}
             shares = np.array([known[k] for k in kinds])

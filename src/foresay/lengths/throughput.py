@@ -3,7 +3,9 @@
 Keeps how long a pass takes by batch size and draft tokens, how long drafting takes, and how often drafts reach each length,
 row by row. For every step it takes the budgets k_i that maximise
 
-    E[tokens] / E[seconds],   E[tokens] = sum_i (1 + sum_{k <= k_i} P_i(k tokens are guessed and hold))
+    E[tokens] - rate E[seconds],   E[tokens] = sum_i (1 + sum_{k <= k_i} P_i(k tokens are guessed and hold))
+
+where the rate is what these rows write per second (pace.py says why).
 
 A look-up costs next to nothing, so it is asked for all it finds, and the policy keeps what is worth scoring: a guess that
 continues a match of nine tokens nearly always holds, one that continues a single token seldom. Where a pass takes the
@@ -34,6 +36,7 @@ from foresay.decoding.rows import Rows
 from foresay.lengths.budgets import Ground, best_for_all, best_for_each
 from foresay.lengths.constant import MAX_DRAFT_TOKENS
 from foresay.lengths.costs import Curve, PassCosts
+from foresay.lengths.pace import Pace
 from foresay.lengths.paid import Paid
 from foresay.lengths.reach import kind_of
 
@@ -85,7 +88,7 @@ class ThroughputLength(LengthPolicy):
         self.start = check_int("start", start, 1, self.high)
         self.sampled = None if sampled is None else check_int("sampled", sampled, 0, self.high)
         self._lock = Lock()
-        self._passes = PassCosts(_STEEP)
+        self._passes, self._pace = PassCosts(_STEEP), Pace()
         self._first = Paid(self.start, self.high, "throughput length: own counts")
         """What budgets are given to."""
         self._behind = Paid(self.start, self.high, "throughput length: own counts behind")
@@ -160,11 +163,12 @@ class ThroughputLength(LengthPolicy):
     def _ground(self, rows: Rows) -> Ground:
         """What the guesses that were kept come to."""
         state = self._state(rows)
-        if not any(state.kept):
-            return Ground(len(rows))
-        chances = self._first.reach.held(rows, state.kinds)[:, 1:]
-        expected = sum(float(chances[i, :n].sum()) for i, n in enumerate(state.kept))
-        return Ground(len(rows) + expected, sum(state.kept) if rows.ragged else max(state.kept))
+        return Ground(self._rate(rows), sum(state.kept) if rows.ragged else max(state.kept))
+
+    def _rate(self, rows: Rows) -> float:
+        """Tokens per second of these rows; 0 before any pass was measured."""
+        passes = self._passes.curve(len(rows))
+        return 0.0 if passes is None else self._pace.rate(rows, float(passes.at(0)))
 
     def _held(self, rows: Rows) -> list[int | None]:
         """The lengths that keep seeds' texts; None for a row whose text depends on no length."""
@@ -177,7 +181,7 @@ class ThroughputLength(LengthPolicy):
         if self._chooses(len(rows)) and not self._first.trials.left:
             return [self.high if n is None else n for n in held]  # `keep` chooses from what it finds
         every = [True] * len(rows)
-        out = self._first.choose(rows, every, held, passes, Ground(len(rows)), joined=self._state(rows).joined)
+        out = self._first.choose(rows, every, held, passes, Ground(self._rate(rows)), joined=self._state(rows).joined)
         if any(out) or self._drafting is self._first:
             return out
         return self._choose_behind(rows, every, held)  # a look-up that does not pay costs nobody else a place
@@ -199,7 +203,7 @@ class ThroughputLength(LengthPolicy):
         index = np.arange(1, most + 1)
         guessed = (index <= np.array(counts)[:, None]).astype(np.float64)
         chances = self._first.reach.held(rows, kinds)[:, 1 : most + 1]
-        nothing, ground = np.zeros(most), Ground(len(rows))
+        nothing, ground = np.zeros(most), Ground(self._rate(rows))
         if rows.ragged:
             found = best_for_each(chances, guessed, passes, nothing, held, ground) or [0] * len(rows)
         else:
@@ -217,6 +221,9 @@ class ThroughputLength(LengthPolicy):
     def _count_pass(self, rows: Rows, steps: Sequence[Step]) -> None:
         one, drafted = steps[0], [step.num_drafted for step in steps]
         self._passes.add(len(steps), sum(drafted) if rows.ragged else max(drafted), one.total_s - one.draft_s)
+        plain = self._passes.curve(len(rows))
+        if plain is not None:
+            self._pace.add(rows, steps, float(plain.at(0)))
         self._since_plain = 0 if max(drafted) == 0 else self._since_plain + 1
         self._num_plain += max(drafted) == 0
         for each in (self._first, self._behind):
@@ -242,9 +249,9 @@ class ThroughputLength(LengthPolicy):
             return None
         others = [step.num_drafted for step, n in zip(steps, budgets, strict=True) if not n]
         alone = float(curve.at(sum(others) if rows.ragged else max(others, default=0)))
-        tokens = sum(len(step.token_ids) for step in steps)
         gained = sum(step.num_accepted for step, n in zip(steps, budgets, strict=True) if n)
-        return one.total_s - alone * tokens / max(1, tokens - gained)
+        rate = self._rate(rows)
+        return one.total_s - alone - (gained / rate if rate else 0.0)
 
     @property
     def estimates(self) -> Mapping[str, float]:

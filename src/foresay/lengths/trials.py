@@ -22,12 +22,22 @@ class Trials:
         self.left = 0
         """Steps of the trial under way still to come."""
         self._lost = self._elapsed = self._resume_s = self._least_s = 0.0
+        self._just_ended = False
+        """Whether the step before was the last of a trial."""
         self._since = self._failed = 0
         """Steps since the last began; trials in a row after which no draft paid, each of which doubles the next pause."""
 
     def paid(self) -> None:
         """Drafts pay: none of the trials before is held against them."""
-        self._failed = 0
+        self._failed, self._just_ended = 0, False
+
+    def goes_on(self, hopeful: bool) -> bool:
+        """Whether a trial that has just come to its end goes on. hopeful: too little was seen to say that drafts do not pay."""
+        if self._just_ended and hopeful:
+            self.left = 1
+            return True
+        self._just_ended = False
+        return False
 
     def begin(self, joined: bool) -> bool:
         """Whether one begins now. joined: requests have come or gone, so that what did not pay may now."""
@@ -47,6 +57,7 @@ class Trials:
 
     def drafted(self, lost_s: float, total_s: float) -> None:
         """A step has drafted. lost_s: how much longer its tokens took than without; less than nothing where it paid."""
+        self._just_ended = self.left == 1
         self.left = max(0, self.left - 1)
         self._lost += lost_s
         pause = max(self._lost / _LOSS, 16 * total_s)

@@ -11,7 +11,7 @@ import pytest
 
 from foresay.decoding.outcome import Step
 from foresay.decoding.rows import Rows, RuleNeeds
-from foresay.lengths import ConstantLength, ThroughputLength
+from foresay.lengths import ConstantLength, ThroughputLength, paid
 from helpers.making import make_row
 
 FOUND = 8
@@ -151,6 +151,31 @@ def test_a_row_that_is_held_keeps_its_length() -> None:
             ],
         )
     assert asked[1] == 0, "while the other drafts nothing that fails"
+
+
+@dataclass
+class Unlucky(World):
+    """The first guesses of the other drafter all fail, whatever the chance is."""
+
+    failures: int = 5
+
+    def _drafted(self, policy: Any, rows: Rows, most: int, rng: random.Random) -> tuple[list[int], list[int], float]:
+        drafted, held, draft_s = super()._drafted(policy, rows, most, rng)
+        if self.asked[-1]:
+            self.failures -= 1
+            held = [0] * len(held) if self.failures >= 0 else held
+        return drafted, held, draft_s
+
+
+def test_a_few_failures_are_chance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first trial whose guesses all fail goes on while hope is left; control: one that ends there drafts nothing for long."""
+    drafted = {}
+    for hoped in (paid._HOPED, 0.0):
+        monkeypatch.setattr(paid, "_HOPED", hoped)
+        world = Unlucky(0.0, 0.75, 0.05, 0.05)
+        world.rate(ThroughputLength(), 100, most=2)
+        drafted[hoped] = sum(n > 0 for n in world.asked)
+    assert drafted[0.0] < 60 and drafted[3.0] > 90, drafted
 
 
 def test_one_price_for_both_would_lose_the_look_up() -> None:

@@ -30,6 +30,9 @@ SOURCES = tuple(
 """The first is compiled; the others are what it includes."""
 COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-pthread", "-fno-math-errno", "-fopenmp-simd")
+_GCC_FLAGS = ("--param", "vect-max-peeling-for-alignment=0", "--param", "avoid-fma-max-bits=0")
+"""A sum depends neither on where its numbers lie, nor on which copy of a loop computes it: tuned for some processors (Zen, Alder
+Lake), GCC would round between product and sum in one copy and not in the other."""
 _TIMEOUT_S = 300.0
 SWITCH = "FORESAY_NATIVE"
 """Environment variable: "0" leaves the kernels alone."""
@@ -85,6 +88,7 @@ def kept() -> Path:
             _version(tuple(_compiler())),
             *_compiler(),
             *_FLAGS,
+            *_GCC_FLAGS,
         ]
     )
     return cache_dir() / "native" / f"kernels-{hashlib.sha256(said.encode()).hexdigest()[:16]}.so"
@@ -125,8 +129,7 @@ def _compile(path: Path) -> None:
     compiler = _compiler()
     machine = ["-march=native"] if platform.machine() in ("x86_64", "AMD64") else ["-mcpu=native"]
     if "clang" not in _version(tuple(compiler)).lower():
-        # a sum must not depend on where its numbers lie
-        machine += ["--param", "vect-max-peeling-for-alignment=0"]
+        machine += _GCC_FLAGS
     with atomic_write(path, parents=True) as place:
         done = _run([*compiler, *_FLAGS, *machine, "-o", str(place), str(SOURCES[0])])
         if done.returncode != 0:
