@@ -155,7 +155,7 @@ def main() -> int:
     parser.add_argument("--acceptance", help="an acceptance head to end drafts with")
     parser.add_argument("--write", action="store_true", help="write benchmarks/RESULTS.md")
     args = parser.parse_args()
-    target = foresay.load(MODEL, drafter="none")
+    target = foresay.load(MODEL, drafter="none", dtype="bf16")
     items, new = held_out(args.data, 4 if args.quick else 20), 32 if args.quick else 128
     asks = RequestBuilder(target).first(items)
     block = PromptBlock("held out", asks, 1, foresay.SamplingParams(max_new_tokens=new))

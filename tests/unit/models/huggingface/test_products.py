@@ -142,7 +142,7 @@ def other_bits(product: Any, dtype: torch.dtype) -> int:
 
 @pytest.mark.usefixtures("_threads_as_before")
 def test_kernels_that_decode_many_rows_otherwise_are_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Control: the same sources, but the sums of many rows begin anew every 256 of the depth, and are then added."""
+    """Control: the same sources, but the sums of many rows begin anew where a panel is decoded in parts, and are then added."""
     for source in build.SOURCES:
         text = source.read_text()
         if source.name == "products.h":
@@ -158,7 +158,7 @@ def test_kernels_that_decode_many_rows_otherwise_are_noticed(monkeypatch: pytest
     monkeypatch.setattr(build, "_FLAGS", tuple(flag.replace("-O3", "-O1") for flag in build._FLAGS))
     build.library.cache_clear()
     try:
-        assert other_bits(NativeProduct.of_numbers(weights(200, 576), None), torch.float32) > 0
+        assert other_bits(NativeProduct.int4(weights(200, 576), None), torch.float32) > 0
     finally:
         build.library.cache_clear()
 

@@ -15,15 +15,20 @@
 namespace foresay {
 
 constexpr int64_t PANEL = 32, GROUP = 32;
+// FEW, MANY: rows whose sums are kept in registers, where a panel is decoded there and where it was decoded before. From SPLIT rows on
+// a tile is half a panel wide: more sums of one width would not leave room for the weights among 16 registers.
 #if defined(__AVX512F__)
-constexpr int LANES = 16, FEW = 8, MANY = 12;
+constexpr int LANES = 16, FEW = 8, MANY = 12, SPLIT = 1 << 20;
+constexpr int64_t DEPTH_AT_ONCE = 256;
 #elif defined(__AVX2__)
-constexpr int LANES = 8, FEW = 3, MANY = 3;
+constexpr int LANES = 8, FEW = 6, MANY = 6, SPLIT = 3;
+constexpr int64_t DEPTH_AT_ONCE = 128;
 #else
-constexpr int LANES = 4, FEW = 2, MANY = 2;
+constexpr int LANES = 4, FEW = 2, MANY = 2, SPLIT = 1 << 20;
+constexpr int64_t DEPTH_AT_ONCE = 256;
 #endif
 constexpr int VECTORS = PANEL / LANES, HALVES = 16 / LANES;
-constexpr int64_t ROWS_AT_ONCE = 48, DEPTH_AT_ONCE = 256;
+constexpr int64_t ROWS_AT_ONCE = 48;
 
 typedef float Floats __attribute__((vector_size(4 * LANES), may_alias));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES), may_alias));
@@ -32,6 +37,10 @@ typedef uint16_t Shorts __attribute__((vector_size(2 * LANES), may_alias));
 typedef int8_t Bytes __attribute__((vector_size(LANES), may_alias));
 
 enum Format { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, INT4 = 3, FLOAT32_ROWS = 4, BFLOAT16_ROWS = 5 };
+
+// Rows up to which a panel is decoded in registers, again for every tile. With short vectors that costs less than writing it out,
+// unless a level takes many instructions.
+constexpr int64_t in_registers(int format) { return LANES == 8 ? (format == INT4 ? 8 : ROWS_AT_ONCE) : 2 * FEW; }
 
 // Weights [outputs, depth]. Panels follow one another; depth is filled up to a multiple of 4, outputs to one of 32.
 //   float32, bfloat16, int8: [panel, depth, 32]; int8 has `scales` [outputs], float32.
@@ -93,7 +102,7 @@ inline Floats widened(const uint16_t *place) {
 #endif
 }
 
-// A panel's weights at four depths in a row.
+// A panel's weights at four depths in a row: `at` gives its vectors from FIRST on, COUNT of them.
 template <int FORMAT> struct Decoder;
 
 template <> struct Decoder<FLOAT32> {
@@ -101,8 +110,8 @@ template <> struct Decoder<FLOAT32> {
     Decoder(const Product &p, int64_t panel, int64_t padded) : weights(static_cast<const float *>(p.weights) + panel * padded * PANEL) {}
     explicit Decoder(const float *decoded) : weights(decoded) {}
     inline void group(int64_t) {}
-    inline void at(int64_t k, int, Floats *out) const {
-        for (int v = 0; v < VECTORS; v++) out[v] = load<Floats>(weights + k * PANEL + v * LANES);
+    template <int FIRST, int COUNT> inline void at(int64_t k, int, Floats *out) const {
+        for (int v = 0; v < COUNT; v++) out[v] = load<Floats>(weights + k * PANEL + (FIRST + v) * LANES);
     }
 };
 
@@ -110,8 +119,8 @@ template <> struct Decoder<BFLOAT16> {
     const uint16_t *weights;
     Decoder(const Product &p, int64_t panel, int64_t padded) : weights(static_cast<const uint16_t *>(p.weights) + panel * padded * PANEL) {}
     inline void group(int64_t) {}
-    inline void at(int64_t k, int, Floats *out) const {
-        for (int v = 0; v < VECTORS; v++) out[v] = widened(weights + k * PANEL + v * LANES);
+    template <int FIRST, int COUNT> inline void at(int64_t k, int, Floats *out) const {
+        for (int v = 0; v < COUNT; v++) out[v] = widened(weights + k * PANEL + (FIRST + v) * LANES);
     }
 };
 
@@ -119,9 +128,9 @@ template <> struct Decoder<INT8> {
     const int8_t *weights;
     Decoder(const Product &p, int64_t panel, int64_t padded) : weights(static_cast<const int8_t *>(p.weights) + panel * padded * PANEL) {}
     inline void group(int64_t) {}
-    inline void at(int64_t k, int, Floats *out) const {
-        for (int v = 0; v < VECTORS; v++) {
-            out[v] = __builtin_convertvector(widened(weights + k * PANEL + v * LANES), Floats);
+    template <int FIRST, int COUNT> inline void at(int64_t k, int, Floats *out) const {
+        for (int v = 0; v < COUNT; v++) {
+            out[v] = __builtin_convertvector(widened(weights + k * PANEL + (FIRST + v) * LANES), Floats);
         }
     }
 };
@@ -141,47 +150,53 @@ template <> struct Decoder<INT4> {
         }
         for (int h = 0; h < HALVES; h++) words[h] = load<Words>(weights + k * 4 + h * LANES);
     }
-    inline void at(int64_t, int step, Floats *out) const {
-        for (int v = 0; v < VECTORS; v++) {
+    template <int FIRST, int COUNT> inline void at(int64_t, int step, Floats *out) const {
+        for (int v = FIRST; v < FIRST + COUNT; v++) {
             int half = v % HALVES, level = 2 * step + v / HALVES;
             Ints bits = reinterpret_cast<Ints>((words[half] >> (4 * level)) & 15u);
-            out[v] = scale[v] * __builtin_convertvector(bits, Floats) + base[v];
+            out[v - FIRST] = scale[v] * __builtin_convertvector(bits, Floats) + base[v];
         }
     }
 };
 
-// Adds the products of `rows` rows with one panel over depths [from, to), a multiple of 4, to sums [rows, 32].
-template <class D, int ROWS> inline void tile(D &decoder, const float *x, int64_t stride, int64_t from, int64_t to, float *sums, bool fresh) {
-    Floats sum[ROWS][VECTORS];
+// Adds the products of ROWS rows with COUNT vectors of one panel over depths [from, to), a multiple of 4, to sums [rows, 32].
+template <class D, int ROWS, int FIRST, int COUNT>
+inline void tile(D &decoder, const float *x, int64_t stride, int64_t from, int64_t to, float *sums, bool fresh) {
+    Floats sum[ROWS][COUNT];
     for (int r = 0; r < ROWS; r++)
-        for (int v = 0; v < VECTORS; v++) sum[r][v] = fresh ? Floats{} : load<Floats>(sums + r * PANEL + v * LANES);
+        for (int v = 0; v < COUNT; v++) sum[r][v] = fresh ? Floats{} : load<Floats>(sums + r * PANEL + (FIRST + v) * LANES);
     for (int64_t k = from; k < to; k += 4) {
         decoder.group(k);
 #pragma GCC unroll 4
         for (int step = 0; step < 4; step++) {
-            Floats weight[VECTORS];
-            decoder.at(k + step, step, weight);
+            Floats weight[COUNT];
+            decoder.template at<FIRST, COUNT>(k + step, step, weight);
 #pragma GCC unroll 16
             for (int r = 0; r < ROWS; r++) {
                 float one = x[r * stride + k + step];
-                for (int v = 0; v < VECTORS; v++) sum[r][v] += weight[v] * one;
+                for (int v = 0; v < COUNT; v++) sum[r][v] += weight[v] * one;
             }
         }
     }
     for (int r = 0; r < ROWS; r++)
-        for (int v = 0; v < VECTORS; v++) std::memcpy(sums + r * PANEL + v * LANES, &sum[r][v], sizeof(Floats));
+        for (int v = 0; v < COUNT; v++) std::memcpy(sums + r * PANEL + (FIRST + v) * LANES, &sum[r][v], sizeof(Floats));
 }
 
-// As `tile`, of any number of rows: MOST at a time, then fewer.
+// As `tile`, of any number of rows and a whole panel: MOST rows at a time, then fewer.
 template <class D, int MOST> inline void tiles(D &decoder, const float *x, int64_t stride, int64_t rows, int64_t from, int64_t to, float *sums, bool fresh) {
-#define TILE(N)                                                       \
-    if constexpr (N <= MOST) {                                        \
-        while (rows >= N) {                                           \
-            tile<D, N>(decoder, x, stride, from, to, sums, fresh);    \
-            x += N * stride, sums += N * PANEL, rows -= N;            \
-        }                                                             \
+#define TILE(N)                                                                                     \
+    if constexpr (N <= MOST) {                                                                      \
+        while (rows >= N) {                                                                         \
+            if constexpr (N < SPLIT) {                                                              \
+                tile<D, N, 0, VECTORS>(decoder, x, stride, from, to, sums, fresh);                  \
+            } else {                                                                                \
+                tile<D, N, 0, VECTORS / 2>(decoder, x, stride, from, to, sums, fresh);              \
+                tile<D, N, VECTORS / 2, VECTORS / 2>(decoder, x, stride, from, to, sums, fresh);    \
+            }                                                                                       \
+            x += N * stride, sums += N * PANEL, rows -= N;                                          \
+        }                                                                                           \
     }
-    TILE(12) TILE(8) TILE(6) TILE(4) TILE(3) TILE(2) TILE(1)
+    TILE(12) TILE(8) TILE(6) TILE(5) TILE(4) TILE(3) TILE(2) TILE(1)
 #undef TILE
 }
 
@@ -192,7 +207,7 @@ template <int FORMAT> void panel_product(const Product &p, const float *x, int64
     Decoder<FORMAT> decoder(p, panel, padded);
     if constexpr (FORMAT == FLOAT32) {
         tiles<Decoder<FLOAT32>, MANY>(decoder, x, stride, rows, 0, padded, sums, true);
-    } else if (rows <= 2 * FEW) {
+    } else if (rows <= in_registers(FORMAT)) {
         tiles<Decoder<FORMAT>, FEW>(decoder, x, stride, rows, 0, padded, sums, true);
     } else {
         alignas(64) float room[DEPTH_AT_ONCE * PANEL];
@@ -201,9 +216,10 @@ template <int FORMAT> void panel_product(const Product &p, const float *x, int64
             Decoder<FLOAT32> decoded(room - from * PANEL);
             for (int64_t k = from; k < to; k += 4) {
                 decoder.group(k);
+#pragma GCC unroll 4
                 for (int step = 0; step < 4; step++) {
                     Floats weight[VECTORS];
-                    decoder.at(k + step, step, weight);
+                    decoder.template at<0, VECTORS>(k + step, step, weight);
                     for (int v = 0; v < VECTORS; v++) std::memcpy(room + (k + step - from) * PANEL + v * LANES, &weight[v], sizeof(Floats));
                 }
             }
