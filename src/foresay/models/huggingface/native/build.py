@@ -29,7 +29,7 @@ SOURCES = tuple(
 )
 """The first is compiled; the others are what it includes."""
 COMPILERS = ("c++", "g++", "clang++")
-_FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-pthread", "-fno-math-errno", "-fopenmp-simd")
+_FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-pthread", "-fno-math-errno", "-fno-trapping-math", "-fopenmp-simd")
 _GCC_FLAGS = ("--param", "vect-max-peeling-for-alignment=0", "--param", "avoid-fma-max-bits=0")
 """A sum depends neither on where its numbers lie, nor on which copy of a loop computes it: tuned for some processors (Zen, Alder
 Lake), GCC would round between product and sum in one copy and not in the other."""

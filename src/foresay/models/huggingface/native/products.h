@@ -21,7 +21,7 @@ constexpr int64_t PANEL = 32, GROUP = 32;
 constexpr int LANES = 16, FEW = 8, MANY = 12, SPLIT = 1 << 20;
 constexpr int64_t DEPTH_AT_ONCE = 256;
 #elif defined(__AVX2__)
-constexpr int LANES = 8, FEW = 6, MANY = 6, SPLIT = 3;
+constexpr int LANES = 8, FEW = 6, MANY = 6, SPLIT = 4;
 constexpr int64_t DEPTH_AT_ONCE = 128;
 #else
 constexpr int LANES = 4, FEW = 2, MANY = 2, SPLIT = 1 << 20;
@@ -159,6 +159,17 @@ template <> struct Decoder<INT4> {
     }
 };
 
+template <class D, int V, int FIRST, int COUNT, int ROWS>
+inline void weights_at(const D &decoder, int64_t k, int step, const float *one, Floats (&sum)[ROWS][COUNT]) {
+    if constexpr (V < COUNT) {
+        Floats weight[1];
+        decoder.template at<FIRST + V, 1>(k, step, weight);
+#pragma GCC unroll 16
+        for (int r = 0; r < ROWS; r++) sum[r][V] += weight[0] * one[r];
+        weights_at<D, V + 1, FIRST, COUNT, ROWS>(decoder, k, step, one, sum);
+    }
+}
+
 // Adds the products of ROWS rows with COUNT vectors of one panel over depths [from, to), a multiple of 4, to sums [rows, 32].
 template <class D, int ROWS, int FIRST, int COUNT>
 inline void tile(D &decoder, const float *x, int64_t stride, int64_t from, int64_t to, float *sums, bool fresh) {
@@ -169,12 +180,18 @@ inline void tile(D &decoder, const float *x, int64_t stride, int64_t from, int64
         decoder.group(k);
 #pragma GCC unroll 4
         for (int step = 0; step < 4; step++) {
-            Floats weight[COUNT];
-            decoder.template at<FIRST, COUNT>(k + step, step, weight);
+            if constexpr (COUNT > ROWS) { // fewer numbers than vectors: those are held, and each vector is met once
+                float one[ROWS];
+                for (int r = 0; r < ROWS; r++) one[r] = x[r * stride + k + step];
+                weights_at<D, 0, FIRST, COUNT, ROWS>(decoder, k + step, step, one, sum);
+            } else {
+                Floats weight[COUNT];
+                decoder.template at<FIRST, COUNT>(k + step, step, weight);
 #pragma GCC unroll 16
-            for (int r = 0; r < ROWS; r++) {
-                float one = x[r * stride + k + step];
-                for (int v = 0; v < COUNT; v++) sum[r][v] += weight[v] * one;
+                for (int r = 0; r < ROWS; r++) {
+                    float one = x[r * stride + k + step];
+                    for (int v = 0; v < COUNT; v++) sum[r][v] += weight[v] * one;
+                }
             }
         }
     }
