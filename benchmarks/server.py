@@ -121,28 +121,32 @@ async def streamed(client: httpx.AsyncClient, asked: dict[str, Any]) -> tuple[li
     async with client.stream("POST", "/v1/chat/completions", json=asked | {"stream": True}) as answer:
         async for line in answer.aiter_lines():
             if line.startswith("data: {"):
-                choice = json.loads(line[6:])["choices"][0]
-                pieces.append(choice["delta"].get("content", ""))
-                times.append(perf_counter())
+                piece = json.loads(line[6:])["choices"][0]["delta"].get("content")
+                if piece:  # the first event only says who speaks, before anything is written
+                    pieces.append(piece)
+                    times.append(perf_counter())
     return times, "".join(pieces)
 
 
 def alone(generator: foresay.Generator, url: str, texts: list[str], new: int) -> tuple[float, float]:
-    """(share of a token's time, milliseconds to the first) that the server adds, one request at a time, in turns."""
-    shares, firsts = [], []
+    """(share of a token's time, milliseconds to the first) that the server adds, one request at a time, in turns.
+
+    Without drafts, whose lengths adapt in each process by itself; so that there is an event for every token too.
+    """
+    shares, firsts, plain = [], [], foresay.change(generator, drafter="none")
 
     async def one(text: str) -> tuple[float, float]:
         async with httpx.AsyncClient(base_url=url, timeout=120) as client:
             began = perf_counter()
-            times, _ = await streamed(client, body(text, new))
+            times, _ = await streamed(client, body(text, new, foresay={"drafter": "none"}))
             return times[0] - began, times[-1] - times[0]
 
     for text in texts:
         ours: list[tuple[float, float]] = []
         theirs: list[tuple[float, float]] = []
-        for _ in range(2):
+        for _ in range(3):
             began, talk = perf_counter(), [{"role": "user", "content": text}]
-            times = [perf_counter() for _ in generator.stream(talk, max_new_tokens=new, ignore_eos=True)]
+            times = [perf_counter() for one in plain.stream(talk, max_new_tokens=new, ignore_eos=True) if one.text]
             ours.append((times[0] - began, times[-1] - times[0]))
             theirs.append(asyncio.run(one(text)))
         # the second time the server has the prompt's slots; the first tells what a new prompt costs
