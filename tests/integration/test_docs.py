@@ -24,7 +24,7 @@ def blocks(page: str, language: str) -> list[str]:
     )
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/extending.md", "docs/drafters.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/extending.md", "docs/drafters.md", "docs/engines.md"])
 def test_python_blocks_run(
     page: str,
     smollm2_folder: Path,
@@ -55,6 +55,15 @@ def test_commands_run(
     out, err = capsys.readouterr()
     assert out.strip()
     assert err == ""
+
+
+def test_vllms_arguments_are_those_of_the_page(smollm2_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With a folder that is here in the place of a hub's name."""
+    name = "meta-llama/Llama-3.1-8B-Instruct"
+    [block] = [block for block in blocks("docs/engines.md", "console") if name in block]
+    command, _, wanted = block.replace(name, str(smollm2_folder)).partition("\n")
+    assert _run(shlex.split(command.removeprefix("$ "))[1:]) == 0
+    assert capsys.readouterr() == (wanted, "")
 
 
 @pytest.mark.parametrize(

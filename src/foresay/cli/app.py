@@ -44,6 +44,9 @@ COMMANDS = {
         "Write a head on hidden states as other engines read it, the output layer it shares with its target included.",
         "export:run",
     ),
+    "vllm-config": Entry(
+        "Print vLLM's arguments for a settings file or a drafter: foresay's look-ups inside vLLM.", "vllm_config:run"
+    ),
     "head": Entry(
         "Train what predicts whether draft tokens are accepted, and judge it.",
         commands={

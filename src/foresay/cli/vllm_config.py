@@ -1,0 +1,52 @@
+"""`foresay vllm-config`: what vLLM must be told to decode with foresay's drafters."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from foresay.cli.options import DEFAULT_MODEL, ModelOption
+from foresay.errors import ConfigError
+from foresay.integrations.vllm_arguments import llm_arguments, serve_command
+from foresay.lab.bench.peers.base import model_folder
+from foresay.methods.settings_file import FILE, Settings, is_settings, read_settings
+
+
+def run(
+    *,
+    model: ModelOption = None,
+    drafter: Annotated[
+        str | None, typer.Option(help="A look-up such as suffix or max_gram, head(FOLDER), model(FOLDER) or none.")
+    ] = None,
+    length: Annotated[str | None, typer.Option(help="A number; of look-ups also a policy, as throughput.")] = None,
+    rule: Annotated[str | None, typer.Option(help="speculative or block.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="The arguments of vLLM's LLM as JSON.")] = False,
+) -> int:
+    """Print vLLM's arguments for a settings file or a drafter: foresay's look-ups inside vLLM.
+
+    A trained head is vLLM's own method: write it with `foresay export` first, and name that folder.
+    """
+    settings = _settings(model)
+    given: dict[str, Any] = {
+        name: value for name, value in (("drafter", drafter), ("length", length), ("rule", rule)) if value
+    }
+    settings = dataclasses.replace(settings, **given)
+    arguments = llm_arguments(settings, model_folder(settings.target))
+    typer.echo(json.dumps(arguments, indent=2) if as_json else serve_command(arguments))
+    return 0
+
+
+def _settings(model: str | None) -> Settings:
+    """Those of the file that is named or lies here, else a target alone."""
+    if model is None and not Path(FILE).is_file():
+        return Settings(target=DEFAULT_MODEL)
+    name = FILE if model is None else model
+    if not is_settings(name):
+        return Settings(target=name)
+    if not Path(name).is_file():
+        raise ConfigError(f"there is no settings file {name!r}")
+    return read_settings(name)

@@ -1,0 +1,110 @@
+"""What vLLM must be told to decode as foresay's settings say: its speculative configuration, and ours inside of it.
+
+Owns which of vLLM's methods a drafter's expression comes to. What vLLM cannot do is an error that names it; nothing is left out
+silently. Imports nothing of vLLM.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+from foresay.checks import check_int
+from foresay.errors import ConfigError, UnsupportedModelError
+from foresay.integrations.vllm import check_settings
+from foresay.lengths.throughput import LONGEST
+from foresay.methods.expressions import Call, parse
+from foresay.methods.recipes import read_drafter
+from foresay.methods.settings_file import Settings
+
+PROPOSER = "foresay.integrations.vllm.Proposer"
+"""Where vLLM finds the class."""
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+_RULES = {"speculative": "standard", "block": "block"}
+"""Our rules that vLLM has, and what it calls them."""
+_OWN = {"head": "eagle3", "model": "draft_model"}
+"""Drafters with weights that vLLM runs itself, and its methods for them."""
+
+
+def llm_arguments(settings: Settings, folder: str) -> dict[str, Any]:
+    """The arguments of vLLM's `LLM`. folder: where it finds the target's weights.
+
+    Raises ConfigError or UnsupportedModelError for a drafter, length, rule or weight format that vLLM cannot have.
+    """
+    drafter = settings.drafter or "suffix"
+    if settings.weights not in (None, "auto", "bf16"):
+        raise ConfigError(f"weights={settings.weights!r}: vLLM rounds weights in its own ways; leave it out")
+    out: dict[str, Any] = {"model": folder}
+    if settings.dtype not in (None, "auto"):
+        out["dtype"] = _DTYPES.get(str(settings.dtype), settings.dtype)
+    if settings.max_batch_size is not None:
+        out["max_num_seqs"] = settings.max_batch_size
+    if drafter == "none":
+        return out
+    call = parse(drafter)
+    if call.name in _OWN:
+        out["speculative_config"] = _own_method(call, settings)
+    else:
+        out |= _looked_up(drafter, settings)
+    rule = _rule(settings.rule)
+    if rule != "standard":
+        out["speculative_config"]["rejection_sample_method"] = rule
+    return out
+
+
+def _rule(rule: str | None) -> str:
+    if rule is None:
+        return "standard"
+    if rule not in _RULES:
+        raise ConfigError(f"rule={rule!r}: vLLM accepts drafts by rules of its own, of ours {' and '.join(_RULES)}")
+    return _RULES[rule]
+
+
+def _constant(length: str | int | None) -> int | None:
+    """A length that is a number."""
+    if isinstance(length, str):
+        return int(length) if re.fullmatch(r"\d+", length, re.ASCII) else None
+    return length
+
+
+def _looked_up(drafter: str, settings: Settings) -> dict[str, Any]:
+    chosen = check_settings(
+        {"drafter": drafter} | ({} if settings.length is None else {"length": str(settings.length)})
+    )
+    constant = _constant(settings.length)
+    most = constant if constant is not None else min(LONGEST, read_drafter(drafter).num_draft_tokens)
+    return {
+        "speculative_config": {
+            "method": "custom_class",
+            "model": PROPOSER,
+            "num_speculative_tokens": check_int("length", most, 1),
+        },
+        "additional_config": {"foresay": chosen},
+    }
+
+
+def _own_method(call: Call, settings: Settings) -> dict[str, Any]:
+    """A head or a draft model, which vLLM loads by its folder and drafts with itself, at one length."""
+    recipe = read_drafter(str(call))  # its settings are checked
+    names = [value for key, value in call.values if key is None]
+    others = [str(key) for key, _ in call.values if key is not None and key != "sample"]
+    if others or len(names) != 1:
+        raise UnsupportedModelError(f"{call}: vLLM has no {', '.join(others) or 'name'} for a draft; leave it out")
+    constant = _constant(settings.length)
+    if settings.length is not None and constant is None:
+        raise ConfigError(f"length={settings.length!r}: vLLM drafts with weights at one length; give a number")
+    most = recipe.num_draft_tokens if constant is None else check_int("length", constant, 1)
+    return {"method": _OWN[call.name], "model": str(names[0]), "num_speculative_tokens": most}
+
+
+def serve_command(arguments: Mapping[str, Any]) -> str:
+    """The same as a command line of vLLM's server, a line for each argument."""
+    parts = [f"vllm serve {shlex.quote(str(arguments['model']))}"]
+    for name, value in arguments.items():
+        if name != "model":
+            said = json.dumps(value) if isinstance(value, dict) else str(value)
+            parts.append(f"--{name.replace('_', '-')} {shlex.quote(said)}")
+    return " \\\n  ".join(parts)
