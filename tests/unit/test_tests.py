@@ -79,7 +79,7 @@ def test_nothing_outside_gpu_steps_aside(file: str) -> None:
 def test_tests_lie_where_they_are_found(file: str) -> None:
     folder, _, name = file.rpartition("/")
     place = folder.split("/", 1)[0]
-    assert place in ("", "helpers", "unit", "integration", "law", "gpu", "engines"), place
+    assert place in ("", "helpers", "unit", "integration", "law", "gpu", "engines", "browser"), place
     assert name.startswith("test_") == (place not in ("", "helpers")) or name == "conftest.py", name
 
 

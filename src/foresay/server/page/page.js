@@ -52,7 +52,7 @@ class Panel {
   take(choice) {
     const told = choice.foresay ?? {};
     const now = performance.now();
-    this.first ||= now;
+    if (choice.delta.content) this.first ||= now; // the first event only says who speaks
     for (const [text, origin] of told.origins ?? []) made("span", this.text, origin, text);
     this.whole += choice.delta.content ?? "";
     this.tokens += told.tokens ?? 0;
@@ -60,8 +60,8 @@ class Panel {
     const seconds = (now - this.began) / 1000;
     const rate = seconds > 0 ? (this.tokens / seconds).toFixed(1) : "–";
     const each = this.passes ? (this.tokens / this.passes).toFixed(2) : "–";
-    const wait = Math.round(this.first - this.began);
-    this.figures.textContent = `${rate} tokens/s · ${each} tokens per pass · ${this.tokens} tokens · first after ${wait} ms`;
+    const wait = this.first ? `${Math.round(this.first - this.began)} ms` : "–";
+    this.figures.textContent = `${rate} tokens/s · ${each} tokens per pass · ${this.tokens} tokens · first after ${wait}`;
   }
 
   async run(messages, drafter, signal) {

@@ -1,0 +1,154 @@
+"""The server's page in a real browser without a window: `make test-browser`. FORESAY_CHROMIUM names another Chromium."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Page, expect, sync_playwright
+
+import foresay
+from helpers import tiny
+from helpers.serving import Running
+
+FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--no-first-run",
+]
+
+
+@pytest.fixture(scope="module")
+def generator(tmp_path_factory: pytest.TempPathFactory) -> foresay.Generator:
+    return foresay.load(tiny.save(tmp_path_factory.mktemp("tiny"), chat=True), drafter="suffix", length=4)
+
+
+@pytest.fixture
+def server(generator: foresay.Generator) -> Iterator[Running]:
+    running = Running(generator)
+    yield running
+    running.close()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    found = os.environ.get("FORESAY_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+    assert found, "no Chromium was found: install one, or name it in FORESAY_CHROMIUM"
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=found, args=FLAGS)
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def page(browser: Any, server: Running) -> Iterator[Page]:
+    opened = browser.new_page(viewport={"width": 1000, "height": 700})
+    errors: list[str] = []
+    opened.on("pageerror", lambda error: errors.append(str(error)))
+    opened.on("request", lambda request: errors.append(request.url) if not request.url.startswith(server.url) else None)
+    opened.goto(server.url)
+    yield opened
+    opened.close()
+    assert not errors, "no error of a script, and nothing asked of anyone else"
+
+
+def said(page: Page, text: str, tokens: int = 24) -> None:
+    """Ask by the keyboard alone, and wait for the end of the answer."""
+    page.locator("#tokens").fill(str(tokens))
+    page.locator("#prompt").focus()
+    page.keyboard.type(text)
+    page.keyboard.press("Enter")
+    expect(page.locator("#send")).to_be_enabled(timeout=60_000)
+
+
+def test_an_answer_is_coloured_by_who_wrote_it(page: Page) -> None:
+    expect(page.locator("#model")).to_have_text("tiny")
+    expect(page.locator("#prompt")).to_be_focused()
+    said(page, "the number 7 and 8 and 7 and 8 and")
+    answer = page.locator("section.answer")
+    expect(answer).to_have_count(1)
+    expect(answer.locator("h2")).to_have_text("with speculation")
+    kinds = {one.get_attribute("class") for one in answer.locator(".text span").all()}
+    assert kinds <= {"draft", "residual", "bonus"} and len(kinds) >= 2, kinds
+    figures = answer.locator(".figures").inner_text()
+    assert "24 tokens" in figures and "tokens per pass" in figures and "first after –" not in figures, figures
+    colours = {page.locator(f".legend .{kind}").evaluate("e => getComputedStyle(e).color") for kind in kinds}
+    assert len(colours) == len(kinds)
+
+
+def test_beside_plain_decoding_both_write_the_same(page: Page) -> None:
+    page.locator("#beside").check()
+    said(page, "the number 7 and 8 and 7 and 8 and")
+    texts = [one.inner_text() for one in page.locator("section.answer .text").all()]
+    assert len(texts) == 2 and texts[0] == texts[1] != ""
+    plain = page.locator("section.answer .figures").nth(1).inner_text()
+    assert "1.00 tokens per pass" in plain, plain
+
+
+def test_speculation_can_be_switched_off_and_a_chat_begun_anew(page: Page) -> None:
+    page.locator("#draft").uncheck()
+    said(page, "hello")
+    expect(page.locator("section.answer h2")).to_have_text("plain")
+    assert "1.00 tokens per pass" in page.locator(".figures").inner_text()
+    said(page, "and more")
+    expect(page.locator(".said")).to_have_count(2)
+    page.locator("#clear").click()
+    expect(page.locator(".said")).to_have_count(0)
+
+
+def test_stop_ends_an_answer_and_frees_its_row(page: Page, server: Running) -> None:
+    page.locator("#tokens").fill("3000")
+    page.locator("#prompt").fill("go on")
+    page.keyboard.press("Enter")
+    expect(page.locator(".text span").first).to_be_visible(timeout=30_000)
+    page.locator("#stop").click()
+    expect(page.locator("#send")).to_be_enabled(timeout=10_000)
+    page.wait_for_timeout(500)
+    assert server.count("requests_running") == 0
+
+
+def test_what_the_server_refuses_is_said(page: Page) -> None:
+    page.locator("#prompt").fill("the number 7 and 8 and " * 1000)
+    page.keyboard.press("Enter")
+    expect(page.locator("#problem")).to_contain_text("the model's context is 4096")
+    expect(page.locator(".figures").last).to_have_text("nothing written")
+    said(page, "hello")
+    expect(page.locator("#problem")).to_have_text("")
+
+
+def test_markup_in_an_answer_stays_text(page: Page) -> None:
+    said(page, "<img src=x onerror=alert(1)>")
+    assert page.locator("#talk img").count() == 0
+    expect(page.locator(".said")).to_have_text("<img src=x onerror=alert(1)>")
+
+
+def test_it_fits_a_narrow_screen(page: Page, tmp_path: Path) -> None:
+    page.set_viewport_size({"width": 400, "height": 700})
+    page.locator("#beside").check()
+    said(page, "the number 7 and 8 and 7 and 8 and")
+    wide = page.evaluate("document.documentElement.scrollWidth")
+    assert wide <= 400, f"{wide} px wide"
+    page.screenshot(path=str(tmp_path / "narrow.png"))
+    assert (tmp_path / "narrow.png").stat().st_size > 5_000
+
+
+def test_a_key_is_asked_for_where_there_is_one(browser: Any, generator: foresay.Generator) -> None:
+    running = Running(generator, keys=frozenset({"secret"}))
+    opened = browser.new_page()
+    try:
+        opened.goto(running.url)
+        expect(opened.locator("#keyed")).to_be_visible()
+        opened.locator("#key").fill("secret")
+        opened.locator("#key").press("Tab")
+        expect(opened.locator("#model")).to_have_text("tiny")
+        said(opened, "hello")
+        expect(opened.locator("section.answer")).to_have_count(1)
+    finally:
+        opened.close()
+        running.close()
