@@ -95,34 +95,43 @@ Clock = Callable[[int, float, float], float]
 """(batch, columns, context) -> seconds of a pass of the target."""
 
 
-def _width(steps: Sequence[Step], ragged: bool) -> float:
+def width_of(steps: Sequence[Step], ragged: bool) -> float:
     """See PassCost.width."""
     drafted = [step.num_drafted for step in steps]
     return 1 + (sum(drafted) / len(drafted) if ragged else max(drafted))
 
 
-class _Timed(LengthPolicy):
+class Timed(LengthPolicy):
     """A policy that decides by measured times, given the times that live passes would take."""
 
-    def __init__(self, inner: LengthPolicy, clock: Clock) -> None:
-        self._inner, self._clock = inner, clock
+    def __init__(self, inner: LengthPolicy, clock: Clock, drafting: Callable[[int, int], float] | None = None) -> None:
+        """drafting: (batch, longest draft) -> seconds; None takes those of the replay."""
+        self._inner, self._clock, self._drafting = inner, clock, drafting
         self.needs_hidden = inner.needs_hidden
 
     def budget(self, rows: Rows) -> list[int]:
+        """The inner policy's."""
         return self._inner.budget(rows)
 
     def keep_drafting(self, step: DraftStep) -> torch.Tensor | None:
+        """The inner policy's."""
         return self._inner.keep_drafting(step)
 
     def keep(self, rows: Rows, counts: Sequence[int], matched: Sequence[int]) -> Sequence[int]:
+        """The inner policy's."""
         return self._inner.keep(rows, counts, matched)
 
     def afford(self, rows: Rows, most: Sequence[int]) -> Sequence[int]:
+        """The inner policy's."""
         return self._inner.afford(rows, most)
 
     def observe(self, rows: Rows, steps: Sequence[Step]) -> None:
-        seconds = self._clock(len(steps), _width(steps, rows.ragged), max(row.size for row in rows))
-        timed = [dataclasses.replace(s, target_s=seconds, total_s=s.draft_s + seconds) for s in steps]
+        """Pass on the steps, with the times that they would take."""
+        seconds = self._clock(len(steps), width_of(steps, rows.ragged), max(row.size for row in rows))
+        draft = steps[0].draft_s
+        if self._drafting is not None:
+            draft = self._drafting(len(steps), max(step.num_drafted for step in steps))
+        timed = [dataclasses.replace(s, draft_s=draft, target_s=seconds, total_s=draft + seconds) for s in steps]
         self._inner.observe(rows, timed)
 
 
@@ -144,29 +153,34 @@ def replay(
     rule than "speculative" on a sampled recording, for `throughput` without a clock, and when the drafter fails.
     """
     rule = rule or Speculative()
-    if not rule.exact:
-        raise ConfigError(f"rule={rule.name!r} looks at the target's scores, which a recording lacks; run it live")
-    if any(getattr(one, "filler_top_k", 1) > 1 for one in members(drafter)):
-        raise ConfigError("filler_top_k above 1 learns from the target's scores, which a recording lacks; run it live")
-    if not recording.greedy and rule.name != "speculative":
-        raise ConfigError(f"a sampled recording tells what 'speculative' accepts, not rule={rule.name!r}; run it live")
+    check_method(recording, drafter, rule)
     if isinstance(policy, ThroughputLength):
         if clock is None:
             raise ConfigError(
                 "length 'throughput' decides by the time passes take; replay it with a profile of the target"
             )
-        policy = _Timed(policy, clock)
+        policy = Timed(policy, clock)
     if drafter is not None and not recording.greedy:
         replay_sampled(drafter, recording)
     longest = check_int("max_length", recording.settings.get("max_length", 1 << 30), 1)
     model = RecordingModel([r.text for r in recording.records], recording.vocab_size, max_length=longest, ragged=ragged)
     engine = Engine(model, drafter, rule, policy, max_batch_size=batch_size)
     for record in recording.records:
-        _submit(engine, record, recording)
+        submit(engine, record, recording)
     return _run(engine, recording)
 
 
-def _submit(engine: Engine, record: Record, recording: Recording) -> None:
+def check_method(recording: Recording, drafter: Drafter | None, rule: Rule) -> None:
+    """ConfigError for what needs the target's scores, which a recording lacks, and for what a sampled one does not tell."""
+    if not rule.exact:
+        raise ConfigError(f"rule={rule.name!r} looks at the target's scores, which a recording lacks; run it live")
+    if any(getattr(one, "filler_top_k", 1) > 1 for one in members(drafter)):
+        raise ConfigError("filler_top_k above 1 learns from the target's scores, which a recording lacks; run it live")
+    if not recording.greedy and rule.name != "speculative":
+        raise ConfigError(f"a sampled recording tells what 'speculative' accepts, not rule={rule.name!r}; run it live")
+
+
+def submit(engine: Engine, record: Record, recording: Recording) -> None:
     """Submit a request that ends where the recorded one did, for the same reason."""
     count = len(record.output)
     stopped = record.finish_reason == FinishReason.STOP
@@ -212,7 +226,7 @@ def _run(engine: Engine, recording: Recording) -> Replay:
             continue
         context = max(sizes[step.request_id] for step in done)
         longest = max(step.num_drafted for step in done)
-        width = _width(done, engine.target.capabilities.ragged)
+        width = width_of(done, engine.target.capabilities.ragged)
         committed = sum(len(step.token_ids) for step in done)
         passes.append(PassCost(len(done), width, context, committed, longest, done[0].draft_s))
         for step in done:

@@ -1,0 +1,65 @@
+"""When requests come: at random, in bursts, or as a file says.
+
+Owns the times alone, in seconds from 0, in order. Knows neither what is asked nor who answers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+
+from foresay.checks import check_float, check_int
+from foresay.errors import ConfigError
+
+
+def poisson(rate: float, count: int, seed: int = 0) -> list[float]:
+    """`count` arrivals at `rate` a second, each independent of the others: exponential gaps."""
+    check_float("rate", rate, 1e-6, 1e6)
+    check_int("count", count, 1)
+    rng, now, out = random.Random(seed), 0.0, []
+    for _ in range(count):
+        now += rng.expovariate(rate)
+        out.append(now)
+    return out
+
+
+def bursts(rate: float, count: int, size: int, seed: int = 0) -> list[float]:
+    """As many a second, but `size` at once: bursts come at random."""
+    check_int("size", size, 1)
+    times = poisson(rate / size, math.ceil(check_int("count", count, 1) / size), seed)
+    return [time for time in times for _ in range(size)][:count]
+
+
+def from_trace(path: str | os.PathLike[str]) -> list[float]:
+    """The times of a file: a number on each line, or JSON objects with a `timestamp` in seconds; the first one becomes 0.
+
+    Raises ConfigError, with the line, for what is neither, and for a file without any.
+    """
+    name, out = os.fspath(path), []
+    try:
+        with open(path, encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    out.append(_time(line, f"{name}:{number}"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {name!r}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{name} is no text") from None
+    if not out:
+        raise ConfigError(f"{name}: no arrivals")
+    first = min(out)
+    return sorted(time - first for time in out)
+
+
+def _time(line: str, where: str) -> float:
+    try:
+        value = json.loads(line)
+        if isinstance(value, dict):
+            value = value["timestamp"]
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise ValueError
+    except (ValueError, KeyError):
+        raise ConfigError(f"{where}: neither seconds nor an object with a timestamp in seconds") from None
+    return float(value)
