@@ -97,11 +97,15 @@ def test_what_is_written_and_how_much_is_accepted() -> None:
 
 @pytest.mark.timeout(3600)
 def test_lengths_that_adapt_write_the_same() -> None:
-    assert run_in_vllm(drafting(length="throughput"))["outputs"] == wanted()
+    found = run_in_vllm(drafting(length="throughput"))
+    assert found["outputs"] == wanted()
+    assert found["counted"]["vllm:spec_decode_num_draft_tokens"] > 0
 
 
 @pytest.mark.timeout(3600)
 def test_a_drafter_that_raises_changes_nothing() -> None:
     arguments = drafting()
     arguments["speculative_config"]["model"] = "vllm_run.Failing"
-    assert run_in_vllm(arguments)["outputs"] == wanted()
+    found = run_in_vllm(arguments)
+    assert found["outputs"] == wanted()
+    assert found["raised"] > 0 and found["counted"]["vllm:spec_decode_num_accepted_tokens"] > 0

@@ -20,6 +20,8 @@ from foresay.integrations.vllm import Proposer
 class Failing(Proposer):
     """A drafter that raises from time to time."""
 
+    raised = 0
+
     def __init__(self, vllm_config: Any) -> None:
         super().__init__(vllm_config)
         drafter, rng = self.follower._drafter.inner, random.Random(0)
@@ -27,6 +29,7 @@ class Failing(Proposer):
 
         def sometimes(*args: Any) -> Any:
             if rng.random() < 0.05:
+                Failing.raised += 1
                 raise RuntimeError("on purpose")
             return propose(*args)
 
@@ -45,7 +48,13 @@ def main() -> None:
     prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
     outputs = engine.generate(prompts, params, use_tqdm=False)
     counted = {m.name: getattr(m, "value", None) for m in engine.get_metrics() if "spec_decode" in m.name}
-    print(json.dumps({"outputs": [list(one.outputs[0].token_ids) for one in outputs], "counted": counted}))
+    imported: Any = sys.modules.get("vllm_run")  # vLLM imports this file by that name
+    raised = 0 if imported is None else imported.Failing.raised
+    print(
+        json.dumps(
+            {"raised": raised, "outputs": [list(one.outputs[0].token_ids) for one in outputs], "counted": counted}
+        )
+    )
 
 
 if __name__ == "__main__":

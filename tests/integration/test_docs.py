@@ -58,12 +58,12 @@ def test_commands_run(
 
 
 def test_vllms_arguments_are_those_of_the_page(smollm2_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With a folder that is here in the place of a hub's name."""
-    name = "meta-llama/Llama-3.1-8B-Instruct"
-    [block] = [block for block in blocks("docs/engines.md", "console") if name in block]
-    command, _, wanted = block.replace(name, str(smollm2_folder)).partition("\n")
+    [block] = [block for block in blocks("docs/engines.md", "console") if "vllm-config" in block]
+    command, _, wanted = block.partition("\n")
     assert _run(shlex.split(command.removeprefix("$ "))[1:]) == 0
-    assert capsys.readouterr() == (wanted, "")
+    assert capsys.readouterr() == (wanted, ""), "a hub's name is vLLM's to look up"
+    assert _run(["vllm-config", "--drafter", "max_gram"]) == 0
+    assert str(smollm2_folder) in capsys.readouterr().out, "an alias is ours"
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ COMMANDS = {
         "Write down what a model answers to each prompt, to replay drafters against it without the model.", "record:run"
     ),
     "replay": Entry("Say how much of each drafter's work a recorded target would have used.", "replay:run"),
+    "load": Entry("Foretell throughput and waiting under load, with and without speculation.", "load:run"),
     "bench": Entry("Time methods against plain decoding and other engines, and keep every result.", "bench:run"),
     "tune": Entry("Find what decodes fastest here, by replay and profile, and confirm the best live.", "tune:run"),
     "report": Entry("Write a report of benchmarks: report.html, report.md and the figures.", "report:run"),

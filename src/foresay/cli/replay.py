@@ -64,7 +64,7 @@ def run(
     known = None if profile is None else Profile.load(profile)
     if known is None:  # without times no length adapts
         named = [method.fixed for method in named]
-    resources, recorded = _open(recording, model, named, data, machine)
+    resources, recorded = open_recording(recording, model, named, data, machine)
     table = None if costs is None else read_costs(costs)
     plain = None if known is None else _plain_rate(recorded, batch_size, known)
     lines = []
@@ -80,7 +80,7 @@ def run(
     return 0
 
 
-def _open(
+def open_recording(
     path: Path, model: str | None, named: list[Method], data: DataOptions, machine: MachineOptions
 ) -> tuple[Resources, Recording]:
     """The recording, and the target where something needs it: its layers, its tokenizer, a log's prompts."""

@@ -14,6 +14,7 @@ from foresay.errors import ConfigError
 from foresay.integrations.vllm_arguments import llm_arguments, serve_command
 from foresay.lab.bench.peers.base import model_folder
 from foresay.methods.settings_file import FILE, Settings, is_settings, read_settings
+from foresay.models.sources.packaged import ALIASES
 
 
 def run(
@@ -23,7 +24,6 @@ def run(
         str | None, typer.Option(help="A look-up such as suffix or max_gram, head(FOLDER), model(FOLDER) or none.")
     ] = None,
     length: Annotated[str | None, typer.Option(help="A number; of look-ups also a policy, as throughput.")] = None,
-    rule: Annotated[str | None, typer.Option(help="speculative or block.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The arguments of vLLM's LLM as JSON.")] = False,
 ) -> int:
     """Print vLLM's arguments for a settings file or a drafter: foresay's look-ups inside vLLM.
@@ -31,13 +31,16 @@ def run(
     A trained head is vLLM's own method: write it with `foresay export` first, and name that folder.
     """
     settings = _settings(model)
-    given: dict[str, Any] = {
-        name: value for name, value in (("drafter", drafter), ("length", length), ("rule", rule)) if value
-    }
+    given: dict[str, Any] = {name: value for name, value in (("drafter", drafter), ("length", length)) if value}
     settings = dataclasses.replace(settings, **given)
-    arguments = llm_arguments(settings, model_folder(settings.target))
+    arguments = llm_arguments(settings, _place(settings.target))
     typer.echo(json.dumps(arguments, indent=2) if as_json else serve_command(arguments))
     return 0
+
+
+def _place(target: str) -> str:
+    """Where vLLM finds a model: of an alias the folder of its weights; a hub's name is vLLM's to look up."""
+    return model_folder(target) if target in ALIASES or Path(target).exists() else target
 
 
 def _settings(model: str | None) -> Settings:

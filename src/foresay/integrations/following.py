@@ -50,7 +50,7 @@ class Follower:
         self._places: dict[int, int] = {}
         """Where the engine held a row last: request id -> place."""
         self._drafted: list[int] = []
-        """Of each row, what it was last given to score."""
+        """Of each row, what was last handed out; an engine may score less of it."""
         self._draft_s = 0.0
         self._asked = self._clock()
         """When the last call came."""
@@ -75,10 +75,11 @@ class Follower:
             row.extend(text.tokens[row.size :].tolist())
         self._drafter.observe(self._rows, None, None)
         order = self._rearrange(shown, found)
+        began = self._clock()
         guesses = self._guess()
+        self._draft_s = self._clock() - began  # what reading new texts takes is no price of a guess
         self._places = {row.request_id: place for row, place in zip(self._rows, order, strict=True)}
         self._drafted = [len(guess) for guess in guesses]
-        self._draft_s = self._clock() - now
         out: list[list[int]] = [[] for _ in shown]
         for place, guess in zip(order, guesses, strict=True):
             out[place] = guess
@@ -176,6 +177,7 @@ class Follower:
         if not any(budget):
             return [[] for _ in rows]
         proposal = self._drafter.propose(rows, budget, self._policy)
+        assert proposal.parents is None, "an engine is given chains"
         return [ids[:n] for ids, n in zip(proposal.token_ids.tolist(), proposal.num_tokens, strict=True)]
 
 

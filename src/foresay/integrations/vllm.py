@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 
 from foresay.checks import check_int
-from foresay.decoding.protocols import Drafter
+from foresay.decoding.protocols import Drafter, ProposesTrees
 from foresay.errors import ConfigError, UnknownNameError, UnsupportedModelError
 from foresay.integrations.following import Follower, Shown
 from foresay.methods.recipe import Recipe, Resources
@@ -59,6 +59,30 @@ def _looked_up(drafter: str) -> Recipe:
     return recipe
 
 
+def _check_engine(config: Any) -> None:
+    """ConfigError for what a VllmConfig asks for beside the drafter that cannot be had with it."""
+    rule = getattr(config.speculative_config, "rejection_sample_method", "standard")
+    if rule == "block":
+        raise ConfigError(
+            "rejection_sample_method='block': vLLM does not look at it for a class of one's own; leave it out"
+        )
+    stages = getattr(getattr(config, "parallel_config", None), "pipeline_parallel_size", 1)
+    if stages > 1:
+        raise ConfigError(
+            f"pipeline_parallel_size={stages}: vLLM then shows each pass to the drafter in parts; foresay follows one stage alone"
+        )
+
+
+def _check_chain(drafter: Drafter, said: str) -> None:
+    """UnsupportedModelError for a drafter that guesses trees, or that learns from scores."""
+    if isinstance(drafter, ProposesTrees) and drafter.branches > 1:
+        raise UnsupportedModelError(
+            f"drafter={said!r} proposes trees, and vLLM scores chains of a drafter of one's own"
+        )
+    if getattr(drafter, "filler_top_k", 1) > 1:
+        raise UnsupportedModelError(f"drafter={said!r} learns from the target's scores, of which vLLM shows none")
+
+
 class Proposer:
     """What vLLM makes of the class path; see the module."""
 
@@ -69,9 +93,11 @@ class Proposer:
         if not isinstance(given, Mapping):
             raise ConfigError(f"additional_config['foresay']={given!r} must be a table of settings")
         settings = check_settings(given)
+        _check_engine(vllm_config)
         model = vllm_config.model_config
         most = check_int("num_speculative_tokens", vllm_config.speculative_config.num_speculative_tokens, 1)
         drafter = _made(_looked_up(settings["drafter"]), model)
+        _check_chain(drafter, settings["drafter"])
         self.follower = Follower(
             drafter,
             read_length(settings["length"]),

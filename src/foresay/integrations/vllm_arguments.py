@@ -15,16 +15,14 @@ from typing import Any
 from foresay.checks import check_int
 from foresay.errors import ConfigError, UnsupportedModelError
 from foresay.integrations.vllm import check_settings
-from foresay.lengths.throughput import LONGEST
 from foresay.methods.expressions import Call, parse
-from foresay.methods.recipes import read_drafter
+from foresay.methods.recipes import read_drafter, read_length
 from foresay.methods.settings_file import Settings
+from foresay.models.sources.packaged import packaged_head
 
 PROPOSER = "foresay.integrations.vllm.Proposer"
 """Where vLLM finds the class."""
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-_RULES = {"speculative": "standard", "block": "block"}
-"""Our rules that vLLM has, and what it calls them."""
 _OWN = {"head": "eagle3", "model": "draft_model"}
 """Drafters with weights that vLLM runs itself, and its methods for them."""
 
@@ -49,18 +47,11 @@ def llm_arguments(settings: Settings, folder: str) -> dict[str, Any]:
         out["speculative_config"] = _own_method(call, settings)
     else:
         out |= _looked_up(drafter, settings)
-    rule = _rule(settings.rule)
-    if rule != "standard":
-        out["speculative_config"]["rejection_sample_method"] = rule
+    if settings.rule not in (None, "speculative"):
+        raise ConfigError(
+            f"rule={settings.rule!r}: vLLM accepts drafts by a rule of its own, which is speculative sampling"
+        )
     return out
-
-
-def _rule(rule: str | None) -> str:
-    if rule is None:
-        return "standard"
-    if rule not in _RULES:
-        raise ConfigError(f"rule={rule!r}: vLLM accepts drafts by rules of its own, of ours {' and '.join(_RULES)}")
-    return _RULES[rule]
 
 
 def _constant(length: str | int | None) -> int | None:
@@ -74,8 +65,10 @@ def _looked_up(drafter: str, settings: Settings) -> dict[str, Any]:
     chosen = check_settings(
         {"drafter": drafter} | ({} if settings.length is None else {"length": str(settings.length)})
     )
+    most = getattr(read_length(chosen["length"]), "high", read_drafter(drafter).num_draft_tokens)
     constant = _constant(settings.length)
-    most = constant if constant is not None else min(LONGEST, read_drafter(drafter).num_draft_tokens)
+    if constant is not None:
+        most = constant
     return {
         "speculative_config": {
             "method": "custom_class",
@@ -90,9 +83,11 @@ def _own_method(call: Call, settings: Settings) -> dict[str, Any]:
     """A head or a draft model, which vLLM loads by its folder and drafts with itself, at one length."""
     recipe = read_drafter(str(call))  # its settings are checked
     names = [value for key, value in call.values if key is None]
-    others = [str(key) for key, _ in call.values if key is not None and key != "sample"]
+    others = [str(key) for key, value in call.values if key is not None and (key != "sample" or value)]
     if others or len(names) != 1:
         raise UnsupportedModelError(f"{call}: vLLM has no {', '.join(others) or 'name'} for a draft; leave it out")
+    if call.name == "head" and packaged_head(str(names[0])) is not None:
+        raise ConfigError(f"{call}: vLLM reads a head from a folder; write it with foresay export, and name that")
     constant = _constant(settings.length)
     if settings.length is not None and constant is None:
         raise ConfigError(f"length={settings.length!r}: vLLM drafts with weights at one length; give a number")

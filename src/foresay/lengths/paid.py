@@ -86,8 +86,8 @@ class Paid:
             return self.start
         most = np.arange(1, self.start + 1)
         chances = self.reach.held(rows, hoped=_HOPED)[:, 1 : self.start + 1] * np.array(asked)[:, None]
-        each = count if rows.ragged else 1
-        widths = passes.at(ground.columns + most * each) - passes.at(ground.columns)
+        wide = ground.columns + most * count if rows.ragged else np.maximum(ground.columns, most)
+        widths = passes.at(wide) - passes.at(ground.columns)
         gains = chances.sum(0).cumsum() - ground.rate * (widths + drafts.at(most))
         return int(gains.argmax()) + 1
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 _STEPS = 4
 """Of a trial: the first may pay for what the draft missed."""
+_FURTHER = 12
+"""Most steps by which a trial goes on while too little was seen."""
 _LOSS = 0.01
 """Share of the time that trials may lose."""
 _PATIENCE = 5
@@ -24,6 +26,8 @@ class Trials:
         self._lost = self._elapsed = self._resume_s = self._least_s = 0.0
         self._just_ended = False
         """Whether the step before was the last of a trial."""
+        self._further = 0
+        """Steps by which the trial under way went on."""
         self._since = self._failed = 0
         """Steps since the last began; trials in a row after which no draft paid, each of which doubles the next pause."""
 
@@ -33,11 +37,11 @@ class Trials:
 
     def goes_on(self, hopeful: bool) -> bool:
         """Whether a trial that has just come to its end goes on. hopeful: too little was seen to say that drafts do not pay."""
-        if self._just_ended and hopeful:
-            self.left = 1
-            return True
+        goes_on = self._just_ended and hopeful and self._further < _FURTHER
         self._just_ended = False
-        return False
+        if goes_on:
+            self.left, self._further = 1, self._further + 1
+        return goes_on
 
     def begin(self, joined: bool) -> bool:
         """Whether one begins now. joined: requests have come or gone, so that what did not pay may now."""
@@ -46,7 +50,7 @@ class Trials:
             self._resume_s = min(self._resume_s, self._least_s)
         if self._elapsed < self._resume_s:
             return False
-        self.left, self._lost, self._since = _STEPS, 0.0, 0
+        self.left, self._lost, self._since, self._further = _STEPS, 0.0, 0, 0
         self._failed = min(self._failed + 1, _PATIENCE)  # until it turns out to pay
         return True
 

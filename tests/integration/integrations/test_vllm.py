@@ -57,6 +57,8 @@ def test_its_usual_settings_are_a_suffix_and_lengths_that_adapt() -> None:
         ({"drafter": "head(smollm2-135m)"}, "needs a model"),
         ({"drafter": "hybrid(suffix, model=x)"}, "needs a model"),
         ({"drafter": "none"}, "drafts nothing"),
+        ({"drafter": "suffix_tree"}, "proposes trees"),
+        ({"drafter": "ngram_store(filler_top_k=4)"}, "learns from the target's scores"),
         ({"drafter": "sufix"}, "Did you mean 'suffix'"),
         ({"drafters": "suffix"}, "Did you mean 'drafter'"),
         ({"length": "acceptance(x)"}, "x"),
@@ -78,6 +80,17 @@ def test_whatever_goes_wrong_vllm_goes_on(caplog: pytest.LogCaptureFixture) -> N
     assert len(caplog.records) == 1
 
 
+def test_what_vllm_is_told_beside_it_is_looked_at() -> None:
+    asked = config()
+    asked.speculative_config.rejection_sample_method = "block"
+    with pytest.raises(ConfigError, match="does not look at it"):
+        Proposer(asked)
+    asked = config()
+    asked.parallel_config = SimpleNamespace(pipeline_parallel_size=2)
+    with pytest.raises(ConfigError, match="pipeline_parallel_size=2"):
+        Proposer(asked)
+
+
 def test_it_imports_nothing_of_vllm() -> None:
     """vLLM's environment has what vLLM needs; ours must not need more than it brings."""
     code = "import sys, foresay.integrations.vllm; print([m for m in ('vllm', 'gguf', 'fastapi') if m in sys.modules])"
@@ -92,12 +105,13 @@ def arguments(**settings: Any) -> dict[str, Any]:
 def test_a_look_up_is_a_class_of_ours() -> None:
     assert arguments() == {
         "model": "/models/a",
-        "speculative_config": {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": 12},
+        "speculative_config": {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": 16},
         "additional_config": {"foresay": {"drafter": "suffix", "length": "throughput"}},
     }
-    found = arguments(drafter="max_gram", length=5, rule="block", max_batch_size=64, dtype="bf16")
+    found = arguments(drafter="max_gram", length=5, rule="speculative", max_batch_size=64, dtype="bf16")
     assert found["speculative_config"]["num_speculative_tokens"] == 5
-    assert found["speculative_config"]["rejection_sample_method"] == "block"
+    assert arguments(length="throughput(high=24)")["speculative_config"]["num_speculative_tokens"] == 24
+    assert arguments(length="heuristic")["speculative_config"]["num_speculative_tokens"] > 4
     assert (found["max_num_seqs"], found["dtype"]) == (64, "bfloat16")
 
 
@@ -116,7 +130,10 @@ def test_a_head_and_a_draft_model_are_vllms_own() -> None:
         ({"drafter": "self(3)"}, "needs a model"),
         ({"drafter": "head(x)", "length": "throughput"}, "at one length"),
         ({"drafter": "model(x, vocabulary=y)"}, "vocabulary"),
-        ({"rule": "coupled"}, "rules of its own"),
+        ({"rule": "coupled"}, "a rule of its own"),
+        ({"rule": "block"}, "a rule of its own"),
+        ({"drafter": "head(smollm2-135m)"}, "foresay export"),
+        ({"drafter": "head(x, sample=true)"}, "sample"),
         ({"weights": "int4"}, "rounds weights in its own ways"),
     ],
 )

@@ -196,3 +196,12 @@ def test_a_look_up_that_is_not_free(accept: float, pays: bool, batch: int) -> No
     world = World(0.01, accept, 0.05, 0.02, look_s=0.1, batch=batch)
     best = max(world.rate(Fixed(k), 1500) for k in range(6)) if pays else 1.0
     assert settled(world) > 0.95 * best, world.asked[:60]
+
+
+def test_hope_ends() -> None:
+    """A drafter whose guesses never hold but cost next to nothing is not tried for ever."""
+    world = World(0.0, 0.0, 0.004, 0.01)
+    policy = ThroughputLength()
+    world.rate(policy, 300)
+    world.rate(policy, 600)
+    assert sum(n > 0 for n in world.asked) < 60, sum(n > 0 for n in world.asked)
