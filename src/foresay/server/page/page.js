@@ -52,7 +52,8 @@ class Panel {
   take(choice) {
     const told = choice.foresay ?? {};
     const now = performance.now();
-    if (choice.delta.content) this.first ||= now; // the first event only says who speaks
+    // the first event only says who speaks
+    if (choice.delta.content) this.first ||= now;
     for (const [text, origin] of told.origins ?? []) made("span", this.text, origin, text);
     this.whole += choice.delta.content ?? "";
     this.tokens += told.tokens ?? 0;
