@@ -11,13 +11,15 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
 
 from foresay.decoding.acceptance import Speculative
-from foresay.decoding.outcome import Step
 from foresay.decoding.protocols import Drafter, Feed, KVCache, LengthPolicy, Logits, ModelOutput, Rule
 from foresay.engine import Engine
 from foresay.errors import ConfigError
-from foresay.lab.replay.replay import Clock, Timed, check_method, submit, width_of
+from foresay.lab.replay.replay import Timed, check_drafter, check_method, submit
 from foresay.models.recording import RecordingModel
 from foresay.records.profile import Profile
 from foresay.records.recording import Record, Recording
@@ -31,30 +33,32 @@ class Answered:
     """One request, in seconds of the simulated clock."""
 
     arrived: float
-    began: float = math.nan
+    began: float | None = None
     """When it was given a row."""
-    first: float = math.nan
-    """When its first tokens came."""
-    ended: float = math.nan
+    events: list[float] = field(default_factory=list)
+    """When tokens came, one step's together."""
     tokens: int = 0
-    gaps: list[float] = field(default_factory=list)
-    """Between one event of its stream and the next."""
-    last: float = math.nan
 
     @property
     def queue_s(self) -> float:
         """Before it had a row."""
+        assert self.began is not None
         return self.began - self.arrived
 
     @property
     def first_s(self) -> float:
         """To its first token."""
-        return self.first - self.arrived
+        return self.events[0] - self.arrived
 
     @property
     def latency_s(self) -> float:
         """To its end."""
-        return self.ended - self.arrived
+        return self.events[-1] - self.arrived
+
+    @property
+    def gaps(self) -> list[float]:
+        """Between one event of its stream and the next, in seconds."""
+        return [b - a for a, b in pairwise(self.events)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +74,7 @@ class Load:
     @property
     def seconds(self) -> float:
         """From the first arrival to the last token."""
-        return max(one.ended for one in self.requests) - min(one.arrived for one in self.requests)
+        return max(one.events[-1] for one in self.requests) - min(one.arrived for one in self.requests)
 
     @property
     def tokens_per_s(self) -> float:
@@ -93,17 +97,11 @@ class Load:
             values = [gap for one in self.requests for gap in one.gaps]
         else:
             values = [float(getattr(one, f"{of}_s")) for one in self.requests]
-        return quantile(values, share)
+        return float(np.quantile(values, share, method="inverted_cdf")) if values else 0.0
 
     def mean(self, of: str) -> float:
         """The mean of "queue", "first" or "latency", in seconds."""
         return statistics.fmean(getattr(one, f"{of}_s") for one in self.requests)
-
-
-def quantile(values: Sequence[float], share: float) -> float:
-    """The nearest-rank quantile; 0 without values."""
-    some = sorted(values)
-    return some[min(len(some) - 1, math.ceil(share * len(some)) - 1 if share > 0 else 0)] if some else 0.0
 
 
 class _Clocked(RecordingModel):
@@ -148,89 +146,55 @@ def foresee(
     if drafter is None:
         drafting = _no_time
     records = [recording.records[i % len(recording.records)] for i in range(len(arrivals))]
-    model, clock = _Clocked(records, recording, profile), profile.clock()
-    engine = Engine(model, drafter, rule, Timed(policy, clock, drafting), max_batch_size=batch_size)
-    return _Run(engine, model, clock, drafting, recording, records).over(sorted(arrivals))
+    model, timed = _Clocked(records, recording, profile), Timed(policy, profile.clock(), drafting)
+    engine = Engine(model, drafter, rule, timed, max_batch_size=batch_size)
+    return _Run(engine, model, timed, recording, records).over(sorted(arrivals))
 
 
 class _Run:
     """The loop over arrivals and steps."""
 
     def __init__(
-        self,
-        engine: Engine,
-        model: _Clocked,
-        clock: Clock,
-        drafting: Drafting | None,
-        recording: Recording,
-        records: Sequence[Record],
+        self, engine: Engine, model: _Clocked, timed: Timed, recording: Recording, records: Sequence[Record]
     ) -> None:
-        self._engine, self._model, self._clock, self._drafting = engine, model, clock, drafting
+        self._engine, self._model, self._timed = engine, model, timed
         self._recording, self._records = recording, records
-        self._now = self._busy = 0.0
+        self._now = 0.0
         self._passes = self._row_passes = 0
-        self._sizes: list[int] = []
         self._answers: list[Answered] = []
 
     def over(self, arrivals: Sequence[float]) -> Load:
+        """Answer them all."""
         while len(self._answers) < len(arrivals) or self._engine.has_work:
             if not self._engine.has_work:
                 self._now = max(self._now, arrivals[len(self._answers)])
             while len(self._answers) < len(arrivals) and arrivals[len(self._answers)] <= self._now:
-                record = self._records[len(self._answers)]
+                submit(self._engine, self._records[len(self._answers)], self._recording)
                 self._answers.append(Answered(arrivals[len(self._answers)]))
-                self._sizes.append(len(record.prompt))
-                submit(self._engine, record, self._recording)
             self._step()
-        if self._engine.draft_failures and self._engine.drafter is not None:
-            error = self._engine.drafter.last_error
-            raise ConfigError(f"the drafter failed: {type(error).__name__}: {error}")
-        return Load(tuple(self._answers), self._busy, self._passes, self._row_passes)
+        check_drafter(self._engine)
+        return Load(tuple(self._answers), self._busy_s, self._passes, self._row_passes)
+
+    @property
+    def _busy_s(self) -> float:
+        return self._model.fill_s + self._timed.spent_s
 
     def _step(self) -> None:
-        filled, began = self._model.fill_s, self._now
+        busy, began = self._busy_s, self._now
         steps = self._engine.step()
-        seconds = self._model.fill_s - filled
-        if steps:
-            ragged = self._model.capabilities.ragged
-            context = max(self._sizes[step.request_id] for step in steps)
-            seconds += self._clock(len(steps), width_of(steps, ragged), context) + drafted_s(steps, self._drafting)
-            self._passes += 1
-            self._row_passes += len(steps)
-        self._now += seconds
-        self._busy += seconds
-        for row in self._engine.rows:
-            self._note_row(row.request_id, began)
+        self._now += self._busy_s - busy
+        self._passes += bool(steps)
+        self._row_passes += len(steps)
+        for request_id in (*(row.request_id for row in self._engine.rows), *(step.request_id for step in steps)):
+            if self._answers[request_id].began is None:
+                self._answers[request_id].began = began
         for step in steps:
-            self._note_row(step.request_id, began)
-            self._note(self._answers[step.request_id], step)
-            self._sizes[step.request_id] += len(step.token_ids)
-
-    def _note_row(self, request_id: int, began: float) -> None:
-        answer = self._answers[request_id]
-        if math.isnan(answer.began):
-            answer.began = max(began, answer.arrived)
-
-    def _note(self, answer: Answered, step: Step) -> None:
-        if math.isnan(answer.first):
-            answer.first = self._now
-        else:
-            answer.gaps.append(self._now - answer.last)
-        answer.last = self._now
-        answer.tokens += len(step.token_ids)
-        if step.finish_reason is not None:
-            answer.ended = self._now
+            self._answers[step.request_id].events.append(self._now)
+            self._answers[step.request_id].tokens += len(step.token_ids)
 
 
 def _no_time(batch: int, count: int) -> float:
     return 0.0
-
-
-def drafted_s(steps: Sequence[Step], drafting: Drafting | None) -> float:
-    """Seconds of drafting in a step."""
-    if drafting is None:
-        return steps[0].draft_s
-    return drafting(len(steps), max(step.num_drafted for step in steps))
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 from time import perf_counter
-from typing import Any
 
 import torch
 
@@ -107,6 +106,8 @@ class Timed(LengthPolicy):
     def __init__(self, inner: LengthPolicy, clock: Clock, drafting: Callable[[int, int], float] | None = None) -> None:
         """drafting: (batch, longest draft) -> seconds; None takes those of the replay."""
         self._inner, self._clock, self._drafting = inner, clock, drafting
+        self.spent_s = 0.0
+        """Seconds of all steps so far."""
         self.needs_hidden = inner.needs_hidden
 
     def budget(self, rows: Rows) -> list[int]:
@@ -131,6 +132,7 @@ class Timed(LengthPolicy):
         draft = steps[0].draft_s
         if self._drafting is not None:
             draft = self._drafting(len(steps), max(step.num_drafted for step in steps))
+        self.spent_s += draft + seconds
         timed = [dataclasses.replace(s, draft_s=draft, target_s=seconds, total_s=draft + seconds) for s in steps]
         self._inner.observe(rows, timed)
 
@@ -204,6 +206,13 @@ def recorded_params(recording: Recording, max_new_tokens: int) -> SamplingParams
     return SamplingParams(**values)
 
 
+def check_drafter(engine: Engine) -> None:
+    """ConfigError when the drafter failed: what was replayed was not what it does."""
+    if engine.draft_failures and engine.drafter is not None:
+        error = engine.drafter.last_error
+        raise ConfigError(f"the drafter failed in the replay: {type(error).__name__}: {error}")
+
+
 class _Ended:
     """A stop condition: the output ends with its `count`-th token."""
 
@@ -233,9 +242,7 @@ def _run(engine: Engine, recording: Recording) -> Replay:
             steps[step.request_id].append(step)
             sizes[step.request_id] += len(step.token_ids)
     seconds = perf_counter() - began
-    if engine.draft_failures and engine.drafter is not None:
-        error: Any = engine.drafter.last_error
-        raise ConfigError(f"the drafter failed in the replay: {type(error).__name__}: {error}")
+    check_drafter(engine)
     for record, made in zip(recording.records, steps, strict=True):
         written = [token for step in made for token in step.token_ids]
         assert written == list(record.output), f"{record.id} was not replayed as recorded"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import random
 import statistics
@@ -13,10 +12,11 @@ from typing import Any
 
 import pytest
 
+from foresay.decoding.protocols import LengthPolicy
 from foresay.drafters import SuffixDrafter
 from foresay.errors import ConfigError
 from foresay.lab.replay.arrivals import bursts, from_trace, poisson
-from foresay.lab.replay.load import Load, Target, foresee, highest_rate, quantile, replicas
+from foresay.lab.replay.load import Load, Target, foresee, highest_rate, replicas
 from foresay.lengths import ConstantLength, ThroughputLength
 from foresay.records.profile import Profile, Timing
 from foresay.records.recording import Record, Recording
@@ -71,8 +71,8 @@ def test_every_token_is_answered_once_and_time_adds_up() -> None:
     assert load.row_passes == 100 * TOKENS and load.tokens_per_pass == 1.0
     assert load.busy_s == pytest.approx(load.passes * PASS_S)
     for one in load.requests:
-        assert one.arrived <= one.began < one.first <= one.ended
-        assert one.first + math.fsum(one.gaps) == pytest.approx(one.ended)
+        assert one.queue_s >= 0 and one.queue_s < one.first_s <= one.latency_s
+        assert one.first_s + math.fsum(one.gaps) == pytest.approx(one.latency_s)
         assert len(one.gaps) == TOKENS - 1
 
 
@@ -107,17 +107,16 @@ def test_drafts_that_hold_answer_more() -> None:
 
 
 def test_where_columns_cost_lengths_that_adapt_lose_little_and_a_constant_much() -> None:
-    texts, arrivals = recording(), [0.0] * 200
+    """Guesses hold, but 16 rows' columns cost more than they bring; the constant is the control."""
+    texts, arrivals, costly = recording(repeating=True), [0.0] * 150, profile(column=0.3)
     free: Any = {"batch_size": 16, "drafting": lambda batch, count: 0.0}
-    costly = profile(column=0.3)
-    rates = {
-        name: foresee(texts, costly, arrivals, drafter, policy, **free).tokens_per_s
-        for name, drafter, policy in (
-            ("plain", None, ConstantLength(0)),
-            ("adapting", SuffixDrafter(min_match=1), ThroughputLength()),
-        )
-    }
-    assert rates["adapting"] > 0.97 * rates["plain"]
+
+    def rate(policy: LengthPolicy) -> float:
+        return foresee(texts, costly, arrivals, SuffixDrafter(), policy, **free).tokens_per_s
+
+    plain_rate = rate(ConstantLength(0))
+    assert rate(ThroughputLength()) > 0.93 * plain_rate
+    assert rate(ConstantLength(6)) < 0.7 * plain_rate
 
 
 def test_the_highest_rate_that_keeps_a_promise() -> None:
@@ -172,8 +171,3 @@ def test_what_cannot_be_foreseen_is_an_error() -> None:
         poisson(0, 5)
     with pytest.raises(ConfigError, match="no timings"):
         foresee(recording(), Profile("m", "f", {}, (), ()), [0.0], None, ConstantLength(0))
-
-
-def test_quantiles_are_values_that_were_there() -> None:
-    assert quantile([3, 1, 2], 0.5) == 2 and quantile([3, 1, 2], 0.99) == 3 and quantile([], 0.5) == 0.0
-    assert json.dumps(quantile([1.0], 0.0)) == "1.0"
