@@ -33,13 +33,13 @@ def run(
     recording: Annotated[Path, typer.Argument(help="A greedy recording of the target's answers.")],
     *,
     profile: Annotated[Path, typer.Option(help="A profile of the target: how long its passes take.")],
-    rate: Annotated[str, typer.Option(help="Requests a second; several as 1,2,4.")] = "1,2,4,8",
-    burst: Annotated[int, typer.Option(help="So many come at once.")] = 1,
+    rate: Annotated[str | None, typer.Option(help="Requests a second; several as 1,2,4.  [default: 1,2,4,8]")] = None,
+    burst: Annotated[int | None, typer.Option(help="So many come at once.  [default: 1]")] = None,
     trace: Annotated[
         Path | None, typer.Option(help="When requests come, in place of --rate: seconds, one to a line.")
     ] = None,
-    requests: Annotated[int, typer.Option(help="Requests of each load.")] = 200,
-    seed: Annotated[int, typer.Option(help="Of the arrivals.")] = 0,
+    requests: Annotated[int | None, typer.Option(help="Requests of each load.  [default: 200]")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of the arrivals.  [default: 0]")] = None,
     drafter: Annotated[
         list[str] | None, typer.Option("--drafter", help="Beside plain decoding; may be repeated.")
     ] = None,
@@ -67,24 +67,26 @@ def run(
     promise = Target(first_p99, gap_p99)
     if total is not None and promise == Target():
         raise ConfigError("--total needs a promise: --first-p99, --gap-p99 or both")
-    if trace is not None and burst != 1:
-        raise ConfigError("--trace says when requests come; drop --burst")
+    if trace is not None:
+        _check_alone(rate=rate, burst=burst, requests=requests, seed=seed, first_p99=first_p99, gap_p99=gap_p99)
+    come = _Come(burst or 1, 200 if requests is None else requests, seed or 0)
     use_threads(machine.threads)
+    if length and drafter and set(drafter) == {"none"}:
+        raise ConfigError(f"--length {length} is of a draft, and --drafter none drafts nothing; drop one")
     named = [Method("none"), *(Method(one, length) for one in drafter or ["suffix"] if one != "none")]
     check_draft_weights(machine, named)
     resources, recorded = open_recording(recording, model, named, data, machine)
     world = _World(recorded, Profile.load(profile), resources, batch_size)
-    loads = _arrivals(rate, burst, trace, requests, seed)
+    loads = come.at_all(rate or "1,2,4,8") if trace is None else [(trace.name, from_trace(trace))]
     lines: list[dict[str, Any]] = []
+    searched: list[dict[str, Any]] = []
     for method in named:
         for name, times in loads:
             with loading(f"{method.name} at {name}"):
                 lines.append(_facts(method, name, world.answered(method, times)))
-    searched = []
-    if promise != Target() and trace is None:
-        for method in named:
+        if promise != Target():
             with loading(f"{method.name}: the highest rate"):
-                searched.append(_highest(world, method, promise, (burst, requests, seed), total))
+                searched.append(_highest(world, method, promise, come, total))
     if as_json:
         for line in [*lines, *searched]:
             typer.echo(json.dumps(line))
@@ -105,6 +107,8 @@ class _World:
     def answered(self, method: Method, times: Sequence[float]) -> Load:
         """A load, with a drafter that has seen nothing yet."""
         recipe = read_drafter(method.drafter)
+        if recipe.loads_model and method.drafter not in self.profile.drafts:
+            raise ConfigError(f"drafter={method.drafter!r} takes time of its own, which the profile does not hold")
         made = recipe.prepare(self.resources)()
         return foresee(
             self.recorded,
@@ -124,18 +128,34 @@ class _World:
         return lambda batch, count: self.profile.draft_seconds(drafter, batch, count)
 
 
-def _arrivals(rate: str, burst: int, trace: Path | None, requests: int, seed: int) -> list[tuple[str, list[float]]]:
-    if trace is not None:
-        return [(trace.name, from_trace(trace))]
-    try:
-        rates = [float(part) for part in rate.split(",")]
-    except ValueError:
-        raise ConfigError(f"--rate {rate!r} must be numbers separated by commas, as 0.5,1,2") from None
-    return [(f"{one:g}/s", _at(one, burst, requests, seed)) for one in rates]
+def _check_alone(**others: Any) -> None:
+    """ConfigError for what says when requests come beside a trace, or is searched over rates."""
+    for name, value in others.items():
+        if value is not None:
+            raise ConfigError(f"--trace says when requests come; drop --{name.replace('_', '-')}")
 
 
-def _at(rate: float, burst: int, requests: int, seed: int) -> list[float]:
-    return poisson(rate, requests, seed) if burst == 1 else bursts(rate, requests, burst, seed)
+@dataclass(frozen=True, slots=True)
+class _Come:
+    """How requests come, whatever their rate."""
+
+    burst: int
+    requests: int
+    seed: int
+
+    def at(self, rate: float) -> list[float]:
+        """The times at so many a second."""
+        if self.burst == 1:
+            return poisson(rate, self.requests, self.seed)
+        return bursts(rate, self.requests, self.burst, self.seed)
+
+    def at_all(self, rates: str) -> list[tuple[str, list[float]]]:
+        """(what it is called, the times) of each rate."""
+        try:
+            some = [float(part) for part in rates.split(",")]
+        except ValueError:
+            raise ConfigError(f"--rate {rates!r} must be numbers separated by commas, as 0.5,1,2") from None
+        return [(f"{one:g}/s", self.at(one)) for one in some]
 
 
 def _facts(method: Method, name: str, load: Load) -> dict[str, Any]:
@@ -147,15 +167,10 @@ def _facts(method: Method, name: str, load: Load) -> dict[str, Any]:
     return out
 
 
-def _highest(
-    world: _World, method: Method, promise: Target, how: tuple[int, int, int], total: float | None
-) -> dict[str, Any]:
-    burst, requests, seed = how
-    full = world.answered(method, [0.0] * requests)
+def _highest(world: _World, method: Method, promise: Target, come: _Come, total: float | None) -> dict[str, Any]:
+    full = world.answered(method, [0.0] * come.requests)
     most = len(full.requests) / full.seconds  # a full batch answers no more
-    found = highest_rate(
-        lambda rate: world.answered(method, _at(rate, burst, requests, seed)), promise, low=most * _LOWEST, high=most
-    )
+    found = highest_rate(lambda rate: world.answered(method, come.at(rate)), promise, low=most * _LOWEST, high=most)
     out: dict[str, Any] = {"method": method.name, "highest_rate": found}
     return out if total is None else out | {"replicas": replicas(total, found), "total_rate": total}
 
