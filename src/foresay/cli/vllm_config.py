@@ -9,11 +9,11 @@ from typing import Annotated, Any
 
 import typer
 
-from foresay.cli.options import DEFAULT_MODEL, ModelOption
-from foresay.errors import ConfigError
+from foresay.cli.common import model_name
+from foresay.cli.options import ModelOption
 from foresay.integrations.vllm_arguments import llm_arguments, serve_command
 from foresay.lab.bench.peers.base import model_folder
-from foresay.methods.settings_file import FILE, Settings, is_settings, read_settings
+from foresay.methods.settings_file import Settings, is_settings, read_settings
 from foresay.models.sources.packaged import ALIASES
 
 
@@ -30,7 +30,8 @@ def run(
 
     A trained head is vLLM's own method: write it with `foresay export` first, and name that folder.
     """
-    settings = _settings(model)
+    name = model_name(model)
+    settings = read_settings(name) if is_settings(name) else Settings(target=name)
     given: dict[str, Any] = {name: value for name, value in (("drafter", drafter), ("length", length)) if value}
     settings = dataclasses.replace(settings, **given)
     arguments = llm_arguments(settings, _place(settings.target))
@@ -41,15 +42,3 @@ def run(
 def _place(target: str) -> str:
     """Where vLLM finds a model: of an alias the folder of its weights; a hub's name is vLLM's to look up."""
     return model_folder(target) if target in ALIASES or Path(target).exists() else target
-
-
-def _settings(model: str | None) -> Settings:
-    """Those of the file that is named or lies here, else a target alone."""
-    if model is None and not Path(FILE).is_file():
-        return Settings(target=DEFAULT_MODEL)
-    name = FILE if model is None else model
-    if not is_settings(name):
-        return Settings(target=name)
-    if not Path(name).is_file():
-        raise ConfigError(f"there is no settings file {name!r}")
-    return read_settings(name)

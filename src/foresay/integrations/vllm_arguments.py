@@ -7,22 +7,22 @@ silently. Imports nothing of vLLM.
 from __future__ import annotations
 
 import json
-import re
 import shlex
 from collections.abc import Mapping
 from typing import Any
 
 from foresay.checks import check_int
-from foresay.errors import ConfigError, UnsupportedModelError
+from foresay.errors import ConfigError, UnknownNameError, UnsupportedModelError
 from foresay.integrations.vllm import check_settings
+from foresay.lengths import ConstantLength
 from foresay.methods.expressions import Call, parse
 from foresay.methods.recipes import read_drafter, read_length
 from foresay.methods.settings_file import Settings
+from foresay.models.sources.load_options import DTYPES
 from foresay.models.sources.packaged import packaged_head
 
 PROPOSER = "foresay.integrations.vllm.Proposer"
 """Where vLLM finds the class."""
-_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _OWN = {"head": "eagle3", "model": "draft_model"}
 """Drafters with weights that vLLM runs itself, and its methods for them."""
 
@@ -36,8 +36,10 @@ def llm_arguments(settings: Settings, folder: str) -> dict[str, Any]:
     if settings.weights not in (None, "auto", "bf16"):
         raise ConfigError(f"weights={settings.weights!r}: vLLM rounds weights in its own ways; leave it out")
     out: dict[str, Any] = {"model": folder}
-    if settings.dtype not in (None, "auto"):
-        out["dtype"] = _DTYPES.get(str(settings.dtype), settings.dtype)
+    if settings.dtype is not None and settings.dtype != "auto":
+        if settings.dtype not in DTYPES:
+            raise UnknownNameError("dtype", settings.dtype, ["auto", *DTYPES])
+        out["dtype"] = str(DTYPES[settings.dtype]).removeprefix("torch.")
     if settings.max_batch_size is not None:
         out["max_num_seqs"] = settings.max_batch_size
     if drafter == "none":
@@ -56,9 +58,8 @@ def llm_arguments(settings: Settings, folder: str) -> dict[str, Any]:
 
 def _constant(length: str | int | None) -> int | None:
     """A length that is a number."""
-    if isinstance(length, str):
-        return int(length) if re.fullmatch(r"\d+", length, re.ASCII) else None
-    return length
+    policy = None if length is None else read_length(length)
+    return policy.num_draft_tokens if isinstance(policy, ConstantLength) else None
 
 
 def _looked_up(drafter: str, settings: Settings) -> dict[str, Any]:

@@ -134,6 +134,7 @@ def test_a_head_and_a_draft_model_are_vllms_own() -> None:
         ({"rule": "block"}, "a rule of its own"),
         ({"drafter": "head(smollm2-135m)"}, "foresay export"),
         ({"drafter": "head(x, sample=true)"}, "sample"),
+        ({"dtype": "bf61"}, "bf61"),
         ({"weights": "int4"}, "rounds weights in its own ways"),
     ],
 )

@@ -11,7 +11,7 @@ import pytest
 
 from foresay.decoding.outcome import Step
 from foresay.decoding.rows import Rows, RuleNeeds
-from foresay.lengths import ConstantLength, ThroughputLength, paid
+from foresay.lengths import ConstantLength, ThroughputLength, paid, trials
 from helpers.making import make_row
 
 FOUND = 8
@@ -198,10 +198,13 @@ def test_a_look_up_that_is_not_free(accept: float, pays: bool, batch: int) -> No
     assert settled(world) > 0.95 * best, world.asked[:60]
 
 
-def test_hope_ends() -> None:
-    """A drafter whose guesses never hold but cost next to nothing is not tried for ever."""
-    world = World(0.0, 0.0, 0.004, 0.01)
-    policy = ThroughputLength()
-    world.rate(policy, 300)
-    world.rate(policy, 600)
-    assert sum(n > 0 for n in world.asked) < 60, sum(n > 0 for n in world.asked)
+def test_hope_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guesses that never hold but cost next to nothing are not tried for ever; control: they were, without a bound."""
+    tried = {}
+    for most in (trials._FURTHER, 1 << 30):
+        monkeypatch.setattr(trials, "_FURTHER", most)
+        world, policy = World(0.0, 0.0, 0.004, 0.01), ThroughputLength()
+        world.rate(policy, 300)
+        world.rate(policy, 600)
+        tried[most] = sum(n > 0 for n in world.asked)
+    assert tried[12] < 60 and tried[1 << 30] > 2 * tried[12], tried

@@ -161,9 +161,8 @@ class TransformersModel:
 
     def _padded(self, scores: torch.Tensor) -> torch.Tensor:
         """The logits of a head that was not trimmed over all ids [..., V]; ids that it lacks get -inf."""
-        missing = (
-            0 if self.columns is not None else self.vocab_size - scores.shape[-1]
-        )  # embeddings larger than the head
+        # embeddings may be larger than the head
+        missing = 0 if self.columns is not None else self.vocab_size - scores.shape[-1]
         return F.pad(scores, (0, missing), value=-torch.inf) if missing > 0 else scores
 
     def _replayed(self, feed: Feed, cache: SlotCache) -> tuple[torch.Tensor | None, Mapping[int, torch.Tensor]] | None:
