@@ -31,7 +31,7 @@ bench: $(READY)
 	$(VENV)/bin/python benchmarks/engine.py --write
 
 test-browser: $(READY)
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check playwright
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt playwright
 	$(VENV)/bin/python -m pytest tests/browser
 
 test-engines: $(READY) $(VLLM)/.ready
