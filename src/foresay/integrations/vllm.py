@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from foresay.checks import check_int
 from foresay.decoding.protocols import Drafter, ProposesTrees
@@ -27,6 +26,7 @@ from foresay.methods.recipe import Recipe, Resources
 from foresay.methods.recipes import read_drafter, read_length
 from foresay.models.recording import RecordedText, RecordingModel
 from foresay.models.sources.catalog import LoadedModel
+from foresay.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("foresay")
 
@@ -40,7 +40,9 @@ def check_settings(given: Mapping[str, Any]) -> dict[str, str]:
         if name not in SETTINGS:
             raise UnknownNameError("setting of foresay in vLLM", name, set(SETTINGS))
     out = {name: str(given.get(name, usual)) for name, usual in SETTINGS.items()}
-    _looked_up(out["drafter"])
+    recipe = _looked_up(out["drafter"])
+    if not recipe.reads_target:  # else it is checked once its table can be read
+        _check_chain(_built(recipe, "", 1, None), out["drafter"])
     policy = read_length(out["length"])
     if policy.needs_hidden:
         raise ConfigError(f"length={out['length']!r} reads a draft's hidden states, of which vLLM shows none")
@@ -145,9 +147,12 @@ def _made(recipe: Recipe, model: Any) -> Drafter:
 
         trusts = bool(getattr(model, "trust_remote_code", False))
         tokenizer = AutoTokenizer.from_pretrained(str(model.tokenizer), trust_remote_code=trusts)
-    stand_in = RecordingModel(
-        [RecordedText([0], [0])], int(model.get_vocab_size()), max_length=int(model.max_model_len)
-    )
-    drafter = recipe.prepare(Resources(LoadedModel(str(model.model), stand_in, tokenizer, frozenset())))()
-    assert drafter is not None and stand_in.device == torch.device("cpu")
+    return _built(recipe, str(model.model), int(model.get_vocab_size()), tokenizer)
+
+
+def _built(recipe: Recipe, name: str, vocab_size: int, tokenizer: Tokenizer | None) -> Drafter:
+    """A drafter over so many tokens, without a model."""
+    stand_in = RecordingModel([RecordedText([0], [0])], vocab_size)
+    drafter = recipe.prepare(Resources(LoadedModel(name, stand_in, tokenizer, frozenset())))()
+    assert drafter is not None, "what drafts nothing was refused"
     return drafter

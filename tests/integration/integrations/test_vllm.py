@@ -132,6 +132,8 @@ def test_a_head_and_a_draft_model_are_vllms_own() -> None:
         ({"drafter": "model(x, vocabulary=y)"}, "vocabulary"),
         ({"rule": "coupled"}, "a rule of its own"),
         ({"rule": "block"}, "a rule of its own"),
+        ({"drafter": "suffix_tree"}, "proposes trees"),
+        ({"drafter": "ngram_store(filler_top_k=4)"}, "learns from the target's scores"),
         ({"drafter": "head(smollm2-135m)"}, "foresay export"),
         ({"drafter": "head(x, sample=true)"}, "sample"),
         ({"dtype": "bf61"}, "bf61"),
