@@ -178,6 +178,8 @@ def check_method(recording: Recording, drafter: Drafter | None, rule: Rule) -> N
         raise ConfigError(f"rule={rule.name!r} looks at the target's scores, which a recording lacks; run it live")
     if any(getattr(one, "filler_top_k", 1) > 1 for one in members(drafter)):
         raise ConfigError("filler_top_k above 1 learns from the target's scores, which a recording lacks; run it live")
+    if drafter is not None and drafter.hidden_layers:
+        raise ConfigError("a head reads the target's hidden states, which a recording lacks; run it live")
     if not recording.greedy and rule.name != "speculative":
         raise ConfigError(f"a sampled recording tells what 'speculative' accepts, not rule={rule.name!r}; run it live")
 

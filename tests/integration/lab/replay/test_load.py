@@ -167,6 +167,10 @@ def test_what_cannot_be_foreseen_is_an_error() -> None:
     sampled = Recording(recording().records, 512, params={"temperature": 0.7, "max_new_tokens": TOKENS})
     with pytest.raises(ConfigError, match="greedy"):
         foresee(sampled, profile(), [0.0], None, ConstantLength(0))
+    reads = SuffixDrafter()
+    reads.hidden_layers = (2,)
+    with pytest.raises(ConfigError, match="hidden states"):
+        foresee(recording(), profile(), [0.0], reads, ConstantLength(2))
     with pytest.raises(ConfigError, match="rate"):
         poisson(0, 5)
     with pytest.raises(ConfigError, match="no timings"):
