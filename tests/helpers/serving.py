@@ -13,6 +13,7 @@ import uvicorn
 
 import foresay
 from foresay.server.app import make_app
+from foresay.server.running import limit_unread
 from foresay.server.service import Service
 from foresay.server.settings import ServerSettings
 
@@ -29,6 +30,7 @@ class Running:
         held = socket.create_server(("127.0.0.1", 0))
         if send_buffer is not None:
             held.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
+        limit_unread(held, self.service.settings.unread_s)
         self.port = held.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self._server = uvicorn.Server(uvicorn.Config(make_app(self.service), log_level="error"))
@@ -48,6 +50,11 @@ class Running:
         """What its metrics say, 0 for what they do not name."""
         lines = httpx.get(f"{self.url}/metrics").text.splitlines()
         return next((float(line.split()[1]) for line in lines if line.startswith(f"foresay_{name} ")), 0.0)
+
+    @property
+    def connections(self) -> int:
+        """Those that are open."""
+        return len(self._server.server_state.connections)
 
     def drain(self) -> None:
         """Let what is under way end."""

@@ -18,7 +18,7 @@ import foresay
 SOURCE = Path(foresay.__file__).parent
 LAYERS = [
     {"errors"},
-    {"checks", "files"},
+    {"checks", "files", "threads"},
     {"decoding"},
     {"lengths", "text", "engine"},
     {"models"},

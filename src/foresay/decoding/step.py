@@ -16,6 +16,7 @@ from time import perf_counter
 import torch
 import torch.nn.functional as F
 
+from foresay import threads
 from foresay.decoding.laws import Laws
 from foresay.decoding.outcome import FinishReason, Origin, Step, TokenLogprob
 from foresay.decoding.proposal import Proposal, Verdict
@@ -54,8 +55,9 @@ def step(
     starts = list(cache.lengths[: len(rows)])
     output = score(rows, proposal, target, cache, drafter.hidden_layers if drafter is not None else ())
     scored = perf_counter()
-    laws = output.laws(rows, proposal)
-    verdict = rule.judge(laws, judged(proposal, laws), rows.streams(target.device))
+    with threads.together(0 if output.logits is None else output.logits.numel()):
+        laws = output.laws(rows, proposal)
+        verdict = rule.judge(laws, judged(proposal, laws), rows.streams(target.device))
     for observer in observers:
         observer(rows, proposal, laws, verdict, output)
     committed = commit(rows, proposal, verdict, output, laws)

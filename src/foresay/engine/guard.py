@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -17,9 +18,11 @@ import torch
 from foresay.decoding.proposal import Proposal, Verdict
 from foresay.decoding.protocols import Drafter, KVCache, LengthPolicy, ModelOutput, Move, UsesTargetCache
 from foresay.decoding.rows import Rows
+from foresay.threads import together
 
 logger = logging.getLogger("foresay")
 MAX_FAILURES = 3
+_OURS = "foresay."
 _SUM = 1e-3
 """How far from 1 a law may sum: float32 over any vocabulary stays well within."""
 
@@ -40,11 +43,16 @@ class GuardedDrafter:
         """Whether the present rows are drafted for."""
         return self._active
 
+    def _threads(self) -> AbstractContextManager[None]:
+        """What the drafter runs under. One that was written elsewhere may bring a model of its own, and is left every core."""
+        return nullcontext() if type(self.inner).__module__.startswith(_OURS) else together()
+
     def _try(self, action: Callable[[], Proposal | None]) -> Proposal | None:
         if not self._active:
             return None
         try:
-            return action()
+            with self._threads():
+                return action()
         except Exception as error:  # whatever a drafter raises, out of memory included, must not end a request
             self.failures += 1
             self.last_error = error

@@ -13,6 +13,7 @@ import logging
 import secrets
 from collections import deque
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import numpy as np
 
@@ -38,6 +39,7 @@ from foresay.engine.guard import GuardedDrafter
 from foresay.engine.prefixes import PrefixStore
 from foresay.engine.row_moves import plan_moves
 from foresay.errors import ConfigError, ContextLengthError, OutOfMemoryError, PromptError, UnsupportedModelError
+from foresay.threads import alone
 
 logger = logging.getLogger("foresay")
 
@@ -241,6 +243,10 @@ class Engine:
 
     def step(self) -> list[Step]:
         """Admit, prefill, decode once. Returns one Step per decoded row; none while only prompts are filled."""
+        with alone() if self.target.capabilities.own_threads else nullcontext():
+            return self._step()
+
+    def _step(self) -> list[Step]:
         ended = self._cancel()
         self._admit()
         self._prefill()

@@ -8,6 +8,7 @@ the draft lacks is read as its last one. Does not compare tokenizers (text/token
 from __future__ import annotations
 
 import dataclasses
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from foresay.decoding.laws import Columns
 from foresay.decoding.protocols import Capabilities, Feed, KVCache, LanguageModel, Logits, ModelOutput
 from foresay.decoding.rows import Rows
+from foresay.threads import together
 
 
 class VocabularyAdapter(LanguageModel):
@@ -37,17 +39,23 @@ class VocabularyAdapter(LanguageModel):
 
     def admit(self, rows: Rows, first: int, cache: KVCache) -> None:
         """Add an empty cache row for each row from index `first` on."""
-        self.inner.admit(rows, first, cache)
+        with self._threads():
+            self.inner.admit(rows, first, cache)
 
     def forward(self, feed: Feed, cache: KVCache) -> ModelOutput:
         """One pass, logits [B, T, V]; see LanguageModel.forward."""
         if feed.logits is not Logits.NONE:
             self.row_passes += sum(count > 0 for count in feed.num_tokens)
         known = feed.token_ids.clamp(max=self.inner.vocab_size - 1)
-        out = self.inner.forward(dataclasses.replace(feed, token_ids=known), cache)
+        with self._threads():
+            out = self.inner.forward(dataclasses.replace(feed, token_ids=known), cache)
         if out.logits is None or (out.columns is not None and self._takes(out.columns)):
             return out
         return ModelOutput(self.adapted(out.scores()), out.hidden)
+
+    def _threads(self) -> AbstractContextManager[None]:
+        """What the model runs under: PyTorch's operations on every core, unless it has threads of its own."""
+        return nullcontext() if self.inner.capabilities.own_threads else together()
 
     def _takes(self, columns: Columns) -> bool:
         """Whether narrow scores may stay as they are."""

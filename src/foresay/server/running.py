@@ -20,6 +20,9 @@ SPARE_S = 5
 """Seconds for answers to be sent once nothing is decoded any more."""
 
 
+_MOST_MS = (1 << 31) - 1
+
+
 class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, service: Service, say: Callable[[str], None]) -> None:
         super().__init__(config)
@@ -30,6 +33,7 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         for server in self.servers if self.started else ():
             for one in server.sockets:
+                limit_unread(one, self._service.settings.unread_s)
                 host, port = one.getsockname()[:2]
                 self._say(f"http://{f'[{host}]' if ':' in host else host}:{port}")
 
@@ -38,6 +42,16 @@ class _Server(uvicorn.Server):
             self._service.draining = True  # what comes from now on is sent elsewhere
             asyncio.run_coroutine_threadsafe(self._service.drain(), self._loop)
         super().handle_exit(sig, frame)
+
+
+def limit_unread(listening: socket.socket, seconds: float) -> None:
+    """End every later connection of a listening socket whose client takes nothing for so long of what is sent.
+
+    The event loop cannot: what is to be sent waits in the kernel, and closing waits for it to be taken.
+    """
+    option = getattr(socket, "TCP_USER_TIMEOUT", None)
+    if option is not None:
+        listening.setsockopt(socket.IPPROTO_TCP, option, min(math.ceil(seconds * 1000), _MOST_MS))
 
 
 def serve(service: Service, *, warm: bool = False, say: Callable[[str], None] = lambda address: None) -> None:

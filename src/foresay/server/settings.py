@@ -42,6 +42,8 @@ class ServerSettings:
     """Ways of drafting that are kept ready at a time."""
     body_s: float = 60.0
     """How long a client may take to send its request."""
+    unread_s: float = 120.0
+    """How long a client may take nothing of what waits for it; its connection is then closed (on Linux)."""
     timeout_s: float = 600.0
     """Of one request."""
     drain_s: float = 30.0
@@ -62,7 +64,7 @@ class ServerSettings:
             if not name or "/" in name or (":" in name and not name.startswith("[")):
                 raise ConfigError(f"hosts: {name!r} is no name of a host; leave scheme and port out")
         check_float("drain_s", self.drain_s, 0.0, 1e6)
-        for name in ("timeout_s", "body_s"):
+        for name in ("timeout_s", "body_s", "unread_s"):
             check_float(name, getattr(self, name), 0.001, 1e6)
         if self.host not in LOOPBACK and not self.keys and not self.open_to_all:
             raise ConfigError(

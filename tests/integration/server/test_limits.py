@@ -160,6 +160,21 @@ class TestWhoReadsSlowly:
                 rest += part
         assert rest.count(b"data: ") > 100 and b"[DONE]" in rest
 
+    @pytest.mark.parametrize("unread_s", [0.5, 120.0])
+    def test_who_reads_nothing_is_given_up(self, serve: Any, unread_s: float) -> None:
+        running = serve(send_buffer=4096, unread_s=unread_s)
+        text = json.dumps({**LONG, "max_tokens": 1500, "stream": True}).encode()
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        with socket.socket() as held:
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            held.connect(("127.0.0.1", running.port))
+            held.settimeout(60)
+            held.sendall(head + f"Content-Length: {len(text)}\r\n\r\n".encode() + text)
+            until = time.monotonic() + 4
+            while not (gone := not running.connections) and time.monotonic() < until:
+                time.sleep(0.1)
+        assert gone is (unread_s < 1)
+
 
 class TestDrafters:
     def test_one_that_fails_at_random_changes_no_answer(

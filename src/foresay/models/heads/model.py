@@ -130,7 +130,8 @@ class HeadModel(LanguageModel):
     def capabilities(self) -> Capabilities:
         """See LanguageModel."""
         apart = self._native is not None
-        return Capabilities(trees=True, num_layers=LAST, fill_together=apart or self.device.type != "cpu", ragged=apart)
+        together = apart or self.device.type != "cpu"
+        return Capabilities(trees=True, num_layers=LAST, fill_together=together, ragged=apart, own_threads=apart)
 
     def new_cache(self) -> SlotCache:
         """A cache without rows."""

@@ -107,6 +107,7 @@ class TransformersModel:
             fill_chunk=MAX_TOKENS,
             fill_together=not on_cpu or self.rows_apart,
             ragged=self.rows_apart,
+            own_threads=self.rows_apart,
         )
 
     def cache_bytes(self, rows: int, length: int) -> int:

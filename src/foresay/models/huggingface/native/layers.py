@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from foresay import threads
 from foresay.models.huggingface.gated_layer import GatedLayer, Norm
 from foresay.models.huggingface.native import structs
 from foresay.models.huggingface.native.build import library
@@ -162,7 +163,7 @@ class NativeLayers:
         asked = structs.Pass(
             tokens=count,
             columns=tokens.columns,
-            threads=torch.get_num_threads(),
+            threads=threads.wanted(),
             cache_is_bf16=CACHES[self._dtype],
             rows=tokens.rows.data_ptr(),
             slots=tokens.slots.data_ptr(),

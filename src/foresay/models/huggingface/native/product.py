@@ -14,6 +14,7 @@ import torch
 from foresay.models.huggingface.native import structs
 from foresay.models.huggingface.native.build import library
 from foresay.models.huggingface.rounding import GROUP, Groups, rounded_int4, rounded_int8
+from foresay.threads import wanted
 
 BLOCKS = ("Q4_0", "Q4_1", "Q4_K")
 """Types of a GGUF file that are packed as they are, by the numbers that blocks.h knows them by."""
@@ -47,7 +48,7 @@ class CompiledProduct:
         if rows.dtype not in _FORMATS:
             return self(x.float()).to(x.dtype)
         out = rows.new_empty(len(rows), self.out_features)
-        threads = torch.get_num_threads()
+        threads = wanted()
         self._multiply(
             ctypes.byref(self.struct), rows.data_ptr(), out.data_ptr(), len(rows), rows.dtype is torch.bfloat16, threads
         )
@@ -104,7 +105,7 @@ class NativeProduct(CompiledProduct):
         weights = torch.zeros(panels, depth // 4, 16, dtype=torch.int32)
         scales = torch.zeros(panels, depth // GROUP, 2, PANEL, dtype=torch.float16)
         places = [one.contiguous().data_ptr() for one in (rows, kinds)]
-        found.foresay_pack(*places, len(rows), depth, weights.data_ptr(), scales.data_ptr(), torch.get_num_threads())
+        found.foresay_pack(*places, len(rows), depth, weights.data_ptr(), scales.data_ptr(), wanted())
         return cls(_INT4, weights, scales, (len(rows), depth), bias)
 
     @classmethod

@@ -1,0 +1,136 @@
+"""How many threads PyTorch takes where, seen by what runs there."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from foresay import threads
+from foresay.decoding.proposal import Proposal
+from foresay.decoding.protocols import Feed, KVCache, LengthPolicy, ModelOutput
+from foresay.decoding.rows import Rows
+from foresay.decoding.sampling_params import SamplingParams
+from foresay.drafters import ModelDrafter
+from foresay.models.table import TableModel
+from helpers.support import Always, run
+
+MANY = 3
+VOCAB = 7
+
+
+@pytest.fixture(autouse=True)
+def many() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(MANY)
+    yield
+    torch.set_num_threads(before)
+
+
+def elsewhere() -> list[int]:
+    """What a thread that begins now is given."""
+    seen: list[int] = []
+    other = threading.Thread(target=lambda: seen.extend([torch.get_num_threads(), threads.wanted()]))
+    other.start()
+    other.join()
+    return seen
+
+
+def test_alone_is_one_thread_here_and_nowhere_else() -> None:
+    with threads.alone():
+        assert (torch.get_num_threads(), threads.wanted()) == (1, MANY)
+        assert elsewhere() == [MANY, MANY]
+    assert (torch.get_num_threads(), threads.wanted()) == (MANY, MANY)
+
+
+def test_what_is_worth_it_gets_every_core_inside() -> None:
+    with threads.alone():
+        with threads.together(threads.WORTH_IT - 1):
+            assert torch.get_num_threads() == 1
+        with threads.together():
+            assert (torch.get_num_threads(), threads.wanted()) == (MANY, MANY)
+        assert (torch.get_num_threads(), threads.wanted()) == (1, MANY)
+    assert torch.get_num_threads() == MANY
+
+
+def test_together_outside_changes_nothing() -> None:
+    with threads.together():
+        assert (torch.get_num_threads(), threads.wanted()) == (MANY, MANY)
+
+
+def test_an_error_inside_leaves_what_was() -> None:
+    with pytest.raises(ZeroDivisionError), threads.alone():
+        with pytest.raises(KeyError), threads.together():
+            raise KeyError
+        assert torch.get_num_threads() == 1
+        raise ZeroDivisionError
+    assert (torch.get_num_threads(), threads.wanted()) == (MANY, MANY)
+
+
+def test_nested_ends_with_the_outer_one() -> None:
+    with threads.alone():
+        with threads.alone():
+            assert threads.wanted() == MANY
+        assert (torch.get_num_threads(), threads.wanted()) == (1, MANY)
+    assert torch.get_num_threads() == MANY
+
+
+def test_what_the_user_sets_inside_stays() -> None:
+    with threads.alone():
+        torch.set_num_threads(2)
+    assert (torch.get_num_threads(), threads.wanted()) == (2, 2)
+
+
+def test_a_user_with_one_thread_keeps_it() -> None:
+    torch.set_num_threads(1)
+    with threads.alone(), threads.together():
+        assert (torch.get_num_threads(), threads.wanted()) == (1, 1)
+    assert torch.get_num_threads() == 1
+
+
+class Watched(TableModel):
+    """Remembers how many threads its passes had."""
+
+    def forward(self, feed: Feed, cache: KVCache) -> ModelOutput:
+        self.__dict__.setdefault("seen", set()).add(torch.get_num_threads())
+        return super().forward(feed, cache)
+
+
+class Own(Watched):
+    """The same with threads of its own, as it says."""
+
+    capabilities = dataclasses.replace(TableModel.capabilities, own_threads=True)
+
+
+class Foreign(Always):
+    """A drafter that was written outside of foresay."""
+
+    def propose(self, rows: Rows, budget: Sequence[int], policy: LengthPolicy) -> Proposal:
+        self.__dict__.setdefault("seen", set()).add(torch.get_num_threads())
+        return super().propose(rows, budget, policy)
+
+
+def table(kind: type[Watched]) -> Any:
+    made = TableModel.random(VOCAB, seed=4, concentration=0.3)
+    return kind(made.table)
+
+
+def decode(target: Any, drafter: Any) -> None:
+    params = [SamplingParams(max_new_tokens=6), SamplingParams(max_new_tokens=4, temperature=1.0)]
+    run(target, [[1, 2], [3]], params, drafter=drafter, gamma=2)
+
+
+@pytest.mark.parametrize("kind", [Own, Watched])
+def test_only_a_target_with_threads_of_its_own_takes_them_from_others(kind: type[Watched]) -> None:
+    target, draft, own, foreign = table(kind), table(Watched), table(Own), Foreign([[1] * 6, [2] * 4])
+    for drafter in (ModelDrafter(draft, VOCAB), ModelDrafter(own, VOCAB), foreign):
+        decode(target, drafter)
+    few = {1} if kind is Own else {MANY}
+    assert target.seen == few
+    assert draft.seen == {MANY}, "a draft of PyTorch's operations needs every core"
+    assert own.seen == few
+    assert foreign.__dict__["seen"] == {MANY}, "nobody knows what it brings"
