@@ -62,12 +62,14 @@ def test_together_outside_changes_nothing() -> None:
         assert (torch.get_num_threads(), threads.wanted()) == (MANY, MANY)
 
 
-def test_an_error_inside_leaves_what_was() -> None:
-    with pytest.raises(ZeroDivisionError), threads.alone():
-        with pytest.raises(KeyError), threads.together():
+@pytest.mark.parametrize("inner", [threads.alone, threads.together])
+def test_an_error_inside_leaves_what_was(inner: Any) -> None:
+    with threads.alone():
+        with pytest.raises(KeyError), inner():
             raise KeyError
-        assert torch.get_num_threads() == 1
-        raise ZeroDivisionError
+        assert (torch.get_num_threads(), threads.wanted()) == (1, MANY)
+    with pytest.raises(KeyError), threads.alone():
+        raise KeyError
     assert (torch.get_num_threads(), threads.wanted()) == (MANY, MANY)
 
 
