@@ -70,23 +70,3 @@ def best_for_each(
     chosen = order[: last + 1][within[bound, : last + 1]]
     counts = np.bincount(chosen // most, minlength=batch)
     return [int(counts[i]) if n is None else n for i, n in enumerate(held)]
-
-
-def least_confidence(
-    lengths: Sequence[int], chances: FloatArray, passes: Curve, drafting: FloatArray, ground: Ground, *, ragged: bool
-) -> FloatArray:
-    """How sure a draft must be of each token for one more to pay, [K - 1].
-
-    lengths: the budgets of the greatest throughput. Behind token j, of which the draft says q, the next one holds with
-    P(j - 1 hold) q P(j + 1 hold) / P(j hold) for what rows did so far, and costs its share of a pass of the draft, d, and of the
-    target, c: it pays where that is more than r (d + c), r being `Ground.rate`. chances, drafting: as in `best_for_each`.
-    """
-    lengths = [min(n, len(drafting)) for n in lengths]  # rows may be held to more than is thought of here
-    rows = [i for i, n in enumerate(lengths) if n]
-    wide = ground.columns + sum(lengths) if ragged else max(ground.columns, *lengths)
-    column = float(passes.at(wide + 1) - passes.at(wide)) / (1 if ragged else len(rows))
-    each = np.diff(drafting) / len(rows) + column
-    held = np.concatenate([[1.0], chances[rows].mean(0)])
-    goes_on = held[2:] / np.maximum(held[1:-1], 1e-6)
-    out: FloatArray = ground.rate * each / np.maximum(held[:-2] * goes_on, 1e-6)
-    return out

@@ -23,6 +23,8 @@ _EXACT, _RATIO = 4, 1.3
 """Sizes up to the first have measurements of their own; above, those within this ratio share theirs."""
 _DOUBT = 4
 """Measurements that count as much as what other sizes make one expect, while there are few."""
+_PROPORTION = 2.0
+"""Measurements that count as much as the thought that drafts take time in proportion to their tokens."""
 _REDRAW = 8
 """Measurements after which a curve is drawn anew, once there are many: drawing takes longer than many a step may wait."""
 _TINY = 1e-9
@@ -79,14 +81,17 @@ class _Costs(ABC):
 
     def curve(self, batch: int) -> Curve | None:
         """The curve of the batch size nearest to `batch`; None when no batch size within a factor of two was measured."""
-        near = [b for b in self._kinds if b <= 2 * batch and batch <= 2 * b]
-        if not near:
+        best = self._nearest(batch)
+        if best is None:
             return None
-        best = min(near, key=lambda b: (abs(b - batch), b))
         if best not in self._curves:
             kinds = self._kinds[best]
             self._curves[best] = self._drawn({number: kinds[number] for number in sorted(kinds)})
         return self._curves[best]
+
+    def _nearest(self, batch: int) -> int | None:
+        near = [b for b in self._kinds if b <= 2 * batch and batch <= 2 * b]
+        return min(near, key=lambda b: (abs(b - batch), b)) if near else None
 
     def _of(self, batch: int) -> _Kinds:
         count = self._counts[batch] = self._counts.get(batch, 0) + 1
@@ -132,22 +137,39 @@ class PassCosts(_Costs):
 
 
 class DraftCosts(_Costs):
-    """What drafting takes by the most tokens that a row is asked for; in proportion beyond what was measured."""
+    """What drafting takes by the most tokens of a row: so much to begin with, and so much for each.
+
+    The first draft of a prompt takes the draft's own pass over it along, so a few measurements of one size say little of the
+    slope between two; in proportion is what is thought until there are more.
+    """
 
     def add(self, batch: int, size: float, seconds: float) -> None:
         """Note a draft."""
         self._of(batch).setdefault(_kind(size), _Kind()).add(size, seconds)
 
     def _drawn(self, kinds: _Kinds) -> Curve:
-        points = [(0.0, 0.0)]
-        for kind in kinds.values():
-            points.append((kind.size, max(points[-1][1], kind.value)))
-        return _line(points, points[-1][1] / points[-1][0], 1.0)
+        found = [(kind.size, kind.value, float(len(kind.values))) for kind in kinds.values()]
+        size, value, _ = max(found, key=lambda one: one[2])
+        pairs = [(a, b) for i, a in enumerate(found) for b in found[i + 1 :] if b[0] > a[0]]
+        slopes = [((b[1] - a[1]) / (b[0] - a[0]), min(a[2], b[2])) for a, b in pairs]
+        slope = max(0.0, _middle([(value / size, _PROPORTION), *slopes]))
+        begin = max(0.0, _middle([(value - slope * size, count) for size, value, count in found]))
+        return _line([(0.0, 0.0), (1.0, begin + slope)], slope, 1.0)
 
     def longest_s(self, batch: int) -> float:
         """Seconds of the longest drafts that were measured; 0 where none was."""
-        curve = self.curve(batch)
-        return 0.0 if curve is None else float(curve.seconds[-2])
+        best = self._nearest(batch)
+        return 0.0 if best is None else self._kinds[best][max(self._kinds[best])].value
+
+
+def _middle(weighted: Sequence[tuple[float, float]]) -> float:
+    """The weighted median of (value, weight)."""
+    half = sum(weight for _, weight in weighted) / 2
+    for value, weight in sorted(weighted):
+        half -= weight
+        if half <= 0:
+            return value
+    raise ValueError("of nothing")
 
 
 def _line(points: Sequence[tuple[float, float]], slope: float, unit: float) -> Curve:

@@ -6,18 +6,35 @@ Owns these measurements of one drafter, and its trials. Knows nothing of what el
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from foresay.decoding.outcome import Step
 from foresay.decoding.rows import Rows
-from foresay.lengths.budgets import Ground, best_for_all, best_for_each, least_confidence
-from foresay.lengths.costs import Curve, DraftCosts, FloatArray
+from foresay.lengths.budgets import Ground, best_for_all, best_for_each
+from foresay.lengths.costs import Curve, DraftCosts
+from foresay.lengths.gate import Gate, Price
 from foresay.lengths.reach import Reach
 from foresay.lengths.trials import Trials
 
+_LATELY = 4
+"""Steps of the same rows for which what was found best is taken to be best still: finding it takes a fortieth of a short pass."""
+_TRIED = 0.4
+"""How sure a drafter must be of a token in a trial to draw another, where it says how sure it is."""
 _HOPED = 3.0
 """Guesses that are thought to have held before a drafter is given up, beside those that were seen: a few failures are chance."""
+
+
+@dataclass(slots=True)
+class _Lately:
+    """What was found best for rows."""
+
+    question: Any
+    best: list[int] | None
+    left: int = _LATELY
+    """Steps for which it is taken as it is."""
 
 
 class Paid:
@@ -27,8 +44,9 @@ class Paid:
         """start: tokens of a draft of the first trial. high: most of any. own: names what rows remember of it."""
         self.start, self.high = start, high
         self.drafts, self.reach, self.trials = DraftCosts(), Reach(high, own), Trials()
-        self.least: FloatArray | None = None
-        """How sure it must be of each token for one more to pay; None where it drafts all that it is asked for."""
+        self._memo = f"{own} lately"
+        self.gate = Gate(high, f"{own} of drafts that end")
+        """Where it says how sure it is of its tokens."""
 
     def best(
         self,
@@ -58,26 +76,58 @@ class Paid:
             wide = self.reach.widest()[1 : most + 1]
             length = best_for_all((guessed * chances).sum(0), wide, passes, drafting, ground)
             out = [length * on if n is None else n for n, on in zip(held, asked, strict=True)] if length else None
-        if out is not None and any(out):
-            self.least = least_confidence(out, chances, passes, drafting, ground, ragged=rows.ragged)
         return out
 
     def choose(
         self, rows: Rows, asked: Sequence[bool], held: Sequence[int | None], passes: Curve | None, ground: Ground,
-        *, joined: bool,
+        *, joined: bool, gated: bool = False,
     ) -> list[int]:  # fmt: skip
-        """Budgets, those of a trial and of rows that are held to theirs among them. joined: see `Trials.begin`."""
-        self.least = None
+        """Budgets, those of a trial and of rows that are held to theirs among them. joined: see `Trials.begin`.
+
+        gated: it says how sure it is, so that drafts end by themselves.
+        """
+        if gated:
+            return self._choose_gated(rows, asked, held, passes, ground, joined=joined)
+        self.gate.leave(rows)
         if not self.trials.left:
-            best = self.best(rows, asked, held, passes, ground)
+            best = self._lately(rows, asked, held, passes, ground)
             if best is not None:
                 self.trials.paid()
                 return best
-            if not self.trials.goes_on(self.best(rows, asked, held, passes, ground, hoped=_HOPED) is not None):
+            hopeful = self.trials.just_ended and self.best(rows, asked, held, passes, ground, hoped=_HOPED) is not None
+            if not self.trials.goes_on(hopeful):
                 self.trials.begin(joined)
-            self.least = None
         length = self._of_trial(rows, asked, passes, ground) if self.trials.left else 0
         return [length * on if n is None else n for n, on in zip(held, asked, strict=True)]
+
+    def _choose_gated(
+        self, rows: Rows, asked: Sequence[bool], held: Sequence[int | None], passes: Curve | None, ground: Ground,
+        *, joined: bool,
+    ) -> list[int]:  # fmt: skip
+        """The same where drafts end by themselves: all or nothing."""
+        drafts = self.drafts.curve(sum(asked))
+        if not self.trials.left:
+            best = None
+            if passes is not None and drafts is not None:
+                best = self.gate.worth(rows, asked, held, passes, drafts, ground)
+            if best is not None:
+                self.trials.paid()
+                return best
+            self.trials.begin(joined)
+        self.gate.begin(rows, Price(0.0, _TRIED), asked)
+        length = self.start if self.trials.left else 0
+        return [length * on if n is None else n for n, on in zip(held, asked, strict=True)]
+
+    def _lately(
+        self, rows: Rows, asked: Sequence[bool], held: Sequence[int | None], passes: Curve | None, ground: Ground
+    ) -> list[int] | None:
+        """`best`, of this step or one of the last few that asked the same."""
+        question = (*asked, *held, ground.columns)
+        known: _Lately | None = rows.memo.get(self._memo)
+        if known is None or known.question != question or not known.left or self.trials.just_ended:
+            known = rows.memo[self._memo] = _Lately(question, self.best(rows, asked, held, passes, ground))
+        known.left -= 1
+        return None if known.best is None else list(known.best)
 
     def _of_trial(self, rows: Rows, asked: Sequence[bool], passes: Curve | None, ground: Ground) -> int:
         """The length that loses least if it does not pay, by what is known; the first trial's before anything is."""
@@ -95,6 +145,8 @@ class Paid:
         self, rows: Rows, budgets: Sequence[int], steps: Sequence[Step], kinds: Sequence[int], lost_s: float | None
     ) -> None:
         """A step in which it was asked for these. kinds: of matches. lost_s: see `Trials.drafted`; None where nobody chose."""
-        self.reach.add(rows, budgets, kinds, steps, [n > 0 for n in budgets])
+        mine = [n > 0 for n in budgets]
+        self.reach.add(rows, budgets, kinds, steps, mine)
+        self.gate.learn(rows, steps, mine)
         if lost_s is not None:
             self.trials.drafted(lost_s, steps[0].total_s)

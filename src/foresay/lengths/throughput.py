@@ -22,9 +22,11 @@ rows without a match, when its guesses pay beside what the look-up brought.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Lock
+from time import perf_counter
 
 import numpy as np
 import torch
@@ -70,6 +72,10 @@ class _StepState:
     behind: list[int]
     """What was asked of the drafter behind it."""
     candidates: int = 0
+    drawn: bool = False
+    """Whether a model drew guesses token by token."""
+    own_s: float = 0.0
+    """Seconds of the time of drafting that this policy took itself."""
     """Rows that it might have been asked for."""
 
 
@@ -98,13 +104,16 @@ class ThroughputLength(LengthPolicy):
         """What drafts token by token."""
         self._shown = False
         """Whether the drafter shows what it found, to be chosen from."""
+        self._gated = False
+        """Whether the drafter says how sure it is of each token."""
 
     def budget(self, rows: Rows) -> list[int]:
         """Each row's own where a pass takes the time of its real tokens, else the same for all."""
-        with self._lock:
-            nothing, trimmed = [0] * len(rows), self._chooses(len(rows))
-            state = _StepState(nothing, _STATE not in rows.memo, trimmed, nothing, nothing, nothing)
-            rows.memo[_STATE], held = state, self._held(rows)
+        nothing = [0] * len(rows)
+        state = _StepState(nothing, _STATE not in rows.memo, False, nothing, nothing, nothing)
+        rows.memo[_STATE] = state
+        with self._at_work(rows):
+            state.trimmed, held = self._chooses(len(rows)), self._held(rows)
             state.offered = (
                 [int(n or 0) for n in held] if all(n is not None for n in held) else self._choose(rows, held)
             )
@@ -112,7 +121,7 @@ class ThroughputLength(LengthPolicy):
 
     def keep(self, rows: Rows, counts: Sequence[int], matched: Sequence[int]) -> list[int]:
         """As many of the guesses as pay, by what each one matched; see `LengthPolicy.keep`."""
-        with self._lock:
+        with self._at_work(rows):
             self._shown, state = True, self._state(rows)
             state.kinds, state.kept = [kind_of(n) for n in matched], list(counts)
             passes = self._passes.curve(len(rows))
@@ -131,7 +140,7 @@ class ThroughputLength(LengthPolicy):
 
     def afford(self, rows: Rows, most: Sequence[int]) -> list[int]:
         """As many tokens as pay of the drafter behind a look-up; see `LengthPolicy.afford`."""
-        with self._lock:
+        with self._at_work(rows):
             self._shown, self._drafting, state = True, self._behind, self._state(rows)
             if self._is_free(len(rows)):  # what it looks up is not tried: it is always asked for
                 state.trimmed, self._first.trials.left = True, 0
@@ -141,24 +150,39 @@ class ThroughputLength(LengthPolicy):
             state.behind, state.candidates = [min(n, limit) for n, limit in zip(chosen, most, strict=True)], sum(asked)
             return list(state.behind)
 
+    @contextmanager
+    def _at_work(self, rows: Rows) -> Iterator[None]:
+        """The policy's own time is not what drafting takes: it would be taken by drafting nothing too."""
+        with self._lock:
+            began = perf_counter()
+            yield
+            self._state(rows).own_s += perf_counter() - began
+
     def _state(self, rows: Rows) -> _StepState:
         state: _StepState = rows.memo[_STATE]
         return state
 
     def _choose_behind(self, rows: Rows, asked: Sequence[bool], held: Sequence[int | None]) -> list[int]:
         passes, state = self._passes.curve(len(rows)), self._state(rows)
-        return self._behind.choose(rows, asked, held, passes, self._ground(rows), joined=state.joined)
+        ground = self._ground(rows)
+        return self._behind.choose(rows, asked, held, passes, ground, joined=state.joined, gated=self._gated)
 
     def keep_drafting(self, step: DraftStep) -> torch.Tensor | None:
         """Rows that are sure enough of their last token draft on; those that are held to a length do whatever it was."""
-        laws, least, rows = step.laws, self._drafting.least, step.rows
-        if least is None or rows is None or laws.scores is None or not len(least):
+        laws, gate, rows = step.laws, self._drafting.gate, step.rows
+        if rows is None:
             return None
-        if laws.scores.device.type != "cpu":  # elsewhere it would wait for the device
+        state: _StepState | None = rows.memo.get(_STATE)
+        if state is not None:
+            state.drawn = True
+        # on a device it would be waited for
+        self._gated = laws.scores is not None and laws.scores.device.type == "cpu"
+        if not self._gated or not gate.is_begun(rows):
             return None
-        bounds = torch.from_numpy(least)[step.index.clamp(max=len(least) - 1)]
-        sure: torch.Tensor = laws.confidence(step.token_ids[:, None])[:, 0] >= bounds
-        return sure | (step.index >= len(least)) | torch.tensor([one is not None for one in self._held(rows)])
+        said = laws.confidence(step.token_ids[:, None])[:, 0]
+        sure = torch.from_numpy(gate.goes_on(rows, step.index.numpy(), said.numpy()))
+        held = [one is not None for one in self._held(rows)]
+        return sure | torch.tensor(held) if any(held) else sure
 
     def _ground(self, rows: Rows) -> Ground:
         """What the guesses that were kept come to."""
@@ -180,8 +204,9 @@ class ThroughputLength(LengthPolicy):
             return [0] * len(rows)
         if self._chooses(len(rows)) and not self._first.trials.left:
             return [self.high if n is None else n for n in held]  # `keep` chooses from what it finds
-        every = [True] * len(rows)
-        out = self._first.choose(rows, every, held, passes, Ground(self._rate(rows)), joined=self._state(rows).joined)
+        every, gated = [True] * len(rows), self._gated and self._drafting is self._first
+        ground, joined = Ground(self._rate(rows)), self._state(rows).joined
+        out = self._first.choose(rows, every, held, passes, ground, joined=joined, gated=gated)
         if any(out) or self._drafting is self._first:
             return out
         return self._choose_behind(rows, every, held)  # a look-up that does not pay costs nobody else a place
@@ -231,12 +256,15 @@ class ThroughputLength(LengthPolicy):
 
     def _count_drafts(self, rows: Rows, steps: Sequence[Step], state: _StepState) -> None:
         one, batch, behind = steps[0], len(steps), state.behind
+        draft_s = max(0.0, one.draft_s - state.own_s)
         mine = [0 if other else n for n, other in zip(state.offered, behind, strict=True)]
+        asked = behind if any(behind) else state.offered
+        longest = max(step.num_drafted for step, n in zip(steps, asked, strict=True) if n) if state.drawn else 0
         if any(behind):
-            self._behind.drafts.add(state.candidates, max(behind), one.draft_s)
+            self._behind.drafts.add(state.candidates, longest or max(behind), draft_s)
             self._behind.measure(rows, behind, steps, [0] * batch, self._lost(rows, steps, behind))
         else:
-            self._first.drafts.add(batch, max(state.offered), one.draft_s)
+            self._first.drafts.add(batch, longest or max(state.offered), draft_s)
         if state.trimmed:
             self._first.reach.add(rows, None, state.kinds, steps, [not n for n in behind])
         elif any(mine):

@@ -24,7 +24,7 @@ class Trials:
         self.left = 0
         """Steps of the trial under way still to come."""
         self._lost = self._elapsed = self._resume_s = self._least_s = 0.0
-        self._just_ended = False
+        self.just_ended = False
         """Whether the step before was the last of a trial."""
         self._further = 0
         """Steps by which the trial under way went on."""
@@ -33,12 +33,12 @@ class Trials:
 
     def paid(self) -> None:
         """Drafts pay: none of the trials before is held against them."""
-        self._failed, self._just_ended = 0, False
+        self._failed, self.just_ended = 0, False
 
     def goes_on(self, hopeful: bool) -> bool:
         """Whether a trial that has just come to its end goes on. hopeful: too little was seen to say that drafts do not pay."""
-        goes_on = self._just_ended and hopeful and self._further < _FURTHER
-        self._just_ended = False
+        goes_on = self.just_ended and hopeful and self._further < _FURTHER
+        self.just_ended = False
         if goes_on:
             self.left, self._further = 1, self._further + 1
         return goes_on
@@ -61,7 +61,7 @@ class Trials:
 
     def drafted(self, lost_s: float, total_s: float) -> None:
         """A step has drafted. lost_s: how much longer its tokens took than without; less than nothing where it paid."""
-        self._just_ended = self.left == 1
+        self.just_ended = self.left == 1
         self.left = max(0, self.left - 1)
         self._lost += lost_s
         pause = max(self._lost / _LOSS, 16 * total_s)

@@ -1,0 +1,202 @@
+"""Drafts that end where they are no longer sure: which rows are drafted for, and when one more token does not pay.
+
+A draft says q_j of its j-th token. How often tokens held of which it said as much is counted, a(q): the chance that all of
+them hold is S_j = a(q_1) ... a(q_j). One more token of each of n rows pays where
+
+    sum S_j m > rate (d + n c)
+
+m: how often a further token holds; d: a pass of the draft, which the n rows share; c: what a column takes of the target's pass;
+the rate is pace.py's. A row is drafted for where the tokens that such drafts brought lately are worth the time
+that they took. Owns these counts of one drafter. Knows neither costs nor laws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from foresay.decoding.outcome import Step
+from foresay.decoding.rows import IntArray, Rows
+from foresay.lengths.budgets import Ground
+from foresay.lengths.costs import Curve, FloatArray
+
+_BUCKETS = 10
+"""Of what a draft says, each with counts of its own."""
+_FORGET = 0.99
+"""What a step leaves of the counts of all rows."""
+_ROW_FORGETS = 0.97
+"""What a step leaves of a row's own, whether it was drafted for or not: what failed once is tried again."""
+_DOUBT = 6.0
+"""Observations that count as much as what is thought before any: that a draft is as sure as it says, and the next three."""
+_FURTHER = 0.6
+"""Of further tokens, those that hold."""
+_HELD, _DRAWN = 1.0, 2.0
+"""Of a draft: tokens that hold, and all."""
+_ROW_DOUBT = 24.0
+"""Drafts of all rows that count as much as those of a row itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """Of one more token of n rows, in what S must come to: all of theirs together more than shared + n each."""
+
+    shared: float
+    each: float
+
+
+@dataclass(slots=True)
+class _Chains:
+    """The drafts of a step under way."""
+
+    price: Price
+    going: npt.NDArray[np.bool_]
+    """[B], rows that have not ended."""
+    chance: FloatArray
+    """[B], S."""
+    said: FloatArray
+    """[B, high], q; NaN where nothing was drawn."""
+
+
+class Gate:
+    """One drafter that says how sure it is of its tokens."""
+
+    def __init__(self, high: int, own: str) -> None:
+        """high: most tokens of a draft. own: names what rows remember of it."""
+        self._high, self._own, self._memo = high, own, f"{own} of a step"
+        self._held, self._tested = np.zeros(_BUCKETS), np.zeros(_BUCKETS)
+        """By what was said: tokens that held, and that were tested."""
+        self._further = np.zeros(2)
+        """The same of tokens behind a draft's first."""
+        self._drafts = np.zeros(3)
+        """Drafts, their tokens that held, and all of them."""
+        self._depths: dict[int, FloatArray] = {}
+        """By the logarithm of how many rows are drafted for: steps, and the longest drafts of them."""
+
+    def worth(
+        self,
+        rows: Rows,
+        asked: Sequence[bool],
+        held: Sequence[int | None],
+        passes: Curve,
+        drafting: Curve,
+        ground: Ground,
+    ) -> list[int] | None:
+        """The rows that are drafted for, each with the most there may be; None where that pays for none.
+
+        asked: rows that it may draft for. held: what some must have. Sets what `goes_on` asks for.
+        """
+        expected = self._expected(rows)
+        must = [n or 0 for n in held]
+        free = sorted((i for i, on in enumerate(asked) if on and held[i] is None), key=lambda i: -expected[i])
+        if not free:
+            return None
+        numbers = np.arange(1, len(free) + 1)
+        drawn = self._mean(2, _DRAWN)
+        columns = ground.columns + sum(must)
+        wide = columns + numbers * drawn if rows.ragged else np.maximum(columns, np.full(len(free), drawn))
+        depths = np.array([self._depth(n) for n in numbers.tolist()])
+        alone = float(drafting.at(max(must))) if any(must) else 0.0
+        seconds = np.maximum(drafting.at(depths) - alone, 0.0) + passes.at(wide) - passes.at(columns)
+        gains = expected[free].cumsum() - ground.rate * seconds
+        count = int(gains.argmax()) + 1 if rows.ragged else len(free)
+        chosen = set(free[:count] if gains[count - 1] > 0 else ())
+        for i in set(free) - chosen:
+            drafts, brought = rows.rows[i].extras.get(self._own, (0.0, 0.0))
+            rows.rows[i].extras[self._own] = (drafts * _ROW_FORGETS, brought * _ROW_FORGETS)
+        if not chosen:
+            return None
+        out = [self._high if i in chosen else n for i, n in enumerate(must)]
+        price = self._price(count, float(wide[count - 1]), passes, drafting, ground.rate, ragged=rows.ragged)
+        self.begin(rows, price, [n > 0 for n in out])
+        return out
+
+    def _price(self, count: int, wide: float, passes: Curve, drafting: Curve, rate: float, *, ragged: bool) -> Price:
+        """Of one more token of so many rows, whose drafts are `wide` columns."""
+        further = rate * float((self._further[1] + _DOUBT) / (self._further[0] + _DOUBT * _FURTHER))
+        draft_s = float(drafting.at(3) - drafting.at(2))
+        wider = float(passes.at(wide + (count if ragged else 1)) - passes.at(wide))
+        return Price(further * draft_s, further * wider / count) if ragged else Price(further * (draft_s + wider), 0.0)
+
+    def begin(self, rows: Rows, price: Price, asked: Sequence[bool]) -> None:
+        """Drafts of these rows go on while they are worth the price."""
+        going, said = np.array(asked), np.full((len(rows), self._high), np.nan)
+        rows.memo[self._memo] = _Chains(price, going, np.ones(len(rows)), said)
+
+    def goes_on(self, rows: Rows, index: IntArray, said: FloatArray) -> npt.NDArray[np.bool_]:
+        """Which rows draft on, [B]. index: [B], the places of the tokens just drawn. said: [B], how sure it is of each."""
+        chains: _Chains = rows.memo[self._memo]
+        chains.said[np.arange(len(said)), np.minimum(index, self._high - 1)] = said
+        chains.chance = chains.chance * self._chances()[_bucket(said)]
+        chances = np.where(chains.going, chains.chance, 0.0)
+        best = np.sort(chances)[::-1]
+        gains = best.cumsum() - chains.price.shared - chains.price.each * np.arange(1, len(best) + 1)
+        count = int(gains.argmax())
+        chains.going = chains.going & (chances >= best[count]) & bool(gains[count] > 0)
+        return chains.going
+
+    def is_begun(self, rows: Rows) -> bool:
+        """Whether drafts of these rows end where they are unsure."""
+        return self._memo in rows.memo
+
+    def leave(self, rows: Rows) -> None:
+        """Drafts of these rows go on to their ends."""
+        rows.memo.pop(self._memo, None)
+
+    def learn(self, rows: Rows, steps: Sequence[Step], mine: Sequence[bool]) -> None:
+        """What became of the drafts of a step. mine: the rows that were drafted for."""
+        chains: _Chains | None = rows.memo.get(self._memo)
+        self._drafts *= _FORGET
+        self._further *= _FORGET
+        self._held *= _FORGET
+        self._tested *= _FORGET
+        deepest = count = 0
+        for i, (row, step, on) in enumerate(zip(rows, steps, mine, strict=True)):
+            drawn, held = step.num_drafted, step.num_accepted
+            if not on or not drawn:
+                continue
+            deepest, count = max(deepest, drawn), count + 1
+            tested = min(held + 1, drawn)
+            self._drafts += (1, held, drawn)
+            self._further += (max(0, held - 1), tested - 1)
+            drafts, brought = row.extras.get(self._own, (0.0, 0.0))
+            row.extras[self._own] = (drafts * _ROW_FORGETS + 1, brought * _ROW_FORGETS + held)
+            if chains is not None:
+                said = chains.said[i, :tested]
+                known = ~np.isnan(said)
+                where = _bucket(said[known])
+                np.add.at(self._tested, where, 1.0)
+                np.add.at(self._held, where, (np.arange(len(said)) < held)[known])
+        if count:
+            seen = self._depths.setdefault(count.bit_length(), np.zeros(2))
+            seen *= _FORGET
+            seen += (1, deepest)
+
+    def _expected(self, rows: Rows) -> FloatArray:
+        """[B] tokens that hold of each row's next draft."""
+        mean = self._mean(1, _HELD)
+        own = np.array([row.extras.get(self._own, (0.0, 0.0)) for row in rows])
+        out: FloatArray = (own[:, 1] + _ROW_DOUBT * mean) / (own[:, 0] + _ROW_DOUBT)
+        return out
+
+    def _mean(self, which: int, usual: float) -> float:
+        return float((self._drafts[which] + _DOUBT * usual) / (self._drafts[0] + _DOUBT))
+
+    def _depth(self, count: int) -> float:
+        """Tokens of the longest of so many rows' drafts."""
+        seen = self._depths.get(int(count).bit_length())
+        drawn = self._mean(2, _DRAWN)
+        return drawn if seen is None else float((seen[1] + drawn) / (seen[0] + 1))
+
+    def _chances(self) -> FloatArray:
+        """[buckets] a(q)."""
+        middles = (np.arange(_BUCKETS) + 0.5) / _BUCKETS
+        out: FloatArray = (self._held + _DOUBT * middles) / (self._tested + _DOUBT)
+        return out
+
+
+def _bucket(said: FloatArray) -> IntArray:
+    out: IntArray = np.clip((said * _BUCKETS).astype(np.int64), 0, _BUCKETS - 1)
+    return out
