@@ -36,14 +36,14 @@ from foresay.lab.bench.turns import take_turns
 from foresay.lab.data.datasets import load_items, subset
 from foresay.lab.data.requests import RequestBuilder
 from foresay.lab.measure.roofline import floor
-from foresay.models.sources.packaged import packaged_file
+from foresay.models.sources.packaged import default_drafter, packaged_file
 from foresay.records.provenance import machine
 from foresay.records.results import Run
 
 HERE = Path(__file__).parent
 MODEL = "smollm2-135m"
 BATCHES = (1, 8, 32)
-DEFAULT = Method("suffix")
+DEFAULT, LOOK_UP = Method(default_drafter(MODEL)), Method("suffix")
 LOOK_UPS = ("prompt_lookup", "max_gram", "ngram_store", "suffix")
 WANTED = {
     **{f"bf16_b{b}_vs_vllm": 1.0 for b in BATCHES},
@@ -149,7 +149,7 @@ def bf16(bench: Speed) -> dict[str, float]:
     out: dict[str, float] = {}
     vllms = bench.peers("vllm", "vllm(ngram=5)", dtype="bf16")
     for batch in BATCHES:
-        methods = [DEFAULT, Method("suffix", "12")] if batch == 1 else [DEFAULT]
+        methods = [DEFAULT, LOOK_UP, Method("suffix", "12")] if batch == 1 else [DEFAULT, LOOK_UP]
         alone = ("transformers", "economize", "economize(lookup=5)") if batch == 1 else ()
         peers = [*vllms, *bench.peers(*alone, dtype="bf16")]
         found = bench.compare("bf16", batch, methods, peers)
@@ -165,9 +165,9 @@ def bf16(bench: Speed) -> dict[str, float]:
 def int4(bench: Speed) -> dict[str, float]:
     """The 4-bit blocks of a GGUF file beside llama.cpp on the same file."""
     peers = bench.peers("llama.cpp", "llama.cpp(lookup=10)", dtype="bf16")
-    methods = [DEFAULT, Method("suffix", "12")]
+    methods = [LOOK_UP, Method("suffix", "12")]  # of a file nothing is known, a look-up is what drafts unless told otherwise
     found = bench.compare("file", 1, methods, peers)
-    out = {"int4_default_b1": found[DEFAULT.name]}
+    out = {"int4_default_b1": found[LOOK_UP.name]}
     theirs = [found[peer.name] for peer in peers if peer.name in found]
     if theirs:
         out["int4_b1_vs_llamacpp"] = 1 / found[peers[0].name]
@@ -225,7 +225,7 @@ def same_bits(bench: Speed) -> dict[str, float]:
     for weights in ("bf16", "int8", "file"):
         target, block = bench.target(weights), bench.block(weights, 8)
         outputs: list[list[list[int]]] = []
-        for method, batch in ((Method("none"), 1), (Method("none"), 8), (Method("suffix", "12"), 8), (DEFAULT, 8)):
+        for method, batch in ((Method("none"), 1), (Method("none"), 8), (Method("suffix", "12"), 8), (LOOK_UP, 8)):
             runner = MethodRunner(target, method)
             one = replace(block, batch_size=batch)
             runner.prepare(one)

@@ -49,8 +49,8 @@ ALIASES: dict[str, PackagedModel] = {
 }
 
 
-DEFAULT_DRAFTERS: dict[str, str] = {}
-"""What drafts for an alias unless told otherwise, where its head is there. Empty until a quiet machine has shown what pays."""
+DEFAULT_DRAFTERS: dict[str, str] = {"smollm2-135m": "hybrid(suffix, head(smollm2-135m, sample=false); k=4)"}
+"""What drafts for an alias unless told otherwise, where its head is there."""
 
 
 def packaged_head(alias: str) -> Path | None:
