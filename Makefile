@@ -2,7 +2,7 @@
 # make test   install everything, run every test
 # make check  what CI runs: lint, types, tests
 # make test-browser   the server's page in a headless Chromium, which must be there (Debian: apt install chromium)
-# make test-engines   install vLLM into an environment of its own, and run the tests that need it
+# make test-engines   install vLLM into an environment of its own and lm-evaluation-harness into ours, and run the tests that need them
 
 PYTHON ?= python3
 VENV := .venv
@@ -35,7 +35,8 @@ test-browser: $(READY)
 	$(VENV)/bin/python -m pytest tests/browser
 
 test-engines: $(READY) $(VLLM)/.ready
-	FORESAY_VLLM=$(VLLM)/bin/python $(VENV)/bin/python -m pytest tests/engines
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "lm-eval==0.4.13"
+	FORESAY_VLLM=$(VLLM)/bin/python $(VENV)/bin/python -m pytest -W default tests/engines
 
 # foresay without what it depends on: vLLM wants an older transformers, and the drafters need nothing else
 $(VLLM)/.ready: pyproject.toml

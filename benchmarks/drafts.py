@@ -1,11 +1,11 @@
 """The default draft on prompts it never saw: tokens per pass of the target, what a draft token costs, and the speed that is left.
 
-    python benchmarks/drafts.py [--data FOLDER] [--head FOLDER] [--quick] [--repeats N] [--write]
+    python benchmarks/drafts.py [--data FOLDER] [--head FOLDER] [--prompts N] [--quick] [--repeats N] [--write]
 
 SmolLM2 in bf16, greedy, batch 1, prompts included. `--data` is a folder with mt_bench, humaneval and gsm8k/test in it, of which
-20 prompts each are decoded; without it, the shipped prompts, which no draft was trained on either. Tokens per pass do not
-depend on the batch or the machine, and are counted in batches; speeds are medians of ratios to our plain decoding next to them
-in time. The last line is one JSON object.
+20 prompts each are decoded, or as many as `--prompts` says; without it, the shipped prompts, which no draft was trained on
+either. Tokens per pass do not depend on the batch or the machine, and are counted in batches; speeds are medians of ratios to our
+plain decoding next to them in time. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from foresay.lab.data.datasets import load_items, subset
 from foresay.lab.data.items import PromptItem
 from foresay.lab.data.requests import RequestBuilder
 from foresay.lab.measure.live_run import run_live
+from foresay.models.sources.packaged import default_drafter
 from foresay.records.provenance import machine
 from foresay.records.results import Run
 
@@ -150,16 +151,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--data", type=Path, help="a folder with mt_bench, humaneval and gsm8k/test.jsonl")
     parser.add_argument("--head", default=MODEL, help="the head to draft with")
+    parser.add_argument("--prompts", type=int, default=20, help="of each set")
     parser.add_argument("--quick", action="store_true", help="fewer prompts, tokens and repeats")
     parser.add_argument("--repeats", type=int, default=3, help="of each contender's timed run")
     parser.add_argument("--acceptance", help="an acceptance head to end drafts with")
     parser.add_argument("--write", action="store_true", help="write benchmarks/RESULTS.md")
     args = parser.parse_args()
     target = foresay.load(MODEL, drafter="none", dtype="bf16")
-    items, new = held_out(args.data, 4 if args.quick else 20), 32 if args.quick else 128
+    items, new = held_out(args.data, 4 if args.quick else args.prompts), 32 if args.quick else 128
     asks = RequestBuilder(target).first(items)
     block = PromptBlock("held out", asks, 1, foresay.SamplingParams(max_new_tokens=new))
-    head, hybrid = f"head({args.head})", f"hybrid(suffix, head={args.head})"
+    head = f"head({args.head})"
+    default = default_drafter(MODEL).replace(f"head({MODEL}", f"head({args.head}")
     constants = [Method(head, str(k)) for k in range(1, 9)]
     others = [Method("suffix", "12"), *(Method(f"hybrid(suffix, head={args.head}; k={k})", "12") for k in (2, 3, 4, 5))]
     adaptive = [Method(head, length) for length in ("heuristic", *(f"confidence({t})" for t in (0.2, 0.4, 0.6)))]
@@ -168,7 +171,7 @@ def main() -> int:
     passes = counted(target, [*constants, *others, *adaptive], block)
     share = cost(target, head)
     few = replace(block, asks=asks[:: 20 if args.quick else 4])
-    throughput = [Method(head, "throughput"), Method(hybrid, "throughput"), Method("suffix", "throughput")]
+    throughput = [Method(head, "throughput"), Method(default, "throughput"), Method("suffix", "throughput")]
     speeds = timed(
         target, [*constants[1:4], *others[:3], *adaptive[1:], *throughput], few, 1 if args.quick else args.repeats
     )

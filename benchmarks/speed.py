@@ -165,7 +165,10 @@ def bf16(bench: Speed) -> dict[str, float]:
 def int4(bench: Speed) -> dict[str, float]:
     """The 4-bit blocks of a GGUF file beside llama.cpp on the same file."""
     peers = bench.peers("llama.cpp", "llama.cpp(lookup=10)", dtype="bf16")
-    methods = [LOOK_UP, Method("suffix", "12")]  # of a file nothing is known, a look-up is what drafts unless told otherwise
+    methods = [
+        LOOK_UP,
+        Method("suffix", "12"),
+    ]  # of a file nothing is known, a look-up is what drafts unless told otherwise
     found = bench.compare("file", 1, methods, peers)
     out = {"int4_default_b1": found[LOOK_UP.name]}
     theirs = [found[peer.name] for peer in peers if peer.name in found]
