@@ -83,12 +83,15 @@ class Gate:
         passes: Curve,
         drafting: Curve,
         ground: Ground,
+        *,
+        hoped: float = 0.0,
     ) -> list[int] | None:
         """The rows that are drafted for, each with the most there may be; None where that pays for none.
 
-        asked: rows that it may draft for. held: what some must have. Sets what `goes_on` asks for.
+        asked: rows that it may draft for. held: what some must have. hoped: drafts that are thought to have held whole beside
+        those that were seen, which matters while few were. Sets what `goes_on` asks for.
         """
-        expected = self._expected(rows)
+        expected = self._expected(rows, hoped)
         must = [n or 0 for n in held]
         free = sorted((i for i, on in enumerate(asked) if on and held[i] is None), key=lambda i: -expected[i])
         if not free:
@@ -104,8 +107,9 @@ class Gate:
         count = int(gains.argmax()) + 1 if rows.ragged else len(free)
         chosen = set(free[:count] if gains[count - 1] > 0 else ())
         for i in set(free) - chosen:
-            drafts, brought = rows.rows[i].extras.get(self._own, (0.0, 0.0))
-            rows.rows[i].extras[self._own] = (drafts * _ROW_FORGETS, brought * _ROW_FORGETS)
+            extras = rows.rows[i].extras
+            if self._own in extras:
+                extras[self._own] = tuple(_ROW_FORGETS * count for count in extras[self._own])
         if not chosen:
             return None
         out = [self._high if i in chosen else n for i, n in enumerate(must)]
@@ -145,6 +149,10 @@ class Gate:
         """Drafts of these rows go on to their ends."""
         rows.memo.pop(self._memo, None)
 
+    def is_first(self, rows: Rows, mine: Sequence[bool]) -> bool:
+        """Whether one of these rows was never drafted for before, so that its draft took its prompt along."""
+        return any(on and self._own not in row.extras for row, on in zip(rows, mine, strict=True))
+
     def learn(self, rows: Rows, steps: Sequence[Step], mine: Sequence[bool]) -> None:
         """What became of the drafts of a step. mine: the rows that were drafted for."""
         chains: _Chains | None = rows.memo.get(self._memo)
@@ -174,15 +182,15 @@ class Gate:
             seen *= _FORGET
             seen += (1, deepest)
 
-    def _expected(self, rows: Rows) -> FloatArray:
+    def _expected(self, rows: Rows, hoped: float) -> FloatArray:
         """[B] tokens that hold of each row's next draft."""
-        mean = self._mean(1, _HELD)
+        mean = self._mean(1, _HELD, hoped * _DRAWN, hoped)
         own = np.array([row.extras.get(self._own, (0.0, 0.0)) for row in rows])
         out: FloatArray = (own[:, 1] + _ROW_DOUBT * mean) / (own[:, 0] + _ROW_DOUBT)
         return out
 
-    def _mean(self, which: int, usual: float) -> float:
-        return float((self._drafts[which] + _DOUBT * usual) / (self._drafts[0] + _DOUBT))
+    def _mean(self, which: int, usual: float, more: float = 0.0, of: float = 0.0) -> float:
+        return float((self._drafts[which] + _DOUBT * usual + more) / (self._drafts[0] + _DOUBT + of))
 
     def _depth(self, count: int) -> float:
         """Tokens of the longest of so many rows' drafts."""

@@ -106,14 +106,19 @@ class Paid:
     ) -> list[int]:  # fmt: skip
         """The same where drafts end by themselves: all or nothing."""
         drafts = self.drafts.curve(sum(asked))
+
+        def worth(hoped: float) -> list[int] | None:
+            if passes is None or drafts is None:
+                return None
+            return self.gate.worth(rows, asked, held, passes, drafts, ground, hoped=hoped)
+
         if not self.trials.left:
-            best = None
-            if passes is not None and drafts is not None:
-                best = self.gate.worth(rows, asked, held, passes, drafts, ground)
+            best = worth(0.0)
             if best is not None:
                 self.trials.paid()
                 return best
-            self.trials.begin(joined)
+            if not self.trials.goes_on(self.trials.just_ended and worth(_HOPED) is not None):
+                self.trials.begin(joined)
         self.gate.begin(rows, Price(0.0, _TRIED), asked)
         length = self.start if self.trials.left else 0
         return [length * on if n is None else n for n, on in zip(held, asked, strict=True)]

@@ -260,11 +260,11 @@ class ThroughputLength(LengthPolicy):
         mine = [0 if other else n for n, other in zip(state.offered, behind, strict=True)]
         asked = behind if any(behind) else state.offered
         longest = max(step.num_drafted for step, n in zip(steps, asked, strict=True) if n) if state.drawn else 0
+        which = self._behind if any(behind) else self._first
+        if not (state.drawn and which.gate.is_first(rows, [n > 0 for n in asked])):
+            which.drafts.add(state.candidates if any(behind) else batch, longest or max(asked), draft_s)
         if any(behind):
-            self._behind.drafts.add(state.candidates, longest or max(behind), draft_s)
             self._behind.measure(rows, behind, steps, [0] * batch, self._lost(rows, steps, behind))
-        else:
-            self._first.drafts.add(batch, longest or max(state.offered), draft_s)
         if state.trimmed:
             self._first.reach.add(rows, None, state.kinds, steps, [not n for n in behind])
         elif any(mine):
