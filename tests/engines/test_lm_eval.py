@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +112,26 @@ def test_a_sampled_request_repeats_its_seed(ours: ForesayLM) -> None:
     asked = instances("generate_until", [("The sea is", settings)] * 2)
     first = ours.generate_until(asked)
     assert first == ours.generate_until(asked) and first[0] != first[1]
+
+
+def test_from_the_command_line(tasks: Any, tmp_path: Path) -> None:
+    """As the page says, on a machine without a GPU, where the harness names one all the same."""
+    tasks("generate_until", WRITES)
+    options = f"--model_args pretrained={MODEL},dtype=float32,drafter=suffix --batch_size 8 --tasks sums --limit 3"
+    command = [
+        "-m",
+        "foresay.integrations.lm_eval",
+        "--model",
+        "foresay",
+        *options.split(),
+        "--include_path",
+        str(tmp_path),
+    ]
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "exact_match" in done.stdout
+    made = ForesayLM.create_from_arg_string(f"pretrained={MODEL},batch_size=2", {"batch_size": 1, "device": None})
+    assert made.batch_size == 2, "what the model is told wins"
 
 
 def test_what_cannot_be_honoured_is_named(ours: ForesayLM) -> None:

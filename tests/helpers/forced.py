@@ -9,6 +9,7 @@ import torch
 from foresay.decoding.protocols import DraftStep
 from foresay.decoding.rows import Rows
 from foresay.lengths import ThroughputLength
+from foresay.lengths.gate import Price
 
 
 class Forced(ThroughputLength):
@@ -17,6 +18,8 @@ class Forced(ThroughputLength):
     def __init__(self, salt: int, *, sampled: int | None = None) -> None:
         super().__init__(sampled=sampled)
         self.random = torch.Generator().manual_seed(salt)
+        self.ended = 0
+        """Drafts that were told to end."""
 
     def _choose(self, rows: Rows, held: Sequence[int | None]) -> list[int]:
         return [self._any(8) if n is None else n for n in held]
@@ -28,8 +31,13 @@ class Forced(ThroughputLength):
         return self._changed(rows, super().afford(rows, most), most)
 
     def keep_drafting(self, step: DraftStep) -> torch.Tensor | None:
-        self._drafting.least = torch.rand(3, generator=self.random).double().numpy()
-        return super().keep_drafting(step)
+        assert step.rows is not None
+        price, batch = Price(0.0, float(torch.rand(1, generator=self.random))), len(step.token_ids)
+        self._drafting.gate.begin(step.rows, price, [self.high] * batch)
+        found = super().keep_drafting(step)
+        if found is not None:
+            self.ended += int((~found).sum())
+        return found
 
     def _changed(self, rows: Rows, chosen: Sequence[int], most: Sequence[int]) -> list[int]:
         free = [one is None for one in self._held(rows)]

@@ -13,7 +13,7 @@ import uvicorn
 
 import foresay
 from foresay.server.app import make_app
-from foresay.server.running import limit_unread
+from foresay.server.running import _Server
 from foresay.server.service import Service
 from foresay.server.settings import ServerSettings
 
@@ -30,10 +30,10 @@ class Running:
         held = socket.create_server(("127.0.0.1", 0))
         if send_buffer is not None:
             held.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
-        limit_unread(held, self.service.settings.unread_s)
         self.port = held.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self._server = uvicorn.Server(uvicorn.Config(make_app(self.service), log_level="error"))
+        config = uvicorn.Config(make_app(self.service), log_level="error")
+        self._server = _Server(config, self.service, lambda address: None)
         self._thread = threading.Thread(target=self._run, args=([held],), daemon=True)
         self._thread.start()
         while not self._server.started:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import foresay
 from foresay import threads
 from foresay.decoding.proposal import Proposal
 from foresay.decoding.protocols import Feed, KVCache, LengthPolicy, ModelOutput
@@ -131,6 +132,9 @@ def test_only_a_target_with_threads_of_its_own_takes_them_from_others(kind: type
     target, draft, own, foreign = table(kind), table(Watched), table(Own), Foreign([[1] * 6, [2] * 4])
     for drafter in (ModelDrafter(draft, VOCAB), ModelDrafter(own, VOCAB), foreign):
         decode(target, drafter)
+    inside = Foreign([[1] * 6, [2] * 4])
+    decode(target, foresay.Cascade([inside, ModelDrafter(table(Own), VOCAB)], [[2, 2], [0, 0]]))
+    assert inside.__dict__["seen"] == {MANY}, "in a cascade too"
     few = {1} if kind is Own else {MANY}
     assert target.seen == few
     assert draft.seen == {MANY}, "a draft of PyTorch's operations needs every core"

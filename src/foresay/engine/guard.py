@@ -34,6 +34,7 @@ class GuardedDrafter:
         self.inner, self._vocab, self._device = inner, vocab_size, device
         self.hidden_layers = inner.hidden_layers
         self.failures = 0
+        self._ours = _is_ours(inner)
         self.last_error: Exception | None = None
         self._active = True
         self.reset()
@@ -45,7 +46,7 @@ class GuardedDrafter:
 
     def _threads(self) -> AbstractContextManager[None]:
         """What the drafter runs under. One that was written elsewhere may bring a model of its own, and is left every core."""
-        return nullcontext() if type(self.inner).__module__.startswith(_OURS) else together()
+        return nullcontext() if self._ours else together()
 
     def _try(self, action: Callable[[], Proposal | None]) -> Proposal | None:
         if not self._active:
@@ -124,6 +125,16 @@ class GuardedDrafter:
         """Forget every row, and try again unless it failed too often."""
         self._active = self.failures < MAX_FAILURES
         self._try(self.inner.reset)
+
+
+def _is_ours(drafter: object) -> bool:
+    """Whether a drafter, and those that it is made of, are foresay's own."""
+    if not type(drafter).__module__.startswith(_OURS):
+        return False
+    parts = [
+        part for value in vars(drafter).values() for part in (value if isinstance(value, list | tuple) else [value])
+    ]
+    return all(_is_ours(part) for part in parts if hasattr(part, "propose") and hasattr(part, "observe"))
 
 
 def _check_laws(proposal: Proposal, vocab: int) -> None:

@@ -9,16 +9,18 @@ registers the model.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from lm_eval.__main__ import cli_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, simple_parse_args_string
 from tqdm import tqdm
 
 from foresay.checks import check_int
@@ -27,6 +29,8 @@ from foresay.decoding.rows import Row, Rows
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ConfigError
 from foresay.generation.load import load
+
+logger = logging.getLogger("foresay")
 
 _SAMPLING = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty"}
 """Generation settings that SamplingParams has a field for."""
@@ -71,6 +75,24 @@ class ForesayLM(TemplateLM):  # type: ignore[misc]
         self._specials = {} if add_bos_token is None else {"add_special_tokens": bool(add_bos_token)}
         self._name = str(pretrained)
 
+    @classmethod
+    def create_from_arg_obj(
+        cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None
+    ) -> ForesayLM:
+        """What the command line makes of its options: those of `model_args` win over the harness's own.
+
+        It names the first GPU where no device was given; without one that is left to `foresay.load`.
+        """
+        usual = {name: value for name, value in (additional_config or {}).items() if value is not None}
+        if "device_map" in arg_dict or (str(usual.get("device")).startswith("cuda") and not torch.cuda.is_available()):
+            usual.pop("device", None)
+        return cls(**{**usual, **arg_dict})
+
+    @classmethod
+    def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> ForesayLM:
+        """The same of `name=value,name=value`."""
+        return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
+
     @property
     def eot_token_id(self) -> int:
         """The token that ends a text."""
@@ -96,18 +118,37 @@ class ForesayLM(TemplateLM):  # type: ignore[misc]
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """The text of a chat."""
-        return str(
-            self.tokenizer.apply_chat_template(
-                chat_history,
+
+        def templated(messages: list[dict[str, str]]) -> str:
+            text = self.tokenizer.apply_chat_template(
+                messages,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=not add_generation_prompt,
             )
-        )
+            return str(text)
+
+        try:
+            return templated(chat_history)
+        except TemplateError:  # some templates know no system message
+            without = [one for one in chat_history if one["role"] != "system"]
+            if len(without) == len(chat_history):
+                raise
+            logger.warning("the chat template refused the system message; it is left out")
+            return templated(without)
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Texts, all requests in one session: rows join as others end, each with its own settings."""
-        prompts, params, ends = [], [], []
+        prompts: list[list[int]] = []
+        params: list[SamplingParams] = []
+        ends: list[list[str]] = []
+        texts: dict[int, str] = {}
+
+        def done(place: int, ids: list[int]) -> None:
+            text = str(self.tokenizer.decode(ids, skip_special_tokens=True))
+            texts[place] = postprocess_generated_text(text, ends[place], None)
+            self.cache_hook.add_partial("generate_until", requests[place].args, texts[place])
+
         for place, (context, settings) in enumerate(request.args for request in requests):
             kwargs = normalize_gen_kwargs(settings, self.max_gen_toks)
             eos = self.tokenizer.decode([self.eot_token_id])
@@ -118,13 +159,8 @@ class ForesayLM(TemplateLM):  # type: ignore[misc]
             prompts.append(self.tok_encode(context)[-room:] or [self.prefix_token_id])
             params.append(self._params(kwargs, most, [one for one in until if one and one != eos], place))
             ends.append(until)
-        texts = []
-        written = self._written(prompts, params, disable=disable_tqdm)
-        for request, ids, until in zip(requests, written, ends, strict=True):
-            text = str(self.tokenizer.decode(ids, skip_special_tokens=True))
-            texts.append(postprocess_generated_text(text, until, None))
-            self.cache_hook.add_partial("generate_until", request.args, texts[-1])
-        return texts
+        self._write(prompts, params, done, disable=disable_tqdm)
+        return [texts[place] for place in range(len(requests))]
 
     def _params(self, kwargs: Mapping[str, Any], most: int, stop: Sequence[str], place: int) -> SamplingParams:
         unknown = set(kwargs) - _SAMPLING - _WITHOUT_MEANING
@@ -135,23 +171,37 @@ class ForesayLM(TemplateLM):  # type: ignore[misc]
             given = {name: value for name, value in given.items() if name == "repetition_penalty"} | {
                 "temperature": 0.0
             }
-        return SamplingParams(max_new_tokens=most, stop=tuple(stop), seed=self._seed + place, **given)
+        alone = {one: self.tokenizer(one, add_special_tokens=False).input_ids for one in stop}
+        special = {
+            one: ids[0] for one, ids in alone.items() if len(ids) == 1 and ids[0] in self.tokenizer.all_special_ids
+        }
+        return SamplingParams(
+            max_new_tokens=most,
+            stop=tuple(one for one in stop if one not in special),
+            stop_token_ids=tuple(special.values()),  # a text does not show them
+            seed=self._seed + place,
+            **given,
+        )
 
-    def _written(
-        self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], *, disable: bool
-    ) -> list[list[int]]:
+    def _write(
+        self,
+        prompts: Sequence[list[int]],
+        params: Sequence[SamplingParams],
+        done: Callable[[int, list[int]], None],
+        *,
+        disable: bool,
+    ) -> None:
+        """Tell of each output when it is written."""
         session = self.generator.session()
-        numbers = [session.submit(ids, one) for ids, one in zip(prompts, params, strict=True)]
-        done: dict[int, list[int]] = {}
+        places = {session.submit(ids, one): i for i, (ids, one) in enumerate(zip(prompts, params, strict=True))}
         with tqdm(total=len(prompts), disable=disable, desc="foresay generates") as bar:
             while session.has_work:
                 for chunk in session.step():
                     if chunk.error is not None:
                         raise chunk.error
                     if chunk.generation is not None:
-                        done[chunk.index] = list(chunk.generation.token_ids)
+                        done(places[chunk.index], list(chunk.generation.token_ids))
                         bar.update(1)
-        return [done[number] for number in numbers]
 
     def _loglikelihood_tokens(
         self,

@@ -52,6 +52,8 @@ class _Chains:
     """The drafts of a step under way."""
 
     price: Price
+    room: IntArray
+    """[B], tokens that each draft may have."""
     going: npt.NDArray[np.bool_]
     """[B], rows that have not ended."""
     chance: FloatArray
@@ -72,6 +74,8 @@ class Gate:
         """The same of tokens behind a draft's first."""
         self._drafts = np.zeros(3)
         """Drafts, their tokens that held, and all of them."""
+        self.is_whole = True
+        """Whether it was heard about every token that was drafted: else drafts have parts that nothing ends."""
         self._depths: dict[int, FloatArray] = {}
         """By the logarithm of how many rows are drafted for: steps, and the longest drafts of them."""
 
@@ -98,7 +102,7 @@ class Gate:
             return None
         numbers = np.arange(1, len(free) + 1)
         drawn = self._mean(2, _DRAWN)
-        columns = ground.columns + sum(must)
+        columns = ground.columns + sum(must) if rows.ragged else max(ground.columns, *must)
         wide = columns + numbers * drawn if rows.ragged else np.maximum(columns, np.full(len(free), drawn))
         depths = np.array([self._depth(n) for n in numbers.tolist()])
         alone = float(drafting.at(max(must))) if any(must) else 0.0
@@ -114,7 +118,7 @@ class Gate:
             return None
         out = [self._high if i in chosen else n for i, n in enumerate(must)]
         price = self._price(count, float(wide[count - 1]), passes, drafting, ground.rate, ragged=rows.ragged)
-        self.begin(rows, price, [n > 0 for n in out])
+        self.begin(rows, price, out)
         return out
 
     def _price(self, count: int, wide: float, passes: Curve, drafting: Curve, rate: float, *, ragged: bool) -> Price:
@@ -124,21 +128,30 @@ class Gate:
         wider = float(passes.at(wide + (count if ragged else 1)) - passes.at(wide))
         return Price(further * draft_s, further * wider / count) if ragged else Price(further * (draft_s + wider), 0.0)
 
-    def begin(self, rows: Rows, price: Price, asked: Sequence[bool]) -> None:
-        """Drafts of these rows go on while they are worth the price."""
-        going, said = np.array(asked), np.full((len(rows), self._high), np.nan)
-        rows.memo[self._memo] = _Chains(price, going, np.ones(len(rows)), said)
+    def begin(self, rows: Rows, price: Price, most: Sequence[int]) -> None:
+        """Drafts of these rows go on while they are worth the price. most: tokens of each."""
+        room = np.array([min(n, row.remaining - 1) for n, row in zip(most, rows, strict=True)])
+        said = np.full((len(rows), self._high), np.nan)
+        rows.memo[self._memo] = _Chains(price, room, room > 0, np.ones(len(rows)), said)
+
+    def limit(self, rows: Rows, most: Sequence[int]) -> None:
+        """Drafts of these rows are to have no more tokens than these."""
+        if self.is_begun(rows):
+            chains: _Chains = rows.memo[self._memo]
+            chains.room = np.minimum(chains.room, np.array(most))
+            chains.going = chains.going & (chains.room > 0)
 
     def goes_on(self, rows: Rows, index: IntArray, said: FloatArray) -> npt.NDArray[np.bool_]:
         """Which rows draft on, [B]. index: [B], the places of the tokens just drawn. said: [B], how sure it is of each."""
         chains: _Chains = rows.memo[self._memo]
         chains.said[np.arange(len(said)), np.minimum(index, self._high - 1)] = said
         chains.chance = chains.chance * self._chances()[_bucket(said)]
-        chances = np.where(chains.going, chains.chance, 0.0)
+        able = chains.going & (index + 1 < chains.room)  # who has no room left shares no price
+        chances = np.where(able, chains.chance, 0.0)
         best = np.sort(chances)[::-1]
         gains = best.cumsum() - chains.price.shared - chains.price.each * np.arange(1, len(best) + 1)
         count = int(gains.argmax())
-        chains.going = chains.going & (chances >= best[count]) & bool(gains[count] > 0)
+        chains.going = able & (chances >= best[count]) & bool(gains[count] > 0)
         return chains.going
 
     def is_begun(self, rows: Rows) -> bool:
@@ -149,9 +162,9 @@ class Gate:
         """Drafts of these rows go on to their ends."""
         rows.memo.pop(self._memo, None)
 
-    def is_first(self, rows: Rows, mine: Sequence[bool]) -> bool:
-        """Whether one of these rows was never drafted for before, so that its draft took its prompt along."""
-        return any(on and self._own not in row.extras for row, on in zip(rows, mine, strict=True))
+    def is_first(self, rows: Rows, drafted: Sequence[int]) -> bool:
+        """Whether one of the rows that drafted so many tokens never did before, so that its draft took its prompt along."""
+        return any(n and self._own not in row.extras for row, n in zip(rows, drafted, strict=True))
 
     def learn(self, rows: Rows, steps: Sequence[Step], mine: Sequence[bool]) -> None:
         """What became of the drafts of a step. mine: the rows that were drafted for."""
@@ -174,6 +187,7 @@ class Gate:
             if chains is not None:
                 said = chains.said[i, :tested]
                 known = ~np.isnan(said)
+                self.is_whole = self.is_whole and bool(known.all())
                 where = _bucket(said[known])
                 np.add.at(self._tested, where, 1.0)
                 np.add.at(self._held, where, (np.arange(len(said)) < held)[known])

@@ -86,7 +86,7 @@ class Paid:
 
         gated: it says how sure it is, so that drafts end by themselves.
         """
-        if gated:
+        if gated and self.gate.is_whole:
             return self._choose_gated(rows, asked, held, passes, ground, joined=joined)
         self.gate.leave(rows)
         if not self.trials.left:
@@ -119,9 +119,10 @@ class Paid:
                 return best
             if not self.trials.goes_on(self.trials.just_ended and worth(_HOPED) is not None):
                 self.trials.begin(joined)
-        self.gate.begin(rows, Price(0.0, _TRIED), asked)
         length = self.start if self.trials.left else 0
-        return [length * on if n is None else n for n, on in zip(held, asked, strict=True)]
+        out = [length * on if n is None else n for n, on in zip(held, asked, strict=True)]
+        self.gate.begin(rows, Price(0.0, _TRIED), out)
+        return out
 
     def _lately(
         self, rows: Rows, asked: Sequence[bool], held: Sequence[int | None], passes: Curve | None, ground: Ground

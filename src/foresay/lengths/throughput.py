@@ -52,6 +52,8 @@ _STALE = 64
 """Steps after which a plain pass is measured again: what drafts cost is known in terms of it."""
 _REFRESH = 128
 """Plain passes after which one guess is scored to measure a wider one again, whatever it was thought to be worth."""
+_FIRST = 4
+"""Such drafts, after which one counts all the same: where requests come and go all the time there are no others."""
 _STEEP = 0.06
 """Cost of a further column in plain passes, until two sizes were measured."""
 
@@ -72,11 +74,18 @@ class _StepState:
     behind: list[int]
     """What was asked of the drafter behind it."""
     candidates: int = 0
+    """Rows that it might have been asked for."""
     drawn: bool = False
     """Whether a model drew guesses token by token."""
     own_s: float = 0.0
     """Seconds of the time of drafting that this policy took itself."""
-    """Rows that it might have been asked for."""
+
+
+def forget_own_time(rows: Rows) -> None:
+    """Say that the time of the step under way is not a clock's, so that nothing of it was the policy's own."""
+    state: _StepState | None = rows.memo.get(_STATE)
+    if state is not None:
+        state.own_s = 0.0
 
 
 class ThroughputLength(LengthPolicy):
@@ -104,6 +113,8 @@ class ThroughputLength(LengthPolicy):
         """What drafts token by token."""
         self._shown = False
         """Whether the drafter shows what it found, to be chosen from."""
+        self._passed = 0
+        """Drafts in a row whose time was passed over, since they took a prompt along."""
         self._gated = False
         """Whether the drafter says how sure it is of each token."""
 
@@ -148,6 +159,7 @@ class ThroughputLength(LengthPolicy):
             held = [n if n and one is not None else None for n, one in zip(most, self._held(rows), strict=True)]
             chosen = self._choose_behind(rows, asked, held)
             state.behind, state.candidates = [min(n, limit) for n, limit in zip(chosen, most, strict=True)], sum(asked)
+            self._behind.gate.limit(rows, state.behind)
             return list(state.behind)
 
     @contextmanager
@@ -170,11 +182,10 @@ class ThroughputLength(LengthPolicy):
     def keep_drafting(self, step: DraftStep) -> torch.Tensor | None:
         """Rows that are sure enough of their last token draft on; those that are held to a length do whatever it was."""
         laws, gate, rows = step.laws, self._drafting.gate, step.rows
-        if rows is None:
+        state: _StepState | None = None if rows is None else rows.memo.get(_STATE)
+        if rows is None or state is None:  # a tree, or rows of somebody else's
             return None
-        state: _StepState | None = rows.memo.get(_STATE)
-        if state is not None:
-            state.drawn = True
+        state.drawn = True
         # on a device it would be waited for
         self._gated = laws.scores is not None and laws.scores.device.type == "cpu"
         if not self._gated or not gate.is_begun(rows):
@@ -261,7 +272,9 @@ class ThroughputLength(LengthPolicy):
         asked = behind if any(behind) else state.offered
         longest = max(step.num_drafted for step, n in zip(steps, asked, strict=True) if n) if state.drawn else 0
         which = self._behind if any(behind) else self._first
-        if not (state.drawn and which.gate.is_first(rows, [n > 0 for n in asked])):
+        drawn = [step.num_drafted if n else 0 for step, n in zip(steps, asked, strict=True)]
+        self._passed = self._passed + 1 if state.drawn and which.gate.is_first(rows, drawn) else 0
+        if not 0 < self._passed <= _FIRST:
             which.drafts.add(state.candidates if any(behind) else batch, longest or max(asked), draft_s)
         if any(behind):
             self._behind.measure(rows, behind, steps, [0] * batch, self._lost(rows, steps, behind))

@@ -9,6 +9,7 @@ import asyncio
 import math
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 
 import uvicorn
@@ -50,7 +51,9 @@ def limit_unread(listening: socket.socket, seconds: float) -> None:
     The event loop cannot: what is to be sent waits in the kernel, and closing waits for it to be taken.
     """
     option = getattr(socket, "TCP_USER_TIMEOUT", None)
-    if option is not None:
+    if option is None:
+        return
+    with suppress(OSError):  # a kernel, or a kind of socket, that does not have it
         listening.setsockopt(socket.IPPROTO_TCP, option, min(math.ceil(seconds * 1000), _MOST_MS))
 
 

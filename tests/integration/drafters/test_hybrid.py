@@ -57,10 +57,12 @@ def test_lengths_that_come_out_as_they_please_leave_the_law(behind: bool, sample
     requests = [SamplingParams.of(PARAMS["plain"], seed=seed) for seed in range(samples)]
     model = ModelDrafter(DRAFT, SIZE, sample=sample)
     drafter = Hybrid(SuffixDrafter(), model, min_match=2, k=3) if behind else model
+    policy = Forced(1)
     outputs, steps, engine = run(
-        TARGET, [PROMPT] * samples, requests, drafter=drafter, rule=rule, policy=Forced(1), max_batch_size=64
+        TARGET, [PROMPT] * samples, requests, drafter=drafter, rule=rule, policy=policy, max_batch_size=64
     )
     assert engine.draft_failures == 0 and len({step.num_drafted for step in steps}) > 2
+    assert policy.ended > 100, "drafts end where they are unsure"
     assert p_value(outputs, joint(TARGET, PARAMS["plain"], PROMPT, LENGTH), SIZE) > ALPHA
 
 

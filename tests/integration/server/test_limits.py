@@ -170,6 +170,8 @@ class TestWhoReadsSlowly:
             held.connect(("127.0.0.1", running.port))
             held.settimeout(60)
             held.sendall(head + f"Content-Length: {len(text)}\r\n\r\n".encode() + text)
+            while not running.connections:
+                time.sleep(0.01)
             until = time.monotonic() + 4
             while not (gone := not running.connections) and time.monotonic() < until:
                 time.sleep(0.1)

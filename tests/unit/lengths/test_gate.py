@@ -34,7 +34,7 @@ def learn(gate: Gate, rows: Rows, drawn: Sequence[int], held: Sequence[int]) -> 
 
 def test_chances_are_multiplied_along_a_draft() -> None:
     gate, rows = Gate(8, "own"), rows_of(1)
-    gate.begin(rows, Price(0.0, 0.5), [True])
+    gate.begin(rows, Price(0.0, 0.5), [8])
     # nothing is known of what it says: the middle of each tenth
     assert said(gate, rows, 0, [0.86]) == [True]
     assert said(gate, rows, 1, [0.72]) == [True], "0.85 x 0.75"
@@ -47,26 +47,26 @@ def test_rows_share_a_pass_of_the_draft() -> None:
     gate = Gate(8, "own")
     for q, wanted in (([0.95, 0.95, 0.35], [True, True, True]), ([0.0, 0.0, 0.35], [False] * 3)):
         rows = rows_of(3)
-        gate.begin(rows, Price(0.5, 0.3), [True] * 3)
+        gate.begin(rows, Price(0.5, 0.3), [8] * 3)
         assert said(gate, rows, 0, q) == wanted
 
 
 def test_who_was_not_asked_pays_for_nobody() -> None:
     gate, rows = Gate(8, "own"), rows_of(2)
-    gate.begin(rows, Price(0.8, 0.1), [True, False])
+    gate.begin(rows, Price(0.8, 0.1), [8, 0])
     assert said(gate, rows, 0, [0.75, 0.99]) == [False, False]
 
 
 def test_what_is_said_is_compared_with_what_happens() -> None:
     gate, rows = Gate(8, "own"), rows_of(1)
     for _ in range(60):
-        gate.begin(rows, Price(0.0, 0.0), [True])
+        gate.begin(rows, Price(0.0, 0.0), [8])
         said(gate, rows, 0, [0.95])
         said(gate, rows, 1, [0.15])
         learn(gate, rows, [2], [0])
-    gate.begin(rows, Price(0.0, 0.3), [True])
+    gate.begin(rows, Price(0.0, 0.3), [8])
     assert said(gate, rows, 0, [0.95]) == [False], "it says so and is wrong"
-    gate.begin(rows, Price(0.0, 0.1), [True])
+    gate.begin(rows, Price(0.0, 0.1), [8])
     assert said(gate, rows, 0, [0.15]) == [True], "tokens behind one that failed were not tested"
 
 
@@ -100,3 +100,40 @@ def test_rows_that_are_held_keep_their_lengths() -> None:
     found = gate.worth(rows, [True] * 3, [None, 5, None], line(1.0, 0.02), line(0.05, 0.02), Ground(3.0))
     assert found == [8, 5, 8]
     assert gate.worth(rows, [True, False, False], [3, None, None], line(1, 0.02), line(0.05, 0.02), Ground(3.0)) is None
+
+
+def test_who_has_no_room_left_shares_no_price() -> None:
+    """Of three rows that would pay a pass together, one is at its limit; control: with room they go on."""
+    for room, wanted in (([8, 8, 1], [False] * 3), ([8, 8, 8], [True] * 3)):
+        gate, rows = Gate(8, "own"), rows_of(3)
+        gate.begin(rows, Price(2.0, 0.0), [8] * 3)
+        gate.limit(rows, room)
+        assert said(gate, rows, 0, [0.85] * 3) == wanted
+
+
+def test_held_rows_do_not_add_up_where_the_widest_counts() -> None:
+    """Three tokens of four rows make a pass three wider, so that two of another row cost nothing."""
+    passes, draft = line(1.0, 0.4), line(0.0, 0.05)
+    rows = rows_of(5, ragged=False)
+    found = Gate(8, "own").worth(rows, [True] * 5, [3, 3, 3, 3, None], passes, draft, Ground(5.0))
+    assert found == [3, 3, 3, 3, 8]
+
+
+def test_drafts_with_parts_of_which_nothing_was_heard() -> None:
+    gate, rows = Gate(8, "own"), rows_of(1)
+    gate.begin(rows, Price(0.0, 0.0), [8])
+    said(gate, rows, 0, [0.9])
+    learn(gate, rows, [1], [1])
+    assert gate.is_whole
+    gate.begin(rows, Price(0.0, 0.0), [8])
+    said(gate, rows, 1, [0.9])
+    learn(gate, rows, [2], [2])
+    assert not gate.is_whole
+
+
+def test_a_first_draft_is_one_of_a_row_that_drafted() -> None:
+    gate, rows = Gate(8, "own"), rows_of(2)
+    assert gate.is_first(rows, [2, 0])
+    learn(gate, rows, [2, 0], [1, 0])
+    assert not gate.is_first(rows, [2, 0]), "who drafted nothing is nobody's first"
+    assert gate.is_first(rows, [2, 1])

@@ -29,6 +29,7 @@ from foresay.models.huggingface.native.product import CompiledProduct
 from foresay.models.huggingface.operations import TurnTable, attend, causal_mask, feed_forward, turn_of
 from foresay.models.huggingface.products import Product
 from foresay.models.huggingface.slot_cache import Placement, SlotCache
+from foresay.threads import together
 
 _ROWS = 16
 """Places whose features are computed together where kernels are PyTorch's."""
@@ -130,8 +131,8 @@ class HeadModel(LanguageModel):
     def capabilities(self) -> Capabilities:
         """See LanguageModel."""
         apart = self._native is not None
-        together = apart or self.device.type != "cpu"
-        return Capabilities(trees=True, num_layers=LAST, fill_together=together, ragged=apart, own_threads=apart)
+        filled = apart or self.device.type != "cpu"
+        return Capabilities(trees=True, num_layers=LAST, fill_together=filled, ragged=apart, own_threads=apart)
 
     def new_cache(self) -> SlotCache:
         """A cache without rows."""
@@ -151,7 +152,8 @@ class HeadModel(LanguageModel):
         # other kernels sum in another order for other numbers of rows: always as many
         flat = joint.reshape(-1, joint.shape[-1])
         whole = F.pad(flat, (0, 0, 0, -len(flat) % _ROWS))
-        parts = [self._fc(part) for part in whole.view(-1, _ROWS, flat.shape[-1])]
+        with together():
+            parts = [self._fc(part) for part in whole.view(-1, _ROWS, flat.shape[-1])]
         return torch.cat([*parts, flat[:0, : self.width]])[: len(flat)].view(*joint.shape[:-1], self.width)
 
     @torch.inference_mode()
