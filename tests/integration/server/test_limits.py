@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -137,17 +138,26 @@ class TestBeforeTheQueue:
         assert answer.status_code == 504 and answer.json()["error"]["code"] == "timeout"
 
 
+@contextmanager
+def streaming(running: Running) -> Iterator[socket.socket]:
+    """A connection that takes little at a time, and has asked for a long stream."""
+    text = json.dumps({**LONG, "max_tokens": 1500, "stream": True}).encode()
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    )
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        held.connect(("127.0.0.1", running.port))
+        held.settimeout(60)
+        held.sendall(head + f"Content-Length: {len(text)}\r\n\r\n".encode() + text)
+        yield held
+
+
 class TestWhoReadsSlowly:
     def test_its_row_is_free_when_it_is_written(self, serve: Any) -> None:
         """What is written waits for its reader, and no other request does; all of it comes."""
         running = serve(send_buffer=4096)
-        text = json.dumps({**LONG, "max_tokens": 1500, "stream": True}).encode()
-        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
-        with socket.socket() as held:
-            held.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            held.connect(("127.0.0.1", running.port))
-            held.settimeout(60)
-            held.sendall(head + f"Content-Length: {len(text)}\r\n\r\n".encode() + text)
+        with streaming(running) as held:
             assert held.recv(10)
             quick = post(running, {"prompt": TEXT, "max_tokens": 8})
             assert quick.status_code == 200
@@ -163,13 +173,7 @@ class TestWhoReadsSlowly:
     @pytest.mark.parametrize("unread_s", [0.5, 120.0])
     def test_who_reads_nothing_is_given_up(self, serve: Any, unread_s: float) -> None:
         running = serve(send_buffer=4096, unread_s=unread_s)
-        text = json.dumps({**LONG, "max_tokens": 1500, "stream": True}).encode()
-        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
-        with socket.socket() as held:
-            held.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            held.connect(("127.0.0.1", running.port))
-            held.settimeout(60)
-            held.sendall(head + f"Content-Length: {len(text)}\r\n\r\n".encode() + text)
+        with streaming(running):
             while not running.connections:
                 time.sleep(0.01)
             until = time.monotonic() + 4
