@@ -50,7 +50,9 @@ def test_it_is_small_and_says_what_made_it(folder: Path, note: dict[str, Any]) -
 def test_it_drafts_by_the_targets_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """And unless told otherwise, once it is chosen for that."""
     chosen = f"hybrid(suffix, head={ALIAS}; min_match=2, k=3)"
-    assert default_drafter(ALIAS) == DEFAULT_DRAFTERS.get(ALIAS, "suffix")
+    assert f"head({ALIAS}, sample=false)" in default_drafter(ALIAS), (
+        "its likeliest tokens, so that a seed keeps its text"
+    )
     monkeypatch.setitem(DEFAULT_DRAFTERS, ALIAS, chosen)
     assert default_drafter(ALIAS) == chosen
     assert default_drafter("org/name") == default_drafter(object()) == "suffix"
@@ -58,6 +60,26 @@ def test_it_drafts_by_the_targets_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert model.drafter_name == chosen
     assert foresay.change(foresay.change(model, drafter="none"), drafter="auto").drafter_name == chosen
     assert foresay.load(ALIAS, drafter="suffix").drafter_name == "suffix"
+
+
+@pytest.mark.slow
+def test_what_drafts_unless_told_otherwise_changes_no_text() -> None:
+    """Greedy or by a seed, alone or in a batch, under the length that adapts to a clock."""
+    model = foresay.load(ALIAS)
+    prompts = [
+        [{"role": "user", "content": text}] for text in ("Why is the sea salt?", "Name three birds.", "Count to ten.")
+    ]
+    params = [foresay.SamplingParams(max_new_tokens=40, temperature=t, seed=5) for t in (0.0, 0.8, 0.0)]
+    wanted = [one.token_ids for one in model.plain().generate(prompts, params)]
+    together = model.generate(prompts, params)
+    alone = [model.generate(prompt, one) for prompt, one in zip(prompts, params, strict=True)]
+    assert [one.token_ids for one in together] == [one.token_ids for one in alone] == wanted
+    drafted = []
+    for drafter in (model.drafter_name, "suffix"):  # at a constant length, which no clock decides
+        done = foresay.change(model, drafter=drafter, length=4).generate(prompts, params)
+        assert [one.token_ids for one in done] == wanted
+        drafted.append(sum(one.stats.num_drafted for one in done))
+    assert drafted[0] > 2 * drafted[1], "the head takes part"
 
 
 @pytest.mark.slow
