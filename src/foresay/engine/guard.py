@@ -132,7 +132,9 @@ def _is_ours(drafter: object) -> bool:
     if not type(drafter).__module__.startswith(_OURS):
         return False
     parts = [
-        part for value in vars(drafter).values() for part in (value if isinstance(value, list | tuple) else [value])
+        part
+        for value in getattr(drafter, "__dict__", {}).values()
+        for part in (value if isinstance(value, list | tuple) else [value])
     ]
     return all(_is_ours(part) for part in parts if hasattr(part, "propose") and hasattr(part, "observe"))
 

@@ -208,7 +208,7 @@ class Gate:
 
     def _depth(self, count: int) -> float:
         """Tokens of the longest of so many rows' drafts."""
-        seen = self._depths.get(int(count).bit_length())
+        seen = self._depths.get(count.bit_length())
         drawn = self._mean(2, _DRAWN)
         return drawn if seen is None else float((seen[1] + drawn) / (seen[0] + 1))
 

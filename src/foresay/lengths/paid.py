@@ -86,43 +86,46 @@ class Paid:
 
         gated: it says how sure it is, so that drafts end by themselves.
         """
-        if gated and self.gate.is_whole:
-            return self._choose_gated(rows, asked, held, passes, ground, joined=joined)
-        self.gate.leave(rows)
-        if not self.trials.left:
-            best = self._lately(rows, asked, held, passes, ground)
-            if best is not None:
-                self.trials.paid()
-                return best
-            hopeful = self.trials.just_ended and self.best(rows, asked, held, passes, ground, hoped=_HOPED) is not None
-            if not self.trials.goes_on(hopeful):
-                self.trials.begin(joined)
-        length = self._of_trial(rows, asked, passes, ground) if self.trials.left else 0
-        return [length * on if n is None else n for n, on in zip(held, asked, strict=True)]
+        gated = gated and self.gate.is_whole
+        if not gated:
+            self.gate.leave(rows)
 
-    def _choose_gated(
-        self, rows: Rows, asked: Sequence[bool], held: Sequence[int | None], passes: Curve | None, ground: Ground,
-        *, joined: bool,
-    ) -> list[int]:  # fmt: skip
-        """The same where drafts end by themselves: all or nothing."""
-        drafts = self.drafts.curve(sum(asked))
-
-        def worth(hoped: float) -> list[int] | None:
-            if passes is None or drafts is None:
-                return None
-            return self.gate.worth(rows, asked, held, passes, drafts, ground, hoped=hoped)
+        def best(hoped: float = 0.0) -> list[int] | None:
+            if gated:
+                return self._worth(rows, asked, held, passes, ground, hoped)
+            if hoped:
+                return self.best(rows, asked, held, passes, ground, hoped=hoped)
+            return self._lately(rows, asked, held, passes, ground)
 
         if not self.trials.left:
-            best = worth(0.0)
-            if best is not None:
+            found = best()
+            if found is not None:
                 self.trials.paid()
-                return best
-            if not self.trials.goes_on(self.trials.just_ended and worth(_HOPED) is not None):
+                return found
+            if not self.trials.goes_on(self.trials.just_ended and best(_HOPED) is not None):
                 self.trials.begin(joined)
-        length = self.start if self.trials.left else 0
+        length = 0
+        if self.trials.left:
+            length = self.start if gated else self._of_trial(rows, asked, passes, ground)
         out = [length * on if n is None else n for n, on in zip(held, asked, strict=True)]
-        self.gate.begin(rows, Price(0.0, _TRIED), out)
+        if gated:
+            self.gate.begin(rows, Price(0.0, _TRIED), out)
         return out
+
+    def _worth(
+        self,
+        rows: Rows,
+        asked: Sequence[bool],
+        held: Sequence[int | None],
+        passes: Curve | None,
+        ground: Ground,
+        hoped: float,
+    ) -> list[int] | None:
+        """`best` of drafts that end by themselves: all or nothing."""
+        drafts = self.drafts.curve(sum(asked))
+        if passes is None or drafts is None:
+            return None
+        return self.gate.worth(rows, asked, held, passes, drafts, ground, hoped=hoped)
 
     def _lately(
         self, rows: Rows, asked: Sequence[bool], held: Sequence[int | None], passes: Curve | None, ground: Ground

@@ -270,9 +270,9 @@ class ThroughputLength(LengthPolicy):
         draft_s = max(0.0, one.draft_s - state.own_s)
         mine = [0 if other else n for n, other in zip(state.offered, behind, strict=True)]
         asked = behind if any(behind) else state.offered
-        longest = max(step.num_drafted for step, n in zip(steps, asked, strict=True) if n) if state.drawn else 0
         which = self._behind if any(behind) else self._first
         drawn = [step.num_drafted if n else 0 for step, n in zip(steps, asked, strict=True)]
+        longest = max(drawn) if state.drawn else 0
         self._passed = self._passed + 1 if state.drawn and which.gate.is_first(rows, drawn) else 0
         if not 0 < self._passed <= _FIRST:
             which.drafts.add(state.candidates if any(behind) else batch, longest or max(asked), draft_s)
