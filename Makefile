@@ -2,7 +2,7 @@
 # make test   install everything, run every test
 # make check  what CI runs: lint, types, tests
 # make test-browser   the server's page in a headless Chromium, which must be there (Debian: apt install chromium)
-# make test-engines   install vLLM into an environment of its own and lm-evaluation-harness into ours, and run the tests that need them
+# make test-engines   install vLLM into an environment of its own, lm-evaluation-harness and llama.cpp (compiled) into ours, and run the tests that need them
 
 PYTHON ?= python3
 VENV := .venv
@@ -36,6 +36,7 @@ test-browser: $(READY)
 
 test-engines: $(READY) $(VLLM)/.ready
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "lm-eval==0.4.13"
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "llama-cpp-python==0.3.36"
 	FORESAY_VLLM=$(VLLM)/bin/python $(VENV)/bin/python -m pytest -W default tests/engines
 
 # foresay without what it depends on: vLLM wants an older transformers, and the drafters need nothing else

@@ -2,10 +2,10 @@
 
     python benchmarks/drafts.py [--data FOLDER] [--head FOLDER] [--prompts N] [--quick] [--repeats N] [--write]
 
-SmolLM2 in bf16, greedy, batch 1, prompts included. `--data` is a folder with mt_bench, humaneval and gsm8k/test in it, of which
-20 prompts each are decoded, or as many as `--prompts` says; without it, the shipped prompts, which no draft was trained on
-either. Tokens per pass do not depend on the batch or the machine, and are counted in batches; speeds are medians of ratios to our
-plain decoding next to them in time. The last line is one JSON object.
+SmolLM2 in bf16 (named, not `auto`), greedy, batch 1, prompts included. `--data` is a folder with mt_bench, humaneval and
+gsm8k/test in it, of which 20 prompts each are decoded, or as many as `--prompts` says; without it, the shipped prompts, which no
+draft was trained on either. Tokens per pass do not depend on the batch or the machine, and are counted in batches; speeds are
+medians of ratios to our plain decoding next to them in time. The last line is one JSON object.
 """
 
 from __future__ import annotations

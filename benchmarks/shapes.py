@@ -27,6 +27,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import foresay
 from foresay.decoding.protocols import Feed, Logits
+from foresay.drafters.ngram_table import NgramTable
 from foresay.generation.method import Method
 from foresay.lab.bench.contenders import MethodRunner, PromptBlock
 from foresay.lab.bench.turns import take_turns
@@ -38,12 +39,14 @@ from foresay.training.curves import read_log
 from foresay.training.distil import causal, distil_model, final_norm
 from foresay.training.fitting import Plan
 from foresay.training.losses import Objective
+from foresay.training.ngrams import NgramCounter
 from foresay.training.outputs import Text, read_outputs, split
 
 LAYERS = (1, 2, 3, 6)
 PARAMETERS = 8_000_000
 """In the layers of each shape."""
 GUESSES = (1, 2, 3)
+NEW = 64
 
 
 @dataclass(slots=True)
@@ -80,12 +83,35 @@ def feed_forward(layers: int, width: int, attention: int) -> int:
     return round((PARAMETERS / layers - attention) / (3 * width) / 32) * 32
 
 
-def train(target: foresay.Generator, args: argparse.Namespace) -> list[Shape]:
-    """Train what is not trained yet."""
+def written(target: foresay.Generator, args: argparse.Namespace) -> list[Text]:
+    """What the target wrote; its tokens are counted into a table, which says what drafts keep."""
     fingerprint = tokenizer_fingerprint(target.target.tokenizer)
     texts: list[Text] = []
     for path in args.outputs:
         texts += read_outputs(path, target.target.model.vocab_size, fingerprint, 512)
+    counter = NgramCounter(2, target.target.model.vocab_size)
+    for one in texts:
+        counter.add(one.tokens[one.start :])
+    args.work.mkdir(parents=True, exist_ok=True)
+    counter.table(fingerprint=fingerprint).save(table(args))
+    return texts
+
+
+def table(args: argparse.Namespace) -> Path:
+    """Where tokens are counted."""
+    return Path(args.work) / "tokens.safetensors"
+
+
+def drafter(shape: Shape, args: argparse.Namespace) -> str:
+    """The expression of a shape's draft."""
+    return f"model({shape.folder}, vocabulary={table(args)}, vocabulary_size={args.tokens})"
+
+
+def train(target: foresay.Generator, args: argparse.Namespace) -> list[Shape]:
+    """Train what is not trained yet."""
+    texts = written(target, args)
+    size, ends = target.target.model.vocab_size, target.target.eos_token_ids
+    kept = torch.tensor(NgramTable.load(table(args)).draft_vocabulary(args.tokens, 1.0, ends, size))
     learn, rest = split(texts, 0.005)  # of full laws, which take longer to compare than to learn
     plan = Plan(epochs=1000, minutes=args.minutes, rate=2e-3, batch_tokens=2048, evaluate_minutes=1000)
     out = []
@@ -93,7 +119,16 @@ def train(target: foresay.Generator, args: argparse.Namespace) -> list[Shape]:
         draft, folder = shaped(target, layers, 0), args.work / f"layers-{layers}"
         folder.mkdir(parents=True, exist_ok=True)
         report = distil_model(
-            target.target, draft, None, learn, rest, plan, Objective.parse("forward_kl"), folder, states=args.states
+            target.target,
+            draft,
+            None,
+            learn,
+            rest,
+            plan,
+            Objective.parse("forward_kl"),
+            folder,
+            states=args.states,
+            token_ids=kept,
         )
         best = read_log(folder)[report.state.best_step]
         out.append(Shape(layers, draft.config.intermediate_size, folder, report.state.step, best))
@@ -101,12 +136,12 @@ def train(target: foresay.Generator, args: argparse.Namespace) -> list[Shape]:
     return out
 
 
-def time_passes(target: foresay.Generator, shapes: list[Shape]) -> None:
+def time_passes(target: foresay.Generator, shapes: list[Shape], args: argparse.Namespace) -> None:
     """Seconds of a draft's pass over one column behind 128, over the target's next to it."""
     ids = torch.randint(5, 40000, (1, 128), generator=torch.Generator().manual_seed(0))
     models: list[Any] = [target.target.model]
     for one in shapes:
-        made: Any = foresay.change(target, drafter=f"model({one.folder})").make_drafter()
+        made: Any = foresay.change(target, drafter=drafter(one, args)).make_drafter()
         models.append(made.context.model)
     caches = [model.new_cache() for model in models]
     for model, cache in zip(models, caches, strict=True):
@@ -128,10 +163,8 @@ def time_passes(target: foresay.Generator, shapes: list[Shape]) -> None:
 def time_decoding(target: foresay.Generator, shapes: list[Shape], args: argparse.Namespace) -> None:
     """Median speed-up over plain decoding of each shape with each number of guesses."""
     asks = RequestBuilder(target).first(held_out(args.data, 2))
-    block = PromptBlock("held out", asks, 1, foresay.SamplingParams(max_new_tokens=64))
-    runners = {
-        (s.layers, k): MethodRunner(target, Method(f"model({s.folder})", str(k))) for s in shapes for k in GUESSES
-    }
+    block = PromptBlock("held out", asks, 1, foresay.SamplingParams(max_new_tokens=NEW))
+    runners = {(s.layers, k): MethodRunner(target, Method(drafter(s, args), str(k))) for s in shapes for k in GUESSES}
     turns = [(repeat, runner) for repeat in range(args.repeats) for runner in runners.values()]
     found: dict[str, list[float]] = {}
     plain = MethodRunner(target, Method("none"))
@@ -145,13 +178,14 @@ def time_decoding(target: foresay.Generator, shapes: list[Shape], args: argparse
         log(f"  {one.layers} layers: " + ", ".join(f"{k} guesses {gain:.2f}x" for k, gain in one.speed.items()))
 
 
-def text_of(shapes: list[Shape], minutes: float, gap: float) -> str:
+def text_of(shapes: list[Shape], args: argparse.Namespace, gap: float) -> str:
     """The table as it stands in RESULTS.md."""
     cores = f"{machine()['processor']}, {torch.get_num_threads()} threads, torch {torch.__version__}"
     out = [
         cores,
         "",
-        f"{PARAMETERS / 1e6:.0f} million parameters in the layers of each, {minutes:g} minutes of training each.",
+        f"{PARAMETERS / 1e6:.0f} million parameters in the layers of each, heads of {args.tokens} tokens, {args.minutes:g} "
+        f"minutes of training each; decoding one prompt at a time, greedy, {NEW} tokens, {args.repeats} runs of each in turns.",
         "",
     ]
     out += [
@@ -179,20 +213,21 @@ def main() -> int:
     parser.add_argument("--work", type=Path, required=True, help="where the drafts are kept")
     parser.add_argument("--states", type=Path, help="a folder that keeps what the target shows")
     parser.add_argument("--minutes", type=float, default=5.0, help="of training, each shape")
+    parser.add_argument("--tokens", type=int, default=8192, help="that the drafts keep")
     parser.add_argument("--data", type=Path, help="as for drafts.py")
     parser.add_argument("--repeats", type=int, default=3, help="of each timed run")
     parser.add_argument("--no-times", action="store_true", help="train only")
     parser.add_argument("--write", action="store_true", help="write benchmarks/RESULTS.md")
     args = parser.parse_args()
-    target = foresay.load(MODEL, drafter="none")
+    target = foresay.load(MODEL, drafter="none", dtype="bf16")
     shapes = train(target, args)
     if args.no_times:
         return 0
-    time_passes(target, shapes)
+    time_passes(target, shapes, args)
     time_decoding(target, shapes, args)
     gap = max((shapes[0].speed or {}).values()) / max((shapes[-1].speed or {}).values())
     if args.write:
-        section(HERE / "RESULTS.md", "shapes", text_of(shapes, args.minutes, gap))
+        section(HERE / "RESULTS.md", "shapes", text_of(shapes, args, gap))
     print(json.dumps({"shape_speed_gap": round(gap, 4)} | {f"cost_{s.layers}": round(s.cost, 4) for s in shapes}))
     return 0
 

@@ -44,7 +44,8 @@ INSIDE = {
         {"step"},
     ],
     "engine": [{"row_moves", "prefixes", "stats", "guard"}, {"loop"}],
-    "models": [{"vocabulary", "table", "recording"}, {"huggingface"}, {"heads"}, {"sources"}],
+    "models": [{"vocabulary", "table", "recording"}, {"huggingface"}, {"heads", "llama_cpp"}, {"sources"}],
+    "models/llama_cpp": [{"binding", "probe"}, {"context"}, {"cache"}, {"model"}],
     "models/heads": [{"config"}, {"module"}, {"files"}, {"model"}],
     "models/huggingface": [
         {"stores", "gated_layer", "memory", "rounding"},
@@ -62,7 +63,7 @@ INSIDE = {
     "models/huggingface/native": [{"structs"}, {"build"}, {"product"}, {"in_place"}, {"layers"}],
     "models/sources": [
         {"load_options", "transformers_errors", "gguf_head"},
-        {"gguf_texts", "gguf_types", "gguf_positions", "packaged"},
+        {"gguf_texts", "gguf_types", "gguf_positions", "packaged", "llama_cpp"},
         {"gguf_blocks"},
         {"catalog"},
         {"resolve"},

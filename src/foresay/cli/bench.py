@@ -61,7 +61,9 @@ def run(
         engines = []
         for name in against or []:
             with loading(f"Starting {name}"):
-                engine = open_peer(name, model=target.target.name, dtype=target.target.dtype, threads=machine.threads)
+                engine = open_peer(
+                    name, model=target.target.name, dtype=target.target.dtype or "auto", threads=machine.threads
+                )
             peers.callback(engine.close)
             engines.append(engine)
         with loading("Preparing the prompts"):

@@ -51,6 +51,10 @@ def load_generator(
     draft: str | None = models.draft
     if draft is not None and drafter in ("auto", "model"):
         drafter, draft = model_expression(draft), None
+    if machine.backend is not None:  # else a settings file may say it
+        more["backend"] = machine.backend
+    if machine.gpu_layers is not None:
+        more["gpu_layers"] = machine.gpu_layers
     with loading(f"Loading {model}") as progress:
         return load(
             model,

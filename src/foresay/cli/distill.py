@@ -9,12 +9,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 
 from foresay.checks import check_float, check_int
 from foresay.cli.common import use_threads
 from foresay.cli.options import DeviceOption, DtypeOption, ModelOption, ThreadsOption, TrustOption
 from foresay.cli.progress import advancing, loading
+from foresay.drafters.ngram_table import NgramTable
 from foresay.errors import ConfigError
 from foresay.models.sources.catalog import LoadedModel, load_model, load_weights
 from foresay.models.sources.heads import load_head
@@ -64,7 +66,11 @@ class StudentOptions:
     steps: Annotated[int, typer.Option(help="Tokens that a head drafts in a row while it learns.")] = 5
     decay: Annotated[float, typer.Option(help="Weight of each of them, as a share of the one before.")] = 0.8
     layers: Annotated[str | None, typer.Option(help="Hidden states that a head reads, such as 2,15,27.")] = None
-    vocabulary_size: Annotated[int | None, typer.Option(help="Tokens that a head can write.")] = None
+    vocabulary_size: Annotated[int | None, typer.Option(help="Tokens that a head, or a cut draft, can write.")] = None
+    vocabulary: Annotated[
+        Path | None,
+        typer.Option(help="Cut a draft model to the tokens most frequent in this table (ngram build)."),
+    ] = None
     feed_forward: Annotated[int | None, typer.Option(help="Neurons of a head's feed-forward.")] = None
     own_head: Annotated[bool, typer.Option("--own-head", help="Let a head learn its own output layer.")] = False
     all_weights: Annotated[
@@ -78,6 +84,13 @@ class StudentOptions:
             raise ConfigError("--from goes on with a head; a draft model goes on by its name, with --draft")
         if self.start and self.shape() != HeadShape():
             raise ConfigError("--from takes the shape of that head; leave --layers, --vocabulary-size and the like out")
+
+        if self.vocabulary is not None and (self.draft == HEAD or self.vocabulary_size is None):
+            raise ConfigError(
+                "--vocabulary is a table for a draft model, beside --vocabulary-size; a head takes its tokens from the texts"
+            )
+        if self.vocabulary is None and self.vocabulary_size is not None and self.draft != HEAD:
+            raise ConfigError("--vocabulary-size of a draft model needs --vocabulary, a table (foresay ngram build)")
 
     def shape(self) -> HeadShape:
         """Of a head that is begun."""
@@ -146,7 +159,7 @@ def run(
             on_progress=on_progress,
         )
     if is_first():
-        for line in _summary(folder, report, learn):
+        for line in _summary(folder, report, learn, student):
             typer.echo(line)
     return 0
 
@@ -168,7 +181,16 @@ def _train_model(named: Named, given: tuple[Any, ...], **more: Any) -> Report:
     target, student, options = named
     weights, tokenizer = load_weights(student.draft, options)
     check_vocabularies(target.tokenizer, tokenizer, (target.name, student.draft))
-    return distil_model(target, weights, tokenizer, *given, freeze_embeddings=not student.all_weights, **more)
+    tokens = None if student.vocabulary is None else _kept_tokens(target, student.vocabulary, student.vocabulary_size)
+    frozen = not student.all_weights
+    return distil_model(target, weights, tokenizer, *given, freeze_embeddings=frozen, token_ids=tokens, **more)
+
+
+def _kept_tokens(target: LoadedModel, path: Path, size: int | None) -> torch.Tensor:
+    """The tokens that `model(..., vocabulary=path, vocabulary_size=size)` drafts."""
+    table = NgramTable.load(path)
+    table.check(None if target.tokenizer is None else tokenizer_fingerprint(target.tokenizer), target.model.vocab_size)
+    return torch.tensor(table.draft_vocabulary(size, 1.0, target.eos_token_ids, target.model.vocab_size))
 
 
 def _note(student: StudentOptions, texts: TextOptions, learn: Sequence[Text]) -> dict[str, Any]:
@@ -217,7 +239,7 @@ def _progress() -> Iterator[Callable[[str, float, str], None]]:
         yield lambda what, share, note: advance(round(100 * share), 100, f"{what}: {note}")
 
 
-def _summary(folder: Path, report: Report, learn: Sequence[Text]) -> Iterator[str]:
+def _summary(folder: Path, report: Report, learn: Sequence[Text], student: StudentOptions) -> Iterator[str]:
     lines = read_log(folder)
     best = lines[report.state.best_step]
     if not draw_curves(folder, lines):
@@ -231,4 +253,10 @@ def _summary(folder: Path, report: Report, learn: Sequence[Text]) -> Iterator[st
         f"  held out: {best['tokens_per_pass']:.2f} tokens per pass, accepted {best['acceptance_1']:.2f}, "
         f"agreed {best['agreement_1']:.2f} (step {report.state.best_step})"
     )
-    yield f"  draft with it: --drafter 'head({folder})'" if kind == HEAD else f"  draft with it: --draft {folder}"
+    if kind == HEAD:
+        yield f"  draft with it: --drafter 'head({folder})'"
+    elif student.vocabulary is None:
+        yield f"  draft with it: --draft {folder}"
+    else:
+        cut = f"vocabulary={student.vocabulary}, vocabulary_size={student.vocabulary_size}"
+        yield f"  draft with it: --drafter 'model({folder}, {cut})'"

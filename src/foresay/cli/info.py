@@ -6,8 +6,9 @@ from typing import Annotated
 
 import typer
 
-from foresay.cli.options import DeviceOption, DtypeOption, TrustOption, WeightsOption
+from foresay.cli.options import BackendOption, DeviceOption, DtypeOption, GpuLayersOption, TrustOption, WeightsOption
 from foresay.cli.progress import loading
+from foresay.decoding.protocols import LanguageModel
 from foresay.errors import UnsupportedModelError
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.linears import held_bytes, weight_bytes
@@ -15,8 +16,10 @@ from foresay.models.huggingface.model import UNLIMITED
 from foresay.models.huggingface.self_check import probe, verified
 from foresay.models.huggingface.seq2seq import Seq2SeqModel
 from foresay.models.huggingface.slot_cache import visible_width
-from foresay.models.sources.catalog import load_model
-from foresay.models.sources.load_options import LoadOptions
+from foresay.models.llama_cpp.binding import version
+from foresay.models.llama_cpp.model import LlamaCppModel, compared
+from foresay.models.sources.catalog import LoadedModel, load_model
+from foresay.models.sources.load_options import TRANSFORMERS, LoadOptions
 
 
 def passes(model: CausalModel | Seq2SeqModel) -> str:
@@ -30,15 +33,65 @@ def passes(model: CausalModel | Seq2SeqModel) -> str:
     return "lean, compiled for this machine" if lean.compiled else "lean"
 
 
-def _memory(model: CausalModel | Seq2SeqModel, rows: int, length: int | None) -> str:
-    """What a batch takes beside the weights, and whether there is room."""
+def _memory(model: LanguageModel, held: int, rows: int, length: int | None, least: int) -> str:
+    """What a batch takes beside the weights, and whether there is room. least: tokens whose slots one token takes."""
     length = min(length or 2048, model.max_length)
     wanted, room = model.cache_bytes(rows, length), model.room_bytes()
     fits = "there is room" if wanted <= room else f"{room / 1e9:.1f} GB are free, so rows would wait for each other"
     return (
-        f"weights {held_bytes(model.model) / 1e6:.0f} MB; {rows} rows of {length} tokens {wanted / 1e6:.0f} MB "
-        f"({model.cache_bytes(1, 1) / visible_width(1, model.device) / 1e3:.1f} kB a token): {fits}"
+        f"weights {held / 1e6:.0f} MB; {rows} rows of {length} tokens {wanted / 1e6:.0f} MB "
+        f"({model.cache_bytes(1, 1) / least / 1e3:.1f} kB a token): {fits}"
     )
+
+
+def _shared(loaded: LoadedModel) -> dict[str, str]:
+    """What is said of every model."""
+    tokens = 0 if loaded.tokenizer is None else len(loaded.tokenizer.get_vocab())
+    return {
+        "vocabulary": f"{loaded.model.vocab_size} embeddings, {tokens} tokens in the tokenizer",
+        "chat template": "yes" if getattr(loaded.tokenizer, "chat_template", None) else "no",
+        "end tokens": ", ".join(map(str, sorted(loaded.eos_token_ids))) or "none",
+    }
+
+
+def _of_llama_cpp(loaded: LoadedModel, model: LlamaCppModel, rows: int, length: int | None) -> dict[str, str]:
+    difference, same = compared(model)
+    layouts = (
+        "repacked for this machine"
+        if model.weights.extra_buffers
+        else "as the file has them: its repacked kernels crash here"
+    )
+    return {
+        "supported": "yes: speculation, ragged batches, every rule, every drafter that needs no hidden states and no layers",
+        "family": f"{model.weights.description}, computed by llama.cpp ({version()})",
+        "parameters": f"{model.num_parameters / 1e6:.1f} M",
+        "weights": f"{model.weights.nbytes / 1e6:.0f} MB, {layouts}",
+        "context": f"{model.max_length} tokens",
+        "memory": _memory(model, model.weights.nbytes, rows, length, 1),
+        **_shared(loaded),
+        "same bits": f"{same} of 16 tokens have the same bits alone and together, the others differ by up to {difference:.1e} "
+        "of the scores' spread: where two tokens are that near, a text may depend on the batch and the draft",
+    }
+
+
+def _of_transformers(
+    loaded: LoadedModel, model: CausalModel | Seq2SeqModel, rows: int, length: int | None
+) -> dict[str, str]:
+    difference, module = probe(model), model.model
+    kept = {"": "in that dtype", "GGUF": "in the file's blocks"}.get(loaded.weights, f"rounded to {loaded.weights}")
+    tested = "tested" if verified(model) else "self-checked, not in the tests"
+    return {
+        "supported": "yes: speculation, ragged batches, every drafter and rule",
+        "family": f"{module.config.model_type} ({type(module).__name__}), {tested}",
+        "parameters": f"{model.num_parameters / 1e6:.1f} M",
+        "dtype, device": f"{str(module.dtype).removeprefix('torch.')}, {model.device}",
+        "weights": f"{kept}; a pass reads {weight_bytes(module) / 1e6:.0f} MB of them",
+        "passes": passes(model),
+        "context": "unlimited" if model.max_length == UNLIMITED else f"{model.max_length} tokens",
+        "memory": _memory(model, held_bytes(module), rows, length, visible_width(1, model.device)),
+        **_shared(loaded),
+        "self-check": f"cached and uncached scores differ by {difference:.1e} of their spread",
+    }
 
 
 def run(
@@ -47,6 +100,8 @@ def run(
     weights: WeightsOption = "auto",
     device: DeviceOption = None,
     trust_remote_code: TrustOption = False,
+    backend: BackendOption = None,
+    gpu_layers: GpuLayersOption = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Rows to foresee the memory for.")] = 32,
     context: Annotated[
         int | None, typer.Option(min=1, help="Their tokens. Default: 2048, or the model's context.")
@@ -56,35 +111,24 @@ def run(
     try:
         with loading(f"Loading {model}") as progress:
             options = LoadOptions(
-                dtype=dtype, weights=weights, device=device, trust_remote_code=trust_remote_code, progress=progress
+                dtype=dtype,
+                weights=weights,
+                device=device,
+                trust_remote_code=trust_remote_code,
+                backend=backend or TRANSFORMERS,
+                gpu_layers=gpu_layers,
+                progress=progress,
             )
             loaded = load_model(model, options)
             scorer = loaded.model
-            assert isinstance(scorer, CausalModel | Seq2SeqModel)
-            difference = probe(scorer)
+            if isinstance(scorer, LlamaCppModel):
+                lines = _of_llama_cpp(loaded, scorer, batch_size, context)
+            else:
+                assert isinstance(scorer, CausalModel | Seq2SeqModel)
+                lines = _of_transformers(loaded, scorer, batch_size, context)
     except UnsupportedModelError as error:
         typer.echo(f"{model}\n  supported: no\n  reason: {error}")
         return 2
-    module, tokenizer = scorer.model, loaded.tokenizer
-    kind = str(module.config.model_type)
-    tokens = 0 if tokenizer is None else len(tokenizer.get_vocab())
-    limit = "unlimited" if scorer.max_length == UNLIMITED else f"{scorer.max_length} tokens"
-    kept = {"": "in that dtype", "GGUF": "in the file's blocks"}.get(loaded.weights, f"rounded to {loaded.weights}")
-    lines = {
-        "supported": "yes: speculation, ragged batches, every drafter and rule",
-        "family": f"{kind} ({type(module).__name__}), "
-        + ("tested" if verified(scorer) else "self-checked, not in the tests"),
-        "parameters": f"{scorer.num_parameters / 1e6:.1f} M",
-        "dtype, device": f"{str(module.dtype).removeprefix('torch.')}, {scorer.device}",
-        "weights": f"{kept}; a pass reads {weight_bytes(module) / 1e6:.0f} MB of them",
-        "passes": passes(scorer),
-        "context": limit,
-        "memory": _memory(scorer, batch_size, context),
-        "vocabulary": f"{scorer.vocab_size} embeddings, {tokens} tokens in the tokenizer",
-        "chat template": "yes" if getattr(tokenizer, "chat_template", None) else "no",
-        "end tokens": ", ".join(map(str, sorted(loaded.eos_token_ids))) or "none",
-        "self-check": f"cached and uncached scores differ by {difference:.1e} of their spread",
-    }
     typer.echo(model)
     for name, value in lines.items():
         typer.echo(f"  {name}: {value}")

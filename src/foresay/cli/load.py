@@ -78,21 +78,37 @@ def run(
     resources, recorded = open_recording(recording, model, named, data, machine)
     world = _World(recorded, Profile.load(profile), resources, batch_size)
     loads = come.at_all(rate or "1,2,4,8") if trace is None else [(trace.name, from_trace(trace))]
-    lines: list[dict[str, Any]] = []
-    searched: list[dict[str, Any]] = []
-    for method in named:
-        for name, times in loads:
-            with loading(f"{method.name} at {name}"):
-                lines.append(_facts(method, name, world.answered(method, times)))
-        if promise != Target():
-            with loading(f"{method.name}: the highest rate"):
-                searched.append(_highest(world, method, promise, come, total))
+    lines, searched = _all(world, named, loads, _Search(promise, come, total))
     if as_json:
         for line in [*lines, *searched]:
             typer.echo(json.dumps(line))
         return 0
     _show(lines, searched, recorded)
     return 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Search:
+    """What the highest rate is looked for with; a promise of nothing looks for none."""
+
+    promise: Target
+    come: _Come
+    total: float | None
+
+
+def _all(
+    world: _World, named: Sequence[Method], loads: Sequence[tuple[str, Sequence[float]]], search: _Search
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """(what each method makes of each load, the highest rates that keep the promise)."""
+    lines, searched = [], []
+    for method in named:
+        for name, times in loads:
+            with loading(f"{method.name} at {name}"):
+                lines.append(_facts(method, name, world.answered(method, times)))
+        if search.promise != Target():
+            with loading(f"{method.name}: the highest rate"):
+                searched.append(_highest(world, method, search))
+    return lines, searched
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,12 +183,17 @@ def _facts(method: Method, name: str, load: Load) -> dict[str, Any]:
     return out
 
 
-def _highest(world: _World, method: Method, promise: Target, come: _Come, total: float | None) -> dict[str, Any]:
+def _highest(world: _World, method: Method, search: _Search) -> dict[str, Any]:
+    come = search.come
     full = world.answered(method, [0.0] * come.requests)
     most = len(full.requests) / full.seconds  # a full batch answers no more
-    found = highest_rate(lambda rate: world.answered(method, come.at(rate)), promise, low=most * _LOWEST, high=most)
+    found = highest_rate(
+        lambda rate: world.answered(method, come.at(rate)), search.promise, low=most * _LOWEST, high=most
+    )
     out: dict[str, Any] = {"method": method.name, "highest_rate": found}
-    return out if total is None else out | {"replicas": replicas(total, found), "total_rate": total}
+    return (
+        out if search.total is None else out | {"replicas": replicas(search.total, found), "total_rate": search.total}
+    )
 
 
 def _show(lines: list[dict[str, Any]], searched: list[dict[str, Any]], recorded: Recording) -> None:

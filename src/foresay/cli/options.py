@@ -31,6 +31,13 @@ DtypeOption = Annotated[str, typer.Option(help="auto, bf16, fp16 or fp32.")]
 WeightsOption = Annotated[str, typer.Option(help="auto, bf16, int8 or int4; rounded weights are another model.")]
 DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")]
 ThreadsOption = Annotated[int | None, typer.Option(help="Processor threads; fewer on a machine that is busy.")]
+BackendOption = Annotated[
+    str | None,
+    typer.Option(help="transformers, or llama.cpp for GGUF files (extra llamacpp).  [default: transformers]"),
+]
+GpuLayersOption = Annotated[
+    int | None, typer.Option(help="Layers that llama.cpp puts on GPUs; all it can, unless told.")
+]
 TrustOption = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")]
 
 
@@ -112,3 +119,5 @@ class MachineOptions:
     device: DeviceOption = None
     threads: ThreadsOption = None
     trust_remote_code: TrustOption = False
+    backend: BackendOption = None
+    gpu_layers: GpuLayersOption = None

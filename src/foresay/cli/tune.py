@@ -22,7 +22,7 @@ from foresay.generation.method import PLAIN, methods
 from foresay.lab.replay.record import record
 from foresay.lab.tune import DRAFTERS, LENGTHS, Tuner, Tuning, pick, with_draft
 from foresay.methods.settings_file import Settings, write_settings
-from foresay.models.sources.load_options import WEIGHTS
+from foresay.models.sources.load_options import LLAMA_CPP, WEIGHTS
 from foresay.records.provenance import provenance
 from foresay.records.recording import Recording
 
@@ -135,6 +135,7 @@ def _write(tuning: Tuning, batch_size: int, target: Generator, output: Path, pro
         "max_batch_size": batch_size,
         "dtype": dtype,
         "weights": target.target.weights if target.target.weights in WEIGHTS else None,
+        "backend": target.target.weights if target.target.weights == LLAMA_CPP else None,
     }
     if best is None:
         settings = Settings(drafter="none", **chosen)

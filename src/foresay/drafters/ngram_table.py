@@ -10,7 +10,7 @@ import dataclasses
 import json
 import os
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
@@ -194,6 +194,11 @@ class NgramTable:
         assert count is not None
         check_int("count", count, 1, self.vocab_size)
         return np.sort(ranked[:count]).astype(np.int64)
+
+    def draft_vocabulary(self, size: int | None, coverage: float, ends: Iterable[int], vocab_size: int) -> list[int]:
+        """The tokens that a draft is cut down to: `frequent` ones, by number or else coverage, and those that end a text."""
+        frequent = self.frequent(coverage=coverage) if size is None else self.frequent(size)
+        return sorted(i for i in {*frequent.tolist(), *ends} if i < vocab_size)
 
     def check(self, fingerprint: str | None, vocab_size: int) -> None:
         """Raise VocabularyMismatchError when the table was made with another tokenizer than the one given."""

@@ -20,7 +20,7 @@ from foresay.methods.expressions import Call
 from foresay.methods.recipe import DrafterBuilder, Recipe, Resources
 from foresay.methods.recipes import DRAFTERS, draft_model, read_drafter, read_length, read_rule
 from foresay.methods.settings_file import is_settings, read_settings
-from foresay.models.sources.load_options import LoadOptions
+from foresay.models.sources.load_options import TRANSFORMERS, LoadOptions
 from foresay.models.sources.packaged import default_drafter
 from foresay.models.sources.resolve import resolve
 from foresay.text.tokenizer import Tokenizer
@@ -60,8 +60,8 @@ def load(
     rows decoded at a time, 32 unless told otherwise. eos_token_ids: tokens that end a text, where the model does not say
     so itself. share_prefixes: whether a prompt may start from the slots of a row that begins alike (the same bits as
     filling it). options: fields of LoadOptions (dtype, weights, draft_weights, device, device_map, max_memory,
-    quantization_config, tp_plan, revision, trust_remote_code), for target and draft alike; draft_weights beside
-    drafter="none" waits for what `change` names.
+    quantization_config, tp_plan, revision, trust_remote_code, backend, gpu_layers), for target and draft alike; draft_weights
+    beside drafter="none" waits for what `change` names.
     """
     ngrams = {k: v for k, v in (("max_ngram", max_ngram), ("min_ngram", min_ngram)) if v is not None}
     if is_settings(target):
@@ -71,12 +71,12 @@ def load(
             length = said.length if length is None and num_draft_tokens is None else length
         target, rule = _beside(target, said.target), rule if rule is not None else said.rule
         max_batch_size = said.max_batch_size if max_batch_size is None else max_batch_size
-        if said.dtype is not None and options.get("dtype", "auto") == "auto":
-            options["dtype"] = said.dtype
-        if said.weights is not None and options.get("weights", "auto") == "auto":
-            options["weights"] = said.weights
+        for option in ("dtype", "weights", "backend"):
+            value = getattr(said, option)
+            if value is not None and options.get(option, "auto") == "auto":
+                options[option] = value
     if drafter == "auto" and draft is None and not ngrams:
-        drafter = default_drafter(target)
+        drafter = default_drafter(target, options.get("backend", TRANSFORMERS))
     recipe, name = _recipe(draft, drafter, ngrams)
     chosen = read_rule("speculative" if rule is None else rule)
     policy = _policy(name, num_draft_tokens, length)
@@ -131,7 +131,9 @@ def change(
         given = num_draft_tokens is not None or length is not None
         policy = _policy(generator.drafter_name, num_draft_tokens, length) if given else None
         return generator.with_settings(rule=chosen, policy=policy, max_batch_size=max_batch_size)
-    recipe, name = _recipe(None, default_drafter(resources.target.name) if drafter == "auto" else drafter, {})
+    if drafter == "auto":
+        drafter = default_drafter(resources.target.name, resources.options.backend)
+    recipe, name = _recipe(None, drafter, {})
     assert recipe is not None
     policy = _policy(name, num_draft_tokens, length)
     return _generator(

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from jinja2 import TemplateError
 from lm_eval.__main__ import cli_evaluate
@@ -25,7 +26,7 @@ from tqdm import tqdm
 
 from foresay.checks import check_int
 from foresay.decoding.protocols import Feed, Logits
-from foresay.decoding.rows import Row, Rows
+from foresay.decoding.rows import IntArray, Row, Rows, common_prefix
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ConfigError
 from foresay.generation.load import load
@@ -243,7 +244,7 @@ class _Scorer:
 
     def __init__(self, model: Any) -> None:
         self._model, self._cache = model, model.new_cache()
-        self._known: list[int] = []
+        self._known: IntArray = np.zeros(0, dtype=np.int64)
         self._rows: Rows | None = None
 
     @torch.inference_mode()
@@ -255,9 +256,8 @@ class _Scorer:
         fed = token_ids[:-1]
         first = len(token_ids) - count - 1
         """The place whose scores are of the first of them."""
-        same = 0
-        while same < min(first, len(self._known)) and self._known[same] == fed[same]:
-            same += 1
+        known, self._known = self._known, np.array(fed, dtype=np.int64)
+        same = min(first, common_prefix(known, self._known))
         self._cache.truncate([same])
         total, greedy = 0.0, True
         for start, scores in self._passes(fed, same, first):
@@ -265,7 +265,6 @@ class _Scorer:
             laws = scores.float().log_softmax(-1)
             total += float(laws.gather(1, wanted[:, None]).sum())
             greedy = greedy and bool((laws.max(-1).indices == wanted).all())
-        self._known = fed
         return total, greedy
 
     def _passes(self, fed: list[int], start: int, first: int) -> Iterator[tuple[int, torch.Tensor]]:

@@ -18,7 +18,7 @@ from foresay.lengths import ConstantLength
 from foresay.methods.expressions import Call, parse
 from foresay.methods.recipes import read_drafter, read_length
 from foresay.methods.settings_file import Settings
-from foresay.models.sources.load_options import DTYPES
+from foresay.models.sources.load_options import DTYPES, TRANSFORMERS
 from foresay.models.sources.packaged import packaged_head
 
 PROPOSER = "foresay.integrations.vllm.Proposer"
@@ -35,6 +35,8 @@ def llm_arguments(settings: Settings, folder: str) -> dict[str, Any]:
     drafter = settings.drafter or "suffix"
     if settings.weights not in (None, "auto", "bf16"):
         raise ConfigError(f"weights={settings.weights!r}: vLLM rounds weights in its own ways; leave it out")
+    if settings.backend not in (None, TRANSFORMERS):
+        raise ConfigError(f"backend={settings.backend!r}: vLLM computes passes itself; leave it out")
     out: dict[str, Any] = {"model": folder}
     if settings.dtype is not None and settings.dtype != "auto":
         if settings.dtype not in DTYPES:

@@ -12,8 +12,9 @@ that they took. Owns these counts of one drafter. Knows neither costs nor laws.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
@@ -62,6 +63,24 @@ class _Chains:
     """[B, high], q; NaN where nothing was drawn."""
 
 
+@dataclass(frozen=True, slots=True)
+class Worth:
+    """What pays."""
+
+    most: list[int]
+    """[B] tokens there may be of each row's draft."""
+    price: Price
+    """What `goes_on` asks for."""
+
+
+class _Seen(IntEnum):
+    """Places of what is counted of drafts."""
+
+    DRAFTS = 0
+    HELD = 1
+    DRAWN = 2
+
+
 class Gate:
     """One drafter that says how sure it is of its tokens."""
 
@@ -89,11 +108,11 @@ class Gate:
         ground: Ground,
         *,
         hoped: float = 0.0,
-    ) -> list[int] | None:
-        """The rows that are drafted for, each with the most there may be; None where that pays for none.
+    ) -> Worth | None:
+        """The rows whose drafts pay; None where none does.
 
         asked: rows that it may draft for. held: what some must have. hoped: drafts that are thought to have held whole beside
-        those that were seen, which matters while few were. Sets what `goes_on` asks for.
+        those that were seen, which matters while few were.
         """
         expected = self._expected(rows, hoped)
         must = [n or 0 for n in held]
@@ -101,7 +120,7 @@ class Gate:
         if not free:
             return None
         numbers = np.arange(1, len(free) + 1)
-        drawn = self._mean(2, _DRAWN)
+        drawn = self._mean(_Seen.DRAWN, _DRAWN)
         columns = ground.columns + sum(must) if rows.ragged else max(ground.columns, *must)
         wide = columns + numbers * drawn if rows.ragged else np.maximum(columns, np.full(len(free), drawn))
         depths = np.array([self._depth(n) for n in numbers.tolist()])
@@ -109,17 +128,18 @@ class Gate:
         seconds = np.maximum(drafting.at(depths) - alone, 0.0) + passes.at(wide) - passes.at(columns)
         gains = expected[free].cumsum() - ground.rate * seconds
         count = int(gains.argmax()) + 1 if rows.ragged else len(free)
-        chosen = set(free[:count] if gains[count - 1] > 0 else ())
-        for i in set(free) - chosen:
+        if gains[count - 1] <= 0:
+            return None
+        price = self._price(count, float(wide[count - 1]), passes, drafting, ground.rate, ragged=rows.ragged)
+        chosen = set(free[:count])
+        return Worth([self._high if i in chosen else n for i, n in enumerate(must)], price)
+
+    def forget(self, rows: Rows, places: Iterable[int]) -> None:
+        """These rows were not drafted for: what is known of them fades, so that they are asked for again."""
+        for i in places:
             extras = rows.rows[i].extras
             if self._own in extras:
                 extras[self._own] = tuple(_ROW_FORGETS * count for count in extras[self._own])
-        if not chosen:
-            return None
-        out = [self._high if i in chosen else n for i, n in enumerate(must)]
-        price = self._price(count, float(wide[count - 1]), passes, drafting, ground.rate, ragged=rows.ragged)
-        self.begin(rows, price, out)
-        return out
 
     def _price(self, count: int, wide: float, passes: Curve, drafting: Curve, rate: float, *, ragged: bool) -> Price:
         """Of one more token of so many rows, whose drafts are `wide` columns."""
@@ -198,18 +218,20 @@ class Gate:
 
     def _expected(self, rows: Rows, hoped: float) -> FloatArray:
         """[B] tokens that hold of each row's next draft."""
-        mean = self._mean(1, _HELD, hoped * _DRAWN, hoped)
+        mean = self._mean(_Seen.HELD, _HELD, hoped)
         own = np.array([row.extras.get(self._own, (0.0, 0.0)) for row in rows])
         out: FloatArray = (own[:, 1] + _ROW_DOUBT * mean) / (own[:, 0] + _ROW_DOUBT)
         return out
 
-    def _mean(self, which: int, usual: float, more: float = 0.0, of: float = 0.0) -> float:
-        return float((self._drafts[which] + _DOUBT * usual + more) / (self._drafts[0] + _DOUBT + of))
+    def _mean(self, which: _Seen, usual: float, hoped: float = 0.0) -> float:
+        """Of a draft. usual: before any was seen. hoped: drafts that are thought to have held whole beside those."""
+        seen = self._drafts[which] + _DOUBT * usual + hoped * _DRAWN
+        return float(seen / (self._drafts[_Seen.DRAFTS] + _DOUBT + hoped))
 
     def _depth(self, count: int) -> float:
         """Tokens of the longest of so many rows' drafts."""
         seen = self._depths.get(count.bit_length())
-        drawn = self._mean(2, _DRAWN)
+        drawn = self._mean(_Seen.DRAWN, _DRAWN)
         return drawn if seen is None else float((seen[1] + drawn) / (seen[0] + 1))
 
     def _chances(self) -> FloatArray:

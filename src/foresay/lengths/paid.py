@@ -15,7 +15,7 @@ from foresay.decoding.outcome import Step
 from foresay.decoding.rows import Rows
 from foresay.lengths.budgets import Ground, best_for_all, best_for_each
 from foresay.lengths.costs import Curve, DraftCosts
-from foresay.lengths.gate import Gate, Price
+from foresay.lengths.gate import Gate, Price, Worth
 from foresay.lengths.reach import Reach
 from foresay.lengths.trials import Trials
 
@@ -90,19 +90,14 @@ class Paid:
         if not gated:
             self.gate.leave(rows)
 
-        def best(hoped: float = 0.0) -> list[int] | None:
-            if gated:
-                return self._worth(rows, asked, held, passes, ground, hoped)
-            if hoped:
-                return self.best(rows, asked, held, passes, ground, hoped=hoped)
-            return self._lately(rows, asked, held, passes, ground)
-
         if not self.trials.left:
-            found = best()
+            find = self._pay if gated else self._lately
+            found = find(rows, asked, held, passes, ground)
             if found is not None:
                 self.trials.paid()
                 return found
-            if not self.trials.goes_on(self.trials.just_ended and best(_HOPED) is not None):
+            hopeful = self.trials.just_ended and self._is_hopeful(rows, asked, held, passes, ground, gated=gated)
+            if not self.trials.goes_on(hopeful):
                 self.trials.begin(joined)
         length = 0
         if self.trials.left:
@@ -113,19 +108,36 @@ class Paid:
         return out
 
     def _worth(
-        self,
-        rows: Rows,
-        asked: Sequence[bool],
-        held: Sequence[int | None],
-        passes: Curve | None,
-        ground: Ground,
-        hoped: float,
-    ) -> list[int] | None:
+        self, rows: Rows, asked: Sequence[bool], held: Sequence[int | None], passes: Curve | None, ground: Ground,
+        *, hoped: float = 0.0,
+    ) -> Worth | None:  # fmt: skip
         """`best` of drafts that end by themselves: all or nothing."""
         drafts = self.drafts.curve(sum(asked))
         if passes is None or drafts is None:
             return None
         return self.gate.worth(rows, asked, held, passes, drafts, ground, hoped=hoped)
+
+    def _pay(
+        self, rows: Rows, asked: Sequence[bool], held: Sequence[int | None], passes: Curve | None, ground: Ground
+    ) -> list[int] | None:
+        """Begin the drafts that are worth it; None where none is."""
+        found = self._worth(rows, asked, held, passes, ground)
+        most = [0] * len(asked) if found is None else found.most
+        free = [on and n is None for on, n in zip(asked, held, strict=True)]
+        self.gate.forget(rows, [i for i, n in enumerate(most) if free[i] and not n])
+        if found is None:
+            return None
+        self.gate.begin(rows, found.price, found.most)
+        return found.most
+
+    def _is_hopeful(
+        self, rows: Rows, asked: Sequence[bool], held: Sequence[int | None], passes: Curve | None, ground: Ground,
+        *, gated: bool,
+    ) -> bool:  # fmt: skip
+        """Whether drafts would pay if a few more had held."""
+        if gated:
+            return self._worth(rows, asked, held, passes, ground, hoped=_HOPED) is not None
+        return self.best(rows, asked, held, passes, ground, hoped=_HOPED) is not None
 
     def _lately(
         self, rows: Rows, asked: Sequence[bool], held: Sequence[int | None], passes: Curve | None, ground: Ground

@@ -221,10 +221,8 @@ def _trim(vocabulary: str | None, size: int | None, coverage: float) -> _Trim | 
 
         if not isinstance(model, CausalModel):
             raise UnsupportedModelError("only a decoder-only transformers model's head can be trimmed")
-        table = resources.table(path)
-        frequent = table.frequent(size) if size is not None else table.frequent(coverage=coverage)
-        ids = {*frequent.tolist(), *resources.target.eos_token_ids}
-        return trimmed_head(model, sorted(i for i in ids if i < model.vocab_size))
+        ends = resources.target.eos_token_ids
+        return trimmed_head(model, resources.table(path).draft_vocabulary(size, coverage, ends, model.vocab_size))
 
     return trim
 

@@ -34,9 +34,11 @@ class Settings:
     dtype: str | None = None
     weights: str | None = None
     """A weight format, where weights are rounded."""
+    backend: str | None = None
+    """Whose passes they are; None: transformers' and our own."""
 
     def __post_init__(self) -> None:
-        for name in ("target", "drafter", "rule", "dtype", "weights"):
+        for name in ("target", "drafter", "rule", "dtype", "weights", "backend"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
                 raise ConfigError(f"{name}={value!r} must be a text")

@@ -160,7 +160,7 @@ def distil_head(
         "target": target.name,
         "shape": {k: v for k, v in head.config.as_plain().items() if k != "eagle_config"},
         "own_head": head.module.lm_head is not None,
-        "tokens": None if head.token_ids is None else sha256(head.token_ids.numpy().tobytes()).hexdigest()[:16],
+        "tokens": _digest(head.token_ids),
         "texts": digest(learn),
     }
 
@@ -195,6 +195,7 @@ def distil_model(
     folder: Path,
     *,
     freeze_embeddings: bool = True,
+    token_ids: torch.Tensor | None = None,
     states: Path | None = None,
     note: dict[str, Any] | None = None,
     on_progress: Callable[[str, float, str], None] = lambda what, share, note: None,
@@ -203,6 +204,7 @@ def distil_model(
     """Train a draft model of the target's vocabulary on its laws, and keep the best in `folder`, as transformers reads it.
 
     draft: transformers' own model. freeze_embeddings: leave embeddings and head, most of a small draft, as they are.
+    token_ids: [K], the tokens that its head is cut down to when it drafts: only they are learned, and the folder holds all.
     """
     model = causal(target)
     config = draft.config.get_text_config(decoder=True)
@@ -225,7 +227,7 @@ def distil_model(
         _write_note(folder, {"made_by": "foresay distill", "kind": "model", "target": target.name, **(note or {})})
 
     fitting = Fitting(
-        ModelStudent(draft, model),
+        ModelStudent(draft, model, token_ids),
         objective,
         corpora[0],
         corpora[1],
@@ -237,6 +239,7 @@ def distil_model(
             "target": target.name,
             "shape": {k: v for k, v in config.to_dict().items() if isinstance(v, int | float)},
             "freeze_embeddings": freeze_embeddings,
+            "tokens": _digest(token_ids),
         },
         on_progress=lambda share, text: on_progress("Training", share, text),
         tracker=tracker,
@@ -259,6 +262,11 @@ def _corpus(
         on_progress("Reading", (number + 1) / len(texts), f"{len(texts)} texts")
     processes.wait()
     return Corpus(texts, lambda index: kept(texts[index]))
+
+
+def _digest(token_ids: torch.Tensor | None) -> str | None:
+    """Names a choice of tokens; None for all of them."""
+    return None if token_ids is None else sha256(token_ids.numpy().tobytes()).hexdigest()[:16]
 
 
 def _in_half(module: HeadModule) -> HeadModule:

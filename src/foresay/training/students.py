@@ -92,12 +92,12 @@ class HeadStudent(nn.Module):
 class ModelStudent(nn.Module):
     """A draft model of the target's vocabulary; it sees the text alone."""
 
-    def __init__(self, model: Any, target: CausalModel) -> None:
-        """model: a causal transformers model."""
+    def __init__(self, model: Any, target: CausalModel, token_ids: torch.Tensor | None = None) -> None:
+        """model: a causal transformers model. token_ids: [K], the tokens that its head is cut down to when it drafts."""
         super().__init__()
         self.model, self.steps = model, 1
-        self.token_ids: torch.Tensor | None = None
-        self._teacher = [TeacherHead(target, None)]
+        self.token_ids = token_ids
+        self._teacher = [TeacherHead(target, token_ids)]
 
     def forward(self, batch: Batch, objective: Objective) -> tuple[torch.Tensor, torch.Tensor]:
         """(sum of losses, how many)."""
@@ -111,11 +111,18 @@ class ModelStudent(nn.Module):
             input_ids=batch.tokens, attention_mask=(places < batch.sizes[:, None]).long(), use_cache=False
         ).last_hidden_state
         rows, at = taught.nonzero(as_tuple=True)
-        head = self.model.get_output_embeddings()
         probs = self._teacher[0].probs(batch.last[taught], batch.log_sum[taught])
         config = self.model.config.get_text_config(decoder=True)
-        logits = finished(head(hidden[taught])[:, : probs.shape[1]], config)
+        logits = finished(self._scores(hidden[taught])[:, : probs.shape[1]], config)
         yield Compared(0, rows, at, logits, Teacher(probs))
+
+    def _scores(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What the head makes of hidden states [N, H], of all tokens or of those that it is cut down to."""
+        head = self.model.get_output_embeddings()
+        if self.token_ids is None:
+            return head(hidden)  # type: ignore[no-any-return]
+        ids = self.token_ids.to(hidden.device)
+        return F.linear(hidden, head.weight[ids], None if head.bias is None else head.bias[ids])
 
 
 def summed(student: Student, batch: Batch, objective: Objective, decay: float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -20,6 +20,7 @@ from foresay.errors import ConfigError
 from foresay.models.heads.files import read_head
 from foresay.models.heads.model import HeadModel, target_rows
 from foresay.models.huggingface.causal import CausalModel
+from foresay.models.huggingface.early_exit import trimmed_head
 from foresay.models.sources.catalog import LoadedModel
 from foresay.training.batches import batch_of, in_order
 from foresay.training.curves import draw_curves, read_log
@@ -175,21 +176,45 @@ class TestQuality:
             assert sum(len(s.token_ids) for s in steps) / len(steps) == pytest.approx(wanted, abs=0.02)
         assert quality.tokens_per_pass[-1] > 1.2, "some guesses were right"
 
-    def test_a_draft_model_too(self) -> None:
+    @pytest.mark.parametrize("cut", [False, True])
+    def test_a_draft_model_too(self, cut: bool) -> None:
+        """cut: to half of the tokens, as it drafts and as it is judged."""
         target = loaded()
+        kept = torch.arange(0, VOCAB, 2) if cut else None
         draft = CausalModel(make("llama", 1, vocab_size=VOCAB, num_hidden_layers=2, tie_word_embeddings=False))
         texts = written(target, 8)
         passes = TargetPasses(target.model, ())  # type: ignore[arg-type]
         batch = batch_of(range(len(texts)), texts, lambda i: passes(texts[i]))
         student = ModelStudent(
-            make("llama", 1, vocab_size=VOCAB, num_hidden_layers=2, tie_word_embeddings=False), target.model
-        )  # type: ignore[arg-type]
+            make("llama", 1, vocab_size=VOCAB, num_hidden_layers=2, tie_word_embeddings=False),
+            target.model,  # type: ignore[arg-type]
+            kept,
+        )
+        draft = draft if kept is None else trimmed_head(draft, kept)
         quality = evaluate(student, [batch], torch.device("cpu"))
         prompts = [text.tokens[: text.start].tolist() for text in texts]
         params = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
         _, steps, _ = run(target.model, prompts, params, drafter=ModelDrafter(draft, VOCAB), gamma=3)
         found = sum(len(s.token_ids) for s in steps) / len(steps)
         assert found == pytest.approx(quality.tokens_per_pass[2], abs=0.02)
+
+
+@torch.no_grad()
+def test_a_draft_that_is_cut_learns_the_tokens_that_it_keeps() -> None:
+    """Its law is over those alone; what the target says of others counts as the rest, which it cannot have."""
+    target, text = loaded(), written(loaded(), 1, new=9)[0]
+    model: Any = target.model
+    weights = make("llama", 1, vocab_size=VOCAB, num_hidden_layers=2, tie_word_embeddings=False)
+    kept = torch.arange(1, VOCAB, 3)
+    batch = batch_of([0], [text], lambda i: TargetPasses(model, ())(text))
+    total, count = ModelStudent(weights, model, kept)(batch, Objective.parse("tv"))
+    ids = torch.from_numpy(text.tokens.astype("int64"))[None]
+    p = model.uncached(ids)[0].float().softmax(-1)[text.start - 1 : -1, kept]
+    q = weights(ids).logits[0].float()[text.start - 1 : -1, kept].softmax(-1)
+    wanted = ((p - q).abs().sum(-1) + 1 - p.sum(-1)).sum() / 2
+    assert float(total) == pytest.approx(float(wanted), abs=1e-3) and int(count) == len(p)
+    whole, _ = ModelStudent(weights, model)(batch, Objective.parse("tv"))
+    assert abs(float(whole) - float(wanted)) > 0.01, "control: over all tokens it is another loss"
 
 
 def learn_a_little(head: Any, target: LoadedModel, texts: list[Text], steps: int = 40) -> None:

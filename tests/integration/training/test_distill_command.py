@@ -108,6 +108,26 @@ def test_a_draft_model_is_written_that_transformers_loads(
     assert shell("generate", "--model", str(target), "--draft", str(out), "x", "-n", "8")[0] == 0
 
 
+def test_a_draft_model_is_cut_to_a_table_s_tokens(
+    target: Path, recorded: Path, shell: tiny.Shell, tmp_path: Path
+) -> None:
+    """What it says to draft with is what it learned; a size without a table, and a table for a head, are refused."""
+    small, out, table, text = (tmp_path / name for name in ("small", "draft", "table.safetensors", "a.txt"))
+    text.write_text("the number 7 and the number 9 " * 40)
+    assert shell("ngram", "build", str(text), "--model", str(target), "--output", str(table))[0] == 0
+    assert shell("prune", str(target), str(small), "--layers", "1")[0] == 0
+    given = options(target, recorded, "--draft", str(small), "--vocabulary-size", "12")
+    code, said, err = shell("distill", str(out), *given, "--vocabulary", str(table))
+    assert (code, err) == (0, "")
+    drafter = said.split("--drafter '")[1].split("'")[0]
+    assert drafter == f"model({out}, vocabulary={table}, vocabulary_size=12)"
+    asked = ("generate", "--model", str(target), "the number 7", "-n", "12")
+    assert shell(*asked, "--drafter", drafter, "--num-draft-tokens", "3")[1] == shell(*asked, "--drafter", "none")[1]
+    assert "needs --vocabulary" in shell.refused("distill", str(tmp_path / "x"), *given)
+    head = options(target, recorded, "--vocabulary", str(table), "--vocabulary-size", "12")
+    assert "is a table for a draft model" in shell.refused("distill", str(tmp_path / "x"), *head)
+
+
 def test_on_text_alone(target: Path, shell: tiny.Shell, tmp_path: Path) -> None:
     text = tmp_path / "a.txt"
     text.write_text("\n".join(f"line {i} of some text that is read" for i in range(200)))

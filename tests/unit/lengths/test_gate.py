@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -70,34 +71,48 @@ def test_what_is_said_is_compared_with_what_happens() -> None:
     assert said(gate, rows, 0, [0.15]) == [True], "tokens behind one that failed were not tested"
 
 
+def budgets(gate: Gate, *args: Any) -> list[int] | None:
+    """Of the rows that are worth it."""
+    found = gate.worth(*args)
+    return None if found is None else found.most
+
+
 @pytest.mark.parametrize("ragged", [True, False])
 def test_asked_for_where_it_pays(ragged: bool) -> None:
     gate, rows, passes = Gate(8, "own"), rows_of(4, ragged=ragged), line(1.0, 0.02)
     every, free, ground = [True] * 4, [None] * 4, Ground(4.0)
-    assert gate.worth(rows, every, free, passes, line(0.05, 0.02), ground) == [8] * 4
-    assert gate.worth(rows, every, free, passes, line(3.0, 0.02), ground) is None
+    assert budgets(gate, rows, every, free, passes, line(0.05, 0.02), ground) == [8] * 4
+    assert budgets(gate, rows, every, free, passes, line(3.0, 0.02), ground) is None
     for _ in range(80):
         learn(gate, rows, [2, 2, 2, 2], [0, 2, 2, 2])
-    found = gate.worth(rows, every, free, line(1.0, 0.12), line(0.1, 0.1), ground)
+    found = budgets(gate, rows, every, free, line(1.0, 0.12), line(0.1, 0.1), ground)
     assert found == ([0, 8, 8, 8] if ragged else [8] * 4), "a row whose guesses fail is left out where it can be"
     for _ in range(200):
         learn(gate, rows, [2, 2, 2, 2], [0] * 4)
-    assert gate.worth(rows, every, free, passes, line(0.1, 0.1), ground) is None
+    assert budgets(gate, rows, every, free, passes, line(0.1, 0.1), ground) is None
 
 
 def test_a_row_that_was_left_out_is_tried_again() -> None:
     gate, rows, passes = Gate(8, "own"), rows_of(2), line(1.0, 0.2)
     for _ in range(60):
         learn(gate, rows, [2, 2], [0, 2])
-    asked = [
-        gate.worth(rows, [True] * 2, [None] * 2, passes, line(0.05, 0.15), Ground(2.0)) or [0, 0] for _ in range(200)
-    ]
-    assert asked[0] == [0, 8] and asked[-1] == [8, 8]
+
+    def asked(forgets: bool) -> list[list[int] | None]:
+        out = []
+        for _ in range(200):
+            out.append(budgets(gate, rows, [True] * 2, [None] * 2, passes, line(0.05, 0.15), Ground(2.0)))
+            if forgets:
+                gate.forget(rows, [i for i, n in enumerate(out[-1] or [0, 0]) if not n])
+        return out
+
+    assert asked(False)[-1] == [0, 8], "to ask changes nothing"
+    found = asked(True)
+    assert found[0] == [0, 8] and found[-1] == [8, 8]
 
 
 def test_rows_that_are_held_keep_their_lengths() -> None:
     gate, rows = Gate(8, "own"), rows_of(3)
-    found = gate.worth(rows, [True] * 3, [None, 5, None], line(1.0, 0.02), line(0.05, 0.02), Ground(3.0))
+    found = budgets(gate, rows, [True] * 3, [None, 5, None], line(1.0, 0.02), line(0.05, 0.02), Ground(3.0))
     assert found == [8, 5, 8]
     assert gate.worth(rows, [True, False, False], [3, None, None], line(1, 0.02), line(0.05, 0.02), Ground(3.0)) is None
 
@@ -115,7 +130,7 @@ def test_held_rows_do_not_add_up_where_the_widest_counts() -> None:
     """Three tokens of four rows make a pass three wider, so that two of another row cost nothing."""
     passes, draft = line(1.0, 0.4), line(0.0, 0.05)
     rows = rows_of(5, ragged=False)
-    found = Gate(8, "own").worth(rows, [True] * 5, [3, 3, 3, 3, None], passes, draft, Ground(5.0))
+    found = budgets(Gate(8, "own"), rows, [True] * 5, [3, 3, 3, 3, None], passes, draft, Ground(5.0))
     assert found == [3, 3, 3, 3, 8]
 
 

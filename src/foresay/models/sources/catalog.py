@@ -22,8 +22,9 @@ from foresay.models.sources.gguf_blocks import ARCHITECTURES, model_of_blocks
 from foresay.models.sources.gguf_head import read_head
 from foresay.models.sources.gguf_positions import refuse_unread
 from foresay.models.sources.gguf_texts import config_of, tokenizer_of
-from foresay.models.sources.load_options import DTYPES, LoadOptions
-from foresay.models.sources.packaged import ALIASES, check_gguf, converted
+from foresay.models.sources.llama_cpp import open_gguf
+from foresay.models.sources.load_options import DTYPES, LLAMA_CPP, LoadOptions
+from foresay.models.sources.packaged import ALIASES, check_gguf, converted, packaged_file
 from foresay.models.sources.transformers_errors import load_errors, quiet_transformers
 from foresay.text.tokenizer import Tokenizer
 
@@ -43,11 +44,14 @@ class LoadedModel:
     tokenizer: Tokenizer | None
     eos_token_ids: frozenset[int]
     weights: str = ""
-    """"int8" or "int4" where its weights are rounded to that, "GGUF" where they are the blocks of such a file."""
+    """"int8" or "int4" where its weights are rounded to that, "GGUF" where they are the blocks of such a file, "llama.cpp" where
+    that computes."""
 
     @property
     def precision(self) -> str:
         """What its numbers are, as "bfloat16" or "bfloat16, int4 weights"."""
+        if not self.dtype:
+            return self.weights
         return f"{self.dtype}, {self.weights} weights" if self.weights else self.dtype
 
     @property
@@ -75,6 +79,8 @@ def load_model(name: str | os.PathLike[str], options: LoadOptions | None = None)
     never transformers' own errors.
     """
     options = options or LoadOptions()
+    if options.backend == LLAMA_CPP:
+        return _by_llama_cpp(os.fspath(name), options)
     folder, extra, owned = _locate(os.fspath(name), options)
     device, kept = _device(options), "" if options.bits is None else options.weights
     with quiet_transformers(), load_errors(os.fspath(name), owned):
@@ -85,6 +91,25 @@ def load_model(name: str | os.PathLike[str], options: LoadOptions | None = None)
             weights, tokenizer = _read(folder, extra, options, _dtype(options.computes_in, device), device)
     found = wrap(os.fspath(name), weights, tokenizer, optimise=True, bits=options.bits)
     return dataclasses.replace(found, weights=kept)
+
+
+def is_gguf(name: str | os.PathLike[str]) -> bool:
+    """Whether a name is a GGUF file, or an alias of one: what llama.cpp reads."""
+    return os.fspath(name) in ALIASES or os.fspath(name).endswith(".gguf")
+
+
+def _by_llama_cpp(name: str, options: LoadOptions) -> LoadedModel:
+    if not is_gguf(name):
+        raise ConfigError(f"backend='llama.cpp' reads GGUF files, and {name!r} is none; drop it, or give such a file")
+    if name in ALIASES:
+        path = packaged_file(name)
+    else:
+        folder, extra, _ = _locate(name, options)
+        path = Path(folder) / extra["gguf_file"]
+    model = open_gguf(path, options)
+    with quiet_transformers(), load_errors(name, False):
+        tokenizer = _tokenizer(str(path.parent), {"gguf_file": path.name}, options)
+    return LoadedModel(name, model, tokenizer, model.weights.end_tokens, weights="llama.cpp")
 
 
 def load_weights(name: str | os.PathLike[str], options: LoadOptions | None = None) -> tuple[Any, Any]:

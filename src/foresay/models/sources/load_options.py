@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from foresay.checks import check_int
 from foresay.errors import ConfigError, UnknownNameError
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
@@ -19,6 +20,8 @@ DTYPES |= {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torc
 WEIGHTS = {"auto": None, "bf16": None, "int8": 8, "int4": 4}
 """Names of weight formats and the bits of those that are rounded to."""
 DEVICES = ("cpu", "cuda", "mps", "xpu")
+TRANSFORMERS, LLAMA_CPP = BACKENDS = ("transformers", "llama.cpp")
+"""Whose passes a model is decoded by."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +48,10 @@ class LoadOptions:
     tp_plan: str | None = None
     revision: str | None = None
     trust_remote_code: bool = False
+    backend: str = TRANSFORMERS
+    """"llama.cpp": a GGUF file, or an alias, by llama.cpp's own kernels, in the blocks it is stored in."""
+    gpu_layers: int | None = None
+    """Layers that llama.cpp puts on GPUs; None: all of them where it was built for one and a GPU is there."""
     progress: Callable[[str], None] | None = field(default=None, compare=False)
     """Called with a message when something that may take long begins."""
 
@@ -66,6 +73,23 @@ class LoadOptions:
         for name, weights in (("weights", self.weights), ("draft_weights", self.draft_weights)):
             if weights is not None:
                 self._check_weights(name, weights)
+        self._check_backend()
+
+    def _check_backend(self) -> None:
+        if self.backend not in BACKENDS:
+            raise UnknownNameError("backend", self.backend, BACKENDS)
+        if self.backend == TRANSFORMERS:
+            if self.gpu_layers is not None:
+                raise ConfigError(f"gpu_layers={self.gpu_layers} is for backend='llama.cpp'; drop it, or give that")
+            return
+        if self.gpu_layers is not None:
+            check_int("gpu_layers", self.gpu_layers, 0)
+        if self.gpu_layers and self.device is not None and torch.device(self.device).type == "cpu":
+            raise ConfigError(f"gpu_layers={self.gpu_layers} and device={str(self.device)!r} contradict; drop one")
+        for name in ("dtype", "weights", "device_map", "max_memory", "quantization_config", "tp_plan"):
+            value = getattr(self, name)
+            if value not in (None, "auto") or (name == "device_map" and value is not None):
+                raise ConfigError(f"{name}={value!r} is not llama.cpp's to honour: the file says it; drop it")
 
     def _check_weights(self, name: str, weights: str) -> None:
         if weights not in WEIGHTS:

@@ -1,0 +1,96 @@
+"""A GGUF file under llama.cpp as a LanguageModel: laws from its logits, rows as its sequences.
+
+Owns what a pass is asked for and what it gives. Shows no hidden states and takes no trees; its kernels sum differently for
+different numbers of columns, so that the last bits of a law depend on what else is in a pass.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from foresay.decoding.protocols import Capabilities, Feed, KVCache, LanguageModel, Logits, ModelOutput
+from foresay.decoding.rows import Row, Rows
+from foresay.decoding.sampling_params import SamplingParams
+from foresay.models.huggingface.memory import room_bytes
+from foresay.models.llama_cpp.binding import Weights, library
+from foresay.models.llama_cpp.cache import LlamaCache
+from foresay.models.llama_cpp.context import AT_ONCE
+
+_CELL_BYTES = 2
+"""Of a number of a key or value, float16."""
+
+
+class LlamaCppModel(LanguageModel):
+    """A decoder that llama.cpp computes, scored over ragged rows."""
+
+    device = torch.device("cpu")
+    capabilities = Capabilities(fill_chunk=AT_ONCE, ragged=True, own_threads=True)
+
+    def __init__(self, weights: Weights, *, head_size: int | None = None) -> None:
+        """head_size: numbers of a key of one head, where that is not hidden size / heads."""
+        c, pointer = library(), weights.pointer
+        self.weights = weights
+        self.vocab_size = int(c.llama_vocab_n_tokens(weights.vocab))
+        self.max_length = int(c.llama_model_n_ctx_train(pointer))
+        self.num_parameters = int(c.llama_model_n_params(pointer))
+        size = head_size or c.llama_model_n_embd(pointer) // c.llama_model_n_head(pointer)
+        self._token_bytes = 2 * c.llama_model_n_layer(pointer) * c.llama_model_n_head_kv(pointer) * size * _CELL_BYTES
+
+    def new_cache(self) -> LlamaCache:
+        """A cache without rows."""
+        return LlamaCache(self.weights)
+
+    def cache_bytes(self, rows: int, length: int) -> int:
+        """See LanguageModel."""
+        return int(rows * length * self._token_bytes)
+
+    def room_bytes(self) -> int:
+        """See LanguageModel; of the machine's memory, not of its GPUs'."""
+        return room_bytes(self.device)
+
+    def admit(self, rows: Rows, first: int, cache: KVCache) -> None:
+        """Add an empty cache row for each row from place `first` on."""
+        assert isinstance(cache, LlamaCache) and len(cache.lengths) == first
+        cache.add_rows(len(rows) - first)
+
+    @torch.inference_mode()
+    def forward(self, feed: Feed, cache: KVCache) -> ModelOutput:
+        """One pass over the real tokens, logits [B, T, V] ([B, 1, V] with Logits.LAST), 0 of pads; see LanguageModel.forward."""
+        assert isinstance(cache, LlamaCache) and feed.parents is None and not feed.hidden_layers
+        batch, columns = feed.token_ids.shape
+        counts, places = np.array(feed.num_tokens, dtype=np.int64), feed.first_row + np.arange(batch)
+        lengths = np.array(cache.lengths, dtype=np.int64)[places]
+        real = np.arange(columns) < counts[:, None]
+        wanted = real & (feed.logits is not Logits.NONE)
+        if feed.logits is Logits.LAST:
+            wanted = real & (np.arange(columns) == counts[:, None] - 1)
+        rows, column = real.nonzero()
+        tokens = feed.token_ids.numpy()[real]
+        scores = torch.from_numpy(cache.decode(places[rows], tokens, lengths[rows] + column, wanted[real]))
+        for place, count in zip(places.tolist(), counts.tolist(), strict=True):
+            cache.lengths[place] += count
+        if feed.logits is Logits.NONE:
+            return ModelOutput(None)
+        shown = wanted if feed.logits is Logits.ALL else wanted.any(1, keepdims=True)
+        if shown.all():
+            return ModelOutput(scores.view(*shown.shape, self.vocab_size))
+        logits = torch.zeros(*shown.shape, self.vocab_size)
+        logits[torch.from_numpy(shown)] = scores
+        return ModelOutput(logits)
+
+
+def compared(model: LlamaCppModel, *, tokens: int = 16) -> tuple[float, int]:
+    """(greatest difference between scores of tokens one by one and together, over their spread; places whose bits agree).
+
+    Of `tokens` in one row, which is rewound in between: whoever wants the same text at every width looks here first.
+    """
+    rows = Rows([Row(0, [(5 + i) % model.vocab_size for i in range(tokens)], SamplingParams(), limit=model.max_length)])
+    ids = torch.tensor([rows[0].tokens.tolist()])
+    cache = model.new_cache()
+    model.admit(rows, 0, cache)
+    together = model.forward(Feed(ids, [tokens]), cache).scores()[0]
+    cache.truncate([0])
+    alone = torch.cat([model.forward(Feed(ids[:, i : i + 1], [1]), cache).scores()[0] for i in range(tokens)])
+    apart = (together - alone).abs().amax(-1)
+    return float(apart.max() / alone.std()), int((apart == 0).sum())
