@@ -36,7 +36,7 @@ test-browser: $(READY)
 
 test-engines: $(READY) $(VLLM)/.ready
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "lm-eval==0.4.13"
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "llama-cpp-python==0.3.36"
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "llama-cpp-python==0.3.36" "ray==2.60.0"
 	FORESAY_VLLM=$(VLLM)/bin/python $(VENV)/bin/python -m pytest -W default tests/engines
 
 # foresay without what it depends on: vLLM wants an older transformers, and the drafters need nothing else

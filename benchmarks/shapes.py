@@ -121,7 +121,7 @@ def train(target: foresay.Generator, args: argparse.Namespace) -> list[Shape]:
         report = distil_model(
             target.target,
             draft,
-            None,
+            target.target.tokenizer,
             learn,
             rest,
             plan,

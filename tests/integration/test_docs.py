@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,16 @@ def test_commands_run(
     out, err = capsys.readouterr()
     assert out.strip()
     assert err == ""
+
+
+def test_the_page_of_workers(smollm2_folder: Path, tmp_path: Path) -> None:
+    """Its commands as written, in a shell."""
+    [block] = blocks("docs/machines.md", "console")
+    for line in block.splitlines():
+        command = line.removeprefix("$ ").replace("foresay ", f"{sys.executable} -m foresay ")
+        done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 0 and done.stdout.strip(), f"{line}: {done.stderr}"
+    assert len((tmp_path / "grid.jsonl").read_text().splitlines()) == 5
 
 
 def test_vllms_arguments_are_those_of_the_page(smollm2_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

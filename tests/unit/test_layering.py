@@ -18,7 +18,7 @@ import foresay
 SOURCE = Path(foresay.__file__).parent
 LAYERS = [
     {"errors"},
-    {"checks", "files", "threads"},
+    {"checks", "files", "threads", "ranks", "children"},
     {"decoding"},
     {"lengths", "text", "engine"},
     {"models"},
@@ -28,6 +28,7 @@ LAYERS = [
     {"records"},
     {"training"},
     {"integrations", "server", "lab"},
+    {"workers"},
     {"cli"},
     {"__main__"},
 ]
@@ -90,6 +91,7 @@ INSIDE = {
         {"app"},
         {"running"},
     ],
+    "workers": [{"jobs", "pool"}, {"child", "local", "recording"}, {"ray"}],
     "lab": [{"data"}, {"measure"}, {"replay"}, {"bench"}, {"report"}, {"tune"}],
 }
 """The order of files inside a room; rooms that are not named here have no circle, and no more is asked of them."""

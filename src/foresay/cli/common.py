@@ -16,7 +16,6 @@ from foresay.errors import ConfigError, PromptError
 from foresay.generation.generator import Generator
 from foresay.generation.load import load
 from foresay.generation.method import Method
-from foresay.generation.result import Generation
 from foresay.methods.expressions import Call, parse
 from foresay.methods.recipes import read_drafter
 from foresay.methods.settings_file import FILE, is_settings, read_settings
@@ -47,7 +46,15 @@ def load_generator(
     if machine.draft_weights is not None and drafter == "none":
         check_draft_weights(machine, later)
     use_threads(machine.threads)
-    model = model_name(models.model)
+    arguments = load_arguments(models, drafter, methods, machine, **more)
+    with loading(f"Loading {arguments['target']}") as progress:
+        return load(**arguments, progress=progress)
+
+
+def load_arguments(
+    models: ModelOptions, drafter: str, methods: MethodOptions, machine: MachineOptions, **more: Any
+) -> dict[str, Any]:
+    """The arguments of `foresay.load` that options come to, as plain data."""
     draft: str | None = models.draft
     if draft is not None and drafter in ("auto", "model"):
         drafter, draft = model_expression(draft), None
@@ -55,22 +62,21 @@ def load_generator(
         more["backend"] = machine.backend
     if machine.gpu_layers is not None:
         more["gpu_layers"] = machine.gpu_layers
-    with loading(f"Loading {model}") as progress:
-        return load(
-            model,
-            draft,
-            drafter=drafter,
-            num_draft_tokens=methods.num_draft_tokens,
-            length=methods.length,
-            rule=methods.rule,
-            dtype=machine.dtype,
-            weights=machine.weights,
-            draft_weights=machine.draft_weights,
-            device=machine.device,
-            trust_remote_code=machine.trust_remote_code,
-            progress=progress,
-            **more,
-        )
+    return {
+        "target": model_name(models.model),
+        "draft": draft,
+        "drafter": drafter,
+        "num_draft_tokens": methods.num_draft_tokens,
+        "length": methods.length,
+        "rule": methods.rule,
+        "dtype": machine.dtype,
+        "weights": machine.weights,
+        "draft_weights": machine.draft_weights,
+        "device": machine.device,
+        "draft_device": machine.draft_device,
+        "trust_remote_code": machine.trust_remote_code,
+        **more,
+    }
 
 
 def check_draft_weights(machine: MachineOptions, methods: Sequence[Method]) -> None:
@@ -135,27 +141,3 @@ def _given(text: str) -> str:
     except UnicodeEncodeError:
         raise PromptError("the prompt is not UTF-8 text") from None
     return text
-
-
-def as_prompt(text: str, generator: Any, *, raw: bool) -> Any:
-    """A chat message where the model has a chat template and `raw` is not set, else the text itself."""
-    if raw or not getattr(generator.tokenizer, "chat_template", None):
-        return text
-    return [{"role": "user", "content": text}]
-
-
-def as_record(one: Generation) -> dict[str, Any]:
-    """The JSON object that --json prints for one output."""
-    record: dict[str, Any] = {
-        "text": one.text,
-        "token_ids": one.token_ids,
-        "prompt_tokens": len(one.prompt_token_ids),
-        "finish_reason": one.finish_reason.value,
-        "seed": one.seed,
-        "exact": one.exact,
-        "stats": one.stats.as_dict(),
-        "draft_error": one.draft_error,
-    }
-    if one.logprobs is not None:
-        record["logprobs"] = [{"logprob": e.logprob, "top": [list(pair) for pair in e.top]} for e in one.logprobs]
-    return record

@@ -11,7 +11,7 @@ import typer
 
 from foresay.cli import generate_lines
 from foresay.cli.colours import coloured, console, legend, notes
-from foresay.cli.common import as_prompt, as_record, fresh_seed, load_generator, read_prompt
+from foresay.cli.common import fresh_seed, load_arguments, load_generator, read_prompt
 from foresay.cli.options import (
     DrafterOption,
     FileOption,
@@ -23,12 +23,15 @@ from foresay.cli.options import (
     SamplingOptions,
     TraceOption,
 )
+from foresay.cli.sharing import SharingOptions
 from foresay.cli.tables import comparison, first_difference, sum_up
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ConfigError
 from foresay.generation.generator import Generator
 from foresay.generation.result import Generation
 from foresay.methods.recipes import read_rule
+from foresay.text.prompts import as_chat
+from foresay.workers.recording import plain_params
 
 
 def run(
@@ -52,6 +55,7 @@ def run(
         bool, typer.Option("--compare", help="Decode plainly too and compare; 1 if they differ.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the text.")] = False,
+    sharing: SharingOptions,
     machine: MachineOptions,
 ) -> int:
     """Write a continuation of one prompt, faster and unchanged."""
@@ -71,10 +75,19 @@ def run(
         raise ConfigError("--compare needs --temperature 0, or --rule coupled, under which a seed gives one output")
     text = read_prompt(prompt, file)
     prompts = generate_lines.split_lines(text) if lines else []
+    if sharing.wanted:
+        if not lines:
+            raise ConfigError("--workers share many prompts; add --lines")
+        load = load_arguments(models, drafter, methods, machine, max_batch_size=batch_size)
+        setup = {"kind": "generate", "load": load, "params": plain_params(params), "raw": raw}
+        with sharing.pool(setup, machine) as pool:
+            return generate_lines.run_shared(pool, prompts, as_json=as_json)
     generator = load_generator(models, drafter, methods, machine, max_batch_size=batch_size)
     if lines:
         return generate_lines.run(generator, prompts, params, raw=raw, as_json=as_json)
-    return _one(generator, as_prompt(text, generator, raw=raw), params, trace=trace, compare=compare, as_json=as_json)
+    return _one(
+        generator, as_chat(text, generator.tokenizer, raw=raw), params, trace=trace, compare=compare, as_json=as_json
+    )
 
 
 def _one(
@@ -138,7 +151,7 @@ def _plain(generator: Generator, request: Any, params: SamplingParams) -> tuple[
 
 
 def _record(fast: Generation, seconds: float, plain: tuple[Generation, float] | None) -> dict[str, Any]:
-    record = as_record(fast) | {"seconds": seconds, "tokens_per_s": len(fast.token_ids) / seconds}
+    record = fast.as_record() | {"seconds": seconds, "tokens_per_s": len(fast.token_ids) / seconds}
     if plain is not None:
         record["plain_seconds"] = plain[1]
         record["speed_up"] = plain[1] / seconds

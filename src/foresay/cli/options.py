@@ -117,6 +117,7 @@ class MachineOptions:
     weights: WeightsOption = "auto"
     draft_weights: Annotated[str | None, typer.Option(help="The same for drafts; the output is the target's.")] = None
     device: DeviceOption = None
+    draft_device: Annotated[str | None, typer.Option(help="Of drafts; as the target's unless told.")] = None
     threads: ThreadsOption = None
     trust_remote_code: TrustOption = False
     backend: BackendOption = None

@@ -8,11 +8,13 @@ from typing import Annotated
 
 import typer
 
-from foresay.cli.common import load_generator
+from foresay.cli.common import load_arguments, load_generator
 from foresay.cli.lab_options import DataOptions
 from foresay.cli.options import MachineOptions, MethodOptions, ModelOption, ModelOptions, SamplingOptions
 from foresay.cli.progress import advancing
+from foresay.cli.sharing import SharingOptions
 from foresay.lab.replay.record import Progress, record
+from foresay.workers import recording
 
 
 def run(
@@ -23,13 +25,14 @@ def run(
     batch_size: Annotated[int, typer.Option(help="Prompts decoded at a time.")] = 16,
     sampling: SamplingOptions,
     logprobs: Annotated[int | None, typer.Option(help="Keep log-probabilities, and those of this many others.")] = None,
+    sharing: SharingOptions,
     machine: MachineOptions,
 ) -> int:
     """Write down what a model answers to each prompt, to replay drafters against it without the model."""
     params = sampling.params(logprobs=logprobs)
     items = data.items()
-    generator = load_generator(ModelOptions(model), "none", MethodOptions(), machine, max_batch_size=batch_size)
     resumed = 0
+    named = ModelOptions(model), "none", MethodOptions(), machine
     with advancing("Recording") as advance:
 
         def report(progress: Progress) -> None:
@@ -37,7 +40,14 @@ def run(
             resumed = progress.resumed
             advance(progress.done, progress.total, f"{progress.tokens} tokens")
 
-        made = record(generator, items, output, params, chat=not data.no_template, on_progress=report)
+        if sharing.wanted:
+            load = load_arguments(*named, max_batch_size=batch_size)
+            setup = recording.setup(load, items, params, chat=not data.no_template)
+            with sharing.pool(setup, machine) as pool:
+                made = recording.record(pool, items, output, on_progress=report)
+        else:
+            generator = load_generator(*named, max_batch_size=batch_size)
+            made = record(generator, items, output, params, chat=not data.no_template, on_progress=report)
     before = f", {resumed} of them from an earlier run" if resumed else ""
     sys.stdout.write(f"{output}: {len(made.records)} outputs, {made.num_tokens} tokens{before}\n")
     return 0

@@ -3,39 +3,36 @@
 from __future__ import annotations
 
 import json
-import math
+import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from foresay.cli.common import check_draft_weights, load_generator, use_threads
+from foresay.cli.common import check_draft_weights, load_arguments, load_generator, use_threads
 from foresay.cli.lab_options import DataOptions
 from foresay.cli.options import MachineOptions, MethodOptions, ModelOption, ModelOptions
-from foresay.cli.progress import loading
+from foresay.cli.progress import advancing, loading
+from foresay.cli.sharing import SharingOptions
 from foresay.cli.tables import show_table
 from foresay.errors import ConfigError
 from foresay.generation.method import Method, methods
 from foresay.lab.data.requests import RequestBuilder
-from foresay.lab.replay.cost_tables import PassCounter, drafter_names, read_costs
-from foresay.lab.replay.predict import expect
-from foresay.lab.replay.replay import Replay, replay
-from foresay.lab.replay.theory import CostModel
+from foresay.lab.replay.grid import Cell, Measures, open_grid, replayed, stand_in
 from foresay.lab.tune import DRAFTERS
-from foresay.lengths import ConstantLength
 from foresay.methods.recipe import Resources
-from foresay.methods.recipes import read_drafter, read_length, read_rule
-from foresay.models.recording import RecordingModel
-from foresay.models.sources.catalog import LoadedModel
-from foresay.records.profile import Profile
+from foresay.methods.recipes import read_drafter
 from foresay.records.recording import Recording
 from foresay.text.wording import percent
 
 
 def run(
-    recording: Annotated[Path, typer.Argument(help="A recording, a log of tensors, or a CS-Drafting cache.")],
+    recording: Annotated[
+        list[Path], typer.Argument(help="A recording, or several; a log of tensors, or a CS-Drafting cache.")
+    ],
     *,
     drafter: Annotated[list[str] | None, typer.Option("--drafter", help="A drafter; may be repeated.")] = None,
     length: Annotated[list[str] | None, typer.Option("--length", help="A length or policy; may be repeated.")] = None,
@@ -48,8 +45,12 @@ def run(
         str | None, typer.Option(help="Cost table for SWI: model_parameters, previous_work, or a JSON file.")
     ] = None,
     target_cost: Annotated[str | None, typer.Option(help="The target's name in the cost table.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Keep each result here; what is there is not done again.")
+    ] = None,
     data: DataOptions,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines instead of the table.")] = False,
+    sharing: SharingOptions,
     machine: MachineOptions,
 ) -> int:
     """Say how much of each drafter's work a recorded target would have used.
@@ -58,26 +59,71 @@ def run(
     """
     if (costs is None) != (target_cost is None):
         raise ConfigError("--costs and --target-cost go together")
-    use_threads(machine.threads)
     named = methods(drafter or DRAFTERS, length or ())
     check_draft_weights(machine, named)
-    known = None if profile is None else Profile.load(profile)
-    if known is None:  # without times no length adapts
+    if profile is None:  # without times no length adapts
         named = [method.fixed for method in named]
-    resources, recorded = open_recording(recording, model, named, data, machine)
-    table = None if costs is None else read_costs(costs)
-    plain = None if known is None else _plain_rate(recorded, batch_size, known)
-    lines = []
-    for method in named:
-        with loading(f"Replaying {method.name}"):
-            done, passes = _replay(method, recorded, resources, batch_size, known, counted=costs is not None)
-        lines.append(_facts(method, done, recorded, known, plain) | _swi(done, table, target_cost, passes))
+    names = [str(path) for path in recording]
+    said: dict[str, Any] = {"batch_size": batch_size, "profile": None if profile is None else str(profile)}
+    said |= {"costs": costs, "target_cost": target_cost}
+    cells = {i: Cell(i // len(named), named[i % len(named)]) for i in range(len(names) * len(named))}
+    with open_grid(output, said) as kept:
+        found = {i: kept.there[key] for i, cell in cells.items() if (key := cell.key(names)) in kept.there}
+        missing = {i: cell for i, cell in cells.items() if i not in found}
+        if sharing.wanted:
+            done = _shared(names, missing, said, model, sharing, machine)
+        else:
+            done = _alone(recording, missing, Measures.read(**said), (model, data, machine))
+        for i, facts in done:
+            found[i] = kept.add(cells[i].key(names), facts)
+    lines = [found[i] for i in sorted(found)]
     if as_json:
         for line in lines:
-            typer.echo(json.dumps(line, ensure_ascii=False))
+            typer.echo(json.dumps(line if len(names) > 1 else _without_name(line), ensure_ascii=False))
         return 0
-    _show(lines, recorded)
+    _show(lines, recording)
     return 0
+
+
+def _alone(
+    recordings: Sequence[Path],
+    cells: Mapping[int, Cell],
+    by: Measures,
+    named: tuple[str | None, DataOptions, MachineOptions],
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Each cell in turn, here."""
+    use_threads(named[2].threads)
+    for number, path in enumerate(recordings):
+        mine = {i: cell for i, cell in cells.items() if cell.recording == number}
+        if not mine:
+            continue
+        resources, recorded = open_recording(path, named[0], [cell.method for cell in mine.values()], *named[1:])
+        for i, cell in mine.items():
+            with loading(f"Replaying {cell.method.name}"):
+                facts = replayed(cell.method, recorded, resources, by)
+            yield i, facts
+
+
+def _shared(
+    names: Sequence[str],
+    cells: Mapping[int, Cell],
+    said: Mapping[str, Any],
+    model: str | None,
+    sharing: SharingOptions,
+    machine: MachineOptions,
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Cells as tasks of workers."""
+    for name in names:
+        Recording.load(name)  # an error of ours, not of a worker's
+    load = load_arguments(ModelOptions(model), "none", MethodOptions(), machine)
+    if model is None:
+        del load["target"]  # the recordings say it
+    setup = {"kind": "replay", "load": load, "recordings": [os.path.abspath(name) for name in names], **said}
+    tasks = {i: {"recording": cell.recording, "method": asdict(cell.method)} for i, cell in cells.items()}
+    with sharing.pool(setup, machine) as pool, advancing("Replaying") as advance:
+        for done, (i, facts) in enumerate(pool.run(tasks), 1):
+            advance(done, len(tasks))
+            yield i, facts
 
 
 def open_recording(
@@ -91,8 +137,7 @@ def open_recording(
         raise ConfigError(f"cannot read {str(path)!r}: {error.strerror}") from None
     if not printed and not any(read_drafter(method.drafter).reads_target for method in named):
         recorded = Recording.load(path)
-        stand_in = RecordingModel([recorded.records[0].text], recorded.vocab_size)
-        return Resources(LoadedModel(recorded.model, stand_in, None, recorded.eos)), recorded
+        return stand_in(recorded), recorded
     name = model if model is not None or printed else Recording.load(path).model or None
     generator = load_generator(ModelOptions(name), "none", MethodOptions(), machine, later=named)
     assert generator.resources is not None
@@ -103,65 +148,13 @@ def open_recording(
     return generator.resources, Recording.load(path, prompts=prompts)
 
 
-def _replay(
-    method: Method, recorded: Recording, resources: Resources, batch_size: int, known: Profile | None, *, counted: bool
-) -> tuple[Replay, Mapping[str, int]]:
-    """The replay, and the passes of each draft model where they are counted."""
-    recipe = read_drafter(method.drafter)
-    rule, policy = read_rule(method.rule), read_length(method.own_length)
-    clock = None if known is None else known.clock()
-    drafter = recipe.prepare(resources)()
-    counter = PassCounter(drafter, drafter_names(method.drafter)) if counted else None
-    ragged = known is not None and known.ragged
-    done = replay(recorded, drafter, policy, rule=rule, batch_size=batch_size, clock=clock, ragged=ragged)
-    return done, {} if counter is None else counter.passes
+def _without_name(line: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in line.items() if name != "recording"}
 
 
-def _plain_rate(recorded: Recording, batch_size: int, known: Profile) -> float:
-    """Tokens per second to expect of plain decoding."""
-    return expect(replay(recorded, None, ConstantLength(0), batch_size=batch_size), recorded, known).tokens_per_s
-
-
-def _facts(
-    method: Method, done: Replay, recorded: Recording, known: Profile | None, plain: float | None
-) -> dict[str, Any]:
-    stats, rate = done.stats, done.rate()
-    out: dict[str, Any] = {
-        "method": method.name,
-        "estimate": not done.exact,
-        "tokens_per_pass": _finite(done.efficiency()),
-        "acceptance_rate": None if rate is None else _finite(rate),
-        "draft_utilization": stats.draft_utilization,
-        "discard_rate": (stats.num_drafted - stats.num_accepted) / stats.num_tokens,
-        "verification_rate": stats.num_passes / stats.num_tokens,
-        "seconds": done.seconds,
-        "stats": stats.as_dict(),
-    }
-    if known is not None and plain is not None:
-        expected = expect(done, recorded, known)
-        out |= {
-            "tokens_per_s": expected.tokens_per_s,
-            "speed_up": expected.tokens_per_s / plain,
-            "predicted_with": known.model,
-        }
-    return out
-
-
-def _finite(values: Sequence[float]) -> list[float | None]:
-    """For JSON, which has no infinity: one prompt alone gives no interval."""
-    return [value if math.isfinite(value) else None for value in values]
-
-
-def _swi(done: Replay, costs: CostModel | None, target: str | None, passes: Mapping[str, int]) -> dict[str, Any]:
-    """Standardised walltime improvement with a cost table; look-ups cost nothing in it."""
-    if costs is None or target is None:
-        return {}
-    stats = done.stats
-    return {"swi": costs.swi(target, stats.num_tokens, {target: stats.num_passes, **passes})}
-
-
-def _show(lines: list[dict[str, Any]], recorded: Recording) -> None:
-    headings = ["method", "per pass", "accepted", "used", "discard"]
+def _show(lines: list[dict[str, Any]], recordings: Sequence[Path]) -> None:
+    several = len(recordings) > 1
+    headings = ["recording"] * several + ["method", "per pass", "accepted", "used", "discard"]
     extra = [name for name in ("tokens_per_s", "speed_up", "swi") if name in lines[0]]
     titles = {"tokens_per_s": "tokens/s", "speed_up": "speed-up", "swi": "SWI"}
     shown = {"tokens_per_s": "{:.1f}", "speed_up": "{:.2f}x", "swi": "{:.2f}"}
@@ -171,12 +164,15 @@ def _show(lines: list[dict[str, Any]], recorded: Recording) -> None:
         rate = line["acceptance_rate"]
         between = f" {low:.2f}-{high:.2f}" if line["estimate"] and low is not None else ""
         tested = percent(None if rate is None else rate[0])
-        cells = [line["method"], f"{value:.2f}{between}", tested, percent(line["draft_utilization"])]
+        cells = [Path(line["recording"]).name] * several
+        cells += [line["method"], f"{value:.2f}{between}", tested, percent(line["draft_utilization"])]
         cells += [f"{line['discard_rate']:.2f}"]
         return cells + [shown[name].format(line[name]) for name in extra]
 
     show_table(headings + [titles[name] for name in extra], [row(line) for line in lines])
-    how = "exact: live decoding makes the same steps" if recorded.greedy else "an estimate, with 95% intervals"
+    estimated = any(line["estimate"] for line in lines)
+    how = "an estimate, with 95% intervals" if estimated else "exact: live decoding makes the same steps"
     took = sum(line["seconds"] for line in lines)
-    of = f"{len(recorded.records)} outputs, {recorded.num_tokens} tokens of {recorded.model}"
-    sys.stdout.write(f"{of}, replayed in {took:.1f} s; {how}\n")
+    known = [Recording.load(path) for path in recordings if not several]
+    of = "".join(f"{len(one.records)} outputs, {one.num_tokens} tokens of {one.model}, " for one in known)
+    sys.stdout.write(f"{of}replayed in {took:.1f} s; {how}\n")

@@ -12,7 +12,7 @@ import itertools
 import logging
 import secrets
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
 import numpy as np
@@ -68,13 +68,14 @@ class Engine:
         max_batch_size: int = 32,
         prefixes: PrefixStore | None = None,
         observers: Sequence[Observer] = (),
+        draw_seed: Callable[[], int] = lambda: secrets.randbelow(MAX_SEED),
     ) -> None:
         """prefixes: lets requests start from the slots of rows that hold the same beginning; None fills every prompt whole.
 
-        observers: see each step as it is judged. Raises ConfigError or UnsupportedModelError when the drafter proposes trees
-        that the rule or the target does not take.
+        draw_seed: the seed of a request that names none. observers: see each step as it is judged. Raises ConfigError or
+        UnsupportedModelError when the drafter proposes trees that the rule or the target does not take.
         """
-        self.observers = tuple(observers)
+        self.observers, self._draw_seed = tuple(observers), draw_seed
         _check_trees(target, drafter, rule)
         self._prefixes = prefixes
         if prefixes is not None:
@@ -118,7 +119,7 @@ class Engine:
         )
         self._check_source(source)
         self._check_memory(limit)
-        seed = params.seed if params.seed is not None else secrets.randbelow(MAX_SEED)
+        seed = params.seed if params.seed is not None else self._draw_seed()
         row = Row(self._next_id, prompt, params, seed=seed, limit=limit, eos=eos, stop=stop, source=source)
         if self._nonce:
             row.rng_key = derive(seed, next(_SERIAL))

@@ -6,17 +6,19 @@ session of its own, so calls do not see each other; all `astream` calls on one G
 
 from __future__ import annotations
 
+import secrets
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, cast, overload
 
+from foresay import ranks
 from foresay.checks import check_flag
 from foresay.decoding.acceptance import RULES, Speculative
 from foresay.decoding.protocols import Drafter, LengthPolicy, Observer, Rule
 from foresay.decoding.randomness import derive
-from foresay.decoding.sampling_params import SamplingParams
+from foresay.decoding.sampling_params import MAX_SEED, SamplingParams
 from foresay.engine import Engine
 from foresay.engine.prefixes import PrefixStore
 from foresay.errors import ConfigError
@@ -24,6 +26,7 @@ from foresay.generation.result import Chunk, Generation
 from foresay.generation.session import Session
 from foresay.generation.session_thread import SessionThread
 from foresay.lengths import LENGTHS, ConstantLength
+from foresay.lengths.agreed import AgreedLength
 from foresay.methods.expressions import written
 from foresay.methods.recipe import DrafterBuilder, Resources
 from foresay.models.sources.catalog import LoadedModel
@@ -130,14 +133,18 @@ class Generator:
             raise ConfigError(
                 f"this {type(drafter).__name__} drafts for another call that has not ended; pass a function that makes one"
             )
+        shared = {}
+        if getattr(self.target.model, "is_shared", False):
+            shared["draw_seed"] = lambda: ranks.first_says([secrets.randbelow(MAX_SEED)])[0]
         engine = Engine(
             self.target.model,
             drafter,
             self.rule,
-            self.policy,
+            AgreedLength(self.policy) if shared else self.policy,
             max_batch_size=self.max_batch_size,
             prefixes=PrefixStore(prefix_bytes) if self.share_prefixes else None,
             observers=observers,
+            **shared,
         )
         self._latest = weakref.ref(engine)
         return engine

@@ -59,9 +59,9 @@ def load(
     rule: "speculative" (None), "block", "match", "coupled", or a lossy one, "lenience(2)" or "typical". max_batch_size:
     rows decoded at a time, 32 unless told otherwise. eos_token_ids: tokens that end a text, where the model does not say
     so itself. share_prefixes: whether a prompt may start from the slots of a row that begins alike (the same bits as
-    filling it). options: fields of LoadOptions (dtype, weights, draft_weights, device, device_map, max_memory,
-    quantization_config, tp_plan, revision, trust_remote_code, backend, gpu_layers), for target and draft alike; draft_weights
-    beside drafter="none" waits for what `change` names.
+    filling it). options: fields of LoadOptions (dtype, weights, draft_weights, device, draft_device, device_map,
+    max_memory, offload_folder, quantization_config, tp_plan, revision, trust_remote_code, backend, gpu_layers), for target and
+    draft alike; draft_weights beside drafter="none" waits for what `change` names.
     """
     ngrams = {k: v for k, v in (("max_ngram", max_ngram), ("min_ngram", min_ngram)) if v is not None}
     if is_settings(target):
@@ -95,11 +95,11 @@ def load(
 
 def _check_draft_weights(settings: LoadOptions, draft: Any, recipe: Recipe | None, name: str) -> None:
     loads = isinstance(draft, str | os.PathLike) if recipe is None else recipe.loads_model or name == "none"
-    if settings.draft_weights is not None and not loads:
-        given = f"drafter={name!r}" if draft is None else "draft="
-        raise ConfigError(
-            f"draft_weights={settings.draft_weights!r} is for a draft model that is loaded by name, and {given} is none"
-        )
+    for option in ("draft_weights", "draft_device"):
+        value = getattr(settings, option)
+        if value is not None and not loads:
+            given = f"drafter={name!r}" if draft is None else "draft="
+            raise ConfigError(f"{option}={value!r} is for a draft model that is loaded by name, and {given} is none")
 
 
 def _beside(file: Any, target: str) -> str:

@@ -46,6 +46,22 @@ class Generation:
             return None
         return [entry for step in self.steps for entry in step.logprobs or ()]
 
+    def as_record(self) -> dict[str, Any]:
+        """The output as plain data, for a line of JSON."""
+        record: dict[str, Any] = {
+            "text": self.text,
+            "token_ids": self.token_ids,
+            "prompt_tokens": len(self.prompt_token_ids),
+            "finish_reason": self.finish_reason.value,
+            "seed": self.seed,
+            "exact": self.exact,
+            "stats": self.stats.as_dict(),
+            "draft_error": self.draft_error,
+        }
+        if self.logprobs is not None:
+            record["logprobs"] = [{"logprob": e.logprob, "top": [list(pair) for pair in e.top]} for e in self.logprobs]
+        return record
+
     def pieces(self, tokenizer: Any) -> list[Piece]:
         """The text token by token, with who wrote each."""
         stream = TextStream(tokenizer)

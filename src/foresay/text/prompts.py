@@ -87,3 +87,10 @@ def _need(tokenizer: Any, what: str) -> Any:
     if tokenizer is None:
         raise PromptError(f"{what} needs a tokenizer, and this model was loaded without one; pass token ids")
     return tokenizer
+
+
+def as_chat(text: str, tokenizer: Any, *, raw: bool) -> Any:
+    """A user's message where the tokenizer has a chat template and `raw` is not set, else the text itself."""
+    if raw or not getattr(tokenizer, "chat_template", None):
+        return text
+    return [{"role": "user", "content": text}]

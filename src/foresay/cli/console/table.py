@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console, RenderableType
 
 from foresay.cli import tables
-from foresay.cli.common import as_record, fresh_seed
+from foresay.cli.common import fresh_seed
 from foresay.decoding.acceptance import RULES
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.generation.generator import Generator
@@ -141,7 +141,7 @@ def record(row: Row) -> dict[str, Any]:
         "identical": row.identical,
         "length": getattr(policy, "num_draft_tokens", type(policy).__name__),
     }
-    return {"method": row.name, "failed": None} | as_record(row.generations[-1]) | told
+    return {"method": row.name, "failed": None} | row.generations[-1].as_record() | told
 
 
 def _cells(row: Row) -> tuple[str, ...]:

@@ -24,7 +24,6 @@ from foresay.errors import ConfigError, ForesayError
 from foresay.generation.generator import Generator
 from foresay.lab.data.items import PromptItem
 from foresay.lab.data.requests import PromptRequest, RequestBuilder, changed_params, digest
-from foresay.records.lines import LineWriter
 from foresay.records.provenance import provenance
 from foresay.records.recording import Record, Recording, recording_writer
 from foresay.text.stream import Detokenizer
@@ -100,19 +99,37 @@ def record(
     """
     builder = RequestBuilder(generator, chat=chat)
     requests = builder.first(items)
-    if not requests:
-        raise ConfigError("no prompts to record")
-    repeated = [name for name, times in Counter(request.id for request in requests).items() if times > 1]
-    if repeated:
-        raise ConfigError(f"prompt id {min(repeated)!r} is there twice")
-    with recording_writer(path, _header(generator, requests, params, chat)) as writer:
-        _Recorder(generator, builder, requests, writer, params, on_progress).run()
+    check_unique([request.id for request in requests])
+    with recording_writer(path, header(generator, requests, params, chat)) as writer:
+        done = {str(line.get("id")): line for line in writer.lines}
+        resumed = len(done)
+
+        def report() -> None:
+            on_progress(Progress(len(recorder.done), recorder.total, resumed, recorder.tokens))
+
+        recorder = Recorder(builder, requests, params, done, lambda request, line: writer.append(line))
+        for request in requests:
+            recorder.submit(request)
+        report()
+        while recorder.has_work:
+            if recorder.step():
+                report()
     return Recording.load(path)
 
 
-def _header(
+def check_unique(ids: Sequence[str]) -> None:
+    """ConfigError where there are no prompts, and for one that is there twice."""
+    if not ids:
+        raise ConfigError("no prompts to record")
+    repeated = [name for name, times in Counter(ids).items() if times > 1]
+    if repeated:
+        raise ConfigError(f"prompt id {min(repeated)!r} is there twice")
+
+
+def header(
     generator: Generator, requests: Sequence[PromptRequest], params: SamplingParams, chat: bool
 ) -> Mapping[str, Any]:
+    """What a recording of these begins with. Raises ConfigError for params that it cannot hold."""
     if params.processors:
         raise ConfigError("processors cannot be written into a recording; record without them")
     if generator.target.tokenizer is None and params.stop:
@@ -137,49 +154,53 @@ def _header(
     }
 
 
-class _Recorder:
-    """One run: requests that the file lacks are decoded, and each output is appended when it ends."""
+class Recorder:
+    """One run: requests that are not done are decoded, and each output is written when it ends."""
 
     def __init__(
         self,
-        generator: Generator,
         builder: RequestBuilder,
         requests: Sequence[PromptRequest],
-        writer: LineWriter,
         params: SamplingParams,
-        on_progress: Callable[[Progress], None],
+        done: dict[str, Any],
+        write: Callable[[PromptRequest, Mapping[str, Any]], None],
     ) -> None:
-        self.generator, self.builder, self.requests, self.writer = generator, builder, requests, writer
-        self.params, self.on_progress = params, on_progress
-        self.done = {str(line.get("id")): line for line in writer.lines}
-        self.resumed, self.tokens = len(self.done), 0
+        """requests: all first turns, whose places their seeds are derived from. done: by id, the lines of those that are."""
+        self.builder, self.params, self.done, self._write = builder, params, done, write
+        self.tokens = 0
+        """Output tokens of this run."""
         self.probabilities = _Probabilities()
-        self.session = generator.plain().session(observers=[self.probabilities])
+        self.session = builder.generator.plain().session(observers=[self.probabilities])
         self.indices = {request.id: i for i, request in enumerate(requests)}
         self.open: dict[int, _Open] = {}
         self.answers: dict[str, list[str]] = {}
 
-    def run(self) -> None:
-        """Decode what is missing."""
-        for request in self.requests:
-            self._submit(request)
-        self._report()
-        while self.session.has_work:
-            chunks = self.session.step()
-            for chunk, prob in zip(chunks, self.probabilities.latest, strict=False):
-                one = self.open[chunk.index]
-                if chunk.error is not None:
-                    raise chunk.error
-                one.steps.append(chunk.step)
-                one.token_probs.append(prob)
-                self.tokens += len(chunk.step.token_ids)
-                if chunk.finish_reason is not None:
-                    self._finish(self.open.pop(chunk.index), chunk.finish_reason)
-            if chunks:
-                self._report()
+    @property
+    def has_work(self) -> bool:
+        """Whether something is being decoded."""
+        return self.session.has_work
 
-    def _submit(self, request: PromptRequest) -> None:
-        """Submit a turn, or take its answer from the file where an earlier run has written it."""
+    @property
+    def total(self) -> int:
+        """Outputs that are done or being decoded."""
+        return len(self.done) + len(self.open)
+
+    def step(self) -> bool:
+        """One pass; whether it wrote anything."""
+        chunks = self.session.step()
+        for chunk, prob in zip(chunks, self.probabilities.latest, strict=False):
+            one = self.open[chunk.index]
+            if chunk.error is not None:
+                raise chunk.error
+            one.steps.append(chunk.step)
+            one.token_probs.append(prob)
+            self.tokens += len(chunk.step.token_ids)
+            if chunk.finish_reason is not None:
+                self._finish(self.open.pop(chunk.index), chunk.finish_reason)
+        return bool(chunks)
+
+    def submit(self, request: PromptRequest) -> None:
+        """Begin a turn, or take its answer from what is done."""
         known = self.done.get(request.id)
         if known is not None:
             self._answered(request, known["output"])
@@ -197,8 +218,8 @@ class _Recorder:
 
     def _finish(self, one: _Open, reason: FinishReason) -> None:
         made = one.record(reason)
-        self.writer.append(made.as_line())
         self.done[one.request.id] = {}
+        self._write(one.request, made.as_line())
         self._answered(one.request, made.output)
 
     def _answered(self, request: PromptRequest, output: Sequence[int]) -> None:
@@ -206,11 +227,7 @@ class _Recorder:
         if request.turn >= len(request.item.followups):
             return
         answers = self.answers.setdefault(request.item.id, [])
-        answers.append(Detokenizer(self.generator.tokenizer).all(output))
+        answers.append(Detokenizer(self.builder.generator.tokenizer).all(output))
         after = self.builder.following(request, answers)
         if after is not None:
-            self._submit(after)
-
-    def _report(self) -> None:
-        total = len(self.done) + len(self.open)
-        self.on_progress(Progress(len(self.done), total, self.resumed, self.tokens))
+            self.submit(after)

@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
 
+from foresay import ranks
 from foresay.decoding.laws import Columns
 from foresay.decoding.protocols import Begun, Capabilities, Feed, KVCache, Logits, ModelOutput
 from foresay.decoding.sampling_params import SamplingParams
@@ -53,6 +55,8 @@ class TransformersModel:
         self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
         self.device = linears.device_of(model.get_input_embeddings())
         self.num_parameters = linears.count_parameters(model)
+        self.is_shared = any(isinstance(one, DTensor) for one in model.parameters())
+        """Whether several processes compute it together (`tp_plan`)."""
 
     def _set_attention(self, pluggable: bool) -> None:
         """Route masks, and attention where the family lets it be chosen, through foresay.
@@ -119,7 +123,8 @@ class TransformersModel:
         """See LanguageModel. Of a model spread over devices, what they have together."""
         spread = getattr(self.model, "hf_device_map", None) or {}
         devices = {self.device, *(torch.device(one) for one in spread.values() if one != "disk")}
-        return sum(map(room_bytes, devices))
+        room = sum(map(room_bytes, devices))
+        return ranks.least(room) if self.is_shared else room
 
     def begin(self, prompt: Sequence[int], params: SamplingParams) -> Begun:
         """The prompt and parameters unchanged."""

@@ -157,6 +157,8 @@ def wrap(name: str, weights: Any, tokenizer: Any, *, optimise: bool, bits: int |
     except BaseException:
         model.release()
         raise
+    if model.is_shared:  # by processes, each with a share of every product
+        return LoadedModel(name, model, tokenizer, end_tokens(weights, tokenizer))
     if optimise:
         if bits is None:
             linears.freeze_linears(weights)
@@ -232,7 +234,11 @@ def _read(
 
     common = {**_common(options), **extra}
     kwargs: dict[str, Any] = {"dtype": dtype, **common}
-    for key in ("max_memory", "quantization_config", "tp_plan"):
+    if options.tp_plan is not None:
+        from transformers.distributed import DistributedConfig
+
+        kwargs["distributed_config"] = DistributedConfig(tp_plan=options.tp_plan)
+    for key in ("max_memory", "offload_folder", "quantization_config"):
         if (value := getattr(options, key)) is not None:
             kwargs[key] = value
     if options.device_map is not None:

@@ -6,6 +6,7 @@ Owns the names of dtypes and devices. Loads nothing.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,6 +45,10 @@ class LoadOptions:
     their own dtype. Whatever they are, the output is the target's."""
     device_map: str | Mapping[str, Any] | None = None
     max_memory: Mapping[int | str, str] | None = None
+    offload_folder: str | None = None
+    """Where accelerate keeps the weights that a device_map sends to "disk"."""
+    draft_device: str | torch.device | None = None
+    """The device of draft models that are loaded by name; None: as the target's."""
     quantization_config: Any = None
     tp_plan: str | None = None
     revision: str | None = None
@@ -62,18 +67,36 @@ class LoadOptions:
             raise ConfigError(
                 f"device={str(self.device)!r} and device_map={self.device_map!r} contradict; give one of them"
             )
-        if self.max_memory is not None and self.device_map is None:
-            raise ConfigError("max_memory is only heeded with a device_map; add device_map='auto'")
+        for name in ("max_memory", "offload_folder"):
+            if getattr(self, name) is not None and self.device_map is None:
+                raise ConfigError(f"{name} is only heeded with a device_map; add device_map='auto'")
         if not isinstance(self.dtype, str) and self.dtype not in DTYPES.values():
             raise ConfigError(
                 f"dtype={self.dtype!r} must be 'auto', {', '.join(map(repr, DTYPES))} or such a torch.dtype"
             )
-        if self.device is not None:
-            _check_device(self.device)
+        for device in (self.device, self.draft_device):
+            if device is not None:
+                _check_device(device)
+        self._check_plan()
         for name, weights in (("weights", self.weights), ("draft_weights", self.draft_weights)):
             if weights is not None:
                 self._check_weights(name, weights)
         self._check_backend()
+
+    def _check_plan(self) -> None:
+        """A model that several processes compute is spread over them, and nowhere else."""
+        if self.tp_plan is None:
+            return
+        for name in ("device_map", "quantization_config"):
+            if getattr(self, name) is not None:
+                raise ConfigError(f"tp_plan={self.tp_plan!r} and {name} contradict; give one of them")
+        if self.bits is not None:
+            raise ConfigError(f"tp_plan={self.tp_plan!r} and weights={self.weights!r} contradict; give one of them")
+        if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+            raise ConfigError(
+                f"tp_plan={self.tp_plan!r} shares a model out to processes, and this is one alone; "
+                "start them with: torchrun --nproc-per-node N"
+            )
 
     def _check_backend(self) -> None:
         if self.backend not in BACKENDS:
@@ -86,7 +109,7 @@ class LoadOptions:
             check_int("gpu_layers", self.gpu_layers, 0)
         if self.gpu_layers and self.device is not None and torch.device(self.device).type == "cpu":
             raise ConfigError(f"gpu_layers={self.gpu_layers} and device={str(self.device)!r} contradict; drop one")
-        for name in ("dtype", "weights", "device_map", "max_memory", "quantization_config", "tp_plan"):
+        for name in ("dtype", "weights", "device_map", "quantization_config", "tp_plan"):
             value = getattr(self, name)
             if value not in (None, "auto") or (name == "device_map" and value is not None):
                 raise ConfigError(f"{name}={value!r} is not llama.cpp's to honour: the file says it; drop it")
@@ -121,10 +144,14 @@ class LoadOptions:
 
     def for_draft(self) -> LoadOptions:
         """The options for a draft model named beside the target."""
+        own = dataclasses.replace(self, revision=None, draft_weights=None, draft_device=None)
+        if self.draft_device is not None:
+            nowhere: dict[str, Any] = dict.fromkeys(("device_map", "max_memory", "offload_folder", "tp_plan"))
+            own = dataclasses.replace(own, device=self.draft_device, **nowhere)
         if self.draft_weights is None or self.draft_weights == self.weights:
-            return dataclasses.replace(self, revision=None, draft_weights=None)
+            return own
         dtype = self.dtype if self.draft_weights == "auto" else "auto"
-        return dataclasses.replace(self, revision=None, dtype=dtype, weights=self.draft_weights, draft_weights=None)
+        return dataclasses.replace(own, dtype=dtype, weights=self.draft_weights)
 
 
 def _check_device(device: str | torch.device) -> None:

@@ -20,10 +20,12 @@ from typing import Any
 import pytest
 import torch
 
+from foresay import children
+from foresay.children import Child
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ConfigError, ForesayError, ModelLoadError, ModelNotFoundError, UnknownNameError
 from foresay.lab.bench.peers import base, open_peer, parse, process, worker
-from foresay.lab.bench.peers.process import Worker, WorkerPeer, open_worker
+from foresay.lab.bench.peers.process import WorkerPeer, open_worker
 from helpers.waiting import has_ended, wait_until
 
 WRITE = SamplingParams(max_new_tokens=4, ignore_eos=True)
@@ -414,17 +416,17 @@ for line in sys.stdin:
         reply = {"ok": True, "outputs": [prompt[-1:] for prompt in message["prompts"]], "seconds": 0.5}
     print(json.dumps(reply), flush=True)
 """
-Start = Callable[[str], Worker]
+Start = Callable[[str], Child]
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    started: list[Worker] = []
+    started: list[Child] = []
 
-    def begin(source: str) -> Worker:
+    def begin(source: str) -> Child:
         script = tmp_path / "script.py"
         script.write_text(textwrap.dedent(source))
-        started.append(Worker("peer", [sys.executable, str(script)], os.environ))
+        started.append(Child("peer", [sys.executable, str(script)], os.environ))
         return started[-1]
 
     yield begin
@@ -528,7 +530,7 @@ def test_a_worker_that_hangs_is_ended(start: Start) -> None:
 
 
 def test_a_worker_that_hears_no_signal_is_killed(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "GRACE_S", 0.5)
+    monkeypatch.setattr(children, "GRACE_S", 0.5)
     child = start("""
         import signal, sys, time
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -599,8 +601,8 @@ def test_the_worker_ends_at_the_hosts_exit(tmp_path: Path) -> None:
     script.write_text(GOOD)
     code = textwrap.dedent(f"""
         import os, sys
-        from foresay.lab.bench.peers.process import Worker
-        child = Worker("peer", [sys.executable, {str(script)!r}], os.environ)
+        from foresay.children import Child
+        child = Child("peer", [sys.executable, {str(script)!r}], os.environ)
         child.ask({{"op": "load", "engine": "x", "context": 1}}, 60)
         print(child.pid)
     """)
@@ -628,7 +630,7 @@ def test_a_file_that_is_no_program_cannot_be_run(tmp_path: Path) -> None:
     path.write_bytes(b"\0\0")
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
     with pytest.raises(ConfigError, match="cannot be run"):
-        Worker("peer", [str(path)], os.environ)
+        Child("peer", [str(path)], os.environ)
 
 
 @pytest.mark.parametrize("kind", ["vllm", "llama.cpp"])

@@ -347,6 +347,11 @@ def test_a_gguf_file_cut_short(tmp_path: Path, share: float) -> None:
         ({"device": "meta"}, ConfigError, "device='meta'"),
         ({"device": "cpu", "device_map": "auto"}, ConfigError, "contradict; give one of them"),
         ({"max_memory": {"cpu": "1GB"}}, ConfigError, "max_memory is only heeded with a device_map"),
+        ({"offload_folder": "x"}, ConfigError, "offload_folder is only heeded with a device_map"),
+        ({"draft_device": "nowhere"}, ConfigError, "is not a device"),
+        ({"tp_plan": "auto"}, ConfigError, "torchrun"),
+        ({"tp_plan": "auto", "device_map": "auto"}, ConfigError, "contradict"),
+        ({"tp_plan": "auto", "weights": "int8"}, ConfigError, "contradict"),
         ({"devise": "cpu"}, UnknownNameError, "unknown option 'devise'. Did you mean 'device'"),
     ],
     ids=str,
@@ -409,7 +414,10 @@ def test_options_reach_transformers_as_they_are(folder: Path, monkeypatch: pytes
     for options, wanted in (
         ({"device_map": "auto", "max_memory": {0: "9GB"}}, {"device_map": "auto", "max_memory": {0: "9GB"}}),
         ({"quantization_config": quantization}, {"quantization_config": quantization}),
-        ({"tp_plan": "auto"}, {"tp_plan": "auto"}),
+        (
+            {"device_map": "auto", "offload_folder": "/tmp/x"},
+            {"device_map": "auto", "offload_folder": "/tmp/x"},
+        ),
         ({"trust_remote_code": True}, {"trust_remote_code": True}),
         ({"dtype": "bf16"}, {"dtype": torch.bfloat16}),
         ({}, {"trust_remote_code": False}),
@@ -417,4 +425,9 @@ def test_options_reach_transformers_as_they_are(folder: Path, monkeypatch: pytes
         with pytest.raises(ModelLoadError, match="EnoughError"):
             load_model(folder, LoadOptions(**options))
         assert {key: seen[key] for key in wanted} == wanted
-        assert not {"device_map", "max_memory", "quantization_config", "tp_plan"} & (set(seen) - set(wanted))
+        names = {"device_map", "max_memory", "offload_folder", "quantization_config", "distributed_config"}
+        assert not names & (set(seen) - set(wanted))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ModelLoadError, match="EnoughError"):
+        load_model(folder, LoadOptions(tp_plan="auto"))
+    assert seen["distributed_config"].tp_plan == "auto" and "device_map" not in seen

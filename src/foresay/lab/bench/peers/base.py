@@ -23,7 +23,7 @@ from foresay.models.sources.packaged import ALIASES, check_gguf, converted, pack
 
 KNOWN: dict[str, tuple[str, ...]] = {
     "transformers": ("assistant", "cache", "lookup"),
-    "vllm": ("ngram",),
+    "vllm": ("ngram", "arguments"),
     "llama.cpp": ("lookup",),
     "economize": ("lookup",),
 }
@@ -32,6 +32,7 @@ PASSED_ON = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "ignore_
 """The sampling parameters that are passed on to every peer."""
 _WITH_PYTHON = ("vllm", "llama.cpp", "economize")
 _FORMS = "transformers, transformers(assistant=MODEL), transformers(lookup=10), vllm=PYTHON, vllm=PYTHON(ngram=5), "
+_FORMS += "vllm=PYTHON(arguments=FILE.json), "
 _FORMS += "llama.cpp=PYTHON, llama.cpp=PYTHON(lookup=10), "
 _FORMS += "economize=PYTHON, economize=PYTHON(lookup=5)"
 

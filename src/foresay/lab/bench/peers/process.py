@@ -1,30 +1,24 @@
 """The host's side of a peer in another interpreter: starts `worker.py` there, sends it jobs, and ends it.
 
-Owns the child process with its whole process group, from its start to its end, and the time limits. The child stays
-between runs, so that repeats can be interleaved with ours; idle, it waits for a line and takes no processor time.
+Owns what is sent and the time limits; `children.py` owns the process. The child stays between runs, so that repeats can be
+interleaved with ours; idle, it waits for a line and takes no processor time.
 """
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import json
 import os
-import selectors
 import shutil
-import signal
-import subprocess
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from time import monotonic, sleep
 from typing import Any
 
 import torch
 
 from foresay.checks import check_int
+from foresay.children import Child
 from foresay.decoding.sampling_params import SamplingParams
-from foresay.errors import ConfigError, ForesayError
+from foresay.errors import ConfigError
 from foresay.lab.bench.peers.base import (
     PASSED_ON,
     PeerRun,
@@ -41,174 +35,16 @@ from foresay.lab.bench.peers.base import (
 WORKER = Path(__file__).with_name("worker.py")
 LOAD_LIMIT_S = 600.0
 RUN_LIMIT_S = 3600.0
-GRACE_S = 5.0
-"""How long a worker may take to end by itself."""
 CONTEXT = 8192
 """The longest context an engine is loaded with, or the model's where that is shorter: each keeps memory for all of it."""
 MAX_BATCH = 128
 """The most sequences that vLLM is loaded for."""
-_CHUNK = 65536
-
-
-class Worker:
-    """A child process that answers a line of JSON with a line of JSON."""
-
-    def __init__(self, label: str, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        self._label = label
-        self._ended: str | None = None
-        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the child
-        try:
-            self._child = subprocess.Popen(
-                list(command),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._stderr,
-                env=dict(environment),
-                start_new_session=True,  # a group of its own: it is ended with its children, and Ctrl-C is ours to handle
-                bufsize=0,
-            )
-        except OSError as error:
-            self._stderr.close()
-            raise ConfigError(
-                f"{label}: {command[0]!r} cannot be run ({error.strerror or error}); name a Python"
-            ) from error
-        self._buffer = b""
-        os.set_blocking(self._pipe(self._child.stdin), False)
-        atexit.register(self.close)
-
-    @property
-    def pid(self) -> int:
-        """The child's process id, which is its process group's too."""
-        return self._child.pid
-
-    def ask(self, message: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
-        """Send a message and wait for its reply.
-
-        Raises ConfigError for a job that the worker refuses; it keeps running. Raises ForesayError when the worker has ended,
-        does not reply within `limit_s` seconds or replies with anything but the protocol; it is then ended.
-        """
-        if self._ended is not None:
-            raise ForesayError(f"{self._label}: the worker is gone ({self._ended}); open the peer again")
-        try:
-            reply = self._reply(self._exchange(json.dumps(message).encode() + b"\n", limit_s))
-        except BaseException as error:
-            self._end(str(error) if isinstance(error, ForesayError) else type(error).__name__)
-            raise
-        if reply["ok"]:
-            return reply
-        raise ConfigError(f"{self._label}: {reply.get('error')}")
-
-    def close(self) -> None:
-        """Request the worker to end, and end it with all of its children; harmless when repeated."""
-        if self._ended is None:
-            with contextlib.suppress(OSError, ForesayError):
-                self._exchange(b'{"op": "close"}\n', GRACE_S)
-                self._wait(GRACE_S)
-            self._end("it was closed")
-
-    def _reply(self, line: bytes) -> dict[str, Any]:
-        try:
-            reply = json.loads(line)
-        except ValueError:
-            reply = None
-        if not isinstance(reply, dict) or not isinstance(reply.get("ok"), bool):
-            shown = line[:80].decode(errors="replace").strip()
-            raise ForesayError(f"{self._label}: the worker answered {shown!r}; is {self._child.args[0]!r} a Python?")  # type: ignore[index]
-        return reply
-
-    def _exchange(self, data: bytes, limit_s: float) -> bytes:
-        """Write a line and read one, whichever the pipes are ready for, until the limit."""
-        until = monotonic() + limit_s
-        stdin, stdout = self._pipe(self._child.stdin), self._pipe(self._child.stdout)
-        with selectors.DefaultSelector() as ready:
-            ready.register(stdout, selectors.EVENT_READ)
-            ready.register(stdin, selectors.EVENT_WRITE)
-            while b"\n" not in self._buffer:
-                left = until - monotonic()
-                if left <= 0:
-                    raise ForesayError(
-                        f"{self._label}: no answer within {limit_s:g} s, so it was ended{self._last_words()}"
-                    )
-                events = ready.select(min(left, 1.0))
-                for key, _ in events:
-                    if key.fd == stdout:
-                        self._read(stdout)
-                    else:
-                        data = self._write(stdin, data)
-                        if not data:
-                            ready.unregister(stdin)
-                if not events and self._exited():
-                    raise self._death()
-        line, _, self._buffer = self._buffer.partition(b"\n")
-        return line
-
-    def _read(self, fd: int) -> None:
-        chunk = os.read(fd, _CHUNK)
-        if not chunk:
-            raise self._death()
-        self._buffer += chunk
-
-    def _write(self, fd: int, data: bytes) -> bytes:
-        """Write some of the data; returns what is left to write."""
-        try:
-            return data[os.write(fd, data[:_CHUNK]) :]
-        except BrokenPipeError:
-            raise self._death() from None
-
-    def _death(self) -> ForesayError:
-        self._wait(GRACE_S)
-        self._signal(signal.SIGKILL)
-        code = self._child.wait()
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        return ForesayError(f"{self._label}: the worker {how}{self._last_words()}")
-
-    def _last_words(self) -> str:
-        """The last line of the child's standard error, for a message."""
-        fd = self._stderr.fileno()
-        tail = os.pread(fd, 4096, max(0, os.fstat(fd).st_size - 4096)).decode(errors="replace")
-        lines = [line.strip() for line in tail.splitlines() if line.strip()]
-        return f"; its last words: {lines[-1][-300:]}" if lines else ""
-
-    def _end(self, reason: str) -> None:
-        """End the child and its whole group, and let go of everything. The child is waited for last, so its id stays ours."""
-        atexit.unregister(self.close)
-        self._ended = reason
-        if self._child.returncode is None:
-            self._signal(signal.SIGTERM)
-            self._wait(GRACE_S)
-            self._signal(signal.SIGKILL)
-            self._child.wait()
-        for stream in (self._child.stdin, self._child.stdout, self._stderr):
-            if stream is not None:
-                with contextlib.suppress(OSError):
-                    stream.close()
-
-    def _signal(self, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS refuses for a group of zombies
-            os.killpg(self._child.pid, number)
-
-    def _exited(self) -> bool:
-        """Whether the child has ended, without reaping it: until that its id, and its group's, is nobody else's."""
-        if not hasattr(os, "waitid"):
-            return False
-        return os.waitid(os.P_PID, self._child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-
-    def _wait(self, limit_s: float) -> None:
-        until = monotonic() + limit_s
-        while self._child.returncode is None and monotonic() < until and not self._exited():
-            sleep(0.01)
-
-    @staticmethod
-    def _pipe(stream: Any) -> int:
-        assert stream is not None
-        fd: int = stream.fileno()
-        return fd
 
 
 class WorkerPeer:
     """A peer that runs in a worker process."""
 
-    def __init__(self, name: str, worker: Worker, job: Mapping[str, Any], about: Mapping[str, str]) -> None:
+    def __init__(self, name: str, worker: Child, job: Mapping[str, Any], about: Mapping[str, str]) -> None:
         self.name = name
         self._worker = worker
         self._single = job["engine"] in ("llama.cpp", "economize")
@@ -256,10 +92,11 @@ def open_worker(
     model cannot be used; the worker is then ended.
     """
     count = torch.get_num_threads() if threads is None else check_int("threads", threads, 1)
-    name = spec.kind if not spec.settings else f"{spec.kind}+{'+'.join(spec.settings)}"
+    files = {"arguments": Path(spec.settings["arguments"]).stem} if "arguments" in spec.settings else {}
+    name = "+".join([spec.kind, *(files.get(key, key) for key in spec.settings)])
     python = interpreter(spec)
     job = load_job(spec, model, dtype, count)
-    worker = Worker(name, [python, str(script)], environment(spec.kind, count))
+    worker = Child(name, [python, str(script)], environment(spec.kind, count))
     try:
         about = worker.ask({"op": "load", **job}, limit_s)["about"]
     except BaseException:
@@ -294,7 +131,21 @@ def load_job(spec: PeerSpec, model: str, dtype: str, threads: int) -> dict[str, 
     job |= {"model": folder, "dtype": str(torch_dtype(dtype)).removeprefix("torch."), "context": context}
     if spec.kind == "economize":
         return {**job, "lookup": count_setting(spec, "lookup")}
-    return {**job, "max_batch": MAX_BATCH, "ngram": count_setting(spec, "ngram")}
+    return {**job, "max_batch": MAX_BATCH, "ngram": count_setting(spec, "ngram"), "arguments": _arguments(spec)}
+
+
+def _arguments(spec: PeerSpec) -> dict[str, Any]:
+    """Further arguments of vLLM's LLM, out of a file such as `foresay vllm-config --json` prints."""
+    if "arguments" not in spec.settings:
+        return {}
+    path = spec.settings["arguments"]
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{spec.kind}: arguments={path!r} cannot be read: {error}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{spec.kind}: arguments={path!r} must hold a JSON object")
+    return {key: value for key, value in found.items() if key != "model"}
 
 
 def environment(kind: str, threads: int) -> dict[str, str]:

@@ -73,6 +73,7 @@ class Vllm:
                 "prompt_lookup_min": 2,
                 "prompt_lookup_max": 4,
             }
+        settings |= job.get("arguments") or {}
         self._engine = self._vllm.LLM(**settings).llm_engine
         self._count = 0
         shown = {key: str(value) for key, value in settings.items() if key not in ("model", "dtype", "seed")}

@@ -1,0 +1,274 @@
+"""foresay on other engines and more processes, each beside the engine's own best mode in the same run.
+
+    python benchmarks/engines.py [--only NAME ...] [--vllm PYTHON] [--llamacpp PYTHON] [--quick] [--repeats N] [--write]
+
+vLLM with our suffix look-up beside its own n-gram and plain decoding, at batch 1, 8 and 32, as many tokens per pass as a replay
+foretells; llama.cpp under our loop beside its own Python binding, on one GGUF file; two workers of one thread beside one;
+load foreseen from a recording and a profile beside the same load lived through. Engines that are not given are left out.
+Shipped prompts, greedy, prompts included. `--dtype` names vLLM's: a processor without bf16 emulates it. The last line is one
+JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from time import perf_counter, sleep
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+from speed import section
+
+import foresay
+from foresay.generation.method import Method
+from foresay.integrations.vllm_arguments import llm_arguments
+from foresay.lab.bench.contenders import MethodRunner, PeerRunner, PromptBlock, Runner
+from foresay.lab.bench.peers import open_peer
+from foresay.lab.bench.peers.base import model_folder
+from foresay.lab.bench.turns import take_turns
+from foresay.lab.data.datasets import load_items, subset
+from foresay.lab.data.requests import RequestBuilder
+from foresay.lab.measure.profile import measure
+from foresay.lab.replay.arrivals import poisson
+from foresay.lab.replay.load import foresee
+from foresay.lab.replay.record import record
+from foresay.methods.recipes import read_drafter, read_length
+from foresay.methods.settings_file import Settings
+from foresay.models.sources.packaged import packaged_file
+from foresay.records.provenance import machine
+from foresay.records.recording import Recording
+from foresay.records.results import Run
+from foresay.workers import recording
+from foresay.workers.local import Processes
+from foresay.workers.pool import Pool
+
+HERE = Path(__file__).parent
+MODEL = "smollm2-135m"
+AT_LEAST = {
+    "vllm_suffix_vs_ngram_b1": 1.1,
+    "vllm_worst_vs_plain": 0.97,
+    "llamacpp_plain_vs_binding": 0.95,
+    "llamacpp_worst_vs_plain": 0.97,
+    "llamacpp_batch8_gain": 2.0,
+    "workers2_gain": 1.5,
+}
+AT_MOST = {"load_throughput_error": 0.15, "load_latency_error": 0.15}
+Found = dict[str, float]
+
+
+def log(text: str) -> None:
+    print(text, flush=True)
+
+
+def block(target: foresay.Generator, batch: int, args: argparse.Namespace) -> PromptBlock:
+    """Mixed prompts, at least two batches of them."""
+    count = {1: 7, 8: 21, 32: 49}[batch] if not args.quick else {1: 4, 8: 12, 32: 35}[batch]
+    asks = RequestBuilder(target).first(subset(load_items(), count))
+    return PromptBlock("mixed", asks, batch, foresay.SamplingParams(max_new_tokens=24 if args.quick else 64))
+
+
+def rates(
+    first: Runner, others: Sequence[Runner], prompts: PromptBlock, repeats: int
+) -> dict[str, tuple[float, float]]:
+    """Name -> (tokens/s, speed over the first), medians of runs that take turns with it."""
+    turns = [(repeat, runner) for repeat in range(repeats) for runner in others]
+    speeds: dict[str, list[float]] = {}
+    gains: dict[str, list[float]] = {}
+    for run, _ in take_turns(first, turns, prompts, warm=replace(prompts, asks=prompts.asks[:1]), between=1):
+        if not isinstance(run, Run):
+            log(f"  {run.cell.method} failed: {run.error}")
+            continue
+        speeds.setdefault(run.cell.method, []).append(run.tokens_per_s)
+        gains.setdefault(run.cell.method, []).append(1.0 if run.speed_up is None else run.speed_up)
+    out = {name: (statistics.median(speeds[name]), statistics.median(gains[name])) for name in speeds}
+    for name, (speed, gain) in out.items():
+        log(f"  batch {prompts.batch_size}: {name:<34} {speed:7.1f} tokens/s  {gain:.2f}x")
+    return out
+
+
+def vllm(args: argparse.Namespace) -> Found:
+    """Our look-up inside vLLM, vLLM's own, and vLLM without any."""
+    if args.vllm is None:
+        return {}
+    ours = foresay.load(MODEL, drafter="none", dtype="bf16")
+    with tempfile.TemporaryDirectory() as folder:
+        given = Path(folder) / "suffix.json"
+        settings = Settings(target=MODEL, drafter="suffix", length="throughput", dtype=args.dtype)
+        given.write_text(json.dumps(llm_arguments(settings, model_folder(MODEL))))
+        forms = ("", "(ngram=5)", f"(arguments={given})")
+        peers = []
+        try:
+            for form in forms:
+                began = perf_counter()
+                peer = open_peer(
+                    f"vllm={args.vllm}{form}", model=MODEL, dtype=args.dtype, threads=torch.get_num_threads()
+                )
+                peers.append(PeerRunner(peer, ours.target.eos_token_ids))
+                log(f"  {peer.name}: loaded in {perf_counter() - began:.0f} s")
+            plain, ngram, suffix = peers
+            out: Found = {}
+            worst = []
+            for batch in (1, 8, 32):
+                found = rates(plain, [ngram, suffix], block(ours, batch, args), args.repeats)
+                worst.append(found[suffix.name][1])
+                out[f"vllm_suffix_vs_plain_b{batch}"] = found[suffix.name][1]
+                out[f"vllm_suffix_vs_ngram_b{batch}"] = found[suffix.name][1] / found[ngram.name][1]
+            return {**out, "vllm_worst_vs_plain": min(worst)}
+        finally:
+            for one in peers:
+                one.close()
+
+
+def llamacpp(args: argparse.Namespace) -> Found:
+    """llama.cpp's kernels under our loop, and under its own binding's."""
+    try:
+        target = foresay.load(str(packaged_file(MODEL)), backend="llama.cpp", drafter="none")
+    except foresay.ConfigError as error:
+        log(f"  left out: {error}")
+        return {}
+    plain, adaptive = MethodRunner(target, Method("none")), MethodRunner(target, Method("suffix"))
+    out: Found = {}
+    peers = []
+    if args.llamacpp is not None:
+        peers = [open_peer(f"llama.cpp={args.llamacpp}", model=MODEL, dtype="bf16", threads=torch.get_num_threads())]
+    try:
+        runners: list[Runner] = [adaptive, *(PeerRunner(peer, target.target.eos_token_ids) for peer in peers)]
+        found = rates(plain, runners, block(target, 1, args), args.repeats)
+        if peers:
+            out["llamacpp_plain_vs_binding"] = 1 / found[peers[0].name][1]
+        out["llamacpp_suffix_b1"] = found[adaptive.name][1]
+        eight = rates(plain, [adaptive], block(target, 8, args), args.repeats)
+        out["llamacpp_suffix_b8"] = eight[adaptive.name][1]
+        out["llamacpp_worst_vs_plain"] = min(out["llamacpp_suffix_b1"], out["llamacpp_suffix_b8"])
+        one = rates(plain, [], replace(block(target, 8, args), batch_size=1), 1)
+        out["llamacpp_batch8_gain"] = eight["plain"][0] / one["plain"][0]
+    finally:
+        for peer in peers:
+            peer.close()
+    return out
+
+
+def workers(args: argparse.Namespace) -> Found:
+    """Prompts answered by two processes of one thread, over one of one thread; the models are there before."""
+    items = subset(load_items(), 12 if args.quick else 32)
+    params = foresay.SamplingParams(max_new_tokens=32 if args.quick else 64, ignore_eos=True)
+    load = {"target": MODEL, "drafter": "none", "dtype": "bf16", "max_batch_size": 8}
+    setup = recording.setup(load, items, params, chat=True)
+    took: dict[int, list[float]] = {1: [], 2: []}
+    for _ in range(args.repeats):
+        for count in took:
+            with Pool(Processes(setup, count, threads=1), count) as pool, tempfile.TemporaryDirectory() as folder:
+                began = perf_counter()
+                recording.record(pool, items, Path(folder) / "r.jsonl")
+                took[count].append(perf_counter() - began)
+    one, two = (statistics.median(times) for times in took.values())
+    log(f"  one worker {one:.1f} s, two {two:.1f} s")
+    return {"workers2_gain": one / two}
+
+
+def load(args: argparse.Namespace) -> Found:
+    """Requests that arrive at three rates, lived through and foreseen; plain and with a look-up that adapts."""
+    target = foresay.load(MODEL, drafter="none", dtype="bf16")
+    items, batch = subset(load_items(), 12 if args.quick else 36), 8
+    params = foresay.SamplingParams(max_new_tokens=32 if args.quick else 64)
+    with tempfile.TemporaryDirectory() as folder:
+        written = record(target.with_settings(max_batch_size=batch), items, Path(folder) / "r.jsonl", params)
+    profile = measure(target, batches=(1, 2, 4, 8), columns=(1, 2, 3, 5, 9, 13), contexts=(128, 384))
+    full = foresee(written, profile, [0.0] * len(items), None, read_length("0"), batch_size=batch)
+    most = len(items) / full.seconds
+    throughput, latency = [], []
+    for drafter in ("none", "suffix"):
+        method = Method(drafter)
+        for share in (0.3, 0.6, 0.9):
+            times = poisson(share * most, len(items), seed=1)
+            lived = live(method.generator(target, batch), written, times, params)
+            policy = read_length(method.own_length if drafter != "none" else 0)
+            made = read_drafter(drafter).prepare(target.resources)() if target.resources else None
+            told = foresee(written, profile, times, made, policy, batch_size=batch)
+            pairs = ((told.tokens_per_s, lived[0], throughput), (told.mean("latency"), lived[1], latency))
+            for foreseen, seen, errors in pairs:
+                errors.append(abs(foreseen / seen - 1))
+            log(
+                f"  {drafter:<7} {share * most:.2f}/s: {told.tokens_per_s:6.1f} tokens/s foreseen, {lived[0]:6.1f} lived; "
+                f"mean latency {told.mean('latency'):.2f} s foreseen, {lived[1]:.2f} lived"
+            )
+    return {"load_throughput_error": max(throughput), "load_latency_error": max(latency)}
+
+
+def live(
+    generator: foresay.Generator, written: Recording, times: Sequence[float], params: foresay.SamplingParams
+) -> tuple[float, float]:
+    """(tokens/s from the first arrival to the last token, mean seconds from a request's arrival to its end)."""
+    generator.generate([list(written.records[0].prompt)], replace(params, max_new_tokens=8))  # warm
+    session = generator.session()
+    arrived: dict[int, float] = {}
+    ended: dict[int, float] = {}
+    tokens, began = 0, perf_counter()
+    while len(ended) < len(times):
+        now = perf_counter() - began
+        while len(arrived) < len(times) and times[len(arrived)] <= now:
+            record = written.records[len(arrived)]
+            number = session.submit(list(record.prompt), params, text=False)
+            arrived[number] = times[len(arrived)]
+        if not session.has_work:
+            sleep(max(0.0, times[len(arrived)] - now))
+            continue
+        for chunk in session.step():
+            tokens += len(chunk.step.token_ids)
+            if chunk.finish_reason is not None:
+                ended[chunk.index] = perf_counter() - began
+    return tokens / (max(ended.values()) - times[0]), statistics.fmean(ended[i] - arrived[i] for i in ended)
+
+
+PARTS: dict[str, Callable[[argparse.Namespace], Found]] = {
+    "vllm": vllm,
+    "llamacpp": llamacpp,
+    "workers": workers,
+    "load": load,
+}
+
+
+def text_of(found: Found, args: argparse.Namespace) -> str:
+    """The figures as they stand in RESULTS.md."""
+    out = [
+        f"{machine()['processor']}, {torch.get_num_threads()} threads, torch {torch.__version__}; vLLM in {args.dtype}",
+        "",
+    ]
+    out += ["| figure | measured | wanted |", "|---|---|---|"]
+    for key, value in found.items():
+        wanted = f">= {AT_LEAST[key]:g}" if key in AT_LEAST else f"<= {AT_MOST[key]:g}" if key in AT_MOST else ""
+        out.append(f"| {key} | {value:.3f} | {wanted} |")
+    return "\n".join(out)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=sorted(PARTS), help="these parts alone")
+    parser.add_argument("--vllm", help="the interpreter vLLM and foresay are installed in")
+    parser.add_argument("--llamacpp", help="the interpreter llama-cpp-python is installed in")
+    parser.add_argument("--dtype", default="bf16", help="vLLM's: bf16 or fp32")
+    parser.add_argument("--quick", action="store_true", help="fewer prompts and tokens")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--write", action="store_true", help="write benchmarks/RESULTS.md")
+    args = parser.parse_args()
+    found: Found = {}
+    for name, part in PARTS.items():
+        if args.only is None or name in args.only:
+            log(name)
+            found |= part(args)
+    if args.write:
+        section(HERE / "RESULTS.md", "engines", text_of(found, args))
+    print(json.dumps({key: round(value, 4) for key, value in found.items()}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

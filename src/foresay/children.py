@@ -1,0 +1,233 @@
+"""Child processes that talk in lines of JSON: from their start to their end, with their whole process group.
+
+Owns the pipes, what is said when a child dies, and that none outlives us. Knows nothing of what the lines say.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import selectors
+import signal
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from time import monotonic, sleep
+from typing import Any
+
+from foresay.errors import ConfigError, ForesayError
+
+GRACE_S = 5.0
+"""How long a child may take to end by itself."""
+_CHUNK = 65536
+
+
+class Child:
+    """A child process that answers a line of JSON with a line of JSON."""
+
+    def __init__(self, label: str, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._label = label
+        self._ended: str | None = None
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the child
+        try:
+            self._child = subprocess.Popen(
+                list(command),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._stderr,
+                env=dict(environment),
+                start_new_session=True,  # a group of its own: it is ended with its children, and Ctrl-C is ours to handle
+                bufsize=0,
+            )
+        except OSError as error:
+            self._stderr.close()
+            raise ConfigError(
+                f"{label}: {command[0]!r} cannot be run ({error.strerror or error}); name a Python"
+            ) from error
+        self._buffer = self._unsent = b""
+        os.set_blocking(self._pipe(self._child.stdin), False)
+        atexit.register(self.close)
+
+    @property
+    def pid(self) -> int:
+        """The child's process id, which is its process group's too."""
+        return self._child.pid
+
+    def ask(self, message: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
+        """Send a message and wait for its reply.
+
+        Raises ConfigError for a job that the worker refuses; it keeps running. Raises ForesayError when the worker has ended,
+        does not reply within `limit_s` seconds or replies with anything but the protocol; it is then ended.
+        """
+        if self._ended is not None:
+            raise ForesayError(f"{self._label}: the worker is gone ({self._ended}); open the peer again")
+        try:
+            reply = self._reply(self._exchange(json.dumps(message).encode() + b"\n", limit_s))
+        except BaseException as error:
+            self._end(str(error) if isinstance(error, ForesayError) else type(error).__name__)
+            raise
+        if reply["ok"]:
+            return reply
+        raise ConfigError(f"{self._label}: {reply.get('error')}")
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Send a message that nobody waits for the answer to; what does not fit the pipe goes with the next `read`."""
+        self._unsent += json.dumps(message).encode() + b"\n"
+        self._flush()
+
+    def _flush(self) -> None:
+        """Write what the pipe takes; that nobody reads any more is for `read` to find."""
+        stdin = self._pipe(self._child.stdin)
+        try:
+            while self._unsent:
+                self._unsent = self._unsent[os.write(stdin, self._unsent[:_CHUNK]) :]
+        except BlockingIOError:
+            return
+        except OSError:
+            self._unsent = b""
+
+    def read(self) -> list[Any]:
+        """The messages that have come, without waiting. Raises ForesayError when the child has ended, or talks nonsense."""
+        if self._ended is not None:
+            raise ForesayError(f"{self._label}: the worker is gone ({self._ended})")
+        self._flush()
+        stdout = self._pipe(self._child.stdout)
+        with selectors.DefaultSelector() as ready:
+            ready.register(stdout, selectors.EVENT_READ)
+            while ready.select(0):
+                chunk = os.read(stdout, _CHUNK)
+                self._buffer += chunk
+                if not chunk and b"\n" not in self._buffer:
+                    raise self._death()
+                if not chunk:
+                    break  # what it said comes first, its end with the next call
+        *whole, self._buffer = self._buffer.split(b"\n")
+        try:
+            return [json.loads(line) for line in whole]
+        except ValueError:
+            raise ForesayError(f"{self._label}: the worker answered {whole[0][:80]!r}") from None
+
+    def register(self, ready: selectors.BaseSelector) -> None:
+        """Have a selector wake up when the child says something, or takes what was not sent yet."""
+        ready.register(self._pipe(self._child.stdout), selectors.EVENT_READ, self)
+        if self._unsent:
+            ready.register(self._pipe(self._child.stdin), selectors.EVENT_WRITE, self)
+
+    def wait_ready(self, limit_s: float = 1.0) -> None:
+        """Until the child says something, or so long."""
+        with selectors.DefaultSelector() as ready:
+            self.register(ready)
+            ready.select(limit_s)
+
+    def end(self, reason: str) -> None:
+        """End the child with its group; harmless when repeated."""
+        if self._ended is None:
+            self._end(reason)
+
+    def close(self) -> None:
+        """Request the worker to end, and end it with all of its children; harmless when repeated."""
+        if self._ended is None:
+            with contextlib.suppress(OSError, ForesayError):
+                self._exchange(b'{"op": "close"}\n', GRACE_S)
+                self._wait(GRACE_S)
+            self._end("it was closed")
+
+    def _reply(self, line: bytes) -> dict[str, Any]:
+        try:
+            reply = json.loads(line)
+        except ValueError:
+            reply = None
+        if not isinstance(reply, dict) or not isinstance(reply.get("ok"), bool):
+            shown = line[:80].decode(errors="replace").strip()
+            raise ForesayError(f"{self._label}: the worker answered {shown!r}; is {self._child.args[0]!r} a Python?")  # type: ignore[index]
+        return reply
+
+    def _exchange(self, data: bytes, limit_s: float) -> bytes:
+        """Write a line and read one, whichever the pipes are ready for, until the limit."""
+        until = monotonic() + limit_s
+        stdin, stdout = self._pipe(self._child.stdin), self._pipe(self._child.stdout)
+        with selectors.DefaultSelector() as ready:
+            ready.register(stdout, selectors.EVENT_READ)
+            ready.register(stdin, selectors.EVENT_WRITE)
+            while b"\n" not in self._buffer:
+                left = until - monotonic()
+                if left <= 0:
+                    raise ForesayError(
+                        f"{self._label}: no answer within {limit_s:g} s, so it was ended{self._last_words()}"
+                    )
+                events = ready.select(min(left, 1.0))
+                for key, _ in events:
+                    if key.fd == stdout:
+                        self._read(stdout)
+                    else:
+                        data = self._write(stdin, data)
+                        if not data:
+                            ready.unregister(stdin)
+                if not events and self._exited():
+                    raise self._death()
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        return line
+
+    def _read(self, fd: int) -> None:
+        chunk = os.read(fd, _CHUNK)
+        if not chunk:
+            raise self._death()
+        self._buffer += chunk
+
+    def _write(self, fd: int, data: bytes) -> bytes:
+        """Write some of the data; returns what is left to write."""
+        try:
+            return data[os.write(fd, data[:_CHUNK]) :]
+        except BrokenPipeError:
+            raise self._death() from None
+
+    def _death(self) -> ForesayError:
+        self._wait(GRACE_S)
+        self._signal(signal.SIGKILL)
+        code = self._child.wait()
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        return ForesayError(f"{self._label}: the worker {how}{self._last_words()}")
+
+    def _last_words(self) -> str:
+        """The last line of the child's standard error, for a message."""
+        fd = self._stderr.fileno()
+        tail = os.pread(fd, 4096, max(0, os.fstat(fd).st_size - 4096)).decode(errors="replace")
+        lines = [line.strip() for line in tail.splitlines() if line.strip()]
+        return f"; its last words: {lines[-1][-300:]}" if lines else ""
+
+    def _end(self, reason: str) -> None:
+        """End the child and its whole group, and let go of everything. The child is waited for last, so its id stays ours."""
+        atexit.unregister(self.close)
+        self._ended = reason
+        if self._child.returncode is None:
+            self._signal(signal.SIGTERM)
+            self._wait(GRACE_S)
+            self._signal(signal.SIGKILL)
+            self._child.wait()
+        for stream in (self._child.stdin, self._child.stdout, self._stderr):
+            if stream is not None:
+                with contextlib.suppress(OSError):
+                    stream.close()
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS refuses for a group of zombies
+            os.killpg(self._child.pid, number)
+
+    def _exited(self) -> bool:
+        """Whether the child has ended, without reaping it: until that its id, and its group's, is nobody else's."""
+        if not hasattr(os, "waitid"):
+            return False
+        return os.waitid(os.P_PID, self._child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+    def _wait(self, limit_s: float) -> None:
+        until = monotonic() + limit_s
+        while self._child.returncode is None and monotonic() < until and not self._exited():
+            sleep(0.01)
+
+    @staticmethod
+    def _pipe(stream: Any) -> int:
+        assert stream is not None
+        fd: int = stream.fileno()
+        return fd

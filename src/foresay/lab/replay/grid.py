@@ -1,0 +1,189 @@
+"""Replays of methods over recordings, one after the other or shared out: what each comes to, as plain data.
+
+Owns the facts of a replay and what several of them share. Knows neither how they are shown nor who runs them.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from foresay.errors import ConfigError
+from foresay.generation.load import load
+from foresay.generation.method import Method
+from foresay.lab.replay.cost_tables import PassCounter, drafter_names, read_costs
+from foresay.lab.replay.predict import expect
+from foresay.lab.replay.replay import Replay, replay
+from foresay.lab.replay.theory import CostModel
+from foresay.lengths import ConstantLength
+from foresay.methods.recipe import Resources
+from foresay.methods.recipes import read_drafter, read_length, read_rule
+from foresay.models.recording import RecordingModel
+from foresay.models.sources.catalog import LoadedModel
+from foresay.records.lines import LineWriter
+from foresay.records.profile import Profile
+from foresay.records.provenance import provenance
+from foresay.records.recording import Recording
+
+
+def stand_in(recorded: Recording) -> Resources:
+    """What drafters get that need nothing of the target but its tokens."""
+    model = RecordingModel([recorded.records[0].text], recorded.vocab_size)
+    return Resources(LoadedModel(recorded.model, model, None, recorded.eos))
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A method over a recording."""
+
+    recording: int
+    """Its number."""
+    method: Method
+
+    def key(self, recordings: Sequence[str]) -> tuple[str, str]:
+        """What a file of results knows it by."""
+        return os.path.basename(recordings[self.recording]), self.method.name
+
+
+class KeptGrid:
+    """Results by recording and method, in a file where one is named."""
+
+    def __init__(self, writer: LineWriter | None) -> None:
+        self._writer = writer
+        lines = [] if writer is None else writer.lines
+        self.there: dict[tuple[str, str], dict[str, Any]] = {(one["recording"], one["method"]): one for one in lines}
+        """Those of earlier runs."""
+
+    def add(self, key: tuple[str, str], facts: Mapping[str, Any]) -> dict[str, Any]:
+        """Keep a result; what is kept."""
+        line = {"recording": key[0], **facts}
+        if self._writer is not None:
+            self._writer.append(line)
+        return line
+
+
+@contextmanager
+def open_grid(path: str | os.PathLike[str] | None, by: Mapping[str, Any]) -> Iterator[KeptGrid]:
+    """A file of results to go on with. by: what must be the same for that. Raises ConfigError as LineWriter does."""
+    if path is None:
+        yield KeptGrid(None)
+        return
+    with LineWriter(path, "foresay-replays", 1, {"by": dict(by), "provenance": provenance()}) as writer:
+        yield KeptGrid(writer)
+
+
+@dataclass(slots=True)
+class Measures:
+    """What replays are told and judged by."""
+
+    batch_size: int = 1
+    profile: Profile | None = None
+    costs: CostModel | None = None
+    target_cost: str | None = None
+    _plain: dict[int, float] = field(default_factory=dict)
+    """By a recording's id, tokens per second to expect of plain decoding."""
+
+    def plain(self, recorded: Recording, known: Profile) -> float:
+        """Tokens per second to expect of plain decoding."""
+        if id(recorded) not in self._plain:
+            done = replay(recorded, None, ConstantLength(0), batch_size=self.batch_size)
+            self._plain[id(recorded)] = expect(done, recorded, known).tokens_per_s
+        return self._plain[id(recorded)]
+
+    @classmethod
+    def read(cls, batch_size: int, profile: str | None, costs: str | None, target_cost: str | None) -> Measures:
+        """From names of files and tables."""
+        known = None if profile is None else Profile.load(profile)
+        return cls(batch_size, known, None if costs is None else read_costs(costs), target_cost)
+
+
+def replayed(method: Method, recorded: Recording, resources: Resources, by: Measures) -> dict[str, Any]:
+    """What a method makes of a recording."""
+    recipe, known = read_drafter(method.drafter), by.profile
+    rule, policy = read_rule(method.rule), read_length(method.own_length)
+    drafter = recipe.prepare(resources)()
+    counter = None if by.costs is None else PassCounter(drafter, drafter_names(method.drafter))
+    done = replay(
+        recorded,
+        drafter,
+        policy,
+        rule=rule,
+        batch_size=by.batch_size,
+        clock=None if known is None else known.clock(),
+        ragged=known is not None and known.ragged,
+    )
+    return _facts(method, done, recorded, by) | _swi(done, by, {} if counter is None else counter.passes)
+
+
+@dataclass(slots=True)
+class Grid:
+    """Methods x recordings, each cell a call; what a cell needs is loaded once."""
+
+    paths: Sequence[str]
+    loading: Mapping[str, Any]
+    """The target's arguments of `foresay.load`, where drafters need it."""
+    by: Measures
+    _recordings: dict[int, Recording] = field(default_factory=dict)
+    _resources: Resources | None = None
+
+    @classmethod
+    def of(cls, setup: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+        """From plain data: recordings, load, batch_size, profile, costs, target_cost."""
+        by = Measures.read(*(setup[name] for name in ("batch_size", "profile", "costs", "target_cost")))
+        return cls(setup["recordings"], setup["load"], by)
+
+    def __call__(self, task: Mapping[str, Any]) -> dict[str, Any]:
+        """A task {recording: its number, method: {drafter, length, rule}}."""
+        number, method = task["recording"], Method(**task["method"])
+        if number not in self._recordings:
+            self._recordings[number] = Recording.load(self.paths[number])
+        recorded = self._recordings[number]
+        if not read_drafter(method.drafter).reads_target:
+            return replayed(method, recorded, stand_in(recorded), self.by)
+        if self._resources is None:
+            arguments = {"target": recorded.model or None, **self.loading}
+            if arguments["target"] is None:
+                raise ConfigError(f"{self.paths[number]!r} does not say which model wrote it; give --model")
+            self._resources = load(**arguments).resources
+        assert self._resources is not None
+        return replayed(method, recorded, self._resources, self.by)
+
+
+def _facts(method: Method, done: Replay, recorded: Recording, by: Measures) -> dict[str, Any]:
+    stats, rate, known = done.stats, done.rate(), by.profile
+    out: dict[str, Any] = {
+        "method": method.name,
+        "estimate": not done.exact,
+        "tokens_per_pass": _finite(done.efficiency()),
+        "acceptance_rate": None if rate is None else _finite(rate),
+        "draft_utilization": stats.draft_utilization,
+        "discard_rate": (stats.num_drafted - stats.num_accepted) / stats.num_tokens,
+        "verification_rate": stats.num_passes / stats.num_tokens,
+        "seconds": done.seconds,
+        "stats": stats.as_dict(),
+    }
+    if known is not None:
+        expected = expect(done, recorded, known)
+        out |= {
+            "tokens_per_s": expected.tokens_per_s,
+            "speed_up": expected.tokens_per_s / by.plain(recorded, known),
+            "predicted_with": known.model,
+        }
+    return out
+
+
+def _finite(values: Sequence[float]) -> list[float | None]:
+    """For JSON, which has no infinity: one prompt alone gives no interval."""
+    return [value if math.isfinite(value) else None for value in values]
+
+
+def _swi(done: Replay, by: Measures, passes: Mapping[str, int]) -> dict[str, Any]:
+    """Standardised walltime improvement with a cost table; look-ups cost nothing in it."""
+    if by.costs is None or by.target_cost is None:
+        return {}
+    stats = done.stats
+    return {"swi": by.costs.swi(by.target_cost, stats.num_tokens, {by.target_cost: stats.num_passes, **passes})}

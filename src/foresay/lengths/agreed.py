@@ -1,0 +1,58 @@
+"""A length policy of several processes that compute one model together: the first one's, which the others take over.
+
+Policies measure time, and no two clocks are alike; rows of another length would be another pass, which the others wait for
+in vain. Owns how the answers travel, and that processes which wrote different tokens are stopped. Knows no policy.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+import torch
+
+from foresay import ranks
+from foresay.decoding.outcome import Step
+from foresay.decoding.protocols import DraftStep, LengthPolicy
+from foresay.decoding.rows import Rows
+
+
+class AgreedLength(LengthPolicy):
+    """What the first process's policy says, in every process."""
+
+    def __init__(self, policy: LengthPolicy) -> None:
+        self._policy = policy
+        self.needs_hidden = policy.needs_hidden
+
+    def budget(self, rows: Rows) -> list[int]:
+        """See LengthPolicy. Raises RuntimeError in a process whose rows are not the first one's."""
+        mark = zlib.crc32(b"".join(row.tokens[-64:].tobytes() for row in rows))
+        said = self._policy.budget(rows) if ranks.is_first() else [0] * len(rows)
+        *budget, wanted = ranks.first_says([*said, mark])
+        if wanted != mark:
+            raise RuntimeError(
+                "the processes that decode together wrote different tokens: "
+                "they must run the same program on the same kind of machine"
+            )
+        return budget
+
+    def keep_drafting(self, step: DraftStep) -> torch.Tensor | None:
+        """See LengthPolicy."""
+        batch = len(step.token_ids)
+        said = self._policy.keep_drafting(step) if ranks.is_first() else None
+        told = [1] * batch if said is None else said.int().tolist()
+        all_of_them, *mine = ranks.first_says([said is None, *told])
+        return None if all_of_them else torch.tensor(mine, dtype=torch.bool, device=step.token_ids.device)
+
+    def keep(self, rows: Rows, counts: Sequence[int], matched: Sequence[int]) -> Sequence[int]:
+        """See LengthPolicy."""
+        return ranks.first_says(self._policy.keep(rows, counts, matched) if ranks.is_first() else counts)
+
+    def afford(self, rows: Rows, most: Sequence[int]) -> Sequence[int]:
+        """See LengthPolicy."""
+        return ranks.first_says(self._policy.afford(rows, most) if ranks.is_first() else most)
+
+    def observe(self, rows: Rows, steps: Sequence[Step]) -> None:
+        """See LengthPolicy; the others have nothing to learn for."""
+        if ranks.is_first():
+            self._policy.observe(rows, steps)

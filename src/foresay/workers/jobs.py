@@ -1,0 +1,181 @@
+"""What a worker does: one kind of work, task by task, with a model of its own.
+
+Owns the kinds and what is said between a worker and who it works for, all of it plain data. Knows neither processes nor Ray.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+
+from foresay.decoding.sampling_params import SamplingParams
+from foresay.errors import ForesayError, UnknownNameError
+from foresay.generation.generator import seeded
+from foresay.generation.load import load
+from foresay.lab.data.items import PromptItem
+from foresay.lab.data.requests import PromptRequest, RequestBuilder
+from foresay.lab.replay.record import Recorder, header
+from foresay.text.prompts import as_chat
+
+Plain = dict[str, Any]
+"""What JSON can hold."""
+Result = tuple[int, Plain]
+"""A task's number, and what came of it."""
+AHEAD = 2
+"""Tasks that a worker holds, in batches: the next ones are there when rows end."""
+
+
+class Job(Protocol):
+    """One worker's work."""
+
+    room: int
+    """Tasks that it holds at a time."""
+
+    def describe(self) -> Plain:
+        """What whoever it works for must know before the first task."""
+        return {}
+
+    def take(self, number: int, task: Plain) -> None:
+        """A task to do. Raises ForesayError for one that cannot be done."""
+        ...
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a task is not done."""
+        ...
+
+    def step(self) -> list[Result]:
+        """Go on a little; what is done now."""
+        ...
+
+
+class GenerateJob(Job):
+    """Prompts to texts: setup {load, params, raw}, task {prompt}, result a Generation's record."""
+
+    def __init__(self, setup: Plain) -> None:
+        self._generator = load(**setup["load"])
+        self._params, self._raw = read_params(setup["params"]), bool(setup["raw"])
+        self._session = self._generator.session()
+        self._numbers: dict[int, int] = {}
+        self.room = AHEAD * self._generator.max_batch_size
+
+    def take(self, number: int, task: Plain) -> None:
+        """See Job. A seed is the first task's; the others' are derived from it and their numbers."""
+        prompt = as_chat(task["prompt"], self._generator.tokenizer, raw=self._raw)
+        self._numbers[self._session.submit(prompt, seeded(self._params, number), text=False)] = number
+
+    @property
+    def has_work(self) -> bool:
+        """See Job."""
+        return self._session.has_work
+
+    def step(self) -> list[Result]:
+        """See Job."""
+        done = [chunk for chunk in self._session.step() if chunk.generation is not None]
+        return [(self._numbers.pop(c.index), c.generation.as_record()) for c in done if c.generation is not None]
+
+
+class RecordJob(Job):
+    """Items to the lines of a recording: setup {load, params, chat, items}, task {item, known}, result {lines}."""
+
+    def __init__(self, setup: Plain) -> None:
+        generator = load(**setup["load"])
+        self._params, self._chat = read_params(setup["params"]), bool(setup["chat"])
+        self._builder = RequestBuilder(generator, chat=self._chat)
+        self._requests = self._builder.first(as_item(one) for one in setup["items"])
+        self._recorder = Recorder(self._builder, self._requests, self._params, {}, self._write)
+        self._open: dict[str, tuple[int, list[Plain]]] = {}
+        self._ended: list[Result] = []
+        self.room = AHEAD * generator.max_batch_size
+
+    def describe(self) -> Plain:
+        """The recording's header."""
+        return dict(header(self._builder.generator, self._requests, self._params, self._chat))
+
+    def take(self, number: int, task: Plain) -> None:
+        """See Job; known: outputs that are there, by id, of an item's earlier turns."""
+        request = self._requests[task["item"]]
+        self._recorder.done |= {name: {"output": output} for name, output in task["known"].items()}
+        self._open[request.item.id] = (number, [])
+        self._recorder.submit(request)
+
+    @property
+    def has_work(self) -> bool:
+        """See Job."""
+        return self._recorder.has_work
+
+    def step(self) -> list[Result]:
+        """See Job."""
+        self._recorder.step()
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _write(self, request: PromptRequest, line: Mapping[str, Any]) -> None:
+        number, lines = self._open[request.item.id]
+        lines.append(dict(line))
+        if request.turn >= len(request.item.followups):
+            del self._open[request.item.id]
+            self._ended.append((number, {"lines": lines}))
+
+
+class CallsJob(Job):
+    """Tasks that are one call each, such as a replay: `call` makes a result of a task."""
+
+    room = 1
+
+    def __init__(self, call: Callable[[Plain], Plain]) -> None:
+        self._call, self._waiting = call, deque[tuple[int, Plain]]()
+
+    def take(self, number: int, task: Plain) -> None:
+        """See Job."""
+        self._waiting.append((number, task))
+
+    @property
+    def has_work(self) -> bool:
+        """See Job."""
+        return bool(self._waiting)
+
+    def step(self) -> list[Result]:
+        """See Job."""
+        number, task = self._waiting.popleft()
+        return [(number, self._call(task))]
+
+
+def replays(setup: Plain) -> Job:
+    """Methods to facts: setup {recording, profile, costs, ...}, task {method, recording}; see `lab/replay/grid.py`."""
+    from foresay.lab.replay.grid import Grid
+
+    return CallsJob(Grid.of(setup))
+
+
+KINDS: dict[str, Callable[[Plain], Job]] = {"generate": GenerateJob, "record": RecordJob, "replay": replays}
+
+
+def open_job(setup: Plain) -> Job:
+    """The job of a setup {kind, threads, ...}. Raises as loading its model does."""
+    if setup["kind"] not in KINDS:
+        raise UnknownNameError("kind of work", setup["kind"], KINDS)
+    if setup.get("threads") is not None:
+        torch.set_num_threads(setup["threads"])
+    return KINDS[setup["kind"]](setup)
+
+
+def read_params(plain: Plain) -> SamplingParams:
+    """Parameters as `plain_params` wrote them."""
+    return SamplingParams(**{**plain, "stop": tuple(plain.get("stop", ()))})
+
+
+def as_item(plain: Plain) -> PromptItem:
+    """A PromptItem that went through JSON."""
+    prompt = plain["prompt"]
+    prompt = prompt if isinstance(prompt, str) else tuple(prompt)
+    return replace(PromptItem("", ""), **{**plain, "prompt": prompt, "followups": tuple(plain["followups"])})
+
+
+def refusal(error: ForesayError) -> Plain:
+    """An error as plain data."""
+    return {"error": str(error), "kind": type(error).__name__}

@@ -1,0 +1,90 @@
+"""Workers as processes on this machine, each with its share of the cores or a GPU of its own.
+
+Owns how they are started and heard. What they do is `jobs.py`'s.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import torch
+
+import foresay.errors
+from foresay.children import Child
+from foresay.errors import ForesayError
+from foresay.workers.pool import Place, Plain, Worker, WorkerDiedError
+
+COMMAND = [sys.executable, "-m", "foresay.workers.child"]
+
+
+class LocalWorker(Child, Worker):
+    """A process of ours."""
+
+    def __init__(self, name: str, setup: Plain, environment: dict[str, str]) -> None:
+        """Raises the error that the setup ends with, and WorkerDiedError where the process ends."""
+        super().__init__(name, COMMAND, os.environ | environment)
+        self.name, self._out = name, b""
+        try:
+            self.send(setup)
+            while not (said := self.read()):
+                self.wait_ready()
+            if "error" in said[0]:
+                raise raised(said[0])
+        except BaseException:
+            self.close()
+            raise
+        self.described, self.room = said[0]["ready"], int(said[0]["room"])
+
+    def give(self, number: int, task: Plain) -> None:
+        """See Worker."""
+        self.send({"take": number, "task": task})
+
+    def close(self) -> None:
+        """End it; it is told by the end of its input."""
+        self.end("it was closed")
+
+
+class Processes(Place):
+    """`count` processes with one setup."""
+
+    def __init__(self, setup: Plain, count: int, *, threads: int | None = None) -> None:
+        """threads: of each; an even share of the cores unless told. Several GPUs are given out in turn."""
+        self._setup, self._count = setup, count
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self._threads = threads or max(1, cores // count)
+
+    def start(self, index: int) -> LocalWorker:
+        """See Place."""
+        setup = {**self._setup, "threads": self._threads}
+        gpus = torch.cuda.device_count()
+        if "load" in setup and gpus > 1 and setup["load"].get("device") in (None, "cuda"):
+            setup["load"] = {**setup["load"], "device": f"cuda:{index % gpus}"}
+        return LocalWorker(f"worker {index + 1}", setup, {"OMP_NUM_THREADS": str(self._threads)})
+
+    def heard(self, workers: Sequence[Worker]) -> Iterator[tuple[Worker, int, Plain | ForesayError]]:
+        """See Place."""
+        with selectors.DefaultSelector() as ready:
+            for worker in cast(Sequence[LocalWorker], workers):
+                worker.register(ready)
+            told = [key.data for key, _ in ready.select(1.0)]
+        for worker in dict.fromkeys(told or cast(Sequence[LocalWorker], workers)):
+            try:
+                lines = worker.read()
+            except ForesayError as error:
+                yield worker, -1, WorkerDiedError(str(error))
+                continue
+            for line in lines:
+                failed = "failed" in line
+                yield worker, line["failed" if failed else "done"], raised(line) if failed else line["result"]
+
+
+def raised(said: dict[str, Any]) -> ForesayError:
+    """The error that a worker told of."""
+    kind = getattr(foresay.errors, str(said.get("kind")), ForesayError)
+    error = ForesayError.__new__(kind if isinstance(kind, type) and issubclass(kind, ForesayError) else ForesayError)
+    error.args = (str(said["error"]),)
+    return error

@@ -1,0 +1,60 @@
+"""A recording that workers write together.
+
+Owns which items are not done, and that each output is in the file once. Decodes nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from foresay.decoding.sampling_params import SamplingParams
+from foresay.lab.data.items import PromptItem
+from foresay.lab.data.requests import changed_params
+from foresay.lab.replay.record import Progress, check_unique
+from foresay.records.recording import Recording, recording_writer
+from foresay.workers.pool import Plain, Pool
+
+
+def plain_params(params: SamplingParams) -> Plain:
+    """Parameters as plain data, for `jobs.read_params`."""
+    return {**changed_params(params), "max_new_tokens": params.max_new_tokens}
+
+
+def setup(load: Plain, items: Sequence[PromptItem], params: SamplingParams, *, chat: bool) -> Plain:
+    """What each worker begins with. load: arguments of `foresay.load`."""
+    plain = [asdict(item) for item in items]
+    return {"kind": "record", "load": load, "params": plain_params(params), "chat": chat, "items": plain}
+
+
+def record(
+    pool: Pool,
+    items: Sequence[PromptItem],
+    path: str | os.PathLike[str],
+    *,
+    on_progress: Callable[[Progress], None] = lambda progress: None,
+) -> Recording:
+    """Write what the workers' target answers to `items` into `path`, and return it; outputs that are there stay.
+
+    Raises ConfigError as `lab.replay.record` does.
+    """
+    check_unique([item.id for item in items])
+    with recording_writer(path, pool.described) as writer:
+        there = {str(line["id"]): line["output"] for line in writer.lines}
+        tasks = {}
+        for number, item in enumerate(items):
+            turns = [item.id, *(f"{item.id}/{turn + 2}" for turn in range(len(item.followups)))]
+            if any(turn not in there for turn in turns):
+                tasks[number] = {"item": number, "known": {turn: there[turn] for turn in turns if turn in there}}
+        total = sum(1 + len(item.followups) for item in items)
+        progress = Progress(len(there), total, len(there), 0)
+        on_progress(progress)
+        for _, result in pool.run(tasks):
+            lines: list[dict[str, Any]] = result["lines"]
+            for line in lines:
+                writer.append(line)
+                progress = Progress(progress.done + 1, total, progress.resumed, progress.tokens + len(line["output"]))
+            on_progress(progress)
+    return Recording.load(path)

@@ -1,0 +1,67 @@
+"""What one process of a tensor-parallel run writes, as JSON: `torchrun ... tensor_parallel_run.py TARGET DRAFT OUT`.
+
+With a fifth argument, that of a process which ends before the second prompt.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import foresay
+
+PROMPTS = ["the number 7", "hello hello hello", "a b c a b c a", "some words, and some more words"]
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {"drafter": "none"},
+    "looked up": {"drafter": "suffix"},
+    "adaptive, sampled": {"drafter": "suffix", "length": "throughput", "temperature": 0.8, "seed": 3},
+    "drafted": {"draft": True, "num_draft_tokens": 3},
+    "drafted, adaptive": {"draft": True, "length": "throughput"},
+    "drafted, unsure, sampled": {"draft": True, "length": "confidence(0.2)", "temperature": 0.7, "seed": 5},
+    "self, sampled": {"drafter": "self(1)", "num_draft_tokens": 2, "temperature": 0.9, "seed": 1},
+}
+NEW = 20
+
+
+def written(target: str, draft: str, **options: Any) -> dict[str, list[list[int]]]:
+    """The tokens of each way, in float32."""
+    out = {}
+    for name, way in WAYS.items():
+        settings, sampling = dict(way), {}
+        for key in ("temperature", "seed"):
+            if key in settings:
+                sampling[key] = settings.pop(key)
+        drafts = (draft,) if settings.pop("draft", False) else ()
+        model = foresay.load(target, *drafts, dtype="fp32", max_batch_size=3, **settings, **options)
+        made = model.generate(PROMPTS, max_new_tokens=NEW, ignore_eos=True, **sampling)
+        assert name == "plain" or sum(one.stats.num_drafted for one in made) > 0
+        out[name] = [one.token_ids for one in made]
+    return out
+
+
+def unseeded(target: str, **options: Any) -> list[list[int]]:
+    """Sampled without a seed: nobody knows what, but all processes the same."""
+    model = foresay.load(target, drafter="suffix", dtype="fp32", **options)
+    made = model.generate(PROMPTS, max_new_tokens=NEW, ignore_eos=True, temperature=1.0)
+    return [[*one.token_ids, one.seed or 0] for one in made]
+
+
+def main() -> None:
+    target, draft, out = sys.argv[1:4]
+    rank = int(os.environ["RANK"])
+    if len(sys.argv) > 4:
+        model = foresay.load(target, drafter="suffix", dtype="fp32", tp_plan="auto")
+        model.generate(PROMPTS[0], max_new_tokens=NEW)
+        if rank == int(sys.argv[4]):
+            os._exit(7)
+        model.generate(PROMPTS[1], max_new_tokens=400, ignore_eos=True)
+        return
+    found = written(target, draft, tp_plan="auto") | {"unseeded": unseeded(target, tp_plan="auto")}
+    (Path(out) / f"{rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""Two processes that compute one model together write what one process writes, and end when one of them dies."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from foresay.decoding.protocols import DraftStep
+from foresay.decoding.rows import Rows
+from foresay.lengths import agreed
+from foresay.lengths.agreed import AgreedLength
+from helpers import tensor_parallel_run as run
+from helpers import tiny
+from helpers.making import make_row
+
+LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", run.__file__]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return tiny.save(folder / "target", tiny.llama(0)), tiny.save(folder / "draft", tiny.llama(0, num_hidden_layers=1))
+
+
+def launched(*arguments: Any, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+    paths = {"PYTHONPATH": str(Path(run.__file__).parents[1])}
+    return subprocess.run(
+        [*LAUNCH, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env=tiny.environment(**paths),
+        check=False,
+    )
+
+
+@pytest.mark.slow
+def test_two_processes_write_what_one_writes(models: tuple[Path, Path], tmp_path: Path) -> None:
+    done = launched(*models, tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
+    assert found[0] == found[1], "also what was sampled without a seed"
+    unseeded = found[0].pop("unseeded")
+    assert len({tuple(one) for one in unseeded}) > 1
+    assert found[0] == run.written(*map(str, models))
+
+
+@pytest.mark.slow
+def test_a_process_that_dies_ends_all(models: tuple[Path, Path], tmp_path: Path) -> None:
+    done = launched(*models, tmp_path, 1, timeout=120)
+    assert done.returncode != 0 and "exitcode" in done.stderr.lower().replace(" ", "")
+
+
+class Others:
+    """Processes played by one: what the first says is a script."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, first: bool, told: list[list[int]]) -> None:
+        self.heard: list[list[int]] = []
+        self._told = told
+        monkeypatch.setattr(agreed.ranks, "is_first", lambda: first)
+        monkeypatch.setattr(agreed.ranks, "first_says", self.first_says)
+
+    def first_says(self, values: list[int]) -> list[int]:
+        self.heard.append([int(one) for one in values])
+        return self._told.pop(0) if self._told else self.heard[-1]
+
+
+class Policy:
+    needs_hidden = False
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def budget(self, rows: Rows) -> list[int]:
+        self.asked.append("budget")
+        return [4] * len(rows)
+
+    def keep_drafting(self, step: DraftStep) -> torch.Tensor | None:
+        self.asked.append("keep_drafting")
+        return torch.tensor([True, False])
+
+    def keep(self, rows: Rows, counts: Any, matched: Any) -> Any:
+        return [one - 1 for one in counts]
+
+    def afford(self, rows: Rows, most: Any) -> Any:
+        return [0] * len(most)
+
+    def observe(self, rows: Rows, steps: Any) -> None:
+        self.asked.append("observe")
+
+
+def test_the_first_process_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = Rows([make_row(), make_row()])
+    step: Any = type("Step", (), {"token_ids": torch.tensor([1, 2])})()
+    others, inner = Others(monkeypatch, first=True, told=[]), Policy()
+    policy = AgreedLength(inner)
+    assert policy.budget(rows) == [4, 4]
+    assert policy.keep_drafting(step).tolist() == [True, False]  # type: ignore[union-attr]
+    assert policy.keep(rows, [3, 2], [0, 0]) == [2, 1] and policy.afford(rows, [3, 2]) == [0, 0]
+    policy.observe(rows, [])
+    assert inner.asked == ["budget", "keep_drafting", "observe"]
+    mark = others.heard[0][-1]
+
+    inner = Policy()
+    Others(monkeypatch, first=False, told=[[1, 2, mark], [0, 0, 1], [9, 9], [7, 7], [1, 0, 0]])
+    policy = AgreedLength(inner)
+    assert policy.budget(rows) == [1, 2]
+    assert policy.keep_drafting(step).tolist() == [False, True]  # type: ignore[union-attr]
+    assert policy.keep(rows, [3, 2], [0, 0]) == [9, 9] and policy.afford(rows, [3, 2]) == [7, 7]
+    assert policy.keep_drafting(step) is None
+    policy.observe(rows, [])
+    assert inner.asked == [], "one that is not asked learns nothing, whose clock is another"
+
+
+def test_processes_that_wrote_different_tokens_are_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    Others(monkeypatch, first=False, told=[[1, 12345]])
+    with pytest.raises(RuntimeError, match="wrote different tokens"):
+        AgreedLength(Policy()).budget(Rows([make_row()]))  # type: ignore[arg-type]

@@ -1,0 +1,172 @@
+"""Workers as real processes: what they write together is what one writes, also when one of them is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import foresay
+from foresay.decoding.sampling_params import SamplingParams
+from foresay.errors import ConfigError, ForesayError, ModelNotFoundError
+from foresay.lab.data.items import PromptItem
+from foresay.lab.replay.record import record
+from foresay.records.recording import Recording
+from foresay.workers import recording
+from foresay.workers.local import Processes
+from foresay.workers.pool import Pool
+from helpers import tiny
+from helpers.waiting import has_ended, wait_until
+
+pytestmark = pytest.mark.slow
+ITEMS = [PromptItem(f"a-{i}", f"number {i} and more", followups=("go on",) * (i % 3 == 0)) for i in range(9)]
+SAMPLED = SamplingParams(max_new_tokens=12, temperature=0.9, seed=4)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save(tmp_path_factory.mktemp("model") / "m", chat=True)
+
+
+@pytest.fixture
+def two(folder: Path) -> Iterator[Any]:
+    opened: list[Pool] = []
+
+    def start(setup: dict[str, Any], count: int = 2) -> Pool:
+        opened.append(Pool(Processes(setup, count, threads=1), count))
+        return opened[-1]
+
+    yield start
+    for pool in opened:
+        pool.close()
+
+
+def load(folder: Path, **more: Any) -> dict[str, Any]:
+    return {"target": str(folder), "drafter": "none", "dtype": "fp32", "max_batch_size": 2, **more}
+
+
+def lines(path: Path) -> dict[str, Any]:
+    return {one.id: one for one in Recording.load(path).records}
+
+
+def test_a_recording_of_two_is_one_s(folder: Path, two: Any, tmp_path: Path) -> None:
+    """Turns included; a file that is there goes on, also one that another kind of run began."""
+    alone, shared = tmp_path / "alone.jsonl", tmp_path / "shared.jsonl"
+    record(foresay.load(**load(folder)), ITEMS, alone, SAMPLED)
+    seen = []
+    pool = two(recording.setup(load(folder), ITEMS, SAMPLED, chat=True))
+    recording.record(pool, ITEMS, shared, on_progress=seen.append)
+    assert lines(alone) == lines(shared)
+    assert (seen[0].done, seen[-1].done, seen[-1].total) == (0, 12, 12)
+
+    whole = alone.read_text().splitlines(keepends=True)
+    begun = tmp_path / "begun.jsonl"
+    begun.write_text("".join(whole[:6]))
+    seen.clear()
+    recording.record(pool, ITEMS, begun, on_progress=seen.append)
+    assert lines(begun) == lines(alone) and seen[0].resumed == 5
+    assert len(begun.read_text().splitlines()) == len(whole), "nothing is there twice"
+    recording.record(pool, ITEMS, begun)
+    assert len(begun.read_text().splitlines()) == len(whole)
+
+
+def test_a_worker_that_is_killed_loses_and_doubles_nothing(folder: Path, two: Any, tmp_path: Path) -> None:
+    items = [PromptItem(f"b-{i}", f"text {i}") for i in range(16)]
+    params = SamplingParams(max_new_tokens=60, ignore_eos=True)
+    pool = two(recording.setup(load(folder), items, params, chat=True))
+    victims = [worker.pid for worker in pool._workers]
+    killed = []
+
+    def kill(progress: Any) -> None:
+        if progress.done >= 2 and not killed:
+            killed.append(victims[0])
+            os.kill(victims[0], signal.SIGKILL)
+
+    recording.record(pool, items, tmp_path / "r.jsonl", on_progress=kill)
+    assert killed and len((tmp_path / "r.jsonl").read_text().splitlines()) == 17
+    record(foresay.load(**load(folder)), items, tmp_path / "alone.jsonl", params)
+    assert lines(tmp_path / "r.jsonl") == lines(tmp_path / "alone.jsonl")
+
+
+def test_errors_of_workers_are_ours(folder: Path, two: Any) -> None:
+    with pytest.raises(ModelNotFoundError, match="nowhere"):
+        two({"kind": "generate", "load": {"target": "./nowhere"}, "params": {}, "raw": True})
+    pool = two({"kind": "generate", "load": load(folder), "params": {"max_new_tokens": 4}, "raw": True}, 1)
+    with pytest.raises(ForesayError, match="empty"):
+        list(pool.run({0: {"prompt": ""}}))
+
+
+def test_commands(folder: Path, tmp_path: Path) -> None:
+    """generate --lines and replay print what they print alone, in order; record too. Wrong uses are refused."""
+    prompts = "".join(f"prompt {i}\n" for i in range(7)).encode()
+    asked = ("generate", "--lines", "--model", str(folder), "-n", "9", "--dtype", "fp32", "-t", "0.8", "--seed", "3")
+    alone, shared = (tiny.foresay(*asked, *more, stdin=prompts) for more in ((), ("--workers", "2")))
+    assert (alone.returncode, shared.returncode) == (0, 0), shared.stderr
+    assert alone.stdout == shared.stdout and shared.stderr == b""
+    as_json = tiny.foresay(*asked, "--workers", "2", "--json", stdin=prompts).stdout.splitlines()
+    assert [json.loads(line)["prompt"] for line in as_json] == [f"prompt {i}" for i in range(7)]
+
+    one, other = tmp_path / "one.jsonl", tmp_path / "other.jsonl"
+    for path, extra in ((one, ()), (other, ("--workers", "2"))):
+        made = tiny.foresay(
+            "record", str(path), "--model", str(folder), "--count", "6", "-n", "12", "--dtype", "fp32", *extra
+        )
+        assert made.returncode == 0, made.stderr
+    assert lines(one) == lines(other)
+
+    grid = ("replay", str(one), str(other), "--drafter", "suffix", "--drafter", "prompt_lookup", "--json")
+    kept = tmp_path / "grid.jsonl"
+    found = [tiny.foresay(*grid, *more) for more in ((), ("--workers", "2", "-o", str(kept)), ("-o", str(kept)))]
+    assert [one.returncode for one in found] == [0] * 3, found[1].stderr
+    results = [
+        [
+            {k: v for k, v in json.loads(line).items() if k not in ("seconds", "stats")}
+            for line in one.stdout.splitlines()
+        ]
+        for one in found
+    ]
+    assert results[0] == results[1] == results[2] and len(results[0]) == 4
+    assert found[1].stdout == found[2].stdout, "what is kept is not done again"
+
+    refused = tiny.foresay("generate", "a", "--model", str(folder), "--workers", "2")
+    assert refused.returncode == 2 and b"add --lines" in refused.stderr
+    assert b"--ray needs --workers" in tiny.foresay(*asked, "--ray", stdin=prompts).stderr
+
+
+def test_an_interrupt_ends_the_workers(folder: Path, tmp_path: Path) -> None:
+    command = [*tiny.FORESAY, "record", str(tmp_path / "r.jsonl"), "--model", str(folder), "--workers", "2"]
+    child = subprocess.Popen(
+        [*command, "-n", "4000", "--ignore-eos"],
+        env=tiny.environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+
+    def workers() -> list[int]:
+        listed = subprocess.run(
+            ["pgrep", "-P", str(child.pid)], capture_output=True, text=True, check=False
+        ).stdout.split()
+        return [int(one) for one in listed]
+
+    wait_until(lambda: len(workers()) == 2, "two workers")
+    time.sleep(1)
+    pids = workers()
+    child.send_signal(signal.SIGINT)
+    _, err = child.communicate(timeout=60)
+    assert child.returncode == 130 and b"Traceback" not in err
+    wait_until(lambda: all(has_ended(pid) for pid in pids), "the workers end with the command")
+
+
+def test_a_number_of_workers_is_checked(folder: Path) -> None:
+    found = tiny.foresay("record", "x.jsonl", "--model", str(folder), "--workers", "0")
+    assert found.returncode == 2 and b"between 1 and 1024" in found.stderr
+    with pytest.raises(ConfigError, match="kind of work"):
+        Pool(Processes({"kind": "nothing"}, 1), 1)  # as the child says it
