@@ -69,8 +69,8 @@ def _of_llama_cpp(loaded: LoadedModel, model: LlamaCppModel, rows: int, length: 
         "context": f"{model.max_length} tokens",
         "memory": _memory(model, model.weights.nbytes, rows, length, 1),
         **_shared(loaded),
-        "same bits": f"{same} of 16 tokens have the same bits alone and together, the others differ by up to {difference:.1e} "
-        "of the scores' spread: where two tokens are that near, a text may depend on the batch and the draft",
+        "same bits": f"{same} of 16 tokens have the same bits alone, together and in a batch, the others differ by up to "
+        f"{difference:.1e} of the scores' spread: where two tokens are that near, a text may depend on batch and draft",
     }
 
 

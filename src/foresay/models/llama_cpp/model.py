@@ -6,6 +6,8 @@ different numbers of columns, so that the last bits of a law depend on what else
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -80,17 +82,28 @@ class LlamaCppModel(LanguageModel):
         return ModelOutput(logits)
 
 
-def compared(model: LlamaCppModel, *, tokens: int = 16) -> tuple[float, int]:
-    """(greatest difference between scores of tokens one by one and together, over their spread; places whose bits agree).
+def compared(model: LlamaCppModel, *, tokens: int = 16, rows: int = 8) -> tuple[float, int]:
+    """How scores of so many tokens, one by one, differ from those of all in one pass, and of each beside other rows.
 
-    Of `tokens` in one row, which is rewound in between: whoever wants the same text at every width looks here first.
+    (the greatest difference, over their spread; places whose bits agree): whoever wants the same text in every batch looks
+    here first.
     """
-    rows = Rows([Row(0, [(5 + i) % model.vocab_size for i in range(tokens)], SamplingParams(), limit=model.max_length)])
-    ids = torch.tensor([rows[0].tokens.tolist()])
-    cache = model.new_cache()
-    model.admit(rows, 0, cache)
-    together = model.forward(Feed(ids, [tokens]), cache).scores()[0]
-    cache.truncate([0])
-    alone = torch.cat([model.forward(Feed(ids[:, i : i + 1], [1]), cache).scores()[0] for i in range(tokens)])
-    apart = (together - alone).abs().amax(-1)
+    prompt = [(5 + i) % model.vocab_size for i in range(tokens)]
+    ids = torch.tensor([prompt] * rows)
+    alone, together, beside = (
+        _scores(model, fed, widths)
+        for fed, widths in ((ids[:1], [1] * tokens), (ids[:1], [tokens]), (ids, [1] * tokens))
+    )
+    apart = torch.maximum((together - alone).abs(), (beside - alone).abs()).amax(-1)
     return float(apart.max() / alone.std()), int((apart == 0).sum())
+
+
+def _scores(model: LlamaCppModel, token_ids: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
+    """The first row's scores [T, V] of rows [B, T] that are fed in passes of these widths."""
+    limit = model.max_length
+    rows = Rows([Row(i, one.tolist(), SamplingParams(), limit=limit) for i, one in enumerate(token_ids)])
+    cache, out = model.new_cache(), []
+    model.admit(rows, 0, cache)
+    for width, part in zip(widths, torch.split(token_ids, list(widths), 1), strict=True):
+        out.append(model.forward(Feed(part, [width] * len(part)), cache).scores()[0])
+    return torch.cat(out)
