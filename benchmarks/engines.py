@@ -104,13 +104,14 @@ def vllm(args: argparse.Namespace) -> Found:
         settings = Settings(target=MODEL, drafter="suffix", length="throughput", dtype=args.dtype)
         given.write_text(json.dumps(llm_arguments(settings, model_folder(MODEL))))
         forms = ("", "(ngram=5)", f"(arguments={given})")
-        peers = []
+        opened, peers = [], []
         try:
             for form in forms:
                 began = perf_counter()
                 peer = open_peer(
                     f"vllm={args.vllm}{form}", model=MODEL, dtype=args.dtype, threads=torch.get_num_threads()
                 )
+                opened.append(peer)
                 peers.append(PeerRunner(peer, ours.target.eos_token_ids))
                 log(f"  {peer.name}: loaded in {perf_counter() - began:.0f} s")
             plain, ngram, suffix = peers
@@ -123,7 +124,7 @@ def vllm(args: argparse.Namespace) -> Found:
                 out[f"vllm_suffix_vs_ngram_b{batch}"] = found[suffix.name][1] / found[ngram.name][1]
             return {**out, "vllm_worst_vs_plain": min(worst)}
         finally:
-            for one in peers:
+            for one in opened:
                 one.close()
 
 
@@ -148,7 +149,7 @@ def llamacpp(args: argparse.Namespace) -> Found:
         eight = rates(plain, [adaptive], block(target, 8, args), args.repeats)
         out["llamacpp_suffix_b8"] = eight[adaptive.name][1]
         out["llamacpp_worst_vs_plain"] = min(out["llamacpp_suffix_b1"], out["llamacpp_suffix_b8"])
-        one = rates(plain, [], replace(block(target, 8, args), batch_size=1), 1)
+        one = rates(plain, [adaptive], replace(block(target, 8, args), batch_size=1), 1)
         out["llamacpp_batch8_gain"] = eight["plain"][0] / one["plain"][0]
     finally:
         for peer in peers:

@@ -24,6 +24,14 @@ class Batch(ctypes.Structure):
     ]
 
 
+class ModelParams(ctypes.Structure):
+    _fields_ = [("use_extra_bufts", ctypes.c_bool)]
+
+
+class ContextParams(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_bool) for name in ("kv_unified", "swa_full", "n_seq_max")]
+
+
 class Memory:
     """Cells that hold a token at a place, for one sequence or several."""
 
@@ -42,7 +50,8 @@ class Memory:
 class Library(ModuleType):
     """The functions that foresay calls. `contexts` are those that were made, `freed` what was given back."""
 
-    llama_batch = Batch
+    llama_batch, llama_model_params, llama_context_params = Batch, ModelParams, ContextParams
+    LLAMA_SPLIT_MODE_NONE = 0
 
     def __init__(self, table: torch.Tensor, *, encoder: bool = False, rewinds: bool = True) -> None:
         super().__init__("llama_cpp.llama_cpp")

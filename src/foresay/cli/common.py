@@ -23,11 +23,15 @@ from foresay.methods.settings_file import FILE, is_settings, read_settings
 
 def use_threads(count: int | None) -> None:
     """Limit PyTorch's threads: two processes that both take every core slow each other far more than twofold."""
-    if count is None:
-        return
-    if not 1 <= count <= 1024:
+    check_threads(count)
+    if count is not None:
+        torch.set_num_threads(count)
+
+
+def check_threads(count: int | None) -> None:
+    """ConfigError for a number of threads out of range."""
+    if count is not None and not 1 <= count <= 1024:
         raise ConfigError(f"--threads {count} must be between 1 and 1024")
-    torch.set_num_threads(count)
 
 
 def load_generator(

@@ -35,7 +35,10 @@ def loading(message: str) -> Iterator[Callable[[str], None]]:
 def progress_bar(*columns: ProgressColumn, total: float | None = None, **fields: Any) -> Iterator[Callable[..., None]]:
     """A bar that goes away when it is done, and what moves it: `advance`, `completed`, `total` and the columns' fields."""
     console = Console(file=sys.stderr)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    # what is printed meanwhile goes where it would go without a bar
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal, redirect_stdout=False
+    ) as bar:
         yield functools.partial(bar.update, bar.add_task("", total=total, **fields))
 
 

@@ -21,7 +21,7 @@ from foresay.cli.tables import show_table
 from foresay.errors import ConfigError
 from foresay.generation.method import Method, methods
 from foresay.lab.data.requests import RequestBuilder
-from foresay.lab.replay.grid import Cell, Measures, open_grid, replayed, stand_in
+from foresay.lab.replay.grid import Cell, Measures, digest_of, open_grid, replayed, stand_in
 from foresay.lab.tune import DRAFTERS
 from foresay.methods.recipe import Resources
 from foresay.methods.recipes import read_drafter
@@ -64,10 +64,12 @@ def run(
     if profile is None:  # without times no length adapts
         named = [method.fixed for method in named]
     names = [str(path) for path in recording]
-    said: dict[str, Any] = {"batch_size": batch_size, "profile": None if profile is None else str(profile)}
-    said |= {"costs": costs, "target_cost": target_cost}
+    table = os.path.abspath(costs) if costs is not None and Path(costs).exists() else costs
+    said: dict[str, Any] = {"batch_size": batch_size, "profile": None if profile is None else os.path.abspath(profile)}
+    said |= {"costs": table, "target_cost": target_cost}
+    marks = {name: digest_of(said[name]) for name in ("profile", "costs") if said[name] and Path(said[name]).is_file()}
     cells = {i: Cell(i // len(named), named[i % len(named)]) for i in range(len(names) * len(named))}
-    with open_grid(output, said) as kept:
+    with open_grid(output, {**said, **marks, "model": model}) as kept:
         found = {i: kept.there[key] for i, cell in cells.items() if (key := cell.key(names)) in kept.there}
         missing = {i: cell for i, cell in cells.items() if i not in found}
         if sharing.wanted:
@@ -75,11 +77,12 @@ def run(
         else:
             done = _alone(recording, missing, Measures.read(**said), (model, data, machine))
         for i, facts in done:
-            found[i] = kept.add(cells[i].key(names), facts)
+            found[i] = kept.add(names[cells[i].recording], cells[i].key(names)[0], facts)
     lines = [found[i] for i in sorted(found)]
     if as_json:
         for line in lines:
-            typer.echo(json.dumps(line if len(names) > 1 else _without_name(line), ensure_ascii=False))
+            hidden = {"digest"} if len(names) > 1 else {"digest", "recording"}
+            typer.echo(json.dumps({k: v for k, v in line.items() if k not in hidden}, ensure_ascii=False))
         return 0
     _show(lines, recording)
     return 0
@@ -114,6 +117,8 @@ def _shared(
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Cells as tasks of workers."""
     for name in names:
+        if is_printed(Path(name)):
+            raise ConfigError(f"{name!r} is a log of tensors, whose prompts workers do not have; leave --workers out")
         Recording.load(name)  # an error of ours, not of a worker's
     load = load_arguments(ModelOptions(model), "none", MethodOptions(), machine)
     if model is None:
@@ -126,15 +131,20 @@ def _shared(
             yield i, facts
 
 
+def is_printed(path: Path) -> bool:
+    """Whether a file is a log of printed tensors. Raises ConfigError for one that cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            return file.read(64).lstrip().startswith(b"tensor(")
+    except OSError as error:
+        raise ConfigError(f"cannot read {str(path)!r}: {error.strerror}") from None
+
+
 def open_recording(
     path: Path, model: str | None, named: list[Method], data: DataOptions, machine: MachineOptions
 ) -> tuple[Resources, Recording]:
     """The recording, and the target where something needs it: its layers, its tokenizer, a log's prompts."""
-    try:
-        with open(path, "rb") as file:
-            printed = file.read(64).lstrip().startswith(b"tensor(")
-    except OSError as error:
-        raise ConfigError(f"cannot read {str(path)!r}: {error.strerror}") from None
+    printed = is_printed(path)
     if not printed and not any(read_drafter(method.drafter).reads_target for method in named):
         recorded = Recording.load(path)
         return stand_in(recorded), recorded
@@ -146,10 +156,6 @@ def open_recording(
         asks = RequestBuilder(generator, chat=not data.no_template).first(data.items())
         prompts = [ask.token_ids for ask in asks]
     return generator.resources, Recording.load(path, prompts=prompts)
-
-
-def _without_name(line: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in line.items() if name != "recording"}
 
 
 def _show(lines: list[dict[str, Any]], recordings: Sequence[Path]) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from foresay.cli.common import check_threads
 from foresay.cli.options import MachineOptions
 from foresay.cli.progress import loading
 from foresay.errors import ConfigError
@@ -35,11 +36,11 @@ class SharingOptions:
         assert self.workers is not None
         count = check_workers(self.workers)
         place: Place
+        check_threads(machine.threads)
         if self.ray:
             from foresay.workers.ray import Actors
 
-            gpus = 1.0 if machine.device is not None and machine.device.startswith("cuda") else 0.0
-            place = Actors(setup, threads=machine.threads, gpus=gpus)
+            place = Actors(setup, count, threads=machine.threads)
         else:
             place = Processes(setup, count, threads=machine.threads)
         with loading(f"Starting {count} workers") as progress:

@@ -134,6 +134,8 @@ class Capabilities:
     """Whether rows share such a pass. Where products over more rows sum in another order, they must not."""
     ragged: bool = False
     """Whether a pass takes the time of its real tokens: pads cost nothing."""
+    max_rows: int | None = None
+    """Most rows of a cache; None without a bound."""
     own_threads: bool = False
     """Whether passes run on threads of their own, in whose way PyTorch's would be between them."""
 

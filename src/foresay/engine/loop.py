@@ -80,7 +80,8 @@ class Engine:
         self._prefixes = prefixes
         if prefixes is not None:
             prefixes.hidden_layers = () if drafter is None else drafter.hidden_layers
-        self.max_batch_size = check_int("max_batch_size", max_batch_size, 1, MAX_BATCH_SIZE)
+        most = target.capabilities.max_rows or MAX_BATCH_SIZE
+        self.max_batch_size = check_int("max_batch_size", max_batch_size, 1, most)
         self.target, self.rule, self.policy = target, rule, policy
         self.drafter = None if drafter is None else GuardedDrafter(drafter, target.vocab_size, target.device)
         self._cache = target.new_cache()

@@ -105,6 +105,11 @@ class Generator:
         return out
 
     @property
+    def _is_shared(self) -> bool:
+        """Whether several processes compute the target together."""
+        return bool(getattr(self.target.model, "is_shared", False))
+
+    @property
     def tokenizer(self) -> Tokenizer | None:
         """The target's tokenizer, or None."""
         return self.target.tokenizer
@@ -134,7 +139,7 @@ class Generator:
                 f"this {type(drafter).__name__} drafts for another call that has not ended; pass a function that makes one"
             )
         shared = {}
-        if getattr(self.target.model, "is_shared", False):
+        if self._is_shared:
             shared["draw_seed"] = lambda: ranks.first_says([secrets.randbelow(MAX_SEED)])[0]
         engine = Engine(
             self.target.model,
@@ -207,6 +212,10 @@ class Generator:
 
         A call that is cancelled, or whose iterator is closed, frees its rows before the next step.
         """
+        if self._is_shared:
+            raise ConfigError(
+                "astream takes requests when they come, which several processes never see alike; use generate"
+            )
         requests = _requests(prompt, params, changes)
         async with aclosing(self._live.chunks(requests)) as chunks:
             async for place, chunk in chunks:

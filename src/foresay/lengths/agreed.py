@@ -25,16 +25,8 @@ class AgreedLength(LengthPolicy):
         self.needs_hidden = policy.needs_hidden
 
     def budget(self, rows: Rows) -> list[int]:
-        """See LengthPolicy. Raises RuntimeError in a process whose rows are not the first one's."""
-        mark = zlib.crc32(b"".join(row.tokens[-64:].tobytes() for row in rows))
-        said = self._policy.budget(rows) if ranks.is_first() else [0] * len(rows)
-        *budget, wanted = ranks.first_says([*said, mark])
-        if wanted != mark:
-            raise RuntimeError(
-                "the processes that decode together wrote different tokens: "
-                "they must run the same program on the same kind of machine"
-            )
-        return budget
+        """See LengthPolicy."""
+        return ranks.first_says(self._policy.budget(rows) if ranks.is_first() else [0] * len(rows))
 
     def keep_drafting(self, step: DraftStep) -> torch.Tensor | None:
         """See LengthPolicy."""
@@ -53,6 +45,15 @@ class AgreedLength(LengthPolicy):
         return ranks.first_says(self._policy.afford(rows, most) if ranks.is_first() else most)
 
     def observe(self, rows: Rows, steps: Sequence[Step]) -> None:
-        """See LengthPolicy; the others have nothing to learn for."""
+        """See LengthPolicy; the others have nothing to learn for.
+
+        Raises RuntimeError in a process that wrote something else than the first, whose next pass it would wait for in vain.
+        """
+        mark = zlib.crc32(repr([(one.request_id, one.token_ids, one.finish_reason) for one in steps]).encode())
+        if ranks.first_says([mark]) != [mark]:
+            raise RuntimeError(
+                "the processes that decode together wrote different tokens: "
+                "they must run the same program on the same kind of machine"
+            )
         if ranks.is_first():
             self._policy.observe(rows, steps)

@@ -5,7 +5,6 @@ Owns what was loaded to draft for a target, each model and table once. Knows no 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -18,7 +17,7 @@ from foresay.errors import UnsupportedModelError
 from foresay.lengths.throughput import LONGEST
 from foresay.methods.expressions import Call
 from foresay.models.sources.catalog import LoadedModel, is_gguf
-from foresay.models.sources.load_options import TRANSFORMERS, LoadOptions
+from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.resolve import resolve
 from foresay.text.tokenizer import tokenizer_fingerprint
 
@@ -54,15 +53,8 @@ class Resources:
         """A draft model by name."""
         if name not in self.models:
             # a revision names one repository's version: the target's
-            self.models[name] = resolve(name, self._for_draft(name), None)
+            self.models[name] = resolve(name, self.options.for_draft(gguf=is_gguf(name)), None)
         return self.models[name]
-
-    def _for_draft(self, name: str) -> LoadOptions:
-        """The options for a draft model of this name: llama.cpp computes what it can read."""
-        options = self.options.for_draft()
-        if options.backend == TRANSFORMERS or is_gguf(name):
-            return options
-        return dataclasses.replace(options, backend=TRANSFORMERS, gpu_layers=None)
 
     def head(self, name: str) -> HeadModel:
         """A head on the target's hidden states by name. Raises UnsupportedModelError for a target that shows none."""

@@ -16,7 +16,7 @@ import sys
 from typing import Any, BinaryIO
 
 from foresay.errors import ForesayError
-from foresay.workers.jobs import Job, open_job, refusal
+from foresay.workers.jobs import Job, open_job, refusal, told
 
 
 class Lines:
@@ -61,14 +61,14 @@ def serve(lines: Lines, out: BinaryIO) -> None:
         early = []
         if job.has_work and not lines.ended:
             for number, result in job.step():
-                say({"done": number, "result": result})
+                say(told(number, result))
 
 
 def _take(job: Job, message: dict[str, Any], say: Any) -> None:
     try:
         job.take(message["take"], message["task"])
     except ForesayError as error:
-        say({"failed": message["take"], **refusal(error)})
+        say(told(message["take"], error))
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ Owns the kinds and what is said between a worker and who it works for, all of it
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -23,8 +23,8 @@ from foresay.text.prompts import as_chat
 
 Plain = dict[str, Any]
 """What JSON can hold."""
-Result = tuple[int, Plain]
-"""A task's number, and what came of it."""
+Result = tuple[int, Plain | ForesayError]
+"""A task's number, and what came of it, or why nothing did."""
 AHEAD = 2
 """Tasks that a worker holds, in batches: the next ones are there when rows end."""
 
@@ -48,7 +48,7 @@ class Job(Protocol):
         """Whether a task is not done."""
         ...
 
-    def step(self) -> list[Result]:
+    def step(self) -> Sequence[Result]:
         """Go on a little; what is done now."""
         ...
 
@@ -73,7 +73,7 @@ class GenerateJob(Job):
         """See Job."""
         return self._session.has_work
 
-    def step(self) -> list[Result]:
+    def step(self) -> Sequence[Result]:
         """See Job."""
         done = [chunk for chunk in self._session.step() if chunk.generation is not None]
         return [(self._numbers.pop(c.index), c.generation.as_record()) for c in done if c.generation is not None]
@@ -108,9 +108,12 @@ class RecordJob(Job):
         """See Job."""
         return self._recorder.has_work
 
-    def step(self) -> list[Result]:
+    def step(self) -> Sequence[Result]:
         """See Job."""
-        self._recorder.step()
+        try:
+            self._recorder.step()
+        except ForesayError as error:  # a later turn that does not fit, say; it names its prompt
+            return [(number, error) for number, _ in self._open.values()][:1]
         ended, self._ended = self._ended, []
         return ended
 
@@ -139,10 +142,13 @@ class CallsJob(Job):
         """See Job."""
         return bool(self._waiting)
 
-    def step(self) -> list[Result]:
+    def step(self) -> Sequence[Result]:
         """See Job."""
         number, task = self._waiting.popleft()
-        return [(number, self._call(task))]
+        try:
+            return [(number, self._call(task))]
+        except ForesayError as error:
+            return [(number, error)]
 
 
 def replays(setup: Plain) -> Job:
@@ -179,3 +185,10 @@ def as_item(plain: Plain) -> PromptItem:
 def refusal(error: ForesayError) -> Plain:
     """An error as plain data."""
     return {"error": str(error), "kind": type(error).__name__}
+
+
+def told(number: int, result: Plain | ForesayError) -> Plain:
+    """A result as a worker says it."""
+    if isinstance(result, ForesayError):
+        return {"failed": number, **refusal(result)}
+    return {"done": number, "result": result}

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 from foresay.errors import ConfigError, ForesayError
-from foresay.workers.jobs import Job, Plain, open_job, refusal
+from foresay.workers.jobs import Job, Plain, open_job, refusal, told
 from foresay.workers.local import raised
 from foresay.workers.pool import Place, Worker, WorkerDiedError
 
@@ -37,9 +37,9 @@ class Hands:
             try:
                 job.take(number, task)
             except ForesayError as error:
-                out.append({"failed": number, **refusal(error)})
+                out.append(told(number, error))
         while job.has_work:
-            out += [{"done": number, "result": result} for number, result in job.step()]
+            out += [told(number, result) for number, result in job.step()]
         return out
 
 
@@ -79,18 +79,32 @@ class RayWorker(Worker):
 
 
 class Actors(Place):
-    """Actors with one setup."""
+    """`count` actors with one setup."""
 
-    def __init__(self, setup: Plain, *, threads: int | None = None, gpus: float = 0.0) -> None:
-        """threads: cores of each, 1 unless told. gpus: of each. Raises ConfigError without Ray; a cluster that runs is joined."""
+    def __init__(self, setup: Plain, count: int, *, threads: int | None = None) -> None:
+        """threads: cores of each, an even share unless told. Each has a GPU where the cluster has one for each.
+
+        A cluster that runs is joined. Raises ConfigError without Ray, and for more than the cluster has.
+        """
         try:
             import ray
         except ImportError as error:
             raise ConfigError(f"--ray needs Ray ({error}): pip install 'foresay[ray]'") from None
         if not ray.is_initialized():
             ray.init(log_to_driver=False, logging_level="ERROR", configure_logging=False)
-        self._setup = {**setup, "threads": threads or 1}
-        self._actor = ray.remote(num_cpus=threads or 1, num_gpus=gpus, max_restarts=0)(Hands)
+        there = ray.cluster_resources()
+        cores, gpus = int(there.get("CPU", 1)), int(there.get("GPU", 0))
+        each = threads or max(1, cores // count)
+        device = setup["load"].get("device") if "load" in setup else "cpu"
+        if count * each > cores:
+            raise ConfigError(f"{count} workers of {each} cores are more than the cluster's {cores}; ask for fewer")
+        if device is not None and str(device).startswith("cuda") and gpus < count:
+            raise ConfigError(f"{count} workers with a GPU each are more than the cluster's {gpus}; ask for fewer")
+        takes_gpu = gpus >= count and (device is None or str(device).startswith("cuda"))
+        if takes_gpu:  # Ray shows each the one that it has
+            setup = {**setup, "load": {**setup["load"], "device": "cuda"}}
+        self._setup = {**setup, "threads": each}
+        self._actor = ray.remote(num_cpus=each, num_gpus=float(takes_gpu), max_restarts=0)(Hands)
 
     def start(self, index: int) -> RayWorker:
         """See Place."""
@@ -111,7 +125,7 @@ class Actors(Place):
             worker.running = None
             try:
                 lines = ray.get(one)
-            except ray.exceptions.RayActorError as error:
+            except ray.exceptions.RayError as error:
                 yield worker, -1, WorkerDiedError(f"{worker.name}: {error}")
                 continue
             for line in lines:

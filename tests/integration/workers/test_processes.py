@@ -103,6 +103,34 @@ def test_errors_of_workers_are_ours(folder: Path, two: Any) -> None:
         list(pool.run({0: {"prompt": ""}}))
 
 
+def test_errors_behind_the_first_step_are_ours_too(folder: Path, two: Any, tmp_path: Path) -> None:
+    """A turn that does not fit, a draft that is not there: one error each, and no worker dies over it."""
+    long = [PromptItem("c-0", "short", followups=("long " * 4000,))]
+    pool = two(recording.setup(load(folder), long, SamplingParams(max_new_tokens=4), chat=True), 1)
+    pids = [worker.pid for worker in pool._workers]
+    with pytest.raises(ForesayError, match="c-0/2"):
+        recording.record(pool, long, tmp_path / "r.jsonl")
+    assert [worker.pid for worker in pool._workers] == pids
+    record(foresay.load(**load(folder)), ITEMS[:2], tmp_path / "a.jsonl", SAMPLED)
+    grid = ("replay", str(tmp_path / "a.jsonl"), "--workers", "1", "--drafter", "model(./nowhere)")
+    found = tiny.foresay(*grid)
+    assert found.returncode == 2 and b"nowhere" in found.stderr and b"died" not in found.stderr
+
+
+def test_kept_results_are_of_what_is_in_the_file(folder: Path, tmp_path: Path) -> None:
+    """A recording of the same name with other texts is another; so is another batch size, which is refused."""
+    kept, path = tmp_path / "grid.jsonl", tmp_path / "a.jsonl"
+    grid = ("replay", str(path), "--drafter", "suffix", "--json", "-o", str(kept))
+    outs = []
+    for count in (2, 5):
+        path.unlink(missing_ok=True)
+        record(foresay.load(**load(folder)), ITEMS[:count], path, SamplingParams(max_new_tokens=12, ignore_eos=True))
+        outs.append(json.loads(tiny.foresay(*grid).stdout)["stats"]["num_tokens"])
+    assert outs[0] < outs[1] and len(kept.read_text().splitlines()) == 3
+    other = tiny.foresay(*grid, "--batch-size", "4")
+    assert other.returncode == 2 and b"batch_size" in other.stderr
+
+
 def test_commands(folder: Path, tmp_path: Path) -> None:
     """generate --lines and replay print what they print alone, in order; record too. Wrong uses are refused."""
     prompts = "".join(f"prompt {i}\n" for i in range(7)).encode()
@@ -166,6 +194,8 @@ def test_an_interrupt_ends_the_workers(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_number_of_workers_is_checked(folder: Path) -> None:
+    wrong = tiny.foresay("record", "x.jsonl", "--model", str(folder), "--workers", "1", "--threads", "-1")
+    assert wrong.returncode == 2 and b"--threads -1" in wrong.stderr
     found = tiny.foresay("record", "x.jsonl", "--model", str(folder), "--workers", "0")
     assert found.returncode == 2 and b"between 1 and 1024" in found.stderr
     with pytest.raises(ConfigError, match="kind of work"):

@@ -5,11 +5,14 @@ Owns the facts of a replay and what several of them share. Knows neither how the
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from foresay.errors import ConfigError
@@ -36,6 +39,15 @@ def stand_in(recorded: Recording) -> Resources:
     return Resources(LoadedModel(recorded.model, model, None, recorded.eos))
 
 
+@cache
+def digest_of(path: str) -> str:
+    """Names what a file holds. Raises ConfigError for one that cannot be read."""
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
+    except OSError as error:
+        raise ConfigError(f"cannot read {path!r}: {error.strerror}") from None
+
+
 @dataclass(frozen=True, slots=True)
 class Cell:
     """A method over a recording."""
@@ -45,8 +57,8 @@ class Cell:
     method: Method
 
     def key(self, recordings: Sequence[str]) -> tuple[str, str]:
-        """What a file of results knows it by."""
-        return os.path.basename(recordings[self.recording]), self.method.name
+        """What a file of results knows it by: what is in the recording, and the method."""
+        return digest_of(recordings[self.recording]), self.method.name
 
 
 class KeptGrid:
@@ -55,12 +67,12 @@ class KeptGrid:
     def __init__(self, writer: LineWriter | None) -> None:
         self._writer = writer
         lines = [] if writer is None else writer.lines
-        self.there: dict[tuple[str, str], dict[str, Any]] = {(one["recording"], one["method"]): one for one in lines}
+        self.there: dict[tuple[str, str], dict[str, Any]] = {(one["digest"], one["method"]): one for one in lines}
         """Those of earlier runs."""
 
-    def add(self, key: tuple[str, str], facts: Mapping[str, Any]) -> dict[str, Any]:
+    def add(self, path: str, digest: str, facts: Mapping[str, Any]) -> dict[str, Any]:
         """Keep a result; what is kept."""
-        line = {"recording": key[0], **facts}
+        line = {"recording": os.path.basename(path), "digest": digest, **facts}
         if self._writer is not None:
             self._writer.append(line)
         return line
@@ -128,7 +140,8 @@ class Grid:
     """The target's arguments of `foresay.load`, where drafters need it."""
     by: Measures
     _recordings: dict[int, Recording] = field(default_factory=dict)
-    _resources: Resources | None = None
+    _resources: dict[str, Resources] = field(default_factory=dict)
+    """By the target's name."""
 
     @classmethod
     def of(cls, setup: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
@@ -144,13 +157,15 @@ class Grid:
         recorded = self._recordings[number]
         if not read_drafter(method.drafter).reads_target:
             return replayed(method, recorded, stand_in(recorded), self.by)
-        if self._resources is None:
-            arguments = {"target": recorded.model or None, **self.loading}
-            if arguments["target"] is None:
-                raise ConfigError(f"{self.paths[number]!r} does not say which model wrote it; give --model")
-            self._resources = load(**arguments).resources
-        assert self._resources is not None
-        return replayed(method, recorded, self._resources, self.by)
+        arguments = {"target": recorded.model, **self.loading}
+        name = str(arguments["target"] or "")
+        if not name:
+            raise ConfigError(f"{self.paths[number]!r} does not say which model wrote it; give --model")
+        if name not in self._resources:
+            found = load(**arguments).resources
+            assert found is not None
+            self._resources[name] = found
+        return replayed(method, recorded, self._resources[name], self.by)
 
 
 def _facts(method: Method, done: Replay, recorded: Recording, by: Measures) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.distributed.tensor import DTensor
 
 from foresay import ranks
 from foresay.decoding.laws import Columns
@@ -55,7 +54,7 @@ class TransformersModel:
         self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
         self.device = linears.device_of(model.get_input_embeddings())
         self.num_parameters = linears.count_parameters(model)
-        self.is_shared = any(isinstance(one, DTensor) for one in model.parameters())
+        self.is_shared = _has_shares(model)
         """Whether several processes compute it together (`tp_plan`)."""
 
     def _set_attention(self, pluggable: bool) -> None:
@@ -183,6 +182,15 @@ class TransformersModel:
         token_ids: [B, T], those of the feed, perhaps with a column more.
         """
         raise NotImplementedError
+
+
+def _has_shares(model: Any) -> bool:
+    """Whether some weights are shares of what several processes hold together."""
+    if not torch.distributed.is_available():
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return any(isinstance(one, DTensor) for one in model.parameters())
 
 
 def _joined(parts: Sequence[ModelOutput]) -> ModelOutput:

@@ -21,7 +21,17 @@ _HOW = "pip install 'foresay[llamacpp]' compiles it for this machine, in about 8
 _LEVELS = {1: logging.DEBUG, 2: logging.DEBUG, 3: logging.DEBUG, 4: logging.INFO}
 """ggml's levels: debug, info, warnings and errors; what goes on after one has the level before it."""
 _ERROR = 4
-_NEEDED = ("llama_memory_seq_rm", "llama_memory_seq_cp", "llama_state_seq_get_data", "llama_decode")
+_NEEDED = (
+    "llama_memory_seq_rm",
+    "llama_memory_seq_cp",
+    "llama_state_seq_get_data",
+    "llama_decode",
+    "llama_get_memory",
+    "llama_model_is_hybrid",
+    "llama_model_is_diffusion",
+    "llama_model_n_head_kv",
+)
+_FIELDS = {"llama_context_params": {"kv_unified", "swa_full", "n_seq_max"}, "llama_model_params": {"use_extra_bufts"}}
 
 
 @cache
@@ -34,6 +44,8 @@ def library() -> Any:
     except (ImportError, OSError, RuntimeError) as error:  # its library cannot be opened here
         raise ConfigError(f"llama-cpp-python is installed and cannot be used: {error}; {_HOW}") from error
     absent = [name for name in _NEEDED if not hasattr(found, name)]
+    for kind, names in _FIELDS.items():  # ctypes takes fields that are none without a word
+        absent += sorted(names - {field[0] for field in getattr(getattr(found, kind, None), "_fields_", ())})
     if absent:
         raise ConfigError(f"this llama-cpp-python is too old (it lacks {', '.join(absent)}); {_HOW}")
     _listen(found)
@@ -79,19 +91,21 @@ def version() -> str:
 class Weights:
     """A GGUF file as llama.cpp loads it; freed when nobody holds it any more.
 
-    gpu_layers: layers that go to GPUs, all where None and a GPU is there; main_gpu: the first of them. extra_buffers: whether
-    kernels may lay weights out anew. Raises ModelLoadError for a file that llama.cpp does not read, and
-    UnsupportedModelError for a model whose rows cannot be rewound.
+    gpu_layers: layers that go to GPUs, all where None and a GPU is there. main_gpu: the one that takes them; None shares them
+    out. extra_buffers: whether kernels may lay weights out anew. Raises ModelLoadError for a file that llama.cpp does not read,
+    and UnsupportedModelError for a model whose rows cannot be rewound.
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], *, gpu_layers: int | None, main_gpu: int, extra_buffers: bool
+        self, path: str | os.PathLike[str], *, gpu_layers: int | None, main_gpu: int | None, extra_buffers: bool
     ) -> None:
         c = library()
         params = c.llama_model_default_params()
         if gpu_layers is not None:
             params.n_gpu_layers = gpu_layers
-        params.main_gpu, params.use_extra_bufts = main_gpu, extra_buffers
+        params.use_extra_bufts = extra_buffers
+        if main_gpu is not None:  # that one alone
+            params.main_gpu, params.split_mode = main_gpu, c.LLAMA_SPLIT_MODE_NONE
         self.path, self.extra_buffers = Path(path), extra_buffers
         self.pointer: int = c.llama_model_load_from_file(os.fsencode(path), params)
         if not self.pointer:

@@ -35,13 +35,20 @@ class SavedRow:
 class LlamaCache(KVCache):
     """Ragged rows over the cells of a context."""
 
-    def __init__(self, weights: Weights) -> None:
+    def __init__(self, weights: Weights, token_bytes: int = 0) -> None:
+        """token_bytes: of a cell."""
+        self._token_bytes = token_bytes
         self.lengths: list[int] = []
         self._sequences: list[int] = []
         """Of each row."""
         self._free: list[int] = []
         self._weights = weights
         self._context: Context | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """What the cells take, full or not."""
+        return 0 if self._context is None else self._context.cells * self._token_bytes
 
     def add_rows(self, count: int) -> None:
         """Empty rows behind the others. Raises ConfigError where they would be more than llama.cpp holds."""

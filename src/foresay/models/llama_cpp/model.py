@@ -17,7 +17,7 @@ from foresay.decoding.sampling_params import SamplingParams
 from foresay.models.huggingface.memory import room_bytes
 from foresay.models.llama_cpp.binding import Weights, library
 from foresay.models.llama_cpp.cache import LlamaCache
-from foresay.models.llama_cpp.context import AT_ONCE
+from foresay.models.llama_cpp.context import AT_ONCE, MAX_SEQUENCES
 
 _CELL_BYTES = 2
 """Of a number of a key or value, float16."""
@@ -27,7 +27,7 @@ class LlamaCppModel(LanguageModel):
     """A decoder that llama.cpp computes, scored over ragged rows."""
 
     device = torch.device("cpu")
-    capabilities = Capabilities(fill_chunk=AT_ONCE, ragged=True, own_threads=True)
+    capabilities = Capabilities(fill_chunk=AT_ONCE, ragged=True, own_threads=True, max_rows=MAX_SEQUENCES)
 
     def __init__(self, weights: Weights, *, head_size: int | None = None) -> None:
         """head_size: numbers of a key of one head, where that is not hidden size / heads."""
@@ -41,7 +41,7 @@ class LlamaCppModel(LanguageModel):
 
     def new_cache(self) -> LlamaCache:
         """A cache without rows."""
-        return LlamaCache(self.weights)
+        return LlamaCache(self.weights, self._token_bytes)
 
     def cache_bytes(self, rows: int, length: int) -> int:
         """See LanguageModel."""

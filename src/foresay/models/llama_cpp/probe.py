@@ -10,6 +10,8 @@ import hashlib
 import json
 import logging
 import os
+import platform
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +19,7 @@ from pathlib import Path
 logger = logging.getLogger("foresay")
 
 _LIMIT_S = 600.0
+_BY_SIGNAL = "ended by signal"
 _TRIED = (48, 1, 8)
 """Tokens of each pass of the trial."""
 
@@ -37,18 +40,35 @@ def extra_buffers_work(path: Path, kinds: str, versions: str) -> bool:
         pass
     works, why = _tried(path, extra_buffers=True)
     if not works:
+        crashed = why.startswith(_BY_SIGNAL) and not why.endswith(f" {int(signal.SIGKILL)}")
         plain, also = _tried(path, extra_buffers=False)
         if not plain:
             raise ModelLoadError(f"llama.cpp cannot decode {str(path)!r} on this machine: {also}")
         logger.warning(
             "llama.cpp's repacked kernels do not work on this machine (%s); weights stay as the file has them", why
         )
+        if not crashed:  # out of time or memory: another time may go well
+            return False
     try:
         with atomic_write(kept, parents=True) as whole:
             whole.write_text(json.dumps({"extra_buffers": works, "versions": versions, "why": why}), encoding="utf-8")
     except ConfigError as error:
         logger.info("whether llama.cpp's kernels work is not kept: %s", error)
     return works
+
+
+def machine_mark() -> str:
+    """What decides which kernels run: the processor and what it can, and the library as it was built."""
+    import llama_cpp
+
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        processor = sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))})
+    except OSError:
+        processor = [platform.processor(), platform.machine()]
+    folder = Path(getattr(llama_cpp, "__file__", None) or ".").parent
+    built = sorted((one.name, one.stat().st_size, one.stat().st_mtime_ns) for one in folder.glob("lib/*"))
+    return hashlib.sha256(repr((processor, built)).encode()).hexdigest()[:16]
 
 
 def _tried(path: Path, *, extra_buffers: bool) -> tuple[bool, str]:
@@ -61,7 +81,7 @@ def _tried(path: Path, *, extra_buffers: bool) -> tuple[bool, str]:
     except subprocess.TimeoutExpired:
         return False, f"no answer within {_LIMIT_S:.0f} s"
     if done.returncode < 0:
-        return False, f"ended by signal {-done.returncode}"
+        return False, f"{_BY_SIGNAL} {-done.returncode}"
     said = done.stderr.decode(errors="replace").strip().splitlines()
     return done.returncode == 0, "" if done.returncode == 0 else (said[-1] if said else f"exit code {done.returncode}")
 

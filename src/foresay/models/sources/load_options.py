@@ -87,7 +87,7 @@ class LoadOptions:
         """A model that several processes compute is spread over them, and nowhere else."""
         if self.tp_plan is None:
             return
-        for name in ("device_map", "quantization_config"):
+        for name in ("device", "device_map", "quantization_config"):
             if getattr(self, name) is not None:
                 raise ConfigError(f"tp_plan={self.tp_plan!r} and {name} contradict; give one of them")
         if self.bits is not None:
@@ -126,6 +126,8 @@ class LoadOptions:
         if self.quantization_config is not None:
             raise ConfigError(f"{name}={weights!r} and quantization_config contradict; give one of them")
         elsewhere = self.device_map if self.device is None else self.device
+        if name == "draft_weights" and self.draft_device is not None:
+            elsewhere = self.draft_device
         if elsewhere is not None and str(elsewhere).partition(":")[0] != "cpu":
             raise ConfigError(
                 f"{name}={weights!r} is for CPUs, but {str(elsewhere)!r} was asked for; there, load a checkpoint quantized "
@@ -142,16 +144,17 @@ class LoadOptions:
         """Bits that the weights are rounded to; None where they are not."""
         return WEIGHTS[self.weights]
 
-    def for_draft(self) -> LoadOptions:
-        """The options for a draft model named beside the target."""
-        own = dataclasses.replace(self, revision=None, draft_weights=None, draft_device=None)
+    def for_draft(self, *, gguf: bool = True) -> LoadOptions:
+        """The options for a draft model named beside the target. gguf: whether llama.cpp can read it, else transformers does."""
+        changes: dict[str, Any] = {"revision": None, "draft_weights": None, "draft_device": None}
         if self.draft_device is not None:
-            nowhere: dict[str, Any] = dict.fromkeys(("device_map", "max_memory", "offload_folder", "tp_plan"))
-            own = dataclasses.replace(own, device=self.draft_device, **nowhere)
-        if self.draft_weights is None or self.draft_weights == self.weights:
-            return own
-        dtype = self.dtype if self.draft_weights == "auto" else "auto"
-        return dataclasses.replace(own, dtype=dtype, weights=self.draft_weights)
+            changes |= dict.fromkeys(("device_map", "max_memory", "offload_folder", "tp_plan", "gpu_layers"))
+            changes |= {"device": self.draft_device}
+        if self.draft_weights is not None and self.draft_weights != self.weights:
+            changes |= {"weights": self.draft_weights, "dtype": self.dtype if self.draft_weights == "auto" else "auto"}
+        if self.backend == LLAMA_CPP and not gguf:
+            changes |= {"backend": TRANSFORMERS, "gpu_layers": None}
+        return dataclasses.replace(self, **changes)
 
 
 def _check_device(device: str | torch.device) -> None:

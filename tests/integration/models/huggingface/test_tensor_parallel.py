@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+import foresay
 from foresay.decoding.protocols import DraftStep
 from foresay.decoding.rows import Rows
+from foresay.errors import ConfigError
 from foresay.lengths import agreed
 from foresay.lengths.agreed import AgreedLength
+from foresay.models.table import TableModel
 from helpers import tensor_parallel_run as run
 from helpers import tiny
 from helpers.making import make_row
@@ -105,10 +110,10 @@ def test_the_first_process_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     assert policy.keep(rows, [3, 2], [0, 0]) == [2, 1] and policy.afford(rows, [3, 2]) == [0, 0]
     policy.observe(rows, [])
     assert inner.asked == ["budget", "keep_drafting", "observe"]
-    mark = others.heard[0][-1]
+    mark = others.heard[-1][0]
 
     inner = Policy()
-    Others(monkeypatch, first=False, told=[[1, 2, mark], [0, 0, 1], [9, 9], [7, 7], [1, 0, 0]])
+    Others(monkeypatch, first=False, told=[[1, 2], [0, 0, 1], [9, 9], [7, 7], [1, 0, 0], [mark]])
     policy = AgreedLength(inner)
     assert policy.budget(rows) == [1, 2]
     assert policy.keep_drafting(step).tolist() == [False, True]  # type: ignore[union-attr]
@@ -118,7 +123,26 @@ def test_the_first_process_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     assert inner.asked == [], "one that is not asked learns nothing, whose clock is another"
 
 
+def wrote(token_ids: tuple[int, ...]) -> Any:
+    return SimpleNamespace(request_id=0, token_ids=token_ids, finish_reason=None)
+
+
 def test_processes_that_wrote_different_tokens_are_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    Others(monkeypatch, first=False, told=[[1, 12345]])
+    others = Others(monkeypatch, first=True, told=[])
+    AgreedLength(Policy()).observe(Rows([make_row()]), [wrote((1, 2))])  # type: ignore[arg-type]
+    Others(monkeypatch, first=False, told=[others.heard[0]])
     with pytest.raises(RuntimeError, match="wrote different tokens"):
-        AgreedLength(Policy()).budget(Rows([make_row()]))  # type: ignore[arg-type]
+        AgreedLength(Policy()).observe(Rows([make_row()]), [wrote((1, 3))])  # type: ignore[arg-type]
+
+
+def test_a_shared_session_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests that come when they like would come to each process at another step."""
+    model = foresay.load(TableModel.random(9, seed=0), drafter="none")
+    monkeypatch.setattr(model.target.model, "is_shared", True, raising=False)
+
+    async def ask() -> None:
+        async for _ in model.astream([1, 2], max_new_tokens=2):
+            pass
+
+    with pytest.raises(ConfigError, match="astream"):
+        asyncio.run(ask())

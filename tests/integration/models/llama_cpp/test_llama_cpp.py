@@ -162,6 +162,18 @@ def test_a_context_grows_with_its_rows(library: Library) -> None:
         one.admit(Rows([make_row() for _ in range(300)]), 20, cache)
 
 
+def test_more_rows_than_it_holds_are_refused_before_anything_is_decoded(library: Library) -> None:
+    with pytest.raises(ConfigError, match="256"):
+        foresay.load(model(), drafter="none", max_batch_size=300).generate([[1, 2]], max_new_tokens=2)
+
+
+def test_what_is_held_is_no_memory_lost(library: Library) -> None:
+    """Rows that end leave room for as many: the cells are theirs."""
+    one = model()
+    cache = admitted(one, 2)
+    assert cache.nbytes == library.contexts[-1].params.n_ctx * one.cache_bytes(1, 1) > 0
+
+
 def test_rows_that_share_a_beginning_share_cells(library: Library) -> None:
     cache = admitted(model(), 2)
     assert isinstance(cache, SharesPrefixes)
