@@ -64,18 +64,18 @@ def run(
     if profile is None:  # without times no length adapts
         named = [method.fixed for method in named]
     names = [str(path) for path in recording]
-    table = os.path.abspath(costs) if costs is not None and Path(costs).exists() else costs
-    said: dict[str, Any] = {"batch_size": batch_size, "profile": None if profile is None else os.path.abspath(profile)}
-    said |= {"costs": table, "target_cost": target_cost}
+    said: dict[str, Any] = {"batch_size": batch_size, "profile": None if profile is None else str(profile)}
+    said |= {"costs": costs, "target_cost": target_cost}
     marks = {name: digest_of(said[name]) for name in ("profile", "costs") if said[name] and Path(said[name]).is_file()}
     cells = {i: Cell(i // len(named), named[i % len(named)]) for i in range(len(names) * len(named))}
+    seen: list[Recording] = []
     with open_grid(output, {**said, **marks, "model": model}) as kept:
         found = {i: kept.there[key] for i, cell in cells.items() if (key := cell.key(names)) in kept.there}
         missing = {i: cell for i, cell in cells.items() if i not in found}
         if sharing.wanted:
-            done = _shared(names, missing, said, model, sharing, machine)
+            done = _shared(names, missing, said, model, sharing, machine, seen)
         else:
-            done = _alone(recording, missing, Measures.read(**said), (model, data, machine))
+            done = _alone(recording, missing, Measures.read(**said), (model, data, machine), seen)
         for i, facts in done:
             found[i] = kept.add(names[cells[i].recording], cells[i].key(names)[0], facts)
     lines = [found[i] for i in sorted(found)]
@@ -84,7 +84,7 @@ def run(
             hidden = {"digest"} if len(names) > 1 else {"digest", "recording"}
             typer.echo(json.dumps({k: v for k, v in line.items() if k not in hidden}, ensure_ascii=False))
         return 0
-    _show(lines, recording)
+    _show(lines, seen, several=len(names) > 1)
     return 0
 
 
@@ -93,14 +93,16 @@ def _alone(
     cells: Mapping[int, Cell],
     by: Measures,
     named: tuple[str | None, DataOptions, MachineOptions],
+    seen: list[Recording],
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Each cell in turn, here."""
+    """Each cell in turn, here. seen: gets the recordings that were read."""
     use_threads(named[2].threads)
     for number, path in enumerate(recordings):
         mine = {i: cell for i, cell in cells.items() if cell.recording == number}
         if not mine:
             continue
         resources, recorded = open_recording(path, named[0], [cell.method for cell in mine.values()], *named[1:])
+        seen.append(recorded)
         for i, cell in mine.items():
             with loading(f"Replaying {cell.method.name}"):
                 facts = replayed(cell.method, recorded, resources, by)
@@ -114,16 +116,20 @@ def _shared(
     model: str | None,
     sharing: SharingOptions,
     machine: MachineOptions,
+    seen: list[Recording],
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Cells as tasks of workers."""
+    """Cells as tasks of workers. seen: gets the recordings."""
     for name in names:
         if is_printed(Path(name)):
             raise ConfigError(f"{name!r} is a log of tensors, whose prompts workers do not have; leave --workers out")
-        Recording.load(name)  # an error of ours, not of a worker's
+        seen.append(Recording.load(name))  # an error of ours, not of a worker's
     load = load_arguments(ModelOptions(model), "none", MethodOptions(), machine)
     if model is None:
         del load["target"]  # the recordings say it
     setup = {"kind": "replay", "load": load, "recordings": [os.path.abspath(name) for name in names], **said}
+    setup |= {
+        name: os.path.abspath(said[name]) for name in ("profile", "costs") if said[name] and Path(said[name]).exists()
+    }
     tasks = {i: {"recording": cell.recording, "method": asdict(cell.method)} for i, cell in cells.items()}
     with sharing.pool(setup, machine) as pool, advancing("Replaying") as advance:
         for done, (i, facts) in enumerate(pool.run(tasks), 1):
@@ -158,8 +164,7 @@ def open_recording(
     return generator.resources, Recording.load(path, prompts=prompts)
 
 
-def _show(lines: list[dict[str, Any]], recordings: Sequence[Path]) -> None:
-    several = len(recordings) > 1
+def _show(lines: list[dict[str, Any]], recordings: Sequence[Recording], *, several: bool) -> None:
     headings = ["recording"] * several + ["method", "per pass", "accepted", "used", "discard"]
     extra = [name for name in ("tokens_per_s", "speed_up", "swi") if name in lines[0]]
     titles = {"tokens_per_s": "tokens/s", "speed_up": "speed-up", "swi": "SWI"}
@@ -179,6 +184,6 @@ def _show(lines: list[dict[str, Any]], recordings: Sequence[Path]) -> None:
     estimated = any(line["estimate"] for line in lines)
     how = "an estimate, with 95% intervals" if estimated else "exact: live decoding makes the same steps"
     took = sum(line["seconds"] for line in lines)
-    known = [Recording.load(path) for path in recordings if not several]
+    known = [] if several else recordings
     of = "".join(f"{len(one.records)} outputs, {one.num_tokens} tokens of {one.model}, " for one in known)
     sys.stdout.write(f"{of}replayed in {took:.1f} s; {how}\n")
