@@ -49,7 +49,7 @@ def lines(path: Path) -> dict[str, Any]:
 
 def test_a_recording_of_two_actors_is_one_s(folder: Path, tmp_path: Path) -> None:
     record(foresay.load(**load(folder)), ITEMS, tmp_path / "alone.jsonl", PARAMS)
-    with Pool(Actors(recording.setup(load(folder), ITEMS, PARAMS, chat=True)), 2) as pool:
+    with Pool(Actors(recording.setup(load(folder), ITEMS, PARAMS, chat=True), 2), 2) as pool:
         recording.record(pool, ITEMS, tmp_path / "shared.jsonl")
     assert lines(tmp_path / "alone.jsonl") == lines(tmp_path / "shared.jsonl")
 
@@ -57,7 +57,7 @@ def test_a_recording_of_two_actors_is_one_s(folder: Path, tmp_path: Path) -> Non
 def test_an_actor_that_is_killed_loses_and_doubles_nothing(folder: Path, tmp_path: Path) -> None:
     items = [PromptItem(f"b-{i}", f"text {i}") for i in range(16)]
     killed: list[int] = []
-    with Pool(Actors(recording.setup(load(folder), items, PARAMS, chat=True)), 2) as pool:
+    with Pool(Actors(recording.setup(load(folder), items, PARAMS, chat=True), 2), 2) as pool:
         victim: Any = pool._workers[0]
         pid = ray.get(victim._actor.__ray_call__.remote(lambda hands: os.getpid()))
 
@@ -74,4 +74,4 @@ def test_an_actor_that_is_killed_loses_and_doubles_nothing(folder: Path, tmp_pat
 
 def test_an_error_of_an_actor_is_ours() -> None:
     with pytest.raises(ModelNotFoundError, match="nowhere"):
-        Pool(Actors({"kind": "generate", "load": {"target": "./nowhere"}, "params": {}, "raw": True}), 1)
+        Pool(Actors({"kind": "generate", "load": {"target": "./nowhere"}, "params": {}, "raw": True}, 1), 1)
