@@ -16,7 +16,8 @@ import sys
 from typing import Any, BinaryIO
 
 from foresay.errors import ForesayError
-from foresay.workers.jobs import Job, open_job, refusal, told
+from foresay.workers.jobs import Job, open_job
+from foresay.workers.messages import refusal, told
 
 
 class Lines:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -20,11 +19,8 @@ from foresay.lab.data.items import PromptItem
 from foresay.lab.data.requests import PromptRequest, RequestBuilder
 from foresay.lab.replay.record import Recorder, header
 from foresay.text.prompts import as_chat
+from foresay.workers.messages import Plain, Result
 
-Plain = dict[str, Any]
-"""What JSON can hold."""
-Result = tuple[int, Plain | ForesayError]
-"""A task's number, and what came of it, or why nothing did."""
 AHEAD = 2
 """Tasks that a worker holds, in batches: the next ones are there when rows end."""
 
@@ -179,16 +175,4 @@ def as_item(plain: Plain) -> PromptItem:
     """A PromptItem that went through JSON."""
     prompt = plain["prompt"]
     prompt = prompt if isinstance(prompt, str) else tuple(prompt)
-    return replace(PromptItem("", ""), **{**plain, "prompt": prompt, "followups": tuple(plain["followups"])})
-
-
-def refusal(error: ForesayError) -> Plain:
-    """An error as plain data."""
-    return {"error": str(error), "kind": type(error).__name__}
-
-
-def told(number: int, result: Plain | ForesayError) -> Plain:
-    """A result as a worker says it."""
-    if isinstance(result, ForesayError):
-        return {"failed": number, **refusal(result)}
-    return {"done": number, "result": result}
+    return PromptItem(**{**plain, "prompt": prompt, "followups": tuple(plain["followups"])})

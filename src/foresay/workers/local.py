@@ -9,14 +9,14 @@ import os
 import selectors
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from typing import cast
 
 import torch
 
-import foresay.errors
 from foresay.children import Child
 from foresay.errors import ForesayError
-from foresay.workers.pool import Place, Plain, Worker, WorkerDiedError
+from foresay.workers.messages import Plain, begun, heard
+from foresay.workers.pool import Place, Worker, WorkerDiedError
 
 COMMAND = [sys.executable, "-m", "foresay.workers.child"]
 
@@ -25,19 +25,17 @@ class LocalWorker(Child, Worker):
     """A process of ours."""
 
     def __init__(self, name: str, setup: Plain, environment: dict[str, str]) -> None:
-        """Raises the error that the setup ends with, and WorkerDiedError where the process ends."""
+        """Raises the error that the setup ends with, and ForesayError where the process ends."""
         super().__init__(name, COMMAND, os.environ | environment)
-        self.name, self._out = name, b""
+        self.name = name
         try:
             self.send(setup)
             while not (said := self.read()):
                 self.wait_ready()
-            if "error" in said[0]:
-                raise raised(said[0])
+            self.described, self.room = begun(said[0])
         except BaseException:
             self.close()
             raise
-        self.described, self.room = said[0]["ready"], int(said[0]["room"])
 
     def give(self, number: int, task: Plain) -> None:
         """See Worker."""
@@ -53,7 +51,7 @@ class Processes(Place):
 
     def __init__(self, setup: Plain, count: int, *, threads: int | None = None) -> None:
         """threads: of each; an even share of the cores unless told. Several GPUs are given out in turn."""
-        self._setup, self._count = setup, count
+        self._setup = setup
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self._threads = threads or max(1, cores // count)
 
@@ -78,13 +76,4 @@ class Processes(Place):
                 yield worker, -1, WorkerDiedError(str(error))
                 continue
             for line in lines:
-                failed = "failed" in line
-                yield worker, line["failed" if failed else "done"], raised(line) if failed else line["result"]
-
-
-def raised(said: dict[str, Any]) -> ForesayError:
-    """The error that a worker told of."""
-    kind = getattr(foresay.errors, str(said.get("kind")), ForesayError)
-    error = ForesayError.__new__(kind if isinstance(kind, type) and issubclass(kind, ForesayError) else ForesayError)
-    error.args = (str(said["error"]),)
-    return error
+                yield worker, *heard(line)

@@ -8,13 +8,13 @@ from __future__ import annotations
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from foresay.errors import ConfigError, ForesayError
+from foresay.workers.messages import Plain
 
 logger = logging.getLogger("foresay")
 
-Plain = dict[str, Any]
 TRIES = 3
 """Workers that a task may be given to, one after the other, when each dies over it."""
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 from foresay.errors import ConfigError, ForesayError
-from foresay.workers.jobs import Job, Plain, open_job, refusal, told
-from foresay.workers.local import raised
+from foresay.workers.jobs import Job, open_job
+from foresay.workers.messages import Plain, begun, heard, refusal, told
 from foresay.workers.pool import Place, Worker, WorkerDiedError
 
 
@@ -56,8 +56,7 @@ class RayWorker(Worker):
             raise WorkerDiedError(f"{name}: {error}") from error
         if "error" in said:
             ray.kill(actor)
-            raise raised(said)
-        self.described, self.room = said["ready"], int(said["room"])
+        self.described, self.room = begun(said)
         self._tasks: list[tuple[int, Plain]] = []
         self.running: Any = None
         """What it is doing, for ray.wait."""
@@ -129,5 +128,4 @@ class Actors(Place):
                 yield worker, -1, WorkerDiedError(f"{worker.name}: {error}")
                 continue
             for line in lines:
-                failed = "failed" in line
-                yield worker, line["failed" if failed else "done"], raised(line) if failed else line["result"]
+                yield worker, *heard(line)

@@ -15,7 +15,8 @@ from foresay.lab.data.items import PromptItem
 from foresay.lab.data.requests import changed_params
 from foresay.lab.replay.record import Progress, check_unique
 from foresay.records.recording import Recording, recording_writer
-from foresay.workers.pool import Plain, Pool
+from foresay.workers.messages import Plain
+from foresay.workers.pool import Pool
 
 
 def plain_params(params: SamplingParams) -> Plain:

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foresay.errors import ConfigError, ForesayError
-from foresay.workers.pool import TRIES, Plain, Pool, Worker, WorkerDiedError, check_workers, in_order
+from foresay.workers.messages import Plain
+from foresay.workers.pool import TRIES, Pool, Worker, WorkerDiedError, check_workers, in_order
 
 
 class Played(Worker):
