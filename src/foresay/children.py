@@ -13,7 +13,7 @@ import selectors
 import signal
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from time import monotonic, sleep
 from typing import Any
 
@@ -28,7 +28,7 @@ class Child:
     """A child process that answers a line of JSON with a line of JSON."""
 
     def __init__(self, label: str, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        self._label = label
+        self._label, self._command = label, command[0]
         self._ended: str | None = None
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the child
         try:
@@ -63,11 +63,10 @@ class Child:
         """
         if self._ended is not None:
             raise ForesayError(f"{self._label}: the worker is gone ({self._ended}); open the peer again")
-        try:
-            reply = self._reply(self._exchange(json.dumps(message).encode() + b"\n", limit_s))
-        except BaseException as error:
-            self._end(str(error) if isinstance(error, ForesayError) else type(error).__name__)
-            raise
+        with self._ended_by_errors():
+            reply = self._exchange(message, limit_s)
+            if not isinstance(reply, dict) or not isinstance(reply.get("ok"), bool):
+                raise self._nonsense(json.dumps(reply).encode())
         if reply["ok"]:
             return reply
         raise ConfigError(f"{self._label}: {reply.get('error')}")
@@ -89,25 +88,37 @@ class Child:
             self._unsent = b""
 
     def read(self) -> list[Any]:
-        """The messages that have come, without waiting. Raises ForesayError when the child has ended, or talks nonsense."""
+        """The messages that have come, without waiting.
+
+        Raises ForesayError when the child has ended, though what it said comes first, or talks nonsense; it is then ended.
+        """
         if self._ended is not None:
             raise ForesayError(f"{self._label}: the worker is gone ({self._ended})")
+        with self._ended_by_errors():
+            said = []
+            for line in self._lines():
+                try:
+                    said.append(json.loads(line))
+                except ValueError:
+                    raise self._nonsense(line) from None
+            return said
+
+    def _lines(self) -> list[bytes]:
+        """The whole lines that have come. One of its children may hold the pipe open after it: its exit is asked for too."""
         self._flush()
-        stdout = self._pipe(self._child.stdout)
+        gone, stdout = self._exited(), self._pipe(self._child.stdout)
         with selectors.DefaultSelector() as ready:
             ready.register(stdout, selectors.EVENT_READ)
             while ready.select(0):
                 chunk = os.read(stdout, _CHUNK)
                 self._buffer += chunk
-                if not chunk and b"\n" not in self._buffer:
-                    raise self._death()
                 if not chunk:
-                    break  # what it said comes first, its end with the next call
+                    gone = True
+                    break
         *whole, self._buffer = self._buffer.split(b"\n")
-        try:
-            return [json.loads(line) for line in whole]
-        except ValueError:
-            raise ForesayError(f"{self._label}: the worker answered {whole[0][:80]!r}") from None
+        if gone and not whole:
+            raise self._death()
+        return whole
 
     def register(self, ready: selectors.BaseSelector) -> None:
         """Have a selector wake up when the child says something, or takes what was not sent yet."""
@@ -129,59 +140,36 @@ class Child:
     def close(self) -> None:
         """Request the worker to end, and end it with all of its children; harmless when repeated."""
         if self._ended is None:
-            with contextlib.suppress(OSError, ForesayError):
-                self._exchange(b'{"op": "close"}\n', GRACE_S)
+            with contextlib.suppress(ForesayError):
+                self._exchange({"op": "close"}, GRACE_S)
                 self._wait(GRACE_S)
-            self._end("it was closed")
+            self.end("it was closed")
 
-    def _reply(self, line: bytes) -> dict[str, Any]:
-        try:
-            reply = json.loads(line)
-        except ValueError:
-            reply = None
-        if not isinstance(reply, dict) or not isinstance(reply.get("ok"), bool):
-            shown = line[:80].decode(errors="replace").strip()
-            raise ForesayError(f"{self._label}: the worker answered {shown!r}; is {self._child.args[0]!r} a Python?")  # type: ignore[index]
-        return reply
-
-    def _exchange(self, data: bytes, limit_s: float) -> bytes:
-        """Write a line and read one, whichever the pipes are ready for, until the limit."""
+    def _exchange(self, message: Mapping[str, Any], limit_s: float) -> Any:
+        """Say something, and what is said next."""
         until = monotonic() + limit_s
-        stdin, stdout = self._pipe(self._child.stdin), self._pipe(self._child.stdout)
-        with selectors.DefaultSelector() as ready:
-            ready.register(stdout, selectors.EVENT_READ)
-            ready.register(stdin, selectors.EVENT_WRITE)
-            while b"\n" not in self._buffer:
-                left = until - monotonic()
-                if left <= 0:
-                    raise ForesayError(
-                        f"{self._label}: no answer within {limit_s:g} s, so it was ended{self._last_words()}"
-                    )
-                events = ready.select(min(left, 1.0))
-                for key, _ in events:
-                    if key.fd == stdout:
-                        self._read(stdout)
-                    else:
-                        data = self._write(stdin, data)
-                        if not data:
-                            ready.unregister(stdin)
-                if not events and self._exited():
-                    raise self._death()
-        line, _, self._buffer = self._buffer.partition(b"\n")
-        return line
+        self.send(message)
+        while not (said := self.read()):
+            left = until - monotonic()
+            if left <= 0:
+                raise ForesayError(
+                    f"{self._label}: no answer within {limit_s:g} s, so it was ended{self._last_words()}"
+                )
+            self.wait_ready(min(left, 1.0))
+        return said[0]
 
-    def _read(self, fd: int) -> None:
-        chunk = os.read(fd, _CHUNK)
-        if not chunk:
-            raise self._death()
-        self._buffer += chunk
-
-    def _write(self, fd: int, data: bytes) -> bytes:
-        """Write some of the data; returns what is left to write."""
+    @contextlib.contextmanager
+    def _ended_by_errors(self) -> Iterator[None]:
+        """Whatever goes wrong here ends the child: nobody knows what it would answer to."""
         try:
-            return data[os.write(fd, data[:_CHUNK]) :]
-        except BrokenPipeError:
-            raise self._death() from None
+            yield
+        except BaseException as error:
+            self.end(str(error) if isinstance(error, ForesayError) else type(error).__name__)
+            raise
+
+    def _nonsense(self, line: bytes) -> ForesayError:
+        shown = line[:80].decode(errors="replace").strip()
+        return ForesayError(f"{self._label}: the worker answered {shown!r}; is {self._command!r} a Python?")
 
     def _death(self) -> ForesayError:
         self._wait(GRACE_S)
@@ -217,13 +205,15 @@ class Child:
 
     def _exited(self) -> bool:
         """Whether the child has ended, without reaping it: until that its id, and its group's, is nobody else's."""
+        if self._child.returncode is not None:
+            return True
         if not hasattr(os, "waitid"):
             return False
         return os.waitid(os.P_PID, self._child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
     def _wait(self, limit_s: float) -> None:
         until = monotonic() + limit_s
-        while self._child.returncode is None and monotonic() < until and not self._exited():
+        while monotonic() < until and not self._exited():
             sleep(0.01)
 
     @staticmethod

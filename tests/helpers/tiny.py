@@ -6,6 +6,8 @@ import io
 import os
 import subprocess
 import sys
+import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -69,6 +71,32 @@ def foresay(*args: str, stdin: bytes = b"", timeout: float = 120, **changes: str
     return subprocess.run(
         [*FORESAY, *args], input=stdin, capture_output=True, timeout=timeout, env=environment(**changes), check=False
     )
+
+
+def foresay_watched(*args: str, stdin: bytes = b"") -> tuple[int, bytes, str]:
+    """The command line with a terminal for its standard error: exit code, standard output, and what the terminal got."""
+    ours, theirs = os.openpty()
+    with tempfile.TemporaryFile() as asked:
+        asked.write(stdin)
+        asked.seek(0)
+        child = subprocess.Popen(
+            [*FORESAY, *args], stdin=asked, stdout=subprocess.PIPE, stderr=theirs, env=environment(TERM="xterm")
+        )
+    os.close(theirs)
+    shown: list[bytes] = []
+    reader = threading.Thread(target=lambda: shown.extend(iter(lambda: _read(ours), b"")))
+    reader.start()
+    out, _ = child.communicate(timeout=120)
+    reader.join()
+    os.close(ours)
+    return child.returncode, out, b"".join(shown).decode(errors="replace")
+
+
+def _read(terminal: int) -> bytes:
+    try:
+        return os.read(terminal, 4096)
+    except OSError:  # nobody writes to it any more
+        return b""
 
 
 class Shell:

@@ -13,6 +13,7 @@ from foresay.lab.data.datasets import load_items, subset
 from foresay.lab.data.requests import RequestBuilder
 from foresay.lab.measure.live_run import run_live
 from foresay.models.heads.files import read_head
+from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.packaged import DEFAULT_DRAFTERS, default_drafter, packaged_head
 
 ALIAS = "smollm2-135m"
@@ -50,12 +51,15 @@ def test_it_is_small_and_says_what_made_it(folder: Path, note: dict[str, Any]) -
 def test_it_drafts_by_the_targets_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """And unless told otherwise, once it is chosen for that."""
     chosen = f"hybrid(suffix, head={ALIAS}; min_match=2, k=3)"
-    assert f"head({ALIAS}, sample=false)" in default_drafter(ALIAS), (
+    assert f"head({ALIAS}, sample=false)" in default_drafter(ALIAS, LoadOptions()), (
         "its likeliest tokens, so that a seed keeps its text"
     )
     monkeypatch.setitem(DEFAULT_DRAFTERS, ALIAS, chosen)
-    assert default_drafter(ALIAS) == chosen
-    assert default_drafter("org/name") == default_drafter(object()) == "suffix"
+    assert default_drafter(ALIAS, LoadOptions()) == chosen
+    assert {default_drafter(name, LoadOptions()) for name in ("org/name", object())} == {"suffix"}
+    assert default_drafter(ALIAS, LoadOptions(backend="llama.cpp")) == "suffix"
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert default_drafter(ALIAS, LoadOptions(tp_plan="auto")) == "suffix"
     model = foresay.load(ALIAS)
     assert model.drafter_name == chosen
     assert foresay.change(foresay.change(model, drafter="none"), drafter="auto").drafter_name == chosen

@@ -31,7 +31,7 @@ from foresay.generation.generator import Generator
 from foresay.generation.result import Generation
 from foresay.methods.recipes import read_rule
 from foresay.text.prompts import as_chat
-from foresay.workers.recording import plain_params
+from foresay.workers.messages import plain_params
 
 
 def run(

@@ -66,18 +66,18 @@ def run(
     names = [str(path) for path in recording]
     said: dict[str, Any] = {"batch_size": batch_size, "profile": None if profile is None else str(profile)}
     said |= {"costs": costs, "target_cost": target_cost}
-    marks = {name: digest_of(said[name]) for name in ("profile", "costs") if said[name] and Path(said[name]).is_file()}
+    digests = [digest_of(name) for name in names]
     cells = {i: Cell(i // len(named), named[i % len(named)]) for i in range(len(names) * len(named))}
     seen: list[Recording] = []
-    with open_grid(output, {**said, **marks, "model": model}) as kept:
-        found = {i: kept.there[key] for i, cell in cells.items() if (key := cell.key(names)) in kept.there}
+    with open_grid(output, _same(said, model, machine)) as kept:
+        found = {i: kept.there[key] for i, cell in cells.items() if (key := cell.key(digests)) in kept.there}
         missing = {i: cell for i, cell in cells.items() if i not in found}
-        if sharing.wanted:
+        if sharing.wanted and missing:
             done = _shared(names, missing, said, model, sharing, machine, seen)
         else:
             done = _alone(recording, missing, Measures.read(**said), (model, data, machine), seen)
         for i, facts in done:
-            found[i] = kept.add(names[cells[i].recording], cells[i].key(names)[0], facts)
+            found[i] = kept.add(names[cells[i].recording], cells[i].key(digests)[0], facts)
     lines = [found[i] for i in sorted(found)]
     if as_json:
         for line in lines:
@@ -86,6 +86,13 @@ def run(
         return 0
     _show(lines, seen, several=len(names) > 1)
     return 0
+
+
+def _same(said: Mapping[str, Any], model: str | None, machine: MachineOptions) -> dict[str, Any]:
+    """What results must have in common to stand in one file; files by what is in them."""
+    files = {name: digest_of(said[name]) for name in ("profile", "costs") if said[name] and Path(said[name]).is_file()}
+    kept = {name: getattr(machine, name) for name in ("dtype", "weights", "draft_weights")}
+    return {**said, **files, "model": model, **kept}
 
 
 def _alone(
@@ -123,8 +130,8 @@ def _shared(
         if is_printed(Path(name)):
             raise ConfigError(f"{name!r} is a log of tensors, whose prompts workers do not have; leave --workers out")
         seen.append(Recording.load(name))  # an error of ours, not of a worker's
-    load = load_arguments(ModelOptions(model), "none", MethodOptions(), machine)
-    if model is None:
+    load = load_arguments(ModelOptions(model or ""), "none", MethodOptions(), machine)
+    if not model:
         del load["target"]  # the recordings say it
     setup = {"kind": "replay", "load": load, "recordings": [os.path.abspath(name) for name in names], **said}
     setup |= {

@@ -20,7 +20,7 @@ from foresay.methods.expressions import Call
 from foresay.methods.recipe import DrafterBuilder, Recipe, Resources
 from foresay.methods.recipes import DRAFTERS, draft_model, read_drafter, read_length, read_rule
 from foresay.methods.settings_file import is_settings, read_settings
-from foresay.models.sources.load_options import TRANSFORMERS, LoadOptions
+from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.packaged import default_drafter
 from foresay.models.sources.resolve import resolve
 from foresay.text.tokenizer import Tokenizer
@@ -75,12 +75,12 @@ def load(
             value = getattr(said, option)
             if value is not None and options.get(option, "auto") == "auto":
                 options[option] = value
+    settings = LoadOptions(**_known(options))
     if drafter == "auto" and draft is None and not ngrams:
-        drafter = default_drafter(target, options.get("backend", TRANSFORMERS))
+        drafter = default_drafter(target, settings)
     recipe, name = _recipe(draft, drafter, ngrams)
     chosen = read_rule("speculative" if rule is None else rule)
     policy = _policy(name, num_draft_tokens, length)
-    settings = LoadOptions(**_known(options))
     _check_draft_weights(settings, draft, recipe, name)
     max_batch_size = check_int(
         "max_batch_size", DEFAULT_BATCH if max_batch_size is None else max_batch_size, 1, MAX_BATCH_SIZE
@@ -132,7 +132,7 @@ def change(
         policy = _policy(generator.drafter_name, num_draft_tokens, length) if given else None
         return generator.with_settings(rule=chosen, policy=policy, max_batch_size=max_batch_size)
     if drafter == "auto":
-        drafter = default_drafter(resources.target.name, resources.options.backend)
+        drafter = default_drafter(resources.target.name, resources.options)
     recipe, name = _recipe(None, drafter, {})
     assert recipe is not None
     policy = _policy(name, num_draft_tokens, length)

@@ -13,7 +13,7 @@ import torch
 
 from foresay.decoding.protocols import Drafter, Rule
 from foresay.drafters.ngram_table import NgramTable
-from foresay.errors import UnsupportedModelError
+from foresay.errors import ConfigError, UnsupportedModelError
 from foresay.lengths.throughput import LONGEST
 from foresay.methods.expressions import Call
 from foresay.models.sources.catalog import LoadedModel, is_gguf
@@ -69,11 +69,26 @@ class Resources:
                 raise UnsupportedModelError(
                     f"a head reads the hidden states of a decoder-only transformers model, and {self.target.name!r} is none"
                 )
-            options = self.options.for_draft()
+            options = self._options_of_heads(target)
             bits = options.bits or (8 if self._rounds_heads(target) else None)
             make = as_it_is if bits is None else in_bits(bits)
             self.heads[name] = HeadModel(load_head(name, options), target, name=self.target.name, make=make)
         return self.heads[name]
+
+    def _options_of_heads(self, target: CausalModel) -> LoadOptions:
+        """Raises ConfigError and UnsupportedModelError where a head's target would have to be elsewhere or in one piece."""
+        if target.is_shared:
+            raise UnsupportedModelError(
+                f"a head reads the hidden states of one process, and {self.target.name!r} is shared out by tp_plan; "
+                'draft with a model or "suffix"'
+            )
+        asked = self.options.draft_device
+        if asked is not None and not _is_same(torch.device(asked), target.device):
+            raise ConfigError(
+                f"draft_device={str(asked)!r}: a head reads the target's hidden states where they are, on {target.device}; "
+                "drop draft_device, or draft with a model"
+            )
+        return self.options.for_draft()
 
     def _rounds_heads(self, target: CausalModel) -> bool:
         """Whether a head's weights are rounded to 8 bits unasked, which halves their bytes; its laws are what it computes."""
@@ -92,6 +107,11 @@ class Resources:
             table.check(None if tokenizer is None else tokenizer_fingerprint(tokenizer), self.vocab_size)
             self.tables[path] = table
         return self.tables[path]
+
+
+def _is_same(asked: torch.device, device: torch.device) -> bool:
+    """Whether a device that may lack a number is meant by one."""
+    return asked.type == device.type and asked.index in (None, device.index or 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,6 @@ from typing import Any, Protocol
 
 import torch
 
-from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ForesayError, UnknownNameError
 from foresay.generation.generator import seeded
 from foresay.generation.load import load
@@ -19,7 +18,7 @@ from foresay.lab.data.items import PromptItem
 from foresay.lab.data.requests import PromptRequest, RequestBuilder
 from foresay.lab.replay.record import Recorder, header
 from foresay.text.prompts import as_chat
-from foresay.workers.messages import Plain, Result
+from foresay.workers.messages import Plain, Result, read_params
 
 AHEAD = 2
 """Tasks that a worker holds, in batches: the next ones are there when rows end."""
@@ -164,11 +163,6 @@ def open_job(setup: Plain) -> Job:
     if setup.get("threads") is not None:
         torch.set_num_threads(setup["threads"])
     return KINDS[setup["kind"]](setup)
-
-
-def read_params(plain: Plain) -> SamplingParams:
-    """Parameters as `plain_params` wrote them."""
-    return SamplingParams(**{**plain, "stop": tuple(plain.get("stop", ()))})
 
 
 def as_item(plain: Plain) -> PromptItem:

@@ -42,7 +42,7 @@ class LocalWorker(Child, Worker):
         self.send({"take": number, "task": task})
 
     def close(self) -> None:
-        """End it; it is told by the end of its input."""
+        """See Worker."""
         self.end("it was closed")
 
 

@@ -1,6 +1,6 @@
 """What a worker and who it works for say to each other, as plain data.
 
-Owns the form of results and errors. Knows neither jobs nor who carries the messages.
+Owns the form of results, errors and parameters. Knows neither jobs nor who carries the messages.
 """
 
 from __future__ import annotations
@@ -8,7 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 import foresay.errors
-from foresay.errors import ForesayError
+from foresay.decoding.sampling_params import SamplingParams
+from foresay.errors import ConfigError, ForesayError
+from foresay.lab.data.requests import changed_params
 
 Plain = dict[str, Any]
 """What JSON can hold."""
@@ -38,6 +40,19 @@ def begun(said: Plain) -> tuple[Plain, int]:
     if "error" in said:
         raise raised(said)
     return said["ready"], int(said["room"])
+
+
+def plain_params(params: SamplingParams) -> Plain:
+    """Parameters as plain data. Raises ConfigError for processors, which are code."""
+    if params.processors:
+        raise ConfigError(f"processors={params.processors!r} are functions, which no other process can be told")
+    return {**changed_params(params), "max_new_tokens": params.max_new_tokens}
+
+
+def read_params(plain: Plain) -> SamplingParams:
+    """Parameters as `plain_params` wrote them, after JSON, whose keys are strings."""
+    bias = {int(token): by for token, by in plain.get("logit_bias", {}).items()}
+    return SamplingParams(**{**plain, "logit_bias": bias})
 
 
 def raised(said: Plain) -> ForesayError:

@@ -12,16 +12,10 @@ from typing import Any
 
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.lab.data.items import PromptItem
-from foresay.lab.data.requests import changed_params
 from foresay.lab.replay.record import Progress, check_unique
 from foresay.records.recording import Recording, recording_writer
-from foresay.workers.messages import Plain
+from foresay.workers.messages import Plain, plain_params
 from foresay.workers.pool import Pool
-
-
-def plain_params(params: SamplingParams) -> Plain:
-    """Parameters as plain data, for `jobs.read_params`."""
-    return {**changed_params(params), "max_new_tokens": params.max_new_tokens}
 
 
 def setup(load: Plain, items: Sequence[PromptItem], params: SamplingParams, *, chat: bool) -> Plain:

@@ -299,6 +299,7 @@ def test_settings_round_trip(tmp_path: Path) -> None:
             target='q"uo\\te\n\x7f', drafter="suffix(scale=3)", length=8, rule="block", max_batch_size=4, dtype="fp32"
         ),
         Settings(target="ä/日本", length="confidence(0.5)"),
+        Settings(target="a.gguf", drafter="suffix", backend="llama.cpp"),
     ):
         write_settings(path, settings, {"speed_up": 1.5, "prompts": 'a "b"', "good": True, "missing": None})
         assert read_settings(path) == settings

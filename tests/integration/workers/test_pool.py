@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -9,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ConfigError, ForesayError
-from foresay.workers.messages import Plain
+from foresay.workers.messages import Plain, plain_params, read_params
 from foresay.workers.pool import TRIES, Pool, Worker, WorkerDiedError, check_workers, in_order
 
 
@@ -119,3 +121,21 @@ def test_how_many() -> None:
     for wrong in (0, -1, 5000):
         with pytest.raises(ConfigError):
             check_workers(wrong)
+
+
+def test_parameters_go_through_json() -> None:
+    """Whose keys are strings, and which has no tuples."""
+    params = SamplingParams(
+        max_new_tokens=7,
+        temperature=0.5,
+        seed=3,
+        logit_bias={5: 1.5, 70: -2.0},
+        stop=("a", "b"),
+        allowed_token_ids=(5, 70, 71),
+        banned_token_ids=(71,),
+        stop_token_ids=(5,),
+        logprobs=2,
+    )
+    assert read_params(json.loads(json.dumps(plain_params(params)))) == params
+    with pytest.raises(ConfigError, match="processors"):
+        plain_params(SamplingParams(processors=(lambda ids, scores: scores,)))

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import foresay
+from foresay.cli.sharing import SharingOptions
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ConfigError, ForesayError, ModelNotFoundError
 from foresay.lab.data.items import PromptItem
@@ -46,6 +47,11 @@ def two(folder: Path) -> Iterator[Any]:
     yield start
     for pool in opened:
         pool.close()
+
+
+@pytest.fixture
+def shell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tiny.Shell:
+    return tiny.Shell(monkeypatch, capsys)
 
 
 def load(folder: Path, **more: Any) -> dict[str, Any]:
@@ -127,8 +133,29 @@ def test_kept_results_are_of_what_is_in_the_file(folder: Path, tmp_path: Path) -
         record(foresay.load(**load(folder)), ITEMS[:count], path, SamplingParams(max_new_tokens=12, ignore_eos=True))
         outs.append(json.loads(tiny.foresay(*grid).stdout)["stats"]["num_tokens"])
     assert outs[0] < outs[1] and len(kept.read_text().splitlines()) == 3
-    other = tiny.foresay(*grid, "--batch-size", "4")
-    assert other.returncode == 2 and b"batch_size" in other.stderr
+    for more, named in ((("--batch-size", "4"), b"batch_size"), (("--dtype", "fp32"), b"dtype")):
+        other = tiny.foresay(*grid, *more)
+        assert other.returncode == 2 and named in other.stderr
+
+
+def test_kept_results_need_no_worker(
+    shell: tiny.Shell, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a file that changes while a program runs is read again; a settings file beside it has no say."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(SharingOptions, "pool", lambda *_: pytest.fail("workers were started"))
+    (tmp_path / "foresay.toml").write_text('target = "nowhere"\n')
+    params, grid = (
+        SamplingParams(max_new_tokens=12, ignore_eos=True),
+        ("--drafter", "suffix", "--json", "-o", "g.jsonl"),
+    )
+    found = []
+    for count in (2, 3):
+        (tmp_path / "a.jsonl").unlink(missing_ok=True)
+        record(foresay.load(**load(folder)), ITEMS[:count], tmp_path / "a.jsonl", params)
+        found.append(shell("replay", "a.jsonl", *grid))
+        assert found[-1] == shell("replay", "a.jsonl", *grid, "--workers", "2") and found[-1][0] == 0
+    assert found[0] != found[1] and all(err == "" for _, _, err in found)
 
 
 def test_commands(folder: Path, tmp_path: Path) -> None:
@@ -166,6 +193,17 @@ def test_commands(folder: Path, tmp_path: Path) -> None:
     refused = tiny.foresay("generate", "a", "--model", str(folder), "--workers", "2")
     assert refused.returncode == 2 and b"add --lines" in refused.stderr
     assert b"--ray needs --workers" in tiny.foresay(*asked, "--ray", stdin=prompts).stderr
+
+
+def test_a_terminal_gets_a_bar_and_standard_output_the_texts(folder: Path) -> None:
+    """Shared or alone, what a pipe reads is the same whether somebody watches or not."""
+    prompts = "".join(f"prompt {i}\n" for i in range(4)).encode()
+    asked = ("generate", "--lines", "--model", str(folder), "-n", "9", "--dtype", "fp32")
+    wanted = tiny.foresay(*asked, stdin=prompts).stdout
+    for more in ((), ("--workers", "2")):
+        code, out, shown = tiny.foresay_watched(*asked, *more, stdin=prompts)
+        assert (code, out) == (0, wanted), shown
+        assert "tokens/s" in shown and "4/4" in shown
 
 
 def test_an_interrupt_ends_the_workers(folder: Path, tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +38,12 @@ def stand_in(recorded: Recording) -> Resources:
     return Resources(LoadedModel(recorded.model, model, None, recorded.eos))
 
 
-@cache
-def digest_of(path: str) -> str:
+def digest_of(path: str | os.PathLike[str]) -> str:
     """Names what a file holds. Raises ConfigError for one that cannot be read."""
     try:
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
     except OSError as error:
-        raise ConfigError(f"cannot read {path!r}: {error.strerror}") from None
+        raise ConfigError(f"cannot read {os.fspath(path)!r}: {error.strerror}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +54,9 @@ class Cell:
     """Its number."""
     method: Method
 
-    def key(self, recordings: Sequence[str]) -> tuple[str, str]:
-        """What a file of results knows it by: what is in the recording, and the method."""
-        return digest_of(recordings[self.recording]), self.method.name
+    def key(self, digests: Sequence[str]) -> tuple[str, str]:
+        """What a file of results knows it by: what is in the recording, by its number, and the method."""
+        return digests[self.recording], self.method.name
 
 
 class KeptGrid:

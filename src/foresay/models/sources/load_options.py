@@ -144,6 +144,11 @@ class LoadOptions:
         """Bits that the weights are rounded to; None where they are not."""
         return WEIGHTS[self.weights]
 
+    @property
+    def shows_states(self) -> bool:
+        """Whether a target that is loaded so shows the hidden states that a head reads."""
+        return self.backend == TRANSFORMERS and self.tp_plan is None
+
     def for_draft(self, *, gguf: bool = True) -> LoadOptions:
         """The options for a draft model named beside the target. gguf: whether llama.cpp can read it, else transformers does."""
         changes: dict[str, Any] = {"revision": None, "draft_weights": None, "draft_device": None}

@@ -18,7 +18,7 @@ import torch
 
 from foresay.errors import ForesayError, ModelLoadError, ModelNotFoundError
 from foresay.files import cache_dir
-from foresay.models.sources.load_options import TRANSFORMERS, LoadOptions
+from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.transformers_errors import load_errors, quiet_transformers
 
 logger = logging.getLogger("foresay")
@@ -59,12 +59,9 @@ def packaged_head(alias: str) -> Path | None:
     return folder if alias in ALIASES and (folder / "config.json").is_file() else None
 
 
-def default_drafter(target: object, backend: str = TRANSFORMERS) -> str:
-    """The expression of what drafts for a target unless told otherwise: a head that comes with it, else a look-up.
-
-    Of backends, transformers alone shows the hidden states that a head reads.
-    """
-    shipped = isinstance(target, str) and backend == TRANSFORMERS and packaged_head(target) is not None
+def default_drafter(target: object, options: LoadOptions) -> str:
+    """The expression of what drafts for a target unless told otherwise: a head that comes with it, else a look-up."""
+    shipped = isinstance(target, str) and options.shows_states and packaged_head(target) is not None
     return DEFAULT_DRAFTERS.get(str(target), "suffix") if shipped else "suffix"
 
 

@@ -584,6 +584,34 @@ def test_the_workers_children_end_with_it(start: Start) -> None:
     wait_until(lambda: has_ended(kept), "the worker's child ends with it")
 
 
+def test_what_a_worker_said_is_heard_before_its_end(start: Start) -> None:
+    """Without waiting for who holds its pipes; also what goes without an answer, in a batch."""
+    child = start("""
+        import json, os, subprocess, sys
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], pass_fds=[1])
+        for _ in range(3):
+            print(json.dumps(json.loads(input())["op"]), flush=True)
+        sys.stdout.write("half a li")
+        sys.stdout.flush()
+        os._exit(4)
+    """)
+    said: list[Any] = []
+
+    def hear() -> bool:
+        child.wait_ready(0.1)
+        said.extend(child.read())
+        return False
+
+    for number in range(3):
+        child.send({"op": number})
+    with pytest.raises(ForesayError, match="ended with exit code 4"):
+        wait_until(hear, "the worker's end")
+    assert said == [0, 1, 2]
+    with pytest.raises(ForesayError, match=r"the worker is gone \(.*exit code 4"):
+        child.read()
+    assert_gone(child.pid)
+
+
 def test_an_interrupt_ends_the_worker(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     child = start("import time\ntime.sleep(600)")
 

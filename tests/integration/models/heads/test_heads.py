@@ -16,14 +16,15 @@ from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import Cascade, HeadDrafter, HeadTreeDrafter, PromptLookup
 from foresay.engine import Engine
 from foresay.engine.prefixes import PrefixStore
-from foresay.errors import ConfigError, ModelLoadError, ModelNotFoundError
-from foresay.generation.load import load
+from foresay.errors import ConfigError, ModelLoadError, ModelNotFoundError, UnsupportedModelError
+from foresay.generation.load import change, load
 from foresay.lengths import ConstantLength
 from foresay.models.heads.config import LAST, NEXT, HeadConfig, usual_layers
 from foresay.models.heads.files import Head, read_head, write_head
 from foresay.models.heads.model import HeadModel, target_rows
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.linears import as_it_is, in_bits
+from foresay.models.sources.load_options import LoadOptions
 from helpers import tiny
 from helpers.families import VOCAB, make
 from helpers.heads import random_head, reference_scores
@@ -382,3 +383,26 @@ def test_a_head_is_rounded_unless_its_weights_are_named(
         drafted.generate("the number 7", max_new_tokens=12).text
         == generator.generate("the number 7", max_new_tokens=12).text
     )
+
+
+def test_a_head_is_where_its_target_is_in_one_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another device, or a target that processes share, is refused and not ignored."""
+    folder, out = tiny.save(tmp_path / "model"), tmp_path / "head"
+    generator = load(str(folder), dtype="fp32", device="cpu", draft_device="cpu", drafter="none")
+    model: Any = generator.target.model
+    out.mkdir()
+    write_head(random_head(model), out)
+    heads = (f"head({out})", f"hybrid(suffix, head={out}; k=2)", f"head_tree({out})")
+    for one in heads:
+        change(generator, drafter=one)
+    assert generator.resources is not None
+    generator.resources.heads.clear()
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    generator.resources.options = LoadOptions(dtype="fp32", device="cpu", draft_device="cuda:1")
+    for one in heads:
+        with pytest.raises(ConfigError, match="draft_device='cuda:1': a head reads the target's hidden states"):
+            change(generator, drafter=one)
+    generator.resources.options = LoadOptions(dtype="fp32")
+    model.is_shared = True
+    with pytest.raises(UnsupportedModelError, match="shared out by tp_plan"):
+        change(generator, drafter=heads[0])
