@@ -22,9 +22,7 @@ class SharingOptions:
     workers: Annotated[
         int | None, typer.Option(help="Processes that share the work, each with the model and its share of the cores.")
     ] = None
-    ray: Annotated[
-        bool, typer.Option("--ray", help="Workers are actors of a Ray cluster (extra ray); experimental.")
-    ] = False
+    ray: Annotated[bool, typer.Option("--ray", help="Workers are actors of a Ray cluster (extra ray).")] = False
 
     @property
     def wanted(self) -> bool:
