@@ -37,8 +37,9 @@ from methods import HERE, spread, write_section
 import foresay
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.generation.method import PLAIN, Method
-from foresay.lab.bench.bench import Bench, BenchSettings, Told
+from foresay.lab.bench.bench import Bench, Progress
 from foresay.lab.bench.contenders import sampling_name
+from foresay.lab.bench.settings import BenchSettings
 from foresay.lab.data.datasets import halves, load_items, subset
 from foresay.lab.data.items import PromptItem
 from foresay.lab.data.requests import RequestBuilder
@@ -159,7 +160,7 @@ class Sweep:
         )
 
 
-def tell(told: Told) -> None:
+def tell(told: Progress) -> None:
     if isinstance(told.last, Run):
         log(f"  {told.done}/{told.total} {told.last.cell}: {told.last.speed_up:.2f}x")
 

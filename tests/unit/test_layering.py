@@ -91,7 +91,7 @@ INSIDE = {
         {"app"},
         {"running"},
     ],
-    "workers": [{"messages"}, {"jobs", "pool"}, {"child", "local", "recording", "ray"}],
+    "workers": [{"messages"}, {"jobs", "pool"}, {"child", "local", "recording", "benching", "ray"}],
     "lab": [{"data"}, {"measure"}, {"replay"}, {"bench"}, {"report"}, {"tune"}],
 }
 """The order of files inside a room; rooms that are not named here have no circle, and no more is asked of them."""

@@ -5,24 +5,33 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+import torch
 import typer
 
-from foresay.cli.common import load_generator
+from foresay.cli.common import check_draft_weights, load_arguments, load_generator
 from foresay.cli.lab_options import DataOptions, numbers
 from foresay.cli.options import MachineOptions, MethodOptions, ModelOption, ModelOptions, SamplingOptions
 from foresay.cli.progress import advancing, loading
+from foresay.cli.sharing import SharingOptions
 from foresay.cli.tables import gain, show_table
 from foresay.decoding.sampling_params import SamplingParams
+from foresay.errors import ConfigError
+from foresay.generation.generator import Generator
 from foresay.generation.method import PLAIN, methods
-from foresay.lab.bench.bench import Bench, BenchSettings, Progress
+from foresay.lab.bench.bench import Bench, Progress
 from foresay.lab.bench.peers import open_peer
+from foresay.lab.bench.peers.base import Peer
+from foresay.lab.bench.settings import BenchSettings
 from foresay.lab.data.requests import RequestBuilder
 from foresay.lab.tune import DRAFTERS
+from foresay.models.sources.catalog import native_dtype
 from foresay.records.results import Results, Run, median_and_spread, merged
 from foresay.text.wording import percent
+from foresay.workers import benching
 
 
 def run(
@@ -47,6 +56,7 @@ def run(
     batch: Annotated[str, typer.Option(help="Batch sizes.")] = "1",
     repeats: Annotated[int, typer.Option(help="Runs of each method, taking turns; the median counts.")] = 3,
     sampling: SamplingOptions,
+    sharing: SharingOptions,
     machine: MachineOptions,
 ) -> int:
     """Time methods against plain decoding and other engines, and keep every result."""
@@ -54,32 +64,73 @@ def run(
     sizes = numbers(batch, "--batch")
     named = methods(drafter or DRAFTERS, length or (), rule)
     sets = {one.name: one.items() for one in [data, *(_further(data, name) for name in also or [])]}
-    target = load_generator(
-        ModelOptions(model), "none", MethodOptions(), machine, later=named, max_batch_size=max(sizes)
-    )
+    every = [params, *(SamplingParams.of(params, temperature=t) for t in sampled or [])]
+    loaded = (ModelOptions(model), "none", MethodOptions(), machine)
+    if sharing.wanted:
+        if against:
+            raise ConfigError("--against and --workers contradict: another engine takes the whole machine; drop one")
+        check_draft_weights(machine, named)
+        load = load_arguments(*loaded, max_batch_size=max(sizes))
+        chat = not data.no_template
+        setup = benching.setup(load, sets, every, named, chat=chat, batch_sizes=sizes, repeats=repeats)
+        return show(_shared(setup, output, sharing, machine))
+    target = load_generator(*loaded, later=named, max_batch_size=max(sizes))
     with contextlib.ExitStack() as peers:
-        engines = []
-        for name in against or []:
-            with loading(f"Starting {name}"):
-                engine = open_peer(
-                    name, model=target.target.name, dtype=target.target.dtype or "auto", threads=machine.threads
-                )
-            peers.callback(engine.close)
-            engines.append(engine)
+        engines = _opened(peers, against or [], target, machine)
         with loading("Preparing the prompts"):
             builder = RequestBuilder(target, chat=not data.no_template)
             requests = {name: builder.all(items, params) for name, items in sets.items()}
-        every = [params, *(SamplingParams.of(params, temperature=t) for t in sampled or [])]
         settings = BenchSettings(methods=named, datasets=requests, params=every, batch_sizes=sizes, repeats=repeats)
-        with advancing("Running") as advance:
-
-            def report(progress: Progress) -> None:
-                last = progress.last
-                note = f"{last.speed_up or 0:.2f}x" if isinstance(last, Run) else "failed"
-                advance(progress.done, progress.total, f"{last.cell}: {note}")
-
+        with _running() as report:
             results = Bench(target, settings, engines, on_run=report).run(output)
     return show(results)
+
+
+def _opened(
+    peers: contextlib.ExitStack, names: Sequence[str], target: Generator, machine: MachineOptions
+) -> list[Peer]:
+    """Other engines over the target's weights, which end with the stack."""
+    engines = []
+    if (
+        names
+        and machine.dtype == "auto"
+        and target.target.dtype not in ("", str(native_dtype(target.target.model.device))[6:])
+    ):
+        print(  # noqa: T201
+            f"foresay: {target.target.name} is decoded in {target.target.dtype}, which other engines emulate on this processor; "
+            "--dtype fp32 compares at their best",
+            file=sys.stderr,
+        )
+    for name in names:
+        with loading(f"Starting {name}"):
+            engine = open_peer(
+                name, model=target.target.name, dtype=target.target.dtype or "auto", threads=machine.threads
+            )
+        peers.callback(engine.close)
+        engines.append(engine)
+    return engines
+
+
+def _shared(setup: dict[str, Any], output: Path, sharing: SharingOptions, machine: MachineOptions) -> Results:
+    """The same by workers."""
+    with sharing.pool(setup, machine) as pool:
+        if not sharing.ray and pool.size > max(1, torch.cuda.device_count()):
+            print("foresay: workers on one machine slow each other; compare ratios of this run only", file=sys.stderr)  # noqa: T201
+        with _running() as report:
+            return benching.bench(pool, output, on_run=report)
+
+
+@contextlib.contextmanager
+def _running() -> Iterator[Callable[[Progress], None]]:
+    """A bar that says what ran last."""
+    with advancing("Running") as advance:
+
+        def report(progress: Progress) -> None:
+            last = progress.last
+            note = f"{last.speed_up or 0:.2f}x" if isinstance(last, Run) else "failed"
+            advance(progress.done, progress.total, f"{last.cell}: {note}")
+
+        yield report
 
 
 def _further(data: DataOptions, name: str) -> DataOptions:

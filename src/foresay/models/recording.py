@@ -27,6 +27,18 @@ class RecordedText:
     source: Sequence[int] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class SavedLength:
+    """Tokens that a row held."""
+
+    length: int
+
+    @property
+    def nbytes(self) -> int:
+        """Of the number itself."""
+        return 8
+
+
 class RecordingCache:
     """A cache of lengths alone: a recording computes nothing. `texts`: the index of each row's text, [rows] int64."""
 
@@ -42,6 +54,18 @@ class RecordingCache:
     def keep(self, starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
         """Rewind to the end of each path: a recording holds no columns to move."""
         self.truncate([start + len(path) for start, path in zip(starts, paths, strict=True)])
+
+    def copy_prefix(self, source: int, target: int, length: int) -> None:
+        """Row `target` begins with the first `length` tokens of row `source`, which are its own."""
+        self.lengths[target] = length
+
+    def save_prefix(self, row: int, length: int) -> SavedLength:
+        """That so much of a row was there."""
+        return SavedLength(length)
+
+    def load_prefix(self, row: int, saved: SavedLength, length: int) -> None:
+        """Row `row` begins with the first `length` tokens of what was there."""
+        self.lengths[row] = length
 
     def rearrange(self, moves: Sequence[Move], count: int) -> None:
         """Carry out the moves, then drop the rows from `count` on."""

@@ -142,6 +142,10 @@ class Failure:
     repeat: int
     error: str
 
+    def as_line(self) -> Line:
+        """The line for the file."""
+        return {"kind": "failed", **asdict(self)}
+
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
@@ -151,6 +155,10 @@ class Prediction:
     tokens_per_s: float
     tokens_per_pass: float
 
+    def as_line(self) -> Line:
+        """The line for the file."""
+        return {"kind": "prediction", **asdict(self)}
+
 
 @dataclass(frozen=True, slots=True)
 class Trace:
@@ -159,6 +167,10 @@ class Trace:
     cell: Cell
     id: str
     pieces: tuple[tuple[str, str], ...]
+
+    def as_line(self) -> Line:
+        """The line for the file."""
+        return {"kind": "trace", **asdict(self)}
 
 
 @dataclass(slots=True)
@@ -199,22 +211,32 @@ class Results:
 
         Raises KeyError, TypeError or ValueError for a line that is not a result.
         """
-        line = dict(line)
-        kind, cell = line.pop("kind"), Cell(**line.pop("cell"))
-        if kind == "run":
-            prompts = tuple(PromptResult(**one) for one in line.pop("prompts", ()))
-            run = Run(cell, prompts=prompts, **line)
-            self.runs.append(run)
-            self.failures = [one for one in self.failures if (one.cell, one.repeat) != (cell, run.repeat)]
-        elif kind == "failed":
-            self.failures.append(Failure(cell, **line))
-        elif kind == "prediction":
-            self.predictions.append(Prediction(cell, **line))
-        elif kind == "trace":
-            pieces = tuple((text, origin) for text, origin in line.pop("pieces"))
-            self.traces.append(Trace(cell, pieces=pieces, **line))
+        result = read_result(line)
+        if isinstance(result, Run):
+            self.runs.append(result)
+            of = (result.cell, result.repeat)
+            self.failures = [one for one in self.failures if (one.cell, one.repeat) != of]
+        elif isinstance(result, Failure):
+            self.failures.append(result)
+        elif isinstance(result, Prediction):
+            self.predictions.append(result)
         else:
-            raise ValueError(f"kind={kind!r}")
+            self.traces.append(result)
+
+
+def read_result(line: Line) -> Run | Failure | Prediction | Trace:
+    """What a line of a file says. Raises KeyError, TypeError or ValueError for one that is not a result."""
+    line = dict(line)
+    kind, cell = line.pop("kind"), Cell(**line.pop("cell"))
+    if kind == "run":
+        return Run(cell, prompts=tuple(PromptResult(**one) for one in line.pop("prompts", ())), **line)
+    if kind == "failed":
+        return Failure(cell, **line)
+    if kind == "prediction":
+        return Prediction(cell, **line)
+    if kind == "trace":
+        return Trace(cell, pieces=tuple((text, origin) for text, origin in line.pop("pieces")), **line)
+    raise ValueError(f"kind={kind!r}")
 
 
 def results_writer(

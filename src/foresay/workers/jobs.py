@@ -14,6 +14,7 @@ import torch
 from foresay.errors import ForesayError, UnknownNameError
 from foresay.generation.generator import seeded
 from foresay.generation.load import load
+from foresay.generation.method import Method
 from foresay.lab.data.items import PromptItem
 from foresay.lab.data.requests import PromptRequest, RequestBuilder
 from foresay.lab.replay.record import Recorder, header
@@ -146,6 +147,37 @@ class CallsJob(Job):
             return [(number, error)]
 
 
+class BenchJob(CallsJob):
+    """Turns of a benchmark: setup as `benching.setup` makes it, task {block, turns}, result {told}."""
+
+    def __init__(self, setup: Plain) -> None:
+        from foresay.lab.bench.settings import BenchSettings
+        from foresay.lab.bench.stage import Stage
+
+        generator = load(**setup["load"])
+        builder = RequestBuilder(generator, chat=bool(setup["chat"]))
+        params = [read_params(one) for one in setup["params"]]
+        sets = {name: builder.all(map(as_item, items), params[0]) for name, items in setup["sets"].items()}
+        settings = BenchSettings(
+            methods=[Method(**one) for one in setup["methods"]],
+            datasets=sets,
+            params=params,
+            batch_sizes=setup["batch_sizes"],
+            repeats=setup["repeats"],
+        )
+        self._stage = Stage(generator, settings)
+        super().__init__(self._told)
+
+    def describe(self) -> Plain:
+        """The outline of the whole."""
+        return self._stage.outline.as_plain()
+
+    def _told(self, task: Plain) -> Plain:
+        turns = [(int(repeat), str(name)) for repeat, name in task["turns"]]
+        told = self._stage.run(task["block"], turns)
+        return {"told": [[result.as_line(), [one.as_line() for one in traces]] for result, traces in told]}
+
+
 def replays(setup: Plain) -> Job:
     """Methods to facts: setup {recording, profile, costs, ...}, task {method, recording}; see `lab/replay/grid.py`."""
     from foresay.lab.replay.grid import Grid
@@ -153,7 +185,12 @@ def replays(setup: Plain) -> Job:
     return CallsJob(Grid.of(setup))
 
 
-KINDS: dict[str, Callable[[Plain], Job]] = {"generate": GenerateJob, "record": RecordJob, "replay": replays}
+KINDS: dict[str, Callable[[Plain], Job]] = {
+    "generate": GenerateJob,
+    "record": RecordJob,
+    "replay": replays,
+    "bench": BenchJob,
+}
 
 
 def open_job(setup: Plain) -> Job:

@@ -74,6 +74,11 @@ class Pool:
             raise
 
     @property
+    def size(self) -> int:
+        """How many there are."""
+        return len(self._workers)
+
+    @property
     def described(self) -> Plain:
         """What the first worker says of its job; all have the same."""
         return self._workers[0].described

@@ -20,8 +20,9 @@ from foresay.generation.generator import Generator
 from foresay.generation.method import PLAIN, Method, methods
 from foresay.lab import tune as lab_tune
 from foresay.lab.bench import contenders
-from foresay.lab.bench.bench import Bench, BenchSettings, Progress
+from foresay.lab.bench.bench import Bench, Progress
 from foresay.lab.bench.contenders import MethodRunner, Outcome, sampling_name
+from foresay.lab.bench.settings import BenchSettings
 from foresay.lab.data.requests import PromptRequest, RequestBuilder
 from foresay.lab.measure.live_run import DraftFailedError, run_live
 from foresay.lab.replay.predict import Expected

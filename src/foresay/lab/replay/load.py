@@ -18,6 +18,7 @@ import numpy as np
 from foresay.decoding.acceptance import Speculative
 from foresay.decoding.protocols import Drafter, Feed, KVCache, LengthPolicy, Logits, ModelOutput, Rule
 from foresay.engine import Engine
+from foresay.engine.prefixes import PrefixStore
 from foresay.errors import ConfigError
 from foresay.lab.replay.replay import Timed, check_drafter, check_method, submit
 from foresay.models.recording import RecordingModel
@@ -118,7 +119,8 @@ class _Clocked(RecordingModel):
 
     def forward(self, feed: Feed, cache: KVCache) -> ModelOutput:
         if feed.logits is Logits.NONE:
-            self.fill_s += sum(self._fill(count) for count in feed.num_tokens)
+            real = sum(feed.num_tokens) if self.capabilities.ragged else len(feed.num_tokens) * max(feed.num_tokens)
+            self.fill_s += self._fill(real)  # rows of one pass: its weights are read once
         return super().forward(feed, cache)
 
 
@@ -132,11 +134,13 @@ def foresee(
     rule: Rule | None = None,
     batch_size: int = 32,
     drafting: Drafting | None = None,
+    share_prefixes: bool = True,
 ) -> Load:
     """Answer requests that arrive at these times, in order, with the recording's texts one after the other, again from the first
     when there are more.
 
-    drafting: None takes the time that drafting takes here, which is right for look-ups. Raises ConfigError for a sampled
+    drafting: None takes the time that drafting takes here, which is right for look-ups. share_prefixes: whether a prompt
+    starts from the slots of a row that begins alike, as `foresay.load` does it. Raises ConfigError for a sampled
     recording, whose drafts a replay can only estimate, and as `replay` does.
     """
     rule = rule or Speculative()
@@ -147,7 +151,8 @@ def foresee(
         drafting = _no_time
     records = [recording.records[i % len(recording.records)] for i in range(len(arrivals))]
     model, timed = _Clocked(records, recording, profile), Timed(policy, profile.clock(), drafting)
-    engine = Engine(model, drafter, rule, timed, max_batch_size=batch_size)
+    prefixes = PrefixStore() if share_prefixes else None
+    engine = Engine(model, drafter, rule, timed, max_batch_size=batch_size, prefixes=prefixes)
     return _Run(engine, model, timed, recording, records).over(sorted(arrivals))
 
 

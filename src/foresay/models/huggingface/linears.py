@@ -198,6 +198,11 @@ def available(dtype: torch.dtype, device: torch.device) -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
+def compiled() -> bool:
+    """Whether there are kernels of our own for this machine."""
+    return library() is not None
+
+
 def as_it_is(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
     """The product of weights that are not rounded."""
     native = library() is not None and weight.dtype in (torch.float32, torch.bfloat16)

@@ -88,7 +88,7 @@ def load_model(name: str | os.PathLike[str], options: LoadOptions | None = None)
         if blocks is not None:
             (weights, tokenizer), kept = blocks, "GGUF"
         else:
-            weights, tokenizer = _read(folder, extra, options, _dtype(options.computes_in, device), device)
+            weights, tokenizer = _read(folder, extra, options, _decoding_dtype(folder, extra, options, device), device)
     found = wrap(os.fspath(name), weights, tokenizer, optimise=True, bits=options.bits)
     return dataclasses.replace(found, weights=kept)
 
@@ -187,6 +187,22 @@ def _dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
     if isinstance(dtype, torch.dtype):
         return dtype
     return native_dtype(device) if dtype == "auto" else DTYPES[dtype]
+
+
+def _decoding_dtype(folder: str, extra: dict[str, Any], options: LoadOptions, device: torch.device) -> torch.dtype:
+    """What a target decodes in: under `auto` bf16 too where our kernels make whole passes, which then read half the bytes."""
+    dtype = _dtype(options.computes_in, device)
+    spread = any(getattr(options, name) is not None for name in ("device_map", "quantization_config", "tp_plan"))
+    if options.computes_in != "auto" or dtype == torch.bfloat16 or device.type != "cpu" or spread or extra:
+        return dtype
+    from transformers import AutoConfig
+
+    from foresay.models.huggingface.lean import FAMILIES
+
+    if not linears.compiled():
+        return dtype
+    family = AutoConfig.from_pretrained(folder, **_common(options)).model_type
+    return torch.bfloat16 if family in FAMILIES else dtype
 
 
 def _blocks(path: Path, options: LoadOptions, device: torch.device) -> tuple[Any, Any] | None:

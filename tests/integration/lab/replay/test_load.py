@@ -7,6 +7,7 @@ import math
 import random
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,27 @@ def test_prompts_take_their_time_and_hold_up_those_that_decode() -> None:
     assert first.first_s == pytest.approx(PASS_S * (10 + 1)), "100 tokens of its prompt, a pass"
     assert max(first.gaps) > 10 * PASS_S, "the second's prompt came between two of its tokens"
     assert second.first_s > 10 * PASS_S
+
+
+def test_a_beginning_that_another_row_holds_takes_no_time() -> None:
+    """As in a live engine; without sharing, every prompt is filled whole."""
+    begin = recording(prompt=101).records[0]
+    texts = replace(recording(), records=tuple(Record(f"r{i}", (*begin.prompt, i + 2), begin.output) for i in range(2)))
+    shared, alone = (
+        foresee(texts, profile(fill=0.1), [0.0, 0.15], None, ConstantLength(0), batch_size=4, share_prefixes=one)
+        for one in (True, False)
+    )
+    assert shared.requests[0].first_s == alone.requests[0].first_s == pytest.approx(PASS_S * (10.1 + 1))
+    assert shared.requests[1].first_s < 2 * PASS_S < 10 * PASS_S < alone.requests[1].first_s
+    assert alone.busy_s - shared.busy_s == pytest.approx(10.1 * PASS_S)
+
+
+def test_prompts_of_one_pass_read_the_weights_once() -> None:
+    known = replace(profile(), fills=((1, PASS_S), (256, 2 * PASS_S)))
+    both = foresee(recording(prompt=41), known, [0.0, 0.0], None, ConstantLength(0), batch_size=4)
+    one = foresee(recording(prompt=41), known, [0.0], None, ConstantLength(0), batch_size=4)
+    assert one.requests[0].first_s == pytest.approx(known.fill_seconds(40) + PASS_S)
+    assert both.requests[0].first_s == pytest.approx(known.fill_seconds(80) + PASS_S)
 
 
 def test_drafts_that_hold_answer_more() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from foresay.errors import ConfigError, UnknownNameError
 from foresay.models.sources import catalog
 from foresay.models.sources.load_options import LoadOptions
 from helpers import tiny
+from helpers.families import make
 
 PROMPTS = ["hello", "hello again, hello", "you and the others", "one"]
 
@@ -102,11 +104,33 @@ def test_bf16_weights_are_bf16_whatever_the_processor_likes(
     folder: Path, small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(catalog, "native_dtype", lambda device: torch.float32)
+    monkeypatch.setattr(catalog.linears, "compiled", lambda: False)
     assert foresay.load(folder, drafter="none").target.dtype == "float32"
     assert foresay.load(folder, drafter="none", weights="bf16").target.dtype == "bfloat16"
     drafted = foresay.load(folder, small, dtype="fp32", draft_weights="bf16")
     assert drafted.target.dtype == "float32"
     assert [one.dtype for one in drafted.resources.models.values()] == ["bfloat16"]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "kernels", "wanted"),
+    [
+        ("llama", {}, True, "bfloat16"),
+        ("llama", {}, False, "float32"),
+        ("gpt2", {}, True, "float32"),
+        ("llama", {"dtype": "fp32"}, True, "float32"),
+        ("llama", {"device_map": "auto"}, True, "float32"),
+    ],
+)
+def test_auto_is_bf16_where_kernels_of_ours_make_whole_passes(
+    family: str, options: dict[str, Any], kernels: bool, wanted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a processor that does not compute in it; a model that is trained keeps its float32."""
+    tiny.save(tmp_path, make(family, 0))
+    monkeypatch.setattr(catalog, "native_dtype", lambda device: torch.float32)
+    monkeypatch.setattr(catalog.linears, "compiled", lambda: kernels)
+    assert catalog.load_model(tmp_path, LoadOptions(device=None, **options)).dtype == wanted
+    assert catalog.load_weights(tmp_path)[0].dtype == torch.float32
 
 
 def test_an_unknown_format_is_named() -> None:

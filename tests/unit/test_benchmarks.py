@@ -1,0 +1,50 @@
+"""Benchmarks and scripts are run by hand, and seldom: what they import must be there all the same."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import foresay
+
+ROOT = Path(foresay.__file__).parents[2]
+FILES = sorted([*ROOT.glob("benchmarks/*.py"), *ROOT.glob("scripts/*")])
+
+
+def imported(source: str) -> Iterator[tuple[str, str]]:
+    """(module of ours, a name out of it)."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "foresay":
+            yield from ((str(node.module), alias.name) for alias in node.names)
+
+
+def absent(source: str) -> list[str]:
+    """What it imports and is not there."""
+    out = []
+    for module, name in imported(source):
+        try:
+            found = hasattr(importlib.import_module(module), name)
+            found = found or importlib.util.find_spec(f"{module}.{name}") is not None
+        except ImportError:
+            found = False
+        out += [] if found else [f"{module}.{name}"]
+    return out
+
+
+@pytest.mark.parametrize("file", [path.relative_to(ROOT).as_posix() for path in FILES])
+def test_what_is_imported_is_there(file: str) -> None:
+    text = (ROOT / file).read_text(encoding="utf-8")
+    assert file.endswith(".py") or text.startswith("#!"), "a script says what runs it"
+    if file.endswith(".py") or "python" in text.splitlines()[0]:
+        assert absent(text) == []
+
+
+def test_what_is_not_there_is_found() -> None:
+    """The control of the one above."""
+    said = "from foresay.lab.bench.bench import Bench, Gone\nfrom foresay.nowhere import a\nfrom foresay import lab"
+    assert absent(said) == ["foresay.lab.bench.bench.Gone", "foresay.nowhere.a"]
