@@ -36,6 +36,7 @@ from foresay.lab.data.datasets import load_items, subset
 from foresay.lab.data.items import PromptItem
 from foresay.lab.data.requests import RequestBuilder
 from foresay.lab.measure.live_run import run_live
+from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.packaged import default_drafter
 from foresay.records.provenance import machine
 from foresay.records.results import Run
@@ -162,7 +163,7 @@ def main() -> int:
     asks = RequestBuilder(target).first(items)
     block = PromptBlock("held out", asks, 1, foresay.SamplingParams(max_new_tokens=new))
     head = f"head({args.head})"
-    default = default_drafter(MODEL).replace(f"head({MODEL}", f"head({args.head}")
+    default = default_drafter(MODEL, LoadOptions()).replace(f"head({MODEL}", f"head({args.head}")
     constants = [Method(head, str(k)) for k in range(1, 9)]
     others = [Method("suffix", "12"), *(Method(f"hybrid(suffix, head={args.head}; k={k})", "12") for k in (2, 3, 4, 5))]
     adaptive = [Method(head, length) for length in ("heuristic", *(f"confidence({t})" for t in (0.2, 0.4, 0.6)))]

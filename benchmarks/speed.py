@@ -36,6 +36,7 @@ from foresay.lab.bench.turns import take_turns
 from foresay.lab.data.datasets import load_items, subset
 from foresay.lab.data.requests import RequestBuilder
 from foresay.lab.measure.roofline import floor
+from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.packaged import default_drafter, packaged_file
 from foresay.records.provenance import machine
 from foresay.records.results import Run
@@ -43,7 +44,7 @@ from foresay.records.results import Run
 HERE = Path(__file__).parent
 MODEL = "smollm2-135m"
 BATCHES = (1, 8, 32)
-DEFAULT, LOOK_UP = Method(default_drafter(MODEL)), Method("suffix")
+DEFAULT, LOOK_UP = Method(default_drafter(MODEL, LoadOptions())), Method("suffix")
 LOOK_UPS = ("prompt_lookup", "max_gram", "ngram_store", "suffix")
 WANTED = {
     **{f"bf16_b{b}_vs_vllm": 1.0 for b in BATCHES},
