@@ -15,7 +15,7 @@ import json
 import os
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
@@ -72,7 +72,7 @@ def counted(target: foresay.Generator, methods: Sequence[Method], block: PromptB
     for method in methods:
         live = run_live(method.generator(target, 32), block.asks, block.params)
         assert live.outputs == wanted, f"{method.name} writes something else"
-        out[method.name] = live.stats.block_efficiency
+        out[method.name] = live.stats.block_efficiency or 0.0
         log(f"  {method.name:<60} {out[method.name]:.2f} tokens per pass")
     return out
 
@@ -116,13 +116,12 @@ def cost(target: foresay.Generator, drafter: str) -> float:
     head.forward(Feed(ids, [128], logits=Logits.NONE, features=features), caches[1])
     one = features[:, -1:].contiguous()
     took: list[list[float]] = [[], []]
+    works: list[Callable[[], Any]] = [
+        lambda: model.forward(Feed(ids[:, :1], [1]), caches[0]),
+        lambda: head.forward(Feed(ids[:, :1], [1], logits=Logits.LAST, features=one), caches[1]),
+    ]
     for _ in range(60):
-        for which, work in enumerate(
-            (
-                lambda: model.forward(Feed(ids[:, :1], [1]), caches[0]),
-                lambda: head.forward(Feed(ids[:, :1], [1], logits=Logits.LAST, features=one), caches[1]),
-            )
-        ):
+        for which, work in enumerate(works):
             began = perf_counter()
             work()
             took[which].append(perf_counter() - began)

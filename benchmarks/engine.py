@@ -68,7 +68,8 @@ class Bench:
 
     def chat(self, text: str) -> list[int]:
         message = [{"role": "user", "content": text}]
-        ids: list[int] = self.tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True)[
+        tokenizer: Any = self.tokenizer
+        ids: list[int] = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True)[
             "input_ids"
         ]
         return ids
@@ -213,7 +214,7 @@ def _overhead(bench: Bench, ids: Sequence[Sequence[int]], new: int, **kwargs: An
     timed = Timed(bench.ours.target.model)
     engine = bench.engine(None, 0, len(ids), timed)
     for i, prompt in enumerate(ids):
-        seed = {"seed": i} if kwargs else {}
+        seed: dict[str, Any] = {"seed": i} if kwargs else {}
         engine.submit(prompt, SamplingParams(max_new_tokens=new, ignore_eos=True, **kwargs, **seed))
     engine.step()
     timed.seconds, began, count = 0.0, perf_counter(), 0

@@ -198,7 +198,7 @@ def compare(results: Results) -> tuple[list[dict[str, Any]], float]:
 
 
 def share(rows: list[dict[str, Any]], error: str, bound: float) -> float:
-    return sum(abs(row[error]) <= bound for row in rows) / len(rows)
+    return sum(bool(abs(row[error]) <= bound) for row in rows) / len(rows)
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -145,7 +145,7 @@ class Bench:
         return [self._ids(row) for row in rows[::step][: self.count]]
 
     def _ids(self, row: dict[str, Any]) -> list[int]:
-        tokenizer = self.plain.tokenizer
+        tokenizer: Any = self.plain.tokenizer
         if row.get("raw"):
             return list(tokenizer(row["prompt"]).input_ids)
         chat = [{"role": "user", "content": row["prompt"]}]

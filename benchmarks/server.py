@@ -303,8 +303,8 @@ def soak(url: str, process: int, minutes: float) -> float:
             await asyncio.sleep(1)
 
     async def both() -> int:
-        *done, _ = await asyncio.gather(*(client_of(chance.randint(0, 1 << 30)) for _ in range(6)), watch())
-        return sum(done)
+        done = await asyncio.gather(*(client_of(chance.randint(0, 1 << 30)) for _ in range(6)), watch())
+        return sum(count or 0 for count in done)
 
     answered = asyncio.run(both())
     early = statistics.median(sizes[len(sizes) // 5 : len(sizes) // 4 + 2])

@@ -15,6 +15,7 @@ import copy
 import json
 import statistics
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
@@ -57,7 +58,7 @@ class Shape:
     feed_forward: int
     folder: Path
     steps: int = 0
-    quality: dict[str, float] | None = None
+    quality: Mapping[str, Any] | None = None
     cost: float = 0.0
     speed: dict[int, float] | None = None
 
@@ -85,6 +86,7 @@ def feed_forward(layers: int, width: int, attention: int) -> int:
 
 def written(target: foresay.Generator, args: argparse.Namespace) -> list[Text]:
     """What the target wrote; its tokens are counted into a table, which says what drafts keep."""
+    assert target.target.tokenizer is not None
     fingerprint = tokenizer_fingerprint(target.target.tokenizer)
     texts: list[Text] = []
     for path in args.outputs:

@@ -76,7 +76,7 @@ class Speed:
     def target(self, weights: str) -> foresay.Generator:
         """Ours, without a drafter: "bf16", "int8", or "file", the 4-bit blocks of the GGUF file as they are."""
         if weights not in self._targets:
-            given = (
+            given: dict[str, Any] = (
                 {"target": str(packaged_file(MODEL))} if weights == "file" else {"target": MODEL, "weights": weights}
             )
             self._targets[weights] = foresay.load(drafter="none", **given)
@@ -355,7 +355,8 @@ def main() -> int:
     parser.add_argument("--economize", help="the interpreter economize is installed in")
     parser.add_argument("--write", action="store_true", help="write benchmarks/RESULTS.md")
     args = parser.parse_args()
-    bench, figures = Speed(args), {}
+    bench = Speed(args)
+    figures: dict[str, float] = {}
     try:
         for name in args.only or PARTS:
             began = perf_counter()

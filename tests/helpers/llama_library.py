@@ -58,7 +58,7 @@ class Library(ModuleType):
         self.logits = table.double().log().float().numpy()
         self.contexts: list[Memory] = []
         self.freed: list[Any] = []
-        self.fails_at, self.most_cells = -1, 1 << 20
+        self.fails_at, self.most_cells, self.offloads = -1, 1 << 20, False
         self._encoder, self._rewinds = encoder, rewinds
         width, numbers = self.logits.shape[-1], {"n_layer": 2, "n_head": 4, "n_head_kv": 2, "n_embd": 32, "n_params": 9}
         for name, value in {**numbers, "n_ctx_train": 4096, "size": 18}.items():
@@ -69,6 +69,9 @@ class Library(ModuleType):
         self.llama_vocab_eos, self.llama_vocab_eot = (lambda _: ENDS[0]), (lambda _: ENDS[1])
 
     def llama_backend_init(self) -> None: ...
+
+    def llama_supports_gpu_offload(self) -> bool:
+        return self.offloads
 
     def llama_log_callback(self, heard: Any) -> Any:
         self.heard = heard

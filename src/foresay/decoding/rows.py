@@ -158,16 +158,23 @@ class Rows:
     depends on the membership and the parameters alone.
     """
 
-    __slots__ = ("level", "memo", "needs", "ragged", "rows")
+    __slots__ = ("column_cost", "level", "memo", "needs", "ragged", "rows")
 
     def __init__(
-        self, rows: Sequence[Row], *, needs: RuleNeeds = NO_NEEDS, level: int = 0, ragged: bool = False
+        self,
+        rows: Sequence[Row],
+        *,
+        needs: RuleNeeds = NO_NEEDS,
+        level: int = 0,
+        ragged: bool = False,
+        column_cost: float | None = None,
     ) -> None:
         """needs: the rule's. level: 0 for the engine's rows, one more for each drafter that drafts by decoding itself.
 
-        ragged: the target's passes over them take the time of their real tokens, not that of the longest row.
+        ragged: the target's passes over them take the time of their real tokens, not that of the longest row. column_cost: what
+        is known of them before any was timed; see Capabilities.
         """
-        self.rows = tuple(rows)
+        self.rows, self.column_cost = tuple(rows), column_cost
         self.needs, self.level, self.ragged = needs, level, ragged
         self.memo: dict[str, Any] = {}
 
@@ -192,7 +199,7 @@ class Rows:
     def like(self, rows: Sequence[Row], *, confidence: bool | None = None) -> Rows:
         """Other rows in the place of these, with the same parameters; perhaps for a rule that needs confidence."""
         needs = self.needs if confidence is None else replace(self.needs, confidence=confidence)
-        out = Rows(rows, needs=needs, level=self.level, ragged=self.ragged)
+        out = Rows(rows, needs=needs, level=self.level, ragged=self.ragged, column_cost=self.column_cost)
         out.memo = self.memo
         return out
 

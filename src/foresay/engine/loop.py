@@ -295,9 +295,8 @@ class Engine:
 
     def _active(self) -> Rows:
         if self._rows is None:
-            self._rows = Rows(
-                self._items[: self._decoding], needs=self.rule.needs, ragged=self.target.capabilities.ragged
-            )
+            can, items = self.target.capabilities, self._items[: self._decoding]
+            self._rows = Rows(items, needs=self.rule.needs, ragged=can.ragged, column_cost=can.column_cost)
         return self._rows
 
     def _cancel(self) -> list[Step]:

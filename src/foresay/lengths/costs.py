@@ -86,7 +86,7 @@ class _Costs(ABC):
             return None
         if best not in self._curves:
             kinds = self._kinds[best]
-            self._curves[best] = self._drawn({number: kinds[number] for number in sorted(kinds)})
+            self._curves[best] = self._drawn({number: kinds[number] for number in sorted(kinds)}, best)
         return self._curves[best]
 
     def _nearest(self, batch: int) -> int | None:
@@ -100,7 +100,7 @@ class _Costs(ABC):
         return self._kinds.setdefault(batch, {})
 
     @abstractmethod
-    def _drawn(self, kinds: _Kinds) -> Curve: ...
+    def _drawn(self, kinds: _Kinds, batch: int) -> Curve: ...
 
 
 class PassCosts(_Costs):
@@ -114,20 +114,28 @@ class PassCosts(_Costs):
         """steep: what one more draft token costs, in plain passes, before any was measured."""
         super().__init__()
         self._steep = steep
+        self.column_cost: float | None = None
+        """What a column adds to a pass over one row, as a share of it, where that is known beforehand."""
+
+    def _steepness(self, batch: int) -> float:
+        """Where a column costs c alone, n rows take 1 + (n - 1) c, and a column c / (1 + (n - 1) c) of that."""
+        alone = self.column_cost
+        return self._steep if alone is None else alone / (1 + (batch - 1) * alone)
 
     def add(self, batch: int, size: float, seconds: float) -> None:
         """Note a pass."""
         kinds = self._of(batch)
         plain = kinds.setdefault(0, _Kind())
         if size <= 0 or not plain.values:
-            plain.add(0, seconds / (1 + self._steep * size))
+            plain.add(0, seconds / (1 + self._steepness(batch) * size))
         if size > 0:
             kinds.setdefault(_kind(size), _Kind()).add(size, seconds / max(plain.value, _TINY))
 
-    def _drawn(self, kinds: _Kinds) -> Curve:
+    def _drawn(self, kinds: _Kinds, batch: int) -> Curve:
         above = [kind for number, kind in kinds.items() if number]
         rises = [(share - 1) / size for k in above for size, share in zip(k.sizes, k.values, strict=True)]
-        slope = max(statistics.median([self._steep] * _DOUBT + rises), self._steep / 16)
+        steep = self._steepness(batch)
+        slope = max(statistics.median([steep] * _DOUBT + rises), steep / 16)
         points = [(0.0, 1.0)]
         for kind in above:
             doubts = [1 + slope * kind.size] * (2 if len(kind.values) <= _DOUBT else 0)
@@ -147,7 +155,7 @@ class DraftCosts(_Costs):
         """Note a draft."""
         self._of(batch).setdefault(_kind(size), _Kind()).add(size, seconds)
 
-    def _drawn(self, kinds: _Kinds) -> Curve:
+    def _drawn(self, kinds: _Kinds, batch: int) -> Curve:
         found = [(kind.size, kind.value, float(len(kind.values))) for kind in kinds.values()]
         size, value, _ = max(found, key=lambda one: one[2])
         pairs = [(a, b) for i, a in enumerate(found) for b in found[i + 1 :] if b[0] > a[0]]

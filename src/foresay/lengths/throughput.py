@@ -256,6 +256,7 @@ class ThroughputLength(LengthPolicy):
 
     def _count_pass(self, rows: Rows, steps: Sequence[Step]) -> None:
         one, drafted = steps[0], [step.num_drafted for step in steps]
+        self._passes.column_cost = rows.column_cost
         self._passes.add(len(steps), sum(drafted) if rows.ragged else max(drafted), one.total_s - one.draft_s)
         plain = self._passes.curve(len(rows))
         if plain is not None:

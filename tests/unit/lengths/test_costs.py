@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from foresay.lengths.costs import DraftCosts
+from foresay.lengths.costs import DraftCosts, PassCosts
 
 
 def at(costs: DraftCosts, size: float, batch: int = 1) -> float:
@@ -57,3 +57,17 @@ def test_less_for_more_is_noise() -> None:
         costs.add(1, 1, 0.5)
         costs.add(1, 4, 0.4)
     assert at(costs, 8) >= at(costs, 1) > 0.3
+
+
+def test_what_is_known_of_columns_beforehand_is_what_is_thought() -> None:
+    """Of a row alone, and of rows together, whose own pass is longer by as much; measurements count all the same."""
+    for known, batch, wanted in ((None, 1, 0.1), (None, 8, 0.1), (0.5, 1, 0.5), (0.5, 8, 0.5 / 4.5)):
+        costs = PassCosts(0.1)
+        costs.column_cost = known
+        costs.add(batch, 0, 2.0)
+        curve = costs.curve(batch)
+        assert curve is not None and curve.at([0, 4, 20]) == pytest.approx([2.0 * (1 + n * wanted) for n in (0, 4, 20)])
+        for _ in range(9):
+            costs.add(batch, 4, 2.0 * (1 + 4 * 0.02))
+        seen = costs.curve(batch)
+        assert seen is not None and seen.at(4) == pytest.approx(2.0 * 1.08)

@@ -30,6 +30,7 @@ _NEEDED = (
     "llama_model_is_hybrid",
     "llama_model_is_diffusion",
     "llama_model_n_head_kv",
+    "llama_supports_gpu_offload",
 )
 _FIELDS = {"llama_context_params": {"kv_unified", "swa_full", "n_seq_max"}, "llama_model_params": {"use_extra_bufts"}}
 
@@ -107,6 +108,8 @@ class Weights:
         if main_gpu is not None:  # that one alone
             params.main_gpu, params.split_mode = main_gpu, c.LLAMA_SPLIT_MODE_NONE
         self.path, self.extra_buffers = Path(path), extra_buffers
+        self.offloaded = gpu_layers != 0 and bool(c.llama_supports_gpu_offload())
+        """Whether layers may be on GPUs."""
         self.pointer: int = c.llama_model_load_from_file(os.fsencode(path), params)
         if not self.pointer:
             raise ModelLoadError(f"llama.cpp ({version()}) cannot load {os.fspath(path)!r}: {reason()}")

@@ -261,6 +261,17 @@ def test_too_large_a_context_is_an_error_that_says_so(library: Library) -> None:
         one.forward(Feed(torch.zeros(1, 1500, dtype=torch.long), [1500]), cache)
 
 
+@pytest.mark.parametrize(
+    ("offloads", "layers", "known"), [(False, None, True), (True, None, False), (True, 0, True), (True, 9, False)]
+)
+def test_what_a_column_costs_is_known_on_processors_alone(
+    library: Library, offloads: bool, layers: int | None, known: bool
+) -> None:
+    library.offloads = offloads
+    found = LlamaCppModel(binding.Weights("a.gguf", gpu_layers=layers, main_gpu=None, extra_buffers=True))
+    assert (found.capabilities.column_cost is not None) == known
+
+
 def test_without_the_package_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
     binding.library.cache_clear()
