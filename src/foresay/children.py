@@ -55,6 +55,11 @@ class Child:
         """The child's process id, which is its process group's too."""
         return self._child.pid
 
+    @property
+    def has_exited(self) -> bool:
+        """Whether the child has ended by itself; what it said may not have been read."""
+        return self._ended is None and self._exited()
+
     def ask(self, message: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
         """Send a message and wait for its reply.
 

@@ -13,7 +13,7 @@ import pytest
 import foresay
 
 ROOT = Path(foresay.__file__).parents[2]
-FILES = sorted([*ROOT.glob("benchmarks/*.py"), *ROOT.glob("scripts/*")])
+FILES = sorted([*ROOT.glob("benchmarks/*.py"), *(path for path in ROOT.glob("scripts/*") if path.is_file())])
 
 
 def imported(source: str) -> Iterator[tuple[str, str]]:

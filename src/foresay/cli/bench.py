@@ -91,11 +91,9 @@ def _opened(
 ) -> list[Peer]:
     """Other engines over the target's weights, which end with the stack."""
     engines = []
-    if (
-        names
-        and machine.dtype == "auto"
-        and target.target.dtype not in ("", str(native_dtype(target.target.model.device))[6:])
-    ):
+    native = ("", str(native_dtype(target.target.model.device)).removeprefix("torch."))
+    ours_to_choose = (machine.dtype, machine.weights, target.target.weights) == ("auto", "auto", "")
+    if ours_to_choose and target.target.dtype not in native and any(not name.startswith("llama.cpp") for name in names):
         print(  # noqa: T201
             f"foresay: {target.target.name} is decoded in {target.target.dtype}, which other engines emulate on this processor; "
             "--dtype fp32 compares at their best",
@@ -113,8 +111,9 @@ def _opened(
 
 def _shared(setup: dict[str, Any], output: Path, sharing: SharingOptions, machine: MachineOptions) -> Results:
     """The same by workers."""
+    gpus = torch.cuda.device_count() if machine.device in (None, "cuda") else 1
     with sharing.pool(setup, machine) as pool:
-        if not sharing.ray and pool.size > max(1, torch.cuda.device_count()):
+        if not sharing.ray and pool.size > max(1, gpus):
             print("foresay: workers on one machine slow each other; compare ratios of this run only", file=sys.stderr)  # noqa: T201
         with _running() as report:
             return benching.bench(pool, output, on_run=report)

@@ -69,7 +69,7 @@ def run(
     digests = [digest_of(name) for name in names]
     cells = {i: Cell(i // len(named), named[i % len(named)]) for i in range(len(names) * len(named))}
     seen: list[Recording] = []
-    with open_grid(output, _same(said, model, machine)) as kept:
+    with open_grid(output, _same(said, model, machine, data if any(map(is_printed, recording)) else None)) as kept:
         found = {i: kept.there[key] for i, cell in cells.items() if (key := cell.key(digests)) in kept.there}
         missing = {i: cell for i, cell in cells.items() if i not in found}
         if sharing.wanted and missing:
@@ -88,11 +88,14 @@ def run(
     return 0
 
 
-def _same(said: Mapping[str, Any], model: str | None, machine: MachineOptions) -> dict[str, Any]:
-    """What results must have in common to stand in one file; files by what is in them."""
+def _same(
+    said: Mapping[str, Any], model: str | None, machine: MachineOptions, data: DataOptions | None
+) -> dict[str, Any]:
+    """What results must have in common to stand in one file; files by what is in them. data: prompts, where a log has none."""
     files = {name: digest_of(said[name]) for name in ("profile", "costs") if said[name] and Path(said[name]).is_file()}
-    kept = {name: getattr(machine, name) for name in ("dtype", "weights", "draft_weights")}
-    return {**said, **files, "model": model, **kept}
+    kept = {name: getattr(machine, name) for name in ("dtype", "weights", "draft_weights", "backend")}
+    prompts = None if data is None else asdict(data)
+    return {**said, **files, "model": model, **kept, "prompts": prompts}
 
 
 def _alone(

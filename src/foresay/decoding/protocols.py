@@ -135,7 +135,8 @@ class Capabilities:
     ragged: bool = False
     """Whether a pass takes the time of its real tokens: pads cost nothing."""
     column_cost: float | None = None
-    """What one more token of one row adds to a pass, as a share of it, where that is known before any pass was timed."""
+    """What one more token of one row adds to a pass, as a share of it, where that is known before any pass was timed; of
+    ragged passes."""
     max_rows: int | None = None
     """Most rows of a cache; None without a bound."""
     own_threads: bool = False

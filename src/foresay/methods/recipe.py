@@ -86,7 +86,7 @@ class Resources:
         if asked is not None and not _is_same(torch.device(asked), target.device):
             raise ConfigError(
                 f"draft_device={str(asked)!r}: a head reads the target's hidden states where they are, on {target.device}; "
-                "drop draft_device, or draft with a model"
+                "drop draft_device, or draft with models alone"
             )
         return self.options.for_draft()
 

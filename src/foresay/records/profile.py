@@ -21,6 +21,8 @@ from foresay.errors import ConfigError
 from foresay.files import atomic_write, cache_dir
 
 FORMAT, VERSION = "foresay-profile", 1
+FILLED_TOGETHER = 4
+"""Prompts filled together when prefill is timed; a profile has the time of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +113,8 @@ class Profile:
         }
         return sorted(means.items()) or [(1, [(1, 0.0)])]
 
-    def fill_seconds(self, tokens: int) -> float:
-        """Seconds of the prefill of a prompt of this many tokens, in chunks."""
+    def fill_seconds(self, tokens: float) -> float:
+        """Seconds of the prefill of a prompt of this many tokens, in chunks, where FILLED_TOGETHER such prompts are."""
         whole, rest = divmod(max(0, tokens), FILL_CHUNK)
         known = sorted(self.fills)
         return whole * line(known, FILL_CHUNK) + (line(known, rest) if rest else 0.0)

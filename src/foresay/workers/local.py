@@ -69,7 +69,10 @@ class Processes(Place):
             for worker in cast(Sequence[LocalWorker], workers):
                 worker.register(ready)
             told = [key.data for key, _ in ready.select(1.0)]
-        for worker in dict.fromkeys(told or cast(Sequence[LocalWorker], workers)):
+        ended = [
+            worker for worker in cast(Sequence[LocalWorker], workers) if worker.has_exited
+        ]  # a child of its may hold its pipe
+        for worker in dict.fromkeys([*told, *ended]):
             try:
                 lines = worker.read()
             except ForesayError as error:

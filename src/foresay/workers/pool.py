@@ -65,13 +65,28 @@ class Pool:
         self._suspects: set[int] = set()
         """Tasks that one more death would condemn: given out alone, so that it is no other's."""
         self._workers: list[Worker] = []
+        self._settings: object = None
+        """What all of them said that must be the same."""
         try:
             for index in range(count):
-                self._workers.append(place.start(index))
+                self._workers.append(self._begun(index))
                 on_start(index + 1)
         except BaseException:
             self.close()
             raise
+
+    def _begun(self, index: int) -> Worker:
+        """A worker that does what the others do: on other machines files and processors may differ."""
+        worker = self._place.start(index)
+        said = worker.described.get("settings")
+        if self._settings is not None and said != self._settings:
+            worker.close()
+            raise ConfigError(
+                f"{worker.name} would do something else than the first: {said} and not {self._settings}; "
+                "name --dtype, and give all of them the same files"
+            )
+        self._settings = said
+        return worker
 
     @property
     def size(self) -> int:
@@ -133,7 +148,7 @@ class Pool:
         waiting.extendleft(reversed(list(held[index])))
         held[index] = {}
         self._workers[index].close()
-        self._workers[index] = self._place.start(index)
+        self._workers[index] = self._begun(index)
 
     def close(self) -> None:
         """End all workers."""

@@ -123,6 +123,25 @@ def test_how_many() -> None:
             check_workers(wrong)
 
 
+def test_a_worker_that_would_do_something_else_is_refused() -> None:
+    """Another dtype on another machine, say; also where it takes a dead one's place."""
+
+    class Mixed(Stage):
+        def start(self, index: int) -> Played:
+            worker = super().start(index)
+            worker.described = {"settings": {"dtype": "bf16" if len(self.started) < 3 else "fp32"}}
+            return worker
+
+    stage = Mixed()
+    with pytest.raises(ConfigError, match=r"would do something else than the first: .*fp32"):
+        Pool(stage, 3)
+    assert all(worker.closed for worker in stage.started)
+    stage = Mixed([(0, True)])
+    with Pool(stage, 2) as pool, pytest.raises(ConfigError, match="something else"):
+        list(pool.run(tasks(6)))
+    assert all(worker.closed for worker in stage.started)
+
+
 def test_parameters_go_through_json() -> None:
     """Whose keys are strings, and which has no tuples."""
     params = SamplingParams(

@@ -26,15 +26,13 @@ from foresay.drafters.stateless import Stateless
 from foresay.engine import Engine
 from foresay.errors import ConfigError
 from foresay.generation.generator import Generator
-from foresay.records.profile import Profile, Timing, profile_path
+from foresay.records.profile import FILLED_TOGETHER, Profile, Timing, profile_path
 from foresay.records.provenance import machine
 
 BATCHES, COLUMNS, CONTEXTS = (1, 2, 4, 8), (1, 2, 3, 4, 5, 6, 7, 9), (128, 512)
 FILLS = (8, 32, 128, FILL_CHUNK)
 LENGTHS = (1, 2, 4, 8)
 _WARM_UP = 2
-_TOGETHER = 4
-"""Prompts filled together, when prefill is timed."""
 
 
 class Noise(Stateless):
@@ -175,7 +173,7 @@ def _fill(target: LanguageModel, tokens: int, repeats: int) -> float:
     numbers = random.Random(tokens)
     times = []
     for turn in range(min(repeats, 3) + 1):
-        prompts = [[numbers.randrange(target.vocab_size) for _ in range(tokens + 1)] for _ in range(_TOGETHER)]
+        prompts = [[numbers.randrange(target.vocab_size) for _ in range(tokens + 1)] for _ in range(FILLED_TOGETHER)]
         params = SamplingParams(max_new_tokens=1)
         rows = Rows([Row(i, prompt, params, limit=tokens + 2) for i, prompt in enumerate(prompts)])
         cache = target.new_cache()
@@ -184,7 +182,7 @@ def _fill(target: LanguageModel, tokens: int, repeats: int) -> float:
         while fill_chunk(target, cache, rows, 0):
             pass
         if turn:
-            times.append((perf_counter() - began) / _TOGETHER)
+            times.append((perf_counter() - began) / FILLED_TOGETHER)
     return statistics.median(times)
 
 

@@ -17,12 +17,13 @@ import numpy as np
 
 from foresay.decoding.acceptance import Speculative
 from foresay.decoding.protocols import Drafter, Feed, KVCache, LengthPolicy, Logits, ModelOutput, Rule
+from foresay.decoding.rows import common_prefix
 from foresay.engine import Engine
 from foresay.engine.prefixes import PrefixStore
 from foresay.errors import ConfigError
 from foresay.lab.replay.replay import Timed, check_drafter, check_method, submit
-from foresay.models.recording import RecordingModel
-from foresay.records.profile import Profile
+from foresay.models.recording import RecordingCache, RecordingModel
+from foresay.records.profile import FILLED_TOGETHER, Profile
 from foresay.records.recording import Record, Recording
 
 Drafting = Callable[[int, int], float]
@@ -105,6 +106,27 @@ class Load:
         return statistics.fmean(getattr(one, f"{of}_s") for one in self.requests)
 
 
+class _Beginnings(RecordingCache):
+    """A cache in which a text that is played again shares no more of its prompt than other texts begin with."""
+
+    def __init__(self, most: Sequence[int]) -> None:
+        """most: of each text's prompt, what another one begins with."""
+        super().__init__()
+        self._most = most
+
+    def copy_prefix(self, source: int, target: int, length: int) -> None:
+        super().copy_prefix(source, target, min(length, self._most[int(self.texts[target])]))
+
+
+def _alike(prompts: Sequence[Sequence[int]]) -> list[int]:
+    """How much of each prompt another one begins with."""
+    arrays = [np.asarray(prompt) for prompt in prompts]
+    return [
+        max((common_prefix(one, other) for j, other in enumerate(arrays) if j != i), default=0)
+        for i, one in enumerate(arrays)
+    ]
+
+
 class _Clocked(RecordingModel):
     """A recording whose passes take a profile's time."""
 
@@ -114,13 +136,22 @@ class _Clocked(RecordingModel):
             [record.text for record in records], recording.vocab_size, max_length=longest, ragged=profile.ragged
         )
         self._fill = profile.fill_seconds
+        known = _alike([record.text.prompt for record in recording.records[: len(records)]])
+        self._most = [known[i % len(known)] for i in range(len(records))]
         self.fill_s = 0.0
         """Seconds of all prefill so far."""
 
+    def new_cache(self) -> RecordingCache:
+        return _Beginnings(self._most)
+
     def forward(self, feed: Feed, cache: KVCache) -> ModelOutput:
         if feed.logits is Logits.NONE:
-            real = sum(feed.num_tokens) if self.capabilities.ragged else len(feed.num_tokens) * max(feed.num_tokens)
-            self.fill_s += self._fill(real)  # rows of one pass: its weights are read once
+            if (
+                self.capabilities.ragged
+            ):  # rows of one pass: its weights are read once, as where the profile was measured
+                self.fill_s += FILLED_TOGETHER * self._fill(sum(feed.num_tokens) / FILLED_TOGETHER)
+            else:
+                self.fill_s += sum(self._fill(count) for count in feed.num_tokens)
         return super().forward(feed, cache)
 
 
@@ -140,7 +171,8 @@ def foresee(
     when there are more.
 
     drafting: None takes the time that drafting takes here, which is right for look-ups. share_prefixes: whether a prompt
-    starts from the slots of a row that begins alike, as `foresay.load` does it. Raises ConfigError for a sampled
+    starts from the slots of a row that begins alike, as `foresay.load` does it; a text that is played again is another request
+    there, and rows that ended keep nothing. Raises ConfigError for a sampled
     recording, whose drafts a replay can only estimate, and as `replay` does.
     """
     rule = rule or Speculative()

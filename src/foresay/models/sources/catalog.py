@@ -193,16 +193,28 @@ def _decoding_dtype(folder: str, extra: dict[str, Any], options: LoadOptions, de
     """What a target decodes in: under `auto` bf16 too where our kernels make whole passes, which then read half the bytes."""
     dtype = _dtype(options.computes_in, device)
     spread = any(getattr(options, name) is not None for name in ("device_map", "quantization_config", "tp_plan"))
-    if options.computes_in != "auto" or dtype == torch.bfloat16 or device.type != "cpu" or spread or extra:
+    if (
+        options.computes_in != "auto"
+        or dtype == torch.bfloat16
+        or device.type != "cpu"
+        or spread
+        or "gguf_file" in extra
+    ):
         return dtype
     from transformers import AutoConfig
 
     from foresay.models.huggingface.lean import FAMILIES
+    from foresay.models.huggingface.native.layers import ACTIVATIONS
 
     if not linears.compiled():
         return dtype
-    family = AutoConfig.from_pretrained(folder, **_common(options)).model_type
-    return torch.bfloat16 if family in FAMILIES else dtype
+    config = AutoConfig.from_pretrained(folder, **_common(options), **extra)
+    named = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
+    whole = config.model_type in FAMILIES and str(named) in ACTIVATIONS
+    foreign = getattr(config, "quantization_config", None) or (
+        options.trust_remote_code and getattr(config, "auto_map", None)
+    )
+    return torch.bfloat16 if whole and not foreign else dtype
 
 
 def _blocks(path: Path, options: LoadOptions, device: torch.device) -> tuple[Any, Any] | None:

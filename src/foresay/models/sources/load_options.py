@@ -33,7 +33,7 @@ class LoadOptions:
     """
 
     dtype: str | torch.dtype = "auto"
-    """"auto": bf16 where the processor computes in it natively, else float32."""
+    """"auto": bf16 where the processor computes in it natively or our kernels decode whole passes, else float32."""
     device: str | torch.device | None = None
     """The device of the model; None takes the GPU when there is one."""
     weights: str = "auto"

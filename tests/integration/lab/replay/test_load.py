@@ -106,11 +106,21 @@ def test_a_beginning_that_another_row_holds_takes_no_time() -> None:
 
 
 def test_prompts_of_one_pass_read_the_weights_once() -> None:
-    known = replace(profile(), fills=((1, PASS_S), (256, 2 * PASS_S)))
-    both = foresee(recording(prompt=41), known, [0.0, 0.0], None, ConstantLength(0), batch_size=4)
-    one = foresee(recording(prompt=41), known, [0.0], None, ConstantLength(0), batch_size=4)
-    assert one.requests[0].first_s == pytest.approx(known.fill_seconds(40) + PASS_S)
-    assert both.requests[0].first_s == pytest.approx(known.fill_seconds(80) + PASS_S)
+    """A profile has the time of each of four prompts that are filled together: a quarter of what a pass begins with."""
+    begin, token = 4 * PASS_S, 0.01 * PASS_S
+    known = replace(profile(), fills=tuple((n, begin / 4 + n * token) for n in (1, 256)))
+    for count in (1, 2, 8):
+        done = foresee(recording(prompt=41), known, [0.0] * count, None, ConstantLength(0), batch_size=8)
+        assert done.requests[0].first_s == pytest.approx(begin + count * 40 * token + PASS_S)
+
+
+def test_a_text_that_is_played_again_is_another_request() -> None:
+    """It shares what other texts begin with, and no more of itself."""
+    known, prompts = profile(fill=0.1), recording(count=3, prompt=101)
+    once = foresee(prompts, known, [0.0] * 3, None, ConstantLength(0), batch_size=6)
+    twice = foresee(prompts, known, [0.0] * 6, None, ConstantLength(0), batch_size=6)
+    filled = [load.busy_s - load.passes * PASS_S for load in (once, twice)]
+    assert filled[1] == pytest.approx(2 * filled[0]) and filled[0] == pytest.approx(30 * PASS_S)
 
 
 def test_drafts_that_hold_answer_more() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -129,8 +130,26 @@ def test_auto_is_bf16_where_kernels_of_ours_make_whole_passes(
     tiny.save(tmp_path, make(family, 0))
     monkeypatch.setattr(catalog, "native_dtype", lambda device: torch.float32)
     monkeypatch.setattr(catalog.linears, "compiled", lambda: kernels)
-    assert catalog.load_model(tmp_path, LoadOptions(device=None, **options)).dtype == wanted
-    assert catalog.load_weights(tmp_path)[0].dtype == torch.float32
+    where = {} if "device_map" in options else {"device": "cpu"}
+    assert catalog.load_model(tmp_path, LoadOptions(**where, **options)).dtype == wanted
+    assert catalog.load_weights(tmp_path, LoadOptions(device="cpu"))[0].dtype == torch.float32
+
+
+@pytest.mark.parametrize("changes", [{"hidden_act": "relu"}, {"quantization_config": {"quant_method": "none"}}])
+def test_auto_stays_float32_where_the_family_s_own_code_runs(
+    changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Llama by name whose layers are not ones that the kernels take; the control is the one above."""
+    folder = tiny.save(tmp_path, make("llama", 0))
+    written = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(written | changes))
+    monkeypatch.setattr(catalog, "native_dtype", lambda device: torch.float32)
+    monkeypatch.setattr(catalog.linears, "compiled", lambda: True)
+    options = LoadOptions(device="cpu")
+    assert catalog._decoding_dtype(str(folder), {}, options, torch.device("cpu")) == torch.float32
+    unreached = {"local_files_only": True}  # a hub that is not there decides nothing
+    (folder / "config.json").write_text(json.dumps(written))
+    assert catalog._decoding_dtype(str(folder), unreached, options, torch.device("cpu")) == torch.bfloat16
 
 
 def test_an_unknown_format_is_named() -> None:

@@ -160,7 +160,7 @@ def check_length(
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The dtype of a name; "auto" is the one foresay would take. Raises UnknownNameError for other names."""
+    """The dtype of a name; "auto" is what the processor computes in natively. Raises UnknownNameError for other names."""
     if name == "auto":
         return native_dtype(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     if name not in DTYPES:
