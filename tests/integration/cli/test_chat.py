@@ -411,6 +411,7 @@ def test_a_terminal_of_80_columns(folder: Path, tmp_path: Path, model: foresay.G
         wrong = terminal("/drafter sufix")
         assert "Did you mean 'suffix'?" in plain(wrong) and "31" in colours(wrong)
         assert "drafter: max_gram" in plain(terminal("/drafter max_gram"))
+        terminal("/gamma 4")  # a length that adapts may find that nothing pays
         assert "trace: on" in plain(terminal("/trace on"))
         assert colours(terminal("hello hello hello")) >= {"32", "36"}
         table = plain(terminal("/compare"))
