@@ -120,11 +120,11 @@ class _Beginnings(RecordingCache):
 
 def _alike(prompts: Sequence[Sequence[int]]) -> list[int]:
     """How much of each prompt another one begins with."""
-    arrays = [np.asarray(prompt) for prompt in prompts]
-    return [
-        max((common_prefix(one, other) for j, other in enumerate(arrays) if j != i), default=0)
-        for i, one in enumerate(arrays)
-    ]
+    order = sorted(range(len(prompts)), key=lambda i: tuple(prompts[i]))  # whose beginnings are alike are neighbours
+    arrays = [np.asarray(prompts[i]) for i in order]
+    shared = [0, *(common_prefix(one, other) for one, other in pairwise(arrays)), 0]
+    most = dict(zip(order, map(max, pairwise(shared)), strict=True))
+    return [most[i] for i in range(len(prompts))]
 
 
 class _Clocked(RecordingModel):
@@ -146,9 +146,8 @@ class _Clocked(RecordingModel):
 
     def forward(self, feed: Feed, cache: KVCache) -> ModelOutput:
         if feed.logits is Logits.NONE:
-            if (
-                self.capabilities.ragged
-            ):  # rows of one pass: its weights are read once, as where the profile was measured
+            # rows of one pass read the weights once, as where the profile was measured
+            if self.capabilities.ragged:
                 self.fill_s += FILLED_TOGETHER * self._fill(sum(feed.num_tokens) / FILLED_TOGETHER)
             else:
                 self.fill_s += sum(self._fill(count) for count in feed.num_tokens)

@@ -17,7 +17,7 @@ from foresay.decoding.protocols import LengthPolicy
 from foresay.drafters import SuffixDrafter
 from foresay.errors import ConfigError
 from foresay.lab.replay.arrivals import bursts, from_trace, poisson
-from foresay.lab.replay.load import Load, Target, foresee, highest_rate, replicas
+from foresay.lab.replay.load import Load, Target, _alike, foresee, highest_rate, replicas
 from foresay.lengths import ConstantLength, ThroughputLength
 from foresay.records.profile import Profile, Timing
 from foresay.records.recording import Record, Recording
@@ -112,6 +112,20 @@ def test_prompts_of_one_pass_read_the_weights_once() -> None:
     for count in (1, 2, 8):
         done = foresee(recording(prompt=41), known, [0.0] * count, None, ConstantLength(0), batch_size=8)
         assert done.requests[0].first_s == pytest.approx(begin + count * 40 * token + PASS_S)
+
+
+def test_what_prompts_share_is_what_comparing_all_of_them_finds() -> None:
+    def same_for(one: Sequence[int], other: Sequence[int]) -> int:
+        return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))))
+
+    rng = random.Random(3)
+    for _ in range(200):
+        prompts = [tuple(rng.randrange(2) for _ in range(rng.randrange(1, 7))) for _ in range(rng.randrange(1, 9))]
+        wanted = [
+            max((same_for(one, other) for j, other in enumerate(prompts) if j != i), default=0)
+            for i, one in enumerate(prompts)
+        ]
+        assert _alike(prompts) == wanted
 
 
 def test_a_text_that_is_played_again_is_another_request() -> None:
