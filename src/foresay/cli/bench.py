@@ -112,11 +112,10 @@ def _opened(
 def _shared(setup: dict[str, Any], output: Path, sharing: SharingOptions, machine: MachineOptions) -> Results:
     """The same by workers."""
     gpus = torch.cuda.device_count() if machine.device in (None, "cuda") else 1
-    with sharing.pool(setup, machine) as pool:
-        if not sharing.ray and pool.size > max(1, gpus):
-            print("foresay: workers on one machine slow each other; compare ratios of this run only", file=sys.stderr)  # noqa: T201
-        with _running() as report:
-            return benching.bench(pool, output, on_run=report)
+    if not sharing.ray and (sharing.workers or 0) > max(1, gpus):
+        print("foresay: workers on one machine slow each other; compare ratios of this run only", file=sys.stderr)  # noqa: T201
+    with sharing.pool(setup, machine) as pool, _running() as report:
+        return benching.bench(pool, output, on_run=report)
 
 
 @contextlib.contextmanager
