@@ -17,6 +17,7 @@ from foresay.cli.progress import loading
 from foresay.cli.replay import open_recording
 from foresay.cli.tables import show_table
 from foresay.errors import ConfigError
+from foresay.generation.generator import PREFIX_BYTES
 from foresay.generation.method import Method
 from foresay.lab.replay.arrivals import bursts, from_trace, poisson
 from foresay.lab.replay.load import Load, Target, foresee, highest_rate, replicas
@@ -135,6 +136,7 @@ class _World:
             rule=read_rule(method.rule),
             batch_size=self.batch_size,
             drafting=self._drafting(method.drafter),
+            prefix_bytes=PREFIX_BYTES,
         )
 
     def _drafting(self, drafter: str) -> Callable[[int, int], float] | None:

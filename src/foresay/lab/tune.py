@@ -193,10 +193,7 @@ class Tuner:
         name: str | None = None
         if can_precompute(drafter, generator.policy, self.recording):
             drafter, name = self._precompute(method.drafter, drafter, generator, batch_size), method.drafter
-        clock = self._profile.clock()
-        done = replay(
-            self.recording, drafter, generator.policy, batch_size=batch_size, clock=clock, ragged=self._profile.ragged
-        )
+        done = replay(self.recording, drafter, generator.policy, batch_size=batch_size, profile=self._profile)
         return expect(done, self.recording, self._profile, name)
 
     def _precompute(self, name: str, drafter: ModelDrafter, generator: Generator, batch_size: int) -> Drafter:

@@ -29,20 +29,18 @@ class RecordedText:
 
 @dataclass(frozen=True, slots=True)
 class SavedLength:
-    """Tokens that a row held."""
+    """Tokens that a row held, and what the recorded model keeps of them."""
 
     length: int
-
-    @property
-    def nbytes(self) -> int:
-        """Of the number itself."""
-        return 8
+    nbytes: int
 
 
 class RecordingCache:
     """A cache of lengths alone: a recording computes nothing. `texts`: the index of each row's text, [rows] int64."""
 
-    def __init__(self) -> None:
+    def __init__(self, kv_bytes: int = 0) -> None:
+        """kv_bytes: keys and values of one token in the recorded model, which bounds what is kept of rows that ended."""
+        self.kv_bytes = kv_bytes
         self.lengths: list[int] = []
         self.texts: IntArray = np.zeros(0, dtype=np.int64)
 
@@ -61,7 +59,7 @@ class RecordingCache:
 
     def save_prefix(self, row: int, length: int) -> SavedLength:
         """That so much of a row was there."""
-        return SavedLength(length)
+        return SavedLength(length, length * self.kv_bytes)
 
     def load_prefix(self, row: int, saved: SavedLength, length: int) -> None:
         """Row `row` begins with the first `length` tokens of what was there."""
@@ -84,14 +82,24 @@ class RecordingModel(LanguageModel):
     device = torch.device("cpu")
 
     def __init__(
-        self, texts: Sequence[RecordedText], vocab_size: int, *, max_length: int = 1 << 30, ragged: bool = False
+        self,
+        texts: Sequence[RecordedText],
+        vocab_size: int,
+        *,
+        max_length: int = 1 << 30,
+        ragged: bool = False,
+        column_cost: float | None = None,
     ) -> None:
-        """ragged: whether the recorded model's passes take the time of their real tokens."""
+        """ragged, column_cost: what the recorded model says of its passes, see Capabilities."""
         if not texts:
             raise ConfigError("a recording without texts: there is nothing to replay")
         self.vocab_size, self.max_length = vocab_size, max_length
         self._capabilities = Capabilities(
-            trees=True, scores=False, reads_source=texts[0].source is not None, ragged=ragged
+            trees=True,
+            scores=False,
+            reads_source=texts[0].source is not None,
+            ragged=ragged,
+            column_cost=column_cost,
         )
         lengths = [len(text.prompt) + len(text.output) for text in texts]
         self._tokens: IntArray = np.zeros((len(texts), max(lengths) + 1), dtype=np.int64)

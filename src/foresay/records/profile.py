@@ -73,6 +73,8 @@ class Profile:
     """Drafter -> seconds it takes to read one token of a prompt."""
     ragged: bool = False
     """Whether a pass takes the time of its real tokens; else that of its widest row."""
+    column_cost: float | None = None
+    """What the model says that one more token of one row adds to a pass, as a share of it; None where it does not."""
 
     def clock(self) -> Callable[[int, float, float], float]:
         """(batch, columns, context) -> seconds of a step without its drafting.

@@ -11,7 +11,7 @@ from foresay.errors import ConfigError
 from foresay.generation.generator import Generator
 from foresay.generation.method import Method
 from foresay.lab.bench.contenders import PromptBlock, sampling_name
-from foresay.lab.data.requests import PromptRequest, changed_params, digest
+from foresay.lab.data.requests import PromptRequest, digest, told_params
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,5 +58,5 @@ class BenchSettings:
             "model": target.target.name,
             "dtype": target.target.precision,
             "datasets": {name: {"prompts": len(asks), "digest": digest(asks)} for name, asks in self.datasets.items()},
-            "params": [{**changed_params(p), "max_new_tokens": p.max_new_tokens} for p in self.params],
+            "params": [told_params(params) for params in self.params],
         }

@@ -109,9 +109,16 @@ def measure(
     filled = tuple((tokens, _fill(target, tokens, repeats)) for tokens in fills if tokens < target.max_length)
     on_progress(len(cells) + 1, len(cells) + 1)
     floor = floors.floor(target)
-    ragged = target.capabilities.ragged
+    can = target.capabilities
     return Profile(
-        generator.target.name, generator.target.precision, machine(), tuple(timings), filled, floor, ragged=ragged
+        generator.target.name,
+        generator.target.precision,
+        machine(),
+        tuple(timings),
+        filled,
+        floor,
+        ragged=can.ragged,
+        column_cost=can.column_cost,
     )
 
 

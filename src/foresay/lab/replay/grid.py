@@ -123,8 +123,7 @@ def replayed(method: Method, recorded: Recording, resources: Resources, by: Meas
         policy,
         rule=rule,
         batch_size=by.batch_size,
-        clock=None if known is None else known.clock(),
-        ragged=known is not None and known.ragged,
+        profile=known,
     )
     return _facts(method, done, recorded, by) | _swi(done, by, {} if counter is None else counter.passes)
 

@@ -21,8 +21,8 @@ from foresay.decoding.rows import common_prefix
 from foresay.engine import Engine
 from foresay.engine.prefixes import PrefixStore
 from foresay.errors import ConfigError
-from foresay.lab.replay.replay import Timed, check_drafter, check_method, submit
-from foresay.models.recording import RecordingCache, RecordingModel
+from foresay.lab.replay.replay import Timed, check_drafter, check_method, model_settings, submit
+from foresay.models.recording import RecordingCache, RecordingModel, SavedLength
 from foresay.records.profile import FILLED_TOGETHER, Profile
 from foresay.records.recording import Record, Recording
 
@@ -109,13 +109,16 @@ class Load:
 class _Beginnings(RecordingCache):
     """A cache in which a text that is played again shares no more of its prompt than other texts begin with."""
 
-    def __init__(self, most: Sequence[int]) -> None:
+    def __init__(self, most: Sequence[int], kv_bytes: int) -> None:
         """most: of each text's prompt, what another one begins with."""
-        super().__init__()
+        super().__init__(kv_bytes)
         self._most = most
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
         super().copy_prefix(source, target, min(length, self._most[int(self.texts[target])]))
+
+    def load_prefix(self, row: int, saved: SavedLength, length: int) -> None:
+        super().load_prefix(row, saved, min(length, self._most[int(self.texts[row])]))
 
 
 def _alike(prompts: Sequence[Sequence[int]]) -> list[int]:
@@ -131,18 +134,15 @@ class _Clocked(RecordingModel):
     """A recording whose passes take a profile's time."""
 
     def __init__(self, records: Sequence[Record], recording: Recording, profile: Profile) -> None:
-        longest = int(recording.settings.get("max_length", 1 << 30))
-        super().__init__(
-            [record.text for record in records], recording.vocab_size, max_length=longest, ragged=profile.ragged
-        )
-        self._fill = profile.fill_seconds
+        super().__init__([record.text for record in records], **model_settings(recording, profile))
+        self._fill, self._kv_bytes = profile.fill_seconds, 0 if profile.floor is None else profile.floor.kv_bytes
         known = _alike([record.text.prompt for record in recording.records[: len(records)]])
         self._most = [known[i % len(known)] for i in range(len(records))]
         self.fill_s = 0.0
         """Seconds of all prefill so far."""
 
     def new_cache(self) -> RecordingCache:
-        return _Beginnings(self._most)
+        return _Beginnings(self._most, self._kv_bytes)
 
     def forward(self, feed: Feed, cache: KVCache) -> ModelOutput:
         if feed.logits is Logits.NONE:
@@ -165,14 +165,16 @@ def foresee(
     batch_size: int = 32,
     drafting: Drafting | None = None,
     share_prefixes: bool = True,
+    prefix_bytes: int = 0,
 ) -> Load:
     """Answer requests that arrive at these times, in order, with the recording's texts one after the other, again from the first
     when there are more.
 
     drafting: None takes the time that drafting takes here, which is right for look-ups. share_prefixes: whether a prompt
     starts from the slots of a row that begins alike, as `foresay.load` does it; a text that is played again is another request
-    there, and rows that ended keep nothing. Raises ConfigError for a sampled
-    recording, whose drafts a replay can only estimate, and as `replay` does.
+    there. prefix_bytes: what rows that ended may keep for that, as a server lets them; a profile without a floor does not say
+    what a token takes, and nothing is kept then. Raises ConfigError for a sampled recording, whose drafts a replay can only
+    estimate, and as `replay` does.
     """
     rule = rule or Speculative()
     if not recording.greedy:
@@ -182,7 +184,7 @@ def foresee(
         drafting = _no_time
     records = [recording.records[i % len(recording.records)] for i in range(len(arrivals))]
     model, timed = _Clocked(records, recording, profile), Timed(policy, profile.clock(), drafting)
-    prefixes = PrefixStore() if share_prefixes else None
+    prefixes = PrefixStore(prefix_bytes if profile.floor is not None else 0) if share_prefixes else None
     engine = Engine(model, drafter, rule, timed, max_batch_size=batch_size, prefixes=prefixes)
     return _Run(engine, model, timed, recording, records).over(sorted(arrivals))
 

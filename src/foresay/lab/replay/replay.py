@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 from time import perf_counter
+from typing import Any
 
 import torch
 
@@ -28,6 +29,7 @@ from foresay.lab.replay.sampled import LAW_FIELDS, members, replay_sampled
 from foresay.lengths import ThroughputLength
 from foresay.lengths.throughput import forget_own_time
 from foresay.models.recording import RecordingModel
+from foresay.records.profile import Profile
 from foresay.records.recording import Record, Recording
 
 
@@ -146,32 +148,40 @@ def replay(
     *,
     rule: Rule | None = None,
     batch_size: int = 1,
-    clock: Clock | None = None,
-    ragged: bool = False,
+    profile: Profile | None = None,
 ) -> Replay:
     """Decode the recorded outputs again with a drafter.
 
-    rule: None takes "speculative"; on a greedy recording all exact rules accept the same tokens. clock: how long passes of the
-    target take, for a policy that decides by time. ragged: whether that is the time of their real tokens.
+    rule: None takes "speculative"; on a greedy recording all exact rules accept the same tokens. profile: how long passes of
+    the target take, for a policy that decides by time.
     Raises ConfigError for what needs the target's logits (a lossy rule, a drafter that learns from them), for another
     rule than "speculative" on a sampled recording, for `throughput` without a clock, and when the drafter fails.
     """
     rule = rule or Speculative()
     check_method(recording, drafter, rule)
     if isinstance(policy, ThroughputLength):
-        if clock is None:
+        if profile is None:
             raise ConfigError(
                 "length 'throughput' decides by the time passes take; replay it with a profile of the target"
             )
-        policy = Timed(policy, clock)
+        policy = Timed(policy, profile.clock())
     if drafter is not None and not recording.greedy:
         replay_sampled(drafter, recording)
-    longest = check_int("max_length", recording.settings.get("max_length", 1 << 30), 1)
-    model = RecordingModel([r.text for r in recording.records], recording.vocab_size, max_length=longest, ragged=ragged)
+    model = RecordingModel([record.text for record in recording.records], **model_settings(recording, profile))
     engine = Engine(model, drafter, rule, policy, max_batch_size=batch_size)
     for record in recording.records:
         submit(engine, record, recording)
     return _run(engine, recording)
+
+
+def model_settings(recording: Recording, profile: Profile | None) -> dict[str, Any]:
+    """What a RecordingModel is told of the recorded one and, where it was profiled, of its passes."""
+    return {
+        "vocab_size": recording.vocab_size,
+        "max_length": check_int("max_length", recording.settings.get("max_length", 1 << 30), 1),
+        "ragged": profile is not None and profile.ragged,
+        "column_cost": None if profile is None else profile.column_cost,
+    }
 
 
 def check_method(recording: Recording, drafter: Drafter | None, rule: Rule) -> None:

@@ -19,7 +19,7 @@ from foresay.errors import ConfigError
 from foresay.lab.replay.arrivals import bursts, from_trace, poisson
 from foresay.lab.replay.load import Load, Target, _alike, foresee, highest_rate, replicas
 from foresay.lengths import ConstantLength, ThroughputLength
-from foresay.records.profile import Profile, Timing
+from foresay.records.profile import Floor, Profile, Timing
 from foresay.records.recording import Record, Recording
 
 PASS_S, TOKENS = 0.01, 20
@@ -103,6 +103,25 @@ def test_a_beginning_that_another_row_holds_takes_no_time() -> None:
     assert shared.requests[0].first_s == alone.requests[0].first_s == pytest.approx(PASS_S * (10.1 + 1))
     assert shared.requests[1].first_s < 2 * PASS_S < 10 * PASS_S < alone.requests[1].first_s
     assert alone.busy_s - shared.busy_s == pytest.approx(10.1 * PASS_S)
+
+
+def test_what_rows_that_ended_keep_takes_no_time_either_within_its_bytes() -> None:
+    """As in a server. The third begins like the first, which ended long before; the second, played again, begins like none."""
+    one, other = recording(count=2, prompt=101).records
+    known = replace(profile(fill=0.1), floor=Floor(0, kv_bytes=10, bytes_per_s=1.0))
+    third = Record("r2", (*one.prompt, 7, 8, 9, 7, 8), one.output)
+    texts, arrivals = replace(recording(), records=(one, other, third)), [0.0, 10.0, 20.0, 30.0, 40.0]
+
+    def third_and_fifth(prefix_bytes: int, known: Profile = known) -> tuple[float, float]:
+        settings: Any = {"batch_size": 4, "prefix_bytes": prefix_bytes}
+        answers = foresee(texts, known, arrivals, None, ConstantLength(0), **settings).requests
+        return answers[2].first_s / PASS_S, answers[4].first_s / PASS_S
+
+    held, filled = 101 + TOKENS - 1, pytest.approx((11.5, 11.0))
+    assert third_and_fifth(2 * held * 10) == pytest.approx((1.4, 11.0)), "both are kept"
+    assert third_and_fifth(2 * held * 10 - 1) == filled, "the second drove the first out"
+    assert third_and_fifth(0) == filled
+    assert third_and_fifth(1 << 20, replace(known, floor=None)) == filled, "what a token takes is not known"
 
 
 def test_prompts_of_one_pass_read_the_weights_once() -> None:

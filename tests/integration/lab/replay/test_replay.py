@@ -34,6 +34,7 @@ from foresay.models.huggingface.early_exit import first_layers
 from foresay.models.huggingface.seq2seq import Seq2SeqModel
 from foresay.models.recording import RecordingModel
 from foresay.models.table import TableModel
+from foresay.records.profile import Profile, Timing
 from foresay.records.recording import Record, Recording
 from foresay.text.stream import StopStrings
 from helpers import tiny
@@ -340,26 +341,49 @@ def test_a_foreign_prompt_is_refused(plain: Recording) -> None:
 
 def test_throughput_is_told_the_targets_times(plain: Recording) -> None:
     """With passes that cost the same however wide they are it drafts; where each column costs a pass it does not."""
-    wide = replay(plain, Oracle(plain), ThroughputLength(start=4, high=8), clock=lambda batch, columns, context: 1.0)
+    wide = replay(plain, Oracle(plain), ThroughputLength(start=4, high=8), profile=profile(lambda columns: 1.0))
     dear = replay(
-        plain, Oracle(plain), ThroughputLength(start=4, high=8), clock=lambda batch, columns, context: 10.0 * columns
+        plain, Oracle(plain), ThroughputLength(start=4, high=8), profile=profile(lambda columns: 10.0 * columns)
     )
     assert wide.stats.num_drafted > 3 * max(1, dear.stats.num_drafted)
     assert wide.efficiency()[0] > 2.5 and wide.efficiency()[0] > 1.5 * dear.efficiency()[0]
     contexts: list[float] = []
-    replay(plain, Oracle(plain), ThroughputLength(), clock=lambda b, c, context: contexts.append(context) or 1.0)
+
+    class Watched(Profile):
+        def clock(self) -> Callable[[int, float, float], float]:
+            return lambda batch, columns, context: contexts.append(context) or 1.0
+
+    replay(plain, Oracle(plain), ThroughputLength(), profile=Watched("m", "float32", {}, (), ()))
     assert min(contexts) >= 2 and max(contexts) > 30, "the rows' sizes"
 
 
-class Oracle(Fake):
-    """Guesses what is recorded."""
+def profile(seconds: Callable[[int], float], column_cost: float | None = None) -> Profile:
+    """Passes of one row, by their columns."""
+    timings = tuple(Timing(1, c, 40, s := seconds(c), s, s) for c in (1, 2, 5, 9))
+    return Profile("m", "float32", {}, timings, ((256, 1.0),), ragged=True, column_cost=column_cost)
 
-    def __init__(self, recording: Recording) -> None:
-        self.texts = [r.output for r in recording.records]
+
+def test_throughput_is_told_what_a_column_costs_where_the_model_says_so(plain: Recording) -> None:
+    """As live over llama.cpp, whose columns are dear: it need not find out by drafting."""
+
+    def drafted(known: float | None) -> int:
+        dear = profile(lambda columns: 1 + 0.9 * (columns - 1), known)
+        return replay(
+            plain, Oracle(plain, wrong=True), ThroughputLength(start=4, high=8), profile=dear
+        ).stats.num_drafted
+
+    assert drafted(0.9) < drafted(None)
+
+
+class Oracle(Fake):
+    """Guesses what is recorded, or anything but that."""
+
+    def __init__(self, recording: Recording, *, wrong: bool = False) -> None:
+        self.texts, self.off = [r.output for r in recording.records], int(wrong)
 
     def guess(self, row: int, rows: Rows, budget: int) -> list[int]:
         one = rows[row]
-        return list(self.texts[one.request_id][one.num_new : one.num_new + budget])
+        return [(token + self.off) % VOCAB for token in self.texts[one.request_id][one.num_new : one.num_new + budget]]
 
 
 # -- figures -------------------------------------------------------------------------------------------------------------

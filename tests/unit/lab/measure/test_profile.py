@@ -262,6 +262,16 @@ def test_measuring_a_tiny_model() -> None:
     assert found.clock()(2, 3, 20) > 0
 
 
+def test_a_profile_holds_what_the_model_says_of_its_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = loaded()
+    can = replace(target.target.model.capabilities, ragged=True, column_cost=0.55)
+    monkeypatch.setattr(type(target.target.model), "capabilities", property(lambda self: can))
+    found = measure(target, batches=(1,), columns=(1,), contexts=(8,), repeats=1, fills=())
+    assert found.ragged and found.column_cost == 0.55
+    found.save(tmp_path / "p.json")
+    assert Profile.load(tmp_path / "p.json") == found == medians([found, found])
+
+
 def test_medians_of_profiles_forget_a_slow_moment() -> None:
     slow = made(
         timings=tuple(replace(t, seconds=9 * t.seconds, low=9 * t.low, high=9 * t.high) for t in TIMINGS),
