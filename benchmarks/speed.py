@@ -1,12 +1,14 @@
 """Whole decoding beside other engines and beside ourselves, as ratios of neighbouring runs.
 
     python benchmarks/speed.py [--quick] [--only NAME ...] [--vllm PYTHON] [--llamacpp PYTHON]
-                               [--economize PYTHON] [--write]
+                               [--economize PYTHON] [--peer-dtype fp32] [--write] [--section NAME]
 
 Shipped prompts, greedy, prompts included, the same weights, threads and number of tokens. Contenders take turns between runs of
 our plain decoding (`foresay.lab.bench`), and each figure is a median of ratios to those neighbours, since shared machines
-drift. Other engines live in interpreters of their own (docs/peers.md); what is not given is left out. `--write` puts the
-figures into benchmarks/RESULTS.md. The last line is one JSON object.
+drift. Other engines live in interpreters of their own (docs/peers.md); what is not given is left out. `--peer-dtype`
+names what they compute in beside our bf16: a processor without bf16 emulates it. `--write` puts the figures into
+benchmarks/RESULTS.md, under `--section`, so that those of another processor may stand beside them. The last line is one JSON
+object.
 """
 
 from __future__ import annotations
@@ -148,11 +150,12 @@ def log(text: str) -> None:
 def bf16(bench: Speed) -> dict[str, float]:
     """Plain, the default and fixed lengths beside vLLM, transformers and economize, with bf16 weights."""
     out: dict[str, float] = {}
-    vllms = bench.peers("vllm", "vllm(ngram=5)", dtype="bf16")
+    dtype = bench.args.peer_dtype
+    vllms = bench.peers("vllm", "vllm(ngram=5)", dtype=dtype)
     for batch in BATCHES:
         methods = [DEFAULT, LOOK_UP, Method("suffix", "12")] if batch == 1 else [DEFAULT, LOOK_UP]
         alone = ("transformers", "economize", "economize(lookup=5)") if batch == 1 else ()
-        peers = [*vllms, *bench.peers(*alone, dtype="bf16")]
+        peers = [*vllms, *bench.peers(*alone, dtype=dtype)]
         found = bench.compare("bf16", batch, methods, peers)
         out[f"default_b{batch}"] = found[DEFAULT.name]
         theirs = [found[peer.name] for peer in vllms if peer.name in found]
@@ -319,16 +322,17 @@ PARTS: dict[str, Callable[[Speed], dict[str, float]]] = {
 }
 
 
-def text_of(figures: dict[str, float], rows: Sequence[tuple[str, int, str, float, list[float]]]) -> str:
+def text_of(figures: dict[str, float], bench: Speed) -> str:
     """The figures as they stand in RESULTS.md."""
     where = machine()
-    out = [f"{where['processor']}, {torch.get_num_threads()} threads, torch {torch.__version__}", ""]
+    peers = f"; other engines' 16-bit figures in {bench.args.peer_dtype}" if bench.args.peer_dtype != "bf16" else ""
+    out = [f"{where['processor']}, {torch.get_num_threads()} threads, torch {torch.__version__}{peers}", ""]
     out += ["| figure | measured | wanted |", "|---|---|---|"]
     for key, value in figures.items():
         wanted = f">= {WANTED[key]:g}" if key in WANTED else f"<= {AT_MOST[key]:g}" if key in AT_MOST else ""
         out.append(f"| {key} | {value:.3f} | {wanted} |")
     out += ["", "| weights | batch | | tokens/s | over our plain |", "|---|---|---|---|---|"]
-    for weights, batch, name, rate, gains in rows:
+    for weights, batch, name, rate, gains in bench.table:
         spread = "1x" if name == PLAIN else f"{statistics.median(gains):.2f}x ({gains[0]:.2f} to {gains[-1]:.2f})"
         out.append(f"| {weights} | {batch} | {name} | {rate:.1f} | {spread} |")
     return "\n".join(out)
@@ -342,7 +346,10 @@ def section(path: Path, name: str, text: str) -> None:
         title, _, rest = old.partition("\n")
         old = f"{title}\n\n{begin}\n{end}\n{rest}"
     head, _, rest = old.partition(begin)
-    path.write_text(f"{head}{begin}\n## benchmarks/{name}.py\n\n{text}\n{end}{rest.partition(end)[2]}")
+    script = name.split()[0]
+    path.write_text(
+        f"{head}{begin}\n## benchmarks/{name.replace(script, f'{script}.py', 1)}\n\n{text}\n{end}{rest.partition(end)[2]}"
+    )
 
 
 def main() -> int:
@@ -353,7 +360,9 @@ def main() -> int:
     parser.add_argument("--vllm", help="the interpreter vLLM is installed in")
     parser.add_argument("--llamacpp", help="the interpreter llama-cpp-python is installed in")
     parser.add_argument("--economize", help="the interpreter economize is installed in")
+    parser.add_argument("--peer-dtype", default="bf16", help="of vLLM and transformers beside our bf16: bf16 or fp32")
     parser.add_argument("--write", action="store_true", help="write benchmarks/RESULTS.md")
+    parser.add_argument("--section", default="speed", help="of RESULTS.md")
     args = parser.parse_args()
     bench = Speed(args)
     figures: dict[str, float] = {}
@@ -367,7 +376,7 @@ def main() -> int:
                 log(f"  {key}: {value:.3f}")
             log(f"  ({perf_counter() - began:.0f} s)")
             if args.write:
-                section(HERE / "RESULTS.md", "speed", text_of(figures, bench.table))
+                section(HERE / "RESULTS.md", args.section, text_of(figures, bench))
     finally:
         bench.close()
     print(json.dumps({key: round(value, 4) for key, value in figures.items()}))
