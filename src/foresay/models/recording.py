@@ -38,9 +38,9 @@ class SavedLength:
 class RecordingCache:
     """A cache of lengths alone: a recording computes nothing. `texts`: the index of each row's text, [rows] int64."""
 
-    def __init__(self, kv_bytes: int = 0) -> None:
-        """kv_bytes: keys and values of one token in the recorded model, which bounds what is kept of rows that ended."""
-        self.kv_bytes = kv_bytes
+    def __init__(self, token_bytes: float = 0.0) -> None:
+        """token_bytes: what a token takes in the recorded model's cache, which bounds what is kept of rows that ended."""
+        self.token_bytes = token_bytes
         self.lengths: list[int] = []
         self.texts: IntArray = np.zeros(0, dtype=np.int64)
 
@@ -59,7 +59,7 @@ class RecordingCache:
 
     def save_prefix(self, row: int, length: int) -> SavedLength:
         """That so much of a row was there."""
-        return SavedLength(length, length * self.kv_bytes)
+        return SavedLength(length, round(length * self.token_bytes))
 
     def load_prefix(self, row: int, saved: SavedLength, length: int) -> None:
         """Row `row` begins with the first `length` tokens of what was there."""

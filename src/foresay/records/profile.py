@@ -75,6 +75,8 @@ class Profile:
     """Whether a pass takes the time of its real tokens; else that of its widest row."""
     column_cost: float | None = None
     """What the model says that one more token of one row adds to a pass, as a share of it; None where it does not."""
+    token_bytes: float = 0.0
+    """What a token takes in the model's cache; 0 where nobody knows."""
 
     def clock(self) -> Callable[[int, float, float], float]:
         """(batch, columns, context) -> seconds of a step without its drafting.

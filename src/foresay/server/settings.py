@@ -60,6 +60,10 @@ class ServerSettings:
         ):
             check_int(name, getattr(self, name), low)
         check_int("max_stops", self.max_stops, 0)
+        if self.hosts and (self.keys or self.host not in LOOPBACK):
+            raise ConfigError(
+                "names of hosts are looked at on this machine's own address without keys; drop --allow-host"
+            )
         for name in self.hosts:
             if not name or "/" in name or (":" in name and not name.startswith("[")):
                 raise ConfigError(f"hosts: {name!r} is no name of a host; leave scheme and port out")

@@ -212,6 +212,9 @@ class TestWho:
         for wrong in ("https://x", "x:80", ""):
             with pytest.raises(foresay.ConfigError, match="no name of a host"):
                 ServerSettings(hosts=(wrong,))
+        for settings in ({"keys": frozenset({"k"})}, {"host": "0.0.0.0", "open_to_all": True}):
+            with pytest.raises(foresay.ConfigError, match="drop --allow-host"):
+                ServerSettings(hosts=("proxy.example",), **settings)
         with_keys = serve(keys=frozenset({"k"}))
         headers = {"Host": "any.example", "Authorization": "Bearer k"}
         assert httpx.get(f"{with_keys.url}/v1/models", headers=headers).status_code == 200

@@ -33,6 +33,8 @@ BATCHES, COLUMNS, CONTEXTS = (1, 2, 4, 8), (1, 2, 3, 4, 5, 6, 7, 9), (128, 512)
 FILLS = (8, 32, 128, FILL_CHUNK)
 LENGTHS = (1, 2, 4, 8)
 _WARM_UP = 2
+_MANY = 1 << 20
+"""Tokens of a cache whose size is asked for: a small one has room to grow."""
 
 
 class Noise(Stateless):
@@ -109,17 +111,18 @@ def measure(
     filled = tuple((tokens, _fill(target, tokens, repeats)) for tokens in fills if tokens < target.max_length)
     on_progress(len(cells) + 1, len(cells) + 1)
     floor = floors.floor(target)
+    name, precision = generator.target.name, generator.target.precision
+    return Profile(name, precision, machine(), tuple(timings), filled, floor, **_said_by(target))
+
+
+def _said_by(target: LanguageModel) -> dict[str, Any]:
+    """What a model says of its passes and its cache, which no file that is kept has to be believed about."""
     can = target.capabilities
-    return Profile(
-        generator.target.name,
-        generator.target.precision,
-        machine(),
-        tuple(timings),
-        filled,
-        floor,
-        ragged=can.ragged,
-        column_cost=can.column_cost,
-    )
+    return {
+        "ragged": can.ragged,
+        "column_cost": can.column_cost,
+        "token_bytes": target.cache_bytes(1, _MANY) / _MANY,
+    }
 
 
 def medians(profiles: Sequence[Profile]) -> Profile:
@@ -239,7 +242,7 @@ def profile(generator: Generator, *, fresh: bool = False, **settings: Any) -> Pr
         longest = max(settings.get("contexts", CONTEXTS))
         have = {(t.batch, t.columns) for t in kept.timings}
         if wanted <= have and longest <= max(t.context for t in kept.timings):
-            return kept
+            return replace(kept, **_said_by(generator.target.model))
     made = measure(generator, **settings)
     made.save(path)
     return made

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -22,7 +23,7 @@ from foresay.engine import Engine
 from foresay.engine.prefixes import PrefixStore
 from foresay.errors import ConfigError
 from foresay.lab.replay.replay import Timed, check_drafter, check_method, model_settings, submit
-from foresay.models.recording import RecordingCache, RecordingModel, SavedLength
+from foresay.models.recording import RecordedText, RecordingCache, RecordingModel, SavedLength
 from foresay.records.profile import FILLED_TOGETHER, Profile
 from foresay.records.recording import Record, Recording
 
@@ -109,9 +110,9 @@ class Load:
 class _Beginnings(RecordingCache):
     """A cache in which a text that is played again shares no more of its prompt than other texts begin with."""
 
-    def __init__(self, most: Sequence[int], kv_bytes: int) -> None:
+    def __init__(self, most: Sequence[int], token_bytes: float) -> None:
         """most: of each text's prompt, what another one begins with."""
-        super().__init__(kv_bytes)
+        super().__init__(token_bytes)
         self._most = most
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
@@ -121,13 +122,17 @@ class _Beginnings(RecordingCache):
         super().load_prefix(row, saved, min(length, self._most[int(self.texts[row])]))
 
 
-def _alike(prompts: Sequence[Sequence[int]]) -> list[int]:
-    """How much of each prompt another one begins with."""
-    order = sorted(range(len(prompts)), key=lambda i: tuple(prompts[i]))  # whose beginnings are alike are neighbours
-    arrays = [np.asarray(prompts[i]) for i in order]
-    shared = [0, *(common_prefix(one, other) for one, other in pairwise(arrays)), 0]
-    most = dict(zip(order, map(max, pairwise(shared)), strict=True))
-    return [most[i] for i in range(len(prompts))]
+def _alike(texts: Sequence[RecordedText]) -> list[int]:
+    """How much of each prompt another text begins with, what was written to it included: a chat's next turn begins so."""
+    held = [np.asarray([*text.prompt, *text.output[:-1]]) for text in texts]
+    order = sorted(range(len(texts)), key=lambda i: tuple(held[i]))  # whose beginnings are alike are neighbours
+    sorted_texts = [tuple(held[i]) for i in order]
+    out = []
+    for i, text in enumerate(texts):
+        prompt, place = np.asarray(text.prompt), bisect_left(sorted_texts, tuple(text.prompt))
+        near = (next((j for j in side if j != i), None) for side in (reversed(order[:place]), order[place:]))
+        out.append(max((common_prefix(held[j], prompt) for j in near if j is not None), default=0))
+    return out
 
 
 class _Clocked(RecordingModel):
@@ -135,14 +140,14 @@ class _Clocked(RecordingModel):
 
     def __init__(self, records: Sequence[Record], recording: Recording, profile: Profile) -> None:
         super().__init__([record.text for record in records], **model_settings(recording, profile))
-        self._fill, self._kv_bytes = profile.fill_seconds, 0 if profile.floor is None else profile.floor.kv_bytes
-        known = _alike([record.text.prompt for record in recording.records[: len(records)]])
+        self._fill, self._token_bytes = profile.fill_seconds, profile.token_bytes
+        known = _alike([record.text for record in recording.records[: len(records)]])
         self._most = [known[i % len(known)] for i in range(len(records))]
         self.fill_s = 0.0
         """Seconds of all prefill so far."""
 
     def new_cache(self) -> RecordingCache:
-        return _Beginnings(self._most, self._kv_bytes)
+        return _Beginnings(self._most, self._token_bytes)
 
     def forward(self, feed: Feed, cache: KVCache) -> ModelOutput:
         if feed.logits is Logits.NONE:
@@ -172,9 +177,9 @@ def foresee(
 
     drafting: None takes the time that drafting takes here, which is right for look-ups. share_prefixes: whether a prompt
     starts from the slots of a row that begins alike, as `foresay.load` does it; a text that is played again is another request
-    there. prefix_bytes: what rows that ended may keep for that, as a server lets them; a profile without a floor does not say
-    what a token takes, and nothing is kept then. Raises ConfigError for a sampled recording, whose drafts a replay can only
-    estimate, and as `replay` does.
+    there, but takes the place of the first where rows that ended are kept. prefix_bytes: what they may keep, as in a server;
+    nothing where the profile does not say what a token takes. Raises ConfigError for a sampled recording, whose drafts a
+    replay can only estimate, and as `replay` does.
     """
     rule = rule or Speculative()
     if not recording.greedy:
@@ -184,7 +189,7 @@ def foresee(
         drafting = _no_time
     records = [recording.records[i % len(recording.records)] for i in range(len(arrivals))]
     model, timed = _Clocked(records, recording, profile), Timed(policy, profile.clock(), drafting)
-    prefixes = PrefixStore(prefix_bytes if profile.floor is not None else 0) if share_prefixes else None
+    prefixes = PrefixStore(prefix_bytes if profile.token_bytes else 0) if share_prefixes else None
     engine = Engine(model, drafter, rule, timed, max_batch_size=batch_size, prefixes=prefixes)
     return _Run(engine, model, timed, recording, records).over(sorted(arrivals))
 

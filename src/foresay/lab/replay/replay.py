@@ -2,7 +2,8 @@
 
 For a greedy recording the Steps are exactly those of live decoding: a draft token is accepted if and only if it is the
 recorded next token. For a sampled one acceptance is an estimate (see foresay.lab.replay.sampled). Owns which methods can be
-replayed, and what a replay reports. Does not know how long live passes take: a profile adds that (predict.py).
+replayed, and what a replay reports. How long live passes take only a profile knows, for lengths that adapt to it and for
+predict.py.
 """
 
 from __future__ import annotations
@@ -155,7 +156,7 @@ def replay(
     rule: None takes "speculative"; on a greedy recording all exact rules accept the same tokens. profile: how long passes of
     the target take, for a policy that decides by time.
     Raises ConfigError for what needs the target's logits (a lossy rule, a drafter that learns from them), for another
-    rule than "speculative" on a sampled recording, for `throughput` without a clock, and when the drafter fails.
+    rule than "speculative" on a sampled recording, for `throughput` without a profile, and when the drafter fails.
     """
     rule = rule or Speculative()
     check_method(recording, drafter, rule)

@@ -19,7 +19,8 @@ from foresay.errors import ConfigError
 from foresay.lab.replay.arrivals import bursts, from_trace, poisson
 from foresay.lab.replay.load import Load, Target, _alike, foresee, highest_rate, replicas
 from foresay.lengths import ConstantLength, ThroughputLength
-from foresay.records.profile import Floor, Profile, Timing
+from foresay.models.recording import RecordedText
+from foresay.records.profile import Profile, Timing
 from foresay.records.recording import Record, Recording
 
 PASS_S, TOKENS = 0.01, 20
@@ -106,10 +107,11 @@ def test_a_beginning_that_another_row_holds_takes_no_time() -> None:
 
 
 def test_what_rows_that_ended_keep_takes_no_time_either_within_its_bytes() -> None:
-    """As in a server. The third begins like the first, which ended long before; the second, played again, begins like none."""
+    """As in a server. The third is the next turn of the first, which ended long before; the second, played again, begins like
+    none."""
     one, other = recording(count=2, prompt=101).records
-    known = replace(profile(fill=0.1), floor=Floor(0, kv_bytes=10, bytes_per_s=1.0))
-    third = Record("r2", (*one.prompt, 7, 8, 9, 7, 8), one.output)
+    known = replace(profile(fill=0.1), token_bytes=10.0)
+    third = Record("r2", (*one.prompt, *one.output[:-1], 7, 8, 9, 7, 8), one.output)
     texts, arrivals = replace(recording(), records=(one, other, third)), [0.0, 10.0, 20.0, 30.0, 40.0]
 
     def third_and_fifth(prefix_bytes: int, known: Profile = known) -> tuple[float, float]:
@@ -117,11 +119,12 @@ def test_what_rows_that_ended_keep_takes_no_time_either_within_its_bytes() -> No
         answers = foresee(texts, known, arrivals, None, ConstantLength(0), **settings).requests
         return answers[2].first_s / PASS_S, answers[4].first_s / PASS_S
 
-    held, filled = 101 + TOKENS - 1, pytest.approx((11.5, 11.0))
+    held = 101 + TOKENS - 1
+    filled = pytest.approx((1 + 0.1 * (held + 4), 11.0))
     assert third_and_fifth(2 * held * 10) == pytest.approx((1.4, 11.0)), "both are kept"
     assert third_and_fifth(2 * held * 10 - 1) == filled, "the second drove the first out"
     assert third_and_fifth(0) == filled
-    assert third_and_fifth(1 << 20, replace(known, floor=None)) == filled, "what a token takes is not known"
+    assert third_and_fifth(1 << 20, replace(known, token_bytes=0.0)) == filled, "what a token takes is not known"
 
 
 def test_prompts_of_one_pass_read_the_weights_once() -> None:
@@ -138,13 +141,18 @@ def test_what_prompts_share_is_what_comparing_all_of_them_finds() -> None:
         return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))))
 
     rng = random.Random(3)
-    for _ in range(200):
-        prompts = [tuple(rng.randrange(2) for _ in range(rng.randrange(1, 7))) for _ in range(rng.randrange(1, 9))]
+
+    def text(longest: int) -> tuple[int, ...]:
+        return tuple(rng.randrange(2) for _ in range(rng.randrange(1, longest)))
+
+    for _ in range(400):
+        texts = [RecordedText(text(7), text(4)) for _ in range(rng.randrange(1, 9))]
+        held = [(*one.prompt, *one.output[:-1]) for one in texts]
         wanted = [
-            max((same_for(one, other) for j, other in enumerate(prompts) if j != i), default=0)
-            for i, one in enumerate(prompts)
+            max((same_for(one.prompt, held[j]) for j in range(len(texts)) if j != i), default=0)
+            for i, one in enumerate(texts)
         ]
-        assert _alike(prompts) == wanted
+        assert _alike(texts) == wanted
 
 
 def test_a_text_that_is_played_again_is_another_request() -> None:

@@ -270,6 +270,11 @@ def test_a_profile_holds_what_the_model_says_of_its_passes(tmp_path: Path, monke
     assert found.ragged and found.column_cost == 0.55
     found.save(tmp_path / "p.json")
     assert Profile.load(tmp_path / "p.json") == found == medians([found, found])
+    assert found.token_bytes == 2 * 3 * 2 * 8 * 4
+    monkeypatch.setenv("FORESAY_CACHE", str(tmp_path))
+    older = replace(found, column_cost=None, token_bytes=0.0)  # written before anyone asked
+    older.save(profile_path(found.model, found.dtype, found.machine))
+    assert profile(target, batches=(1,), columns=(1,), contexts=(8,)) == found
 
 
 def test_medians_of_profiles_forget_a_slow_moment() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import platform
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,26 @@ def other_bits(product: Any, dtype: torch.dtype) -> int:
             count += not torch.equal(product(x[:rows]), whole[:rows])
             count += not torch.equal(product(x[-rows:]), whole[-rows:])
     return count
+
+
+@pytest.mark.usefixtures("_threads_as_before")
+@pytest.mark.parametrize("without", ["avx512f", "avx2"] if platform.machine() in ("x86_64", "AMD64") else [])
+def test_shorter_vectors_than_this_machine_has(without: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Panels are cut otherwise there; what a processor has is not asked for at run time."""
+    compiler = build._compiler()
+    monkeypatch.setenv("CXX", f"{compiler[0]} -mno-{without}")
+    monkeypatch.setenv("FORESAY_CACHE", str(tmp_path))
+    monkeypatch.setattr(build, "_FLAGS", tuple(flag.replace("-O3", "-O1") for flag in build._FLAGS))
+    build.library.cache_clear()
+    try:
+        for make in (NativeProduct.int4, NativeProduct.int8):
+            product, x = make(weights(200, 576), None), torch.randn(130, 576, generator=SEEDED)
+            wanted = x.double() @ product.dense().double().t()
+            torch.testing.assert_close(product(x).double(), wanted, atol=1e-4, rtol=2e-5)
+            assert not other_bits(product, torch.float32)
+    finally:
+        build.library.cache_clear()
+    assert len(list(tmp_path.rglob("*.so"))) == 1, "they were compiled for this"
 
 
 @pytest.mark.usefixtures("_threads_as_before")
