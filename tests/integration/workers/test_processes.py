@@ -158,48 +158,43 @@ def test_kept_results_need_no_worker(
     assert found[0] != found[1] and all(err == "" for _, _, err in found)
 
 
-def test_commands(folder: Path, tmp_path: Path) -> None:
+def test_commands(folder: Path, tmp_path: Path, shell: tiny.Shell) -> None:
     """generate --lines and replay print what they print alone, in order; record too. Wrong uses are refused."""
     prompts = "".join(f"prompt {i}\n" for i in range(7)).encode()
     asked = ("generate", "--lines", "--model", str(folder), "-n", "9", "--dtype", "fp32", "-t", "0.8", "--seed", "3")
-    alone, shared = (tiny.foresay(*asked, *more, stdin=prompts) for more in ((), ("--workers", "2")))
-    assert (alone.returncode, shared.returncode) == (0, 0), shared.stderr
-    assert alone.stdout == shared.stdout and shared.stderr == b""
+    alone, shared = shell(*asked, stdin=prompts), tiny.foresay(*asked, "--workers", "2", stdin=prompts)
+    assert (alone[0], shared.returncode) == (0, 0), shared.stderr
+    assert alone[1] == shared.stdout.decode() and shared.stderr == b""
     as_json = tiny.foresay(*asked, "--workers", "2", "--json", stdin=prompts).stdout.splitlines()
     assert [json.loads(line)["prompt"] for line in as_json] == [f"prompt {i}" for i in range(7)]
 
     one, other = tmp_path / "one.jsonl", tmp_path / "other.jsonl"
-    for path, extra in ((one, ()), (other, ("--workers", "2"))):
-        made = tiny.foresay(
-            "record", str(path), "--model", str(folder), "--count", "6", "-n", "12", "--dtype", "fp32", *extra
-        )
-        assert made.returncode == 0, made.stderr
+    asking = ("--model", str(folder), "--count", "6", "-n", "12", "--dtype", "fp32")
+    assert shell("record", str(one), *asking)[0] == 0
+    made = tiny.foresay("record", str(other), *asking, "--workers", "2")
+    assert made.returncode == 0, made.stderr
     assert lines(one) == lines(other)
 
     grid = ("replay", str(one), str(other), "--drafter", "suffix", "--drafter", "prompt_lookup", "--json")
     kept = tmp_path / "grid.jsonl"
-    found = [tiny.foresay(*grid, *more) for more in ((), ("--workers", "2", "-o", str(kept)), ("-o", str(kept)))]
-    assert [one.returncode for one in found] == [0] * 3, found[1].stderr
+    found = [shell(*grid), shell(*grid, "--workers", "2", "-o", str(kept)), shell(*grid, "-o", str(kept))]
+    assert [one[0] for one in found] == [0] * 3, found[1]
     results = [
-        [
-            {k: v for k, v in json.loads(line).items() if k not in ("seconds", "stats")}
-            for line in one.stdout.splitlines()
-        ]
+        [{k: v for k, v in json.loads(line).items() if k not in ("seconds", "stats")} for line in one[1].splitlines()]
         for one in found
     ]
     assert results[0] == results[1] == results[2] and len(results[0]) == 4
-    assert found[1].stdout == found[2].stdout, "what is kept is not done again"
+    assert found[1][1] == found[2][1], "what is kept is not done again"
 
-    refused = tiny.foresay("generate", "a", "--model", str(folder), "--workers", "2")
-    assert refused.returncode == 2 and b"add --lines" in refused.stderr
-    assert b"--ray needs --workers" in tiny.foresay(*asked, "--ray", stdin=prompts).stderr
+    assert "add --lines" in shell.refused("generate", "a", "--model", str(folder), "--workers", "2")
+    assert "--ray needs --workers" in shell.refused(*asked, "--ray", stdin=prompts)
 
 
-def test_a_terminal_gets_a_bar_and_standard_output_the_texts(folder: Path) -> None:
+def test_a_terminal_gets_a_bar_and_standard_output_the_texts(folder: Path, shell: tiny.Shell) -> None:
     """Shared or alone, what a pipe reads is the same whether somebody watches or not."""
     prompts = "".join(f"prompt {i}\n" for i in range(4)).encode()
     asked = ("generate", "--lines", "--model", str(folder), "-n", "9", "--dtype", "fp32")
-    wanted = tiny.foresay(*asked, stdin=prompts).stdout
+    wanted = shell(*asked, stdin=prompts)[1].encode()
     for more in ((), ("--workers", "2")):
         code, out, shown = tiny.foresay_watched(*asked, *more, stdin=prompts)
         assert (code, out) == (0, wanted), shown
