@@ -28,10 +28,9 @@ class RecordedText:
 
 
 @dataclass(frozen=True, slots=True)
-class SavedLength:
-    """Tokens that a row held, and what the recorded model keeps of them."""
+class SavedSize:
+    """Bytes of what the recorded model keeps of a row."""
 
-    length: int
     nbytes: int
 
 
@@ -57,11 +56,11 @@ class RecordingCache:
         """Row `target` begins with the first `length` tokens of row `source`, which are its own."""
         self.lengths[target] = length
 
-    def save_prefix(self, row: int, length: int) -> SavedLength:
-        """That so much of a row was there."""
-        return SavedLength(length, round(length * self.token_bytes))
+    def save_prefix(self, row: int, length: int) -> SavedSize:
+        """What so much of a row takes."""
+        return SavedSize(round(length * self.token_bytes))
 
-    def load_prefix(self, row: int, saved: SavedLength, length: int) -> None:
+    def load_prefix(self, row: int, saved: SavedSize, length: int) -> None:
         """Row `row` begins with the first `length` tokens of what was there."""
         self.lengths[row] = length
 

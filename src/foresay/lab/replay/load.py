@@ -23,7 +23,7 @@ from foresay.engine import Engine
 from foresay.engine.prefixes import PrefixStore
 from foresay.errors import ConfigError
 from foresay.lab.replay.replay import Timed, check_drafter, check_method, model_settings, submit
-from foresay.models.recording import RecordedText, RecordingCache, RecordingModel, SavedLength
+from foresay.models.recording import RecordedText, RecordingCache, RecordingModel, SavedSize
 from foresay.records.profile import FILLED_TOGETHER, Profile
 from foresay.records.recording import Record, Recording
 
@@ -118,20 +118,20 @@ class _Beginnings(RecordingCache):
     def copy_prefix(self, source: int, target: int, length: int) -> None:
         super().copy_prefix(source, target, min(length, self._most[int(self.texts[target])]))
 
-    def load_prefix(self, row: int, saved: SavedLength, length: int) -> None:
+    def load_prefix(self, row: int, saved: SavedSize, length: int) -> None:
         super().load_prefix(row, saved, min(length, self._most[int(self.texts[row])]))
 
 
 def _alike(texts: Sequence[RecordedText]) -> list[int]:
     """How much of each prompt another text begins with, what was written to it included: a chat's next turn begins so."""
-    held = [np.asarray([*text.prompt, *text.output[:-1]]) for text in texts]
-    order = sorted(range(len(texts)), key=lambda i: tuple(held[i]))  # whose beginnings are alike are neighbours
-    sorted_texts = [tuple(held[i]) for i in order]
+    held = [(*text.prompt, *text.output[:-1]) for text in texts]
+    order = sorted(range(len(texts)), key=held.__getitem__)  # whose beginnings are alike are neighbours
     out = []
     for i, text in enumerate(texts):
-        prompt, place = np.asarray(text.prompt), bisect_left(sorted_texts, tuple(text.prompt))
-        near = (next((j for j in side if j != i), None) for side in (reversed(order[:place]), order[place:]))
-        out.append(max((common_prefix(held[j], prompt) for j in near if j is not None), default=0))
+        prompt = tuple(text.prompt)
+        place = bisect_left(order, prompt, key=held.__getitem__)
+        near = order[max(0, place - 1) : place + 2]  # with a place to spare for its own, which begins with the prompt
+        out.append(max((common_prefix(np.asarray(held[j]), np.asarray(prompt)) for j in near if j != i), default=0))
     return out
 
 
