@@ -262,7 +262,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=sorted(PARTS), help="these parts alone")
     parser.add_argument("--vllm", help="the interpreter vLLM and foresay are installed in")
     parser.add_argument("--llamacpp", help="the interpreter llama-cpp-python is installed in")
-    parser.add_argument("--dtype", default="bf16", help="vLLM's: bf16 or fp32")
+    parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16", help="vLLM's")
     parser.add_argument("--quick", action="store_true", help="fewer prompts and tokens")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--write", action="store_true", help="write benchmarks/RESULTS.md")

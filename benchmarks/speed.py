@@ -346,10 +346,8 @@ def section(path: Path, name: str, text: str) -> None:
         title, _, rest = old.partition("\n")
         old = f"{title}\n\n{begin}\n{end}\n{rest}"
     head, _, rest = old.partition(begin)
-    script = name.split()[0]
-    path.write_text(
-        f"{head}{begin}\n## benchmarks/{name.replace(script, f'{script}.py', 1)}\n\n{text}\n{end}{rest.partition(end)[2]}"
-    )
+    script, space, where = name.partition(" ")
+    path.write_text(f"{head}{begin}\n## benchmarks/{script}.py{space}{where}\n\n{text}\n{end}{rest.partition(end)[2]}")
 
 
 def main() -> int:
@@ -360,9 +358,11 @@ def main() -> int:
     parser.add_argument("--vllm", help="the interpreter vLLM is installed in")
     parser.add_argument("--llamacpp", help="the interpreter llama-cpp-python is installed in")
     parser.add_argument("--economize", help="the interpreter economize is installed in")
-    parser.add_argument("--peer-dtype", default="bf16", help="of vLLM and transformers beside our bf16: bf16 or fp32")
+    parser.add_argument(
+        "--peer-dtype", choices=("bf16", "fp32"), default="bf16", help="of vLLM's and transformers' passes"
+    )
     parser.add_argument("--write", action="store_true", help="write benchmarks/RESULTS.md")
-    parser.add_argument("--section", default="speed", help="of RESULTS.md")
+    parser.add_argument("--section", default="speed", help='of RESULTS.md: "speed", or "speed on ..."')
     args = parser.parse_args()
     bench = Speed(args)
     figures: dict[str, float] = {}
