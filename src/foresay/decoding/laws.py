@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from foresay.decoding.processors import process_row, processes
@@ -90,6 +91,23 @@ def entropy(probs: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def likeliest(scores: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
+    """The token of the greatest score at each place, the first of equals, [B, T, V] -> [B, T] int64; not a number is greatest.
+
+    counts: as for `build_laws`; 0 where nothing matters.
+    """
+    if scores.device.type != "cpu":
+        return scores.max(-1).indices
+    # a tenth of the time of torch's own, which reads number by number
+    wide = (scores if scores.dtype in (torch.float32, torch.float64) else scores.float()).detach().numpy()
+    if counts is None or scores.shape[1] == 1:
+        return torch.from_numpy(wide.argmax(-1))
+    out = np.zeros(scores.shape[:2], dtype=np.int64)
+    for row, found, count in zip(wide, out, counts, strict=True):
+        row[: count + 1].argmax(-1, out=found[: count + 1])
+    return torch.from_numpy(out)
+
+
 def build_laws(
     logits: torch.Tensor,
     rows: Rows,
@@ -112,24 +130,24 @@ def build_laws(
     processed, failures = _process(logits, rows, draft_ids, num_before, counts, parents)
     batch, width, vocab = logits.shape
     if plan.sampled is None or greedy:
-        likeliest = logits.max(-1).indices
+        greedy_ids = likeliest(logits, counts)
         for i, scores in processed.items():
-            likeliest[i, : len(scores)] = scores.max(-1).indices
-        return Laws(likeliest, scores=logits, failures=failures)
+            greedy_ids[i, : len(scores)] = likeliest(scores)
+        return Laws(greedy_ids, scores=logits, failures=failures)
     count = len(plan.sampled)
-    likeliest = torch.zeros(batch, width, dtype=torch.int64, device=logits.device)
+    greedy_ids = torch.zeros(batch, width, dtype=torch.int64, device=logits.device)
     if count < batch:
-        likeliest = logits.max(-1).indices
+        greedy_ids = likeliest(logits, counts)
     chosen = logits if count == batch else logits.index_select(0, plan.sampled)
     flat = chosen.reshape(count * width, vocab).to(torch.float32, copy=True)  # it is overwritten
     for i, scores in processed.items():
         if i in plan.places:
             flat.view(count, width, vocab)[plan.places[i], : len(scores)] = scores
         else:
-            likeliest[i, : len(scores)] = scores.max(-1).indices
+            greedy_ids[i, : len(scores)] = likeliest(scores)
     index = torch.full((batch, width), -1, dtype=torch.int64, device=logits.device)
     index[plan.sampled] = torch.arange(count * width, device=logits.device).view(count, width)
-    return Laws(likeliest, probabilities(flat, plan, width), index, logits, failures=failures)
+    return Laws(greedy_ids, probabilities(flat, plan, width), index, logits, failures=failures)
 
 
 def narrow_laws(logits: torch.Tensor, columns: Columns, rows: Rows, *, greedy: bool) -> Laws | None:
@@ -139,7 +157,7 @@ def narrow_laws(logits: torch.Tensor, columns: Columns, rows: Rows, *, greedy: b
     """
     if not (greedy or all(row.params.greedy for row in rows)) or any(map(processes, rows)):
         return None
-    return Laws(columns.token_ids[logits.max(-1).indices], scores=logits, columns=columns)
+    return Laws(columns.token_ids[likeliest(logits)], scores=logits, columns=columns)
 
 
 def _process(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from foresay.decoding.draws import draw, inverse_cdf
-from foresay.decoding.laws import Laws, build_laws
+from foresay.decoding.laws import Laws, build_laws, likeliest
 from foresay.decoding.randomness import Purpose, Streams
 from foresay.decoding.rows import Rows
 from helpers.making import make_rows
@@ -223,6 +223,45 @@ def test_greedy_rows_never_build_a_law() -> None:
     laws = build_laws(logits, rows, torch.zeros(3, 1, dtype=torch.int64))
     assert laws.probs is None and laws.probs_row is None
     assert torch.equal(laws.greedy_ids[:2], logits[:2].argmax(-1))
+
+
+def first_of_the_greatest(scores: list[float]) -> int:
+    """By definition: the first that is not a number, else the first of the greatest."""
+    best = 0
+    for i, score in enumerate(scores):
+        if score != score:
+            return i
+        best = i if score > scores[best] else best
+    return best
+
+
+ODD = (0.0, -0.0, 1.0, 2.0, 2.0, float("inf"), float("-inf"), float("nan"))
+
+
+@given(st.data())
+@settings(max_examples=200, deadline=None)
+def test_the_likeliest_is_the_first_of_the_greatest(data: st.DataObject) -> None:
+    """Where scores are alike, in any type, in pieces of memory that are not whole, and not a number."""
+    shape = data.draw(st.tuples(st.integers(1, 3), st.integers(1, 4), st.sampled_from([1, 2, 31, 64, 100])))
+    dtype = data.draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16]))
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**31)))
+    few = data.draw(st.lists(st.sampled_from(ODD), min_size=1, max_size=4))
+    scores = torch.from_numpy(rng.choice(few, size=shape)).to(dtype)
+    if data.draw(st.booleans()):
+        scores = torch.cat([scores, scores], -1)[..., : shape[-1]]
+    counts = data.draw(st.none() | st.lists(st.integers(0, shape[1] - 1), min_size=shape[0], max_size=shape[0]))
+    found = likeliest(scores, counts)
+    assert found.shape == shape[:2] and found.dtype == torch.int64
+    for i, row in enumerate(scores.tolist()):
+        real = row if counts is None else row[: counts[i] + 1]
+        assert found[i, : len(real)].tolist() == [first_of_the_greatest(one) for one in real]
+
+
+def test_the_last_of_the_greatest_would_be_noticed() -> None:
+    """The negative control: another order among equals gives another token."""
+    tied = torch.tensor([[[1.0, 3.0, 3.0, 2.0]]])
+    backwards = 3 - likeliest(tied.flip(-1))
+    assert likeliest(tied).item() == 1 and backwards.item() == 2
 
 
 def test_only_sampled_rows_build_laws_in_a_mixed_batch() -> None:

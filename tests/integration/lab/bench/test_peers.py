@@ -306,6 +306,7 @@ def test_vllm_is_fed_the_batch_size_and_answers_in_order(vllm: worker.Vllm, batc
     outputs = vllm.run({**SAMPLING, "prompts": prompts, "batch_size": batch})
     assert outputs == [[p[-1] + 1 + i for i in range(min(p[0], 4))] for p in prompts]
     assert vllm._engine.most == min(batch, 5)
+    assert vllm.passes == sum(map(len, outputs)) if batch == 1 else vllm.passes < sum(map(len, outputs))
 
 
 def test_vllm_after_an_error_has_nothing_left_over(vllm: worker.Vllm) -> None:
@@ -463,7 +464,7 @@ def test_a_peer_runs_and_closes(peer: WorkerPeer, gguf: str) -> None:
     assert peer.describe() == {**about, "interpreter": sys.executable}
     for _ in range(2):
         run = peer.run([[1, 2], [3]], WRITE, 1)
-        assert run == base.PeerRun([[2], [3]], 0.5)
+        assert run == base.PeerRun([[2], [3]], 0.5, passes=None)
     peer.close()
     peer.close()
     assert_gone(peer.pid)

@@ -45,6 +45,8 @@ class PeerRun:
     """New token ids per prompt, in the order of the prompts."""
     seconds: float
     """Wall-clock of decoding all prompts, the processing of the prompts included, loading not."""
+    passes: int | None = None
+    """Passes of the target, those over prompts included, where the engine tells them."""
 
 
 class Peer(Protocol):

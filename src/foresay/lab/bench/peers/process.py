@@ -76,7 +76,7 @@ class WorkerPeer:
         job = {"op": "run", "batch_size": batch_size, **{name: getattr(params, name) for name in PASSED_ON}}
         ids = [[int(token) for token in prompt] for prompt in prompts]
         reply = self._worker.ask({**job, "prompts": ids}, RUN_LIMIT_S)
-        return PeerRun(reply["outputs"], reply["seconds"])
+        return PeerRun(reply["outputs"], reply["seconds"], reply.get("passes"))
 
     def close(self) -> None:
         """End the worker."""

@@ -84,11 +84,13 @@ class Vllm:
         waiting = list(enumerate(job["prompts"]))[::-1]
         places: dict[str, int] = {}
         outputs: list[list[int]] = [[] for _ in waiting]
+        self.passes = 0
         try:
             while waiting or places:
                 while waiting and len(places) < job["batch_size"]:
                     place, prompt = waiting.pop()
                     places[self._submit(prompt, job, place)] = place
+                self.passes += 1
                 for done in self._engine.step():
                     if done.finished:
                         outputs[places.pop(done.request_id)] = list(map(int, done.outputs[0].token_ids))
@@ -253,7 +255,8 @@ class WorkerSession:
             raise RefusedError("no engine is loaded; send a load first")
         began = perf_counter()
         outputs = self._engine.run(message)
-        return {"outputs": outputs, "seconds": perf_counter() - began}
+        took = perf_counter() - began
+        return {"outputs": outputs, "seconds": took, "passes": getattr(self._engine, "passes", None)}
 
 
 def serve(lines: Iterable[str], replies: IO[str], session: WorkerSession) -> None:
