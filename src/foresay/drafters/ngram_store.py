@@ -106,6 +106,13 @@ class _Known:
         self.matched = 0
         self.drafted: list[int] = []
 
+    def read(self, row: Row) -> None:
+        """Learn what was committed since the last time."""
+        history = row.committed.full_context
+        begin = max(0, self.learned - self.store.n)
+        self.store.learn(history[begin:].tolist(), self.learned - begin)
+        self.learned = len(history)
+
 
 class NgramStoreDrafter(LookupDrafter[_Known]):
     """Guesses by counts of what followed the last few tokens."""
@@ -135,15 +142,16 @@ class NgramStoreDrafter(LookupDrafter[_Known]):
         self.stop_unknown = check_flag("stop_unknown", stop_unknown)
 
     def start(self, row: Row) -> _Known:
-        """The store to learn in."""
-        return _Known(self._shared if self._shared is not None else NgramStore(**self._settings), len(row.full_context))
+        """The store to learn in, which knows the prompt: what that takes is not taken for the time of a draft."""
+        store = self._shared if self._shared is not None else NgramStore(**self._settings)
+        state = _Known(store, len(row.full_context))
+        state.read(row)
+        return state
 
     def guess(self, row: Row, state: _Known, count: int) -> list[int]:
         """Follow the most frequent tokens."""
-        store, history = state.store, row.committed.full_context
-        begin = max(0, state.learned - store.n)
-        store.learn(history[begin:].tolist(), state.learned - begin)
-        state.learned = len(history)
+        state.read(row)
+        store = state.store
         context = row.full_context[-(store.n - 1) :].tolist()
         out: list[int] = []
         while len(out) < count:
@@ -166,7 +174,7 @@ class NgramStoreDrafter(LookupDrafter[_Known]):
         return proposal
 
     def observe(self, rows: Rows, verdict: Verdict | None, target: ModelOutput | None) -> None:
-        """Learn the target's likeliest tokens behind each context it scored."""
+        """Learn the target's likeliest tokens behind each context it scored, and what was written."""
         if rows.level:
             return
         if self.filler_top_k > 1 and target is not None:
@@ -175,6 +183,7 @@ class NgramStoreDrafter(LookupDrafter[_Known]):
             for row, state, places in zip(rows, self._states, likeliest, strict=True):
                 self._learn(row, state, places)
         for row, state in zip(rows, self._states, strict=True):
+            state.read(row)
             state.committed, state.drafted = len(row.full_context), []
 
     @staticmethod
