@@ -184,7 +184,7 @@ class NgramStoreDrafter(LookupDrafter[_Known]):
                 self._learn(row, state, places)
         for row, state in zip(rows, self._states, strict=True):
             state.read(row)
-            state.committed, state.drafted = len(row.full_context), []
+            state.committed, state.drafted = state.learned, []
 
     @staticmethod
     def _learn(row: Row, state: _Known, places: Sequence[Sequence[int]]) -> None:

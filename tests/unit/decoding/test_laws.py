@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
@@ -238,10 +239,11 @@ def first_of_the_greatest(scores: list[float]) -> int:
 ODD = (0.0, -0.0, 1.0, 2.0, 2.0, float("inf"), float("-inf"), float("nan"))
 
 
-@given(st.data())
-@settings(max_examples=200, deadline=None)
-def test_the_likeliest_is_the_first_of_the_greatest(data: st.DataObject) -> None:
-    """Where scores are alike, in any type, in pieces of memory that are not whole, and not a number."""
+Likeliest = Callable[[torch.Tensor, Sequence[int] | None], torch.Tensor]
+
+
+def differences(data: st.DataObject, function: Likeliest) -> int:
+    """Places where it differs from the definition, of scores that are alike or no numbers, of any type, not side by side."""
     shape = data.draw(st.tuples(st.integers(1, 3), st.integers(1, 4), st.sampled_from([1, 2, 31, 64, 100])))
     dtype = data.draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16]))
     rng = np.random.default_rng(data.draw(st.integers(0, 2**31)))
@@ -250,18 +252,40 @@ def test_the_likeliest_is_the_first_of_the_greatest(data: st.DataObject) -> None
     if data.draw(st.booleans()):
         scores = torch.cat([scores, scores], -1)[..., : shape[-1]]
     counts = data.draw(st.none() | st.lists(st.integers(0, shape[1] - 1), min_size=shape[0], max_size=shape[0]))
-    found = likeliest(scores, counts)
+    found = function(scores, counts)
     assert found.shape == shape[:2] and found.dtype == torch.int64
-    for i, row in enumerate(scores.tolist()):
-        real = row if counts is None else row[: counts[i] + 1]
-        assert found[i, : len(real)].tolist() == [first_of_the_greatest(one) for one in real]
+    reals = [row if counts is None else row[: counts[i] + 1] for i, row in enumerate(scores.tolist())]
+    pairs = (
+        (found[i, t].item(), first_of_the_greatest(one)) for i, row in enumerate(reals) for t, one in enumerate(row)
+    )
+    return sum(a != b for a, b in pairs)
 
 
-def test_the_last_of_the_greatest_would_be_noticed() -> None:
-    """The negative control: another order among equals gives another token."""
-    tied = torch.tensor([[[1.0, 3.0, 3.0, 2.0]]])
-    backwards = 3 - likeliest(tied.flip(-1))
-    assert likeliest(tied).item() == 1 and backwards.item() == 2
+@given(st.data())
+@settings(max_examples=200, deadline=None)
+def test_the_likeliest_is_the_first_of_the_greatest(data: st.DataObject) -> None:
+    assert differences(data, likeliest) == 0
+
+
+def last(scores: torch.Tensor, counts: Sequence[int] | None) -> torch.Tensor:
+    return scores.shape[-1] - 1 - likeliest(scores.flip(-1), counts)
+
+
+def one_too_few(scores: torch.Tensor, counts: Sequence[int] | None) -> torch.Tensor:
+    return likeliest(scores, None if counts is None else [max(0, n - 1) for n in counts])
+
+
+@pytest.mark.parametrize("broken", [last, one_too_few])
+def test_broken_ones_would_be_noticed(broken: Likeliest) -> None:
+    """The negative control: the last of equals, and a place forgotten."""
+
+    @given(st.data())
+    @settings(max_examples=200, deadline=None, database=None, phases=[Phase.generate])
+    def check(data: st.DataObject) -> None:
+        assert differences(data, broken) == 0
+
+    with pytest.raises(AssertionError):
+        check()
 
 
 def test_only_sampled_rows_build_laws_in_a_mixed_batch() -> None:

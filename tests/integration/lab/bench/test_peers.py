@@ -158,6 +158,7 @@ class Adding:
         return {"engine": "adding 1"}
 
     def run(self, job: Mapping[str, Any]) -> list[list[int]]:
+        self.passes = 3
         return [[prompt[-1] + 1 + i for i in range(job["max_new_tokens"])] for prompt in job["prompts"]]
 
 
@@ -177,7 +178,7 @@ def test_load_run_close() -> None:
     loaded, ran, closed = talk(LOAD, RUN, {"op": "close"}, RUN)
     took = time.perf_counter() - began
     assert loaded["ok"] and loaded["about"]["engine"] == "adding 1" and loaded["about"]["python"]
-    assert ran["ok"] and ran["outputs"] == [[6, 7], [8, 9]] and 0 <= ran["seconds"] <= took
+    assert ran["ok"] and ran["outputs"] == [[6, 7], [8, 9]] and ran["passes"] == 3 and 0 <= ran["seconds"] <= took
     assert closed == {"ok": True}
 
 
@@ -414,7 +415,7 @@ for line in sys.stdin:
     elif message["seed"] == 13:
         reply = {"ok": False, "error": "no luck"}
     else:
-        reply = {"ok": True, "outputs": [prompt[-1:] for prompt in message["prompts"]], "seconds": 0.5}
+        reply = {"ok": True, "outputs": [prompt[-1:] for prompt in message["prompts"]], "seconds": 0.5, "passes": 7}
     print(json.dumps(reply), flush=True)
 """
 Start = Callable[[str], Child]
@@ -464,7 +465,7 @@ def test_a_peer_runs_and_closes(peer: WorkerPeer, gguf: str) -> None:
     assert peer.describe() == {**about, "interpreter": sys.executable}
     for _ in range(2):
         run = peer.run([[1, 2], [3]], WRITE, 1)
-        assert run == base.PeerRun([[2], [3]], 0.5, passes=None)
+        assert run == base.PeerRun([[2], [3]], 0.5, passes=7)
     peer.close()
     peer.close()
     assert_gone(peer.pid)

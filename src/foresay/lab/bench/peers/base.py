@@ -46,7 +46,7 @@ class PeerRun:
     seconds: float
     """Wall-clock of decoding all prompts, the processing of the prompts included, loading not."""
     passes: int | None = None
-    """Passes of the target, those over prompts included, where the engine tells them."""
+    """Steps of the engine, where it tells them: passes of the target, those over prompts included, unless it schedules ahead."""
 
 
 class Peer(Protocol):
