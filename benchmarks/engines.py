@@ -39,7 +39,7 @@ from foresay.lab.data.datasets import load_items, subset
 from foresay.lab.data.requests import RequestBuilder
 from foresay.lab.measure.profile import measure, medians
 from foresay.lab.replay.arrivals import poisson
-from foresay.lab.replay.load import foresee
+from foresay.lab.replay.load import Load, foresee
 from foresay.lab.replay.record import record
 from foresay.lab.replay.replay import replay
 from foresay.lengths import ConstantLength
@@ -57,6 +57,10 @@ from foresay.workers.pool import Pool
 HERE = Path(__file__).parent
 MODEL = "smollm2-135m"
 FILLS = (16, 64, 256)
+LOADED = 8
+"""Rows at most under load."""
+ASIDE_S = 4.0
+"""Of a load, between one measuring of passes and the next."""
 LENGTH = 8
 """Of guesses whose passes are counted beside a replay."""
 AT_LEAST = {
@@ -215,28 +219,16 @@ def workers(args: argparse.Namespace) -> Found:
 def load(args: argparse.Namespace) -> Found:
     """Requests that arrive at three rates, lived through and foreseen; plain and with a look-up that adapts."""
     target = foresay.load(MODEL, drafter="none", dtype="bf16")
-    items, batch = subset(load_items(), 12 if args.quick else 36), 8
+    items = subset(load_items(), 12 if args.quick else 36)
     params = foresay.SamplingParams(max_new_tokens=32 if args.quick else 64)
     with tempfile.TemporaryDirectory() as folder:
-        written = record(target.with_settings(max_batch_size=batch), items, Path(folder) / "r.jsonl", params)
-
-    def known() -> Profile:
-        return measure(target, batches=(1, 2, 4, 8), columns=(1, 3, 13), contexts=(128, 384), fills=FILLS, repeats=4)
-
-    before = known()
-    full = foresee(written, before, [0.0] * len(items), None, read_length("0"), batch_size=batch)
+        written = record(target.with_settings(max_batch_size=LOADED), items, Path(folder) / "r.jsonl", params)
+    full = foresee(written, passes(target), [0.0] * len(items), None, read_length("0"), batch_size=LOADED)
     most = len(items) / full.seconds
     errors: dict[str, list[float]] = {"throughput": [], "latency": []}
     for drafter in ("none", "suffix"):
-        method = Method(drafter)
         for share in (0.3, 0.6, 0.9):
-            times = poisson(share * most, len(items), seed=1)
-            lived = live(method.generator(target, batch), written, times, params)
-            after = known()  # a shared machine's pace moves: what passes took on both sides counts
-            policy = read_length(method.own_length if drafter != "none" else 0)
-            made = read_drafter(drafter).prepare(target.resources)() if target.resources else None
-            told = foresee(written, medians([before, after]), times, made, policy, batch_size=batch)
-            before = after
+            told, lived = both(target, drafter, written, poisson(share * most, len(items), seed=1), params)
             errors["throughput"].append(abs(told.tokens_per_s / lived[0] - 1))
             errors["latency"].append(abs(told.mean("latency") / lived[1] - 1))
             log(
@@ -246,17 +238,51 @@ def load(args: argparse.Namespace) -> Found:
     return {f"load_{name}_error": max(found) for name, found in errors.items()}
 
 
+def passes(target: foresay.Generator) -> Profile:
+    """What passes take at this moment, in a few seconds."""
+    return measure(target, batches=(1, 2, 4, LOADED), columns=(1, 3, 13), contexts=(128, 384), fills=FILLS, repeats=2)
+
+
+def both(
+    target: foresay.Generator,
+    drafter: str,
+    written: Recording,
+    times: Sequence[float],
+    params: foresay.SamplingParams,
+) -> tuple[Load, tuple[float, float]]:
+    """A load (foreseen, lived through as `live` has it), its passes measured before, within and behind it."""
+    method, profiles = Method(drafter), [passes(target)]
+    generator = method.generator(target, LOADED)
+    lived = live(generator, written, times, params, lambda: profiles.append(passes(target)))
+    profiles.append(passes(target))
+    policy = read_length(method.own_length if drafter != "none" else 0)
+    made = read_drafter(drafter).prepare(target.resources)() if target.resources else None
+    return foresee(written, medians(profiles), times, made, policy, batch_size=LOADED), lived
+
+
 def live(
-    generator: foresay.Generator, written: Recording, times: Sequence[float], params: foresay.SamplingParams
+    generator: foresay.Generator,
+    written: Recording,
+    times: Sequence[float],
+    params: foresay.SamplingParams,
+    aside: Callable[[], None],
 ) -> tuple[float, float]:
-    """(tokens/s from the first arrival to the last token, mean seconds from a request's arrival to its end)."""
+    """(tokens/s from the first arrival to the last token, mean seconds from a request's arrival to its end).
+
+    aside: called between two steps about every ASIDE_S seconds, while the load's clock stands still. A shared machine's pace
+    moves within a minute, and a profile measured before or after a load is of another machine.
+    """
     generator.generate([list(written.records[0].prompt)], replace(params, max_new_tokens=8))  # warm
     session = generator.session()
     arrived: dict[int, float] = {}
     ended: dict[int, float] = {}
-    tokens, began = 0, perf_counter()
+    tokens, began, due = 0, perf_counter(), ASIDE_S
     while len(ended) < len(times):
         now = perf_counter() - began
+        if now >= due:
+            aside()
+            due = now + ASIDE_S
+            began = perf_counter() - now
         while len(arrived) < len(times) and times[len(arrived)] <= now:
             record = written.records[len(arrived)]
             number = session.submit(list(record.prompt), params, text=False)
