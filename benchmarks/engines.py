@@ -182,20 +182,27 @@ def llamacpp(args: argparse.Namespace) -> Found:
     if args.llamacpp is not None:
         peers = [open_peer(f"llama.cpp={args.llamacpp}", model=MODEL, dtype="bf16", threads=torch.get_num_threads())]
     try:
-        runners: list[Runner] = [adaptive, *(PeerRunner(peer, target.target.eos_token_ids) for peer in peers)]
-        found = rates(plain, runners, block(target, 1, args), args.repeats)
         if peers:
+            bindings = [PeerRunner(peer, target.target.eos_token_ids) for peer in peers]
+            found = rates(plain, bindings, block(target, 1, args), args.repeats)
             out["llamacpp_plain_vs_binding"] = 1 / found[peers[0].name][1]
-        out["llamacpp_suffix_b1"] = found[adaptive.name][1]
-        eight = rates(plain, [adaptive], block(target, 8, args), args.repeats)
-        out["llamacpp_suffix_b8"] = eight[adaptive.name][1]
+        out |= together(plain, adaptive, block(target, 8, args), args.repeats)
         out["llamacpp_worst_vs_plain"] = min(out["llamacpp_suffix_b1"], out["llamacpp_suffix_b8"])
-        one = rates(plain, [adaptive], replace(block(target, 8, args), batch_size=1), 1)
-        out["llamacpp_batch8_gain"] = eight["plain"][0] / one["plain"][0]
     finally:
         for peer in peers:
             peer.close()
     return out
+
+
+def together(plain: Runner, adaptive: Runner, prompts: PromptBlock, repeats: int) -> Found:
+    """The same prompts in batches and one by one, in turns: what a batch gains is a quotient of neighbours."""
+    found: dict[str, list[float]] = {"batch8_gain": [], "suffix_b1": [], "suffix_b8": []}
+    for _ in range(repeats):
+        eight, one = (rates(plain, [adaptive], replace(prompts, batch_size=size), 1) for size in (8, 1))
+        found["batch8_gain"].append(eight["plain"][0] / one["plain"][0])
+        found["suffix_b1"].append(one[adaptive.name][1])
+        found["suffix_b8"].append(eight[adaptive.name][1])
+    return {f"llamacpp_{name}": statistics.median(values) for name, values in found.items()}
 
 
 def workers(args: argparse.Namespace) -> Found:
