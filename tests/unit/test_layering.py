@@ -36,7 +36,7 @@ LAYERS = [
 INSIDE = {
     "decoding": [
         {"sampling_params", "randomness", "outcome", "proposal", "residuals"},
-        {"rows"},
+        {"rows", "proposal_checks"},
         {"processors", "truncation"},
         {"laws"},
         {"draws", "protocols"},

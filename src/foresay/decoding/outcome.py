@@ -50,6 +50,8 @@ class Step:
     error: RequestError | None = None
     """Why it ended with FinishReason.ERROR."""
     logprobs: tuple[TokenLogprob, ...] | None = None
+    draft_error: str | None = None
+    """Why the drafter failed in this step, or why drafting was paused; None if neither."""
     num_cached: int = 0
     """Prompt tokens that were not filled but taken from a row that begins alike; said by the first Step of a request."""
     batch_size: int = 1

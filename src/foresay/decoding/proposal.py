@@ -19,6 +19,8 @@ class Proposal:
     parents: [B, K] int64, the column that each token follows, always an earlier one, -1 for the last committed token; None for
     a chain. Tokens of one parent differ from each other; of a tree, sampled ones name the law of their parent's place, from
     which they were drawn one after the other without replacement, in the order of their columns.
+    failure: the exception that ended the drafting after these tokens; None if there was none. A drafter that fails after it drew
+    tokens returns them, since dropping drawn tokens because of their values would change the distribution of the output.
     """
 
     token_ids: torch.Tensor
@@ -27,6 +29,7 @@ class Proposal:
     law_index: torch.Tensor | None = None
     confidence: torch.Tensor | None = None
     parents: torch.Tensor | None = None
+    failure: BaseException | None = None
 
     @property
     def width(self) -> int:

@@ -234,6 +234,10 @@ class LengthPolicy(Protocol):
 
     needs_hidden: bool = False
     """Whether `keep_drafting` looks at the draft model's hidden state."""
+    remembers: bool = True
+    """Whether lengths for a sampled row may depend on other requests or on measured time; False if they depend on the row alone.
+
+    If so, a seed that is given again gets other random numbers: its own would meet lengths that were learned from them."""
 
     def budget(self, rows: Rows) -> list[int]:
         """Most tokens to guess for each row in this step."""
@@ -270,6 +274,8 @@ class LengthPolicy(Protocol):
 class Drafter(Protocol):
     """What guesses tokens. Rows are named by their place in the batch; `rearrange` keeps the places true."""
 
+    samples: bool = True
+    """Whether tokens for sampled rows may be drawn from a distribution; False if all are point masses."""
     hidden_layers: tuple[int, ...] = ()
     """Layers of the target whose hidden states it wants to see, 0 the embeddings: of prompts in `Row.prompt_hidden` when
     they are admitted, of every later pass in `observe`."""

@@ -18,6 +18,7 @@ from foresay.decoding.acceptance import Coupled, Lenience, Speculative
 from foresay.decoding.laws import Laws
 from foresay.decoding.outcome import Step
 from foresay.decoding.proposal import Proposal, Verdict
+from foresay.decoding.proposal_checks import checked
 from foresay.decoding.protocols import (
     Drafter,
     DraftStep,
@@ -27,6 +28,7 @@ from foresay.decoding.protocols import (
     Move,
     ProposesTrees,
     Remembers,
+    Rule,
     UsesTargetCache,
 )
 from foresay.decoding.rows import Row, Rows
@@ -58,6 +60,7 @@ class Cascade(Drafter):
         self.drafters, self.k = tuple(drafters), tuple(tuple(row) for row in k)
         self.lenience = check_float("lenience", lenience, 1.0, 1e6)
         self.hidden_layers = tuple(sorted({layer for d in drafters for layer in d.hidden_layers}))
+        self.samples = any(d.samples for d in drafters)
         workers: list[_Node] = []
         for place in range(len(drafters) - 1, -1, -1):  # the deepest first: those before it draft with it
             workers.insert(0, self._worker(place, workers))
@@ -80,7 +83,8 @@ class Cascade(Drafter):
                     f"k[{place + 1}][{j}]={count}: drafter {j + 1} has an encoder, and drafter {place + 1}, which would review "
                     "it, reads source and output as one text; make that entry zero"
                 )
-        return _ReviewingNode(drafter, _MatrixRow(plan, deeper, drafter.context.model.device), self.lenience)
+        model = drafter.context.model
+        return _ReviewingNode(drafter, _MatrixRow(plan, deeper, model.device, model.vocab_size), self.lenience)
 
     def repeats_seeds(self) -> bool:
         """Whether a member keeps requests and another one samples; look-ups alone are judged by what the target writes."""
@@ -170,13 +174,21 @@ class _Leaf:
 class _MatrixRow(Drafter):
     """One row of the matrix: who adds how much, one after the other."""
 
-    def __init__(self, counts: Sequence[int], workers: Sequence[_Node], device: torch.device) -> None:
-        """device: where the model that reviews the proposals scores them."""
+    def __init__(
+        self, counts: Sequence[int], workers: Sequence[_Node], device: torch.device, vocab_size: int = 0
+    ) -> None:
+        """device, vocab_size: where the model that reviews the proposals scores them, and its tokens."""
         self._parts, self._device = list(zip(counts, workers, strict=True)), device
+        self._vocab_size = vocab_size
 
     def draft(self, rows: Rows, most: Sequence[int], policy: LengthPolicy) -> Proposal:
         """A proposal of up to `most` tokens for each row."""
         grown = ProposalBuilder(len(rows), self._device)
+        with grown.keeping():
+            self._grow(grown, rows, most, policy)
+        return grown.proposal(confidence=rows.needs.confidence)
+
+    def _grow(self, grown: ProposalBuilder, rows: Rows, most: Sequence[int], policy: LengthPolicy) -> None:
         closed = [False] * len(rows)
         goal = 0
         for tag, (count, worker) in enumerate(self._parts):
@@ -184,6 +196,8 @@ class _MatrixRow(Drafter):
             sizes = [len(tokens) for tokens in grown.tokens]
             each = zip(sizes, most, closed, strict=True)
             want = [0 if shut else max(0, min(goal, limit) - size) for size, limit, shut in each]
+            if grown.failure is not None:
+                break
             if count == 0 or not any(want):
                 continue
             room = [limit - size if n else 0 for n, limit, size in zip(want, most, sizes, strict=True)]
@@ -194,12 +208,11 @@ class _MatrixRow(Drafter):
             closed = [
                 shut or _ended(row, grown.tokens[i]) for i, (row, shut) in enumerate(zip(rows, closed, strict=True))
             ]
-        return grown.proposal(confidence=rows.needs.confidence)
 
     # a plan is also the drafter of an inner step, whose rows come and go with the outer ones
 
     def propose(self, rows: Rows, budget: Sequence[int], policy: LengthPolicy) -> Proposal:
-        return self.draft(rows, budget, policy)
+        return checked(self.draft(rows, budget, policy), budget, self._vocab_size, self._device, trees=False)
 
     def admit(self, rows: Rows, first: int) -> None: ...
 
@@ -223,6 +236,8 @@ class _PolicyTap(LengthPolicy):
         self._policy, self._before = policy, before
         self.needs_hidden = policy.needs_hidden
         self._masks: list[list[bool] | None] = []
+        self.failure: BaseException | None = None
+        """What the policy raised when `kept` asked it."""
         self._closed: set[int] = set()
 
     def budget(self, rows: Rows) -> list[int]:
@@ -238,7 +253,7 @@ class _PolicyTap(LengthPolicy):
         return mask
 
     def kept(self, proposal: Proposal, laws: Laws, before: Sequence[int]) -> list[int]:
-        """How many of some tokens a review wrote stay: a row's up to the one that stops it.
+        """How many of some tokens a review wrote stay: a row's up to the one that stops it, or at which the policy raised.
 
         before: B, tokens of this node ahead of them. laws: those of the review, column t the one that token t came from.
         """
@@ -252,12 +267,19 @@ class _PolicyTap(LengthPolicy):
             index = None if laws.probs_row is None else laws.probs_row[:, column]
             scores = None if laws.scores is None else laws.scores[:, column]
             here = Laws(laws.greedy_ids[:, column], laws.probs, index, scores)
-            mask = self._asked(DraftStep(written + t, proposal.token_ids[:, t], here))
-            going = [True] * len(counts) if mask is None else mask.tolist()
+            going = self._going_on(DraftStep(written + t, proposal.token_ids[:, t], here))
             for i in (i for i in live if not going[i]):
                 counts[i] = t + 1
                 self._closed.add(i)
         return counts
+
+    def _going_on(self, step: DraftStep) -> list[bool]:
+        try:
+            mask = self._asked(step)
+            return [True] * len(step.index) if mask is None else mask.tolist()
+        except (Exception, SystemExit) as error:  # the tokens up to here were drawn, and stay
+            self.failure = error
+            return [False] * len(step.index)
 
     def stopped(self, place: int, count: int) -> bool:
         """Whether a row was stopped by one of its first `count` tokens."""
@@ -280,12 +302,7 @@ class _ReviewingNode:
         device = model.device
         shared = rows.needs.shares_noise
         lenient = self._lenience > 1 and not shared
-        rule = Coupled() if shared else Lenience(self._lenience) if lenient else Speculative()
-        judged_by: list[Laws] = []
-
-        def see(rows: Rows, proposal: Proposal, laws: Laws, verdict: Verdict, output: ModelOutput) -> None:
-            judged_by.append(laws)
-
+        rule: Rule = Coupled() if shared else Lenience(self._lenience) if lenient else Speculative()
         seen = context.view(rows)
         room = [
             max(0, min(m, model.max_length - row.size)) if n else 0 for n, m, row in zip(want, most, seen, strict=True)
@@ -297,18 +314,39 @@ class _ReviewingNode:
         seen = seen.like(seen.rows, confidence=lenient)
         for row, m in zip(seen, room, strict=True):
             row.limit = row.size + m
-        while any(row.remaining for row in seen):
-            steps = step(seen, model, context.cache, self._plan, rule, self._length, [see])
-            laws = judged_by.pop()
-            reviewed = _reviewed(steps, laws, lenient=lenient, confidence=rows.needs.confidence)
-            kept = policy.kept(reviewed, laws, [len(tokens) for tokens in grown.tokens])
-            grown.add(reviewed, kept)
-            for i, (row, one) in enumerate(zip(seen, steps, strict=True)):
-                stopped = kept[i] < len(one.token_ids) or policy.stopped(i, 0)
-                if stopped or one.finish_reason is not None or len(grown.tokens[i]) >= want[i]:
-                    row.limit = row.size
-        context.remember(seen, [[]] * len(seen))
+        with grown.keeping():
+            while grown.failure is None and any(row.remaining for row in seen):
+                self._review(grown, seen, want, rule, policy, lenient=lenient, confidence=rows.needs.confidence)
+            context.remember(seen, [[]] * len(seen))
         return grown.proposal(confidence=rows.needs.confidence)
+
+    def _review(
+        self,
+        grown: ProposalBuilder,
+        seen: Rows,
+        want: Sequence[int],
+        rule: Rule,
+        policy: _PolicyTap,
+        *,
+        lenient: bool,
+        confidence: bool,
+    ) -> None:
+        """Add what one step of the model commits to its own rows, and the failure of those that draft for it."""
+        reviews: list[tuple[Proposal, Laws]] = []
+
+        def see(rows: Rows, proposal: Proposal, laws: Laws, verdict: Verdict, output: ModelOutput) -> None:
+            reviews.append((proposal, laws))
+
+        steps = step(seen, self._context.model, self._context.cache, self._plan, rule, self._length, [see])
+        ((proposal, laws),) = reviews
+        reviewed = _reviewed(steps, laws, lenient=lenient, confidence=confidence)
+        kept = policy.kept(reviewed, laws, [len(tokens) for tokens in grown.tokens])
+        grown.add(reviewed, kept)
+        grown.failure = proposal.failure or policy.failure
+        for i, (row, one) in enumerate(zip(seen, steps, strict=True)):
+            stopped = kept[i] < len(one.token_ids) or policy.stopped(i, 0)
+            if stopped or one.finish_reason is not None or len(grown.tokens[i]) >= want[i]:
+                row.limit = row.size
 
 
 def _reviewed(steps: Sequence[Step], laws: Laws, *, lenient: bool, confidence: bool) -> Proposal:

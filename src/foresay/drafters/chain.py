@@ -15,10 +15,14 @@ from foresay.decoding.proposal import Proposal
 from foresay.decoding.protocols import DraftStep, LengthPolicy
 from foresay.decoding.randomness import Purpose
 from foresay.decoding.rows import Rows
+from foresay.drafters.proposal_builder import Interruptible
 
 
-class DraftChain:
-    """Tokens being drawn one after the other, in all rows at once."""
+class DraftChain(Interruptible):
+    """Tokens being drawn one after the other, in all rows at once.
+
+    Drawing happens under `keeping`: after an exception `proposal` returns the tokens drawn before it.
+    """
 
     def __init__(self, rows: Rows, room: Sequence[int], device: torch.device) -> None:
         self._rows, self._room, self._streams = rows, room, rows.streams(device)
@@ -42,8 +46,8 @@ class DraftChain:
         """Draw the next token of each row; whether anyone drafts on."""
         j = self.depth
         token = draw(laws, self._streams, Purpose.DRAFT, first=j)
-        self.ids = torch.cat([self.ids, token], 1)
         self._steps.append(laws)
+        self.ids = torch.cat([self.ids, token], 1)
         self.counts += self._going > j
         index = torch.full_like(self.counts, j)
         go_on = policy.keep_drafting(DraftStep(index, token[:, 0], laws, hidden, self._rows))
@@ -56,20 +60,22 @@ class DraftChain:
         self.fed = [int(n > j + 1) for n in (self._room if stop is None else self._going.tolist())]
         return any(self.fed)
 
-    def proposal(self, counts: Sequence[int]) -> Proposal:
-        """What was drawn, with the laws it was drawn from."""
+    def proposal(self) -> Proposal:
+        """The tokens drawn, with the distributions they were drawn from."""
+        counts = self.counts.tolist()
         confidence = None
-        if self._rows.needs.confidence:
-            confidence = torch.cat([laws.confidence(self.ids[:, j : j + 1]) for j, laws in enumerate(self._steps)], 1)
-        sampled = [laws.probs for laws in self._steps if laws.probs is not None]
+        steps = self._steps[: self.ids.shape[1]]
+        if self._rows.needs.confidence and steps:
+            confidence = torch.cat([laws.confidence(self.ids[:, j : j + 1]) for j, laws in enumerate(steps)], 1)
+        sampled = [laws.probs for laws in steps if laws.probs is not None]
         if not sampled:
-            return Proposal(self.ids, counts, confidence=confidence)
+            return Proposal(self.ids, counts, confidence=confidence, failure=self.failure)
         per_step = sampled[0].shape[0]
         columns = []
-        for j, laws in enumerate(self._steps):
+        for j, laws in enumerate(steps):
             assert laws.probs_row is not None
             columns.append(torch.where(laws.probs_row >= 0, laws.probs_row + j * per_step, -1))
-        return Proposal(self.ids, counts, torch.cat(sampled), torch.cat(columns, 1), confidence)
+        return Proposal(self.ids, counts, torch.cat(sampled), torch.cat(columns, 1), confidence, failure=self.failure)
 
 
 def _end_tokens(rows: Rows, device: torch.device) -> torch.Tensor | None:

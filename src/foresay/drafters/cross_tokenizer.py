@@ -119,7 +119,14 @@ class CrossTokenizerDrafter(Drafter):
         self._model.rows = torch.tensor([not g for g in greedy], device=device)
         draft = self._drafter.propose(theirs, budget, policy)
         grown = ProposalBuilder(len(rows), device)
-        grown.add(self._same_tokens(draft), [0 if g else n for g, n in zip(greedy, draft.num_tokens, strict=True)])
+        with grown.keeping():
+            sampled = [0 if g else n for g, n in zip(greedy, draft.num_tokens, strict=True)]
+            grown.add(self._same_tokens(draft), sampled)
+            grown.add(self._read_back(rows, budget, greedy, draft))
+        return grown.proposal(confidence=rows.needs.confidence)
+
+    def _read_back(self, rows: Rows, budget: Sequence[int], greedy: Sequence[bool], draft: Proposal) -> Proposal:
+        """The text of the greedy rows' drafts in the target's tokens."""
         ids = draft.token_ids.tolist()
         retold = [
             self._translator.to_target(row.full_context[-32:].tolist(), ids[i][: draft.num_tokens[i]])[:n]
@@ -130,8 +137,7 @@ class CrossTokenizerDrafter(Drafter):
         retold = [self._known(tokens) for tokens in retold]
         width = max(map(len, retold))
         padded = [[*tokens, *[0] * (width - len(tokens))] for tokens in retold]
-        grown.add(Proposal(torch.tensor(padded, dtype=torch.int64).view(len(rows), width), [len(t) for t in retold]))
-        return grown.proposal(confidence=rows.needs.confidence)
+        return Proposal(torch.tensor(padded, dtype=torch.int64).view(len(rows), width), [len(t) for t in retold])
 
     def _in_draft_tokens(self, place: int, row: Row, greedy: bool) -> Row:
         """A row in the draft's tokens; what depends on the target's ids (penalties, biases, processors) is left out."""
@@ -159,4 +165,5 @@ class CrossTokenizerDrafter(Drafter):
         if laws is not None:
             ours, theirs = self._shared
             laws = laws.new_zeros(len(laws), self._vocab).index_copy_(1, theirs, laws[:, ours])
-        return Proposal(self._to_target[draft.token_ids], draft.num_tokens, laws, draft.law_index, draft.confidence)
+        ids = self._to_target[draft.token_ids]
+        return replace(draft, token_ids=ids, laws=laws)

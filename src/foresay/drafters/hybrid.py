@@ -42,12 +42,14 @@ class Hybrid(Drafter):
         self.min_match = check_int("min_match", min_match, 1, 1 << 20)
         self.k = check_int("k", k, 1, MAX_DRAFT_TOKENS)
         self._lookup, self._other = lookup, other
+        self.samples = other.samples
         self.hidden_layers = other.hidden_layers
 
     def repeats_seeds(self) -> bool:
         """Whether the look-up keeps requests, beside a drafter that may sample, or the other drafter says so."""
         other = self._other
-        return self._lookup.keeps_requests or (isinstance(other, Remembers) and other.repeats_seeds())
+        keeps = self._lookup.keeps_requests and self.samples
+        return keeps or (isinstance(other, Remembers) and other.repeats_seeds())
 
     def use_cache_of_target(self, cache: KVCache) -> None:
         """Pass on to a drafter that drafts in the target's cache."""
@@ -78,8 +80,21 @@ class Hybrid(Drafter):
         """Each row's draft by one of the two."""
         found = _Matches()
         looked_up = self._lookup.propose(rows, budget, found)
-        sure = [n > 0 and m >= self.min_match for n, m in zip(looked_up.num_tokens, found.of(len(rows)), strict=True)]
         grown = ProposalBuilder(len(rows), looked_up.token_ids.device)
+        with grown.keeping():
+            self._grow(grown, looked_up, found, rows, budget, policy)
+        return grown.proposal(confidence=rows.needs.confidence)
+
+    def _grow(
+        self,
+        grown: ProposalBuilder,
+        looked_up: Proposal,
+        found: _Matches,
+        rows: Rows,
+        budget: Sequence[int],
+        policy: LengthPolicy,
+    ) -> None:
+        sure = [n > 0 and m >= self.min_match for n, m in zip(looked_up.num_tokens, found.of(len(rows)), strict=True)]
         if any(sure):
             counts = [n if on else 0 for n, on in zip(looked_up.num_tokens, sure, strict=True)]
             grown.add(looked_up, policy.keep(rows, counts, found.of(len(rows))))
@@ -87,7 +102,6 @@ class Hybrid(Drafter):
         afforded = policy.afford(rows, rest) if any(rest) else rest
         if any(afforded):
             grown.add(self._other.propose(rows, afforded, policy))
-        return grown.proposal(confidence=rows.needs.confidence)
 
 
 class _Matches(LengthPolicy):

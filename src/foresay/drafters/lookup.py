@@ -25,6 +25,7 @@ class LookupDrafter(Drafter, Generic[State]):
     A state may say in `matched` how many tokens of context its last guess continues: a length policy then keeps the sure ones.
     """
 
+    samples = False
     keeps_requests: bool = False
     """Whether what it knows outlives a request."""
 

@@ -29,7 +29,7 @@ class ModelDrafter(Drafter):
         """context: the cache to draft with, where it is shared with others; None makes one. sample: whether tokens for sampled
         rows are drawn as the row draws; else they are the likeliest, fewer of which hold, and the text does not depend on them.
         """
-        self.context, self._sample = context or DraftCache(model, target_vocab_size), sample
+        self.context, self.samples = context or DraftCache(model, target_vocab_size), sample
 
     def admit(self, rows: Rows, first: int) -> None:
         """Give the new rows empty cache rows; their prompts are filled at their first proposal."""
@@ -60,17 +60,23 @@ class ModelDrafter(Drafter):
         layers = hidden_layers(model, policy)
         output = self.context.catch_up(seen, fed, layers)
         chain = DraftChain(rows, room, model.device)
+        with chain.keeping():
+            self._draw(chain, output, rows, policy, layers)
+            if rows.level:
+                each = zip(chain.ids.tolist(), chain.counts.tolist(), strict=True)
+                self.context.remember(seen, [ids[: max(0, n - 1)] for ids, n in each])
+        return chain.proposal()
+
+    def _draw(
+        self, chain: DraftChain, output: ModelOutput, rows: Rows, policy: LengthPolicy, layers: tuple[int, ...]
+    ) -> None:
+        """Draw token after token. output: the draft model's pass over what its cache lacked."""
         while True:
-            laws = output.draft_laws(rows, chain.ids, greedy=not self._sample)
+            laws = output.draft_laws(rows, chain.ids, greedy=not self.samples)
             hidden = output.hidden[layers[0]][:, -1] if layers else None
             if not chain.add(laws, policy, hidden):
                 break
             output = self.context.forward(Feed(chain.ids[:, -1:], chain.fed, logits=Logits.LAST, hidden_layers=layers))
-        counts = chain.counts.tolist()
-        if rows.level:
-            tokens = [ids[: max(0, n - 1)] for ids, n in zip(chain.ids.tolist(), counts, strict=True)]
-            self.context.remember(seen, tokens)
-        return chain.proposal(counts)
 
 
 def hidden_layers(model: VocabularyAdapter, policy: LengthPolicy) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ drawn, and none is dropped for what it is, so that each sampled token has the la
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -22,6 +23,7 @@ from foresay.decoding.randomness import Purpose, Streams
 from foresay.decoding.rows import Row, Rows
 from foresay.drafters.draft_cache import DraftCache
 from foresay.drafters.model import ModelDrafter
+from foresay.drafters.proposal_builder import Interruptible
 from foresay.errors import UnsupportedModelError
 
 
@@ -41,6 +43,10 @@ class _Tree:
     """Of each place, the tokens before it."""
     grown: int = 0
     """Places that had their chance to get children."""
+
+    def first_child(self, place: int) -> int | None:
+        """The first node that follows a place; None where the budget left it none."""
+        return self.parents.index(place - 1) if place - 1 in self.parents else None
 
     def add(self, place: int, token: int, prob: float, law: int) -> None:
         self.tokens.append(token)
@@ -89,19 +95,28 @@ class ModelTreeDrafter(ModelDrafter):
             return Proposal.empty(len(rows), device)
         self.context.prepare(seen, [n > 0 for n in room])
         scores = self.context.catch_up(seen, [n > 0 for n in room]).scores()
+        trees, drawn = [_Tree(row, n) for row, n in zip(rows, room, strict=True)], _Drawn()
+        with drawn.keeping():
+            self._draw_trees(trees, scores, rows, drawn, policy)
+        return _proposal(trees, drawn, device)
+
+    def _draw_trees(
+        self, trees: Sequence[_Tree], scores: torch.Tensor, rows: Rows, drawn: _Drawn, policy: LengthPolicy
+    ) -> None:
+        """Grow the trees level by level. scores: [B, 1, V], the draft's after each row's last token."""
         starts = list(self.context.cache.lengths)
-        trees = [_Tree(row, n) for row, n in zip(rows, room, strict=True)]
-        streams, drawn = rows.streams(device), _Drawn()
+        streams = rows.streams(self.context.model.device)
+        above: tuple[torch.Tensor, torch.Tensor] | None = None
         while True:
             places = [tree.next_places(self.width) if len(tree.tokens) < tree.budget else [] for tree in trees]
             if not any(places):
                 break
-            laws = self._laws(scores, rows, trees, places)
+            laws = self._laws(scores, rows, above, places)
             self._grow(trees, places, laws, streams, drawn, policy)
             if all(len(tree.tokens) >= tree.budget for tree in trees):
                 break
+            above = _padded(trees, scores.device)
             scores = self._score(trees, starts)
-        return _proposal(trees, drawn, device)
 
     def _score(self, trees: Sequence[_Tree], starts: Sequence[int]) -> torch.Tensor:
         """The draft's scores after each node, [B, K, V]: the whole trees are fed again, and then rewound."""
@@ -113,16 +128,25 @@ class ModelTreeDrafter(ModelDrafter):
         return out
 
     @staticmethod
-    def _laws(scores: torch.Tensor, rows: Rows, trees: Sequence[_Tree], places: Sequence[Sequence[int]]) -> Laws:
-        """The laws at each row's places, [B, W]. scores: [B, 1, V] after the contexts, else [B, K, V] after each node."""
+    def _laws(
+        scores: torch.Tensor,
+        rows: Rows,
+        above: tuple[torch.Tensor, torch.Tensor] | None,
+        places: Sequence[Sequence[int]],
+    ) -> Laws:
+        """Distributions at each row's places, [B, W].
+
+        above: token ids and parents [B, K] of the nodes that `scores` [B, K, V] follow; None for the first level, where scores
+        [B, 1, V] follow the contexts.
+        """
         width = max(map(len, places))
         columns = torch.zeros(len(rows), width, dtype=torch.int64, device=scores.device)
         for i, some in enumerate(places):
             columns[i, : len(some)] = torch.tensor([max(0, place - 1) for place in some], dtype=torch.int64)
         batch = torch.arange(len(rows), device=scores.device)[:, None]
-        if trees[0].depths[-1] == 0 or not any(map(processes, rows)):
+        if above is None or not any(map(processes, rows)):
             return build_laws(scores[batch, columns], rows)
-        ids, parents = _padded(trees, scores.device)
+        ids, parents = above
         whole = torch.nn.functional.pad(scores, (0, 0, 1, 0))  # place 0 is not looked at again
         laws = build_laws(whole, rows, ids, parents=parents)
         at = columns + 1
@@ -149,10 +173,10 @@ class ModelTreeDrafter(ModelDrafter):
                     for token, prob in zip(likeliest.indices.tolist(), likeliest.values.tolist(), strict=True):
                         tree.add(place, token, prob, -1)
                     continue
-                law = drawn.keep(laws.probs[index])
-                depth = tree.depths[place]
-                for token in _without_replacement(laws.probs[index], count, streams, i, len(tree.tokens), depth):
-                    tree.add(place, token, float(laws.probs[index, token]), law)
+                probs, depth = laws.probs[index], tree.depths[place]
+                law = drawn.keep(probs)
+                for token in _without_replacement(probs, count, streams, i, len(tree.tokens), depth):
+                    tree.add(place, token, float(probs[token]), law)
         step = _best(trees, places, laws)
         go_on = None if step is None else policy.keep_drafting(step)
         for tree, on in zip(trees, [] if go_on is None else go_on.tolist(), strict=False):
@@ -168,17 +192,21 @@ def _best(trees: Sequence[_Tree], places: Sequence[Sequence[int]], laws: Laws) -
     tokens = torch.zeros_like(column)
     depths = torch.zeros_like(column)
     for i, (tree, some) in enumerate(zip(trees, places, strict=True)):
-        if some:
-            best = max(range(len(some)), key=lambda c: tree.scores[some[c]])
-            first = tree.parents.index(some[best] - 1)
-            column[i], tokens[i], depths[i] = best, tree.tokens[first], tree.depths[some[best]]
+        grown = [
+            (tree.scores[place], -c, first)
+            for c, place in enumerate(some)
+            if (first := tree.first_child(place)) is not None
+        ]
+        if grown:
+            _, c, first = max(grown)
+            column[i], tokens[i], depths[i] = -c, tree.tokens[first], tree.depths[some[-c]]
     index = None if laws.probs_row is None else laws.probs_row[batch, column][:, None]
     scores = None if laws.scores is None else laws.scores[batch, column][:, None]
     return DraftStep(depths, tokens, Laws(laws.greedy_ids[batch, column][:, None], laws.probs, index, scores))
 
 
-class _Drawn:
-    """The laws that tokens were drawn from."""
+class _Drawn(Interruptible):
+    """The distributions that tokens were drawn from."""
 
     def __init__(self) -> None:
         self.laws: list[torch.Tensor] = []
@@ -221,12 +249,12 @@ def _padded(trees: Sequence[_Tree], device: torch.device) -> tuple[torch.Tensor,
 def _proposal(trees: Sequence[_Tree], drawn: _Drawn, device: torch.device) -> Proposal:
     counts = [len(tree.tokens) for tree in trees]
     if not any(counts):
-        return Proposal.empty(len(trees), device)
+        return dataclasses.replace(Proposal.empty(len(trees), device), failure=drawn.failure)
     ids, above = _padded(trees, device)
     chains = all(tree.parents == list(range(-1, len(tree.parents) - 1)) for tree in trees)
     parents = None if chains else above
     if not drawn.laws:
-        return Proposal(ids, counts, parents=parents)
+        return Proposal(ids, counts, parents=parents, failure=drawn.failure)
     width = ids.shape[1]
     index = torch.tensor([[*tree.laws, *[-1] * (width - len(tree.laws))] for tree in trees], device=device)
-    return Proposal(ids, counts, torch.stack(drawn.laws), index, parents=parents)
+    return Proposal(ids, counts, torch.stack(drawn.laws), index, parents=parents, failure=drawn.failure)

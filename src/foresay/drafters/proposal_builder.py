@@ -1,15 +1,36 @@
-"""A proposal put together from several: tokens of different drafters behind each other, each with the law it came from."""
+"""A proposal that grows token by token or part by part, and that outlives a failure of the drafter.
+
+Owns the tokens of each row and the distributions they were drawn from. `Interruptible` is what every drafter that draws builds
+on: an exception ends the draft after the tokens drawn so far. Losing drawn tokens because of their values would change the
+distribution of the output.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
 from foresay.decoding.proposal import Proposal
 
 
-class ProposalBuilder:
+class Interruptible:
+    """A draft under way: `keeping` turns an exception into `failure` and leaves what was drawn."""
+
+    failure: BaseException | None = None
+    """The exception that ended the draft; None while there is none."""
+
+    @contextmanager
+    def keeping(self) -> Iterator[None]:
+        """End the draft at an exception, SystemExit included, instead of raising it; KeyboardInterrupt passes."""
+        try:
+            yield
+        except (Exception, SystemExit) as error:
+            self.failure = error
+
+
+class ProposalBuilder(Interruptible):
     """B drafts that grow at their ends, row by row."""
 
     def __init__(self, batch: int, device: torch.device) -> None:
@@ -21,7 +42,8 @@ class ProposalBuilder:
         self._confidence: list[list[float]] = [[] for _ in range(batch)]
 
     def add(self, proposal: Proposal, counts: Sequence[int] | None = None) -> None:
-        """Append the first counts[i] (all unless given) of another proposal's tokens to row i."""
+        """Append the first counts[i] (all by default) of another proposal's tokens to row i, and take over its failure."""
+        self.failure = self.failure or proposal.failure
         counts = proposal.num_tokens if counts is None else counts
         if not any(counts):
             return
@@ -33,25 +55,25 @@ class ProposalBuilder:
             self._index[i] += (
                 [-1] * n if index is None else [p + self._num_laws if p >= 0 else -1 for p in index[i][:n]]
             )
-            # a token that no model guessed is held for certain
+            # a token that no model proposed is considered certain
             self._confidence[i] += [1.0] * n if confidence is None else confidence[i][:n]
         if proposal.laws is not None:
             self._laws.append(proposal.laws)
             self._num_laws += len(proposal.laws)
 
     def proposal(self, *, confidence: bool = False) -> Proposal:
-        """What has grown."""
+        """All tokens so far, with the failure that ended them."""
         counts = [len(row) for row in self.tokens]
         width = max(counts)
-        if width == 0:
-            return Proposal.empty(len(counts), self._device)
-        ids = torch.tensor([row + [0] * (width - len(row)) for row in self.tokens], device=self._device)
+        pads = [[0] * (width - n) for n in counts]
+        ids = torch.tensor([[*row, *pad] for row, pad in zip(self.tokens, pads, strict=True)], device=self._device)
+        ids = ids.to(torch.int64).view(len(counts), width)
         sure = None
-        if confidence:
+        if confidence and width:
             padded = [row + [1.0] * (width - len(row)) for row in self._confidence]
             sure = torch.tensor(padded, device=self._device)
-        if not self._laws:
-            return Proposal(ids, counts, confidence=sure)
+        if not self._laws or not width:
+            return Proposal(ids, counts, confidence=sure, failure=self.failure)
         index = torch.tensor([row + [-1] * (width - len(row)) for row in self._index], device=self._device)
         laws = torch.cat([law.to(self._device) for law in self._laws])
-        return Proposal(ids, counts, laws, index, sure)
+        return Proposal(ids, counts, laws, index, sure, failure=self.failure)

@@ -83,7 +83,10 @@ class Engine:
         most = target.capabilities.max_rows or MAX_BATCH_SIZE
         self.max_batch_size = check_int("max_batch_size", max_batch_size, 1, most)
         self.target, self.rule, self.policy = target, rule, policy
-        self.drafter = None if drafter is None else GuardedDrafter(drafter, target.vocab_size, target.device)
+        trees = rule.trees and target.capabilities.trees
+        self.drafter = (
+            None if drafter is None else GuardedDrafter(drafter, target.vocab_size, target.device, trees=trees)
+        )
         self._cache = target.new_cache()
         if self.drafter is not None:
             self.drafter.use_cache_of_target(self._cache)
@@ -96,7 +99,7 @@ class Engine:
         self._rows: Rows | None = None
         self._cancelled: set[int] = set()
         self._next_id = 0
-        self._nonce = _repeats_seeds(drafter, rule)
+        self._nonce = drafter is not None and _repeats_seeds(drafter, rule, policy)
 
     def submit(
         self,
@@ -267,6 +270,9 @@ class Engine:
             dataclasses.replace(one, num_cached=row.num_cached) if row.num_new == len(one.token_ids) else one
             for row, one in zip(rows, steps, strict=True)
         ]
+        error = None if self.drafter is None else self.drafter.step_error()
+        if error is not None:
+            steps = [dataclasses.replace(one, draft_error=error) for one in steps]
         self._retire([s.finish_reason is None for s in steps])
         return ended + steps
 
@@ -380,9 +386,11 @@ class Engine:
 _SERIAL = itertools.count(1)
 
 
-def _repeats_seeds(drafter: Drafter | None, rule: Rule) -> bool:
-    """Whether a seed given twice would meet guesses that were made of its own numbers (see `Remembers`)."""
-    return not rule.needs.ignores_drafts and isinstance(drafter, Remembers) and drafter.repeats_seeds()
+def _repeats_seeds(drafter: Drafter, rule: Rule, policy: LengthPolicy) -> bool:
+    """Whether a seed given twice would meet drafts, or lengths of drawn drafts, that were learned from its own numbers."""
+    if rule.needs.ignores_drafts:
+        return False
+    return (drafter.samples and policy.remembers) or (isinstance(drafter, Remembers) and drafter.repeats_seeds())
 
 
 def _check_trees(target: LanguageModel, drafter: Drafter | None, rule: Rule) -> None:

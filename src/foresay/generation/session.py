@@ -40,7 +40,7 @@ class _Request:
         self.steps: list[Step] = []
         self.seed: int | None = None
 
-    def take(self, number: int, step: Step, exact: bool, draft_error: str | None) -> Chunk:
+    def take(self, number: int, step: Step, exact: bool) -> Chunk:
         """What a Step adds."""
         self.steps.append(step)
         pieces = self._stream.push(step.token_ids, step.origins) if self._stream is not None else []
@@ -48,11 +48,11 @@ class _Request:
         if step.finish_reason is not None:
             stopped = self.stop is not None and self.stop.cut_at is not None
             pieces += self._stream.finish(stopped=stopped) if self._stream is not None else []
-            whole = self._whole(step, step.finish_reason, exact, draft_error)
+            whole = self._whole(step, step.finish_reason, exact)
         joined = "".join(piece.text for piece in pieces)
         return Chunk(number, joined, tuple(pieces), step, step.finish_reason, whole)
 
-    def _whole(self, last: Step, reason: FinishReason, exact: bool, draft_error: str | None) -> Generation:
+    def _whole(self, last: Step, reason: FinishReason, exact: bool) -> Generation:
         ids = [token for step in self.steps for token in step.token_ids]
         return Generation(
             text=self._text(ids),
@@ -63,7 +63,7 @@ class _Request:
             stats=Stats.of(self.steps),
             seed=self.seed,
             exact=exact,
-            draft_error=draft_error,
+            draft_error=next((step.draft_error for step in self.steps if step.draft_error is not None), None),
             error=last.error,
         )
 
@@ -139,7 +139,7 @@ class Session:
         request = self._open[step.request_id]
         if step.finish_reason is not None:
             del self._open[step.request_id]
-        return request.take(step.request_id, step, self.engine.rule.exact, self.draft_error)
+        return request.take(step.request_id, step, self.engine.rule.exact)
 
     @property
     def draft_error(self) -> str | None:

@@ -44,7 +44,7 @@ class Follower:
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         """most: tokens of a draft that the engine takes. limit: most tokens of a text, prompt and output together."""
-        self._drafter = GuardedDrafter(drafter, vocab_size, torch.device("cpu"))
+        self._drafter = GuardedDrafter(drafter, vocab_size, torch.device("cpu"), trees=False)
         self._policy, self._most, self._limit, self._clock = policy, most, limit, clock
         self._rows = Rows((), ragged=True)
         self._places: dict[int, int] = {}

@@ -22,7 +22,7 @@ from foresay.lengths.constant import MAX_DRAFT_TOKENS
 class AcceptanceLength(LengthPolicy):
     """Draft until a rejection is likely, within [low, high]. Drafters without a model draft `high` tokens."""
 
-    needs_hidden = True
+    needs_hidden, remembers = True, False
 
     def __init__(self, head: str | AcceptanceHead, threshold: float = 0.3, *, low: int = 2, high: int = 20) -> None:
         """head: a folder that `foresay head train` wrote, or the head itself. Raises as `AcceptanceHead.load` does."""

@@ -22,7 +22,7 @@ class AgreedLength(LengthPolicy):
 
     def __init__(self, policy: LengthPolicy) -> None:
         self._policy = policy
-        self.needs_hidden = policy.needs_hidden
+        self.needs_hidden, self.remembers = policy.needs_hidden, policy.remembers
 
     def budget(self, rows: Rows) -> list[int]:
         """See LengthPolicy."""

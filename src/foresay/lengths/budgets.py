@@ -44,7 +44,7 @@ def best_for_each(
     held: Sequence[int | None],
     ground: Ground,
 ) -> list[int] | None:
-    """Each row's length; None where none is best for all that may choose.
+    """Each row's length; None where none is best for all that may choose, or no row may.
 
     Under every bound on the length, the draft tokens of all rows are taken in the order of their chance to hold, as many as
     give the greatest throughput. chances, guessed: [B, K], falling along K. drafting: [K]. held: what rows must have.
@@ -56,6 +56,8 @@ def best_for_each(
     columns = ground.columns + float((fixed * guessed).sum())
     weights = guessed.ravel()
     free = np.broadcast_to((must < 0)[:, None], chances.shape).ravel()
+    if not free.any():
+        return None
     order = np.argsort(-np.where(free, chances.ravel(), -1.0), kind="stable")[: int(free.sum())]
     places = order % most
     within = places <= index[:, None]  # [K, tokens]: under each bound

@@ -20,6 +20,8 @@ from foresay.lengths.constant import MAX_DRAFT_TOKENS
 class _UntilUnsure(LengthPolicy):
     """Draft until a measure of doubt passes a bound, within [low, high]."""
 
+    remembers = False
+
     def __init__(self, low: int, high: int) -> None:
         self.high = check_int("high", high, 1, MAX_DRAFT_TOKENS)
         self.low = check_int("low", low, 1, self.high)

@@ -12,6 +12,8 @@ MAX_DRAFT_TOKENS = 64
 class ConstantLength(LengthPolicy):
     """gamma tokens for every row (Leviathan et al. 2023)."""
 
+    remembers = False
+
     def __init__(self, num_draft_tokens: int) -> None:
         self.num_draft_tokens = check_int("num_draft_tokens", num_draft_tokens, 0, MAX_DRAFT_TOKENS)
 

@@ -16,6 +16,8 @@ _KEY = "heuristic"
 class HeuristicLength(LengthPolicy):
     """Begin at `start`; `up` more after a fully accepted draft, else `down` fewer, within [low, high], row by row."""
 
+    remembers = False
+
     def __init__(self, start: int = 5, *, up: int = 2, down: int = 1, low: int = 1, high: int = 20) -> None:
         self.high = check_int("high", high, 1, MAX_DRAFT_TOKENS)
         self.low = check_int("low", low, 1, self.high)  # a row that is asked for nothing would never be asked again

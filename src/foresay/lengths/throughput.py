@@ -102,6 +102,7 @@ class ThroughputLength(LengthPolicy):
         self.high = check_int("high", high, 1, MAX_DRAFT_TOKENS)
         self.start = check_int("start", start, 1, self.high)
         self.sampled = None if sampled is None else check_int("sampled", sampled, 0, self.high)
+        self.remembers = self.sampled is None
         self._lock = Lock()
         self._passes, self._pace = PassCosts(_STEEP), Pace()
         self._first = Paid(self.start, self.high, "throughput length: own counts")

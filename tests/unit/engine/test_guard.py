@@ -152,7 +152,11 @@ def test_a_malformed_proposal_changes_nothing(
     drafter = Proposes(make)
     outputs, steps, engine = run(target, PROMPTS, params, drafter=drafter)
     assert outputs == plain
-    assert not any(step.num_drafted for step in steps)
+    drafted = [step.num_drafted for step in steps]
+    assert not any(drafted[len(PROMPTS) :]), "one proposal was drafted"
+    assert any(drafted) == (
+        make in (BAD["more than the budget"], BAD["more than its own width"], BAD["a negative count"])
+    )
     assert (drafter.calls, engine.draft_failures, len(warnings_of(caplog))) == (1, 1, 1)
 
 

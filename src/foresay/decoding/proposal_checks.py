@@ -1,0 +1,172 @@
+"""Checks of a proposal before it is verified: types, ranges, and that each drafted token is in the support of its distribution.
+
+The only place that checks proposals. A defect at one token ends that row's draft there: the tokens before it were drawn, and
+dropping them because of what came after would change the distribution of the output. A defect of the proposal's form (shapes,
+types) leaves nothing to keep. Knows no drafter and no rule.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from foresay.decoding.proposal import Proposal
+
+_SUM = 1e-3
+"""Largest distance from 1 of a distribution's sum: float32 over any vocabulary stays well within."""
+
+
+def checked(
+    proposal: Proposal, budget: Sequence[int], vocab_size: int, device: torch.device, *, trees: bool
+) -> Proposal:
+    """The proposal as far as it is well-formed, trimmed to its longest draft and on `device`.
+
+    budget: B, most tokens of each row. trees: whether the rule and the target take proposals with parents; without, a draft ends
+    where it branches. The result's `failure` is the drafter's own, or a ValueError that names the first defect.
+    """
+    try:
+        counts = _checked_form(proposal, len(budget), vocab_size)
+    except (ValueError, AttributeError, TypeError) as error:
+        return dataclasses.replace(Proposal.empty(len(budget), device), failure=error)
+    kept = [max(0, min(n, most, proposal.width)) for n, most in zip(counts, budget, strict=True)]
+    problem = None
+    if kept != counts:
+        problem = f"proposed {counts} tokens with a budget of {list(budget)} and a width of {proposal.width}"
+    out = _trimmed(proposal, kept, device)
+    for find in (_bad_tokens, _bad_parents if trees else _branches):
+        cut, found = find(out, vocab_size) if out.width else _NONE
+        problem = problem or found
+        if found is not None:
+            out = _trimmed(out, [min(n, end) for n, end in zip(out.num_tokens, cut, strict=True)], device)
+    failure = proposal.failure or (None if problem is None else ValueError(problem))
+    return dataclasses.replace(out, failure=failure, parents=out.parents if trees else None)
+
+
+def _checked_form(proposal: Proposal, batch: int, vocab_size: int) -> list[int]:
+    """The counts as integers. Raises ValueError, TypeError or AttributeError for wrong types and shapes."""
+    ids, counts = proposal.token_ids, list(proposal.num_tokens)
+    if ids.ndim != 2 or ids.dtype != torch.int64 or ids.shape[0] != batch or len(counts) != batch:
+        raise ValueError(f"ids of shape {tuple(ids.shape)} and dtype {ids.dtype} for {batch} rows, not [B, K] int64")
+    if not all(isinstance(n, int | np.integer) and not isinstance(n, bool) for n in counts):
+        raise ValueError(f"num_tokens {counts} are not all integers")
+    for name, floating in (("law_index", False), ("parents", False), ("confidence", True)):
+        column: torch.Tensor | None = getattr(proposal, name)
+        if column is None:
+            continue
+        if column.shape != ids.shape:
+            raise ValueError(f"{name} of shape {tuple(column.shape)} for ids of shape {tuple(ids.shape)}")
+        if column.dtype.is_floating_point != floating or column.dtype.is_complex or column.dtype == torch.bool:
+            raise ValueError(f"{name} of dtype {column.dtype}, not {'float' if floating else 'int64'}")
+    laws, index = proposal.laws, proposal.law_index
+    if (laws is None) != (index is None):
+        raise ValueError("laws without law_index, or law_index without laws")
+    if laws is not None and (laws.ndim != 2 or laws.shape[1] != vocab_size or not laws.dtype.is_floating_point):
+        raise ValueError(f"laws of shape {tuple(laws.shape)} and dtype {laws.dtype}, not [N, {vocab_size}] float")
+    return [int(n) for n in counts]
+
+
+def _trimmed(proposal: Proposal, counts: list[int], device: torch.device) -> Proposal:
+    """The first counts[i] tokens of each row, without columns that no row uses."""
+    width = max(counts)
+    if width == 0:
+        return Proposal.empty(len(counts), device)
+
+    def part(column: torch.Tensor | None) -> torch.Tensor | None:
+        return None if column is None else column[:, :width].to(device)
+
+    laws = None if proposal.laws is None else proposal.laws.to(device, torch.float32)
+    return dataclasses.replace(
+        proposal,
+        token_ids=proposal.token_ids[:, :width].to(device),
+        num_tokens=counts,
+        laws=laws,
+        law_index=part(proposal.law_index),
+        confidence=part(proposal.confidence),
+        parents=part(proposal.parents),
+    )
+
+
+Found = tuple[list[int], str | None]
+"""How many tokens of each row come before its first defect, and a sentence about one of them; None if there is none."""
+_NONE: Found = ([], None)
+
+
+def _first(proposal: Proposal, defects: Sequence[tuple[torch.Tensor, str]]) -> Found:
+    """The first of some defects [B, K] bool of each row. Waits for the device once, unless there is one."""
+    counts = torch.tensor(proposal.num_tokens, device=proposal.token_ids.device)
+    drafted = torch.arange(proposal.width, device=counts.device) < counts[:, None]
+    bad = torch.stack([mask for mask, _ in defects]) & drafted
+    if not bool(bad.any()):
+        return _NONE
+    ends: list[int] = F.pad(bad.any(0), (0, 1), value=True).to(torch.int8).argmax(-1).tolist()
+    return ends, next(why for (_, why), found in zip(defects, bad.flatten(1).any(-1).tolist(), strict=True) if found)
+
+
+def _bad_tokens(proposal: Proposal, vocab_size: int) -> Found:
+    """Ids outside the vocabulary, and sampled tokens whose distribution is none or gives them no probability.
+
+    A NaN would pass every test of acceptance.
+    """
+    ids, laws, index = proposal.token_ids, proposal.laws, proposal.law_index
+    outside = (ids < 0) | (ids >= vocab_size)
+    defects = [(outside, f"a proposed token id is not in [0, {vocab_size})")]
+    if laws is not None and index is not None:
+        missing = (index < -1) | (index >= len(laws))
+        defects.append((missing, f"law_index is not in [-1, {len(laws)})"))
+        if len(laws):
+            # the minimum and the sum of a row that contains a NaN or an infinity are not finite either
+            good = (laws.amin(-1) >= 0) & ((laws.sum(-1) - 1).abs() <= _SUM)
+            row, drawn = index.clamp(min=0, max=len(laws) - 1), index >= 0
+            defects.append(
+                (drawn & ~good[row], "a drafted token's distribution is not finite, negative, or does not sum to 1")
+            )
+            nothing = ~(laws[row, ids.clamp(min=0, max=vocab_size - 1)] > 0)
+            defects.append((drawn & nothing, "a drafted token has probability 0 in the distribution it was drawn from"))
+    return _first(proposal, defects)
+
+
+def _branches(proposal: Proposal, vocab_size: int) -> Found:
+    """Tokens that do not follow the one before: rules and models of chains take none."""
+    if proposal.parents is None:
+        return _NONE
+    other = proposal.parents != torch.arange(-1, proposal.width - 1, device=proposal.parents.device)
+    return _first(proposal, [(other, "a tree of draft tokens, which the rule or the target does not take")])
+
+
+def _bad_parents(proposal: Proposal, vocab_size: int) -> Found:
+    """Nodes whose parent does not come before them, siblings that repeat, and sampled ones after others."""
+    if proposal.parents is None:
+        return _NONE
+    sampled = (
+        [[False] * proposal.width] * len(proposal.num_tokens)
+        if proposal.law_index is None
+        else (proposal.law_index >= 0).tolist()
+    )
+    ends, first = [], None
+    for above, ids, drawn, n in zip(
+        proposal.parents.tolist(), proposal.token_ids.tolist(), sampled, proposal.num_tokens, strict=True
+    ):
+        end, why = _first_bad_node(above[:n], ids, drawn)
+        ends.append(end)
+        first = first or why
+    return (ends, first) if first is not None else _NONE
+
+
+def _first_bad_node(parents: Sequence[int], ids: Sequence[int], drawn: Sequence[bool]) -> tuple[int, str | None]:
+    chosen: set[int] = set()
+    seen: set[tuple[int, int]] = set()
+    for column, parent in enumerate(parents):
+        if not -1 <= parent < column:
+            return column, f"node {column} of a tree follows node {parent}"
+        if (parent, ids[column]) in seen:
+            return column, f"token {ids[column]} follows node {parent} of a tree twice"
+        seen.add((parent, ids[column]))
+        if not drawn[column]:
+            chosen.add(parent)
+        elif parent in chosen:
+            return column, f"node {column} of a tree was sampled, and a sibling before it was not"
+    return len(parents), None
