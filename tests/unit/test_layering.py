@@ -61,7 +61,7 @@ INSIDE = {
         {"seq2seq"},
         {"early_exit", "self_check"},
     ],
-    "models/huggingface/native": [{"structs"}, {"build"}, {"product"}, {"in_place"}, {"layers"}],
+    "models/huggingface/native": [{"structs", "trust"}, {"build"}, {"product"}, {"in_place"}, {"layers"}],
     "models/sources": [
         {"load_options", "transformers_errors", "gguf_head"},
         {"gguf_texts", "gguf_types", "gguf_positions", "packaged", "llama_cpp"},

@@ -10,9 +10,12 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, TypeGuard
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 
+from foresay.errors import UnsupportedModelError
 from foresay.models.huggingface.native.build import library
 from foresay.models.huggingface.native.in_place import InPlaceProduct
 from foresay.models.huggingface.native.product import NativeProduct
@@ -235,9 +238,9 @@ def of_groups(pieces: Iterable[Groups], dtype: torch.dtype, bias: torch.Tensor |
     return NativeProduct.of_groups(pieces, bias)
 
 
-def of_blocks(rows: torch.Tensor, kinds: torch.Tensor, depth: int, bias: torch.Tensor | None) -> NativeProduct | None:
+def of_blocks(stored: Sequence[tuple[str, npt.NDArray[np.uint8]]], bias: torch.Tensor | None) -> NativeProduct | None:
     """The product of a GGUF file's 4-bit blocks, see `NativeProduct.of_blocks`; None without kernels."""
-    return None if library() is None else NativeProduct.of_blocks(rows, kinds, depth, bias)
+    return None if library() is None else NativeProduct.of_blocks(stored, bias)
 
 
 def int4_fits(weight: torch.Tensor) -> bool:
@@ -285,9 +288,18 @@ def _join(parent: nn.Module, names: Sequence[str], layers: Sequence[nn.Linear], 
 
 
 def replace_jointly(parent: nn.Module, names: Sequence[str], product: Product) -> None:
-    """Put one product in the place of layers of `parent` that read the same input."""
+    """Put one product in the place of layers of `parent` that read the same input.
+
+    Raises UnsupportedModelError where its shape is not theirs.
+    """
     layers = [parent.get_submodule(name) for name in names]
     sizes = [layer.out_features for layer in layers if isinstance(layer, nn.Linear)]
+    depths = {layer.in_features for layer in layers if isinstance(layer, nn.Linear)}
+    if depths != {product.in_features} or sum(sizes) != product.out_features:
+        raise UnsupportedModelError(
+            f"the weights of {', '.join(names)} are {product.out_features} x {product.in_features} together, and the "
+            f"configuration has {' + '.join(map(str, sizes))} x {' or '.join(map(str, sorted(depths)))}"
+        )
     joint = _Joint(product, sizes)
     for i, (name, layer) in enumerate(zip(names, layers, strict=True)):
         assert isinstance(layer, nn.Linear)

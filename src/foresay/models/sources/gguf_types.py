@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from foresay.errors import ModelLoadError
 from foresay.models.huggingface.linears import Table, of_blocks, of_groups, of_rows
-from foresay.models.huggingface.native.product import BLOCKS, row_addresses
 from foresay.models.huggingface.products import Product
 from foresay.models.huggingface.rounding import Groups, restored, rounded_int8
 from foresay.models.sources.gguf_head import Bytes, StoredTensor
@@ -46,9 +46,7 @@ class Blocks:
 
     def product(self, dtype: torch.dtype, bias: torch.Tensor | None) -> Product:
         """The product of these weights for inputs of a dtype."""
-        rows = [row_addresses(one.data.ctypes.data, one.data.strides[0], len(one.data)) for one in self.stored]
-        kinds = [torch.full((len(one.data),), BLOCKS.index(one.kind), dtype=torch.uint8) for one in self.stored]
-        packed = of_blocks(torch.cat(rows), torch.cat(kinds), self.stored[0].shape[-1], bias)
+        packed = of_blocks([(one.kind, one.data) for one in self.stored], bias)
         return of_groups(self._pieces(), dtype, bias) if packed is None else packed
 
     def _pieces(self) -> Iterator[Groups]:
@@ -111,7 +109,20 @@ def unpacked(tensor: StoredTensor) -> Weight:
 
 
 def joined(weights: list[Weight | None]) -> Blocks | Eights | None:
-    """Weights one below the other: as blocks where all are, else in 8 bits; None where one is not rounded."""
+    """Weights one below the other: as blocks where all are, else in 8 bits; None where one is not rounded.
+
+    Raises ModelLoadError for rows of different lengths.
+    """
+    widths = [
+        w.stored[0].shape[-1] if isinstance(w, Blocks) else w.levels.shape[-1]
+        for w in weights
+        if isinstance(w, Blocks | Eights)
+    ]
+    if len(set(widths)) > 1:
+        found = ", ".join(map(str, widths))
+        raise ModelLoadError(
+            f"tensors of the GGUF file that read one input have rows of {found} weights; they must be equal"
+        )
     blocks = [w for w in weights if isinstance(w, Blocks)]
     if len(blocks) == len(weights):
         return Blocks(tuple(one for w in blocks for one in w.stored))

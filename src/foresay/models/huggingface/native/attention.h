@@ -21,6 +21,7 @@ namespace foresay {
 struct Attention {
     int64_t tokens, columns, queries, keys, dim, rotated, wide, window;
     int64_t row_stride;       // elements from one row of the cache to the next
+    int64_t store_rows, store_slots; // what there is of the cache
     const int64_t *rows;      // [N] the cache row of each token
     const int64_t *slots;     // [N] its slot
     const int64_t *starts;    // [N] the slot of the first token of its row in this pass

@@ -11,15 +11,6 @@ namespace foresay {
 
 enum Block { Q4_0 = 0, Q4_1 = 1, Q4_K = 2 };
 
-inline float wide_half(uint16_t half) {
-    uint32_t sign = static_cast<uint32_t>(half) >> 15 << 31, power = half >> 10 & 31, digits = half & 1023;
-    if (power == 0) return (sign ? -1.0f : 1.0f) * static_cast<float>(digits) * 5.9604644775390625e-8f;
-    uint32_t bits = sign | (power == 31 ? 255 : power + 112) << 23 | digits << 13;
-    float out;
-    std::memcpy(&out, &bits, sizeof out);
-    return out;
-}
-
 // To the nearest, halves to even; what is too large becomes infinite.
 inline uint16_t half_of(float value) {
     uint32_t bits;

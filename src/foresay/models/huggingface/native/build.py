@@ -17,15 +17,25 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from foresay.errors import ForesayError
-from foresay.files import atomic_write, cache_dir
+from foresay.files import cache_dir
 from foresay.models.huggingface.native.structs import declared
+from foresay.models.huggingface.native.trust import DamagedError, UntrustedError, make_private, opened, written
 
 logger = logging.getLogger("foresay")
 
 SOURCES = tuple(
     Path(__file__).with_name(name)
-    for name in ("kernels.cpp", "attention.h", "blocks.h", "dots.h", "layer.h", "numbers.h", "pool.h", "products.h")
+    for name in (
+        "kernels.cpp",
+        "attention.h",
+        "blocks.h",
+        "checks.h",
+        "dots.h",
+        "layer.h",
+        "numbers.h",
+        "pool.h",
+        "products.h",
+    )
 )
 """The first is compiled; the others are what it includes."""
 COMPILERS = ("c++", "g++", "clang++")
@@ -53,24 +63,41 @@ def library() -> ctypes.CDLL | None:
         return None
     try:
         path = kept()
-        if path.is_file():
-            try:
-                return declared(ctypes.CDLL(str(path)))
-            except (OSError, AttributeError) as error:
-                logger.info("%s is damaged (%s) and compiled anew", path, error)
-        _compile(path)
-        return declared(ctypes.CDLL(str(path)))
-    except (BuildError, OSError, RuntimeError, ForesayError) as error:  # RuntimeError: nobody's home folder
-        _reasons.append(str(error))
-        logger.warning("passes are made without compiled kernels: %s", error)
+        make_private(path.parent)
+        found = _kept_library(path)
+        if found is None:
+            _compile(path)
+            found = declared(opened(path))
+        return found
+    except UntrustedError as error:
+        why = f"{error}; set FORESAY_CACHE to a folder that only you can write to"
+    except (BuildError, DamagedError, AttributeError, RuntimeError) as error:
+        why = str(error)  # RuntimeError: nobody's home folder; AttributeError: no such function
+    except OSError as error:
+        why = f"cannot write {str(error.filename or path)!r}: {error.strerror or error}"
+    _reasons.append(why)
+    logger.warning("passes are made without compiled kernels: %s", why)
+    return None
+
+
+def _kept_library(path: Path) -> ctypes.CDLL | None:
+    """The kernels that were compiled before; None where they are to be compiled."""
+    try:
+        return declared(opened(path))
+    except FileNotFoundError:
         return None
+    except UntrustedError as error:
+        logger.warning("%s; the kernels are compiled anew", error)
+    except (DamagedError, AttributeError, OSError) as error:
+        logger.info("%s is damaged (%s) and compiled anew", path, error)
+    return None
 
 
 def is_kept() -> bool:
     """Whether the kernels of this machine are compiled already."""
     try:
         return kept().is_file()
-    except (BuildError, OSError, RuntimeError, ForesayError):
+    except (BuildError, OSError, RuntimeError):
         return False
 
 
@@ -130,7 +157,7 @@ def _compile(path: Path) -> None:
     machine = ["-march=native"] if platform.machine() in ("x86_64", "AMD64") else ["-mcpu=native"]
     if "clang" not in _version(tuple(compiler)).lower():
         machine += _GCC_FLAGS
-    with atomic_write(path, parents=True) as place:
+    with written(path) as place:
         done = _run([*compiler, *_FLAGS, *machine, "-o", str(place), str(SOURCES[0])])
         if done.returncode != 0:
             first = next(iter(done.stderr.strip().splitlines()), "no message")

@@ -28,6 +28,12 @@ class InPlaceProduct(CompiledProduct):
         dtype = weights[0].dtype
         if len(with_bias) not in (0, len(weights)) or not all(_plain(one, dtype) for one in (*weights, *with_bias)):
             raise LookupError(f"no kernels for weights of {dtype} as they lie")
+        if len({one.shape[1:] for one in weights}) > 1 or weights[0].dim() != 2:
+            raise LookupError(
+                f"no kernels for weights of {', '.join(str(list(one.shape)) for one in weights)} together"
+            )
+        if with_bias and [one.shape for one in with_bias] != [one.shape[:1] for one in weights]:
+            raise LookupError("no kernels for biases of other lengths than their weights")
         self._weights = [one.detach() for one in weights]  # their memory lives as long as this does
         self._biases = [one.detach() for one in with_bias]
         self._rows = torch.cat([_addresses(one) for one in weights])

@@ -2,9 +2,12 @@
 
 #include "attention.h"
 #include "blocks.h"
+#include "checks.h"
 #include "pool.h"
 #include "products.h"
 
+#include <cstdio>
+#include <new>
 #include <pthread.h>
 
 namespace foresay {
@@ -108,7 +111,7 @@ struct Model {
 };
 
 struct Pass {
-    int64_t tokens, columns, threads, cache_is_bf16;
+    int64_t tokens, columns, threads, cache_is_bf16, turns, store_rows, store_slots;
     const int64_t *rows, *slots, *starts, *positions;
     const uint8_t *ancestors;
     const float *const *cosines; // of each turn, [N, rotated]
@@ -145,11 +148,73 @@ Attention at_layer(const Layer &layer, const Norms &norms, const Pass &pass, int
     a.query_norm = norms.query_norm, a.key_norm = norms.key_norm;
     a.tokens = pass.tokens, a.columns = pass.columns;
     a.rows = pass.rows, a.slots = pass.slots, a.starts = pass.starts, a.positions = pass.positions, a.ancestors = pass.ancestors;
-    a.row_stride = pass.row_strides[index];
+    a.row_stride = pass.row_strides[index], a.store_rows = pass.store_rows, a.store_slots = pass.store_slots;
     if (layer.turn >= 0) {
         a.cosines = pass.cosines[layer.turn], a.sines = pass.sines[layer.turn], a.rotated = pass.rotated[layer.turn];
     }
     return a;
+}
+
+// Sizes of a model and a pass; see checks.h.
+inline void check_norm(const char *name, const Vector &v, int64_t width) {
+    require(v.size == (v.values == nullptr ? 0 : width), name, v.size, "as long as what it norms");
+}
+
+inline void check_shape(const char *name, const Product &p, int64_t outputs, int64_t depth) {
+    check(p);
+    require(p.outputs == outputs, name, p.outputs, "as wide as what reads it");
+    require(p.depth == depth && depth % 4 == 0, name, p.depth, "as deep as its input, by fours");
+}
+
+inline void check(const Layer &layer, int64_t hidden, int64_t inner, int64_t read) {
+    const Attention &a = layer.attention;
+    check_heads(a);
+    int64_t q = a.queries * a.dim, k = a.keys * a.dim;
+    check_shape("qkv", layer.qkv, q + 2 * k, read);
+    check_shape("output", layer.output, hidden, q);
+    check_shape("gate_up", layer.gate_up, 2 * inner, hidden);
+    check_shape("down", layer.down, hidden, inner);
+    for (const Vector *one : {&layer.before_attention, &layer.after_attention, &layer.before_mlp, &layer.after_mlp}) {
+        check_norm("norm", *one, hidden);
+    }
+    check_norm("query_norm", layer.query_norm, a.wide ? q : a.dim);
+    check_norm("key_norm", layer.key_norm, a.wide ? k : a.dim);
+}
+
+inline void check(const Model &model) {
+    require(model.layers > 0 && model.layers <= MOST_LAYERS, "layers", model.layers, "in [1, 2^16]");
+    check_width("hidden", model.hidden);
+    check_width("inner", model.inner);
+    require(model.activation >= SILU && model.activation <= GELU, "activation", model.activation, "in [0, 2]");
+    check_pointer("last_norm", model.last_norm.values);
+    check_norm("last_norm", model.last_norm, model.hidden);
+    bool two = model.beside[0].values != nullptr;
+    for (const Vector &one : model.beside) {
+        check_norm("beside", one, model.hidden);
+        require((one.values != nullptr) == two, "beside", one.size, "two norms, or none");
+    }
+    for (int64_t i = 0; i < model.layers; i++) {
+        check(model.layer[i], model.hidden, model.inner, i == 0 && two ? 2 * model.hidden : model.hidden);
+    }
+}
+
+inline void check(const Model &model, const Pass &pass) {
+    check_threads(pass.threads);
+    require((pass.read != nullptr) == (model.beside[0].values != nullptr), "read", pass.read != nullptr, "there with its norms alone");
+    require(pass.turns >= 0 && pass.turns <= MOST_LAYERS, "turns", pass.turns, "in [0, 2^16]");
+    check_pointer("x", pass.x);
+    check_pointer("normed", pass.normed);
+    const Norms none{};
+    for (int64_t i = 0; i < model.layers; i++) {
+        int64_t turn = model.layer[i].turn;
+        require(turn >= -1 && turn < pass.turns, "turn", turn, "in [-1, turns)");
+        Attention a = at_layer(model.layer[i], none, pass, i);
+        check_heads(a);
+        check_store(a);
+        check_pointer("keys", pass.keys[i]);
+        check_pointer("values", pass.values[i]);
+        if (i == 0) check_tokens(a);
+    }
 }
 
 // What the first layer reads in place of x normed, [N, 2 H]: both parts normed, each by its own weights.
@@ -220,51 +285,118 @@ void run(const Model &model, const Pass &pass) {
 
 using namespace foresay;
 
-extern "C" void foresay_pass(const Model *model, const Pass *pass) { run(*model, *pass); }
+// What an entry returns; foresay_message says more.
+enum Status : int64_t { DONE = 0, OUT_OF_MEMORY = 1, BAD_SIZE = 2, FAILED = 3 };
 
-// x [rows, depth] and out [rows, outputs], float32 or both bfloat16
-extern "C" void foresay_multiply(const Product *p, const void *x, void *out, int64_t rows, int64_t is_bf16, int64_t threads) {
-    int64_t stride = (p->depth + 3) / 4 * 4;
-    if (!is_bf16 && stride == p->depth) {
-        return multiply(*p, static_cast<const float *>(x), stride, rows, static_cast<float *>(out), static_cast<int>(threads));
+static thread_local char message[256];
+
+static int64_t failed(Status status, const char *what) {
+    std::snprintf(message, sizeof message, "%s", what);
+    return status;
+}
+
+// Run an entry's body: no exception leaves it, whichever thread it was thrown in.
+template <class F> int64_t guarded(const F &body) noexcept {
+    try {
+        body();
+        return DONE;
+    } catch (const std::bad_alloc &error) {
+        return failed(OUT_OF_MEMORY, error.what());
+    } catch (const std::length_error &error) {
+        return failed(OUT_OF_MEMORY, error.what());
+    } catch (const std::invalid_argument &error) {
+        return failed(BAD_SIZE, error.what());
+    } catch (const std::exception &error) {
+        return failed(FAILED, error.what());
+    } catch (...) {
+        return failed(FAILED, "an unknown exception");
     }
-    std::vector<float> wide(rows * stride, 0.0f), product(is_bf16 ? rows * p->outputs : 0);
+}
+
+// What the last entry that failed on this thread said.
+extern "C" const char *foresay_message() { return message; }
+
+// Whether the sizes of a model fit each other.
+extern "C" int64_t foresay_check(const Model *model) {
+    return guarded([&] { check(*model); });
+}
+
+extern "C" int64_t foresay_pass(const Model *model, const Pass *pass) {
+    return guarded([&] {
+        check(*model);
+        check(*model, *pass);
+        run(*model, *pass);
+    });
+}
+
+// out [rows, outputs] bfloat16 = x [rows, depth] times the weights; or both float32, where a row of x is no multiple of 4
+static void multiply_widened(const Product &p, const void *x, void *out, int64_t rows, bool is_bf16, int threads) {
+    int64_t stride = (p.depth + 3) / 4 * 4;
+    std::vector<float> wide(rows * stride, 0.0f), product(is_bf16 ? rows * p.outputs : 0);
     for (int64_t n = 0; n < rows; n++) {
         float *row = wide.data() + n * stride;
         if (is_bf16) {
-            const bf16 *source = static_cast<const bf16 *>(x) + n * p->depth;
-            for (int64_t i = 0; i < p->depth; i++) row[i] = read(source[i]);
+            const bf16 *source = static_cast<const bf16 *>(x) + n * p.depth;
+            for (int64_t i = 0; i < p.depth; i++) row[i] = read(source[i]);
         } else {
-            std::memcpy(row, static_cast<const float *>(x) + n * p->depth, p->depth * sizeof(float));
+            std::memcpy(row, static_cast<const float *>(x) + n * p.depth, p.depth * sizeof(float));
         }
     }
     float *result = is_bf16 ? product.data() : static_cast<float *>(out);
-    multiply(*p, wide.data(), stride, rows, result, static_cast<int>(threads));
+    multiply(p, wide.data(), stride, rows, result, threads);
     for (size_t i = 0; i < product.size(); i++) write(static_cast<bf16 *>(out)[i], product[i]);
 }
 
+// x [rows, depth] and out [rows, outputs], float32 or both bfloat16
+extern "C" int64_t foresay_multiply(const Product *p, const void *x, void *out, int64_t rows, int64_t is_bf16, int64_t threads) {
+    return guarded([&] {
+        check(*p);
+        check_rows("rows", rows);
+        int workers = check_threads(threads);
+        if (is_bf16 || p->depth % 4 != 0) return multiply_widened(*p, x, out, rows, is_bf16 != 0, workers);
+        multiply(*p, static_cast<const float *>(x), p->depth, rows, static_cast<float *>(out), workers);
+    });
+}
+
 // words [panels, depth / 4, 16] and scales [panels, depth / 32, 2, 32], zeros before, of the blocks of `outputs` rows
-extern "C" void foresay_pack(const uint8_t *const *rows, const uint8_t *kinds, int64_t outputs, int64_t depth, uint32_t *words,
-                             uint16_t *scales, int64_t threads) {
-    each((outputs + PANEL - 1) / PANEL, static_cast<int>(threads), [&](int64_t panel) {
-        int64_t first = panel * PANEL, count = outputs - first < PANEL ? outputs - first : PANEL;
-        pack_panel(rows + first, kinds + first, count, depth, words + panel * depth * 4, scales + panel * (depth / GROUP) * 2 * PANEL);
+extern "C" int64_t foresay_pack(const uint8_t *const *rows, const uint8_t *kinds, int64_t outputs, int64_t depth, uint32_t *words,
+                                uint16_t *scales, int64_t threads) {
+    return guarded([&] {
+        check_pack(rows, kinds, outputs, depth);
+        each((outputs + PANEL - 1) / PANEL, check_threads(threads), [&](int64_t panel) {
+            int64_t first = panel * PANEL, count = outputs - first < PANEL ? outputs - first : PANEL;
+            pack_panel(rows + first, kinds + first, count, depth, words + panel * depth * 4, scales + panel * (depth / GROUP) * 2 * PANEL);
+        });
     });
 }
 
 // For tests of one part alone.
-extern "C" void foresay_add_norm(float *x, const float *added, const float *after, float scale, const float *before, float *out,
-                                 int64_t tokens, int64_t width, float eps) {
-    for (int64_t n = 0; n < tokens; n++) {
-        add_norm(x + n * width, added == nullptr ? nullptr : added + n * width, after, scale, before, out + n * width, width, eps);
-    }
+extern "C" int64_t foresay_add_norm(float *x, const float *added, const float *after, float scale, const float *before, float *out,
+                                    int64_t tokens, int64_t width, float eps) {
+    return guarded([&] {
+        check_rows("tokens", tokens);
+        check_width("width", width);
+        for (int64_t n = 0; n < tokens; n++) {
+            add_norm(x + n * width, added == nullptr ? nullptr : added + n * width, after, scale, before, out + n * width, width, eps);
+        }
+    });
 }
 
-extern "C" void foresay_gate(const float *joint, float *out, int64_t tokens, int64_t width, int64_t kind) {
-    for (int64_t n = 0; n < tokens; n++) gate(joint + 2 * n * width, out + n * width, width, kind);
+extern "C" int64_t foresay_gate(const float *joint, float *out, int64_t tokens, int64_t width, int64_t kind) {
+    return guarded([&] {
+        check_rows("tokens", tokens);
+        check_width("width", width);
+        require(kind >= SILU && kind <= GELU, "kind", kind, "in [0, 2]");
+        for (int64_t n = 0; n < tokens; n++) gate(joint + 2 * n * width, out + n * width, width, kind);
+    });
 }
 
-extern "C" void foresay_attend(const Attention *a, const float *joint, float *queries, void *keys, void *values, float *out,
-                               int64_t is_bf16, int64_t threads) {
-    attend(*a, joint, queries, keys, values, out, is_bf16 != 0, static_cast<int>(threads));
+extern "C" int64_t foresay_attend(const Attention *a, const float *joint, float *queries, void *keys, void *values, float *out,
+                                  int64_t is_bf16, int64_t threads) {
+    return guarded([&] {
+        check_heads(*a);
+        check_store(*a);
+        check_tokens(*a);
+        attend(*a, joint, queries, keys, values, out, is_bf16 != 0, check_threads(threads));
+    });
 }

@@ -1,7 +1,7 @@
 """All layers of a lean model by one call of kernels compiled for this machine.
 
-Owns what is passed to them; no shape leaves this file unchecked, since the kernels read memory as they are told. A pass holds its
-real tokens alone, flat, [N, width], in float32; the cache keeps its dtype. Knows nothing of families.
+Owns what is passed to them: each address with a check of the memory behind it. A pass holds its real tokens alone, flat, [N, width],
+in float32; the cache keeps its dtype. Knows nothing of families.
 """
 
 from __future__ import annotations
@@ -66,6 +66,16 @@ class FlatTokens:
     def __len__(self) -> int:
         return len(self.rows)
 
+    def addresses(self) -> dict[str, int | None]:
+        """Where each is in memory."""
+        lines = {name: getattr(self, name) for name in ("rows", "slots", "starts", "positions")}
+        found: dict[str, int | None] = {
+            name: structs.address(one, (len(self),), torch.int64) for name, one in lines.items()
+        }
+        seen = self.ancestors
+        shape = (len(self), self.columns)
+        return {**found, "ancestors": None if seen is None else structs.address(seen, shape, torch.uint8)}
+
 
 class _Addresses:
     """Where the kernels find a cache's keys and values.
@@ -80,6 +90,7 @@ class _Addresses:
             (ctypes.c_void_p * len(pairs))(*(pair[i].data_ptr() for pair in pairs)) for i in (0, 1)
         )
         self.strides = (ctypes.c_int64 * len(pairs))(*(pair[0].stride(0) for pair in pairs))
+        self.rows, self.slots = (min(int(store.shape[i]) for pair in pairs for store in pair) for i in (0, 1))
 
 
 class NativeLayers:
@@ -113,7 +124,6 @@ class NativeLayers:
         self._hidden, self._inner = gate.in_features, gate.out_features // 2
         self._beside = beside
         structs_ = [self._struct(layer, last_norm.eps) for layer in layers]
-        self._check()
         self._model = structs.Model(
             layers=len(layers),
             hidden=self._hidden,
@@ -128,6 +138,10 @@ class NativeLayers:
             ),
             from_beside=int(beside is not None and beside.is_input),
         )
+        try:
+            found.foresay_check(ctypes.byref(self._model))
+        except ValueError as error:
+            raise LookupError(f"no kernels for layers of such sizes: {error}") from None
 
     def run(
         self,
@@ -144,20 +158,20 @@ class NativeLayers:
         `beside`, before it is normed; where that is also the layer's input, what x holds does not matter.
         """
         count = len(tokens)
-        _check(x, (count, self._hidden), torch.float32)
-        if read is not None or self._beside is not None:
-            assert read is not None and self._beside is not None
-            _check(read, (count, 2 * self._hidden), torch.float32)
+        given = structs.address(x, (count, self._hidden), torch.float32)
+        apart = None if read is None else structs.address(read, (count, 2 * self._hidden), torch.float32)
         normed = torch.empty_like(x)
         states = {n: torch.empty_like(x) for n in wanted if n < len(self._layers)}
         stores = self._stores_of(cache)
         waves = [turns[kind] for kind in self._turns]
-        for cos, sin in waves:
-            _check(cos, (count, cos.shape[1]), torch.float32)
-            _check(sin, tuple(cos.shape), torch.float32)
+        widths = [int(cos.shape[-1]) for cos, _ in waves]
+        tables = [
+            [structs.address(wave[i], (count, width), torch.float32) for wave, width in zip(waves, widths, strict=True)]
+            for i in (0, 1)
+        ]
         # read by the kernels until they return
-        cosines, sines = ((ctypes.c_void_p * len(waves))(*(wave[i].data_ptr() for wave in waves)) for i in (0, 1))
-        rotated = (ctypes.c_int64 * len(waves))(*(wave[0].shape[1] for wave in waves))
+        cosines, sines = ((ctypes.c_void_p * len(waves))(*table) for table in tables)
+        rotated = (ctypes.c_int64 * len(waves))(*widths)
         places = [states[n].data_ptr() if n in states else None for n in range(len(self._layers))]
         kept = (ctypes.c_void_p * len(places))(*places)
         asked = structs.Pass(
@@ -165,21 +179,20 @@ class NativeLayers:
             columns=tokens.columns,
             threads=threads.wanted(),
             cache_is_bf16=CACHES[self._dtype],
-            rows=tokens.rows.data_ptr(),
-            slots=tokens.slots.data_ptr(),
-            starts=tokens.starts.data_ptr(),
-            positions=tokens.positions.data_ptr(),
-            ancestors=None if tokens.ancestors is None else tokens.ancestors.data_ptr(),
+            turns=len(waves),
+            store_rows=stores.rows,
+            store_slots=stores.slots,
+            **tokens.addresses(),
             cosines=ctypes.addressof(cosines),
             sines=ctypes.addressof(sines),
             rotated=ctypes.addressof(rotated),
             keys=ctypes.addressof(stores.keys),
             values=ctypes.addressof(stores.values),
             row_strides=ctypes.addressof(stores.strides),
-            x=x.data_ptr(),
+            x=given,
             normed=normed.data_ptr(),
             states=ctypes.addressof(kept),
-            read=None if read is None else read.data_ptr(),
+            read=apart,
         )
         self._run(ctypes.byref(self._model), ctypes.byref(asked))
         if len(self._layers) in wanted:
@@ -195,7 +208,7 @@ class NativeLayers:
         pairs = [cache.stores(i, one.heads[1], one.dim, like) for i, one in enumerate(self._layers)]
         for layer, pair in zip(self._layers, pairs, strict=True):
             for store in pair:
-                _check(store, (*pair[0].shape[:2], layer.heads[1], layer.dim), self._dtype)
+                structs.address(store, (*pair[0].shape[:2], layer.heads[1], layer.dim), self._dtype)
         found = self._caches[cache] = _Addresses(pairs, cache.tensors.made)
         return found
 
@@ -225,33 +238,17 @@ class NativeLayers:
         """A norm's weight where it lies."""
         if norm is None:
             return structs.Vector(None, 0, 0, 0)
-        if norm.weight.dtype not in CACHES or tuple(norm.weight.shape) != (size,) or not norm.weight.is_contiguous():
-            raise LookupError(f"no kernels for norms of {list(norm.weight.shape)} in {norm.weight.dtype}")
+        if norm.weight.dtype not in CACHES:
+            raise LookupError(f"no kernels for norms in {norm.weight.dtype}")
+        try:
+            values = structs.address(norm.weight, (size,), norm.weight.dtype)
+        except ValueError as error:
+            raise LookupError(f"no kernels for such norms: {error}") from None
         self._held.append(norm.weight)
-        return structs.Vector(norm.weight.data_ptr(), size, norm.weight.dtype is torch.bfloat16, norm.from_one)
-
-    def _check(self) -> None:
-        """Every product takes and gives what its neighbours do; raises LookupError, since the kernels do not ask."""
-        for i, layer in enumerate(self._layers):
-            queries, width = layer.heads[0] * layer.dim, (layer.heads[0] + 2 * layer.heads[1]) * layer.dim
-            shapes = {
-                "qkv": (width, self._hidden if i or self._beside is None else 2 * self._hidden),
-                "output": (self._hidden, queries),
-                "gate_up": (2 * self._inner, self._hidden),
-                "down": (self._hidden, self._inner),
-            }
-            for name, shape in shapes.items():
-                product = _native(getattr(layer, name))
-                if (product.out_features, product.in_features) != shape or shape[1] % 4:
-                    raise LookupError(f"no kernels for {name} of {product.out_features} x {product.in_features}")
+        return structs.Vector(values, size, norm.weight.dtype is torch.bfloat16, norm.from_one)
 
 
 def _native(product: Any) -> CompiledProduct:
     if not isinstance(product, CompiledProduct):
         raise LookupError(f"no kernels for a {type(product).__name__}")
     return product
-
-
-def _check(tensor: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> None:
-    if tuple(tensor.shape) != tuple(shape) or tensor.dtype != dtype or not tensor.is_contiguous():
-        raise ValueError(f"{list(shape)} of {dtype} is wanted in one piece, not {list(tensor.shape)} of {tensor.dtype}")

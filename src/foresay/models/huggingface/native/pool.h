@@ -8,10 +8,10 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
+#include <exception>
 #include <mutex>
-#include <system_error>
 #include <thread>
-#include <vector>
+#include <utility>
 
 namespace foresay {
 
@@ -27,7 +27,8 @@ class Pool {
   public:
     typedef void (*Task)(const void *what, int64_t index);
 
-    // Run task(what, i) for all i < count, on `threads` threads with the caller.
+    // Run task(what, i) for all i < count, on `threads` threads with the caller. An exception of one of them is thrown here, when all
+    // have ended.
     void run(Task task, const void *what, int64_t count, int threads) {
         if (threads <= 1 || count <= 1 || count >= LIMIT || !mine_.try_lock()) {
             for (int64_t i = 0; i < count; i++) task(what, i);
@@ -44,7 +45,10 @@ class Pool {
         }
         while (take()) {}
         for (int spins = 0; done_.load(std::memory_order_acquire) < count; spins++) spins < 256 ? relax() : std::this_thread::yield();
+        std::exception_ptr thrown;
+        std::swap(thrown, thrown_); // the workers are done with it
         mine_.unlock();
+        if (thrown) std::rethrow_exception(thrown);
     }
 
   private:
@@ -56,7 +60,12 @@ class Pool {
         uint64_t ticket = ticket_.load(std::memory_order_acquire);
         while ((ticket & (LIMIT - 1)) < (ticket >> 20 & (LIMIT - 1))) {
             if (!ticket_.compare_exchange_weak(ticket, ticket + 1, std::memory_order_acq_rel)) continue;
-            task_(what_, static_cast<int64_t>(ticket & (LIMIT - 1))); // the stage lasts until this is done
+            try {
+                task_(what_, static_cast<int64_t>(ticket & (LIMIT - 1))); // the stage lasts until this is done
+            } catch (...) {
+                std::lock_guard<std::mutex> hold(door_);
+                thrown_ = std::current_exception();
+            }
             done_.fetch_add(1, std::memory_order_release);
             return true;
         }
@@ -69,8 +78,8 @@ class Pool {
             int index = count_;
             try {
                 std::thread([this, index] { work(index); }).detach();
-            } catch (const std::system_error &) {
-                break; // the machine gives no more
+            } catch (const std::exception &) {
+                break; // the machine gives no more threads, or no memory for one
             }
             count_++;
         }
@@ -109,6 +118,7 @@ class Pool {
     int count_ = 0;
     Task task_ = nullptr;
     const void *what_ = nullptr;
+    std::exception_ptr thrown_; // by a task of the stage under way
 };
 
 Pool &pool();

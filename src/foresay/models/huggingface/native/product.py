@@ -7,8 +7,10 @@ of the sums. Knows nothing of models.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from foresay.models.huggingface.native import structs
@@ -16,12 +18,14 @@ from foresay.models.huggingface.native.build import library
 from foresay.models.huggingface.rounding import GROUP, Groups, rounded_int4, rounded_int8
 from foresay.threads import wanted
 
-BLOCKS = ("Q4_0", "Q4_1", "Q4_K")
-"""Types of a GGUF file that are packed as they are, by the numbers that blocks.h knows them by."""
+BLOCKS = {"Q4_0": (32, 18), "Q4_1": (32, 20), "Q4_K": (256, 144)}
+"""Types of a GGUF file that are packed as they are, in the order of blocks.h's numbers: weights and bytes of a block."""
 PANEL = 32
 """Outputs that lie side by side."""
 _FLOAT32, _BFLOAT16, _INT8, _INT4, FLOAT32_ROWS, BFLOAT16_ROWS = range(6)
 _FORMATS = {torch.float32: _FLOAT32, torch.bfloat16: _BFLOAT16}
+_STORED = {_FLOAT32: torch.float32, _BFLOAT16: torch.bfloat16, _INT8: torch.int8, _INT4: torch.int32}
+"""Dtypes that weights are packed in."""
 _PACKED = 1 << 21
 """Weights that are packed at a time."""
 
@@ -43,15 +47,15 @@ class CompiledProduct:
         """What kernels are given; good as long as this object is."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """See Product. x: float32 or bf16."""
-        rows = x.reshape(-1, self.in_features).contiguous()
-        if rows.dtype not in _FORMATS:
+        """See Product. x: float32 or bf16. Raises ValueError for an input of another width, or on another device."""
+        if x.dtype not in _FORMATS:
             return self(x.float()).to(x.dtype)
-        out = rows.new_empty(len(rows), self.out_features)
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        count = len(rows)
+        given = structs.address(rows, (count, self.in_features), rows.dtype)
+        out = rows.new_empty(count, self.out_features)
         threads = wanted()
-        self._multiply(
-            ctypes.byref(self.struct), rows.data_ptr(), out.data_ptr(), len(rows), rows.dtype is torch.bfloat16, threads
-        )
+        self._multiply(ctypes.byref(self.struct), given, out.data_ptr(), count, rows.dtype is torch.bfloat16, threads)
         return out.view(*x.shape[:-1], self.out_features)
 
 
@@ -70,7 +74,17 @@ class NativeProduct(CompiledProduct):
         self.bias, self._wide_bias = bias, None if bias is None else bias.detach().float().contiguous()
         self._form, self._weights, self._scales = form, weights, scales
         self.bits = {_FLOAT32: 32.0, _BFLOAT16: 16.0, _INT8: 8 + 32 / shape[1], _INT4: 4 + 32 / GROUP}[form]
-        super().__init__(structs.Product(form, *shape, weights.data_ptr(), _pointer(scales), _pointer(self._wide_bias)))
+        rows, columns = shape
+        panels = -(-rows // PANEL)
+        packed = (panels, columns // 4, 16) if form == _INT4 else (panels, -(-columns // 4) * 4, PANEL)
+        places = [structs.address(weights, packed, _STORED[form]), None, None]
+        if scales is not None and form == _INT4:
+            places[1] = structs.address(scales, (panels, columns // GROUP, 2, PANEL), torch.float16)
+        elif scales is not None:
+            places[1] = structs.address(scales, (rows,), torch.float32)
+        if self._wide_bias is not None:
+            places[2] = structs.address(self._wide_bias, (rows,), torch.float32)
+        super().__init__(structs.Product(form, rows, columns, *places))
 
     @classmethod
     def of_numbers(cls, weight: torch.Tensor, bias: torch.Tensor | None) -> NativeProduct:
@@ -97,16 +111,32 @@ class NativeProduct(CompiledProduct):
         return cls(_INT4, torch.cat(weights), joined, (rows, joined.shape[1] * GROUP), bias)
 
     @classmethod
-    def of_blocks(cls, rows: torch.Tensor, kinds: torch.Tensor, depth: int, bias: torch.Tensor | None) -> NativeProduct:
-        """From a GGUF file's blocks. rows: where those of each row begin, [out] int64 addresses. kinds: [out] uint8."""
-        found, panels = library(), -(-len(rows) // PANEL)
+    def of_blocks(
+        cls, stored: Sequence[tuple[str, npt.NDArray[np.uint8]]], bias: torch.Tensor | None = None
+    ) -> NativeProduct:
+        """From a GGUF file's blocks: tensors one below the other, each a type of BLOCKS and its rows' bytes [rows, bytes].
+
+        Raises ValueError for rows that are not all as deep, or not of whole blocks.
+        """
+        found = library()
         if found is None:
             raise LookupError("no kernels")
+        depths = {_depth(kind, data) for kind, data in stored}
+        if len(depths) != 1:
+            raise ValueError(f"blocks of rows of {', '.join(map(str, sorted(depths)))} weights are not one matrix")
+        [depth] = depths
+        places = torch.cat([row_addresses(data.ctypes.data, data.strides[0], len(data)) for _, data in stored])
+        numbers = [list(BLOCKS).index(kind) for kind, _ in stored]
+        kinds = torch.cat(
+            [torch.full((len(data),), n, dtype=torch.uint8) for n, (_, data) in zip(numbers, stored, strict=True)]
+        )
+        count, panels = len(places), -(-len(places) // PANEL)
         weights = torch.zeros(panels, depth // 4, 16, dtype=torch.int32)
         scales = torch.zeros(panels, depth // GROUP, 2, PANEL, dtype=torch.float16)
-        places = [one.contiguous().data_ptr() for one in (rows, kinds)]
-        found.foresay_pack(*places, len(rows), depth, weights.data_ptr(), scales.data_ptr(), wanted())
-        return cls(_INT4, weights, scales, (len(rows), depth), bias)
+        found.foresay_pack(
+            places.data_ptr(), kinds.data_ptr(), count, depth, weights.data_ptr(), scales.data_ptr(), wanted()
+        )
+        return cls(_INT4, weights, scales, (count, depth), bias)
 
     @classmethod
     def int8(cls, weight: torch.Tensor, bias: torch.Tensor | None) -> NativeProduct:
@@ -155,12 +185,16 @@ def row_addresses(start: int, step: int, count: int) -> torch.Tensor:
     return start + step * torch.arange(count)
 
 
+def _depth(kind: str, data: npt.NDArray[np.uint8]) -> int:
+    """Weights of each row of blocks. data: [rows, bytes]."""
+    weights, size = BLOCKS[kind]
+    if data.dtype != np.uint8 or data.ndim != 2 or data.strides[1] != 1 or data.shape[1] % size:
+        raise ValueError(f"rows of {kind} are whole blocks of {size} bytes, not {data.shape} of {data.dtype}")
+    return int(data.shape[1]) // size * weights
+
+
 def _shape(weight: torch.Tensor) -> tuple[int, int]:
     return int(weight.shape[0]), int(weight.shape[1])
-
-
-def _pointer(tensor: torch.Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
 
 
 def _panels(weight: torch.Tensor, step: int) -> torch.Tensor:

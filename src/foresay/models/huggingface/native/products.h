@@ -55,6 +55,18 @@ struct Product {
     const void *bias; // [outputs] float32; null: none
 };
 
+// A float16 number, as processors widen it: what is not a number becomes a quiet one.
+inline float wide_half(uint16_t half) {
+    uint32_t sign = static_cast<uint32_t>(half) >> 15 << 31, power = half >> 10 & 31, digits = half & 1023;
+    // numbers too small for a power of two of their own count in steps of 2^-24
+    if (power == 0) return (sign ? -1.0f : 1.0f) * static_cast<float>(digits) * 5.9604644775390625e-8f;
+    uint32_t bits = sign | (power == 31 ? 255 : power + 112) << 23 | digits << 13;
+    if (power == 31 && digits != 0) bits |= 1u << 22;
+    float out;
+    std::memcpy(&out, &bits, sizeof out);
+    return out;
+}
+
 template <class V, class T> inline V load(const T *place) {
     V out;
     std::memcpy(&out, place, sizeof out);
@@ -68,14 +80,7 @@ inline void halves(const uint16_t *place, Floats *out) {
     for (int v = 0; v < VECTORS; v++) out[v] = reinterpret_cast<Floats>(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(place + v * LANES))));
 #else
     for (int v = 0; v < VECTORS; v++)
-        for (int i = 0; i < LANES; i++) {
-            uint32_t half = place[v * LANES + i], sign = half >> 15 << 31, power = half >> 10 & 31, digits = half & 1023;
-            uint32_t bits = sign | (power + 112) << 23 | digits << 13;
-            float value;
-            std::memcpy(&value, &bits, sizeof value);
-            // numbers too small for a power of two of their own count in steps of 2^-24
-            out[v][i] = power > 0 ? value : (sign ? -1.0f : 1.0f) * static_cast<float>(digits) * 5.9604644775390625e-8f;
-        }
+        for (int i = 0; i < LANES; i++) out[v][i] = wide_half(place[v * LANES + i]);
 #endif
 }
 

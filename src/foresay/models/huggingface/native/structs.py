@@ -1,8 +1,18 @@
-"""The structs of kernels.cpp, and the types of its functions. Knows nothing of what they are for."""
+"""The structs of kernels.cpp, the types of its functions, and the errors they return.
+
+Owns the addresses of tensors: one is given out together with a check of the memory behind it. That the sizes in a struct fit each
+other is checked by checks.h at each call. Knows nothing of what the functions are for.
+"""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from foresay.errors import OutOfMemoryError
 
 _POINTER, _NUMBER, _REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
@@ -21,7 +31,7 @@ class Attention(ctypes.Structure):
     """The struct of the same name in layer.h."""
 
     _fields_ = [
-        *_fields(_NUMBER, "tokens columns queries keys dim rotated wide window row_stride"),
+        *_fields(_NUMBER, "tokens columns queries keys dim rotated wide window row_stride store_rows store_slots"),
         *_fields(_POINTER, "rows slots starts positions ancestors cosines sines query_norm key_norm"),
         *_fields(_REAL, "eps scaling softcap"),
     ]
@@ -61,17 +71,40 @@ class Pass(ctypes.Structure):
     """The struct of the same name in kernels.cpp."""
 
     _fields_ = [
-        *_fields(_NUMBER, "tokens columns threads cache_is_bf16"),
+        *_fields(_NUMBER, "tokens columns threads cache_is_bf16 turns store_rows store_slots"),
         *_fields(_POINTER, "rows slots starts positions ancestors"),
         *_fields(_POINTER, "cosines sines rotated keys values row_strides"),
         *_fields(_POINTER, "x normed states read"),
     ]
 
 
+def address(tensor: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> int:
+    """The address of a tensor in one piece of the CPU's memory. Raises ValueError for another shape, dtype or layout."""
+    if (
+        tuple(tensor.shape) != tuple(shape)
+        or tensor.dtype != dtype
+        or not tensor.is_cpu
+        or tensor.layout != torch.strided
+        or not tensor.is_contiguous()
+    ):
+        found = f"{list(tensor.shape)} of {tensor.dtype} on {tensor.device}"
+        raise ValueError(f"the kernels need {list(shape)} of {dtype} in one piece on the CPU, not {found}")
+    return tensor.data_ptr()
+
+
+_OUT_OF_MEMORY, _BAD_SIZE = 1, 2
+"""Values of Status in kernels.cpp."""
+
+
 def declared(found: ctypes.CDLL) -> ctypes.CDLL:
-    """The library with the types of its functions. Raises AttributeError where one is missing."""
+    """The library with the types of its functions.
+
+    They raise OutOfMemoryError where memory ran out, ValueError for sizes that do not fit together, and RuntimeError for any
+    other failure. Raises AttributeError where a function is missing.
+    """
     p, n, r = _POINTER, _NUMBER, _REAL
     functions: dict[str, list[type]] = {
+        "check": [ctypes.POINTER(Model)],
         "pass": [ctypes.POINTER(Model), ctypes.POINTER(Pass)],
         "multiply": [ctypes.POINTER(Product), p, p, n, n, n],
         "pack": [p, p, n, n, p, p, n],
@@ -79,7 +112,19 @@ def declared(found: ctypes.CDLL) -> ctypes.CDLL:
         "gate": [p, p, n, n, n],
         "attend": [ctypes.POINTER(Attention), p, p, p, p, p, n, n],
     }
+    found.foresay_message.argtypes, found.foresay_message.restype = [], ctypes.c_char_p
+
+    def checked(status: int, function: Any, arguments: Any) -> None:
+        if status == 0:
+            return
+        message = found.foresay_message().decode(errors="replace")
+        if status == _OUT_OF_MEMORY:
+            raise OutOfMemoryError(
+                f"memory ran out in the compiled kernels ({message}); decode fewer or shorter rows at once"
+            )
+        raise (ValueError if status == _BAD_SIZE else RuntimeError)(f"the compiled kernels refused a call: {message}")
+
     for name, types in functions.items():
         function = getattr(found, f"foresay_{name}")
-        function.argtypes, function.restype = types, None
+        function.argtypes, function.restype, function.errcheck = types, n, checked
     return found

@@ -1,0 +1,108 @@
+// Sizes and indices compared with one another at each entry, before any memory is read by them.
+//
+// Every struct states how much memory its pointers lead to; Python takes those numbers from the tensors (structs.address). Checked here
+// is that they fit together: a few integer comparisons for each layer and each token, none for a weight.
+
+#pragma once
+
+#include "attention.h"
+#include "blocks.h"
+#include "products.h"
+
+#include <initializer_list>
+#include <stdexcept>
+#include <string>
+
+namespace foresay {
+
+constexpr int64_t MOST = (int64_t{1} << 31) - 1; // of a width: products of two do not overflow
+constexpr int64_t MOST_ROWS = 1 << 26, MOST_LAYERS = 1 << 16, MOST_THREADS = 1 << 12;
+
+[[noreturn, gnu::cold, gnu::noinline]] inline void refuse(const char *name, int64_t value, const char *allowed) {
+    throw std::invalid_argument(std::string(name) + " = " + std::to_string(value) + ", which must be " + allowed);
+}
+
+inline void require(bool holds, const char *name, int64_t value, const char *allowed) {
+    if (__builtin_expect(!holds, 0)) refuse(name, value, allowed);
+}
+
+inline void check_width(const char *name, int64_t value) { require(value > 0 && value <= MOST, name, value, "in [1, 2^31)"); }
+
+inline void check_rows(const char *name, int64_t value) { require(value >= 0 && value <= MOST_ROWS, name, value, "in [0, 2^26]"); }
+
+inline void check_pointer(const char *name, const void *pointer) { require(pointer != nullptr, name, 0, "an address"); }
+
+inline int check_threads(int64_t threads) {
+    require(threads > 0 && threads <= MOST_THREADS, "threads", threads, "in [1, 4096]");
+    return static_cast<int>(threads);
+}
+
+inline void check(const Product &p) {
+    require(p.format >= FLOAT32 && p.format <= BFLOAT16_ROWS, "format", p.format, "in [0, 5]");
+    check_width("outputs", p.outputs);
+    check_width("depth", p.depth);
+    check_pointer("weights", p.weights);
+    require(p.format != INT4 || p.depth % GROUP == 0, "depth", p.depth, "a multiple of 32 in 4 bits");
+    if (p.format == INT4 || p.format == INT8) check_pointer("scales", p.scales);
+}
+
+inline void check_pack(const uint8_t *const *rows, const uint8_t *kinds, int64_t outputs, int64_t depth) {
+    check_width("outputs", outputs);
+    check_width("depth", depth);
+    check_pointer("rows", rows);
+    check_pointer("kinds", kinds);
+    for (int64_t i = 0; i < outputs; i++) {
+        require(kinds[i] <= Q4_K, "kind", kinds[i], "in [0, 2]");
+        require(depth % (kinds[i] == Q4_K ? 8 * GROUP : GROUP) == 0, "depth", depth, "whole blocks");
+        check_pointer("row", rows[i]);
+    }
+}
+
+// Heads, and how much of them is rotated.
+inline void check_heads(const Attention &a) {
+    check_width("queries", a.queries);
+    check_width("keys", a.keys);
+    check_width("dim", a.dim);
+    require(a.queries % a.keys == 0, "queries", a.queries, "a multiple of keys");
+    require((a.queries + 2 * a.keys) <= MOST / a.dim, "dim", a.dim, "below 2^31 with all heads");
+    require((a.cosines == nullptr) == (a.sines == nullptr), "sines", a.sines != nullptr, "there with cosines alone");
+    if (a.cosines != nullptr) {
+        require(a.rotated >= 0 && a.rotated <= a.dim && a.rotated % 2 == 0, "rotated", a.rotated, "even, and at most dim");
+    }
+    require(a.window >= 0 && a.window <= int64_t{1} << 62, "window", a.window, "in [0, 2^62]");
+}
+
+// The cache's rows follow each other without overlap.
+inline void check_store(const Attention &a) {
+    int64_t end;
+    check_width("store_rows", a.store_rows);
+    check_width("store_slots", a.store_slots);
+    require(a.row_stride / (a.keys * a.dim) >= a.store_slots, "row_stride", a.row_stride, "at least the slots of a row");
+    require(!__builtin_mul_overflow(a.store_rows, a.row_stride, &end), "row_stride", a.row_stride, "smaller");
+}
+
+// Each token's row, slot and position lie within the cache, and what it sees of its own row within this pass.
+inline void check_tokens(const Attention &a) {
+    check_rows("tokens", a.tokens);
+    if (a.tokens == 0) return;
+    for (const int64_t *one : {a.rows, a.slots, a.starts, a.positions}) check_pointer("tokens' places", one);
+    if (a.ancestors != nullptr) check_rows("columns", a.columns);
+    for (int64_t n = 0; n < a.tokens; n++) {
+        int64_t slot = a.slots[n], start = a.starts[n], position = a.positions[n];
+        require(a.rows[n] >= 0 && a.rows[n] < a.store_rows, "row", a.rows[n], "a row of the cache");
+        require(slot >= 0 && slot < a.store_slots, "slot", slot, "a slot of the cache");
+        require(start >= 0 && start <= slot, "start", start, "at most the token's slot");
+        require(position >= 0 && position < a.store_slots, "position", position, "below the slots of a row");
+        if (a.ancestors == nullptr) {
+            bool follows = n == 0 || a.rows[n - 1] != a.rows[n] || a.positions[n - 1] <= position;
+            require(follows, "position", position, "at least that of the token before it in its row");
+        } else {
+            int64_t column = slot - start, seen = 0;
+            require(column < a.columns, "column", column, "below columns");
+            for (int64_t c = 0; c <= column; c++) seen += a.ancestors[n * a.columns + c] != 0;
+            require(position < start + seen, "position", position, "below its start and the columns that it sees");
+        }
+    }
+}
+
+} // namespace foresay
