@@ -15,7 +15,7 @@ from foresay.models.huggingface.linears import held_bytes, weight_bytes
 from foresay.models.huggingface.model import UNLIMITED
 from foresay.models.huggingface.self_check import probe, verified
 from foresay.models.huggingface.seq2seq import Seq2SeqModel
-from foresay.models.huggingface.slot_cache import visible_width
+from foresay.models.huggingface.stores import WIDTH
 from foresay.models.llama_cpp.binding import version
 from foresay.models.llama_cpp.model import LlamaCppModel, compared
 from foresay.models.sources.catalog import LoadedModel, load_model
@@ -33,14 +33,14 @@ def passes(model: CausalModel | Seq2SeqModel) -> str:
     return "lean, compiled for this machine" if lean.compiled else "lean"
 
 
-def _memory(model: LanguageModel, held: int, rows: int, length: int | None, least: int) -> str:
-    """What a batch takes beside the weights, and whether there is room. least: tokens whose slots one token takes."""
+def _memory(model: LanguageModel, held: int, rows: int, length: int | None) -> str:
+    """Memory of a batch next to the weights, and whether there is room."""
     length = min(length or 2048, model.max_length)
-    wanted, room = model.cache_bytes(rows, length), model.room_bytes()
+    wanted, room = model.cache_bytes([length] * rows), model.room_bytes()
     fits = "there is room" if wanted <= room else f"{room / 1e9:.1f} GB are free, so rows would wait for each other"
     return (
         f"weights {held / 1e6:.0f} MB; {rows} rows of {length} tokens {wanted / 1e6:.0f} MB "
-        f"({model.cache_bytes(1, 1) / least / 1e3:.1f} kB a token): {fits}"
+        f"({model.cache_bytes([WIDTH]) / WIDTH / 1e3:.1f} kB a token): {fits}"
     )
 
 
@@ -67,7 +67,7 @@ def _of_llama_cpp(loaded: LoadedModel, model: LlamaCppModel, rows: int, length: 
         "parameters": f"{model.num_parameters / 1e6:.1f} M",
         "weights": f"{model.weights.nbytes / 1e6:.0f} MB, {layouts}",
         "context": f"{model.max_length} tokens",
-        "memory": _memory(model, model.weights.nbytes, rows, length, 1),
+        "memory": _memory(model, model.weights.nbytes, rows, length),
         **_shared(loaded),
         "same bits": f"{same} of 16 tokens have the same bits alone, together and in a batch, the others differ by up to "
         f"{difference:.1e} of the scores' spread: where two tokens are that near, a text may depend on batch and draft",
@@ -88,7 +88,7 @@ def _of_transformers(
         "weights": f"{kept}; a pass reads {weight_bytes(module) / 1e6:.0f} MB of them",
         "passes": passes(model),
         "context": "unlimited" if model.max_length == UNLIMITED else f"{model.max_length} tokens",
-        "memory": _memory(model, held_bytes(module), rows, length, visible_width(1, model.device)),
+        "memory": _memory(model, held_bytes(module), rows, length),
         **_shared(loaded),
         "self-check": f"cached and uncached scores differ by {difference:.1e} of their spread",
     }

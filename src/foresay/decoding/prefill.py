@@ -28,10 +28,12 @@ def fill_chunk(
     first: int,
     hidden_layers: tuple[int, ...] = (),
     until: int | None = None,
+    most: int | None = None,
 ) -> int:
     """Run one chunk over the rows from `first` on that lack tokens; returns the tokens filled, 0 when none lack any.
 
     hidden_layers: whose hidden states are added to `Row.prompt_hidden`. until: the place of a row that waits, but for the first.
+    most: tokens of the chunk, at most; None fills as many as the model wants at once.
     """
     while first < len(rows) and pending(rows, cache, first) <= 0:
         first += 1
@@ -41,7 +43,8 @@ def fill_chunk(
     ability = model.capabilities
     last = max(first + 1, len(rows) if until is None else until) if ability.fill_together else first + 1
     for place in range(first, last):
-        count = min(ability.fill_chunk, pending(rows, cache, place))
+        room = ability.fill_chunk if most is None else max(1, most) - sum(counts)
+        count = min(ability.fill_chunk, room, pending(rows, cache, place))
         padded = (len(counts) + 1) * max([*counts, count])
         beyond = rows[place].size > model.max_length
         if count <= 0 or beyond or (counts and (padded > _MAX_TOKENS or padded > 2 * (sum(counts) + count))):

@@ -192,8 +192,8 @@ class LanguageModel(Protocol):
         """A cache without rows."""
         ...
 
-    def cache_bytes(self, rows: int, length: int) -> int:
-        """What a cache of so many rows takes when the longest has this many tokens; 0 where nobody knows."""
+    def cache_bytes(self, lengths: Sequence[int]) -> int:
+        """Bytes of a cache whose rows have these lengths; 0 where nobody knows."""
         return 0
 
     def room_bytes(self) -> int:

@@ -14,12 +14,12 @@ import secrets
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from time import perf_counter
 
 import numpy as np
 
 from foresay.checks import check_int
 from foresay.decoding.outcome import FinishReason, Step
-from foresay.decoding.prefill import fill_chunk, pending
 from foresay.decoding.processors import check_processors, check_token_ids
 from foresay.decoding.protocols import (
     Drafter,
@@ -35,6 +35,7 @@ from foresay.decoding.randomness import derive
 from foresay.decoding.rows import IntArray, Row, Rows, StopCondition
 from foresay.decoding.sampling_params import MAX_SEED, SamplingParams
 from foresay.decoding.step import step
+from foresay.engine.filling import WAIT_S, Filling
 from foresay.engine.guard import GuardedDrafter
 from foresay.engine.prefixes import PrefixStore
 from foresay.engine.row_moves import plan_moves
@@ -42,10 +43,6 @@ from foresay.errors import ConfigError, ContextLengthError, OutOfMemoryError, Pr
 from foresay.threads import alone
 
 logger = logging.getLogger("foresay")
-
-PREFILL_TOKENS = 512
-"""Prompt tokens filled between two decoding steps, about; more would make the rows that decode wait."""
-
 
 MAX_BATCH_SIZE = 4096
 _NEVER = MAX_BATCH_SIZE + 1
@@ -67,10 +64,14 @@ class Engine:
         *,
         max_batch_size: int = 32,
         prefixes: PrefixStore | None = None,
+        prefill_wait_s: float = WAIT_S,
+        prefill_clock: Callable[[], float] | None = perf_counter,
         observers: Sequence[Observer] = (),
         draw_seed: Callable[[], int] = lambda: secrets.randbelow(MAX_SEED),
     ) -> None:
         """prefixes: lets requests start from the slots of rows that hold the same beginning; None fills every prompt whole.
+        prefill_wait_s: about how long rows that decode wait for prompts that are filled between two steps. prefill_clock: see
+        `Filling`.
 
         draw_seed: the seed of a request that names none. observers: see each step as it is judged. Raises ConfigError or
         UnsupportedModelError when the drafter proposes trees that the rule or the target does not take.
@@ -78,6 +79,7 @@ class Engine:
         self.observers, self._draw_seed = tuple(observers), draw_seed
         _check_trees(target, drafter, rule)
         self._prefixes = prefixes
+        self._filling = Filling(target, prefixes, prefill_wait_s, prefill_clock)
         if prefixes is not None:
             prefixes.hidden_layers = () if drafter is None else drafter.hidden_layers
         most = target.capabilities.max_rows or MAX_BATCH_SIZE
@@ -175,7 +177,7 @@ class Engine:
 
     def _check_memory(self, limit: int) -> None:
         """Refuse what would not fit if it were alone."""
-        wanted = self.target.cache_bytes(1, limit)
+        wanted = self.target.cache_bytes([limit])
         if wanted and wanted > self._memory():
             raise OutOfMemoryError(
                 f"{limit} tokens of prompt and output would take {wanted / 1e9:.1f} GB of keys and values, and "
@@ -199,10 +201,10 @@ class Engine:
         if len(self._items) >= self._full_at:
             return 0  # nobody has gone since
         self._full_at = _NEVER
-        memory, longest = None, max((row.limit for row in self._items), default=0)
+        memory, limits = None, [row.limit for row in self._items]
         for taken, row in enumerate(itertools.islice(self._waiting, count)):
-            longest = max(longest, row.limit)
-            wanted = self.target.cache_bytes(len(self._items) + taken + 1, longest)
+            limits.append(row.limit)
+            wanted = self.target.cache_bytes(limits)
             if not wanted:
                 continue
             memory = self._memory() if memory is None else memory
@@ -211,7 +213,7 @@ class Engine:
                     logger.warning(
                         "%d rows of up to %d tokens fill the memory that is left (%.1f GB); other requests wait for them",
                         len(self._items) + taken,
-                        longest,
+                        max(limits),
                         memory / 1e9,
                     )
                 self._full_at, self._said_full = len(self._items) + taken, True
@@ -334,27 +336,12 @@ class Engine:
         self._items += new
 
     def _prefill(self) -> None:
-        """Fill prompts: all of the first row's when nothing decodes, else about PREFILL_TOKENS between two steps."""
-        if self._decoding == len(self._items):
-            return
-        everyone = Rows(self._items)
-        hidden = () if self.drafter is None else self.drafter.hidden_layers
-        filled = 0
-        while filled < PREFILL_TOKENS or self._decoding == 0:
-            until = None
-            if self._prefixes is not None:
-                until = self._prefixes.fill(self._cache, everyone, self._decoding)
-            count = fill_chunk(self.target, self._cache, everyone, self._decoding, hidden, until)
-            filled += count
-            self._join(everyone)
-            if count == 0:
-                break
-
-    def _join(self, everyone: Rows) -> None:
-        """Rows whose prompts are in the cache begin to decode."""
+        """Fill prompts for a while, and let the rows that are filled begin to decode."""
         first = self._decoding
-        while self._decoding < len(everyone) and pending(everyone, self._cache, self._decoding) == 0:
-            self._decoding += 1
+        if first == len(self._items):
+            return
+        hidden = () if self.drafter is None else self.drafter.hidden_layers
+        self._decoding = self._filling.between_steps(self._cache, self._items, first, hidden)
         if self._decoding > first:
             self._rows = None
             if self.drafter is not None:

@@ -138,8 +138,9 @@ class Generator:
             raise ConfigError(
                 f"this {type(drafter).__name__} drafts for another call that has not ended; pass a function that makes one"
             )
-        shared = {}
+        shared: dict[str, Any] = {}
         if self._is_shared:
+            shared["prefill_clock"] = None
             shared["draw_seed"] = lambda: ranks.first_says([secrets.randbelow(MAX_SEED)])[0]
         engine = Engine(
             self.target.model,

@@ -64,6 +64,11 @@ class RecordingCache:
         """Row `row` begins with the first `length` tokens of what was there."""
         self.lengths[row] = length
 
+    def swap(self, one: int, other: int) -> None:
+        """Exchange two rows."""
+        self.lengths[one], self.lengths[other] = self.lengths[other], self.lengths[one]
+        self.texts[[one, other]] = self.texts[[other, one]]
+
     def rearrange(self, moves: Sequence[Move], count: int) -> None:
         """Carry out the moves, then drop the rows from `count` on."""
         for source, target in moves:

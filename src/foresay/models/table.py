@@ -37,6 +37,11 @@ class TableCache:
         """Copy the first `length` tokens of row `source` to row `target`, whose length becomes `length`."""
         self.lengths[target], self.tokens[target] = length, self.tokens[source][:length]
 
+    def swap(self, one: int, other: int) -> None:
+        """Exchange two rows."""
+        self.lengths[one], self.lengths[other] = self.lengths[other], self.lengths[one]
+        self.tokens[one], self.tokens[other] = self.tokens[other], self.tokens[one]
+
     def rearrange(self, moves: Sequence[Move], count: int) -> None:
         """Carry out the moves, then drop the rows from `count` on."""
         for source, target in moves:

@@ -17,6 +17,7 @@ from foresay.lengths import ConstantLength
 from foresay.models.huggingface import memory
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.slot_cache import SlotCache
+from foresay.models.huggingface.stores import Stores
 from foresay.models.table import TableModel
 from helpers import tiny
 
@@ -26,8 +27,8 @@ class Small(TableModel):
 
     room = 60
 
-    def cache_bytes(self, rows: int, length: int) -> int:
-        return rows * length
+    def cache_bytes(self, lengths: Sequence[int]) -> int:
+        return len(lengths) * max(lengths)
 
     def room_bytes(self) -> int:
         return self.room
@@ -106,8 +107,9 @@ def test_a_large_cache_grows_by_what_is_asked_for(monkeypatch: pytest.MonkeyPatc
         for length in rows:
             cache.add_rows(1)
             cache.begin_pass(len(cache.lengths) - 1, 1, length, torch.device("cpu"), None)
-            cache.stores(0, 2, 4, torch.empty(0))
-        return cache.stores(0, 2, 4, torch.empty(0))[0].shape[0] * cache.tensors.slots
+            assert isinstance(cache.tensors, Stores)
+            cache.tensors.held(0, torch.empty(0), (2, 4), (2, 4))
+        return cache.tensors.rows * cache.tensors.slots
 
     assert slots([100, 100, 100]) == 4 * 128, "a small one grows by doubling"
     monkeypatch.setattr("foresay.models.huggingface.stores._GENEROUS", 0)
@@ -123,8 +125,10 @@ def test_what_a_cache_takes_is_foretold() -> None:
         config = model.model.config
         for layer in range(config.num_hidden_layers):
             heads = config.num_key_value_heads
-            cache.stores(layer, heads, config.hidden_size // config.num_attention_heads, torch.empty(0))
-        assert model.cache_bytes(rows, length) == cache.nbytes
+            shape = (heads, config.hidden_size // config.num_attention_heads)
+            assert isinstance(cache.tensors, Stores)
+            cache.tensors.held(layer, torch.empty(0), shape, shape)
+        assert model.cache_bytes([length, *[1] * (rows - 1)]) == cache.nbytes
 
 
 def test_the_room_is_what_machine_and_container_leave(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:

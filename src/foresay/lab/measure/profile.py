@@ -121,7 +121,7 @@ def _said_by(target: LanguageModel) -> dict[str, Any]:
     return {
         "ragged": can.ragged,
         "column_cost": can.column_cost,
-        "token_bytes": target.cache_bytes(1, _FEW) / _FEW,
+        "token_bytes": target.cache_bytes([_FEW]) / _FEW,
     }
 
 

@@ -190,7 +190,8 @@ def foresee(
     records = [recording.records[i % len(recording.records)] for i in range(len(arrivals))]
     model, timed = _Clocked(records, recording, profile), Timed(policy, profile.clock(), drafting)
     prefixes = PrefixStore(prefix_bytes if profile.token_bytes else 0) if share_prefixes else None
-    engine = Engine(model, drafter, rule, timed, max_batch_size=batch_size, prefixes=prefixes)
+    clock = lambda: model.fill_s  # noqa: E731
+    engine = Engine(model, drafter, rule, timed, max_batch_size=batch_size, prefixes=prefixes, prefill_clock=clock)
     return _Run(engine, model, timed, recording, records).over(sorted(arrivals))
 
 

@@ -136,7 +136,7 @@ class HeadModel(LanguageModel):
 
     def new_cache(self) -> SlotCache:
         """A cache without rows."""
-        return SlotCache()
+        return SlotCache() if self._native is None else self._native.new_cache()
 
     def admit(self, rows: Rows, first: int, cache: KVCache) -> None:
         """Add an empty cache row for each row from index `first` on."""

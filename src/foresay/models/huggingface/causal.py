@@ -145,7 +145,9 @@ class CausalModel(TransformersModel):
         if self.lean is not None and self._watched is not None and state_of(self.model) != self._watched:
             logger.warning("the model was changed since it was given: its passes are made by its family's own code now")
             self.lean = None
-        return SlotCache() if self.graphs is None else SlotCache(self._spare)
+        if self.graphs is not None:
+            return SlotCache(spare=self._spare)
+        return (None if self.lean is None else self.lean.new_cache()) or SlotCache()
 
     def admit(self, rows: Rows, first: int, cache: KVCache) -> None:
         """Add an empty cache row for each row from index `first` on."""

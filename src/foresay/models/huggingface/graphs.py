@@ -142,12 +142,13 @@ class GraphedPasses:
         Writes to the cache; the lengths are the caller's.
         """
         shape = None if self.off is not None else Shape.of(feed, cache)
-        if shape is None or not cache.tensors.layers:
+        stores = cache.tensors
+        if shape is None or not isinstance(stores, Stores) or not stores.layers:
             return None
-        cache.reserve(shape.first_row + shape.rows, shape.width)
-        held = self._held.get(cache.tensors)
-        if held is None or held.made != cache.tensors.made:
-            held = self._held[cache.tensors] = _Recordings(cache.tensors.made)
+        stores.reserve(shape.first_row + shape.rows, shape.first_row, [shape.width] * shape.rows)
+        held = self._held.get(stores)
+        if held is None or held.made != stores.made:
+            held = self._held[stores] = _Recordings(stores.made)
         known, recording = shape in held.by_shape, held.found(shape)
         if not known:
             return None
@@ -168,6 +169,7 @@ class GraphedPasses:
         return _cut(out, *feed.token_ids.shape)
 
     def _recorded(self, shape: Shape, feed: Feed, cache: SlotCache) -> _Recording:
+        assert isinstance(cache.tensors, Stores)
         buffers, held = Buffers(shape, self._device), ref(cache.tensors)
         buffers.fill(feed, cache)
 

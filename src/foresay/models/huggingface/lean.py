@@ -134,6 +134,10 @@ class LeanDecoder:
         scores = self._scores(state.float())
         return (scores[:, :1] if feed.logits is Logits.LAST else scores), states
 
+    def new_cache(self) -> SlotCache | None:
+        """A cache laid out for the compiled kernels; None without them."""
+        return None if self._native is None else self._native.new_cache()
+
     @property
     def compiled(self) -> bool:
         """Whether the layers run over kernels compiled for this machine."""

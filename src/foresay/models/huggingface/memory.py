@@ -5,6 +5,7 @@ Owns the sizes by configuration and what the machine, its container or its GPU h
 
 from __future__ import annotations
 
+import ctypes
 import math
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,14 @@ def room_bytes(device: torch.device) -> int:
     left = psutil.virtual_memory().available
     bound = _container_left()
     return int((1 - _KEPT_FREE) * (left if bound is None else min(left, bound)))
+
+
+def trim() -> None:
+    """Give memory that was freed back to the system; glibc keeps much of it otherwise. Does nothing with another C library."""
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (OSError, AttributeError, TypeError):
+        return
 
 
 def _container_left() -> int | None:

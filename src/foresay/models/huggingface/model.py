@@ -113,10 +113,12 @@ class TransformersModel:
             own_threads=self.rows_apart,
         )
 
-    def cache_bytes(self, rows: int, length: int) -> int:
-        """See LanguageModel. Of an encoder-decoder, the decoder's; the slots of the longest row are everybody's."""
+    def cache_bytes(self, lengths: Sequence[int]) -> int:
+        """See LanguageModel. Of an encoder-decoder, the decoder's. Without our kernels, all rows get the longest one's slots."""
         config = self.model.config.get_text_config(decoder=True)
-        return rows * visible_width(length, self.device) * kv_bytes(config, self.model.dtype.itemsize)
+        longest = visible_width(max(lengths, default=0), self.device)
+        slots = sum(lengths) if self.rows_apart else len(lengths) * longest
+        return slots * kv_bytes(config, self.model.dtype.itemsize)
 
     def room_bytes(self) -> int:
         """See LanguageModel. Of a model spread over devices, what they have together."""

@@ -55,6 +55,11 @@ class Seq2SeqCache(SlotCache):
         super().add_rows(count)
         self.sources.add_rows(count)
 
+    def swap(self, one: int, other: int) -> None:
+        """Exchange two rows with their sources."""
+        super().swap(one, other)
+        self.sources.swap(one, other)
+
     def rearrange(self, moves: Sequence[Move], count: int) -> None:
         """Carry out the moves of rows with their sources, then drop the rows from `count` on."""
         super().rearrange(moves, count)
@@ -219,7 +224,7 @@ class Seq2SeqModel(TransformersModel):
         lengths = sources.lengths[at.first_row : at.first_row + at.batch]
         width = visible_width(max(lengths), self.device)
         memory = EncoderDecoderCache(TransformersCache(cache, at), TransformersCache(sources))
-        seen = [sources.read(layer, at.first_row, at.batch, width) for layer in range(len(sources.tensors.layers))]
+        seen = [sources.read(layer, at.first_row, at.batch, width) for layer in range(sources.tensors.num_layers)]
         memory.cross_attention_cache.layers = [SimpleNamespace(keys=k, values=v) for k, v in seen]
         memory.is_updated = dict.fromkeys(range(len(seen)), True)
         mask = self._cross_mask(lengths, token_ids.shape[1], width)

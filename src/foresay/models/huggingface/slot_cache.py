@@ -8,14 +8,13 @@ Knows no model: layers appear when they are first written.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from weakref import finalize
 
 import torch
 
 from foresay.decoding.proposal import depths_of
 from foresay.decoding.protocols import Move
-from foresay.models.huggingface.stores import WIDTH, Spare, Stores, round_up
+from foresay.models.huggingface.stores import WIDTH, KeyValues, RowStores, SavedSlots, Spare, Stores, round_up
 
 
 def spans(width: int) -> list[tuple[int, int]]:
@@ -78,6 +77,11 @@ class Placement:
         self._placed: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
         self._slot_positions: torch.Tensor | None = None
 
+    @property
+    def columns(self) -> int:
+        """T, tokens of each row."""
+        return int(self.slots.shape[1])
+
     @staticmethod
     def after(
         starts: torch.Tensor, columns: int, first_row: int, width: int, parents: torch.Tensor | None = None
@@ -126,39 +130,27 @@ def ancestors_of(parents: torch.Tensor) -> torch.Tensor:
     return out
 
 
-@dataclass(frozen=True, slots=True)
-class SavedSlots:
-    """A row's first slots in all layers, copied."""
-
-    layers: tuple[tuple[torch.Tensor, torch.Tensor] | None, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held."""
-        return sum(store.nbytes for layer in self.layers for store in layer or ())
-
-
 class SlotCache:
-    """Keys and values of all layers, [rows, slots, heads, dim] each, grown on demand, a layer at a time."""
+    """Lengths of rows, and the keys and values of their slots in all layers."""
 
-    def __init__(self, spare: Spare | None = None) -> None:
-        """spare: where its tensors come from, and go when it is no more."""
+    def __init__(self, stores: KeyValues | None = None, *, spare: Spare | None = None) -> None:
+        """stores: where keys and values are; None makes a rectangle, from `spare` and back to it where that is given."""
         self.lengths: list[int] = []
         self.guest: object | None = None
         """The draft cache that last wrote to these slots; see BorrowedSlots."""
-        self._own = Stores() if spare is None else spare.take()
-        if spare is not None:
-            finalize(self, spare.give, self._own).atexit = False
+        if stores is None:
+            stores = rectangle = Stores() if spare is None else spare.take()
+            if spare is not None:
+                finalize(self, spare.give, rectangle).atexit = False
+        self._own: KeyValues = stores
 
     @staticmethod
-    def over(stores: Stores) -> SlotCache:
+    def over(stores: KeyValues) -> SlotCache:
         """A cache without rows over tensors that are another's too, for passes that are placed elsewhere."""
-        out = SlotCache()
-        out._own = stores
-        return out
+        return SlotCache(stores)
 
     @property
-    def tensors(self) -> Stores:
+    def tensors(self) -> KeyValues:
         """Where the keys and values are."""
         return self._own
 
@@ -180,33 +172,25 @@ class SlotCache:
         """
         starts = self.lengths[first_row : first_row + batch]
         width = visible_width(max(starts) + columns, device)
-        self.reserve(len(self.lengths), width)
+        self.reserve(first_row, [start + columns for start in starts], width)
         return Placement.after(torch.tensor(starts, device=device), columns, first_row, width, parents)
 
-    def reserve(self, rows: int, slots: int) -> None:
-        """Make room for rows of so many slots."""
-        self.tensors.reserve(rows, slots)
+    def reserve(self, first_row: int, slots: Sequence[int], width: int) -> None:
+        """Make room for so many slots of the rows from `first_row` on. width: those that a pass over them looks at."""
+        stores = self.tensors
+        stores.reserve(self.rows_in_use, first_row, slots if isinstance(stores, RowStores) else [width] * len(slots))
 
     def write(
         self, layer: int, keys: torch.Tensor, values: torch.Tensor, at: Placement
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store keys, values [B, heads, T, dim] of a pass and return all that its rows see, [B, heads, width, dim] views."""
-        held = self.tensors.held(layer, keys, (keys.shape[1], keys.shape[3]), (values.shape[1], values.shape[3]))
-        rows, slots = at.place(keys.device)
-        for store, new in zip(held, (keys, values), strict=True):
-            store[rows, slots] = new.transpose(1, 2)
-        return self.read(layer, at.first_row, at.batch, at.width)
-
-    def stores(self, layer: int, heads: int, dim: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """A layer's keys and values themselves, [rows, slots, heads, dim] each, to be written to; made like `like`."""
-        return self.tensors.held(layer, like, (heads, dim), (heads, dim))
+        """Store keys, values [B, heads, T, dim] of a pass and return all that its rows see, [B, heads, width, dim]."""
+        self.tensors.write(layer, keys, values, *at.place(keys.device))
+        ends = [start + at.columns for start in self.lengths[at.first_row : at.first_row + at.batch]]
+        return self.tensors.read(layer, at.first_row, ends or [at.width] * at.batch, at.width)
 
     def read(self, layer: int, first_row: int, batch: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values that rows see, [B, heads, width, dim] views."""
-        held = self.tensors.layers[layer]
-        assert held is not None
-        end = first_row + batch
-        return held[0][first_row:end, :width].transpose(1, 2), held[1][first_row:end, :width].transpose(1, 2)
+        """Keys and values that rows see, [B, heads, width, dim]."""
+        return self.tensors.read(layer, first_row, self.lengths[first_row : first_row + batch], width)
 
     def truncate(self, lengths: Sequence[int]) -> None:
         """Rewind row i to min(its length, lengths[i]); rows after the given ones stay as they are."""
@@ -223,58 +207,46 @@ class SlotCache:
             if depth != column
         ]
         if moves:
-            for stores in self._own.layers:
-                for store in stores or ():
-                    rows, sources, targets = torch.tensor(moves, device=store.device).unbind(1)
-                    store[rows, targets] = store[rows, sources]
+            self._own.keep(moves)
         self.truncate([start + len(path) for start, path in zip(starts, paths, strict=True)])
 
     @torch.inference_mode()
     def copy_prefix(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` slots of row `source` to row `target`, whose length becomes `length`."""
-        self.reserve(len(self.lengths), self._own.slots)
-        for layer in self._own.layers:
-            for store in layer or ():
-                store[target, :length] = store[source, :length]
+        self.reserve(target, [length], round_up(length))
+        self._own.copy(source, target, length)
         self.lengths[target] = length
 
+    @torch.inference_mode()
     def save_prefix(self, row: int, length: int) -> SavedSlots:
         """A copy of a row's first `length` slots."""
-        return SavedSlots(
-            tuple(
-                None if layer is None else (layer[0][row, :length].clone(), layer[1][row, :length].clone())
-                for layer in self._own.layers
-            )
-        )
+        return self._own.save(row, length)
 
     @torch.inference_mode()
     def load_prefix(self, row: int, saved: SavedSlots, length: int) -> None:
         """Overwrite the start of row `row` with the first `length` slots of a copy; its length becomes `length`."""
-        self.reserve(len(self.lengths), round_up(length))
-        for i, copied in enumerate(saved.layers):
-            if copied is None:
-                continue
-            (heads, dim), values = copied[0].shape[1:], copied[1].shape[1:]
-            for store, new in zip(
-                self._own.held(i, copied[0], (heads, dim), (values[0], values[1])), copied, strict=True
-            ):
-                store[row, :length] = new[:length]
+        self.reserve(row, [length], round_up(length))
+        self._own.load(row, saved, length)
         self.lengths[row] = length
 
     @torch.inference_mode()
+    def swap(self, one: int, other: int) -> None:
+        """Exchange two rows."""
+        self._own.swap(one, other, max(self.lengths[one], self.lengths[other]))
+        self.lengths[one], self.lengths[other] = self.lengths[other], self.lengths[one]
+
+    @torch.inference_mode()
     def rearrange(self, moves: Sequence[Move], count: int) -> None:
-        """Carry out the moves of rows, then drop the rows from `count` on."""
+        """Carry out the moves of rows, then drop the rows from `count` on and free what they took."""
         for source, target in moves:
-            size = self.lengths[source]
-            for layer in self._own.layers:
-                for store in layer or ():
-                    store[target, :size] = store[source, :size]
-            self.lengths[target] = size
+            self._own.move(source, target, self.lengths[source])
+            self.lengths[target] = self.lengths[source]
         del self.lengths[count:]
+        self._own.drop(self.lengths)
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
+        """Bytes of memory used."""
         return self._own.nbytes
 
 
@@ -290,7 +262,7 @@ class BorrowedSlots(SlotCache):
         self._owner = owner
 
     @property
-    def tensors(self) -> Stores:
+    def tensors(self) -> KeyValues:
         """The owner's."""
         return self._owner.tensors
 
@@ -298,10 +270,6 @@ class BorrowedSlots(SlotCache):
     def rows_in_use(self) -> int:
         """The owner's too."""
         return max(len(self.lengths), self._owner.rows_in_use)
-
-    def reserve(self, rows: int, slots: int) -> None:
-        """Room in the owner's tensors."""
-        self._owner.reserve(max(rows, self._owner.rows_in_use), slots)
 
     def rearrange(self, moves: Sequence[Move], count: int) -> None:
         """Follow the moves; the owner moves what is cached."""

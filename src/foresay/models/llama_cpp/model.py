@@ -52,9 +52,9 @@ class LlamaCppModel(LanguageModel):
         """A cache without rows."""
         return LlamaCache(self.weights, self._token_bytes)
 
-    def cache_bytes(self, rows: int, length: int) -> int:
-        """See LanguageModel."""
-        return int(rows * length * self._token_bytes)
+    def cache_bytes(self, lengths: Sequence[int]) -> int:
+        """See LanguageModel. The slots of the longest row are every row's."""
+        return int(len(lengths) * max(lengths, default=0) * self._token_bytes)
 
     def room_bytes(self) -> int:
         """See LanguageModel; of the machine's memory, not of its GPUs'."""

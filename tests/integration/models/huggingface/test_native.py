@@ -23,7 +23,7 @@ from foresay.models.huggingface.native import build, structs
 from foresay.models.huggingface.native.layers import CACHES
 from foresay.models.huggingface.native.product import NativeProduct
 from foresay.models.huggingface.self_check import go_lean
-from foresay.models.huggingface.stores import Stores
+from foresay.models.huggingface.stores import RowStores
 from helpers.families import make
 from helpers.support import run
 
@@ -103,14 +103,25 @@ def attend(
     only: give the kernel this row alone.
     """
     rows, room = len(lengths), max(lengths) + columns + 3
-    stores = numbers(2, rows, room, K, dim, dtype=dtype)
+    stores = numbers(2, rows, room, K, dim, dtype=dtype).transpose(0, 1).contiguous()  # a block for each row
     joint = numbers(rows, columns, (Q + 2 * K) * dim)
     cos, sin = numbers(rows, columns, dim // 2), numbers(rows, columns, dim // 2)
     norms = (numbers(Q * dim), numbers(K * dim)) if wide else (numbers(dim), numbers(dim))
     slots = torch.tensor(lengths)[:, None] + torch.arange(columns)
     positions = slots if ancestors is None else torch.tensor(lengths)[:, None] + ancestors.sum(-1) - 1
     reference = _gathered(
-        stores.double(), joint.double(), cos, sin, norms, wide, slots, positions, window, softcap, ancestors, dim
+        stores.transpose(0, 1).double(),
+        joint.double(),
+        cos,
+        sin,
+        norms,
+        wide,
+        slots,
+        positions,
+        window,
+        softcap,
+        ancestors,
+        dim,
     )
     some = slice(None) if only is None else slice(only, only + 1)
     place = torch.arange(rows)[some, None].expand(-1, columns).contiguous()
@@ -118,9 +129,12 @@ def attend(
     starts = slots[:, :1].expand(-1, columns)
     held = [x.contiguous() for x in (slots[some], positions[some], cos[some], sin[some], joint[some], starts[some])]
     seen = None if ancestors is None else ancestors[some].to(torch.uint8).contiguous()
+    blocks = (ctypes.c_void_p * rows)(*(block.data_ptr() for block in stores))
+    capacities = (ctypes.c_int64 * rows)(*[room] * rows)
     asked = structs.Attention(
         tokens=tokens, columns=columns, queries=Q, keys=K, dim=dim, rotated=dim // 2, wide=int(bool(wide)), window=window,
-        row_stride=stores.stride(1), store_rows=rows, store_slots=room, rows=place.data_ptr(), slots=held[0].data_ptr(), positions=held[1].data_ptr(),
+        layer=0, store_rows=rows, blocks=ctypes.addressof(blocks), capacities=ctypes.addressof(capacities),
+        rows=place.data_ptr(), slots=held[0].data_ptr(), positions=held[1].data_ptr(),
         starts=held[5].data_ptr(),
         ancestors=None if seen is None else seen.data_ptr(), cosines=held[2].data_ptr(), sines=held[3].data_ptr(),
         query_norm=None if wide is None else norms[0].data_ptr(), key_norm=None if wide is None else norms[1].data_ptr(),
@@ -128,8 +142,7 @@ def attend(
     )  # fmt: skip
     out, scratch = torch.empty(tokens, Q * dim), torch.empty(tokens, Q * dim)
     kernel("attend")(
-        ctypes.byref(asked), held[4].data_ptr(), scratch.data_ptr(), stores[0].data_ptr(), stores[1].data_ptr(),
-        out.data_ptr(), CACHES[dtype], threads,
+        ctypes.byref(asked), held[4].data_ptr(), scratch.data_ptr(), out.data_ptr(), CACHES[dtype], threads
     )  # fmt: skip
     return out.view(-1, columns, Q * dim), reference[some]
 
@@ -399,10 +412,9 @@ def found(model: CausalModel) -> bool:
         cache.add_rows(rows)
         cache.begin_pass(0, 1, length, torch.device("cpu"), None)
         stores = native._stores_of(cache)
-        seen.append(
-            [stores.keys[0], stores.values[1]]
-            == [cache.tensors.layers[0][0].data_ptr(), cache.tensors.layers[1][1].data_ptr()]
-        )
+        assert isinstance(cache.tensors, RowStores)
+        blocks = [None if block is None else block.data_ptr() for block in cache.tensors.blocks]
+        seen.append(list(stores.blocks) == blocks)
     return all(seen)
 
 
@@ -412,9 +424,10 @@ def test_a_cache_that_grows_lets_go_of_what_it_had() -> None:
     cache = model.new_cache()
     cache.add_rows(1)
     model.forward(Feed(torch.arange(2, 62)[None], (60,)), cache)
-    old = [weakref.ref(store) for layer in cache.tensors.layers for store in layer or ()]
+    assert isinstance(cache.tensors, RowStores)
+    old = [weakref.ref(block) for block in cache.tensors.blocks if block is not None]
     cache.begin_pass(0, 1, 600, torch.device("cpu"), None)
-    assert len(old) > 2
+    assert old
     assert all(one() is None for one in old)
 
 
@@ -429,7 +442,7 @@ def test_a_cache_that_grows_is_found_again(monkeypatch: pytest.MonkeyPatch) -> N
         model.forward(Feed(tokens[:, start : start + 60], (60,)), cache)
     wanted = model.forward(Feed(tokens[:, :310], (310,)), whole).scores()[:, 300:]
     assert torch.equal(model.forward(Feed(tokens[:, 300:310], (10,)), cache).scores(), wanted)
-    monkeypatch.setattr(Stores, "made", property(lambda self: 1, lambda self, count: None), raising=False)
+    monkeypatch.setattr(RowStores, "made", property(lambda self: 1, lambda self, count: None), raising=False)
     assert not found(model), "control: what does not count its stores is not looked at again"
 
 

@@ -176,11 +176,10 @@ def test_prefilling_together_gives_the_bits_of_prefilling_alone(model: CausalMod
     together = _filled(model, everyone)
     for place, row in enumerate(everyone):
         alone = _filled(model, [row])
-        for shared, own in zip(together.tensors.layers, alone.tensors.layers, strict=True):
-            assert shared is not None
-            assert own is not None
-            size = row.size - 1
-            assert all(torch.equal(a[place, :size], b[0, :size]) for a, b in zip(shared, own, strict=True))
+        shared, own = together.save_prefix(place, row.size - 1), alone.save_prefix(0, row.size - 1)
+        for ours, theirs in zip(shared.parts, own.parts, strict=True):
+            assert ours is not None and theirs is not None
+            assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 def _filled(model: CausalModel, items: list[Row]) -> SlotCache:

@@ -20,8 +20,9 @@ namespace foresay {
 
 struct Attention {
     int64_t tokens, columns, queries, keys, dim, rotated, wide, window;
-    int64_t row_stride;       // elements from one row of the cache to the next
-    int64_t store_rows, store_slots; // what there is of the cache
+    int64_t layer, store_rows; // of the cache
+    void *const *blocks;       // [store_rows] each row's keys and values, [2 * layers, slots, K, D]; null: it has no slots
+    const int64_t *capacities; // [store_rows] slots of each block
     const int64_t *rows;      // [N] the cache row of each token
     const int64_t *slots;     // [N] its slot
     const int64_t *starts;    // [N] the slot of the first token of its row in this pass
@@ -33,6 +34,13 @@ struct Attention {
     const float *key_norm;
     float eps, scaling, softcap; // softcap 0: none
 };
+
+// A layer's keys of a row of the cache, [slots, K, D]; its values follow them.
+template <class T> inline T *keys_of_row(const Attention &a, int64_t row) {
+    return static_cast<T *>(a.blocks[row]) + 2 * a.layer * a.capacities[row] * a.keys * a.dim;
+}
+
+inline int64_t to_values(const Attention &a, int64_t row) { return a.capacities[row] * a.keys * a.dim; }
 
 inline void norm_in_place(float *x, const float *weight, int64_t width, float eps) {
     float unit = 1.0f / std::sqrt(mean_square(x, width) + eps);
@@ -63,7 +71,7 @@ inline void rotate_heads(float *x, int64_t heads, const Attention &a, int64_t n)
 
 // Queries [N, Q * D] of the joint product, normed and rotated; keys and values go to the cache.
 template <class T>
-void place(const Attention &a, const float *joint, float *queries, T *key_cache, T *value_cache, int64_t n) {
+void place(const Attention &a, const float *joint, float *queries, int64_t n) {
     int64_t q = a.queries * a.dim, k = a.keys * a.dim;
     const float *source = joint + n * (q + 2 * k);
     float *query = queries + n * q;
@@ -74,9 +82,9 @@ void place(const Attention &a, const float *joint, float *queries, T *key_cache,
     norm_heads(key.data(), a.key_norm, a.keys, a);
     rotate_heads(query, a.queries, a, n);
     rotate_heads(key.data(), a.keys, a, n);
-    int64_t at = a.rows[n] * a.row_stride + a.slots[n] * k;
-    for (int64_t i = 0; i < k; i++) write(key_cache[at + i], key[i]);
-    for (int64_t i = 0; i < k; i++) write(value_cache[at + i], source[q + k + i]);
+    T *keys = keys_of_row<T>(a, a.rows[n]) + a.slots[n] * k, *values = keys + to_values(a, a.rows[n]);
+    for (int64_t i = 0; i < k; i++) write(keys[i], key[i]);
+    for (int64_t i = 0; i < k; i++) write(values[i], source[q + k + i]);
 }
 
 constexpr int VECTORS_AT_ONCE = 4, QUERIES_AT_ONCE = LANES == 16 ? 4 : 2;
@@ -266,7 +274,7 @@ template <class F> inline void some_queries(int64_t count, const F &body) {
 
 // What the heads that share a key head gather for the tokens of a span, out [N, Q * D].
 template <class T>
-void gather(const Attention &a, const float *queries, const T *key_cache, const T *value_cache, float *out, Span span, int64_t head) {
+void gather(const Attention &a, const float *queries, float *out, Span span, int64_t head) {
     static thread_local Read<T> source;
     static thread_local std::vector<float> room;
     static thread_local std::vector<int64_t> path;
@@ -276,8 +284,7 @@ void gather(const Attention &a, const float *queries, const T *key_cache, const 
     int64_t last = a.positions[n + span.count - 1], from = first_in_sight(a, n) / POSITIONS * POSITIONS;
     int64_t padded = (a.dim + LANES - 1) / LANES * LANES, width = (last - from) / POSITIONS * POSITIONS + POSITIONS;
     slots_of_path(a, n, path);
-    int64_t base = a.rows[n] * a.row_stride + head * a.dim;
-    source.keys = key_cache + base, source.values = value_cache + base;
+    source.keys = keys_of_row<T>(a, a.rows[n]) + head * a.dim, source.values = source.keys + to_values(a, a.rows[n]);
     source.stride = a.keys * a.dim, source.dim = a.dim, source.padded = padded, source.start = a.starts[n], source.path = &path;
     source.room.assign(POSITIONS * padded, 0.0f), source.zeros.assign(padded, T{});
     room.assign(count * (width + padded), 0.0f);

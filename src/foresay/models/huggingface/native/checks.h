@@ -72,13 +72,20 @@ inline void check_heads(const Attention &a) {
     require(a.window >= 0 && a.window <= int64_t{1} << 62, "window", a.window, "in [0, 2^62]");
 }
 
-// The cache's rows follow each other without overlap.
-inline void check_store(const Attention &a) {
+// The cache's rows have blocks of a size that can be addressed. layers: of each block.
+inline void check_store(const Attention &a, int64_t layers) {
     int64_t end;
-    check_width("store_rows", a.store_rows);
-    check_width("store_slots", a.store_slots);
-    require(a.row_stride / (a.keys * a.dim) >= a.store_slots, "row_stride", a.row_stride, "at least the slots of a row");
-    require(!__builtin_mul_overflow(a.store_rows, a.row_stride, &end), "row_stride", a.row_stride, "smaller");
+    check_rows("store_rows", a.store_rows);
+    check_pointer("blocks", a.blocks);
+    check_pointer("capacities", a.capacities);
+    require(layers > 0 && layers <= MOST_LAYERS, "store_layers", layers, "in [1, 2^16]");
+    require(a.layer >= 0 && a.layer < layers, "layer", a.layer, "a layer of the cache");
+    for (int64_t row = 0; row < a.store_rows; row++) {
+        int64_t slots = a.capacities[row];
+        require(slots >= 0 && slots <= MOST, "capacity", slots, "in [0, 2^31)");
+        require(slots == 0 || a.blocks[row] != nullptr, "capacity", slots, "0 where there is no block");
+        require(!__builtin_mul_overflow(2 * layers * slots, a.keys * a.dim, &end), "capacity", slots, "smaller");
+    }
 }
 
 // Each token's row, slot and position lie within the cache, and what it sees of its own row within this pass.
@@ -90,9 +97,10 @@ inline void check_tokens(const Attention &a) {
     for (int64_t n = 0; n < a.tokens; n++) {
         int64_t slot = a.slots[n], start = a.starts[n], position = a.positions[n];
         require(a.rows[n] >= 0 && a.rows[n] < a.store_rows, "row", a.rows[n], "a row of the cache");
-        require(slot >= 0 && slot < a.store_slots, "slot", slot, "a slot of the cache");
+        int64_t slots = a.capacities[a.rows[n]];
+        require(slot >= 0 && slot < slots, "slot", slot, "a slot of its row");
         require(start >= 0 && start <= slot, "start", start, "at most the token's slot");
-        require(position >= 0 && position < a.store_slots, "position", position, "below the slots of a row");
+        require(position >= 0 && position < slots, "position", position, "below the slots of a row");
         if (a.ancestors == nullptr) {
             bool follows = n == 0 || a.rows[n - 1] != a.rows[n] || a.positions[n - 1] <= position;
             require(follows, "position", position, "at least that of the token before it in its row");

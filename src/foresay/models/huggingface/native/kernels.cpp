@@ -111,15 +111,14 @@ struct Model {
 };
 
 struct Pass {
-    int64_t tokens, columns, threads, cache_is_bf16, turns, store_rows, store_slots;
+    int64_t tokens, columns, threads, cache_is_bf16, turns, store_rows, store_layers;
     const int64_t *rows, *slots, *starts, *positions;
     const uint8_t *ancestors;
     const float *const *cosines; // of each turn, [N, rotated]
     const float *const *sines;
     const int64_t *rotated;
-    void *const *keys; // of each layer
-    void *const *values;
-    const int64_t *row_strides;
+    void *const *blocks; // of each row of the cache; see Attention
+    const int64_t *capacities;
     float *x;             // [N, H], overwritten
     float *normed;        // [N, H]
     float *const *states; // before each layer, [N, H]; null: not wanted
@@ -127,20 +126,19 @@ struct Pass {
 };
 
 template <class T>
-void attend(const Attention &a, const float *joint, float *queries, void *keys, void *values, float *out, int threads) {
-    T *key_cache = static_cast<T *>(keys), *value_cache = static_cast<T *>(values);
-    each_token(a.tokens, threads, [&](int64_t n) { place(a, joint, queries, key_cache, value_cache, n); });
+void attend(const Attention &a, const float *joint, float *queries, float *out, int threads) {
+    each_token(a.tokens, threads, [&](int64_t n) { place<T>(a, joint, queries, n); });
     static thread_local std::vector<Span> found;
     spans_of(a, found);
     const std::vector<Span> &spans = found; // the caller's, not the worker's
     each(static_cast<int64_t>(spans.size()) * a.keys, threads, [&, list = spans.data()](int64_t task) {
-        gather(a, queries, key_cache, value_cache, out, list[task / a.keys], task % a.keys);
+        gather<T>(a, queries, out, list[task / a.keys], task % a.keys);
     });
 }
 
-void attend(const Attention &a, const float *joint, float *queries, void *keys, void *values, float *out, bool is_bf16, int threads) {
-    if (is_bf16) return attend<bf16>(a, joint, queries, keys, values, out, threads);
-    return attend<float>(a, joint, queries, keys, values, out, threads);
+void attend(const Attention &a, const float *joint, float *queries, float *out, bool is_bf16, int threads) {
+    if (is_bf16) return attend<bf16>(a, joint, queries, out, threads);
+    return attend<float>(a, joint, queries, out, threads);
 }
 
 Attention at_layer(const Layer &layer, const Norms &norms, const Pass &pass, int64_t index) {
@@ -148,7 +146,7 @@ Attention at_layer(const Layer &layer, const Norms &norms, const Pass &pass, int
     a.query_norm = norms.query_norm, a.key_norm = norms.key_norm;
     a.tokens = pass.tokens, a.columns = pass.columns;
     a.rows = pass.rows, a.slots = pass.slots, a.starts = pass.starts, a.positions = pass.positions, a.ancestors = pass.ancestors;
-    a.row_stride = pass.row_strides[index], a.store_rows = pass.store_rows, a.store_slots = pass.store_slots;
+    a.layer = index, a.store_rows = pass.store_rows, a.blocks = pass.blocks, a.capacities = pass.capacities;
     if (layer.turn >= 0) {
         a.cosines = pass.cosines[layer.turn], a.sines = pass.sines[layer.turn], a.rotated = pass.rotated[layer.turn];
     }
@@ -195,6 +193,8 @@ inline void check(const Model &model) {
     }
     for (int64_t i = 0; i < model.layers; i++) {
         check(model.layer[i], model.hidden, model.inner, i == 0 && two ? 2 * model.hidden : model.hidden);
+        const Attention &a = model.layer[i].attention, &first = model.layer[0].attention;
+        require(a.keys == first.keys && a.dim == first.dim, "keys", a.keys, "those of the first layer, of its dimensions");
     }
 }
 
@@ -210,9 +210,7 @@ inline void check(const Model &model, const Pass &pass) {
         require(turn >= -1 && turn < pass.turns, "turn", turn, "in [-1, turns)");
         Attention a = at_layer(model.layer[i], none, pass, i);
         check_heads(a);
-        check_store(a);
-        check_pointer("keys", pass.keys[i]);
-        check_pointer("values", pass.values[i]);
+        check_store(a, pass.store_layers);
         if (i == 0) check_tokens(a);
     }
 }
@@ -269,7 +267,7 @@ void run(const Model &model, const Pass &pass) {
         }
         if (pass.states[i] != nullptr) std::memcpy(pass.states[i], pass.x, tokens * hidden * sizeof(float));
         multiply(layer.qkv, i == 0 ? first : normed, layer.qkv.depth, tokens, joint, threads);
-        attend(at_layer(layer, norms, pass, i), joint, queries, pass.keys[i], pass.values[i], seen, pass.cache_is_bf16 != 0, threads);
+        attend(at_layer(layer, norms, pass, i), joint, queries, seen, pass.cache_is_bf16 != 0, threads);
         multiply(layer.output, seen, layer.output.depth, tokens, more, threads);
         norm(more, norms.after_attention, norms.before_mlp);
         multiply(layer.gate_up, normed, hidden, tokens, joint, threads);
@@ -391,12 +389,12 @@ extern "C" int64_t foresay_gate(const float *joint, float *out, int64_t tokens, 
     });
 }
 
-extern "C" int64_t foresay_attend(const Attention *a, const float *joint, float *queries, void *keys, void *values, float *out,
-                                  int64_t is_bf16, int64_t threads) {
+// Over a cache of one layer.
+extern "C" int64_t foresay_attend(const Attention *a, const float *joint, float *queries, float *out, int64_t is_bf16, int64_t threads) {
     return guarded([&] {
         check_heads(*a);
-        check_store(*a);
+        check_store(*a, 1);
         check_tokens(*a);
-        attend(*a, joint, queries, keys, values, out, is_bf16 != 0, check_threads(threads));
+        attend(*a, joint, queries, out, is_bf16 != 0, check_threads(threads));
     });
 }

@@ -1,7 +1,7 @@
 """All layers of a lean model by one call of kernels compiled for this machine.
 
-Owns what is passed to them: each address with a check of the memory behind it. A pass holds its real tokens alone, flat, [N, width],
-in float32; the cache keeps its dtype. Knows nothing of families.
+Owns what is passed to them: each address with a check of the memory behind it. A pass holds its real tokens alone, flat,
+[N, width], in float32; the cache keeps its dtype. Knows nothing of families.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from foresay.models.huggingface.native import structs
 from foresay.models.huggingface.native.build import library
 from foresay.models.huggingface.native.product import CompiledProduct
 from foresay.models.huggingface.slot_cache import Placement, SlotCache
+from foresay.models.huggingface.stores import RowStores
 
 CACHES = {torch.float32: 0, torch.bfloat16: 1}
 """Dtypes that a cache may have."""
@@ -78,19 +79,21 @@ class FlatTokens:
 
 
 class _Addresses:
-    """Where the kernels find a cache's keys and values.
+    """Where the kernels find the keys and values of each row.
 
-    The tensors are the cache's alone, so that one that grows can let go of each layer's old ones; while `Stores.made` stays the
-    same they are there.
+    The blocks are the cache's alone, so that a row that grows can let go of its old one; they are there while `made` is the same.
     """
 
-    def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], made: int) -> None:
-        self.made = made
-        self.keys, self.values = (
-            (ctypes.c_void_p * len(pairs))(*(pair[i].data_ptr() for pair in pairs)) for i in (0, 1)
-        )
-        self.strides = (ctypes.c_int64 * len(pairs))(*(pair[0].stride(0) for pair in pairs))
-        self.rows, self.slots = (min(int(store.shape[i]) for pair in pairs for store in pair) for i in (0, 1))
+    def __init__(self, stores: RowStores) -> None:
+        self.made, self.rows, self.layers = stores.made, len(stores.blocks), stores.num_layers
+        capacities = [0 if block is None else int(block.shape[1]) for block in stores.blocks]
+        shape = (2 * stores.num_layers, stores.heads, stores.dim)
+        places = [
+            None if block is None else structs.address(block, (shape[0], slots, *shape[1:]), stores.dtype)
+            for block, slots in zip(stores.blocks, capacities, strict=True)
+        ]
+        self.blocks = (ctypes.c_void_p * self.rows)(*places)
+        self.capacities = (ctypes.c_int64 * self.rows)(*capacities)
 
 
 class NativeLayers:
@@ -181,14 +184,13 @@ class NativeLayers:
             cache_is_bf16=CACHES[self._dtype],
             turns=len(waves),
             store_rows=stores.rows,
-            store_slots=stores.slots,
+            store_layers=stores.layers,
             **tokens.addresses(),
             cosines=ctypes.addressof(cosines),
             sines=ctypes.addressof(sines),
             rotated=ctypes.addressof(rotated),
-            keys=ctypes.addressof(stores.keys),
-            values=ctypes.addressof(stores.values),
-            row_strides=ctypes.addressof(stores.strides),
+            blocks=ctypes.addressof(stores.blocks),
+            capacities=ctypes.addressof(stores.capacities),
             x=given,
             normed=normed.data_ptr(),
             states=ctypes.addressof(kept),
@@ -199,17 +201,21 @@ class NativeLayers:
             states[len(self._layers)] = normed
         return normed, states
 
+    def new_cache(self) -> SlotCache:
+        """A cache without rows, laid out as the kernels read it."""
+        one = self._layers[0]
+        return SlotCache(RowStores(len(self._layers), one.heads[1], one.dim, self._dtype))
+
     def _stores_of(self, cache: SlotCache) -> _Addresses:
-        """A cache's stores, checked once for every time that it makes some anew."""
+        """The addresses in a cache, found anew whenever it made or freed blocks."""
+        stores, one = cache.tensors, self._layers[0]
         known = self._caches.get(cache)
-        if known is not None and known.made == cache.tensors.made:
+        if known is not None and known.made == stores.made:
             return known
-        like = torch.empty(0, dtype=self._dtype)
-        pairs = [cache.stores(i, one.heads[1], one.dim, like) for i, one in enumerate(self._layers)]
-        for layer, pair in zip(self._layers, pairs, strict=True):
-            for store in pair:
-                structs.address(store, (*pair[0].shape[:2], layer.heads[1], layer.dim), self._dtype)
-        found = self._caches[cache] = _Addresses(pairs, cache.tensors.made)
+        fits = isinstance(stores, RowStores) and stores.num_layers >= len(self._layers)
+        if not isinstance(stores, RowStores) or not fits or (stores.heads, stores.dim) != (one.heads[1], one.dim):
+            raise ValueError("the cache was not made by these layers")
+        found = self._caches[cache] = _Addresses(stores)
         return found
 
     def _struct(self, layer: GatedLayer, eps: float) -> structs.Layer:

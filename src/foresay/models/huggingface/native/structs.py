@@ -31,8 +31,8 @@ class Attention(ctypes.Structure):
     """The struct of the same name in layer.h."""
 
     _fields_ = [
-        *_fields(_NUMBER, "tokens columns queries keys dim rotated wide window row_stride store_rows store_slots"),
-        *_fields(_POINTER, "rows slots starts positions ancestors cosines sines query_norm key_norm"),
+        *_fields(_NUMBER, "tokens columns queries keys dim rotated wide window layer store_rows"),
+        *_fields(_POINTER, "blocks capacities rows slots starts positions ancestors cosines sines query_norm key_norm"),
         *_fields(_REAL, "eps scaling softcap"),
     ]
 
@@ -71,9 +71,9 @@ class Pass(ctypes.Structure):
     """The struct of the same name in kernels.cpp."""
 
     _fields_ = [
-        *_fields(_NUMBER, "tokens columns threads cache_is_bf16 turns store_rows store_slots"),
+        *_fields(_NUMBER, "tokens columns threads cache_is_bf16 turns store_rows store_layers"),
         *_fields(_POINTER, "rows slots starts positions ancestors"),
-        *_fields(_POINTER, "cosines sines rotated keys values row_strides"),
+        *_fields(_POINTER, "cosines sines rotated blocks capacities"),
         *_fields(_POINTER, "x normed states read"),
     ]
 
@@ -110,7 +110,7 @@ def declared(found: ctypes.CDLL) -> ctypes.CDLL:
         "pack": [p, p, n, n, p, p, n],
         "add_norm": [p, p, p, r, p, p, n, n, r],
         "gate": [p, p, n, n, n],
-        "attend": [ctypes.POINTER(Attention), p, p, p, p, p, n, n],
+        "attend": [ctypes.POINTER(Attention), p, p, p, n, n],
     }
     found.foresay_message.argtypes, found.foresay_message.restype = [], ctypes.c_char_p
 

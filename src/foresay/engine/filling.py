@@ -1,0 +1,126 @@
+"""Filling prompts between decoding steps: whose turn it is, and how many tokens at a time.
+
+Rows that decode wait for about `wait_s` seconds at most: a piece has as many tokens as lately took that long. A long prompt keeps
+nobody from starting either: the oldest row and the one with the least left take turns. Where the bits of a pass depend on its
+shape, pieces keep their size. Knows no requests, and nothing of what comes after filling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import perf_counter
+from typing import Protocol, runtime_checkable
+
+from foresay.checks import check_float
+from foresay.decoding.prefill import fill_chunk, pending
+from foresay.decoding.protocols import KVCache, LanguageModel
+from foresay.decoding.rows import Row, Rows
+from foresay.engine.prefixes import PrefixStore
+
+WAIT_S = 0.3
+"""Seconds that rows which decode wait for prompts between two steps, by default."""
+_TOKENS = 512
+"""Tokens of a piece whose size does not follow the clock, and of the largest one."""
+_FIRST, _LEAST = 64, 16
+"""Tokens of a piece before any was timed, and of the smallest piece."""
+
+
+@runtime_checkable
+class SwapsRows(Protocol):
+    """A cache whose rows can change places, so that a row may be filled before one ahead of it."""
+
+    def swap(self, one: int, other: int) -> None:
+        """Exchange two rows."""
+        ...
+
+
+class Filling:
+    """Fills the prompts of an engine's rows."""
+
+    def __init__(
+        self,
+        target: LanguageModel,
+        prefixes: PrefixStore | None,
+        wait_s: float = WAIT_S,
+        clock: Callable[[], float] | None = perf_counter,
+    ) -> None:
+        """clock: by which pieces are sized, in seconds; None for processes that compute one model and must agree on them.
+
+        Raises ConfigError for a wait that is not positive.
+        """
+        self._target, self._prefixes = target, prefixes
+        self.wait_s = check_float("prefill_wait_s", wait_s, 0.001, 1e6)
+        # on a CPU passes of other sizes give the same bits
+        self._clock = clock if target.device.type == "cpu" else None
+        self._tokens_per_s: float | None = None
+        self._turns = 0
+
+    def between_steps(self, cache: KVCache, items: list[Row], decoding: int, hidden_layers: tuple[int, ...]) -> int:
+        """Fill prompts of the rows after the first `decoding`, and return how many rows decode then.
+
+        items: rows in cache order; those that are filled change places with the ones before them. When no row decodes yet,
+        filling goes on until one is filled, or for as long as rows that decode would wait.
+        """
+        filled = 0
+        began = None if self._clock is None else self._clock()
+        while decoding < len(items):
+            rows = Rows(items)
+            until = None if self._prefixes is None else self._prefixes.fill(cache, rows, decoding)
+            count = self._fill(cache, rows, self._turn(cache, rows, decoding, until), hidden_layers, until, filled)
+            before, decoding = decoding, self._joined(cache, items, decoding)
+            filled += count
+            late = began is not None and self._clock is not None and self._clock() - began > self.wait_s
+            if late or (decoding and filled >= self._piece()) or (not count and decoding == before):
+                break
+        return decoding
+
+    def _piece(self) -> int:
+        """Tokens that may be filled between two steps."""
+        if self._clock is None:
+            return _TOKENS
+        rate = self._tokens_per_s
+        return _FIRST if rate is None else int(min(max(rate * self.wait_s, _LEAST), _TOKENS))
+
+    def _turn(self, cache: KVCache, rows: Rows, first: int, until: int | None) -> int:
+        """The row to fill: by turns the one with the least left and the oldest. Rows from `until` on wait for one of them."""
+        end = len(rows) if until is None else max(until, first + 1)
+        waiting = [i for i in range(first, end) if pending(rows, cache, i) > 0]
+        if not waiting or not isinstance(cache, SwapsRows):
+            return first
+        self._turns += 1
+        if self._turns % 2:
+            return min(waiting, key=lambda i: (pending(rows, cache, i), rows[i].request_id))
+        return min(waiting, key=lambda i: rows[i].request_id)
+
+    def _fill(
+        self,
+        cache: KVCache,
+        rows: Rows,
+        place: int,
+        hidden_layers: tuple[int, ...],
+        until: int | None,
+        filled: int,
+    ) -> int:
+        """Fill one piece from a row on, and time it. filled: tokens since the last step."""
+        if self._clock is None:
+            return fill_chunk(self._target, cache, rows, place, hidden_layers, until)
+        began, piece = self._clock(), self._piece()
+        count = fill_chunk(self._target, cache, rows, place, hidden_layers, until, max(piece - filled, _LEAST))
+        took = self._clock() - began
+        if count >= _LEAST:  # a few tokens take as long as one
+            now = count / max(took, 1e-9)
+            self._tokens_per_s = now if self._tokens_per_s is None else (self._tokens_per_s + now) / 2
+        return count
+
+    def _joined(self, cache: KVCache, items: list[Row], decoding: int) -> int:
+        """Move filled rows before those that are not, as far as the cache can; returns how many rows decode."""
+        for place in range(decoding, len(items)):
+            if items[place].size - 1 > cache.lengths[place]:
+                if isinstance(cache, SwapsRows):
+                    continue
+                break
+            if place != decoding and isinstance(cache, SwapsRows):
+                cache.swap(decoding, place)
+                items[decoding], items[place] = items[place], items[decoding]
+            decoding += 1
+        return decoding
