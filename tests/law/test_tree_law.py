@@ -8,10 +8,13 @@ import pytest
 import torch
 
 from foresay.decoding import trees
+from foresay.decoding.acceptance import make_rule
 from foresay.decoding.protocols import Drafter
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import ModelTreeDrafter, PastRequests, SuffixTreeDrafter
+from foresay.engine import Engine
 from foresay.errors import ConfigError
+from foresay.lengths import ConstantLength
 from foresay.models.table import TableModel
 from helpers.law_cells import ALPHA, DRAFT, LENGTH, PARAMS, PROMPT, SIZE, TARGET
 from helpers.reference import joint, p_value
@@ -112,3 +115,52 @@ def test_siblings_that_see_each_other(rule: str, monkeypatch: Patch) -> None:
 def test_rules_of_chains_refuse_trees_by_name(rule: str) -> None:
     with pytest.raises(ConfigError, match=f"rule '{rule}' judges chains, and TableTree proposes trees"):
         run(TARGET, [PROMPT], SamplingParams(max_new_tokens=4), drafter=TableTree(DRAFT), rule=rule)
+
+
+@pytest.mark.parametrize("width", [1, 2])
+@pytest.mark.parametrize("params", ["context", "nucleus"])
+def test_a_tree_beside_a_row_with_one_token_left(params: str, width: int) -> None:
+    """Row 0 has no room for a draft: its neighbours' trees are processed along their own paths all the same."""
+    each = [SamplingParams.of(PARAMS[params], seed=seed) for seed in range(SAMPLES)]
+    first = SamplingParams.of(PARAMS[params], seed=9, max_new_tokens=1)
+    drafter = ModelTreeDrafter(DRAFT, SIZE, branches=2, width=width)
+    outputs, steps, engine = run(
+        TARGET, [PROMPT] * (1 + SAMPLES), [first, *each], drafter=drafter, gamma=6, max_batch_size=1 + SAMPLES
+    )
+    assert engine.draft_failures == 0, engine.drafter and engine.drafter.last_error
+    assert any(step.num_drafted for step in steps)
+    assert p_value(outputs[1:], joint(TARGET, PARAMS[params], PROMPT, LENGTH), SIZE) > ALPHA
+
+
+class Watches:
+    """A processor that remembers the contexts it is shown."""
+
+    def __init__(self) -> None:
+        self.contexts: list[list[int]] = []
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.contexts.append(ids[0].tolist())
+        return scores
+
+
+def test_the_drafts_processors_see_the_path_to_each_node() -> None:
+    """With row 0 short of room, they once saw an empty path."""
+    found = []
+    for lengths in ([1, 8], [8, 8]):
+        seen = Watches()
+        params = [
+            SamplingParams(max_new_tokens=lengths[0], temperature=1.0, seed=1),
+            SamplingParams(max_new_tokens=lengths[1], temperature=1.0, seed=2, processors=(seen,)),
+        ]
+        engine = Engine(
+            TARGET,
+            ModelTreeDrafter(DRAFT, SIZE, branches=2),
+            make_rule("speculative"),
+            ConstantLength(6),
+            max_batch_size=2,
+        )
+        for one in params:
+            engine.submit(PROMPT, one)
+        engine.step()
+        found.append(sorted(map(tuple, seen.contexts)))
+    assert found[0] == found[1] and max(map(len, found[0])) > len(PROMPT) + 1

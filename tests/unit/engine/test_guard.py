@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from foresay.decoding.protocols import LengthPolicy
 from foresay.decoding.rows import Rows
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.engine import Engine
-from foresay.engine.guard import MAX_FAILURES
+from foresay.engine.guard import MAX_FAILURES, PAUSE
 from foresay.lengths import ConstantLength
 from foresay.models.table import TableModel
 from helpers.support import Always, Fake, run
@@ -234,3 +235,81 @@ def test_one_failure_ends_drafting_for_its_batch_only(target: TableModel) -> Non
 def test_what_is_no_failure_of_the_drafter_is_not_caught(target: TableModel) -> None:
     with pytest.raises(KeyboardInterrupt):
         run(target, [[1]], GREEDY[:1], drafter=RaisesIn("propose", 0, KeyboardInterrupt()))  # type: ignore[arg-type]
+
+
+def test_a_drafter_that_exits_changes_nothing(target: TableModel) -> None:
+    plain, _, _ = run(target, PROMPTS, GREEDY)
+    outputs, _, engine = run(target, PROMPTS, GREEDY, drafter=RaisesIn("propose", 1, SystemExit(3)))  # type: ignore[arg-type]
+    assert outputs == plain and engine.draft_failures == 1
+
+
+# -- failures are forgiven -----------------------------------------------------------------------------------------------
+
+
+class Flaky(Fake):
+    """Guesses zeros; raises in the calls that it is told."""
+
+    def __init__(self, bad: set[int]) -> None:
+        self.bad, self.calls, self.admitted = bad, 0, 0
+
+    def admit(self, rows: Rows, first: int) -> None:
+        self.admitted = len(rows)
+
+    def propose(self, rows: Rows, budget: Sequence[int], policy: LengthPolicy) -> Proposal:
+        self.calls += 1
+        if self.calls in self.bad:
+            raise RuntimeError(f"call {self.calls}")
+        return super().propose(rows, budget, policy)
+
+    def guess(self, row: int, rows: Rows, budget: int) -> list[int]:
+        return [0] * budget
+
+
+def test_drafting_goes_on_after_a_pause_in_one_batch(target: TableModel) -> None:
+    drafter = Flaky({2})
+    _, steps, engine = run(target, [[1], [2]], SamplingParams(max_new_tokens=200), drafter=drafter, gamma=2)
+    assert engine.draft_failures == 1 and drafter.admitted == 2
+    drafted = [step.num_drafted > 0 for step in steps if step.request_id == 0]
+    assert drafted[0] and not any(drafted[1 : PAUSE + 1]) and any(drafted[PAUSE + 1 : PAUSE + 4])
+
+
+def test_pauses_double_and_failures_are_forgiven(target: TableModel) -> None:
+    drafter = Flaky(set(range(1, 6)))
+    params = SamplingParams(max_new_tokens=3000)
+    _, steps, engine = run(target, [[1]], params, drafter=drafter, gamma=1)
+    assert engine.draft_failures == 5
+    tried = [i for i, step in enumerate(steps) if step.draft_error is not None and "paused" not in step.draft_error]
+    assert [b - a for a, b in itertools.pairwise(tried)] == [PAUSE << n for n in range(4)]
+    assert engine.drafter is not None and engine.drafter.active
+    assert engine.drafter._pauses.failures < 5, "drafts without a failure make up for it"
+
+
+def test_later_requests_are_drafted_for_although_earlier_ones_failed(target: TableModel) -> None:
+    """Three failures once ended drafting for good, without a word."""
+    drafter = Flaky({1, 2, 3})
+    engine = engine_with(target, drafter)
+    for _ in range(3):
+        decode(engine)
+    assert engine.draft_failures == 3
+    engine.submit([1], SamplingParams(max_new_tokens=400))
+    steps = [step for _ in iter(lambda: engine.has_work, False) for step in engine.step()]
+    assert any(step.num_drafted for step in steps)
+
+
+def test_a_step_tells_its_own_failure_and_no_older_one(target: TableModel) -> None:
+    drafter = Flaky({1})
+    engine = engine_with(target, drafter)
+    errors = []
+    for _ in range(2):
+        engine.submit([1], SamplingParams(max_new_tokens=6))
+        errors.append([step.draft_error for _ in iter(lambda: engine.has_work, False) for step in engine.step()])
+    assert errors[0][0] == "RuntimeError: call 1" and not any(errors[1])
+
+
+def test_a_step_of_a_pause_tells_why(target: TableModel) -> None:
+    engine = engine_with(target, Flaky(set(range(1, 99))))
+    for _ in range(MAX_FAILURES):
+        decode(engine)
+    engine.submit([1], SamplingParams(max_new_tokens=4))
+    told = [step.draft_error for _ in iter(lambda: engine.has_work, False) for step in engine.step()]
+    assert told[0] == "drafting is paused after failures of the drafter, the last RuntimeError: call 3"

@@ -1,0 +1,199 @@
+"""Proposals as any drafter may hand them in: what comes out is well-formed, and well-formed ones come out as they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from foresay.decoding.proposal import Proposal
+from foresay.decoding.proposal_checks import checked
+
+VOCAB, CPU = 5, torch.device("cpu")
+LAW = [0.1, 0.2, 0.3, 0.4, 0.0]
+
+
+def chain(ids: list[list[int]], **changes: Any) -> Proposal:
+    fields: dict[str, Any] = {"token_ids": torch.tensor(ids), "num_tokens": [len(row) for row in ids]}
+    return Proposal(**{**fields, **changes})
+
+
+def sampled(ids: list[list[int]], laws: list[list[float]], index: list[list[int]], **changes: Any) -> Proposal:
+    return chain(ids, laws=torch.tensor(laws), law_index=torch.tensor(index), **changes)
+
+
+NAN, INF = float("nan"), float("inf")
+CUT: dict[str, tuple[Proposal, list[int], str]] = {
+    "an id past the vocabulary": (chain([[1, 5, 2]]), [1], r"not in \[0, 5\)"),
+    "a negative id": (chain([[1, 2, -1]]), [2], r"not in \[0, 5\)"),
+    "NaN after one token": (
+        sampled([[1, 2], [3, 1]], [LAW, [NAN] * 5], [[0, 1], [0, 0]]),
+        [1, 2],
+        "not finite, negative, or does not sum to 1",
+    ),
+    "an infinite probability": (sampled([[1]], [[INF, 1, 0, 0, 0]], [[0]]), [0], "not finite"),
+    "a negative probability": (sampled([[1]], [[-0.5, 1.5, 0, 0, 0]], [[0]]), [0], "negative"),
+    "a sum of 0.7": (sampled([[1]], [[0.2, 0.5, 0, 0, 0]], [[0]]), [0], "sum to 1"),
+    "a token without probability": (sampled([[1, 4]], [LAW], [[0, 0]]), [1], "probability 0 in the distribution"),
+    "an index past the distributions": (sampled([[1, 2]], [LAW], [[0, 1]]), [1], r"law_index is not in \[-1, 1\)"),
+    "an index before them": (sampled([[1, 2]], [LAW], [[0, -2]]), [1], "law_index is not in"),
+    "no distributions at all": (
+        chain([[1]], laws=torch.zeros(0, VOCAB), law_index=torch.tensor([[0]])),
+        [0],
+        r"law_index is not in \[-1, 0\)",
+    ),
+    "more than the budget": (chain([[1, 2, 3, 4]]), [3], "with a budget of"),
+    "a negative count": (chain([[1, 2]], num_tokens=[-1]), [0], "with a budget of"),
+    "more than its width": (chain([[1, 2]], num_tokens=[3]), [2], "a width of 2"),
+}
+TREES: dict[str, tuple[Proposal, list[int], str]] = {
+    "a parent after its child": (
+        chain([[1, 2, 3]], parents=torch.tensor([[-1, 2, 0]])),
+        [1],
+        "node 1 .* follows node 2",
+    ),
+    "a parent that is none": (chain([[1, 2]], parents=torch.tensor([[-1, -2]])), [1], "follows node -2"),
+    "a sibling twice": (
+        chain([[1, 1]], parents=torch.tensor([[-1, -1]])),
+        [1],
+        "token 1 follows node -1 of a tree twice",
+    ),
+    "a sampled sibling after a chosen one": (
+        sampled([[1, 2]], [LAW], [[-1, 0]], parents=torch.tensor([[-1, -1]])),
+        [1],
+        "a sibling before it was not",
+    ),
+}
+WHOLE: dict[str, Proposal] = {
+    "float ids": chain([[1]], token_ids=torch.tensor([[1.0]])),
+    "ids in a list": chain([[1]], token_ids=[[1]]),
+    "float counts": chain([[1, 2]], num_tokens=[1.5]),
+    "bool counts": chain([[1, 2]], num_tokens=[True]),
+    "counts in one number": chain([[1, 2]], num_tokens=2),
+    "too few counts": chain([[1, 2]], num_tokens=[]),
+    "float law_index": chain([[1]], laws=torch.tensor([LAW]), law_index=torch.tensor([[0.0]])),
+    "bool law_index": chain([[1]], laws=torch.tensor([LAW]), law_index=torch.tensor([[False]])),
+    "bool distributions": chain([[1]], laws=torch.ones(1, VOCAB, dtype=torch.bool), law_index=torch.tensor([[0]])),
+    "integer distributions": chain([[1]], laws=torch.ones(1, VOCAB, dtype=torch.int64), law_index=torch.tensor([[0]])),
+    "distributions of another vocabulary": chain([[1]], laws=torch.ones(1, 4) / 4, law_index=torch.tensor([[0]])),
+    "one distribution without its dimension": chain([[1]], laws=torch.tensor(LAW), law_index=torch.tensor([[0]])),
+    "distributions in a list": chain([[1]], laws=[LAW], law_index=torch.tensor([[0]])),
+    "distributions without an index": chain([[1]], laws=torch.tensor([LAW])),
+    "an index without distributions": chain([[1]], law_index=torch.tensor([[0]])),
+    "float parents": chain([[1]], parents=torch.tensor([[-1.0]])),
+    "parents of another width": chain([[1]], parents=torch.tensor([[-1, 0]])),
+    "integer confidence": chain([[1]], confidence=torch.tensor([[1]])),
+}
+
+
+@pytest.mark.parametrize(("proposal", "kept", "why"), CUT.values(), ids=CUT.keys())
+@pytest.mark.parametrize("trees", [False, True])
+def test_a_defect_ends_its_row_there(proposal: Proposal, kept: list[int], why: str, trees: bool) -> None:
+    out = checked(proposal, [3] * len(kept), VOCAB, CPU, trees=trees)
+    assert list(out.num_tokens) == kept and out.width == max(kept)
+    assert isinstance(out.failure, ValueError)
+    with pytest.raises(ValueError, match=why):
+        raise out.failure
+    for i, n in enumerate(kept):
+        assert out.token_ids[i, :n].tolist() == proposal.token_ids[i, :n].tolist()
+
+
+@pytest.mark.parametrize(("proposal", "kept", "why"), TREES.values(), ids=TREES.keys())
+def test_a_bad_node_ends_the_tree_there(proposal: Proposal, kept: list[int], why: str) -> None:
+    out = checked(proposal, [3] * len(kept), VOCAB, CPU, trees=True)
+    assert list(out.num_tokens) == kept
+    with pytest.raises(ValueError, match=why):
+        raise out.failure or AssertionError
+
+
+def test_a_tree_becomes_the_chain_it_begins_with() -> None:
+    tree = chain([[1, 2, 3]], parents=torch.tensor([[-1, 0, 0]]))
+    out = checked(tree, [3], VOCAB, CPU, trees=False)
+    assert (list(out.num_tokens), out.parents) == ([2], None) and "a tree of draft tokens" in str(out.failure)
+    straight = chain([[1, 2, 3]], parents=torch.tensor([[-1, 0, 1]]))
+    out = checked(straight, [3], VOCAB, CPU, trees=False)
+    assert (list(out.num_tokens), out.parents, out.failure) == ([3], None, None)
+
+
+@pytest.mark.parametrize("proposal", WHOLE.values(), ids=WHOLE.keys())
+def test_a_wrong_form_leaves_nothing(proposal: Proposal) -> None:
+    out = checked(proposal, [2], VOCAB, CPU, trees=True)
+    assert (out.width, list(out.num_tokens)) == (0, [0])
+    assert isinstance(out.failure, ValueError | TypeError | AttributeError)
+
+
+def test_the_drafters_own_failure_stays() -> None:
+    own = RuntimeError("its own")
+    out = checked(chain([[1, 2]], failure=own), [2], VOCAB, CPU, trees=False)
+    assert list(out.num_tokens) == [2] and out.failure is own
+
+
+ANYTHING = st.one_of(
+    st.none(),
+    st.integers(-9, 9),
+    st.floats(),
+    st.booleans(),
+    st.text(max_size=2),
+    st.lists(st.integers(-9, 9), max_size=3),
+)
+DTYPES = [torch.int64, torch.int32, torch.float32, torch.float64, torch.bfloat16, torch.bool, torch.uint8]
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> torch.Tensor:
+    shape = draw(st.lists(st.integers(0, 4), max_size=3))
+    numbers = torch.tensor(draw(st.lists(st.floats(-3, 6, width=32) | st.just(NAN), min_size=64, max_size=64)))
+    size = int(torch.Size(shape).numel())
+    return numbers[:size].nan_to_num(0).reshape(shape).to(draw(st.sampled_from(DTYPES)))
+
+
+@st.composite
+def proposals(draw: st.DrawFn, batch: int) -> Proposal:
+    """A well-formed proposal, some of whose fields are then replaced by something else or by numbers out of range."""
+    width = draw(st.integers(0, 4))
+    number = lambda low, high: st.integers(low, high)  # noqa: E731
+    table = lambda each: draw(st.lists(st.lists(each, min_size=width, max_size=width), min_size=batch, max_size=batch))  # noqa: E731
+    spread = 2 if draw(st.booleans()) else 0
+    fields: dict[str, Any] = {
+        "token_ids": torch.tensor(table(number(-spread, VOCAB - 1 + spread)), dtype=torch.int64).view(batch, width),
+        "num_tokens": draw(st.lists(number(-spread, width + spread), min_size=batch, max_size=batch)),
+    }
+    if draw(st.booleans()):
+        laws = torch.tensor([LAW, [0.2] * 5, [1.0, 0, 0, 0, 0], [NAN if spread else 0.2] * 5])
+        index = torch.tensor(table(number(-1 - spread, 3 + spread)), dtype=torch.int64).view(batch, width)
+        fields |= {"laws": laws, "law_index": index}
+    if draw(st.booleans()):
+        above = [[draw(number(-1 - spread, max(0, j - 1) + spread)) for j in range(width)] for _ in range(batch)]
+        fields["parents"] = torch.tensor(above, dtype=torch.int64).view(batch, width)
+    for name in draw(st.sets(st.sampled_from([*fields, "confidence"]), max_size=2)) if draw(st.booleans()) else ():
+        fields[name] = draw(ANYTHING | tensors())
+    return Proposal(**fields)
+
+
+@given(data=st.data())
+@settings(max_examples=300, deadline=None)
+def test_whatever_is_handed_in_comes_out_well_formed(data: st.DataObject) -> None:
+    batch, trees = data.draw(st.integers(1, 3)), data.draw(st.booleans())
+    proposal = data.draw(proposals(batch))
+    budget = data.draw(st.lists(st.integers(0, 4), min_size=batch, max_size=batch))
+    out = checked(proposal, budget, VOCAB, CPU, trees=trees)
+    assert out.token_ids.dtype == torch.int64 and out.token_ids.shape == (batch, max(out.num_tokens))
+    assert all(0 <= n <= most for n, most in zip(out.num_tokens, budget, strict=True))
+    assert trees or out.parents is None
+    for i, n in enumerate(out.num_tokens):
+        ids = out.token_ids[i, :n].tolist()
+        assert all(0 <= token < VOCAB for token in ids)
+        siblings: set[tuple[int, int]] = set()
+        for column, token in enumerate(ids):
+            if out.law_index is not None and out.laws is not None and (row := int(out.law_index[i, column])) >= 0:
+                law = out.laws[row]
+                assert bool(torch.isfinite(law).all()) and abs(float(law.sum()) - 1) < 1e-2 and float(law[token]) > 0
+            if out.parents is not None:
+                parent = int(out.parents[i, column])
+                assert -1 <= parent < column and (parent, token) not in siblings
+                siblings.add((parent, token))
+    again = checked(out, budget, VOCAB, CPU, trees=trees)
+    assert list(again.num_tokens) == list(out.num_tokens), "what came out well-formed stays as it is"
