@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     )
     from foresay.drafters.lookup import LookupDrafter
     from foresay.drafters.ngram_table import NgramTable
+    from foresay.drafters.proposal_builder import ProposalBuilder
     from foresay.drafters.stateless import Stateless
     from foresay.engine import Engine, Stats
     from foresay.errors import (
@@ -111,6 +112,7 @@ _WHERE = {
         "SuffixTreeDrafter",
     ],
     "foresay.drafters.lookup": ["LookupDrafter"],
+    "foresay.drafters.proposal_builder": ["ProposalBuilder"],
     "foresay.drafters.stateless": ["Stateless"],
     "foresay.drafters.ngram_table": ["NgramTable"],
     "foresay.engine": ["Engine", "Stats"],
@@ -191,6 +193,7 @@ __all__ = [
     "PromptError",
     "PromptLookup",
     "Proposal",
+    "ProposalBuilder",
     "QueueFullError",
     "RequestError",
     "Row",

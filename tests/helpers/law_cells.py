@@ -11,6 +11,7 @@ from foresay.decoding.protocols import Drafter, LengthPolicy
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import (
     Cascade,
+    Hybrid,
     MaxGram,
     ModelDrafter,
     NgramStore,
@@ -52,6 +53,7 @@ DRAFTERS: dict[str, Callable[[], Drafter | None]] = {
     "deep": lambda: Cascade([model(WIDE), model(NARROW), Mixed(SIZE)], [[2, 2, 1], [0, 1, 2], [0, 0, 2]]),
     "lenient": lambda: Cascade([model(DRAFT), model(SMALL), MaxGram()], [[2, 2, 1], [0, 2, 1], [0, 0, 2]], lenience=2),
     "horizontal": lambda: Cascade([model(DRAFT), model(SMALL)], [[2, 3], [0, 0]]),
+    "hybrid": lambda: Hybrid(PromptLookup(min_ngram=1), model(DRAFT), min_match=2, k=3),
     "translated": lambda: CrossTokenizerDrafter(DRAFT, SIZE, Renumbered(SIZE, private=1)),
 }
 
@@ -66,6 +68,7 @@ LENGTHS: dict[str, Callable[[], LengthPolicy]] = {
     "heuristic": lambda: HeuristicLength(2, high=5),
     "confidence": lambda: ConfidenceLength(0.4, high=5),
     "throughput": lambda: ThroughputLength(start=2, high=5),
+    "fixed": lambda: ThroughputLength(start=2, high=5, sampled=3),
 }
 
 
