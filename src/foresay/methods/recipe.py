@@ -129,10 +129,12 @@ class Recipe:
     """Whether it loads a model by name, which `LoadOptions.draft_weights` is for."""
     samples: bool = False
     """Whether its guesses may be drawn from laws, so that a sampled text depends on how many there are."""
+    fixed: bool = False
+    """Whether the expression itself sets the draft length, as a cascade's matrix does, so that it never adapts by default."""
 
     def length(self, rule: Rule) -> str:
-        """The length it drafts unless told otherwise, as an expression: one that adapts, where no seed's text changes by it."""
-        if self.num_draft_tokens == 0 or not rule.exact:
+        """The length it drafts by default, as an expression: one that adapts, where no seed's text changes by it."""
+        if self.num_draft_tokens == 0 or self.fixed or not rule.exact:
             return str(self.num_draft_tokens)
         settings = {"high": self.num_draft_tokens} if self.num_draft_tokens > LONGEST else {}
         if self.samples:

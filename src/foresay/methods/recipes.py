@@ -246,7 +246,7 @@ def _cascade(*drafters: tuple[str | None, Any], k: Sequence[Sequence[int]], leni
             recipe.forget()
 
     traits = {name: any(getattr(one, name) for one in recipes) for name in ("reads_target", "loads_model", "samples")}
-    return Recipe(prepare, drafted_at_most(k), forget, **traits)
+    return Recipe(prepare, drafted_at_most(k), forget, fixed=True, **traits)
 
 
 def _hybrid(*drafters: tuple[str | None, Any], min_match: int = 3, k: int = 5) -> Recipe:
