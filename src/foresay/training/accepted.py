@@ -91,7 +91,7 @@ class _Labels:
         hidden = self._watch.hidden
         if len(hidden) < 2 or proposal.width == 0:
             return
-        labels = _chances(proposal, laws)
+        labels = acceptance_chances(proposal, laws)
         reached = torch.ones(len(rows), device=labels.device)
         for j in range(min(len(hidden) - 1, proposal.width)):
             # the chain's last token is consumed by no pass of the draft
@@ -101,7 +101,7 @@ class _Labels:
             reached = reached * labels[:, j]
 
 
-def _chances(proposal: Proposal, laws: Laws) -> torch.Tensor:
+def acceptance_chances(proposal: Proposal, laws: Laws) -> torch.Tensor:
     """[B, K]: min(1, p / q) of each draft token; of a greedy row, whether the target writes it."""
     ids = proposal.token_ids
     p = laws.prob_of(ids)
