@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from functools import partial, update_wrapper
+from types import MethodType
 from typing import Any
 
 import torch
@@ -109,6 +111,10 @@ def _copied(model: nn.Module, path: Sequence[str]) -> Any:
     """A copy of a module in which the containers along `path` are copies too."""
     out = copy.copy(model)
     out._modules = dict(model._modules)
+    hooked = vars(out).get("forward")
+    if isinstance(hooked, partial):  # by accelerate, and bound to the original
+        own = MethodType(type(out).forward, out)
+        vars(out).update(_old_forward=own, forward=update_wrapper(partial(hooked.func, out), own))
     if path:
         out._modules[path[0]] = _copied(model._modules[path[0]], path[1:])  # type: ignore[arg-type]
     return out

@@ -266,7 +266,9 @@ def _read(
         from transformers.distributed import DistributedConfig
 
         kwargs["distributed_config"] = DistributedConfig(tp_plan=options.tp_plan)
-    for key in ("max_memory", "offload_folder", "quantization_config"):
+    if options.max_memory is not None:  # a GPU is a number, also where JSON or a command line made it a text
+        kwargs["max_memory"] = {int(k) if str(k).isdecimal() else k: size for k, size in options.max_memory.items()}
+    for key in ("offload_folder", "quantization_config"):
         if (value := getattr(options, key)) is not None:
             kwargs[key] = value
     if options.device_map is not None:
