@@ -19,7 +19,7 @@ from foresay.methods.expressions import Call
 from foresay.models.sources.catalog import LoadedModel, is_gguf
 from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.resolve import resolve
-from foresay.text.tokenizer import tokenizer_fingerprint
+from foresay.text.tokenizer import own_size, tokenizer_fingerprint
 
 if TYPE_CHECKING:  # which would bring transformers
     from foresay.models.heads.model import HeadModel
@@ -103,10 +103,18 @@ class Resources:
         """An n-gram table over the target's tokens."""
         if path not in self.tables:
             table = NgramTable.load(path)
-            tokenizer = self.target.tokenizer
-            table.check(None if tokenizer is None else tokenizer_fingerprint(tokenizer), self.vocab_size)
+            check_table(table, self.target)
             self.tables[path] = table
         return self.tables[path]
+
+
+def check_table(table: NgramTable, target: LoadedModel) -> None:
+    """Raise VocabularyMismatchError for a table that was made for another vocabulary than a target's."""
+    tokenizer, size = target.tokenizer, target.model.vocab_size
+    if tokenizer is None:
+        table.check(None, size, size)
+    else:
+        table.check(tokenizer_fingerprint(tokenizer), size, own_size(tokenizer))
 
 
 def _is_same(asked: torch.device, device: torch.device) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -159,6 +160,22 @@ def test_models_and_tables_are_read_once(resources: Resources, folder: Path, tab
     assert first.context.model.inner is second.context.model.inner is resources.models[str(folder)].model
     assert first.context is not second.context
     assert gram.table is resources.table(table)
+
+
+@pytest.mark.parametrize(
+    "drafter", ["max_gram({})", "cascade(self=1, max_gram({}); k=[[1, 2], [0, 1]])", "self(1, {}, 4)"]
+)
+def test_a_table_for_another_vocabulary_is_refused(resources: Resources, tmp_path: Path, drafter: str) -> None:
+    """One of CS-Drafting's lists, which has no fingerprint: its length is that of the vocabulary it was made for."""
+    path = tmp_path / "bigrams.json"
+    path.write_text(json.dumps([1] * 100))
+    with pytest.raises(
+        VocabularyMismatchError, match=rf"for a vocabulary of 100 tokens, and the one in use has {VOCAB}"
+    ):
+        built(resources, drafter.format(path))
+    path.write_text(json.dumps([1] * VOCAB))
+    if "vocabulary" not in drafter and not drafter.startswith("self"):  # a list has no counts to trim a head by
+        assert built(dataclasses.replace(resources, tables={}), drafter.format(path)) is not None
 
 
 def test_heads_are_trimmed_to_a_tables_frequent_tokens(resources: Resources, folder: Path, table: str) -> None:
