@@ -189,14 +189,17 @@ def _self(
 
     def prepare(resources: Resources) -> DrafterBuilder:
         from foresay.models.huggingface.causal import CausalModel
-        from foresay.models.huggingface.early_exit import first_layers
+        from foresay.models.huggingface.early_exit import first_decoder_layers, first_layers
+        from foresay.models.huggingface.seq2seq import Seq2SeqModel
 
         target = resources.target.model
-        if not isinstance(target, CausalModel):
+        if not isinstance(target, CausalModel | Seq2SeqModel):
             raise UnsupportedModelError(
-                f"self-speculation needs a decoder-only transformers model, and {resources.target.name!r} is none"
+                f"self-speculation needs a transformers model, and {resources.target.name!r} is none"
             )
-        model: Any = first_layers(target, layers)
+        model: Any = (
+            first_decoder_layers(target, layers) if isinstance(target, Seq2SeqModel) else first_layers(target, layers)
+        )
         if trim is not None:
             model = trim(resources, model)
         return lambda: SelfDrafter(model, resources.vocab_size)

@@ -323,8 +323,23 @@ def test_what_only_the_models_can_tell(resources: Resources, folder: Path, tmp_p
     with pytest.raises(VocabularyMismatchError, match="made with another tokenizer"):
         built(resources, f"max_gram({tmp_path}/foreign.safetensors)")
     wordy = dataclasses.replace(resources.target, model=object())
-    with pytest.raises(UnsupportedModelError, match="self-speculation needs a decoder-only transformers model"):
+    with pytest.raises(UnsupportedModelError, match="self-speculation needs a transformers model"):
         built(Resources(wordy), "self(1)")
+
+
+def test_what_drafts_for_an_encoder_decoder(table: str, head: str) -> None:
+    """Its own first layers, alone and in a cascade; heads and trimmed vocabularies read a decoder-only model."""
+    t5 = resolve(make_seq2seq("t5", vocab_size=VOCAB), LoadOptions(), tiny.tokenizer())  # type: ignore[arg-type]
+    theirs = Resources(t5)
+    for text in ("self(2)", "cascade(self=1, max_gram; k=[[2, 2], [0, 2]])", "hybrid(suffix, self=1)"):
+        assert built(theirs, text) is not None
+    with pytest.raises(UnsupportedModelError, match="only a decoder-only transformers model's head can be trimmed"):
+        built(theirs, f"self(1, {table}, 4)")
+    for text in (f"head({head})", f"head_tree({head})"):
+        with pytest.raises(
+            UnsupportedModelError, match="a head reads the hidden states of a decoder-only transformers model"
+        ):
+            built(theirs, text)
 
 
 def test_an_encoder_decoder_drafts_for_no_other_kind_and_in_no_other_tokens(resources: Resources) -> None:
