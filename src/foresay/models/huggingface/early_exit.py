@@ -19,7 +19,7 @@ from foresay.decoding.laws import Columns
 from foresay.errors import ConfigError, UnsupportedModelError
 from foresay.models.huggingface import linears
 from foresay.models.huggingface.causal import CausalModel
-from foresay.models.huggingface.seq2seq import Seq2SeqModel
+from foresay.models.huggingface.seq2seq import Seq2SeqModel, layers_within
 
 
 def first_layers(model: CausalModel, count: int) -> CausalModel:
@@ -109,12 +109,16 @@ def _linear(weight: torch.Tensor, bias: torch.Tensor | None, *, frozen: bool) ->
 def _layers_path(model: nn.Module) -> str:
     """The dotted path of the list of decoder layers. Raises UnsupportedModelError where there is none."""
     config: Any = model.config
-    count, within = int(config.get_text_config(decoder=True).num_hidden_layers), ""
+    found: list[str] = []
     if config.is_encoder_decoder:
         decoder = model.get_decoder()  # type: ignore[operator]
-        within = next(name for name, module in model.named_modules() if module is decoder)
-    lists = ((name, part) for name, part in model.named_modules() if isinstance(part, nn.ModuleList))
-    found: list[str] = [name for name, part in lists if len(part) == count and name.startswith(within)]
+        path = layers_within(decoder)
+        if path is not None:
+            found = [f"{name}.{path}" for name, module in model.named_modules() if module is decoder]
+    else:
+        count = int(config.get_text_config(decoder=True).num_hidden_layers)
+        lists = ((name, part) for name, part in model.named_modules() if isinstance(part, nn.ModuleList))
+        found = [name for name, part in lists if len(part) == count]
     if not found:
         raise UnsupportedModelError(
             f"{type(model).__name__} keeps its layers where they cannot be told from other parts"

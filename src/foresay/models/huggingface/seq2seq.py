@@ -96,6 +96,12 @@ def unsupported_reasons(model: PreTrainedModel) -> list[str]:
     return reasons
 
 
+def layers_within(decoder: nn.Module) -> str | None:
+    """The dotted path of a decoder's list of layers: the list nearest to its top; None without any."""
+    lists = [name for name, part in decoder.named_modules() if isinstance(part, nn.ModuleList)]
+    return min(lists, key=lambda name: name.count("."), default=None)
+
+
 def _start_token(model: PreTrainedModel) -> int | None:
     """The decoder start token, looked up as transformers does; None where there is none."""
     generation = model.generation_config
@@ -126,7 +132,12 @@ class Seq2SeqModel(TransformersModel):
             raise UnsupportedModelError(f"{type(model).__name__} cannot be decoded: {'; '.join(reasons)}")
         super().__init__(model, pluggable=model._supports_attention_backend or model._can_set_attn_implementation())
         self._encoder, self._decoder = model.get_encoder(), model.get_decoder()
-        self.num_layers = int(model.config.get_text_config(decoder=True).num_hidden_layers)
+        path = layers_within(self._decoder)
+        self.num_layers = (  # a configuration may name the encoder's
+            int(model.config.get_text_config(decoder=True).num_hidden_layers)
+            if path is None
+            else len(list(self._decoder.get_submodule(path).children()))
+        )
         self._width = int(model.get_input_embeddings().weight.shape[1])
         self._undo: list[Callable[[], None]] = []
         relative = [module for module in self._decoder.modules() if getattr(module, "relative_attention_bias", None)]
@@ -243,7 +254,10 @@ class Seq2SeqModel(TransformersModel):
         lengths = sources.lengths[at.first_row : at.first_row + at.batch]
         width = visible_width(max(lengths), self.device)
         memory = EncoderDecoderCache(TransformersCache(cache, at), TransformersCache(sources))
-        seen = [sources.read(layer, at.first_row, at.batch, width) for layer in range(self.num_layers)]
+        seen = [
+            sources.read(layer, at.first_row, at.batch, width)
+            for layer in range(min(self.num_layers, len(sources.tensors.layers)))
+        ]
         memory.cross_attention_cache.layers = [SimpleNamespace(keys=k, values=v) for k, v in seen]
         memory.is_updated = dict.fromkeys(range(len(seen)), True)
         mask = self._cross_mask(lengths, token_ids.shape[1], width)

@@ -146,6 +146,16 @@ def test_how_many_first_layers() -> None:
             first_decoder_layers(target, count)
 
 
+@pytest.mark.parametrize(("family", "name"), [("t5", "num_decoder_layers"), ("bart", "decoder_layers")])
+def test_a_decoder_with_fewer_layers_than_its_encoder(family: str, name: str) -> None:
+    target = Seq2SeqModel(make_seq2seq(family, **{name: 2}))
+    assert target.capabilities.num_layers == 2
+    short = first_decoder_layers(target, 1)
+    assert short.capabilities.num_layers == 1
+    with pytest.raises(ConfigError, match=r"layers=2 must be an integer in \[1, 1\]: the target has 2 layers"):
+        first_decoder_layers(target, 2)
+
+
 @pytest.mark.parametrize("drafter", ["cascade of three", "mixed cascade", "decoder_only", "other tokens"])
 def test_a_sampled_row_is_the_same_alone_and_in_a_batch(drafter: str) -> None:
     target = target_of("t5")
