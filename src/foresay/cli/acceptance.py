@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from foresay.checks import check_float
 from foresay.cli.common import load_generator
 from foresay.cli.lab_options import DataOptions
 from foresay.cli.options import MachineOptions, MethodOptions, ModelOption, ModelOptions, SamplingOptions
@@ -18,7 +18,7 @@ from foresay.lab.data.requests import RequestBuilder
 from foresay.lengths.acceptance_head import AcceptanceHead
 from foresay.records.provenance import provenance
 from foresay.training.acceptance import AcceptancePlan, Calibration, evaluate_acceptance, train_acceptance
-from foresay.training.accepted import Examples, collect, load_examples
+from foresay.training.accepted import Examples, collect, load_examples, split_examples
 
 NOTE = "foresay.json"
 _DATA = Annotated[list[Path], typer.Argument(help="Folders that `foresay head data` wrote.")]
@@ -62,7 +62,7 @@ def train(
     rate: Annotated[float, typer.Option(help="Learning rate.")] = 1e-3,
     seed: Annotated[int, typer.Option(help="Of first weights and order.")] = 0,
 ) -> int:
-    """Train a head on what `foresay head data` wrote; the last tenth of the files is held out."""
+    """Train a head on what `foresay head data` wrote; the last tenth of the tokens is held out."""
     plan = AcceptancePlan(
         blocks=blocks,
         rejection_weight=rejection_weight,
@@ -72,18 +72,19 @@ def train(
         rate=rate,
         seed=seed,
     )
-    learn, held_out = _split(data)
+    learn, held_out = split_examples([part for one in data for part in load_examples(one)])
     if folder.is_dir() and any(folder.iterdir()) and not (folder / NOTE).is_file():
         raise ConfigError(f"the folder {str(folder)!r} holds something else, and is left as it is; name another")
     with advancing("Training") as advance:
         head = train_acceptance(learn, plan, lambda share, note: advance(round(100 * share), 100, note))
     folder.mkdir(parents=True, exist_ok=True)
     head.save(folder)
-    note = {"made_by": "foresay head train", "data": [str(one) for one in data], "tokens": len(learn)}
+    note: dict[str, Any] = {"made_by": "foresay head train", "data": [str(one) for one in data], "tokens": len(learn)}
+    note["rejection_weight"] = rejection_weight
     (folder / NOTE).write_text(json.dumps({**note, "provenance": provenance()}, indent=2) + "\n", encoding="utf-8")
     typer.echo(folder)
     typer.echo(f"  learned on {len(learn):,} drafted tokens, held out {len(held_out):,}")
-    _show(evaluate_acceptance(head, held_out))
+    _show(head, held_out, rejection_weight)
     typer.echo(f"  draft with it: --length 'acceptance({folder})'")
     return 0
 
@@ -96,28 +97,37 @@ def evaluate(
     head = AcceptanceHead.load(folder)
     examples = Examples.joined([part for one in data for part in load_examples(one)])
     typer.echo(folder)
-    found = evaluate_acceptance(head, examples)
-    _show(found)
+    found = _show(head, examples, _rejection_weight(folder))
     for predicted, accepted, count in found.bins:
         typer.echo(f"  says {predicted:.2f}: {accepted:.2f} accepted ({count:,} tokens)")
     return 0
 
 
-def _split(folders: Sequence[Path]) -> tuple[Examples, Examples]:
-    """(to learn from, held out): whole files, so that no prompt is on both sides; of one file, its last tenth."""
-    parts = [part for one in folders for part in load_examples(one)]
-    if len(parts) == 1:
-        whole, count = parts[0], max(1, len(parts[0]) // 10)
-        first, last = (
-            Examples(*(getattr(whole, name)[some] for name in Examples.__slots__))
-            for some in (slice(None, -count), slice(-count, None))
+def _rejection_weight(folder: Path) -> float | None:
+    """What a head was trained with; None where its folder does not say."""
+    try:
+        weight = json.loads((folder / NOTE).read_text(encoding="utf-8"))["rejection_weight"]
+        return check_float("rejection_weight", weight, 0.0, 1e6)
+    except (OSError, ValueError, KeyError, TypeError):  # a published head has no such file
+        return None
+
+
+def _show(head: AcceptanceHead, examples: Examples, rejection_weight: float | None) -> Calibration:
+    """Print how good a head is; return it for its predictions as they are."""
+    found = evaluate_acceptance(head, examples)
+    typer.echo(f"  {_fit(found)}")
+    if rejection_weight is None:
+        typer.echo(
+            "  a rejection weight above 1 in its training, which its folder does not name, makes it predict less"
         )
-        return first, last
-    count = max(1, len(parts) // 10)
-    return Examples.joined(parts[:-count]), Examples.joined(parts[-count:])
+    elif rejection_weight not in (0.0, 1.0):
+        weight, without = f"{rejection_weight:g}", evaluate_acceptance(head, examples, rejection_weight)
+        typer.echo(f"  trained with rejection weight {weight}, it predicts a / (a + {weight} (1 - a)) for a chance a")
+        typer.echo(f"  with that taken out: {_fit(without)}")
+    return found
 
 
-def _show(found: Calibration) -> None:
-    typer.echo(
-        f"  divergence {found.divergence:.4f} (always the mean: {found.without:.4f}), calibration error {found.error:.3f}"
+def _fit(found: Calibration) -> str:
+    return (
+        f"divergence {found.divergence:.4f} (always the mean: {found.without:.4f}), calibration error {found.error:.3f}"
     )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,13 +21,15 @@ from foresay.cli.sharing import SharingOptions
 from foresay.cli.tables import gain, show_table
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ConfigError
+from foresay.files import atomic_write
 from foresay.generation.generator import Generator
 from foresay.generation.method import PLAIN, methods
 from foresay.lab.bench.bench import Bench, Progress
 from foresay.lab.bench.peers import open_peer
 from foresay.lab.bench.peers.base import Peer
 from foresay.lab.bench.settings import BenchSettings
-from foresay.lab.data.requests import RequestBuilder
+from foresay.lab.bench.specdec import specdec_records
+from foresay.lab.data.requests import PromptRequest, RequestBuilder
 from foresay.lab.tune import DRAFTERS
 from foresay.models.sources.catalog import native_dtype
 from foresay.records.results import Results, Run, median_and_spread, merged
@@ -55,6 +58,10 @@ def run(
     sampled: Annotated[list[float] | None, typer.Option(help="At this temperature too; may be repeated.")] = None,
     batch: Annotated[str, typer.Option(help="Batch sizes.")] = "1",
     repeats: Annotated[int, typer.Option(help="Runs of each method, taking turns; the median counts.")] = 3,
+    specdec: Annotated[
+        Path | None,
+        typer.Option(help="Write SpecDec++'s result record here: one method with a draft model, batch size 1."),
+    ] = None,
     sampling: SamplingOptions,
     sharing: SharingOptions,
     machine: MachineOptions,
@@ -66,6 +73,8 @@ def run(
     sets = {one.name: one.items() for one in [data, *(_further(data, name) for name in also or [])]}
     every = [params, *(SamplingParams.of(params, temperature=t) for t in sampled or [])]
     loaded = (ModelOptions(model), "none", MethodOptions(), machine)
+    if specdec is not None:
+        _check_specdec(named, sets, every, sizes, shared=sharing.wanted)
     if sharing.wanted:
         if against:
             raise ConfigError("--against and --workers contradict: another engine takes the whole machine; drop one")
@@ -83,7 +92,29 @@ def run(
         settings = BenchSettings(methods=named, datasets=requests, params=every, batch_sizes=sizes, repeats=repeats)
         with _running() as report:
             results = Bench(target, settings, engines, on_run=report).run(output)
+    if specdec is not None:
+        _write_specdec(specdec, named[0].generator(target, 1), next(iter(requests.values())), params)
     return show(results)
+
+
+def _check_specdec(named: Sized, sets: Sized, params: Sized, sizes: Sequence[int], *, shared: bool) -> None:
+    """ConfigError unless one method runs one prompt at a time, in this process."""
+    if shared or list(sizes) != [1] or {len(named), len(sets), len(params)} != {1}:
+        raise ConfigError(
+            "--specdec records one method on one set of prompts at batch size 1: give one --drafter and one --length, and "
+            "neither --also, --sampled, --batch nor --workers"
+        )
+
+
+def _write_specdec(path: Path, generator: Generator, requests: Sequence[PromptRequest], params: SamplingParams) -> None:
+    """The record as one JSON list."""
+    found = []
+    with advancing("Recording") as advance:
+        for record in specdec_records(generator, requests, params):
+            found.append(record)
+            advance(len(found), len(requests))
+    with atomic_write(path) as whole:
+        whole.write_text(json.dumps(found, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
 
 
 def _opened(

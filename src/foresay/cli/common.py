@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 import sys
 from collections.abc import Sequence
@@ -19,6 +20,9 @@ from foresay.generation.method import Method
 from foresay.methods.expressions import Call, parse
 from foresay.methods.recipes import read_drafter
 from foresay.methods.settings_file import FILE, is_settings, read_settings
+
+_SIZE = r"(\d+|cpu|mps)=\d+(\.\d+)?[KMG]i?B"
+_SIZES = f"{_SIZE}(,{_SIZE})*"
 
 
 def use_threads(count: int | None) -> None:
@@ -66,6 +70,10 @@ def load_arguments(
         more["backend"] = machine.backend
     if machine.gpu_layers is not None:
         more["gpu_layers"] = machine.gpu_layers
+    if machine.max_memory is not None:
+        more["max_memory"] = memory_sizes(machine.max_memory)
+    if machine.offload_folder is not None:
+        more["offload_folder"] = str(machine.offload_folder)
     return {
         "target": model_name(models.model),
         "draft": draft,
@@ -78,9 +86,18 @@ def load_arguments(
         "draft_weights": machine.draft_weights,
         "device": machine.device,
         "draft_device": machine.draft_device,
+        "device_map": machine.device_map,
         "trust_remote_code": machine.trust_remote_code,
         **more,
     }
+
+
+def memory_sizes(text: str) -> dict[str, str]:
+    """Most memory by device, from "0=20GB,cpu=60GB"."""
+    found = re.fullmatch(_SIZES, text)
+    if found is None:
+        raise ConfigError(f"--max-memory {text!r} must be DEVICE=SIZE, separated by commas, as 0=20GB,cpu=60GB")
+    return dict(part.split("=") for part in text.split(","))
 
 
 def check_draft_weights(machine: MachineOptions, methods: Sequence[Method]) -> None:

@@ -18,6 +18,7 @@ from foresay.cli.options import DeviceOption, DtypeOption, ModelOption, ThreadsO
 from foresay.cli.progress import advancing, loading
 from foresay.drafters.ngram_table import NgramTable
 from foresay.errors import ConfigError
+from foresay.methods.recipe import check_table
 from foresay.models.sources.catalog import LoadedModel, load_model, load_weights
 from foresay.models.sources.heads import load_head
 from foresay.models.sources.load_options import LoadOptions
@@ -110,7 +111,10 @@ class PlanOptions:
     minutes: Annotated[float | None, typer.Option(help="End after so many minutes, earlier runs included.")] = None
     rate: Annotated[float, typer.Option(help="Learning rate.")] = 1e-3
     optimiser: Annotated[str, typer.Option(help="muon or adamw.")] = "muon"
-    batch_tokens: Annotated[int, typer.Option(help="Tokens of a batch.")] = 4096
+    batch_tokens: Annotated[
+        int | None,
+        typer.Option(help="Tokens of a batch.  [default: 4096, or fewer so that --minutes allows 50 steps]"),
+    ] = None
     accumulate: Annotated[int, typer.Option(help="Batches of a step.")] = 1
     evaluate_minutes: Annotated[float, typer.Option(help="Minutes between evaluations.")] = 5.0
     precision: Annotated[str, typer.Option(help="fp32 or bf16, what training computes in.")] = "fp32"
@@ -189,7 +193,7 @@ def _train_model(named: Named, given: tuple[Any, ...], **more: Any) -> Report:
 def _kept_tokens(target: LoadedModel, path: Path, size: int | None) -> torch.Tensor:
     """The tokens that `model(..., vocabulary=path, vocabulary_size=size)` drafts."""
     table = NgramTable.load(path)
-    table.check(None if target.tokenizer is None else tokenizer_fingerprint(target.tokenizer), target.model.vocab_size)
+    check_table(table, target)
     return torch.tensor(table.draft_vocabulary(size, 1.0, target.eos_token_ids, target.model.vocab_size))
 
 
@@ -248,7 +252,9 @@ def _summary(folder: Path, report: Report, learn: Sequence[Text], student: Stude
     went_on = f", {report.resumed_at} of them earlier" if report.resumed_at else ""
     yield str(folder)
     yield f"  learned on {len(learn)} texts, {sum(one.size for one in learn):,} tokens of the target"
-    yield f"  {report.state.step} steps{went_on}, {report.state.tokens:,} tokens in {report.state.elapsed_s / 60:.1f} minutes"
+    state = report.state
+    took = f"{state.tokens:,} tokens in {state.elapsed_s / 60:.1f} minutes, in batches of {state.batch_tokens:,}"
+    yield f"  {state.step} steps{went_on}, {took}"
     yield (
         f"  held out: {best['tokens_per_pass']:.2f} tokens per pass, accepted {best['acceptance_1']:.2f}, "
         f"agreed {best['agreement_1']:.2f} (step {report.state.best_step})"

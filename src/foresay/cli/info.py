@@ -81,7 +81,7 @@ def _of_transformers(
     kept = {"": "in that dtype", "GGUF": "in the file's blocks"}.get(loaded.weights, f"rounded to {loaded.weights}")
     tested = "tested" if verified(model) else "self-checked, not in the tests"
     return {
-        "supported": "yes: speculation, ragged batches, every drafter and rule",
+        "supported": f"yes: speculation, ragged batches, every rule, every drafter{' but heads' * model.reads_source}",
         "family": f"{module.config.model_type} ({type(module).__name__}), {tested}",
         "parameters": f"{model.num_parameters / 1e6:.1f} M",
         "dtype, device": f"{str(module.dtype).removeprefix('torch.')}, {model.device}",

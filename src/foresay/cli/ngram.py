@@ -17,7 +17,7 @@ from foresay.drafters.ngram_table import Corpus, NgramTable
 from foresay.errors import ConfigError
 from foresay.models.sources.catalog import load_tokenizer
 from foresay.models.sources.load_options import LoadOptions
-from foresay.text.tokenizer import tokenizer_fingerprint, tokenizer_size
+from foresay.text.tokenizer import own_size, tokenizer_fingerprint, tokenizer_size
 from foresay.training import ngrams
 from foresay.training.corpus import CorpusReader
 
@@ -87,7 +87,7 @@ def show(
     names = None
     if model is not None or tokenizer is not None:
         names = _tokenizer(model, tokenizer, trust_remote_code)
-        loaded.check(tokenizer_fingerprint(names), tokenizer_size(names))
+        loaded.check(tokenizer_fingerprint(names), tokenizer_size(names), own_size(names))
     mark = "no fingerprint" if loaded.fingerprint is None else f"fingerprint {loaded.fingerprint[:12]}"
     lines = {"order": str(loaded.order), "vocabulary": f"{loaded.vocab_size:,} tokens, {mark}"}
     _print(table, lines | _made_from(loaded) | _holds(loaded, table) | _frequent(loaded, top, names))

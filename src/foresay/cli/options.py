@@ -118,6 +118,15 @@ class MachineOptions:
     draft_weights: Annotated[str | None, typer.Option(help="The same for drafts; the output is the target's.")] = None
     device: DeviceOption = None
     draft_device: Annotated[str | None, typer.Option(help="Of drafts; as the target's unless told.")] = None
+    device_map: Annotated[
+        str | None, typer.Option(help="Spread the layers over devices: auto, balanced, balanced_low_0, sequential.")
+    ] = None
+    max_memory: Annotated[
+        str | None, typer.Option(help="With --device-map, what each device may hold, as 0=20GB,cpu=60GB.")
+    ] = None
+    offload_folder: Annotated[
+        Path | None, typer.Option(help="With --device-map, where weights go that no device holds.")
+    ] = None
     threads: ThreadsOption = None
     trust_remote_code: TrustOption = False
     backend: BackendOption = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ import torch
 from foresay.decoding.prefill import fill_chunk, pending
 from foresay.decoding.protocols import Feed, KVCache, LanguageModel, Logits, ModelOutput, Move
 from foresay.decoding.rows import IntArray, Rows, common_prefix
-from foresay.models.huggingface.slot_cache import BorrowedSlots, SlotCache
+from foresay.models.huggingface.slot_cache import SlotCache
 from foresay.models.vocabulary import VocabularyAdapter
 
 MAX_CATCH_UP = 4
@@ -116,6 +117,14 @@ class DraftCache:
                 self._fed[place] = np.concatenate([row.tokens, new]) if len(new) else row.tokens
 
 
+class FirstLayers(LanguageModel, Protocol):
+    """A model that is another's first layers."""
+
+    def borrowed(self, owner: SlotCache) -> SlotCache:
+        """A cache over the slots of the other's cache."""
+        ...
+
+
 class SharedDraftCache(DraftCache):
     """The context of a draft made of the target's first layers: it drafts in the target's own cache.
 
@@ -123,9 +132,10 @@ class SharedDraftCache(DraftCache):
     engine lends its cache it has one of its own.
     """
 
-    def __init__(self, model: LanguageModel, vocab_size: int) -> None:
+    def __init__(self, model: FirstLayers, vocab_size: int) -> None:
         super().__init__(model, vocab_size)
         self._owner: SlotCache | None = None
+        self._borrow = model.borrowed
 
     def use_cache_of_target(self, cache: KVCache) -> None:
         """Draft in this cache from now on, the target's; one that holds no keys (a recording's) cannot be lent."""
@@ -136,7 +146,7 @@ class SharedDraftCache(DraftCache):
         """Forget every row."""
         super().reset()
         if self._owner is not None:
-            self.cache = BorrowedSlots(self._owner)
+            self.cache = self._borrow(self._owner)
 
     def admit(self, rows: Rows, first: int) -> None:
         """New rows, whose prompts the target has filled."""

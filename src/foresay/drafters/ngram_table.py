@@ -200,13 +200,22 @@ class NgramTable:
         frequent = self.frequent(coverage=coverage) if size is None else self.frequent(size)
         return sorted(i for i in {*frequent.tolist(), *ends} if i < vocab_size)
 
-    def check(self, fingerprint: str | None, vocab_size: int) -> None:
-        """Raise VocabularyMismatchError when the table was made with another tokenizer than the one given."""
+    def check(self, fingerprint: str | None, vocab_size: int, own_tokens: int = 0) -> None:
+        """Raise VocabularyMismatchError when the table was made with another tokenizer than the one given.
+
+        vocab_size: ids in use. own_tokens: tokens of the vocabulary without added ones and without padding, the fewest
+        that a table without a fingerprint may have.
+        """
         advice = "build a table with this tokenizer: foresay ngram build FILE... --model NAME --output TABLE"
         if fingerprint is not None and self.fingerprint is not None and fingerprint != self.fingerprint:
             raise VocabularyMismatchError(
                 f"the n-gram table was made with another tokenizer (fingerprint {self.fingerprint[:12]}, "
                 f"{self.vocab_size} tokens) than the one in use ({fingerprint[:12]}, {vocab_size} tokens); {advice}"
+            )
+        if None in (fingerprint, self.fingerprint) and self.vocab_size < own_tokens:
+            raise VocabularyMismatchError(
+                f"the n-gram table was made for a vocabulary of {self.vocab_size} tokens, and the one in use has {own_tokens}; "
+                f"{advice}"
             )
         if self.max_id >= vocab_size:
             raise VocabularyMismatchError(

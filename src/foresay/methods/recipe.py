@@ -19,7 +19,7 @@ from foresay.methods.expressions import Call
 from foresay.models.sources.catalog import LoadedModel, is_gguf
 from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.resolve import resolve
-from foresay.text.tokenizer import tokenizer_fingerprint
+from foresay.text.tokenizer import own_size, tokenizer_fingerprint
 
 if TYPE_CHECKING:  # which would bring transformers
     from foresay.models.heads.model import HeadModel
@@ -103,10 +103,18 @@ class Resources:
         """An n-gram table over the target's tokens."""
         if path not in self.tables:
             table = NgramTable.load(path)
-            tokenizer = self.target.tokenizer
-            table.check(None if tokenizer is None else tokenizer_fingerprint(tokenizer), self.vocab_size)
+            check_table(table, self.target)
             self.tables[path] = table
         return self.tables[path]
+
+
+def check_table(table: NgramTable, target: LoadedModel) -> None:
+    """Raise VocabularyMismatchError for a table that was made for another vocabulary than a target's."""
+    tokenizer, size = target.tokenizer, target.model.vocab_size
+    if tokenizer is None:
+        table.check(None, size, size)
+    else:
+        table.check(tokenizer_fingerprint(tokenizer), size, own_size(tokenizer))
 
 
 def _is_same(asked: torch.device, device: torch.device) -> bool:
@@ -129,10 +137,12 @@ class Recipe:
     """Whether it loads a model by name, which `LoadOptions.draft_weights` is for."""
     samples: bool = False
     """Whether its guesses may be drawn from laws, so that a sampled text depends on how many there are."""
+    fixed: bool = False
+    """Whether the expression itself sets the draft length, as a cascade's matrix does, so that it never adapts by default."""
 
     def length(self, rule: Rule) -> str:
-        """The length it drafts unless told otherwise, as an expression: one that adapts, where no seed's text changes by it."""
-        if self.num_draft_tokens == 0 or not rule.exact:
+        """The length it drafts by default, as an expression: one that adapts, where no seed's text changes by it."""
+        if self.num_draft_tokens == 0 or self.fixed or not rule.exact:
             return str(self.num_draft_tokens)
         settings = {"high": self.num_draft_tokens} if self.num_draft_tokens > LONGEST else {}
         if self.samples:

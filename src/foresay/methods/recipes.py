@@ -189,14 +189,17 @@ def _self(
 
     def prepare(resources: Resources) -> DrafterBuilder:
         from foresay.models.huggingface.causal import CausalModel
-        from foresay.models.huggingface.early_exit import first_layers
+        from foresay.models.huggingface.early_exit import first_decoder_layers, first_layers
+        from foresay.models.huggingface.seq2seq import Seq2SeqModel
 
         target = resources.target.model
-        if not isinstance(target, CausalModel):
+        if not isinstance(target, CausalModel | Seq2SeqModel):
             raise UnsupportedModelError(
-                f"self-speculation needs a decoder-only transformers model, and {resources.target.name!r} is none"
+                f"self-speculation needs a transformers model, and {resources.target.name!r} is none"
             )
-        model: Any = first_layers(target, layers)
+        model: Any = (
+            first_decoder_layers(target, layers) if isinstance(target, Seq2SeqModel) else first_layers(target, layers)
+        )
         if trim is not None:
             model = trim(resources, model)
         return lambda: SelfDrafter(model, resources.vocab_size)
@@ -246,7 +249,7 @@ def _cascade(*drafters: tuple[str | None, Any], k: Sequence[Sequence[int]], leni
             recipe.forget()
 
     traits = {name: any(getattr(one, name) for one in recipes) for name in ("reads_target", "loads_model", "samples")}
-    return Recipe(prepare, drafted_at_most(k), forget, **traits)
+    return Recipe(prepare, drafted_at_most(k), forget, fixed=True, **traits)
 
 
 def _hybrid(*drafters: tuple[str | None, Any], min_match: int = 3, k: int = 5) -> Recipe:

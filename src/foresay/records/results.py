@@ -2,7 +2,7 @@
 
 Owns the format and its fields. Runs nothing, and pools or compares nothing (lab/report does).
 
-{"format": "foresay-results", "version": 1, "settings": {...}, "provenance": {...}}
+{"format": "foresay-results", "version": 2, "settings": {...}, "provenance": {...}}
 {"kind": "run", "cell": {...}, "repeat": 0, "seconds": ..., "plain_seconds": ..., "prompts": [...], "stats": {...}, ...}
 {"kind": "failed", "cell": {...}, "repeat": 0, "error": "one line"}
 {"kind": "prediction", "cell": {...}, "tokens_per_s": ..., "tokens_per_pass": ...}
@@ -22,7 +22,7 @@ from foresay.engine import Stats
 from foresay.errors import ConfigError
 from foresay.records.lines import Line, LineWriter, read_lines
 
-FORMAT, VERSION = "foresay-results", 1
+FORMAT, VERSION = "foresay-results", 2
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -40,25 +40,26 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class PromptResult:
-    """One prompt's counts and times, under the names of SpecDec++ (Huang et al. 2024) and our own.
+    """One prompt's counts and times, under SpecDec++'s names (Huang et al. 2024) where they mean the same.
 
-    Times are seconds, the prompt's share of the batched steps it took part in.
+    Times are seconds, the prompt's share of the batched steps it took part in. SpecDec++'s target_time, draft_time and their
+    lengths are of the target and the draft model alone; lab.bench.specdec records those.
     """
 
     id: str
     category: str
     spec_time: float
-    target_time: float
-    draft_time: float
+    target_s: float
+    """Of spec_time, the target's passes."""
+    draft_s: float
+    """Of spec_time, drafting."""
     num_mismatched_tokens: int
     """Draft tokens that were not accepted, untested ones included."""
     num_LM_call: int  # noqa: N815 - the published name
     """Target passes."""
     generated_length: int
-    generated_length_target: int
-    """Output tokens drawn from the target: residuals and bonuses."""
-    generated_length_draft: int
-    """Output tokens that are accepted draft tokens."""
+    num_accepted: int
+    """Output tokens that are accepted draft tokens; the target drew the others."""
     num_drafted: int
     num_tested: int
     finish_reason: str
@@ -72,13 +73,12 @@ class PromptResult:
             id=id,
             category=category,
             spec_time=stats.total_s,
-            target_time=stats.target_s,
-            draft_time=stats.draft_s,
+            target_s=stats.target_s,
+            draft_s=stats.draft_s,
             num_mismatched_tokens=stats.num_drafted - stats.num_accepted,
             num_LM_call=stats.num_passes,
             generated_length=stats.num_tokens,
-            generated_length_target=stats.num_tokens - stats.num_accepted,
-            generated_length_draft=stats.num_accepted,
+            num_accepted=stats.num_accepted,
             num_drafted=stats.num_drafted,
             num_tested=stats.num_tested,
             finish_reason=str(steps[-1].finish_reason) if steps and steps[-1].finish_reason else "",
@@ -92,9 +92,9 @@ class PromptResult:
             num_tokens=self.generated_length,
             num_drafted=self.num_drafted,
             num_tested=self.num_tested,
-            num_accepted=self.generated_length_draft,
-            draft_s=self.draft_time,
-            target_s=self.target_time,
+            num_accepted=self.num_accepted,
+            draft_s=self.draft_s,
+            target_s=self.target_s,
             total_s=self.spec_time,
         )
 

@@ -85,6 +85,12 @@ def tokenizer_size(tokenizer: Tokenizer) -> int:
     return int(max(tokenizer.get_vocab().values())) + 1
 
 
+def own_size(tokenizer: Tokenizer) -> int:
+    """Tokens of the vocabulary without those that were added to it later."""
+    size = getattr(tokenizer, "vocab_size", None)
+    return min(size, tokenizer_size(tokenizer)) if isinstance(size, int) else tokenizer_size(tokenizer)
+
+
 def check_vocabularies(target: Tokenizer | None, draft: Tokenizer | None, names: tuple[str, str]) -> None:
     """Raise VocabularyMismatchError when the same id or text means different tokens to target and draft.
 

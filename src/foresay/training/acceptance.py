@@ -99,15 +99,29 @@ def train_acceptance(
     return head.eval()
 
 
+def unshifted(predictions: torch.Tensor, rejection_weight: float) -> torch.Tensor:
+    """Predictions without the shift by a rejection weight w, elementwise: c -> w c / (1 - c + w c).
+
+    The weighted loss is least where c = a / (a + w (1 - a)), a the chance of acceptance: below a for w > 1.
+    """
+    weighted = rejection_weight * predictions
+    return weighted / (1 - predictions + weighted)
+
+
 @torch.no_grad()
-def evaluate_acceptance(head: AcceptanceHead, examples: Examples) -> Calibration:
-    """How well a head's predictions fit the labels. Raises ConfigError for hidden states of another draft."""
+def evaluate_acceptance(head: AcceptanceHead, examples: Examples, rejection_weight: float = 1.0) -> Calibration:
+    """How well a head's predictions fit the labels. Raises ConfigError for hidden states of another draft.
+
+    rejection_weight: the one that the head was trained with, whose shift is taken out of the predictions first; with 1 they are
+    compared as they are.
+    """
     if examples.hidden.shape[1] != head.hidden_size:
         raise ConfigError(
             f"the head reads hidden states of {head.hidden_size}, and the data's are of {examples.hidden.shape[1]}"
         )
     labels = examples.labels.double()
     found = torch.cat([head.accepted(part.float()) for part in examples.hidden.split(4096)]).double()  # type: ignore[no-untyped-call]
+    found = unshifted(found, rejection_weight)
     which = (found * _BINS).long().clamp(max=_BINS - 1)
     bins = []
     for one in range(_BINS):

@@ -59,6 +59,10 @@ class Examples:
     def __len__(self) -> int:
         return len(self.labels)
 
+    def part(self, some: slice) -> Examples:
+        """Some of them."""
+        return Examples(*(getattr(self, name)[some] for name in Examples.__slots__))
+
 
 class _Watch(LengthPolicy):
     """Drafts chains of one length, and keeps what the draft thought."""
@@ -91,7 +95,7 @@ class _Labels:
         hidden = self._watch.hidden
         if len(hidden) < 2 or proposal.width == 0:
             return
-        labels = _chances(proposal, laws)
+        labels = acceptance_chances(proposal, laws)
         reached = torch.ones(len(rows), device=labels.device)
         for j in range(min(len(hidden) - 1, proposal.width)):
             # the chain's last token is consumed by no pass of the draft
@@ -101,7 +105,7 @@ class _Labels:
             reached = reached * labels[:, j]
 
 
-def _chances(proposal: Proposal, laws: Laws) -> torch.Tensor:
+def acceptance_chances(proposal: Proposal, laws: Laws) -> torch.Tensor:
     """[B, K]: min(1, p / q) of each draft token; of a greedy row, whether the target writes it."""
     ids = proposal.token_ids
     p = laws.prob_of(ids)
@@ -181,6 +185,29 @@ def _write(path: Path, examples: Examples) -> None:
     part = path.with_suffix(".part")
     save_file({name: getattr(examples, name).contiguous() for name in Examples.__slots__}, part)
     os.replace(part, path)
+
+
+def split_examples(parts: Sequence[Examples], share: float = 0.1) -> tuple[Examples, Examples]:
+    """(to learn from, held out): `share` of the tokens, those at the end.
+
+    They are whole files, whose prompts are then in no other, where those come to the share give or take half of it; else a
+    file is cut. Raises ConfigError for fewer than two tokens.
+    """
+    total = sum(map(len, parts))
+    if total < 2:
+        raise ConfigError(f"{total} drafted tokens cannot be split into some to learn from and some to hold out")
+    wanted = max(1, round(share * total))
+    learn, held_out = list(parts), list[Examples]()
+    held = 0
+    while 1.5 * held < wanted:
+        last = learn.pop()
+        if held + len(last) > 1.5 * wanted or not learn:
+            cut = len(last) - (wanted - held)
+            learn.append(last.part(slice(None, cut)))
+            last = last.part(slice(cut, None))
+        held_out.insert(0, last)
+        held += len(last)
+    return Examples.joined(learn), Examples.joined(held_out)
 
 
 def load_examples(folder: str | os.PathLike[str]) -> list[Examples]:

@@ -37,6 +37,8 @@ class State:
     best: float = -1.0
     """Tokens per pass of the best evaluation."""
     best_step: int = 0
+    batch_tokens: int = 0
+    """Tokens of a batch, once settled; 0 before."""
 
 
 def save_checkpoint(

@@ -33,6 +33,10 @@ from foresay.training.teacher import Shown
 
 LOG = "metrics.jsonl"
 CHECKPOINT = "checkpoint"
+BATCH_TOKENS = 4096
+"""Tokens of a batch by default."""
+MIN_STEPS = 50
+"""Steps that a run of limited time should make, for which its default batch is made smaller."""
 _PRECISIONS = {"fp32": "no", "bf16": "bf16"}
 
 
@@ -49,8 +53,8 @@ class Plan:
     """Share of the run in which the rate rises."""
     floor: float = 0.05
     """What is left of the rate in the end, as a share of its height."""
-    batch_tokens: int = 4096
-    """Tokens of a batch and process, pads included."""
+    batch_tokens: int | None = None
+    """Tokens of a batch and process, pads included; None: BATCH_TOKENS, or fewer so that `minutes` allow MIN_STEPS steps."""
     accumulate: int = 1
     """Batches of a step."""
     clip: float = 0.5
@@ -71,7 +75,8 @@ class Plan:
         check_float("rate", self.rate, 0.0, 1.0)
         for name in ("warmup", "floor"):
             check_float(name, getattr(self, name), 0.0, 1.0)
-        check_int("batch_tokens", self.batch_tokens, 2)
+        if self.batch_tokens is not None:
+            check_int("batch_tokens", self.batch_tokens, 2)
         check_int("accumulate", self.accumulate, 1)
         check_float("clip", self.clip, 0.0, 1e6)
         check_float("weight_decay", self.weight_decay, 0.0, 1.0)
@@ -102,6 +107,11 @@ class Report:
     state: State
     resumed_at: int
     """Optimiser steps that an earlier run had made."""
+
+
+def affordable_batch(seconds_per_token: float, seconds: float) -> int:
+    """Tokens of a batch, BATCH_TOKENS at most, of which MIN_STEPS take no longer than `seconds`; 2 at least."""
+    return max(2, min(BATCH_TOKENS, int(max(0.0, seconds) / MIN_STEPS / seconds_per_token)))
 
 
 class _TornError(KeyboardInterrupt):
@@ -195,6 +205,7 @@ class Fitting:
             self._log = log
             if self.state.step == 0:
                 self._evaluate()
+                self._choose_batch()
             evaluated = perf_counter()
             try:
                 while (share := self._share()) < 1:
@@ -215,6 +226,30 @@ class Fitting:
         self.accelerator.end_training()
         return Report(self.state, self.resumed_at)
 
+    def _choose_batch(self) -> None:
+        """Settle the tokens of a batch, by the time that one text takes where the plan leaves them open and limits the time."""
+        plan, chosen = self.plan, self.plan.batch_tokens or BATCH_TOKENS
+        if plan.batch_tokens is None and plan.minutes is not None:
+            each = self.seconds_per_token()
+            left = 60 * plan.minutes - (perf_counter() - self._began)
+            chosen = affordable_batch(each, left / plan.accumulate)
+        self.state.batch_tokens = int(self.processes.first_says(chosen))
+
+    def seconds_per_token(self) -> float:
+        """Seconds that a token of a middling text takes to be learned, by a pass whose gradients are dropped."""
+        texts = self.learn.texts
+        index = sorted(range(len(texts)), key=lambda i: len(texts[i].tokens))[len(texts) // 2]
+        seconds = 0.0
+        for _ in range(2):  # the first one also allocates
+            began = perf_counter()
+            total, _ = self.student(batch_of([index], texts, self.learn.show).to(self.device), self.objective)
+            self.accelerator.backward(total)
+            float(total.detach())  # waits for the device
+            seconds = perf_counter() - began
+        for one in self.optimisers:
+            one.zero_grad()
+        return seconds / len(texts[index].tokens)
+
     def _share(self) -> float:
         """How much of the run is done."""
         state, plan = self.state, self.plan
@@ -225,6 +260,10 @@ class Fitting:
             shares.append(state.elapsed_s / (60 * plan.minutes) if plan.minutes else 1.0)
         return self.processes.first_says(max(shares))
 
+    @property
+    def _batch_tokens(self) -> int:
+        return self.plan.batch_tokens or self.state.batch_tokens or BATCH_TOKENS
+
     def _batches_of_epoch(self) -> int:
         found = len(self._order(self.state.epoch)) // self.processes.count
         if not found:
@@ -233,7 +272,7 @@ class Fitting:
 
     def _order(self, epoch: int) -> list[list[int]]:
         if self._known[0] != epoch:
-            self._known = epoch, in_order(self.learn.texts, self.plan.batch_tokens, self.plan.seed, epoch)
+            self._known = epoch, in_order(self.learn.texts, self._batch_tokens, self.plan.seed, epoch)
         return self._known[1]
 
     def rate(self, share: float) -> float:
@@ -289,7 +328,7 @@ class Fitting:
         """Evaluate on what is held out; keep the draft if it is the best, and write a checkpoint."""
         self.plain.eval()
         texts = self.held_out.texts
-        order = in_order(texts, self.plan.batch_tokens, 0, 0)[self.processes.index :: self.processes.count]
+        order = in_order(texts, self._batch_tokens, 0, 0)[self.processes.index :: self.processes.count]
         batches = (batch_of(indices, texts, self.held_out.show) for indices in order)
         quality = evaluate(self.plain, batches, self.device, self.processes.summed)
         self.plain.train()

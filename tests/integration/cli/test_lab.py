@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 
 import foresay
+from foresay.engine.stats import Stats
 from foresay.generation.method import PLAIN
 from foresay.lab.measure import roofline as floors
+from foresay.lengths import ThroughputLength
 from foresay.methods.settings_file import read_settings
 from foresay.records.lines import read_lines
 from foresay.records.profile import Profile, Timing
@@ -194,6 +196,24 @@ def test_replay_as_json_is_what_generate_does(shell: tiny.Shell, made: Path, fol
     assert lines[2]["draft_utilization"] == 1
 
 
+def test_a_cascades_matrix_is_its_length_live_and_in_a_replay(shell: tiny.Shell, made: Path, folder: Path) -> None:
+    """Without a length both draft the 6 tokens of the first row, where the look-up finds its 3, and make the same steps."""
+    cascade = f"cascade(model={folder}, self=1, max_gram; k=[[1, 2, 3], [0, 1, 1], [0, 0, 1]])"
+    code, out, err = shell("replay", str(made), "--json", "--dtype", "fp32", "--drafter", cascade)
+    assert (code, err) == (0, "")
+    line = json.loads(out)
+    live = foresay.load(folder, drafter=cascade, dtype="fp32", max_batch_size=1)
+    prompts = [list(record.prompt) for record in Recording.load(made).records]
+    steps = [step for one in live.generate(prompts, max_new_tokens=24) for step in one.steps]
+    assert line["method"] == f"{cascade}, 6" and max(step.num_drafted for step in steps) == 6
+    counts = Stats.of(steps)
+    for name in ("num_passes", "num_drafted", "num_accepted"):
+        assert line["stats"][name] == getattr(counts, name), name
+    assert 0 < counts.num_accepted < counts.num_drafted
+    adaptive = foresay.load(folder, drafter=cascade, length="throughput", dtype="fp32")
+    assert isinstance(adaptive.policy, ThroughputLength), "a length that is given is the length"
+
+
 def test_replaying_a_sampled_recording_is_an_estimate(shell: tiny.Shell, here: Path, which: list[str]) -> None:
     assert shell("record", "r.jsonl", *which, "--prompts", "p.jsonl", "-n", "8", "-t", "1", "--seed", "1")[0] == 0
     code, out, _ = shell("replay", "r.jsonl", "--drafter", "suffix")
@@ -239,6 +259,20 @@ def test_replay_with_a_profile_and_costs(shell: tiny.Shell, made: Path, here: Pa
         assert line["tokens_per_s"] == pytest.approx(72 / passes, rel=0.02), "a second a pass"
     code, out, _ = shell("replay", str(made), *args, "--costs", "costs.json", "--target-cost", "big")
     assert code == 0 and "SWI" in out.splitlines()[0] + out.splitlines()[1]
+
+
+def test_costs_by_the_sources_names(shell: tiny.Shell, made: Path, folder: Path, here: Path) -> None:
+    """CS-Drafting's configurations name hub ids, and its tables the last part of them."""
+    Path("google").mkdir()
+    Path("google/flan-t5-base").symlink_to(folder)
+    args = ["--dtype", "fp32", "--drafter", "model(google/flan-t5-base)", "--length", "3", "--json"]
+    code, out, err = shell(
+        "replay", str(made), *args, "--costs", "model_parameters", "--target-cost", "google/flan-t5-xxl"
+    )
+    assert (code, err) == (0, "")
+    line = json.loads(out)
+    passes, drafted = line["stats"]["num_passes"], line["stats"]["num_drafted"]
+    assert line["swi"] == pytest.approx(72 * 11300 / (passes * 11300 + drafted * 220))
 
 
 def test_replay_refuses(shell: tiny.Shell, made: Path, here: Path) -> None:

@@ -344,17 +344,21 @@ def test_a_table_of_another_tokenizer_is_refused(shell: tiny.Shell, table: str, 
 
 
 def test_show_a_list_of_cs_drafting(shell: tiny.Shell, here: Path, names: str) -> None:
-    Path("bigram.json").write_text(json.dumps([1, 2, None, -1]))
+    Path("bigram.json").write_text(json.dumps([1, 2, None, -1, *[None] * 260]))
     code, out, _ = shell("ngram", "show", "bigram.json", "--model", names)
     assert code == 0
     assert out.splitlines()[:5] == [
         "bigram.json",
         "  order: 2",
-        "  vocabulary: 4 tokens, no fingerprint",
+        "  vocabulary: 264 tokens, no fingerprint",
         "  corpus: not known",
         "  contexts: 2 of 1 token",
     ]
     assert out.endswith("  token counts: none\n")
+    Path("bigram.json").write_text(json.dumps([1, 2, None, -1]))
+    assert "made for a vocabulary of 4 tokens, and the one in use has 264; build a table" in shell.refused(
+        "ngram", "show", "bigram.json", "--model", names
+    )
     Path("bigram.json").write_text(json.dumps([300] * 400))
     assert "holds token 399, but the vocabulary in use has 264 tokens" in shell.refused(
         "ngram", "show", "bigram.json", "--model", names

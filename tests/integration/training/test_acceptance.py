@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from foresay.training.acceptance import (
     train_acceptance,
     weighted_loss,
 )
-from foresay.training.accepted import Examples, collect, load_examples
+from foresay.training.accepted import Examples, collect, load_examples, split_examples
 from helpers import tiny
 from helpers.law_cells import ALPHA, LENGTH, PARAMS, PROMPT, SIZE, TARGET
 from helpers.law_cells import DRAFT as OTHER
@@ -104,6 +105,48 @@ def test_known_chances_are_recovered(examples: Examples, blocks: int) -> None:
     judged = evaluate_acceptance(head, examples)
     assert judged.divergence < 0.02 < judged.without and judged.error < 0.03
     assert sum(n for _, _, n in judged.bins) == len(examples)
+
+
+def of(*sizes: int) -> list[Examples]:
+    """Files of so many tokens, each told by its label."""
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    labels = [torch.arange(end - size, end, dtype=torch.float64) for size, end in zip(sizes, ends, strict=True)]
+    return [Examples(one[:, None], one, one, one.long()) for one in labels]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "held"),
+    [
+        ((500, 500), 100),  # half of the tokens before
+        ((1000,), 100),
+        ((10, 10, 980), 100),
+        ((100,) * 10, 100),
+        ((90,) * 11, 90),  # whole files, whose prompts are in no other
+        ((70,) * 20, 140),
+        ((400, 400, 200), 100),
+        ((1, 1), 1),
+    ],
+)
+def test_a_tenth_of_the_tokens_is_held_out(sizes: tuple[int, ...], held: int) -> None:
+    learn, rest = split_examples(of(*sizes))
+    assert len(rest) == held and len(learn) + len(rest) == sum(sizes)
+    assert torch.cat([learn.labels, rest.labels]).tolist() == list(range(sum(sizes))), (
+        "each once, the last are held out"
+    )
+
+
+def test_one_token_cannot_be_split() -> None:
+    with pytest.raises(ConfigError, match="1 drafted tokens cannot be split"):
+        split_examples(of(1))
+
+
+def test_the_shift_of_a_rejection_weight_can_be_taken_out(examples: Examples) -> None:
+    """A linear head over one-hot states reaches the least loss, whose predictions are shifted by the weight alone."""
+    plan = AcceptancePlan(blocks=0, rejection_weight=6.0, mixing=1, epochs=30, rate=0.03)
+    head = train_acceptance(examples, plan)
+    shifted, plain = evaluate_acceptance(head, examples), evaluate_acceptance(head, examples, 6.0)
+    assert plain.error < 0.03 < 0.1 < shifted.error and plain.divergence < 0.02 < shifted.divergence
+    assert shifted.bins != plain.bins and sum(n for _, _, n in plain.bins) == len(examples)
 
 
 def test_rejections_that_weigh_more_make_it_careful(examples: Examples) -> None:
@@ -242,8 +285,19 @@ def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     assert "3 files were there" in shell(*made)[1]
     code, out, err = shell("head", "train", head, data, "--epochs", "2")
     assert (code, err) == (0, "") and "divergence" in out and f"acceptance({head})" in out
+    assert (
+        "held out " in out and "trained with rejection weight 6, it predicts a / (a + 6 (1 - a)) for a chance a" in out
+    )
+    tokens, held_out = (
+        int(one.replace(",", "")) for one in re.findall(r"([\d,]+) drafted tokens, held out ([\d,]+)", out)[0]
+    )
+    assert 0.09 < held_out / (tokens + held_out) < 0.11
     code, out, _ = shell("head", "eval", head, data)
-    assert code == 0 and "accepted" in out
+    assert code == 0 and "accepted" in out and "trained with rejection weight 6" in out
+    (Path(head) / "foresay.json").unlink()
+    assert "which its folder does not name" in shell("head", "eval", head, data)[1]
+    assert shell("head", "train", str(tmp_path / "even"), data, "--rejection-weight", "1")[0] == 0
+    assert "weight" not in shell("head", "eval", str(tmp_path / "even"), data)[1]
     plain = ("generate", "x", "--model", str(target), "-n", "16")
     code, out, _ = shell(*plain, "--draft", str(draft), "--length", f"acceptance({head}, 0.5)")
     assert code == 0 and out == shell(*plain, "--drafter", "none")[1]

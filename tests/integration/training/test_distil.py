@@ -22,6 +22,7 @@ from foresay.models.heads.model import HeadModel, target_rows
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.early_exit import trimmed_head
 from foresay.models.sources.catalog import LoadedModel
+from foresay.training import fitting
 from foresay.training.batches import batch_of, in_order
 from foresay.training.curves import draw_curves, read_log
 from foresay.training.distil import HeadShape, distil_head, distil_model, new_head
@@ -319,8 +320,6 @@ class TestDistilling:
             return distil_head(target, head, learn, rest, plan, objective, folder, steps=2, states=kept)
 
         whole = go(tmp_path / "whole")
-        from foresay.training import fitting
-
         step, calls = fitting.Fitting._step, []
 
         def killed(self: Any, share: float) -> None:
@@ -386,6 +385,53 @@ class TestDistilling:
         assert report.state.best == pytest.approx(best["tokens_per_pass"], abs=1e-4)
         note = json.loads((tmp_path / "foresay.json").read_text())
         assert note["kind"] == "head" and note["provenance"]["versions"]["torch"]
+
+    def test_a_run_of_limited_time_has_batches_of_which_it_can_make_some(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The speed is given: batches of 90 tokens let fifty steps fit into the time left; a resumed run keeps them."""
+        target = loaded()
+        learn, rest = split(written(target, 60), 0.1)
+        sizes: list[int] = []
+
+        def order(texts: Any, tokens: int, seed: int, epoch: int) -> list[list[int]]:
+            sizes.append(tokens)
+            return in_order(texts, tokens, seed, epoch)
+
+        monkeypatch.setattr(fitting, "in_order", order)
+        monkeypatch.setattr(fitting.Fitting, "seconds_per_token", lambda self: 3600 / 50 / 90)
+
+        def go(folder: str, **changes: Any) -> int:
+            (tmp_path / folder).mkdir(exist_ok=True)
+            sizes.clear()
+            plan = Plan(**{"epochs": 0.2, "minutes": 60, "rate": 3e-3, "evaluate_minutes": 60, **changes})
+            head, objective = new_head(target, learn, shape(), 0), Objective.parse("tv")
+            return int(distil_head(target, head, learn, rest, plan, objective, tmp_path / folder).state.batch_tokens)
+
+        found = go("timed")
+        assert 80 <= found <= 90 and sizes[0] == 4096, "the held-out texts are looked at before anything is timed"
+        assert set(sizes[1:]) == {found}
+        monkeypatch.setattr(fitting.Fitting, "seconds_per_token", lambda self: 1e-9)
+        assert go("timed", epochs=0.4) == found, "one that goes on keeps its batches"
+        assert go("fast") == 4096 and go("given", batch_tokens=300) == 300 and go("untimed", minutes=None) == 4096
+
+    def test_batches_that_can_be_afforded(self) -> None:
+        assert fitting.affordable_batch(0.01, 120) == 240, "240 tokens, 2.4 seconds, fifty times"
+        assert fitting.affordable_batch(1e-6, 120) == 4096
+        assert fitting.affordable_batch(10, 1) == fitting.affordable_batch(1, -3) == 2
+
+    def test_timing_a_token_leaves_the_draft_as_it_was(self, tmp_path: Path) -> None:
+        target = loaded()
+        learn, rest = split(written(target, 10), 0.2)
+        model: Any = target.model
+        student = HeadStudent(new_head(target, learn, shape(), 0), model, steps=2, decay=0.8)
+        passes = TargetPasses(model, (1, 2, 3))
+        corpora = [fitting.Corpus(texts, lambda i, texts=texts: passes(texts[i])) for texts in (learn, rest)]
+        run = fitting.Fitting(student, Objective.parse("tv"), *corpora, Plan(minutes=1), tmp_path, lambda: None)
+        before = {name: weight.clone() for name, weight in student.named_parameters()}
+        assert run.seconds_per_token() > 0
+        for name, weight in student.named_parameters():
+            assert torch.equal(weight, before[name]) and weight.grad is None
 
     def test_wrong_plans(self) -> None:
         for changes in (

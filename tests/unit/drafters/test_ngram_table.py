@@ -163,6 +163,18 @@ def test_another_tokenizer_is_refused() -> None:
     )
 
 
+def test_a_table_without_a_fingerprint_must_have_the_vocabularys_size() -> None:
+    """CS-Drafting's lists have none; one of 6 tokens is not for a vocabulary of 9, whatever ids it holds."""
+    for table, mark in ((small(fingerprint=None), OTHER), (small(), None), (small(fingerprint=None), None)):
+        with pytest.raises(VocabularyMismatchError) as caught:
+            table.check(mark, 9, 9)
+        assert str(caught.value).startswith(
+            "the n-gram table was made for a vocabulary of 6 tokens, and the one in use has 9; build a table"
+        )
+        table.check(mark, 9, 6)  # 3 ids are padding, or were added
+    small().check(MARK, 9, 9)  # the same tokenizer: ids without a name at its end
+
+
 def test_ids_beyond_the_vocabulary_are_refused() -> None:
     with pytest.raises(VocabularyMismatchError, match="holds token 5, but the vocabulary in use has 5 tokens; build a"):
         small(fingerprint=None).check(OTHER, 5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -161,6 +162,22 @@ def test_models_and_tables_are_read_once(resources: Resources, folder: Path, tab
     assert gram.table is resources.table(table)
 
 
+@pytest.mark.parametrize(
+    "drafter", ["max_gram({})", "cascade(self=1, max_gram({}); k=[[1, 2], [0, 1]])", "self(1, {}, 4)"]
+)
+def test_a_table_for_another_vocabulary_is_refused(resources: Resources, tmp_path: Path, drafter: str) -> None:
+    """One of CS-Drafting's lists, which has no fingerprint: its length is that of the vocabulary it was made for."""
+    path = tmp_path / "bigrams.json"
+    path.write_text(json.dumps([1] * 100))
+    with pytest.raises(
+        VocabularyMismatchError, match=rf"for a vocabulary of 100 tokens, and the one in use has {VOCAB}"
+    ):
+        built(resources, drafter.format(path))
+    path.write_text(json.dumps([1] * VOCAB))
+    if "vocabulary" not in drafter and not drafter.startswith("self"):  # a list has no counts to trim a head by
+        assert built(dataclasses.replace(resources, tables={}), drafter.format(path)) is not None
+
+
 def test_heads_are_trimmed_to_a_tables_frequent_tokens(resources: Resources, folder: Path, table: str) -> None:
     eos = sorted(resources.target.eos_token_ids)
     for text in (f"self(2, vocabulary={table}, vocabulary_size=4)", f"model({folder}, {table}, 4)"):
@@ -306,8 +323,23 @@ def test_what_only_the_models_can_tell(resources: Resources, folder: Path, tmp_p
     with pytest.raises(VocabularyMismatchError, match="made with another tokenizer"):
         built(resources, f"max_gram({tmp_path}/foreign.safetensors)")
     wordy = dataclasses.replace(resources.target, model=object())
-    with pytest.raises(UnsupportedModelError, match="self-speculation needs a decoder-only transformers model"):
+    with pytest.raises(UnsupportedModelError, match="self-speculation needs a transformers model"):
         built(Resources(wordy), "self(1)")
+
+
+def test_what_drafts_for_an_encoder_decoder(table: str, head: str) -> None:
+    """Its own first layers, alone and in a cascade; heads and trimmed vocabularies read a decoder-only model."""
+    t5 = resolve(make_seq2seq("t5", vocab_size=VOCAB), LoadOptions(), tiny.tokenizer())  # type: ignore[arg-type]
+    theirs = Resources(t5)
+    for text in ("self(2)", "cascade(self=1, max_gram; k=[[2, 2], [0, 2]])", "hybrid(suffix, self=1)"):
+        assert built(theirs, text) is not None
+    with pytest.raises(UnsupportedModelError, match="only a decoder-only transformers model's head can be trimmed"):
+        built(theirs, f"self(1, {table}, 4)")
+    for text in (f"head({head})", f"head_tree({head})"):
+        with pytest.raises(
+            UnsupportedModelError, match="a head reads the hidden states of a decoder-only transformers model"
+        ):
+            built(theirs, text)
 
 
 def test_an_encoder_decoder_drafts_for_no_other_kind_and_in_no_other_tokens(resources: Resources) -> None:

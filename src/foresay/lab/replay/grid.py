@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -197,5 +198,6 @@ def _swi(done: Replay, by: Measures, passes: Mapping[str, int]) -> dict[str, Any
     """Standardised walltime improvement with a cost table; look-ups cost nothing in it."""
     if by.costs is None or by.target_cost is None:
         return {}
-    stats = done.stats
-    return {"swi": by.costs.swi(by.target_cost, stats.num_tokens, {by.target_cost: stats.num_passes, **passes})}
+    spent = Counter(passes)
+    spent[by.target_cost] += done.stats.num_passes  # a draft may have the target's name
+    return {"swi": by.costs.swi(by.target_cost, done.stats.num_tokens, spent)}

@@ -91,12 +91,21 @@ class CostModel:
             check_float(f"cost of {name!r}", cost, 0, math.inf)
 
     def cost(self, name: str) -> float:
-        """The cost of one pass of a model; 0 for a look-up. Raises UnknownNameError for a model that the table lacks."""
+        """The cost of one pass of a model; 0 for a look-up.
+
+        A name that the table lacks matches the entries with the same last part, so that a hub id or a folder finds its model.
+        Raises UnknownNameError where there is none, ConfigError where there are several of different costs.
+        """
         if name in NO_COST:
             return 0.0
-        if name not in self.costs:
+        found = [name] if name in self.costs else [one for one in self.costs if _last_part(one) == _last_part(name)]
+        if not found:
             raise UnknownNameError("model in this cost table", name, {*self.costs, *NO_COST})
-        return float(self.costs[name])
+        if len({float(self.costs[one]) for one in found}) > 1:
+            raise ConfigError(
+                f"{name!r} may be {' or '.join(map(repr, found))} of this cost table, whose costs differ; give the whole name"
+            )
+        return float(self.costs[found[0]])
 
     def swi(self, target: str, num_tokens: int, passes: Mapping[str, int]) -> float:
         """Standardised walltime improvement (Chen et al. 2023): tokens * cost(target) / sum over models of passes * cost.
@@ -109,6 +118,11 @@ class CostModel:
         if target not in passes or spent <= 0:
             raise ConfigError(f"passes={dict(passes)} must count those of the target {target!r}, which cost something")
         return num_tokens * self.cost(target) / spent
+
+
+def _last_part(name: str) -> str:
+    """The part of a hub id or path that names the model: "google/flan-t5-xxl" -> "flan-t5-xxl", "llama_7b" -> "llama-7b"."""
+    return name.rstrip("/").rpartition("/")[2].lower().replace("_", "-")
 
 
 COST_TABLES: Mapping[str, CostModel] = MappingProxyType(

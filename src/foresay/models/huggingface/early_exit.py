@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from functools import partial, update_wrapper
+from types import MethodType
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from foresay.decoding.laws import Columns
 from foresay.errors import ConfigError, UnsupportedModelError
 from foresay.models.huggingface import linears
 from foresay.models.huggingface.causal import CausalModel
+from foresay.models.huggingface.seq2seq import Seq2SeqModel, layers_within
 
 
 def first_layers(model: CausalModel, count: int) -> CausalModel:
@@ -24,19 +27,33 @@ def first_layers(model: CausalModel, count: int) -> CausalModel:
 
     Raises ConfigError for a count outside [1, layers - 1], and UnsupportedModelError where the layers cannot be located.
     """
-    path = _layers_path(model.model)
-    total = len(model.model.get_submodule(path))
-    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count < total:
-        raise ConfigError(f"layers={count!r} must be an integer in [1, {total - 1}]: the target has {total} layers")
-    layers = list(model.model.get_submodule(path))[:count]
-    short = _copied(model.model, path.split(".")[:-1])
-    _replace(short, path, nn.ModuleList(layers))
+    short, path = _shortened(model.model, count)
     config = _shorter(model.model.config, count)
     for name in ("", *_prefixes(path)):
         part = short.get_submodule(name)
         if hasattr(part, "config"):
             part.config = config
     return _like(model, short, model.columns)
+
+
+def first_decoder_layers(model: Seq2SeqModel, count: int) -> Seq2SeqModel:
+    """The same of an encoder-decoder's decoder, whose layers read the whole encoder's output. Raises as `first_layers`."""
+    # the configuration stays: decoders go through the layers they have, and encoders count theirs by the same names
+    out = Seq2SeqModel(_shortened(model.model, count)[0], part_of=model)
+    out.num_layers = count
+    return out
+
+
+def _shortened(model: nn.Module, count: int) -> tuple[Any, str]:
+    """A copy of a model with its first `count` decoder layers, and the path of the list of them."""
+    path = _layers_path(model)
+    layers = list(model.get_submodule(path).children())
+    total = len(layers)
+    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count < total:
+        raise ConfigError(f"layers={count!r} must be an integer in [1, {total - 1}]: the target has {total} layers")
+    short = _copied(model, path.split(".")[:-1])
+    _replace(short, path, nn.ModuleList(layers[:count]))
+    return short, path
 
 
 def trimmed_head(model: CausalModel, ids: Sequence[int] | torch.Tensor) -> CausalModel:
@@ -91,8 +108,17 @@ def _linear(weight: torch.Tensor, bias: torch.Tensor | None, *, frozen: bool) ->
 
 def _layers_path(model: nn.Module) -> str:
     """The dotted path of the list of decoder layers. Raises UnsupportedModelError where there is none."""
-    count = int(model.config.get_text_config(decoder=True).num_hidden_layers)  # type: ignore[union-attr, operator]
-    found: list[str] = [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+    config: Any = model.config
+    found: list[str] = []
+    if config.is_encoder_decoder:
+        decoder = model.get_decoder()  # type: ignore[operator]
+        path = layers_within(decoder)
+        if path is not None:
+            found = [f"{name}.{path}" for name, module in model.named_modules() if module is decoder]
+    else:
+        count = int(config.get_text_config(decoder=True).num_hidden_layers)
+        lists = ((name, part) for name, part in model.named_modules() if isinstance(part, nn.ModuleList))
+        found = [name for name, part in lists if len(part) == count]
     if not found:
         raise UnsupportedModelError(
             f"{type(model).__name__} keeps its layers where they cannot be told from other parts"
@@ -109,6 +135,10 @@ def _copied(model: nn.Module, path: Sequence[str]) -> Any:
     """A copy of a module in which the containers along `path` are copies too."""
     out = copy.copy(model)
     out._modules = dict(model._modules)
+    hooked = vars(out).get("forward")
+    if isinstance(hooked, partial):  # by accelerate, and bound to the original
+        own = MethodType(type(out).forward, out)
+        vars(out).update(_old_forward=own, forward=update_wrapper(partial(hooked.func, out), own))
     if path:
         out._modules[path[0]] = _copied(model._modules[path[0]], path[1:])  # type: ignore[arg-type]
     return out

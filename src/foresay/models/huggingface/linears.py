@@ -127,9 +127,17 @@ def product_of(*layers: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def weight_of(layer: nn.Module) -> torch.Tensor | None:
-    """A linear layer's weight in plain layout, [out, in]; None for a layer of another kind."""
+    """A linear layer's weight in plain layout, [out, in]; None for a layer of another kind.
+
+    Raises UnsupportedModelError for weights that accelerate keeps elsewhere between passes.
+    """
     if isinstance(layer, FrozenLinear):
         return layer.product.dense()
+    if isinstance(layer, nn.Linear) and layer.weight.device.type == "meta":
+        raise UnsupportedModelError(
+            "the model's output layer is offloaded by its device_map, and this drafter reads its weights; raise max_memory, or "
+            "use another drafter"
+        )
     return layer.weight.detach() if isinstance(layer, nn.Linear) else None
 
 
@@ -164,10 +172,15 @@ def _sizes(model: nn.Module) -> tuple[dict[int, int], set[int]]:
 
 
 def device_of(embedding: nn.Module) -> torch.device:
-    """The device of an embedding's weights."""
+    """The device that an embedding computes on: where its weights are, or where accelerate loads offloaded ones for a pass."""
     if isinstance(embedding, FrozenEmbedding):
         return torch.device("cpu")
     weight: torch.Tensor = embedding.weight  # type: ignore[assignment]
+    if weight.device.type == "meta":
+        hook = getattr(embedding, "_hf_hook", None)
+        for one in getattr(hook, "hooks", [hook]):
+            if (device := getattr(one, "execution_device", None)) is not None:
+                return torch.device(device)
     return weight.device
 
 

@@ -19,7 +19,7 @@ from foresay.decoding.protocols import Begun, Capabilities, Feed, KVCache, Logit
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.models.huggingface import attention, linears
 from foresay.models.huggingface.memory import kv_bytes, room_bytes
-from foresay.models.huggingface.slot_cache import Placement, SlotCache, visible_width
+from foresay.models.huggingface.slot_cache import BorrowedSlots, Placement, SlotCache, visible_width
 
 MAX_TOKENS = 256
 """Tokens of a pass on a CPU, a chunk of a prompt too; products over many more rows sum in another order."""
@@ -126,6 +126,10 @@ class TransformersModel:
         devices = {self.device, *(torch.device(one) for one in spread.values() if one != "disk")}
         room = sum(map(room_bytes, devices))
         return ranks.least(room) if self.is_shared else room
+
+    def borrowed(self, owner: SlotCache) -> SlotCache:
+        """A cache over another's slots, for a model of the owner's first layers."""
+        return BorrowedSlots(owner)
 
     def begin(self, prompt: Sequence[int], params: SamplingParams) -> Begun:
         """The prompt and parameters unchanged."""

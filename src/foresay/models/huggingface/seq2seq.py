@@ -31,7 +31,7 @@ from foresay.errors import ConfigError, PromptError, UnsupportedModelError
 from foresay.models.huggingface import attention
 from foresay.models.huggingface.causal import TransformersCache
 from foresay.models.huggingface.model import UNLIMITED, TransformersModel
-from foresay.models.huggingface.slot_cache import Placement, SlotCache, visible_width
+from foresay.models.huggingface.slot_cache import BorrowedSlots, Placement, SlotCache, visible_width
 
 _HARMLESS: dict[str, object] = {
     "encoder_no_repeat_ngram_size": 0,
@@ -71,6 +71,14 @@ class Seq2SeqCache(SlotCache):
         return super().nbytes + self.sources.nbytes
 
 
+class BorrowedSources(BorrowedSlots):
+    """Another cache's slots, and the sources that its model encoded."""
+
+    def __init__(self, owner: Seq2SeqCache) -> None:
+        super().__init__(owner)
+        self.sources = owner.sources
+
+
 def unsupported_reasons(model: PreTrainedModel) -> list[str]:
     """Why this encoder-decoder model cannot be decoded exactly; empty when it can."""
     config, accepted = model.config, inspect.signature(model.forward).parameters
@@ -93,6 +101,12 @@ def unsupported_reasons(model: PreTrainedModel) -> list[str]:
     return reasons
 
 
+def layers_within(decoder: nn.Module) -> str | None:
+    """The dotted path of a decoder's list of layers: the list nearest to its top; None without any."""
+    lists = [name for name, part in decoder.named_modules() if isinstance(part, nn.ModuleList)]
+    return min(lists, key=lambda name: name.count("."), default=None)
+
+
 def _start_token(model: PreTrainedModel) -> int | None:
     """The decoder start token, looked up as transformers does; None where there is none."""
     generation = model.generation_config
@@ -113,14 +127,22 @@ class Seq2SeqModel(TransformersModel):
 
     reads_source = True
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        """Raises UnsupportedModelError when rows cannot be decoded exactly. `model` is put in eval mode."""
+    def __init__(self, model: PreTrainedModel, *, part_of: Seq2SeqModel | None = None) -> None:
+        """Raises UnsupportedModelError when rows cannot be decoded exactly. `model` is put in eval mode.
+
+        part_of: the model whose modules these are, and which owns their patches.
+        """
         reasons = unsupported_reasons(model)
         if reasons:
             raise UnsupportedModelError(f"{type(model).__name__} cannot be decoded: {'; '.join(reasons)}")
         super().__init__(model, pluggable=model._supports_attention_backend or model._can_set_attn_implementation())
         self._encoder, self._decoder = model.get_encoder(), model.get_decoder()
-        self.num_layers = int(model.config.get_text_config(decoder=True).num_hidden_layers)
+        path = layers_within(self._decoder)
+        self.num_layers = (  # a configuration may name the encoder's
+            int(model.config.get_text_config(decoder=True).num_hidden_layers)
+            if path is None
+            else len(list(self._decoder.get_submodule(path).children()))
+        )
         self._width = int(model.get_input_embeddings().weight.shape[1])
         self._undo: list[Callable[[], None]] = []
         relative = [module for module in self._decoder.modules() if getattr(module, "relative_attention_bias", None)]
@@ -129,6 +151,8 @@ class Seq2SeqModel(TransformersModel):
         most = None if relative else _limit(model.config, "max_decoder_position_embeddings")
         self.max_length = most or UNLIMITED
         self.max_source_length = None if relative else _limit(model.config, "max_encoder_position_embeddings")
+        if part_of is not None:
+            return
         for module in relative:
             _bias_per_row(module, self._undo)
         for module in absolute:
@@ -169,10 +193,21 @@ class Seq2SeqModel(TransformersModel):
         """A cache without rows."""
         return Seq2SeqCache()
 
+    def borrowed(self, owner: SlotCache) -> SlotCache:
+        """A cache over another's slots and encoded sources, for a model of the owner's first decoder layers."""
+        assert isinstance(owner, Seq2SeqCache)
+        return BorrowedSources(owner)
+
     @torch.inference_mode()
     def admit(self, rows: Rows, first: int, cache: KVCache) -> None:
-        """Encode the sources of the rows from index `first` on. Raises PromptError for a row without a source."""
-        assert isinstance(cache, Seq2SeqCache) and len(cache.lengths) == first
+        """Encode the sources of the rows from index `first` on, unless the cache's owner did.
+
+        Raises PromptError for a row without a source.
+        """
+        assert isinstance(cache, Seq2SeqCache | BorrowedSources) and len(cache.lengths) == first
+        if isinstance(cache, BorrowedSources):
+            cache.add_rows(len(rows) - first)
+            return
         sources = [self._source(row) for row in list(rows)[first:]]
         cache.add_rows(len(sources))
         for index, source in enumerate(sources, first):
@@ -218,13 +253,16 @@ class Seq2SeqModel(TransformersModel):
     def _call(
         self, feed: Feed, token_ids: torch.Tensor, at: Placement, cache: SlotCache
     ) -> tuple[torch.Tensor | None, Mapping[int, torch.Tensor]]:
-        assert isinstance(cache, Seq2SeqCache)
+        assert isinstance(cache, Seq2SeqCache | BorrowedSources)
         logits, hidden = feed.logits, feed.hidden_layers
         sources = cache.sources
         lengths = sources.lengths[at.first_row : at.first_row + at.batch]
         width = visible_width(max(lengths), self.device)
         memory = EncoderDecoderCache(TransformersCache(cache, at), TransformersCache(sources))
-        seen = [sources.read(layer, at.first_row, at.batch, width) for layer in range(sources.tensors.num_layers)]
+        seen = [
+            sources.read(layer, at.first_row, at.batch, width)
+            for layer in range(min(self.num_layers, sources.tensors.num_layers))
+        ]
         memory.cross_attention_cache.layers = [SimpleNamespace(keys=k, values=v) for k, v in seen]
         memory.is_updated = dict.fromkeys(range(len(seen)), True)
         mask = self._cross_mask(lengths, token_ids.shape[1], width)

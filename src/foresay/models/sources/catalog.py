@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 from foresay.decoding.protocols import LanguageModel
-from foresay.errors import ConfigError, ModelLoadError, ModelNotFoundError, UnknownNameError
+from foresay.errors import ConfigError, ModelLoadError, ModelNotFoundError, UnknownNameError, UnsupportedModelError
 from foresay.models.huggingface import linears
 from foresay.models.sources.gguf_blocks import ARCHITECTURES, model_of_blocks
 from foresay.models.sources.gguf_head import read_head
@@ -265,8 +266,11 @@ def _read(
     if options.tp_plan is not None:
         from transformers.distributed import DistributedConfig
 
+        _check_heads(folder, AutoConfig.from_pretrained(folder, **common), int(os.environ["WORLD_SIZE"]))
         kwargs["distributed_config"] = DistributedConfig(tp_plan=options.tp_plan)
-    for key in ("max_memory", "offload_folder", "quantization_config"):
+    if options.max_memory is not None:  # a GPU is a number, also where JSON or a command line made it a text
+        kwargs["max_memory"] = {int(k) if str(k).isdecimal() else k: size for k, size in options.max_memory.items()}
+    for key in ("offload_folder", "quantization_config"):
         if (value := getattr(options, key)) is not None:
             kwargs[key] = value
     if options.device_map is not None:
@@ -289,6 +293,27 @@ def _read(
             "the model would write noise; get its files again"
         )
     return model, tokenizer
+
+
+def _check_heads(name: str, config: Any, processes: int) -> None:
+    """Raise UnsupportedModelError where attention heads are shared out whose number the processes do not divide."""
+    own = config.get_text_config(decoder=True)
+    plan = getattr(own, "base_model_tp_plan", None) or {}
+    shared = [path for path, style in plan.items() if style == "colwise"]  # other styles put the parts together again
+    heads = [int(getattr(own, "num_attention_heads", 0) or 0)]
+    if any(path.endswith("k_proj") for path in shared):
+        heads.append(int(getattr(own, "num_key_value_heads", 0) or heads[0]))
+    attends = any(path.endswith(("q_proj", "query_key_value")) for path in shared)
+    if not attends or all(count % processes == 0 for count in heads):
+        return
+    most = math.gcd(*heads)
+    fitting = [count for count in range(2, most + 1) if most % count == 0]
+    start = f"start {' or '.join(map(str, fitting))} processes" if fitting else "load it without tp_plan"
+    kinds = " and ".join(f"{n} {kind} heads" for n, kind in zip(heads, ("attention", "key-value"), strict=False))
+    raise UnsupportedModelError(
+        f"{name!r} has {kinds}, which {processes} processes (WORLD_SIZE) cannot share out evenly under tp_plan; {start} "
+        "(a draft model that does not divide: give draft_device)"
+    )
 
 
 def _locate(name: str, options: LoadOptions, *, weights: bool = True) -> tuple[str, dict[str, Any], bool]:

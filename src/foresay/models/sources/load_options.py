@@ -44,9 +44,11 @@ class LoadOptions:
     """The same for draft models that are loaded by name; None: as the target's. They bring
     their own dtype. Whatever they are, the output is the target's."""
     device_map: str | Mapping[str, Any] | None = None
-    max_memory: Mapping[int | str, str] | None = None
+    """How layers are spread over devices, as accelerate takes it: "auto", "balanced", or a device for each module."""
+    max_memory: Mapping[int | str, int | str] | None = None
+    """With a device_map, the bytes of weights that each device may hold: {0: "20GB", "cpu": "60GB"}."""
     offload_folder: str | None = None
-    """Where accelerate keeps the weights that a device_map sends to "disk"."""
+    """Where accelerate keeps the weights that a device_map sends to "disk", unless it reads them from the model's own files."""
     draft_device: str | torch.device | None = None
     """The device of draft models that are loaded by name; None: as the target's."""
     quantization_config: Any = None

@@ -10,14 +10,23 @@ import pytest
 from foresay.decoding.protocols import Drafter
 from foresay.decoding.rows import Row, Rows
 from foresay.decoding.sampling_params import SamplingParams
-from foresay.drafters import Cascade, MaxGram, ModelDrafter, NgramStoreDrafter, PastRequests, SuffixDrafter
+from foresay.drafters import (
+    Cascade,
+    MaxGram,
+    ModelDrafter,
+    NgramStoreDrafter,
+    PastRequests,
+    SelfDrafter,
+    SuffixDrafter,
+)
 from foresay.drafters.cross_tokenizer import CrossTokenizerDrafter
 from foresay.errors import ConfigError
 from foresay.lengths import ConfidenceLength, ConstantLength
 from foresay.models.huggingface.causal import CausalModel
+from foresay.models.huggingface.early_exit import first_decoder_layers
 from foresay.models.huggingface.seq2seq import Seq2SeqModel
-from helpers.families import VOCAB, make, make_seq2seq
-from helpers.seq2seq import reference_of, some_sources, starts_of, target_of
+from helpers.families import SEQ2SEQ, VOCAB, make, make_seq2seq
+from helpers.seq2seq import greedy, reference_of, some_sources, starts_of, target_of
 from helpers.support import PromptLookup, Renumbered, run
 
 NEW = 32
@@ -74,6 +83,77 @@ def test_greedy_output_does_not_depend_on_the_drafter(family: str, drafter: str)
     assert any(step.num_accepted < step.num_drafted for step in steps)
     if "cascade" in drafter:  # the target's own weights review last
         assert sum(s.num_accepted for s in steps) > 0.5 * sum(s.num_tested for s in steps)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("family", SEQ2SEQ)
+def test_the_first_layers_of_the_decoder_draft_in_the_targets_cache(family: str, temperature: float) -> None:
+    """What they propose in the target's slots and with its encoded sources is what they propose in a cache of their own."""
+    target = target_of(family)
+    short = first_decoder_layers(target, 2)
+    params = [SamplingParams(max_new_tokens=NEW, temperature=temperature, seed=seed) for seed in range(6)]
+
+    def decoded(drafter: Drafter) -> tuple[list[list[int]], list[tuple[int, int, int]]]:
+        target_starts, sources = starts_of(target, 6), some_sources()
+        out, steps, engine = run(
+            target, target_starts, params, drafter=drafter, gamma=4, sources=sources, join_later=3, max_batch_size=4
+        )
+        assert engine.draft_failures == 0, engine.drafter and engine.drafter.last_error
+        return out, [(step.request_id, step.num_drafted, step.num_accepted) for step in steps]
+
+    ours, work = decoded(SelfDrafter(short, VOCAB))
+    theirs, other_work = decoded(ModelDrafter(short, VOCAB))
+    assert ours == theirs and work == other_work
+    if not temperature:
+        assert ours == [output[:NEW] for output in reference_of(family)[1]]
+    accepted, drafted = sum(a for _, _, a in work), sum(d for _, d, _ in work)
+    assert accepted < drafted and (accepted or family == "marian")
+
+
+@pytest.mark.parametrize("family", ["t5", "mbart"])
+def test_first_layers_that_review_inside_a_cascade(family: str) -> None:
+    target = target_of(family)
+    short = first_decoder_layers(target, 2)
+    found = []
+    for kind in (SelfDrafter, ModelDrafter):
+        cascade = Cascade([kind(short, VOCAB), PromptLookup(min_ngram=1)], [[4, 2], [0, 3]])
+        params, starts = SamplingParams(max_new_tokens=NEW), starts_of(target, 6)
+        out, steps, engine = run(
+            target, starts, params, drafter=cascade, gamma=6, sources=some_sources(), join_later=3, max_batch_size=4
+        )
+        assert engine.draft_failures == 0 and out == [output[:NEW] for output in reference_of(family)[1]]
+        found.append([(step.request_id, step.num_drafted, step.num_accepted) for step in steps])
+    assert found[0] == found[1] and 0 < sum(a for _, _, a in found[0]) < sum(d for _, d, _ in found[0])
+
+
+def test_the_first_layers_leave_a_released_model_as_it_was() -> None:
+    """Its patches are the target's, and end with it."""
+    target = target_of("t5")
+    first_decoder_layers(target, 1)
+    released = target.release()
+    assert not any("compute_bias" in vars(module) for module in released.modules())
+    source = some_sources()[3]
+    assert greedy(released, source) == reference_of("t5")[1][3]
+
+
+def test_how_many_first_layers() -> None:
+    target = target_of("bart")
+    assert first_decoder_layers(target, 2).capabilities.num_layers == 2 and target.capabilities.num_layers == 3
+    for count in (0, 3, True):
+        with pytest.raises(
+            ConfigError, match=rf"layers={count!r} must be an integer in \[1, 2\]: the target has 3 layers"
+        ):
+            first_decoder_layers(target, count)
+
+
+@pytest.mark.parametrize(("family", "name"), [("t5", "num_decoder_layers"), ("bart", "decoder_layers")])
+def test_a_decoder_with_fewer_layers_than_its_encoder(family: str, name: str) -> None:
+    target = Seq2SeqModel(make_seq2seq(family, **{name: 2}))
+    assert target.capabilities.num_layers == 2
+    short = first_decoder_layers(target, 1)
+    assert short.capabilities.num_layers == 1
+    with pytest.raises(ConfigError, match=r"layers=2 must be an integer in \[1, 1\]: the target has 2 layers"):
+        first_decoder_layers(target, 2)
 
 
 @pytest.mark.parametrize("drafter", ["cascade of three", "mixed cascade", "decoder_only", "other tokens"])

@@ -16,7 +16,7 @@ import torch
 import foresay
 from foresay.decoding.protocols import DraftStep
 from foresay.decoding.rows import Rows
-from foresay.errors import ConfigError
+from foresay.errors import ConfigError, UnsupportedModelError
 from foresay.lengths import agreed
 from foresay.lengths.agreed import AgreedLength
 from foresay.models.table import TableModel
@@ -29,8 +29,17 @@ LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--npro
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A target whose last layer matters little, so that its first layers draft well, and a draft that is often right too."""
     folder = tmp_path_factory.mktemp("models")
-    return tiny.save(folder / "target", tiny.llama(0)), tiny.save(folder / "draft", tiny.llama(0, num_hidden_layers=1))
+    target, draft = tiny.llama(0), tiny.llama(0)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for model, noise in ((target, 0.0), (draft, 0.1)):
+            for name, weight in model.named_parameters():
+                if weight.dim() >= 2:
+                    weight *= 0.6 if ".layers.2." in name else 1.0
+                    weight += torch.randn(weight.shape, generator=generator) * weight.std() * noise
+    return tiny.save(folder / "target", target), tiny.save(folder / "draft", draft)
 
 
 def launched(*arguments: Any, timeout: float = 240) -> subprocess.CompletedProcess[str]:
@@ -54,6 +63,31 @@ def test_two_processes_write_what_one_writes(models: tuple[Path, Path], tmp_path
     unseeded = found[0].pop("unseeded")
     assert len({tuple(one) for one in unseeded}) > 1
     assert found[0] == run.written(*map(str, models))
+
+
+@pytest.mark.parametrize(
+    ("heads", "processes", "message"),
+    [
+        (
+            (9, 3),
+            2,
+            "has 9 attention heads and 3 key-value heads, which 2 processes (WORLD_SIZE) cannot share out evenly",
+        ),
+        ((9, 3), 2, "start 3 processes"),
+        ((8, 1), 2, "has 8 attention heads and 1 key-value heads, which 2 processes"),
+        ((8, 1), 2, "load it without tp_plan"),
+        ((12, 4), 3, "start 2 or 4 processes"),
+    ],
+)
+def test_heads_that_do_not_divide_are_refused_at_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, heads: tuple[int, int], processes: int, message: str
+) -> None:
+    changes = {"num_attention_heads": heads[0], "num_key_value_heads": heads[1], "hidden_size": 8 * heads[0]}
+    folder = tiny.save(tmp_path / "m", tiny.llama(0, head_dim=8, **changes))
+    monkeypatch.setenv("WORLD_SIZE", str(processes))
+    with pytest.raises(UnsupportedModelError) as caught:
+        foresay.load(folder, tp_plan="auto", drafter="suffix")
+    assert message in str(caught.value) and str(folder) in str(caught.value)
 
 
 @pytest.mark.slow

@@ -207,6 +207,33 @@ def test_unknown_names_and_bad_values() -> None:
         CostModel({"big": "10"})  # type: ignore[dict-item]
 
 
+@pytest.mark.parametrize(
+    ("table", "name", "cost"),
+    [
+        ("model_parameters", "google/flan-t5-base", 220),
+        ("model_parameters", "google/flan-t5-xxl", 11300),
+        ("previous_work", "google/flan-t5-small", 0.02),
+        ("model_parameters", "JackFram/llama-160m", 160),
+        ("model_parameters", "JackFram/llama-68m", 68),
+        ("model_parameters", "huggyllama/llama-7b", 70000),
+        ("model_parameters", "llama_7b", 70000),
+        ("model_parameters", "/models/flan-t5-xl/", 3000),
+    ],
+)
+def test_hub_ids_match_a_tables_names_by_their_last_part(table: str, name: str, cost: float) -> None:
+    assert theory.COST_TABLES[table].cost(name) == cost
+
+
+def test_a_last_part_that_is_there_twice_must_cost_the_same() -> None:
+    table = CostModel({"a/m": 3, "b/m": 3, "a/n": 3, "b/n": 4, "small": 1})
+    assert table.cost("m") == table.cost("c/m") == 3
+    assert table.cost("a/n") == 3 and table.cost("b/n") == 4, "a whole name is that entry"
+    with pytest.raises(ConfigError, match=r"'c/n' may be 'a/n' or 'b/n' of this cost table, whose costs differ; give"):
+        table.cost("c/n")
+    with pytest.raises(UnknownNameError, match=r"unknown model in this cost table 'x/smal'\. Did you mean 'small'"):
+        table.cost("x/smal")
+
+
 def test_the_sources_tables() -> None:
     """As printed: Chen et al. 2023; its entry for llama 7b is ten times too large, and is kept as published."""
     assert set(theory.COST_TABLES) == {"model_parameters", "previous_work"}
