@@ -49,7 +49,7 @@ INSIDE = {
     "models/llama_cpp": [{"binding", "probe"}, {"context"}, {"cache"}, {"model"}],
     "models/heads": [{"config"}, {"module"}, {"files"}, {"model"}],
     "models/huggingface": [
-        {"stores", "gated_layer", "memory", "rounding"},
+        {"stores", "config_sizes", "gated_layer", "memory", "rounding"},
         {"slot_cache"},
         {"attention"},
         {"operations"},

@@ -120,7 +120,8 @@ def attend(
     seen = None if ancestors is None else ancestors[some].to(torch.uint8).contiguous()
     asked = structs.Attention(
         tokens=tokens, columns=columns, queries=Q, keys=K, dim=dim, rotated=dim // 2, wide=int(bool(wide)), window=window,
-        row_stride=stores.stride(1), store_rows=rows, store_slots=room, rows=place.data_ptr(), slots=held[0].data_ptr(), positions=held[1].data_ptr(),
+        row_stride=stores.stride(1), store_rows=rows, store_slots=room,
+        rows=place.data_ptr(), slots=held[0].data_ptr(), positions=held[1].data_ptr(),
         starts=held[5].data_ptr(),
         ancestors=None if seen is None else seen.data_ptr(), cosines=held[2].data_ptr(), sines=held[3].data_ptr(),
         query_norm=None if wide is None else norms[0].data_ptr(), key_norm=None if wide is None else norms[1].data_ptr(),

@@ -1,7 +1,7 @@
 """All layers of a lean model by one call of kernels compiled for this machine.
 
-Owns what is passed to them: each address with a check of the memory behind it. A pass holds its real tokens alone, flat, [N, width],
-in float32; the cache keeps its dtype. Knows nothing of families.
+Owns what is passed to them: each address with a check of the memory behind it. A pass holds its real tokens alone, flat,
+[N, width], in float32; the cache keeps its dtype. Knows nothing of families.
 """
 
 from __future__ import annotations
