@@ -49,7 +49,7 @@ INSIDE = {
     "models/llama_cpp": [{"binding", "probe"}, {"context"}, {"cache"}, {"model"}],
     "models/heads": [{"config"}, {"module"}, {"files"}, {"model"}],
     "models/huggingface": [
-        {"gated_layer", "memory", "rounding"},
+        {"config_sizes", "gated_layer", "memory", "rounding"},
         {"stores"},
         {"slot_cache"},
         {"attention"},

@@ -62,6 +62,7 @@ class LeanDecoder:
         self._logits_scale = float(getattr(config, "logits_scaling", 1.0))
         self._final_softcap = getattr(config, "final_logit_softcapping", None)
         self._dtype = model.dtype
+        self._check_rotary(model)
         self._native = self._compiled(config)
 
     def __call__(
@@ -157,6 +158,16 @@ class LeanDecoder:
         except LookupError as error:
             logger.info("lean passes are made of PyTorch's operations: %s", error)
             return None
+
+    def _check_rotary(self, model: Any) -> None:
+        """Raise ValueError where rotary positions turn more than a head, or an odd number of dimensions."""
+        place = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+        for layer in {layer.kind: layer for layer in self._layers if layer.rotates}.values():
+            width = self._waves(place.float(), place, layer.kind)[0].shape[-1]
+            if width % 2 or width > layer.dim:
+                raise ValueError(
+                    f"rotary positions turn {width} dimensions of each head; head_dim={layer.dim} allows an even number up to it"
+                )
 
     def _waves(self, like: torch.Tensor, positions: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines of positions [B, T] for a kind of layer, [B, T, R] in the dtype of `like`."""

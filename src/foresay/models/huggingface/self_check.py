@@ -15,6 +15,7 @@ from foresay.decoding.rows import Row, Rows
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import UnsupportedModelError
 from foresay.models.huggingface.causal import CausalModel
+from foresay.models.huggingface.config_sizes import check_sizes
 from foresay.models.huggingface.lean import NotLeanError
 from foresay.models.huggingface.seq2seq import Seq2SeqModel
 
@@ -83,9 +84,18 @@ def probe(model: CausalModel | Seq2SeqModel) -> float:
     worst = 0.0
     for i, start in enumerate(starts):
         plain = model.uncached(tokens[i : i + 1, : start + _DRAFT], sources[i])[0, -_DRAFT:].float()
-        spread = (plain.amax() - plain.amin()).clamp(min=1e-6)
-        worst = max(worst, float((plain - cached[i]).abs().amax() / spread))
+        difference = _difference(plain, cached[i])
+        if not difference <= worst:  # NaN too
+            worst = difference
     return worst
+
+
+def _difference(wanted: torch.Tensor, found: torch.Tensor) -> float:
+    """The largest difference as a share of the spread of what is wanted; NaN where one of them is not a number."""
+    finite = wanted[wanted.isfinite()]
+    spread = float(finite.max() - finite.min()) if len(finite) else 0.0
+    apart = torch.where(wanted == found, 0.0, (wanted - found).abs())  # equal infinities do not differ
+    return float(apart.amax()) / max(spread, 1e-6)
 
 
 @torch.inference_mode()
@@ -108,8 +118,7 @@ def lean_difference(model: CausalModel) -> float:
             scores.append(model.forward(Feed(fed, (_DRAFT,) * 2), cache).scores().float())
     finally:
         model.lean = lean
-    spread = (scores[0].amax() - scores[0].amin()).clamp(min=1e-6)
-    return float((scores[0] - scores[1]).abs().amax() / spread)
+    return _difference(scores[0], scores[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +149,7 @@ def go_lean(model: CausalModel, *, compiled: bool = False) -> OwnCode | None:
         model.lean = None
         return OwnCode(f"{type(error).__name__}: {error}", expected=False)
     allowed = _allowed(model)
-    if difference > allowed:
+    if not difference <= allowed:  # NaN is refused
         model.lean = None
         differ = f"its scores differ from its own code's by {difference:.1e} of their spread, {allowed:.0e} allowed"
         return OwnCode(differ, expected=False)
@@ -157,20 +166,32 @@ def _row(index: int, source: torch.Tensor | None) -> Row:
 
 
 def check(model: CausalModel | Seq2SeqModel) -> None:
-    """Probe a model of a family the tests do not cover; raises UnsupportedModelError when cached and uncached differ."""
-    kind = str(model.model.config.model_type)
-    if verified(model):
-        return
-    allowed = _allowed(model)
+    """Check the sizes of a model's configuration, and probe a model of a family the tests do not cover.
+
+    Raises UnsupportedModelError for sizes that cannot be, and when cached and uncached scores differ.
+    """
+    check_sizes(model.model.config)
+    if not verified(model):
+        confirm(model)
+
+
+def confirm(model: CausalModel | Seq2SeqModel, doubt: str = "") -> None:
+    """Probe a model, of whatever family; raises UnsupportedModelError when cached and uncached differ.
+
+    doubt: why a covered family is probed, for the error.
+    """
+    allowed, kind = _allowed(model), str(model.model.config.model_type)
+    name = f"{type(model.model).__name__} (model_type {kind!r})"
+    because = f" ({doubt})" if doubt else ""
     try:
         difference = probe(model)
     except Exception as error:
+        why = f"{type(error).__name__}: {error}"
         raise UnsupportedModelError(
-            f"{type(model.model).__name__} (model_type {kind!r}) does not run over a cache of ragged rows: "
-            f"{type(error).__name__}: {error}"
+            f"{name} does not run over a cache of ragged rows: {why}{'' if doubt == why else because}"
         ) from error
-    if difference > allowed:
+    if not difference <= allowed:
         raise UnsupportedModelError(
-            f"{type(model.model).__name__} (model_type {kind!r}) scores differently over ragged rows than without "
-            f"a cache (difference {difference:.1e} of the logits' spread, {allowed:.0e} allowed), so it would not be exact"
+            f"{name} scores differently over ragged rows than without a cache (difference {difference:.1e} of the logits' "
+            f"spread, {allowed:.0e} allowed), so it would not be exact{because}"
         )

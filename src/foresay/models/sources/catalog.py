@@ -19,6 +19,7 @@ import torch
 from foresay.decoding.protocols import LanguageModel
 from foresay.errors import ConfigError, ModelLoadError, ModelNotFoundError, UnknownNameError, UnsupportedModelError
 from foresay.models.huggingface import linears
+from foresay.models.huggingface.config_sizes import check_sizes
 from foresay.models.sources.gguf_blocks import ARCHITECTURES, model_of_blocks
 from foresay.models.sources.gguf_head import read_head
 from foresay.models.sources.gguf_positions import refuse_unread
@@ -149,7 +150,7 @@ def wrap(name: str, weights: Any, tokenizer: Any, *, optimise: bool, bits: int |
     as it was.
     """
     from foresay.models.huggingface.causal import CausalModel
-    from foresay.models.huggingface.self_check import check, go_lean
+    from foresay.models.huggingface.self_check import check, confirm, go_lean
     from foresay.models.huggingface.seq2seq import Seq2SeqModel
 
     model = Seq2SeqModel(weights) if weights.config.is_encoder_decoder else CausalModel(weights)
@@ -167,6 +168,12 @@ def wrap(name: str, weights: Any, tokenizer: Any, *, optimise: bool, bits: int |
             linears.freeze_linears(weights, linears.in_bits(bits), all_dtypes=True)
     if isinstance(model, CausalModel):
         if (why := go_lean(model, compiled=not optimise)) is not None:
+            if not why.expected:  # its own code has to be right then, of a family that is otherwise trusted too
+                try:
+                    confirm(model, why.reason)
+                except BaseException:
+                    model.release()
+                    raise
             level = logging.INFO if why.expected or not optimise else logging.WARNING
             logger.log(level, "passes of %s are made by its family's own code: %s", name, why)
         if not optimise:
@@ -283,7 +290,11 @@ def _read(
         kwargs["quantization_config"] = GgufConfig(dequantize=True)
     tokenizer = _tokenizer(folder, extra, options)
     # a GGUF file is taken for a decoder-only model: finding out would read all of its header once more
-    paired = "gguf_file" not in extra and AutoConfig.from_pretrained(folder, **common).is_encoder_decoder
+    paired = False
+    if "gguf_file" not in extra:
+        config = AutoConfig.from_pretrained(folder, **common)
+        check_sizes(config)
+        paired = config.is_encoder_decoder
     kind = AutoModelForSeq2SeqLM if paired else AutoModelForCausalLM
     model, report = kind.from_pretrained(folder, output_loading_info=True, **kwargs)
     absent = sorted([*report["missing_keys"], *(str(key) for key in report["mismatched_keys"])])

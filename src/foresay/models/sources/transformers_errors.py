@@ -40,7 +40,10 @@ def load_errors(name: str, owned: bool) -> Iterator[None]:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Keep transformers' notes and everybody's progress bars off the user's terminal while loading."""
+    """Keep transformers' notes and everybody's progress bars off the user's terminal while loading.
+
+    foresay's own messages are emitted afterwards: a logger without handlers writes to the standard error of the moment.
+    """
     from transformers.utils import logging as hf_logging
 
     level, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
@@ -49,11 +52,28 @@ def quiet_transformers() -> Iterator[None]:
     hub.setLevel(logging.ERROR)
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
+    own, later = logging.getLogger("foresay"), _Later()
+    own.addFilter(later)
     try:
         with redirect_stderr(io.StringIO()):  # some bars are drawn by tqdm itself, whatever the settings are
             yield
     finally:
+        own.removeFilter(later)
+        for record in later.records:
+            own.handle(record)
         hf_logging.set_verbosity(level)
         hub.setLevel(hub_level)
         if bars:
             hf_logging.enable_progress_bar()
+
+
+class _Later(logging.Filter):
+    """Holds a logger's records back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        self.records.append(record)
+        return False

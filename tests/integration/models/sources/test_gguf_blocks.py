@@ -19,7 +19,7 @@ from foresay.models.sources import catalog, gguf_blocks, gguf_head, gguf_types
 from foresay.models.sources.catalog import LoadedModel, load_model
 from foresay.models.sources.gguf_head import StoredTensor, read_head
 from foresay.models.sources.gguf_texts import config_of, tokenizer_of
-from foresay.models.sources.gguf_types import Blocks, Eights, Numbers, unpacked
+from foresay.models.sources.gguf_types import Blocks, Eights, Numbers, Weight, joined, unpacked
 from foresay.models.sources.load_options import LoadOptions
 from helpers import tiny
 from helpers.families import make
@@ -397,3 +397,68 @@ def test_blocks_are_packed_as_their_numbers_are(kinds: tuple[str, ...]) -> None:
     assert isinstance(ours, NativeProduct)
     assert torch.equal(ours._weights, wanted._weights)
     assert torch.equal(ours._scales.view(torch.int16), wanted._scales.view(torch.int16))  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.parametrize("kinds", [("Q4_0", "Q4_0"), ("Q4_0", "Q4_K"), ("Q8_0", "Q8_0"), ("Q4_0", "Q8_0")])
+def test_tensors_of_different_widths_are_not_joined(
+    kinds: tuple[str, str], kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not kernels:
+        monkeypatch.setattr(linears, "library", lambda: None)
+
+    def weights(kind: str, width: int) -> Weight:
+        stored = gguf.GGMLQuantizationType[kind]
+        data = np.zeros(
+            (32, width // gguf.GGML_QUANT_SIZES[stored][0] * gguf.GGML_QUANT_SIZES[stored][1]), dtype=np.uint8
+        )
+        return unpacked(StoredTensor((32, width), kind, data))
+
+    same = joined([weights(kind, 512) for kind in kinds])
+    assert same is not None
+    assert same.product(torch.float32, None).out_features == 64
+    with pytest.raises(ModelLoadError, match="rows of 512, 256 weights; they must be equal"):
+        joined([weights(kinds[0], 512), weights(kinds[1], 256)])
+
+
+@pytest.mark.parametrize("shape", [(32, 35), (32, 18, 1)])
+def test_rows_that_are_not_whole_blocks_are_not_packed(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="whole blocks of 18 bytes"):
+        NativeProduct.of_blocks([("Q4_0", np.zeros(shape, dtype=np.uint8))])
+    with pytest.raises(ValueError, match="rows of 32, 64 weights are not one matrix"):
+        NativeProduct.of_blocks([("Q4_0", np.zeros((1, n), dtype=np.uint8)) for n in (18, 36)])
+
+
+def test_attention_of_different_widths_is_refused_when_a_file_is_loaded(tmp_path: Path) -> None:
+    """In a process of its own, which it used to end."""
+    path = write_gguf(tmp_path / "model.gguf", llama(), dict.fromkeys(LAYERS, "Q4_0"))
+    reader = gguf.GGUFReader(path)
+    names = [tensor.name for tensor in reader.tensors]
+    assert "blk.0.attn_k.weight" in names
+    widen(path, "blk.0.attn_q.weight", 1 << 20)
+    done = tiny.foresay("generate", "--model", str(path), "--max-new-tokens", "2", "hello")
+    shown = done.stderr.decode()
+    assert (done.returncode, done.stdout) == (2, b""), shown
+    assert shown.startswith("foresay: ") and shown.count("\n") == 1
+
+
+def widen(path: Path, name: str, width: int) -> None:
+    """Give a tensor rows of another length, in the head of a file and by as much data as that takes at its end."""
+    whole = path.read_bytes()
+    at = whole.index(name.encode()) + len(name) + 4
+    rows = int.from_bytes(whole[at + 8 : at + 16], "little")
+    begin = gguf.GGUFReader(path).tensors[0].data_offset - _offset(whole, gguf.GGUFReader(path).tensors[0].name)
+    offset = -(-(len(whole) - begin) // 32) * 32
+    data = (
+        whole[:at]
+        + width.to_bytes(8, "little")
+        + whole[at + 8 : at + 20]
+        + offset.to_bytes(8, "little")
+        + whole[at + 28 :]
+    )
+    path.write_bytes(data.ljust(begin + offset, b"\0") + bytes(rows * width // 32 * 18))
+
+
+def _offset(whole: bytes, name: str) -> int:
+    at = whole.index(name.encode()) + len(name) + 4
+    return int.from_bytes(whole[at + 20 : at + 28], "little")

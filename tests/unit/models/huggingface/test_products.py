@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import platform
 from collections.abc import Iterator
 from pathlib import Path
@@ -158,6 +159,30 @@ def test_shorter_vectors_than_this_machine_has(without: str, monkeypatch: pytest
             assert not other_bits(product, torch.float32)
     finally:
         build.library.cache_clear()
+    assert len(list(tmp_path.rglob("*.so"))) == 1, "they were compiled for this"
+
+
+def test_scales_are_widened_alike_without_instructions_for_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Infinite ones and those that are no numbers too. The weights of an output are all its scale."""
+    scales = torch.tensor([math.inf, -math.inf, math.nan, 65504.0, -1.5, 2.0**-24, 3 * 2.0**-20, 0.0])
+
+    def widened() -> torch.Tensor:
+        levels = torch.ones(len(scales), 32, dtype=torch.uint8)
+        product = NativeProduct.of_groups([(levels, scales[:, None], torch.zeros(len(scales), 1))])
+        return product(torch.full((1, 32), 1 / 32))[0]
+
+    assert torch.equal(widened().nan_to_num(7), scales.nan_to_num(7))
+    assert torch.equal(widened().isnan(), scales.isnan())
+    if platform.machine() in ("x86_64", "AMD64"):
+        monkeypatch.setenv("CXX", f"{build._compiler()[0]} -mno-avx512f -mno-f16c")
+    monkeypatch.setenv("FORESAY_CACHE", str(tmp_path))
+    monkeypatch.setattr(build, "_FLAGS", tuple(flag.replace("-O3", "-O0") for flag in build._FLAGS))
+    build.library.cache_clear()
+    try:
+        plain = widened()
+    finally:
+        build.library.cache_clear()
+    assert torch.equal(plain.view(torch.int32), widened().view(torch.int32))
     assert len(list(tmp_path.rglob("*.so"))) == 1, "they were compiled for this"
 
 

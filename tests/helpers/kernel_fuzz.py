@@ -1,0 +1,210 @@
+"""Random sizes for every entry of the compiled kernels, run as a program of its own: a wrong check would kill the process.
+
+    python -m helpers.kernel_fuzz SEED COUNT
+
+Memory is always as large as the sizes say, so that nothing but a check can be wrong. Prints {entry: [calls that ran, refused]}.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import random
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from foresay.models.huggingface.gated_layer import GatedLayer, Norm
+from foresay.models.huggingface.native import build, structs
+from foresay.models.huggingface.native.layers import FlatTokens, NativeLayers
+from foresay.models.huggingface.native.product import NativeProduct
+from foresay.models.huggingface.slot_cache import Placement
+
+ODD = (-(1 << 63), -(1 << 31), -33, -1, 0, 1 << 31, 1 << 40, (1 << 63) - 1)
+"""Sizes that nothing has."""
+LARGE = 1 << 12
+"""Sizes up to this have memory."""
+
+
+class Sizes:
+    """Sizes and the memory for them, from a seed."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._held: list[Any] = []
+
+    def one(self, *usual: int, odd: float = 0.08) -> int:
+        """A size: one of the usual ones, or sometimes one that nothing has."""
+        return self._random.choice(ODD if self._random.random() < odd else usual)
+
+    def often(self, share: float) -> bool:
+        return self._random.random() < share
+
+    def floats(self, *shape: int) -> int | None:
+        """The address of random float32 numbers, which are bf16 numbers, levels and scales as well; None without memory."""
+        count = 1
+        for size in shape:
+            if not 0 < size <= LARGE:
+                return None
+            count *= size
+        self._held = [*self._held[-64:], torch.rand(count)]
+        return int(self._held[-1].data_ptr())
+
+    def integers(self, count: int, low: int, high: int) -> int | None:
+        """The address of `count` int64 numbers from low to high, mostly in order."""
+        if not 0 < count <= LARGE:
+            return None
+        found = [self._random.randint(low, max(low, high)) for _ in range(count)]
+        return self.keep(torch.tensor(sorted(found) if self.often(0.9) else found))
+
+    def keep(self, tensor: torch.Tensor) -> int:
+        self._held.append(tensor)
+        return int(tensor.data_ptr())
+
+
+def product(sizes: Sizes) -> structs.Product:
+    form = sizes.one(0, 1, 2, 3, 4, 5)
+    outputs, depth = sizes.one(1, 5, 32, 33, 70), sizes.one(1, 3, 4, 30, 32, 64, 96)
+    padded = (-(-outputs // 32) * 32, -(-depth // 4) * 4)
+    weights = sizes.floats(*padded)
+    if form in (4, 5) and weights is not None:
+        row = weights
+        weights = sizes.keep(torch.tensor([row] * outputs))
+    scales = sizes.floats(2, *padded) if sizes.often(0.9) else None
+    return structs.Product(form, outputs, depth, weights, scales, None)
+
+
+def multiply(sizes: Sizes, library: Any) -> None:
+    one, rows = product(sizes), sizes.one(0, 1, 2, 7, 9, 50)
+    x, out = sizes.floats(max(rows, 1), one.depth), sizes.floats(max(rows, 1), one.outputs)
+    if x is None or out is None:
+        rows = -1
+    library.foresay_multiply(ctypes.byref(one), x, out, rows, sizes.one(0, 1, odd=0), sizes.one(1, 2, 3))
+
+
+def pack(sizes: Sizes, library: Any) -> None:
+    outputs, depth = sizes.one(1, 31, 32, 40), sizes.one(31, 32, 64, 256, 260, 512)
+    count = outputs if 0 < outputs <= LARGE else 1
+    blocks = sizes.floats(max(1, min(depth, LARGE)))
+    rows = sizes.keep(torch.tensor([blocks] * count))
+    kinds = sizes.keep(torch.tensor([sizes.one(0, 0, 1, 2, 3, odd=0)] * count, dtype=torch.uint8))
+    panels = -(-count // 32)
+    words = sizes.keep(torch.zeros(panels * min(max(depth, 4), LARGE) * 4, dtype=torch.int32))
+    scales = sizes.keep(torch.zeros(panels * min(max(depth, 32), LARGE) * 2, dtype=torch.int16))
+    library.foresay_pack(rows, kinds, outputs, depth, words, scales, sizes.one(1, 2))
+
+
+def add_norm(sizes: Sizes, library: Any) -> None:
+    tokens, width = sizes.one(0, 1, 5), sizes.one(1, 7, 100)
+    x, added, out = (sizes.floats(max(tokens, 1), width) for _ in range(3))
+    if x is None or added is None or out is None:
+        width = -1
+    library.foresay_add_norm(x, added, sizes.floats(width), 1.0, sizes.floats(width), out, tokens, width, 1e-5)
+
+
+def gate(sizes: Sizes, library: Any) -> None:
+    tokens, width = sizes.one(0, 1, 5), sizes.one(1, 7, 50)
+    joint, out = sizes.floats(2, max(tokens, 1), width), sizes.floats(max(tokens, 1), width)
+    if joint is None or out is None:
+        width = -1
+    library.foresay_gate(joint, out, tokens, width, sizes.one(0, 1, 2))
+
+
+def attend(sizes: Sizes, library: Any) -> None:
+    tokens, columns = sizes.one(1, 2, 5, 20, odd=0.02), sizes.one(2, 4, odd=0.02)
+    keys, dim = sizes.one(1, 2, 3, odd=0.01), sizes.one(1, 2, 7, 8, 16, odd=0.01)
+    queries = keys * sizes.one(1, 2, odd=0) if sizes.often(0.9) else sizes.one(1, 4, 6)
+    rows, slots = sizes.one(1, 3, odd=0.01), sizes.one(1, 8, 200, odd=0.01)
+    even = dim // 2 * 2
+    rotated = sizes.one(0, even, even, even, even, dim + 1, 2 * dim, odd=0.01)
+    count = rows if 0 < rows <= LARGE else 1
+    places = [sizes.floats(2, slots, keys * dim) for _ in range(count)]
+    lost = [sizes.often(0.02) for _ in places]  # rows without a block, whose capacity says so or not
+    capacities = [0 if gone and sizes.often(0.5) else slots for gone in lost]
+    blocks = sizes.keep(torch.tensor([0 if gone else place or 0 for gone, place in zip(lost, places, strict=True)]))
+    held = sizes.keep(torch.tensor([n if abs(n) < 1 << 62 else -1 for n in capacities]))
+    tree = sizes.often(0.3)
+    most = min(slots, columns) if tree else slots
+    step = sizes.integers(tokens, 0, most - 1) if sizes.often(0.9) else sizes.integers(tokens, -2, slots + 2)
+    seen = None
+    if tree and 0 < tokens <= LARGE and 0 < columns <= LARGE:
+        seen = sizes.keep(
+            torch.tensor([sizes.one(*[1] * 20, 0, odd=0) for _ in range(tokens * columns)], dtype=torch.uint8)
+        )
+    starts = sizes.integers(tokens, -1 if sizes.often(0.1) else 0, slots if sizes.often(0.1) else 0)
+    turned = rotated > 0
+    asked = structs.Attention(
+        tokens=tokens, columns=columns, queries=queries, keys=keys, dim=dim, rotated=rotated, wide=0,
+        window=sizes.one(0, 0, 3, odd=0.05), layer=sizes.one(*[0] * 30, 1, -1, odd=0.01), store_rows=rows, blocks=blocks, capacities=held,
+        rows=sizes.integers(tokens, 0, rows - 1) if sizes.often(0.9) else sizes.integers(tokens, -1, rows),
+        slots=step, starts=starts, positions=step if sizes.often(0.8) else sizes.integers(tokens, -1, slots),
+        ancestors=seen, cosines=sizes.floats(tokens, rotated) if turned else None,
+        sines=sizes.floats(tokens, rotated) if turned else None, query_norm=None, key_norm=None, eps=1e-5, scaling=0.3,
+        softcap=0.0,
+    )  # fmt: skip
+    joint = sizes.floats(tokens, queries + 2 * keys, dim)
+    scratch, out = sizes.floats(tokens, queries, dim), sizes.floats(tokens, queries, dim)
+    if None in (*places, joint, scratch, out):
+        asked.tokens = -1
+    library.foresay_attend(ctypes.byref(asked), joint, scratch, out, 0, sizes.one(1, 2))
+
+
+def whole(sizes: Sizes, library: Any) -> None:
+    """A model of two layers whose sizes mostly fit each other, by the classes that make the structs."""
+    hidden, inner, dim, keys = sizes.one(16, 32, odd=0), sizes.one(8, 12, 48, odd=0), sizes.one(4, 8, 3, 1, odd=0), 2
+    queries = keys * 2 if sizes.often(0.9) else 3
+
+    def weights(outputs: int, depth: int) -> NativeProduct:
+        extra = [sizes.one(-1, 1, 4, odd=0) if sizes.often(0.04) else 0 for _ in range(2)]
+        return NativeProduct.of_numbers(torch.randn(outputs + extra[0], depth + extra[1]), None)
+
+    def norm(width: int) -> Norm:
+        return Norm(torch.ones(width + (1 if sizes.often(0.02) else 0)), 1e-5)
+
+    layers = [
+        GatedLayer(
+            kind="full_attention", before_attention=norm(hidden), qkv=weights((queries + 2 * keys) * dim, hidden),
+            heads=(queries, keys), dim=dim, q_norm=norm(dim), k_norm=norm(dim), wide_norm=False, rotates=sizes.often(0.8),
+            window=None, scaling=0.3, softcap=None, output=weights(hidden, queries * dim), after_attention=None,
+            before_mlp=norm(hidden), gate_up=weights(2 * inner, hidden), activation=torch.nn.functional.silu,
+            down=weights(hidden, inner), after_mlp=None,
+        )
+        for _ in range(2)
+    ]  # fmt: skip
+    native = NativeLayers(layers, norm(hidden), "silu", 1.0, torch.float32)
+    cache = native.new_cache()
+    cache.add_rows(2)
+    at = cache.begin_pass(0, 2, 3, torch.device("cpu"), None)
+    if sizes.often(0.1):
+        at = Placement(at.slots + sizes.one(-1, 500, 1 << 40, odd=0), sizes.one(0, 1, 7, odd=0), at.width)
+    width = sizes.one(dim, dim // 2 * 2, 2 * dim, 0, odd=0)
+    table = torch.rand(6, width)
+    native.run(torch.randn(6, hidden), FlatTokens.of(at, None), cache, {"full_attention": (table, table)}, ())
+
+
+ENTRIES: dict[str, Callable[[Sizes, Any], None]] = {
+    "multiply": multiply, "pack": pack, "add_norm": add_norm, "gate": gate, "attend": attend, "pass": whole,
+}  # fmt: skip
+
+
+def main(seed: int, count: int) -> None:
+    library, sizes = build.library(), Sizes(seed)
+    assert library is not None, build.why_not()
+    torch.manual_seed(seed)
+    found = {}
+    for name, entry in ENTRIES.items():
+        ran = refused = 0
+        for _ in range(count):
+            try:
+                entry(sizes, library)
+                ran += 1
+            except (ValueError, LookupError):
+                refused += 1
+        found[name] = [ran, refused]
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))
