@@ -137,7 +137,8 @@ def attend(sizes: Sizes, library: Any) -> None:
     turned = rotated > 0
     asked = structs.Attention(
         tokens=tokens, columns=columns, queries=queries, keys=keys, dim=dim, rotated=rotated, wide=0,
-        window=sizes.one(0, 0, 3, odd=0.05), layer=sizes.one(*[0] * 30, 1, -1, odd=0.01), store_rows=rows, blocks=blocks, capacities=held,
+        window=sizes.one(0, 0, 3, odd=0.05), store_rows=rows,
+        layer=sizes.one(*[0] * 30, 1, -1, odd=0.01), blocks=blocks, capacities=held,
         rows=sizes.integers(tokens, 0, rows - 1) if sizes.often(0.9) else sizes.integers(tokens, -1, rows),
         slots=step, starts=starts, positions=step if sizes.often(0.8) else sizes.integers(tokens, -1, slots),
         ancestors=seen, cosines=sizes.floats(tokens, rotated) if turned else None,

@@ -248,7 +248,7 @@ def test_a_draft_law_that_is_none_is_the_drafters_failure(rule: str, place: int,
     params = [SamplingParams(temperature=1.0, seed=seed, max_new_tokens=3) for seed in range(600)]
     drafter = Poisoned(place, poison)
     outputs, _, engine = run(TARGET, [PROMPT] * 600, params, drafter=drafter, rule=rule, gamma=4, max_batch_size=64)
-    assert engine.draft_failures > 0 and "do not sum to 1" in str(engine.drafter and engine.drafter.last_error)
+    assert engine.draft_failures > 0 and "does not sum to 1" in str(engine.drafter and engine.drafter.last_error)
     firsts = Counter(output[0] for output in outputs)
     wanted = law(TARGET, params[0], PROMPT, [])
     assert stats.chisquare([firsts[t] for t in range(SIZE)], wanted * 600).pvalue > ALPHA

@@ -20,9 +20,9 @@ from foresay.engine.prefixes import PrefixStore
 WAIT_S = 0.3
 """Seconds that rows which decode wait for prompts between two steps, by default."""
 _TOKENS = 512
-"""Tokens of a piece whose size does not follow the clock, and of the largest one."""
-_FIRST, _LEAST = 64, 16
-"""Tokens of a piece before any was timed, and of the smallest piece."""
+"""Tokens of a piece before any was timed, or without a clock, and of the largest one."""
+_LEAST = 16
+"""Tokens of the smallest piece."""
 
 
 @runtime_checkable
@@ -76,10 +76,9 @@ class Filling:
 
     def _piece(self) -> int:
         """Tokens that may be filled between two steps."""
-        if self._clock is None:
+        if self._clock is None or self._tokens_per_s is None:
             return _TOKENS
-        rate = self._tokens_per_s
-        return _FIRST if rate is None else int(min(max(rate * self.wait_s, _LEAST), _TOKENS))
+        return int(min(max(self._tokens_per_s * self.wait_s, _LEAST), _TOKENS))
 
     def _turn(self, cache: KVCache, rows: Rows, first: int, until: int | None) -> int:
         """The row to fill: by turns the one with the least left and the oldest. Rows from `until` on wait for one of them."""

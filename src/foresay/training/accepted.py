@@ -67,7 +67,7 @@ class Examples:
 class _Watch(LengthPolicy):
     """Drafts chains of one length, and keeps what the draft thought."""
 
-    needs_hidden = True
+    needs_hidden, remembers = True, False
 
     def __init__(self, length: int) -> None:
         self._length = length

@@ -277,7 +277,7 @@ def decoded(
         for step in engine.step():
             out[step.request_id] += step.token_ids
             cached[step.request_id] = max(cached.get(step.request_id, 0), step.num_cached)
-    return list(out.values()), list(cached.values()), engine
+    return list(out.values()), [cached[i] for i in sorted(cached)], engine
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -54,6 +54,7 @@ class Noise(Stateless):
 class _Stepwise(LengthPolicy):
     """Drafts `count` tokens a row, which is set before each timed step."""
 
+    remembers = False
     count = 0
 
     def budget(self, rows: Rows) -> list[int]:

@@ -112,7 +112,7 @@ class Timed(LengthPolicy):
         self._inner, self._clock, self._drafting = inner, clock, drafting
         self.spent_s = 0.0
         """Seconds of all steps so far."""
-        self.needs_hidden = inner.needs_hidden
+        self.needs_hidden, self.remembers = inner.needs_hidden, inner.remembers
 
     def budget(self, rows: Rows) -> list[int]:
         """The inner policy's."""
