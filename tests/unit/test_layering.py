@@ -64,7 +64,8 @@ INSIDE = {
     "models/huggingface/native": [{"structs"}, {"build"}, {"product"}, {"in_place"}, {"layers"}],
     "models/sources": [
         {"load_options", "transformers_errors", "gguf_head"},
-        {"gguf_texts", "gguf_types", "gguf_positions", "packaged", "llama_cpp"},
+        {"gguf_values"},
+        {"gguf_texts", "gguf_types", "gguf_positions", "gguf_shapes", "packaged", "llama_cpp"},
         {"gguf_blocks"},
         {"catalog"},
         {"resolve"},

@@ -15,13 +15,17 @@ from typing import Any
 
 import torch
 
-from foresay.decoding.protocols import LanguageModel
+from foresay.decoding.protocols import Feed, LanguageModel
+from foresay.decoding.rows import Row, Rows
+from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ConfigError, ModelLoadError, ModelNotFoundError, UnknownNameError
 from foresay.models.huggingface import linears
-from foresay.models.sources.gguf_blocks import ARCHITECTURES, model_of_blocks
-from foresay.models.sources.gguf_head import read_head
+from foresay.models.sources.gguf_blocks import model_of_blocks
+from foresay.models.sources.gguf_head import GgufHead, read_head
 from foresay.models.sources.gguf_positions import refuse_unread
+from foresay.models.sources.gguf_shapes import check_amount, check_tensors, empty_model, namer
 from foresay.models.sources.gguf_texts import config_of, tokenizer_of
+from foresay.models.sources.gguf_values import ARCHITECTURES, check_values
 from foresay.models.sources.llama_cpp import open_gguf
 from foresay.models.sources.load_options import DTYPES, LLAMA_CPP, LoadOptions
 from foresay.models.sources.packaged import ALIASES, check_gguf, converted, packaged_file
@@ -32,6 +36,8 @@ logger = logging.getLogger("foresay")
 
 _BF16 = ("bf16", "bfloat16", torch.bfloat16)
 _HUB_TIMEOUT_S = 10.0
+_PROBED = 4
+"""Tokens whose scores are looked at after loading."""
 _TOKENIZER_FILES = ("tokenizer", "tokenization", "vocab", "spiece", "sentencepiece", "source.spm")
 
 
@@ -90,7 +96,18 @@ def load_model(name: str | os.PathLike[str], options: LoadOptions | None = None)
         else:
             weights, tokenizer = _read(folder, extra, options, _decoding_dtype(folder, extra, options, device), device)
     found = wrap(os.fspath(name), weights, tokenizer, optimise=True, bits=options.bits)
+    if "gguf_file" in extra:
+        _check_scores(os.fspath(name), found.model)
     return dataclasses.replace(found, weights=kept)
+
+
+def _check_scores(name: str, model: LanguageModel) -> None:
+    """Raise ModelLoadError where a few tokens' scores are not finite: each weight may be, and no sum of them."""
+    ids = torch.arange(_PROBED) % model.vocab_size
+    cache = model.new_cache()
+    model.admit(Rows([Row(0, ids.tolist(), SamplingParams(), limit=_PROBED + 1)]), 0, cache)
+    if not bool(torch.isfinite(model.forward(Feed(ids[None], [_PROBED]), cache).scores()).all()):
+        raise ModelLoadError(f"{name!r} cannot be used: its weights give scores that are not finite; get the file again")
 
 
 def is_gguf(name: str | os.PathLike[str]) -> bool:
@@ -123,8 +140,6 @@ def load_weights(name: str | os.PathLike[str], options: LoadOptions | None = Non
     folder, extra, owned = _locate(os.fspath(name), options)
     device = _device(options)
     with quiet_transformers(), load_errors(os.fspath(name), owned):
-        if "gguf_file" in extra:
-            refuse_unread(read_head(Path(folder) / extra["gguf_file"]), in_blocks=False)
         return _read(folder, extra, options, _dtype(options.computes_in, device), device)
 
 
@@ -222,15 +237,36 @@ def _blocks(path: Path, options: LoadOptions, device: torch.device) -> tuple[Any
 
     That is where a GPU or something else was asked for, and for architectures that are not known here.
     """
-    head = read_head(path)
+    head = _head(path)
     plain = options.quantization_config is None and options.device_map is None and options.tp_plan is None
     plain = plain and options.weights == "auto" and options.dtype in ("auto", *_BF16)
     plain = plain and device.type == "cpu" and head.architecture in ARCHITECTURES
-    refuse_unread(head, in_blocks=plain)
     if not plain:
         return None
+    refuse_unread(head, in_blocks=True)
     config = config_of(head)
     return model_of_blocks(head, config, torch.bfloat16), tokenizer_of(path, config)
+
+
+def _head(path: Path) -> GgufHead:
+    """A file's head, whose values are checked."""
+    head = read_head(path)
+    check_values(head)
+    return head
+
+
+def _dense_config(head: GgufHead) -> Any:
+    """The configuration of a file that transformers is to dequantise; refused before it makes a model by the file's values."""
+    from transformers import AutoConfig
+
+    refuse_unread(head, in_blocks=False)
+    if head.architecture in ARCHITECTURES:
+        config = config_of(head)
+        check_tensors(head, empty_model(config, torch.float32), namer(head, config))
+    else:
+        config = AutoConfig.from_pretrained(head.path.parent, gguf_file=head.path.name)
+        check_amount(head, empty_model(config, torch.float32))
+    return config
 
 
 def _device(options: LoadOptions) -> torch.device:
@@ -249,7 +285,7 @@ def _tokenizer(folder: str, extra: dict[str, Any], options: LoadOptions) -> Any:
 
     if "gguf_file" in extra:
         path = Path(folder) / extra["gguf_file"]
-        head = read_head(path)
+        head = _head(path)
         if head.architecture in ARCHITECTURES:
             return tokenizer_of(path, config_of(head))
     return AutoTokenizer.from_pretrained(folder, **_common(options), **extra)
@@ -277,8 +313,10 @@ def _read(
         from transformers import GgufConfig
 
         kwargs["quantization_config"] = GgufConfig(dequantize=True)
+    if "gguf_file" in extra:
+        kwargs["config"] = _dense_config(_head(Path(folder) / extra["gguf_file"]))
     tokenizer = _tokenizer(folder, extra, options)
-    # a GGUF file is taken for a decoder-only model: finding out would read all of its header once more
+    # a GGUF file is taken for a decoder-only model
     paired = "gguf_file" not in extra and AutoConfig.from_pretrained(folder, **common).is_encoder_decoder
     kind = AutoModelForSeq2SeqLM if paired else AutoModelForCausalLM
     model, report = kind.from_pretrained(folder, output_loading_info=True, **kwargs)
