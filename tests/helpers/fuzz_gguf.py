@@ -163,7 +163,8 @@ def check(path: Path) -> None:
         loaded.model.admit(rows, 0, kept)
         scores = loaded.model.forward(Feed(torch.tensor([TOKENS]), [len(TOKENS)]), kept).scores()
     except ForesayError as error:
-        assert "\n" not in str(error), f"more than a line: {error}"
+        if "\n" in str(error):
+            raise AssertionError(f"an error of more than a line: {error!r}") from error
         return
     assert bool(torch.isfinite(scores).all()), "scores that are not finite"
 
@@ -332,7 +333,14 @@ def _swapped(image: Image, dice: random.Random) -> None:
 
 
 def _renamed(image: Image, dice: random.Random) -> None:
-    names = (b"", b"rope_freqs.weight", b"output.weight", b"blk.99999999999.attn_q.weight", b"blk.0.attn_q.bias", b"\xff")
+    names = (
+        b"",
+        b"rope_freqs.weight",
+        b"output.weight",
+        b"blk.99999999999.attn_q.weight",
+        b"blk.0.attn_q.bias",
+        b"\xff",
+    )
     dice.choice(image.tensors).name = dice.choice((*names, b"x" * 100_000))
 
 

@@ -20,12 +20,12 @@ from foresay.decoding.rows import Row, Rows
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ConfigError, ModelLoadError, ModelNotFoundError, UnknownNameError
 from foresay.models.huggingface import linears
+from foresay.models.sources.config_checks import check_config, check_size
 from foresay.models.sources.gguf_blocks import model_of_blocks
-from foresay.models.sources.gguf_head import GgufHead, read_head
 from foresay.models.sources.gguf_positions import refuse_unread
-from foresay.models.sources.gguf_shapes import check_amount, check_tensors, empty_model, namer
+from foresay.models.sources.gguf_shapes import dense_config
 from foresay.models.sources.gguf_texts import config_of, tokenizer_of
-from foresay.models.sources.gguf_values import ARCHITECTURES, check_values
+from foresay.models.sources.gguf_values import ARCHITECTURES, checked_head
 from foresay.models.sources.llama_cpp import open_gguf
 from foresay.models.sources.load_options import DTYPES, LLAMA_CPP, LoadOptions
 from foresay.models.sources.packaged import ALIASES, check_gguf, converted, packaged_file
@@ -94,20 +94,27 @@ def load_model(name: str | os.PathLike[str], options: LoadOptions | None = None)
         if blocks is not None:
             (weights, tokenizer), kept = blocks, "GGUF"
         else:
+            _check_config(folder, extra, options)
             weights, tokenizer = _read(folder, extra, options, _decoding_dtype(folder, extra, options, device), device)
-    found = wrap(os.fspath(name), weights, tokenizer, optimise=True, bits=options.bits)
-    if "gguf_file" in extra:
+    with load_errors(os.fspath(name), owned):
+        found = wrap(os.fspath(name), weights, tokenizer, optimise=True, bits=options.bits)
         _check_scores(os.fspath(name), found.model)
     return dataclasses.replace(found, weights=kept)
 
 
 def _check_scores(name: str, model: LanguageModel) -> None:
-    """Raise ModelLoadError where a few tokens' scores are not finite: each weight may be, and no sum of them."""
-    ids = torch.arange(_PROBED) % model.vocab_size
+    """Score a few tokens: what is wrong with a model's numbers, and was not seen in its files, must not end a request.
+
+    Raises ModelLoadError for scores that are not finite, and whatever the pass raises.
+    """
+    ids = torch.arange(min(_PROBED, model.max_length)) % model.vocab_size
+    source = ids.tolist() if model.capabilities.reads_source else None
     cache = model.new_cache()
-    model.admit(Rows([Row(0, ids.tolist(), SamplingParams(), limit=_PROBED + 1)]), 0, cache)
-    if not bool(torch.isfinite(model.forward(Feed(ids[None], [_PROBED]), cache).scores()).all()):
-        raise ModelLoadError(f"{name!r} cannot be used: its weights give scores that are not finite; get the file again")
+    model.admit(Rows([Row(0, ids.tolist(), SamplingParams(), limit=len(ids) + 1, source=source)]), 0, cache)
+    scores = model.forward(Feed(ids[None], [len(ids)]), cache).scores()
+    known = torch.isfinite(scores) | (scores == -torch.inf)  # of ids that a head lacks
+    if not bool(known.all()) or not bool(torch.isfinite(scores).any(-1).all()):
+        raise ModelLoadError(f"{name!r} cannot be used: it gives scores that are not finite; get its files again")
 
 
 def is_gguf(name: str | os.PathLike[str]) -> bool:
@@ -140,6 +147,7 @@ def load_weights(name: str | os.PathLike[str], options: LoadOptions | None = Non
     folder, extra, owned = _locate(os.fspath(name), options)
     device = _device(options)
     with quiet_transformers(), load_errors(os.fspath(name), owned):
+        _check_config(folder, extra, options)
         return _read(folder, extra, options, _dtype(options.computes_in, device), device)
 
 
@@ -151,6 +159,8 @@ def load_tokenizer(name: str | os.PathLike[str], options: LoadOptions | None = N
     options = options or LoadOptions()
     folder, extra, owned = _locate(os.fspath(name), options, weights=False)
     with quiet_transformers(), load_errors(os.fspath(name), owned):
+        if (Path(folder) / "config.json").is_file():  # from which transformers takes the class
+            _check_config(folder, extra, options)
         return _tokenizer(folder, extra, options)
 
 
@@ -204,6 +214,12 @@ def _dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
     return native_dtype(device) if dtype == "auto" else DTYPES[dtype]
 
 
+def _check_config(folder: str, extra: dict[str, Any], options: LoadOptions) -> None:
+    """Check a folder's configuration; a GGUF file's is made from values that are checked."""
+    if "gguf_file" not in extra:
+        check_config(folder, {**_common(options), **extra})
+
+
 def _decoding_dtype(folder: str, extra: dict[str, Any], options: LoadOptions, device: torch.device) -> torch.dtype:
     """What a target decodes in: under `auto` bf16 too where our kernels make whole passes, which then read half the bytes."""
     dtype = _dtype(options.computes_in, device)
@@ -237,7 +253,7 @@ def _blocks(path: Path, options: LoadOptions, device: torch.device) -> tuple[Any
 
     That is where a GPU or something else was asked for, and for architectures that are not known here.
     """
-    head = _head(path)
+    head = checked_head(path)
     plain = options.quantization_config is None and options.device_map is None and options.tp_plan is None
     plain = plain and options.weights == "auto" and options.dtype in ("auto", *_BF16)
     plain = plain and device.type == "cpu" and head.architecture in ARCHITECTURES
@@ -246,27 +262,6 @@ def _blocks(path: Path, options: LoadOptions, device: torch.device) -> tuple[Any
     refuse_unread(head, in_blocks=True)
     config = config_of(head)
     return model_of_blocks(head, config, torch.bfloat16), tokenizer_of(path, config)
-
-
-def _head(path: Path) -> GgufHead:
-    """A file's head, whose values are checked."""
-    head = read_head(path)
-    check_values(head)
-    return head
-
-
-def _dense_config(head: GgufHead) -> Any:
-    """The configuration of a file that transformers is to dequantise; refused before it makes a model by the file's values."""
-    from transformers import AutoConfig
-
-    refuse_unread(head, in_blocks=False)
-    if head.architecture in ARCHITECTURES:
-        config = config_of(head)
-        check_tensors(head, empty_model(config, torch.float32), namer(head, config))
-    else:
-        config = AutoConfig.from_pretrained(head.path.parent, gguf_file=head.path.name)
-        check_amount(head, empty_model(config, torch.float32))
-    return config
 
 
 def _device(options: LoadOptions) -> torch.device:
@@ -285,7 +280,7 @@ def _tokenizer(folder: str, extra: dict[str, Any], options: LoadOptions) -> Any:
 
     if "gguf_file" in extra:
         path = Path(folder) / extra["gguf_file"]
-        head = _head(path)
+        head = checked_head(path)
         if head.architecture in ARCHITECTURES:
             return tokenizer_of(path, config_of(head))
     return AutoTokenizer.from_pretrained(folder, **_common(options), **extra)
@@ -314,11 +309,14 @@ def _read(
 
         kwargs["quantization_config"] = GgufConfig(dequantize=True)
     if "gguf_file" in extra:
-        kwargs["config"] = _dense_config(_head(Path(folder) / extra["gguf_file"]))
+        kwargs["config"] = dense_config(checked_head(Path(folder) / extra["gguf_file"]))
     tokenizer = _tokenizer(folder, extra, options)
-    # a GGUF file is taken for a decoder-only model
-    paired = "gguf_file" not in extra and AutoConfig.from_pretrained(folder, **common).is_encoder_decoder
-    kind = AutoModelForSeq2SeqLM if paired else AutoModelForCausalLM
+    kind = AutoModelForCausalLM
+    if "gguf_file" not in extra:  # which is taken for a decoder-only model
+        config = AutoConfig.from_pretrained(folder, **common)
+        kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else kind
+        if Path(folder).is_dir():
+            check_size(folder, kind, config, trust_remote_code=options.trust_remote_code)
     model, report = kind.from_pretrained(folder, output_loading_info=True, **kwargs)
     absent = sorted([*report["missing_keys"], *(str(key) for key in report["mismatched_keys"])])
     if absent:

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from foresay.errors import ModelLoadError
 from foresay.models.huggingface.linears import (
     TOGETHER,
     FrozenEmbedding,
@@ -28,6 +27,7 @@ from foresay.models.sources.gguf_head import GgufHead
 from foresay.models.sources.gguf_positions import scale_positions
 from foresay.models.sources.gguf_shapes import Name, check_tensors, empty_model, namer
 from foresay.models.sources.gguf_types import Blocks, Eights, Numbers, Weight, joined, unpacked
+from foresay.models.sources.gguf_values import refused_tensor
 
 
 def model_of_blocks(head: GgufHead, config: Any, dtype: torch.dtype) -> Any:
@@ -58,7 +58,7 @@ class _File:
             return None
         weight, kind = unpacked(tensor), own.split(".")[-2]
         if not weight.is_finite():
-            raise ModelLoadError(f"{str(self._head.path)!r} cannot be read: its tensor {own!r} has numbers that are not finite")
+            raise refused_tensor(self._head, own, "has numbers that are not finite")
         if self._head.architecture == "llama" and kind in self._heads:  # biases too
             return weight.rows(_interleaved(tensor.shape[0], self._heads[kind]))
         if self._head.architecture.startswith("gemma") and "norm" in own:

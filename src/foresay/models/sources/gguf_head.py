@@ -51,6 +51,8 @@ class StoredList:
 
     kind: int
     count: int
+    longest: int
+    """Bytes of the longest text of a list of texts, else 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +105,7 @@ class _Reader:
             start = self._at
             key = self._string("a key")
             if key in values or key in lists:
-                raise ValueError(f"the value {_quoted(key)} occurs twice")
+                raise ValueError(f"the value {shortened(key)} occurs twice")
             value = self._value(key, *self._numbers("I"))
             if isinstance(value, StoredList):
                 lists[key] = value
@@ -119,7 +121,7 @@ class _Reader:
         """Refuse a count of parts, of `size` bytes at least, that the rest of the file cannot hold."""
         room = max(0, len(self._data) - self._at) // size
         if count > room:
-            raise ValueError(f"it ends within its head: {what} is {count}, and what is left of it has room for {room}")
+            raise ValueError(f"it ends within its head: {what} is {count}, and the rest of it has room for {room}")
         if most is not None and count > most:
             raise ValueError(f"{what} is {count}; at most {most} are read")
 
@@ -141,47 +143,52 @@ class _Reader:
     def _value(self, key: str, kind: int) -> str | int | float | bool | StoredList:
         """A value; a list is passed by."""
         if kind == STRING:
-            return self._string(f"the value of {_quoted(key)}")
+            return self._string(f"the value of {shortened(key)}")
         if kind == _LIST:
             return self._list(key)
         if kind not in _SCALARS:
-            raise ValueError(f"the value {_quoted(key)} is of type {kind}; types 0 to 12 are read")
+            raise ValueError(f"the value {shortened(key)} is of type {kind}; types 0 to 12 are read")
         [value] = self._numbers(_SCALARS[kind])
         return value  # type: ignore[no-any-return]
 
     def _list(self, key: str) -> StoredList:
         inner, count = self._numbers("IQ")
+        longest = 0
         if inner in _SCALARS:
             size = struct.calcsize(_SCALARS[inner])
-            self._check_count(f"the length of the list {_quoted(key)}", count, size)
+            self._check_count(f"the length of the list {shortened(key)}", count, size)
             self._at += count * size
         elif inner == STRING:
-            self._check_count(f"the length of the list {_quoted(key)}", count, 8)
+            self._check_count(f"the length of the list {shortened(key)}", count, 8)
             for _ in range(count):
-                self._at += struct.unpack_from("<Q", self._view, self._at)[0] + 8
+                [size] = struct.unpack_from("<Q", self._view, self._at)
+                longest = max(longest, size)
+                self._at += 8 + size
             if self._at > len(self._data):
-                raise ValueError(f"it ends within its head: the last text of the list {_quoted(key)} ends behind it")
+                raise ValueError(
+                    f"it ends within its head: the last text of the list {shortened(key)} ends past its end"
+                )
         else:
-            raise ValueError(f"the list {_quoted(key)} is of type {inner}; lists of numbers or texts are read")
-        return StoredList(inner, count)
+            raise ValueError(f"the list {shortened(key)} is of type {inner}; lists of numbers or texts are read")
+        return StoredList(inner, count, longest)
 
     def _tensors(self, count: int, step: int) -> dict[str, StoredTensor]:
         self._check_count("the number of tensors", count, 24, _MOST)
         found = [(self._string("a tensor's name"), *self._place()) for _ in range(count)]
-        named = {name: place for name, *place in found}
+        named = {name: (shape, kind, at) for name, shape, kind, at in found}
         if len(named) < count:
             [(twice, _)] = Counter(name for name, *_ in found).most_common(1)
-            raise ValueError(f"the tensor {_quoted(twice)} occurs twice")
+            raise ValueError(f"the tensor {shortened(twice)} occurs twice")
         start = -(-self._at // step) * step
         tensors, spans = {}, []
         for name, (shape, kind, at) in named.items():
             if at % step:
-                raise ValueError(f"the tensor {_quoted(name)} begins at {at}, which is no multiple of {step}")
+                raise ValueError(f"the tensor {shortened(name)} begins at {at}, which is no multiple of {step}")
             tensors[name] = self._tensor(name, shape, kind, start + at)
             spans.append((at, at + tensors[name].data.nbytes, name))
         for (_, end, one), (begin, _, other) in itertools.pairwise(sorted(spans)):
             if begin < end:
-                raise ValueError(f"the tensors {_quoted(one)} and {_quoted(other)} lie one upon the other")
+                raise ValueError(f"the tensors {shortened(one)} and {shortened(other)} overlap")
         return tensors
 
     def _place(self) -> tuple[tuple[int, ...], int, int]:
@@ -199,14 +206,16 @@ class _Reader:
         try:
             form = gguf.GGMLQuantizationType(kind)
         except ValueError:
-            raise ValueError(f"the tensor {_quoted(name)} is of type {kind}, which ggml does not know") from None
+            raise ValueError(f"the tensor {shortened(name)} is of type {kind}, which ggml does not know") from None
         numbers, size = gguf.GGML_QUANT_SIZES[form]
         if not shape or 0 in shape:
-            raise ValueError(f"the tensor {_quoted(name)} has the shape {list(shape)}; dimensions are at least 1")
+            raise ValueError(f"the tensor {shortened(name)} has the shape {list(shape)}; dimensions are at least 1")
         rows, columns = math.prod(shape[:-1]), shape[-1]
         width = columns // numbers * size
         if columns % numbers or start + rows * width > len(self._data):
-            raise ValueError(f"the tensor {_quoted(name)} {list(shape)} of type {form.name} ends behind the file")
+            raise ValueError(
+                f"the tensor {shortened(name)} {list(shape)} of type {form.name} ends past the end of the file"
+            )
         return StoredTensor(shape, form.name, self._data[start : start + rows * width].reshape(rows, width))
 
 
@@ -218,6 +227,7 @@ def _alignment(values: Mapping[str, Any]) -> int:
     return step
 
 
-def _quoted(name: str) -> str:
-    """A name of the file, short enough for a message of one line."""
-    return repr(name if len(name) <= 80 else name[:77] + "...")
+def shortened(value: object) -> str:
+    """A name or value of a file for a message of one line."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:76] + "...'"

@@ -12,6 +12,7 @@ import torch
 
 from foresay.errors import ModelLoadError
 from foresay.models.sources.gguf_head import GgufHead
+from foresay.models.sources.gguf_values import refused_tensor
 
 _FACTORS = "rope_freqs.weight"
 """What each frequency is divided by, [D / 2] (Llama 3.1 and later)."""
@@ -51,14 +52,12 @@ def scale_positions(model: Any, head: GgufHead) -> None:
     if stored is None:
         return
     if stored.kind != "F32":
-        raise ModelLoadError(f"{str(head.path)!r} cannot be read: its tensor {_FACTORS} is of type {stored.kind}, not F32")
+        raise refused_tensor(head, _FACTORS, f"is of type {stored.kind}; F32 is read")
     factors = torch.frombuffer(bytearray(stored.data.tobytes()), dtype=torch.float32)
     least, greatest = _RANGE
     for one in factors.tolist():
         if not least <= one <= greatest:
-            raise ModelLoadError(
-                f"{str(head.path)!r} cannot be read: its tensor {_FACTORS} has {one}; allowed is {least:g} to {greatest:g}"
-            )
+            raise refused_tensor(head, _FACTORS, f"has {one}; allowed is {least:g} to {greatest:g}")
     _divide(model, "", factors)
 
 

@@ -10,11 +10,14 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from foresay.errors import ModelLoadError
 from foresay.models.sources.gguf_head import GgufHead, StoredTensor
-from foresay.models.sources.gguf_values import refused
+from foresay.models.sources.gguf_positions import refuse_unread
+from foresay.models.sources.gguf_texts import config_of
+from foresay.models.sources.gguf_values import ARCHITECTURES, refused, refused_tensor
 
 PLAIN = ("F32", "F16", "BF16")
 """Types that are not rounded."""
@@ -55,6 +58,20 @@ def namer(head: GgufHead, config: Any) -> Name:
         return f"{names.get_name(stem)}.{suffix}"
 
     return name
+
+
+def dense_config(head: GgufHead) -> Any:
+    """The configuration of a file that transformers is to dequantise, compared with the file's tensors. Raises ModelLoadError."""
+    from transformers import AutoConfig
+
+    refuse_unread(head, in_blocks=False)
+    if head.architecture in ARCHITECTURES:
+        config = config_of(head)
+        check_tensors(head, empty_model(config, torch.float32), namer(head, config))
+    else:
+        config = AutoConfig.from_pretrained(head.path.parent, gguf_file=head.path.name)
+        check_amount(head, empty_model(config, torch.float32))
+    return config
 
 
 def check_tensors(head: GgufHead, model: Any, name: Name) -> None:
@@ -120,8 +137,7 @@ def _check_tensor(head: GgufHead, own: str, tensor: StoredTensor, shapes: Mappin
         why = f"is of type {tensor.kind}, which weights are not read from"
     else:
         return
-    name = own if len(own) <= 80 else own[:77] + "..."
-    raise ModelLoadError(f"{str(head.path)!r} cannot be read: its tensor {name!r} {why}")
+    raise refused_tensor(head, own, why)
 
 
 def _check_supposed(head: GgufHead, config: Any) -> None:

@@ -34,8 +34,14 @@ def config_of(head: GgufHead) -> Any:
     if f"{head.architecture}.vocab_size" not in head.values and "token_embd.weight" in head.tensors:
         config.vocab_size = head.tensors["token_embd.weight"].shape[0]
     if f"{head.architecture}.attention.key_length" in head.values and hasattr(config, "head_dim"):
-        config.head_dim = head.values[f"{head.architecture}.attention.key_length"]  # which is read for some families only
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):  # where the file has none, those of a model of the family
+        config.head_dim = head.values[
+            f"{head.architecture}.attention.key_length"
+        ]  # which is read for some families only
+    for name in (
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+    ):  # where the file has none, those of a model of the family
         one = getattr(config, name, None)
         if isinstance(one, int) and one >= config.vocab_size:
             setattr(config, name, None)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 import re
+from pathlib import Path
 
 from foresay.errors import ModelLoadError
-from foresay.models.sources.gguf_head import FLOATS, INTEGERS, STRING, GgufHead
+from foresay.models.sources.gguf_head import FLOATS, INTEGERS, STRING, GgufHead, read_head, shortened
 
 ARCHITECTURES = frozenset({"llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3"})
 """Families whose files are read in their own blocks. The others' are dequantised by transformers; there 0 is a size not used."""
@@ -53,10 +54,25 @@ _FACTORS = {
 }
 """Numbers by their names behind the architecture's: the least and the greatest. None of them divides by zero in float32."""
 _TOKENS = "tokenizer.ggml.tokens"
+_LONGEST_TOKEN = 1024
+"""Bytes: merges that a file lacks are found by cutting each token everywhere, which takes the square of its length."""
 _PER_TOKEN = {"tokenizer.ggml.scores": FLOATS, "tokenizer.ggml.token_type": INTEGERS}
 _SPECIAL = ("bos", "eos", "unknown", "padding")
 """Special tokens that are read."""
-_TEXTS = ("general.architecture", "general.name", "tokenizer.ggml.model", "tokenizer.ggml.pre", "tokenizer.chat_template")
+_TEXTS = (
+    "general.architecture",
+    "general.name",
+    "tokenizer.ggml.model",
+    "tokenizer.ggml.pre",
+    "tokenizer.chat_template",
+)
+
+
+def checked_head(path: Path) -> GgufHead:
+    """A file's head, whose values are checked. Raises as `read_head` and `check_values` do."""
+    head = read_head(path)
+    check_values(head)
+    return head
 
 
 def check_values(head: GgufHead) -> None:
@@ -77,10 +93,13 @@ def check_values(head: GgufHead) -> None:
 def refused(head: GgufHead, key: str, allowed: str) -> ModelLoadError:
     """The error for a value of a file. allowed: what it may be."""
     stored = head.lists.get(key)
-    found = f"a list of {stored.count}" if stored is not None else repr(head.values.get(key, "missing"))
-    if len(found) > 80:
-        found = found[:77] + "..."
+    found = f"a list of {stored.count}" if stored is not None else shortened(head.values.get(key, "missing"))
     return ModelLoadError(f"{str(head.path)!r} cannot be read: its value {key} is {found}; allowed is {allowed}")
+
+
+def refused_tensor(head: GgufHead, name: str, why: str) -> ModelLoadError:
+    """The error for a tensor of a file. why: begins with a verb."""
+    return ModelLoadError(f"{str(head.path)!r} cannot be read: its tensor {shortened(name)} {why}")
 
 
 def _check_numbers(head: GgufHead) -> None:
@@ -94,11 +113,11 @@ def _check_numbers(head: GgufHead) -> None:
         value = head.values.get(key, least)
         if type(value) is not int or not least <= value <= greatest:
             raise refused(head, key, f"a whole number from {least} to {greatest}")
-    for name, (low, high) in _FACTORS.items():
+    for name, (smallest, largest) in _FACTORS.items():
         key = f"{head.architecture}.{name}"
-        value = head.values.get(key, low)
-        if key in head.lists or type(value) not in (int, float) or not low <= float(value) <= high:
-            raise refused(head, key, f"a finite number from {low:g} to {high:g}")
+        value = head.values.get(key, smallest)
+        if key in head.lists or type(value) not in (int, float) or not smallest <= float(value) <= largest:
+            raise refused(head, key, f"a finite number from {smallest:g} to {largest:g}")
     layers, count = f"{head.architecture}.block_count", len(head.tensors)
     if count and not head.is_part and int(head.values.get(layers, 1)) > count:
         raise refused(head, layers, f"at most one for each of its {count} tensors")
@@ -126,6 +145,10 @@ def _check_vocabulary(head: GgufHead) -> None:
     for key in (_TOKENS, "tokenizer.ggml.merges"):
         if key in head.values or (key in head.lists and head.lists[key].kind != STRING):
             raise refused(head, key, "a list of texts")
+    if tokens.longest > _LONGEST_TOKEN:
+        raise ModelLoadError(
+            f"{str(head.path)!r} cannot be read: a token of {_TOKENS} has {tokens.longest} bytes; allowed are {_LONGEST_TOKEN}"
+        )
     for key, kinds in _PER_TOKEN.items():
         stored = head.lists.get(key)
         if key in head.values or (stored is not None and (stored.count != tokens.count or stored.kind not in kinds)):
