@@ -140,7 +140,7 @@ def cases(seed: int, count: int, folder: Path, first: int = 0) -> Iterator[tuple
     for number in range(first, first + count):
         dice = random.Random(f"gguf {seed} {number}")
         base = dice.choice(list(bases()))
-        image = _copied(bases()[base])
+        image = copied(bases()[base])
         done = []
         for _ in range(dice.choice((1, 1, 1, 2, 3))):
             change = dice.choice(CHANGES)
@@ -169,7 +169,8 @@ def check(path: Path) -> None:
     assert bool(torch.isfinite(scores).all()), "scores that are not finite"
 
 
-def _copied(image: Image) -> Image:
+def copied(image: Image) -> Image:
+    """The same parts, to be changed."""
     tensors = [Tensor(one.name, list(one.dims), one.kind, one.data) for one in image.tensors]
     return Image(list(image.values), tensors)
 

@@ -20,10 +20,10 @@ _LARGEST_FILE = 16 << 20
 """Bytes of a config.json; the largest ones known have some hundred thousand."""
 _DEEPEST = 32
 """Objects within objects."""
-_LAYERS, _WIDTH, _HEADS, _LENGTH = (1, 4096), (1, 1 << 24), (1, 1 << 16), (1, (1 << 31) - 1)
+_LAYERS, _WIDTH, _HEADS, _LENGTH = (1, 1024), (1, 1 << 24), (1, 1 << 16), (1, (1 << 31) - 1)
 _SIZES = {
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers"), _LAYERS),
-    **dict.fromkeys(("encoder_layers", "decoder_layers"), (0, 4096)),
+    **dict.fromkeys(("encoder_layers", "decoder_layers"), (0, 1024)),
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "intermediate_size", "moe_intermediate_size"), _WIDTH),
     **dict.fromkeys(
         ("d_ff", "ffn_dim", "n_inner", "encoder_ffn_dim", "decoder_ffn_dim", "word_embed_proj_dim"), _WIDTH

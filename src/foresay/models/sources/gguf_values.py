@@ -15,7 +15,7 @@ from foresay.models.sources.gguf_head import FLOATS, INTEGERS, STRING, GgufHead,
 
 ARCHITECTURES = frozenset({"llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3"})
 """Families whose files are read in their own blocks. The others' are dequantised by transformers; there 0 is a size not used."""
-_LAYERS, _WIDEST, _LONGEST = 4096, 1 << 20, (1 << 31) - 1
+_LAYERS, _WIDEST, _LONGEST = 1024, 1 << 20, (1 << 31) - 1
 _HEADS = 1 << 16
 _SIZES = {
     "block_count": (1, _LAYERS),
