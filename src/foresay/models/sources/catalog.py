@@ -186,9 +186,9 @@ def wrap(name: str, weights: Any, tokenizer: Any, *, optimise: bool, bits: int |
         return LoadedModel(name, model, tokenizer, end_tokens(weights, tokenizer))
     if optimise:
         if bits is None:
-            linears.freeze_linears(weights)
+            linears.freeze_model(weights)
         else:
-            linears.freeze_linears(weights, linears.in_bits(bits), all_dtypes=True)
+            linears.freeze_model(weights, linears.in_bits(bits), all_dtypes=True)
     if isinstance(model, CausalModel):
         if (why := go_lean(model, compiled=not optimise)) is not None:
             level = logging.INFO if why.expected or not optimise else logging.WARNING
