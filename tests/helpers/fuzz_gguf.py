@@ -384,7 +384,7 @@ CHANGES = (
 
 
 def _main(seed: int, first: int, count: int) -> None:
-    """Check a range; prints "NAME" before and " ok" or the error after each."""
+    """Check a range; print each name before, and " ok" or the error after it. A file that takes too long ends the process."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     with tempfile.TemporaryDirectory() as folder:
