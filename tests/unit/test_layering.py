@@ -65,7 +65,9 @@ INSIDE = {
     "models/huggingface/native": [{"structs", "trust"}, {"build"}, {"product"}, {"in_place"}, {"layers"}],
     "models/sources": [
         {"load_options", "transformers_errors", "gguf_head"},
+        {"gguf_values", "config_checks"},
         {"gguf_texts", "gguf_types", "gguf_positions", "packaged", "llama_cpp"},
+        {"gguf_shapes"},
         {"gguf_blocks"},
         {"catalog"},
         {"resolve"},

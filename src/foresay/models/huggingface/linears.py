@@ -285,10 +285,31 @@ def freeze_linears(model: nn.Module, make: MakeProduct = as_it_is, *, all_dtypes
             count += _join(parent, names, [layer for layer in layers if fits(layer)], make)
         for name, child in list(parent.named_children()):
             if fits(child):
-                bias = None if child.bias is None else child.bias.detach()
+                bias = None if child.bias is None else child.bias.detach().clone()
                 setattr(parent, name, FrozenLinear(make(child.weight.detach(), bias)))
                 count += 1
     return count
+
+
+def freeze_model(model: Any, make: MakeProduct = as_it_is, *, all_dtypes: bool = False) -> None:
+    """Freeze a whole model as `freeze_linears` does, so that its weights are in memory once, and the mapped files not at all.
+
+    The product of a head that is tied to the embedding becomes the embedding's table where its numbers are kept as they are.
+    Weights that are not packed are copied: a view of one keeps the whole checkpoint mapped, and the pages of the packed weights
+    in memory. A model of mostly such weights is left where it is.
+    """
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    tied = type(head) is nn.Linear and type(embedding) is nn.Embedding and head.weight is embedding.weight
+    tied = tied and not model.config.is_encoder_decoder and embedding.max_norm is None  # an encoder's may be scaled too
+    if not freeze_linears(model, make, all_dtypes=all_dtypes):
+        return
+    product = getattr(model.get_output_embeddings(), "product", None)
+    if tied and isinstance(product, NativeProduct) and product.bits >= 16:
+        model.set_input_embeddings(FrozenEmbedding(product, embedding.weight.dtype))
+    left = [weight for weight in model.parameters() if weight.device.type == "cpu"]
+    if sum(weight.nbytes for weight in left) <= held_bytes(model) / 2:
+        for weight in left:
+            weight.data = weight.data.clone()
 
 
 def _join(parent: nn.Module, names: Sequence[str], layers: Sequence[nn.Linear], make: MakeProduct) -> int:

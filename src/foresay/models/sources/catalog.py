@@ -16,14 +16,18 @@ from typing import Any
 
 import torch
 
-from foresay.decoding.protocols import LanguageModel
+from foresay.decoding.protocols import Feed, LanguageModel
+from foresay.decoding.rows import Row, Rows
+from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ConfigError, ModelLoadError, ModelNotFoundError, UnknownNameError, UnsupportedModelError
 from foresay.models.huggingface import linears
 from foresay.models.huggingface.config_sizes import check_sizes
-from foresay.models.sources.gguf_blocks import ARCHITECTURES, model_of_blocks
-from foresay.models.sources.gguf_head import read_head
+from foresay.models.sources.config_checks import check_config, check_size
+from foresay.models.sources.gguf_blocks import model_of_blocks
 from foresay.models.sources.gguf_positions import refuse_unread
+from foresay.models.sources.gguf_shapes import dense_config
 from foresay.models.sources.gguf_texts import config_of, tokenizer_of
+from foresay.models.sources.gguf_values import ARCHITECTURES, checked_head
 from foresay.models.sources.llama_cpp import open_gguf
 from foresay.models.sources.load_options import DTYPES, LLAMA_CPP, LoadOptions
 from foresay.models.sources.packaged import ALIASES, check_gguf, converted, packaged_file
@@ -34,6 +38,8 @@ logger = logging.getLogger("foresay")
 
 _BF16 = ("bf16", "bfloat16", torch.bfloat16)
 _HUB_TIMEOUT_S = 10.0
+_PROBED = 4
+"""Tokens whose scores are looked at after loading."""
 _TOKENIZER_FILES = ("tokenizer", "tokenization", "vocab", "spiece", "sentencepiece", "source.spm")
 
 
@@ -90,9 +96,27 @@ def load_model(name: str | os.PathLike[str], options: LoadOptions | None = None)
         if blocks is not None:
             (weights, tokenizer), kept = blocks, "GGUF"
         else:
+            _check_config(folder, extra, options)
             weights, tokenizer = _read(folder, extra, options, _decoding_dtype(folder, extra, options, device), device)
-    found = wrap(os.fspath(name), weights, tokenizer, optimise=True, bits=options.bits)
+    with load_errors(os.fspath(name), owned):
+        found = wrap(os.fspath(name), weights, tokenizer, optimise=True, bits=options.bits)
+        _check_scores(os.fspath(name), found.model)
     return dataclasses.replace(found, weights=kept)
+
+
+def _check_scores(name: str, model: LanguageModel) -> None:
+    """Score a few tokens: what is wrong with a model's numbers, and was not seen in its files, must not end a request.
+
+    Raises ModelLoadError for scores that are not finite, and whatever the pass raises.
+    """
+    ids = torch.arange(min(_PROBED, model.max_length)) % model.vocab_size
+    source = ids.tolist() if model.capabilities.reads_source else None
+    cache = model.new_cache()
+    model.admit(Rows([Row(0, ids.tolist(), SamplingParams(), limit=len(ids) + 1, source=source)]), 0, cache)
+    scores = model.forward(Feed(ids[None], [len(ids)]), cache).scores()
+    known = torch.isfinite(scores) | (scores == -torch.inf)  # of ids that a head lacks
+    if not bool(known.all()) or not bool(torch.isfinite(scores).any(-1).all()):
+        raise ModelLoadError(f"{name!r} cannot be used: it gives scores that are not finite; get its files again")
 
 
 def is_gguf(name: str | os.PathLike[str]) -> bool:
@@ -125,8 +149,7 @@ def load_weights(name: str | os.PathLike[str], options: LoadOptions | None = Non
     folder, extra, owned = _locate(os.fspath(name), options)
     device = _device(options)
     with quiet_transformers(), load_errors(os.fspath(name), owned):
-        if "gguf_file" in extra:
-            refuse_unread(read_head(Path(folder) / extra["gguf_file"]), in_blocks=False)
+        _check_config(folder, extra, options)
         return _read(folder, extra, options, _dtype(options.computes_in, device), device)
 
 
@@ -138,6 +161,8 @@ def load_tokenizer(name: str | os.PathLike[str], options: LoadOptions | None = N
     options = options or LoadOptions()
     folder, extra, owned = _locate(os.fspath(name), options, weights=False)
     with quiet_transformers(), load_errors(os.fspath(name), owned):
+        if (Path(folder) / "config.json").is_file():  # from which transformers takes the class
+            _check_config(folder, extra, options)
         return _tokenizer(folder, extra, options)
 
 
@@ -163,9 +188,9 @@ def wrap(name: str, weights: Any, tokenizer: Any, *, optimise: bool, bits: int |
         return LoadedModel(name, model, tokenizer, end_tokens(weights, tokenizer))
     if optimise:
         if bits is None:
-            linears.freeze_linears(weights)
+            linears.freeze_model(weights)
         else:
-            linears.freeze_linears(weights, linears.in_bits(bits), all_dtypes=True)
+            linears.freeze_model(weights, linears.in_bits(bits), all_dtypes=True)
     if isinstance(model, CausalModel):
         if (why := go_lean(model, compiled=not optimise)) is not None:
             if not why.expected:  # its own code has to be right then, of a family that is otherwise trusted too
@@ -195,6 +220,12 @@ def _dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
     if isinstance(dtype, torch.dtype):
         return dtype
     return native_dtype(device) if dtype == "auto" else DTYPES[dtype]
+
+
+def _check_config(folder: str, extra: dict[str, Any], options: LoadOptions) -> None:
+    """Check a folder's configuration; a GGUF file's is made from values that are checked."""
+    if "gguf_file" not in extra:
+        check_config(folder, {**_common(options), **extra})
 
 
 def _decoding_dtype(folder: str, extra: dict[str, Any], options: LoadOptions, device: torch.device) -> torch.dtype:
@@ -230,13 +261,13 @@ def _blocks(path: Path, options: LoadOptions, device: torch.device) -> tuple[Any
 
     That is where a GPU or something else was asked for, and for architectures that are not known here.
     """
-    head = read_head(path)
+    head = checked_head(path)
     plain = options.quantization_config is None and options.device_map is None and options.tp_plan is None
     plain = plain and options.weights == "auto" and options.dtype in ("auto", *_BF16)
     plain = plain and device.type == "cpu" and head.architecture in ARCHITECTURES
-    refuse_unread(head, in_blocks=plain)
     if not plain:
         return None
+    refuse_unread(head, in_blocks=True)
     config = config_of(head)
     return model_of_blocks(head, config, torch.bfloat16), tokenizer_of(path, config)
 
@@ -257,7 +288,7 @@ def _tokenizer(folder: str, extra: dict[str, Any], options: LoadOptions) -> Any:
 
     if "gguf_file" in extra:
         path = Path(folder) / extra["gguf_file"]
-        head = read_head(path)
+        head = checked_head(path)
         if head.architecture in ARCHITECTURES:
             return tokenizer_of(path, config_of(head))
     return AutoTokenizer.from_pretrained(folder, **_common(options), **extra)
@@ -288,14 +319,16 @@ def _read(
         from transformers import GgufConfig
 
         kwargs["quantization_config"] = GgufConfig(dequantize=True)
+    if "gguf_file" in extra:
+        kwargs["config"] = dense_config(checked_head(Path(folder) / extra["gguf_file"]))
     tokenizer = _tokenizer(folder, extra, options)
-    # a GGUF file is taken for a decoder-only model: finding out would read all of its header once more
-    paired = False
-    if "gguf_file" not in extra:
+    kind = AutoModelForCausalLM
+    if "gguf_file" not in extra:  # which is taken for a decoder-only model
         config = AutoConfig.from_pretrained(folder, **common)
         check_sizes(config)
-        paired = config.is_encoder_decoder
-    kind = AutoModelForSeq2SeqLM if paired else AutoModelForCausalLM
+        kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else kind
+        if Path(folder).is_dir():
+            check_size(folder, kind, config, trust_remote_code=options.trust_remote_code)
     model, report = kind.from_pretrained(folder, output_loading_info=True, **kwargs)
     absent = sorted([*report["missing_keys"], *(str(key) for key in report["mismatched_keys"])])
     if absent:

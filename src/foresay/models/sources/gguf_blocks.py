@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from foresay.errors import ModelLoadError
 from foresay.models.huggingface.linears import (
     TOGETHER,
     FrozenEmbedding,
@@ -26,27 +25,20 @@ from foresay.models.huggingface.native.product import NativeProduct
 from foresay.models.huggingface.rounding import rounded_int8
 from foresay.models.sources.gguf_head import GgufHead
 from foresay.models.sources.gguf_positions import scale_positions
+from foresay.models.sources.gguf_shapes import Name, check_tensors, empty_model, namer
 from foresay.models.sources.gguf_types import Blocks, Eights, Numbers, Weight, joined, unpacked
-
-ARCHITECTURES = frozenset({"llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3"})
-"""What files are read here; in Llama's, the rows of queries and keys are interleaved, in Gemma's, one is added to norms."""
+from foresay.models.sources.gguf_values import refused_tensor
 
 
 def model_of_blocks(head: GgufHead, config: Any, dtype: torch.dtype) -> Any:
     """A transformers model whose linear layers hold a file's blocks. Activations and all else are in `dtype`.
 
-    head: of an architecture in ARCHITECTURES. Raises ModelLoadError for a file that lacks tensors.
+    head: of one of ARCHITECTURES, whose values are checked. Raises ModelLoadError for a file whose tensors are not the model's,
+    or hold numbers that are not finite.
     """
-    from accelerate import init_empty_weights
-    from transformers import AutoModelForCausalLM
-    from transformers.initialization import no_init_weights
-
-    with init_empty_weights(), no_init_weights():
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    _fill(model, _File(head, config, dtype))
-    left = [name for name, one in model.named_parameters() if one.device.type == "meta"]
-    if left:
-        raise ModelLoadError(f"the GGUF file lacks {len(left)} of the model's tensors ({', '.join(left[:3])}, ...)")
+    model, name = empty_model(config, dtype), namer(head, config)
+    check_tensors(head, model, name)
+    _fill(model, _File(head, config, dtype, name))
     scale_positions(model, head)
     return model.eval()
 
@@ -54,25 +46,22 @@ def model_of_blocks(head: GgufHead, config: Any, dtype: torch.dtype) -> Any:
 class _File:
     """The tensors of a file by transformers' names."""
 
-    def __init__(self, head: GgufHead, config: Any, dtype: torch.dtype) -> None:
-        import gguf
-
-        self._tensors, self._architecture, self.dtype = head.tensors, head.architecture, dtype
-        known = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
-        self._names = gguf.get_tensor_name_map(known[self._architecture], config.num_hidden_layers)
+    def __init__(self, head: GgufHead, config: Any, dtype: torch.dtype, name: Name) -> None:
+        self._head, self._name, self.dtype = head, name, dtype
         self._heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
 
     def get(self, name: str) -> Weight | None:
-        """A parameter by transformers' name; None where the file has none."""
-        stem, _, suffix = name.rpartition(".")
-        own = str(self._names.get_name(stem))
-        tensor = self._tensors.get(f"{own}.{suffix}")
+        """A parameter by transformers' name; None where the file has none. Raises ModelLoadError for numbers not finite."""
+        own = self._name(name)
+        tensor = self._head.tensors.get(own)
         if tensor is None:
             return None
-        weight, kind = unpacked(tensor), own.rpartition(".")[2]
-        if self._architecture == "llama" and kind in self._heads:  # biases too
+        weight, kind = unpacked(tensor), own.split(".")[-2]
+        if not weight.is_finite():
+            raise refused_tensor(self._head, own, "has numbers that are not finite")
+        if self._head.architecture == "llama" and kind in self._heads:  # biases too
             return weight.rows(_interleaved(tensor.shape[0], self._heads[kind]))
-        if self._architecture.startswith("gemma") and "norm" in own:
+        if self._head.architecture.startswith("gemma") and "norm" in own:
             return Numbers(weight.dense(torch.float32) - 1)
         return weight
 
@@ -83,7 +72,7 @@ class _File:
 
 
 def _interleaved(rows: int, heads: int) -> torch.Tensor:
-    """For each row as transformers wants it, its place in the file, where the two halves of a head alternate."""
+    """For each row as transformers wants it, its index in a Llama's file, where the two halves of a head alternate."""
     return torch.arange(rows).view(heads, rows // heads // 2, 2).transpose(1, 2).reshape(-1)
 
 
@@ -142,9 +131,6 @@ def _fill_linear(
     """A layer's weights: as a product where the file holds them rounded, else as they are."""
     if weight is None:
         return
-    old = getattr(parent, name)
-    if old.bias is not None and bias is None:
-        raise ModelLoadError(f"the GGUF file lacks the biases of {name}")
     if not isinstance(weight, Numbers):
         setattr(parent, name, FrozenLinear(weight.product(dtype, bias)))
         return
@@ -163,8 +149,7 @@ def _fill_together(parent: Any, path: str, names: Sequence[str], file: _File) ->
         return
     weight = joined([file.get(f"{path}.{name}.weight") for name in names])
     biases = [file.dense(f"{path}.{name}.bias") for name in names]
-    lacking = any(one is None and layer.bias is not None for one, layer in zip(biases, layers, strict=True) if layer)
-    if weight is None or lacking or len({bias is None for bias in biases}) > 1:
+    if weight is None or len({bias is None for bias in biases}) > 1:
         return  # the configuration need not say that there are biases: the file does
     bias = None if biases[0] is None else torch.cat([one for one in biases if one is not None])
     replace_jointly(parent, names, weight.product(file.dtype, bias))

@@ -12,9 +12,12 @@ import torch
 
 from foresay.errors import ModelLoadError
 from foresay.models.sources.gguf_head import GgufHead
+from foresay.models.sources.gguf_values import refused_tensor
 
 _FACTORS = "rope_freqs.weight"
 """What each frequency is divided by, [D / 2] (Llama 3.1 and later)."""
+_RANGE = (1e-3, 1e6)
+"""The least and the greatest of them that are read."""
 _LINEAR = {"llama": "", "qwen2": "", "qwen3": "", "gemma3": "full_attention_"}
 """Architectures whose frequencies may be divided by one number, and which of them: of Gemma 3, those of layers that see all."""
 
@@ -46,8 +49,16 @@ def scale_positions(model: Any, head: GgufHead) -> None:
     if factor != 1.0:
         _divide(model, _LINEAR[head.architecture], torch.tensor(factor))
     stored = head.tensors.get(_FACTORS)
-    if stored is not None:
-        _divide(model, "", torch.frombuffer(bytearray(stored.data.tobytes()), dtype=torch.float32))
+    if stored is None:
+        return
+    if stored.kind != "F32":
+        raise refused_tensor(head, _FACTORS, f"is of type {stored.kind}; F32 is read")
+    factors = torch.frombuffer(bytearray(stored.data.tobytes()), dtype=torch.float32)
+    least, greatest = _RANGE
+    for one in factors.tolist():
+        if not least <= one <= greatest:
+            raise refused_tensor(head, _FACTORS, f"has {one}; allowed is {least:g} to {greatest:g}")
+    _divide(model, "", factors)
 
 
 def _scaling(head: GgufHead) -> tuple[str, float]:

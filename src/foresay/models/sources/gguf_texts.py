@@ -11,15 +11,20 @@ from pathlib import Path
 from typing import Any
 
 from foresay.models.sources.gguf_head import GgufHead
+from foresay.models.sources.gguf_values import check_values
 
 _LARGEST = {"gemma2": 46, "gemma3": 62}
 """Layers of the models, of 27 billion weights, whose queries are not scaled by the size of a head."""
 
 
 def config_of(head: GgufHead) -> Any:
-    """The transformers configuration. Raises what transformers raises for an architecture that it does not know."""
+    """The transformers configuration. Raises ModelLoadError for values that no model has, see `check_values`.
+
+    Raises what transformers raises for an architecture that it does not know.
+    """
     from transformers import AutoConfig
 
+    check_values(head)
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "head.gguf").write_bytes(head.short)
         config = AutoConfig.from_pretrained(folder, gguf_file="head.gguf")
@@ -28,6 +33,18 @@ def config_of(head: GgufHead) -> Any:
     config.tie_word_embeddings = "output.weight" not in head.tensors
     if f"{head.architecture}.vocab_size" not in head.values and "token_embd.weight" in head.tensors:
         config.vocab_size = head.tensors["token_embd.weight"].shape[0]
+    if f"{head.architecture}.attention.key_length" in head.values and hasattr(config, "head_dim"):
+        config.head_dim = head.values[
+            f"{head.architecture}.attention.key_length"
+        ]  # which is read for some families only
+    for name in (
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+    ):  # where the file has none, those of a model of the family
+        one = getattr(config, name, None)
+        if isinstance(one, int) and one >= config.vocab_size:
+            setattr(config, name, None)
     if head.architecture in _LARGEST:
         # no key says it: llama.cpp knows the largest model of a family by its layers
         largest = config.num_hidden_layers == _LARGEST[head.architecture]

@@ -21,6 +21,8 @@ from foresay.models.sources.gguf_head import Bytes, StoredTensor
 
 _FOUR_BITS = {"Q4_0": 18, "Q4_1": 20, "Q4_K": 144}
 """Bytes of a block."""
+_SCALES = {"Q4_0": 2, "Q4_1": 4, "Q4_K": 4}
+"""Bytes of a block that begin it as float16 numbers; the others are whole numbers."""
 _AT_ONCE = 1 << 21
 """Numbers that are unpacked at a time."""
 
@@ -40,6 +42,11 @@ class Blocks:
         """As numbers, [out, in]."""
         return torch.cat([restored(piece).to(dtype) for piece in self._pieces()])
 
+    def is_finite(self) -> bool:
+        """Whether no number is infinite or NaN."""
+        scales = (_split_blocks(one)[..., : _SCALES[one.kind]] for one in self.stored)
+        return all(bool(np.isfinite(np.ascontiguousarray(part).view(np.float16)).all()) for part in scales)
+
     def in_eights(self) -> Eights:
         """Rounded once more, to 8 bits a row."""
         return Eights(*rounded_int8(self.dense(torch.float32), torch.float32))
@@ -54,8 +61,7 @@ class Blocks:
         for one in self.stored:
             step = max(1, _AT_ONCE // one.shape[-1])
             for first in range(0, len(one.data), step):
-                data = one.data[first : first + step]
-                blocks = data.reshape(len(data), -1, _FOUR_BITS[one.kind])
+                blocks = _split_blocks(one)[first : first + step]
                 yield _from_q4_k(blocks) if one.kind == "Q4_K" else _from_q4(blocks, shifted=one.kind == "Q4_1")
 
 
@@ -73,6 +79,10 @@ class Eights:
     def dense(self, dtype: torch.dtype) -> torch.Tensor:
         """As numbers, [out, in]."""
         return (self.levels * self.scales[:, None].float()).to(dtype)
+
+    def is_finite(self) -> bool:
+        """Whether no number is infinite or NaN: the scale of a row is that of its largest."""
+        return _all_finite(self.scales)
 
     def product(self, dtype: torch.dtype, bias: torch.Tensor | None) -> Table:
         """The product of these weights for inputs of a dtype."""
@@ -92,6 +102,10 @@ class Numbers:
     def dense(self, dtype: torch.dtype) -> torch.Tensor:
         """As numbers of another dtype."""
         return self.values.to(dtype)
+
+    def is_finite(self) -> bool:
+        """Whether no number is infinite or NaN."""
+        return _all_finite(self.values)
 
 
 Weight = Blocks | Eights | Numbers
@@ -130,6 +144,16 @@ def joined(weights: list[Weight | None]) -> Blocks | Eights | None:
     if len(eights) == len(weights):
         return Eights(*(torch.cat([getattr(w, name) for w in eights]) for name in ("levels", "scales")))
     return None
+
+
+def _all_finite(numbers: torch.Tensor) -> bool:
+    """Whether none is infinite or NaN, by their extremes: one run over them, and no copy."""
+    return bool(torch.isfinite(torch.stack(torch.aminmax(numbers))).all())
+
+
+def _split_blocks(tensor: StoredTensor) -> Bytes:
+    """[out, blocks of a row, bytes of a block]."""
+    return tensor.data.reshape(len(tensor.data), -1, _FOUR_BITS[tensor.kind])
 
 
 def _halves(two: Bytes) -> torch.Tensor:

@@ -14,11 +14,13 @@ import torch
 
 import foresay
 from foresay import ConfigError, ModelLoadError, ModelNotFoundError, UnknownNameError
+from foresay.models.huggingface import linears
 from foresay.models.sources import packaged
 from foresay.models.sources.catalog import load_model
 from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.packaged import ALIASES, damage, packaged_file
 from helpers import tiny
+from helpers.families import make
 from helpers.gguf_files import write_gguf
 
 ALIAS = "smollm2-135m"
@@ -296,6 +298,33 @@ def test_code_of_a_models_own_is_off_by_default(folder: Path, tmp_path: Path) ->
     assert "trust_remote_code=True" in _one_line(caught.value)
     assert not trap.exists()
     assert LoadOptions().trust_remote_code is False
+
+
+@pytest.mark.parametrize("weights", ["auto", "int8", "int4"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_packed_weights_are_in_memory_once(tmp_path: Path, weights: str, tied: bool) -> None:
+    """The checkpoint is not mapped any more, and a tied head and embedding are one where they are kept as they are."""
+    dense = tiny.llama(tie_word_embeddings=tied, attention_bias=True).to(torch.bfloat16)
+    folder = tiny.save(tmp_path / "tiny", dense)
+    loaded: Any = load_model(folder, LoadOptions(dtype="bf16", weights=weights))
+    mapped = Path("/proc/self/maps").read_text().splitlines()
+    assert [line for line in mapped if str(folder) in line] == []
+    model = loaded.model.model
+    shared = tied and weights == "auto"
+    assert (getattr(model.model.embed_tokens, "product", None) is model.lm_head.product) == shared
+    assert loaded.model.num_parameters == dense.num_parameters()
+    if weights == "auto":
+        assert linears.held_bytes(model) == pytest.approx(2 * dense.num_parameters(), rel=0.1), "but for whole panels"
+        ids = torch.arange(264)
+        assert torch.equal(model.model.embed_tokens(ids), dense.model.embed_tokens(ids)), "the numbers themselves"
+
+
+def test_a_model_of_mostly_other_weights_stays_where_it_is(tmp_path: Path) -> None:
+    """Experts are no linear layers: a copy of them is more than what is gained."""
+    folder = tiny.save(tmp_path / "tiny", make("mixtral", vocab_size=264, intermediate_size=512).to(torch.bfloat16))
+    loaded: Any = load_model(folder, LoadOptions(dtype="bf16"))
+    assert str(folder / "model.safetensors") in Path("/proc/self/maps").read_text()
+    assert loaded.model.model.get_input_embeddings().weight.dtype == torch.bfloat16
 
 
 # -- GGUF ------------------------------------------------------------------------------------------------------------
