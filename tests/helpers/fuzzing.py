@@ -1,0 +1,243 @@
+"""Seeded fuzzing of readers: mutated files of each format, read in child processes with bounds on time and memory.
+
+A file is refused by a ForesayError or accepted; anything else is a failure: another exception, a MemoryError under the bound,
+a child that dies of a signal, and a case that does not end in time. Failing cases are kept. A format is two functions:
+`cases(seed, count, folder)` yields paths, each made when it is asked for, and `check(path)` reads one and uses what it read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import itertools
+import json
+import os
+import resource
+import select
+import shutil
+import subprocess
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+HELPERS = Path(__file__).parent
+MODULES = {"gguf": "helpers.fuzz_gguf", "requests": "helpers.fuzz_requests"}
+"""Formats with a module of their own, which has `cases` and `check`."""
+MANY = "helpers.fuzz_formats"
+"""The module that has the other formats, in `FORMATS`."""
+MEMORY_BYTES = 1 << 30
+"""What reading a file of at most a few MB may take beyond what the process had before."""
+LIMIT_S = 60.0
+"""How long one case may take before it counts as a hang."""
+START_S = 300.0
+"""How long a child may take before its first case."""
+
+
+class Format(NamedTuple):
+    """A kind of file: where its mutated files come from, and how one is read."""
+
+    cases: Callable[[int, int, Path], Iterator[Path]]
+    check: Callable[[Path], object]
+
+
+@dataclass
+class Tally:
+    """Outcome of the cases of one format."""
+
+    refused: int = 0
+    accepted: int = 0
+    failures: list[str] = field(default_factory=list)
+    """One line each: the case's number, and what happened."""
+
+    @property
+    def cases(self) -> int:
+        return self.refused + self.accepted + len(self.failures)
+
+
+def names() -> list[str]:
+    """The formats that there are modules for."""
+    known = sorted(importlib.import_module(MANY).FORMATS)
+    return known + [name for name, module in MODULES.items() if importlib.util.find_spec(module) is not None]
+
+
+def fuzz(
+    name: str, seed: int, count: int, keep: Path, *, memory: int = MEMORY_BYTES, limit_s: float = LIMIT_S
+) -> Tally:
+    """Run `count` cases of a format. keep: folder for cases that fail; each child that dies is followed by another."""
+    tally, first = Tally(), 0
+    while first < count:
+        with tempfile.TemporaryDirectory(prefix="fuzz-") as work:
+            first = _one_child(name, seed, (first, count), Path(work), keep, memory, limit_s, tally)
+    return tally
+
+
+def _one_child(
+    name: str,
+    seed: int,
+    cases: tuple[int, int],
+    work: Path,
+    keep: Path,
+    memory: int,
+    limit_s: float,
+    tally: Tally,
+) -> int:
+    """Let one child run cases until all are done or it dies. Return the number of the next case."""
+    keep.mkdir(parents=True, exist_ok=True)
+    arguments = [name, str(seed), str(cases[0]), str(cases[1]), str(work), str(keep), str(memory)]
+    path = os.pathsep.join([str(HELPERS.parent), *sys.path])
+    quiet = {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    with tempfile.TemporaryFile() as errors:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "helpers.fuzzing", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env={**os.environ, **quiet, "PYTHONPATH": path},
+        )
+        assert child.stdout is not None
+        current, why = None, ""
+        try:
+            for told in _told(child.stdout, limit_s):
+                if told is None:
+                    why = f"no end within {limit_s:g} s"
+                    break
+                if "begun" in told:
+                    current = told["begun"]
+                else:
+                    current = None
+                    _count(tally, told)
+        finally:
+            if why:
+                child.kill()
+            code = child.wait()
+            child.stdout.close()
+        if current is None and (why or code):
+            errors.seek(0)
+            raise RuntimeError(f"fuzzing {name} did not run: {why or errors.read().decode(errors='replace')}")
+    if current is None:
+        return cases[1]
+    where = _kept(Path((work / "now").read_text()), keep, name, seed, current)
+    tally.failures.append(f"case {current} ({where}): {why or f'the process died with {code}'}")
+    return int(current) + 1
+
+
+def _told(pipe: IO[bytes], limit_s: float) -> Iterator[dict[str, Any] | None]:
+    """The child's lines; None when it has said nothing for too long."""
+    rest, patience = b"", max(limit_s, START_S)
+    while True:
+        if not select.select([pipe], [], [], patience)[0]:
+            yield None
+            return
+        raw = os.read(pipe.fileno(), 1 << 16)
+        if not raw:
+            return
+        *lines, rest = (rest + raw).split(b"\n")
+        patience = limit_s
+        yield from map(json.loads, lines)
+
+
+def _count(tally: Tally, told: dict[str, Any]) -> None:
+    if told["error"] is not None:
+        tally.failures.append(f"case {told['ended']} ({told['kept']}): {told['error']}")
+    elif told["refused"]:
+        tally.refused += 1
+    else:
+        tally.accepted += 1
+
+
+def _kept(source: Path, keep: Path, name: str, seed: int, number: int) -> Path:
+    """Copy a case to where failures are kept."""
+    target = keep / f"{name}-{seed}-{number}{source.suffix}"
+    if source.is_dir():
+        shutil.copytree(source, target, dirs_exist_ok=True)
+    elif source.is_file():
+        shutil.copy2(source, target)
+    return target
+
+
+def _format(name: str) -> Format:
+    if name in MODULES:
+        module = importlib.import_module(MODULES[name])
+        return Format(module.cases, module.check)
+    found: Format = importlib.import_module(MANY).FORMATS[name]
+    return found
+
+
+def _child(name: str, seed: int, first: int, count: int, work: Path, keep: Path, memory: int) -> None:
+    """Run cases from `first` on; one line on standard output before each and one after."""
+    from foresay.errors import ForesayError
+
+    warnings.simplefilter("ignore")
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # nothing that a library prints may come between
+    form = _format(name)
+    cases = form.cases(seed, count, work / "cases")
+    for path in itertools.islice(cases, min(first, count)):
+        _removed(path)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    bounded = False
+    for number, path in enumerate(cases, first):
+        if not bounded:
+            with open("/proc/self/statm") as file:
+                now = int(file.read().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (now + memory, now + memory))
+            bounded = True
+        (work / "now").write_text(str(path))
+        print(json.dumps({"begun": number}), file=out, flush=True)
+        error, refused, kept = None, False, None
+        try:
+            form.check(path)
+        except ForesayError as caught:
+            refused = True
+            if "\n" in str(caught):
+                error = f"an error of several lines: {str(caught)[:200]!r}"
+        except BaseException as caught:
+            place = traceback.extract_tb(caught.__traceback__)[-1]
+            error = f"{type(caught).__name__}: {str(caught)[:150]!r} at {Path(place.filename).name}:{place.lineno}"
+        if error is not None:
+            kept = str(_kept(path, keep, name, seed, number))
+        _removed(path)
+        print(json.dumps({"ended": number, "refused": refused, "error": error, "kept": kept}), file=out, flush=True)
+
+
+def _removed(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command of scripts/fuzz: a line for each format, 1 where something failed."""
+    parser = argparse.ArgumentParser(prog="scripts/fuzz", description=__doc__.split("\n")[0] if __doc__ else "")
+    parser.add_argument("--count", type=int, default=20_000, help="cases in all, over the formats (20000)")
+    parser.add_argument("--seed", type=int, default=0, help="the seed of every case (0)")
+    parser.add_argument("--formats", help="some of the formats, separated by commas (all)")
+    parser.add_argument("--keep", type=Path, default=Path("fuzz-failures"), help="folder for cases that fail")
+    given = parser.parse_args(arguments)
+    known = names()
+    chosen = given.formats.split(",") if given.formats else known
+    if unknown := sorted(set(chosen) - set(known)):
+        parser.error(f"unknown format {unknown[0]!r}; known: {', '.join(known)}")
+    failed = False
+    print(f"{'format':<18}{'cases':>8}{'refused':>9}{'accepted':>9}{'failures':>9}")
+    for i, name in enumerate(chosen):
+        count = given.count // len(chosen) + (i < given.count % len(chosen))
+        tally = fuzz(name, given.seed, count, given.keep)
+        print(
+            f"{name:<18}{tally.cases:>8}{tally.refused:>9}{tally.accepted:>9}{len(tally.failures):>9}", flush=True
+        )
+        for line in tally.failures:
+            print(f"  {name}, seed {given.seed}, {line}", flush=True)
+        failed |= bool(tally.failures)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    _name, _seed, _first, _count_, _work, _keep, _memory = sys.argv[1:]
+    _child(_name, int(_seed), int(_first), int(_count_), Path(_work), Path(_keep), int(_memory))
