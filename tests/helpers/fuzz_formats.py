@@ -21,7 +21,7 @@ from foresay.engine.stats import Stats
 from foresay.lab.data.datasets import load_items
 from foresay.lab.replay.arrivals import from_trace
 from foresay.lab.replay.cost_tables import read_costs
-from foresay.lab.replay.grid import KeptGrid
+from foresay.lab.replay.grid import open_grid
 from foresay.lab.replay.replay import replay
 from foresay.lab.report.report import read_report
 from foresay.lengths import ConstantLength
@@ -31,7 +31,6 @@ from foresay.models.heads.config import HeadConfig
 from foresay.models.heads.files import Head, read_head, write_head
 from foresay.models.heads.module import HeadModule
 from foresay.models.sources.catalog import load_tokenizer
-from foresay.records.lines import LineWriter
 from foresay.records.profile import Floor, Profile, Timing
 from foresay.records.recording import Record, Recording, recording_writer
 from foresay.records.results import Cell, Failure, Prediction, PromptResult, Run, Trace, results_writer
@@ -62,7 +61,7 @@ HEADER = {
     "vocab_size": 50,
     "eos": [0],
     "tokenizer": None,
-    "params": {"max_new_tokens": 8, "stop_token_ids": [3], "logit_bias": [[3, 1.5]]},
+    "params": {"max_new_tokens": 8, "stop_token_ids": [6], "logit_bias": [[3, 1.5]]},
     "settings": {"prompts": "abc", "chat": True, "seed": None, "dtype": "float32", "max_length": 512},
     "provenance": {"time": "now", "machine": {"cores": 2}},
 }
@@ -74,7 +73,7 @@ LOG = "tensor([[ 5,  6,\n          7]])\ntensor([[8, 9]], device='cuda:0')\ntens
 ROWS = [
     {"id": "x", "prompt": "Write.", "category": "chat", "raw": False, "followups": ["More."]},
     {"prompt": [{"role": "user", "content": "Hi"}]},
-    {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]},
+    {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}, {"role": "user", "content": "Hm"}]},
     {"instruction": "Do.", "input": "this"},
 ]
 
@@ -120,8 +119,10 @@ def _lines(kind: str) -> list[Any]:
                 for one in (*RUNS, *more):
                     writer.append(one.as_line())
         else:
-            with LineWriter(path, "foresay-replays", 1, {"by": {"batch_size": 1}, "provenance": {}}) as writer:
-                writer.append({"recording": "r", "digest": "d", "method": "none", "estimate": False, "seconds": 1.0})
+            facts = {"method": "none", "estimate": False, "tokens_per_pass": [1.5, None, None], "acceptance_rate": None}
+            facts |= {"draft_utilization": None, "discard_rate": 0.0, "seconds": 1.0, "stats": Stats.of(STEPS).as_dict()}
+            with open_grid(path, {"batch_size": 1}) as kept:
+                kept.add("r", "d", facts)
         return [json.loads(line) for line in path.read_text().splitlines()]
 
 
@@ -139,7 +140,7 @@ def tiny_folder() -> Any:
 
 
 def _read_recording(path: Path) -> None:
-    recording = Recording.load(path / "file", prompts=[[1], [2, 3], [4]] if path.match("log-*") else None)
+    recording = Recording.load(path / "file")
     replay(recording, None, ConstantLength(0))
 
 
@@ -244,8 +245,8 @@ def _read_costs(path: Path) -> None:
 
 
 def _read_replays(path: Path) -> None:
-    with LineWriter(path / "file", "foresay-replays", 1, {"by": {"batch_size": 1}, "provenance": {}}) as writer:
-        KeptGrid(writer)
+    with open_grid(path / "file", {"batch_size": 1}) as kept:
+        assert all(isinstance(name, str) for key in kept.there for name in key)
 
 
 # -- safetensors: tables, heads, checkpoints ---------------------------------------------------------------------------------
@@ -287,11 +288,13 @@ def _head() -> tuple[dict[str, dict[str, Any]], tuple[Tensors, dict[str, str] | 
     layer |= {"intermediate_size": 24, "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 10000.0}
     layer |= {"max_position_embeddings": 512, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}
     config = HeadConfig(layer, 40, 10, 12, (0, 1, 2), False, "tiny")
-    head = Head(config, HeadModule(config, 3), torch.arange(0, 40, 4))
+    module = HeadModule(config, 3)
+    module.embed_tokens = torch.nn.Embedding(40, 16)
+    head = Head(config, module, torch.arange(0, 40, 4))
     with tiny_folder() as folder:
         write_head(head, folder, lm_head=torch.zeros(10, 16))
         plain = json.loads((folder / "config.json").read_text())
-        write_head(head, folder, layout="speculators")
+        write_head(head, folder, layout="speculators", lm_head=torch.zeros(10, 16))
         both = {"plain": plain, "speculators": json.loads((folder / "config.json").read_text())}
         return both, _stored(folder / "model.safetensors")
 
@@ -315,9 +318,8 @@ def _sound(tensors: Tensors, metadata: dict[str, str] | None) -> bytes:
 
 def _read_head(path: Path) -> None:
     head = read_head(path)
-    config = head.config
-    states = torch.zeros(1, 2, head.module.fc.in_features, dtype=head.module.fc.weight.dtype)
-    head.module.unrolled(states, states.new_zeros(1, 2, config.hidden_size), 1)
+    states = torch.zeros(1, 2, head.module.fc.in_features)
+    head.module.float().unrolled(states, torch.zeros(1, 2, head.config.hidden_size), 1)  # drafting converts weights too
 
 
 @cache
@@ -352,7 +354,7 @@ def _trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters())
 
 
-PLAN = {"model": "tiny", "epochs": 2}
+PLAN = {"model": "tiny", "epochs": 2, "processes": 1}
 
 
 @cache

@@ -240,7 +240,7 @@ def test_a_recording_read_one_place_off_is_caught(plain: Recording, monkeypatch:
         return out
 
     monkeypatch.setattr(RecordingModel, "forward", off_by_one)
-    with pytest.raises(AssertionError, match=r"p\d was not replayed as recorded"):
+    with pytest.raises(ConfigError, match=r"p\d was not replayed as recorded"):
         replay(plain, MaxGram(), ConstantLength(4))
 
 
