@@ -52,12 +52,12 @@ class Schema(Generic[T]):
         return self.read(json.dumps(value), place)
 
 
-def parse_json(raw: bytes | str, place: str) -> Any:
-    """Any JSON value. Raises ConfigError, which begins with the place and ends with line and column."""
+def parse_json(raw: bytes | str, place: str = "") -> Any:
+    """Any JSON value. Raises ConfigError, which begins with the place, if there is one, and ends with line and column."""
     try:
         return from_json(raw, allow_inf_nan=False)
     except ValueError as error:
-        raise ConfigError(f"{place}: not JSON: {error}") from None
+        raise ConfigError(f"{place}: not JSON: {error}" if place else f"not JSON: {error}") from None
 
 
 def parse_object(raw: bytes | str, place: str) -> dict[str, Any]:
@@ -94,7 +94,9 @@ def _explained(error: ErrorDetails) -> str:
     place = ".".join(str(part) for part in error["loc"])
     text = error["msg"].removeprefix("Value error, ")
     if error["type"] == "too_short":
-        text = f"must have at least {error['ctx']['min_length']} item"
-    text = text[:1].lower() + text[1:]
-    found = "" if error["type"] in ("missing", "union_tag_not_found") else f", not {short(error['input'])}"
-    return f"{place}: {text}{found}" if place else text + found
+        text = f"Input should have at least {error['ctx']['min_length']} item"
+    if text.startswith("Input should"):
+        text = f"{place or 'it'} {text.removeprefix('Input ')}"
+    elif place:
+        text = f"{place}: {text[:1].lower()}{text[1:]}"
+    return text if error["type"] in ("missing", "union_tag_not_found") else f"{text}, not {short(error['input'])}"

@@ -34,6 +34,7 @@ from foresay.models.sources.catalog import load_tokenizer
 from foresay.records.profile import Floor, Profile, Timing
 from foresay.records.recording import Record, Recording, recording_writer
 from foresay.records.results import Cell, Failure, Prediction, PromptResult, Run, Trace, results_writer
+from foresay.text.prompts import encode
 from foresay.text.tokenizer import token_bytes, tokenizer_fingerprint
 from foresay.training.checkpoints import State, load_checkpoint, save_checkpoint
 from helpers import tables, tiny
@@ -73,7 +74,13 @@ LOG = "tensor([[ 5,  6,\n          7]])\ntensor([[8, 9]], device='cuda:0')\ntens
 ROWS = [
     {"id": "x", "prompt": "Write.", "category": "chat", "raw": False, "followups": ["More."]},
     {"prompt": [{"role": "user", "content": "Hi"}]},
-    {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}, {"role": "user", "content": "Hm"}]},
+    {
+        "messages": [
+            {"role": "user", "content": "Hi"},
+            {"role": "assistant", "content": "Ho"},
+            {"role": "user", "content": "Hm"},
+        ]
+    },
     {"instruction": "Do.", "input": "this"},
 ]
 
@@ -115,12 +122,19 @@ def _lines(kind: str) -> list[Any]:
                 Prediction(CELLS[1], 5.0, 2.0),
                 Trace(CELLS[1], "a", (("hi", "draft"),)),
             )
-            with results_writer(path, {"model": "tiny", "seeds": [1]}, {"time": "now", "machine": {"cores": 2}}) as writer:
+            with results_writer(
+                path, {"model": "tiny", "seeds": [1]}, {"time": "now", "machine": {"cores": 2}}
+            ) as writer:
                 for one in (*RUNS, *more):
                     writer.append(one.as_line())
         else:
             facts = {"method": "none", "estimate": False, "tokens_per_pass": [1.5, None, None], "acceptance_rate": None}
-            facts |= {"draft_utilization": None, "discard_rate": 0.0, "seconds": 1.0, "stats": Stats.of(STEPS).as_dict()}
+            facts |= {
+                "draft_utilization": None,
+                "discard_rate": 0.0,
+                "seconds": 1.0,
+                "stats": Stats.of(STEPS).as_dict(),
+            }
             with open_grid(path, {"batch_size": 1}) as kept:
                 kept.add("r", "d", facts)
         return [json.loads(line) for line in path.read_text().splitlines()]
@@ -147,11 +161,15 @@ def _read_recording(path: Path) -> None:
 def _log(rng: random.Random) -> bytes:
     text = LOG.encode()
     if rng.random() < 0.1:
-        piece = rng.choice((b"tensor([[", b"tensor([[1]]\n", b"tensor([[1]])\n", b"tensor([[1, 2,\n", b"[[", b"tensor("))
+        piece = rng.choice(
+            (b"tensor([[", b"tensor([[1]]\n", b"tensor([[1]])\n", b"tensor([[1, 2,\n", b"[[", b"tensor(")
+        )
         return text + piece * rng.choice((10, 1000, 50_000)) + rng.choice((b"", text))
     if rng.random() < 0.3:
         at = rng.randrange(len(text))
-        return text[:at] + rng.choice((b"-1", b"9" * 5000, b"9" * 30, b"1e5", b"...", b"\xff", b"_1", b"1 2")) + text[at:]
+        return (
+            text[:at] + rng.choice((b"-1", b"9" * 5000, b"9" * 30, b"1e5", b"...", b"\xff", b"_1", b"1 2")) + text[at:]
+        )
     return mutate_bytes(text, rng)
 
 
@@ -163,7 +181,9 @@ def _read_log(path: Path) -> None:
 def _cache(rng: random.Random) -> bytes:
     pairs: Any = {"1_2": "1_2_3_4", "9": "9_8"} if rng.random() < 0.5 else {"5_6_7": "0_3_4", "8": "0_2"}
     if rng.random() < 0.4:
-        odd = rng.choice(("", "_", "1__2", "-1", "9" * 30, "9" * 5000, "1.5", "x", " 1 ", "1_" * 50_000 + "1", "\u0661"))
+        odd = rng.choice(
+            ("", "_", "1__2", "-1", "9" * 30, "9" * 5000, "1.5", "x", " 1 ", "1_" * 50_000 + "1", "\u0661")
+        )
         key = rng.choice(sorted(pairs))
         pairs = {**pairs, **({key: odd} if rng.random() < 0.5 else {odd: pairs[key]})}
     return mutate_json(pairs, rng)
@@ -204,7 +224,15 @@ def _settings(rng: random.Random) -> bytes:
         write_settings(folder / "s.toml", given, {"speed_up": 1.5})
         text = (folder / "s.toml").read_text()
     if rng.random() < 0.6:
-        odd = ("[" * 5000, "[" * 5000 + "]" * 5000, "{a=" * 2000 + "1" + "}" * 2000, "9" * 5000, "nan", "1979-05-27", '""')
+        odd = (
+            "[" * 5000,
+            "[" * 5000 + "]" * 5000,
+            "{a=" * 2000 + "1" + "}" * 2000,
+            "9" * 5000,
+            "nan",
+            "1979-05-27",
+            '""',
+        )
         values = [*odd, "-1", "true", "[]", '"x"', "0", "inf", "9223372036854775808", '"\\ud800"', "'''"]
         name = rng.choice(("target", "length", "max_batch_size", "measured", "x", "a.b", "a" + ".b" * 3000, "[" * 3000))
         lines = [one for one in text.splitlines() if not one.startswith(name)] if rng.random() < 0.7 else [text]
@@ -257,7 +285,9 @@ def _stored(path: Path) -> tuple[Tensors, dict[str, str] | None]:
     arrays = load_file(path)
     with safe_open(path, framework="numpy") as file:
         metadata = file.metadata()
-    return {n: (kinds[str(a.dtype)], tuple(a.shape), np.ascontiguousarray(a).tobytes()) for n, a in arrays.items()}, metadata
+    return {
+        n: (kinds[str(a.dtype)], tuple(a.shape), np.ascontiguousarray(a).tobytes()) for n, a in arrays.items()
+    }, metadata
 
 
 @cache
@@ -305,7 +335,11 @@ def _write_head(place: Path, rng: random.Random) -> Path:
     changes_config = rng.random() < 0.6
     text = mutate_json(config, rng) if changes_config else dump(config).encode()
     (place / "config.json").write_bytes(text)
-    kept = mutate_tensors(tensors, metadata, rng, lambda t, r: t + "x") if not changes_config else _sound(tensors, metadata)
+    kept = (
+        mutate_tensors(tensors, metadata, rng, lambda t, r: t + "x")
+        if not changes_config
+        else _sound(tensors, metadata)
+    )
     (place / "model.safetensors").write_bytes(kept)
     return place
 
@@ -412,6 +446,7 @@ def _read_tokenizer(path: Path) -> None:
     ids = tokenizer("hello, world \u00e9").input_ids
     tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     tokenizer_fingerprint(tokenizer)
+    encode([{"role": "user", "content": "hi"}], tokenizer)
     for i in ids[:3]:
         token_bytes(tokenizer, i)
 

@@ -112,7 +112,9 @@ def mutate_bytes(data: bytes, rng: random.Random) -> bytes:
         piece = data[at : at + 40] or b"x"
         out[at:at] = piece * (rng.choice((3, 1000, 1_000_000)) // len(piece) + 1)
     else:
-        return rng.choice((b"", b"\n", b"null", b"[]", b"{}", b"0", b"NaN", b'""', bytes(rng.randrange(256) for _ in range(64))))
+        return rng.choice(
+            (b"", b"\n", b"null", b"[]", b"{}", b"0", b"NaN", b'""', bytes(rng.randrange(256) for _ in range(64)))
+        )
     return bytes(out)
 
 

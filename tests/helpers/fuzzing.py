@@ -229,9 +229,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for i, name in enumerate(chosen):
         count = given.count // len(chosen) + (i < given.count % len(chosen))
         tally = fuzz(name, given.seed, count, given.keep)
-        print(
-            f"{name:<18}{tally.cases:>8}{tally.refused:>9}{tally.accepted:>9}{len(tally.failures):>9}", flush=True
-        )
+        print(f"{name:<18}{tally.cases:>8}{tally.refused:>9}{tally.accepted:>9}{len(tally.failures):>9}", flush=True)
         for line in tally.failures:
             print(f"  {name}, seed {given.seed}, {line}", flush=True)
         failed |= bool(tally.failures)

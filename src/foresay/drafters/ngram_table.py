@@ -315,7 +315,7 @@ def _refuse(path: Path, problem: str, cause: Exception | None = None) -> NoRetur
 
 def _read_json(path: Path) -> TokenArray:
     try:
-        entries = parse_json(read_limited(path), "it")
+        entries = parse_json(read_limited(path))
     except ConfigError as error:
         _refuse(path, str(error), error)
     if not isinstance(entries, list) or not entries:
@@ -356,7 +356,7 @@ def _read_safetensors(path: Path) -> dict[str, Any]:
 def _facts(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
     """The metadata, checked; ConfigError or ModelLoadError where it is not a table's."""
     try:
-        facts = {name: parse_json(text, name) for name, text in metadata.items()}
+        facts = {name: parse_json(text) for name, text in metadata.items()}
     except ConfigError:  # another program's metadata
         facts = {}
     if facts.get("kind") != _KIND:

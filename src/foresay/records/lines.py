@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -125,10 +126,11 @@ class LineWriter:
         self.close()
 
 
+@contextmanager
 def read_lines(
     path: str | os.PathLike[str], kind: str, version: int, schema: Schema[T]
-) -> tuple[Line, Iterator[tuple[int, T]]]:
-    """The header, and (line number, value) of each line after it, read lazily.
+) -> Iterator[tuple[Line, Iterator[tuple[int, T]]]]:
+    """The header, and (line number, value) of each line after it, read as they are asked for while the file is open.
 
     schema: type of the lines after the header. A last line without its end, as a killed run leaves it, is left out. Raises
     ConfigError for a file that cannot be read or is of another kind or version, and, while iterating, for a line that is not of
@@ -136,21 +138,17 @@ def read_lines(
     """
     name = str(path)
     try:
-        file = open(path, "rb")  # noqa: SIM115 - closed by the iterator
+        file = open(path, "rb")  # noqa: SIM115
     except OSError as error:
         raise ConfigError(f"cannot read {name!r}: {error.strerror}") from None
-    lines = _closing(file, _whole_lines(file, name))
-    first = next(lines, None)
-    if first is None:
-        raise ConfigError(f"{name!r} is empty: no {kind}")
-    header = parse_object(first[1], f"{name}, line 1")
-    _check_header(header, kind, version, name)
-    return header, ((number, schema.read(raw, f"{name}, line {number}")) for number, raw in lines)
-
-
-def _closing(file: BinaryIO, lines: Iterator[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
     with file:
-        yield from lines
+        lines = _whole_lines(file, name)
+        first = next(lines, None)
+        if first is None:
+            raise ConfigError(f"{name!r} is empty: no {kind}")
+        header = parse_object(first[1], f"{name}, line 1")
+        _check_header(header, kind, version, name)
+        yield header, ((number, schema.read(raw, f"{name}, line {number}")) for number, raw in lines)
 
 
 def _whole_lines(file: BinaryIO, name: str) -> Iterator[tuple[int, bytes]]:

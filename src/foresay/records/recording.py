@@ -132,7 +132,7 @@ def recording_writer(path: str | os.PathLike[str], header: Mapping[str, Any]) ->
 
 
 def read_params(values: Mapping[str, Any], **changes: Any) -> SamplingParams:
-    """The sampling parameters of a recording's header, some of them changed. Raises ConfigError for a name or value that is none."""
+    """The sampling parameters of a header, some of them changed. Raises ConfigError for a name or value that is none."""
     if "processors" in values:
         raise ConfigError("processors cannot be written into a recording")
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
@@ -175,21 +175,21 @@ def _check_record(record: Record, vocab_size: int) -> None:
 
 
 def _read_ours(name: str) -> Recording:
-    values, lines = read_lines(name, FORMAT, VERSION, _RECORD)
-    header = _HEADER.of(values, f"{name}, line 1")
-    try:
-        read_params(header.params)
-    except ConfigError as error:
-        raise error.about(f"{name}, line 1: params") from None
     records: dict[str, Record] = {}
-    for number, record in lines:
+    with read_lines(name, FORMAT, VERSION, _RECORD) as (values, lines):
+        header = _HEADER.of(values, f"{name}, line 1")
         try:
-            _check_record(record, header.vocab_size)
-            if record.id in records:
-                raise ConfigError(f"id={record.id!r} is there twice")
+            read_params(header.params)
         except ConfigError as error:
-            raise error.about(f"{name}, line {number}") from None
-        records[record.id] = record
+            raise error.about(f"{name}, line 1: params") from None
+        for number, record in lines:
+            try:
+                _check_record(record, header.vocab_size)
+                if record.id in records:
+                    raise ConfigError(f"id={record.id!r} is there twice")
+            except ConfigError as error:
+                raise error.about(f"{name}, line {number}") from None
+            records[record.id] = record
     return Recording(
         tuple(records.values()),
         header.vocab_size,

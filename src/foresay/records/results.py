@@ -68,7 +68,7 @@ class Cell:
 
     method: str
     dataset: str
-    batch_size: Count
+    batch_size: Annotated[int, Field(ge=1, le=2**31)]
     sampling: str = "greedy"
 
     def __str__(self) -> str:
@@ -252,12 +252,12 @@ class Results:
 
         Raises ConfigError for a file that cannot be read, is no results file, or has a line that is not a result.
         """
-        header, lines = read_lines(path, FORMAT, VERSION, RESULT)
-        known = {name: header.get(name, {}) for name in ("settings", "provenance")}
-        for name, value in known.items():
-            if not isinstance(value, dict):
-                raise ConfigError(f"{os.fspath(path)}, line 1: {name}={value!r} must be an object")
-        return cls.of(**known, found=(result for _, result in lines))
+        with read_lines(path, FORMAT, VERSION, RESULT) as (header, lines):
+            known = {name: header.get(name, {}) for name in ("settings", "provenance")}
+            for name, value in known.items():
+                if not isinstance(value, dict):
+                    raise ConfigError(f"{os.fspath(path)}, line 1: {name}={value!r} must be an object")
+            return cls.of(**known, found=(result for _, result in lines))
 
     @classmethod
     def of(cls, settings: dict[str, Any], provenance: dict[str, Any], found: Iterable[Result]) -> Results:

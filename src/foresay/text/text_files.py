@@ -82,7 +82,9 @@ def read_bytes(name: str) -> bytes:
         while block := stream.read(BLOCK_BYTES):
             data += block
             if len(data) > most:
-                raise ConfigError(f"{name!r} unpacks to more than {most} bytes, far more than its size; unpack it first")
+                raise ConfigError(
+                    f"{name!r} unpacks to more than {most} bytes, far more than its size; unpack it first"
+                )
     return bytes(data)
 
 

@@ -148,7 +148,9 @@ def _fill(optimisers: Sequence[torch.optim.Optimizer], kept: Mapping[str, Stored
     weights = [[weight for group in one.param_groups for weight in group["params"]] for one in optimisers]
     tensors = load_tensors({name: one for name, one in kept.items() if _fits(one, weights)})
     if unknown := sorted(kept.keys() - tensors.keys()):
-        raise ModelLoadError(f"{_OPTIMISER} has {unknown[0]!r} of shape {list(kept[unknown[0]].shape)}, which fits no parameter")
+        raise ModelLoadError(
+            f"{_OPTIMISER} has {unknown[0]!r} of shape {list(kept[unknown[0]].shape)}, which fits no parameter"
+        )
     for name, value in tensors.items():
         which, number, field = name.split(".", 2)
         states[int(which)].setdefault(int(number), {})[field] = value

@@ -31,8 +31,8 @@ _EVALUATION: Schema[_Evaluation] = Schema(_Evaluation, "an evaluation")
 
 def read_log(folder: Path) -> dict[int, Mapping[str, Any]]:
     """Evaluations by step; of those that a killed run made again, the last."""
-    _, lines = read_lines(str(folder / LOG), "foresay-training", 1, _EVALUATION)
-    found = {line.step: line.model_dump() for _, line in lines}
+    with read_lines(folder / LOG, "foresay-training", 1, _EVALUATION) as (_, lines):
+        found = {line.step: line.model_dump() for _, line in lines}
     return dict(sorted(found.items()))
 
 

@@ -17,7 +17,6 @@ import foresay
 from foresay.generation.method import PLAIN
 from foresay.lab.measure import roofline as floors
 from foresay.methods.settings_file import read_settings
-from foresay.records.lines import read_lines
 from foresay.records.profile import Profile, Timing
 from foresay.records.recording import Recording
 from foresay.records.results import Results
@@ -152,7 +151,7 @@ def test_ctrl_c_leaves_a_recording_that_goes_on(folder: Path, here: Path, shell:
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out, err) == (130, b"", b"")
-    kept = len(list(read_lines(path, "foresay-recording", 1)[1]))
+    kept = path.read_text().count("\n") - 1
     assert 2 <= kept < 5
     assert shell(*command) == (0, f"r.jsonl: 5 outputs, 2000 tokens, {kept} of them from an earlier run\n", "")
 

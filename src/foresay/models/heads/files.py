@@ -120,7 +120,7 @@ def _token_ids(stored: StoredTensor | None, config: HeadConfig) -> torch.Tensor 
         return None
     if stored.shape == (config.draft_vocab_size,) and stored.dtype in ("I64", "I32"):
         ids = torch.arange(config.draft_vocab_size) + load_tensors({_OFFSETS: stored})[_OFFSETS].long()
-        if bool((ids[1:] > ids[:-1]).all()) and 0 <= int(ids[0]) and int(ids[-1]) < config.vocab_size:
+        if bool((ids[1:] > ids[:-1]).all()) and int(ids[0]) >= 0 and int(ids[-1]) < config.vocab_size:
             return ids
     raise ModelLoadError(
         f"the head's d2t must name {config.draft_vocab_size} different tokens of {config.vocab_size}, in order"

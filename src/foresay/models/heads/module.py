@@ -75,7 +75,9 @@ def rotary_of(config: HeadConfig) -> LlamaRotaryEmbedding:
     except Exception as error:  # of transformers, in whatever class a parameter fails
         raise ConfigError(f"the head's rotary embedding cannot be made: {_first_line(error)}") from error
     if 2 * rotary.inv_freq.numel() != dim:
-        raise ConfigError(f"the head's rotary embedding turns {2 * rotary.inv_freq.numel()} of {dim} numbers, not all of them")
+        raise ConfigError(
+            f"the head's rotary embedding turns {2 * rotary.inv_freq.numel()} of {dim} numbers, not all of them"
+        )
     return rotary
 
 
