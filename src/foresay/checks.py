@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from numbers import Integral, Real
 from typing import Any
 
@@ -20,7 +21,7 @@ def check_int(name: str, value: Any, low: int, high: int | None = None) -> int:
 
 def check_float(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> float:
     """`value` as a float if it is a finite number in [low, high], or in (low, high] where the lower bound is open."""
-    good = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    good = isinstance(value, Real) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
     if not good or not (low < value if open_low else low <= value) or value > high:
         left, right = ("(" if open_low else "["), (")" if high == math.inf else "]")
         raise ConfigError(f"{name}={value!r} must be a finite number in {left}{low:g}, {high:g}{right}")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
-import itertools
 import json
 import os
 import resource
@@ -30,7 +29,7 @@ HELPERS = Path(__file__).parent
 MODULES = {"gguf": "helpers.fuzz_gguf", "requests": "helpers.fuzz_requests"}
 """Formats with a module of their own, which has `cases` and `check`."""
 MANY = "helpers.fuzz_formats"
-"""The module that has the other formats, in `FORMATS`."""
+"""The module that has the other formats, in `FORMATS`; those of another one are called "module:name"."""
 MEMORY_BYTES = 1 << 30
 """What reading a file of at most a few MB may take beyond what the process had before."""
 LIMIT_S = 60.0
@@ -67,34 +66,53 @@ def names() -> list[str]:
 
 
 def fuzz(
-    name: str, seed: int, count: int, keep: Path, *, memory: int = MEMORY_BYTES, limit_s: float = LIMIT_S
-) -> Tally:
-    """Run `count` cases of a format. keep: folder for cases that fail; each child that dies is followed by another."""
-    tally, first = Tally(), 0
-    while first < count:
-        with tempfile.TemporaryDirectory(prefix="fuzz-") as work:
-            first = _one_child(name, seed, (first, count), Path(work), keep, memory, limit_s, tally)
-    return tally
-
-
-def _one_child(
-    name: str,
-    seed: int,
-    cases: tuple[int, int],
-    work: Path,
-    keep: Path,
-    memory: int,
-    limit_s: float,
-    tally: Tally,
-) -> int:
-    """Let one child run cases until all are done or it dies. Return the number of the next case."""
+    chosen: Sequence[str], seed: int, count: int, keep: Path, *, memory: int = MEMORY_BYTES, limit_s: float = LIMIT_S
+) -> dict[str, Tally]:
+    """Run `count` cases of each format, in turns. keep: folder for cases that fail; a child that dies is followed by another."""
+    tallies, first = {name: Tally() for name in chosen}, 0
     keep.mkdir(parents=True, exist_ok=True)
-    arguments = [name, str(seed), str(cases[0]), str(cases[1]), str(work), str(keep), str(memory)]
+    while first < count * len(chosen):
+        with tempfile.TemporaryDirectory(prefix="fuzz-") as work:
+            job = _Job(tuple(chosen), seed, first, count, work, str(keep.absolute()), memory)
+            first = _run(job, limit_s, tallies)
+    return tallies
+
+
+class _Job(NamedTuple):
+    """Work of one child: case i is case i // formats of format i % formats."""
+
+    formats: tuple[str, ...]
+    seed: int
+    first: int
+    count: int
+    work: str
+    keep: str
+    memory: int
+
+    def name(self, number: int) -> str:
+        return self.formats[number % len(self.formats)]
+
+    def case(self, number: int) -> int:
+        return number // len(self.formats)
+
+    def kept(self, number: int) -> Path:
+        """Copy a case to where failures are kept; its path stands in the file `now`, since the child may be dead."""
+        source = Path((Path(self.work) / "now").read_text())
+        target = Path(self.keep) / f"{self.name(number)}-{self.seed}-{self.case(number)}{source.suffix}"
+        if source.is_dir():
+            shutil.copytree(source, target, dirs_exist_ok=True)
+        elif source.is_file():
+            shutil.copy2(source, target)
+        return target
+
+
+def _run(job: _Job, limit_s: float, tallies: dict[str, Tally]) -> int:
+    """Let one child run cases until all are done or it dies. Return the number of the next case."""
     path = os.pathsep.join([str(HELPERS.parent), *sys.path])
     quiet = {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     with tempfile.TemporaryFile() as errors:
         child = subprocess.Popen(
-            [sys.executable, "-m", "helpers.fuzzing", *arguments],
+            [sys.executable, "-m", "helpers.fuzzing", json.dumps(job)],
             stdout=subprocess.PIPE,
             stderr=errors,
             env={**os.environ, **quiet, "PYTHONPATH": path},
@@ -106,11 +124,12 @@ def _one_child(
                 if told is None:
                     why = f"no end within {limit_s:g} s"
                     break
-                if "begun" in told:
-                    current = told["begun"]
-                else:
-                    current = None
-                    _count(tally, told)
+                current = told["number"] if "error" not in told else None
+                if current is None:
+                    _count(tallies[job.name(told["number"])], job, told)
+        except BaseException:
+            why = "interrupted"
+            raise
         finally:
             if why:
                 child.kill()
@@ -118,11 +137,11 @@ def _one_child(
             child.stdout.close()
         if current is None and (why or code):
             errors.seek(0)
-            raise RuntimeError(f"fuzzing {name} did not run: {why or errors.read().decode(errors='replace')}")
+            raise RuntimeError(f"the child of fuzzing failed: {why or errors.read().decode(errors='replace')}")
     if current is None:
-        return cases[1]
-    where = _kept(Path((work / "now").read_text()), keep, name, seed, current)
-    tally.failures.append(f"case {current} ({where}): {why or f'the process died with {code}'}")
+        return job.count * len(job.formats)
+    what = f"case {job.case(current)} ({job.kept(current)}): {why or f'the process died with {code}'}"
+    tallies[job.name(current)].failures.append(what)
     return int(current) + 1
 
 
@@ -141,68 +160,67 @@ def _told(pipe: IO[bytes], limit_s: float) -> Iterator[dict[str, Any] | None]:
         yield from map(json.loads, lines)
 
 
-def _count(tally: Tally, told: dict[str, Any]) -> None:
+def _count(tally: Tally, job: _Job, told: dict[str, Any]) -> None:
     if told["error"] is not None:
-        tally.failures.append(f"case {told['ended']} ({told['kept']}): {told['error']}")
+        tally.failures.append(f"case {job.case(told['number'])} ({told['kept']}): {told['error']}")
     elif told["refused"]:
         tally.refused += 1
     else:
         tally.accepted += 1
 
 
-def _kept(source: Path, keep: Path, name: str, seed: int, number: int) -> Path:
-    """Copy a case to where failures are kept."""
-    target = keep / f"{name}-{seed}-{number}{source.suffix}"
-    if source.is_dir():
-        shutil.copytree(source, target, dirs_exist_ok=True)
-    elif source.is_file():
-        shutil.copy2(source, target)
-    return target
-
-
 def _format(name: str) -> Format:
     if name in MODULES:
         module = importlib.import_module(MODULES[name])
         return Format(module.cases, module.check)
-    found: Format = importlib.import_module(MANY).FORMATS[name]
+    where, _, own = name.rpartition(":")
+    found: Format = importlib.import_module(where or MANY).FORMATS[own]
     return found
 
 
-def _child(name: str, seed: int, first: int, count: int, work: Path, keep: Path, memory: int) -> None:
+def _child(job: _Job) -> None:
     """Run cases from `first` on; one line on standard output before each and one after."""
-    from foresay.errors import ForesayError
-
-    warnings.simplefilter("ignore")
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # nothing that a library prints may come between
-    form = _format(name)
-    cases = form.cases(seed, count, work / "cases")
-    for path in itertools.islice(cases, min(first, count)):
-        _removed(path)
+    warnings.simplefilter("ignore")
+    formats = {name: _format(name) for name in job.formats}
+    cases = {name: form.cases(job.seed, job.count, Path(job.work) / name) for name, form in formats.items()}
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    bounded = False
-    for number, path in enumerate(cases, first):
-        if not bounded:
-            with open("/proc/self/statm") as file:
-                now = int(file.read().split()[0]) * resource.getpagesize()
-            resource.setrlimit(resource.RLIMIT_AS, (now + memory, now + memory))
-            bounded = True
-        (work / "now").write_text(str(path))
-        print(json.dumps({"begun": number}), file=out, flush=True)
-        error, refused, kept = None, False, None
-        try:
-            form.check(path)
-        except ForesayError as caught:
-            refused = True
-            if "\n" in str(caught):
-                error = f"an error of several lines: {str(caught)[:200]!r}"
-        except BaseException as caught:
-            place = traceback.extract_tb(caught.__traceback__)[-1]
-            error = f"{type(caught).__name__}: {str(caught)[:150]!r} at {Path(place.filename).name}:{place.lineno}"
-        if error is not None:
-            kept = str(_kept(path, keep, name, seed, number))
+    for number in range(job.count * len(job.formats)):
+        name = job.name(number)
+        path = next(cases[name])
+        if number >= job.first:
+            if number == job.first:
+                _bound(job.memory)
+            (Path(job.work) / "now").write_text(str(path))
+            print(json.dumps({"number": number}), file=out, flush=True)
+            error, refused = _checked(formats[name], path)
+            kept = None if error is None else str(job.kept(number))
+            told = {"number": number, "refused": refused, "error": error, "kept": kept}
+            print(json.dumps(told), file=out, flush=True)
         _removed(path)
-        print(json.dumps({"ended": number, "refused": refused, "error": error, "kept": kept}), file=out, flush=True)
+
+
+def _bound(memory: int) -> None:
+    """Let this process have so many bytes of memory more than now."""
+    with open("/proc/self/statm") as file:
+        now = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (now + memory, now + memory))
+
+
+def _checked(form: Format, path: Path) -> tuple[str | None, bool]:
+    """(what went wrong, whether the file was refused)."""
+    from foresay.errors import ForesayError
+
+    try:
+        form.check(path)
+    except ForesayError as caught:
+        return (f"an error of several lines: {str(caught)[:200]!r}" if "\n" in str(caught) else None), True
+    except BaseException as caught:
+        place = traceback.extract_tb(caught.__traceback__)[-1]
+        text = f"{type(caught).__name__}: {str(caught)[:150]!r} at {Path(place.filename).name}:{place.lineno}"
+        return text, False
+    return None, False
 
 
 def _removed(path: Path) -> None:
@@ -228,7 +246,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"{'format':<18}{'cases':>8}{'refused':>9}{'accepted':>9}{'failures':>9}")
     for i, name in enumerate(chosen):
         count = given.count // len(chosen) + (i < given.count % len(chosen))
-        tally = fuzz(name, given.seed, count, given.keep)
+        tally = fuzz([name], given.seed, count, given.keep)[name]
         print(f"{name:<18}{tally.cases:>8}{tally.refused:>9}{tally.accepted:>9}{len(tally.failures):>9}", flush=True)
         for line in tally.failures:
             print(f"  {name}, seed {given.seed}, {line}", flush=True)
@@ -237,5 +255,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    _name, _seed, _first, _count_, _work, _keep, _memory = sys.argv[1:]
-    _child(_name, int(_seed), int(_first), int(_count_), Path(_work), Path(_keep), int(_memory))
+    _formats, *_rest = json.loads(sys.argv[1])
+    _child(_Job(tuple(_formats), *_rest))

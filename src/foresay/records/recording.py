@@ -44,6 +44,8 @@ class Record:
     output: TokenIds
     finish_reason: Annotated[str, AfterValidator(_finish_reason)] = "length"
     category: str = ""
+    index: Annotated[int, Field(ge=0, le=2**53)] | None = None
+    """Index of its prompt in the data set; outputs are written as they end, and read in this order."""
     source: TokenIds | None = None
     """The encoder source of an encoder-decoder."""
     seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
@@ -70,6 +72,7 @@ class Recording:
     """A target's outputs, and how they were generated as far as known. Raises ConfigError without any output."""
 
     records: tuple[Record, ...]
+    """In the order of their prompts, the turns of a conversation together; in an older file's order, which is that of ending."""
     vocab_size: int
     eos: frozenset[int] = frozenset()
     model: str = ""
@@ -78,7 +81,8 @@ class Recording:
     params: Mapping[str, Any] = field(default_factory=dict)
     """Fields of SamplingParams that were not at their defaults."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Digest of the prompts, chat template, seed, dtype and context length; for an imported log its kind."""
+    """Digest of the prompts, chat template, seed, dtype and context length; for an imported log its kind, and the
+    reason to doubt that its prompts belong to its outputs, if there is one."""
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -190,8 +194,9 @@ def _read_ours(name: str) -> Recording:
             except ConfigError as error:
                 raise error.about(f"{name}, line {number}") from None
             records[record.id] = record
+    ordered = sorted(records.values(), key=lambda one: len(records) if one.index is None else one.index)
     return Recording(
-        tuple(records.values()),
+        tuple(ordered),
         header.vocab_size,
         header.eos,
         header.model,

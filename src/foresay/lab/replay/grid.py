@@ -206,6 +206,8 @@ def _facts(method: Method, done: Replay, recorded: Recording, by: Measures) -> d
         "seconds": done.seconds,
         "stats": stats.as_dict(),
     }
+    if "doubt" in recorded.settings:
+        out["doubt"] = recorded.settings["doubt"]
     if known is not None:
         expected = expect(done, recorded, known)
         out |= {
