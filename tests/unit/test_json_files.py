@@ -59,7 +59,7 @@ def test_the_last_of_two_keys_counts() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"x": NaN}', "f: not a point: x should be a finite number, not NaN"),
+        ('{"x": NaN}', "f: not a point: x should be a valid integer, not NaN"),
         ('{"x": 1, "y": NaN}', "f: not a point: y should be"),
         ('{"x": 1, "y": 1e999}', "f: not a point: y should be a finite number, not Infinity"),
         ("[]", "f: not a point: it should be an object, not []"),
