@@ -1,8 +1,8 @@
 """JSON of files that may come from anybody: bounded in size and depth, checked against types, with errors of one line.
 
-pydantic's parser reads it. Nesting beyond 200 levels, lone surrogates and bytes that are not UTF-8 are refused, and so are NaN and
-infinities, by a schema in its numbers; of a key that an object has twice the last one counts, as in Python and JavaScript. Knows
-no format.
+pydantic's parser reads it. Nesting beyond 200 levels, lone surrogates and bytes that are not UTF-8 are refused, and so are NaN
+and infinities, by a schema in its numbers; of a key that an object has twice the last one counts, as in Python and JavaScript.
+Knows no format.
 """
 
 from __future__ import annotations

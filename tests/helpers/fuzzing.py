@@ -12,6 +12,7 @@ import importlib
 import importlib.util
 import json
 import os
+import random
 import resource
 import select
 import shutil
@@ -21,6 +22,7 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -57,6 +59,35 @@ class Tally:
     @property
     def cases(self) -> int:
         return self.refused + self.accepted + len(self.failures)
+
+
+def files(write: Callable[[Path, random.Random], Path]) -> Callable[[int, int, Path], Iterator[Path]]:
+    """Cases that `write` makes in a folder of each."""
+
+    def cases(seed: int, count: int, folder: Path) -> Iterator[Path]:
+        for number in range(count):
+            place = folder / str(number)
+            place.mkdir(parents=True, exist_ok=True)
+            yield write(place, random.Random(f"{seed} {number}"))
+
+    return cases
+
+
+def one_file(name: str, made: Callable[[random.Random], bytes]) -> Callable[[int, int, Path], Iterator[Path]]:
+    """Cases that are one file in a folder, which is the case."""
+
+    def write(place: Path, rng: random.Random) -> Path:
+        (place / name).write_bytes(made(rng))
+        return place
+
+    return files(write)
+
+
+@contextmanager
+def working_folder() -> Iterator[Path]:
+    """A folder that is there for a while."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
 
 
 def names() -> list[str]:
