@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from numbers import Integral, Real
 from typing import Any
 
@@ -20,11 +21,16 @@ def check_int(name: str, value: Any, low: int, high: int | None = None) -> int:
 
 def check_float(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> float:
     """`value` as a float if it is a finite number in [low, high], or in (low, high] where the lower bound is open."""
-    good = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    good = isinstance(value, Real) and not isinstance(value, bool) and _is_finite(value)
     if not good or not (low < value if open_low else low <= value) or value > high:
         left, right = ("(" if open_low else "["), (")" if high == math.inf else "]")
         raise ConfigError(f"{name}={value!r} must be a finite number in {left}{low:g}, {high:g}{right}")
     return float(value)
+
+
+def _is_finite(value: Any) -> bool:
+    """False also for an integer beyond every float, which `math.isfinite` raises for."""
+    return bool(abs(value) <= sys.float_info.max)
 
 
 def check_flag(name: str, value: Any) -> bool:

@@ -18,7 +18,7 @@ import foresay
 SOURCE = Path(foresay.__file__).parent
 LAYERS = [
     {"errors"},
-    {"checks", "files", "threads", "ranks", "children"},
+    {"checks", "files", "json_files", "tensor_files", "threads", "ranks", "children"},
     {"decoding"},
     {"lengths", "text", "engine"},
     {"models"},

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +21,7 @@ from foresay.cli.tables import show_table
 from foresay.errors import ConfigError
 from foresay.generation.method import Method, methods
 from foresay.lab.data.requests import RequestBuilder
+from foresay.lab.replay.belonging import doubt
 from foresay.lab.replay.grid import Cell, Measures, digest_of, open_grid, replayed, stand_in
 from foresay.lab.tune import DRAFTERS
 from foresay.methods.recipe import Resources
@@ -167,11 +168,20 @@ def open_recording(
     name = model if model is not None or printed else Recording.load(path).model or None
     generator = load_generator(ModelOptions(name), "none", MethodOptions(), machine, later=named)
     assert generator.resources is not None
-    prompts = None
-    if printed:
-        asks = RequestBuilder(generator, chat=not data.no_template).first(data.items())
-        prompts = [ask.token_ids for ask in asks]
-    return generator.resources, Recording.load(path, prompts=prompts)
+    if not printed:
+        return generator.resources, Recording.load(path)
+    asks = RequestBuilder(generator, chat=not data.no_template).first(data.items())
+    recorded = Recording.load(path, prompts=[ask.token_ids for ask in asks])
+    if len(recorded.records) < len(asks):
+        _warn(f"{path}: {len(recorded.records)} outputs and {len(asks)} prompts, of which the first are taken")
+    if (why := doubt(recorded, generator)) is not None:
+        _warn(f"{path}: {why}")
+        recorded = replace(recorded, settings={**recorded.settings, "doubt": why})
+    return generator.resources, recorded
+
+
+def _warn(text: str) -> None:
+    print(f"foresay: {text}", file=sys.stderr)  # noqa: T201
 
 
 def _show(lines: list[dict[str, Any]], recordings: Sequence[Recording], *, several: bool) -> None:
@@ -193,6 +203,8 @@ def _show(lines: list[dict[str, Any]], recordings: Sequence[Recording], *, sever
     show_table(headings + [titles[name] for name in extra], [row(line) for line in lines])
     estimated = any(line["estimate"] for line in lines)
     how = "an estimate, with 95% intervals" if estimated else "exact: live decoding makes the same steps"
+    if any("doubt" in line for line in lines):
+        how = "exact only if these prompts belong to these outputs, which is doubtful"
     took = sum(line["seconds"] for line in lines)
     known = [] if several else recordings
     of = "".join(f"{len(one.records)} outputs, {one.num_tokens} tokens of {one.model}, " for one in known)

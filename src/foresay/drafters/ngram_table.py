@@ -25,6 +25,7 @@ from foresay.checks import check_float, check_int
 from foresay.decoding.rows import IntArray
 from foresay.errors import ConfigError, ModelLoadError, ModelNotFoundError, VocabularyMismatchError
 from foresay.files import atomic_write
+from foresay.json_files import parse_json, read_limited, short
 
 MAX_ORDER = 5
 TOKEN_BITS = 21
@@ -323,14 +324,14 @@ def _refuse(path: Path, problem: str, cause: Exception | None = None) -> NoRetur
 
 def _read_json(path: Path) -> TokenArray:
     try:
-        entries = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        _refuse(path, f"it is not JSON: {error}", error)
+        entries = parse_json(read_limited(path))
+    except ConfigError as error:
+        _refuse(path, str(error), error)
     if not isinstance(entries, list) or not entries:
         _refuse(path, "it must be a JSON list of token ids, with the id of the token after token i at entry i")
     for i, entry in enumerate(entries):
         if entry is not None and (isinstance(entry, bool) or not isinstance(entry, int)):
-            _refuse(path, f"entry {i} is {entry!r}, neither a token id nor null")
+            _refuse(path, f"entry {i} is {short(entry)}, neither a token id nor null")
         if entry is not None and not -1 <= entry < len(entries):
             _refuse(path, f"entry {i} is {entry}, which is not in [-1, {len(entries) - 1}]")
     return np.array([-1 if entry is None else entry for entry in entries], dtype=np.int32)
@@ -364,8 +365,8 @@ def _read_safetensors(path: Path) -> dict[str, Any]:
 def _facts(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
     """The metadata, checked; ConfigError or ModelLoadError where it is not a table's."""
     try:
-        facts = {name: json.loads(text) for name, text in metadata.items()}
-    except ValueError:  # another program's metadata
+        facts = {name: parse_json(text) for name, text in metadata.items()}
+    except ConfigError:  # another program's metadata
         facts = {}
     if facts.get("kind") != _KIND:
         _refuse(path, "it is a safetensors file, but not an n-gram table")

@@ -9,17 +9,37 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from pydantic import BaseModel, ConfigDict, Field
+from safetensors.torch import save_file
 from torch import nn
 
 from foresay.checks import check_int
 from foresay.errors import ConfigError, ModelLoadError, ModelNotFoundError
+from foresay.json_files import Schema, read_limited
+from foresay.tensor_files import StoredTensor, check_shapes, load_tensors, stored_tensors
 
 _CONFIG, _WEIGHTS, _KIND = "config.json", "model.safetensors", "foresay-acceptance-head"
+
+
+MAX_BLOCKS, MAX_WIDTH = 64, 1 << 18
+Blocks = Annotated[int, Field(ge=0, le=MAX_BLOCKS)]
+
+
+class _Config(BaseModel):
+    """The number of blocks, by the names of our configurations and of published ones; what else there is is not read."""
+
+    model_config = ConfigDict(strict=True)
+
+    blocks: Blocks | None = None
+    num_layers: Blocks | None = None
+    assist_acc_head_num_layers: Blocks | None = None
+
+
+_CONFIG_SCHEMA: Schema[_Config] = Schema(_Config, "the configuration of an acceptance head")
 
 
 class AcceptanceHead(nn.Module):
@@ -30,7 +50,7 @@ class AcceptanceHead(nn.Module):
         super().__init__()
         check_int("hidden_size", hidden_size, 1)
         self.blocks = nn.ModuleList(
-            nn.Linear(hidden_size, hidden_size) for _ in range(check_int("blocks", blocks, 0, 64))
+            nn.Linear(hidden_size, hidden_size) for _ in range(check_int("blocks", blocks, 0, MAX_BLOCKS))
         )
         self.out = nn.Linear(hidden_size, 2)
         for block in self.blocks:  # each begins as the identity
@@ -70,47 +90,41 @@ class AcceptanceHead(nn.Module):
         Raises ModelNotFoundError for a folder without them, ModelLoadError for weights that do not fit.
         """
         path = Path(folder)
-        try:
-            tensors = load_file(path / _WEIGHTS)
-        except FileNotFoundError:
-            raise ModelNotFoundError(
-                f"the folder {str(folder)!r} holds no {_WEIGHTS}; is it an acceptance head?"
-            ) from None
-        except (OSError, SafetensorError) as error:
-            raise ModelLoadError(f"cannot read {str(path / _WEIGHTS)!r}: {error}") from None
-        tensors, blocks = _named(tensors, _declared_blocks(path))
-        last = tensors.get("out.weight")
-        if last is None or last.ndim != 2 or last.shape[0] != 2:
-            raise ModelLoadError(
-                f"{str(path / _WEIGHTS)!r} has no output layer of two scores; is it an acceptance head?"
-            )
-        head = AcceptanceHead(int(last.shape[1]), blocks)
-        tensors.setdefault("out.bias", torch.zeros(2))
-        try:
-            head.load_state_dict({name: weight.float() for name, weight in tensors.items()})
-        except RuntimeError as error:
-            raise ModelLoadError(f"{str(path / _WEIGHTS)!r} is no acceptance head: {error}") from None
+        file, what = path / _WEIGHTS, f"the acceptance head in {str(folder)!r}"
+        if not file.exists():
+            raise ModelNotFoundError(f"the folder {str(folder)!r} holds no {_WEIGHTS}; is it an acceptance head?")
+        stored, blocks = _named(stored_tensors([file]), _declared_blocks(path))
+        last = stored.get("out.weight")
+        if last is None or len(last.shape) != 2 or last.shape[0] != 2 or not 1 <= last.shape[1] <= MAX_WIDTH:
+            raise ModelLoadError(f"{str(file)!r} has no output layer of two scores; is it an acceptance head?")
+        if blocks > MAX_BLOCKS:
+            raise ModelLoadError(f"{what} has {blocks} blocks; at most {MAX_BLOCKS} are read")
+        with torch.device("meta"):
+            head = AcceptanceHead(last.shape[1], blocks)
+        wanted = {name: tuple(weight.shape) for name, weight in head.named_parameters()}
+        if "out.bias" not in stored:
+            del wanted["out.bias"]
+        check_shapes(stored, wanted, what, "the width of its output layer says")
+        read = load_tensors({one.name: one for one in stored.values()})  # a weight that blocks share is read once
+        weights = {name: tensor.float() for name, tensor in read.items()}
+        tensors = {name: weights[one.name] for name, one in stored.items()}
+        head.load_state_dict({"out.bias": torch.zeros(2)} | tensors, assign=True)
         return head.eval()
 
 
 def _declared_blocks(path: Path) -> int | None:
     """How many blocks the configuration says there are; published heads call them layers."""
     try:
-        config = json.loads((path / _CONFIG).read_text(encoding="utf-8"))
+        config = _CONFIG_SCHEMA.read(read_limited(path / _CONFIG), str(path / _CONFIG))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ConfigError) as error:
         raise ModelLoadError(f"cannot read {str(path / _CONFIG)!r}: {error}") from None
-    found = config.get("blocks", config.get("num_layers", config.get("assist_acc_head_num_layers")))
-    if found is None:
-        return None
-    try:
-        return check_int("blocks", found, 0, 64)
-    except ConfigError as error:
-        raise ModelLoadError(f"{str(path / _CONFIG)!r}: {error}") from None
+    known = (config.blocks, config.num_layers, config.assist_acc_head_num_layers)
+    return next((blocks for blocks in known if blocks is not None), None)
 
 
-def _named(tensors: dict[str, torch.Tensor], declared: int | None) -> tuple[dict[str, torch.Tensor], int]:
+def _named(tensors: dict[str, StoredTensor], declared: int | None) -> tuple[dict[str, StoredTensor], int]:
     """The tensors by our names, and how many blocks there are."""
     if any(name.startswith(("blocks.", "out.")) for name in tensors):
         return dict(tensors), len({name.split(".")[1] for name in tensors if name.startswith("blocks.")})
@@ -119,8 +133,8 @@ def _named(tensors: dict[str, torch.Tensor], declared: int | None) -> tuple[dict
     inner = [n for n in numbers if f"{n}.linear.weight" in linear]
     last = [n for n in numbers if f"{n}.weight" in linear]
     count = max(len(inner), last[-1] if last else 0, declared or 0)
-    out: dict[str, torch.Tensor] = {}
-    for i in range(count):
+    out: dict[str, StoredTensor] = {}
+    for i in range(min(count, MAX_BLOCKS)):
         source = i if i in inner else inner[0] if inner else i  # a weight that all blocks share is written once
         for part in ("weight", "bias"):
             if f"{source}.linear.{part}" in linear:

@@ -15,9 +15,12 @@ from typing import Any
 from foresay.checks import check_int
 from foresay.errors import ConfigError, UnknownNameError
 from foresay.files import atomic_write
+from foresay.json_files import read_limited
 
 FILE = "foresay.toml"
 """The name under which commands look for one in the folder they run in."""
+MAX_BYTES = 1 << 20
+"""The largest file that is read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,8 +72,7 @@ def read_settings(path: str | os.PathLike[str]) -> Settings:
     """
     name = os.fspath(path)
     try:
-        with open(path, "rb") as file:
-            values = tomllib.load(file)
+        values = tomllib.loads(read_limited(path, MAX_BYTES).decode("utf-8"))
         values.pop("measured", None)
         known = {f.name for f in fields(Settings)}
         for key in values:
@@ -81,10 +83,10 @@ def read_settings(path: str | os.PathLike[str]) -> Settings:
         return Settings(**values)
     except OSError as error:
         raise ConfigError(f"cannot read {name!r}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{name}: not TOML ({error})") from None
     except ConfigError as error:
-        raise ConfigError(f"{name}: {error}") from None
+        raise error.about(name) from None
+    except (ValueError, RecursionError) as error:  # a number too long and a byte that is not UTF-8 are ValueErrors
+        raise ConfigError(f"{name}: not TOML ({error})") from None
 
 
 def write_settings(path: str | os.PathLike[str], settings: Settings, measured: Mapping[str, Any]) -> None:

@@ -17,6 +17,9 @@ from foresay.decoding.protocols import Capabilities, Feed, KVCache, LanguageMode
 from foresay.decoding.rows import IntArray, Rows
 from foresay.errors import ConfigError
 
+MAX_VOCAB_SIZE = 1 << 24
+"""More tokens than any tokenizer has: a recording with a higher id is damaged."""
+
 
 @dataclass(frozen=True, slots=True)
 class RecordedText:
@@ -105,10 +108,12 @@ class RecordingModel(LanguageModel):
             ragged=ragged,
             column_cost=column_cost,
         )
-        lengths = [len(text.prompt) + len(text.output) for text in texts]
-        self._tokens: IntArray = np.zeros((len(texts), max(lengths) + 1), dtype=np.int64)
-        for row, text, length in zip(self._tokens, texts, lengths, strict=True):
-            row[:length] = [*text.prompt, *text.output]
+        self._sizes: IntArray = np.array([len(text.prompt) + len(text.output) for text in texts], dtype=np.int64)
+        self._starts: IntArray = np.concatenate([[0], np.cumsum(self._sizes + 1)])
+        self._tokens: IntArray = np.zeros(self._starts[-1], dtype=np.int64)
+        """The texts one after the other, each with a 0 after its end: a long text does not widen the others."""
+        for start, size, text in zip(self._starts, self._sizes, texts, strict=False):
+            self._tokens[start : start + size] = [*text.prompt, *text.output]
         self._texts = texts
 
     @property
@@ -148,5 +153,6 @@ class RecordingModel(LanguageModel):
             return ModelOutput(None)
         if feed.logits is Logits.LAST:
             after = np.take_along_axis(after, feed.last_columns().cpu().numpy()[:, None], 1)
-        known = np.minimum(after, self._tokens.shape[1] - 1)
-        return ModelOutput(None, token_ids=torch.from_numpy(self._tokens[cache.texts[rows][:, None], known]))
+        texts = cache.texts[rows][:, None]
+        known = self._starts[texts] + np.minimum(after, self._sizes[texts])
+        return ModelOutput(None, token_ids=torch.from_numpy(self._tokens[known]))

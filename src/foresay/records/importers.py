@@ -5,16 +5,16 @@ Owns the two foreign formats. Knows nothing of our own recordings.
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 
 from foresay.checks import check_int
 from foresay.errors import ConfigError
-from foresay.models.recording import RecordedText
+from foresay.json_files import parse_json, read_limited
+from foresay.models.recording import MAX_VOCAB_SIZE, RecordedText
 
-_TENSOR = re.compile(r"tensor\(\[\[(.*?)\]\]", re.DOTALL)
+MAX_BYTES = 1 << 30
+"""The largest log that is read."""
+_BEGIN, _END = "tensor([[", "]]"
 
 
 def read_tensor_log(name: str, prompts: Sequence[Sequence[int]] | None) -> list[RecordedText]:
@@ -24,11 +24,8 @@ def read_tensor_log(name: str, prompts: Sequence[Sequence[int]] | None) -> list[
     """
     if prompts is None:
         raise ConfigError(f"{name!r} is a log of tensors, which holds outputs alone; give the prompts it was made from")
-    text = Path(name).read_text(encoding="utf-8", errors="replace")
-    outputs = []
-    for found in _TENSOR.finditer(text):
-        number = text.count("\n", 0, found.start()) + 1
-        outputs.append(_printed(found[1], f"{name}, line {number}"))
+    text = read_limited(name, MAX_BYTES).decode("utf-8", errors="replace")
+    outputs = [_printed(inner, f"{name}, line {number}") for number, inner in _tensors(text)]
     if not outputs:
         raise ConfigError(f"{name!r} holds no outputs: no tensor([[...]])")
     if len(outputs) > len(prompts):
@@ -36,17 +33,29 @@ def read_tensor_log(name: str, prompts: Sequence[Sequence[int]] | None) -> list[
     return [RecordedText(tuple(map(int, prompt)), output) for prompt, output in zip(prompts, outputs, strict=False)]
 
 
+def _tensors(text: str) -> Iterator[tuple[int, str]]:
+    """(line number, text between the brackets) of each printed tensor; a last one without its end is left out."""
+    number, counted, end = 1, 0, 0
+    while (begin := text.find(_BEGIN, end)) >= 0 and (end := text.find(_END, begin)) >= 0:
+        number, counted = number + text.count("\n", counted, begin), begin
+        yield number, text[begin + len(_BEGIN) : end]
+
+
 def _printed(text: str, place: str) -> tuple[int, ...]:
     """The token ids of one printed tensor. place: file and line, for errors."""
     if "..." in text:
         raise ConfigError(f"{place}: the tensor was printed shortened ('...'); its tokens are lost")
     try:
-        tokens = tuple(check_int("token", int(token), 0) for token in text.split(",") if token.strip())
+        tokens = tuple(map(_token, filter(str.strip, text.split(","))))
     except ValueError as error:
         raise ConfigError(f"{place}: not a list of token ids ({error})") from None
     if not tokens:
         raise ConfigError(f"{place}: the output is empty")
     return tokens
+
+
+def _token(text: str) -> int:
+    return check_int("token", int(text), 0, MAX_VOCAB_SIZE - 1)
 
 
 def read_cs_drafting_cache(name: str) -> list[RecordedText]:
@@ -55,18 +64,14 @@ def read_cs_drafting_cache(name: str) -> list[RecordedText]:
     A decoder-only target's ids begin with the prompt; an encoder-decoder's begin with its decoder start token, and the key is
     its encoder source. Raises ConfigError for a file that is not such a JSON object.
     """
-    try:
-        with open(name, encoding="utf-8") as file:
-            pairs = json.load(file)
-    except ValueError as error:
-        raise ConfigError(f"{name!r} is not JSON ({error})") from None
+    pairs = parse_json(read_limited(name, MAX_BYTES), name)
     if not isinstance(pairs, dict):
         raise ConfigError(f"{name!r} must be a JSON object of token ids joined by '_'")
     texts = []
     for number, (key, value) in enumerate(pairs.items(), 1):
         try:
             pair = (str(ids).split("_") for ids in (key, value))
-            prompt, whole = (tuple(check_int("token", int(token), 0) for token in ids) for ids in pair)
+            prompt, whole = (tuple(map(_token, ids)) for ids in pair)
         except ValueError as error:
             raise ConfigError(f"{name}, entry {number}: token ids joined by '_' are needed ({error})") from None
         own = whole[: len(prompt)] == prompt

@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 from foresay.errors import ConfigError
+from foresay.json_files import Schema, parse_object, short
 
 try:
     import fcntl
@@ -20,19 +22,30 @@ except ImportError:  # Windows: nothing keeps two writers apart there
     fcntl = None  # type: ignore[assignment]
 
 Line = dict[str, Any]
+T = TypeVar("T")
+
+MAX_LINE_BYTES = 256 << 20
+"""The longest line that is read."""
 
 
 class LineWriter:
     """Appends JSON lines after a header line; an existing file is resumed where it ended."""
 
-    def __init__(self, path: str | os.PathLike[str], kind: str, version: int, header: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        kind: str,
+        version: int,
+        header: Mapping[str, Any],
+        schema: Schema[Any] | None = None,
+    ) -> None:
         """Open or create the file.
 
         kind, version: the file's format. header: the other fields of its first line; an existing file must have the same ones,
-        `provenance` aside. Raises ConfigError for another header, a file of another kind or one that cannot be written, and while
-        another process writes it.
+        `provenance` aside. schema: type of every other line of an existing file. Raises ConfigError for another header, a line
+        that is not of the schema, a file of another kind or one that cannot be written, and while another process writes it.
         """
-        self.path, self.kind = Path(path), kind
+        self.path, self.kind, self._schema = Path(path), kind, schema
         # as it will be read back: tuples are lists there, and keys texts
         self.header: Line = json.loads(json.dumps({"format": kind, "version": version, **header}))
         self.lines: list[Line] = []
@@ -61,28 +74,40 @@ class LineWriter:
     def _resume(self) -> None:
         """Read what is there, and cut off a line that was never finished."""
         self._file.seek(0)
-        data = self._file.read()
-        whole = data.rfind(b"\n") + 1
-        if not whole:
-            begun = json.dumps({"format": self.kind}).encode()[:-1]
-            if data[: len(begun)] != begun[: len(data)]:
-                raise ConfigError(f"{str(self.path)!r} is no {self.kind}, and is left as it is; name another file")
-            self._file.truncate(0)
-            self.append(self.header)
+        name, whole, header = str(self.path), 0, None
+        for number, raw in _whole_lines(self._file, name):
+            whole += len(raw)
+            line = parse_object(raw, f"{name}, line {number}")
+            if header is None:
+                header = line
+                _check_header(header, self.kind, self.header["version"], name)
+                continue
+            if self._schema is not None:
+                self._schema.read(raw, f"{name}, line {number}")
+            self.lines.append(line)
+        if header is None:
+            self._begin()
             return
-        header, *self.lines = [line for _, line in _parsed(data[:whole], str(self.path))]
-        _check_header(header, self.kind, self.header["version"], str(self.path))
-        for name, theirs, ours in _differences({**header, "provenance": None}, {**self.header, "provenance": None}):
+        for field, theirs, ours in _differences({**header, "provenance": None}, {**self.header, "provenance": None}):
             if not self.lines:  # a run that ended before its first line leaves nothing to go on with
                 self._file.truncate(0)
                 self.append(self.header)
                 return
             raise ConfigError(
-                f"{str(self.path)!r} was begun with {name}={_short(theirs)}, and this run has {_short(ours)}; "
+                f"{name!r} was begun with {field}={short(theirs)}, and this run has {short(ours)}; "
                 "give the same settings to go on, or another file"
             )
-        if whole < len(data):
-            self._file.truncate(whole)
+        self._file.truncate(whole)
+
+    def _begin(self) -> None:
+        """Write the header into a file without a whole line: an empty one, or one whose own header was cut short."""
+        begun = json.dumps({"format": self.kind}).encode()[:-1]
+        self._file.seek(0)
+        found = self._file.read(len(begun))
+        if found != begun[: len(found)]:
+            raise ConfigError(f"{str(self.path)!r} is no {self.kind}, and is left as it is; name another file")
+        self._file.truncate(0)
+        self.append(self.header)
 
     def append(self, line: Mapping[str, Any]) -> None:
         """Write one line; it is on the disk when this returns."""
@@ -101,41 +126,53 @@ class LineWriter:
         self.close()
 
 
-def read_lines(path: str | os.PathLike[str], kind: str, version: int) -> tuple[Line, Iterator[tuple[int, Line]]]:
-    """The header, and (line number, line) of each line after it, parsed lazily.
+@contextmanager
+def read_lines(
+    path: str | os.PathLike[str], kind: str, version: int, schema: Schema[T]
+) -> Iterator[tuple[Line, Iterator[tuple[int, T]]]]:
+    """The header, and (line number, value) of each line after it, read as they are asked for while the file is open.
 
-    A last line without its end, as a killed run leaves it, is left out. Raises ConfigError for a file that cannot be read or is
-    of another kind or version, and, while iterating, for a line that is no JSON object.
+    schema: type of the lines after the header. A last line without its end, as a killed run leaves it, is left out. Raises
+    ConfigError for a file that cannot be read or is of another kind or version, and, while iterating, for a line that is not of
+    the schema.
     """
+    name = str(path)
     try:
-        data = Path(path).read_bytes()
+        file = open(path, "rb")  # noqa: SIM115
     except OSError as error:
-        raise ConfigError(f"cannot read {str(path)!r}: {error.strerror}") from None
-    lines = _parsed(data[: data.rfind(b"\n") + 1], str(path))
-    first = next(lines, None)
-    if first is None:
-        raise ConfigError(f"{str(path)!r} is empty: no {kind}")
-    _check_header(first[1], kind, version, str(path))
-    return first[1], lines
+        raise ConfigError(f"cannot read {name!r}: {error.strerror}") from None
+    with file:
+        lines = _whole_lines(file, name)
+        first = next(lines, None)
+        if first is None:
+            raise ConfigError(f"{name!r} is empty: no {kind}")
+        header = parse_object(first[1], f"{name}, line 1")
+        _check_header(header, kind, version, name)
+        yield header, ((number, schema.read(raw, f"{name}, line {number}")) for number, raw in lines)
 
 
-def _parsed(data: bytes, name: str) -> Iterator[tuple[int, Line]]:
-    for number, raw in enumerate(data.splitlines(), 1):
+def _whole_lines(file: BinaryIO, name: str) -> Iterator[tuple[int, bytes]]:
+    """(number, bytes) of each line that has its end."""
+    number = 0
+    while True:
+        number += 1
         try:
-            line = json.loads(raw)
-        except ValueError as error:
-            raise ConfigError(f"{name}, line {number}: not JSON ({error})") from None
-        if not isinstance(line, dict):
-            raise ConfigError(f"{name}, line {number}: a JSON object is needed, not {_short(line)}")
-        yield number, line
+            raw = file.readline(MAX_LINE_BYTES)
+        except OSError as error:
+            raise ConfigError(f"cannot read {name!r}: {error.strerror}") from None
+        if not raw.endswith(b"\n"):
+            if len(raw) == MAX_LINE_BYTES:
+                raise ConfigError(f"{name}, line {number}: longer than {MAX_LINE_BYTES} bytes")
+            return
+        yield number, raw
 
 
 def _check_header(header: Line, kind: str, version: int, name: str) -> None:
     if header.get("format") != kind:
-        raise ConfigError(f"{name}, line 1: not a {kind}; its header has format={_short(header.get('format'))}")
+        raise ConfigError(f"{name}, line 1: not a {kind}; its header has format={short(header.get('format'))}")
     if header.get("version") != version:
         raise ConfigError(
-            f"{name}, line 1: version={_short(header.get('version'))} of {kind}; this foresay reads version {version}"
+            f"{name}, line 1: version={short(header.get('version'))} of {kind}; this foresay reads version {version}"
         )
 
 
@@ -146,8 +183,3 @@ def _differences(theirs: Any, ours: Any, name: str = "") -> Iterator[tuple[str, 
             yield from _differences(theirs.get(key), ours.get(key), f"{name}.{key}" if name else key)
     elif theirs != ours:
         yield name, theirs, ours
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= 80 else text[:77] + "..."

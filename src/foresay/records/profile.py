@@ -14,13 +14,23 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field
 
 from foresay.decoding.protocols import FILL_CHUNK
 from foresay.errors import ConfigError
 from foresay.files import atomic_write, cache_dir
+from foresay.json_files import Schema, parse_object, read_limited
 
 FORMAT, VERSION = "foresay-profile", 1
+
+Count = Annotated[int, Field(ge=0, le=2**40)]
+Size = Annotated[int, Field(ge=1, le=2**40)]
+Seconds = Annotated[float, Field(ge=0, le=1e9)]
+_CHECKS = ConfigDict(extra="forbid", allow_inf_nan=False)
+"""How a file is checked against the dataclasses below."""
+
 FILLED_TOGETHER = 4
 """Prompts filled together when prefill is timed; a profile has the time of each."""
 
@@ -29,15 +39,17 @@ FILLED_TOGETHER = 4
 class Timing:
     """Seconds of one step of the engine at a batch size, number of columns and context, without drafting."""
 
-    batch: int
-    columns: int
+    __pydantic_config__ = _CHECKS
+
+    batch: Size
+    columns: Size
     """Tokens scored per row: 1 + the draft."""
-    context: int
+    context: Count
     """Tokens of a row before the step."""
-    seconds: float
+    seconds: Seconds
     """Median."""
-    low: float
-    high: float
+    low: Seconds
+    high: Seconds
     """First and third quartile."""
 
 
@@ -45,10 +57,12 @@ class Timing:
 class Floor:
     """The lower bound of a pass's time (roofline): the bytes it must read over the memory bandwidth."""
 
-    weight_bytes: int
-    kv_bytes: int
+    __pydantic_config__ = _CHECKS
+
+    weight_bytes: Annotated[int, Field(ge=0, le=2**60)]
+    kv_bytes: Count
     """Keys and values of one token."""
-    bytes_per_s: float
+    bytes_per_s: Annotated[float, Field(ge=1, le=1e18)]
     """Measured: reading a block far larger than the caches."""
 
     def seconds(self, batch: int, context: float) -> float:
@@ -60,22 +74,24 @@ class Floor:
 class Profile:
     """The times of one model on one machine."""
 
+    __pydantic_config__ = _CHECKS
+
     model: str
     dtype: str
     machine: Mapping[str, Any]
     timings: tuple[Timing, ...]
-    fills: tuple[tuple[int, float], ...]
+    fills: tuple[tuple[Count, Seconds], ...]
     """(tokens, seconds) of filling one chunk of a prompt."""
     floor: Floor | None = None
-    drafts: Mapping[str, tuple[tuple[int, int, float], ...]] = field(default_factory=dict)
+    drafts: Mapping[str, tuple[tuple[Size, Count, Seconds], ...]] = field(default_factory=dict)
     """Drafter -> (batch, tokens drafted, seconds of drafting)."""
-    draft_fills: Mapping[str, float] = field(default_factory=dict)
+    draft_fills: Mapping[str, Seconds] = field(default_factory=dict)
     """Drafter -> seconds it takes to read one token of a prompt."""
     ragged: bool = False
     """Whether a pass takes the time of its real tokens; else that of its widest row."""
-    column_cost: float | None = None
+    column_cost: Annotated[float, Field(ge=0, le=1e6)] | None = None
     """What the model says that one more token of one row adds to a pass, as a share of it; None where it does not."""
-    token_bytes: float = 0.0
+    token_bytes: Annotated[float, Field(ge=0, le=1e12)] = 0.0
     """What a token takes in the model's cache; 0 where nobody knows."""
 
     def clock(self) -> Callable[[int, float, float], float]:
@@ -148,20 +164,28 @@ class Profile:
         """Read a profile. Raises ConfigError for a file that cannot be read or is no profile of this version."""
         name = os.fspath(path)
         try:
-            values = json.loads(Path(path).read_text(encoding="utf-8"))
-            if values.pop("format") != FORMAT or values.pop("version") != VERSION:
-                raise ValueError(f"not a {FORMAT} of version {VERSION}")
-            values["timings"] = tuple(Timing(**one) for one in values["timings"])
-            values["fills"] = tuple((int(n), float(s)) for n, s in values["fills"])
-            values["floor"] = None if values["floor"] is None else Floor(**values["floor"])
-            values["drafts"] = {
-                k: tuple((int(b), int(n), float(s)) for b, n, s in v) for k, v in values["drafts"].items()
-            }
-            return cls(**values)
+            values = parse_object(read_limited(path), name)
+            if values.pop("format", None) != FORMAT or values.pop("version", None) != VERSION:
+                raise ConfigError(f"{name}: not a {FORMAT} of version {VERSION}")
+            profile = _PROFILE.of(values, name)
+            _check_points(profile, name)
         except OSError as error:
             raise ConfigError(f"cannot read {name!r}: {error.strerror}") from None
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except ConfigError as error:
             raise ConfigError(f"{name!r} is no profile ({error}); make one with foresay profile") from None
+        return profile
+
+
+_PROFILE: Schema[Profile] = Schema(Profile, "a profile")
+
+
+def _check_points(profile: Profile, name: str) -> None:
+    """Raise ConfigError where two times are of the same point, between which nothing can be interpolated."""
+    points: list[tuple[str, list[Any]]] = [("fills", [tokens for tokens, _ in profile.fills])]
+    points += [(f"drafts.{drafter}", [(b, n) for b, n, _ in some]) for drafter, some in profile.drafts.items()]
+    for what, known in points:
+        if len(set(known)) < len(known):
+            raise ConfigError(f"{name}: {what} has two times of the same point")
 
 
 def line(points: Sequence[tuple[int, float]], x: float) -> float:

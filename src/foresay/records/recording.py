@@ -8,36 +8,52 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
-from foresay.checks import check_int
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
 from foresay.decoding.outcome import FinishReason
+from foresay.decoding.sampling_params import MAX_SEED, SamplingParams
 from foresay.errors import ConfigError
-from foresay.models.recording import RecordedText
+from foresay.json_files import Schema, short
+from foresay.models.recording import MAX_VOCAB_SIZE, RecordedText
 from foresay.records.importers import read_cs_drafting_cache, read_tensor_log
 from foresay.records.lines import Line, LineWriter, read_lines
 
 FORMAT, VERSION = "foresay-recording", 1
+
+TokenId = Annotated[int, Field(ge=0, lt=MAX_VOCAB_SIZE)]
+TokenIds = Annotated[tuple[TokenId, ...], Field(min_length=1)]
+_CHECKS = ConfigDict(extra="forbid", allow_inf_nan=False)
+"""How a line of a file is checked against a Record."""
+
+
+def _finish_reason(value: str) -> str:
+    return FinishReason(value).value
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
     """The output to one prompt."""
 
+    __pydantic_config__ = _CHECKS
+
     id: str
-    prompt: tuple[int, ...]
+    prompt: TokenIds
     """The token ids that the output continues; of an encoder-decoder its decoder start tokens."""
-    output: tuple[int, ...]
-    finish_reason: str = "length"
+    output: TokenIds
+    finish_reason: Annotated[str, AfterValidator(_finish_reason)] = "length"
     category: str = ""
-    source: tuple[int, ...] | None = None
+    index: Annotated[int, Field(ge=0, le=2**53)] | None = None
+    """Index of its prompt in the data set; outputs are written as they end, and read in this order."""
+    source: TokenIds | None = None
     """The encoder source of an encoder-decoder."""
-    seed: int | None = None
-    token_probs: tuple[float, ...] | None = None
+    seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
+    token_probs: tuple[Annotated[float, Field(ge=0, le=1)], ...] | None = None
     """The probability of each token under the law it was drawn from; of sampled outputs."""
     logprobs: tuple[float, ...] | None = None
     """Log-probabilities of the tokens under the raw logits."""
-    top: tuple[tuple[tuple[int, float], ...], ...] | None = None
+    top: tuple[tuple[tuple[TokenId, float], ...], ...] | None = None
     """(token, log-probability) of the likeliest tokens at each position of the output."""
 
     def as_line(self) -> Line:
@@ -56,6 +72,7 @@ class Recording:
     """A target's outputs, and how they were generated as far as known. Raises ConfigError without any output."""
 
     records: tuple[Record, ...]
+    """In the order of their prompts, the turns of a conversation together; in an older file's order, which is that of ending."""
     vocab_size: int
     eos: frozenset[int] = frozenset()
     model: str = ""
@@ -64,7 +81,8 @@ class Recording:
     params: Mapping[str, Any] = field(default_factory=dict)
     """Fields of SamplingParams that were not at their defaults."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Digest of the prompts, chat template, seed, dtype and context length; for an imported log its kind."""
+    """Digest of the prompts, chat template, seed, dtype and context length; for an imported log its kind, and the
+    reason to doubt that its prompts belong to its outputs, if there is one."""
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -114,66 +132,78 @@ def recording_writer(path: str | os.PathLike[str], header: Mapping[str, Any]) ->
     header: model, vocab_size, eos, tokenizer, params, settings and provenance. Raises ConfigError as LineWriter does: for a file
     that was begun with another header, and while another process writes it.
     """
-    return LineWriter(path, FORMAT, VERSION, header)
+    return LineWriter(path, FORMAT, VERSION, header, _RECORD)
 
 
-def read_record(line: Mapping[str, Any], vocab_size: int) -> Record:
-    """The Record of one line of a file.
-
-    Raises ConfigError for unknown or missing fields and for ids outside the vocabulary, ValueError or TypeError for fields of
-    another type.
-    """
-    values = dict(line)
-    unknown = set(values) - set(Record.__slots__)
-    if unknown or "id" not in values:
-        raise ConfigError(f"unknown field {min(unknown)!r}" if unknown else "no id")
-    for name in ("prompt", "output", *(["source"] if values.get("source") is not None else [])):
-        values[name] = _token_ids(name, values.get(name), vocab_size)
-    FinishReason(values.get("finish_reason", "length"))
-    for name in ("token_probs", "logprobs"):
-        if values.get(name) is not None:
-            values[name] = tuple(float(x) for x in values[name])
-            if len(values[name]) != len(values["output"]):
-                raise ConfigError(f"{len(values[name])} values of {name} for {len(values['output'])} tokens")
-    if values.get("top") is not None:
-        values["top"] = tuple(tuple((int(i), float(x)) for i, x in place) for place in values["top"])
-    return Record(**values)
+def read_params(values: Mapping[str, Any], **changes: Any) -> SamplingParams:
+    """The sampling parameters of a header, some of them changed. Raises ConfigError for a name or value that is none."""
+    if "processors" in values:
+        raise ConfigError("processors cannot be written into a recording")
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    if isinstance(bias := values.get("logit_bias", ()), tuple):
+        if not all(isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], int) for pair in bias):
+            raise ConfigError(f"logit_bias={short(bias)} must be pairs of a token id and a number")
+        values["logit_bias"] = dict(bias)
+    elif isinstance(bias, dict):
+        values["logit_bias"] = {int(key) if key.isdecimal() else key: value for key, value in bias.items()}
+    return SamplingParams.of(**values | changes)
 
 
-def _token_ids(name: str, value: Any, vocab_size: int) -> tuple[int, ...]:
-    if not isinstance(value, list) or not value:
-        raise ConfigError(f"{name} must be a list of token ids, not {value!r}")
-    return tuple(check_int(f"token of {name}", token, 0, vocab_size - 1) for token in value)
+class _Header(BaseModel):
+    """First line of a recording. Fields that this version does not know are left alone."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+    vocab_size: Annotated[int, Field(ge=1, le=MAX_VOCAB_SIZE)]
+    eos: frozenset[TokenId] = frozenset()
+    model: str = ""
+    tokenizer: str | None = None
+    params: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
+    provenance: dict[str, Any] = {}
+
+
+_HEADER: Schema[_Header] = Schema(_Header, "a header of a recording")
+_RECORD: Schema[Record] = Schema(Record, "an output")
+
+
+def _check_record(record: Record, vocab_size: int) -> None:
+    """Raise ConfigError for ids outside the vocabulary, and for values that are not one for each token."""
+    for name in ("prompt", "output", "source"):
+        if (highest := max(getattr(record, name) or (0,))) >= vocab_size:
+            raise ConfigError(f"token {highest} of {name} must be in [0, {vocab_size - 1}]")
+    for name in ("token_probs", "logprobs", "top"):
+        values = getattr(record, name)
+        if values is not None and len(values) != len(record.output):
+            raise ConfigError(f"{len(values)} values of {name} for {len(record.output)} tokens")
 
 
 def _read_ours(name: str) -> Recording:
-    header, lines = read_lines(name, FORMAT, VERSION)
-    try:
-        vocab_size = check_int("vocab_size", header.get("vocab_size"), 1)
-        eos = frozenset(check_int("token of eos", token, 0) for token in header.get("eos", ()))
-        for part in ("params", "settings", "provenance"):
-            if not isinstance(header.get(part, {}), dict):
-                raise ConfigError(f"{part}={header[part]!r} must be an object")
-    except (ConfigError, TypeError) as error:
-        raise ConfigError(f"{name}, line 1: {error}") from None
     records: dict[str, Record] = {}
-    for number, line in lines:
+    with read_lines(name, FORMAT, VERSION, _RECORD) as (values, lines):
+        header = _HEADER.of(values, f"{name}, line 1")
         try:
-            record = read_record(line, vocab_size)
-            if record.id in records:
-                raise ConfigError(f"id={record.id!r} is there twice")
-        except (ConfigError, TypeError, ValueError) as error:
-            raise ConfigError(f"{name}, line {number}: {error}") from None
-        records[record.id] = record
+            read_params(header.params)
+        except ConfigError as error:
+            raise error.about(f"{name}, line 1: params") from None
+        for number, record in lines:
+            try:
+                _check_record(record, header.vocab_size)
+                if record.id in records:
+                    raise ConfigError(f"id={record.id!r} is there twice")
+            except ConfigError as error:
+                raise error.about(f"{name}, line {number}") from None
+            records[record.id] = record
+    ordered = sorted(records.values(), key=lambda one: len(records) if one.index is None else one.index)
     return Recording(
-        tuple(records.values()),
-        vocab_size,
-        eos,
-        header.get("model", ""),
-        header.get("tokenizer"),
-        header.get("params", {}),
-        header.get("settings", {}),
-        header.get("provenance", {}),
+        tuple(ordered),
+        header.vocab_size,
+        header.eos,
+        header.model,
+        header.tokenizer,
+        header.params,
+        header.settings,
+        header.provenance,
     )
 
 

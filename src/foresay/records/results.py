@@ -15,23 +15,60 @@ import os
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from foresay.decoding.outcome import Step
 from foresay.engine import Stats
 from foresay.errors import ConfigError
+from foresay.json_files import Schema
 from foresay.records.lines import Line, LineWriter, read_lines
 
 FORMAT, VERSION = "foresay-results", 2
+
+Count = Annotated[int, Field(ge=0, le=2**53)]
+Seconds = Annotated[float, Field(ge=0, le=1e12)]
+Duration = Annotated[float, Field(ge=1e-9, le=1e12)]
+"""Seconds that something took; rates divide by it."""
+_CHECKS = ConfigDict(extra="forbid", allow_inf_nan=False)
+"""How a line of a file is checked against the dataclasses below."""
+
+
+class _StatsValues(BaseModel):
+    """Counts of `Stats.as_dict()`; its means are derived from them."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+    num_passes: Count
+    num_tokens: Count
+    num_drafted: Count
+    num_tested: Count
+    num_accepted: Count
+    origins: dict[str, Count]
+    accepted_lengths: dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Count]
+    tested_at: dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Count]
+    accepted_at: dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Count]
+    draft_s: Seconds
+    target_s: Seconds
+    total_s: Seconds
+
+
+def _checked_stats(values: dict[str, Any]) -> dict[str, Any]:
+    if values:
+        _StatsValues.model_validate(values)
+    return values
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Cell:
     """What a run measures: one method on one data set at one batch size and sampling."""
 
+    __pydantic_config__ = _CHECKS
+
     method: str
     dataset: str
-    batch_size: int
+    batch_size: Annotated[int, Field(ge=1, le=2**31)]
     sampling: str = "greedy"
 
     def __str__(self) -> str:
@@ -46,22 +83,24 @@ class PromptResult:
     lengths are of the target and the draft model alone; lab.bench.specdec records those.
     """
 
+    __pydantic_config__ = _CHECKS
+
     id: str
     category: str
-    spec_time: float
-    target_s: float
+    spec_time: Seconds
+    target_s: Seconds
     """Of spec_time, the target's passes."""
-    draft_s: float
+    draft_s: Seconds
     """Of spec_time, drafting."""
-    num_mismatched_tokens: int
+    num_mismatched_tokens: Count
     """Draft tokens that were not accepted, untested ones included."""
-    num_LM_call: int  # noqa: N815 - the published name
+    num_LM_call: Count  # noqa: N815 - the published name
     """Target passes."""
-    generated_length: int
-    num_accepted: int
+    generated_length: Count
+    num_accepted: Count
     """Output tokens that are accepted draft tokens; the target drew the others."""
-    num_drafted: int
-    num_tested: int
+    num_drafted: Count
+    num_tested: Count
     finish_reason: str
 
     @classmethod
@@ -103,21 +142,24 @@ class PromptResult:
 class Run:
     """One repeat of one cell."""
 
+    __pydantic_config__ = _CHECKS
+
     cell: Cell
-    repeat: int
-    seconds: float
+    repeat: Count
+    seconds: Duration
     """Wall-clock of all prompts, prefill included."""
-    tokens: int
-    plain_seconds: float | None = None
+    tokens: Count
+    plain_seconds: Duration | None = None
     """Time of plain decoding for as many tokens, from the runs next to this one in time; None where there was none."""
     identical: bool | None = None
     """Whether every output equals plain decoding's; None where it need not (sampling) or was not compared."""
     exact: bool = True
     """Whether the rule preserves the target's law."""
-    stats: Mapping[str, Any] = field(default_factory=dict)
+    stats: Annotated[Mapping[str, Any], AfterValidator(_checked_stats)] = field(default_factory=dict)
     """Stats.as_dict() over all prompts; empty for another engine, which reports none."""
     prompts: tuple[PromptResult, ...] = ()
     note: str = ""
+    kind: Literal["run"] = "run"
 
     @property
     def tokens_per_s(self) -> float:
@@ -131,46 +173,59 @@ class Run:
 
     def as_line(self) -> Line:
         """The line for the file."""
-        return {"kind": "run", **asdict(self)}
+        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
     """A cell that could not be run."""
 
+    __pydantic_config__ = _CHECKS
+
     cell: Cell
-    repeat: int
+    repeat: Count
     error: str
+    kind: Literal["failed"] = "failed"
 
     def as_line(self) -> Line:
         """The line for the file."""
-        return {"kind": "failed", **asdict(self)}
+        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
     """The throughput of a cell predicted from a replay and a profile."""
 
+    __pydantic_config__ = _CHECKS
+
     cell: Cell
-    tokens_per_s: float
-    tokens_per_pass: float
+    tokens_per_s: Seconds
+    tokens_per_pass: Seconds
+    kind: Literal["prediction"] = "prediction"
 
     def as_line(self) -> Line:
         """The line for the file."""
-        return {"kind": "prediction", **asdict(self)}
+        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
     """One output as (text, origin) pieces; origin is "draft", "residual" or "bonus"."""
 
+    __pydantic_config__ = _CHECKS
+
     cell: Cell
     id: str
     pieces: tuple[tuple[str, str], ...]
+    kind: Literal["trace"] = "trace"
 
     def as_line(self) -> Line:
         """The line for the file."""
-        return {"kind": "trace", **asdict(self)}
+        return asdict(self)
+
+
+Result = Annotated[Run | Failure | Prediction | Trace, Field(discriminator="kind")]
+RESULT: Schema[Result] = Schema(Result, "a result")
 
 
 @dataclass(slots=True)
@@ -197,46 +252,35 @@ class Results:
 
         Raises ConfigError for a file that cannot be read, is no results file, or has a line that is not a result.
         """
-        header, lines = read_lines(path, FORMAT, VERSION)
-        results = cls(dict(header.get("settings", {})), dict(header.get("provenance", {})))
-        for number, line in lines:
-            try:
-                results.add(line)
-            except (KeyError, TypeError, ValueError) as error:
-                raise ConfigError(f"{os.fspath(path)}, line {number}: not a result ({error})") from None
+        with read_lines(path, FORMAT, VERSION, RESULT) as (header, lines):
+            known = {name: header.get(name, {}) for name in ("settings", "provenance")}
+            for name, value in known.items():
+                if not isinstance(value, dict):
+                    raise ConfigError(f"{os.fspath(path)}, line 1: {name}={value!r} must be an object")
+            return cls.of(**known, found=(result for _, result in lines))
+
+    @classmethod
+    def of(cls, settings: dict[str, Any], provenance: dict[str, Any], found: Iterable[Result]) -> Results:
+        """Results in the order of a file; a run replaces earlier failures of its cell and repeat."""
+        results = cls(settings, provenance)
+        failed: dict[tuple[Cell, int], list[Failure]] = {}
+        for one in found:
+            if isinstance(one, Run):
+                results.runs.append(one)
+                failed.pop((one.cell, one.repeat), None)
+            elif isinstance(one, Failure):
+                failed.setdefault((one.cell, one.repeat), []).append(one)
+            elif isinstance(one, Prediction):
+                results.predictions.append(one)
+            else:
+                results.traces.append(one)
+        results.failures = [one for some in failed.values() for one in some]
         return results
 
-    def add(self, line: Line) -> None:
-        """Add one line of a file; a run replaces an earlier failure of its cell and repeat.
 
-        Raises KeyError, TypeError or ValueError for a line that is not a result.
-        """
-        result = read_result(line)
-        if isinstance(result, Run):
-            self.runs.append(result)
-            of = (result.cell, result.repeat)
-            self.failures = [one for one in self.failures if (one.cell, one.repeat) != of]
-        elif isinstance(result, Failure):
-            self.failures.append(result)
-        elif isinstance(result, Prediction):
-            self.predictions.append(result)
-        else:
-            self.traces.append(result)
-
-
-def read_result(line: Line) -> Run | Failure | Prediction | Trace:
-    """What a line of a file says. Raises KeyError, TypeError or ValueError for one that is not a result."""
-    line = dict(line)
-    kind, cell = line.pop("kind"), Cell(**line.pop("cell"))
-    if kind == "run":
-        return Run(cell, prompts=tuple(PromptResult(**one) for one in line.pop("prompts", ())), **line)
-    if kind == "failed":
-        return Failure(cell, **line)
-    if kind == "prediction":
-        return Prediction(cell, **line)
-    if kind == "trace":
-        return Trace(cell, pieces=tuple((text, origin) for text, origin in line.pop("pieces")), **line)
-    raise ValueError(f"kind={kind!r}")
+def read_result(line: Line) -> Result:
+    """The result in a line of a file. Raises ConfigError for a line that is none."""
+    return RESULT.of(line, "a line of results")
 
 
 def results_writer(
@@ -246,7 +290,7 @@ def results_writer(
 
     Raises ConfigError as LineWriter does: for other settings, and while another process writes the file.
     """
-    return LineWriter(path, FORMAT, VERSION, {"settings": dict(settings), "provenance": dict(provenance)})
+    return LineWriter(path, FORMAT, VERSION, {"settings": dict(settings), "provenance": dict(provenance)}, RESULT)
 
 
 def median_and_spread(values: Iterable[float]) -> tuple[float, float, float]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import codecs
 import gzip
 import json
+import os
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
@@ -19,6 +20,10 @@ from foresay.errors import ConfigError, ForesayError
 BLOCK_BYTES = 1 << 16
 MAX_LINE_CHARS = 1 << 20
 """A block holds whole lines; a longer line is cut, at a space where it has one."""
+MAX_RECORD_BYTES = 256 << 20
+"""The longest line that is read as one JSON record."""
+FREE_BYTES, MAX_RATIO = 64 << 20, 200
+"""A gzip file may unpack to the first, or to so many times its own size; text is packed by 3 to 20."""
 
 
 class NumberedLine(NamedTuple):
@@ -68,9 +73,19 @@ def opened(name: str) -> Iterator[tuple[BinaryIO, BinaryIO]]:
 
 
 def read_bytes(name: str) -> bytes:
-    """A whole file, unpacked. Raises ConfigError for one that cannot be read."""
-    with reading(name), opened(name) as (_, stream):
-        return stream.read()
+    """A whole file, unpacked. Raises ConfigError for one that cannot be read, or that unpacks to far more than its size."""
+    with reading(name), opened(name) as (raw, stream):
+        if stream is raw:
+            return stream.read()
+        most = max(FREE_BYTES, MAX_RATIO * os.fstat(raw.fileno()).st_size)
+        data = bytearray()
+        while block := stream.read(BLOCK_BYTES):
+            data += block
+            if len(data) > most:
+                raise ConfigError(
+                    f"{name!r} unpacks to more than {most} bytes, far more than its size; unpack it first"
+                )
+    return bytes(data)
 
 
 def decode(raw: bytes, name: str) -> str:
@@ -106,9 +121,11 @@ def read_blocks(stream: BinaryIO, label: str) -> Iterator[str]:
 
 
 def read_lines(stream: BinaryIO, label: str) -> Iterator[str]:
-    """A stream's lines, however long. Raises ConfigError with the offset of a byte that is not UTF-8."""
+    """A stream's lines. Raises ConfigError with the offset of a byte that is not UTF-8, and for a line that is too long."""
     offset = 0
-    for raw in stream:
+    while raw := stream.readline(MAX_RECORD_BYTES + 1):
+        if len(raw) > MAX_RECORD_BYTES:
+            raise ConfigError(f"{label} has a line of more than {MAX_RECORD_BYTES} bytes at offset {offset}")
         with _utf8(label, offset):
             text = raw.decode("utf-8")
         yield _without_mark(text).removesuffix("\n")

@@ -80,6 +80,12 @@ _NO_CHARACTER, _BLANK = "\ufffd", "\u2581"
 _BYTES = _named_bytes()
 
 
+def check_usable(tokenizer: Tokenizer) -> None:
+    """Encode and decode a text, so that a tokenizer whose files disagree fails where it is loaded, with whatever it raises."""
+    ids = tokenizer(_SAMPLE).input_ids
+    tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
 def tokenizer_size(tokenizer: Tokenizer) -> int:
     """One more than the tokenizer's highest id: ids may have gaps, and its own length counts names."""
     return int(max(tokenizer.get_vocab().values())) + 1

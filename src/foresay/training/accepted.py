@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from foresay.checks import check_int
 from foresay.decoding.laws import Laws
@@ -26,9 +25,11 @@ from foresay.decoding.proposal import Proposal, Verdict
 from foresay.decoding.protocols import DraftStep, LengthPolicy, ModelOutput
 from foresay.decoding.rows import Rows
 from foresay.decoding.sampling_params import SamplingParams
-from foresay.errors import ConfigError
+from foresay.errors import ConfigError, ModelLoadError
 from foresay.files import atomic_write
 from foresay.generation.generator import Generator
+from foresay.json_files import parse_object, read_limited
+from foresay.tensor_files import check_shapes, load_tensors, stored_tensors
 
 AT_ONCE = 16
 """Prompts of a file."""
@@ -159,13 +160,20 @@ def _check_settings(
         "prompts": made_of,
         "params": str(params),
     }
-    if path.is_file() and (before := json.loads(path.read_text(encoding="utf-8"))) != settings:
+    if path.is_file() and (before := _object(path)) != settings:
         name = next((key for key in settings if before.get(key) != settings[key]), "settings")
         raise ConfigError(
             f"the folder {str(folder)!r} was begun with other {name}; give the same, or name another folder"
         )
     with atomic_write(path) as whole:
         whole.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        return parse_object(read_limited(path), str(path))
+    except OSError as error:
+        raise ConfigError(f"cannot read {str(path)!r}: {error.strerror}") from None
 
 
 def _of_prompts(generator: Generator, prompts: Sequence[Any], params: SamplingParams, length: int) -> Examples:
@@ -218,8 +226,16 @@ def load_examples(folder: str | os.PathLike[str]) -> list[Examples]:
     out = []
     for file in files:
         try:
-            tensors = load_file(file)
-            out.append(Examples(*(tensors[name] for name in Examples.__slots__)))
-        except (OSError, SafetensorError, KeyError) as error:
+            stored = {name: one for name, one in stored_tensors([file]).items() if name in Examples.__slots__}
+            rows = stored["labels"].shape if "labels" in stored else ()
+            hidden = stored["hidden"].shape if "hidden" in stored else ()
+            if len(rows) != 1 or len(hidden) != 2 or len(stored) != len(Examples.__slots__):
+                raise ModelLoadError("labels [N], hidden [N, H], reached [N] and drafted [N] are needed")
+            wanted = {"labels": rows, "reached": rows, "hidden": (rows[0], hidden[1])}
+            check_shapes({name: stored[name] for name in wanted}, wanted, "it", "its labels say")
+            if (stored["drafted"].shape, stored["drafted"].dtype) != (rows, "I64"):
+                raise ModelLoadError(f"drafted must be {rows[0]} integers")
+            out.append(Examples(**load_tensors(stored)))
+        except ModelLoadError as error:
             raise ConfigError(f"{str(file)!r} holds no data for an acceptance head: {error}") from None
     return out

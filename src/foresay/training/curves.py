@@ -6,16 +6,33 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict
+
+from foresay.json_files import Schema
 from foresay.records.lines import read_lines
 from foresay.training.fitting import LOG
 
 CURVES = "curves.png"
 
 
+class _Evaluation(BaseModel):
+    """One line of the log; what else it has are numbers, as acceptance_1 and loss."""
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+    __pydantic_extra__: dict[str, float | int | str | None]
+
+    step: int
+    tokens: int
+    tokens_per_pass: float
+
+
+_EVALUATION: Schema[_Evaluation] = Schema(_Evaluation, "an evaluation")
+
+
 def read_log(folder: Path) -> dict[int, Mapping[str, Any]]:
     """Evaluations by step; of those that a killed run made again, the last."""
-    _, lines = read_lines(str(folder / LOG), "foresay-training", 1)
-    found = {int(line["step"]): line for _, line in lines}
+    with read_lines(folder / LOG, "foresay-training", 1, _EVALUATION) as (_, lines):
+        found = {line.step: line.model_dump() for _, line in lines}
     return dict(sorted(found.items()))
 
 

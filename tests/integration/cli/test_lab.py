@@ -19,7 +19,6 @@ from foresay.generation.method import PLAIN
 from foresay.lab.measure import roofline as floors
 from foresay.lengths import ThroughputLength
 from foresay.methods.settings_file import read_settings
-from foresay.records.lines import read_lines
 from foresay.records.profile import Profile, Timing
 from foresay.records.recording import Recording
 from foresay.records.results import Results
@@ -154,7 +153,7 @@ def test_ctrl_c_leaves_a_recording_that_goes_on(folder: Path, here: Path, shell:
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out, err) == (130, b"", b"")
-    kept = len(list(read_lines(path, "foresay-recording", 1)[1]))
+    kept = path.read_text().count("\n") - 1
     assert 2 <= kept < 5
     assert shell(*command) == (0, f"r.jsonl: 5 outputs, 2000 tokens, {kept} of them from an earlier run\n", "")
 
@@ -238,11 +237,52 @@ def test_one_output_has_no_interval(shell: tiny.Shell, here: Path) -> None:
 def test_replaying_other_formats(shell: tiny.Shell, here: Path, which: list[str]) -> None:
     Path("log.txt").write_text("tensor([[10, 11, 10, 11,\n   10, 11]])\ntensor([[7, 8, 9]])\n")
     command = ["replay", "log.txt", *which, "--prompts", "p.jsonl", "--drafter", "prompt_lookup(min_ngram=1)"]
-    code, out, _ = shell(*command)
+    code, out, err = shell(*command)
     assert code == 0 and "2 outputs, 9 tokens of log.txt" in out
+    assert "foresay: log.txt: 2 outputs and 5 prompts, of which the first are taken\n" in err
     Path("cache.json").write_text('{"5_6": "0_3_4_3_4_3_4", "7_8": "0_3_4"}')
     code, out, _ = shell("replay", "cache.json", "--drafter", "max_gram", "--length", "2", "--json")
     assert code == 0 and json.loads(out)["stats"]["num_tokens"] == 8
+
+
+def printed_log(made: Path) -> str:
+    """A recording's outputs as PyTorch prints them, in the order of their prompts."""
+    return "".join(f"tensor([{list(one.output)}])\n" for one in Recording.load(made).records)
+
+
+def test_a_log_with_its_own_prompts_is_exact(shell: tiny.Shell, made: Path, here: Path, which: list[str]) -> None:
+    Path("log.txt").write_text(printed_log(made))
+    code, out, err = shell(
+        "replay", "log.txt", *which, "--prompts", str(made.with_name("p.txt")), "--drafter", "suffix"
+    )
+    assert (code, err) == (0, "") and "; exact: live decoding makes the same steps" in out
+
+
+@pytest.mark.parametrize("order", [(1, 2, 0), (2, 1, 0)])
+def test_prompts_in_another_order_are_noticed(
+    shell: tiny.Shell, made: Path, here: Path, which: list[str], order: tuple[int, ...]
+) -> None:
+    Path("log.txt").write_text(printed_log(made))
+    prompts = made.with_name("p.txt").read_text().splitlines(keepends=True)
+    Path("p.txt").write_text("".join(prompts[i] for i in order))
+    command = ["replay", "log.txt", *which, "--prompts", "p.txt", "--drafter", "suffix"]
+    code, out, err = shell(*command)
+    assert code == 0 and err.endswith(
+        f"prompt 1 as output {order[0] + 1} of the log begins: the prompts are in another order\n"
+    )
+    assert "exact: live" not in out and "which is doubtful" in out
+    assert "in another order" in json.loads(shell(*command, "--json")[1])["doubt"]
+
+
+def test_prompts_in_another_format_are_noticed(shell: tiny.Shell, made: Path, here: Path, tmp_path: Path) -> None:
+    """The log was written without a chat template, and the prompts go through one."""
+    Path("log.txt").write_text(printed_log(made))
+    chats = tiny.save(tmp_path / "chats", chat=True)
+    command = ["replay", "log.txt", "--model", str(chats), "--dtype", "fp32", "--prompts", str(made.with_name("p.txt"))]
+    code, out, err = shell(*command, "--drafter", "suffix")
+    assert code == 0 and "otherwise than the log" in err and "which is doubtful" in out
+    code, out, err = shell(*command, "--drafter", "suffix", "--no-template")
+    assert (code, err) == (0, "") and "exact: live decoding" in out
 
 
 def test_replay_with_a_profile_and_costs(shell: tiny.Shell, made: Path, here: Path) -> None:

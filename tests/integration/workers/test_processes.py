@@ -70,6 +70,8 @@ def test_a_recording_of_two_is_one_s(folder: Path, two: Any, tmp_path: Path) -> 
     pool = two(recording.setup(load(folder), ITEMS, SAMPLED, chat=True))
     recording.record(pool, ITEMS, shared, on_progress=seen.append)
     assert lines(alone) == lines(shared)
+    assert list(lines(shared)) == list(lines(alone)), "the order of the prompts, whoever was first"
+    assert [name for name in lines(shared) if "/" not in name] == [item.id for item in ITEMS]
     assert (seen[0].done, seen[-1].done, seen[-1].total) == (0, 12, 12)
 
     whole = alone.read_text().splitlines(keepends=True)

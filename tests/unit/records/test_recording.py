@@ -20,12 +20,14 @@ from foresay.decoding.protocols import Feed, Logits
 from foresay.decoding.rows import Rows
 from foresay.engine.stats import Stats
 from foresay.errors import ConfigError
+from foresay.json_files import Schema
 from foresay.models.recording import RecordedText, RecordingModel
 from foresay.records.lines import LineWriter, read_lines
 from foresay.records.recording import Record, Recording, recording_writer
 from foresay.records.results import Cell, Prediction, PromptResult, Results, Run, results_writer
 from helpers.making import make_row
 
+ANY: Schema[Any] = Schema(Any, "a value")
 HEADER: dict[str, Any] = {
     "model": "tiny",
     "vocab_size": 50,
@@ -186,22 +188,43 @@ def test_a_line_is_there_whole_when_append_returns(tmp_path: Path) -> None:
     [
         ("{", "line 3: not JSON"),
         ("", "line 3: not JSON"),
-        ("[1]", "line 3: a JSON object is needed, not [1]"),
+        ("[1]", "line 3: not an output: it should be an object, not [1]"),
         ('{"id": "a", "prompt": [1], "output": [2]}', "line 3: id='a' is there twice"),
-        ('{"prompt": [1], "output": [2]}', "line 3: no id"),
-        ('{"id": "c", "prompt": [1], "output": [2], "colour": 3}', "line 3: unknown field 'colour'"),
-        ('{"id": "c", "prompt": [1]}', "line 3: output must be a list of token ids, not None"),
-        ('{"id": "c", "prompt": [], "output": [2]}', "line 3: prompt must be a list of token ids, not []"),
-        ('{"id": "c", "prompt": [1], "output": [50]}', "line 3: token of output=50 must be an integer in [0, 49]"),
-        ('{"id": "c", "prompt": [1], "output": [true]}', "line 3: token of output=True"),
-        ('{"id": "c", "prompt": [-1], "output": [1]}', "line 3: token of prompt=-1"),
-        ('{"id": "c", "prompt": [1], "output": [1], "source": []}', "line 3: source must be a list"),
-        ('{"id": "c", "prompt": [1], "output": [1], "finish_reason": "bored"}', "line 3: 'bored'"),
+        ('{"prompt": [1], "output": [2]}', "line 3: not an output: id: field required"),
+        (
+            '{"id": "c", "prompt": [1], "output": [2], "colour": 3}',
+            "line 3: not an output: colour: unexpected keyword argument, not 3",
+        ),
+        ('{"id": "c", "prompt": [1]}', "line 3: not an output: output: field required"),
+        (
+            '{"id": "c", "prompt": [], "output": [2]}',
+            "line 3: not an output: prompt should have at least 1 item, not []",
+        ),
+        ('{"id": "c", "prompt": [1], "output": [50]}', "line 3: token 50 of output must be in [0, 49]"),
+        (
+            '{"id": "c", "prompt": [1], "output": [true]}',
+            "line 3: not an output: output.0 should be a valid integer, not true",
+        ),
+        (
+            '{"id": "c", "prompt": [-1], "output": [1]}',
+            "line 3: not an output: prompt.0 should be greater than or equal to 0, not -1",
+        ),
+        (
+            '{"id": "c", "prompt": [1], "output": [1], "source": []}',
+            "line 3: not an output: source should have at least 1 item",
+        ),
+        (
+            '{"id": "c", "prompt": [1], "output": [1], "finish_reason": "bored"}',
+            "line 3: not an output: finish_reason: 'bored' is not a valid",
+        ),
         (
             '{"id": "c", "prompt": [1], "output": [1, 2], "token_probs": [0.5]}',
             "line 3: 1 values of token_probs for 2 tokens",
         ),
-        ('{"id": "c", "prompt": [1], "output": [1], "logprobs": ["a"]}', "line 3: could not convert"),
+        (
+            '{"id": "c", "prompt": [1], "output": [1], "logprobs": ["a"]}',
+            "line 3: not an output: logprobs.0 should be a valid number, not",
+        ),
         ('{"id": "c", "prompt": [1], "output": [1], "top": [[1]]}', "line 3:"),
     ],
 )
@@ -226,11 +249,17 @@ def test_wrong_headers(tmp_path: Path) -> None:
             'not a foresay-recording; its header has format="foresay-results"',
         ),
         ({**ours, "version": 2}, "line 1: version=2 of foresay-recording; this foresay reads version 1"),
-        ({**ours, "vocab_size": None}, "line 1: vocab_size=None must be an integer at least 1"),
+        (
+            {**ours, "vocab_size": None},
+            "line 1: not a header of a recording: vocab_size should be a valid integer, not null",
+        ),
         ({**ours, "eos": 5}, "line 1:"),
-        ({**ours, "eos": [-1]}, "line 1: token of eos=-1"),
-        ({**ours, "params": [1]}, "line 1: params=[1] must be an object"),
-        ({**ours, "settings": 3}, "line 1: settings=3 must be an object"),
+        (
+            {**ours, "eos": [-1]},
+            "line 1: not a header of a recording: eos.0 should be greater than or equal to 0, not -1",
+        ),
+        ({**ours, "params": [1]}, "line 1: not a header of a recording: params should be an object, not [1]"),
+        ({**ours, "settings": 3}, "line 1: not a header of a recording: settings should be an object, not 3"),
     ]:
         refused(lambda values=values: Recording.load(header(**values)), message)  # type: ignore[misc]
     write_other = lambda: results_writer(path, {}, {})  # noqa: E731
@@ -249,9 +278,9 @@ def test_files_that_are_no_recordings(tmp_path: Path) -> None:
     refused(lambda: Recording.load(path), "the recording holds no outputs yet")
     refused(lambda: Recording.load(write(tmp_path / "r"), prompts=[[1]]), "holds its own prompts")
     refused(lambda: LineWriter(tmp_path / "no" / "such", "kind", 1, {}), "cannot write", "No such file or directory")
-    refused(lambda: read_lines(tmp_path / "none", "kind", 1), "cannot read")
+    refused(lambda: read_lines(tmp_path / "none", "kind", 1, ANY).__enter__(), "cannot read")
     path.write_bytes(b"")
-    refused(lambda: read_lines(path, "kind", 1), "is empty: no kind")
+    refused(lambda: read_lines(path, "kind", 1, ANY).__enter__(), "is empty: no kind")
 
 
 # -- logs of tensors ---------------------------------------------------------------------------------------------------
@@ -345,7 +374,7 @@ def test_a_cache_that_is_no_json(tmp_path: Path) -> None:
     path = tmp_path / "cache.json"
     for data in (b'{"1": "1_2"', b'{"1": "\xff"}'):
         path.write_bytes(data)
-        refused(lambda: Recording.load(path), "is not JSON")
+        refused(lambda: Recording.load(path), "not JSON")
 
 
 # -- a recording as a model --------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from foresay.lab.bench.peers.base import Peer
 from foresay.lab.bench.settings import BenchSettings
 from foresay.lab.bench.stage import Outline, Stage, Told, Turn
 from foresay.records.lines import LineWriter
-from foresay.records.results import Failure, Prediction, Results, Run, results_writer
+from foresay.records.results import Failure, Prediction, Results, Run, read_result, results_writer
 
 Missing = Mapping[int, Sequence[Turn]]
 """By a block's number, the turns that are still to be run."""
@@ -69,9 +69,7 @@ def keep(
 ) -> Results:
     """Have what a file does not hold yet performed, write each result as it comes, and return all of them."""
     with results_writer(path, outline.settings, outline.provenance) as writer:
-        so_far = Results(dict(outline.settings), {})
-        for line in writer.lines:
-            so_far.add(line)
+        so_far = Results.of(dict(outline.settings), {}, map(read_result, writer.lines))
         _predict(writer, so_far, predictions)
         known = {(run.cell, run.repeat) for run in so_far.runs}
         missing: dict[int, list[Turn]] = {}

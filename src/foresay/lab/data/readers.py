@@ -11,6 +11,7 @@ import io
 import json
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
@@ -133,8 +134,8 @@ def _csv(text: str, source: str, columns: Sequence[str]) -> Iterator[DataRecord]
         if not names:
             headed = not columns or columns[0] in row
             names = row if headed else columns
-            if twice := [name for i, name in enumerate(names) if name in names[:i]]:
-                raise ConfigError(f"{place}: the header row has the column {twice[0]!r} twice")
+            if (twice := next((name for name, times in Counter(names).items() if times > 1), None)) is not None:
+                raise ConfigError(f"{place}: the header row has the column {twice!r} twice")
             if headed:
                 continue
         if len(row) != len(names):

@@ -5,13 +5,14 @@ Owns the times alone, in seconds from 0, in order. Knows neither what is asked n
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import random
+from typing import Any
 
 from foresay.checks import check_float, check_int
 from foresay.errors import ConfigError
+from foresay.json_files import Schema
 
 
 def poisson(rate: float, count: int, seed: int = 0) -> list[float]:
@@ -53,13 +54,13 @@ def from_trace(path: str | os.PathLike[str]) -> list[float]:
     return sorted(time - first for time in out)
 
 
+_TIME: Schema[float | dict[str, Any]] = Schema(float | dict[str, Any], "a time")
+
+
 def _time(line: str, where: str) -> float:
     try:
-        value = json.loads(line)
-        if isinstance(value, dict):
-            value = value["timestamp"]
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise ValueError
-    except (ValueError, KeyError):
+        found = _TIME.read(line, where)
+        value = found["timestamp"] if isinstance(found, dict) else found
+        return check_float("timestamp", value, -1e15, 1e15)
+    except (ConfigError, KeyError):
         raise ConfigError(f"{where}: neither seconds nor an object with a timestamp in seconds") from None
-    return float(value)

@@ -6,16 +6,17 @@ what a cost means or how SWI is computed (theory.py).
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 
 from foresay.decoding.protocols import Drafter
 from foresay.drafters import Cascade, ModelDrafter
 from foresay.errors import ConfigError
+from foresay.json_files import Schema, read_limited
 from foresay.lab.replay.theory import COST_TABLES, NO_COST, CostModel
 from foresay.methods.expressions import Call, parse
+
+_COSTS: Schema[dict[str, float]] = Schema(dict[str, float], "an object of model name -> cost of a pass")
 
 
 def read_costs(name: str) -> CostModel:
@@ -26,15 +27,10 @@ def read_costs(name: str) -> CostModel:
     if name in COST_TABLES:
         return COST_TABLES[name]
     try:
-        values = json.loads(Path(name).read_text(encoding="utf-8"))
+        return CostModel(_COSTS.read(read_limited(name), repr(name)))
     except OSError as error:
         known = ", ".join(COST_TABLES)
         raise ConfigError(f"cost table {name!r} is none of {known}, and cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise ConfigError(f"{name!r} is not JSON ({error})") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"{name!r} must be a JSON object of model name -> cost of a pass")
-    return CostModel(values)
 
 
 def drafter_names(drafter: str) -> list[str]:

@@ -15,9 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict
+
 from foresay.errors import ConfigError
 from foresay.generation.load import load
 from foresay.generation.method import Method
+from foresay.json_files import Schema
 from foresay.lab.replay.cost_tables import PassCounter, drafter_names, read_costs
 from foresay.lab.replay.predict import expect
 from foresay.lab.replay.replay import Replay, replay
@@ -31,6 +34,9 @@ from foresay.records.lines import LineWriter
 from foresay.records.profile import Profile
 from foresay.records.provenance import provenance
 from foresay.records.recording import Recording
+
+Span = tuple[float, float | None, float | None]
+"""A value and its interval, as `_finite` writes it."""
 
 
 def stand_in(recorded: Recording) -> Resources:
@@ -83,8 +89,30 @@ def open_grid(path: str | os.PathLike[str] | None, by: Mapping[str, Any]) -> Ite
     if path is None:
         yield KeptGrid(None)
         return
-    with LineWriter(path, "foresay-replays", 1, {"by": dict(by), "provenance": provenance()}) as writer:
+    with LineWriter(path, "foresay-replays", 1, {"by": dict(by), "provenance": provenance()}, _REPLAY) as writer:
         yield KeptGrid(writer)
+
+
+class _Replay(BaseModel):
+    """One line of a grid's file, as `_facts` makes it."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+    recording: str
+    digest: str
+    method: str
+    estimate: bool
+    tokens_per_pass: Span
+    acceptance_rate: Span | None
+    draft_utilization: float | None
+    discard_rate: float
+    seconds: float
+    tokens_per_s: float = 0.0
+    speed_up: float = 0.0
+    swi: float = 0.0
+
+
+_REPLAY: Schema[_Replay] = Schema(_Replay, "a replay")
 
 
 @dataclass(slots=True)
@@ -179,6 +207,8 @@ def _facts(method: Method, done: Replay, recorded: Recording, by: Measures) -> d
         "seconds": done.seconds,
         "stats": stats.as_dict(),
     }
+    if "doubt" in recorded.settings:
+        out["doubt"] = recorded.settings["doubt"]
     if known is not None:
         expected = expect(done, recorded, known)
         out |= {

@@ -62,8 +62,8 @@ class _Open:
     steps: list[Step] = field(default_factory=list)
     token_probs: list[float] = field(default_factory=list)
 
-    def record(self, reason: FinishReason) -> Record:
-        """The finished request as a Record for the file."""
+    def record(self, reason: FinishReason, index: int) -> Record:
+        """The finished request as a Record for the file. index: of its item in the data set."""
         params, source = self.begun.params, self.begun.source
         output = tuple(token for step in self.steps for token in step.token_ids)
         entries = [entry for step in self.steps for entry in step.logprobs or ()]
@@ -73,6 +73,7 @@ class _Open:
             output=output,
             finish_reason=reason.value,
             category=self.request.category,
+            index=index,
             source=None if source is None else tuple(source),
             seed=None if params.greedy else params.seed,
             token_probs=None if params.greedy else tuple(self.token_probs),
@@ -217,7 +218,7 @@ class Recorder:
         self.open[number] = _Open(request, self.session.begun(number))
 
     def _finish(self, one: _Open, reason: FinishReason) -> None:
-        made = one.record(reason)
+        made = one.record(reason, self.indices[one.request.item.id])
         self.done[one.request.id] = {}
         self._write(one.request, made.as_line())
         self._answered(one.request, made.output)

@@ -31,7 +31,7 @@ from foresay.lengths import ThroughputLength
 from foresay.lengths.throughput import forget_own_time
 from foresay.models.recording import RecordingModel
 from foresay.records.profile import Profile
-from foresay.records.recording import Record, Recording
+from foresay.records.recording import Record, Recording, read_params
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,12 +213,9 @@ def recorded_params(recording: Recording, max_new_tokens: int) -> SamplingParams
 
     The draft tokens of a sampled draft model are drawn by SampledReplayModel, which makes them the argmax.
     """
-    values = dict(recording.params) | {"max_new_tokens": max_new_tokens, "logprobs": None, "stop": ()}
-    values["logit_bias"] = dict(values.get("logit_bias", ()))
-    values["min_new_tokens"] = min(int(values.get("min_new_tokens", 0)), max_new_tokens)
-    if not recording.greedy:
-        values = {k: v for k, v in values.items() if k not in LAW_FIELDS}
-    return SamplingParams(**values)
+    values = {k: v for k, v in recording.params.items() if recording.greedy or k not in LAW_FIELDS}
+    least = min(int(values.get("min_new_tokens", 0)), max_new_tokens)
+    return read_params(values, max_new_tokens=max_new_tokens, min_new_tokens=least, logprobs=None, stop=())
 
 
 def check_drafter(engine: Engine) -> None:
@@ -260,5 +257,9 @@ def _run(engine: Engine, recording: Recording) -> Replay:
     check_drafter(engine)
     for record, made in zip(recording.records, steps, strict=True):
         written = [token for step in made for token in step.token_ids]
-        assert written == list(record.output), f"{record.id} was not replayed as recorded"
+        if written != list(record.output):
+            raise ConfigError(
+                f"{record.id} was not replayed as recorded: its output does not end where the recording's end tokens, "
+                "stop tokens and context length say"
+            )
     return Replay(tuple(map(tuple, steps)), tuple(passes), seconds, recording.greedy)

@@ -6,13 +6,11 @@ neither figures nor pages, and draws no conclusions.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from foresay.checks import check_flag, check_float, check_int
+from foresay.checks import check_int
 from foresay.engine import Stats
 from foresay.errors import ConfigError
 from foresay.generation.method import PLAIN
@@ -65,17 +63,19 @@ def rows(results: Results) -> list[TableRow]:
     Raises ConfigError for results whose numbers cannot be used.
     """
     cells = results.by_cell()
-    for cell in cells:
-        _check_cell(cell)
-    plain = {_group(cell): median_and_spread(map(_rate, of)) for cell, of in cells.items() if cell.method == PLAIN}
-    expected = {one.cell: check_float("tokens_per_s", one.tokens_per_s, 0, math.inf) for one in results.predictions}
+    plain = {
+        _group(cell): median_and_spread(run.tokens_per_s for run in of)
+        for cell, of in cells.items()
+        if cell.method == PLAIN
+    }
+    expected = {one.cell: one.tokens_per_s for one in results.predictions}
     out = [_row(cell, of, plain.get(_group(cell)), expected.get(cell)) for cell, of in cells.items()]
     return sorted(out, key=lambda row: (row.speed_up is None, -(row.speed_up or row.tokens_per_s)[0], row.cell))
 
 
 def _row(cell: Cell, runs: Sequence[Run], plain: Span | None, expected: float | None) -> TableRow:
-    rates = [_rate(run) for run in runs]
-    paired = [(run, _seconds("plain_seconds", run, run.plain_seconds)) for run in runs if run.plain_seconds is not None]
+    rates = [run.tokens_per_s for run in runs]
+    paired = [(run, run.plain_seconds) for run in runs if run.plain_seconds is not None]
     speed_up: Span | None = None
     if paired:
         speed_up = median_and_spread(seconds / run.seconds for run, seconds in paired)
@@ -83,37 +83,17 @@ def _row(cell: Cell, runs: Sequence[Run], plain: Span | None, expected: float | 
     elif plain is not None and plain[0]:
         speed_up = median_and_spread(rate / plain[0] for rate in rates)
     compared = [run.identical for run in runs if run.identical is not None]
-    try:
-        stats = merged(run.stats for run in runs) if all(run.stats for run in runs) else None
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(f"the stats of {cell} cannot be read ({error!r}); measure that cell again") from None
     return TableRow(
         cell=cell,
         repeats=len(runs),
         tokens_per_s=median_and_spread(rates),
         plain_per_s=plain,
         speed_up=speed_up,
-        stats=stats,
+        stats=merged(run.stats for run in runs) if all(run.stats for run in runs) else None,
         identical=all(compared) if compared else None,
-        exact=all(check_flag("exact", run.exact) for run in runs),
+        exact=all(run.exact for run in runs),
         expected=expected,
     )
-
-
-def _rate(run: Run) -> float:
-    """Tokens per second of a run. Raises ConfigError where tokens or seconds are no valid numbers."""
-    return check_int(f"tokens of {run.cell}", run.tokens, 0) / _seconds("seconds", run, run.seconds)
-
-
-def _seconds(name: str, run: Run, value: Any) -> float:
-    return check_float(f"{name} of {run.cell}", value, 0, math.inf, open_low=True)
-
-
-def _check_cell(cell: Cell) -> None:
-    for name in ("method", "dataset", "sampling"):
-        if not isinstance(value := getattr(cell, name), str):
-            raise ConfigError(f"{name}={value!r} of a cell must be a text; measure that cell again")
-    check_int(f"batch_size of {cell.method!r}", cell.batch_size, 1)
 
 
 def _group(cell: Cell) -> Group:

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from foresay.checks import check_flag, check_int
 from foresay.errors import ConfigError
+from foresay.json_files import Schema, short
 
 NEXT, LAST = 0, 1
 """Hidden states of a head's pass: what its next one reads in place of the target's, and what scores are made of."""
@@ -31,8 +34,79 @@ _LAYER = (
 _NEEDED = ("hidden_size", "num_attention_heads", "intermediate_size")
 _UNREAD = ("norm_before_fc", "fc_norm", "norm_output", "attention_bias", "mlp_bias")
 """Parts that some heads have beyond the layout."""
+MAX_WIDTH, MAX_HEADS, MAX_VOCAB_SIZE = 1 << 18, 1 << 12, 1 << 24
+"""Larger than any model's, and small enough that every product of two sizes can be computed."""
 _GUESSES = 5
 """Tokens that other engines draft with a head unless told otherwise."""
+
+Width = Annotated[int, Field(ge=1, le=MAX_WIDTH)]
+Heads = Annotated[int, Field(ge=1, le=MAX_HEADS)]
+Positive = Annotated[float, Field(gt=0, le=1e12)]
+Factors = Annotated[list[Positive], Field(max_length=MAX_WIDTH)]
+
+
+class _Rotary(BaseModel):
+    """Parameters of the rotary embedding; either name of its kind is read."""
+
+    model_config = ConfigDict(extra="allow")
+
+    rope_type: Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3"] | None = None
+    type: Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3"] | None = None
+    rope_theta: Positive | None = None
+    factor: Annotated[float, Field(ge=1, le=1e6)] | None = None
+    partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] | None = None
+    original_max_position_embeddings: Annotated[int, Field(ge=1, le=2**31)] | None = None
+    attention_factor: Positive | None = None
+    beta_fast: Positive | None = None
+    beta_slow: Positive | None = None
+    low_freq_factor: Positive | None = None
+    high_freq_factor: Positive | None = None
+    mscale: Positive | None = None
+    mscale_all_dim: Positive | None = None
+    truncate: bool | None = None
+    short_factor: Factors | None = None
+    long_factor: Factors | None = None
+
+
+class _Layer(BaseModel):
+    """Fields of the layer; what else a configuration has is not read."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+    hidden_size: Width
+    num_attention_heads: Heads
+    intermediate_size: Width
+    num_key_value_heads: Heads | None = None
+    head_dim: Annotated[int, Field(ge=2, le=MAX_HEADS, multiple_of=2)] | None = None
+    hidden_act: Annotated[str, Field(max_length=100)] | None = None
+    rms_norm_eps: Annotated[float, Field(ge=0, le=1)] | None = None
+    rope_theta: Positive | None = None
+    rope_scaling: _Rotary | None = None
+    rope_parameters: _Rotary | None = None
+    max_position_embeddings: Annotated[int, Field(ge=1, le=2**31)] | None = None
+
+
+class _Verifier(BaseModel):
+    name_or_path: str | None = None
+    architectures: list[str] | None = None
+
+
+class _Whole(BaseModel):
+    """Fields beside the layer, in either layout."""
+
+    vocab_size: Annotated[int, Field(ge=1, le=MAX_VOCAB_SIZE)]
+    draft_vocab_size: Annotated[int, Field(ge=1, le=MAX_VOCAB_SIZE)] | None = None
+    target_hidden_size: Width | None = None
+    norm_before_residual: bool | None = None
+
+
+_LAYER_SCHEMA: Schema[_Layer] = Schema(_Layer, "the layer of a head")
+_WHOLE: Schema[_Whole] = Schema(_Whole, "a head's configuration")
+_LAYERS: Schema[tuple[int, ...] | None] = Schema(
+    Annotated[tuple[Annotated[int, Field(ge=0, le=10_000)], ...], Field(min_length=1, max_length=1000)] | None,
+    "a list of layers",
+)
+_VERIFIER: Schema[_Verifier] = Schema(_Verifier, "a verifier")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +134,12 @@ class HeadConfig:
         check_int("target_hidden_size", self.target_hidden_size, 1)
         check_int("draft_vocab_size", self.draft_vocab_size, 1, check_int("vocab_size", self.vocab_size, 1))
         check_flag("norm_before_residual", self.norm_before_residual)
+        heads = self.layer["num_attention_heads"]
+        shared = self.layer.get("num_key_value_heads") or heads
+        if heads % shared:
+            raise ConfigError(f"num_key_value_heads={shared} must divide num_attention_heads={heads}")
+        if not self.layer.get("head_dim") and self.hidden_size % (2 * heads):
+            raise ConfigError(f"hidden_size={self.hidden_size} must be a multiple of twice num_attention_heads={heads}")
 
     @property
     def hidden_size(self) -> int:
@@ -133,14 +213,14 @@ def _of_speculators(values: Mapping[str, Any]) -> HeadConfig:
         raise ConfigError(f"speculators_model_type={kind!r}: only 'eagle3' is read here")
     layer = _object(values, "transformer_layer_config")
     _refuse_unread(values, layer)
-    verifier = _object(_object(values, "speculators_config"), "verifier")
+    verifier = _VERIFIER.of(_object(_object(values, "speculators_config"), "verifier"), "verifier")
     return _made(
         layer,
         {"vocab_size": layer.get("vocab_size"), **values},
         values.get("eagle_aux_hidden_state_layer_ids"),
         before_residual=True,
-        target=str(verifier.get("name_or_path") or ""),
-        architectures=verifier.get("architectures") or (),
+        target=verifier.name_or_path or "",
+        architectures=verifier.architectures or (),
     )
 
 
@@ -153,26 +233,25 @@ def _made(
     target: str = "",
     architectures: Sequence[str] = (),
 ) -> HeadConfig:
-    """before_residual: what a file means that does not say."""
+    """before_residual: where the file does not say, whether what goes around attention is normed."""
+    place = "the head's config.json"
     missing = [name for name in _NEEDED if layer.get(name) is None]
     if missing or values.get("vocab_size") is None:
-        raise ConfigError(f"the head's config.json has no {(missing or ['vocab_size'])[0]}")
+        raise ConfigError(f"{place} has no {(missing or ['vocab_size'])[0]}")
     kind = layer.get("model_type", "llama")
     if kind != "llama":
         raise ConfigError(f"model_type={kind!r}: the layer of a head is a 'llama' layer here")
     if layer.get("num_hidden_layers", 1) != 1:
         raise ConfigError(f"num_hidden_layers={layer['num_hidden_layers']}: a head has one layer here")
-    if layers is not None:
-        if not isinstance(layers, list) or not layers:
-            raise ConfigError(f"eagle_aux_hidden_state_layer_ids={layers!r} must be a list of layers")
-        layers = tuple(check_int("eagle_aux_hidden_state_layer_ids", one, 0) for one in layers)
+    _LAYER_SCHEMA.of({name: layer.get(name) for name in _Layer.model_fields}, place)
+    whole = _WHOLE.of({name: values.get(name) for name in _Whole.model_fields}, place)
     return HeadConfig(
         {name: layer[name] for name in _LAYER if layer.get(name) is not None},
-        values["vocab_size"],
-        values.get("draft_vocab_size") or values["vocab_size"],
-        values.get("target_hidden_size") or layer["hidden_size"],
-        layers,
-        values.get("norm_before_residual", before_residual),
+        whole.vocab_size,
+        whole.draft_vocab_size or whole.vocab_size,
+        whole.target_hidden_size or layer["hidden_size"],
+        _LAYERS.of(layers, f"{place}: eagle_aux_hidden_state_layer_ids={short(layers)}"),
+        before_residual if whole.norm_before_residual is None else whole.norm_before_residual,
         target,
         tuple(architectures),
     )
@@ -188,5 +267,5 @@ def _refuse_unread(*places: Mapping[str, Any]) -> None:
 def _object(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     found = values.get(name) or {}
     if not isinstance(found, Mapping):
-        raise ConfigError(f"{name} of the head's config.json must be an object, not {found!r}")
+        raise ConfigError(f"{name} of the head's config.json must be an object, not {short(found)}")
     return found

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 
 from foresay.errors import ConfigError, ModelLoadError, ModelNotFoundError
+from foresay.json_files import parse_object, read_limited
 from foresay.models.heads.config import HeadConfig, usual_layers
-from foresay.models.heads.module import HeadModule
+from foresay.models.heads.module import HeadModule, rotary_of
+from foresay.tensor_files import StoredTensor, check_shapes, load_tensors, stored_tensors
 
 WEIGHTS = "model.safetensors"
 Layout = Literal["plain", "speculators"]
@@ -44,22 +45,28 @@ def read_head(folder: str | Path) -> Head:
     """
     folder = Path(folder)
     config = HeadConfig.read(_json(folder / "config.json"))
-    tensors = {_own_name(name): tensor for name, tensor in _tensors(folder).items()}
-    tensors.pop(_WRITABLE, None)  # says the same as the offsets
-    ids = _token_ids(tensors.pop(_OFFSETS, None), config)
-    found = tensors.get("fc.weight")
+    stored = {_own_name(name): tensor for name, tensor in _stored(folder).items()}
+    stored.pop(_WRITABLE, None)  # says the same as the offsets
+    ids = _token_ids(stored.pop(_OFFSETS, None), config)
+    found = stored.get("fc.weight")
     width = config.target_hidden_size
-    if found is None or found.shape[1] % width:
+    if found is None or len(found.shape) != 2 or not found.shape[1] or found.shape[1] % width:
         raise ModelLoadError(f"the head in {str(folder)!r} has no fc.weight of whole hidden states of {width} numbers")
     with torch.device("meta"):
-        module = HeadModule(config, int(found.shape[1]) // width)
-        if "lm_head.weight" in tensors:
+        module = HeadModule(config, found.shape[1] // width)
+        if "lm_head.weight" in stored:
             module.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
-        if "embed_tokens.weight" in tensors:
+        if "embed_tokens.weight" in stored:
             module.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-    _compare(folder, module, tensors)
-    module.load_state_dict(tensors, assign=True)
-    module.rotary = HeadModule(config, 1).rotary  # whose frequencies are no weights
+    wanted = {name: tuple(weight.shape) for name, weight in module.named_parameters()}
+    check_shapes(stored, wanted, f"the head in {str(folder)!r}", "its config.json says")
+    if width != config.hidden_size and None in (module.lm_head, module.embed_tokens):
+        raise ModelLoadError(
+            f"the head in {str(folder)!r} is {config.hidden_size} wide and its target {width}, so that it needs "
+            "embed_tokens and lm_head of its own"
+        )
+    module.load_state_dict(load_tensors(stored), assign=True)
+    module.rotary = rotary_of(config)  # whose frequencies are no weights
     return Head(config, module, ids)
 
 
@@ -84,62 +91,40 @@ def write_head(
 
 def _json(path: Path) -> Mapping[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        return parse_object(read_limited(path), str(path))
     except FileNotFoundError:
         raise ModelNotFoundError(f"the folder {str(path.parent)!r} holds no config.json; is it a head?") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ConfigError) as error:
         raise ModelLoadError(f"cannot read {str(path)!r}: {error}") from None
-    if not isinstance(found, dict):
-        raise ModelLoadError(f"{str(path)!r} must hold an object")
-    return found
 
 
-def _tensors(folder: Path) -> dict[str, torch.Tensor]:
+def _stored(folder: Path) -> dict[str, StoredTensor]:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         pickled = any(folder.glob("*.bin"))
         why = "only pickled weights, which can run code; convert them to safetensors" if pickled else "no safetensors"
         raise ModelNotFoundError(f"the folder {str(folder)!r} holds {why}")
-    out: dict[str, torch.Tensor] = {}
-    for file in files:
-        try:
-            out |= load_file(file)
-        except (OSError, SafetensorError) as error:
-            raise ModelLoadError(f"cannot read {str(file)!r}: {error}") from None
-    return out
+    return stored_tensors(files)
 
 
 def _own_name(name: str) -> str:
     return name.removeprefix("model.").replace("midlayer.", "layers.0.")
 
 
-def _token_ids(offsets: torch.Tensor | None, config: HeadConfig) -> torch.Tensor | None:
-    if offsets is None:
+def _token_ids(stored: StoredTensor | None, config: HeadConfig) -> torch.Tensor | None:
+    if stored is None:
         if config.draft_vocab_size != config.vocab_size:
             raise ModelLoadError(
                 f"the head writes {config.draft_vocab_size} of {config.vocab_size} tokens and does not say which: it has no d2t"
             )
         return None
-    ids = torch.arange(len(offsets)) + offsets.long()
-    ascends = len(ids) < 2 or bool((ids[1:] > ids[:-1]).all())
-    if len(ids) != config.draft_vocab_size or int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size or not ascends:
-        raise ModelLoadError(
-            f"the head's d2t must name {config.draft_vocab_size} different tokens of {config.vocab_size}, in order"
-        )
-    return ids
-
-
-def _compare(folder: Path, module: HeadModule, tensors: Mapping[str, torch.Tensor]) -> None:
-    wanted = {name: tuple(weight.shape) for name, weight in module.named_parameters()}
-    missing, unknown = sorted(wanted.keys() - tensors.keys()), sorted(tensors.keys() - wanted.keys())
-    if missing or unknown:
-        problem = f"lacks {missing[0]}" if missing else f"has {unknown[0]}, which a head has not"
-        raise ModelLoadError(f"the head in {str(folder)!r} {problem}")
-    for name, shape in wanted.items():
-        if tuple(tensors[name].shape) != shape:
-            raise ModelLoadError(
-                f"{name} of the head in {str(folder)!r} is {list(tensors[name].shape)}, and its config.json says {list(shape)}"
-            )
+    if stored.shape == (config.draft_vocab_size,) and stored.dtype in ("I64", "I32"):
+        ids = torch.arange(config.draft_vocab_size) + load_tensors({_OFFSETS: stored})[_OFFSETS].long()
+        if bool((ids[1:] > ids[:-1]).all()) and int(ids[0]) >= 0 and int(ids[-1]) < config.vocab_size:
+            return ids
+    raise ModelLoadError(
+        f"the head's d2t must name {config.draft_vocab_size} different tokens of {config.vocab_size}, in order"
+    )
 
 
 def check_target(config: HeadConfig, vocab_size: int, hidden_size: int, num_layers: int, name: str) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ from transformers import LlamaConfig
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from foresay.errors import ConfigError, UnknownNameError
 from foresay.models.heads.config import HeadConfig
 
 
@@ -27,7 +28,7 @@ class HeadModule(nn.Module):
         """num_states: hidden states of the target that it reads side by side."""
         super().__init__()
         self.config, self.num_states = config, num_states
-        shape = LlamaConfig(**config.layer)
+        shape = _shape(config)
         self.fc = nn.Linear(num_states * config.target_hidden_size, config.hidden_size, bias=False)
         self.layers = nn.ModuleList([_Layer(shape, config.norm_before_residual)])
         self.norm = nn.RMSNorm(config.hidden_size, shape.rms_norm_eps)
@@ -35,7 +36,7 @@ class HeadModule(nn.Module):
         """[K, D]; None: the target's rows of the tokens it can write."""
         self.embed_tokens: nn.Embedding | None = None
         """[V, D]; None: the target's."""
-        self.rotary = LlamaRotaryEmbedding(shape)
+        self.rotary = rotary_of(config)
 
     @property
     def layer(self) -> _Layer:
@@ -63,6 +64,37 @@ class HeadModule(nn.Module):
             values.append(value)
             normed.append(self.norm(out))
         return normed
+
+
+def rotary_of(config: HeadConfig) -> LlamaRotaryEmbedding:
+    """The rotary embedding of a head's layer. Raises ConfigError for parameters that do not make one of the heads' width."""
+    shape = _shape(config)
+    dim = int(shape.head_dim or shape.hidden_size // shape.num_attention_heads)
+    try:
+        rotary = LlamaRotaryEmbedding(shape)
+    except Exception as error:  # of transformers, in whatever class a parameter fails
+        raise ConfigError(f"the head's rotary embedding cannot be made: {_first_line(error)}") from error
+    if 2 * rotary.inv_freq.numel() != dim:
+        raise ConfigError(
+            f"the head's rotary embedding turns {2 * rotary.inv_freq.numel()} of {dim} numbers, not all of them"
+        )
+    return rotary
+
+
+def _shape(config: HeadConfig) -> LlamaConfig:
+    """transformers' configuration of the layer. Raises ConfigError where it refuses the fields, and for an unknown activation."""
+    try:
+        shape = LlamaConfig(**config.layer)
+    except Exception as error:  # its checks have classes of their own
+        raise ConfigError(f"the head's layer is no 'llama' layer: {_first_line(error)}") from error
+    if shape.hidden_act not in ACT2FN:
+        raise UnknownNameError("activation", shape.hidden_act, ACT2FN)
+    return shape
+
+
+def _first_line(error: Exception) -> str:
+    """An error's text in one line."""
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 class _Layer(nn.Module):

@@ -32,7 +32,7 @@ from foresay.models.sources.llama_cpp import open_gguf
 from foresay.models.sources.load_options import DTYPES, LLAMA_CPP, LoadOptions
 from foresay.models.sources.packaged import ALIASES, check_gguf, converted, packaged_file
 from foresay.models.sources.transformers_errors import load_errors, quiet_transformers
-from foresay.text.tokenizer import Tokenizer
+from foresay.text.tokenizer import Tokenizer, check_usable
 
 logger = logging.getLogger("foresay")
 
@@ -291,7 +291,9 @@ def _tokenizer(folder: str, extra: dict[str, Any], options: LoadOptions) -> Any:
         head = checked_head(path)
         if head.architecture in ARCHITECTURES:
             return tokenizer_of(path, config_of(head))
-    return AutoTokenizer.from_pretrained(folder, **_common(options), **extra)
+    tokenizer = AutoTokenizer.from_pretrained(folder, **_common(options), **extra)
+    check_usable(tokenizer)
+    return tokenizer
 
 
 def _read(

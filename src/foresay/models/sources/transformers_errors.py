@@ -24,7 +24,11 @@ def load_errors(name: str, owned: bool) -> Iterator[None]:
         yield
     except ForesayError:
         raise
-    except Exception as error:
+    except BaseException as error:
+        if (
+            not isinstance(error, Exception) and type(error).__name__ != "PanicException"
+        ):  # of the tokenizers' Rust code
+            raise
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         if not Path(name).expanduser().exists() and not owned and isinstance(error, OSError):
             raise ModelNotFoundError(

@@ -93,6 +93,15 @@ def test_an_encoder_decoder_keeps_its_sources(tmp_path: Path) -> None:
         assert list(one.output) == generator.generate(ids(item), max_new_tokens=10).token_ids
 
 
+def test_outputs_are_read_in_the_order_of_their_prompts(tmp_path: Path) -> None:
+    """They are written as they end: the shortest first."""
+    generator, items = loaded(batch=4), numbered(9)
+    params = SamplingParams(max_new_tokens=24, stop_token_ids=(36,))
+    recording = record(generator, items, tmp_path / "r.jsonl", params)
+    written = [json.loads(line)["id"] for line in (tmp_path / "r.jsonl").read_text().splitlines()[1:]]
+    assert [one.id for one in recording.records] == [item.id for item in items] != written
+
+
 def test_progress_is_told(tmp_path: Path) -> None:
     told: list[Progress] = []
     items, params = numbered(5), SamplingParams(max_new_tokens=6)

@@ -260,9 +260,9 @@ def test_reading_cost_tables(tmp_path: Path) -> None:
     path.write_text('{"me": 3, "you": 1.5}')
     assert dict(read_costs(str(path)).costs) == {"me": 3, "you": 1.5}
     for text, message in (
-        ("[1]", "must be a JSON object"),
-        ("{", "is not JSON"),
-        ('{"me": null}', "cost of 'me'=None"),
+        ("[1]", "not an object of model name -> cost of a pass: it should be an object, not"),
+        ("{", "not JSON"),
+        ('{"me": null}', "me should be a valid number, not null"),
     ):
         path.write_text(text)
         with pytest.raises(ConfigError, match=message):

@@ -438,13 +438,19 @@ def test_a_failure_that_was_made_good_is_not_listed(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"seconds": 0.0}, "seconds of suffix, 4 on chat, batch 1, greedy=0.0 must be a finite number"),
-        ({"plain_seconds": -1}, "plain_seconds of suffix"),
-        ({"tokens": 1.5}, "tokens of suffix"),
-        ({"exact": "yes"}, "exact='yes' must be true or false"),
-        ({"stats": {"num_tokens": 1}}, "the stats of suffix, 4 on chat.* measure that cell again"),
-        ({"cell": {"method": 4, "dataset": "chat", "batch_size": 1}}, "method=4 of a cell must be a text"),
-        ({"cell": {"method": "x", "dataset": "chat", "batch_size": "1"}}, "batch_size of 'x'='1' must be an integer"),
+        ({"seconds": 0.0}, r"line 2: not a result: run.seconds should be greater than or equal to .*, not 0\.0"),
+        ({"plain_seconds": -1}, "run.plain_seconds should be greater"),
+        ({"tokens": 1.5}, "run.tokens should be a valid integer, not 1.5"),
+        ({"exact": "yes"}, 'run.exact should be a valid boolean, not "yes"'),
+        ({"stats": {"num_tokens": 1}}, "run.stats.num_passes: field required"),
+        (
+            {"cell": {"method": 4, "dataset": "chat", "batch_size": 1}},
+            "run.cell.method should be a valid string, not 4",
+        ),
+        (
+            {"cell": {"method": "x", "dataset": "chat", "batch_size": "1"}},
+            'run.cell.batch_size should be a valid integer, not "1"',
+        ),
     ],
 )
 def test_numbers_that_are_none_are_refused(tmp_path, change, message):

@@ -1,0 +1,86 @@
+"""Tensors of safetensors files that may come from anybody: shapes first, data when they are what is wanted.
+
+The library compares a header with the file's size; a shape costs nothing until its tensor is read. Knows no format.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from foresay.errors import ModelLoadError
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of a file that was not read yet."""
+
+    file: Path
+    name: str
+    """In the file."""
+    shape: tuple[int, ...]
+    dtype: str
+    """As safetensors names it: F32, BF16, I64, ..."""
+
+    @property
+    def floats(self) -> bool:
+        """True for floating-point numbers of a width that weights are kept in."""
+        return self.dtype in ("F64", "F32", "F16", "BF16")
+
+
+def stored_tensors(files: Iterable[str | os.PathLike[str]]) -> dict[str, StoredTensor]:
+    """The tensors of some files by name, of the last file that has one. Raises ModelLoadError as `load_tensors` does."""
+    from safetensors import SafetensorError, safe_open
+
+    out: dict[str, StoredTensor] = {}
+    for path in map(Path, files):
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 - it is no mapping
+                    part = file.get_slice(name)
+                    out[name] = StoredTensor(path, name, tuple(part.get_shape()), str(part.get_dtype()))
+        except (OSError, SafetensorError) as error:
+            raise _unreadable(path, error) from None
+    return out
+
+
+def load_tensors(wanted: Mapping[str, StoredTensor]) -> dict[str, torch.Tensor]:
+    """Read tensors, under the mapping's names. Raises ModelLoadError for a file that is damaged or cannot be read."""
+    from safetensors import SafetensorError, safe_open
+
+    out: dict[str, torch.Tensor] = {}
+    for path in sorted({one.file for one in wanted.values()}):
+        try:
+            with safe_open(path, framework="pt") as file:
+                out |= {name: file.get_tensor(one.name) for name, one in wanted.items() if one.file == path}
+        except (OSError, SafetensorError) as error:
+            raise _unreadable(path, error) from None
+    return out
+
+
+def check_shapes(
+    stored: Mapping[str, StoredTensor], wanted: Mapping[str, tuple[int, ...]], what: str, says: str
+) -> None:
+    """Raise ModelLoadError unless exactly the wanted tensors are there, floating-point and of the wanted shapes.
+
+    what: the thing and its folder, for errors. says: what the shapes follow from ("its config.json says").
+    """
+    missing, unknown = sorted(wanted.keys() - stored.keys()), sorted(stored.keys() - wanted.keys())
+    if missing or unknown:
+        problem = f"lacks {missing[0]}" if missing else f"has {unknown[0]}, which it should not have"
+        raise ModelLoadError(f"{what} {problem}")
+    for name, shape in wanted.items():
+        if stored[name].shape != shape:
+            raise ModelLoadError(f"{name} of {what} is {list(stored[name].shape)}, and {says} {list(shape)}")
+        if not stored[name].floats:
+            raise ModelLoadError(f"{name} of {what} is {stored[name].dtype}, and weights are floating-point numbers")
+
+
+def _unreadable(path: Path, error: Exception) -> ModelLoadError:
+    return ModelLoadError(f"cannot read {str(path)!r}: {' '.join(str(error).split())}")

@@ -1,0 +1,245 @@
+"""Files of JSON, TOML and text that foresay reads, as `helpers.fuzzing` wants them: sound ones to mutate, and a use of each."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from foresay.decoding.outcome import FinishReason, Origin, Step
+from foresay.engine.stats import Stats
+from foresay.lab.data.datasets import load_items
+from foresay.lab.replay.arrivals import from_trace
+from foresay.lab.replay.cost_tables import read_costs
+from foresay.lab.replay.grid import open_grid
+from foresay.lab.replay.replay import replay
+from foresay.lab.report.report import read_report
+from foresay.lengths import ConstantLength
+from foresay.methods.settings_file import Settings, read_settings, write_settings
+from foresay.records.profile import Floor, Profile, Timing
+from foresay.records.recording import Record, Recording, recording_writer
+from foresay.records.results import Cell, Failure, Prediction, PromptResult, Run, Trace, results_writer
+from helpers import fuzz_tensors
+from helpers.fuzz_mutators import mutate_bytes, mutate_json, mutate_lines
+from helpers.fuzzing import Format, files, one_file, working_folder
+
+STEPS = [
+    Step(0, (1, 2), (Origin.DRAFT, Origin.RESIDUAL), 3, 1, (1, 1), draft_s=0.2, target_s=0.4, total_s=0.8),
+    Step(0, (4,), (Origin.BONUS,), 0, 0, (), FinishReason.STOP, target_s=0.1, total_s=0.2),
+]
+CELLS = (Cell("none", "chat", 1), Cell("suffix, 12", "chat", 1))
+RUNS = [
+    Run(
+        *(cell, repeat, 2.0 + repeat, 10),
+        plain_seconds=4.0,
+        identical=True,
+        stats=Stats.of(STEPS).as_dict(),
+        prompts=(PromptResult.of("a", "chat", STEPS),),
+    )
+    for cell in CELLS
+    for repeat in (0, 1)
+]
+HEADER = {
+    "model": "tiny",
+    "vocab_size": 50,
+    "eos": [0],
+    "tokenizer": None,
+    "params": {"max_new_tokens": 8, "stop_token_ids": [6], "logit_bias": [[3, 1.5]]},
+    "settings": {"prompts": "abc", "chat": True, "seed": None, "dtype": "float32", "max_length": 512},
+    "provenance": {"time": "now", "machine": {"cores": 2}},
+}
+RECORDS = [
+    Record("a", (1, 2), (3, 4, 5), finish_reason="stop", category="chat", logprobs=(-1.0, -2.0, -0.5)),
+    Record("b/2", (7,), (8, 9), seed=9, token_probs=(0.25, 0.5), top=(((8, -1.5), (2, -2.0)), ((9, -0.1),))),
+]
+LOG = "tensor([[ 5,  6,\n          7]])\ntensor([[8, 9]], device='cuda:0')\ntensor([[1,\n         2, 3]])\n"
+ROWS = [
+    {"id": "x", "prompt": "Write.", "category": "chat", "raw": False, "followups": ["More."]},
+    {"prompt": [{"role": "user", "content": "Hi"}]},
+    {
+        "messages": [
+            {"role": "user", "content": "Hi"},
+            {"role": "assistant", "content": "Ho"},
+            {"role": "user", "content": "Hm"},
+        ]
+    },
+    {"instruction": "Do.", "input": "this"},
+]
+
+
+@cache
+def _lines(kind: str) -> list[Any]:
+    """The lines of a sound file."""
+    with working_folder() as folder:
+        path = folder / "file"
+        if kind == "recording":
+            with recording_writer(path, HEADER) as writer:
+                for record in RECORDS:
+                    writer.append(record.as_line())
+        elif kind == "results":
+            more = (
+                Failure(CELLS[0], 3, "e"),
+                Prediction(CELLS[1], 5.0, 2.0),
+                Trace(CELLS[1], "a", (("hi", "draft"),)),
+            )
+            with results_writer(
+                path, {"model": "tiny", "seeds": [1]}, {"time": "now", "machine": {"cores": 2}}
+            ) as writer:
+                for one in (*RUNS, *more):
+                    writer.append(one.as_line())
+        else:
+            facts = {"method": "none", "estimate": False, "tokens_per_pass": [1.5, None, None], "acceptance_rate": None}
+            facts |= {
+                "draft_utilization": None,
+                "discard_rate": 0.0,
+                "seconds": 1.0,
+                "stats": Stats.of(STEPS).as_dict(),
+            }
+            with open_grid(path, {"batch_size": 1}) as kept:
+                kept.add("r", "d", facts)
+        return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+# -- recordings and what is imported as such -----------------------------------------------------------------------------
+
+
+def _read_recording(path: Path) -> None:
+    recording = Recording.load(path / "file")
+    replay(recording, None, ConstantLength(0))
+
+
+def _log(rng: random.Random) -> bytes:
+    text = LOG.encode()
+    if rng.random() < 0.1:
+        piece = rng.choice(
+            (b"tensor([[", b"tensor([[1]]\n", b"tensor([[1]])\n", b"tensor([[1, 2,\n", b"[[", b"tensor(")
+        )
+        return text + piece * rng.choice((10, 1000, 50_000)) + rng.choice((b"", text))
+    if rng.random() < 0.3:
+        at = rng.randrange(len(text))
+        return (
+            text[:at] + rng.choice((b"-1", b"9" * 5000, b"9" * 30, b"1e5", b"...", b"\xff", b"_1", b"1 2")) + text[at:]
+        )
+    return mutate_bytes(text, rng)
+
+
+def _read_log(path: Path) -> None:
+    recording = Recording.load(path / "file", prompts=[[1], [2, 3], [4]])
+    replay(recording, None, ConstantLength(0))
+
+
+def _cache(rng: random.Random) -> bytes:
+    pairs: Any = {"1_2": "1_2_3_4", "9": "9_8"} if rng.random() < 0.5 else {"5_6_7": "0_3_4", "8": "0_2"}
+    if rng.random() < 0.4:
+        odd = rng.choice(
+            ("", "_", "1__2", "-1", "9" * 30, "9" * 5000, "1.5", "x", " 1 ", "1_" * 50_000 + "1", "\u0661")
+        )
+        key = rng.choice(sorted(pairs))
+        pairs = {**pairs, **({key: odd} if rng.random() < 0.5 else {odd: pairs[key]})}
+    return mutate_json(pairs, rng)
+
+
+# -- results, profiles, settings and other JSON and text -------------------------------------------------------------------
+
+
+def _read_results(path: Path) -> None:
+    read_report([path / "file"])
+
+
+def _profile() -> Any:
+    timing = [Timing(b, c, x, 0.01 * (b + c), 0.01, 0.1) for b in (1, 4) for c in (1, 5) for x in (8, 64)]
+    floor = Floor(10**8, 10**4, 1e10)
+    made = Profile("tiny", "float32", {"cores": 2}, tuple(timing), ((32, 0.1), (64, 0.2)), floor, column_cost=0.5)
+    with working_folder() as folder:
+        made.with_drafts("suffix", [(1, 4, 0.01), (4, 4, 0.02)], 1e-4).save(folder / "p.json")
+        return json.loads((folder / "p.json").read_text())
+
+
+def _read_profile(path: Path) -> None:
+    profile = Profile.load(path / "file")
+    if profile.timings:
+        seconds = profile.clock()
+        for point in ((1, 1, 8), (3, 2.5, 100), (64, 16, 4000)):
+            seconds(*point)
+    profile.fill_seconds(1000)
+    for name in profile.drafts:
+        profile.draft_seconds(name, 2, 3)
+    if profile.floor is not None:
+        profile.floor.seconds(2, 100.0)
+
+
+def _settings(rng: random.Random) -> bytes:
+    with working_folder() as folder:
+        given = Settings(target="tiny", drafter="suffix", length=4, max_batch_size=8, dtype="float32")
+        write_settings(folder / "s.toml", given, {"speed_up": 1.5})
+        text = (folder / "s.toml").read_text()
+    if rng.random() < 0.6:
+        odd = (
+            "[" * 5000,
+            "[" * 5000 + "]" * 5000,
+            "{a=" * 2000 + "1" + "}" * 2000,
+            "9" * 5000,
+            "nan",
+            "1979-05-27",
+            '""',
+        )
+        values = [*odd, "-1", "true", "[]", '"x"', "0", "inf", "9223372036854775808", '"\\ud800"', "'''"]
+        name = rng.choice(("target", "length", "max_batch_size", "measured", "x", "a.b", "a" + ".b" * 3000, "[" * 3000))
+        lines = [one for one in text.splitlines() if not one.startswith(name)] if rng.random() < 0.7 else [text]
+        return "\n".join([f"{name} = {rng.choice(values)}", *lines]).encode()
+    return mutate_bytes(text.encode(), rng)
+
+
+def _data(rng: random.Random) -> bytes:
+    return mutate_lines(ROWS, rng) if rng.random() < 0.6 else mutate_json(ROWS, rng)
+
+
+def _write_data(place: Path, rng: random.Random) -> Path:
+    data, name = _data(rng), rng.choice(("d.jsonl", "d.json", "d.csv", "d.txt"))
+    if rng.random() < 0.4:
+        name += ".gz"
+        if rng.random() < 0.15:
+            data = b" " * rng.choice((10_000, 200_000_000)) + data
+        data = gzip.compress(data, 6 if len(data) < 1 << 24 else 1)
+        data = mutate_bytes(data, rng) if rng.random() < 0.5 else data
+    (place / name).write_bytes(data)
+    return place
+
+
+def _read_data(path: Path) -> None:
+    load_items(str(next(path.iterdir())))
+
+
+def _read_arrivals(path: Path) -> None:
+    from_trace(path / "file")
+
+
+def _arrivals(rng: random.Random) -> bytes:
+    return mutate_lines([1.5, {"timestamp": 2.5}, 3], rng)
+
+
+def _read_costs(path: Path) -> None:
+    read_costs(str(path / "file")).swi("a", 10, {"a": 5, "b": 3})
+
+
+def _read_replays(path: Path) -> None:
+    with open_grid(path / "file", {"batch_size": 1}) as kept:
+        assert all(isinstance(name, str) for key in kept.there for name in key)
+
+
+FORMATS: dict[str, Format] = {
+    **fuzz_tensors.FORMATS,
+    "recording": Format(one_file("file", lambda rng: mutate_lines(_lines("recording"), rng)), _read_recording),
+    "tensor-log": Format(one_file("file", _log), _read_log),
+    "cs-drafting": Format(one_file("file", _cache), _read_recording),
+    "results": Format(one_file("file", lambda rng: mutate_lines(_lines("results"), rng)), _read_results),
+    "replays": Format(one_file("file", lambda rng: mutate_lines(_lines("replays"), rng)), _read_replays),
+    "profile": Format(one_file("file", lambda rng: mutate_json(_profile(), rng)), _read_profile),
+    "settings": Format(one_file("s.toml", _settings), lambda path: read_settings(path / "s.toml")),
+    "data": Format(files(_write_data), _read_data),
+    "arrivals": Format(one_file("file", _arrivals), _read_arrivals),
+    "costs": Format(one_file("file", lambda rng: mutate_json({"a": 70.0, "b": 2}, rng)), _read_costs),
+}

@@ -1,0 +1,217 @@
+"""Tables, heads, checkpoints and tokenizers, as `helpers.fuzzing` wants them: sound ones to mutate, and a use of each."""
+
+from __future__ import annotations
+
+import json
+import random
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.numpy import load_file
+
+from foresay.drafters.ngram_table import NgramTable
+from foresay.lengths.acceptance_head import AcceptanceHead
+from foresay.models.heads.config import HeadConfig
+from foresay.models.heads.files import Head, read_head, write_head
+from foresay.models.heads.module import HeadModule
+from foresay.models.sources.catalog import load_tokenizer
+from foresay.text.prompts import encode
+from foresay.text.tokenizer import token_bytes, tokenizer_fingerprint
+from foresay.training.checkpoints import State, load_checkpoint, save_checkpoint
+from helpers import tables, tiny
+from helpers.fuzz_mutators import (
+    Tensors,
+    dump,
+    joined,
+    mutate_bytes,
+    mutate_json,
+    mutate_tensors,
+    mutate_value,
+    safetensors,
+)
+from helpers.fuzzing import Format, files, one_file, working_folder
+
+# -- tables, heads, checkpoints ---------------------------------------------------------------------------------
+
+
+def _stored(path: Path) -> tuple[Tensors, dict[str, str] | None]:
+    kinds = {"float32": "F32", "float64": "F64", "int64": "I64", "int32": "I32", "bool": "BOOL"}
+    arrays = load_file(path)
+    with safe_open(path, framework="numpy") as file:
+        metadata = file.metadata()
+    return {
+        n: (kinds[str(a.dtype)], tuple(a.shape), np.ascontiguousarray(a).tobytes()) for n, a in arrays.items()
+    }, metadata
+
+
+@cache
+def _table() -> tuple[Tensors, dict[str, str] | None]:
+    with working_folder() as folder:
+        tables.small().save(folder / "t.safetensors")
+        return _stored(folder / "t.safetensors")
+
+
+def _fact(text: str, rng: random.Random) -> str:
+    return dump(mutate_value(json.loads(text), rng))
+
+
+def _read_table(path: Path) -> None:
+    table = NgramTable.load(next(path.iterdir()))
+    table.continuation([0, 1], 3)
+    table.check(tables.MARK, table.vocab_size)
+
+
+def _list(rng: random.Random) -> bytes:
+    return mutate_json([1, 2, None, 4, 0, -1], rng)
+
+
+@cache
+def _head() -> tuple[dict[str, dict[str, Any]], tuple[Tensors, dict[str, str] | None]]:
+    """config.json of both layouts, and the weights."""
+    layer: dict[str, Any] = {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    layer |= {"intermediate_size": 24, "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 10000.0}
+    layer |= {"max_position_embeddings": 512, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+    config = HeadConfig(layer, 40, 10, 12, (0, 1, 2), False, "tiny")
+    module = HeadModule(config, 3)
+    module.embed_tokens = torch.nn.Embedding(40, 16)
+    head = Head(config, module, torch.arange(0, 40, 4))
+    with working_folder() as folder:
+        write_head(head, folder, lm_head=torch.zeros(10, 16))
+        plain = json.loads((folder / "config.json").read_text())
+        write_head(head, folder, layout="speculators", lm_head=torch.zeros(10, 16))
+        both = {"plain": plain, "speculators": json.loads((folder / "config.json").read_text())}
+        return both, _stored(folder / "model.safetensors")
+
+
+def _write_head(place: Path, rng: random.Random) -> Path:
+    configs, (tensors, metadata) = _head()
+    config: Any = configs[rng.choice(sorted(configs))]
+    changes_config = rng.random() < 0.6
+    text = mutate_json(config, rng) if changes_config else dump(config).encode()
+    (place / "config.json").write_bytes(text)
+    kept = (
+        mutate_tensors(tensors, metadata, rng, lambda t, r: t + "x")
+        if not changes_config
+        else _sound(tensors, metadata)
+    )
+    (place / "model.safetensors").write_bytes(kept)
+    return place
+
+
+def _sound(tensors: Tensors, metadata: dict[str, str] | None) -> bytes:
+    return joined(*safetensors(tensors, metadata))
+
+
+def _read_head(path: Path) -> None:
+    head = read_head(path)
+    states = torch.zeros(1, 2, head.module.fc.in_features)
+    head.module.float().unrolled(states, torch.zeros(1, 2, head.config.hidden_size), 1)  # drafting converts weights too
+
+
+@cache
+def _acceptance() -> tuple[dict[str, Any], Tensors, Tensors]:
+    """config.json, our weights, and weights named as in published heads."""
+    with working_folder() as folder:
+        AcceptanceHead(8, 2).save(folder)
+        ours, _ = _stored(folder / "model.safetensors")
+        names = {"blocks.0.": "0.linear.", "blocks.1.": "1.linear.", "out.": "2."}
+        theirs = {}
+        for name, tensor in ours.items():
+            old = next(one for one in names if name.startswith(one))
+            theirs[names[old] + name.removeprefix(old)] = tensor
+        return json.loads((folder / "config.json").read_text()), ours, theirs
+
+
+def _write_acceptance(place: Path, rng: random.Random) -> Path:
+    config, ours, theirs = _acceptance()
+    text = mutate_json(config, rng) if rng.random() < 0.4 else dump(config).encode()
+    (place / "config.json").write_bytes(text)
+    (place / "model.safetensors").write_bytes(mutate_tensors(rng.choice((ours, theirs)), None, rng, lambda t, r: t))
+    return place
+
+
+def _read_acceptance(path: Path) -> None:
+    head = AcceptanceHead.load(path)
+    head.accepted(torch.zeros(1, head.hidden_size))
+
+
+def _trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = torch.nn.Linear(3, 2)
+    return model, torch.optim.AdamW(model.parameters())
+
+
+PLAN = {"model": "tiny", "epochs": 2, "processes": 1}
+
+
+@cache
+def _checkpoint() -> tuple[Any, dict[str, tuple[Tensors, dict[str, str] | None]]]:
+    model, optimiser = _trained()
+    model(torch.ones(1, 3)).sum().backward()
+    optimiser.step()
+    with working_folder() as folder:
+        save_checkpoint(folder / "c", State(step=3), PLAN, model, [optimiser])
+        names = ("weights.safetensors", "optimiser.safetensors")
+        return json.loads((folder / "c" / "state.json").read_text()), {n: _stored(folder / "c" / n) for n in names}
+
+
+def _write_checkpoint(place: Path, rng: random.Random) -> Path:
+    state, weights = _checkpoint()
+    which = rng.choice(("state.json", *sorted(weights)))
+    (place / "state.json").write_bytes(mutate_json(state, rng) if which == "state.json" else dump(state).encode())
+    for name, (tensors, metadata) in weights.items():
+        data = mutate_tensors(tensors, metadata, rng, lambda t, r: t) if name == which else _sound(tensors, metadata)
+        (place / name).write_bytes(data)
+    return place
+
+
+def _read_checkpoint(path: Path) -> None:
+    model, optimiser = _trained()
+    load_checkpoint(path, PLAN, model, [optimiser])
+    model(torch.ones(1, 3)).sum().backward()
+    optimiser.step()
+
+
+# -- tokenizers ------------------------------------------------------------------------------------------------------------
+
+
+@cache
+def _tokenizer() -> dict[str, Any]:
+    with working_folder() as folder:
+        tiny.tokenizer(chat=True).save_pretrained(folder)
+        return {path.name: json.loads(path.read_text()) for path in folder.glob("*.json")} | {
+            path.name: path.read_text() for path in folder.glob("*.jinja")
+        }
+
+
+def _write_tokenizer(place: Path, rng: random.Random) -> Path:
+    files = _tokenizer()
+    which = rng.choice(sorted(files))
+    for name, value in files.items():
+        sound = value.encode() if isinstance(value, str) else dump(value).encode()
+        changed = mutate_bytes(sound, rng) if isinstance(value, str) else mutate_json(value, rng)
+        (place / name).write_bytes(changed if name == which else sound)
+    return place
+
+
+def _read_tokenizer(path: Path) -> None:
+    tokenizer = load_tokenizer(path)
+    ids = tokenizer("hello, world \u00e9").input_ids
+    tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    tokenizer_fingerprint(tokenizer)
+    encode([{"role": "user", "content": "hi"}], tokenizer)
+    for i in ids[:3]:
+        token_bytes(tokenizer, i)
+
+
+FORMATS: dict[str, Format] = {
+    "ngram": Format(one_file("t.safetensors", lambda rng: mutate_tensors(*_table(), rng, _fact)), _read_table),
+    "ngram-list": Format(one_file("t.json", _list), _read_table),
+    "head": Format(files(_write_head), _read_head),
+    "acceptance-head": Format(files(_write_acceptance), _read_acceptance),
+    "checkpoint": Format(files(_write_checkpoint), _read_checkpoint),
+    "tokenizer": Format(files(_write_tokenizer), _read_tokenizer),
+}

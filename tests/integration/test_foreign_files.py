@@ -1,0 +1,323 @@
+"""Files that are made to harm: what their numbers ask for is compared with what they hold before anything is allocated."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from foresay.errors import ConfigError, ForesayError, ModelLoadError
+from foresay.lab.data.datasets import load_items
+from foresay.lab.replay.arrivals import from_trace
+from foresay.lab.replay.grid import open_grid
+from foresay.lengths.acceptance_head import AcceptanceHead
+from foresay.methods.settings_file import read_settings
+from foresay.models.heads.config import HeadConfig
+from foresay.models.heads.files import Head, read_head, write_head
+from foresay.models.heads.module import HeadModule
+from foresay.models.recording import RecordedText, RecordingModel
+from foresay.models.sources.catalog import load_tokenizer
+from foresay.records.profile import Floor, Profile, Timing
+from foresay.records.recording import Recording
+from foresay.records.results import Results
+from foresay.training.accepted import load_examples
+from foresay.training.checkpoints import State, load_checkpoint, save_checkpoint
+from helpers import tiny
+
+
+def refusal(call: Callable[[], object], kind: type[ForesayError] = ConfigError) -> str:
+    with pytest.raises(kind) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# -- recordings ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_long_text_does_not_widen_the_others() -> None:
+    texts = [RecordedText([1], [2])] * 20_000 + [RecordedText([1], [3] * 200_000)]
+    model = RecordingModel(texts, 10)
+    assert sum(a.nbytes for a in vars(model).values() if isinstance(a, np.ndarray)) < 5e6
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("tensor([[1, 2]])\n" + "tensor([[" * 300_000, ""),
+        ("tensor([[" * 300_000 + "1]])\n", "line 1: not a list of token ids"),
+        ("tensor([[" + "[" * 1_000_000 + "]])", "line 1: not a list of token ids"),
+        ("tensor([[" + "9" * 30 + "]])", "must be an integer in [0, 16777215]"),
+    ],
+)
+def test_logs_are_read_once(tmp_path: Path, text: str, message: str) -> None:
+    """Brackets that nothing closes made the time a square of the file's size."""
+    path = tmp_path / "log.txt"
+    path.write_text(text)
+    if message:
+        assert message in refusal(lambda: Recording.load(path, prompts=[[1]]))
+    else:
+        assert Recording.load(path, prompts=[[1]]).records[0].output == (1, 2)
+
+
+def test_many_tensors_are_read_once(tmp_path: Path) -> None:
+    path = tmp_path / "log.txt"
+    path.write_text("tensor([[7]])\n" * 100_000 + "tensor([[...]])\n")
+    assert "line 100001: the tensor was printed shortened" in refusal(
+        lambda: Recording.load(path, prompts=[[1]] * 200_000)
+    )
+
+
+def ours(path: Path, line: str, **header: Any) -> Path:
+    first = {"format": "foresay-recording", "version": 1, "vocab_size": 50, **header}
+    path.write_text(json.dumps(first) + "\n" + line + "\n")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("line", "header", "message"),
+    [
+        ('{"id": {}, "prompt": [1], "output": [2]}', {}, "id should be a valid string, not {}"),
+        ('{"id": "a", "prompt": [1], "output": [2], "seed": -1}', {}, "seed should be greater than or equal to 0"),
+        ('{"id": "a", "prompt": [1], "output": [2], "logprobs": [1e999]}', {}, "logprobs.0 should be a finite number"),
+        ('{"id": "a", "prompt": ' + "[" * 100_000, {}, "recursion limit exceeded"),
+        ('{"id": "a", "prompt": [1], "output": [2]}', {"params": {"heat": 1}}, "params: unknown parameter 'heat'"),
+        ('{"id": "a", "prompt": [1], "output": [2]}', {"params": {"top_p": 7}}, "params: top_p=7 must be"),
+        ('{"id": "a", "prompt": [1], "output": [2]}', {"params": {"logit_bias": 3}}, "params: logit_bias=3 must map"),
+        ('{"id": "a", "prompt": [1], "output": [2]}', {"vocab_size": 10**18}, "vocab_size should be less than"),
+        ('{"id": "a", "prompt": [1], "output": [2]}', {"model": []}, "model should be a valid string, not []"),
+    ],
+)
+def test_recordings_of_other_types(tmp_path: Path, line: str, header: dict[str, Any], message: str) -> None:
+    assert message in refusal(lambda: Recording.load(ours(tmp_path / "r.jsonl", line, **header)))
+
+
+# -- results, profiles, replays, settings ----------------------------------------------------------------------------------
+
+
+def test_results_nested_too_deeply(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    path.write_text('{"format": "foresay-results", "version": 1, "settings": ' + "[" * 100_000 + "\n")
+    assert "line 1: not JSON: recursion limit exceeded" in refusal(lambda: Results.load(path))
+    path.write_text('{"format": "foresay-results", "version": 1, "settings": [1]}\n')
+    assert "line 1: settings=[1] must be an object" in refusal(lambda: Results.load(path))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("timings.0.seconds", "1", 'timings.0.seconds should be a valid number, not "1"'),
+        ("timings.0.columns", 0, "timings.0.columns should be greater than or equal to 1, not 0"),
+        ("floor.bytes_per_s", 0, "floor.bytes_per_s should be greater than or equal to 1"),
+        ("fills.1", [32, 0.5], "fills has two times of the same point"),
+        ("drafts.suffix.1", [1, 4, 0.5], "drafts.suffix has two times of the same point"),
+        ("token_bytes", None, "token_bytes should be a valid number, not null"),
+        ("ragged", "no", "ragged should be a valid boolean"),
+        ("machine", 3, "machine should be"),
+        ("model", ["x"], "model should be a valid string"),
+    ],
+)
+def test_profiles_of_other_types(tmp_path: Path, field: str, value: Any, message: str) -> None:
+    path = tmp_path / "p.json"
+    timings = tuple(Timing(1, c, 8, 0.1, 0.1, 0.1) for c in (1, 5))
+    made = Profile("tiny", "float32", {}, timings, ((32, 0.1), (64, 0.2)), Floor(100, 10, 1e9))
+    made.with_drafts("suffix", [(1, 4, 0.1), (2, 4, 0.1)], 0.1).save(path)
+    values = json.loads(path.read_text())
+    place, *keys = [int(key) if key.isdigit() else key for key in field.split(".")]
+    part: Any = values
+    for key in keys:
+        part, place = part[place], key
+    part[place] = value
+    path.write_text(json.dumps(values))
+    assert message in refusal(lambda: Profile.load(path))
+
+
+def test_a_kept_replay_that_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "g.jsonl"
+    with open_grid(path, {}):
+        pass
+    path.write_text(path.read_text() + '{"method": {}}\n')
+
+    def opened() -> None:
+        with open_grid(path, {}):
+            pass
+
+    assert "line 2: not a replay: recording: field required" in refusal(opened)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("target = " + "[" * 50_000, "not TOML"),
+        ("target = " + "9" * 5000, "not TOML"),
+        ('target = "x"\n' + "#" * (1 << 20), "is larger than 1048576 bytes"),
+    ],
+)
+def test_settings_that_are_none(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "s.toml"
+    path.write_text(text)
+    assert message in refusal(lambda: read_settings(path))
+
+
+def test_arrivals_beyond_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "t"
+    for line in ("1" + "0" * 400, "[" * 100_000, '{"timestamp": 1' + "0" * 400 + "}"):
+        path.write_text(line)
+        assert "neither seconds nor an object with a timestamp in seconds" in refusal(lambda: from_trace(path))
+
+
+# -- data sets ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_gzip_file_that_unpacks_to_far_more(tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl.gz"
+    path.write_bytes(gzip.compress(b"\n" * (1 << 27)))
+    assert path.stat().st_size < 200_000
+    assert "unpacks to more than 67108864 bytes" in refusal(lambda: load_items(str(path)))
+    path.write_bytes(gzip.compress(b'{"prompt": "x"}\n' * 100_000))
+    assert len(load_items(str(path))) == 100_000, "repetitions pack well too"
+
+
+def test_a_table_of_many_columns(tmp_path: Path) -> None:
+    path = tmp_path / "d.csv"
+    path.write_text(",".join(f"c{i}" for i in range(200_000)) + ",c7\n")
+    assert "the header row has the column 'c7' twice" in refusal(lambda: load_items(str(path)))
+
+
+# -- heads -------------------------------------------------------------------------------------------------------------------
+
+LAYER = {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "intermediate_size": 24}
+
+
+@pytest.fixture
+def head(tmp_path: Path) -> Path:
+    config = HeadConfig(LAYER, 40, 40, 16, (0, 1, 2), False, "tiny")
+    write_head(Head(config, HeadModule(config, 3), None), tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": "16"}, 'hidden_size should be a valid integer, not "16"'),
+        ({"hidden_size": 2**40}, "hidden_size should be less than or equal to"),
+        ({"head_dim": 3}, "head_dim should be a multiple of 2, not 3"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads should be greater than or equal to 1"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads=3 must divide num_attention_heads=4"),
+        ({"rms_norm_eps": "x"}, "rms_norm_eps should be a valid number"),
+        ({"hidden_act": "gelo"}, "unknown activation 'gelo'. Did you mean 'gelu'?"),
+        ({"rope_theta": 0}, "rope_theta should be greater than 0"),
+        ({"rope_scaling": {"rope_type": "spiral"}}, "rope_scaling.rope_type should be"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
+        (
+            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 1e9}},
+            "partial_rotary_factor should be",
+        ),
+        ({"max_position_embeddings": -1}, "max_position_embeddings should be"),
+        ({"vocab_size": [40]}, "vocab_size should be a valid integer"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": ["a"]}}, "should be a valid integer"),
+        ({"target_hidden_size": 1.5}, "target_hidden_size should be a valid integer"),
+    ],
+)
+def test_configurations_of_heads(head: Path, changes: dict[str, Any], message: str) -> None:
+    values = json.loads((head / "config.json").read_text())
+    (head / "config.json").write_text(json.dumps(values | changes))
+    assert message in refusal(lambda: read_head(head))
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "message"),
+    [
+        ("fc.weight", torch.zeros(16), "has no fc.weight of whole hidden states of 16 numbers"),
+        ("fc.weight", torch.zeros(16, 0), "has no fc.weight of whole hidden states of 16 numbers"),
+        ("norm.weight", torch.zeros(16, 1), r"is [16, 1], and its config.json says [16]"),
+        ("norm.weight", torch.zeros(16, dtype=torch.int64), "is I64, and weights are floating-point numbers"),
+        ("d2t", torch.zeros(3, dtype=torch.int64), "d2t must name 40 different tokens of 40"),
+        ("d2t", torch.zeros(40), "d2t must name 40 different tokens of 40"),
+    ],
+)
+def test_weights_of_heads(head: Path, name: str, tensor: torch.Tensor, message: str) -> None:
+    save_file(load_file(head / "model.safetensors") | {name: tensor}, head / "model.safetensors")
+    assert message in refusal(lambda: read_head(head), ModelLoadError)
+
+
+def test_nothing_is_allocated_for_a_head_that_does_not_fit(tmp_path: Path) -> None:
+    """200,000 numbers of an output layer ask for three blocks of 160 GB."""
+    save_file({"out.weight": torch.zeros(2, 200_000)}, tmp_path / "model.safetensors")
+    blocks = {f"blocks.{i}.weight": torch.zeros(1) for i in range(3)}
+    for more, message in (({}, ""), (blocks, "lacks blocks.0.bias")):
+        save_file({"out.weight": torch.zeros(2, 200_000), **more}, tmp_path / "model.safetensors")
+        if message:
+            assert message in refusal(lambda: AcceptanceHead.load(tmp_path), ModelLoadError)
+        else:
+            assert AcceptanceHead.load(tmp_path).hidden_size == 200_000
+    for text in ("[" * 100_000, "null", '{"blocks": -1}', '{"blocks": true}'):
+        (tmp_path / "config.json").write_text(text)
+        assert "config.json" in refusal(lambda: AcceptanceHead.load(tmp_path), ModelLoadError)
+
+
+def test_data_for_an_acceptance_head(tmp_path: Path) -> None:
+    sound = {"hidden": torch.zeros(3, 2), "labels": torch.zeros(3), "reached": torch.zeros(3)}
+    sound["drafted"] = torch.zeros(3, dtype=torch.int64)
+    save_file(sound, tmp_path / "a.safetensors")
+    assert len(load_examples(tmp_path)[0]) == 3
+    for name, tensor, message in (
+        ("labels", torch.zeros(3, 1), "labels [N], hidden [N, H]"),
+        ("reached", torch.zeros(2), "reached of it is [2], and its labels say [3]"),
+        ("drafted", torch.zeros(3), "drafted must be 3 integers"),
+    ):
+        save_file(sound | {name: tensor}, tmp_path / "a.safetensors")
+        assert message in refusal(lambda: load_examples(tmp_path))
+
+
+# -- checkpoints and tokenizers ------------------------------------------------------------------------------------------------
+
+
+def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = torch.nn.Linear(3, 2)
+    optimiser = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimiser.step()
+    return model, optimiser
+
+
+@pytest.mark.parametrize(
+    ("file", "changes", "message"),
+    [
+        ("state.json", {"step": "3"}, "step should be a valid integer"),
+        ("state.json", {"plan": []}, "plan should be an object"),
+        ("weights.safetensors", {"bias": torch.zeros(3)}, "bias of weights.safetensors is [3], and the draft says [2]"),
+        ("weights.safetensors", {"more": torch.zeros(3)}, "has more, which it should not have"),
+        (
+            "optimiser.safetensors",
+            {"0.0.exp_avg": torch.zeros(7)},
+            "'0.0.exp_avg' of shape [7], which fits no parameter",
+        ),
+        ("optimiser.safetensors", {"0.9.exp_avg": torch.zeros(2)}, "disagree about '0.9.exp_avg'"),
+    ],
+)
+def test_checkpoints_of_other_types(tmp_path: Path, file: str, changes: dict[str, Any], message: str) -> None:
+    model, optimiser = trained()
+    save_checkpoint(tmp_path / "c", State(step=3), {"a": 1, "processes": 1}, model, [optimiser])
+    path = tmp_path / "c" / file
+    if path.suffix == ".json":
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    else:
+        save_file(load_file(path) | changes, path)
+    found = refusal(lambda: load_checkpoint(tmp_path / "c", {"a": 1, "processes": 1}, model, [optimiser]))
+    assert message in found and found.endswith("remove it to begin anew")
+
+
+@pytest.mark.parametrize("length", ["long", [1], {}])
+def test_a_tokenizer_that_cannot_encode(tmp_path: Path, length: Any) -> None:
+    tiny.tokenizer().save_pretrained(tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_max_length": length}))
+    assert "cannot be loaded: TypeError" in refusal(lambda: load_tokenizer(tmp_path), ModelLoadError)

@@ -1,0 +1,27 @@
+"""Mutated files of every format are read or refused in one line, within bounds; `scripts/fuzz` does more of it by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from helpers import fuzz_broken, fuzz_formats
+from helpers.fuzzing import fuzz, names
+
+
+def test_mutated_files_are_read_or_refused(tmp_path: Path) -> None:
+    tallies = fuzz(names(), 1, 25, tmp_path)
+    assert [f"{name}, {line}" for name, tally in tallies.items() for line in tally.failures] == []
+    assert {tally.cases for tally in tallies.values()} == {25}
+    assert all(tally.refused for tally in tallies.values()), "mutated enough to be refused"
+    assert all(tallies[name].accepted for name in fuzz_formats.FORMATS), "and more than a first check sees the rest"
+
+
+@pytest.mark.parametrize("name", sorted(fuzz_broken.FORMATS))
+def test_what_a_reader_must_not_do_is_a_failure(name: str, tmp_path: Path) -> None:
+    """Negative controls: one file of four, which is kept; where the process died, another one goes on."""
+    name = f"helpers.fuzz_broken:{name}"
+    [tally] = fuzz([name], 0, 4, tmp_path, limit_s=10).values()
+    assert (tally.accepted, tally.refused, len(tally.failures)) == (2, 1, 1)
+    assert (tmp_path / f"{name}-0-1").read_bytes() == b"\x01"
