@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from foresay.errors import ConfigError
+from foresay.files import usual_modes, writing
 
 _WEIGHTS, _OPTIMISER, _STATE = "weights.safetensors", "optimiser.safetensors", "state.json"
 
@@ -46,18 +47,37 @@ def save_checkpoint(
     model: torch.nn.Module,
     optimisers: Sequence[torch.optim.Optimizer],
 ) -> None:
-    """Write a checkpoint in the place of the one before. plan: what a later run must agree with."""
+    """Write a checkpoint in the place of the one before. plan: what a later run must agree with.
+
+    Raises ConfigError where it cannot be written; the one before is left as it was.
+    """
     work, old = folder.with_name(folder.name + ".new"), folder.with_name(folder.name + ".old")
-    for one in (work, old):
-        shutil.rmtree(one, ignore_errors=True)
-    work.mkdir(parents=True)
-    save_file({name: weight.detach().cpu().contiguous() for name, weight in learned(model).items()}, work / _WEIGHTS)
-    save_file(_flat(optimisers), work / _OPTIMISER)
-    (work / _STATE).write_text(json.dumps({"plan": dict(plan), **asdict(state)}, indent=2) + "\n", encoding="utf-8")
-    if folder.exists():
-        os.replace(folder, old)
-    os.replace(work, folder)
+    with writing(folder):
+        for one in (work, old):
+            shutil.rmtree(one, ignore_errors=True)
+        try:
+            work.mkdir(parents=True)
+            _write(work, state, plan, model, optimisers)
+            if folder.exists():
+                os.replace(folder, old)
+            os.replace(work, folder)
+        except BaseException:
+            shutil.rmtree(work, ignore_errors=True)
+            raise
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _write(
+    folder: Path,
+    state: State,
+    plan: Mapping[str, Any],
+    model: torch.nn.Module,
+    optimisers: Sequence[torch.optim.Optimizer],
+) -> None:
+    save_file({name: weight.detach().cpu().contiguous() for name, weight in learned(model).items()}, folder / _WEIGHTS)
+    save_file(_flat(optimisers), folder / _OPTIMISER)
+    (folder / _STATE).write_text(json.dumps({"plan": dict(plan), **asdict(state)}, indent=2) + "\n", encoding="utf-8")
+    usual_modes(folder)
 
 
 def load_checkpoint(
