@@ -6,10 +6,10 @@ configuration from the head's short values alone, the tokenizer by its own class
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 from typing import Any
 
+from foresay.files import work_folder
 from foresay.models.sources.gguf_head import GgufHead
 
 _LARGEST = {"gemma2": 46, "gemma3": 62}
@@ -20,8 +20,8 @@ def config_of(head: GgufHead) -> Any:
     """The transformers configuration. Raises what transformers raises for an architecture that it does not know."""
     from transformers import AutoConfig
 
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "head.gguf").write_bytes(head.short)
+    with work_folder("foresay-gguf") as folder:
+        (folder / "head.gguf").write_bytes(head.short)
         config = AutoConfig.from_pretrained(folder, gguf_file="head.gguf")
     config.name_or_path = ""
     # what transformers reads off the tensors and the vocabulary
