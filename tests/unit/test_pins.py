@@ -10,8 +10,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
-PINS = CONSTRAINTS.read_text(encoding="utf-8").splitlines()
+ROOT = Path(__file__).parents[2]
+PINS = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
 
 
 @pytest.mark.parametrize("line", PINS)
@@ -39,3 +39,9 @@ def test_all_that_is_needed_is_pinned() -> None:
                 open_.append((one.name, tuple(one.extras)))
     needed = {key.partition("[")[0] for key in seen}
     assert needed - {"foresay", "setuptools", "pip"} <= pinned and "torch" in needed
+
+
+def test_each_environment_begins_with_the_newest_pip() -> None:
+    lines = (ROOT / "Makefile").read_text(encoding="utf-8").splitlines()
+    made = [i for i, line in enumerate(lines) if " -m venv " in line]
+    assert len(made) == 2 and all(lines[i + 1].endswith(" --upgrade pip") for i in made)

@@ -106,7 +106,7 @@ class Service:
             cancelled.set()
 
     async def _beside(self, worker: ThreadPoolExecutor, work: Callable[[], T]) -> T:
-        """Have a thread do what may take long for a long text, one at a time; streams go on. Raises ApiError where many wait."""
+        """Have a thread of a worker do what may take long for a long text; streams go on. Raises ApiError where many wait."""
         if self._preparing >= self.settings.max_waiting:
             raise ApiError(
                 429, f"{self._preparing} requests are being read; try again later", code="queue_full", retry_after=1
