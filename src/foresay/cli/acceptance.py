@@ -14,6 +14,7 @@ from foresay.cli.lab_options import DataOptions
 from foresay.cli.options import MachineOptions, MethodOptions, ModelOption, ModelOptions, SamplingOptions
 from foresay.cli.progress import advancing
 from foresay.errors import ConfigError
+from foresay.files import atomic_write, writing
 from foresay.lab.data.requests import RequestBuilder
 from foresay.lengths.acceptance_head import AcceptanceHead
 from foresay.records.provenance import provenance
@@ -77,11 +78,13 @@ def train(
         raise ConfigError(f"the folder {str(folder)!r} holds something else, and is left as it is; name another")
     with advancing("Training") as advance:
         head = train_acceptance(learn, plan, lambda share, note: advance(round(100 * share), 100, note))
-    folder.mkdir(parents=True, exist_ok=True)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     head.save(folder)
     note: dict[str, Any] = {"made_by": "foresay head train", "data": [str(one) for one in data], "tokens": len(learn)}
     note["rejection_weight"] = rejection_weight
-    (folder / NOTE).write_text(json.dumps({**note, "provenance": provenance()}, indent=2) + "\n", encoding="utf-8")
+    with atomic_write(folder / NOTE) as whole:
+        whole.write_text(json.dumps({**note, "provenance": provenance()}, indent=2) + "\n", encoding="utf-8")
     typer.echo(folder)
     typer.echo(f"  learned on {len(learn):,} drafted tokens, held out {len(held_out):,}")
     _show(head, held_out, rejection_weight)

@@ -119,7 +119,8 @@ def _run(args: list[str] | None) -> int:
         return 130
     except OSError as error:
         _discard_stdout()
-        return _fail(f"{error.strerror or error}")
+        where = "" if error.filename is None else f"{str(error.filename)!r}: "
+        return _fail(f"{where}{error.strerror or error}")
     return result if isinstance(result, int) else 0
 
 

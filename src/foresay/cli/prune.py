@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from foresay.checks import check_int
 from foresay.cli.options import DeviceOption, DtypeOption, TrustOption
 from foresay.cli.progress import advancing, loading
 from foresay.errors import ConfigError
+from foresay.files import usual_modes, work_folder, writing
 from foresay.lab.data.datasets import load_items
 from foresay.models.sources.catalog import load_weights
 from foresay.models.sources.load_options import LoadOptions
@@ -177,13 +177,14 @@ def _check_folder(folder: Path, *, force: bool) -> None:
 def _write(folder: Path, model: Any, tokenizer: Any, note: dict[str, Any]) -> None:
     """The whole folder, or nothing of it."""
     folder = folder.resolve()
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as work:
-        place = Path(work) / folder.name
+    with writing(folder), work_folder(folder.name, folder.parent) as work:
+        place = work / folder.name
         with quiet_transformers():
             model.save_pretrained(place)
             if tokenizer is not None:
                 tokenizer.save_pretrained(place)
         (place / NOTE).write_text(json.dumps(note, indent=2) + "\n", encoding="utf-8")
+        usual_modes(place)
         if folder.exists():
             shutil.rmtree(folder)
         os.replace(place, folder)

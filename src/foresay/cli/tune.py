@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,6 +16,7 @@ from foresay.cli.progress import advancing, loading
 from foresay.cli.tables import gain, show_table
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ConfigError
+from foresay.files import work_folder
 from foresay.generation.generator import Generator
 from foresay.generation.method import PLAIN, methods
 from foresay.lab.replay.record import record
@@ -74,11 +74,11 @@ def run(
 def _recorded(target: Generator, path: Path | None, items: Any, tokens: int, data: DataOptions) -> Recording:
     if path is not None:
         return Recording.load(path)
-    with tempfile.TemporaryDirectory() as folder, advancing("Recording") as advance:
+    with work_folder("foresay-tune") as folder, advancing("Recording") as advance:
         return record(
             target,
             items,
-            Path(folder) / "recording.jsonl",
+            folder / "recording.jsonl",
             SamplingParams(max_new_tokens=tokens),
             chat=not data.no_template,
             on_progress=lambda progress: advance(progress.done, progress.total, f"{progress.tokens} tokens"),

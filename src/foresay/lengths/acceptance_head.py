@@ -19,6 +19,7 @@ from torch import nn
 
 from foresay.checks import check_int
 from foresay.errors import ConfigError, ModelLoadError, ModelNotFoundError
+from foresay.files import atomic_files
 from foresay.json_files import Schema, read_limited
 from foresay.tensor_files import StoredTensor, check_shapes, load_tensors, stored_tensors
 
@@ -77,11 +78,12 @@ class AcceptanceHead(nn.Module):
         return out
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write config.json and model.safetensors into a folder that exists."""
+        """Write config.json and model.safetensors into a folder that exists. Raises ConfigError where that cannot be done."""
         config = {"kind": _KIND, "hidden_size": self.hidden_size, "blocks": len(self.blocks)}
         tensors = {name: weight.detach().cpu().contiguous() for name, weight in self.state_dict().items()}
-        save_file(tensors, Path(folder) / _WEIGHTS)
-        (Path(folder) / _CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        with atomic_files(folder) as work:
+            save_file(tensors, work / _WEIGHTS)
+            (work / _CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
     @staticmethod
     def load(folder: str | os.PathLike[str]) -> AcceptanceHead:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from foresay.errors import ConfigError
+from foresay.files import writing
 from foresay.json_files import Schema, parse_object, short
 
 try:
@@ -51,7 +52,7 @@ class LineWriter:
         self.lines: list[Line] = []
         """The lines that the file held when it was opened, without the header."""
         try:
-            self._file: BinaryIO = open(self.path, "a+b")  # noqa: SIM115
+            self._file: BinaryIO = open(self.path, "a+b", buffering=0)  # noqa: SIM115
         except OSError as error:
             raise ConfigError(f"cannot write {str(path)!r}: {error.strerror}") from None
         try:
@@ -110,10 +111,12 @@ class LineWriter:
         self.append(self.header)
 
     def append(self, line: Mapping[str, Any]) -> None:
-        """Write one line; it is on the disk when this returns."""
-        self._file.write(json.dumps(line, ensure_ascii=False, allow_nan=False).encode() + b"\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        """Write one line; it is on the disk when this returns. Raises ConfigError where that cannot be done."""
+        data = json.dumps(line, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+        with writing(self.path):
+            while data:
+                data = data[self._file.write(data) :]
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Close the file and release its lock."""

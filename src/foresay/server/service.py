@@ -6,6 +6,7 @@ Owns the thread that decodes, which ways of drafting are ready, and the bound of
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
@@ -14,7 +15,7 @@ from typing import Any, TypeVar
 
 from foresay.decoding.outcome import FinishReason
 from foresay.decoding.sampling_params import SamplingParams
-from foresay.errors import ConfigError, ContextLengthError
+from foresay.errors import ConfigError, ContextLengthError, ForesayError
 from foresay.generation.generator import PREFIX_BYTES, Generator
 from foresay.generation.load import change
 from foresay.generation.result import Chunk
@@ -25,6 +26,7 @@ from foresay.server.metrics import Clock, Metrics
 from foresay.server.settings import ServerSettings
 from foresay.server.ways import Way
 from foresay.text.grammar import JsonSchema
+from foresay.text.grammar_trials import PROCESSES, SchemaCompiler
 from foresay.text.prompts import encode
 
 T = TypeVar("T")
@@ -39,7 +41,9 @@ class Service:
         self.metrics = Metrics()
         self.ready = self.draining = False
         self._thread = SessionThread(self._make, idle_s=5.0, max_sessions=settings.max_methods, main=Way())
-        self._texts, self._schemas = (ThreadPoolExecutor(1, f"foresay-{what}") for what in ("texts", "schemas"))
+        self._texts = ThreadPoolExecutor(1, "foresay-texts")
+        self._schemas = ThreadPoolExecutor(PROCESSES, "foresay-schemas")
+        self._compiler: SchemaCompiler | None = None
         self._preparing = 0
         """Requests whose texts or schemas are being read."""
         self._open: set[_Limit] = set()
@@ -80,20 +84,29 @@ class Service:
         return ids
 
     async def json_schema(self, schema: Mapping[str, Any]) -> JsonSchema:
-        """A schema, compiled. Raises ApiError for one that is not understood, and for a model whose outputs it cannot follow."""
+        """A schema, compiled under limits; cancelling this cancels that.
+
+        Raises ApiError for a schema that is refused, and for a model whose outputs it cannot follow.
+        """
         target = self.generator.target
         if target.model.capabilities.reads_source:
             raise ApiError(400, "structured output needs a decoder-only model", param="response_format")
+        if self._compiler is None:
+            self._compiler = SchemaCompiler(self.tokenizer, target.model.vocab_size, sorted(target.eos_token_ids))
+        compiler, cancelled = self._compiler, threading.Event()
         try:
-            return await self._beside(
-                self._schemas,
-                lambda: JsonSchema(schema, self.tokenizer, target.model.vocab_size, sorted(target.eos_token_ids)),
-            )
+            return await self._beside(self._schemas, lambda: compiler.compile(schema, cancelled))
         except ConfigError as error:
             raise ApiError(400, str(error), param="response_format") from None
+        except ForesayError:
+            if self.draining:
+                raise _ending() from None
+            raise
+        finally:
+            cancelled.set()
 
     async def _beside(self, worker: ThreadPoolExecutor, work: Callable[[], T]) -> T:
-        """Have a thread do what may take long for a long text, one at a time; streams go on. Raises ApiError where many wait."""
+        """Have a thread of a worker do what may take long for a long text; streams go on. Raises ApiError where many wait."""
         if self._preparing >= self.settings.max_waiting:
             raise ApiError(
                 429, f"{self._preparing} requests are being read; try again later", code="queue_full", retry_after=1
@@ -118,7 +131,7 @@ class Service:
         Raises ApiError when the request has taken too long, and when the server ends before it.
         """
         if self.draining:
-            raise ApiError(503, "the server is about to end", code="shutting_down", retry_after=5)
+            raise _ending()
         clocks, waiting = [Clock(self.metrics) for _ in prompts], set(range(len(prompts)))
         limit = _Limit(self.settings.timeout_s)
         self._open.add(limit)
@@ -153,11 +166,17 @@ class Service:
     async def drain(self) -> None:
         """Take no more requests; let those there are end, and end those that take too long."""
         self.draining = True
+        if self._compiler is not None:
+            self._compiler.close()
         until = perf_counter() + self.settings.drain_s
         while self._open and perf_counter() < until:
             await asyncio.sleep(0.02)
         for limit in self._open:
             limit.end()
+
+
+def _ending() -> ApiError:
+    return ApiError(503, "the server is about to end", code="shutting_down", retry_after=5)
 
 
 class _Limit:

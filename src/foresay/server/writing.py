@@ -59,7 +59,7 @@ class Job:
 
 async def write(service: Service, asked: ChatRequest | CompletionRequest, shape: Shape, request: Request) -> Response:
     """POST /v1/chat/completions and /v1/completions. Raises ApiError, or one of our errors, for what cannot be answered."""
-    job = await _prepared(service, asked)
+    job = await _while_waited_for(_prepared(service, asked), request)
     logprobs = job.params.logprobs is not None
     outputs = [
         Output(place, shape, asked.foresay or Drafting(), Logprobs(service.tokenizer) if logprobs else None)

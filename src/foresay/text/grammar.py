@@ -7,7 +7,9 @@ so that it is the same for the target and for whatever drafts, and speculation s
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
+from decimal import Decimal
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,12 +17,15 @@ import numpy as np
 import torch
 
 from foresay.errors import ConfigError
+from foresay.text.grammar_library import compiled, one_line, vocabulary
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 """The schema of any JSON object."""
 MAX_BYTES, MAX_DEPTH = 1 << 16, 32
-_STYLE: Any = {"whitespace_pattern": r"[ \n\t]{0,8}"}
-"""Blanks between parts: as many as people write, and no output of blanks alone."""
+MAX_MULTIPLE = 10_000
+"""The largest `multipleOf`, powers of ten apart: the library makes a state of an automaton for each remainder."""
+_DATA = ("enum", "const", "default", "examples")
+"""Keywords whose values are no schemas."""
 _tokenizers: WeakKeyDictionary[Any, dict[tuple[int, tuple[int, ...]], Any]] = WeakKeyDictionary()
 
 
@@ -30,25 +35,12 @@ class JsonSchema:
     def __init__(self, schema: Mapping[str, Any], tokenizer: Any, vocab_size: int, eos: Sequence[int]) -> None:
         """vocab_size: width of the scores. eos: what ends an output, allowed where the grammar may end.
 
-        Raises ConfigError for a schema that is too large, or that the library does not understand, and without the library.
+        Nothing bounds the time and memory that this takes: for schemas from strangers see `grammar_trials.SchemaCompiler`.
+        Raises ConfigError for a schema that is too large, that the library does not understand or that no text fits, and
+        without the library.
         """
-        try:
-            from llguidance import LLMatcher
-        except ImportError:
-            raise ConfigError("structured output needs llguidance: pip install 'foresay[server]'") from None
-        text = json.dumps(schema)
-        if len(text) > MAX_BYTES or _depth(schema) > MAX_DEPTH:
-            raise ConfigError(
-                f"the schema has {len(text)} bytes, {_depth(schema)} deep; {MAX_BYTES} and {MAX_DEPTH} are taken"
-            )
-        inner = _inner(tokenizer, vocab_size, tuple(sorted(eos)))
-        try:
-            grammar = LLMatcher.grammar_from_json_schema(text, defaults=_STYLE)
-            self._matcher = LLMatcher(inner, grammar)
-        except ValueError as error:
-            raise ConfigError(f"the schema is not understood: {error}") from None
-        if self._matcher.is_error():
-            raise ConfigError(f"the schema is not understood: {self._matcher.get_error()}")
+        text = checked(schema)
+        self._matcher = compiled(_inner(tokenizer, vocab_size, tuple(sorted(eos))), text)
         self._vocab_size = vocab_size
 
     def behind(self, prompt_length: int) -> JsonMask:
@@ -81,7 +73,7 @@ class JsonMask:
     def _check(self) -> None:
         """A matcher that has given up, at a limit of its own, ends the output: nothing would hold it to the grammar."""
         if self._matcher.is_error():
-            raise ConfigError(f"the schema cannot be followed further: {self._matcher.get_error()}")
+            raise ConfigError(f"the schema cannot be followed further: {one_line(self._matcher.get_error())}")
 
     def _follow(self, written: list[int]) -> bool:
         """Bring the matcher behind these tokens; whether the grammar takes all of them."""
@@ -96,17 +88,57 @@ class JsonMask:
         return len(self._consumed) == len(written)
 
 
+def checked(schema: Mapping[str, Any]) -> str:
+    """A schema as text. Raises ConfigError for one that is too large or too deep, and for a `multipleOf` above MAX_MULTIPLE."""
+    text = json.dumps(schema)
+    depth = _depth(schema)
+    if len(text) > MAX_BYTES or depth > MAX_DEPTH:
+        raise ConfigError(f"the schema has {len(text)} bytes, {depth} deep; {MAX_BYTES} and {MAX_DEPTH} are taken")
+    for path, value in _multiples(schema):
+        if _digits(value) > MAX_MULTIPLE:
+            raise ConfigError(
+                f"the schema's {path}={value} has too many remainders; give at most {MAX_MULTIPLE}, times any power of ten"
+            )
+    return text
+
+
+def tokenizer_json(tokenizer: Any) -> str:
+    """A tokenizer as the text of a tokenizer.json, without padding and truncation. Raises ConfigError for one in Python."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise ConfigError(
+            f"this tokenizer ({type(tokenizer).__name__}) cannot be used for structured output: it needs a fast one"
+        )
+    backend = copy(backend)
+    backend.no_padding()
+    backend.no_truncation()
+    return str(backend.to_str())
+
+
 def _inner(tokenizer: Any, vocab_size: int, eos: tuple[int, ...]) -> Any:
     """The library's own tokenizer, which takes a second to make."""
-    from llguidance.hf import from_tokenizer
-
     made = _tokenizers.setdefault(tokenizer, {})
     if (vocab_size, eos) not in made:
-        try:
-            made[vocab_size, eos] = from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=list(eos) or None)
-        except ValueError as error:
-            raise ConfigError(f"this tokenizer cannot be used for structured output: {error}") from None
+        made[vocab_size, eos] = vocabulary(tokenizer_json(tokenizer), vocab_size, eos)
     return made[vocab_size, eos]
+
+
+def _multiples(schema: Any) -> Iterator[tuple[str, int | float]]:
+    """Each number that a `multipleOf` gives, and where it stands; a property of that name has a schema instead."""
+    open_: list[tuple[tuple[Any, ...], Any]] = [((), schema)]
+    while open_:
+        path, one = open_.pop()
+        inside = one.items() if isinstance(one, Mapping) else enumerate(one) if isinstance(one, list) else ()
+        for name, value in inside:
+            if name == "multipleOf" and isinstance(value, int | float) and not isinstance(value, bool):
+                yield ".".join(map(str, (*path, name))), value
+            elif name not in _DATA:
+                open_.append(((*path, name), value))
+
+
+def _digits(number: float) -> int:
+    """The significant digits of a number, as a whole number: 25 of 0.25 and of 2500."""
+    return int("".join(map(str, Decimal(str(number)).normalize().as_tuple().digits)) or "0")
 
 
 def _depth(value: Any) -> int:

@@ -190,9 +190,8 @@ def _of_prompts(generator: Generator, prompts: Sequence[Any], params: SamplingPa
 
 
 def _write(path: Path, examples: Examples) -> None:
-    part = path.with_suffix(".part")
-    save_file({name: getattr(examples, name).contiguous() for name in Examples.__slots__}, part)
-    os.replace(part, path)
+    with atomic_write(path) as whole:
+        save_file({name: getattr(examples, name).contiguous() for name in Examples.__slots__}, whole)
 
 
 def split_examples(parts: Sequence[Examples], share: float = 0.1) -> tuple[Examples, Examples]:

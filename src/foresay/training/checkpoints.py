@@ -19,6 +19,7 @@ from pydantic import ConfigDict
 from safetensors.torch import save_file
 
 from foresay.errors import ConfigError, ForesayError, ModelLoadError
+from foresay.files import usual_modes, writing
 from foresay.json_files import Schema, read_limited
 from foresay.tensor_files import StoredTensor, check_shapes, load_tensors, stored_tensors
 
@@ -70,20 +71,39 @@ def save_checkpoint(
     model: torch.nn.Module,
     optimisers: Sequence[torch.optim.Optimizer],
 ) -> None:
-    """Write a checkpoint in the place of the one before. plan: what a later run must agree with."""
+    """Write a checkpoint in the place of the one before. plan: what a later run must agree with.
+
+    Raises ConfigError where it cannot be written; the one before is left as it was.
+    """
     work, old = folder.with_name(folder.name + ".new"), folder.with_name(folder.name + ".old")
-    for one in (work, old):
-        shutil.rmtree(one, ignore_errors=True)
-    work.mkdir(parents=True)
-    save_file({name: weight.detach().cpu().contiguous() for name, weight in learned(model).items()}, work / _WEIGHTS)
-    kept = _flat(optimisers)
-    save_file(kept, work / _OPTIMISER)
-    values = {"plan": dict(plan), "optimiser": sorted(kept), **asdict(state)}
-    (work / _STATE).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-    if folder.exists():
-        os.replace(folder, old)
-    os.replace(work, folder)
+    with writing(folder):
+        for one in (work, old):
+            shutil.rmtree(one, ignore_errors=True)
+        try:
+            work.mkdir(parents=True)
+            _write(work, state, plan, model, optimisers)
+            if folder.exists():
+                os.replace(folder, old)
+            os.replace(work, folder)
+        except BaseException:
+            shutil.rmtree(work, ignore_errors=True)
+            raise
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _write(
+    folder: Path,
+    state: State,
+    plan: Mapping[str, Any],
+    model: torch.nn.Module,
+    optimisers: Sequence[torch.optim.Optimizer],
+) -> None:
+    save_file({name: weight.detach().cpu().contiguous() for name, weight in learned(model).items()}, folder / _WEIGHTS)
+    kept = _flat(optimisers)
+    save_file(kept, folder / _OPTIMISER)
+    values = {"plan": dict(plan), "optimiser": sorted(kept), **asdict(state)}
+    (folder / _STATE).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    usual_modes(folder)
 
 
 def load_checkpoint(

@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from foresay.files import atomic_write
 from foresay.json_files import Schema
 from foresay.records.lines import read_lines
 from foresay.training.fitting import LOG
@@ -59,5 +60,6 @@ def draw_curves(folder: Path, lines: Mapping[int, Mapping[str, Any]]) -> bool:
     for axes in (left, middle, right):
         axes.set_xlabel("thousand tokens learned")
         axes.grid(alpha=0.3)
-    figure.savefig(folder / CURVES, dpi=120)
+    with atomic_write(folder / CURVES) as whole:
+        figure.savefig(whole, dpi=120)
     return True

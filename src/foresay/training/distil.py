@@ -18,6 +18,7 @@ from torch import nn
 
 from foresay.checks import check_int
 from foresay.errors import ConfigError, UnsupportedModelError
+from foresay.files import atomic_files, atomic_write
 from foresay.models.heads.config import HeadConfig, usual_layers
 from foresay.models.heads.files import Head, check_target, write_head
 from foresay.models.heads.model import target_rows
@@ -221,9 +222,10 @@ def distil_model(
     def keep() -> None:
         with quiet_transformers():
             weights = {name: weight.to(torch.bfloat16) for name, weight in draft.state_dict().items()}
-            draft.save_pretrained(folder, state_dict=weights)
-            if tokenizer is not None:
-                tokenizer.save_pretrained(folder)
+            with atomic_files(folder) as work:
+                draft.save_pretrained(work, state_dict=weights)
+                if tokenizer is not None:
+                    tokenizer.save_pretrained(work)
         _write_note(folder, {"made_by": "foresay distill", "kind": "model", "target": target.name, **(note or {})})
 
     fitting = Fitting(
@@ -283,4 +285,5 @@ def _in_half(module: HeadModule) -> HeadModule:
 
 def _write_note(folder: Path, note: dict[str, Any]) -> None:
     text = json.dumps({**note, "log": LOG, "provenance": provenance()}, indent=2)
-    (folder / NOTE).write_text(text + "\n", encoding="utf-8")
+    with atomic_write(folder / NOTE) as whole:
+        whole.write_text(text + "\n", encoding="utf-8")

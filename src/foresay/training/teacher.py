@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 
 from foresay.decoding.protocols import Feed, Logits
 from foresay.errors import ConfigError, UnsupportedModelError
+from foresay.files import atomic_write
 from foresay.models.heads.model import target_rows
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.model import MAX_TOKENS
@@ -116,11 +117,8 @@ class KeptPasses:
             raise ConfigError(f"cannot read {str(path)!r}: {error}; remove it") from None
 
     def _write(self, text: Text, tensors: dict[str, torch.Tensor]) -> None:
-        path = self._path(text)
-        path.parent.mkdir(exist_ok=True)
-        part = path.with_suffix(f".{os.getpid()}")
-        save_file({name: one.contiguous() for name, one in tensors.items()}, part)
-        os.replace(part, path)
+        with atomic_write(self._path(text), parents=True) as whole:
+            save_file({name: one.contiguous() for name, one in tensors.items()}, whole)
 
     def _path(self, text: Text) -> Path:
         name = sha256(text.tokens.tobytes()).hexdigest()[:32]

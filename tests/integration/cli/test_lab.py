@@ -381,6 +381,9 @@ def test_shapes(shell: tiny.Shell, here: Path, monkeypatch: pytest.MonkeyPatch) 
     assert code == 0 and [one["layers"] for one in json.loads(out)["shapes"]] == [4, 2, 1]
     assert 0 <= json.loads(out)["depth_share"] <= 1
     assert json.loads(shell(*args[:4], "--depths", "2", "--json")[1])["depth_share"] is None
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert "device='cuda' was asked for, but PyTorch sees no GPU" in shell.refused(*args, "--device", "cuda")
+    assert "device='gpu' is not a device" in shell.refused(*args, "--device", "gpu")
     assert "depth=48 cannot hold" in shell.refused("profile", "shapes", "--parameters", "1e5", "--depths", "48")
 
 

@@ -282,3 +282,28 @@ def _renamed(recorded: Path, folder: Path) -> Path:
     path = folder / "renamed.jsonl"
     path.write_text(json.dumps(header) + "\n" + rest)
     return path
+
+
+@pytest.mark.parametrize("draft", ["head", "model"])
+def test_a_full_disk_is_one_line(draft: str, target: Path, recorded: Path, tmp_path: Path) -> None:
+    """A limit on the size of files stands in for it."""
+    out, small = tmp_path / "draft", tmp_path / "small"
+    given = ["--layers", "1,2,3"]
+    if draft == "model":
+        assert tiny.foresay("prune", str(target), str(small), "--layers", "1").returncode == 0
+        given = ["--draft", str(small), "--all-weights"]
+    limit = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (20_000,) * 2); "
+    asked = ["distill", str(out), *options(target, recorded, "--epochs", "0.2", *given)]
+    done = subprocess.run(
+        [sys.executable, "-c", limit + "from foresay.cli import main; main(sys.argv[1:])", *asked],
+        capture_output=True,
+        timeout=120,
+        env=tiny.environment(),
+        text=True,
+        check=False,
+    )
+    (line,) = [one for one in done.stderr.splitlines() if one.startswith("foresay: ")]
+    assert done.returncode == 2 and line == f"foresay: cannot write {str(out)!r}: File too large", done.stderr
+    assert "Traceback" not in done.stderr
+    assert not [path for path in out.rglob("*") if path.suffix in (".safetensors", ".work")]
+    assert tiny.foresay(*asked).returncode == 0

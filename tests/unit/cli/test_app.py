@@ -71,3 +71,12 @@ def test_nested_commands_are_found(capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_unknown_command(args: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert _run(args) == 2
     assert capsys.readouterr() == ("", f"foresay: {message}\n")
+
+
+def test_what_the_system_refuses_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device", "/a/b")
+
+    monkeypatch.setattr("foresay.cli.app.app", refused)
+    monkeypatch.setattr("foresay.cli.app._discard_stdout", lambda: None)
+    assert _run([]) == 2 and capsys.readouterr().err == "foresay: '/a/b': No space left on device\n"

@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from transformers import ByT5Tokenizer
 
 from foresay.errors import ConfigError
 from foresay.text.grammar import ANY_OBJECT, JsonMask, JsonSchema
@@ -75,8 +76,30 @@ def test_scores_wider_than_the_vocabulary() -> None:
         ({"type": "nothing"}, "not understood"),
         ({"enum": ["x" * 70_000]}, "bytes"),
         ({"$ref": "#/nowhere"}, "not understood"),
+        ({"$ref": "#"}, "no text fits the schema"),
+        ({"type": "integer", "multipleOf": 9999991}, "multipleOf=9999991 .* at most 10000"),
+        ({"properties": {"a": {"items": [{"multipleOf": 100.01}]}}}, r"properties\.a\.items\.0\.multipleOf=100\.01 "),
     ],
 )
 def test_what_is_refused(schema: object, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make(tiny.tokenizer(), schema)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "integer", "multipleOf": 10_000},
+        {"type": "number", "multipleOf": 0.01},
+        {"type": "integer", "multipleOf": 2_500_000},
+        {"properties": {"multipleOf": {"type": "integer"}}},
+        {"const": {"multipleOf": 9999991}},
+    ],
+)
+def test_multiples_with_few_remainders_and_what_only_has_the_name_are_taken(schema: object) -> None:
+    make(tiny.tokenizer(), schema)
+
+
+def test_a_tokenizer_without_a_fast_version_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"\(ByT5Tokenizer\) cannot be used for structured output"):
+        make(ByT5Tokenizer())

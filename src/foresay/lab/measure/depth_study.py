@@ -18,6 +18,7 @@ from foresay.errors import ConfigError
 from foresay.generation.generator import Generator
 from foresay.lab.measure.profile import measure
 from foresay.models.sources.catalog import native_dtype, wrap
+from foresay.models.sources.load_options import check_device
 
 DEPTHS = (48, 24, 12, 6, 3)
 _HEAD = 64
@@ -72,8 +73,9 @@ def study(
     """Time every shape on this machine, as foresay decodes with it.
 
     context: tokens of the row before a timed pass. on_progress: called with (shapes done, shapes in all). Raises ConfigError
-    as `shapes` does.
+    as `shapes` does, and for a device that is not there.
     """
+    check_device(device)
     wanted = shapes(parameters, depths)
     out = []
     for done, shape in enumerate(wanted):

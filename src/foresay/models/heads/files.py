@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from foresay.errors import ConfigError, ModelLoadError, ModelNotFoundError
+from foresay.files import atomic_files
 from foresay.json_files import parse_object, read_limited
 from foresay.models.heads.config import HeadConfig, usual_layers
 from foresay.models.heads.module import HeadModule, rotary_of
@@ -73,8 +74,10 @@ def read_head(folder: str | Path) -> Head:
 def write_head(
     head: Head, folder: str | Path, *, layout: Layout = "plain", lm_head: torch.Tensor | None = None
 ) -> None:
-    """Write a head into a folder that exists. lm_head: [K, D], the target's rows, for engines that want them in the file."""
-    folder = Path(folder)
+    """Write a head into a folder that exists; each file is replaced whole, once both are written.
+
+    lm_head: [K, D], the target's rows, for engines that want them in the file. Raises ConfigError where it cannot be written.
+    """
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in head.module.state_dict().items()}
     if lm_head is not None and "lm_head.weight" not in tensors:
         tensors["lm_head.weight"] = lm_head.detach().cpu().to(tensors["fc.weight"].dtype).contiguous()
@@ -83,10 +86,11 @@ def write_head(
         writable = torch.zeros(head.config.vocab_size, dtype=torch.bool)
         writable[head.token_ids] = True
         tensors[_WRITABLE] = writable
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     values = head.config.as_speculators() if layout == "speculators" else head.config.as_plain()
     values["torch_dtype"] = str(tensors["fc.weight"].dtype).removeprefix("torch.")
-    (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    with atomic_files(folder) as work:
+        save_file(tensors, work / WEIGHTS, metadata={"format": "pt"})
+        (work / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
 def _json(path: Path) -> Mapping[str, Any]:

@@ -6,10 +6,10 @@ configuration from the head's short values alone, the tokenizer by its own class
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 from typing import Any
 
+from foresay.files import work_folder
 from foresay.models.sources.gguf_head import GgufHead
 from foresay.models.sources.gguf_values import check_values
 
@@ -25,8 +25,8 @@ def config_of(head: GgufHead) -> Any:
     from transformers import AutoConfig
 
     check_values(head)
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "head.gguf").write_bytes(head.short)
+    with work_folder("foresay-gguf") as folder:
+        (folder / "head.gguf").write_bytes(head.short)
         config = AutoConfig.from_pretrained(folder, gguf_file="head.gguf")
     config.name_or_path = ""
     # what transformers reads off the tensors and the vocabulary

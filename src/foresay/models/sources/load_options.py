@@ -78,7 +78,7 @@ class LoadOptions:
             )
         for device in (self.device, self.draft_device):
             if device is not None:
-                _check_device(device)
+                check_device(device)
         self._check_plan()
         for name, weights in (("weights", self.weights), ("draft_weights", self.draft_weights)):
             if weights is not None:
@@ -164,12 +164,20 @@ class LoadOptions:
         return dataclasses.replace(self, **changes)
 
 
-def _check_device(device: str | torch.device) -> None:
+def check_device(device: str | torch.device) -> None:
+    """Raises ConfigError for a device that PyTorch does not know or has not got here."""
     try:
-        kind = torch.device(device).type
+        found = torch.device(device)
     except (RuntimeError, TypeError):
-        kind = ""
-    if kind not in DEVICES:
+        found = None
+    if found is None or found.type not in DEVICES:
         raise ConfigError(f"device={device!r} is not a device; known kinds: {', '.join(DEVICES)}")
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device={str(device)!r} was asked for, but PyTorch sees no GPU; use device='cpu'")
+    if found.type == "cpu":
+        return
+    of_kind: Any = {"cuda": torch.cuda, "xpu": torch.xpu, "mps": torch.mps}[found.type]
+    if not of_kind.is_available():
+        what = "GPU" if found.type == "cuda" else f"device of the kind {found.type}"
+        raise ConfigError(f"device={str(device)!r} was asked for, but PyTorch sees no {what}; use device='cpu'")
+    if found.index is not None and found.index >= of_kind.device_count():
+        known = ", ".join(f"{found.type}:{number}" for number in range(of_kind.device_count()))
+        raise ConfigError(f"device={str(device)!r} was asked for, but PyTorch sees only {known}")

@@ -10,14 +10,13 @@ import importlib.metadata
 import json
 import logging
 import shutil
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from foresay.errors import ForesayError, ModelLoadError, ModelNotFoundError
-from foresay.files import cache_dir
+from foresay.files import cache_dir, work_folder
 from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.transformers_errors import load_errors, quiet_transformers
 
@@ -116,10 +115,8 @@ def convert(source: Path, folder: Path) -> None:
     check_gguf(source)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(
-            prefix=f".{folder.name}-", dir=folder.parent, ignore_cleanup_errors=True
-        ) as parent:
-            work = Path(parent) / folder.name
+        with work_folder(folder.name, folder.parent) as parent:
+            work = parent / folder.name
             _write_conversion(source, work)
             try:
                 work.rename(folder)

@@ -1,0 +1,126 @@
+"""Schemas that would take the server: they are refused, nobody waits for them, and none keeps the process from ending."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+import foresay
+from foresay.text import grammar_trials
+from foresay.text.grammar_trials import TrialLimits
+from helpers import tiny
+from helpers.schema_bombs import PRODUCT
+from helpers.serving import TALK, Running
+from helpers.waiting import wait_until
+
+SMALL = '{"type":"integer","multipleOf":9999991}'
+GOOD = {"enum": ["yes", "no"]}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save(tmp_path_factory.mktemp("served"), chat=True)
+
+
+@pytest.fixture
+def command(folder: Path) -> Iterator[tuple[psutil.Popen, str]]:
+    """`foresay serve` in a process of its own, and its address."""
+    child = psutil.Popen(
+        [*tiny.FORESAY, "serve", "--model", str(folder), "--port", "0", "--warmup"],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=tiny.environment(),
+    )
+    with child.stderr:
+        line = next(line for line in child.stderr if "listening at " in line)
+        yield child, line.split()[-1]
+        with suppress(psutil.NoSuchProcess):
+            child.kill()
+        child.wait()
+
+
+@pytest.fixture
+def running(folder: Path) -> Iterator[Running]:
+    one = Running(foresay.load(str(folder)))
+    yield one
+    one.close()
+
+
+def wanted(schema: Any) -> dict[str, Any]:
+    named = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    return {"messages": TALK, "max_tokens": 20, "response_format": named}
+
+
+def ask(url: str, schema: Any) -> httpx.Response:
+    return httpx.post(f"{url}/chat/completions", json=wanted(schema), timeout=100)
+
+
+def refusal(answer: httpx.Response) -> str:
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["param"] == "response_format" and error["type"] == "invalid_request_error"
+    return str(error["message"])
+
+
+def test_schemas_that_take_too_much_are_refused_and_others_answered(command: tuple[psutil.Popen, str]) -> None:
+    child, url = command
+    before = child.memory_info().rss
+    assert "multipleOf=9999991" in refusal(ask(url, json.loads(SMALL)))
+    with ThreadPoolExecutor(4) as threads:
+        bad = [threads.submit(ask, url, PRODUCT) for _ in range(3)]
+        good = [threads.submit(ask, url, GOOD) for _ in range(3)]
+        assert {one.result().status_code for one in good} == {200}
+        assert all("to compile; give a simpler one" in refusal(one.result()) for one in bad)
+    assert ask(url, GOOD).json()["choices"][0]["message"]["content"] in ('"yes"', '"no"')
+    assert child.memory_info().rss - before < 500 << 20
+
+
+def test_a_signal_ends_the_process_while_schemas_are_compiled(command: tuple[psutil.Popen, str]) -> None:
+    child, url = command
+    with ThreadPoolExecutor(3) as threads:
+        for _ in range(3):
+            threads.submit(ask, url, PRODUCT)
+        wait_until(lambda: compiling(child), "a schema is compiled")
+        below = child.children(recursive=True)
+        child.send_signal(signal.SIGTERM)
+        assert child.wait(100) == -signal.SIGTERM
+    gone, alive = psutil.wait_procs(below, 60)
+    assert len(gone) >= 2 and not alive
+
+
+def test_a_client_that_leaves_and_a_server_that_ends_take_their_schemas_along(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_trials, "TrialLimits", lambda: TrialLimits(cpu_s=1e6, wall_s=1e6, memory_bytes=8 << 30))
+    us, url = psutil.Process(), f"{running.url}/v1"
+    body = json.dumps(wanted(PRODUCT)).encode()
+    with socket.create_connection(("127.0.0.1", running.port)) as client:
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
+        client.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + body)
+        wait_until(lambda: compiling(us), "a schema is compiled")
+    wait_until(lambda: not compiling(us), "the compilation is ended")
+    assert ask(url, GOOD).status_code == 200
+    with ThreadPoolExecutor(1) as threads:
+        answer = threads.submit(ask, url, PRODUCT)
+        wait_until(lambda: compiling(us), "a schema is compiled")
+        running.drain()
+        assert answer.result().status_code == 503
+    wait_until(lambda: not compiling(us), "the compilation is ended")
+
+
+def compiling(process: psutil.Process) -> bool:
+    """Whether a process that tries schemas has a fork at work."""
+    with suppress(psutil.NoSuchProcess):
+        return any("foresay.text.grammar_child" in one.cmdline() and one.children() for one in process.children())
+    return False
