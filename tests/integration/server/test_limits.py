@@ -231,7 +231,7 @@ class TestWho:
         plain = httpx.post(
             f"{serve().url}/v1/completions", content=b'{"prompt": "x"}', headers={"content-type": "text/plain"}
         )
-        assert plain.status_code == 400, "what a page may send without asking"
+        assert plain.status_code == 415, "what a page may send without asking"
 
     def test_keys_are_bytes(self, serve: Any) -> None:
         running = serve(keys=frozenset({"schlüssel"}))
