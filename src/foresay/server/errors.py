@@ -23,6 +23,8 @@ from foresay.errors import (
     RequestError,
 )
 
+GONE = 499
+"""The status of an answer that nobody waits for."""
 MAX_MESSAGE = 1000
 """Characters of an error's message and of a parameter's name; a client's own long values are cut there."""
 

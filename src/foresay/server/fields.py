@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, ClassVar, TypeVar
 
@@ -22,6 +22,7 @@ Neutral = Mapping[str, Sequence[Any]]
 """Field -> the values that change nothing here: the API's defaults, and requests for what is done anyway."""
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _LONE = re.compile("[\ud800-\udfff]")
+_DEPTH = 8
 _SHOWN = 60
 """Characters of a wrong value that its error repeats."""
 
@@ -35,17 +36,18 @@ class Fields(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _only_what_changes_something(cls, data: Any) -> Any:
-        """The object without neutral values, and with at most one unknown field, so that one error is collected for them."""
+        """The object without neutral values, and with one unknown field at most, so that one error is collected for them."""
         if not isinstance(data, dict):
             return data
-        given = {name: value for name, value in data.items() if value is not None and not cls._is_neutral(name, value)}
-        unknown = [name for name in given if name not in _names(cls)]
-        for name in unknown[1:]:
-            del given[name]
-        return given
+        known = _names(cls)
+        unknown = next((name for name in data if name not in known and not cls._is_neutral(name, data[name])), None)
+        given = {name: data[name] for name in known if name in data and not cls._is_neutral(name, data[name])}
+        return given if unknown is None else {**given, unknown: data[unknown]}
 
     @classmethod
     def _is_neutral(cls, name: str, value: Any) -> bool:
+        if value is None:
+            return True
         return any(
             value == one and isinstance(value, bool) == isinstance(one, bool) for one in cls.neutral.get(name, ())
         )
@@ -60,15 +62,18 @@ def at_most(limit: int) -> BeforeValidator:
     """A bound of a list or object, checked before its items are: validating millions of them would stop the event loop."""
 
     def check(value: Any) -> Any:
-        if isinstance(value, list | dict) and len(value) > limit:
-            raise PydanticCustomError("too_long", "{count} items; at most {limit} are allowed", _counts(value, limit))
+        if isinstance(value, list | dict):
+            check_count("items", len(value), limit)
         return value
 
     return BeforeValidator(check)
 
 
-def _counts(value: Sequence[Any] | Mapping[str, Any], limit: int) -> dict[str, int]:
-    return {"count": len(value), "limit": limit}
+def check_count(what: str, count: int, limit: int) -> None:
+    """Raise pydantic's error for more than `limit`. what: "items", or what is counted."""
+    if count > limit:
+        text = "{count} {what}; at most {limit} are allowed"
+        raise PydanticCustomError("too_long", text, {"count": count, "what": what, "limit": limit})
 
 
 def read(kind: type[T], body: bytes) -> T:
@@ -87,33 +92,32 @@ def _not_json(body: bytes, error: ValueError) -> ApiError:
     """A lone surrogate is JSON, and no text: the error names the field that contains it."""
     if _SURROGATE.search(body):
         try:
-            path = next(_lone_surrogates(json.loads(body)), None)
+            path = _path_of_surrogate(json.loads(body))
         except (ValueError, RecursionError):
-            path = None
-        if path is not None:
+            path = ""
+        if path:
             text = f"{path}: the text contains a lone surrogate (\\ud800 to \\udfff), which is no character"
             return ApiError(400, text, param=path, code="invalid_text")
     return ApiError(400, f"the body is not JSON: {error}", param="body", code="invalid_json")
 
 
-def _lone_surrogates(data: Any) -> Iterator[str]:
-    """Paths of the texts in parsed JSON that contain a lone surrogate."""
-    waiting: list[tuple[str, Any]] = [("", data)]
-    while waiting:
-        path, value = waiting.pop()
-        if isinstance(value, str) and _LONE.search(value):
-            yield path or "body"
-        elif isinstance(value, dict):
-            for name in value:
-                if _LONE.search(name):
-                    yield f"{path}.{name}".lstrip(".")
-            waiting += [(f"{path}.{name}".lstrip("."), one) for name, one in value.items() if _has_text(one)]
-        elif isinstance(value, list):
-            waiting += [(f"{path}.{i}".lstrip("."), one) for i, one in enumerate(value) if _has_text(one)]
+def _path_of_surrogate(data: Any) -> str:
+    """The field, at most _DEPTH levels deep, that contains the first lone surrogate; empty without one."""
+    path: list[str] = []
+    while isinstance(data, dict | list) and len(path) < _DEPTH and _has_surrogate(data):
+        items: list[tuple[Any, Any]] = list(data.items() if isinstance(data, dict) else enumerate(data))
+        while len(items) > 1:  # halves are searched without a call for each of millions of items
+            half = items[: len(items) // 2]
+            items = half if _has_surrogate(half) else items[len(half) :]
+        name, data = items[0]
+        path.append(str(name))
+        if _LONE.search(str(name)):
+            break
+    return ".".join(path)
 
 
-def _has_text(value: Any) -> bool:
-    return isinstance(value, str | dict | list)
+def _has_surrogate(data: Any) -> bool:
+    return _LONE.search(json.dumps(data, ensure_ascii=False)) is not None
 
 
 def _first(error: ValidationError, data: Any) -> ApiError:
@@ -123,7 +127,9 @@ def _first(error: ValidationError, data: Any) -> ApiError:
     ]
     top = errors[0][0][:1]
     own = [(path, one) for path, one in errors if path[:1] == top]
-    path = max((path for path, _ in own), key=len)
+    path = max(
+        (path for path, _ in own), key=lambda path: (len(path), [part for part in path if isinstance(part, int)])
+    )
     found = [one for where, one in own if where == path]
     name = ".".join(map(str, path)) or "body"
     if found[0]["type"] == "extra_forbidden":

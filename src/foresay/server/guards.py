@@ -16,7 +16,7 @@ from time import perf_counter
 from typing import Any
 from uuid import uuid4
 
-from foresay.server.errors import ApiError
+from foresay.server.errors import GONE, ApiError
 from foresay.server.settings import LOOPBACK, ServerSettings
 
 Scope = MutableMapping[str, Any]
@@ -104,14 +104,17 @@ class Guards:
             raise ApiError(421, f"{name!r} is no name of this server; --allow-host makes it one", code="unknown_host")
 
     async def _read(self, receive: Receive) -> Receive:
-        """What gives the body again, in one piece, and then whatever comes. Raises ApiError for one too large or too slow."""
+        """What gives the body again, in one piece, and then whatever comes.
+
+        Raises ApiError for one that is too large, too slow or never completed.
+        """
         most, parts, more = self._settings.max_body_bytes, list[bytes](), True
         try:
             async with asyncio.timeout(self._settings.body_s):
                 while more:
                     message = await receive()
                     if message["type"] != "http.request":
-                        return _then(message, receive)
+                        raise ApiError(GONE, "the client has left")
                     parts.append(message.get("body", b""))
                     most, more = most - len(parts[-1]), message.get("more_body", False)
                     if most < 0:

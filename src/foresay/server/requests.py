@@ -9,12 +9,11 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, StrictBool, StrictInt, StrictStr
-from pydantic_core import PydanticCustomError
 
 from foresay.checks import check_float
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.server.errors import ApiError
-from foresay.server.fields import Fields, Neutral, at_most
+from foresay.server.fields import Fields, Neutral, at_most, check_count
 from foresay.text.grammar import ANY_OBJECT
 
 MAX_ITEMS = 1024
@@ -91,18 +90,24 @@ class ChatMessage(Fields):
         return {"role": self.role, "content": text} | ({"name": self.name} if self.name else {})
 
 
-def _few(messages: Any) -> Any:
-    """A bound of messages and parts together, before any of them is validated."""
+def _few_messages(messages: Any) -> Any:
+    """Bound messages and parts together, before any of them is validated."""
     if isinstance(messages, list):
         contents = [one.get("content") for one in messages if isinstance(one, dict)]
         count = len(messages) + sum(len(one) for one in contents if isinstance(one, list))
-        if count > MAX_MESSAGES:
-            text = "{count} messages and parts; at most {limit} are allowed"
-            raise PydanticCustomError("too_long", text, {"count": count, "limit": MAX_MESSAGES})
+        check_count("messages and parts", count, MAX_MESSAGES)
     return messages
 
 
-Messages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True), BeforeValidator(_few)]
+def _few_prompts(prompt: Any) -> Any:
+    """Bound the prompts of a list, and the token ids of one."""
+    if isinstance(prompt, list) and prompt:
+        ids = isinstance(prompt[0], int)
+        check_count("token ids" if ids else "prompts", len(prompt), MAX_TOKEN_IDS if ids else MAX_ITEMS)
+    return prompt
+
+
+Messages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True), BeforeValidator(_few_messages)]
 
 
 class StreamOptions(Fields):
@@ -282,12 +287,13 @@ class CompletionRequest(_Sampled):
     }
     prompt_field = "prompt"
 
-    prompt: (
+    prompt: Annotated[
         StrictStr
         | TokenIds
-        | Annotated[list[StrictStr], Field(min_length=1, fail_fast=True), at_most(MAX_ITEMS)]
-        | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True), at_most(MAX_ITEMS)]
-    )
+        | Annotated[list[StrictStr], Field(min_length=1, fail_fast=True)]
+        | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)],
+        BeforeValidator(_few_prompts),
+    ]
     logprobs: Annotated[StrictInt, Field(ge=0, le=20)] | None = None
     echo: StrictBool = False
     """The answer's text, and its log-probabilities where they are requested, begin with the prompt's."""

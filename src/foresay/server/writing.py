@@ -22,7 +22,7 @@ from foresay.decoding.sampling_params import SamplingParams
 from foresay.generation.generator import seeded
 from foresay.generation.result import Chunk
 from foresay.server.answers import CompletionShape, Echo, Names, Output, Shape, sent, usage
-from foresay.server.errors import ApiError, as_api_error, prompt_is
+from foresay.server.errors import GONE, ApiError, as_api_error, prompt_is
 from foresay.server.logprobs import Logprobs, of_prompt
 from foresay.server.requests import ChatRequest, CompletionRequest, Drafting, PredictRequest
 from foresay.server.service import Service
@@ -30,8 +30,6 @@ from foresay.server.ways import Way
 from foresay.text.grammar import JsonSchema
 from foresay.text.stream import Detokenizer
 
-GONE = 499
-"""The status of an answer that nobody waits for."""
 Chunks = AsyncGenerator[tuple[int, Chunk], None]
 T = TypeVar("T")
 logger = logging.getLogger("foresay.server")
