@@ -123,6 +123,7 @@ class Output:
             ours = {
                 "origins": [[one.text, str(one.origin)] for one in chunk.pieces],
                 "tokens": len(chunk.step.token_ids),
+                "drafted": chunk.step.num_drafted,
             }
         return self._choice(self._shape.piece(chunk.text, first=first), new, chunk.finish_reason, ours)
 
