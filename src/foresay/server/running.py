@@ -136,10 +136,10 @@ def serve(
 
     Raises ConfigError where another process has come to listen at the port since.
     """
-    server = _Server(configuration(make_app(service, warm=warm), service.settings), service, say)
+    config = configuration(make_app(service, warm=warm), service.settings)
     try:
-        server.run(sockets)
+        for one in sockets:  # whoever connects from here on waits until the application has started
+            one.listen(config.backlog)
     except OSError as error:
-        if server.started:
-            raise
         raise _cannot_listen(service.settings, error) from None
+    _Server(config, service, say).run(sockets)

@@ -418,6 +418,7 @@ class TestManyAtOnce:
             assert codes[0] == 200 and codes[-1] == 429
             late = next(one for one in answers if one.status_code == 429)
             assert late.headers["retry-after"] == "1" and late.json()["error"]["code"] == "queue_full"
+            assert "queued" in late.json()["error"]["message"]
         finally:
             running.close()
 

@@ -19,8 +19,9 @@ import pytest
 
 import foresay
 from foresay.server import app as app_module
+from foresay.server import running
 from foresay.server.running import SPARE_FILES, bind, configuration
-from foresay.server.service import served_name
+from foresay.server.service import Service, served_name
 from foresay.server.settings import ServerSettings
 from helpers import tiny
 from helpers.serving import TEXT, Running
@@ -240,6 +241,15 @@ class TestWhereItListens:
         for host in ("no.such.host.invalid", "192.0.2.1"):
             with pytest.raises(foresay.ConfigError, match=f"cannot listen at host='{host}'"):
                 bind(ServerSettings(host=host, open_to_all=True))
+
+    def test_a_port_that_is_taken_while_the_model_is_loaded(self, model: foresay.Generator) -> None:
+        (ours,) = bind(ServerSettings(port=0))
+        settings = ServerSettings(port=ours.getsockname()[1])
+        (other,) = bind(settings)
+        with ours, other:
+            other.listen()
+            with pytest.raises(foresay.ConfigError, match="in use"):
+                running.serve(Service(model, settings, ["x"]), [ours])
 
     def test_a_free_port_is_bound_and_not_listened_at(self) -> None:
         (one,) = bind(ServerSettings(port=0))
