@@ -30,6 +30,8 @@ from foresay.server.ways import Way
 from foresay.text.grammar import JsonSchema
 from foresay.text.stream import Detokenizer
 
+MAX_ECHOED_SCORES = 1 << 20
+"""Log-probabilities of prompt tokens in one answer: about 300 MB while it is made."""
 Chunks = AsyncGenerator[tuple[int, Chunk], None]
 T = TypeVar("T")
 logger = logging.getLogger("foresay.server")
@@ -77,6 +79,8 @@ async def write(service: Service, asked: ChatRequest | CompletionRequest, shape:
 async def _outputs(service: Service, asked: ChatRequest | CompletionRequest, shape: Shape, job: Job) -> list[Output]:
     """The outputs before their first token, each with its prompt where the answer repeats it."""
     top, tokenizer, echoes = job.params.logprobs, service.generator.tokenizer, list[Echo | None]()
+    if asked.echoes and top is not None:
+        _check_scores(sum(map(len, job.prompts)) * job.n, top)
     for prompt, ids in zip(asked.prompts(), job.prompts, strict=True):
         scored = await service.scored(ids, top) if asked.echoes and top is not None else None
         echoes.append(await service.prepare(partial(_echo, service, prompt, ids, scored)) if asked.echoes else None)
@@ -90,6 +94,13 @@ async def _outputs(service: Service, asked: ChatRequest | CompletionRequest, sha
         )
         for place in range(len(job.prompts) * job.n)
     ]
+
+
+def _check_scores(tokens: int, top: int) -> None:
+    if tokens * (top + 1) > MAX_ECHOED_SCORES:
+        most = MAX_ECHOED_SCORES // (top + 1)
+        text = f"echo with logprobs={top} of {tokens} prompt tokens, outputs counted apart; {most} are allowed"
+        raise ApiError(400, text, param="prompt")
 
 
 def _echo(service: Service, prompt: Any, ids: list[int], scored: Sequence[TokenLogprob | None] | None) -> Echo:
@@ -181,6 +192,10 @@ def _check(service: Service, asked: ChatRequest | CompletionRequest, prompts: in
         raise ApiError(400, text, param="n")
     if len(asked.stops) > settings.max_stops:
         raise ApiError(400, f"{len(asked.stops)} stop strings; {settings.max_stops} are taken", param="stop")
+    options = asked.stream_options
+    if options is not None and options.continuous_usage_stats and not options.include_usage:
+        text = "continuous_usage_stats needs include_usage=true"
+        raise ApiError(400, text, param="stream_options.continuous_usage_stats")
     if asked.with_usage and not asked.stream:
         raise ApiError(400, "stream_options needs stream=true", param="stream_options")
 

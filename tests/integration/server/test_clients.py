@@ -149,6 +149,10 @@ class TestFieldsThatChangeNothing:
         only_last = {**body, "stream_options": {"include_usage": True}}
         assert [one["usage"] is None for one in events(raw.post(path, json=only_last))][-2:] == [True, False]
 
+        for options in ({"continuous_usage_stats": True}, {"include_usage": True}):
+            refused = raw.post("/v1/completions", json={"prompt": "x", "stream_options": options})
+            assert refused.status_code == 400 and refused.json()["error"]["param"].startswith("stream_options")
+
     def test_a_fingerprint_names_the_configuration(self, raw: httpx.Client, client: openai.OpenAI) -> None:
         done = client.chat.completions.create(model="tiny", messages=TALK, max_tokens=2)
         assert done.system_fingerprint is not None and done.system_fingerprint.startswith("fp_")
@@ -239,6 +243,7 @@ class TestEcho:
 
     def test_what_cannot_be_scored(self, raw: httpx.Client) -> None:
         for body in (
+            {"prompt": [[5] * 4000] * 16, "echo": True, "logprobs": 20, "max_tokens": 0},
             {"prompt": [[1, 999_999]], "echo": True, "logprobs": 1, "max_tokens": 0},
             {"prompt": [[-1, 5]], "echo": True, "logprobs": 1, "max_tokens": 0},
             {"prompt": "x" * 5000, "echo": True, "logprobs": 1, "max_tokens": 0},
@@ -247,6 +252,28 @@ class TestEcho:
             assert answer.status_code == 400 and answer.json()["error"]["param"] == "prompt", answer.text
         answer = raw.post("/v1/completions", json={"prompt": TEXT, "max_tokens": 0})
         assert answer.status_code == 400 and answer.json()["error"]["param"] == "max_tokens"
+
+
+class TestTexts:
+    @pytest.mark.parametrize(
+        ("path", "body", "param"),
+        [
+            ("/v1/completions", {"prompt": "a\ud800"}, "prompt"),
+            ("/v1/completions", {"prompt": ["a", "\udfff"], "stream": True}, "prompt.1"),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "\ud800"}]}, "messages.0.content"),
+            ("/tokenize", {"prompt": "\ud800"}, "prompt"),
+            ("/predict", {"prompt": "\ud800"}, "prompt"),
+            ("/v1/completions", {"prompt": "a", "\ud800": 1}, "\\ud800"),
+        ],
+    )
+    def test_a_lone_surrogate_is_no_text(
+        self, path: str, body: dict[str, Any], param: str, raw: httpx.Client, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        headers = {"content-type": "application/json"}
+        answer = raw.post(path, content=json.dumps(body).encode(), headers=headers)
+        error = answer.json()["error"]
+        assert answer.status_code == 400 and error["type"] == "invalid_request_error" and error["param"] == param
+        assert "lone surrogate" in error["message"] and not [one for one in caplog.records if one.exc_info]
 
 
 class TestHttp:
