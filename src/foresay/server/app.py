@@ -75,7 +75,7 @@ def _answer(error: ApiError) -> Response:
 
 
 def _json_route(service: Service) -> type[APIRoute]:
-    """Routes whose bodies are read by `fields.read`, large ones beside the event loop."""
+    """Routes whose bodies are read by `fields.read`, large ones off the event loop."""
 
     class JsonRoute(APIRoute):
         def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -117,8 +117,8 @@ def _check_type(content_type: str | None) -> None:
 def _errors(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def missing(request: Request, error: HTTPException) -> Response:
-        told = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
-        return JSONResponse(told.body(), told.status, headers=error.headers)
+        answer = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+        return JSONResponse(answer.body(), answer.status, headers=error.headers)
 
     async def refused(request: Request, error: Exception) -> Response:
         return _answer(as_api_error(error, logger))

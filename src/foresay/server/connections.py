@@ -53,7 +53,9 @@ class Connection(HttpToolsProtocol):
             if idle:
                 min(idle, key=lambda one: float(one.waits_since)).transport.abort()
             else:
-                self.refuse(ApiError(503, "as many connections are open as may be", code="overloaded", retry_after=5))
+                self.refuse(
+                    ApiError(503, "too many connections are open; try again later", code="overloaded", retry_after=5)
+                )
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the timer too."""
