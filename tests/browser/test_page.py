@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -80,6 +81,102 @@ def test_an_answer_is_coloured_by_who_wrote_it(page: Page) -> None:
     assert "24 tokens" in figures and "tokens per pass" in figures and "first after –" not in figures, figures
     colours = {page.locator(f".legend .{kind}").evaluate("e => getComputedStyle(e).color") for kind in kinds}
     assert len(colours) == len(kinds)
+
+
+def test_an_origin_is_marked_by_more_than_its_colour(page: Page) -> None:
+    said(page, "the number 7 and 8 and 7 and 8 and")
+    line = "e => { const s = getComputedStyle(e); return `${s.textDecorationLine} ${s.textDecorationStyle}`; }"
+    kinds = {str(one.get_attribute("class")) for one in page.locator(".answer .text span").all()}
+    for kind in kinds:
+        assert page.locator(f".answer .text .{kind}").first.evaluate(line) == page.locator(f".legend .{kind}").evaluate(
+            line
+        )
+    lines = {page.locator(f".legend .{kind}").evaluate(line) for kind in ("draft", "residual", "bonus")}
+    assert len(lines) == 3, lines
+
+
+def bottom(page: Page, selector: str) -> float:
+    return float(page.locator(selector).last.evaluate("e => e.getBoundingClientRect().bottom"))
+
+
+def top(page: Page, selector: str) -> float:
+    return float(page.locator(selector).evaluate("e => e.getBoundingClientRect().top"))
+
+
+@pytest.mark.parametrize(("width", "height"), [(400, 500), (1000, 700)])
+def test_a_growing_answer_stays_in_view(width: int, height: int, page: Page) -> None:
+    page.set_viewport_size({"width": width, "height": height})
+    page.locator("#beside").check()
+    said(page, "the number 7 and 8 and 7 and 8 and", tokens=3000)
+    spans = page.locator("section.answer").first.locator(".text span")
+    assert page.locator("#talk").evaluate("e => e.scrollHeight - e.clientHeight") > 0, (
+        "the answer is longer than the view"
+    )
+    assert spans.first.evaluate("e => e.getBoundingClientRect().bottom") < 0
+    for selector in (".text span", ".figures"):
+        assert bottom(page, selector) <= top(page, "#form") + 1, f"the end of {selector} is under the form"
+    assert bottom(page, "#form") <= height + 1 and page.evaluate("scrollY") == 0
+    assert bottom(page, "#talk") - top(page, "#talk") >= 90, "room to read"
+
+
+def grow(page: Page, count: int) -> None:
+    """Have the panel that grows take so many words, after the frames in which the page hears of scrolling."""
+    frames = "() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
+    page.evaluate(frames)
+    word = "{delta: {content: 'word '}, foresay: {origins: [['word ', 'bonus']], tokens: 1, drafted: 0}}"
+    page.evaluate(f"n => {{ for (let i = 0; i < n; i++) growing.take({word}); }}", count)
+    page.evaluate(frames)
+
+
+def test_whoever_scrolls_up_reads_on_there(page: Page) -> None:
+    page.set_viewport_size({"width": 400, "height": 500})
+    page.evaluate("() => { growing = new Panel(at('talk'), 'made up'); }")
+    grow(page, 400)
+    assert (
+        page.locator("#talk").evaluate("e => e.scrollTop") > 200 and bottom(page, ".figures") <= top(page, "#form") + 1
+    )
+    page.locator("#talk").evaluate("e => { e.scrollTop = 40; }")
+    grow(page, 400)
+    assert page.locator("#talk").evaluate("e => e.scrollTop") == 40
+    page.locator("#talk").evaluate("e => { e.scrollTop = e.scrollHeight; }")
+    grow(page, 400)
+    assert bottom(page, ".figures") <= top(page, "#form") + 1, "at the end again, it follows"
+
+
+def test_an_answer_is_announced_once_it_is_complete(page: Page) -> None:
+    page.evaluate(
+        "() => { window.told = []; new MutationObserver(() => told.push(document.getElementById('status').textContent))"
+        ".observe(document.getElementById('status'), {childList: true}); }"
+    )
+    page.locator("#tokens").fill("300")
+    page.locator("#prompt").fill("go on")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("section.answer[aria-busy=true]", timeout=30_000)
+    expect(page.locator("#send")).to_be_enabled(timeout=60_000)
+    assert page.locator("[aria-busy=true]").count() == 0
+    text = "".join(page.locator(".answer .text span").all_inner_texts())
+    told = page.evaluate("told")
+    assert told[0] == "Generating" and told[-1].startswith("Answer with speculation: ") and len(told) == 2
+    assert len(told[-1]) > 200 and len(text) > 200
+    live = page.locator("[aria-live], [role=status], [role=alert], [role=log]")
+    assert all(one.locator("span").count() == 0 for one in live.all()), "no part that is read out contains the tokens"
+
+
+@pytest.mark.parametrize(("drafted", "shown"), [(0, True), (2, False)])
+def test_passes_without_a_draft_are_explained(drafted: int, shown: bool, page: Page) -> None:
+    def event(delta: dict[str, str], count: int) -> str:
+        ours = {"origins": [["x", "bonus"]], "tokens": 1, "drafted": count}
+        return f"data: {json.dumps({'choices': [{'delta': delta, 'foresay': ours}]})}\n\n"
+
+    passes = [event({"content": "x"}, 3), *[event({"content": "x"}, 0)] * 10, *[event({"content": "x"}, drafted)]]
+    body = "".join(passes) + "data: [DONE]\n\n"
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=body))
+    said(page, "hello")
+    figures = page.locator(".figures").inner_text()
+    assert "1.00 tokens per pass" in figures and ("not drafting just now" in figures) is shown, figures
+    page.locator("#draft").uncheck()
+    said(page, "hello")
+    assert "not drafting" not in page.locator(".figures").last.inner_text(), "that is what was asked for"
 
 
 def test_beside_plain_decoding_both_write_the_same(page: Page) -> None:

@@ -9,11 +9,10 @@ import time
 from typing import Any
 
 import httpx
-import uvicorn
 
 import foresay
 from foresay.server.app import make_app
-from foresay.server.running import _Server
+from foresay.server.running import _Server, configuration
 from foresay.server.service import Service
 from foresay.server.settings import ServerSettings
 
@@ -32,7 +31,7 @@ class Running:
             held.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
         self.port = held.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        config = uvicorn.Config(make_app(self.service), log_level="error")
+        config = configuration(make_app(self.service), self.service.settings)
         self._server = _Server(config, self.service, lambda address: None)
         self._thread = threading.Thread(target=self._run, args=([held],), daemon=True)
         self._thread.start()

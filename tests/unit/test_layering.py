@@ -88,10 +88,11 @@ INSIDE = {
         {"grammar_trials"},
     ],
     "methods": [{"expressions", "settings_file"}, {"recipe"}, {"recipes"}],
-    "generation": [{"result"}, {"session"}, {"session_thread"}, {"generator"}, {"load"}, {"method"}],
+    "generation": [{"result", "scoring"}, {"session"}, {"session_thread"}, {"generator"}, {"load"}, {"method"}],
     "server": [
         {"errors", "metrics", "settings"},
-        {"requests", "logprobs", "guards"},
+        {"fields", "logprobs", "guards", "connections"},
+        {"requests"},
         {"answers", "ways"},
         {"service"},
         {"writing"},

@@ -46,8 +46,8 @@ def run(
 ) -> int:
     """Serve a model to OpenAI's clients, with continuous batching."""
     try:
-        from foresay.server.running import serve
-        from foresay.server.service import Service
+        from foresay.server.running import bind, serve
+        from foresay.server.service import Service, served_name
     except ImportError as error:
         raise ConfigError(f"the server needs {error.name}: pip install 'foresay[server]'") from None
     settings = ServerSettings(
@@ -61,12 +61,13 @@ def run(
         timeout_s=timeout,
         drain_s=drain,
     )
+    sockets = bind(settings)  # before the model is loaded, which takes longer
     more: dict[str, Any] = {} if batch_size is None else {"max_batch_size": batch_size}
     generator = load_generator(models, drafter, methods, machine, **more)
-    service = Service(generator, settings, name or [generator.target.name])
+    service = Service(generator, settings, name or [served_name(generator.target.name)])
     if log_requests:
         logging.basicConfig(format="%(message)s")
         logging.getLogger("foresay.server").setLevel(logging.INFO)
     typer.echo(generator.description, err=True)
-    serve(service, warm=warmup, say=lambda address: typer.echo(f"listening at {address}/v1", err=True))
+    serve(service, sockets, warm=warmup, say=lambda address: typer.echo(f"listening at {address}/v1", err=True))
     return 0

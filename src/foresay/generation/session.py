@@ -109,7 +109,9 @@ class Session:
         """
         free = max(0, self.engine.max_batch_size - self.engine.num_active)  # taken with the next step
         if self.max_waiting is not None and self.engine.num_waiting >= self.max_waiting + free:
-            raise QueueFullError(f"{self.engine.num_waiting} requests are waiting, as many as may; try again later")
+            raise QueueFullError(
+                f"{self.engine.num_waiting} requests are queued, and max_waiting={self.max_waiting}; try again later"
+            )
         ids = encode(prompt, self.target.tokenizer)
         begun = self.target.model.begin(ids, SamplingParams.of(params, **changes))
         request = _Request(ids, begun, self.target.tokenizer, text=text)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import time
 from typing import Any, Protocol
 from uuid import uuid4
@@ -79,37 +79,59 @@ class CompletionShape:
         return as_completion(entries)
 
 
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """A prompt as its answer repeats it: the text, and its tokens' log-probabilities where they were requested."""
+
+    text: str = ""
+    entries: Sequence[Entry] = ()
+
+
 class Output:
     """One choice as it grows."""
 
-    def __init__(self, place: int, shape: Shape, told: Drafting, logprobs: Logprobs | None) -> None:
-        """told: what is said of it beside its text. logprobs: its own, where they were asked for."""
+    def __init__(
+        self, place: int, shape: Shape, told: Drafting, logprobs: Logprobs | None, echo: Echo | None = None
+    ) -> None:
+        """told: what to report besides its text. logprobs: its own, where requested. echo: the prompt before its text."""
         self._place, self._shape, self._told, self._logprobs = place, shape, told, logprobs
-        self._entries: list[Entry] = []
+        self._echo = echo or Echo()
+        self._entries: list[Entry] = list(self._echo.entries)
+        self.num_tokens = 0
+        """Tokens generated so far."""
         self.steps: list[Step] = []
         self.generation: Generation | None = None
+
+    def echoed(self, *, alone: bool) -> dict[str, Any]:
+        """The prompt as a choice of a stream's first event. alone: nothing is generated after it."""
+        ended = FinishReason.LENGTH if alone else None
+        return self._choice(self._shape.piece(self._echo.text, first=True), self._echo.entries, ended, {})
 
     def take(self, chunk: Chunk) -> dict[str, Any]:
         """What a pass added, as a choice of an event."""
         first = not self.steps
         self.steps.append(chunk.step)
         self.generation = chunk.generation
+        self.num_tokens += len(chunk.step.token_ids)
         new = []
         if self._logprobs is not None:
-            new = self._logprobs.take(chunk.step, chunk.text, ended=chunk.finish_reason is not None)
+            own = self._logprobs.take(chunk.step, chunk.text, ended=chunk.finish_reason is not None)
+            new = [replace(one, start=len(self._echo.text) + one.start) for one in own]
             self._entries += new
         ours: dict[str, Any] = {}
         if self._told.origins:
             ours = {
                 "origins": [[one.text, str(one.origin)] for one in chunk.pieces],
                 "tokens": len(chunk.step.token_ids),
+                "drafted": chunk.step.num_drafted,
             }
         return self._choice(self._shape.piece(chunk.text, first=first), new, chunk.finish_reason, ours)
 
     def whole(self) -> dict[str, Any]:
-        """All of it, as a choice of an answer."""
-        assert self.generation is not None
-        return self._choice(self._shape.answer(self.generation.text), self._entries, self.generation.finish_reason, {})
+        """All of it, as a choice of an answer. Without a generation it is the prompt alone."""
+        done = self.generation
+        text, ended = (done.text, done.finish_reason) if done is not None else ("", FinishReason.LENGTH)
+        return self._choice(self._shape.answer(self._echo.text + text), self._entries, ended, {})
 
     def _choice(
         self, said: dict[str, Any], entries: Sequence[Entry], ended: FinishReason | None, ours: dict[str, Any]
@@ -144,17 +166,24 @@ class Names:
     id: str
     created: int
     model: str
+    fingerprint: str
 
     @staticmethod
-    def new(prefix: str, model: str) -> Names:
+    def new(prefix: str, model: str, fingerprint: str) -> Names:
         """Of an answer that begins now."""
-        return Names(f"{prefix}-{uuid4().hex[:24]}", int(time()), model)
+        return Names(f"{prefix}-{uuid4().hex[:24]}", int(time()), model, fingerprint)
 
     def body(self, kind: str, choices: Sequence[dict[str, Any]], **more: Any) -> dict[str, Any]:
         """What is sent."""
         return {
-            "id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": list(choices), **more
-        }  # fmt: skip
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.fingerprint,
+            "choices": list(choices),
+            **more,
+        }
 
 
 def usage(prompts: Sequence[int], outputs: Sequence[Output]) -> dict[str, Any]:
@@ -163,7 +192,7 @@ def usage(prompts: Sequence[int], outputs: Sequence[Output]) -> dict[str, Any]:
     prompts: tokens of each, which count once however many outputs it has: output i * n + j is the j-th of prompt i.
     """
     n = len(outputs) // len(prompts)
-    written = sum(len(step.token_ids) for one in outputs for step in one.steps)
+    written = sum(one.num_tokens for one in outputs)
     begun = [one.steps[0].num_cached if one.steps else 0 for one in outputs]
     cached = sum(min(begun[i * n : (i + 1) * n]) for i in range(len(prompts)))
     return {

@@ -6,22 +6,24 @@ Owns which path is which function's. Knows no engine but through the service.
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator
+import re
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from importlib.resources import files
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response
+from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
-from foresay.errors import ConfigError, ForesayError
+from foresay.errors import ForesayError
 from foresay.server import writing
 from foresay.server.answers import ChatShape, CompletionShape
-from foresay.server.errors import ApiError, as_api_error, of_validation
+from foresay.server.errors import ApiError, as_api_error, prompt_is
+from foresay.server.fields import read
 from foresay.server.guards import App, Guards
 from foresay.server.requests import (
     ChatRequest,
@@ -39,6 +41,8 @@ _SAFE = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
+_LARGE = 1 << 16
+"""Bytes of a body from which on it is read on a thread."""
 
 
 def make_app(service: Service, *, warm: bool = False) -> App:
@@ -54,6 +58,7 @@ def make_app(service: Service, *, warm: bool = False) -> App:
         await service.drain()
 
     app = FastAPI(title="foresay", lifespan=life, docs_url=None, redoc_url=None)
+    app.router.route_class = _json_route(service)
     _errors(app)
     _writing(app, service)
     _telling(app, service)
@@ -69,14 +74,51 @@ def _answer(error: ApiError) -> Response:
     return JSONResponse(error.body(), error.status, headers=error.headers)
 
 
-def _errors(app: FastAPI) -> None:
-    @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, error: RequestValidationError) -> Response:
-        return _answer(of_validation(error.errors()))
+def _json_route(service: Service) -> type[APIRoute]:
+    """Routes whose bodies are read by `fields.read`, large ones off the event loop."""
 
+    class JsonRoute(APIRoute):
+        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+            handler = super().get_route_handler()
+            if self.body_field is None:
+                return handler
+            kind: Any = self.body_field.field_info.annotation
+
+            async def handle(request: Request) -> Response:
+                _check_type(request.headers.get("content-type"))
+                body = await request.body()
+                asked = read(kind, body) if len(body) < _LARGE else await service.prepare(lambda: read(kind, body))
+                return await handler(_Read(request.scope, request.receive, body, asked))
+
+            return handle
+
+    return JsonRoute
+
+
+class _Read(Request):
+    """A request whose body has been read."""
+
+    def __init__(self, scope: Any, receive: Any, body: bytes, asked: Any) -> None:
+        super().__init__(scope, receive)
+        self._body, self._asked = body, asked
+
+    async def json(self) -> Any:
+        return self._asked
+
+
+def _check_type(content_type: str | None) -> None:
+    """Raises ApiError for anything but JSON, which also keeps out what pages of other origins may send without permission."""
+    if not re.fullmatch(r"application/(.+\+)?json", (content_type or "").partition(";")[0].strip().lower()):
+        given = "no content type" if content_type is None else f"the content type {content_type!r}"
+        text = f"the request has {given}; send the header Content-Type: application/json"
+        raise ApiError(415, text, param="content-type", code="unsupported_media_type")
+
+
+def _errors(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def missing(request: Request, error: HTTPException) -> Response:
-        return _answer(ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}"))
+        answer = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+        return JSONResponse(answer.body(), answer.status, headers=error.headers)
 
     async def refused(request: Request, error: Exception) -> Response:
         return _answer(as_api_error(error, logger))
@@ -155,15 +197,24 @@ def _telling(app: FastAPI, service: Service) -> None:
         if (asked.prompt is None) == (asked.messages is None):
             raise ApiError(400, "give either prompt or messages", param="prompt")
         prompt: Any = asked.prompt if asked.messages is None else [one.plain() for one in asked.messages]
-        (ids,) = await service.encoded([prompt])
+        with prompt_is("prompt" if asked.messages is None else "messages", logger):
+            (ids,) = await service.encoded([prompt])
         return {"tokens": ids, "count": len(ids), "max_model_len": service.generator.target.model.max_length}
 
     @app.post("/detokenize")
     async def detokenize(asked: DetokenizeRequest) -> dict[str, str]:
         service.check_model(asked.model)
-        if any(token >= len(service.tokenizer) for token in asked.tokens):
-            raise ConfigError(f"tokens=... must be below {len(service.tokenizer)}")
-        return {"prompt": service.tokenizer.decode(asked.tokens)}
+        tokenizer = service.tokenizer
+
+        def decoded() -> str:
+            most = len(tokenizer)
+            if asked.tokens and max(asked.tokens) >= most:
+                raise ApiError(
+                    400, f"tokens: {max(asked.tokens)} is no token id, which are 0 to {most - 1}", param="tokens"
+                )
+            return str(tokenizer.decode(asked.tokens))
+
+        return {"prompt": await service.prepare(decoded)}
 
 
 def _model(name: str, length: int) -> dict[str, Any]:

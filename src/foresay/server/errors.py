@@ -5,18 +5,28 @@ Owns which of our errors is whose fault. Knows no route.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import (
     ConfigError,
     ContextLengthError,
     ForesayError,
     OutOfMemoryError,
+    PromptError,
     QueueFullError,
     RequestError,
 )
+
+GONE = 499
+"""The status of an answer that nobody waits for."""
+MAX_MESSAGE = 1000
+"""Characters of an error's message and of a parameter's name; a client's own long values are cut there."""
 
 
 class ApiError(Exception):
@@ -42,8 +52,9 @@ class ApiError(Exception):
         return kinds.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
 
     def body(self) -> dict[str, Any]:
-        """What is answered."""
-        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+        """The answer's body: JSON that any encoder takes, whatever the client's text contains."""
+        param = None if self.param is None else _printable(self.param)
+        return {"error": {"message": _printable(self.message), "type": self.kind, "param": param, "code": self.code}}
 
     @property
     def headers(self) -> dict[str, str]:
@@ -52,44 +63,54 @@ class ApiError(Exception):
         return out | ({"WWW-Authenticate": "Bearer"} if self.status == 401 else {})
 
 
-def as_api_error(error: BaseException, log: logging.Logger) -> ApiError:
-    """What a client is told about an error; what it cannot have caused is told in general words, and logged."""
+def _printable(text: str) -> str:
+    """A text that UTF-8 can encode, of at most MAX_MESSAGE characters."""
+    cut = text if len(text) <= MAX_MESSAGE else f"{text[: MAX_MESSAGE - 3]}..."
+    return cut.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def as_api_error(error: BaseException, log: logging.Logger, *, prompt: str = "prompt") -> ApiError:
+    """The error of the API for any exception; one that the client cannot have caused is described in general words, and logged.
+
+    prompt: the request's field that contains the prompt.
+    """
     if isinstance(error, ApiError):
         return error
     if isinstance(error, QueueFullError):
         return ApiError(429, str(error), code="queue_full", retry_after=1)
     if isinstance(error, ContextLengthError):
-        return ApiError(400, str(error), code="context_length_exceeded")
+        return _about_field(error, prompt, code="context_length_exceeded")
     if isinstance(error, ConfigError):
-        return ApiError(400, str(error), param=_field_of(str(error)))
+        return _about_field(error, prompt)
     if isinstance(error, OutOfMemoryError):
         return ApiError(503, str(error), code="out_of_memory", retry_after=5)
     if isinstance(error, RequestError) and isinstance(error.__cause__, ConfigError):
-        return ApiError(
-            400, str(error.__cause__), code="cannot_go_on"
-        )  # such as a schema that cannot be followed further
+        # such as a schema that cannot be followed further
+        return ApiError(400, str(error.__cause__), param="response_format", code="cannot_go_on")
     log.error("request failed", exc_info=error)
     code = "generation_failed" if isinstance(error, ForesayError) else "internal"
     return ApiError(500, "the server failed; its log says more", code=code)
 
 
+@contextmanager
+def prompt_is(field: str, log: logging.Logger) -> Iterator[None]:
+    """Raise our own errors as ApiErrors whose `param` is this field where they are about the prompt."""
+    try:
+        yield
+    except ForesayError as error:
+        raise as_api_error(error, log, prompt=field) from error
+
+
 _RENAMED = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
+_PARAMETERS = {field.name for field in dataclasses.fields(SamplingParams)}
 
 
-def _field_of(message: str) -> str | None:
-    """The field that a ConfigError names: "top_p=2 must be ..." is about top_p."""
-    name = message.partition("=")[0]
-    return _RENAMED.get(name, name) if name.isidentifier() else None
-
-
-def of_validation(errors: Sequence[Any]) -> ApiError:
-    """The first of pydantic's errors."""
-    first = errors[0]
-    place = ".".join(str(part) for part in first["loc"] if part not in ("body",))
-    if first["type"] == "extra_forbidden":
-        return ApiError(400, f"{place!r} is not supported", param=place, code="unsupported_parameter")
-    if first["type"] == "json_invalid":
-        return ApiError(
-            400, f"the body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}", code="invalid_json"
-        )
-    return ApiError(400, f"{place or 'body'}: {first['msg']}", param=place or None)
+def _about_field(error: Exception, prompt: str, code: str | None = None) -> ApiError:
+    """The error under the API's names: one of max_new_tokens is about max_tokens, and one of no field about the prompt."""
+    message = str(error)
+    for ours, theirs in _RENAMED.items():
+        message = message.replace(ours, theirs)
+    word = re.match(r"\w*", str(error))
+    named = word is not None and word[0] in _PARAMETERS and not isinstance(error, PromptError)
+    field = _RENAMED.get(word[0], word[0]) if named and word is not None else prompt
+    return ApiError(400, message, param=field, code=code)

@@ -16,7 +16,7 @@ from time import perf_counter
 from typing import Any
 from uuid import uuid4
 
-from foresay.server.errors import ApiError
+from foresay.server.errors import GONE, ApiError
 from foresay.server.settings import LOOPBACK, ServerSettings
 
 Scope = MutableMapping[str, Any]
@@ -45,11 +45,16 @@ class Guards:
         headers = {name.lower(): value for name, value in scope["headers"]}
         number, began, status = f"req-{uuid4().hex[:16]}", perf_counter(), [0]
         scope.setdefault("state", {})["request_id"] = number
+        method, head = scope["method"], scope["method"] == "HEAD"
+        if head:  # the same answer without its body
+            scope = {**scope, "method": "GET"}
 
         async def answer(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
                 status[0] = message["status"]
-                message["headers"] = [*message["headers"], (b"x-request-id", number.encode())]
+                message["headers"] = [*map(_with_head, message["headers"]), (b"x-request-id", number.encode())]
+            elif head:
+                message = {**message, "body": b""}
             await send(message)
 
         try:
@@ -65,7 +70,7 @@ class Guards:
                 self._failed(status[0])
             line = {
                 "id": number,
-                "method": scope["method"],
+                "method": method,
                 "path": scope["path"],
                 "status": status[0],
                 "seconds": round(perf_counter() - began, 4),
@@ -80,15 +85,16 @@ class Guards:
         if not self._keys:
             self._check_host(headers.get(b"host", b"").decode("latin-1"))
         elif scope["path"] not in OPEN:
-            self._check_key(headers.get(b"authorization", b""))
+            kind, _, key = headers.get(b"authorization", b"").partition(b" ")
+            self._check_key(key if kind.lower() == b"bearer" else headers.get(b"x-api-key", b""))
 
-    def _check_key(self, header: bytes) -> None:
-        kind, _, key = header.partition(b" ")
+    def _check_key(self, key: bytes) -> None:
         given = sha256(key.strip()).digest()
         # every key is compared, so that time tells nothing of which was nearly right
         known = [hmac.compare_digest(given, one) for one in self._keys]
-        if kind.lower() != b"bearer" or not any(known):
-            raise ApiError(401, "a bearer key of this server is needed", code="invalid_api_key")
+        if not any(known):
+            text = "a key of this server is needed, as Authorization: Bearer KEY or X-Api-Key: KEY"
+            raise ApiError(401, text, code="invalid_api_key")
 
     def _check_host(self, header: str) -> None:
         """A page from elsewhere can have its own name point to this machine, and would then be read as if it came from here."""
@@ -98,14 +104,17 @@ class Guards:
             raise ApiError(421, f"{name!r} is no name of this server; --allow-host makes it one", code="unknown_host")
 
     async def _read(self, receive: Receive) -> Receive:
-        """What gives the body again, in one piece, and then whatever comes. Raises ApiError for one too large or too slow."""
+        """What gives the body again, in one piece, and then whatever comes.
+
+        Raises ApiError for one that is too large, too slow or never completed.
+        """
         most, parts, more = self._settings.max_body_bytes, list[bytes](), True
         try:
             async with asyncio.timeout(self._settings.body_s):
                 while more:
                     message = await receive()
                     if message["type"] != "http.request":
-                        return _then(message, receive)
+                        raise ApiError(GONE, "the client has left")
                     parts.append(message.get("body", b""))
                     most, more = most - len(parts[-1]), message.get("more_body", False)
                     if most < 0:
@@ -123,6 +132,12 @@ def _then(first: MutableMapping[str, Any], receive: Receive) -> Receive:
         return held.pop() if held else await receive()
 
     return again
+
+
+def _with_head(header: tuple[bytes, bytes]) -> tuple[bytes, bytes]:
+    """What a route of GET allows, HEAD included."""
+    name, value = header
+    return (name, b"GET, HEAD") if name == b"allow" and value == b"GET" else header
 
 
 @contextmanager

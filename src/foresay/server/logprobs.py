@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from foresay.decoding.outcome import Step
+from foresay.decoding.outcome import Step, TokenLogprob
 from foresay.text.stream import Detokenizer
 from foresay.text.tokenizer import token_bytes
 
@@ -24,7 +24,8 @@ class Likelihood:
 
     raw: bytes
     """What it writes."""
-    value: float
+    value: float | None
+    """None of a prompt's first token, which nothing precedes."""
 
     @property
     def name(self) -> str:
@@ -50,6 +51,18 @@ class Entry:
     """Characters of the output before it."""
 
 
+def of_prompt(tokenizer: Any, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob | None]) -> list[Entry]:
+    """Entries of a prompt's tokens. logprobs: one per token, None for the first."""
+    detokenizer, out, start = Detokenizer(tokenizer), list[Entry](), 0
+    for token, one in zip(token_ids, logprobs, strict=True):
+        own = _likelihood(tokenizer, token, None if one is None else one.logprob)
+        out.append(
+            Entry(own, [_likelihood(tokenizer, *other) for other in (one.top if one is not None else ())], start)
+        )
+        start += len(detokenizer.push(token))
+    return out
+
+
 class Logprobs:
     """Of one output."""
 
@@ -64,8 +77,8 @@ class Logprobs:
         Tokens behind a cut are left out.
         """
         for token, one in zip(step.token_ids, step.logprobs or (), strict=True):
-            top = [self._likelihood(*other) for other in one.top]
-            self._waiting.append(Entry(self._likelihood(token, one.logprob), top, self._written))
+            top = [_likelihood(self._tokenizer, *other) for other in one.top]
+            self._waiting.append(Entry(_likelihood(self._tokenizer, token, one.logprob), top, self._written))
             self._written += len(self._detokenizer.push(token))
         self._sent += len(text)
         if ended:
@@ -75,8 +88,9 @@ class Logprobs:
         out, self._waiting = self._waiting[:many], self._waiting[many:]
         return out
 
-    def _likelihood(self, token: int, value: float) -> Likelihood:
-        return Likelihood(token_bytes(self._tokenizer, token), max(LEAST, value))
+
+def _likelihood(tokenizer: Any, token: int, value: float | None) -> Likelihood:
+    return Likelihood(token_bytes(tokenizer, token), None if value is None else max(LEAST, value))
 
 
 def as_chat(entries: Sequence[Entry]) -> dict[str, Any]:
@@ -90,6 +104,8 @@ def as_completion(entries: Sequence[Entry]) -> dict[str, Any]:
     return {
         "tokens": [one.own.name for one in entries],
         "token_logprobs": [one.own.value for one in entries],
-        "top_logprobs": [{other.name: other.value for other in one.top} for one in entries],
+        "top_logprobs": [
+            None if one.own.value is None else {other.name: other.value for other in one.top} for one in entries
+        ],
         "text_offset": [one.start for one in entries],
     }

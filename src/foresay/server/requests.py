@@ -6,41 +6,83 @@ Owns the words of the API and how they become sampling parameters. Knows no engi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
+from pydantic import BeforeValidator, Field, StrictBool, StrictInt, StrictStr
 
+from foresay.checks import check_float
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.server.errors import ApiError
+from foresay.server.fields import Fields, Neutral, at_most, check_count
 from foresay.text.grammar import ANY_OBJECT
 
+MAX_ITEMS = 1024
+"""Items of a list, or entries of an object."""
+MAX_MESSAGES = 4096
+"""Messages of a chat, and their parts, together."""
+MAX_TOKEN_IDS = 1 << 20
+
 Number = Annotated[float, Field(strict=True)]
-TokenIds = Annotated[list[StrictInt], Field(min_length=1)]
+TokenIds = Annotated[list[StrictInt], Field(min_length=1, fail_fast=True), at_most(MAX_TOKEN_IDS)]
+_RANGES = {"temperature": (0.0, 2.0), "presence_penalty": (-2.0, 2.0), "frequency_penalty": (-2.0, 2.0)}
+"""OpenAI's, which are narrower than the library's."""
+_MAX_BIAS = 100.0
+
+_BOTH_NEUTRAL: Neutral = {
+    "best_of": (1,),
+    "store": (False,),
+    "service_tier": ("auto", "default"),
+    "top_k": (-1,),
+    "use_beam_search": (False,),
+    "early_stopping": (False,),
+    "length_penalty": (1,),
+    "typical_p": (1,),
+    "no_repeat_ngram_size": (0,),
+    "mirostat": (0,),
+    "bad_words": ([],),
+    "logits_processors": ([],),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "cache_prompt": (True, False),
+    "priority": (0,),
+}
+"""Fields of OpenAI's API and of other engines that are not supported, with the values that change nothing here."""
+_CHAT_NEUTRAL: Neutral = {
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "verbosity": ("medium",),
+    "echo": (False,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "add_special_tokens": (False,),
+    "chat_template_kwargs": ({},),
+    "documents": ([],),
+}
+"""The same of chat completions. There are no tools, so that a choice among them changes nothing."""
 
 
-class _Asked(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class TextPart(_Asked):
-    """A piece of a message."""
+class TextPart(Fields):
+    """A part of a message."""
 
     type: Literal["text"]
     text: StrictStr
 
 
-class ChatMessage(_Asked):
-    """One turn."""
+class ChatMessage(Fields):
+    """One turn. An answer's message may be sent back as it came."""
+
+    neutral: ClassVar[Neutral] = {"type": ("text", "message"), "tool_calls": ([],), "annotations": ([],)}
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: StrictStr | list[TextPart]
+    content: StrictStr | Annotated[list[TextPart], Field(fail_fast=True), at_most(MAX_MESSAGES)]
     name: StrictStr | None = None
-    refusal: None = None
-    """Beside what else an answer's message may have that is empty, so that it can be sent back as it came."""
-    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
-    function_call: None = None
-    audio: None = None
-    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
 
     def plain(self) -> dict[str, str]:
         """As chat templates read it."""
@@ -48,13 +90,38 @@ class ChatMessage(_Asked):
         return {"role": self.role, "content": text} | ({"name": self.name} if self.name else {})
 
 
-class StreamOptions(_Asked):
-    """What a stream says beside its text."""
+def _few_messages(messages: Any) -> Any:
+    """Bound messages and parts together, before any of them is validated."""
+    if isinstance(messages, list):
+        contents = [one.get("content") for one in messages if isinstance(one, dict)]
+        count = len(messages) + sum(len(one) for one in contents if isinstance(one, list))
+        check_count("messages and parts", count, MAX_MESSAGES)
+    return messages
+
+
+def _few_prompts(prompt: Any) -> Any:
+    """Bound the prompts of a list, and the token ids of one."""
+    if isinstance(prompt, list) and prompt:
+        ids = isinstance(prompt[0], int)
+        check_count("token ids" if ids else "prompts", len(prompt), MAX_TOKEN_IDS if ids else MAX_ITEMS)
+    return prompt
+
+
+Messages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True), BeforeValidator(_few_messages)]
+
+
+class StreamOptions(Fields):
+    """What a stream's events contain besides text."""
+
+    neutral: ClassVar[Neutral] = {"include_obfuscation": (False,)}
 
     include_usage: StrictBool = False
+    """An event with the usage comes last."""
+    continuous_usage_stats: StrictBool = False
+    """With include_usage: every event contains the usage so far."""
 
 
-class Drafting(_Asked):
+class Drafting(Fields):
     """Our own field, `foresay`: how this request is drafted for, and what is told of it."""
 
     drafter: Annotated[StrictStr, Field(max_length=200)] | None = None
@@ -67,31 +134,44 @@ class Drafting(_Asked):
     """Whether a stream's events tell who wrote each piece of text, and how many tokens their pass added."""
 
 
-class _Sampled(_Asked):
+class _Sampled(Fields):
+    neutral: ClassVar[Neutral] = _BOTH_NEUTRAL
+    prompt_field: ClassVar[str]
+    """The field that contains the prompt, for errors about it."""
+
     model: StrictStr | None = None
     temperature: Number | None = None
     top_p: Number | None = None
     top_k: StrictInt | None = None
     min_p: Number | None = None
     n: StrictInt | None = None
-    stop: StrictStr | list[StrictStr] | None = None
+    stop: StrictStr | Annotated[list[StrictStr], Field(fail_fast=True), at_most(MAX_ITEMS)] | None = None
     seed: StrictInt | None = None
     max_tokens: StrictInt | None = None
     min_tokens: StrictInt | None = None
     presence_penalty: Number | None = None
     frequency_penalty: Number | None = None
     repetition_penalty: Number | None = None
-    logit_bias: dict[str, Number] | None = None
-    stop_token_ids: list[StrictInt] | None = None
+    logit_bias: Annotated[dict[str, Number], at_most(MAX_ITEMS)] | None = None
+    stop_token_ids: Annotated[list[StrictInt], Field(fail_fast=True), at_most(MAX_ITEMS)] | None = None
     ignore_eos: StrictBool | None = None
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
     user: StrictStr | None = None
+    safety_identifier: StrictStr | None = None
+    prompt_cache_key: StrictStr | None = None
+    metadata: Annotated[dict[str, Any], at_most(MAX_ITEMS)] | None = None
+    """Four fields that label a request. Any value is accepted, and none changes the answer."""
     foresay: Drafting | None = None
 
     def sampling(self, most: int, logprobs: int | None, max_tokens: int | None) -> SamplingParams:
-        """most: tokens to write at most where nothing is said. Raises ConfigError for values out of range."""
+        """most: the largest number of tokens, unless set. Raises ConfigError for values out of range."""
+        for name, (low, high) in _RANGES.items():
+            if getattr(self, name) is not None:
+                check_float(name, getattr(self, name), low, high)
         bias = {_token_id(key): value for key, value in (self.logit_bias or {}).items()}
+        for token, value in bias.items():
+            check_float(f"logit_bias[{token}]", value, -_MAX_BIAS, _MAX_BIAS)
         given = {
             "max_new_tokens": max_tokens,
             "min_new_tokens": self.min_tokens,
@@ -118,12 +198,27 @@ class _Sampled(_Asked):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
+    def echoes(self) -> bool:
+        """True if the answer begins with the prompt."""
+        return False
+
+    @property
+    def only_prompt(self) -> bool:
+        """True if nothing is to be generated: the prompt is scored and returned."""
+        return False
+
+    @property
     def with_usage(self) -> bool:
-        """Whether a stream ends with its usage."""
+        """True if a stream ends with its usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
+    @property
+    def with_running_usage(self) -> bool:
+        """True if each event of a stream contains the usage so far."""
+        return self.with_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
 
-class NamedSchema(_Asked):
+
+class NamedSchema(Fields):
     """A JSON schema."""
 
     name: StrictStr
@@ -132,7 +227,7 @@ class NamedSchema(_Asked):
     strict: StrictBool | None = None
 
 
-class ResponseFormat(_Asked):
+class ResponseFormat(Fields):
     """What the output is made of."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -150,7 +245,10 @@ class ResponseFormat(_Asked):
 class ChatRequest(_Sampled):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    neutral: ClassVar[Neutral] = {**_BOTH_NEUTRAL, **_CHAT_NEUTRAL}
+    prompt_field = "messages"
+
+    messages: Messages
     max_completion_tokens: StrictInt | None = None
     logprobs: StrictBool | None = None
     top_logprobs: Annotated[StrictInt, Field(ge=0, le=20)] | None = None
@@ -158,7 +256,7 @@ class ChatRequest(_Sampled):
 
     def params(self, most: int) -> SamplingParams:
         """Raises ApiError where two fields contradict."""
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise ApiError(400, "max_tokens and max_completion_tokens contradict; give one", param="max_tokens")
@@ -181,18 +279,38 @@ class ChatRequest(_Sampled):
 class CompletionRequest(_Sampled):
     """POST /v1/completions."""
 
-    prompt: (
+    neutral: ClassVar[Neutral] = {
+        **_BOTH_NEUTRAL,
+        "suffix": ("",),
+        "add_special_tokens": (True,),
+        "response_format": ({"type": "text"},),
+    }
+    prompt_field = "prompt"
+
+    prompt: Annotated[
         StrictStr
         | TokenIds
-        | Annotated[list[StrictStr], Field(min_length=1)]
-        | Annotated[list[TokenIds], Field(min_length=1)]
-    )
+        | Annotated[list[StrictStr], Field(min_length=1, fail_fast=True)]
+        | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)],
+        BeforeValidator(_few_prompts),
+    ]
     logprobs: Annotated[StrictInt, Field(ge=0, le=20)] | None = None
-    echo: Literal[False] | None = None
+    echo: StrictBool = False
+    """The answer's text, and its log-probabilities where they are requested, begin with the prompt's."""
+
+    @property
+    def echoes(self) -> bool:
+        """See _Sampled."""
+        return self.echo
+
+    @property
+    def only_prompt(self) -> bool:
+        """See _Sampled."""
+        return self.echo and self.max_tokens == 0
 
     def params(self, most: int) -> SamplingParams:
         """The API's default is 16 tokens, whatever else there would be room for."""
-        return self.sampling(min(16, most), self.logprobs, self.max_tokens)
+        return self.sampling(min(16, most), self.logprobs, 1 if self.only_prompt else self.max_tokens)
 
     def schema_wanted(self) -> None:
         """The API has none here."""
@@ -204,26 +322,26 @@ class CompletionRequest(_Sampled):
         return list(self.prompt)
 
 
-class PredictRequest(_Asked):
+class PredictRequest(Fields):
     """POST /predict."""
 
     prompt: StrictStr
     max_tokens: StrictInt = 256
 
 
-class TokenizeRequest(_Asked):
+class TokenizeRequest(Fields):
     """POST /tokenize."""
 
     model: StrictStr | None = None
     prompt: StrictStr | None = None
-    messages: list[ChatMessage] | None = None
+    messages: Messages | None = None
 
 
-class DetokenizeRequest(_Asked):
+class DetokenizeRequest(Fields):
     """POST /detokenize."""
 
     model: StrictStr | None = None
-    tokens: list[Annotated[StrictInt, Field(ge=0)]]
+    tokens: Annotated[list[Annotated[StrictInt, Field(ge=0)]], Field(fail_fast=True), at_most(MAX_TOKEN_IDS)]
 
 
 def _token_id(key: str) -> int:

@@ -6,19 +6,23 @@ Owns the thread that decodes, which ways of drafting are ready, and the bound of
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import threading
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, suppress
+from contextlib import aclosing, contextmanager, suppress
+from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeVar
 
-from foresay.decoding.outcome import FinishReason
+from foresay import __version__
+from foresay.decoding.outcome import FinishReason, TokenLogprob
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ConfigError, ContextLengthError, ForesayError
 from foresay.generation.generator import PREFIX_BYTES, Generator
 from foresay.generation.load import change
 from foresay.generation.result import Chunk
+from foresay.generation.scoring import PromptScorer
 from foresay.generation.session import Session
 from foresay.generation.session_thread import SessionThread
 from foresay.server.errors import ApiError
@@ -32,6 +36,14 @@ from foresay.text.prompts import encode
 T = TypeVar("T")
 
 
+def served_name(name: str) -> str:
+    """The name that clients see of a model: of a local folder or file its last part, without ".gguf"; any other as it is."""
+    path = Path(name).expanduser()
+    if not path.exists():
+        return name
+    return path.resolve().name.removesuffix(".gguf") or "model"
+
+
 class Service:
     """One target, and everyone who wants texts of it."""
 
@@ -39,13 +51,16 @@ class Service:
         """names: what the target is called here, the first of which answers are signed with."""
         self.generator, self.settings, self.names = generator, settings, list(names)
         self.metrics = Metrics()
+        digest = hashlib.sha256(f"{__version__} {generator.description}".encode()).hexdigest()
+        self.fingerprint = f"fp_{digest[:12]}"
+        """The API's `system_fingerprint`: equal where version, model and methods are equal."""
         self.ready = self.draining = False
         self._thread = SessionThread(self._make, idle_s=5.0, max_sessions=settings.max_methods, main=Way())
         self._texts = ThreadPoolExecutor(1, "foresay-texts")
         self._schemas = ThreadPoolExecutor(PROCESSES, "foresay-schemas")
         self._compiler: SchemaCompiler | None = None
         self._preparing = 0
-        """Requests whose texts or schemas are being read."""
+        """Requests whose bodies, texts or schemas are being parsed, tokenized, scored or compiled."""
         self._open: set[_Limit] = set()
 
     def _make(self, way: Way) -> Session:
@@ -60,7 +75,7 @@ class Service:
     def tokenizer(self) -> Any:
         """The target's. Raises ApiError without one."""
         if self.generator.tokenizer is None:
-            raise ApiError(400, "this model was loaded without a tokenizer; send token ids")
+            raise ApiError(400, "this model was loaded without a tokenizer; send token ids", param="prompt")
         return self.generator.tokenizer
 
     def check_model(self, name: str | None) -> None:
@@ -74,8 +89,8 @@ class Service:
             )
 
     async def encoded(self, prompts: Sequence[Any]) -> list[list[int]]:
-        """Token ids of each prompt. Raises ApiError for one that leaves no room for a token."""
-        return await self._beside(self._texts, lambda: [self._encoded(one) for one in prompts])
+        """Token ids of each prompt. Raises PromptError, and ContextLengthError for one that leaves no room for a token."""
+        return await self.prepare(lambda: [self._encoded(one) for one in prompts])
 
     def _encoded(self, prompt: Any) -> list[int]:
         ids, most = encode(prompt, self.generator.tokenizer), self.generator.target.model.max_length
@@ -105,20 +120,60 @@ class Service:
         finally:
             cancelled.set()
 
+    async def scored(self, ids: list[int], top: int) -> list[TokenLogprob | None]:
+        """Log-probabilities of a prompt's tokens, computed between the steps of the requests that generate.
+
+        Raises as PromptScorer, and ApiError as `chunks`.
+        """
+        scorer = PromptScorer(self.generator.target.model, ids, top)
+        with self._prepared(), self._limited() as limit:
+            while await limit.wait(asyncio.wrap_future(self._thread.call(scorer.step))):
+                pass
+        return scorer.logprobs
+
+    async def prepare(self, work: Callable[[], T]) -> T:
+        """Run work that takes long for a long text (parsing, tokenization) on a thread, while the event loop goes on.
+
+        Raises ApiError where many wait, and after the request's time limit.
+        """
+        return await self._beside(self._texts, work)
+
     async def _beside(self, worker: ThreadPoolExecutor, work: Callable[[], T]) -> T:
         """Have a thread of a worker do what may take long for a long text; streams go on. Raises ApiError where many wait."""
+        with self._prepared():
+            try:
+                async with asyncio.timeout(self.settings.timeout_s):
+                    return await asyncio.get_running_loop().run_in_executor(worker, work)
+            except TimeoutError:
+                raise self._too_long() from None
+
+    @contextmanager
+    def _prepared(self) -> Iterator[None]:
+        """Count a request that is not yet in the engine's queue. Raises ApiError where many are."""
         if self._preparing >= self.settings.max_waiting:
-            raise ApiError(
-                429, f"{self._preparing} requests are being read; try again later", code="queue_full", retry_after=1
-            )
+            text = f"{self._preparing} requests are queued for preparation; try again later"
+            raise ApiError(429, text, code="queue_full", retry_after=1)
         self._preparing += 1
         try:
-            async with asyncio.timeout(self.settings.timeout_s):
-                return await asyncio.get_running_loop().run_in_executor(worker, work)
-        except TimeoutError:
-            raise self._too_long() from None
+            yield
         finally:
             self._preparing -= 1
+
+    @contextmanager
+    def _limited(self) -> Iterator[_Limit]:
+        """The time limit of a request that the engine works on, which ends before it where the server does."""
+        if self.draining:
+            raise _ending()
+        limit = _Limit(self.settings.timeout_s)
+        self._open.add(limit)
+        try:
+            yield limit
+        except TimeoutError:
+            if limit.ended:
+                raise ApiError(503, "the server has ended", code="shutting_down", retry_after=5) from None
+            raise self._too_long() from None
+        finally:
+            self._open.discard(limit)
 
     def _too_long(self) -> ApiError:
         return ApiError(504, f"the request took more than {self.settings.timeout_s:g} seconds", code="timeout")
@@ -130,28 +185,20 @@ class Service:
 
         Raises ApiError when the request has taken too long, and when the server ends before it.
         """
-        if self.draining:
-            raise _ending()
-        clocks, waiting = [Clock(self.metrics) for _ in prompts], set(range(len(prompts)))
-        limit = _Limit(self.settings.timeout_s)
-        self._open.add(limit)
-        try:
-            async with aclosing(self._thread.chunks(prompts, kind=way)) as chunks:
-                while waiting:
-                    place, chunk = await limit.wait(anext(chunks))
-                    clocks[place].take(chunk.step, len(prompts[place][0]))
-                    if chunk.finish_reason is not None:
-                        waiting.discard(place)
-                        clocks[place].ended(chunk.finish_reason)
-                    yield place, chunk
-        except TimeoutError:
-            if limit.ended:
-                raise ApiError(503, "the server has ended", code="shutting_down", retry_after=5) from None
-            raise self._too_long() from None
-        finally:
-            self._open.discard(limit)
-            for place in waiting:
-                clocks[place].ended(FinishReason.CANCELLED)
+        with self._limited() as limit:
+            clocks, waiting = [Clock(self.metrics) for _ in prompts], set(range(len(prompts)))
+            try:
+                async with aclosing(self._thread.chunks(prompts, kind=way)) as chunks:
+                    while waiting:
+                        place, chunk = await limit.wait(anext(chunks))
+                        clocks[place].take(chunk.step, len(prompts[place][0]))
+                        if chunk.finish_reason is not None:
+                            waiting.discard(place)
+                            clocks[place].ended(chunk.finish_reason)
+                        yield place, chunk
+            finally:
+                for place in waiting:
+                    clocks[place].ended(FinishReason.CANCELLED)
 
     async def sessions(self) -> list[Session]:
         """Those there are."""

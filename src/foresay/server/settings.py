@@ -40,6 +40,10 @@ class ServerSettings:
     max_stops: int = 16
     max_methods: int = 4
     """Ways of drafting that are kept ready at a time."""
+    max_connections: int = 1024
+    """Open at a time; fewer where the process may open fewer files."""
+    head_s: float = 15.0
+    """How long a client may take to send a request's line and headers."""
     body_s: float = 60.0
     """How long a client may take to send its request."""
     unread_s: float = 120.0
@@ -57,6 +61,7 @@ class ServerSettings:
             ("max_prompts", 1),
             ("max_n", 1),
             ("max_methods", 1),
+            ("max_connections", 1),
         ):
             check_int(name, getattr(self, name), low)
         check_int("max_stops", self.max_stops, 0)
@@ -68,7 +73,7 @@ class ServerSettings:
             if not name or "/" in name or (":" in name and not name.startswith("[")):
                 raise ConfigError(f"hosts: {name!r} is no name of a host; leave scheme and port out")
         check_float("drain_s", self.drain_s, 0.0, 1e6)
-        for name in ("timeout_s", "body_s", "unread_s"):
+        for name in ("timeout_s", "head_s", "body_s", "unread_s"):
             check_float(name, getattr(self, name), 0.001, 1e6)
         if self.host not in LOOPBACK and not self.keys and not self.open_to_all:
             raise ConfigError(

@@ -11,24 +11,27 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
+from foresay.decoding.outcome import TokenLogprob
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.generation.generator import seeded
 from foresay.generation.result import Chunk
-from foresay.server.answers import CompletionShape, Names, Output, Shape, sent, usage
-from foresay.server.errors import ApiError, as_api_error
-from foresay.server.logprobs import Logprobs
+from foresay.server.answers import CompletionShape, Echo, Names, Output, Shape, sent, usage
+from foresay.server.errors import GONE, ApiError, as_api_error, prompt_is
+from foresay.server.logprobs import Logprobs, of_prompt
 from foresay.server.requests import ChatRequest, CompletionRequest, Drafting, PredictRequest
 from foresay.server.service import Service
 from foresay.server.ways import Way
 from foresay.text.grammar import JsonSchema
+from foresay.text.stream import Detokenizer
 
-GONE = 499
-"""The status of an answer that nobody waits for."""
+MAX_ECHOED_SCORES = 1 << 20
+"""Log-probabilities of prompt tokens in one answer: about 300 MB while it is made."""
 Chunks = AsyncGenerator[tuple[int, Chunk], None]
 T = TypeVar("T")
 logger = logging.getLogger("foresay.server")
@@ -58,37 +61,104 @@ class Job:
 
 
 async def write(service: Service, asked: ChatRequest | CompletionRequest, shape: Shape, request: Request) -> Response:
-    """POST /v1/chat/completions and /v1/completions. Raises ApiError, or one of our errors, for what cannot be answered."""
-    job = await _while_waited_for(_prepared(service, asked), request)
-    logprobs = job.params.logprobs is not None
-    outputs = [
-        Output(place, shape, asked.foresay or Drafting(), Logprobs(service.tokenizer) if logprobs else None)
+    """POST /v1/chat/completions and /v1/completions. Raises ApiError for what cannot be answered."""
+    with prompt_is(asked.prompt_field, logger):
+        job = await _while_waited_for(_prepared(service, asked), request)
+        outputs = await _while_waited_for(_outputs(service, asked, shape, job), request)
+        chunks = _none() if asked.only_prompt else service.chunks(job.pairs(), job.way)
+        answer = _Answer(service, asked, shape, job, outputs)
+        if not asked.stream:
+            await _collect(chunks, outputs, request)
+            # with its prompts, an answer may be long
+            return await service.prepare(answer.response) if asked.echoes else answer.response()
+        first = None if asked.only_prompt else await _first(chunks, request)
+    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+    return StreamingResponse(answer.events(first, chunks), media_type="text/event-stream", headers=headers)
+
+
+async def _outputs(service: Service, asked: ChatRequest | CompletionRequest, shape: Shape, job: Job) -> list[Output]:
+    """The outputs before their first token, each with its prompt where the answer repeats it."""
+    top, tokenizer, echoes = job.params.logprobs, service.generator.tokenizer, list[Echo | None]()
+    if asked.echoes and top is not None:
+        _check_scores(sum(map(len, job.prompts)) * job.n, top)
+    for prompt, ids in zip(asked.prompts(), job.prompts, strict=True):
+        scored = await service.scored(ids, top) if asked.echoes and top is not None else None
+        echoes.append(await service.prepare(partial(_echo, service, prompt, ids, scored)) if asked.echoes else None)
+    return [
+        Output(
+            place,
+            shape,
+            asked.foresay or Drafting(),
+            None if top is None else Logprobs(tokenizer),
+            echoes[place // job.n],
+        )
         for place in range(len(job.prompts) * job.n)
     ]
-    names, sizes = Names.new(shape.prefix, service.names[0]), [len(ids) for ids in job.prompts]
-    chunks = service.chunks(job.pairs(), job.way)
-    if not asked.stream:
-        await _collect(chunks, outputs, request)
-        body = names.body(shape.whole, [one.whole() for one in outputs], usage=usage(sizes, outputs))
-        return JSONResponse(body)
-    first = await _first(chunks, request)
 
-    async def events() -> AsyncIterator[bytes]:
-        extra: dict[str, Any] = {"usage": None} if asked.with_usage else {}
+
+def _check_scores(tokens: int, top: int) -> None:
+    if tokens * (top + 1) > MAX_ECHOED_SCORES:
+        most = MAX_ECHOED_SCORES // (top + 1)
+        text = f"echo with logprobs={top} of {tokens} prompt tokens, outputs counted apart; {most} are allowed"
+        raise ApiError(400, text, param="prompt")
+
+
+def _echo(service: Service, prompt: Any, ids: list[int], scored: Sequence[TokenLogprob | None] | None) -> Echo:
+    text = prompt if isinstance(prompt, str) else Detokenizer(service.tokenizer).all(ids)
+    return Echo(text, () if scored is None else of_prompt(service.tokenizer, ids, scored))
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """A request's outputs as a body, or as the events of a stream."""
+
+    service: Service
+    asked: ChatRequest | CompletionRequest
+    shape: Shape
+    job: Job
+    outputs: list[Output]
+    names: Names = field(init=False)
+
+    def __post_init__(self) -> None:
+        names = Names.new(self.shape.prefix, self.service.names[0], self.service.fingerprint)
+        object.__setattr__(self, "names", names)
+
+    def usage(self) -> dict[str, Any]:
+        """Tokens so far."""
+        return usage([len(ids) for ids in self.job.prompts], self.outputs)
+
+    def response(self) -> Response:
+        """The answer in one piece, when all outputs are complete."""
+        choices = [one.whole() for one in self.outputs]
+        return JSONResponse(self.names.body(self.shape.whole, choices, usage=self.usage()))
+
+    def _event(self, *choices: dict[str, Any]) -> bytes:
+        extra: dict[str, Any] = {}
+        if self.asked.with_usage:
+            extra = {"usage": self.usage() if self.asked.with_running_usage or not choices else None}
+        return sent(self.names.body(self.shape.event, choices, **extra))
+
+    async def events(self, first: tuple[int, Chunk] | None, chunks: Chunks) -> AsyncIterator[bytes]:
+        """The stream. An error is an event, since the status has been sent."""
         try:
             async with aclosing(chunks):
+                for one in self.outputs if self.asked.echoes else ():
+                    yield self._event(one.echoed(alone=self.asked.only_prompt))
                 async for place, chunk in _behind(first, chunks):
-                    yield sent(names.body(shape.event, [outputs[place].take(chunk)], **extra))
-            if asked.with_usage:
-                yield sent(names.body(shape.event, [], usage=usage(sizes, outputs)))
+                    yield self._event(self.outputs[place].take(chunk))
+            if self.asked.with_usage:
+                yield self._event()
             yield sent("[DONE]")
-        except Exception as error:  # the status has been sent: what went wrong is an event
-            told = as_api_error(error, logger)
-            service.metrics.failed.labels(str(told.status)).inc()
+        except Exception as error:
+            told = as_api_error(error, logger, prompt=self.asked.prompt_field)
+            self.service.metrics.failed.labels(str(told.status)).inc()
             yield sent(told.body())
 
-    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-    return StreamingResponse(events(), media_type="text/event-stream", headers=headers)
+
+async def _none() -> Chunks:
+    """No chunks."""
+    return
+    yield
 
 
 async def predict(service: Service, asked: PredictRequest, request: Request) -> str:
@@ -122,7 +192,11 @@ def _check(service: Service, asked: ChatRequest | CompletionRequest, prompts: in
         raise ApiError(400, text, param="n")
     if len(asked.stops) > settings.max_stops:
         raise ApiError(400, f"{len(asked.stops)} stop strings; {settings.max_stops} are taken", param="stop")
-    if asked.stream_options is not None and not asked.stream:
+    options = asked.stream_options
+    if options is not None and options.continuous_usage_stats and not options.include_usage:
+        text = "continuous_usage_stats needs include_usage=true"
+        raise ApiError(400, text, param="stream_options.continuous_usage_stats")
+    if asked.with_usage and not asked.stream:
         raise ApiError(400, "stream_options needs stream=true", param="stream_options")
 
 
@@ -151,8 +225,9 @@ async def _first(chunks: Chunks, request: Request) -> tuple[int, Chunk]:
         raise
 
 
-async def _behind(first: tuple[int, Chunk], chunks: Chunks) -> AsyncIterator[tuple[int, Chunk]]:
-    yield first
+async def _behind(first: tuple[int, Chunk] | None, chunks: Chunks) -> AsyncIterator[tuple[int, Chunk]]:
+    if first is not None:
+        yield first
     async for place, chunk in chunks:
         yield place, _good(chunk)
 

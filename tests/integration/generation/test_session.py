@@ -92,7 +92,7 @@ def test_cancelling_frees_a_row_and_a_full_queue_refuses(model: foresay.Generato
     first = session.submit("hello", max_new_tokens=200)
     session.step()
     second = session.submit("hello", max_new_tokens=2)
-    with pytest.raises(QueueFullError, match="1 requests are waiting"):
+    with pytest.raises(QueueFullError, match="1 requests are queued"):
         session.submit("hello", max_new_tokens=2)
     session.cancel(first)
     done = finished(session)

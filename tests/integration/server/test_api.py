@@ -220,12 +220,12 @@ def nested(depth: int) -> dict[str, Any]:
 
 
 REFUSED: list[tuple[dict[str, Any], str, str | None]] = [
-    ({"messages": TALK, "tools": []}, "'tools' is not supported", "tools"),
+    ({"messages": TALK, "tools": [{"type": "function"}]}, "'tools' is not supported", "tools"),
     ({"messages": TALK, "foresay": {"gama": 3}}, "'foresay.gama' is not supported", "foresay.gama"),
     ({"messages": TALK, "temperature": "1"}, "temperature", "temperature"),
     ({"messages": TALK, "top_p": True}, "top_p", "top_p"),
     ({"messages": TALK, "temperature": -1}, "temperature=-1.0 must be", "temperature"),
-    ({"messages": TALK, "max_tokens": 0}, "max_new_tokens=0 must be", "max_tokens"),
+    ({"messages": TALK, "max_tokens": 0}, "max_tokens=0 must be", "max_tokens"),
     ({"messages": TALK, "n": 5}, "n=5 must be 1 to 4", "n"),
     ({"messages": TALK, "user": 7}, "user", "user"),
     ({"messages": TALK, "top_logprobs": 2}, "needs logprobs", "top_logprobs"),
@@ -246,7 +246,7 @@ REFUSED: list[tuple[dict[str, Any], str, str | None]] = [
     ({"messages": TALK, "foresay": {"drafter": "[" * 5000}}, "200 characters", "foresay.drafter"),
     ({"messages": TALK, "min_tokens": 5, "response_format": {"type": "json_object"}}, "contradict", "min_tokens"),
     ({"messages": TALK, "foresay": {"rule": "blok"}}, "rule='blok' is not among those", "foresay.rule"),
-    ({"messages": [{"role": "user", "content": "x" * 5000}]}, "the model's context is 4096", None),
+    ({"messages": [{"role": "user", "content": "x" * 5000}]}, "the model's context is 4096", "messages"),
 ]  # fmt: skip
 
 
@@ -418,6 +418,7 @@ class TestManyAtOnce:
             assert codes[0] == 200 and codes[-1] == 429
             late = next(one for one in answers if one.status_code == 429)
             assert late.headers["retry-after"] == "1" and late.json()["error"]["code"] == "queue_full"
+            assert "queued" in late.json()["error"]["message"]
         finally:
             running.close()
 

@@ -1,7 +1,10 @@
-"""Requests made up from the server's own OpenAPI schema, such as fit it and such as do not: none of them is a server's error."""
+"""Requests made up from the server's own OpenAPI schema, and mutated ones: none of them is a server's error."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +16,10 @@ from hypothesis.errors import Unsatisfiable
 from schemathesis import GenerationMode
 
 import foresay
-from helpers import tiny
+from foresay.server.app import make_app
+from foresay.server.service import Service
+from foresay.server.settings import ServerSettings
+from helpers import fuzz_requests, tiny
 from helpers.serving import TEXT, Running
 
 
@@ -51,6 +57,42 @@ def test_no_request_is_the_servers_error(running: Running, mode: GenerationMode)
             assert mode is GenerationMode.NEGATIVE, "nothing of it can be wrong"
     assert 400 in seen["/v1/completions"] and 400 in seen["/v1/chat/completions"]
     assert 200 in seen["/tokenize"] or mode is GenerationMode.NEGATIVE
+
+
+def test_mutated_bodies(running: Running, caplog: pytest.LogCaptureFixture) -> None:
+    """Through the application in this process, one after the other; `scripts/fuzz` runs more of them."""
+    service = Service(running.service.generator, ServerSettings(max_body_bytes=1 << 20), ["tiny"])
+    app: Any = make_app(service)
+    statuses: Counter[int] = Counter()
+
+    async def all_of_them() -> None:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+            for number, case in enumerate(fuzz_requests.cases(seed=27, count=400)):
+                headers = {"content-type": case.content_type}
+                answer = await client.post(case.path, content=case.body, headers=headers, timeout=60)
+                statuses[answer.status_code] += 1
+                wrong = fuzz_requests.violation(
+                    answer.status_code, answer.headers.get("content-type", ""), answer.content
+                )
+                assert wrong is None, (number, case.path, wrong, case.body[:500])
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(all_of_them())
+    assert not [one for one in caplog.records if one.exc_info], "a traceback is logged"
+    assert statuses[200] > 60 and statuses[400] > 150 and statuses[415] > 2, statuses
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "body"),
+    [
+        (500, "application/json", b"{}"), (400, "text/plain", b"no"), (400, "application/json", b'{"detail": "x"}'),
+        (400, "application/json", b'{"error": {"message": "m", "type": "t", "param": null, "code": null}}'),
+        (200, "text/event-stream", b'data: {"error":{"message":"m","type":"t","param":null,"code":"internal"}}'),
+    ],
+)  # fmt: skip
+def test_what_would_be_wrong_is_seen(status: int, kind: str, body: bytes) -> None:
+    assert fuzz_requests.violation(status, kind, body)
+    assert list(fuzz_requests.cases(3, 20)) == list(fuzz_requests.cases(3, 20)) != list(fuzz_requests.cases(4, 20))
 
 
 def test_after_all_of_them_it_answers(running: Running) -> None:

@@ -128,6 +128,7 @@ class TestBeforeTheQueue:
         go_on.set()
         first.join(30)
         assert late.status_code == 429 and late.json()["error"]["code"] == "queue_full" and late.headers["retry-after"]
+        assert "requests are queued" in late.json()["error"]["message"]
         assert said[0].status_code == 200
 
     def test_a_text_that_takes_too_long_to_read(self, serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,7 +232,7 @@ class TestWho:
         plain = httpx.post(
             f"{serve().url}/v1/completions", content=b'{"prompt": "x"}', headers={"content-type": "text/plain"}
         )
-        assert plain.status_code == 400, "what a page may send without asking"
+        assert plain.status_code == 415, "what a page may send without asking"
 
     def test_keys_are_bytes(self, serve: Any) -> None:
         running = serve(keys=frozenset({"schlüssel"}))

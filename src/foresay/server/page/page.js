@@ -1,8 +1,12 @@
 "use strict";
 
 const at = (id) => document.getElementById(id);
+const RECENT = 8;
 let talk = [];
 let going = null;
+// the panel that grows, and whether its end is kept in view
+let growing = null;
+let following = true;
 
 function made(kind, parent, name, text = "") {
   const one = document.createElement(kind);
@@ -38,13 +42,24 @@ async function* events(answer) {
   }
 }
 
+function hidden(panel) {
+  // pixels of a panel below what is visible of the conversation
+  return panel.box.getBoundingClientRect().bottom - at("talk").getBoundingClientRect().bottom;
+}
+
+function follow() {
+  if (growing && following) at("talk").scrollTop += Math.max(0, hidden(growing));
+}
+
 class Panel {
   constructor(parent, title) {
-    const box = made("section", parent, "answer");
-    made("h2", box, "", title);
-    this.text = made("div", box, "text");
-    this.figures = made("p", box, "figures", "waiting");
-    this.tokens = this.passes = 0;
+    this.title = title;
+    this.box = made("section", parent, "answer");
+    made("h2", this.box, "", title);
+    this.text = made("div", this.box, "text");
+    this.figures = made("p", this.box, "figures", "waiting");
+    this.tokens = this.passes = this.undrafted = 0;
+    this.plain = true;
     this.began = this.first = 0;
     this.whole = "";
   }
@@ -57,15 +72,35 @@ class Panel {
     for (const [text, origin] of told.origins ?? []) made("span", this.text, origin, text);
     this.whole += choice.delta.content ?? "";
     this.tokens += told.tokens ?? 0;
-    this.passes += told.tokens ? 1 : 0;
+    if (told.tokens) {
+      this.passes += 1;
+      this.undrafted = told.drafted ? 0 : this.undrafted + 1;
+    }
     const seconds = (now - this.began) / 1000;
     const rate = seconds > 0 ? (this.tokens / seconds).toFixed(1) : "–";
     const each = this.passes ? (this.tokens / this.passes).toFixed(2) : "–";
     const wait = this.first ? `${Math.round(this.first - this.began)} ms` : "–";
-    this.figures.textContent = `${rate} tokens/s · ${each} tokens per pass · ${this.tokens} tokens · first after ${wait}`;
+    const idle = !this.plain && this.passes && this.undrafted >= Math.min(RECENT, this.passes);
+    const why = idle ? " · not drafting just now, since it would not pay" : "";
+    this.figures.textContent = `${rate} tokens/s · ${each} tokens per pass${why} · ${this.tokens} tokens · first after ${wait}`;
+    follow();
   }
 
   async run(messages, drafter, signal) {
+    growing = this;
+    this.plain = drafter === "none";
+    this.box.setAttribute("aria-busy", "true");
+    follow();
+    try {
+      await this.stream(messages, drafter, signal);
+    } finally {
+      this.box.removeAttribute("aria-busy");
+      // read out once it is complete, not token by token
+      if (this.whole) at("status").textContent = `Answer ${this.title}: ${this.whole}`;
+    }
+  }
+
+  async stream(messages, drafter, signal) {
     this.began = performance.now();
     const body = {
       messages,
@@ -96,19 +131,19 @@ async function ask(text) {
   at("send").disabled = true;
   at("stop").disabled = false;
   at("problem").textContent = "";
+  at("status").textContent = "Generating";
+  following = true;
   try {
-    // one after the other: side by side on one machine neither would show its speed
-    for (const [panel, drafter] of panels) {
-      panel.text.scrollIntoView({ block: "nearest" });
-      await panel.run([...chat], drafter, going.signal);
-    }
+    // one after the other: at the same time on one machine neither would show its speed
+    for (const [panel, drafter] of panels) await panel.run([...chat], drafter, going.signal);
   } catch (error) {
     if (error.name !== "AbortError") at("problem").textContent = error.message;
   } finally {
     for (const [panel] of panels) if (!panel.tokens) panel.figures.textContent = "nothing written";
     if (panels[0][0].whole) chat.push({ role: "assistant", content: panels[0][0].whole });
     else chat.pop();
-    going = null;
+    going = growing = null;
+    if (at("status").textContent === "Generating") at("status").textContent = "";
     at("send").disabled = false;
     at("stop").disabled = true;
     at("prompt").focus();
@@ -128,6 +163,11 @@ at("prompt").addEventListener("keydown", (event) => {
     at("form").requestSubmit();
   }
 });
+// whoever scrolls up reads there; at the end again, the view follows
+at("talk").addEventListener("scroll", () => {
+  if (growing) following = hidden(growing) < 32;
+});
+addEventListener("resize", follow);
 at("stop").addEventListener("click", () => going?.abort());
 at("clear").addEventListener("click", () => {
   going?.abort();

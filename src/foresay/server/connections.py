@@ -1,0 +1,142 @@
+"""A client's connection: how long it may take to send a request's head, how large that is, and how many connections are open.
+
+Owns what uvicorn leaves unbounded before a request exists, and how HTTP/1.0 is answered. Knows no route.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from http import HTTPStatus
+from typing import Any
+
+from uvicorn._types import ASGISendEvent
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from foresay.server.errors import ApiError
+
+MAX_HEAD_BYTES = 1 << 16
+"""Of a request's line and headers."""
+
+
+class Connection(HttpToolsProtocol):
+    """uvicorn's protocol with bounds."""
+
+    head_s: float = 15.0
+    """Seconds that a client may take for a request's head."""
+    max_connections: int = 1024
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._timer: asyncio.TimerHandle | None = None
+        self._unparsed = 0
+        """Bytes since the parser last completed a head or a part of a body."""
+        self.waits_since = self.loop.time()
+
+    @property
+    def answering(self) -> bool:
+        """True while a response is incomplete."""
+        return self.cycle is not None and not self.cycle.response_complete
+
+    @property
+    def waits(self) -> bool:
+        """True while the client is the one to send: nothing yet, a part of a request, or the next one."""
+        return not self.transport.is_closing() and (not self.answering or self.cycle.more_body)
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Accept a connection. Beyond max_connections, the client that has kept us waiting longest is disconnected for it."""
+        super().connection_made(transport)
+        self._await_head()
+        others: list[Any] = [one for one in self.connections if one is not self and not one.transport.is_closing()]
+        if len(others) >= self.max_connections:
+            idle = [one for one in others if one.waits]
+            if idle:
+                min(idle, key=lambda one: float(one.waits_since)).transport.abort()
+            else:
+                self.refuse(
+                    ApiError(503, "too many connections are open; try again later", code="overloaded", retry_after=5)
+                )
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the timer too."""
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse what has come. A head that grows past MAX_HEAD_BYTES is refused."""
+        if self._timer is None and not self.answering:
+            self._await_head()
+        self._unparsed += len(data)
+        super().data_received(data)
+        if self._unparsed > MAX_HEAD_BYTES:
+            self.refuse(ApiError(431, f"a request's head may have {MAX_HEAD_BYTES} bytes", code="head_too_large"))
+
+    def on_headers_complete(self) -> None:
+        """The head is complete."""
+        self._stop_timer()
+        self._unparsed = 0
+        super().on_headers_complete()
+        if self.scope["http_version"] == "1.0" and isinstance(self.cycle, RequestResponseCycle):
+            self.cycle.__class__ = _UntilClosed
+
+    def on_body(self, body: bytes) -> None:
+        """Part of a body."""
+        self._unparsed = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """The request is complete."""
+        self._unparsed = 0
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """The client's turn again."""
+        self.waits_since = self.loop.time()
+        super().on_response_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """What is not HTTP, in the API's shape."""
+        self.refuse(ApiError(400, msg, param="request", code="invalid_http"))
+
+    def refuse(self, error: ApiError) -> None:
+        """Answer without a request, unless a response is under way, and disconnect."""
+        if self.transport.is_closing():
+            return
+        if not self.answering:
+            body = json.dumps(error.body()).encode()
+            lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}", "content-type: application/json"]
+            lines += [f"content-length: {len(body)}", "connection: close"]
+            lines += [f"{name.lower()}: {value}" for name, value in error.headers.items()]
+            self.transport.write("\r\n".join([*lines, "", ""]).encode() + body)
+        self.transport.close()
+
+    def _await_head(self) -> None:
+        self._stop_timer()
+        self._timer = self.loop.call_later(self.head_s, self._too_slow)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _too_slow(self) -> None:
+        self._timer = None
+        if self._unparsed:
+            self.refuse(ApiError(408, f"a request's head took more than {self.head_s:g} seconds", code="timeout"))
+        else:
+            self.transport.close()
+
+
+class _UntilClosed(RequestResponseCycle):
+    """A response to HTTP/1.0, which knows no chunks: without a Content-Length it ends where the connection does."""
+
+    _open_ended = False
+
+    async def send(self, message: ASGISendEvent) -> None:
+        """See RequestResponseCycle, which expects a response that is not chunked to have a length."""
+        if message["type"] == "http.response.start":
+            self._open_ended = all(name.lower() != b"content-length" for name, _ in message.get("headers", ()))
+            self.chunked_encoding = False if self._open_ended else None
+        elif message["type"] == "http.response.body" and self._open_ended:
+            self.expected_content_length = len(message.get("body", b""))
+        await super().send(message)

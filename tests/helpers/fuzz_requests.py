@@ -1,0 +1,142 @@
+"""Mutated request bodies of the server's API, the same for a seed. No case may be the server's error.
+
+Owns which requests there are to begin with, and how they are broken. `violation` says what is wrong with an answer.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+TEXT = "the number 7 and 8"
+CHAT: dict[str, Any] = {
+    "model": "tiny",
+    "messages": [{"role": "system", "content": "brief"}, {"role": "user", "content": [{"type": "text", "text": "hi"}]}],
+    "temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "n": 2, "stop": ["x", "yz"], "seed": 3, "max_tokens": 3,
+    "min_tokens": 1, "presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.1, "logit_bias": {"70": 5},
+    "stop_token_ids": [4], "ignore_eos": True, "stream": False, "logprobs": True, "top_logprobs": 2, "user": "me",
+    "stream_options": {"include_usage": False}, "response_format": {"type": "text"}, "metadata": {"a": "b"}, "tools": [],
+    "foresay": {"drafter": "prompt_lookup", "length": 2, "rule": "match", "stats": True},
+}  # fmt: skip
+COMPLETION: dict[str, Any] = {
+    "model": "tiny", "prompt": [[72, 73, 74], [75, 76]], "max_tokens": 2, "logprobs": 2, "echo": True, "temperature": 0,
+    "stop": "q", "suffix": None, "best_of": 1, "seed": 1,
+}  # fmt: skip
+SCHEMA = {
+    "type": "json_schema",
+    "json_schema": {"name": "x", "schema": {"type": "object", "properties": {"a": {"enum": [1]}}}},
+}
+ROUTES: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("/v1/chat/completions", CHAT),
+    ("/v1/chat/completions", {"messages": CHAT["messages"], "max_tokens": 3, "response_format": SCHEMA}),
+    ("/v1/completions", COMPLETION),
+    ("/v1/completions", {**COMPLETION, "prompt": TEXT, "max_tokens": 0}),
+    (
+        "/v1/completions",
+        {"prompt": [TEXT, "and"], "max_tokens": 2, "stream": True, "stream_options": {"include_usage": True}},
+    ),
+    ("/tokenize", {"model": "tiny", "prompt": TEXT}),
+    ("/tokenize", {"messages": CHAT["messages"]}),
+    ("/detokenize", {"tokens": [72, 73]}),
+    ("/predict", {"prompt": TEXT, "max_tokens": 3}),
+)
+ODD: tuple[Any, ...] = (
+    None, True, False, 0, 1, -1, 2, 0.5, -0.0, 1e308, 2**31, -(2**63), 2**63, 2**64, 10**400, float("nan"), float("inf"),
+    "", "x", "\x00", "\ud800", "x\udfffy", "\ufffd", "\U0010ffff", "1", "none", "lenience(2)", "suffix", "[" * 300, "é" * 2000,
+    [], {}, [[]], [None],
+    [0] * 3000, ["x"] * 1500, [[1]] * 1500, {"type": "text"}, {"a": {"b": [1]}}, {str(i): i for i in range(1500)},
+    [[[[[[[[[[]]]]]]]]]], [-1], [999_999], [TEXT, 5], [[1], "x"], {"\ud800": 1},
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One POST request."""
+
+    path: str
+    body: bytes
+    content_type: str
+
+
+def cases(seed: int, count: int) -> Iterator[Case]:
+    """`count` requests: valid ones with one to three mutations of their fields, and some also of their bytes."""
+    chance = random.Random(seed)
+    for _ in range(count):
+        path, valid = chance.choice(ROUTES)
+        body = copy.deepcopy(valid)
+        for _ in range(chance.choice((0, 1, 1, 1, 2, 3))):
+            _mutate(body, chance)
+        raw = json.dumps(body).encode()
+        if chance.random() < 0.15:
+            raw = chance.choice(_BYTES)(raw, chance)
+        kind = "application/json" if chance.random() < 0.97 else chance.choice(("text/plain", "", "application/xml"))
+        yield Case(path, raw, kind)
+
+
+def _mutate(body: dict[str, Any], chance: random.Random) -> None:
+    """Change one place, at any depth: give it an odd value, remove it, repeat it, or add an unknown field."""
+    inner: Any = body
+    places = list(_places(inner))
+    if not places:
+        body["prompt"] = copy.deepcopy(chance.choice(ODD))
+        return
+    owner, key = chance.choice(places)
+    kind = chance.random()
+    if kind < 0.5:
+        owner[key] = copy.deepcopy(chance.choice(ODD))
+    elif kind < 0.6 and isinstance(owner[key], int | float):
+        owner[key] += chance.choice((-1, 1, 0.5, 3))
+    elif kind < 0.75:
+        del owner[key]
+    elif kind < 0.85 and isinstance(owner, list):
+        owner.extend(copy.deepcopy(owner[key]) for _ in range(chance.choice((1, 50, 1100))))
+    elif isinstance(owner, dict):
+        owner[chance.choice(("x", "temprature", "\ud800", "", "a" * 5000, "tools", "echo"))] = copy.deepcopy(
+            chance.choice(ODD)
+        )
+
+
+def _places(value: Any) -> Iterator[tuple[Any, Any]]:
+    """(object or list, key) of everything inside, in order; of long lists the beginning."""
+    if isinstance(value, dict | list):
+        keys = list(value) if isinstance(value, dict) else list(range(len(value)))[:20]
+        for key in keys:
+            yield value, key
+            yield from _places(value[key])
+
+
+_BYTES: tuple[Callable[[bytes, random.Random], bytes], ...] = (
+    lambda raw, chance: raw[: chance.randrange(len(raw) + 1)],
+    lambda raw, chance: raw + raw,
+    lambda raw, chance: raw.replace(b'"', b"'", 1),
+    lambda raw, chance: raw[: (cut := chance.randrange(len(raw)))] + b"\xff\xfe" + raw[cut:],
+    lambda raw, chance: b"\xef\xbb\xbf" + raw,
+    lambda raw, chance: raw.decode().encode("utf-16"),
+    lambda raw, chance: b"[" * 20_000,
+    lambda raw, chance: b'{"prompt": ' + b"9" * 6000 + b"}",
+    lambda raw, chance: raw[:-1] + b', "prompt": "twice"}',
+)
+
+
+def violation(status: int, content_type: str, body: bytes) -> str | None:
+    """What is wrong with an answer: a status of 500 or more, or an error that is not in OpenAI's shape. None: nothing."""
+    if status >= 500:
+        return f"status {status}"
+    if status < 400:
+        return None if b'"code":"internal"' not in body else "an internal error in a stream"
+    if not content_type.startswith("application/json"):
+        return f"an error of the type {content_type!r}"
+    error = json.loads(body).get("error")
+    if not isinstance(error, dict) or not {"message", "type", "param", "code"} <= error.keys():
+        return f"an error of another shape: {body[:200]!r}"
+    if not error["message"] or not error["type"]:
+        return "an error without words"
+    if len(body) > 5000:
+        return f"an error of {len(body)} bytes"
+    if status == 400 and not error["param"]:
+        return f"no param: {error['message']}"
+    return None

@@ -1,0 +1,309 @@
+"""Clients that send slowly, send too much, or open many connections; and where a server listens, from its start to its end."""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+import foresay
+from foresay.server import app as app_module
+from foresay.server import running
+from foresay.server.running import SPARE_FILES, bind, configuration
+from foresay.server.service import Service, served_name
+from foresay.server.settings import ServerSettings
+from helpers import tiny
+from helpers.serving import TEXT, Running
+
+REQUEST = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> foresay.Generator:
+    return foresay.load(str(tiny.save(tmp_path_factory.mktemp("served"), chat=True)), num_draft_tokens=3)
+
+
+@pytest.fixture
+def serve(model: foresay.Generator) -> Iterator[Any]:
+    begun: list[Running] = []
+
+    def start(generator: foresay.Generator = model, **settings: Any) -> Running:
+        begun.append(Running(generator, **settings))
+        return begun[-1]
+
+    yield start
+    for one in begun:
+        one.close()
+
+
+def connected(running: Running) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", running.port), timeout=30)
+
+
+def until_closed(held: socket.socket) -> bytes:
+    return b"".join(iter(lambda: held.recv(1 << 16), b""))
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+class TestTheHeadOfARequest:
+    @pytest.mark.parametrize("sent", [b"GET", b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-Slow: "])
+    def test_one_that_does_not_end_is_timed_out(self, sent: bytes, serve: Any) -> None:
+        running = serve(head_s=0.3)
+        with connected(running) as held:
+            held.sendall(sent)
+            answer = until_closed(held)
+        assert b" 408 " in answer.split(b"\r\n")[0]
+        error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
+        assert error["code"] == "timeout" and "0.3 seconds" in error["message"]
+
+    def test_a_connection_that_sends_nothing_is_closed(self, serve: Any) -> None:
+        with connected(serve(head_s=0.3)) as held:
+            assert until_closed(held) == b""
+
+    def test_bytes_that_trickle_in_do_not_extend_the_time(self, serve: Any) -> None:
+        with connected(serve(head_s=0.3)) as held:
+            held.sendall(REQUEST[:5])
+            held.settimeout(0.05)
+            closed, until = False, time.monotonic() + 30
+            while not closed:
+                assert time.monotonic() < until, "each byte gave it more time"
+                try:
+                    held.sendall(b"x")
+                    closed = b" 408 " in held.recv(4096)
+                except TimeoutError:
+                    continue
+                except OSError:  # closed while this side was sending
+                    closed = True
+
+    def test_the_second_request_of_a_connection_has_as_much_time(self, serve: Any) -> None:
+        with connected(serve(head_s=0.3)) as held:
+            held.sendall(REQUEST)
+            assert b" 200 " in held.recv(4096)
+            held.sendall(REQUEST[:10])
+            assert b" 408 " in until_closed(held)
+
+    def test_what_is_under_way_is_not_timed_out(self, serve: Any) -> None:
+        running = serve(head_s=0.05)
+        body = {"prompt": TEXT, "max_tokens": 3000, "temperature": 0}
+        done = httpx.post(f"{running.url}/v1/completions", json=body, timeout=60)
+        assert done.status_code == 200 and done.elapsed.total_seconds() > 0.05
+
+    @pytest.mark.parametrize("line", [b"X: " + b"y" * 1000 + b"\r\n", b"y" * 1000])
+    def test_one_that_grows_without_end_is_refused(self, line: bytes, serve: Any) -> None:
+        with connected(serve()) as held:
+            held.sendall(b"GET /health HTTP/1.1\r\nX: ")
+            try:
+                for _ in range(400):
+                    held.sendall(line)
+                answer = until_closed(held)
+            except OSError:  # closed while this side was sending
+                return
+        assert answer == b"" or b" 431 " in answer.split(b"\r\n")[0]
+
+    def test_what_is_not_http(self, serve: Any) -> None:
+        with connected(serve()) as held:
+            held.sendall(b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n")
+            answer = until_closed(held)
+        error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
+        assert b" 400 " in answer.split(b"\r\n")[0] and error["param"] and error["type"] == "invalid_request_error"
+
+
+class TestManyConnections:
+    def test_half_sent_heads_do_not_keep_others_out(self, serve: Any) -> None:
+        running = serve(max_connections=20, head_s=600)
+        with ExitStack() as stack:
+            for i in range(60):
+                held = stack.enter_context(connected(running))
+                held.sendall(REQUEST[: 5 + i % 20])
+            assert httpx.get(f"{running.url}/health", timeout=30).status_code == 200
+            assert running.connections <= 21
+
+    def test_half_sent_bodies_do_not_either(self, serve: Any) -> None:
+        running = serve(max_connections=10, body_s=600)
+        head = b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
+        with ExitStack() as stack:
+            for _ in range(30):
+                stack.enter_context(connected(running)).sendall(head)
+            assert httpx.get(f"{running.url}/health", timeout=30).status_code == 200
+
+    def test_a_request_under_way_keeps_its_connection(self, serve: Any) -> None:
+        running = serve(max_connections=2)
+        with unread_stream(running.port) as one, unread_stream(running.port) as other:
+            with connected(running) as late:
+                answer = until_closed(late)
+            assert b" 503 " in answer.split(b"\r\n")[0] and b"retry-after: 5" in answer
+            assert one.recv(10) and other.recv(10), "they go on"
+
+    def test_as_many_as_the_process_may_open_files(
+        self, model: foresay.Generator, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 4096))
+        bounds: Any = configuration(lambda *_: None, ServerSettings()).http  # type: ignore[arg-type, return-value]
+        assert bounds.max_connections == 256 - SPARE_FILES
+        few: Any = configuration(lambda *_: None, ServerSettings(max_connections=7)).http  # type: ignore[arg-type, return-value]
+        assert few.max_connections == 7
+
+
+class TestTheEventLoop:
+    def test_others_are_answered_while_a_large_body_is_read(self, serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        running, reading, go_on = serve(), threading.Event(), threading.Event()
+        honest = app_module.read
+
+        def slowly(*args: Any) -> Any:
+            reading.set()
+            assert go_on.wait(60)
+            return honest(*args)
+
+        monkeypatch.setattr(app_module, "read", slowly)
+        body = json.dumps({"messages": [0] * 100_000}).encode()
+        said: list[httpx.Response] = []
+
+        def ask() -> None:
+            headers = {"content-type": "application/json"}
+            said.append(httpx.post(f"{running.url}/v1/chat/completions", content=body, headers=headers, timeout=60))
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        assert reading.wait(30)
+        assert httpx.get(f"{running.url}/health", timeout=30).status_code == 200
+        go_on.set()
+        asking.join(30)
+        assert said[0].status_code == 400 and said[0].json()["error"]["param"] == "messages"
+
+    def test_others_are_answered_while_tokens_become_text(
+        self, serve: Any, model: foresay.Generator, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        running, decoding, go_on = serve(), threading.Event(), threading.Event()
+        kind: Any = type(model.tokenizer)
+        honest = kind.decode
+
+        def slowly(*args: Any, **kwargs: Any) -> Any:
+            decoding.set()
+            assert go_on.wait(60)
+            return honest(*args, **kwargs)
+
+        monkeypatch.setattr(kind, "decode", slowly)
+        said: list[httpx.Response] = []
+        body = {"tokens": [72] * 10}
+        asking = threading.Thread(
+            target=lambda: said.append(httpx.post(f"{running.url}/detokenize", json=body, timeout=60))
+        )
+        asking.start()
+        assert decoding.wait(30)
+        assert httpx.get(f"{running.url}/health", timeout=30).status_code == 200
+        go_on.set()
+        asking.join(30)
+        assert said[0].status_code == 200
+
+    def test_a_client_that_leaves_in_its_body_is_no_failure(self, serve: Any, caplog: pytest.LogCaptureFixture) -> None:
+        running = serve()
+        with connected(running) as held:
+            held.sendall(
+                b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
+            )
+            wait_for(lambda: running.connections == 1)
+        wait_for(lambda: running.connections == 0)
+        assert httpx.get(f"{running.url}/health", timeout=30).status_code == 200
+        assert not [one for one in caplog.records if one.exc_info]
+
+
+class TestWhereItListens:
+    def test_a_port_in_use_is_said_before_the_model_is_loaded(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as other:
+            port = other.getsockname()[1]
+            done = tiny.foresay("serve", "--model", "no-such-model", "--port", str(port))
+        said = done.stderr.decode()
+        assert done.returncode == 2 and said.count("\n") == 1, said
+        assert f"port={port}" in said and "in use" in said and "--port" in said
+
+    def test_addresses_that_cannot_be_listened_at(self) -> None:
+        for host in ("no.such.host.invalid", "192.0.2.1"):
+            with pytest.raises(foresay.ConfigError, match=f"cannot listen at host='{host}'"):
+                bind(ServerSettings(host=host, open_to_all=True))
+
+    def test_a_port_that_is_taken_while_the_model_is_loaded(self, model: foresay.Generator) -> None:
+        (ours,) = bind(ServerSettings(port=0))
+        settings = ServerSettings(port=ours.getsockname()[1])
+        (other,) = bind(settings)
+        with ours, other:
+            other.listen()
+            with pytest.raises(foresay.ConfigError, match="in use"):
+                running.serve(Service(model, settings, ["x"]), [ours])
+
+    def test_a_free_port_is_bound_and_not_listened_at(self) -> None:
+        (one,) = bind(ServerSettings(port=0))
+        with one, pytest.raises(ConnectionRefusedError):
+            socket.create_connection(one.getsockname(), timeout=5)
+
+    def test_a_model_is_named_without_its_place(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (tmp_path / "own-model").mkdir()
+        (tmp_path / "own.gguf").touch()
+        monkeypatch.chdir(tmp_path / "own-model")
+        for name, shown in (
+            (str(tmp_path / "own-model"), "own-model"), (f"{tmp_path}/own-model/", "own-model"), (".", "own-model"),
+            ("../own.gguf", "own"), ("org/name", "org/name"), ("smollm2-135m", "smollm2-135m"), ("/", "model"),
+        ):  # fmt: skip
+            assert served_name(name) == shown
+
+    def test_the_command_from_its_start_to_its_end(self, tmp_path: Path) -> None:
+        """No path of the model is shown; after a signal it is not ready, and listens until the request under way has ended."""
+        folder = tiny.save(tmp_path / "own-model", chat=True)
+        child, url = started("--model", str(folder))
+        root = url.removesuffix("/v1")
+        told = httpx.get(f"{url}/models").text
+        assert '"own-model"' in told and str(tmp_path) not in told
+        named = httpx.post(f"{url}/completions", json={"model": str(folder), "prompt": "x"})
+        assert named.status_code == 404 and named.text.count(str(tmp_path)) == 1, "only what the client itself said"
+        assert httpx.get(f"{root}/ready").status_code == 200
+        with unread_stream(int(root.rpartition(":")[2])):  # it cannot end before it is read
+            child.send_signal(signal.SIGTERM)
+            wait_for(lambda: httpx.get(f"{root}/ready").status_code == 503)
+            late = httpx.post(f"{url}/completions", json={"prompt": "x"}, timeout=60)
+            assert late.status_code == 503 and late.json()["error"]["code"] == "shutting_down"
+            assert httpx.get(f"{root}/health").status_code == 200
+        _, said = child.communicate(timeout=60)
+        assert child.returncode == -signal.SIGTERM and "Traceback" not in said, said
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{root}/ready")
+
+
+@contextmanager
+def unread_stream(port: int) -> Iterator[socket.socket]:
+    """A request of which more is written than buffers between server and client hold, and of which the beginning is read."""
+    asked = {"prompt": TEXT, "max_tokens": 3900, "n": 4, "logprobs": 20, "stream": True}
+    body = json.dumps(asked).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        held.settimeout(60)
+        held.connect(("127.0.0.1", port))
+        held.sendall(head + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        assert b" 200 " in held.recv(100)
+        yield held
+
+
+def started(*options: str) -> tuple[subprocess.Popen[str], str]:
+    """A server of the command line on a free port, and its address."""
+    child = subprocess.Popen(
+        [*tiny.FORESAY, "serve", "--port", "0", *options], stderr=subprocess.PIPE, text=True, env=tiny.environment()
+    )
+    assert child.stderr is not None
+    line = next(line for line in child.stderr if "listening at " in line)
+    return child, line.split()[-1]
