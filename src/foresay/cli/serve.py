@@ -38,6 +38,10 @@ def run(
     ] = USUAL.max_waiting,
     timeout: Annotated[float, typer.Option(help="Seconds that a request may take.")] = USUAL.timeout_s,
     drain: Annotated[float, typer.Option(help="Seconds that requests may go on when the server ends.")] = USUAL.drain_s,
+    prefill_wait: Annotated[
+        float,
+        typer.Option(help="Seconds that running requests may wait for others' prompts between two tokens, about."),
+    ] = USUAL.prefill_wait_s,
     warmup: Annotated[bool, typer.Option("--warmup", help="Decode a little before the first request.")] = False,
     log_requests: Annotated[
         bool, typer.Option("--log-requests", help="A line of JSON for each; never its text.")
@@ -59,6 +63,7 @@ def run(
         hosts=tuple(allow_host or ()),
         max_waiting=max_waiting,
         timeout_s=timeout,
+        prefill_wait_s=prefill_wait,
         drain_s=drain,
     )
     sockets = bind(settings)  # before the model is loaded, which takes longer

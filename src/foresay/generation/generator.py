@@ -20,6 +20,7 @@ from foresay.decoding.protocols import Drafter, LengthPolicy, Observer, Rule
 from foresay.decoding.randomness import derive
 from foresay.decoding.sampling_params import MAX_SEED, SamplingParams
 from foresay.engine import Engine
+from foresay.engine.filling import WAIT_S
 from foresay.engine.prefixes import PrefixStore
 from foresay.errors import ConfigError
 from foresay.generation.result import Chunk, Generation
@@ -130,8 +131,13 @@ class Generator:
         """A drafter as each engine gets one; None where nothing drafts."""
         return self._build_drafter()
 
-    def engine(self, *, prefix_bytes: int = 0, observers: Sequence[Observer] = ()) -> Engine:
-        """A fresh engine over the shared weights. prefix_bytes: slots of ended rows that it may keep for others to begin with."""
+    def engine(
+        self, *, prefix_bytes: int = 0, prefill_wait_s: float = WAIT_S, observers: Sequence[Observer] = ()
+    ) -> Engine:
+        """A fresh engine over the shared weights. prefix_bytes: slots of ended rows that it may keep for others to begin with.
+
+        prefill_wait_s: about how long running requests wait for the prompts of others between two tokens.
+        """
         drafter = self._build_drafter()
         busy = self._latest() if self._latest is not None else None
         if busy is not None and busy.has_work and busy.drafter is not None and busy.drafter.inner is drafter:
@@ -149,6 +155,7 @@ class Generator:
             AgreedLength(self.policy) if shared else self.policy,
             max_batch_size=self.max_batch_size,
             prefixes=PrefixStore(prefix_bytes) if self.share_prefixes else None,
+            prefill_wait_s=prefill_wait_s,
             observers=observers,
             **shared,
         )
@@ -156,10 +163,18 @@ class Generator:
         return engine
 
     def session(
-        self, *, max_waiting: int | None = None, prefix_bytes: int = 0, observers: Sequence[Observer] = ()
+        self,
+        *,
+        max_waiting: int | None = None,
+        prefix_bytes: int = 0,
+        prefill_wait_s: float = WAIT_S,
+        observers: Sequence[Observer] = (),
     ) -> Session:
-        """A fresh session over the shared weights: submit, step, cancel. max_waiting: requests that may wait for a row."""
-        engine = self.engine(prefix_bytes=prefix_bytes, observers=observers)
+        """A fresh session over the shared weights: submit, step, cancel. max_waiting: requests that may wait for a row.
+
+        The rest as for `engine`.
+        """
+        engine = self.engine(prefix_bytes=prefix_bytes, prefill_wait_s=prefill_wait_s, observers=observers)
         return Session(self.target, engine, max_waiting=max_waiting)
 
     @overload

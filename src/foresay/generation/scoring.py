@@ -59,7 +59,7 @@ class PromptScorer:
         return more
 
     def _begun(self) -> KVCache:
-        wanted, room = self._model.cache_bytes(1, len(self._ids)), self._model.room_bytes()
+        wanted, room = self._model.cache_bytes([len(self._ids)]), self._model.room_bytes()
         if wanted > room:
             raise OutOfMemoryError(
                 f"scoring {len(self._ids)} tokens takes {wanted / 1e9:.1f} GB, and {room / 1e9:.1f} GB are left"

@@ -64,7 +64,11 @@ class Service:
         self._open: set[_Limit] = set()
 
     def _make(self, way: Way) -> Session:
-        return self._generator(way).session(max_waiting=self.settings.max_waiting, prefix_bytes=PREFIX_BYTES)
+        return self._generator(way).session(
+            max_waiting=self.settings.max_waiting,
+            prefix_bytes=PREFIX_BYTES,
+            prefill_wait_s=self.settings.prefill_wait_s,
+        )
 
     def _generator(self, way: Way) -> Generator:
         if way == Way():

@@ -50,6 +50,8 @@ class ServerSettings:
     """How long a client may take nothing of what waits for it; its connection is then closed (on Linux)."""
     timeout_s: float = 600.0
     """Of one request."""
+    prefill_wait_s: float = 0.3
+    """About how long running requests wait for the prompts of others between two tokens."""
     drain_s: float = 30.0
     """How long requests may go on when the server is told to end."""
 
@@ -73,7 +75,7 @@ class ServerSettings:
             if not name or "/" in name or (":" in name and not name.startswith("[")):
                 raise ConfigError(f"hosts: {name!r} is no name of a host; leave scheme and port out")
         check_float("drain_s", self.drain_s, 0.0, 1e6)
-        for name in ("timeout_s", "head_s", "body_s", "unread_s"):
+        for name in ("timeout_s", "prefill_wait_s", "head_s", "body_s", "unread_s"):
             check_float(name, getattr(self, name), 0.001, 1e6)
         if self.host not in LOOPBACK and not self.keys and not self.open_to_all:
             raise ConfigError(
