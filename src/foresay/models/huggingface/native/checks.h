@@ -9,9 +9,9 @@
 #include "blocks.h"
 #include "products.h"
 
+#include <cstdio>
 #include <initializer_list>
 #include <stdexcept>
-#include <string>
 
 namespace foresay {
 
@@ -19,7 +19,9 @@ constexpr int64_t MOST = (int64_t{1} << 31) - 1; // of a width: products of two 
 constexpr int64_t MOST_ROWS = 1 << 26, MOST_LAYERS = 1 << 16, MOST_THREADS = 1 << 12;
 
 [[noreturn, gnu::cold, gnu::noinline]] inline void refuse(const char *name, int64_t value, const char *allowed) {
-    throw std::invalid_argument(std::string(name) + " = " + std::to_string(value) + ", which must be " + allowed);
+    char text[200];
+    std::snprintf(text, sizeof text, "%s = %lld, which must be %s", name, static_cast<long long>(value), allowed);
+    throw std::invalid_argument(text);
 }
 
 inline void require(bool holds, const char *name, int64_t value, const char *allowed) {

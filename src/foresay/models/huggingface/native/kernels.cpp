@@ -293,11 +293,10 @@ static int64_t failed(Status status, const char *what) {
     return status;
 }
 
-// Run an entry's body: no exception leaves it, whichever thread it was thrown in.
-template <class F> int64_t guarded(const F &body) noexcept {
+// The status of the exception that is being handled.
+static int64_t caught() noexcept {
     try {
-        body();
-        return DONE;
+        throw;
     } catch (const std::bad_alloc &error) {
         return failed(OUT_OF_MEMORY, error.what());
     } catch (const std::length_error &error) {
@@ -308,6 +307,16 @@ template <class F> int64_t guarded(const F &body) noexcept {
         return failed(FAILED, error.what());
     } catch (...) {
         return failed(FAILED, "an unknown exception");
+    }
+}
+
+// Run an entry's body: no exception leaves it, whichever thread it was thrown in.
+template <class F> int64_t guarded(const F &body) noexcept {
+    try {
+        body();
+        return DONE;
+    } catch (...) {
+        return caught();
     }
 }
 

@@ -69,13 +69,14 @@ class FlatTokens:
 
     def addresses(self) -> dict[str, int | None]:
         """Where each is in memory."""
-        lines = {name: getattr(self, name) for name in ("rows", "slots", "starts", "positions")}
-        found: dict[str, int | None] = {
-            name: structs.address(one, (len(self),), torch.int64) for name, one in lines.items()
+        count, seen = len(self.rows), self.ancestors
+        return {
+            "rows": structs.address(self.rows, (count,), torch.int64),
+            "slots": structs.address(self.slots, (count,), torch.int64),
+            "starts": structs.address(self.starts, (count,), torch.int64),
+            "positions": structs.address(self.positions, (count,), torch.int64),
+            "ancestors": None if seen is None else structs.address(seen, (count, self.columns), torch.uint8),
         }
-        seen = self.ancestors
-        shape = (len(self), self.columns)
-        return {**found, "ancestors": None if seen is None else structs.address(seen, shape, torch.uint8)}
 
 
 class _Addresses:

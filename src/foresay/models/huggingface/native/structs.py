@@ -7,7 +7,6 @@ other is checked by checks.h at each call. Knows nothing of what the functions a
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -78,13 +77,13 @@ class Pass(ctypes.Structure):
     ]
 
 
-def address(tensor: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> int:
+def address(tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> int:
     """The address of a tensor in one piece of the CPU's memory. Raises ValueError for another shape, dtype or layout."""
     if (
-        tuple(tensor.shape) != tuple(shape)
-        or tensor.dtype != dtype
+        tensor.shape != shape
+        or tensor.dtype is not dtype
         or not tensor.is_cpu
-        or tensor.layout != torch.strided
+        or tensor.layout is not torch.strided
         or not tensor.is_contiguous()
     ):
         found = f"{list(tensor.shape)} of {tensor.dtype} on {tensor.device}"
