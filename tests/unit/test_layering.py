@@ -161,6 +161,7 @@ PUBLIC = [
     "PromptError",
     "PromptLookup",
     "Proposal",
+    "ProposalBuilder",
     "QueueFullError",
     "RequestError",
     "Row",

@@ -6,6 +6,7 @@ an unknown attention implementation gives an error instead of a wrong output. Ow
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -190,6 +191,8 @@ def confirm(model: CausalModel | Seq2SeqModel, doubt: str = "") -> None:
         raise UnsupportedModelError(
             f"{name} does not run over a cache of ragged rows: {why}{'' if doubt == why else because}"
         ) from error
+    if math.isnan(difference):
+        raise UnsupportedModelError(f"{name} gives scores that are not finite; get its files again")
     if not difference <= allowed:
         raise UnsupportedModelError(
             f"{name} scores differently over ragged rows than without a cache (difference {difference:.1e} of the logits' "

@@ -22,6 +22,7 @@ from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ConfigError, ModelLoadError, ModelNotFoundError, UnknownNameError, UnsupportedModelError
 from foresay.models.huggingface import linears
 from foresay.models.huggingface.config_sizes import check_sizes
+from foresay.models.huggingface.memory import trim
 from foresay.models.sources.config_checks import check_config, check_size
 from foresay.models.sources.gguf_blocks import model_of_blocks
 from foresay.models.sources.gguf_positions import refuse_unread
@@ -101,6 +102,7 @@ def load_model(name: str | os.PathLike[str], options: LoadOptions | None = None)
     with load_errors(os.fspath(name), owned):
         found = wrap(os.fspath(name), weights, tokenizer, optimise=True, bits=options.bits)
         _check_scores(os.fspath(name), found.model)
+    trim()  # the weights before they were packed
     return dataclasses.replace(found, weights=kept)
 
 
