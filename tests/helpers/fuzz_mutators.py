@@ -80,7 +80,7 @@ def _change(holder: Any, key: Any, rng: random.Random) -> None:
         holder[key] = [was] * rng.choice((0, 1, 2, 50))
     elif kind == 3 and isinstance(was, list):
         holder[key] = was * rng.choice((0, 2, 30)) + [extreme(rng)] * rng.randrange(2)
-    elif kind == 4 and isinstance(was, int | float):
+    elif kind == 4 and isinstance(was, int | float) and abs(was) < 1e300:
         holder[key] = rng.choice((was + 1, was - 1, -was, was * 1000, was / 2, float(was), str(was)))
     elif kind == 5:
         holder[key] = json.loads(json.dumps(rng.choice([h[k] for h, k in _places({"": holder})])))

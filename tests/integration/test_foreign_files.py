@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from foresay.drafters.ngram_table import NgramTable
 from foresay.errors import ConfigError, ForesayError, ModelLoadError
 from foresay.lab.data.datasets import load_items
 from foresay.lab.replay.arrivals import from_trace
@@ -29,7 +30,7 @@ from foresay.records.recording import Recording
 from foresay.records.results import Results
 from foresay.training.accepted import load_examples
 from foresay.training.checkpoints import State, load_checkpoint, save_checkpoint
-from helpers import tiny
+from helpers import tables, tiny
 
 
 def refusal(call: Callable[[], object], kind: type[ForesayError] = ConfigError) -> str:
@@ -261,6 +262,17 @@ def test_nothing_is_allocated_for_a_head_that_does_not_fit(tmp_path: Path) -> No
     for text in ("[" * 100_000, "null", '{"blocks": -1}', '{"blocks": true}'):
         (tmp_path / "config.json").write_text(text)
         assert "config.json" in refusal(lambda: AcceptanceHead.load(tmp_path), ModelLoadError)
+
+
+def test_a_table_of_a_shape_that_numpy_cannot_have(tmp_path: Path) -> None:
+    path = tmp_path / "t.safetensors"
+    tables.small(counts=None).save(path)
+    size = int.from_bytes(path.read_bytes()[:8], "little")
+    header, data = json.loads(path.read_bytes()[8 : 8 + size]), path.read_bytes()[8 + size :]
+    header["counts"] = {"dtype": "I64", "shape": [0, 2**60, 7], "data_offsets": [len(data), len(data)]}
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    assert "no sound safetensors file: array is too big" in refusal(lambda: NgramTable.load(path), ModelLoadError)
 
 
 def test_data_for_an_acceptance_head(tmp_path: Path) -> None:

@@ -348,7 +348,10 @@ def _read_safetensors(path: Path) -> dict[str, Any]:
             needed = {"successor", *(f"level_{k}.{name}" for k in levels for name in _LEVEL_ARRAYS)}
             if wrong := (set(file.keys()) - {"counts"}) ^ needed:
                 _refuse(path, f"these arrays are missing or unexpected: {', '.join(sorted(wrong))}")
-            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            try:
+                arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            except ValueError as error:  # an empty array of a shape that NumPy cannot have
+                _refuse(path, f"it is no sound safetensors file: {error}", error)
     except (SafetensorError, TypeError, KeyError, AttributeError) as error:
         _refuse(path, f"it is no sound safetensors file: {error}", error)
     if len(arrays["successor"]) != facts["vocab_size"]:
