@@ -381,10 +381,19 @@ def test_shapes(shell: tiny.Shell, here: Path, monkeypatch: pytest.MonkeyPatch) 
     assert code == 0 and [one["layers"] for one in json.loads(out)["shapes"]] == [4, 2, 1]
     assert 0 <= json.loads(out)["depth_share"] <= 1
     assert json.loads(shell(*args[:4], "--depths", "2", "--json")[1])["depth_share"] is None
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert "device='cuda' was asked for, but PyTorch sees no GPU" in shell.refused(*args, "--device", "cuda")
-    assert "device='gpu' is not a device" in shell.refused(*args, "--device", "gpu")
     assert "depth=48 cannot hold" in shell.refused("profile", "shapes", "--parameters", "1e5", "--depths", "48")
+
+
+def test_shapes_on_a_device_that_is_not_there(shell: tiny.Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = ["profile", "shapes", "--parameters", "4e5", "--depths", "2", "--device"]
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.mps.is_available", lambda: False)
+    assert "device='cuda' was asked for, but PyTorch sees no GPU" in shell.refused(*args, "cuda")
+    assert "PyTorch sees no device of the kind mps" in shell.refused(*args, "mps")
+    assert "device='gpu' is not a device" in shell.refused(*args, "gpu")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert "PyTorch sees only cuda:0, cuda:1" in shell.refused(*args, "cuda:2")
 
 
 # -- bench ---------------------------------------------------------------------------------------------------------------
