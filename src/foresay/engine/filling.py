@@ -21,6 +21,8 @@ WAIT_S = 0.3
 """Seconds that rows which decode wait for prompts between two steps, by default."""
 _TOKENS = 512
 """Tokens of a piece before any was timed, or without a clock, and of the largest one."""
+_SHARE = 0.25
+"""Of the wait, what filling gets even where steps take longer."""
 _LEAST = 16
 """Tokens of the smallest piece."""
 
@@ -54,6 +56,8 @@ class Filling:
         self._clock = clock if target.device.type == "cpu" else None
         self._tokens_per_s: float | None = None
         self._turns = 0
+        self._left, self._ended = self.wait_s, 0.0
+        """Seconds that filling may take now, and when it last ended: the step since then is a part of the wait."""
 
     def between_steps(self, cache: KVCache, items: list[Row], decoding: int, hidden_layers: tuple[int, ...]) -> int:
         """Fill prompts of the rows after the first `decoding`, and return how many rows decode then.
@@ -62,14 +66,16 @@ class Filling:
         filling goes on until one is filled, or for as long as rows that decode would wait.
         """
         filled = 0
-        began = None if self._clock is None else self._clock()
+        began = 0.0 if self._clock is None else self._clock()
+        self._left = max(self.wait_s - (began - self._ended if decoding else 0.0), _SHARE * self.wait_s)
         while decoding < len(items):
             rows = Rows(items)
             until = None if self._prefixes is None else self._prefixes.fill(cache, rows, decoding)
             count = self._fill(cache, rows, self._turn(cache, rows, decoding, until), hidden_layers, until, filled)
             before, decoding = decoding, self._joined(cache, items, decoding)
             filled += count
-            late = began is not None and self._clock is not None and self._clock() - began > self.wait_s
+            self._ended = 0.0 if self._clock is None else self._clock()
+            late = self._clock is not None and self._ended - began > self._left
             if late or (decoding and filled >= self._piece()) or (not count and decoding == before):
                 break
         return decoding
@@ -78,7 +84,7 @@ class Filling:
         """Tokens that may be filled between two steps."""
         if self._clock is None or self._tokens_per_s is None:
             return _TOKENS
-        return int(min(max(self._tokens_per_s * self.wait_s, _LEAST), _TOKENS))
+        return int(min(max(self._tokens_per_s * self._left, _LEAST), _TOKENS))
 
     def _turn(self, cache: KVCache, rows: Rows, first: int, until: int | None) -> int:
         """The row to fill: by turns the one with the least left and the oldest. Rows from `until` on wait for one of them."""
