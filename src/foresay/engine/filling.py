@@ -19,6 +19,8 @@ from foresay.engine.prefixes import PrefixStore
 
 WAIT_S = 0.3
 """Seconds that rows which decode wait for prompts between two steps, by default."""
+OFFLINE_WAIT_S = 10.0
+"""The same where nobody reads tokens as they come: larger pieces take less time in all."""
 _TOKENS = 512
 """Tokens of a piece before any was timed, or without a clock, and of the largest one."""
 _SHARE = 0.25

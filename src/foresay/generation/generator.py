@@ -20,7 +20,7 @@ from foresay.decoding.protocols import Drafter, LengthPolicy, Observer, Rule
 from foresay.decoding.randomness import derive
 from foresay.decoding.sampling_params import MAX_SEED, SamplingParams
 from foresay.engine import Engine
-from foresay.engine.filling import WAIT_S
+from foresay.engine.filling import OFFLINE_WAIT_S, WAIT_S
 from foresay.engine.prefixes import PrefixStore
 from foresay.errors import ConfigError
 from foresay.generation.result import Chunk, Generation
@@ -244,7 +244,7 @@ class Generator:
     ) -> tuple[Session, dict[int, int]]:
         """A session with all prompts, and each request's place; nothing is decoded when one prompt is bad."""
         requests = _requests(prompt, params, changes)
-        session = self.session()
+        session = self.session(prefill_wait_s=OFFLINE_WAIT_S)
         numbers = [session.submit(one, final, text=text) for one, final in requests]
         return session, {number: place for place, number in enumerate(numbers)}
 

@@ -28,6 +28,7 @@ from foresay.checks import check_int
 from foresay.decoding.protocols import Feed, Logits
 from foresay.decoding.rows import IntArray, Row, Rows, common_prefix
 from foresay.decoding.sampling_params import SamplingParams
+from foresay.engine.filling import OFFLINE_WAIT_S
 from foresay.errors import ConfigError
 from foresay.generation.load import load
 
@@ -193,7 +194,7 @@ class ForesayLM(TemplateLM):  # type: ignore[misc]
         disable: bool,
     ) -> None:
         """Tell of each output when it is written."""
-        session = self.generator.session()
+        session = self.generator.session(prefill_wait_s=OFFLINE_WAIT_S)
         places = {session.submit(ids, one): i for i, (ids, one) in enumerate(zip(prompts, params, strict=True))}
         with tqdm(total=len(prompts), disable=disable, desc="foresay generates") as bar:
             while session.has_work:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
+from foresay.engine.filling import OFFLINE_WAIT_S
 from foresay.errors import ForesayError, UnknownNameError
 from foresay.generation.generator import seeded
 from foresay.generation.load import load
@@ -55,7 +56,7 @@ class GenerateJob(Job):
     def __init__(self, setup: Plain) -> None:
         self._generator = load(**setup["load"])
         self._params, self._raw = read_params(setup["params"]), bool(setup["raw"])
-        self._session = self._generator.session()
+        self._session = self._generator.session(prefill_wait_s=OFFLINE_WAIT_S)
         self._numbers: dict[int, int] = {}
         self.room = AHEAD * self._generator.max_batch_size
 

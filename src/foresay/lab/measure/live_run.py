@@ -10,6 +10,7 @@ from time import perf_counter
 from foresay.decoding.randomness import derive
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.engine import Stats
+from foresay.engine.filling import OFFLINE_WAIT_S
 from foresay.errors import ForesayError
 from foresay.generation.generator import Generator
 from foresay.generation.result import Generation
@@ -57,7 +58,7 @@ def run_live(generator: Generator, asks: Sequence[PromptRequest], params: Sampli
     What a drafter keeps between requests is cleared first. Raises DraftFailedError when the drafter failed.
     """
     generator.forget()
-    session = generator.session()
+    session = generator.session(prefill_wait_s=OFFLINE_WAIT_S)
     places: dict[int, int] = {}
     for place, ask in enumerate(asks):
         seed = params.seed or 0

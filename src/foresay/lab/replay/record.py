@@ -20,6 +20,7 @@ from foresay.decoding.protocols import Begun, ModelOutput
 from foresay.decoding.randomness import derive
 from foresay.decoding.rows import Rows
 from foresay.decoding.sampling_params import SamplingParams
+from foresay.engine.filling import OFFLINE_WAIT_S
 from foresay.errors import ConfigError, ForesayError
 from foresay.generation.generator import Generator
 from foresay.lab.data.items import PromptItem
@@ -171,7 +172,7 @@ class Recorder:
         self.tokens = 0
         """Output tokens of this run."""
         self.probabilities = _Probabilities()
-        self.session = builder.generator.plain().session(observers=[self.probabilities])
+        self.session = builder.generator.plain().session(prefill_wait_s=OFFLINE_WAIT_S, observers=[self.probabilities])
         self.indices = {request.id: i for i, request in enumerate(requests)}
         self.open: dict[int, _Open] = {}
         self.answers: dict[str, list[str]] = {}
