@@ -20,7 +20,11 @@ from time import perf_counter, sleep
 from typing import Any
 
 import httpx
-from server import body, machine, prompts, section, serving, torch
+import torch
+from server import body, prompts, serving
+from speed import section
+
+from foresay.records.provenance import machine
 
 HERE = Path(__file__).parent
 WANTED = {"after_over_fresh": lambda x: x <= 1.3, "longest_wait_s": lambda x: x <= 0.5}
