@@ -36,11 +36,12 @@ def p_value(seen: Counter[int]) -> float:
 
 
 def cells() -> list[tuple[str, str, str]]:
-    """Every drafter with every rule it may have, the kinds of failure taking turns; the draft model with all of them."""
+    """Every drafter with every rule it may have, kinds of failure by turns; a model that drafts or reviews with all kinds."""
     pairs = [(drafter, rule) for drafter in CHAINS for rule in ("speculative", "block")]
     pairs += [(drafter, "speculative") for drafter in TREES]
     turns = [(*pair, KINDS[i % len(KINDS)]) for i, pair in enumerate(pairs)]
-    return sorted({*turns, *(("model", rule, kind) for rule in ("speculative", "block") for kind in KINDS)})
+    every = [("model", rule) for rule in ("speculative", "block")] + [("reviewed by the failing one", "speculative")]
+    return sorted({*turns, *((*pair, kind) for pair in every for kind in KINDS)})
 
 
 DRAFTERS: dict[str, Make] = {**CHAINS, **TREES}

@@ -2,7 +2,7 @@
 
 The only place that checks proposals. A defect at one token ends that row's draft there: the tokens before it were drawn, and
 dropping them because of what came after would change the distribution of the output. A defect of the proposal's form (shapes,
-types) leaves nothing to keep. Knows no drafter and no rule.
+types) leaves nothing to keep. Waits for the device once. Knows no drafter and no rule.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def checked(
     """
     try:
         counts = _checked_form(proposal, len(budget), vocab_size)
-    except (ValueError, AttributeError, TypeError) as error:
+    except (Exception, SystemExit) as error:  # whatever stands in the place of a tensor may raise anything
         return dataclasses.replace(Proposal.empty(len(budget), device), failure=error)
     kept = [max(0, min(n, most, proposal.width)) for n, most in zip(counts, budget, strict=True)]
     problem = None
@@ -48,7 +48,13 @@ def checked(
 
 def _checked_form(proposal: Proposal, batch: int, vocab_size: int) -> list[int]:
     """The counts as integers. Raises ValueError, TypeError or AttributeError for wrong types and shapes."""
+    if not isinstance(proposal, Proposal):
+        raise TypeError(f"a {type(proposal).__name__} was proposed, not a Proposal")
     ids, counts = proposal.token_ids, list(proposal.num_tokens)
+    for name in ("token_ids", "laws", "law_index", "confidence", "parents"):
+        tensor: torch.Tensor | None = getattr(proposal, name)
+        if tensor is not None and (tensor.layout != torch.strided or tensor.device.type == "meta"):
+            raise ValueError(f"{name} is {tensor.layout} on {tensor.device}, not a dense tensor")
     if ids.ndim != 2 or ids.dtype != torch.int64 or ids.shape[0] != batch or len(counts) != batch:
         raise ValueError(f"ids of shape {tuple(ids.shape)} and dtype {ids.dtype} for {batch} rows, not [B, K] int64")
     if not all(isinstance(n, int | np.integer) and not isinstance(n, bool) for n in counts):
@@ -59,7 +65,7 @@ def _checked_form(proposal: Proposal, batch: int, vocab_size: int) -> list[int]:
             continue
         if column.shape != ids.shape:
             raise ValueError(f"{name} of shape {tuple(column.shape)} for ids of shape {tuple(ids.shape)}")
-        if column.dtype.is_floating_point != floating or column.dtype.is_complex or column.dtype == torch.bool:
+        if not (column.dtype.is_floating_point if floating else column.dtype == torch.int64):
             raise ValueError(f"{name} of dtype {column.dtype}, not {'float' if floating else 'int64'}")
     laws, index = proposal.laws, proposal.law_index
     if (laws is None) != (index is None):

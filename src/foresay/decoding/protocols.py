@@ -132,6 +132,8 @@ class Capabilities:
     """Columns of a pass that fills prompts."""
     fill_together: bool = True
     """Whether rows share such a pass. Where products over more rows sum in another order, they must not."""
+    fill_any: bool = True
+    """Whether prompts filled in pieces of any size, up to `fill_chunk`, give the same bits."""
     ragged: bool = False
     """Whether a pass takes the time of its real tokens: pads cost nothing."""
     column_cost: float | None = None

@@ -36,6 +36,7 @@ from foresay.decoding.step import step
 from foresay.drafters.lookup import LookupDrafter
 from foresay.drafters.model import ModelDrafter
 from foresay.drafters.proposal_builder import ProposalBuilder
+from foresay.drafters.shortening import Shortening
 from foresay.errors import ConfigError
 from foresay.lengths import ConstantLength
 from foresay.lengths.constant import MAX_DRAFT_TOKENS
@@ -60,7 +61,7 @@ class Cascade(Drafter):
         self.drafters, self.k = tuple(drafters), tuple(tuple(row) for row in k)
         self.lenience = check_float("lenience", lenience, 1.0, 1e6)
         self.hidden_layers = tuple(sorted({layer for d in drafters for layer in d.hidden_layers}))
-        self.samples = any(d.samples for d in drafters)
+        self.samples = any(d.samples for d in drafters) or any(map(any, self.k[1:]))  # reviews draw
         workers: list[_Node] = []
         for place in range(len(drafters) - 1, -1, -1):  # the deepest first: those before it draft with it
             workers.insert(0, self._worker(place, workers))
@@ -337,12 +338,13 @@ class _ReviewingNode:
         def see(rows: Rows, proposal: Proposal, laws: Laws, verdict: Verdict, output: ModelOutput) -> None:
             reviews.append((proposal, laws))
 
-        steps = step(seen, self._context.model, self._context.cache, self._plan, rule, self._length, [see])
+        model = Shortening(self._context.model)
+        steps = step(seen, model, self._context.cache, self._plan, rule, self._length, [see])
         ((proposal, laws),) = reviews
         reviewed = _reviewed(steps, laws, lenient=lenient, confidence=confidence)
         kept = policy.kept(reviewed, laws, [len(tokens) for tokens in grown.tokens])
         grown.add(reviewed, kept)
-        grown.failure = proposal.failure or policy.failure
+        grown.failure = proposal.failure or policy.failure or model.failure
         for i, (row, one) in enumerate(zip(seen, steps, strict=True)):
             stopped = kept[i] < len(one.token_ids) or policy.stopped(i, 0)
             if stopped or one.finish_reason is not None or len(grown.tokens[i]) >= want[i]:

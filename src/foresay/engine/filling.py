@@ -54,12 +54,13 @@ class Filling:
         """
         self._target, self._prefixes = target, prefixes
         self.wait_s = check_float("prefill_wait_s", wait_s, 0.001, 1e6)
-        # on a CPU passes of other sizes give the same bits
-        self._clock = clock if target.device.type == "cpu" else None
+        self._clock = clock if target.capabilities.fill_any else None
         self._tokens_per_s: float | None = None
         self._turns = 0
-        self._left, self._ended = self.wait_s, 0.0
-        """Seconds that filling may take now, and when it last ended: the step since then is a part of the wait."""
+        self._left = self.wait_s
+        """Seconds that filling may take now."""
+        self.step_s = 0.0
+        """Seconds of the last decoding step, which are a part of the wait."""
 
     def between_steps(self, cache: KVCache, items: list[Row], decoding: int, hidden_layers: tuple[int, ...]) -> int:
         """Fill prompts of the rows after the first `decoding`, and return how many rows decode then.
@@ -69,16 +70,18 @@ class Filling:
         """
         filled = 0
         began = 0.0 if self._clock is None else self._clock()
-        self._left = max(self.wait_s - (began - self._ended if decoding else 0.0), _SHARE * self.wait_s)
+        self._left = max(self.wait_s - (self.step_s if decoding else 0.0), _SHARE * self.wait_s)
         while decoding < len(items):
             rows = Rows(items)
-            until = None if self._prefixes is None else self._prefixes.fill(cache, rows, decoding)
-            count = self._fill(cache, rows, self._turn(cache, rows, decoding, until), hidden_layers, until, filled)
+            waiting = frozenset[int]() if self._prefixes is None else self._prefixes.fill(cache, rows, decoding)
+            place = self._turn(cache, rows, decoding, waiting)
+            until = min((i for i in waiting if i > place), default=None)
+            count = self._fill(cache, rows, place, hidden_layers, until, filled if decoding else 0)
             before, decoding = decoding, self._joined(cache, items, decoding)
             filled += count
-            self._ended = 0.0 if self._clock is None else self._clock()
-            late = self._clock is not None and self._ended - began > self._left
-            if late or (decoding and filled >= self._piece()) or (not count and decoding == before):
+            late = self._clock is not None and self._clock() - began > self._left
+            full = decoding > 0 and self._piece() - filled < _LEAST
+            if late or full or (not count and decoding == before):
                 break
         return decoding
 
@@ -88,16 +91,15 @@ class Filling:
             return _TOKENS
         return int(min(max(self._tokens_per_s * self._left, _LEAST), _TOKENS))
 
-    def _turn(self, cache: KVCache, rows: Rows, first: int, until: int | None) -> int:
-        """The row to fill: by turns the one with the least left and the oldest. Rows from `until` on wait for one of them."""
-        end = len(rows) if until is None else max(until, first + 1)
-        waiting = [i for i in range(first, end) if pending(rows, cache, i) > 0]
-        if not waiting or not isinstance(cache, SwapsRows):
+    def _turn(self, cache: KVCache, rows: Rows, first: int, waiting: frozenset[int]) -> int:
+        """The row to fill, by turns the shortest and the oldest. waiting: rows that wait for the beginning of another."""
+        able = [i for i in range(first, len(rows)) if i not in waiting and pending(rows, cache, i) > 0]
+        if not able or not isinstance(cache, SwapsRows):
             return first
         self._turns += 1
         if self._turns % 2:
-            return min(waiting, key=lambda i: (pending(rows, cache, i), rows[i].request_id))
-        return min(waiting, key=lambda i: rows[i].request_id)
+            return min(able, key=lambda i: (pending(rows, cache, i), rows[i].request_id))
+        return min(able, key=lambda i: rows[i].request_id)
 
     def _fill(
         self,
@@ -108,7 +110,7 @@ class Filling:
         until: int | None,
         filled: int,
     ) -> int:
-        """Fill one piece from a row on, and time it. filled: tokens since the last step."""
+        """Fill one piece from a row on, and time it. filled: tokens since the last step, where rows decode."""
         if self._clock is None:
             return fill_chunk(self._target, cache, rows, place, hidden_layers, until)
         began, piece = self._clock(), self._piece()

@@ -11,7 +11,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -127,10 +127,8 @@ class GuardedDrafter:
         """The inner proposal as far as it is well-formed; empty while drafting is paused."""
         if not self._active:
             self._wait(rows)
-        proposal = self._try(lambda: self.inner.propose(rows, budget, policy))
-        if proposal is None and self._active:  # which is no proposal
-            self._failed(TypeError("the drafter proposed None"))
-        if proposal is None:
+        proposal: Any = self._try(lambda: self.inner.propose(rows, budget, policy))
+        if not self._active:
             return Proposal.empty(len(rows), self._device)
         out = checked(proposal, budget, self._vocab, self._device, trees=self._trees)
         if out.failure is not None:

@@ -272,6 +272,7 @@ class Engine:
             dataclasses.replace(one, num_cached=row.num_cached) if row.num_new == len(one.token_ids) else one
             for row, one in zip(rows, steps, strict=True)
         ]
+        self._filling.step_s = steps[0].total_s
         error = None if self.drafter is None else self.drafter.step_error()
         if error is not None:
             steps = [dataclasses.replace(one, draft_error=error) for one in steps]

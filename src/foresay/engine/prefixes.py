@@ -77,32 +77,38 @@ class PrefixStore:
         self._saved.clear()
         self.nbytes = 0
 
-    def fill(self, cache: KVCache, rows: Rows, first: int) -> int:
+    def fill(self, cache: KVCache, rows: Rows, first: int) -> frozenset[int]:
         """Let the rows to be filled, from place `first` on, begin with the longest beginning anyone holds.
 
-        Returns the place of the first row that had better wait for one before it, whose beginning it shares; len(rows) for none.
+        Returns the rows that had better wait for one that is filled before them, whose beginning they share, and those not
+        looked at yet.
         """
         if not isinstance(cache, SharesPrefixes):
-            return len(rows)
+            return frozenset()
         unfilled = [i for i in range(first, len(rows)) if cache.lengths[i] < rows[i].size - 1]
         alike: dict[bytes, list[int]] = {}  # who shares less shares nothing that counts
         for i, row in enumerate(rows):
             alike.setdefault(row.tokens[:MIN_TOKENS].tobytes(), []).append(i)
-        left = 0
+        left, waiting = 0, set[int]()
         for place in unfilled:
             if left == _AT_ONCE:
-                return place
+                waiting.update(range(place, len(rows)))
+                break
             if not cache.lengths[place] and rows[place].source is None:
                 near = [i for i in alike[rows[place].tokens[:MIN_TOKENS].tobytes()] if i != place]
-                if self._begin(cache, rows, place, near, [i for i in near if first <= i < place]):
-                    return place
+                before = [
+                    i for i in near if i >= first and (cache.lengths[i] or rows[i].request_id < rows[place].request_id)
+                ]
+                if self._begin(cache, rows, place, near, before):
+                    waiting.add(place)
+                    continue
             left += cache.lengths[place] < rows[place].size - 1
-        return len(rows)
+        return frozenset(waiting)
 
     def _begin(self, cache: SharesPrefixes, rows: Rows, place: int, near: Sequence[int], before: Sequence[int]) -> bool:
         """Let a row begin with what is held; or say that it had better wait for a row before it.
 
-        near: places of rows that may begin alike. before: those of them that are filled before this one.
+        near: places of rows that may begin alike. before: those of them that have begun to be filled, or came before this one.
         """
         wanted, lengths = rows[place].tokens[:-1], cache.lengths
         live = [(common_prefix(rows[i].tokens[: min(lengths[i], self._shown(rows[i]))], wanted), i) for i in near]

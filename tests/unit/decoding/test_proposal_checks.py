@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -85,6 +86,10 @@ WHOLE: dict[str, Proposal] = {
     "an index without distributions": chain([[1]], law_index=torch.tensor([[0]])),
     "float parents": chain([[1]], parents=torch.tensor([[-1.0]])),
     "parents of another width": chain([[1]], parents=torch.tensor([[-1, 0]])),
+    "sparse ids": chain([[1]], token_ids=torch.tensor([[1]]).to_sparse()),
+    "ids on no device": chain([[1]], token_ids=torch.zeros(1, 1, dtype=torch.int64, device="meta")),
+    "a law_index of bytes": chain([[1]], laws=torch.tensor([LAW]), law_index=torch.zeros(1, 1, dtype=torch.uint8)),
+    "an object like a proposal": SimpleNamespace(token_ids=torch.tensor([[1]]), num_tokens=[1]),  # type: ignore[dict-item]
     "integer confidence": chain([[1]], confidence=torch.tensor([[1]])),
 }
 

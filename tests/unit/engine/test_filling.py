@@ -20,10 +20,27 @@ VOCAB, LONG = 7, [1, 2, 3, 4, 5] * 600
 SHORT = [[6, i % VOCAB, 3] for i in range(8)]
 
 
+class Saved(list[int]):
+    nbytes = 0
+
+
+class Sharing(TableCache):
+    """A cache whose rows can begin with what others have."""
+
+    def save_prefix(self, row: int, length: int) -> Saved:
+        return Saved(self.tokens[row][:length])
+
+    def load_prefix(self, row: int, saved: Saved, length: int) -> None:
+        self.lengths[row], self.tokens[row] = length, list(saved[:length])
+
+
 class Timed(TableModel):
     """A table whose passes take 10 ms, and 1 ms for each token of a prompt, on a clock of its own."""
 
     now = 0.0
+
+    def new_cache(self) -> TableCache:
+        return Sharing()
 
     def forward(self, feed: Feed, cache: KVCache) -> ModelOutput:
         tokens = sum(feed.num_tokens)
@@ -94,6 +111,34 @@ def test_a_long_prompt_is_not_kept_waiting_for_ever() -> None:
         decoder.submit([1] * 60, SamplingParams(max_new_tokens=1))
         done = next((target.now for step in decoder.step() if step.request_id == first), done)
     assert done is not None and done < 20
+
+
+def test_short_prompts_overtake_two_long_ones_that_begin_alike() -> None:
+    """The second long one waits for the first; those after it do not."""
+    target = timed()
+    decoder = engine(target, prefixes=PrefixStore())
+    both = [decoder.submit(LONG, SamplingParams(max_new_tokens=2)) for _ in range(2)]
+    decoder.step()
+    other = decoder.submit(SHORT[0], SamplingParams(max_new_tokens=2))
+    seen = answered(decoder, target)
+    assert seen[other][0] < 1.0 and min(seen[one][0] for one in both) > 3.0
+    assert seen[both[1]][0] < 5.0, "it began with what the first had filled"
+
+
+def test_a_prompt_alone_is_filled_by_whole_chunks() -> None:
+    target = timed()
+    sizes: list[int] = []
+    forward = target.forward
+
+    def watched(feed: Feed, cache: KVCache) -> ModelOutput:
+        sizes.extend([sum(feed.num_tokens)] if feed.logits is Logits.NONE else [])
+        return forward(feed, cache)
+
+    target.forward = watched  # type: ignore[method-assign]
+    decoder = engine(target, 10.0)
+    decoder.submit(LONG, SamplingParams(max_new_tokens=1))
+    answered(decoder, target)
+    assert sizes == [256] * 11 + [183]
 
 
 def test_a_long_prompt_alone_gives_the_word_back_in_time() -> None:

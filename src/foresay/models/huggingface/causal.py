@@ -21,7 +21,7 @@ from foresay.models.huggingface.graphs import GraphedPasses, cuda_graphs
 from foresay.models.huggingface.lean import LeanDecoder, state_of
 from foresay.models.huggingface.model import UNLIMITED, TransformersModel
 from foresay.models.huggingface.slot_cache import Placement, SlotCache
-from foresay.models.huggingface.stores import Spare
+from foresay.models.huggingface.stores import RowStores, Spare
 
 logger = logging.getLogger("foresay")
 
@@ -148,6 +148,12 @@ class CausalModel(TransformersModel):
         if self.graphs is not None:
             return SlotCache(spare=self._spare)
         return (None if self.lean is None else self.lean.new_cache()) or SlotCache()
+
+    def borrowed(self, owner: SlotCache) -> SlotCache:
+        """See TransformersModel. The owner's passes may be made by its family's own code since these layers were taken."""
+        if self.rows_apart and not isinstance(owner.tensors, RowStores):
+            self.lean = None
+        return super().borrowed(owner)
 
     def admit(self, rows: Rows, first: int, cache: KVCache) -> None:
         """Add an empty cache row for each row from index `first` on."""

@@ -109,6 +109,7 @@ class TransformersModel:
             max_source_length=self.max_source_length,
             fill_chunk=MAX_TOKENS,
             fill_together=not on_cpu or self.rows_apart,
+            fill_any=on_cpu,
             ragged=self.rows_apart,
             own_threads=self.rows_apart,
         )

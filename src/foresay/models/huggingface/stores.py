@@ -177,10 +177,8 @@ class RowStores:
 
     def move(self, source: int, target: int, length: int) -> None:
         """See KeyValues. Nothing is copied."""
-        if source >= len(self.blocks):  # it has no slots yet
-            self.reserve(target + 1, 0, ())
-            self.blocks[target], self._used[target] = None, 0
-            return
+        self.reserve(max(source, target) + 1, 0, ())
+        self._freed += self._used[target] * self.slot_bytes
         self.blocks[target], self._used[target] = self.blocks[source], self._used[source]
         self.blocks[source], self._used[source] = None, 0
         self.made += 1

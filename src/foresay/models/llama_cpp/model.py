@@ -46,7 +46,14 @@ class LlamaCppModel(LanguageModel):
     def capabilities(self) -> Capabilities:
         """Chains of ragged rows, on threads of its own."""
         cost = None if self.weights.offloaded else _COLUMN_COST
-        return Capabilities(fill_chunk=AT_ONCE, ragged=True, own_threads=True, max_rows=MAX_SEQUENCES, column_cost=cost)
+        return Capabilities(
+            fill_chunk=AT_ONCE,
+            fill_any=False,
+            ragged=True,
+            own_threads=True,
+            max_rows=MAX_SEQUENCES,
+            column_cost=cost,
+        )
 
     def new_cache(self) -> LlamaCache:
         """A cache without rows."""
