@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 HELPERS = Path(__file__).parent
-MODULES = {"gguf": "helpers.fuzz_gguf", "requests": "helpers.fuzz_requests"}
+MODULES = {"gguf": "helpers.fuzz_gguf", "requests": "helpers.fuzz_server"}
 """Formats with a module of their own, which has `cases` and `check`."""
 MANY = "helpers.fuzz_formats"
 """The module that has the other formats, in `FORMATS`; those of another one are called "module:name"."""
@@ -203,7 +203,9 @@ def _count(tally: Tally, job: _Job, told: dict[str, Any]) -> None:
 def _format(name: str) -> Format:
     if name in MODULES:
         module = importlib.import_module(MODULES[name])
-        return Format(module.cases, module.check)
+        return Format(
+            lambda *which: (one[1] if isinstance(one, tuple) else one for one in module.cases(*which)), module.check
+        )
     where, _, own = name.rpartition(":")
     found: Format = importlib.import_module(where or MANY).FORMATS[own]
     return found
@@ -215,6 +217,8 @@ def _child(job: _Job) -> None:
     os.dup2(2, 1)  # nothing that a library prints may come between
     warnings.simplefilter("ignore")
     formats = {name: _format(name) for name in job.formats}
+    for name in formats:
+        (Path(job.work) / name).mkdir(parents=True, exist_ok=True)
     cases = {name: form.cases(job.seed, job.count, Path(job.work) / name) for name, form in formats.items()}
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for number in range(job.count * len(job.formats)):
