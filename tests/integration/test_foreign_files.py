@@ -105,9 +105,9 @@ def test_recordings_of_other_types(tmp_path: Path, line: str, header: dict[str, 
 
 def test_results_nested_too_deeply(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
-    path.write_text('{"format": "foresay-results", "version": 1, "settings": ' + "[" * 100_000 + "\n")
+    path.write_text('{"format": "foresay-results", "version": 2, "settings": ' + "[" * 100_000 + "\n")
     assert "line 1: not JSON: recursion limit exceeded" in refusal(lambda: Results.load(path))
-    path.write_text('{"format": "foresay-results", "version": 1, "settings": [1]}\n')
+    path.write_text('{"format": "foresay-results", "version": 2, "settings": [1]}\n')
     assert "line 1: settings=[1] must be an object" in refusal(lambda: Results.load(path))
 
 

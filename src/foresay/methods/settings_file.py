@@ -84,7 +84,7 @@ def read_settings(path: str | os.PathLike[str]) -> Settings:
     except OSError as error:
         raise ConfigError(f"cannot read {name!r}: {error.strerror}") from None
     except ConfigError as error:
-        raise error.about(name) from None
+        raise ConfigError(f"{name}: {error}") from None  # no unknown name of the caller's
     except (ValueError, RecursionError) as error:  # a number too long and a byte that is not UTF-8 are ValueErrors
         raise ConfigError(f"{name}: not TOML ({error})") from None
 

@@ -14,7 +14,7 @@ import torch
 from foresay.decoding.protocols import Feed, Logits
 from foresay.decoding.rows import Row, Rows
 from foresay.decoding.sampling_params import SamplingParams
-from foresay.errors import UnsupportedModelError
+from foresay.errors import ModelLoadError, UnsupportedModelError
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.config_sizes import check_sizes
 from foresay.models.huggingface.lean import NotLeanError
@@ -192,7 +192,7 @@ def confirm(model: CausalModel | Seq2SeqModel, doubt: str = "") -> None:
             f"{name} does not run over a cache of ragged rows: {why}{'' if doubt == why else because}"
         ) from error
     if math.isnan(difference):
-        raise UnsupportedModelError(f"{name} gives scores that are not finite; get its files again")
+        raise ModelLoadError(f"{name} gives scores that are not finite; get its files again")
     if not difference <= allowed:
         raise UnsupportedModelError(
             f"{name} scores differently over ragged rows than without a cache (difference {difference:.1e} of the logits' "

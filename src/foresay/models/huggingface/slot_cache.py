@@ -186,7 +186,8 @@ class SlotCache:
         """Store keys, values [B, heads, T, dim] of a pass and return all that its rows see, [B, heads, width, dim]."""
         self.tensors.write(layer, keys, values, *at.place(keys.device))
         ends = [start + at.columns for start in self.lengths[at.first_row : at.first_row + at.batch]]
-        return self.tensors.read(layer, at.first_row, ends or [at.width] * at.batch, at.width)
+        ends += [at.width] * (at.batch - len(ends))  # a captured pass may have more rows than there are
+        return self.tensors.read(layer, at.first_row, ends, at.width)
 
     def read(self, layer: int, first_row: int, batch: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values that rows see, [B, heads, width, dim]."""

@@ -129,9 +129,10 @@ class RowStores:
 
     def reserve(self, rows: int, first_row: int, slots: Sequence[int]) -> None:
         """See KeyValues. A row that outgrows its block gets one of twice its slots, at least."""
-        missing = rows - len(self.blocks)
-        self.blocks += [None] * missing
-        self._used += [0] * missing
+        if rows > len(self.blocks):
+            self._used += [0] * (rows - len(self.blocks))
+            self.blocks += [None] * (rows - len(self.blocks))
+            self.made += 1
         for row, needed in enumerate(slots, first_row):
             old = self.blocks[row]
             if old is None or needed > old.shape[1]:

@@ -19,7 +19,14 @@ import torch
 from foresay.decoding.protocols import Feed, LanguageModel
 from foresay.decoding.rows import Row, Rows
 from foresay.decoding.sampling_params import SamplingParams
-from foresay.errors import ConfigError, ModelLoadError, ModelNotFoundError, UnknownNameError, UnsupportedModelError
+from foresay.errors import (
+    ConfigError,
+    ForesayError,
+    ModelLoadError,
+    ModelNotFoundError,
+    UnknownNameError,
+    UnsupportedModelError,
+)
 from foresay.models.huggingface import linears
 from foresay.models.huggingface.config_sizes import check_sizes
 from foresay.models.huggingface.memory import trim
@@ -198,9 +205,9 @@ def wrap(name: str, weights: Any, tokenizer: Any, *, optimise: bool, bits: int |
             if not why.expected:  # its own code has to be right then, of a family that is otherwise trusted too
                 try:
                     confirm(model, why.reason)
-                except BaseException:
+                except ForesayError as error:
                     model.release()
-                    raise
+                    raise error.about(repr(name)) from None
             level = logging.INFO if why.expected or not optimise else logging.WARNING
             logger.log(level, "passes of %s are made by its family's own code: %s", name, why)
         if not optimise:

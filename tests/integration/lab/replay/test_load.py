@@ -161,7 +161,7 @@ def test_a_text_that_is_played_again_is_another_request() -> None:
     once = foresee(prompts, known, [0.0] * 3, None, ConstantLength(0), batch_size=6)
     twice = foresee(prompts, known, [0.0] * 6, None, ConstantLength(0), batch_size=6)
     filled = [load.busy_s - load.passes * PASS_S for load in (once, twice)]
-    assert filled[1] == pytest.approx(2 * filled[0]) and filled[0] == pytest.approx(30 * PASS_S)
+    assert filled[1] == pytest.approx(2 * filled[0], rel=0.01) and filled[0] == pytest.approx(30 * PASS_S, rel=0.01)
 
 
 def test_drafts_that_hold_answer_more() -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from foresay.decoding.protocols import Feed
-from foresay.errors import OutOfMemoryError, UnsupportedModelError
+from foresay.errors import ModelLoadError, OutOfMemoryError, UnsupportedModelError
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.config_sizes import check_sizes
 from foresay.models.huggingface.linears import freeze_linears
@@ -203,7 +203,7 @@ def test_a_rotary_factor_beyond_the_head_is_refused_when_a_folder_is_loaded(kind
     done = tiny.foresay("generate", "--model", str(folder), "--max-new-tokens", "2", "hello", timeout=60)
     shown = done.stderr.decode()
     assert (done.returncode, done.stdout) == (2, b"")
-    assert "partial_rotary_factor=1000000.0; it must be above 0 and at most 1" in shown
+    assert "partial_rotary_factor" in shown and "1000000.0" in shown and "to 1" in shown
     assert shown.count("\n") == 1
 
 
@@ -240,5 +240,5 @@ def test_a_covered_family_is_probed_where_its_fused_passes_fail() -> None:
     """Scores that are no numbers are no agreement."""
     weights = make("llama")
     weights.model.norm.weight.data[0] = float("nan")
-    with pytest.raises(UnsupportedModelError, match="scores differ"):
+    with pytest.raises(ModelLoadError, match="scores that are not finite"):
         wrap("broken", weights, None, optimise=True)

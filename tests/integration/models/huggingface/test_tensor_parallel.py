@@ -111,7 +111,7 @@ class Others:
 
 
 class Policy:
-    needs_hidden = False
+    needs_hidden, remembers = False, True
 
     def __init__(self) -> None:
         self.asked: list[str] = []

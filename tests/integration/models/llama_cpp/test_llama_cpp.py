@@ -171,7 +171,7 @@ def test_what_is_held_is_no_memory_lost(library: Library) -> None:
     """Rows that end leave room for as many: the cells are theirs."""
     one = model()
     cache = admitted(one, 2)
-    assert cache.nbytes == library.contexts[-1].params.n_ctx * one.cache_bytes(1, 1) > 0
+    assert cache.nbytes == library.contexts[-1].params.n_ctx * one.cache_bytes([1]) > 0
 
 
 def test_rows_that_share_a_beginning_share_cells(library: Library) -> None:
