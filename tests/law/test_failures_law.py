@@ -7,23 +7,28 @@ versions did, and must be rejected at the same sample size.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
 import torch
 from scipy import stats
 
+from foresay.decoding import step as step_module
+from foresay.decoding.acceptance import make_rule
 from foresay.decoding.laws import Laws
 from foresay.decoding.proposal import Proposal
-from foresay.decoding.protocols import DraftStep
-from foresay.drafters import ModelTreeDrafter, model_tree
+from foresay.decoding.protocols import DraftStep, Feed, KVCache, LengthPolicy, ModelOutput
+from foresay.decoding.sampling_params import SamplingParams
+from foresay.drafters import ModelDrafter, ModelTreeDrafter, model_tree
 from foresay.drafters.proposal_builder import Interruptible
-from foresay.engine import guard
+from foresay.engine import Engine, guard
+from foresay.lengths import ConfidenceLength, ThroughputLength
 from foresay.models.table import TableModel
-from helpers.failing import BUDGETS, CHAINS, KINDS, SKEWED, TREES, VOCAB, FailingTable, Make, first_tokens
+from helpers.failing import BUDGETS, CHAINS, EVEN, KINDS, PROMPT, SKEWED, TREES, VOCAB, FailingTable, Make, first_tokens
 from helpers.law_cells import ALPHA
 
 SAMPLES = 500
@@ -125,3 +130,36 @@ def test_a_tree_dropped_where_its_budget_ends(monkeypatch: Patch) -> None:
     monkeypatch.setattr(Interruptible, "keeping", _raises_on)
     seen, failures = first_tokens(lambda: wide(2, 2), "speculative", SAMPLES, budget=4)
     assert failures > SAMPLES / 10 and p_value(seen) < ALPHA
+
+
+# -- drafts that are slow after a token -----------------------------------------------------------------------------------
+
+
+class Slow(TableModel):
+    """A draft whose passes take a hundred times as long when they are fed token 0, on a clock of their own."""
+
+    def __init__(self) -> None:
+        super().__init__(SKEWED.expand(VOCAB, VOCAB, VOCAB))
+        self.now = 0.0
+
+    def forward(self, feed: Feed, cache: KVCache) -> ModelOutput:
+        self.now += 0.1 if bool((feed.token_ids == 0).any()) else 0.001
+        return super().forward(feed, cache)
+
+
+@pytest.mark.parametrize("rule", ["speculative", "block"])
+@pytest.mark.parametrize("policy", [lambda: ThroughputLength(start=2, high=4), lambda: ConfidenceLength(0.3, high=4)])
+def test_a_draft_that_is_slow_after_a_token(rule: str, policy: Callable[[], LengthPolicy], monkeypatch: Patch) -> None:
+    """Lengths that follow measured time are learned from tokens that were drawn, over many requests."""
+    draft, shared, seen = Slow(), policy(), Counter[int]()
+    ticks = itertools.count()
+    monkeypatch.setattr(step_module, "perf_counter", lambda: draft.now + next(ticks) * 1e-4)
+    for seed in range(SAMPLES):
+        engine = Engine(EVEN, ModelDrafter(draft, VOCAB), make_rule(rule), shared)
+        engine.submit(PROMPT, SamplingParams(temperature=1.0, seed=seed, max_new_tokens=4))
+        tokens: list[int] = []
+        while engine.has_work:
+            tokens += [token for step in engine.step() for token in step.token_ids]
+        seen[tokens[0]] += 1
+        assert engine.draft_failures == 0
+    assert p_value(seen) > ALPHA
