@@ -12,7 +12,7 @@ from helpers.fuzzing import Format
 
 
 def _cases(seed: int, count: int, folder: Path) -> Iterator[Path]:
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     for number in range(count):
         (folder / str(number)).write_bytes(bytes([number]))
         yield folder / str(number)

@@ -203,9 +203,8 @@ def _count(tally: Tally, job: _Job, told: dict[str, Any]) -> None:
 def _format(name: str) -> Format:
     if name in MODULES:
         module = importlib.import_module(MODULES[name])
-        return Format(
-            lambda *which: (one[1] if isinstance(one, tuple) else one for one in module.cases(*which)), module.check
-        )
+        read = getattr(module, "read", None) or module.check
+        return Format(lambda *which: (one[1] if isinstance(one, tuple) else one for one in module.cases(*which)), read)
     where, _, own = name.rpartition(":")
     found: Format = importlib.import_module(where or MANY).FORMATS[own]
     return found
