@@ -11,11 +11,12 @@ from helpers.fuzzing import fuzz, names
 
 
 def test_mutated_files_are_read_or_refused(tmp_path: Path) -> None:
-    tallies = fuzz(names(), 1, 25, tmp_path)
+    tallies = fuzz(names(), 3, 25, tmp_path)
     assert [f"{name}, {line}" for name, tally in tallies.items() for line in tally.failures] == []
     assert {tally.cases for tally in tallies.values()} == {25}
     assert all(tally.refused for tally in tallies.values()), "mutated enough to be refused"
-    assert all(tallies[name].accepted for name in fuzz_formats.FORMATS), "and more than a first check sees the rest"
+    unread = [name for name in fuzz_formats.FORMATS if not tallies[name].accepted]
+    assert unread == [], "and more than a first check sees the rest"
 
 
 @pytest.mark.parametrize("name", sorted(fuzz_broken.FORMATS))
