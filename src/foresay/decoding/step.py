@@ -182,7 +182,7 @@ def commit(rows: Rows, proposal: Proposal, verdict: Verdict, output: ModelOutput
         origins = ((Origin.DRAFT,) * len(path) + (last,))[: len(kept)]
         asked = row.params.logprobs if rows.level == 0 else None
         columns = [0, *(column + 1 for column in path)][: len(kept)]
-        logprobs = None if asked is None else _logprobs(output.scores()[i][columns], kept, asked)
+        logprobs = None if asked is None else token_logprobs(output.scores()[i][columns], kept, asked)
         reason = FinishReason.ERROR if error is not None else reason
         out.append(Committed(kept, origins, drafted, path, tested, reason, error, logprobs))
     return out
@@ -254,8 +254,8 @@ def cut(row: Row, tokens: Sequence[int]) -> tuple[list[int], FinishReason | None
     return kept, reason
 
 
-def _logprobs(scores: torch.Tensor, kept: Sequence[int], top: int) -> tuple[TokenLogprob, ...]:
-    """Log-probabilities of the kept tokens under the raw logits. scores: [n, V], row t scores kept[t]."""
+def token_logprobs(scores: torch.Tensor, kept: Sequence[int], top: int) -> tuple[TokenLogprob, ...]:
+    """Log-probabilities of tokens under the raw logits, and the `top` likeliest. scores: [n, V], row t scores kept[t]."""
     logprobs = scores.float().log_softmax(-1)
     chosen = logprobs.gather(1, torch.tensor(kept, dtype=torch.int64, device=scores.device)[:, None])[:, 0].tolist()
     values, ids = logprobs.topk(min(top, logprobs.shape[-1])) if top else (logprobs[:, :0], logprobs[:, :0].long())

@@ -14,6 +14,7 @@ from foresay.decoding.outcome import TokenLogprob
 from foresay.decoding.protocols import Feed, KVCache, LanguageModel
 from foresay.decoding.rows import Row, Rows
 from foresay.decoding.sampling_params import SamplingParams
+from foresay.decoding.step import token_logprobs
 from foresay.errors import ConfigError, ContextLengthError, OutOfMemoryError, PromptError
 from foresay.threads import alone
 
@@ -53,7 +54,7 @@ class PromptScorer:
                 cache = self._cache = self._cache or self._begun()
                 feed = Feed(torch.tensor([ids], device=self._model.device), [len(ids)])
                 scores = self._model.forward(feed, cache).scores()[0, : len(ids)]
-                self.logprobs += _logprobs(scores, self._ids[start + 1 : start + 1 + len(ids)], self._top)
+                self.logprobs += token_logprobs(scores, self._ids[start + 1 : start + 1 + len(ids)], self._top)
         more = len(self.logprobs) < len(self._ids)
         self._cache = self._cache if more else None  # a batch of prompts holds one cache at a time
         return more
@@ -68,14 +69,3 @@ class PromptScorer:
         row = Row(0, self._ids, SamplingParams(), limit=self._model.max_length)
         self._model.admit(Rows([row]), 0, cache)
         return cache
-
-
-def _logprobs(scores: torch.Tensor, token_ids: Sequence[int], top: int) -> list[TokenLogprob]:
-    """scores: [n, V] raw logits, row t of which scores token_ids[t]."""
-    logprobs = scores.float().log_softmax(-1)
-    chosen = logprobs.gather(1, torch.tensor(token_ids, device=scores.device)[:, None])[:, 0].tolist()
-    values, ids = (part.tolist() for part in logprobs.topk(min(top, logprobs.shape[-1])))
-    return [
-        TokenLogprob(one, tuple(zip(near, theirs, strict=True)))
-        for one, near, theirs in zip(chosen, ids, values, strict=True)
-    ]
