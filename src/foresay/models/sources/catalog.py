@@ -28,7 +28,6 @@ from foresay.errors import (
     UnsupportedModelError,
 )
 from foresay.models.huggingface import linears
-from foresay.models.huggingface.config_sizes import check_sizes
 from foresay.models.huggingface.memory import trim
 from foresay.models.sources.config_checks import check_config, check_size
 from foresay.models.sources.gguf_blocks import model_of_blocks
@@ -336,7 +335,6 @@ def _read(
     kind = AutoModelForCausalLM
     if "gguf_file" not in extra:  # which is taken for a decoder-only model
         config = AutoConfig.from_pretrained(folder, **common)
-        check_sizes(config)
         kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else kind
         if Path(folder).is_dir():
             check_size(folder, kind, config, trust_remote_code=options.trust_remote_code)

@@ -210,10 +210,10 @@ def test_a_rotary_factor_beyond_the_head_is_refused_when_a_folder_is_loaded(kind
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"head_dim": 0}, "head_dim=0; it must be at least 1"),
-        ({"num_attention_heads": -4}, "num_attention_heads=-4; it must be at least 1"),
-        ({"num_key_value_heads": 3}, "num_attention_heads=4 and num_key_value_heads=3; the first must be a multiple"),
-        ({"partial_rotary_factor": 0.0}, "partial_rotary_factor=0.0; it must be above 0 and at most 1"),
+        ({"head_dim": 0}, "head_dim=0; allowed is a whole number from 1"),
+        ({"num_attention_heads": -4}, "num_attention_heads=-4; allowed is a whole number from 1"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads=3; allowed is a divisor of the 4 heads"),
+        ({"partial_rotary_factor": 0.0}, "partial_rotary_factor=0.0; allowed is a finite number from 1e-06 to 1"),
         ({"partial_rotary_factor": float("nan")}, "partial_rotary_factor=nan"),
         ({"rope_parameters": {"full_attention": {"partial_rotary_factor": 2.0}}}, "partial_rotary_factor=2.0"),
     ],

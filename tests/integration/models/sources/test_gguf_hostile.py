@@ -384,7 +384,8 @@ def test_the_fuzz_finds_what_is_not_checked(monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.setattr(gguf_values, "_FACTORS", {})
     fuzz_gguf.check(path)  # seen by the pass after loading
     monkeypatch.setattr(catalog, "_check_scores", lambda *_: None)
-    monkeypatch.setattr(self_check, "confirm", lambda *_: None)
+    for check in ("check_sizes", "confirm"):
+        monkeypatch.setattr(self_check, check, lambda *_: None)
     with pytest.raises(AssertionError, match="not finite"):
         fuzz_gguf.check(path)
     monkeypatch.setattr(fuzz_gguf, "load_model", lambda *_: 1 // 0)
