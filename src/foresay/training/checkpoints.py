@@ -81,7 +81,12 @@ def save_checkpoint(
             shutil.rmtree(one, ignore_errors=True)
         try:
             work.mkdir(parents=True)
-            _write(work, state, plan, model, optimisers)
+            weights, kept = learned(model), _flat(optimisers)
+            save_file({name: weight.detach().cpu().contiguous() for name, weight in weights.items()}, work / _WEIGHTS)
+            save_file(kept, work / _OPTIMISER)
+            values = {"plan": dict(plan), "optimiser": sorted(kept), **asdict(state)}
+            (work / _STATE).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+            usual_modes(work)
             if folder.exists():
                 os.replace(folder, old)
             os.replace(work, folder)
@@ -89,21 +94,6 @@ def save_checkpoint(
             shutil.rmtree(work, ignore_errors=True)
             raise
     shutil.rmtree(old, ignore_errors=True)
-
-
-def _write(
-    folder: Path,
-    state: State,
-    plan: Mapping[str, Any],
-    model: torch.nn.Module,
-    optimisers: Sequence[torch.optim.Optimizer],
-) -> None:
-    save_file({name: weight.detach().cpu().contiguous() for name, weight in learned(model).items()}, folder / _WEIGHTS)
-    kept = _flat(optimisers)
-    save_file(kept, folder / _OPTIMISER)
-    values = {"plan": dict(plan), "optimiser": sorted(kept), **asdict(state)}
-    (folder / _STATE).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-    usual_modes(folder)
 
 
 def load_checkpoint(

@@ -29,24 +29,6 @@ from helpers.serving import TEXT, Running
 REQUEST = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> foresay.Generator:
-    return foresay.load(str(tiny.save(tmp_path_factory.mktemp("served"), chat=True)), num_draft_tokens=3)
-
-
-@pytest.fixture
-def serve(model: foresay.Generator) -> Iterator[Any]:
-    begun: list[Running] = []
-
-    def start(generator: foresay.Generator = model, **settings: Any) -> Running:
-        begun.append(Running(generator, **settings))
-        return begun[-1]
-
-    yield start
-    for one in begun:
-        one.close()
-
-
 def connected(running: Running) -> socket.socket:
     return socket.create_connection(("127.0.0.1", running.port), timeout=30)
 

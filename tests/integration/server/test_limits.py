@@ -29,24 +29,6 @@ from helpers.serving import TALK, TEXT, Running
 LONG = {"prompt": TEXT, "max_tokens": 3900, "temperature": 0}
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> foresay.Generator:
-    return foresay.load(str(tiny.save(tmp_path_factory.mktemp("served"), chat=True)), num_draft_tokens=3)
-
-
-@pytest.fixture
-def serve(model: foresay.Generator) -> Iterator[Any]:
-    begun: list[Running] = []
-
-    def start(generator: foresay.Generator = model, **settings: Any) -> Running:
-        begun.append(Running(generator, **settings))
-        return begun[-1]
-
-    yield start
-    for one in begun:
-        one.close()
-
-
 def post(running: Running, body: dict[str, Any], path: str = "/v1/completions", **more: Any) -> httpx.Response:
     return httpx.post(f"{running.url}{path}", json=body, timeout=60, **more)
 

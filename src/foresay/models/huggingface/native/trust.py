@@ -9,10 +9,11 @@ import ctypes
 import hashlib
 import os
 import stat
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from foresay.files import work_folder
 
 _OTHERS = stat.S_IWGRP | stat.S_IWOTH
 """Rights by which a group or anybody may write."""
@@ -65,8 +66,8 @@ def opened(path: Path) -> ctypes.CDLL:
 @contextmanager
 def written(path: Path) -> Iterator[Path]:
     """Where to write the library that becomes `path`, with its digest, when the block ends well; see `opened`."""
-    with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as work:
-        library, digest = Path(work) / path.name, Path(work) / _beside(path).name
+    with work_folder(path.name, path.parent) as work:
+        library, digest = work / path.name, work / _beside(path).name
         yield library
         digest.write_text(hashlib.sha256(library.read_bytes()).hexdigest(), encoding="ascii")
         for one in (digest, library):
