@@ -59,18 +59,19 @@ class Filling:
         self._turns = 0
         self._left = self.wait_s
         """Seconds that filling may take now."""
-        self.step_s = 0.0
-        """Seconds of the last decoding step, which are a part of the wait."""
 
-    def between_steps(self, cache: KVCache, items: list[Row], decoding: int, hidden_layers: tuple[int, ...]) -> int:
+    def between_steps(
+        self, cache: KVCache, items: list[Row], decoding: int, hidden_layers: tuple[int, ...], step_s: float
+    ) -> int:
         """Fill prompts of the rows after the first `decoding`, and return how many rows decode then.
 
         items: rows in cache order; those that are filled change places with the ones before them. When no row decodes yet,
-        filling goes on until one is filled, or for as long as rows that decode would wait.
+        filling goes on until one is filled, or for as long as rows that decode would wait. step_s: seconds of the last decoding
+        step, which are a part of the wait.
         """
         filled = 0
         began = 0.0 if self._clock is None else self._clock()
-        self._left = max(self.wait_s - (self.step_s if decoding else 0.0), _SHARE * self.wait_s)
+        self._left = max(self.wait_s - (step_s if decoding else 0.0), _SHARE * self.wait_s)
         while decoding < len(items):
             rows = Rows(items)
             waiting = frozenset[int]() if self._prefixes is None else self._prefixes.fill(cache, rows, decoding)
@@ -116,9 +117,10 @@ class Filling:
         began, piece = self._clock(), self._piece()
         count = fill_chunk(self._target, cache, rows, place, hidden_layers, until, max(piece - filled, _LEAST))
         took = self._clock() - began
-        if count >= _LEAST:  # a few tokens take as long as one
+        known = self._tokens_per_s
+        if count >= _LEAST or (count and known is None):  # a few tokens take as long as one: better than no estimate
             now = count / max(took, 1e-9)
-            self._tokens_per_s = now if self._tokens_per_s is None else (self._tokens_per_s + now) / 2
+            self._tokens_per_s = now if known is None else (known + now) / 2
         return count
 
     def _joined(self, cache: KVCache, items: list[Row], decoding: int) -> int:

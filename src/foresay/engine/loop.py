@@ -94,7 +94,7 @@ class Engine:
             self.drafter.use_cache_of_target(self._cache)
         self._waiting: deque[Row] = deque()
         self._items: list[Row] = []
-        self._decoding = 0
+        self._decoding, self._step_s = 0, 0.0
         self._full_at = _NEVER
         """Rows from which on the memory does not hold the next request."""
         self._said_full = False
@@ -272,7 +272,7 @@ class Engine:
             dataclasses.replace(one, num_cached=row.num_cached) if row.num_new == len(one.token_ids) else one
             for row, one in zip(rows, steps, strict=True)
         ]
-        self._filling.step_s = steps[0].total_s
+        self._step_s = steps[0].total_s
         error = None if self.drafter is None else self.drafter.step_error()
         if error is not None:
             steps = [dataclasses.replace(one, draft_error=error) for one in steps]
@@ -342,7 +342,7 @@ class Engine:
         if first == len(self._items):
             return
         hidden = () if self.drafter is None else self.drafter.hidden_layers
-        self._decoding = self._filling.between_steps(self._cache, self._items, first, hidden)
+        self._decoding = self._filling.between_steps(self._cache, self._items, first, hidden, self._step_s)
         if self._decoding > first:
             self._rows = None
             if self.drafter is not None:

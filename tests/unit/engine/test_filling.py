@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -196,3 +198,27 @@ def test_a_cache_whose_rows_stay_fills_them_in_order(monkeypatch: pytest.MonkeyP
 def test_a_wait_that_is_none_is_refused() -> None:
     with pytest.raises(ConfigError, match="prefill_wait_s=0"):
         engine(timed(), 0.0)
+
+
+def test_a_model_whose_bits_depend_on_the_piece_is_filled_by_whole_chunks() -> None:
+    """Whatever rows that decode wait: control, the same model that says nothing of it is filled in small pieces."""
+    largest = []
+    for fill_any in (False, True):
+        target = timed()
+        target.capabilities = replace(target.capabilities, fill_any=fill_any)
+        sizes: list[int] = []
+        forward = target.forward
+
+        def watched(feed: Feed, cache: KVCache, sizes: list[int] = sizes, forward: Any = forward) -> ModelOutput:
+            sizes.extend([sum(feed.num_tokens)] if feed.logits is Logits.NONE else [])
+            out: ModelOutput = forward(feed, cache)
+            return out
+
+        target.forward = watched  # type: ignore[method-assign]
+        decoder = engine(target, 0.05)
+        decoder.submit(SHORT[0], SamplingParams(max_new_tokens=400))
+        decoder.step()
+        decoder.submit(LONG[:1400], SamplingParams(max_new_tokens=1))
+        answered(decoder, target)
+        largest.append(max(sizes))
+    assert largest[0] == 256 > 3 * largest[1]

@@ -182,11 +182,28 @@ def test_prefilling_together_gives_the_bits_of_prefilling_alone(model: CausalMod
             assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-def _filled(model: CausalModel, items: list[Row]) -> SlotCache:
+@pytest.mark.slow
+@pytest.mark.parametrize("fused", [True, False])
+def test_prefilling_in_pieces_gives_the_bits_of_whole_chunks(
+    model: CausalModel, tokens: torch.Tensor, fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pieces follow a clock. `test_keys_taken_in_one_range_of_any_width_are_seen_to_differ` is the control."""
+    if not fused:
+        monkeypatch.setattr(model, "lean", None)
+    row = [Row(0, tokens[0, :300].tolist(), SamplingParams(), limit=999)]
+    whole = _filled(model, row).save_prefix(0, 299)
+    for most in (16, 37, 150):
+        pieces = _filled(model, row, most).save_prefix(0, 299)
+        for ours, theirs in zip(pieces.parts, whole.parts, strict=True):
+            assert ours is not None and theirs is not None
+            assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)), most
+
+
+def _filled(model: CausalModel, items: list[Row], most: int | None = None) -> SlotCache:
     cache = model.new_cache()
     rows = Rows(items)
     model.admit(rows, 0, cache)
-    while fill_chunk(model, cache, rows, 0):
+    while fill_chunk(model, cache, rows, 0, most=most):
         pass
     assert cache.lengths == [row.size - 1 for row in items]
     return cache
