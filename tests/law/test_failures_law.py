@@ -25,6 +25,7 @@ from foresay.decoding.protocols import DraftStep, Feed, KVCache, LengthPolicy, M
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import ModelDrafter, ModelTreeDrafter, model_tree
 from foresay.drafters.proposal_builder import Interruptible
+from foresay.drafters.shortening import Shortening
 from foresay.engine import Engine, guard
 from foresay.lengths import ConfidenceLength, ThroughputLength
 from foresay.models.table import TableModel
@@ -96,6 +97,14 @@ def test_a_draft_lost_with_a_bad_distribution(rule: str, monkeypatch: Patch) -> 
     monkeypatch.setattr(guard, "checked", whole)
     seen, _ = first_tokens(lambda: DRAFTERS["model"](FailingTable(0, "nan")), rule, SAMPLES)
     assert p_value(seen) < ALPHA
+
+
+def test_a_review_lost_with_its_pass(monkeypatch: Patch) -> None:
+    """Control: a reviewer that fails on an inner draft token loses its review."""
+    monkeypatch.setattr(Shortening, "forward", lambda self, feed, cache: self.inner.forward(feed, cache))
+    make = lambda: DRAFTERS["reviewed by the failing one"](FailingTable(0, "raises"))  # noqa: E731
+    seen, failures = first_tokens(make, "speculative", SAMPLES)
+    assert failures > SAMPLES / 10 and p_value(seen) < ALPHA
 
 
 # -- wide trees ----------------------------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
-"""A reviewing model whose pass fails on draft tokens: the columns that fail are left out, and have no distribution.
+"""A reviewing model whose pass fails on draft tokens: the positions that fail are left out, and have no distribution.
 
 In a cascade a token exists only after its reviewer's pass. If that pass failed because of an inner draft token and the review
-were lost, tokens would exist or not by their own values. So the pass is repeated with one column fewer until it succeeds. The
-columns left out score NaN, which ends the draft in front of them (see `decoding.proposal_checks`). Knows no cascade.
+were lost, tokens would exist or not by their own values. So the pass is repeated with one token fewer until it succeeds. The
+positions left out score NaN, which ends the draft in front of them (see `decoding.proposal_checks`). Knows no cascade.
 """
 
 from __future__ import annotations
@@ -11,47 +11,31 @@ import dataclasses
 
 import torch.nn.functional as F
 
-from foresay.decoding.protocols import Capabilities, Feed, KVCache, LanguageModel, ModelOutput
-from foresay.decoding.rows import Rows
+from foresay.decoding.protocols import Feed, KVCache, LanguageModel, ModelOutput
+from foresay.models.vocabulary import VocabularyAdapter
 
 
-class Shortening(LanguageModel):
-    """A model that scores as many columns as it can."""
+class Shortening(VocabularyAdapter):
+    """A model that scores as many of the tokens it is fed as it can."""
 
-    def __init__(self, inner: LanguageModel) -> None:
-        self._inner = inner
-        self.vocab_size, self.max_length, self.device = inner.vocab_size, inner.max_length, inner.device
+    def __init__(self, model: LanguageModel) -> None:
+        super().__init__(model, model.vocab_size)
         self.failure: BaseException | None = None
         """The last exception of a pass."""
 
-    @property
-    def capabilities(self) -> Capabilities:
-        """See LanguageModel."""
-        return self._inner.capabilities
-
-    def new_cache(self) -> KVCache:
-        """See LanguageModel."""
-        return self._inner.new_cache()
-
-    def admit(self, rows: Rows, first: int, cache: KVCache) -> None:
-        """See LanguageModel."""
-        self._inner.admit(rows, first, cache)
-
     def forward(self, feed: Feed, cache: KVCache) -> ModelOutput:
-        """One pass of a chain, logits [B, T, V]. Raises what the model raises when it fails on one column, too."""
+        """One pass of a chain, logits [B, T, V]. Raises what the model raises if it fails on a single token, too."""
         before, columns = list(cache.lengths), int(feed.token_ids.shape[1])
         for width in range(columns, 0, -1):
             counts = [min(n, width) for n in feed.num_tokens]
+            part = dataclasses.replace(feed, token_ids=feed.token_ids[:, :width], num_tokens=counts)
             try:
-                part = dataclasses.replace(feed, token_ids=feed.token_ids[:, :width], num_tokens=counts)
-                output = self._inner.forward(part, cache)
+                output = self.inner.forward(part, cache)
                 if output.logits is None:  # a recording has tokens and no scores
                     return output
-                scores = output.scores()
-                if scores.shape[:2] != part.token_ids.shape:
-                    raise ValueError(
-                        f"scores of shape {tuple(scores.shape)} for tokens of {tuple(part.token_ids.shape)}"
-                    )
+                if output.logits.shape[:2] != part.token_ids.shape:
+                    shapes = tuple(output.logits.shape), tuple(part.token_ids.shape)
+                    raise ValueError("scores of shape {} for tokens of {}".format(*shapes))
                 break
             except (Exception, SystemExit) as error:
                 self.failure = error
@@ -60,5 +44,5 @@ class Shortening(LanguageModel):
                     raise
         if width == columns:
             return output
-        missing = F.pad(scores.float(), (0, 0, 0, columns - width), value=float("nan"))
+        missing = F.pad(output.scores().float(), (0, 0, 0, columns - width), value=float("nan"))
         return dataclasses.replace(output, logits=missing, columns=None)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import foresay
 from foresay.decoding.acceptance import make_rule
 from foresay.decoding.outcome import Step
 from foresay.decoding.proposal import Proposal
@@ -253,3 +254,19 @@ def test_two_depths_do_not_draft_from_what_the_other_overwrote() -> None:
     ours, theirs = (one.propose(rows.with_draft(guessed, 2), [4, 4], policy) for one in (deep, apart))
     assert torch.equal(ours.token_ids, theirs.token_ids)
     assert torch.allclose(owner.read(0, 0, 1, held)[0], before, atol=1e-5), "the guesses were fed again"
+
+
+def test_layers_of_a_target_that_lost_its_fused_passes_draft_all_the_same() -> None:
+    """A watched model that is changed goes back to its family's own code, whose cache the fused layers cannot read."""
+    loaded = foresay.load(make("llama"), drafter="none")
+    target = loaded.target.model
+    assert isinstance(target, CausalModel) and target.rows_apart
+    short = first_layers(target, 1)
+    assert short.rows_apart
+    params = SamplingParams(max_new_tokens=12)
+    plain, _, _ = run(target, [[5, 6, 7]], params)
+    target.lean = None  # as `CausalModel.new_cache` leaves it
+    ours, steps, engine = run(target, [[5, 6, 7]], params, drafter=SelfDrafter(short, target.vocab_size))
+    assert engine.draft_failures == 0, engine.drafter and engine.drafter.last_error
+    assert any(step.num_drafted for step in steps) and not short.rows_apart
+    assert ours == plain

@@ -20,6 +20,12 @@ from helpers.cascading import POLICY, SIZE, ZEROS, Asked, Whole, begun, lists, w
 from helpers.making import make_row
 
 
+def test_a_cascade_that_reviews_samples_whatever_its_models_say() -> None:
+    """A review draws, so that lengths learned from a seed's own numbers would meet them."""
+    quiet = [ModelDrafter(TableModel.random(4, seed=i), 4, sample=False) for i in range(2)]
+    assert Cascade(quiet, [[2, 0], [0, 2]]).samples and not Cascade(quiet, [[2, 2], [0, 0]]).samples
+
+
 def test_each_drafter_adds_what_its_column_says() -> None:
     parts = [Asked([1]), Asked([2]), Asked([3])]
     cascade = Cascade(parts, [[2, 3, 1], *ZEROS])

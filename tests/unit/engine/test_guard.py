@@ -13,6 +13,7 @@ from foresay.decoding.proposal import Proposal
 from foresay.decoding.protocols import LengthPolicy
 from foresay.decoding.rows import Rows
 from foresay.decoding.sampling_params import SamplingParams
+from foresay.drafters.proposal_builder import ProposalBuilder
 from foresay.engine import Engine
 from foresay.engine.guard import MAX_FAILURES, PAUSE
 from foresay.lengths import ConstantLength
@@ -313,3 +314,10 @@ def test_a_step_of_a_pause_tells_why(target: TableModel) -> None:
     engine.submit([1], SamplingParams(max_new_tokens=4))
     told = [step.draft_error for _ in iter(lambda: engine.has_work, False) for step in engine.step()]
     assert told[0] == "drafting is paused after failures of the drafter, the last RuntimeError: call 3"
+
+
+def test_an_interrupt_is_no_failure_of_a_draft_under_way() -> None:
+    builder = ProposalBuilder(1, torch.device("cpu"))
+    with pytest.raises(KeyboardInterrupt), builder.keeping():
+        raise KeyboardInterrupt
+    assert builder.failure is None

@@ -304,6 +304,16 @@ def test_a_row_that_ends_gives_its_memory_back(monkeypatch: pytest.MonkeyPatch) 
     assert trims == [1], "a little is kept for the next rows"
 
 
+def test_rows_that_others_replace_count_as_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    trims: list[int] = []
+    monkeypatch.setattr(stores_module, "trim", lambda: trims.append(1))
+    monkeypatch.setattr(stores_module, "_SMALL", 2400 * TOKEN)
+    cache = filled(*[[1.0] * 100] * 25, make=by_rows)
+    for count in range(24, -1, -1):  # the first row ends, and the last one takes its place
+        cache.rearrange([(count, 0)] if count else [], count)
+    assert trims == [1]
+
+
 @torch.inference_mode()
 def test_a_rectangle_shrinks_when_most_of_it_is_not_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stores_module, "_SMALL", 0)
