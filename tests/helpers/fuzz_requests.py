@@ -1,6 +1,6 @@
 """Mutated request bodies of the server's API, the same for a seed. No case may be the server's error.
 
-Owns which requests there are to begin with, and how they are broken. `violation` says what is wrong with an answer.
+Owns which requests there are to begin with, and how they are broken. `violation` finds what is wrong with an answer.
 """
 
 from __future__ import annotations

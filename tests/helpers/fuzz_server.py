@@ -1,6 +1,6 @@
 """Request bodies as a format of `scripts/fuzz`: each case is a file, and reading it is answering it by the application.
 
-`fuzz_requests` has the cases, and says what is wrong with an answer.
+`fuzz_requests` has the cases, and finds what is wrong with an answer.
 """
 
 from __future__ import annotations

@@ -282,7 +282,7 @@ def test_data_for_an_acceptance_head(tmp_path: Path) -> None:
     assert len(load_examples(tmp_path)[0]) == 3
     for name, tensor, message in (
         ("labels", torch.zeros(3, 1), "labels [N], hidden [N, H]"),
-        ("reached", torch.zeros(2), "reached of it is [2], and its labels say [3]"),
+        ("reached", torch.zeros(2), "reached of it is [2], and its labels give [3]"),
         ("drafted", torch.zeros(3), "drafted must be 3 integers"),
     ):
         save_file(sound | {name: tensor}, tmp_path / "a.safetensors")
@@ -305,7 +305,7 @@ def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     [
         ("state.json", {"step": "3"}, "step should be a valid integer"),
         ("state.json", {"plan": []}, "plan should be an object"),
-        ("weights.safetensors", {"bias": torch.zeros(3)}, "bias of weights.safetensors is [3], and the draft says [2]"),
+        ("weights.safetensors", {"bias": torch.zeros(3)}, "bias of weights.safetensors is [3], and the draft has [2]"),
         ("weights.safetensors", {"more": torch.zeros(3)}, "has more, which it should not have"),
         (
             "optimiser.safetensors",
@@ -324,7 +324,7 @@ def test_checkpoints_of_other_types(tmp_path: Path, file: str, changes: dict[str
     else:
         save_file(load_file(path) | changes, path)
     found = refusal(lambda: load_checkpoint(tmp_path / "c", {"a": 1, "processes": 1}, model, [optimiser]))
-    assert message in found and found.endswith("remove it to begin anew")
+    assert message in found and found.endswith("remove it to start again")
 
 
 @pytest.mark.parametrize("length", ["long", [1], {}])

@@ -63,7 +63,7 @@ def train(
     rate: Annotated[float, typer.Option(help="Learning rate.")] = 1e-3,
     seed: Annotated[int, typer.Option(help="Of first weights and order.")] = 0,
 ) -> int:
-    """Train a head on what `foresay head data` wrote; the last tenth of the tokens is held out."""
+    """Train a head on the output of `foresay head data`; the last tenth of the tokens is held out."""
     plan = AcceptancePlan(
         blocks=blocks,
         rejection_weight=rejection_weight,
@@ -107,7 +107,7 @@ def evaluate(
 
 
 def _rejection_weight(folder: Path) -> float | None:
-    """What a head was trained with; None where its folder does not say."""
+    """The rejection weight that a head was trained with; None if its folder does not record it."""
     try:
         weight = json.loads((folder / NOTE).read_text(encoding="utf-8"))["rejection_weight"]
         return check_float("rejection_weight", weight, 0.0, 1e6)

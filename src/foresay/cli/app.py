@@ -56,7 +56,7 @@ COMMANDS = {
                 "acceptance:data",
             ),
             "train": Entry(
-                "Train a head on what `foresay head data` wrote; the last tenth of the tokens is held out.",
+                "Train a head on the output of `foresay head data`; the last tenth of the tokens is held out.",
                 "acceptance:train",
             ),
             "eval": Entry("Say how well a head's predictions fit what was accepted.", "acceptance:evaluate"),

@@ -36,7 +36,7 @@ BackendOption = Annotated[
     typer.Option(help="transformers, or llama.cpp for GGUF files (extra llamacpp).  [default: transformers]"),
 ]
 GpuLayersOption = Annotated[
-    int | None, typer.Option(help="Layers that llama.cpp puts on GPUs; all it can, unless told.")
+    int | None, typer.Option(help="Layers that llama.cpp puts on GPUs; all of them by default.")
 ]
 TrustOption = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")]
 
@@ -117,15 +117,15 @@ class MachineOptions:
     weights: WeightsOption = "auto"
     draft_weights: Annotated[str | None, typer.Option(help="The same for drafts; the output is the target's.")] = None
     device: DeviceOption = None
-    draft_device: Annotated[str | None, typer.Option(help="Of drafts; as the target's unless told.")] = None
+    draft_device: Annotated[str | None, typer.Option(help="Device of draft models; the target's by default.")] = None
     device_map: Annotated[
         str | None, typer.Option(help="Spread the layers over devices: auto, balanced, balanced_low_0, sequential.")
     ] = None
     max_memory: Annotated[
-        str | None, typer.Option(help="With --device-map, what each device may hold, as 0=20GB,cpu=60GB.")
+        str | None, typer.Option(help="With --device-map, the memory for weights on each device, as 0=20GB,cpu=60GB.")
     ] = None
     offload_folder: Annotated[
-        Path | None, typer.Option(help="With --device-map, where weights go that no device holds.")
+        Path | None, typer.Option(help="With --device-map, the folder for weights that fit on no device.")
     ] = None
     threads: ThreadsOption = None
     trust_remote_code: TrustOption = False

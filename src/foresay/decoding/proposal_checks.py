@@ -76,7 +76,7 @@ def _checked_form(proposal: Proposal, batch: int, vocab_size: int) -> list[int]:
 
 
 def _trimmed(proposal: Proposal, counts: list[int], device: torch.device) -> Proposal:
-    """The first counts[i] tokens of each row, without columns that no row uses."""
+    """The first counts[i] tokens of each row, without draft positions that no row uses."""
     width = max(counts)
     if width == 0:
         return Proposal.empty(len(counts), device)

@@ -238,7 +238,7 @@ class _PolicyTap(LengthPolicy):
         self.needs_hidden = policy.needs_hidden
         self._masks: list[list[bool] | None] = []
         self.failure: BaseException | None = None
-        """What the policy raised when `kept` asked it."""
+        """The exception that the policy raised in `kept`; None if there is none."""
         self._closed: set[int] = set()
 
     def budget(self, rows: Rows) -> list[int]:
@@ -254,7 +254,7 @@ class _PolicyTap(LengthPolicy):
         return mask
 
     def kept(self, proposal: Proposal, laws: Laws, before: Sequence[int]) -> list[int]:
-        """How many of some tokens a review wrote stay: a row's up to the one that stops it, or at which the policy raised.
+        """How many tokens of a review stay: a row's up to the one that stops it, or at which the policy raised.
 
         before: B, tokens of this node ahead of them. laws: those of the review, column t the one that token t came from.
         """

@@ -43,7 +43,7 @@ class _Pauses:
 
     @property
     def over(self) -> bool:
-        """True if the drafter may be tried again whoever joins."""
+        """True if the drafter may be tried again whether rows join or not."""
         return self._left == 0
 
     def failed(self) -> None:

@@ -1,4 +1,4 @@
-"""Log-probabilities of a prompt's own tokens, for those who measure texts instead of generating them.
+"""Log-probabilities of a prompt's own tokens, for requests that measure texts instead of generating them.
 
 Owns a cache of its own for one text, and how far it is filled. Knows no engine: its passes run between an engine's steps.
 """
@@ -56,7 +56,7 @@ class PromptScorer:
                 scores = self._model.forward(feed, cache).scores()[0, : len(ids)]
                 self.logprobs += token_logprobs(scores, self._ids[start + 1 : start + 1 + len(ids)], self._top)
         more = len(self.logprobs) < len(self._ids)
-        self._cache = self._cache if more else None  # a batch of prompts holds one cache at a time
+        self._cache = self._cache if more else None  # one cache at a time for a batch of prompts
         return more
 
     def _begun(self) -> KVCache:

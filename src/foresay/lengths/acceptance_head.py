@@ -106,7 +106,7 @@ class AcceptanceHead(nn.Module):
         wanted = {name: tuple(weight.shape) for name, weight in head.named_parameters()}
         if "out.bias" not in stored:
             del wanted["out.bias"]
-        check_shapes(stored, wanted, what, "the width of its output layer says")
+        check_shapes(stored, wanted, what, "the width of its output layer gives")
         read = load_tensors({one.name: one for one in stored.values()})  # a weight that blocks share is read once
         weights = {name: tensor.float() for name, tensor in read.items()}
         tensors = {name: weights[one.name] for name, one in stored.items()}

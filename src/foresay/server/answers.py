@@ -93,7 +93,7 @@ class Output:
     def __init__(
         self, place: int, shape: Shape, told: Drafting, logprobs: Logprobs | None, echo: Echo | None = None
     ) -> None:
-        """told: what to report besides its text. logprobs: its own, where requested. echo: the prompt before its text."""
+        """told: fields to report in addition to its text. logprobs: its own, if requested. echo: the prompt before its text."""
         self._place, self._shape, self._told, self._logprobs = place, shape, told, logprobs
         self._echo = echo or Echo()
         self._entries: list[Entry] = list(self._echo.entries)

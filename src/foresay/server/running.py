@@ -138,7 +138,7 @@ def serve(
     """
     config = configuration(make_app(service, warm=warm), service.settings)
     try:
-        for one in sockets:  # whoever connects from here on waits until the application has started
+        for one in sockets:  # clients that connect from here on wait until the application has started
             one.listen(config.backlog)
     except OSError as error:
         raise _cannot_listen(service.settings, error) from None

@@ -231,7 +231,7 @@ def load_examples(folder: str | os.PathLike[str]) -> list[Examples]:
             if len(rows) != 1 or len(hidden) != 2 or len(stored) != len(Examples.__slots__):
                 raise ModelLoadError("labels [N], hidden [N, H], reached [N] and drafted [N] are needed")
             wanted = {"labels": rows, "reached": rows, "hidden": (rows[0], hidden[1])}
-            check_shapes({name: stored[name] for name in wanted}, wanted, "it", "its labels say")
+            check_shapes({name: stored[name] for name in wanted}, wanted, "it", "its labels give")
             if (stored["drafted"].shape, stored["drafted"].dtype) != (rows, "I64"):
                 raise ModelLoadError(f"drafted must be {rows[0]} integers")
             out.append(Examples(**load_tensors(stored)))

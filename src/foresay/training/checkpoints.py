@@ -119,11 +119,11 @@ def load_checkpoint(
         if theirs.get(name) != ours.get(name):
             raise ConfigError(
                 f"{str(folder)!r} was begun with {name}={theirs.get(name)!r}, not {ours.get(name)!r}; "
-                "give the same, or remove the folder to begin anew"
+                "give the same, or remove the folder to start again"
             )
     try:
         wanted = {name: tuple(weight.shape) for name, weight in learned(model).items()}
-        check_shapes(weights, wanted, _WEIGHTS, "the draft says")
+        check_shapes(weights, wanted, _WEIGHTS, "the draft has")
         read = load_tensors(weights)
         with torch.no_grad():
             for name, weight in learned(model).items():
@@ -137,7 +137,7 @@ def load_checkpoint(
 
 
 def _unreadable(folder: Path, error: Exception) -> ConfigError:
-    return ConfigError(f"cannot read the checkpoint {str(folder)!r}: {error}; remove it to begin anew")
+    return ConfigError(f"cannot read the checkpoint {str(folder)!r}: {error}; remove it to start again")
 
 
 def learned(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:

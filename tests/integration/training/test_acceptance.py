@@ -264,7 +264,7 @@ class TestFiles:
             AcceptanceHead.load(tmp_path)
         save_file(tensors | {"out.weight": torch.ones(2, 9)}, tmp_path / "model.safetensors")
         with pytest.raises(
-            ModelLoadError, match=r"blocks\.0\.weight of the acceptance head in .* is \[6, 6\], and .* says \[9, 9\]"
+            ModelLoadError, match=r"blocks\.0\.weight of the acceptance head in .* is \[6, 6\], and .* gives \[9, 9\]"
         ):
             AcceptanceHead.load(tmp_path)
         (tmp_path / "model.safetensors").write_bytes(b"x")

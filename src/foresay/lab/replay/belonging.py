@@ -1,4 +1,4 @@
-"""A check that the outputs of a log belong to the prompts they are given, for logs that hold outputs alone.
+"""A check that the outputs of a log belong to the prompts they are given, for logs that contain outputs alone.
 
 Owns the comparison of their beginnings. Reads no file, and warns nobody itself.
 """
@@ -19,7 +19,7 @@ def doubt(recording: Recording, generator: Generator) -> str | None:
     """Reason to doubt that outputs and prompts belong together, in one sentence; None where they agree.
 
     recording: outputs with the prompts of the same index. generator: a model whose answers are compared with the log; where
-    another model wrote it, their beginnings differ too.
+    another model generated the log, their beginnings differ too.
     """
     records = recording.records
     chosen = [i * len(records) // PROMPTS for i in range(PROMPTS)] if len(records) > PROMPTS else range(len(records))
@@ -37,8 +37,8 @@ def doubt(recording: Recording, generator: Generator) -> str | None:
                 "the prompts are in another order"
             )
     return (
-        f"{generator.target.name!r} begins its answers to {len(own)} prompts otherwise than the log: another model wrote it, or "
-        "the prompts are in another order or format (--no-template, --raw)"
+        f"{generator.target.name!r} begins its answers to {len(own)} prompts otherwise than the log: another model generated it, "
+        "or the prompts are in another order or format (--no-template, --raw)"
     )
 
 

@@ -91,7 +91,7 @@ class CostModel:
             check_float(f"cost of {name!r}", cost, 0, math.inf)
 
     def cost(self, name: str) -> float:
-        """The cost of one pass of a model; 0 for a look-up.
+        """The cost of one pass of a model; 0 for an n-gram drafter.
 
         A name that the table lacks matches the entries with the same last part, so that a hub id or a folder finds its model.
         Raises UnknownNameError where there is none, ConfigError where there are several of different costs.

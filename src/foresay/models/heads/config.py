@@ -92,7 +92,7 @@ class _Verifier(BaseModel):
 
 
 class _Whole(BaseModel):
-    """Fields beside the layer, in either layout."""
+    """Fields other than the layer's, in either layout."""
 
     vocab_size: Annotated[int, Field(ge=1, le=MAX_VOCAB_SIZE)]
     draft_vocab_size: Annotated[int, Field(ge=1, le=MAX_VOCAB_SIZE)] | None = None
@@ -233,7 +233,7 @@ def _made(
     target: str = "",
     architectures: Sequence[str] = (),
 ) -> HeadConfig:
-    """before_residual: where the file does not say, whether what goes around attention is normed."""
+    """before_residual: whether the residual around attention is normed, if the file does not state it."""
     place = "the head's config.json"
     missing = [name for name in _NEEDED if layer.get(name) is None]
     if missing or values.get("vocab_size") is None:

@@ -47,7 +47,7 @@ def read_head(folder: str | Path) -> Head:
     folder = Path(folder)
     config = HeadConfig.read(_json(folder / "config.json"))
     stored = {_own_name(name): tensor for name, tensor in _stored(folder).items()}
-    stored.pop(_WRITABLE, None)  # says the same as the offsets
+    stored.pop(_WRITABLE, None)  # the offsets give the same
     ids = _token_ids(stored.pop(_OFFSETS, None), config)
     found = stored.get("fc.weight")
     width = config.target_hidden_size

@@ -96,7 +96,7 @@ class SavedSlots:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
+        """Bytes of memory used."""
         return sum(store.nbytes for part in self.parts for store in part or ())
 
 
@@ -108,7 +108,7 @@ class RowStores:
         self.blocks: list[torch.Tensor | None] = []
         """None of a row that has no slots yet."""
         self._used: list[int] = []
-        """Slots of each row that were asked for; memory beyond them was never touched."""
+        """Slots reserved for each row; memory beyond them was never touched."""
         self.made = 0
         self._freed = 0
 

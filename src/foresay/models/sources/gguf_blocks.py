@@ -34,7 +34,7 @@ def model_of_blocks(head: GgufHead, config: Any, dtype: torch.dtype) -> Any:
     """A transformers model whose linear layers hold a file's blocks. Activations and all else are in `dtype`.
 
     head: of one of ARCHITECTURES, whose values are checked. Raises ModelLoadError for a file whose tensors are not the model's,
-    or hold numbers that are not finite.
+    or contain numbers that are not finite.
     """
     model, name = empty_model(config, dtype), namer(head, config)
     check_tensors(head, model, name)

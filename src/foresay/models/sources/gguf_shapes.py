@@ -99,13 +99,13 @@ def check_tensors(head: GgufHead, model: Any, name: Name) -> None:
 def check_amount(head: GgufHead, model: Any) -> None:
     """Raise ModelLoadError for a model on the meta device that has far more weights than the file.
 
-    For architectures whose names are not known here: transformers would make what is missing before it says so.
+    For architectures whose names are not known here: transformers would create what is missing before it reports it.
     """
     stored = sum(math.prod(tensor.shape) for tensor in head.tensors.values())
     wanted = sum(one.numel() for one in model.parameters())
     if wanted > 2 * stored:
         raise ModelLoadError(
-            f"{str(head.path)!r} cannot be read: its values describe a model of {wanted} weights, and its tensors hold {stored}"
+            f"{str(head.path)!r} cannot be read: its values describe a model of {wanted} weights, and its tensors have {stored}"
         )
 
 
@@ -144,7 +144,7 @@ def _check_supposed(head: GgufHead, config: Any) -> None:
     """Refuse values that transformers does not read, where they are not what it takes them for."""
     for name in _NEEDED:
         if f"{head.architecture}.{name}" not in head.values:
-            raise refused(head, f"{head.architecture}.{name}", "a number: nothing else says it")
+            raise refused(head, f"{head.architecture}.{name}", "a number, which nothing else gives")
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     supposed = {
         "attention.key_length": size,

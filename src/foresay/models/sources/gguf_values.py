@@ -40,7 +40,7 @@ _SIZES = {
     "ssm.inner_size": (1, 1 << 24),
     "shortconv.l_cache": (1, _HEADS),
 }
-"""Whole numbers by their names behind the architecture's: the least and the greatest."""
+"""Whole numbers by their names after the architecture's, with their range."""
 _NEEDED = ("block_count", "context_length", "embedding_length", "vocab_size")
 """Sizes that no architecture does without."""
 _FACTORS = {
@@ -52,7 +52,7 @@ _FACTORS = {
     "attn_logit_softcapping": (1e-3, 1e9),
     "final_logit_softcapping": (1e-3, 1e9),
 }
-"""Numbers by their names behind the architecture's: the least and the greatest. None of them divides by zero in float32."""
+"""Numbers by their names after the architecture's, with their range. None of them divides by zero in float32."""
 _TOKENS = "tokenizer.ggml.tokens"
 _LONGEST_TOKEN = 1024
 """Bytes: merges that a file lacks are found by cutting each token everywhere, which takes the square of its length."""

@@ -72,7 +72,7 @@ def quiet_transformers() -> Iterator[None]:
 
 
 class _Later(logging.Filter):
-    """Holds a logger's records back."""
+    """Delays a logger's records."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -163,7 +163,7 @@ at("prompt").addEventListener("keydown", (event) => {
     at("form").requestSubmit();
   }
 });
-// whoever scrolls up reads there; at the end again, the view follows
+// a reader who scrolls up stays there; at the end again, the view follows
 at("talk").addEventListener("scroll", () => {
   if (growing) following = hidden(growing) < 32;
 });

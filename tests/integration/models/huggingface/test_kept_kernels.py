@@ -1,4 +1,4 @@
-"""The kept library of kernels: torn, planted or old files are never opened, and whoever has no kernels is told."""
+"""The kept library of kernels: damaged, planted or old files are never opened, and missing kernels are reported."""
 
 from __future__ import annotations
 

@@ -87,9 +87,9 @@ def _kept_library(path: Path) -> ctypes.CDLL | None:
     except FileNotFoundError:
         return None
     except UntrustedError as error:
-        logger.warning("%s; the kernels are compiled anew", error)
+        logger.warning("%s; the kernels are compiled again", error)
     except (DamagedError, AttributeError, OSError) as error:
-        logger.info("%s is damaged (%s) and compiled anew", path, error)
+        logger.info("%s is damaged (%s) and compiled again", path, error)
     return None
 
 

@@ -1,6 +1,6 @@
 // Sizes and indices compared with one another at each entry, before any memory is read by them.
 //
-// Every struct states how much memory its pointers lead to; Python takes those numbers from the tensors (structs.address). Checked here
+// Every struct states the memory of its pointers; Python takes those numbers from the tensors (structs.address). Checked here
 // is that they fit together: a few integer comparisons for each layer and each token, none for a weight.
 
 #pragma once

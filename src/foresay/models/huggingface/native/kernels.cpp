@@ -283,7 +283,7 @@ void run(const Model &model, const Pass &pass) {
 
 using namespace foresay;
 
-// What an entry returns; foresay_message says more.
+// The return value of an entry; foresay_message has the details.
 enum Status : int64_t { DONE = 0, OUT_OF_MEMORY = 1, BAD_SIZE = 2, FAILED = 3 };
 
 static thread_local char message[256];
@@ -320,7 +320,7 @@ template <class F> int64_t guarded(const F &body) noexcept {
     }
 }
 
-// What the last entry that failed on this thread said.
+// The message of the last entry that failed on this thread.
 extern "C" const char *foresay_message() { return message; }
 
 // Whether the sizes of a model fit each other.

@@ -1,6 +1,6 @@
 """All layers of a lean model by one call of kernels compiled for this machine.
 
-Owns what is passed to them: each address with a check of the memory behind it. A pass holds its real tokens alone, flat,
+Owns what is passed to them: each address with a check of its memory. A pass contains its real tokens alone, flat,
 [N, width], in float32; the cache keeps its dtype. Knows nothing of families.
 """
 
@@ -208,7 +208,7 @@ class NativeLayers:
         return SlotCache(RowStores(len(self._layers), one.heads[1], one.dim, self._dtype))
 
     def _stores_of(self, cache: SlotCache) -> _Addresses:
-        """The addresses in a cache, found anew whenever it made or freed blocks."""
+        """The addresses in a cache, looked up again whenever it made or freed blocks."""
         stores, one = cache.tensors, self._layers[0]
         known = self._caches.get(cache)
         if known is not None and known.made == stores.made:

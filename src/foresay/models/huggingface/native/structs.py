@@ -1,6 +1,6 @@
 """The structs of kernels.cpp, the types of its functions, and the errors they return.
 
-Owns the addresses of tensors: one is given out together with a check of the memory behind it. That the sizes in a struct fit each
+Owns the addresses of tensors: each is returned after a check of its memory. That the sizes in a struct fit each
 other is checked by checks.h at each call. Knows nothing of what the functions are for.
 """
 

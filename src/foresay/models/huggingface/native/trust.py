@@ -1,6 +1,6 @@
 """A shared library that is opened only where it is whole and nobody else could have written it.
 
-Owns who may own a kept library and its folder, and the digest beside a library. Knows nothing of what is in it.
+Owns which users may own a kept library and its folder, and the digest next to a library. Knows nothing of what is in it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _DESCRIPTORS = Path("/proc/self/fd")
 
 
 class UntrustedError(Exception):
-    """A file or folder that somebody else could have written."""
+    """A file or folder that another user could have written."""
 
 
 class DamagedError(Exception):
