@@ -27,10 +27,10 @@ import torch
 from speed import section
 
 import foresay
-from foresay.decoding.protocols import Feed, Logits
+from foresay.decoding.protocols import Logits, ModelInput
 from foresay.generation.method import Method
-from foresay.lab.bench.contenders import MethodRunner, PeerRunner, PromptBlock
 from foresay.lab.bench.peers import open_peer
+from foresay.lab.bench.runners import MethodRunner, PeerRunner, PromptBlock
 from foresay.lab.bench.turns import take_turns
 from foresay.lab.data.datasets import load_items, subset
 from foresay.lab.data.items import PromptItem
@@ -111,14 +111,16 @@ def cost(target: foresay.Generator, drafter: str) -> float:
     caches: list[Any] = [model.new_cache(), head.new_cache()]
     for cache in caches:
         cache.add_rows(1)
-    hidden = model.forward(Feed(ids, [128], logits=Logits.NONE, hidden_layers=head.hidden_layers), caches[0]).hidden
+    hidden = model.forward(
+        ModelInput(ids, [128], logits=Logits.NONE, hidden_layers=head.hidden_layers), caches[0]
+    ).hidden
     features = head.features(hidden)
-    head.forward(Feed(ids, [128], logits=Logits.NONE, features=features), caches[1])
+    head.forward(ModelInput(ids, [128], logits=Logits.NONE, features=features), caches[1])
     one = features[:, -1:].contiguous()
     took: list[list[float]] = [[], []]
     works: list[Callable[[], Any]] = [
-        lambda: model.forward(Feed(ids[:, :1], [1]), caches[0]),
-        lambda: head.forward(Feed(ids[:, :1], [1], logits=Logits.LAST, features=one), caches[1]),
+        lambda: model.forward(ModelInput(ids[:, :1], [1]), caches[0]),
+        lambda: head.forward(ModelInput(ids[:, :1], [1], logits=Logits.LAST, features=one), caches[1]),
     ]
     for _ in range(60):
         for which, work in enumerate(works):

@@ -30,13 +30,13 @@ from transformers import AutoModelForCausalLM
 import foresay
 from foresay.decoding.outcome import Step
 from foresay.decoding.proposal import Proposal
-from foresay.decoding.protocols import Feed, LengthPolicy
+from foresay.decoding.protocols import LengthPolicy, ModelInput
 from foresay.decoding.rows import Rows
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import PromptLookup
 from foresay.engine import Engine
 from foresay.lengths import ConstantLength
-from foresay.models.huggingface.slot_cache import SlotCache
+from foresay.models.cache.slot_cache import SlotCache
 from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.packaged import converted
 
@@ -283,16 +283,16 @@ class Recorded:
         self.outputs = outputs
 
     def propose(self, rows: Rows, budget: Sequence[int], policy: LengthPolicy) -> Proposal:
-        guesses = []
+        drafts = []
         for row, n in zip(rows, budget, strict=True):
             n = min(n, 1 + row.size % 8)
-            guess = list(self.outputs[row.request_id][row.num_new : row.num_new + n])
-            if guess and row.size % 3 == 0:
-                guess[-1] = (guess[-1] + 1) % 40000
-            guesses.append(guess)
-        width = max(map(len, guesses))
-        padded = [g + [0] * (width - len(g)) for g in guesses]
-        return Proposal(torch.tensor(padded, dtype=torch.int64).view(len(rows), width), [len(g) for g in guesses])
+            draft_tokens = list(self.outputs[row.request_id][row.num_new : row.num_new + n])
+            if draft_tokens and row.size % 3 == 0:
+                draft_tokens[-1] = (draft_tokens[-1] + 1) % 40000
+            drafts.append(draft_tokens)
+        width = max(map(len, drafts))
+        padded = [g + [0] * (width - len(g)) for g in drafts]
+        return Proposal(torch.tensor(padded, dtype=torch.int64).view(len(rows), width), [len(g) for g in drafts])
 
     def admit(self, *args: Any) -> None: ...
 
@@ -337,7 +337,7 @@ def _difference(
     cache = model.new_cache()
     cache.add_rows(1)  # type: ignore[attr-defined]
     context = [*ids, *a[:place]]
-    logits = model.forward(Feed(torch.tensor([context]), [len(context)]), cache).scores()[0, -1].float()
+    logits = model.forward(ModelInput(torch.tensor([context]), [len(context)]), cache).scores()[0, -1].float()
     top = logits.topk(2).values
     return {"where": name, "prompt": prompt, "token": place, "margin": float(top[0] - top[1])}
 

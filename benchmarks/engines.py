@@ -31,25 +31,25 @@ import foresay
 from foresay.drafters import SuffixDrafter
 from foresay.generation.method import Method
 from foresay.integrations.vllm_arguments import llm_arguments
-from foresay.lab.bench.contenders import MethodRunner, PeerRunner, PromptBlock, Runner
 from foresay.lab.bench.peers import open_peer
 from foresay.lab.bench.peers.base import model_folder
+from foresay.lab.bench.runners import MethodRunner, PeerRunner, PromptBlock, Runner
 from foresay.lab.bench.turns import take_turns
 from foresay.lab.data.datasets import load_items, subset
 from foresay.lab.data.requests import RequestBuilder
 from foresay.lab.measure.profile import measure, medians
 from foresay.lab.replay.arrivals import poisson
-from foresay.lab.replay.load import Load, foresee
 from foresay.lab.replay.record import record
 from foresay.lab.replay.replay import replay
+from foresay.lab.replay.simulate import Load, simulate
 from foresay.lengths import ConstantLength
-from foresay.methods.recipes import read_drafter, read_length
-from foresay.methods.settings_file import Settings
 from foresay.models.sources.packaged import packaged_file
 from foresay.records.profile import Profile
 from foresay.records.provenance import machine
 from foresay.records.recording import Record, Recording
 from foresay.records.results import Run
+from foresay.spec.recipes import read_drafter, read_length
+from foresay.spec.settings_file import Settings
 from foresay.workers import recording
 from foresay.workers.local import Processes
 from foresay.workers.pool import Pool
@@ -230,7 +230,7 @@ def load(args: argparse.Namespace) -> Found:
     params = foresay.SamplingParams(max_new_tokens=32 if args.quick else 64)
     with tempfile.TemporaryDirectory() as folder:
         written = record(target.with_settings(max_batch_size=LOADED), items, Path(folder) / "r.jsonl", params)
-    full = foresee(written, passes(target), [0.0] * len(items), None, read_length("0"), batch_size=LOADED)
+    full = simulate(written, passes(target), [0.0] * len(items), None, read_length("0"), batch_size=LOADED)
     most = len(items) / full.seconds
     errors: dict[str, list[float]] = {"throughput": [], "latency": []}
     for drafter in ("none", "suffix"):
@@ -264,7 +264,7 @@ def both(
     profiles.append(passes(target))
     policy = read_length(method.own_length if drafter != "none" else 0)
     made = read_drafter(drafter).prepare(target.resources)() if target.resources else None
-    return foresee(written, medians(profiles), times, made, policy, batch_size=LOADED), lived
+    return simulate(written, medians(profiles), times, made, policy, batch_size=LOADED), lived
 
 
 def live(

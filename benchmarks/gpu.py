@@ -26,7 +26,7 @@ from speed import section
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import foresay
-from foresay.decoding.protocols import Feed
+from foresay.decoding.protocols import ModelInput
 from foresay.decoding.rows import Row, Rows
 from foresay.lab.measure.roofline import floor
 from foresay.models.huggingface.causal import CausalModel
@@ -103,11 +103,11 @@ def step(model: CausalModel, batch: int, columns: int, repeats: int) -> float:
     prompt = torch.randint(5, 1000, (batch, CONTEXT), device=model.device)
     rows = [Row(i, prompt[i].tolist(), foresay.SamplingParams(), limit=256) for i in range(batch)]
     model.admit(Rows(rows), 0, cache)
-    model.forward(Feed(prompt, [CONTEXT] * batch), cache)
-    feed = Feed(prompt[:, :columns].contiguous(), [columns] * batch)
+    model.forward(ModelInput(prompt, [CONTEXT] * batch), cache)
+    model_input = ModelInput(prompt[:, :columns].contiguous(), [columns] * batch)
 
     def one() -> None:
-        model.forward(feed, cache)
+        model.forward(model_input, cache)
         cache.truncate([CONTEXT] * batch)
 
     for _ in range(4):  # seen once, captured, compared twice
@@ -136,7 +136,7 @@ def measured(shapes: Shapes, device: torch.device, repeats: int) -> dict[str, fl
     speculating = foresay.load(target, draft, num_draft_tokens=GAMMA)
     model: Any = plain.target.model
     if device.type == "cpu":
-        model.use_lean()
+        model.use_fused()
         model.graphs = GraphedPasses(model.lean.by_operations, lambda run: run, device)
     bound = floor(model)
     assert bound is not None

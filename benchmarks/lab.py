@@ -38,7 +38,7 @@ import foresay
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.generation.method import PLAIN, Method
 from foresay.lab.bench.bench import Bench, Progress
-from foresay.lab.bench.contenders import sampling_name
+from foresay.lab.bench.runners import sampling_name
 from foresay.lab.bench.settings import BenchSettings
 from foresay.lab.data.datasets import halves, load_items, subset
 from foresay.lab.data.items import PromptItem

@@ -58,7 +58,7 @@ _BETWEEN = 3
 class Wrong(MaxGram):
     """Always proposes something unlikely: what a bad draft costs."""
 
-    def guess(self, row: Any, state: Any, count: int) -> list[int]:
+    def draft_tokens(self, row: Any, state: Any, count: int) -> list[int]:
         return [(int(row.tokens[-1]) * 7 + 1000 + i) % 40000 for i in range(count)]
 
 

@@ -27,10 +27,10 @@ from speed import section
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import foresay
-from foresay.decoding.protocols import Feed, Logits
+from foresay.decoding.protocols import Logits, ModelInput
 from foresay.drafters.ngram_table import NgramTable
 from foresay.generation.method import Method
-from foresay.lab.bench.contenders import MethodRunner, PromptBlock
+from foresay.lab.bench.runners import MethodRunner, PromptBlock
 from foresay.lab.bench.turns import take_turns
 from foresay.lab.data.requests import RequestBuilder
 from foresay.records.provenance import machine
@@ -148,12 +148,12 @@ def time_passes(target: foresay.Generator, shapes: list[Shape], args: argparse.N
     caches = [model.new_cache() for model in models]
     for model, cache in zip(models, caches, strict=True):
         cache.add_rows(1)
-        model.forward(Feed(ids, [128], logits=Logits.NONE), cache)
+        model.forward(ModelInput(ids, [128], logits=Logits.NONE), cache)
     took: list[list[float]] = [[] for _ in models]
     for _ in range(60):
         for model, cache, times in zip(models, caches, took, strict=True):
             began = perf_counter()
-            model.forward(Feed(ids[:, :1], [1]), cache)
+            model.forward(ModelInput(ids[:, :1], [1]), cache)
             times.append(perf_counter() - began)
             cache.truncate([128])
     whole = statistics.median(took[0])

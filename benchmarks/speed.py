@@ -30,10 +30,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 
 import foresay
-from foresay.decoding.protocols import Feed
+from foresay.decoding.protocols import ModelInput
 from foresay.generation.method import PLAIN, Method
-from foresay.lab.bench.contenders import MethodRunner, PeerRunner, PromptBlock, Runner
 from foresay.lab.bench.peers import open_peer
+from foresay.lab.bench.runners import MethodRunner, PeerRunner, PromptBlock, Runner
 from foresay.lab.bench.turns import take_turns
 from foresay.lab.data.datasets import load_items, subset
 from foresay.lab.data.requests import RequestBuilder
@@ -216,11 +216,11 @@ def _seconds(target: foresay.Generator, columns: int) -> float:
     cache = model.new_cache()
     prompt = torch.randint(5, 40000, (1, 128), generator=torch.Generator().manual_seed(0))
     model.admit(Rows([Row(0, prompt[0].tolist(), foresay.SamplingParams(), limit=256)]), 0, cache)
-    model.forward(Feed(prompt, [128]), cache)
+    model.forward(ModelInput(prompt, [128]), cache)
     took = []
     for _ in range(40):
         began = perf_counter()
-        model.forward(Feed(prompt[:, :columns], [columns]), cache)
+        model.forward(ModelInput(prompt[:, :columns], [columns]), cache)
         took.append(perf_counter() - began)
         cache.truncate([128])
     return statistics.median(took)
@@ -263,15 +263,15 @@ def _random_gguf(path: Path, size: float) -> Path:
     import gguf as library
     import numpy as np
 
-    hidden, feed = 2048, 5632
-    per_layer = (2 * hidden * hidden + 2 * hidden * hidden // 4 + 3 * hidden * feed) * 18 // 32
+    hidden, model_input = 2048, 5632
+    per_layer = (2 * hidden * hidden + 2 * hidden * hidden // 4 + 3 * hidden * model_input) * 18 // 32
     layers = max(1, int((size - 49152 * hidden * 18 / 32) / per_layer))
     reader = library.GGUFReader(str(packaged_file(MODEL)))
     writer = library.GGUFWriter(path, "llama")
     writer.add_context_length(2048)
     writer.add_embedding_length(hidden)
     writer.add_block_count(layers)
-    writer.add_feed_forward_length(feed)
+    writer.add_feed_forward_length(model_input)
     writer.add_head_count(32)
     writer.add_head_count_kv(8)
     writer.add_layer_norm_rms_eps(1e-5)
@@ -298,9 +298,9 @@ def _random_gguf(path: Path, size: float) -> Path:
             ("attn_k", hidden // 4, hidden),
             ("attn_v", hidden // 4, hidden),
             ("attn_output", hidden, hidden),
-            ("ffn_gate", feed, hidden),
-            ("ffn_up", feed, hidden),
-            ("ffn_down", hidden, feed),
+            ("ffn_gate", model_input, hidden),
+            ("ffn_up", model_input, hidden),
+            ("ffn_down", hidden, model_input),
         ):
             blocks(f"blk.{i}.{part}.weight", rows, columns)
         for part in ("attn_norm", "ffn_norm"):

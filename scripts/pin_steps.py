@@ -28,7 +28,7 @@ from foresay.decoding.outcome import Step
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.seq2seq import Seq2SeqModel
-from helpers import law_cells as law
+from helpers import distribution_cells as cells
 from helpers.families import FAMILIES, SEQ2SEQ, VOCAB, make, make_seq2seq
 from helpers.support import Sometimes, run
 
@@ -68,20 +68,20 @@ def digest(steps: Iterable[Step]) -> str:
     return out.hexdigest()
 
 
-def law_cells() -> Iterator[tuple[str, str]]:
-    for cell in law.pairwise():
+def distribution_cells() -> Iterator[tuple[str, str]]:
+    for cell in cells.pairwise():
         drafter, rule, length, params, batch = cell
         if length == "throughput":
             continue
-        size, late = law.BATCHES[batch]
-        requests = [SamplingParams.of(law.PARAMS[params], seed=seed, max_new_tokens=8) for seed in range(SEEDS)]
+        size, late = cells.BATCHES[batch]
+        requests = [SamplingParams.of(cells.PARAMS[params], seed=seed, max_new_tokens=8) for seed in range(SEEDS)]
         _, steps, _ = run(
-            law.TARGET,
-            [law.PROMPT] * SEEDS,
+            cells.TARGET,
+            [cells.PROMPT] * SEEDS,
             requests,
-            drafter=law.DRAFTERS[drafter](),
+            drafter=cells.DRAFTERS[drafter](),
             rule=rule,
-            policy=law.LENGTHS[length](),
+            policy=cells.LENGTHS[length](),
             max_batch_size=size,
             join_later=late,
         )
@@ -143,7 +143,7 @@ def main() -> int:
     group.add_argument("--check", type=Path, metavar="FILE")
     parser.add_argument("--only", choices=("law", "family", "smollm2"), help="one kind of cell")
     given = parser.parse_args()
-    kinds = {"law": law_cells, "family": family_cells, "smollm2": model_cells}
+    kinds = {"law": distribution_cells, "family": family_cells, "smollm2": model_cells}
     found = {name: value for kind, cells in kinds.items() if given.only in (None, kind) for name, value in cells()}
     if given.write:
         given.write.write_text(json.dumps(found, indent=1) + "\n")

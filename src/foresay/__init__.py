@@ -14,21 +14,21 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from foresay.decoding.acceptance import Block, Coupled, Lenience, Match, Speculative, Typical
-    from foresay.decoding.laws import Laws, build_laws
+    from foresay.decoding.distributions import Distributions, build_distributions
     from foresay.decoding.outcome import FinishReason, Origin, Step
-    from foresay.decoding.proposal import Proposal, Verdict
+    from foresay.decoding.proposal import Proposal, Verification
     from foresay.decoding.protocols import (
-        Begun,
         Capabilities,
         Drafter,
         DraftStep,
-        Feed,
         KVCache,
         LanguageModel,
         LengthPolicy,
         Logits,
+        ModelInput,
         ModelOutput,
         Observer,
+        PreparedPrompt,
         Rule,
     )
     from foresay.decoding.randomness import Streams
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
         SuffixDrafter,
         SuffixTreeDrafter,
     )
-    from foresay.drafters.lookup import LookupDrafter
+    from foresay.drafters.ngram import NgramDrafter
     from foresay.drafters.ngram_table import NgramTable
     from foresay.drafters.proposal_builder import ProposalBuilder
     from foresay.drafters.stateless import Stateless
@@ -78,15 +78,15 @@ if TYPE_CHECKING:
 
 _WHERE = {
     "foresay.decoding.acceptance": ["Block", "Coupled", "Lenience", "Match", "Speculative", "Typical"],
-    "foresay.decoding.laws": ["Laws", "build_laws"],
+    "foresay.decoding.distributions": ["Distributions", "build_distributions"],
     "foresay.decoding.outcome": ["FinishReason", "Origin", "Step"],
-    "foresay.decoding.proposal": ["Proposal", "Verdict"],
+    "foresay.decoding.proposal": ["Proposal", "Verification"],
     "foresay.decoding.protocols": [
-        "Begun",
+        "PreparedPrompt",
         "Capabilities",
         "DraftStep",
         "Drafter",
-        "Feed",
+        "ModelInput",
         "KVCache",
         "LanguageModel",
         "LengthPolicy",
@@ -111,7 +111,7 @@ _WHERE = {
         "SuffixDrafter",
         "SuffixTreeDrafter",
     ],
-    "foresay.drafters.lookup": ["LookupDrafter"],
+    "foresay.drafters.ngram": ["NgramDrafter"],
     "foresay.drafters.proposal_builder": ["ProposalBuilder"],
     "foresay.drafters.stateless": ["Stateless"],
     "foresay.drafters.ngram_table": ["NgramTable"],
@@ -149,7 +149,6 @@ _WHERE = {
 _HOME = {name: module for module, names in _WHERE.items() for name in names}
 
 __all__ = [
-    "Begun",
     "Block",
     "Capabilities",
     "Cascade",
@@ -159,11 +158,11 @@ __all__ = [
     "ConstantLength",
     "ContextLengthError",
     "Coupled",
+    "Distributions",
     "DraftStep",
     "Drafter",
     "Engine",
     "EntropyLength",
-    "Feed",
     "FinishReason",
     "ForesayError",
     "Generation",
@@ -171,18 +170,18 @@ __all__ = [
     "HeuristicLength",
     "KVCache",
     "LanguageModel",
-    "Laws",
     "LengthPolicy",
     "Lenience",
     "Logits",
-    "LookupDrafter",
     "Match",
     "MaxGram",
     "ModelDrafter",
+    "ModelInput",
     "ModelLoadError",
     "ModelNotFoundError",
     "ModelOutput",
     "ModelTreeDrafter",
+    "NgramDrafter",
     "NgramStore",
     "NgramStoreDrafter",
     "NgramTable",
@@ -190,6 +189,7 @@ __all__ = [
     "Origin",
     "OutOfMemoryError",
     "PastRequests",
+    "PreparedPrompt",
     "PromptError",
     "PromptLookup",
     "Proposal",
@@ -217,10 +217,10 @@ __all__ = [
     "Typical",
     "UnknownNameError",
     "UnsupportedModelError",
-    "Verdict",
+    "Verification",
     "VocabularyMismatchError",
     "__version__",
-    "build_laws",
+    "build_distributions",
     "change",
     "generate",
     "load",

@@ -1,10 +1,9 @@
-"""How many threads PyTorch's operations take, beside kernels that bring threads of their own.
+"""Number of threads for PyTorch's operations in a process whose kernels have threads of their own.
 
-Behind every operation that PyTorch shares out, OpenMP's threads spin for milliseconds on the cores that the kernels' threads want
-next: on two cores a pass behind the laws of eight rows took half as long again. So a decode loop whose passes bring their threads
-runs everything between them `alone`, and whatever inside is worth every core says `together`. Both hold for the calling thread
-alone, and nothing that the user set is changed for anybody else, which is why torch.set_num_threads is not what does it. Knows
-nothing of models.
+After every parallel operation OpenMP's threads spin for milliseconds on the cores that the kernels' threads need next: on two
+cores a pass after the distributions of eight rows took half as long again. So a decoding loop whose passes use their own threads
+runs everything between them under `single_threaded`, and operations that are large enough for all cores use `all_threads`. Both
+apply to the calling thread only, unlike torch.set_num_threads. Knows no model.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import Any
 
 import torch
 
-WORTH_IT = 1 << 22
+MIN_ELEMENTS = 1 << 22
 """Numbers from which on an operation gains more by every core than its threads' spinning costs the pass behind it."""
 
 
@@ -31,14 +30,14 @@ class _Held(threading.local):
 _held = _Held()
 
 
-def wanted() -> int:
+def num_threads() -> int:
     """The threads that the user lets this process take, for this thread's kernels."""
     return torch.get_num_threads() if _held.wanted is None else _held.wanted
 
 
 @contextmanager
-def alone() -> Iterator[None]:
-    """This thread's operations of PyTorch take one thread, but for those under `together`."""
+def single_threaded() -> Iterator[None]:
+    """This thread's operations of PyTorch take one thread, but for those under `all_threads`."""
     before, set_threads = torch.get_num_threads(), _setter()
     if _held.wanted is not None or before <= 1 or set_threads is None:
         yield
@@ -54,10 +53,10 @@ def alone() -> Iterator[None]:
 
 
 @contextmanager
-def together(numbers: int = WORTH_IT) -> Iterator[None]:
-    """Inside `alone`, as many threads as the user lets, for operations over so many numbers; few stay alone."""
+def all_threads(numbers: int = MIN_ELEMENTS) -> Iterator[None]:
+    """Inside `single_threaded`, as many threads as the user lets, for operations over so many numbers; few stay alone."""
     before, set_threads = _held.wanted, _setter()
-    if before is None or numbers < WORTH_IT or set_threads is None:
+    if before is None or numbers < MIN_ELEMENTS or set_threads is None:
         yield
         return
     _held.wanted = None

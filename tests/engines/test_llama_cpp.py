@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import foresay
-from foresay.decoding.protocols import Feed
+from foresay.decoding.protocols import ModelInput
 from foresay.decoding.rows import Row, Rows
 from foresay.errors import ConfigError, ModelLoadError
 from foresay.models.sources.packaged import packaged_file
@@ -43,7 +43,7 @@ def scores_behind(generator: foresay.Generator, token_ids: list[int]) -> torch.T
     model = generator.target.model
     cache = model.new_cache()
     model.admit(Rows([Row(0, token_ids, foresay.SamplingParams(), limit=model.max_length)]), 0, cache)
-    return model.forward(Feed(torch.tensor([token_ids]), [len(token_ids)]), cache).scores()[0, -1]
+    return model.forward(ModelInput(torch.tensor([token_ids]), [len(token_ids)]), cache).scores()[0, -1]
 
 
 def assert_same_but_for_ties(generator: foresay.Generator, wanted: list[Any], found: list[Any]) -> int:

@@ -21,8 +21,8 @@ from foresay.lab.bench.peers.base import model_folder
 from foresay.lab.data.datasets import load_items
 from foresay.lab.data.requests import RequestBuilder
 from foresay.lengths import ConstantLength
-from foresay.methods.settings_file import Settings
 from foresay.models.recording import RecordedText, RecordingModel
+from foresay.spec.settings_file import Settings
 
 MODEL, MOST = "smollm2-135m", 8
 RUN = Path(__file__).parents[1] / "helpers" / "vllm_run.py"

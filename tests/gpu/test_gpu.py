@@ -71,7 +71,7 @@ def test_captured_passes_write_what_passes_write(family: str) -> None:
     wanted = run(CausalModel(make(family).to("cuda")), PROMPTS, params, gamma=0)[0]
     target, draft = CausalModel(make(family).to("cuda")), CausalModel(make(family, seed=1).to("cuda"))
     for model in (target, draft):
-        model.use_lean()
+        model.use_fused()
         assert model.graphs is not None
     assert run(target, PROMPTS, params, gamma=0)[0] == wanted
     assert run(target, PROMPTS, params, drafter=ModelDrafter(draft, VOCAB), gamma=3)[0] == wanted

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from foresay.decoding.proposal import Proposal
-from foresay.decoding.protocols import Feed, LengthPolicy, Logits, ModelOutput
+from foresay.decoding.protocols import LengthPolicy, Logits, ModelInput, ModelOutput
 from foresay.decoding.rows import Rows
 from foresay.drafters import Cascade
 from foresay.lengths import ConstantLength
@@ -26,23 +26,23 @@ class Whole(TableModel):
 
     passes = fed = 0
 
-    def law(self, context: Sequence[int]) -> torch.Tensor:
+    def distribution(self, context: Sequence[int]) -> torch.Tensor:
         mark = sum((i + 1) * token for i, token in enumerate(context)) % self.vocab_size
-        return super().law(context).roll(mark)
+        return super().distribution(context).roll(mark)
 
-    def forward(self, feed: Feed, cache: Any) -> ModelOutput:
+    def forward(self, model_input: ModelInput, cache: Any) -> ModelOutput:
         assert isinstance(cache, TableCache)
-        token_ids, num_tokens = feed.token_ids, feed.num_tokens
+        token_ids, num_tokens = model_input.token_ids, model_input.num_tokens
         self.passes += 1
         self.fed += sum(num_tokens)
-        first, kind = feed.first_row, feed.logits
+        first, kind = model_input.first_row, model_input.logits
         starts = list(cache.lengths)
-        super().forward(feed, cache)
+        super().forward(model_input, cache)
         out = torch.zeros(*token_ids.shape, self.vocab_size)
         for i in range(len(token_ids)):
             seen = cache.tokens[first + i]
             for t in range(token_ids.shape[1]):
-                out[i, t] = self.law(seen[: starts[first + i] + t + 1]).log().float()
+                out[i, t] = self.distribution(seen[: starts[first + i] + t + 1]).log().float()
         if kind is Logits.LAST:
             last = torch.tensor(num_tokens).clamp(min=1) - 1
             out = out[torch.arange(len(out)), last][:, None]
@@ -64,7 +64,7 @@ class Asked(Fake):
         self.asked.append({i: (rows[i].size, n) for i, n in enumerate(budget) if n})
         return super().propose(rows, budget, policy)
 
-    def guess(self, row: int, rows: Rows, budget: int) -> list[int]:
+    def draft_tokens(self, row: int, rows: Rows, budget: int) -> list[int]:
         count = min(budget, self.most)
         return [self.tokens[i % len(self.tokens)] for i in range(count)]
 

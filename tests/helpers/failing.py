@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from foresay.decoding.acceptance import make_rule
-from foresay.decoding.protocols import Drafter, Feed, KVCache, ModelOutput
+from foresay.decoding.protocols import Drafter, KVCache, ModelInput, ModelOutput
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import Cascade, Hybrid, MaxGram, ModelDrafter, ModelTreeDrafter
 from foresay.drafters.cross_tokenizer import CrossTokenizerDrafter
@@ -34,11 +34,11 @@ class FailingTable(TableModel):
         super().__init__(SKEWED.expand(VOCAB, VOCAB, VOCAB))
         self.token, self.kind, self.sound, self.passes = token, kind, sound, 0
 
-    def forward(self, feed: Feed, cache: KVCache) -> ModelOutput:
+    def forward(self, model_input: ModelInput, cache: KVCache) -> ModelOutput:
         self.passes += 1
-        output = super().forward(feed, cache)
-        met = feed.token_ids == self.token
-        for i, count in enumerate(feed.num_tokens):
+        output = super().forward(model_input, cache)
+        met = model_input.token_ids == self.token
+        for i, count in enumerate(model_input.num_tokens):
             met[i, count:] = False
         if self.passes <= self.sound or not bool(met.any()) or output.logits is None:
             return output

@@ -9,7 +9,7 @@ import torch
 from foresay.decoding.protocols import DraftStep
 from foresay.decoding.rows import Rows
 from foresay.lengths import ThroughputLength
-from foresay.lengths.gate import Price
+from foresay.lengths.early_stopping import TokenCost
 
 
 class Forced(ThroughputLength):
@@ -24,15 +24,15 @@ class Forced(ThroughputLength):
     def _choose(self, rows: Rows, held: Sequence[int | None]) -> list[int]:
         return [self._any(8) if n is None else n for n in held]
 
-    def keep(self, rows: Rows, counts: Sequence[int], matched: Sequence[int]) -> list[int]:
-        return self._changed(rows, super().keep(rows, counts, matched), counts)
+    def num_to_score(self, rows: Rows, counts: Sequence[int], matched: Sequence[int]) -> list[int]:
+        return self._changed(rows, super().num_to_score(rows, counts, matched), counts)
 
-    def afford(self, rows: Rows, most: Sequence[int]) -> list[int]:
-        return self._changed(rows, super().afford(rows, most), most)
+    def fallback_budget(self, rows: Rows, most: Sequence[int]) -> list[int]:
+        return self._changed(rows, super().fallback_budget(rows, most), most)
 
     def keep_drafting(self, step: DraftStep) -> torch.Tensor | None:
         assert step.rows is not None
-        price, batch = Price(0.0, float(torch.rand(1, generator=self.random))), len(step.token_ids)
+        price, batch = TokenCost(0.0, float(torch.rand(1, generator=self.random))), len(step.token_ids)
         self._drafting.gate.begin(step.rows, price, [self.high] * batch)
         found = super().keep_drafting(step)
         if found is not None:

@@ -18,10 +18,10 @@ from foresay.lab.replay.grid import open_grid
 from foresay.lab.replay.replay import replay
 from foresay.lab.report.report import read_report
 from foresay.lengths import ConstantLength
-from foresay.methods.settings_file import Settings, read_settings, write_settings
 from foresay.records.profile import Floor, Profile, Timing
 from foresay.records.recording import Record, Recording, recording_writer
 from foresay.records.results import Cell, Failure, Prediction, PromptResult, Run, Trace, results_writer
+from foresay.spec.settings_file import Settings, read_settings, write_settings
 from helpers import fuzz_tensors
 from helpers.fuzz_mutators import mutate_bytes, mutate_json, mutate_lines
 from helpers.fuzzing import Format, files, one_file, working_folder

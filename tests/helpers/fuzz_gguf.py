@@ -23,7 +23,7 @@ from pathlib import Path
 import gguf
 import torch
 
-from foresay.decoding.protocols import Feed
+from foresay.decoding.protocols import ModelInput
 from foresay.decoding.rows import Row, Rows
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ForesayError
@@ -160,7 +160,7 @@ def read(path: Path) -> None:
     rows = Rows([Row(0, list(TOKENS), SamplingParams(), limit=len(TOKENS) + 1)])
     kept = loaded.model.new_cache()
     loaded.model.admit(rows, 0, kept)
-    scores = loaded.model.forward(Feed(torch.tensor([TOKENS]), [len(TOKENS)]), kept).scores()
+    scores = loaded.model.forward(ModelInput(torch.tensor([TOKENS]), [len(TOKENS)]), kept).scores()
     assert bool(torch.isfinite(scores).all()), "scores that are not finite"
 
 

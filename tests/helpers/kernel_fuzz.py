@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from foresay.models.huggingface.gated_layer import GatedLayer, Norm
-from foresay.models.huggingface.native import build, structs
-from foresay.models.huggingface.native.layers import FlatTokens, NativeLayers
-from foresay.models.huggingface.native.product import NativeProduct
-from foresay.models.huggingface.slot_cache import Placement
+from foresay.models.cache.slot_cache import Placement
+from foresay.models.cpu import build, structs
+from foresay.models.cpu.gated_layer import GatedLayer, Norm
+from foresay.models.cpu.layers import FlatTokens, NativeLayers
+from foresay.models.cpu.product import NativeProduct
 
 ODD = (-(1 << 63), -(1 << 31), -33, -1, 0, 1 << 31, 1 << 40, (1 << 63) - 1)
 """Sizes that nothing has."""

@@ -1,4 +1,4 @@
-"""Laws by enumeration, written independently of the code under test, and the chi-squared test that compares."""
+"""Distributions by enumeration, written independently of the code under test, and the chi-squared test that compares."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from foresay.decoding.sampling_params import SamplingParams
 from foresay.models.table import TableModel
 
 
-def law(target: TableModel, params: SamplingParams, prompt: Sequence[int], output: Sequence[int]) -> np.ndarray:
+def distribution(
+    target: TableModel, params: SamplingParams, prompt: Sequence[int], output: Sequence[int]
+) -> np.ndarray:
     """The law of the token after prompt + output, [V] float64, by the definitions of the parameters."""
-    logits = target.law([*prompt, *output]).log().numpy().copy()
+    logits = target.distribution([*prompt, *output]).log().numpy().copy()
     for token in set(prompt) | set(output):
         value = logits[token]
         logits[token] = value * params.repetition_penalty if value < 0 else value / params.repetition_penalty
@@ -48,7 +50,7 @@ def joint(target: TableModel, params: SamplingParams, prompt: Sequence[int], len
     for place, output in enumerate(itertools.product(range(size), repeat=length)):
         prob = 1.0
         for i, token in enumerate(output):
-            prob *= law(target, params, prompt, output[:i])[token]
+            prob *= distribution(target, params, prompt, output[:i])[token]
             if prob == 0:
                 break
         out[place] = prob

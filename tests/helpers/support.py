@@ -21,14 +21,14 @@ from foresay.lengths import ConstantLength
 class Fake(Stateless):
     """A drafter without state; subclasses say what they guess."""
 
-    def guess(self, row: int, rows: Rows, budget: int) -> list[int]:
+    def draft_tokens(self, row: int, rows: Rows, budget: int) -> list[int]:
         raise NotImplementedError
 
     def propose(self, rows: Rows, budget: Sequence[int], policy: LengthPolicy) -> Proposal:
-        guesses = [self.guess(i, rows, n)[:n] for i, n in enumerate(budget)]
-        width = max(map(len, guesses))
-        padded = [g + [0] * (width - len(g)) for g in guesses]
-        return Proposal(torch.tensor(padded, dtype=torch.int64).view(len(rows), width), [len(g) for g in guesses])
+        drafts = [self.draft_tokens(i, rows, n)[:n] for i, n in enumerate(budget)]
+        width = max(map(len, drafts))
+        padded = [g + [0] * (width - len(g)) for g in drafts]
+        return Proposal(torch.tensor(padded, dtype=torch.int64).view(len(rows), width), [len(g) for g in drafts])
 
 
 class Always(Fake):
@@ -37,7 +37,7 @@ class Always(Fake):
     def __init__(self, outputs: Sequence[Sequence[int]]) -> None:
         self.outputs = outputs
 
-    def guess(self, row: int, rows: Rows, budget: int) -> list[int]:
+    def draft_tokens(self, row: int, rows: Rows, budget: int) -> list[int]:
         one = rows[row]
         return list(self.outputs[one.request_id][one.num_new : one.num_new + budget])
 
@@ -49,8 +49,8 @@ class Never(Always):
         super().__init__(outputs)
         self.vocab_size = vocab_size
 
-    def guess(self, row: int, rows: Rows, budget: int) -> list[int]:
-        return [(token + 1) % self.vocab_size for token in super().guess(row, rows, budget)]
+    def draft_tokens(self, row: int, rows: Rows, budget: int) -> list[int]:
+        return [(token + 1) % self.vocab_size for token in super().draft_tokens(row, rows, budget)]
 
 
 class Sometimes(Always):
@@ -60,8 +60,8 @@ class Sometimes(Always):
         super().__init__(outputs)
         self.vocab_size = vocab_size
 
-    def guess(self, row: int, rows: Rows, budget: int) -> list[int]:
-        right = super().guess(row, rows, budget)
+    def draft_tokens(self, row: int, rows: Rows, budget: int) -> list[int]:
+        right = super().draft_tokens(row, rows, budget)
         wrong_at = (rows[row].size * 7 + row) % (budget + 2)
         return [(t + 1) % self.vocab_size if i == wrong_at else t for i, t in enumerate(right)]
 
@@ -81,16 +81,16 @@ class Mixed(Fake):
         if width == 0:
             return Proposal.empty(len(rows), torch.device("cpu"))
         weights = torch.arange(1, self.vocab_size + 1, dtype=torch.float32)
-        laws = (weights / weights.sum()).expand(len(rows), -1).contiguous()
+        distributions = (weights / weights.sum()).expand(len(rows), -1).contiguous()
         uniform = rows.streams(torch.device("cpu")).uniform(Purpose.DRAFT, torch.zeros(1, dtype=torch.int64))[:, 0]
         tokens = torch.zeros(len(rows), width, dtype=torch.int64)
-        tokens[:, 0] = inverse_cdf(laws, uniform)
+        tokens[:, 0] = inverse_cdf(distributions, uniform)
         for i, row in enumerate(rows):
             for j in range(1, width):
                 tokens[i, j] = (row.size * 3 + j) % self.vocab_size
         index = torch.full((len(rows), width), -1)
         index[:, 0] = torch.arange(len(rows))
-        return Proposal(tokens, counts, laws, index)
+        return Proposal(tokens, counts, distributions, index)
 
 
 class Renumbered:

@@ -30,34 +30,34 @@ class TableTree(Stateless):
     def propose(self, rows: Rows, budget: Sequence[int], policy: LengthPolicy) -> Proposal:
         size = self.table.vocab_size
         numbers = rows.streams(torch.device("cpu")).uniform(Purpose.DRAFT, torch.arange(len(self.shape)))
-        laws: list[torch.Tensor] = []
+        distributions: list[torch.Tensor] = []
         ids = torch.zeros(len(rows), len(self.shape), dtype=torch.int64)
         index = torch.full_like(ids, -1)
         for i, row in enumerate(rows):
             contexts = {-1: row.tokens.tolist()}
             places: dict[int, int] = {}
             for column, parent in enumerate(self.shape):
-                law = self.table.law(contexts[parent]).float()
+                distribution = self.table.distribution(contexts[parent]).float()
                 siblings = [c for c in range(column) if self.shape[c] == parent]
-                left = law.clone()
+                left = distribution.clone()
                 left[[int(ids[i, c]) for c in siblings]] = 0
                 if column in self.named or row.params.greedy:
                     ids[i, column] = int(left.argmax())
                 else:
                     if parent not in places:
-                        places[parent] = len(laws)
-                        laws.append(law)
+                        places[parent] = len(distributions)
+                        distributions.append(distribution)
                     index[i, column] = places[parent]
                     ids[i, column] = int(inverse_cdf(left[None], numbers[i, column : column + 1])[0])
                 contexts[column] = [*contexts[parent], int(ids[i, column])]
-            assert size == len(law)
+            assert size == len(distribution)
         counts = [
             min(n, len(self.shape) - (row.size + i) % 3) for i, (row, n) in enumerate(zip(rows, budget, strict=True))
         ]
         parents = torch.tensor(self.shape).repeat(len(rows), 1)
-        if not laws:
+        if not distributions:
             return Proposal(ids, counts, parents=parents)
-        return Proposal(ids, counts, torch.stack(laws), index, parents=parents)
+        return Proposal(ids, counts, torch.stack(distributions), index, parents=parents)
 
 
 class RightTree(Stateless):

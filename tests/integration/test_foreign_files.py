@@ -19,7 +19,6 @@ from foresay.lab.data.datasets import load_items
 from foresay.lab.replay.arrivals import from_trace
 from foresay.lab.replay.grid import open_grid
 from foresay.lengths.acceptance_head import AcceptanceHead
-from foresay.methods.settings_file import read_settings
 from foresay.models.heads.config import HeadConfig
 from foresay.models.heads.files import Head, read_head, write_head
 from foresay.models.heads.module import HeadModule
@@ -28,6 +27,7 @@ from foresay.models.sources.catalog import load_tokenizer
 from foresay.records.profile import Floor, Profile, Timing
 from foresay.records.recording import Recording
 from foresay.records.results import Results
+from foresay.spec.settings_file import read_settings
 from foresay.training.accepted import load_examples
 from foresay.training.checkpoints import State, load_checkpoint, save_checkpoint
 from helpers import tables, tiny

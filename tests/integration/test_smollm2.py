@@ -10,11 +10,11 @@ import torch
 
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import ModelDrafter
-from foresay.methods.recipe import Resources
-from foresay.methods.recipes import read_drafter, read_length
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.sources.catalog import LoadedModel, load_model
 from foresay.models.sources.load_options import LoadOptions
+from foresay.spec.recipe import Resources
+from foresay.spec.recipes import read_drafter, read_length
 from foresay.training.ngrams import NgramCounter
 from helpers.chat_prompts import PROMPTS
 from helpers.support import PromptLookup, run
@@ -46,7 +46,7 @@ def target(smollm2_folder: Path) -> CausalModel:
     """As foresay loads it: by its own kernels."""
     model = load_model(smollm2_folder, LoadOptions(dtype="fp32")).model
     assert isinstance(model, CausalModel)
-    assert model.rows_apart
+    assert model.one_row_at_a_time
     return model
 
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from foresay.decoding.acceptance import Block, _extra_tokens, _joint, make_rule, residual
-from foresay.decoding.laws import Laws
+from foresay.decoding.distributions import Distributions
 from foresay.decoding.proposal import Proposal
 from foresay.decoding.randomness import Streams
 from foresay.errors import UnknownNameError
 
 
-def law(generator: torch.Generator, size: int, kind: str) -> torch.Tensor:
+def distribution(generator: torch.Generator, size: int, kind: str) -> torch.Tensor:
     """A law of a kind: dense, with zeros, one-hot, or nearly one-hot."""
     weights = torch.rand(size, generator=generator, dtype=torch.float64)
     if kind == "zeros":
@@ -36,7 +36,7 @@ def test_accepted_and_residual_mass_add_up_to_the_target(kind_p: str, kind_q: st
     generator = torch.Generator().manual_seed(1)
     for size in (2, 5, 50):
         for _ in range(20):
-            p, q = law(generator, size, kind_p), law(generator, size, kind_q)
+            p, q = distribution(generator, size, kind_p), distribution(generator, size, kind_q)
             overlap = torch.minimum(p, q)
             out = overlap + (1 - overlap.sum()) * residual(p, q)
             torch.testing.assert_close(out, p, atol=1e-12, rtol=0)
@@ -49,30 +49,37 @@ def test_disjoint_and_equal_laws() -> None:
     assert not residual(p, p).isnan().any()
 
 
-def _places(laws: list[torch.Tensor]) -> Laws:
+def _places(distributions: list[torch.Tensor]) -> Distributions:
     """One row whose places have these laws."""
-    probs = torch.stack(laws)
-    return Laws(torch.zeros(1, len(laws), dtype=torch.int64), probs, torch.arange(len(laws))[None])
+    probs = torch.stack(distributions)
+    return Distributions(
+        torch.zeros(1, len(distributions), dtype=torch.int64), probs, torch.arange(len(distributions))[None]
+    )
 
 
-def _block_output_law(
+def _block_output_distribution(
     target: dict[tuple[int, ...], torch.Tensor], draft: dict[tuple[int, ...], torch.Tensor], k: int, size: int
 ) -> torch.Tensor:
     """The law of the first k + 1 tokens under one block verification, continued by the target, by enumeration."""
     out = torch.zeros((size,) * (k + 1), dtype=torch.float64)
-    for guess in itertools.product(range(size), repeat=k):
+    for draft_tokens in itertools.product(range(size), repeat=k):
         q_guess = 1.0
         for i in range(k):
-            q_guess *= float(draft[guess[:i]][guess[i]])
+            q_guess *= float(draft[draft_tokens[:i]][draft_tokens[i]])
         if q_guess == 0:
             continue
-        laws = _places([target[guess[:i]] for i in range(k + 1)])
+        distributions = _places([target[draft_tokens[:i]] for i in range(k + 1)])
         proposal = Proposal(
-            torch.tensor([guess]), [k], torch.stack([draft[guess[:i]] for i in range(k)]), torch.arange(k)[None]
+            torch.tensor([draft_tokens]),
+            [k],
+            torch.stack([draft[draft_tokens[:i]] for i in range(k)]),
+            torch.arange(k)[None],
         )
-        q_places = torch.tensor([[float(draft[guess[:i]][guess[i]]) for i in range(k)]], dtype=torch.float64)
-        pi = _joint(laws.prob_of(proposal.token_ids), q_places)
-        h = Block._thresholds(laws, proposal, pi)[0].clamp(0, 1)
+        q_places = torch.tensor(
+            [[float(draft[draft_tokens[:i]][draft_tokens[i]]) for i in range(k)]], dtype=torch.float64
+        )
+        pi = _joint(distributions.prob_of(proposal.token_ids), q_places)
+        h = Block._thresholds(distributions, proposal, pi)[0].clamp(0, 1)
         h = torch.where(pi[0] > 0, h, 0.0)
         for count in range(k, -1, -1):
             prob = q_guess * (float(h[count - 1]) if count else 1.0)
@@ -80,9 +87,13 @@ def _block_output_law(
                 prob *= 1 - float(h[j])
             if prob <= 0:
                 continue
-            p = target[guess[:count]]
-            extra = residual(p * (float(pi[0, count - 1]) if count else 1.0), draft[guess[:count]]) if count < k else p
-            _round_robin(out, [*guess[:count]], prob * extra, target, k)
+            p = target[draft_tokens[:count]]
+            extra = (
+                residual(p * (float(pi[0, count - 1]) if count else 1.0), draft[draft_tokens[:count]])
+                if count < k
+                else p
+            )
+            _round_robin(out, [*draft_tokens[:count]], prob * extra, target, k)
     return out
 
 
@@ -102,7 +113,9 @@ def _round_robin(
 
 def _tree(generator: torch.Generator, size: int, depth: int, kind: str) -> dict[tuple[int, ...], torch.Tensor]:
     return {
-        prefix: law(generator, size, kind) for n in range(depth) for prefix in itertools.product(range(size), repeat=n)
+        prefix: distribution(generator, size, kind)
+        for n in range(depth)
+        for prefix in itertools.product(range(size), repeat=n)
     }
 
 
@@ -114,7 +127,7 @@ def test_block_verification_writes_the_targets_law(size: int, k: int, kind_p: st
     """Sun et al. 2024, Theorem 1, by enumeration of every draft, count and extra token."""
     generator = torch.Generator().manual_seed(size * 10 + k)
     target, draft = _tree(generator, size, k + 1, kind_p), _tree(generator, size, k, kind_q)
-    out = _block_output_law(target, draft, k, size)
+    out = _block_output_distribution(target, draft, k, size)
     for tokens in itertools.product(range(size), repeat=k + 1):
         want = 1.0
         for i, token in enumerate(tokens):
@@ -130,16 +143,19 @@ def test_block_verification_accepts_no_less_than_token_verification() -> None:
     for _ in range(10):
         target, draft = _tree(generator, size, k + 1, "dense"), _tree(generator, size, k, "dense")
         block = token = 0.0
-        for guess in itertools.product(range(size), repeat=k):
-            q = [float(draft[guess[:i]][guess[i]]) for i in range(k)]
-            p = [float(target[guess[:i]][guess[i]]) for i in range(k)]
+        for draft_tokens in itertools.product(range(size), repeat=k):
+            q = [float(draft[draft_tokens[:i]][draft_tokens[i]]) for i in range(k)]
+            p = [float(target[draft_tokens[:i]][draft_tokens[i]]) for i in range(k)]
             weight = float(torch.tensor(q).prod())
-            laws = _places([target[guess[:i]] for i in range(k + 1)])
+            distributions = _places([target[draft_tokens[:i]] for i in range(k + 1)])
             proposal = Proposal(
-                torch.tensor([guess]), [k], torch.stack([draft[guess[:i]] for i in range(k)]), torch.arange(k)[None]
+                torch.tensor([draft_tokens]),
+                [k],
+                torch.stack([draft[draft_tokens[:i]] for i in range(k)]),
+                torch.arange(k)[None],
             )
             pi = _joint(torch.tensor([p], dtype=torch.float64), torch.tensor([q], dtype=torch.float64))
-            h = Block._thresholds(laws, proposal, pi)[0]
+            h = Block._thresholds(distributions, proposal, pi)[0]
             none_later = 1.0
             for i in range(k, 0, -1):
                 block += weight * i * float(h[i - 1]) * none_later
@@ -155,26 +171,26 @@ def test_block_verification_accepts_no_less_than_token_verification() -> None:
 
 @pytest.mark.parametrize("rule", ["speculative", "block"])
 def test_ragged_rows_are_judged_as_if_alone(rule: str) -> None:
-    """Each row of a ragged batch of sampled, mixed and greedy proposals gets the verdict it gets by itself."""
+    """Each row of a ragged batch of sampled, mixed and greedy proposals gets the verification it gets by itself."""
     generator = torch.Generator().manual_seed(5)
     size, width, batch = 6, 4, 16
     counts = [i % (width + 1) for i in range(batch)]
     tokens = torch.randint(size, (batch, width), generator=generator)
-    p = torch.stack([law(generator, size, KINDS[i % 4]) for i in range(batch * (width + 1))]).float()
-    q = torch.stack([law(generator, size, "dense") for _ in range(batch * width)]).float()
+    p = torch.stack([distribution(generator, size, KINDS[i % 4]) for i in range(batch * (width + 1))]).float()
+    q = torch.stack([distribution(generator, size, "dense") for _ in range(batch * width)]).float()
     index = torch.arange(batch * width).view(batch, width).clone()
     index[torch.rand(batch, width, generator=generator) < 0.4] = -1
     target_index = torch.arange(batch * (width + 1)).view(batch, width + 1).clone()
     target_index[::5] = -1
     points = torch.randint(size, (batch, width + 1), generator=generator)
-    target = Laws(points, p, target_index)
+    target = Distributions(points, p, target_index)
     starts, seeds = torch.arange(batch) + 3, torch.arange(batch) * 11
-    judge = make_rule(rule).judge
-    together = judge(target, Proposal(tokens, counts, q, index), Streams(seeds, starts))
+    verify = make_rule(rule).verify
+    together = verify(target, Proposal(tokens, counts, q, index), Streams(seeds, starts))
     accepted = []
     for i, n in enumerate(counts):
-        alone = judge(
-            Laws(points[i : i + 1, : n + 1], p, target_index[i : i + 1, : n + 1]),
+        alone = verify(
+            Distributions(points[i : i + 1, : n + 1], p, target_index[i : i + 1, : n + 1]),
             Proposal(tokens[i : i + 1, :n], [n], q, index[i : i + 1, :n]),
             Streams(seeds[i : i + 1], starts[i : i + 1]),
         )
@@ -187,7 +203,7 @@ def test_ragged_rows_are_judged_as_if_alone(rule: str) -> None:
 
 def test_a_rejected_point_mass_is_never_the_extra_token() -> None:
     p = torch.tensor([[0.2, 0.3, 0.5]])
-    target = Laws(torch.zeros(1, 2, dtype=torch.int64), p.repeat(2, 1), torch.tensor([[0, 1]]))
+    target = Distributions(torch.zeros(1, 2, dtype=torch.int64), p.repeat(2, 1), torch.tensor([[0, 1]]))
     proposal = Proposal(torch.tensor([[2]]), [1])
     drawn = {
         int(_extra_tokens(target, proposal, torch.tensor([0]), torch.tensor([u], dtype=torch.float64))[0])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from foresay.decoding.acceptance import Lenience, Typical
-from foresay.decoding.laws import Laws
+from foresay.decoding.distributions import Distributions
 from foresay.decoding.outcome import Step
 from foresay.decoding.proposal import Proposal
 from foresay.decoding.protocols import Drafter, Rule
@@ -19,7 +19,7 @@ from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import Cascade, MaxGram, cascade
 from foresay.drafters.cross_tokenizer import CrossTokenizerDrafter
 from foresay.engine import guard
-from helpers.law_cells import ALPHA, DRAFT, PARAMS, PROMPT, SIZE, SMALL, TARGET, model
+from helpers.distribution_cells import ALPHA, DRAFT, PARAMS, PROMPT, SIZE, SMALL, TARGET, model
 from helpers.reference import joint, p_value
 from helpers.support import Renumbered, run
 
@@ -82,14 +82,14 @@ def test_a_review_that_hides_its_unlikely_tokens(monkeypatch: Patch) -> None:
     """Where a review ends may depend on what came before a token, never on the token."""
     intact = cascade._reviewed
 
-    def choosy(steps: Sequence[Step], laws: Laws, **kwargs: bool) -> Proposal:
-        full = intact(steps, laws, **kwargs)
-        assert full.laws is not None and full.law_index is not None
-        index = full.law_index.clamp(min=0)
-        likeliest = full.laws[index].argmax(-1) == full.token_ids
+    def choosy(steps: Sequence[Step], distributions: Distributions, **kwargs: bool) -> Proposal:
+        full = intact(steps, distributions, **kwargs)
+        assert full.distributions is not None and full.distribution_index is not None
+        index = full.distribution_index.clamp(min=0)
+        likeliest = full.distributions[index].argmax(-1) == full.token_ids
         leading = 1 + likeliest[:, 1:].long().cumprod(-1).sum(-1)
         kept = torch.minimum(leading, torch.tensor(full.num_tokens))
-        return Proposal(full.token_ids, kept.tolist(), full.laws, full.law_index)
+        return Proposal(full.token_ids, kept.tolist(), full.distributions, full.distribution_index)
 
     assert value(overshooting()) > ALPHA
     monkeypatch.setattr(cascade, "_reviewed", choosy)
@@ -101,9 +101,9 @@ def test_tokens_labelled_with_the_law_one_place_on(monkeypatch: Patch) -> None:
 
     def shifted(*args: object, **kwargs: bool) -> Proposal:
         full = intact(*args, **kwargs)  # type: ignore[arg-type]
-        assert full.law_index is not None
-        index = torch.roll(full.law_index, -1, 1)
-        return Proposal(full.token_ids, full.num_tokens, full.laws, index)
+        assert full.distribution_index is not None
+        index = torch.roll(full.distribution_index, -1, 1)
+        return Proposal(full.token_ids, full.num_tokens, full.distributions, index)
 
     monkeypatch.setattr(cascade, "_reviewed", shifted)
     assert value(two()) < ALPHA
@@ -130,8 +130,10 @@ def test_a_translation_without_its_restriction(monkeypatch: pytest.MonkeyPatch) 
 
         def _same_tokens(self, draft: Proposal) -> Proposal:
             full = super()._same_tokens(draft)
-            assert full.laws is not None  # which would not sum to 1, and be the drafter's failure
-            return dataclasses.replace(full, laws=full.laws / full.laws.sum(-1, keepdim=True))
+            assert full.distributions is not None  # which would not sum to 1, and be the drafter's failure
+            return dataclasses.replace(
+                full, distributions=full.distributions / full.distributions.sum(-1, keepdim=True)
+            )
 
     monkeypatch.setattr(guard, "checked", lambda proposal, *rest, **more: proposal)  # which would refuse such tokens
     assert value(Unrestricted(DRAFT, SIZE, Renumbered(SIZE, private=1))) < ALPHA

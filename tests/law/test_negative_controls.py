@@ -9,15 +9,15 @@ import torch
 
 from foresay.decoding import acceptance, randomness
 from foresay.decoding.acceptance import Block, Match, Speculative, make_rule
+from foresay.decoding.distributions import Distributions
 from foresay.decoding.draws import draw
-from foresay.decoding.laws import Laws
-from foresay.decoding.proposal import Proposal, Verdict
+from foresay.decoding.proposal import Proposal, Verification
 from foresay.decoding.protocols import LengthPolicy
 from foresay.decoding.randomness import Purpose, Streams
 from foresay.decoding.rows import Rows
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.models.table import TableModel
-from helpers.law_cells import ALPHA, DRAFT, LENGTH, PARAMS, PROMPT, SAMPLES, SIZE, TARGET
+from helpers.distribution_cells import ALPHA, DRAFT, LENGTH, PARAMS, PROMPT, SAMPLES, SIZE, TARGET
 from helpers.reference import joint, p_value
 from helpers.support import ModelDrafter, run
 
@@ -48,7 +48,7 @@ def test_the_intact_rule_survives(rule: str) -> None:
 @pytest.mark.parametrize("rule", [Speculative, Block])
 def test_no_residual(rule: type, monkeypatch: Patch) -> None:
     """After a rejection the extra token is drawn from p instead of norm(max(0, p - q))."""
-    monkeypatch.setattr(acceptance, "_without_draft", lambda law, *rest: law)
+    monkeypatch.setattr(acceptance, "_without_draft", lambda distribution, *rest: distribution)
     assert value(rule()) < ALPHA
 
 
@@ -88,12 +88,12 @@ class _DropsUnlikely(ModelDrafter):
 
     def propose(self, rows: Rows, budget: Sequence[int], policy: LengthPolicy) -> Proposal:
         full = super().propose(rows, budget, policy)
-        if full.laws is None or full.law_index is None:
+        if full.distributions is None or full.distribution_index is None:
             return full
-        q = full.laws[full.law_index.clamp(min=0), full.token_ids]
+        q = full.distributions[full.distribution_index.clamp(min=0), full.token_ids]
         keep = (q > 0.25).long().cumprod(-1).sum(-1)
         counts = torch.minimum(keep, torch.tensor(full.num_tokens)).tolist()
-        return Proposal(full.token_ids, counts, full.laws, full.law_index)
+        return Proposal(full.token_ids, counts, full.distributions, full.distribution_index)
 
 
 @pytest.mark.parametrize("rule", [Speculative, Block])
@@ -105,10 +105,10 @@ def _shifted(rule: type) -> object:
     """Judges each draft token by the law one place further on."""
 
     class Shifted(rule):  # type: ignore[misc]
-        def judge(self, target: Laws, proposal: Proposal, streams: Streams) -> Verdict:
+        def verify(self, target: Distributions, proposal: Proposal, streams: Streams) -> Verification:
             assert target.probs_row is not None
             index = torch.cat([target.probs_row[:, 1:], target.probs_row[:, -1:]], 1)
-            return super().judge(Laws(target.greedy_ids, target.probs, index), proposal, streams)
+            return super().verify(Distributions(target.greedy_ids, target.probs, index), proposal, streams)
 
     return Shifted()
 
@@ -121,10 +121,10 @@ def test_an_index_off_by_one(rule: type) -> None:
 @pytest.mark.parametrize("rule", [Speculative, Block])
 def test_a_stream_shared_by_draft_and_target(rule: type, monkeypatch: Patch) -> None:
     """The draft draws its tokens with the numbers that will accept them."""
-    from foresay.drafters import chain as module
+    from foresay.drafters import draft_chain as module
 
-    def shared(laws: Laws, streams: Streams, purpose: Purpose, first: int = 0) -> torch.Tensor:
-        return draw(laws, streams, Purpose.ACCEPT, first)
+    def shared(distributions: Distributions, streams: Streams, purpose: Purpose, first: int = 0) -> torch.Tensor:
+        return draw(distributions, streams, Purpose.ACCEPT, first)
 
     monkeypatch.setattr(module, "draw", shared)
     assert value(rule()) < ALPHA
@@ -132,10 +132,10 @@ def test_a_stream_shared_by_draft_and_target(rule: type, monkeypatch: Patch) -> 
 
 def test_match_with_the_drafts_own_numbers(monkeypatch: Patch) -> None:
     """Only the coupled rule may share noise: match with shared uniforms still writes p, so this one must survive."""
-    from foresay.drafters import chain as module
+    from foresay.drafters import draft_chain as module
 
-    def shared(laws: Laws, streams: Streams, purpose: Purpose, first: int = 0) -> torch.Tensor:
-        return draw(laws, streams, Purpose.TARGET, first)
+    def shared(distributions: Distributions, streams: Streams, purpose: Purpose, first: int = 0) -> torch.Tensor:
+        return draw(distributions, streams, Purpose.TARGET, first)
 
     monkeypatch.setattr(module, "draw", shared)
     assert value(Match()) > ALPHA
@@ -147,10 +147,10 @@ def test_a_law_other_than_the_one_drawn_from() -> None:
     class Mislabelled(ModelDrafter):
         def propose(self, rows: Rows, budget: Sequence[int], policy: LengthPolicy) -> Proposal:
             full = super().propose(rows, budget, policy)
-            if full.laws is None:
+            if full.distributions is None:
                 return full
-            cooler = full.laws.square() / full.laws.square().sum(-1, keepdim=True)
-            return Proposal(full.token_ids, full.num_tokens, cooler, full.law_index)
+            cooler = full.distributions.square() / full.distributions.square().sum(-1, keepdim=True)
+            return Proposal(full.token_ids, full.num_tokens, cooler, full.distribution_index)
 
     assert value(Speculative(), drafter=Mislabelled(DRAFT, SIZE)) < ALPHA
 
@@ -159,11 +159,13 @@ def test_greedy_accepted_by_the_ratio_of_temperature_one() -> None:
     """A greedy target that accepts by p(x) / q(x) of the unscaled laws writes something else than its argmax."""
 
     class Ratio(Speculative):
-        def judge(self, target: Laws, proposal: Proposal, streams: Streams) -> Verdict:
+        def verify(self, target: Distributions, proposal: Proposal, streams: Streams) -> Verification:
             warm = [[i] for i in range(len(target.greedy_ids))]
             probs = TARGET.table[PROMPT[-2], PROMPT[-1]].float().expand(len(warm), -1)
             index = torch.tensor(warm).expand(-1, target.greedy_ids.shape[1])
-            return super().judge(Laws(target.greedy_ids, probs.contiguous(), index.contiguous()), proposal, streams)
+            return super().verify(
+                Distributions(target.greedy_ids, probs.contiguous(), index.contiguous()), proposal, streams
+            )
 
     plain, _, _ = run(TARGET, [PROMPT], SamplingParams(max_new_tokens=40))
     broken, _, _ = run(

@@ -18,12 +18,12 @@ import foresay
 SOURCE = Path(foresay.__file__).parent
 LAYERS = [
     {"errors"},
-    {"checks", "files", "json_files", "tensor_files", "threads", "ranks", "children"},
+    {"checks", "files", "json_files", "tensor_files", "threads", "distributed", "child_process"},
     {"decoding"},
     {"lengths", "text", "engine"},
     {"models"},
     {"drafters"},
-    {"methods"},
+    {"spec"},
     {"generation"},
     {"records"},
     {"training"},
@@ -32,43 +32,51 @@ LAYERS = [
     {"cli"},
     {"__main__"},
 ]
-"""The rooms of the house, from the ground up; rooms of one floor do not know each other."""
+"""Packages and modules, the lowest layer first; those of one layer do not import each other."""
 INSIDE = {
     "decoding": [
         {"sampling_params", "randomness", "outcome", "proposal", "residuals"},
         {"rows", "proposal_checks"},
         {"processors", "truncation"},
-        {"laws"},
+        {"distributions"},
         {"draws", "protocols"},
         {"trees", "prefill"},
         {"acceptance"},
         {"step"},
     ],
-    "engine": [{"row_moves", "prefixes", "stats", "guard"}, {"filling"}, {"loop"}],
-    "models": [{"vocabulary", "table", "recording"}, {"huggingface"}, {"heads", "llama_cpp"}, {"sources"}],
+    "engine": [{"row_moves", "prefixes", "stats", "guard"}, {"chunked_prefill"}, {"loop"}],
+    "models": [
+        {"vocabulary", "table", "recording", "cache"},
+        {"cpu"},
+        {"huggingface"},
+        {"gguf", "heads", "llama_cpp"},
+        {"sources"},
+    ],
+    "models/cache": [{"memory"}, {"stores"}, {"slot_cache"}],
+    "models/cpu": [
+        {"structs", "library_files", "gated_layer", "rounding"},
+        {"build"},
+        {"product"},
+        {"in_place"},
+        {"layers"},
+    ],
     "models/llama_cpp": [{"binding", "probe"}, {"context"}, {"cache"}, {"model"}],
     "models/heads": [{"config"}, {"module"}, {"files"}, {"model"}],
     "models/huggingface": [
-        {"config_sizes", "gated_layer", "memory", "rounding"},
-        {"stores"},
-        {"slot_cache"},
+        {"config_sizes"},
         {"attention"},
         {"operations"},
-        {"native"},
         {"products"},
         {"linears"},
-        {"model", "lean", "graphs"},
+        {"model", "fused", "graphs"},
         {"causal"},
         {"seq2seq"},
         {"early_exit", "self_check"},
     ],
-    "models/huggingface/native": [{"structs", "trust"}, {"build"}, {"product"}, {"in_place"}, {"layers"}],
+    "models/gguf": [{"header"}, {"values"}, {"tokenizer", "types", "positions"}, {"shapes"}, {"blocks"}],
     "models/sources": [
-        {"load_options", "transformers_errors", "gguf_head"},
-        {"gguf_values", "config_checks"},
-        {"gguf_texts", "gguf_types", "gguf_positions", "packaged", "llama_cpp"},
-        {"gguf_shapes"},
-        {"gguf_blocks"},
+        {"load_options", "transformers_errors"},
+        {"packaged", "config_checks", "llama_cpp"},
         {"catalog"},
         {"resolve"},
         {"heads"},
@@ -83,33 +91,31 @@ INSIDE = {
         {"curves", "distil"},
     ],
     "text": [
-        {"tokenizer", "text_files", "wording", "grammar_library"},
-        {"prompts", "stream", "cross_tokenizer", "grammar", "grammar_child"},
-        {"grammar_trials"},
+        {"tokenizer", "text_files", "formatting", "grammar_library"},
+        {"prompts", "stream", "cross_tokenizer", "grammar", "grammar_process"},
+        {"schema_compiler"},
     ],
-    "methods": [{"expressions", "settings_file"}, {"recipe"}, {"recipes"}],
+    "spec": [{"expressions", "settings_file"}, {"recipe"}, {"recipes"}],
     "generation": [{"result", "scoring"}, {"session"}, {"session_thread"}, {"generator"}, {"load"}, {"method"}],
     "server": [
         {"errors", "metrics", "settings"},
         {"fields", "logprobs", "guards", "connections"},
         {"requests"},
-        {"answers", "ways"},
+        {"responses", "drafting_choice"},
         {"service"},
-        {"writing"},
+        {"generating"},
         {"app"},
         {"running"},
     ],
     "workers": [{"messages"}, {"jobs", "pool"}, {"child", "local", "recording", "benching", "ray"}],
     "lab": [{"data"}, {"measure"}, {"replay"}, {"bench"}, {"report"}, {"tune"}],
 }
-"""The order of files inside a room; rooms that are not named here have no circle, and no more is asked of them."""
+"""The order of modules inside a package; packages that are not listed only have to be free of cycles."""
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 MAY_IMPORT_TRANSFORMERS = {
     *(f"models/huggingface/{name}.py" for name in ("causal", "seq2seq", "attention")),
-    *(
-        f"models/sources/{name}.py"
-        for name in ("catalog", "packaged", "transformers_errors", "gguf_blocks", "gguf_texts")
-    ),
+    *(f"models/sources/{name}.py" for name in ("catalog", "packaged", "transformers_errors")),
+    *(f"models/gguf/{name}.py" for name in ("blocks", "tokenizer")),
     "training/prune.py",
     "models/heads/module.py",
 }
@@ -117,7 +123,6 @@ FILES = sorted(path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.p
 FILE = pytest.mark.parametrize("file", FILES)
 
 PUBLIC = [
-    "Begun",
     "Block",
     "Capabilities",
     "Cascade",
@@ -127,11 +132,11 @@ PUBLIC = [
     "ConstantLength",
     "ContextLengthError",
     "Coupled",
+    "Distributions",
     "DraftStep",
     "Drafter",
     "Engine",
     "EntropyLength",
-    "Feed",
     "FinishReason",
     "ForesayError",
     "Generation",
@@ -139,18 +144,18 @@ PUBLIC = [
     "HeuristicLength",
     "KVCache",
     "LanguageModel",
-    "Laws",
     "LengthPolicy",
     "Lenience",
     "Logits",
-    "LookupDrafter",
     "Match",
     "MaxGram",
     "ModelDrafter",
+    "ModelInput",
     "ModelLoadError",
     "ModelNotFoundError",
     "ModelOutput",
     "ModelTreeDrafter",
+    "NgramDrafter",
     "NgramStore",
     "NgramStoreDrafter",
     "NgramTable",
@@ -158,6 +163,7 @@ PUBLIC = [
     "Origin",
     "OutOfMemoryError",
     "PastRequests",
+    "PreparedPrompt",
     "PromptError",
     "PromptLookup",
     "Proposal",
@@ -185,10 +191,10 @@ PUBLIC = [
     "Typical",
     "UnknownNameError",
     "UnsupportedModelError",
-    "Verdict",
+    "Verification",
     "VocabularyMismatchError",
     "__version__",
-    "build_laws",
+    "build_distributions",
     "change",
     "generate",
     "load",
@@ -337,7 +343,7 @@ def test_the_reader_sees_every_import() -> None:
 def test_the_search_finds_the_sources() -> None:
     assert {"decoding/step.py", "models/huggingface/causal.py", "engine/loop.py", "cli/app.py"} <= set(FILES)
     assert "transformers" in {name.split(".")[0] for name in imported("models/huggingface/causal.py")}
-    assert graph()["decoding/step.py"] >= {"decoding/laws.py", "decoding/protocols.py"}
+    assert graph()["decoding/step.py"] >= {"decoding/distributions.py", "decoding/protocols.py"}
 
 
 def loaded_by(statement: str) -> set[str]:

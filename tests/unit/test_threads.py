@@ -13,7 +13,7 @@ import torch
 import foresay
 from foresay import threads
 from foresay.decoding.proposal import Proposal
-from foresay.decoding.protocols import Feed, KVCache, LengthPolicy, ModelOutput
+from foresay.decoding.protocols import KVCache, LengthPolicy, ModelInput, ModelOutput
 from foresay.decoding.rows import Rows
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import ModelDrafter
@@ -35,72 +35,72 @@ def many() -> Iterator[None]:
 def elsewhere() -> list[int]:
     """What a thread that begins now is given."""
     seen: list[int] = []
-    other = threading.Thread(target=lambda: seen.extend([torch.get_num_threads(), threads.wanted()]))
+    other = threading.Thread(target=lambda: seen.extend([torch.get_num_threads(), threads.num_threads()]))
     other.start()
     other.join()
     return seen
 
 
 def test_alone_is_one_thread_here_and_nowhere_else() -> None:
-    with threads.alone():
-        assert (torch.get_num_threads(), threads.wanted()) == (1, MANY)
+    with threads.single_threaded():
+        assert (torch.get_num_threads(), threads.num_threads()) == (1, MANY)
         assert elsewhere() == [MANY, MANY]
-    assert (torch.get_num_threads(), threads.wanted()) == (MANY, MANY)
+    assert (torch.get_num_threads(), threads.num_threads()) == (MANY, MANY)
 
 
 def test_what_is_worth_it_gets_every_core_inside() -> None:
-    with threads.alone():
-        with threads.together(threads.WORTH_IT - 1):
+    with threads.single_threaded():
+        with threads.all_threads(threads.MIN_ELEMENTS - 1):
             assert torch.get_num_threads() == 1
-        with threads.together():
-            assert (torch.get_num_threads(), threads.wanted()) == (MANY, MANY)
-        assert (torch.get_num_threads(), threads.wanted()) == (1, MANY)
+        with threads.all_threads():
+            assert (torch.get_num_threads(), threads.num_threads()) == (MANY, MANY)
+        assert (torch.get_num_threads(), threads.num_threads()) == (1, MANY)
     assert torch.get_num_threads() == MANY
 
 
 def test_together_outside_changes_nothing() -> None:
-    with threads.together():
-        assert (torch.get_num_threads(), threads.wanted()) == (MANY, MANY)
+    with threads.all_threads():
+        assert (torch.get_num_threads(), threads.num_threads()) == (MANY, MANY)
 
 
-@pytest.mark.parametrize("inner", [threads.alone, threads.together])
+@pytest.mark.parametrize("inner", [threads.single_threaded, threads.all_threads])
 def test_an_error_inside_leaves_what_was(inner: Any) -> None:
-    with threads.alone():
+    with threads.single_threaded():
         with pytest.raises(KeyError), inner():
             raise KeyError
-        assert (torch.get_num_threads(), threads.wanted()) == (1, MANY)
-    with pytest.raises(KeyError), threads.alone():
+        assert (torch.get_num_threads(), threads.num_threads()) == (1, MANY)
+    with pytest.raises(KeyError), threads.single_threaded():
         raise KeyError
-    assert (torch.get_num_threads(), threads.wanted()) == (MANY, MANY)
+    assert (torch.get_num_threads(), threads.num_threads()) == (MANY, MANY)
 
 
 def test_nested_ends_with_the_outer_one() -> None:
-    with threads.alone():
-        with threads.alone():
-            assert threads.wanted() == MANY
-        assert (torch.get_num_threads(), threads.wanted()) == (1, MANY)
+    with threads.single_threaded():
+        with threads.single_threaded():
+            assert threads.num_threads() == MANY
+        assert (torch.get_num_threads(), threads.num_threads()) == (1, MANY)
     assert torch.get_num_threads() == MANY
 
 
 def test_what_the_user_sets_inside_stays() -> None:
-    with threads.alone():
+    with threads.single_threaded():
         torch.set_num_threads(2)
-    assert (torch.get_num_threads(), threads.wanted()) == (2, 2)
+    assert (torch.get_num_threads(), threads.num_threads()) == (2, 2)
 
 
 def test_a_user_with_one_thread_keeps_it() -> None:
     torch.set_num_threads(1)
-    with threads.alone(), threads.together():
-        assert (torch.get_num_threads(), threads.wanted()) == (1, 1)
+    with threads.single_threaded(), threads.all_threads():
+        assert (torch.get_num_threads(), threads.num_threads()) == (1, 1)
     assert torch.get_num_threads() == 1
 
 
 class Watched(TableModel):
     """Remembers how many threads its passes had."""
 
-    def forward(self, feed: Feed, cache: KVCache) -> ModelOutput:
+    def forward(self, model_input: ModelInput, cache: KVCache) -> ModelOutput:
         self.__dict__.setdefault("seen", set()).add(torch.get_num_threads())
-        return super().forward(feed, cache)
+        return super().forward(model_input, cache)
 
 
 class Own(Watched):

@@ -33,7 +33,7 @@ from foresay.lab.data.requests import PromptRequest, RequestBuilder
 from foresay.lab.tune import DRAFTERS
 from foresay.models.sources.catalog import native_dtype
 from foresay.records.results import Results, Run, median_and_spread, merged
-from foresay.text.wording import percent
+from foresay.text.formatting import percent
 from foresay.workers import benching
 
 

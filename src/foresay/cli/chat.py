@@ -15,7 +15,7 @@ from foresay.cli.console.session import ChatSession
 from foresay.cli.options import DrafterOption, MachineOptions, MethodOptions, ModelOptions, SamplingOptions, TraceOption
 from foresay.decoding.acceptance import RULES
 from foresay.errors import ForesayError, PromptError
-from foresay.methods.expressions import written
+from foresay.spec.expressions import written
 
 
 def run(

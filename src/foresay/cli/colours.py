@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.text import Text
 
 from foresay.decoding.outcome import Origin
+from foresay.text.formatting import MEANINGS
 from foresay.text.stream import Piece
-from foresay.text.wording import MEANINGS
 
 STYLES = {Origin.DRAFT: "green", Origin.RESIDUAL: "red", Origin.BONUS: "cyan"}
 

@@ -17,9 +17,9 @@ from foresay.errors import ConfigError, PromptError
 from foresay.generation.generator import Generator
 from foresay.generation.load import load
 from foresay.generation.method import Method
-from foresay.methods.expressions import Call, parse
-from foresay.methods.recipes import read_drafter
-from foresay.methods.settings_file import FILE, is_settings, read_settings
+from foresay.spec.expressions import Call, parse
+from foresay.spec.recipes import read_drafter
+from foresay.spec.settings_file import FILE, is_settings, read_settings
 
 _SIZE = r"(\d+|cpu|mps)=\d+(\.\d+)?[KMG]i?B"
 _SIZES = f"{_SIZE}(,{_SIZE})*"

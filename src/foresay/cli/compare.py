@@ -28,7 +28,7 @@ from foresay.generation.method import Method
 from foresay.generation.method import methods as every
 from foresay.lab.data.items import PromptItem
 from foresay.lab.tune import DRAFTERS
-from foresay.methods.expressions import parse, written
+from foresay.spec.expressions import parse, written
 
 
 def run(

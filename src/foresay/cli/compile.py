@@ -10,8 +10,8 @@ import typer
 from foresay.cli.info import passes
 from foresay.cli.options import DeviceOption, DtypeOption, TrustOption, WeightsOption
 from foresay.cli.progress import loading
+from foresay.models.cpu import build
 from foresay.models.huggingface.causal import CausalModel
-from foresay.models.huggingface.native import build
 from foresay.models.huggingface.seq2seq import Seq2SeqModel
 from foresay.models.sources.catalog import load_model
 from foresay.models.sources.load_options import LoadOptions

@@ -18,10 +18,10 @@ from foresay.cli.options import DeviceOption, DtypeOption, ModelOption, ThreadsO
 from foresay.cli.progress import advancing, loading
 from foresay.drafters.ngram_table import NgramTable
 from foresay.errors import ConfigError
-from foresay.methods.recipe import check_table
 from foresay.models.sources.catalog import LoadedModel, load_model, load_weights
 from foresay.models.sources.heads import load_head
 from foresay.models.sources.load_options import LoadOptions
+from foresay.spec.recipe import check_table
 from foresay.text.tokenizer import check_vocabularies, tokenizer_fingerprint
 from foresay.training.corpus import CorpusReader
 from foresay.training.curves import draw_curves, read_log

@@ -29,7 +29,7 @@ from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ConfigError
 from foresay.generation.generator import Generator
 from foresay.generation.result import Generation
-from foresay.methods.recipes import read_rule
+from foresay.spec.recipes import read_rule
 from foresay.text.prompts import as_chat
 from foresay.workers.messages import plain_params
 

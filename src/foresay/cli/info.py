@@ -10,12 +10,12 @@ from foresay.cli.options import BackendOption, DeviceOption, DtypeOption, GpuLay
 from foresay.cli.progress import loading
 from foresay.decoding.protocols import LanguageModel
 from foresay.errors import UnsupportedModelError
+from foresay.models.cache.stores import WIDTH
 from foresay.models.huggingface.causal import CausalModel
-from foresay.models.huggingface.linears import held_bytes, weight_bytes
+from foresay.models.huggingface.linears import resident_bytes, weight_bytes
 from foresay.models.huggingface.model import UNLIMITED
 from foresay.models.huggingface.self_check import probe, verified
 from foresay.models.huggingface.seq2seq import Seq2SeqModel
-from foresay.models.huggingface.stores import WIDTH
 from foresay.models.llama_cpp.binding import version
 from foresay.models.llama_cpp.model import LlamaCppModel, compared
 from foresay.models.sources.catalog import LoadedModel, load_model
@@ -36,7 +36,7 @@ def passes(model: CausalModel | Seq2SeqModel) -> str:
 def _memory(model: LanguageModel, held: int, rows: int, length: int | None) -> str:
     """Memory of a batch next to the weights, and whether there is room."""
     length = min(length or 2048, model.max_length)
-    wanted, room = model.cache_bytes([length] * rows), model.room_bytes()
+    wanted, room = model.cache_bytes([length] * rows), model.free_bytes()
     fits = "there is room" if wanted <= room else f"{room / 1e9:.1f} GB are free, so rows would wait for each other"
     return (
         f"weights {held / 1e6:.0f} MB; {rows} rows of {length} tokens {wanted / 1e6:.0f} MB "
@@ -88,7 +88,7 @@ def _of_transformers(
         "weights": f"{kept}; a pass reads {weight_bytes(module) / 1e6:.0f} MB of them",
         "passes": passes(model),
         "context": "unlimited" if model.max_length == UNLIMITED else f"{model.max_length} tokens",
-        "memory": _memory(model, held_bytes(module), rows, length),
+        "memory": _memory(model, resident_bytes(module), rows, length),
         **_shared(loaded),
         "self-check": f"cached and uncached scores differ by {difference:.1e} of their spread",
     }

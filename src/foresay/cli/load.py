@@ -20,11 +20,11 @@ from foresay.errors import ConfigError
 from foresay.generation.generator import PREFIX_BYTES
 from foresay.generation.method import Method
 from foresay.lab.replay.arrivals import bursts, from_trace, poisson
-from foresay.lab.replay.load import Load, Target, foresee, highest_rate, replicas
-from foresay.methods.recipe import Resources
-from foresay.methods.recipes import read_drafter, read_length, read_rule
+from foresay.lab.replay.simulate import Load, Target, highest_rate, replicas, simulate
 from foresay.records.profile import Profile
 from foresay.records.recording import Recording
+from foresay.spec.recipe import Resources
+from foresay.spec.recipes import read_drafter, read_length, read_rule
 
 _LOWEST = 1e-3
 """Where the search for the highest rate begins, as a share of what a full batch answers."""
@@ -127,7 +127,7 @@ class _World:
         if recipe.loads_model and method.drafter not in self.profile.drafts:
             raise ConfigError(f"drafter={method.drafter!r} takes time of its own, which the profile does not hold")
         made = recipe.prepare(self.resources)()
-        return foresee(
+        return simulate(
             self.recorded,
             self.profile,
             times,

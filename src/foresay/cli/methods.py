@@ -10,7 +10,7 @@ import typer
 
 from foresay.decoding.acceptance import RULES
 from foresay.lengths import LENGTHS
-from foresay.methods.recipes import DRAFTERS
+from foresay.spec.recipes import DRAFTERS
 
 
 def run() -> None:

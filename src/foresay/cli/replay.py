@@ -21,13 +21,13 @@ from foresay.cli.tables import show_table
 from foresay.errors import ConfigError
 from foresay.generation.method import Method, methods
 from foresay.lab.data.requests import RequestBuilder
-from foresay.lab.replay.belonging import doubt
 from foresay.lab.replay.grid import Cell, Measures, digest_of, open_grid, replayed, stand_in
+from foresay.lab.replay.recording_match import doubt
 from foresay.lab.tune import DRAFTERS
-from foresay.methods.recipe import Resources
-from foresay.methods.recipes import read_drafter
 from foresay.records.recording import Recording
-from foresay.text.wording import percent
+from foresay.spec.recipe import Resources
+from foresay.spec.recipes import read_drafter
+from foresay.text.formatting import percent
 
 
 def run(

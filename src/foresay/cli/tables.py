@@ -13,7 +13,7 @@ from rich.text import Text
 
 from foresay.cli.colours import console
 from foresay.engine import Stats
-from foresay.text.wording import percent
+from foresay.text.formatting import percent
 
 _LEAST = 16
 """Columns that a row's name keeps when it is folded."""

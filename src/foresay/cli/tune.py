@@ -21,10 +21,10 @@ from foresay.generation.generator import Generator
 from foresay.generation.method import PLAIN, methods
 from foresay.lab.replay.record import record
 from foresay.lab.tune import DRAFTERS, LENGTHS, Tuner, Tuning, pick, with_draft
-from foresay.methods.settings_file import Settings, write_settings
 from foresay.models.sources.load_options import LLAMA_CPP, WEIGHTS
 from foresay.records.provenance import provenance
 from foresay.records.recording import Recording
+from foresay.spec.settings_file import Settings, write_settings
 
 
 def run(

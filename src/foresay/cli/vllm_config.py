@@ -13,8 +13,8 @@ from foresay.cli.common import model_name
 from foresay.cli.options import ModelOption
 from foresay.integrations.vllm_arguments import llm_arguments, serve_command
 from foresay.lab.bench.peers.base import model_folder
-from foresay.methods.settings_file import Settings, is_settings, read_settings
 from foresay.models.sources.packaged import ALIASES
+from foresay.spec.settings_file import Settings, is_settings, read_settings
 
 
 def run(

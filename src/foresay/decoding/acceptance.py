@@ -1,4 +1,4 @@
-"""Verification rules of chains: pure functions from laws and uniforms to a verdict. `trees` holds those of trees.
+"""Verification rules of chains: pure functions from laws and uniforms to a verification. `trees` holds those of trees.
 
 The exact ones keep the output's law equal to the target's, however bad the proposal; the lossy ones, asked for by name,
 trade that for longer acceptance. p is the target's law, q the draft's; a
@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 
 from foresay.checks import check_float
+from foresay.decoding.distributions import Distributions, entropy
 from foresay.decoding.draws import draw, inverse_cdf
-from foresay.decoding.laws import Laws, entropy
-from foresay.decoding.proposal import Proposal, Verdict
+from foresay.decoding.proposal import Proposal, Verification
 from foresay.decoding.protocols import Rule
 from foresay.decoding.randomness import Purpose, Streams
 from foresay.decoding.residuals import residual
@@ -54,28 +54,28 @@ def _refuse_tree(rule: Rule, proposal: Proposal) -> None:
 
 def _draft_probs(proposal: Proposal) -> torch.Tensor:
     """q(x) of each draft token, [B, K]; 1 for a point mass."""
-    if proposal.laws is None or proposal.law_index is None:
+    if proposal.distributions is None or proposal.distribution_index is None:
         return torch.ones(proposal.token_ids.shape, device=proposal.token_ids.device)
-    dense = proposal.laws[proposal.law_index.clamp(min=0), proposal.token_ids]
-    return torch.where(proposal.law_index >= 0, dense, 1.0)
+    dense = proposal.distributions[proposal.distribution_index.clamp(min=0), proposal.token_ids]
+    return torch.where(proposal.distribution_index >= 0, dense, 1.0)
 
 
 def _draft_rows(proposal: Proposal, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor | None:
     """q at places (rows, columns) as dense laws; a point mass is zero everywhere (see `_remove_point`)."""
-    if proposal.laws is None or proposal.law_index is None:
+    if proposal.distributions is None or proposal.distribution_index is None:
         return None
-    index = proposal.law_index[rows, columns]
-    return proposal.laws[index.clamp(min=0)] * (index >= 0)[:, None]
+    index = proposal.distribution_index[rows, columns]
+    return proposal.distributions[index.clamp(min=0)] * (index >= 0)[:, None]
 
 
 def _is_point(proposal: Proposal, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    if proposal.law_index is None:
+    if proposal.distribution_index is None:
         return torch.ones_like(rows, dtype=torch.bool)
-    return proposal.law_index[rows, columns] < 0
+    return proposal.distribution_index[rows, columns] < 0
 
 
 def _extra_tokens(
-    target: Laws,
+    target: Distributions,
     proposal: Proposal,
     num_accepted: torch.Tensor,
     uniform: torch.Tensor,
@@ -95,13 +95,13 @@ def _extra_tokens(
     rejected = column < torch.tensor(proposal.num_tokens, device=column.device)[dense]
     column = column.clamp(max=proposal.width - 1)
     factor = None if scale is None else scale[dense]
-    law = _without_draft(target.probs[index[dense]], proposal, dense, column, rejected, factor)
-    out[dense] = inverse_cdf(law, uniform[dense])
+    distribution = _without_draft(target.probs[index[dense]], proposal, dense, column, rejected, factor)
+    out[dense] = inverse_cdf(distribution, uniform[dense])
     return out
 
 
 def _without_draft(
-    law: torch.Tensor,
+    distribution: torch.Tensor,
     proposal: Proposal,
     rows: torch.Tensor,
     columns: torch.Tensor,
@@ -110,10 +110,10 @@ def _without_draft(
 ) -> torch.Tensor:
     """norm(max(0, scale * p - q)) where `rejected`, p elsewhere. law: [N, V] of p; rows, columns: [N] places of q."""
     q = _draft_rows(proposal, rows, columns)
-    out = law
+    out = distribution
     if q is not None:
-        scaled = law if scale is None else law * scale[:, None]
-        out = torch.where(rejected[:, None], residual(scaled, q), law)
+        scaled = distribution if scale is None else distribution * scale[:, None]
+        out = torch.where(rejected[:, None], residual(scaled, q), distribution)
     # a point mass takes all of its token and nothing else: max(0, p - 1) there
     point = rejected & _is_point(proposal, rows, columns)
     tokens = proposal.token_ids[rows, columns]
@@ -122,7 +122,7 @@ def _without_draft(
     out[places[point], tokens[point]] = 0
     # p itself when nothing is left: a rejection that has probability zero
     empty = out.sum(-1, keepdim=True) <= 0
-    return torch.where(empty, law, out)
+    return torch.where(empty, distribution, out)
 
 
 class Speculative(Rule):
@@ -134,44 +134,44 @@ class Speculative(Rule):
 
     name, exact, trees = "speculative", True, True
 
-    def judge(self, target: Laws, proposal: Proposal, streams: Streams) -> Verdict:
+    def verify(self, target: Distributions, proposal: Proposal, streams: Streams) -> Verification:
         """Each draft token is kept with probability min(1, p(x) / q(x)), the first rejection ends the block."""
         if proposal.parents is not None:
             return speculative_tree(target, proposal, streams)
         batch = torch.arange(len(proposal.token_ids), device=proposal.token_ids.device)
         valid = _valid(proposal)
-        if target.probs is None and proposal.laws is None:
+        if target.probs is None and proposal.distributions is None:
             count = _leading((target.greedy_ids[:, : proposal.width] == proposal.token_ids) & valid)
             extra = target.greedy_ids[batch, count]
-            return Verdict(count, extra, _tested_up_to_first_rejection(count, proposal))
+            return Verification(count, extra, _tested_up_to_first_rejection(count, proposal))
         point = _points(proposal)
         written = _written(target, proposal, streams, point)
         accepted = written[:, : proposal.width] == proposal.token_ids
-        if proposal.laws is not None:
+        if proposal.distributions is not None:
             uniform = streams.uniform(Purpose.ACCEPT, torch.arange(proposal.width, device=batch.device))
             p, q = target.prob_of(proposal.token_ids), _draft_probs(proposal)
             accepted = torch.where(point, accepted, uniform * q < p)
         count = _leading(accepted & valid)
         tested = _tested_up_to_first_rejection(count, proposal)
-        if proposal.laws is None:
-            return Verdict(count, written[batch, count], tested)
+        if proposal.distributions is None:
+            return Verification(count, written[batch, count], tested)
         rest = _extra_tokens(target, proposal, count, _extra_uniform(streams, count))
         ended = F.pad(point & valid, (0, 1))[batch, count]  # at a guess nobody sampled
-        return Verdict(count, torch.where(ended, written[batch, count], rest), tested)
+        return Verification(count, torch.where(ended, written[batch, count], rest), tested)
 
 
 def _points(proposal: Proposal) -> torch.Tensor:
     """[B, K] bool: the columns whose token was not sampled."""
-    if proposal.law_index is None:
+    if proposal.distribution_index is None:
         return torch.ones_like(proposal.token_ids, dtype=torch.bool)
-    return proposal.law_index < 0
+    return proposal.distribution_index < 0
 
 
-def _written(target: Laws, proposal: Proposal, streams: Streams, point: torch.Tensor) -> torch.Tensor:
+def _written(target: Distributions, proposal: Proposal, streams: Streams, point: torch.Tensor) -> torch.Tensor:
     """What p writes at each place that holds a guess nobody sampled, [B, 1 + K]; where nobody sampled any, after the last too."""
     counts = torch.tensor(proposal.num_tokens, device=point.device)[:, None]
     columns = torch.arange(proposal.width + 1, device=point.device)
-    wanted = columns <= counts if proposal.laws is None else F.pad(point, (0, 1)) & (columns < counts)
+    wanted = columns <= counts if proposal.distributions is None else F.pad(point, (0, 1)) & (columns < counts)
     return draw(target, streams, Purpose.TARGET, wanted=wanted)
 
 
@@ -183,11 +183,11 @@ class Block(Rule):
 
     name, exact = "block", True
 
-    def judge(self, target: Laws, proposal: Proposal, streams: Streams) -> Verdict:
+    def verify(self, target: Distributions, proposal: Proposal, streams: Streams) -> Verification:
         """Accept up to the last i whose own uniform is at most h_i; every token is tested."""
         _refuse_tree(self, proposal)
-        one_by_one = Speculative().judge(target, proposal, streams)
-        if target.probs is None or target.probs_row is None or proposal.laws is None or not proposal.width:
+        one_by_one = Speculative().verify(target, proposal, streams)
+        if target.probs is None or target.probs_row is None or proposal.distributions is None or not proposal.width:
             return one_by_one
         device = proposal.token_ids.device
         valid = _valid(proposal)
@@ -204,10 +204,10 @@ class Block(Rule):
         extra = _extra_tokens(target, proposal, count, _extra_uniform(streams, count), scale)
         counts = torch.tensor(proposal.num_tokens, device=device)
         tested = torch.where(whole, counts, one_by_one.num_tested)
-        return Verdict(count, torch.where(whole, extra, one_by_one.token_ids), tested)
+        return Verification(count, torch.where(whole, extra, one_by_one.token_ids), tested)
 
     @staticmethod
-    def _thresholds(target: Laws, proposal: Proposal, pi: torch.Tensor) -> torch.Tensor:
+    def _thresholds(target: Distributions, proposal: Proposal, pi: torch.Tensor) -> torch.Tensor:
         """h [B, K]: h_i = S_i / (S_i + 1 - pi_i), S_i = sum max(0, pi_i p_{i+1} - q_{i+1}); the last of a row is pi."""
         assert target.probs is not None and target.probs_row is not None
         h = pi.clone()
@@ -247,7 +247,7 @@ class Match(Rule):
 
     name, exact, trees, needs = "match", True, True, RuleNeeds(ignores_drafts=True)
 
-    def judge(self, target: Laws, proposal: Proposal, streams: Streams) -> Verdict:
+    def verify(self, target: Distributions, proposal: Proposal, streams: Streams) -> Verification:
         """The target's tokens alone are written; the draft only saves passes."""
         if proposal.parents is not None:
             return match_tree(target, proposal, streams)
@@ -256,7 +256,7 @@ class Match(Rule):
         tokens = draw(target, streams, Purpose.TARGET, wanted=columns <= counts[:, None])
         count = _leading((tokens[:, : proposal.width] == proposal.token_ids) & _valid(proposal))
         batch = torch.arange(len(count), device=count.device)
-        return Verdict(count, tokens[batch, count], _tested_up_to_first_rejection(count, proposal))
+        return Verification(count, tokens[batch, count], _tested_up_to_first_rejection(count, proposal))
 
 
 class Coupled(Match):
@@ -281,7 +281,7 @@ class Lenience(Rule):
         """lenience: l; 1 is exact speculative sampling."""
         self.lenience = check_float("lenience", lenience, 1.0, 1e6)
 
-    def judge(self, target: Laws, proposal: Proposal, streams: Streams) -> Verdict:
+    def verify(self, target: Distributions, proposal: Proposal, streams: Streams) -> Verification:
         """Keep x while u q(x) / l < p(x); then norm(max(0, p - q / l)), or the greedy target's own token."""
         _refuse_tree(self, proposal)
         ids, device = proposal.token_ids, proposal.token_ids.device
@@ -300,7 +300,7 @@ class Lenience(Rule):
         # norm(max(0, p - q / l)) is norm(max(0, l p - q))
         scale = torch.full((len(ids),), self.lenience, device=device)
         extra = _extra_tokens(target, proposal, count, _extra_uniform(streams, count), scale)
-        return Verdict(count, extra, _tested_up_to_first_rejection(count, proposal))
+        return Verification(count, extra, _tested_up_to_first_rejection(count, proposal))
 
 
 class Typical(Rule):
@@ -315,7 +315,7 @@ class Typical(Rule):
         """eps: a token at least this likely always stays. delta: how far below exp(-entropy) one may be."""
         self.eps, self.delta = check_float("eps", eps, 0.0, 1.0), check_float("delta", delta, 0.0, 1.0)
 
-    def judge(self, target: Laws, proposal: Proposal, streams: Streams) -> Verdict:
+    def verify(self, target: Distributions, proposal: Proposal, streams: Streams) -> Verification:
         """Look at p alone."""
         _refuse_tree(self, proposal)
         ids = proposal.token_ids
@@ -327,10 +327,10 @@ class Typical(Rule):
             bar = torch.where(index >= 0, spread[index.clamp(min=0)], bar)
         count = _leading((p > bar) & _valid(proposal))
         extra = _from_target(target, count, _extra_uniform(streams, count))
-        return Verdict(count, extra, _tested_up_to_first_rejection(count, proposal))
+        return Verification(count, extra, _tested_up_to_first_rejection(count, proposal))
 
 
-def _from_target(target: Laws, num_accepted: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+def _from_target(target: Distributions, num_accepted: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """The target's own next token after the accepted ones, [B]."""
     batch = torch.arange(len(num_accepted), device=num_accepted.device)
     out = target.greedy_ids[batch, num_accepted]

@@ -1,10 +1,10 @@
-"""Laws to tokens: the only place that draws from one."""
+"""Distributions to tokens: the only place that draws from one."""
 
 from __future__ import annotations
 
 import torch
 
-from foresay.decoding.laws import Laws
+from foresay.decoding.distributions import Distributions
 from foresay.decoding.randomness import Purpose, Streams
 
 _BLOCK = 128
@@ -49,7 +49,7 @@ def _last_positive(values: torch.Tensor) -> torch.Tensor:
 
 
 def draw(
-    laws: Laws,
+    distributions: Distributions,
     streams: Streams,
     purpose: Purpose,
     first: int = 0,
@@ -63,22 +63,24 @@ def draw(
     shared noise the token is argmax(log law + noise at its position), whatever the purpose. wanted: [B, T] bool, the places to
     draw at; None draws at all of them.
     """
-    if laws.probs is None or laws.probs_row is None:
-        return laws.greedy_ids
-    here = laws.probs_row >= 0 if wanted is None else (laws.probs_row >= 0) & wanted
+    if distributions.probs is None or distributions.probs_row is None:
+        return distributions.greedy_ids
+    here = distributions.probs_row >= 0 if wanted is None else (distributions.probs_row >= 0) & wanted
     where, column = torch.nonzero(here, as_tuple=True)
     if not len(where):
-        return laws.greedy_ids
-    rows = laws.probs_row[where, column]
-    offsets = torch.arange(first, first + laws.probs_row.shape[1], device=where.device)
+        return distributions.greedy_ids
+    rows = distributions.probs_row[where, column]
+    offsets = torch.arange(first, first + distributions.probs_row.shape[1], device=where.device)
     if depths is not None:
         offsets = depths
     if streams.shares_noise:
-        tokens = _coupled(laws.probs, rows, streams, where, offsets.expand(laws.probs_row.shape)[where, column])
+        tokens = _coupled(
+            distributions.probs, rows, streams, where, offsets.expand(distributions.probs_row.shape)[where, column]
+        )
     else:
         numbers = streams.writing(offsets) if purpose is Purpose.TARGET else streams.uniform(purpose, offsets)
-        tokens = inverse_cdf(laws.probs, numbers[where, column], rows)
-    out = laws.greedy_ids.clone()
+        tokens = inverse_cdf(distributions.probs, numbers[where, column], rows)
+    out = distributions.greedy_ids.clone()
     out[where, column] = tokens
     return out
 
@@ -92,10 +94,10 @@ def _coupled(
     out = [rows.new_empty(0)]
     for first in range(0, len(rows), at_once):
         some = slice(first, first + at_once)
-        laws = probs[rows[some]]
-        place, token = torch.nonzero(laws, as_tuple=True)
+        distributions = probs[rows[some]]
+        place, token = torch.nonzero(distributions, as_tuple=True)
         noise = streams.gumbel(where[some][place], offsets[some][place], token)
-        noisy = torch.full_like(laws, -torch.inf)
-        noisy[place, token] = noise.add_(laws[place, token].log())
+        noisy = torch.full_like(distributions, -torch.inf)
+        noisy[place, token] = noise.add_(distributions[place, token].log())
         out.append(noisy.argmax(-1))
     return torch.cat(out)

@@ -2,14 +2,14 @@
 
 A prompt, or what a draft missed while it sat out, never rides in a decoding pass: padding a 256-token chunk over seven
 decoding rows costs eight times its price. Neighbouring rows share a chunk while the padding stays small, where the model says
-that they may (`Capabilities.fill_together`).
+that they may (`Capabilities.prefill_together`).
 """
 
 from __future__ import annotations
 
 import torch
 
-from foresay.decoding.protocols import Feed, KVCache, LanguageModel, Logits
+from foresay.decoding.protocols import KVCache, LanguageModel, Logits, ModelInput
 from foresay.decoding.rows import Rows
 
 _MAX_TOKENS = 1024
@@ -21,7 +21,7 @@ def pending(rows: Rows, cache: KVCache, place: int) -> int:
     return rows[place].size - 1 - cache.lengths[place]
 
 
-def fill_chunk(
+def prefill_chunk(
     model: LanguageModel,
     cache: KVCache,
     rows: Rows,
@@ -41,10 +41,10 @@ def fill_chunk(
         return 0
     counts: list[int] = []
     ability = model.capabilities
-    last = max(first + 1, len(rows) if until is None else until) if ability.fill_together else first + 1
+    last = max(first + 1, len(rows) if until is None else until) if ability.prefill_together else first + 1
     for place in range(first, last):
-        room = ability.fill_chunk if most is None else max(1, most) - sum(counts)
-        count = min(ability.fill_chunk, room, pending(rows, cache, place))
+        room = ability.prefill_chunk if most is None else max(1, most) - sum(counts)
+        count = min(ability.prefill_chunk, room, pending(rows, cache, place))
         padded = (len(counts) + 1) * max([*counts, count])
         beyond = rows[place].size > model.max_length
         if count <= 0 or beyond or (counts and (padded > _MAX_TOKENS or padded > 2 * (sum(counts) + count))):
@@ -55,8 +55,8 @@ def fill_chunk(
         start = cache.lengths[first + i]
         tokens[i, :count] = torch.from_numpy(rows[first + i].tokens[start : start + count])
     tokens = tokens.clamp_(max=model.vocab_size - 1).to(model.device)
-    feed = Feed(tokens, counts, first, logits=Logits.NONE, hidden_layers=hidden_layers)
-    hidden = model.forward(feed, cache).hidden
+    model_input = ModelInput(tokens, counts, first, logits=Logits.NONE, hidden_layers=hidden_layers)
+    hidden = model.forward(model_input, cache).hidden
     for i, count in enumerate(counts if hidden_layers else ()):
         row = rows[first + i]
         new = {layer: states[i, :count] for layer, states in hidden.items()}

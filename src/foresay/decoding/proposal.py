@@ -13,7 +13,7 @@ class Proposal:
     """What a drafter guessed: a chain of tokens for each row, or a tree.
 
     token_ids: [B, K] int64, right-padded. num_tokens: B ints, 0 <= n <= K.
-    laws: [N, V] float32, the laws that sampled tokens were drawn from. law_index: [B, K] into laws, -1 = point mass;
+    laws: [N, V] float32, the laws that sampled tokens were drawn from. distribution_index: [B, K] into laws, -1 = point mass;
     None when no token was sampled. confidence: [B, K] float32, the draft model's softmax probability of each token at
     temperature 1, which no exact rule looks at; None where no model made a guess.
     parents: [B, K] int64, the column that each token follows, always an earlier one, -1 for the last committed token; None for
@@ -25,8 +25,8 @@ class Proposal:
 
     token_ids: torch.Tensor
     num_tokens: Sequence[int]
-    laws: torch.Tensor | None = None
-    law_index: torch.Tensor | None = None
+    distributions: torch.Tensor | None = None
+    distribution_index: torch.Tensor | None = None
     confidence: torch.Tensor | None = None
     parents: torch.Tensor | None = None
     failure: BaseException | None = None
@@ -58,7 +58,7 @@ def depths_of(parents: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Verification:
     """What the target said to a proposal.
 
     num_accepted: [B] int64. token_ids: [B] int64, the residual after a rejection, else the bonus. num_tested: [B] int64, draft

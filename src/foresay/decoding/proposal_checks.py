@@ -51,7 +51,7 @@ def _checked_form(proposal: Proposal, batch: int, vocab_size: int) -> list[int]:
     if not isinstance(proposal, Proposal):
         raise TypeError(f"a {type(proposal).__name__} was proposed, not a Proposal")
     ids, counts = proposal.token_ids, list(proposal.num_tokens)
-    for name in ("token_ids", "laws", "law_index", "confidence", "parents"):
+    for name in ("token_ids", "distributions", "distribution_index", "confidence", "parents"):
         tensor: torch.Tensor | None = getattr(proposal, name)
         if tensor is not None and (tensor.layout != torch.strided or tensor.device.type == "meta"):
             raise ValueError(f"{name} is {tensor.layout} on {tensor.device}, not a dense tensor")
@@ -59,7 +59,7 @@ def _checked_form(proposal: Proposal, batch: int, vocab_size: int) -> list[int]:
         raise ValueError(f"ids of shape {tuple(ids.shape)} and dtype {ids.dtype} for {batch} rows, not [B, K] int64")
     if not all(isinstance(n, int | np.integer) and not isinstance(n, bool) for n in counts):
         raise ValueError(f"num_tokens {counts} are not all integers")
-    for name, floating in (("law_index", False), ("parents", False), ("confidence", True)):
+    for name, floating in (("distribution_index", False), ("parents", False), ("confidence", True)):
         column: torch.Tensor | None = getattr(proposal, name)
         if column is None:
             continue
@@ -67,11 +67,15 @@ def _checked_form(proposal: Proposal, batch: int, vocab_size: int) -> list[int]:
             raise ValueError(f"{name} of shape {tuple(column.shape)} for ids of shape {tuple(ids.shape)}")
         if not (column.dtype.is_floating_point if floating else column.dtype == torch.int64):
             raise ValueError(f"{name} of dtype {column.dtype}, not {'float' if floating else 'int64'}")
-    laws, index = proposal.laws, proposal.law_index
-    if (laws is None) != (index is None):
-        raise ValueError("laws without law_index, or law_index without laws")
-    if laws is not None and (laws.ndim != 2 or laws.shape[1] != vocab_size or not laws.dtype.is_floating_point):
-        raise ValueError(f"laws of shape {tuple(laws.shape)} and dtype {laws.dtype}, not [N, {vocab_size}] float")
+    distributions, index = proposal.distributions, proposal.distribution_index
+    if (distributions is None) != (index is None):
+        raise ValueError("laws without distribution_index, or distribution_index without laws")
+    if distributions is not None and (
+        distributions.ndim != 2 or distributions.shape[1] != vocab_size or not distributions.dtype.is_floating_point
+    ):
+        raise ValueError(
+            f"distributions of shape {tuple(distributions.shape)} and dtype {distributions.dtype}, not [N, {vocab_size}] float"
+        )
     return [int(n) for n in counts]
 
 
@@ -84,13 +88,13 @@ def _trimmed(proposal: Proposal, counts: list[int], device: torch.device) -> Pro
     def part(column: torch.Tensor | None) -> torch.Tensor | None:
         return None if column is None else column[:, :width].to(device)
 
-    laws = None if proposal.laws is None else proposal.laws.to(device, torch.float32)
+    distributions = None if proposal.distributions is None else proposal.distributions.to(device, torch.float32)
     return dataclasses.replace(
         proposal,
         token_ids=proposal.token_ids[:, :width].to(device),
         num_tokens=counts,
-        laws=laws,
-        law_index=part(proposal.law_index),
+        distributions=distributions,
+        distribution_index=part(proposal.distribution_index),
         confidence=part(proposal.confidence),
         parents=part(proposal.parents),
     )
@@ -117,20 +121,20 @@ def _bad_tokens(proposal: Proposal, vocab_size: int) -> Found:
 
     A NaN would pass every test of acceptance.
     """
-    ids, laws, index = proposal.token_ids, proposal.laws, proposal.law_index
+    ids, distributions, index = proposal.token_ids, proposal.distributions, proposal.distribution_index
     outside = (ids < 0) | (ids >= vocab_size)
     defects = [(outside, f"a proposed token id is not in [0, {vocab_size})")]
-    if laws is not None and index is not None:
-        missing = (index < -1) | (index >= len(laws))
-        defects.append((missing, f"law_index is not in [-1, {len(laws)})"))
-        if len(laws):
+    if distributions is not None and index is not None:
+        missing = (index < -1) | (index >= len(distributions))
+        defects.append((missing, f"distribution_index is not in [-1, {len(distributions)})"))
+        if len(distributions):
             # the minimum and the sum of a row that contains a NaN or an infinity are not finite either
-            good = (laws.amin(-1) >= 0) & ((laws.sum(-1) - 1).abs() <= _SUM)
-            row, drawn = index.clamp(min=0, max=len(laws) - 1), index >= 0
+            good = (distributions.amin(-1) >= 0) & ((distributions.sum(-1) - 1).abs() <= _SUM)
+            row, drawn = index.clamp(min=0, max=len(distributions) - 1), index >= 0
             defects.append(
                 (drawn & ~good[row], "a drafted token's distribution is not finite, negative, or does not sum to 1")
             )
-            nothing = ~(laws[row, ids.clamp(min=0, max=vocab_size - 1)] > 0)
+            nothing = ~(distributions[row, ids.clamp(min=0, max=vocab_size - 1)] > 0)
             defects.append((drawn & nothing, "a drafted token has probability 0 in the distribution it was drawn from"))
     return _first(proposal, defects)
 
@@ -149,8 +153,8 @@ def _bad_parents(proposal: Proposal, vocab_size: int) -> Found:
         return _NONE
     sampled = (
         [[False] * proposal.width] * len(proposal.num_tokens)
-        if proposal.law_index is None
-        else (proposal.law_index >= 0).tolist()
+        if proposal.distribution_index is None
+        else (proposal.distribution_index >= 0).tolist()
     )
     ends, first = [], None
     for above, ids, drawn, n in zip(

@@ -1,8 +1,8 @@
-"""What the step asks of models, caches, drafters, length policies and rules.
+"""Protocols of models, caches, drafters, length policies and rules.
 
-Owns the protocols and the values that pass between them (`Feed`, `ModelOutput`, `DraftStep`). Knows none of those who fulfil
-them. A class that names a protocol as its base inherits the defaults written here. Letters in docstrings: B rows, K draft
-tokens, T columns of a pass, V vocabulary, H hidden size.
+Owns the protocols and the values that they exchange (`ModelInput`, `ModelOutput`, `DraftStep`); knows no implementation. A class
+that names a protocol as its base inherits the defaults defined here. Letters in docstrings: B rows, K draft tokens, T tokens per
+row in a pass, V vocabulary, H hidden size.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from foresay.decoding.laws import Columns, Laws, build_laws, narrow_laws
+from foresay.decoding.distributions import Distributions, VocabularySubset, build_distributions, subset_distributions
 from foresay.decoding.outcome import Step
-from foresay.decoding.proposal import Proposal, Verdict
+from foresay.decoding.proposal import Proposal, Verification
 from foresay.decoding.randomness import Streams
 from foresay.decoding.rows import NO_NEEDS, Row, Rows, RuleNeeds
 from foresay.decoding.sampling_params import SamplingParams
@@ -38,7 +38,7 @@ class Logits(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Feed:
+class ModelInput:
     """What one pass feeds.
 
     token_ids: [B, T] int64, right-padded; row i of it is cache row `first_row + i`, of which num_tokens[i] count.
@@ -59,19 +59,19 @@ class Feed:
         """The last real column of each row, [B] int64; 0 of a row that is fed nothing."""
         return torch.tensor(self.num_tokens, device=self.token_ids.device).clamp(min=1) - 1
 
-    def part(self, start: int, end: int) -> Feed:
+    def part(self, start: int, end: int) -> ModelInput:
         """The rows from `start` to `end` as a pass of their own."""
         parents = None if self.parents is None else self.parents[start:end]
         rows = self.token_ids[start:end], self.num_tokens[start:end], self.first_row + start
         features = None if self.features is None else self.features[start:end]
-        return Feed(*rows, parents, self.logits, self.hidden_layers, features)
+        return ModelInput(*rows, parents, self.logits, self.hidden_layers, features)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelOutput:
     """What a pass computed: scores, or the tokens of a model that knows its text and no scores (a recording).
 
-    logits: [B, T, V] as asked for, or [B, T, K] of the tokens in `columns`. hidden: layer -> [B, T, H]. token_ids: [B, T] int64
+    logits: [B, T, V] as asked for, or [B, T, K] of the tokens in `subset`. hidden: layer -> [B, T, H]. token_ids: [B, T] int64
     in place of logits.
     num_before: of the target's pass in a step, how many columns of each row lie before its last committed token (which the
     target had not seen); `logits` then begin with that token's column, `hidden` with the first of the pass.
@@ -81,26 +81,31 @@ class ModelOutput:
     hidden: Mapping[int, torch.Tensor] = field(default_factory=dict)
     token_ids: torch.Tensor | None = None
     num_before: tuple[int, ...] | None = None
-    columns: Columns | None = None
+    subset: VocabularySubset | None = None
 
     def scores(self) -> torch.Tensor:
         """The logits [B, T, V] of a pass that was asked for some."""
         assert self.logits is not None
-        return self.logits if self.columns is None else self.columns.widened(self.logits)
+        return self.logits if self.subset is None else self.subset.widened(self.logits)
 
-    def laws(self, rows: Rows, proposal: Proposal) -> Laws:
+    def distributions(self, rows: Rows, proposal: Proposal) -> Distributions:
         """The laws at each place of a step, [B, 1 + K]: after each row's last token, and after each of its draft tokens."""
         if self.token_ids is not None:
-            return Laws(self.token_ids)
-        return build_laws(self.scores(), rows, proposal.token_ids, counts=proposal.num_tokens, parents=proposal.parents)
+            return Distributions(self.token_ids)
+        return build_distributions(
+            self.scores(), rows, proposal.token_ids, counts=proposal.num_tokens, parents=proposal.parents
+        )
 
-    def draft_laws(self, rows: Rows, drafted: torch.Tensor, *, greedy: bool) -> Laws:
-        """The laws [B, T] that a draft's tokens are drawn from, behind those drafted before, [B, n]. greedy: see `build_laws`."""
-        if self.columns is not None and self.logits is not None:
-            laws = narrow_laws(self.logits, self.columns, rows, greedy=greedy)
-            if laws is not None:
-                return laws
-        return build_laws(self.scores(), rows, drafted, num_before=drafted.shape[1], greedy=greedy)
+    def draft_distributions(self, rows: Rows, drafted: torch.Tensor, *, greedy: bool) -> Distributions:
+        """Distributions [B, T] that the next draft tokens are drawn from, after those already drafted, [B, n].
+
+        greedy: see `build_distributions`.
+        """
+        if self.subset is not None and self.logits is not None:
+            distributions = subset_distributions(self.logits, self.subset, rows, greedy=greedy)
+            if distributions is not None:
+                return distributions
+        return build_distributions(self.scores(), rows, drafted, num_before=drafted.shape[1], greedy=greedy)
 
     def at(self, columns: torch.Tensor, num_before: Sequence[int]) -> ModelOutput:
         """The scores, or tokens, of some columns of each row, [B, n]; hidden states stay whole."""
@@ -110,7 +115,7 @@ class ModelOutput:
         return dataclasses.replace(self, logits=logits, token_ids=tokens, num_before=tuple(num_before))
 
 
-FILL_CHUNK = 256
+PREFILL_CHUNK = 256
 """Columns of a pass that fills prompts, unless a model wants others."""
 
 
@@ -119,7 +124,7 @@ class Capabilities:
     """What a model can do beside scoring chains, and how its cache is best filled."""
 
     trees: bool = False
-    """Takes `Feed.parents`."""
+    """Takes `ModelInput.parents`."""
     num_layers: int | None = None
     """Layers whose hidden states can be asked for, 0 to num_layers; None: none can."""
     scores: bool = True
@@ -128,12 +133,12 @@ class Capabilities:
     """Each row has a source, which an encoder reads."""
     max_source_length: int | None = None
     """Most tokens of a source; None without a bound."""
-    fill_chunk: int = FILL_CHUNK
+    prefill_chunk: int = PREFILL_CHUNK
     """Columns of a pass that fills prompts."""
-    fill_together: bool = True
+    prefill_together: bool = True
     """Whether rows share such a pass. Where products over more rows sum in another order, they must not."""
-    fill_any: bool = True
-    """Whether prompts filled in pieces of any size, up to `fill_chunk`, give the same bits."""
+    prefill_in_any_pieces: bool = True
+    """Whether prompts filled in pieces of any size, up to `prefill_chunk`, give the same bits."""
     ragged: bool = False
     """Whether a pass takes the time of its real tokens: pads cost nothing."""
     column_cost: float | None = None
@@ -168,7 +173,7 @@ class KVCache(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class PreparedPrompt:
     """A prompt as a model begins with it: what the output continues, the parameters, and what its encoder reads."""
 
     prompt: Sequence[int]
@@ -198,19 +203,19 @@ class LanguageModel(Protocol):
         """Bytes of a cache whose rows have these lengths; 0 where nobody knows."""
         return 0
 
-    def room_bytes(self) -> int:
+    def free_bytes(self) -> int:
         """Memory that is left for caches, beside what they hold."""
         return 1 << 62
 
-    def begin(self, prompt: Sequence[int], params: SamplingParams) -> Begun:
+    def prepare_prompt(self, prompt: Sequence[int], params: SamplingParams) -> PreparedPrompt:
         """What a prompt comes to for this model. An encoder-decoder reads it as its source."""
-        return Begun(prompt, params)
+        return PreparedPrompt(prompt, params)
 
     def admit(self, rows: Rows, first: int, cache: KVCache) -> None:
         """Rows from place `first` on are new: give them empty cache rows (an encoder-decoder encodes here)."""
         ...
 
-    def forward(self, feed: Feed, cache: KVCache) -> ModelOutput:
+    def forward(self, model_input: ModelInput, cache: KVCache) -> ModelOutput:
         """One pass. The real tokens are appended to the cache; pads are overwritten by whatever comes next."""
         ...
 
@@ -226,7 +231,7 @@ class DraftStep:
 
     index: torch.Tensor
     token_ids: torch.Tensor
-    laws: Laws
+    distributions: Distributions
     hidden: torch.Tensor | None = None
     rows: Rows | None = None
 
@@ -252,7 +257,7 @@ class LengthPolicy(Protocol):
         """
         return None
 
-    def keep(self, rows: Rows, counts: Sequence[int], matched: Sequence[int]) -> Sequence[int]:
+    def num_to_score(self, rows: Rows, counts: Sequence[int], matched: Sequence[int]) -> Sequence[int]:
         """How many of the tokens that a look-up found for each row shall be scored; all of them unless a policy chooses.
 
         counts: [B] tokens found. matched: [B] tokens of context that they continue, 0 unknown. Nobody sampled them, so the
@@ -260,11 +265,11 @@ class LengthPolicy(Protocol):
         """
         return counts
 
-    def afford(self, rows: Rows, most: Sequence[int]) -> Sequence[int]:
-        """How many tokens a drafter that takes time shall guess for the rows that a look-up found nothing for.
+    def fallback_budget(self, rows: Rows, most: Sequence[int]) -> Sequence[int]:
+        """Number of tokens that the slower drafter of a hybrid shall draft for rows without an n-gram match.
 
-        most: [B] 0 for all other rows. Called after `keep`, where that is; what it returns may depend on anything but guesses
-        of the drafter that is asked.
+        most: [B] upper bounds, 0 for all other rows. Called after `num_to_score`, if that is called; the result may depend on
+        anything but the draft tokens of that drafter.
         """
         return most
 
@@ -290,7 +295,7 @@ class Drafter(Protocol):
         """Guess up to `budget` tokens for each row."""
         ...
 
-    def observe(self, rows: Rows, verdict: Verdict | None, target: ModelOutput | None) -> None:
+    def observe(self, rows: Rows, verification: Verification | None, target: ModelOutput | None) -> None:
         """See what was committed (already in `rows`) and what the target computed."""
         ...
 
@@ -347,7 +352,7 @@ class Rule(Protocol):
         """Without settings; a rule that has some takes them here."""
         return
 
-    def judge(self, target: Laws, proposal: Proposal, streams: Streams) -> Verdict:
+    def verify(self, target: Distributions, proposal: Proposal, streams: Streams) -> Verification:
         """Decide how much of the proposal stays, and the token after it."""
         ...
 
@@ -355,24 +360,31 @@ class Rule(Protocol):
 class Observer(Protocol):
     """Sees each step as it is judged, before anything is committed."""
 
-    def __call__(self, rows: Rows, proposal: Proposal, laws: Laws, verdict: Verdict, output: ModelOutput) -> None:
+    def __call__(
+        self,
+        rows: Rows,
+        proposal: Proposal,
+        distributions: Distributions,
+        verification: Verification,
+        output: ModelOutput,
+    ) -> None:
         """Look and change nothing."""
         ...
 
 
 __all__ = [
-    "Begun",
     "Capabilities",
     "DraftStep",
     "Drafter",
-    "Feed",
     "KVCache",
     "LanguageModel",
     "LengthPolicy",
     "Logits",
+    "ModelInput",
     "ModelOutput",
     "Move",
     "Observer",
+    "PreparedPrompt",
     "ProposesTrees",
     "Remembers",
     "Row",

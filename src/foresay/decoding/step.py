@@ -17,15 +17,15 @@ import torch
 import torch.nn.functional as F
 
 from foresay import threads
-from foresay.decoding.laws import Laws
+from foresay.decoding.distributions import Distributions
 from foresay.decoding.outcome import FinishReason, Origin, Step, TokenLogprob
-from foresay.decoding.proposal import Proposal, Verdict
+from foresay.decoding.proposal import Proposal, Verification
 from foresay.decoding.protocols import (
     Drafter,
-    Feed,
     KVCache,
     LanguageModel,
     LengthPolicy,
+    ModelInput,
     ModelOutput,
     Observer,
     Rule,
@@ -47,7 +47,7 @@ def step(
     """One target pass over all rows, and what it commits to each. One Step per row, in order.
 
     A row with no token remaining takes no part: nothing of it is fed, and its Step is empty. A row whose processors fail at a
-    place that the verdict reaches keeps the tokens before it and ends with FinishReason.ERROR; nobody else notices.
+    place that the verification reaches keeps the tokens before it and ends with FinishReason.ERROR; nobody else notices.
     """
     began = perf_counter()
     proposal = propose(rows, target, drafter, policy)
@@ -55,15 +55,15 @@ def step(
     starts = list(cache.lengths[: len(rows)])
     output = score(rows, proposal, target, cache, drafter.hidden_layers if drafter is not None else ())
     scored = perf_counter()
-    with threads.together(0 if output.logits is None else output.logits.numel()):
-        laws = output.laws(rows, proposal)
-        verdict = rule.judge(laws, judged(proposal, laws), rows.streams(target.device))
+    with threads.all_threads(0 if output.logits is None else output.logits.numel()):
+        distributions = output.distributions(rows, proposal)
+        verification = rule.verify(distributions, verifiable(proposal, distributions), rows.streams(target.device))
     for observer in observers:
-        observer(rows, proposal, laws, verdict, output)
-    committed = commit(rows, proposal, verdict, output, laws)
+        observer(rows, proposal, distributions, verification, output)
+    committed = commit(rows, proposal, verification, output, distributions)
     rewind(rows, proposal, committed, starts, cache)
     if drafter is not None:
-        drafter.observe(rows, verdict, output)
+        drafter.observe(rows, verification, output)
     total = perf_counter() - began
     steps = [
         Step(
@@ -109,7 +109,7 @@ def score(
         last = torch.tensor([[int(row.tokens[-1])] for row in rows], device=device)
         token_ids = torch.cat([last, proposal.token_ids], 1) if proposal.width else last
         parents = None if proposal.parents is None else F.pad(proposal.parents + 1, (1, 0), value=-1)
-        return target.forward(Feed(token_ids, counts, parents=parents, hidden_layers=hidden_layers), cache)
+        return target.forward(ModelInput(token_ids, counts, parents=parents, hidden_layers=hidden_layers), cache)
     late = torch.zeros(len(rows), missed, dtype=torch.int64)
     for i, (row, u) in enumerate(zip(rows, unseen, strict=True)):
         late[i, :u] = torch.from_numpy(row.tokens[row.size - u :])
@@ -121,25 +121,25 @@ def score(
     if proposal.parents is not None:
         parents = (torch.arange(token_ids.shape[1], device=device) - 1).repeat(len(rows), 1)
         parents.scatter_(1, columns[:, :-1], proposal.parents + seen)
-    output = target.forward(Feed(token_ids, counts, parents=parents, hidden_layers=hidden_layers), cache)
+    output = target.forward(ModelInput(token_ids, counts, parents=parents, hidden_layers=hidden_layers), cache)
     return output.at(columns - 1, [max(0, u - 1) for u in unseen])
 
 
-def judged(proposal: Proposal, laws: Laws) -> Proposal:
+def verifiable(proposal: Proposal, distributions: Distributions) -> Proposal:
     """The proposal without what lies beyond a place where nothing can be written.
 
     The tokens up to that place stay, so that no token is dropped for its own value; the place itself is then where the
     rule would write the next token, and `commit` ends the row if it does.
     """
-    if not laws.failures:
+    if not distributions.failures:
         return proposal
     counts, parents = list(proposal.num_tokens), proposal.parents
     if parents is None:
-        for i, place in laws.failures:
+        for i, place in distributions.failures:
             counts[i] = min(counts[i], place)
         return dataclasses.replace(proposal, num_tokens=counts)
     parents, own = parents.clone(), torch.arange(proposal.width, device=parents.device)
-    for i, place in laws.failures:
+    for i, place in distributions.failures:
         parents[i] = torch.where(parents[i] == place - 1, own, parents[i])  # no walk stands at its own column
     return dataclasses.replace(proposal, parents=parents)
 
@@ -163,13 +163,15 @@ class Committed:
         return len(self.path)
 
 
-def commit(rows: Rows, proposal: Proposal, verdict: Verdict, output: ModelOutput, laws: Laws) -> list[Committed]:
+def commit(
+    rows: Rows, proposal: Proposal, verification: Verification, output: ModelOutput, distributions: Distributions
+) -> list[Committed]:
     """Append the accepted tokens and the extra one, cut at the first stop. The only place that waits for the device."""
     out: list[Committed] = []
-    for i, (row, one) in enumerate(zip(rows, _read(proposal, verdict), strict=True)):
+    for i, (row, one) in enumerate(zip(rows, _read(proposal, verification), strict=True)):
         drafted = proposal.num_tokens[i]
         place = one.path[-1] + 1 if one.path else 0
-        error = laws.failures.get((i, place))
+        error = distributions.failures.get((i, place))
         kept, reason = cut(row, [*one.accepted, *([one.extra] if error is None else [])])
         if error is not None and reason is not None:
             error = None  # it ended before it got there
@@ -189,8 +191,8 @@ def commit(rows: Rows, proposal: Proposal, verdict: Verdict, output: ModelOutput
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
-    """One row's verdict, on the host."""
+class _RowVerification:
+    """One row's verification, on the host."""
 
     accepted: list[int]
     extra: int
@@ -198,28 +200,28 @@ class _Told:
     tested: tuple[int, ...]
 
 
-def _read(proposal: Proposal, verdict: Verdict) -> list[_Told]:
-    """The verdict of each row, in one transfer."""
+def _read(proposal: Proposal, verification: Verification) -> list[_RowVerification]:
+    """The verification of each row, in one transfer."""
     width = proposal.width
     columns = [
-        verdict.num_accepted[:, None],
-        verdict.token_ids[:, None],
-        verdict.num_tested[:, None],
+        verification.num_accepted[:, None],
+        verification.token_ids[:, None],
+        verification.num_tested[:, None],
         proposal.token_ids,
     ]
-    tree = verdict.path is not None and verdict.tried is not None
-    if verdict.path is not None and verdict.tried is not None:
-        columns += [verdict.path, torch.where(verdict.tried, proposal.depths(), -1)]
-    out: list[_Told] = []
+    tree = verification.path is not None and verification.tried is not None
+    if verification.path is not None and verification.tried is not None:
+        columns += [verification.path, torch.where(verification.tried, proposal.depths(), -1)]
+    out: list[_RowVerification] = []
     for line in torch.cat(columns, 1).tolist():
         count, extra, num_tested, ids, rest = line[0], line[1], line[2], line[3 : 3 + width], line[3 + width :]
         if tree:
             path = rest[:count]
             by_depth = Counter(depth for depth in rest[width:] if depth >= 0)
             tested = tuple(by_depth[depth] for depth in range(len(by_depth)))
-            out.append(_Told([ids[column] for column in path], extra, path, tested))
+            out.append(_RowVerification([ids[column] for column in path], extra, path, tested))
         else:
-            out.append(_Told(ids[:count], extra, list(range(count)), (1,) * num_tested))
+            out.append(_RowVerification(ids[:count], extra, list(range(count)), (1,) * num_tested))
     return out
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import torch
 
+from foresay.decoding.distributions import Distributions
 from foresay.decoding.draws import draw, inverse_cdf
-from foresay.decoding.laws import Laws
-from foresay.decoding.proposal import Proposal, Verdict
+from foresay.decoding.proposal import Proposal, Verification
 from foresay.decoding.randomness import Purpose, Streams
 from foresay.decoding.residuals import residual
 
@@ -44,8 +44,8 @@ class _Walk:
         self.place = torch.where(accepted, column + 1, self.place)
         self.count = self.count + accepted
 
-    def verdict(self, token_ids: torch.Tensor) -> Verdict:
-        return Verdict(self.count, token_ids, self.tried.sum(-1), self.path, self.tried)
+    def verification(self, token_ids: torch.Tensor) -> Verification:
+        return Verification(self.count, token_ids, self.tried.sum(-1), self.path, self.tried)
 
 
 def _place_depths(proposal: Proposal) -> torch.Tensor:
@@ -53,17 +53,17 @@ def _place_depths(proposal: Proposal) -> torch.Tensor:
     return torch.nn.functional.pad(proposal.depths() + 1, (1, 0))
 
 
-def match_tree(target: Laws, proposal: Proposal, streams: Streams) -> Verdict:
+def match_tree(target: Distributions, proposal: Proposal, streams: Streams) -> Verification:
     """Draw the target's token at each place and go to the child that is it; where there is none the walk ends with it."""
     tokens = draw(target, streams, Purpose.TARGET, depths=_place_depths(proposal))
     walk = _Walk(proposal)
     for column in range(proposal.width):
         here = walk.tries(column)
         walk.go(column, here & (tokens[walk.rows, walk.place] == proposal.token_ids[:, column]))
-    return walk.verdict(tokens[walk.rows, walk.place])
+    return walk.verification(tokens[walk.rows, walk.place])
 
 
-def speculative_tree(target: Laws, proposal: Proposal, streams: Streams) -> Verdict:
+def speculative_tree(target: Distributions, proposal: Proposal, streams: Streams) -> Verification:
     """Try the children of each place in turn: accept c with min(1, p(c) / q(c)), after a rejection p <- norm(max(0, p - q)).
 
     q begins as the law the children were drawn from and loses each child that was tried, since they were drawn without
@@ -80,7 +80,7 @@ def speculative_tree(target: Laws, proposal: Proposal, streams: Streams) -> Verd
     for column in range(proposal.width):
         here = walk.tries(column)
         token = ids[:, column]
-        q, drawn = _draft_law(proposal, column, vocab)
+        q, drawn = _draft_distribution(proposal, column, vocab)
         q = torch.where(spent, 0.0, q)
         q = q / q.sum(-1, keepdim=True).clamp(min=torch.finfo(q.dtype).tiny)
         ratio_holds = uniform[:, column] * q[walk.rows, token] < p[walk.rows, token]
@@ -94,17 +94,17 @@ def speculative_tree(target: Laws, proposal: Proposal, streams: Streams) -> Verd
         sampled = torch.where(accepted, at_sampled, sampled)
         spent &= ~accepted[:, None]
         written = torch.where(accepted | rejected, _write(p, sampled, target, streams, walk), written)
-    return walk.verdict(written)
+    return walk.verification(written)
 
 
-def _vocab(target: Laws, proposal: Proposal) -> int:
-    for held in (target.probs, proposal.laws, target.scores):
+def _vocab(target: Distributions, proposal: Proposal) -> int:
+    for held in (target.probs, proposal.distributions, target.scores):
         if held is not None:
             return int(held.shape[-1])
     return int(torch.maximum(target.greedy_ids.max(), proposal.token_ids.max())) + 1
 
 
-def _dense(target: Laws, walk: _Walk, vocab: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _dense(target: Distributions, walk: _Walk, vocab: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The target's laws where the walks stand, [B, V], and whether they are more than a point mass, [B] bool."""
     greedy = target.greedy_ids[walk.rows, walk.place]
     point = torch.nn.functional.one_hot(greedy.clamp(max=vocab - 1), vocab).to(torch.float32)
@@ -114,17 +114,19 @@ def _dense(target: Laws, walk: _Walk, vocab: int) -> tuple[torch.Tensor, torch.T
     return torch.where((row >= 0)[:, None], target.probs[row.clamp(min=0)], point), row >= 0
 
 
-def _write(p: torch.Tensor, sampled: torch.Tensor, target: Laws, streams: Streams, walk: _Walk) -> torch.Tensor:
+def _write(
+    p: torch.Tensor, sampled: torch.Tensor, target: Distributions, streams: Streams, walk: _Walk
+) -> torch.Tensor:
     """The token that p writes at the walk's position, [B]; a point mass's own token."""
     own = target.greedy_ids[walk.rows, walk.place]
     drawn = inverse_cdf(p, streams.writing(walk.count[:, None])[:, 0])
     return torch.where(sampled, drawn, own)
 
 
-def _draft_law(proposal: Proposal, column: int, vocab: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _draft_distribution(proposal: Proposal, column: int, vocab: int) -> tuple[torch.Tensor, torch.Tensor]:
     """q of a column, [B, V], and whether its token was drawn from it, [B] bool."""
-    if proposal.laws is None or proposal.law_index is None:
+    if proposal.distributions is None or proposal.distribution_index is None:
         none = torch.zeros(len(proposal.token_ids), vocab, device=proposal.token_ids.device)
         return none, torch.zeros(len(none), dtype=torch.bool, device=none.device)
-    row = proposal.law_index[:, column]
-    return proposal.laws[row.clamp(min=0)], row >= 0
+    row = proposal.distribution_index[:, column]
+    return proposal.distributions[row.clamp(min=0)], row >= 0

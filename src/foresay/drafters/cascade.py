@@ -15,9 +15,9 @@ import torch
 
 from foresay.checks import check_float, check_int
 from foresay.decoding.acceptance import Coupled, Lenience, Speculative
-from foresay.decoding.laws import Laws
+from foresay.decoding.distributions import Distributions
 from foresay.decoding.outcome import Step
-from foresay.decoding.proposal import Proposal, Verdict
+from foresay.decoding.proposal import Proposal, Verification
 from foresay.decoding.proposal_checks import checked
 from foresay.decoding.protocols import (
     Drafter,
@@ -33,8 +33,8 @@ from foresay.decoding.protocols import (
 )
 from foresay.decoding.rows import Row, Rows
 from foresay.decoding.step import step
-from foresay.drafters.lookup import LookupDrafter
 from foresay.drafters.model import ModelDrafter
+from foresay.drafters.ngram import NgramDrafter
 from foresay.drafters.proposal_builder import ProposalBuilder
 from foresay.drafters.shortening import Shortening
 from foresay.errors import ConfigError
@@ -91,8 +91,8 @@ class Cascade(Drafter):
         """Whether a member keeps requests and another one samples; look-ups alone are judged by what the target writes."""
         if any(isinstance(one, Remembers) and one.repeats_seeds() for one in self.drafters):
             return True
-        keeps = any(isinstance(one, LookupDrafter) and one.keeps_requests for one in self.drafters)
-        return keeps and any(not isinstance(one, LookupDrafter) for one in self.drafters)
+        keeps = any(isinstance(one, NgramDrafter) and one.keeps_requests for one in self.drafters)
+        return keeps and any(not isinstance(one, NgramDrafter) for one in self.drafters)
 
     def use_cache_of_target(self, cache: KVCache) -> None:
         """Pass on to those that draft in the target's cache."""
@@ -115,10 +115,10 @@ class Cascade(Drafter):
         for drafter in self.drafters:
             drafter.reset()
 
-    def observe(self, rows: Rows, verdict: Verdict | None, target: ModelOutput | None) -> None:
+    def observe(self, rows: Rows, verification: Verification | None, target: ModelOutput | None) -> None:
         """Pass on."""
         for drafter in self.drafters:
-            drafter.observe(rows, verdict, target)
+            drafter.observe(rows, verification, target)
 
     def propose(self, rows: Rows, budget: Sequence[int], policy: LengthPolicy) -> Proposal:
         """Carry out the target's row of the matrix, never past `budget`."""
@@ -221,7 +221,7 @@ class _MatrixRow(Drafter):
 
     def reset(self) -> None: ...
 
-    def observe(self, rows: Rows, verdict: Verdict | None, target: ModelOutput | None) -> None: ...
+    def observe(self, rows: Rows, verification: Verification | None, target: ModelOutput | None) -> None: ...
 
 
 def _ended(row: Row, tokens: Sequence[int]) -> bool:
@@ -253,7 +253,7 @@ class _PolicyTap(LengthPolicy):
         self._masks.append(None if mask is None else mask.tolist())
         return mask
 
-    def kept(self, proposal: Proposal, laws: Laws, before: Sequence[int]) -> list[int]:
+    def kept(self, proposal: Proposal, distributions: Distributions, before: Sequence[int]) -> list[int]:
         """How many tokens of a review stay: a row's up to the one that stops it, or at which the policy raised.
 
         before: B, tokens of this node ahead of them. laws: those of the review, column t the one that token t came from.
@@ -265,9 +265,9 @@ class _PolicyTap(LengthPolicy):
             if not live:
                 break
             column = slice(t, t + 1)
-            index = None if laws.probs_row is None else laws.probs_row[:, column]
-            scores = None if laws.scores is None else laws.scores[:, column]
-            here = Laws(laws.greedy_ids[:, column], laws.probs, index, scores)
+            index = None if distributions.probs_row is None else distributions.probs_row[:, column]
+            scores = None if distributions.scores is None else distributions.scores[:, column]
+            here = Distributions(distributions.greedy_ids[:, column], distributions.probs, index, scores)
             going = self._going_on(DraftStep(written + t, proposal.token_ids[:, t], here))
             for i in (i for i in live if not going[i]):
                 counts[i] = t + 1
@@ -333,16 +333,22 @@ class _ReviewingNode:
         confidence: bool,
     ) -> None:
         """Add what one step of the model commits to its own rows, and the failure of those that draft for it."""
-        reviews: list[tuple[Proposal, Laws]] = []
+        reviews: list[tuple[Proposal, Distributions]] = []
 
-        def see(rows: Rows, proposal: Proposal, laws: Laws, verdict: Verdict, output: ModelOutput) -> None:
-            reviews.append((proposal, laws))
+        def see(
+            rows: Rows,
+            proposal: Proposal,
+            distributions: Distributions,
+            verification: Verification,
+            output: ModelOutput,
+        ) -> None:
+            reviews.append((proposal, distributions))
 
         model = Shortening(self._context.model)
         steps = step(seen, model, self._context.cache, self._plan, rule, self._length, [see])
-        ((proposal, laws),) = reviews
-        reviewed = _reviewed(steps, laws, lenient=lenient, confidence=confidence)
-        kept = policy.kept(reviewed, laws, [len(tokens) for tokens in grown.tokens])
+        ((proposal, distributions),) = reviews
+        reviewed = _reviewed(steps, distributions, lenient=lenient, confidence=confidence)
+        kept = policy.kept(reviewed, distributions, [len(tokens) for tokens in grown.tokens])
         grown.add(reviewed, kept)
         grown.failure = proposal.failure or policy.failure or model.failure
         for i, (row, one) in enumerate(zip(seen, steps, strict=True)):
@@ -351,17 +357,17 @@ class _ReviewingNode:
                 row.limit = row.size
 
 
-def _reviewed(steps: Sequence[Step], laws: Laws, *, lenient: bool, confidence: bool) -> Proposal:
+def _reviewed(steps: Sequence[Step], distributions: Distributions, *, lenient: bool, confidence: bool) -> Proposal:
     """What an inner step committed, as a proposal with the reviewer's laws."""
     counts = [len(one.token_ids) for one in steps]
     width = max(counts)
-    device = laws.greedy_ids.device
+    device = distributions.greedy_ids.device
     ids = torch.tensor(
         [[*one.token_ids, *[0] * (width - n)] for one, n in zip(steps, counts, strict=True)],
         dtype=torch.int64,
         device=device,
     )
-    sure = laws.confidence(ids) if confidence and width else None
-    if lenient or laws.probs is None or laws.probs_row is None:
+    sure = distributions.confidence(ids) if confidence and width else None
+    if lenient or distributions.probs is None or distributions.probs_row is None:
         return Proposal(ids, counts, confidence=sure)
-    return Proposal(ids, counts, laws.probs, laws.probs_row[:, :width], sure)
+    return Proposal(ids, counts, distributions.probs, distributions.probs_row[:, :width], sure)

@@ -15,8 +15,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from foresay.decoding.laws import Columns
-from foresay.decoding.proposal import Proposal, Verdict
+from foresay.decoding.distributions import VocabularySubset
+from foresay.decoding.proposal import Proposal, Verification
 from foresay.decoding.protocols import Drafter, LanguageModel, LengthPolicy, ModelOutput, Move
 from foresay.decoding.randomness import derive
 from foresay.decoding.rows import Row, Rows
@@ -62,7 +62,7 @@ class _Restricted(VocabularyAdapter):
         self.rows: torch.Tensor | None = None
         """[B] bool: the rows to restrict."""
 
-    def _takes(self, columns: Columns) -> bool:
+    def _takes(self, subset: VocabularySubset) -> bool:
         return self.rows is None
 
     def adapted(self, scores: torch.Tensor) -> torch.Tensor:
@@ -104,7 +104,7 @@ class CrossTokenizerDrafter(Drafter):
         self._drafter.reset()
         self._readers = []
 
-    def observe(self, rows: Rows, verdict: Verdict | None, target: ModelOutput | None) -> None:
+    def observe(self, rows: Rows, verification: Verification | None, target: ModelOutput | None) -> None:
         """Nothing to do: the draft's cache is compared with the text when it is next asked."""
 
     def propose(self, rows: Rows, budget: Sequence[int], policy: LengthPolicy) -> Proposal:
@@ -161,9 +161,11 @@ class CrossTokenizerDrafter(Drafter):
 
     def _same_tokens(self, draft: Proposal) -> Proposal:
         """A proposal of shared tokens in the target's numbers, its laws over the target's vocabulary."""
-        laws = draft.laws
-        if laws is not None:
+        distributions = draft.distributions
+        if distributions is not None:
             ours, theirs = self._shared
-            laws = laws.new_zeros(len(laws), self._vocab).index_copy_(1, theirs, laws[:, ours])
+            distributions = distributions.new_zeros(len(distributions), self._vocab).index_copy_(
+                1, theirs, distributions[:, ours]
+            )
         ids = self._to_target[draft.token_ids]
-        return replace(draft, token_ids=ids, laws=laws)
+        return replace(draft, token_ids=ids, distributions=distributions)

@@ -14,10 +14,10 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from foresay.decoding.prefill import fill_chunk, pending
-from foresay.decoding.protocols import Feed, KVCache, LanguageModel, Logits, ModelOutput, Move
+from foresay.decoding.prefill import pending, prefill_chunk
+from foresay.decoding.protocols import KVCache, LanguageModel, Logits, ModelInput, ModelOutput, Move
 from foresay.decoding.rows import IntArray, Rows, common_prefix
-from foresay.models.huggingface.slot_cache import SlotCache
+from foresay.models.cache.slot_cache import SlotCache
 from foresay.models.vocabulary import VocabularyAdapter
 
 MAX_CATCH_UP = 4
@@ -39,9 +39,9 @@ class DraftCache:
         self.model.row_passes = before.row_passes
         self.reset()
 
-    def forward(self, feed: Feed) -> ModelOutput:
+    def forward(self, model_input: ModelInput) -> ModelOutput:
         """One pass of the model over the cache."""
-        return self.model.forward(feed, self.cache)
+        return self.model.forward(model_input, self.cache)
 
     def admit(self, rows: Rows, first: int) -> None:
         """Give new rows empty cache rows; their prompts are filled when they are first drafted for."""
@@ -80,7 +80,7 @@ class DraftCache:
             self._keep_common(rows)
         for place in range(len(rows)):
             while wanted[place] and pending(rows, self.cache, place) >= MAX_CATCH_UP:
-                fill_chunk(self.model, self.cache, rows, place)
+                prefill_chunk(self.model, self.cache, rows, place)
 
     def catch_up(self, rows: Rows, fed: Sequence[bool], layers: tuple[int, ...] = ()) -> ModelOutput:
         """Feed what the cache lacks; gives the logits after each row's last token, [B, 1, V], and its hidden states [B, 1, H]."""
@@ -88,11 +88,11 @@ class DraftCache:
         tokens = torch.zeros(len(rows), max(counts), dtype=torch.int64)
         for i, row in enumerate(rows):
             tokens[i, : counts[i]] = torch.from_numpy(row.tokens[row.size - counts[i] :])
-        feed = Feed(tokens.to(self.model.device), counts, logits=Logits.LAST, hidden_layers=layers)
-        output = self.forward(feed)
+        model_input = ModelInput(tokens.to(self.model.device), counts, logits=Logits.LAST, hidden_layers=layers)
+        output = self.forward(model_input)
         if not layers:
             return output
-        batch, last = torch.arange(len(rows), device=tokens.device), feed.last_columns()
+        batch, last = torch.arange(len(rows), device=tokens.device), model_input.last_columns()
         hidden = {n: states[batch, last][:, None] for n, states in output.hidden.items()}
         return dataclasses.replace(output, hidden=hidden)
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from foresay.decoding.proposal import Verdict
-from foresay.decoding.protocols import Feed, Logits, ModelOutput, Move
+from foresay.decoding.proposal import Verification
+from foresay.decoding.protocols import Logits, ModelInput, ModelOutput, Move
 from foresay.decoding.rows import Row, Rows
 from foresay.drafters.draft_cache import MAX_CATCH_UP, DraftCache
 from foresay.drafters.model import ModelDrafter
@@ -88,14 +88,14 @@ class HeadCache(DraftCache):
         super().reset()
         self._seen = []
 
-    def see(self, rows: Rows, verdict: Verdict | None, target: ModelOutput | None) -> None:
+    def see(self, rows: Rows, verification: Verification | None, target: ModelOutput | None) -> None:
         """Take what a pass of the target showed of the places that were committed, and rewind what was drafted."""
         missing = [0 if one is None else row.size - 1 - one.count for row, one in zip(rows, self._seen, strict=True)]
         if any(missing):
             if target is None or any(layer not in target.hidden for layer in self.head.hidden_layers):
                 self._seen = [None if n else one for n, one in zip(missing, self._seen, strict=True)]
             else:
-                self._add(missing, _columns(missing, verdict, target), target)
+                self._add(missing, _columns(missing, verification, target), target)
         self._rewind()
 
     def _add(self, missing: Sequence[int], columns: Sequence[torch.Tensor], target: ModelOutput) -> None:
@@ -126,21 +126,23 @@ class HeadCache(DraftCache):
         self._rewind()
         for place, (row, one) in enumerate(zip(rows, self._seen, strict=True)):
             while one is not None and wanted[place] and len(one.waiting) > MAX_CATCH_UP:
-                count = min(self.head.capabilities.fill_chunk, len(one.waiting) - 1)
+                count = min(self.head.capabilities.prefill_chunk, len(one.waiting) - 1)
                 tokens = torch.from_numpy(row.tokens[one.cached + 1 : one.cached + 1 + count])[None]
-                feed = Feed(tokens.to(self.head.device), [count], place, logits=Logits.NONE)
-                super().forward(dataclasses.replace(feed, features=one.waiting[None, :count]))
+                model_input = ModelInput(tokens.to(self.head.device), [count], place, logits=Logits.NONE)
+                super().forward(dataclasses.replace(model_input, features=one.waiting[None, :count]))
                 one.taken(count)
 
     def catch_up(self, rows: Rows, fed: Sequence[bool], layers: tuple[int, ...] = ()) -> ModelOutput:
         """Feed the pairs that wait, and what was guessed behind them; see DraftCache.catch_up."""
         output = self._shown(rows, fed)
-        guessed = [row.tokens[row.committed.size :] if row.committed is not row else row.tokens[:0] for row in rows]
-        for step in range(max(len(some) if on else 0 for some, on in zip(guessed, fed, strict=True))):
-            on = [flag and len(some) > step for some, flag in zip(guessed, fed, strict=True)]
-            tokens = [[int(some[step]) if flag else 0] for some, flag in zip(guessed, on, strict=True)]
-            feed = Feed(torch.tensor(tokens, device=self.head.device), [int(flag) for flag in on], logits=Logits.LAST)
-            output = self._merged(output, self.forward(feed), on)
+        drafted = [row.tokens[row.committed.size :] if row.committed is not row else row.tokens[:0] for row in rows]
+        for step in range(max(len(some) if on else 0 for some, on in zip(drafted, fed, strict=True))):
+            on = [flag and len(some) > step for some, flag in zip(drafted, fed, strict=True)]
+            tokens = [[int(some[step]) if flag else 0] for some, flag in zip(drafted, on, strict=True)]
+            model_input = ModelInput(
+                torch.tensor(tokens, device=self.head.device), [int(flag) for flag in on], logits=Logits.LAST
+            )
+            output = self._merged(output, self.forward(model_input), on)
         return output
 
     def _shown(self, rows: Rows, fed: Sequence[bool]) -> ModelOutput:
@@ -158,9 +160,9 @@ class HeadCache(DraftCache):
                 tokens[i, : counts[i]] = torch.from_numpy(row.tokens[one.cached + 1 : one.count + 1])
                 features[i, : counts[i]] = one.waiting
                 one.taken(counts[i])
-        feed = Feed(tokens.to(self.head.device), counts, logits=Logits.LAST, features=features)
-        output = super().forward(feed)
-        batch, last = torch.arange(len(rows), device=self.head.device), feed.last_columns()
+        model_input = ModelInput(tokens.to(self.head.device), counts, logits=Logits.LAST, features=features)
+        output = super().forward(model_input)
+        batch, last = torch.arange(len(rows), device=self.head.device), model_input.last_columns()
         hidden = {n: states[batch, last][:, None] for n, states in output.hidden.items()}
         self._after = self._nodes = hidden[NEXT]
         return dataclasses.replace(output, hidden=hidden)
@@ -173,27 +175,27 @@ class HeadCache(DraftCache):
         assert new.logits is not None and before.logits is not None
         return dataclasses.replace(new, logits=torch.where(which, new.logits, before.logits), hidden=hidden)
 
-    def forward(self, feed: Feed) -> ModelOutput:
+    def forward(self, model_input: ModelInput) -> ModelOutput:
         """One pass over guesses: behind the last pass, or over a whole tree behind the rows' last tokens."""
         assert self._after is not None and self._nodes is not None
         features = self._nodes[:, -1:]
-        if feed.parents is not None:
-            batch = torch.arange(len(feed.parents), device=feed.parents.device)[:, None]
-            above = self._nodes[batch, feed.parents.clamp(min=0, max=self._nodes.shape[1] - 1)]
-            features = torch.where(feed.parents[..., None] < 0, self._after, above)
-        output = super().forward(dataclasses.replace(feed, features=features))
+        if model_input.parents is not None:
+            batch = torch.arange(len(model_input.parents), device=model_input.parents.device)[:, None]
+            above = self._nodes[batch, model_input.parents.clamp(min=0, max=self._nodes.shape[1] - 1)]
+            features = torch.where(model_input.parents[..., None] < 0, self._after, above)
+        output = super().forward(dataclasses.replace(model_input, features=features))
         self._nodes = output.hidden[NEXT]
         return output
 
 
-def _columns(missing: Sequence[int], verdict: Verdict | None, target: ModelOutput) -> list[torch.Tensor]:
+def _columns(missing: Sequence[int], verification: Verification | None, target: ModelOutput) -> list[torch.Tensor]:
     """Of each row, the columns of the target's pass at the new places, [n] int64 each: first those of a chain, then the path."""
     before = target.num_before or (0,) * len(missing)
     out = []
     for i, n in enumerate(missing):
         columns = torch.arange(n)
-        if verdict is not None and verdict.path is not None and n > before[i] + 1:
-            path = verdict.path[i, : n - before[i] - 1] + before[i] + 1
+        if verification is not None and verification.path is not None and n > before[i] + 1:
+            path = verification.path[i, : n - before[i] - 1] + before[i] + 1
             columns = torch.cat([columns[: before[i] + 1].to(path.device), path])
         out.append(columns)
     return out
@@ -204,9 +206,9 @@ class _ReadsTarget(ModelDrafter):
 
     context: HeadCache
 
-    def observe(self, rows: Rows, verdict: Verdict | None, target: ModelOutput | None) -> None:
+    def observe(self, rows: Rows, verification: Verification | None, target: ModelOutput | None) -> None:
         """Take the hidden states of what was committed."""
-        self.context.see(rows, verdict, target)
+        self.context.see(rows, verification, target)
 
 
 class HeadDrafter(_ReadsTarget):

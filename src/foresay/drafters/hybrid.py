@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from foresay.checks import check_int
-from foresay.decoding.proposal import Proposal, Verdict
+from foresay.decoding.proposal import Proposal, Verification
 from foresay.decoding.protocols import (
     Drafter,
     KVCache,
@@ -23,7 +23,7 @@ from foresay.decoding.protocols import (
     UsesTargetCache,
 )
 from foresay.decoding.rows import Rows
-from foresay.drafters.lookup import LookupDrafter
+from foresay.drafters.ngram import NgramDrafter
 from foresay.drafters.proposal_builder import ProposalBuilder
 from foresay.errors import ConfigError
 from foresay.lengths.constant import MAX_DRAFT_TOKENS
@@ -32,9 +32,9 @@ from foresay.lengths.constant import MAX_DRAFT_TOKENS
 class Hybrid(Drafter):
     """A look-up where it continues at least `min_match` tokens of context, else another drafter."""
 
-    def __init__(self, lookup: LookupDrafter[Any], other: Drafter, *, min_match: int = 3, k: int = 5) -> None:
+    def __init__(self, lookup: NgramDrafter[Any], other: Drafter, *, min_match: int = 3, k: int = 5) -> None:
         """other: drafts chains, of at most `k` tokens. Raises ConfigError for a first drafter that looks nothing up."""
-        if not isinstance(lookup, LookupDrafter):
+        if not isinstance(lookup, NgramDrafter):
             raise ConfigError(f"the first drafter of a hybrid looks guesses up, and {type(lookup).__name__} does not")
         for one in (lookup, other):
             if isinstance(one, ProposesTrees) and one.branches > 1:
@@ -71,10 +71,10 @@ class Hybrid(Drafter):
         self._lookup.reset()
         self._other.reset()
 
-    def observe(self, rows: Rows, verdict: Verdict | None, target: ModelOutput | None) -> None:
+    def observe(self, rows: Rows, verification: Verification | None, target: ModelOutput | None) -> None:
         """Pass on."""
-        self._lookup.observe(rows, verdict, target)
-        self._other.observe(rows, verdict, target)
+        self._lookup.observe(rows, verification, target)
+        self._other.observe(rows, verification, target)
 
     def propose(self, rows: Rows, budget: Sequence[int], policy: LengthPolicy) -> Proposal:
         """Each row's draft by one of the two."""
@@ -97,9 +97,9 @@ class Hybrid(Drafter):
         sure = [n > 0 and m >= self.min_match for n, m in zip(looked_up.num_tokens, found.of(len(rows)), strict=True)]
         if any(sure):
             counts = [n if on else 0 for n, on in zip(looked_up.num_tokens, sure, strict=True)]
-            grown.add(looked_up, policy.keep(rows, counts, found.of(len(rows))))
+            grown.add(looked_up, policy.num_to_score(rows, counts, found.of(len(rows))))
         rest = [0 if on else min(n, self.k) for n, on in zip(budget, sure, strict=True)]
-        afforded = policy.afford(rows, rest) if any(rest) else rest
+        afforded = policy.fallback_budget(rows, rest) if any(rest) else rest
         if any(afforded):
             grown.add(self._other.propose(rows, afforded, policy))
 
@@ -113,7 +113,7 @@ class _Matches(LengthPolicy):
     def budget(self, rows: Rows) -> list[int]:
         return [MAX_DRAFT_TOKENS] * len(rows)
 
-    def keep(self, rows: Rows, counts: Sequence[int], matched: Sequence[int]) -> Sequence[int]:
+    def num_to_score(self, rows: Rows, counts: Sequence[int], matched: Sequence[int]) -> Sequence[int]:
         self._matched = matched
         return counts
 

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from foresay.decoding.rows import IntArray, Row
-from foresay.drafters.automaton import SuffixAutomaton
-from foresay.drafters.lookup import LookupDrafter
+from foresay.drafters.ngram import NgramDrafter
+from foresay.drafters.suffix_automaton import SuffixAutomaton
 
 
 class Continuation(Protocol):
@@ -43,15 +43,15 @@ class _Gram:
         self.generated.extend(new)
         self.in_prompt = self.prompt.match(new, *self.in_prompt)
 
-    def find(self, output: IntArray, guessed: Sequence[int], count: int) -> list[int]:
+    def find(self, output: IntArray, drafted: Sequence[int], count: int) -> list[int]:
         """What followed the longest suffix of prompt, output and guesses."""
-        state, length = self.prompt.followed(*self.prompt.match(guessed, *self.in_prompt))
+        state, length = self.prompt.followed(*self.prompt.match(drafted, *self.in_prompt))
         self.matched = length
         if length:
             end = self.prompt.first_end[state]
             return _ids(self.prompt_tokens[end : end + count])
         own = self.generated
-        state, length = own.followed(*own.match(guessed, own.last, own.size))
+        state, length = own.followed(*own.match(drafted, own.last, own.size))
         self.matched = length
         if not length:
             return []
@@ -59,7 +59,7 @@ class _Gram:
         return _ids(output[end : end + count])
 
 
-class MaxGram(LookupDrafter[_Gram]):
+class MaxGram(NgramDrafter[_Gram]):
     """Guesses by the longest match in prompt or output, continued by a table where there is one."""
 
     def __init__(self, table: Continuation | None = None, *, device: torch.device | str = "cpu") -> None:
@@ -71,15 +71,15 @@ class MaxGram(LookupDrafter[_Gram]):
         """Index the prompt, or what the encoder read."""
         return _Gram(row.source if row.source is not None else row.tokens[: row.prompt_length].copy())
 
-    def guess(self, row: Row, state: _Gram, count: int) -> list[int]:
+    def draft_tokens(self, row: Row, state: _Gram, count: int) -> list[int]:
         """Copy what followed the longest suffix, then go on by the table."""
         root = row.committed
         output = root.tokens[root.prompt_length :]
         state.read(output)
         if count <= 0:
             return []
-        guessed = row.tokens[row.size - _guessed(row) :].tolist()
-        found = state.find(output, guessed, count)
+        drafted = row.tokens[row.size - _drafted(row) :].tolist()
+        found = state.find(output, drafted, count)
         if self.table is not None and len(found) < count:
             context = np.concatenate([row.tokens[-8:], np.asarray(found[-8:], dtype=np.int64)]).tolist()
             found += self.table.continuation(context, count - len(found))
@@ -91,6 +91,6 @@ def _ids(tokens: IntArray) -> list[int]:
     return ids
 
 
-def _guessed(row: Row) -> int:
+def _drafted(row: Row) -> int:
     """Tokens of a row that lie beyond what is committed."""
     return len(row.full_context) - len(row.committed.full_context) if row is not row.committed else 0

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from foresay.decoding.proposal import Proposal, Verdict
-from foresay.decoding.protocols import Drafter, Feed, LanguageModel, LengthPolicy, Logits, ModelOutput, Move
+from foresay.decoding.proposal import Proposal, Verification
+from foresay.decoding.protocols import Drafter, LanguageModel, LengthPolicy, Logits, ModelInput, ModelOutput, Move
 from foresay.decoding.rows import Rows
-from foresay.drafters.chain import DraftChain
 from foresay.drafters.draft_cache import DraftCache
+from foresay.drafters.draft_chain import DraftChain
 from foresay.errors import UnsupportedModelError
 from foresay.models.vocabulary import VocabularyAdapter
 
@@ -43,7 +43,7 @@ class ModelDrafter(Drafter):
         """Forget every row."""
         self.context.reset()
 
-    def observe(self, rows: Rows, verdict: Verdict | None, target: ModelOutput | None) -> None:
+    def observe(self, rows: Rows, verification: Verification | None, target: ModelOutput | None) -> None:
         """Rewind to what was committed."""
         self.context.rewind(rows)
 
@@ -72,11 +72,13 @@ class ModelDrafter(Drafter):
     ) -> None:
         """Draw token after token. output: the draft model's pass over what its cache lacked."""
         while True:
-            laws = output.draft_laws(rows, chain.ids, greedy=not self.samples)
+            distributions = output.draft_distributions(rows, chain.ids, greedy=not self.samples)
             hidden = output.hidden[layers[0]][:, -1] if layers else None
-            if not chain.add(laws, policy, hidden):
+            if not chain.add(distributions, policy, hidden):
                 break
-            output = self.context.forward(Feed(chain.ids[:, -1:], chain.fed, logits=Logits.LAST, hidden_layers=layers))
+            output = self.context.forward(
+                ModelInput(chain.ids[:, -1:], chain.fed, logits=Logits.LAST, hidden_layers=layers)
+            )
 
 
 def hidden_layers(model: VocabularyAdapter, policy: LengthPolicy) -> tuple[int, ...]:

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 import torch
 
 from foresay.checks import check_int
+from foresay.decoding.distributions import Distributions, build_distributions
 from foresay.decoding.draws import inverse_cdf
-from foresay.decoding.laws import Laws, build_laws
 from foresay.decoding.processors import processes
 from foresay.decoding.proposal import Proposal
-from foresay.decoding.protocols import DraftStep, Feed, LanguageModel, LengthPolicy
+from foresay.decoding.protocols import DraftStep, LanguageModel, LengthPolicy, ModelInput
 from foresay.decoding.randomness import Purpose, Streams
 from foresay.decoding.rows import Row, Rows
 from foresay.drafters.draft_cache import DraftCache
@@ -35,7 +35,7 @@ class _Tree:
     budget: int
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
-    laws: list[int] = field(default_factory=list)
+    distributions: list[int] = field(default_factory=list)
     """Of each node, which of the drafted laws it was drawn from; -1 for one that was chosen."""
     scores: list[float] = field(default_factory=lambda: [1.0])
     """Of each place, the product of the draft's probabilities on its path."""
@@ -48,10 +48,10 @@ class _Tree:
         """The first node that follows a place; None where the budget left it none."""
         return self.parents.index(place - 1) if place - 1 in self.parents else None
 
-    def add(self, place: int, token: int, prob: float, law: int) -> None:
+    def add(self, place: int, token: int, prob: float, distribution: int) -> None:
         self.tokens.append(token)
         self.parents.append(place - 1)
-        self.laws.append(law)
+        self.distributions.append(distribution)
         self.scores.append(self.scores[place] * prob)
         self.depths.append(self.depths[place] + 1)
 
@@ -111,8 +111,8 @@ class ModelTreeDrafter(ModelDrafter):
             places = [tree.next_places(self.width) if len(tree.tokens) < tree.budget else [] for tree in trees]
             if not any(places):
                 break
-            laws = self._laws(scores, rows, above, places)
-            self._grow(trees, places, laws, streams, drawn, policy)
+            distributions = self._distributions(scores, rows, above, places)
+            self._grow(trees, places, distributions, streams, drawn, policy)
             if all(len(tree.tokens) >= tree.budget for tree in trees):
                 break
             above = _padded(trees, scores.device)
@@ -123,17 +123,17 @@ class ModelTreeDrafter(ModelDrafter):
         device = self.context.model.device
         ids, parents = _padded(trees, device)
         counts = [len(tree.tokens) for tree in trees]
-        out = self.context.forward(Feed(ids, counts, parents=parents)).scores()
+        out = self.context.forward(ModelInput(ids, counts, parents=parents)).scores()
         self.context.cache.truncate(starts)
         return out
 
     @staticmethod
-    def _laws(
+    def _distributions(
         scores: torch.Tensor,
         rows: Rows,
         above: tuple[torch.Tensor, torch.Tensor] | None,
         places: Sequence[Sequence[int]],
-    ) -> Laws:
+    ) -> Distributions:
         """Distributions at each row's places, [B, W].
 
         above: token ids and parents [B, K] of the nodes that `scores` [B, K, V] follow; None for the first level, where scores
@@ -145,19 +145,19 @@ class ModelTreeDrafter(ModelDrafter):
             columns[i, : len(some)] = torch.tensor([max(0, place - 1) for place in some], dtype=torch.int64)
         batch = torch.arange(len(rows), device=scores.device)[:, None]
         if above is None or not any(map(processes, rows)):
-            return build_laws(scores[batch, columns], rows)
+            return build_distributions(scores[batch, columns], rows)
         ids, parents = above
         whole = torch.nn.functional.pad(scores, (0, 0, 1, 0))  # place 0 is not looked at again
-        laws = build_laws(whole, rows, ids, parents=parents)
+        distributions = build_distributions(whole, rows, ids, parents=parents)
         at = columns + 1
-        index = None if laws.probs_row is None else laws.probs_row[batch, at]
-        return Laws(laws.greedy_ids[batch, at], laws.probs, index, whole[batch, at])
+        index = None if distributions.probs_row is None else distributions.probs_row[batch, at]
+        return Distributions(distributions.greedy_ids[batch, at], distributions.probs, index, whole[batch, at])
 
     def _grow(
         self,
         trees: Sequence[_Tree],
         places: Sequence[Sequence[int]],
-        laws: Laws,
+        distributions: Distributions,
         streams: Streams,
         drawn: _Drawn,
         policy: LengthPolicy,
@@ -166,27 +166,36 @@ class ModelTreeDrafter(ModelDrafter):
         for i, tree in enumerate(trees):
             for column, place in enumerate(places[i]):
                 count = min(self.branches, tree.budget - len(tree.tokens))
-                index = -1 if laws.probs is None or laws.probs_row is None else int(laws.probs_row[i, column])
-                if index < 0 or laws.probs is None:
-                    assert laws.scores is not None
-                    likeliest = laws.scores[i, column].float().softmax(-1).topk(min(count, laws.scores.shape[-1]))
+                index = (
+                    -1
+                    if distributions.probs is None or distributions.probs_row is None
+                    else int(distributions.probs_row[i, column])
+                )
+                if index < 0 or distributions.probs is None:
+                    assert distributions.scores is not None
+                    likeliest = (
+                        distributions.scores[i, column]
+                        .float()
+                        .softmax(-1)
+                        .topk(min(count, distributions.scores.shape[-1]))
+                    )
                     for token, prob in zip(likeliest.indices.tolist(), likeliest.values.tolist(), strict=True):
                         tree.add(place, token, prob, -1)
                     continue
-                probs, depth = laws.probs[index], tree.depths[place]
-                law = drawn.keep(probs)
+                probs, depth = distributions.probs[index], tree.depths[place]
+                distribution = drawn.keep(probs)
                 for token in _without_replacement(probs, count, streams, i, len(tree.tokens), depth):
-                    tree.add(place, token, float(probs[token]), law)
-        step = _best(trees, places, laws)
+                    tree.add(place, token, float(probs[token]), distribution)
+        step = _best(trees, places, distributions)
         go_on = None if step is None else policy.keep_drafting(step)
         for tree, on in zip(trees, [] if go_on is None else go_on.tolist(), strict=False):
             if not on:
                 tree.budget = len(tree.tokens)
 
 
-def _best(trees: Sequence[_Tree], places: Sequence[Sequence[int]], laws: Laws) -> DraftStep | None:
+def _best(trees: Sequence[_Tree], places: Sequence[Sequence[int]], distributions: Distributions) -> DraftStep | None:
     """The token that each row's most probable place was just given first, for a policy to look at."""
-    device = laws.greedy_ids.device
+    device = distributions.greedy_ids.device
     batch = torch.arange(len(trees), device=device)
     column = torch.zeros(len(trees), dtype=torch.int64, device=device)
     tokens = torch.zeros_like(column)
@@ -200,37 +209,41 @@ def _best(trees: Sequence[_Tree], places: Sequence[Sequence[int]], laws: Laws) -
         if grown:
             _, c, first = max(grown)
             column[i], tokens[i], depths[i] = -c, tree.tokens[first], tree.depths[some[-c]]
-    index = None if laws.probs_row is None else laws.probs_row[batch, column][:, None]
-    scores = None if laws.scores is None else laws.scores[batch, column][:, None]
-    return DraftStep(depths, tokens, Laws(laws.greedy_ids[batch, column][:, None], laws.probs, index, scores))
+    index = None if distributions.probs_row is None else distributions.probs_row[batch, column][:, None]
+    scores = None if distributions.scores is None else distributions.scores[batch, column][:, None]
+    return DraftStep(
+        depths,
+        tokens,
+        Distributions(distributions.greedy_ids[batch, column][:, None], distributions.probs, index, scores),
+    )
 
 
 class _Drawn(Interruptible):
     """The distributions that tokens were drawn from."""
 
     def __init__(self) -> None:
-        self.laws: list[torch.Tensor] = []
+        self.distributions: list[torch.Tensor] = []
 
-    def keep(self, law: torch.Tensor) -> int:
-        self.laws.append(law)
-        return len(self.laws) - 1
+    def keep(self, distribution: torch.Tensor) -> int:
+        self.distributions.append(distribution)
+        return len(self.distributions) - 1
 
 
 def _without_replacement(
-    law: torch.Tensor, count: int, streams: Streams, row: int, first: int, depth: int
+    distribution: torch.Tensor, count: int, streams: Streams, row: int, first: int, depth: int
 ) -> list[int]:
     """Tokens drawn one after the other, each from what is left of the law. law: [V]. first: columns before the first one.
 
     Under shared noise the first `count` of log law + noise at their position, which are drawn the same way (Gumbel top-k).
     """
-    tokens = torch.nonzero(law)[:, 0]
+    tokens = torch.nonzero(distribution)[:, 0]
     if streams.shares_noise:
-        place = torch.tensor(row, device=law.device), torch.tensor(depth, device=law.device)
-        noisy = streams.gumbel(*place, tokens) + law[tokens].log()
+        place = torch.tensor(row, device=distribution.device), torch.tensor(depth, device=distribution.device)
+        noisy = streams.gumbel(*place, tokens) + distribution[tokens].log()
         chosen: list[int] = tokens[noisy.topk(min(count, len(tokens))).indices].tolist()
         return chosen
-    numbers = streams.uniform(Purpose.DRAFT, torch.arange(first, first + count, device=law.device))[row]
-    left, out = law[None].clone(), []
+    numbers = streams.uniform(Purpose.DRAFT, torch.arange(first, first + count, device=distribution.device))[row]
+    left, out = distribution[None].clone(), []
     for number in numbers[: len(tokens)]:
         token = int(inverse_cdf(left, number[None])[0])
         out.append(token)
@@ -253,8 +266,10 @@ def _proposal(trees: Sequence[_Tree], drawn: _Drawn, device: torch.device) -> Pr
     ids, above = _padded(trees, device)
     chains = all(tree.parents == list(range(-1, len(tree.parents) - 1)) for tree in trees)
     parents = None if chains else above
-    if not drawn.laws:
+    if not drawn.distributions:
         return Proposal(ids, counts, parents=parents, failure=drawn.failure)
     width = ids.shape[1]
-    index = torch.tensor([[*tree.laws, *[-1] * (width - len(tree.laws))] for tree in trees], device=device)
-    return Proposal(ids, counts, torch.stack(drawn.laws), index, parents=parents, failure=drawn.failure)
+    index = torch.tensor(
+        [[*tree.distributions, *[-1] * (width - len(tree.distributions))] for tree in trees], device=device
+    )
+    return Proposal(ids, counts, torch.stack(drawn.distributions), index, parents=parents, failure=drawn.failure)

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from foresay.checks import check_choice, check_flag, check_int
-from foresay.decoding.proposal import Proposal, Verdict
+from foresay.decoding.proposal import Proposal, Verification
 from foresay.decoding.protocols import LengthPolicy, ModelOutput
 from foresay.decoding.rows import Row, Rows
-from foresay.drafters.lookup import LookupDrafter
+from foresay.drafters.ngram import NgramDrafter
 
 LEVELS = ("one", "all")
 _SEEN = 128
@@ -114,7 +114,7 @@ class _Known:
         self.learned = len(history)
 
 
-class NgramStoreDrafter(LookupDrafter[_Known]):
+class NgramStoreDrafter(NgramDrafter[_Known]):
     """Guesses by counts of what followed the last few tokens."""
 
     def __init__(
@@ -148,7 +148,7 @@ class NgramStoreDrafter(LookupDrafter[_Known]):
         state.read(row)
         return state
 
-    def guess(self, row: Row, state: _Known, count: int) -> list[int]:
+    def draft_tokens(self, row: Row, state: _Known, count: int) -> list[int]:
         """Follow the most frequent tokens."""
         state.read(row)
         store = state.store
@@ -173,7 +173,7 @@ class NgramStoreDrafter(LookupDrafter[_Known]):
                 state.drafted = tokens[:n]
         return proposal
 
-    def observe(self, rows: Rows, verdict: Verdict | None, target: ModelOutput | None) -> None:
+    def observe(self, rows: Rows, verification: Verification | None, target: ModelOutput | None) -> None:
         """Learn the target's likeliest tokens behind each context it scored, and what was written."""
         if rows.level:
             return
@@ -191,8 +191,8 @@ class NgramStoreDrafter(LookupDrafter[_Known]):
         """Count the likeliest tokens of each scored place behind what was committed before it and guessed up to it."""
         history = row.full_context
         before = history[max(0, state.committed - state.store.n + 1) : state.committed].tolist()
-        guesses = state.drafted or history[state.committed :].tolist()[:-1]
-        for place, tokens in enumerate(places[: len(guesses) + 1]):
-            context = [*before, *guesses[:place]]
+        drafts = state.drafted or history[state.committed :].tolist()[:-1]
+        for place, tokens in enumerate(places[: len(drafts) + 1]):
+            context = [*before, *drafts[:place]]
             for rank, token in enumerate(tokens):
                 state.store.add(context, token, len(tokens) - rank)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from foresay.decoding.rows import IntArray, Row
-from foresay.drafters.lookup import LookupDrafter
+from foresay.drafters.ngram import NgramDrafter
 from foresay.errors import ConfigError
 
 
@@ -42,7 +42,7 @@ class _Index:
         return None
 
 
-class PromptLookup(LookupDrafter[_Index]):
+class PromptLookup(NgramDrafter[_Index]):
     """Guesses by copying from the row's own context (no weights, no cost in the model's time)."""
 
     def __init__(self, *, max_ngram: int = 4, min_ngram: int = 2, device: torch.device | str = "cpu") -> None:
@@ -61,7 +61,7 @@ class PromptLookup(LookupDrafter[_Index]):
         """An empty index."""
         return _Index(self.min_ngram, self.max_ngram)
 
-    def guess(self, row: Row, state: _Index, count: int) -> list[int]:
+    def draft_tokens(self, row: Row, state: _Index, count: int) -> list[int]:
         """Copy what followed the longest suffix; a copy that reaches the context's end goes on into itself."""
         committed = row.committed.full_context
         start = max(0, state.indexed - self.max_ngram)

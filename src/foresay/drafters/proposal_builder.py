@@ -37,8 +37,8 @@ class ProposalBuilder(Interruptible):
         self.tokens: list[list[int]] = [[] for _ in range(batch)]
         self._device = device
         self._index: list[list[int]] = [[] for _ in range(batch)]
-        self._laws: list[torch.Tensor] = []
-        self._num_laws = 0
+        self._distributions: list[torch.Tensor] = []
+        self._num_distributions = 0
         self._confidence: list[list[float]] = [[] for _ in range(batch)]
 
     def add(self, proposal: Proposal, counts: Sequence[int] | None = None) -> None:
@@ -48,18 +48,18 @@ class ProposalBuilder(Interruptible):
         if not any(counts):
             return
         ids = proposal.token_ids.tolist()
-        index = None if proposal.law_index is None else proposal.law_index.tolist()
+        index = None if proposal.distribution_index is None else proposal.distribution_index.tolist()
         confidence = None if proposal.confidence is None else proposal.confidence.tolist()
         for i, n in enumerate(counts):
             self.tokens[i] += ids[i][:n]
             self._index[i] += (
-                [-1] * n if index is None else [p + self._num_laws if p >= 0 else -1 for p in index[i][:n]]
+                [-1] * n if index is None else [p + self._num_distributions if p >= 0 else -1 for p in index[i][:n]]
             )
             # a token that no model proposed is considered certain
             self._confidence[i] += [1.0] * n if confidence is None else confidence[i][:n]
-        if proposal.laws is not None:
-            self._laws.append(proposal.laws)
-            self._num_laws += len(proposal.laws)
+        if proposal.distributions is not None:
+            self._distributions.append(proposal.distributions)
+            self._num_distributions += len(proposal.distributions)
 
     def proposal(self, *, confidence: bool = False) -> Proposal:
         """All tokens so far, with the failure that ended them."""
@@ -72,8 +72,8 @@ class ProposalBuilder(Interruptible):
         if confidence and width:
             padded = [row + [1.0] * (width - len(row)) for row in self._confidence]
             sure = torch.tensor(padded, device=self._device)
-        if not self._laws or not width:
+        if not self._distributions or not width:
             return Proposal(ids, counts, confidence=sure, failure=self.failure)
         index = torch.tensor([row + [-1] * (width - len(row)) for row in self._index], device=self._device)
-        laws = torch.cat([law.to(self._device) for law in self._laws])
-        return Proposal(ids, counts, laws, index, sure, failure=self.failure)
+        distributions = torch.cat([distribution.to(self._device) for distribution in self._distributions])
+        return Proposal(ids, counts, distributions, index, sure, failure=self.failure)

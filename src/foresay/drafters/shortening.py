@@ -11,7 +11,7 @@ import dataclasses
 
 import torch.nn.functional as F
 
-from foresay.decoding.protocols import Feed, KVCache, LanguageModel, ModelOutput
+from foresay.decoding.protocols import KVCache, LanguageModel, ModelInput, ModelOutput
 from foresay.models.vocabulary import VocabularyAdapter
 
 
@@ -23,12 +23,12 @@ class Shortening(VocabularyAdapter):
         self.failure: BaseException | None = None
         """The last exception of a pass."""
 
-    def forward(self, feed: Feed, cache: KVCache) -> ModelOutput:
+    def forward(self, model_input: ModelInput, cache: KVCache) -> ModelOutput:
         """One pass of a chain, logits [B, T, V]. Raises what the model raises if it fails on a single token, too."""
-        before, columns = list(cache.lengths), int(feed.token_ids.shape[1])
+        before, columns = list(cache.lengths), int(model_input.token_ids.shape[1])
         for width in range(columns, 0, -1):
-            counts = [min(n, width) for n in feed.num_tokens]
-            part = dataclasses.replace(feed, token_ids=feed.token_ids[:, :width], num_tokens=counts)
+            counts = [min(n, width) for n in model_input.num_tokens]
+            part = dataclasses.replace(model_input, token_ids=model_input.token_ids[:, :width], num_tokens=counts)
             try:
                 output = self.inner.forward(part, cache)
                 if output.logits is None:  # a recording has tokens and no scores
@@ -45,4 +45,4 @@ class Shortening(VocabularyAdapter):
         if width == columns:
             return output
         missing = F.pad(output.scores().float(), (0, 0, 0, columns - width), value=float("nan"))
-        return dataclasses.replace(output, logits=missing, columns=None)
+        return dataclasses.replace(output, logits=missing, subset=None)

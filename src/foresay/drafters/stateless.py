@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from foresay.decoding.proposal import Verdict
+from foresay.decoding.proposal import Verification
 from foresay.decoding.protocols import Drafter, ModelOutput, Move
 from foresay.decoding.rows import Rows
 
@@ -21,5 +21,5 @@ class Stateless(Drafter):
     def reset(self) -> None:
         """Nothing to forget."""
 
-    def observe(self, rows: Rows, verdict: Verdict | None, target: ModelOutput | None) -> None:
+    def observe(self, rows: Rows, verification: Verification | None, target: ModelOutput | None) -> None:
         """Nothing to learn."""

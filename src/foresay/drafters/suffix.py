@@ -13,8 +13,8 @@ import torch
 
 from foresay.checks import check_float, check_int
 from foresay.decoding.rows import IntArray, Row
-from foresay.drafters.automaton import SuffixAutomaton
-from foresay.drafters.lookup import LookupDrafter
+from foresay.drafters.ngram import NgramDrafter
+from foresay.drafters.suffix_automaton import SuffixAutomaton
 
 _REMATCH = 64
 """Tokens of the context that are matched anew when the past has changed."""
@@ -113,7 +113,7 @@ class SuffixState:
         self.matched = 0
 
 
-class SuffixDrafter(LookupDrafter[SuffixState]):
+class SuffixDrafter(NgramDrafter[SuffixState]):
     """Guesses by the longest match in the row's own text or in earlier requests."""
 
     def __init__(
@@ -151,7 +151,7 @@ class SuffixDrafter(LookupDrafter[SuffixState]):
             self.finish(state)
         super().reset()
 
-    def guess(self, row: Row, state: SuffixState, count: int) -> list[int]:
+    def draft_tokens(self, row: Row, state: SuffixState, count: int) -> list[int]:
         """Copy what followed the longest match, `scale` tokens for each token of it."""
         own = state.automaton
         state.full_context = row.committed.full_context
@@ -159,11 +159,11 @@ class SuffixDrafter(LookupDrafter[SuffixState]):
         if count <= 0:
             return []
         context = state.full_context if row is row.committed else row.full_context
-        guessed = context[len(state.full_context) :].tolist()
-        place, length = own.followed(*own.match(guessed, own.last, own.size))
+        drafted = context[len(state.full_context) :].tolist()
+        place, length = own.followed(*own.match(drafted, own.last, own.size))
         found = state.full_context[(end := own.recent_end(place)) : end + count].tolist() if length else []
         for past in self.past.halves if self.past is not None else ():
-            other, theirs = self._in_past(state, past, guessed, count)
+            other, theirs = self._in_past(state, past, drafted, count)
             if theirs > length and other:
                 found, length = other, theirs
         state.matched = length
@@ -172,7 +172,7 @@ class SuffixDrafter(LookupDrafter[SuffixState]):
         return found[: max(1, int(self.scale * length))]
 
     def others(self, row: Row, state: SuffixState, count: int) -> Iterator[list[int]]:
-        """What else followed the context, once `guess` has seen it: at other places and after shorter matches, longest first."""
+        """Other continuations of the context, after `draft_tokens` was called: of other and of shorter matches, longest first."""
         own = state.automaton
         context = state.full_context if row is row.committed else row.full_context
         drafted = context[len(state.full_context) :].tolist()
@@ -188,7 +188,7 @@ class SuffixDrafter(LookupDrafter[SuffixState]):
             if matched >= self.min_match:
                 yield found[: max(1, int(self.scale * matched))]
 
-    def _in_past(self, state: SuffixState, past: _Past, guessed: list[int], count: int) -> tuple[list[int], int]:
+    def _in_past(self, state: SuffixState, past: _Past, drafted: list[int], count: int) -> tuple[list[int], int]:
         """(what followed the longest match in a half of the past, that match's length)."""
         automaton = past.automaton
         known = state.matches.get(id(past))
@@ -200,7 +200,7 @@ class SuffixDrafter(LookupDrafter[SuffixState]):
         new = state.full_context[known.read :].tolist()
         known.state, known.length = automaton.match(new, known.state, known.length)
         known.read = len(state.full_context)
-        place, length = automaton.followed(*automaton.match(guessed, known.state, known.length))
+        place, length = automaton.followed(*automaton.match(drafted, known.state, known.length))
         return past.behind(place, length, count)
 
     def past_halves(self) -> tuple[_Past, ...]:

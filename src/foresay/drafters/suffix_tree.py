@@ -55,7 +55,7 @@ class SuffixTreeDrafter(SuffixDrafter):
 
     def _continuations(self, row: Row, state: SuffixState, count: int) -> list[list[int]]:
         """What followed the matches, the likeliest continuation first; at most `branches`, of `count` tokens each."""
-        first = self.guess(row, state, count)
+        first = self.draft_tokens(row, state, count)
         if not first:
             return []
         out = [first]

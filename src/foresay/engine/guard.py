@@ -15,11 +15,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from foresay.decoding.proposal import Proposal, Verdict
+from foresay.decoding.proposal import Proposal, Verification
 from foresay.decoding.proposal_checks import checked
 from foresay.decoding.protocols import Drafter, KVCache, LengthPolicy, ModelOutput, Move, UsesTargetCache
 from foresay.decoding.rows import Rows
-from foresay.threads import together
+from foresay.threads import all_threads
 
 logger = logging.getLogger("foresay")
 MAX_FAILURES = 3
@@ -88,7 +88,7 @@ class GuardedDrafter:
 
     def _threads(self) -> AbstractContextManager[None]:
         """What the drafter runs under. One that was written elsewhere may bring a model of its own, and is left every core."""
-        return nullcontext() if self._ours else together()
+        return nullcontext() if self._ours else all_threads()
 
     def _try(self, action: Callable[[], T]) -> T | None:
         if not self._active:
@@ -149,9 +149,9 @@ class GuardedDrafter:
                 or f"drafting is paused after failures of the drafter, the last {name}: {self.last_error}"
             )
 
-    def observe(self, rows: Rows, verdict: Verdict | None, target: ModelOutput | None) -> None:
+    def observe(self, rows: Rows, verification: Verification | None, target: ModelOutput | None) -> None:
         """Pass on, unless drafting is paused."""
-        self._try(lambda: self.inner.observe(rows, verdict, target))
+        self._try(lambda: self.inner.observe(rows, verification, target))
 
     def rearrange(self, moves: Sequence[Move], count: int) -> None:
         """Pass on, unless drafting is paused."""

@@ -35,12 +35,12 @@ from foresay.decoding.randomness import derive
 from foresay.decoding.rows import IntArray, Row, Rows, StopCondition
 from foresay.decoding.sampling_params import MAX_SEED, SamplingParams
 from foresay.decoding.step import step
-from foresay.engine.filling import WAIT_S, Filling
+from foresay.engine.chunked_prefill import WAIT_S, ChunkedPrefill
 from foresay.engine.guard import GuardedDrafter
 from foresay.engine.prefixes import PrefixStore
 from foresay.engine.row_moves import plan_moves
 from foresay.errors import ConfigError, ContextLengthError, OutOfMemoryError, PromptError, UnsupportedModelError
-from foresay.threads import alone
+from foresay.threads import single_threaded
 
 logger = logging.getLogger("foresay")
 
@@ -71,7 +71,7 @@ class Engine:
     ) -> None:
         """prefixes: lets requests start from the slots of rows that hold the same beginning; None fills every prompt whole.
         prefill_wait_s: about how long rows that decode wait for prompts that are filled between two steps. prefill_clock: see
-        `Filling`.
+        `ChunkedPrefill`.
 
         draw_seed: the seed of a request that names none. observers: see each step as it is judged. Raises ConfigError or
         UnsupportedModelError when the drafter proposes trees that the rule or the target does not take.
@@ -79,7 +79,7 @@ class Engine:
         self.observers, self._draw_seed = tuple(observers), draw_seed
         _check_trees(target, drafter, rule)
         self._prefixes = prefixes
-        self._filling = Filling(target, prefixes, prefill_wait_s, prefill_clock)
+        self._filling = ChunkedPrefill(target, prefixes, prefill_wait_s, prefill_clock)
         if prefixes is not None:
             prefixes.hidden_layers = () if drafter is None else drafter.hidden_layers
         most = target.capabilities.max_rows or MAX_BATCH_SIZE
@@ -191,7 +191,7 @@ class Engine:
 
     def _memory(self) -> int:
         """Bytes that the target's cache may have, those it has included."""
-        return self.target.room_bytes() + self.cached_bytes
+        return self.target.free_bytes() + self.cached_bytes
 
     def _fitting(self, count: int) -> int:
         """How many of the first `count` waiting requests the memory holds beside the rows that are there.
@@ -250,7 +250,7 @@ class Engine:
 
     def step(self) -> list[Step]:
         """Admit, prefill, decode once. Returns one Step per decoded row; none while only prompts are filled."""
-        with alone() if self.target.capabilities.own_threads else nullcontext():
+        with single_threaded() if self.target.capabilities.own_threads else nullcontext():
             return self._step()
 
     def _step(self) -> list[Step]:

@@ -13,24 +13,24 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, cast, overload
 
-from foresay import ranks
+from foresay import distributed
 from foresay.checks import check_flag
 from foresay.decoding.acceptance import RULES, Speculative
 from foresay.decoding.protocols import Drafter, LengthPolicy, Observer, Rule
 from foresay.decoding.randomness import derive
 from foresay.decoding.sampling_params import MAX_SEED, SamplingParams
 from foresay.engine import Engine
-from foresay.engine.filling import OFFLINE_WAIT_S, WAIT_S
+from foresay.engine.chunked_prefill import OFFLINE_WAIT_S, WAIT_S
 from foresay.engine.prefixes import PrefixStore
 from foresay.errors import ConfigError
 from foresay.generation.result import Chunk, Generation
 from foresay.generation.session import Session
 from foresay.generation.session_thread import SessionThread
 from foresay.lengths import LENGTHS, ConstantLength
-from foresay.lengths.agreed import AgreedLength
-from foresay.methods.expressions import written
-from foresay.methods.recipe import DrafterBuilder, Resources
+from foresay.lengths.broadcast import BroadcastLength
 from foresay.models.sources.catalog import LoadedModel
+from foresay.spec.expressions import written
+from foresay.spec.recipe import DrafterBuilder, Resources
 from foresay.text.prompts import Prompt, is_batch
 from foresay.text.tokenizer import Tokenizer
 
@@ -147,12 +147,12 @@ class Generator:
         shared: dict[str, Any] = {}
         if self._is_shared:
             shared["prefill_clock"] = None
-            shared["draw_seed"] = lambda: ranks.first_says([secrets.randbelow(MAX_SEED)])[0]
+            shared["draw_seed"] = lambda: distributed.broadcast_first([secrets.randbelow(MAX_SEED)])[0]
         engine = Engine(
             self.target.model,
             drafter,
             self.rule,
-            AgreedLength(self.policy) if shared else self.policy,
+            BroadcastLength(self.policy) if shared else self.policy,
             max_batch_size=self.max_batch_size,
             prefixes=PrefixStore(prefix_bytes) if self.share_prefixes else None,
             prefill_wait_s=prefill_wait_s,

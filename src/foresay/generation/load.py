@@ -16,13 +16,13 @@ from foresay.engine.loop import MAX_BATCH_SIZE
 from foresay.errors import ConfigError, UnknownNameError
 from foresay.generation.generator import Generator
 from foresay.lengths import ConstantLength
-from foresay.methods.expressions import Call
-from foresay.methods.recipe import DrafterBuilder, Recipe, Resources
-from foresay.methods.recipes import DRAFTERS, draft_model, read_drafter, read_length, read_rule
-from foresay.methods.settings_file import is_settings, read_settings
 from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.packaged import default_drafter
 from foresay.models.sources.resolve import resolve
+from foresay.spec.expressions import Call
+from foresay.spec.recipe import DrafterBuilder, Recipe, Resources
+from foresay.spec.recipes import DRAFTERS, draft_model, read_drafter, read_length, read_rule
+from foresay.spec.settings_file import is_settings, read_settings
 from foresay.text.tokenizer import Tokenizer
 
 DEFAULT_LENGTH = 5

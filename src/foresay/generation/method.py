@@ -9,7 +9,7 @@ from itertools import product
 from foresay.errors import ConfigError
 from foresay.generation.generator import Generator
 from foresay.generation.load import change
-from foresay.methods.recipes import read_drafter, read_length, read_rule
+from foresay.spec.recipes import read_drafter, read_length, read_rule
 
 PLAIN = "plain"
 """The method that others are compared with: foresay without a drafter."""

@@ -11,12 +11,12 @@ from contextlib import nullcontext
 import torch
 
 from foresay.decoding.outcome import TokenLogprob
-from foresay.decoding.protocols import Feed, KVCache, LanguageModel
+from foresay.decoding.protocols import KVCache, LanguageModel, ModelInput
 from foresay.decoding.rows import Row, Rows
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.decoding.step import token_logprobs
 from foresay.errors import ConfigError, ContextLengthError, OutOfMemoryError, PromptError
-from foresay.threads import alone
+from foresay.threads import single_threaded
 
 _MAX_SCORES = 1 << 24
 """Scores that a pass computes, about: 64 MiB in float32."""
@@ -39,7 +39,7 @@ class PromptScorer:
         if len(token_ids) > model.max_length:
             raise ContextLengthError(f"the prompt has {len(token_ids)} tokens; the context is {model.max_length}")
         self._model, self._ids, self._top = model, list(token_ids), top
-        self._columns = max(1, min(can.fill_chunk, _MAX_SCORES // model.vocab_size))
+        self._columns = max(1, min(can.prefill_chunk, _MAX_SCORES // model.vocab_size))
         self._cache: KVCache | None = None
         self.logprobs: list[TokenLogprob | None] = [None]
         """One per token scored so far; the first has no score, since nothing comes before it."""
@@ -50,17 +50,17 @@ class PromptScorer:
         start = len(self.logprobs) - 1
         ids = self._ids[start : min(start + self._columns, len(self._ids) - 1)]
         if ids:
-            with alone() if self._model.capabilities.own_threads else nullcontext():
-                cache = self._cache = self._cache or self._begun()
-                feed = Feed(torch.tensor([ids], device=self._model.device), [len(ids)])
-                scores = self._model.forward(feed, cache).scores()[0, : len(ids)]
+            with single_threaded() if self._model.capabilities.own_threads else nullcontext():
+                cache = self._cache = self._cache or self._prepared()
+                model_input = ModelInput(torch.tensor([ids], device=self._model.device), [len(ids)])
+                scores = self._model.forward(model_input, cache).scores()[0, : len(ids)]
                 self.logprobs += token_logprobs(scores, self._ids[start + 1 : start + 1 + len(ids)], self._top)
         more = len(self.logprobs) < len(self._ids)
         self._cache = self._cache if more else None  # one cache at a time for a batch of prompts
         return more
 
-    def _begun(self) -> KVCache:
-        wanted, room = self._model.cache_bytes([len(self._ids)]), self._model.room_bytes()
+    def _prepared(self) -> KVCache:
+        wanted, room = self._model.cache_bytes([len(self._ids)]), self._model.free_bytes()
         if wanted > room:
             raise OutOfMemoryError(
                 f"scoring {len(self._ids)} tokens takes {wanted / 1e9:.1f} GB, and {room / 1e9:.1f} GB are left"

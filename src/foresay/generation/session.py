@@ -12,7 +12,7 @@ from typing import Any
 
 from foresay.checks import check_int
 from foresay.decoding.outcome import FinishReason, Step
-from foresay.decoding.protocols import Begun
+from foresay.decoding.protocols import PreparedPrompt
 from foresay.decoding.rows import StopCondition
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.engine import Engine, Stats
@@ -28,13 +28,13 @@ _serials = itertools.count()
 class _Request:
     """One request on its way through an engine."""
 
-    def __init__(self, ids: Sequence[int], begun: Begun, tokenizer: Any, *, text: bool) -> None:
-        if begun.params.stop and tokenizer is None:
+    def __init__(self, ids: Sequence[int], prepared: PreparedPrompt, tokenizer: Any, *, text: bool) -> None:
+        if prepared.params.stop and tokenizer is None:
             raise ConfigError(
                 "stop strings need a tokenizer, and this model was loaded without one; use stop_token_ids"
             )
-        params = begun.params
-        self.ids, self.begun, self._tokenizer = list(ids), begun, tokenizer
+        params = prepared.params
+        self.ids, self.prepared, self._tokenizer = list(ids), prepared, tokenizer
         self.stop = StopStrings(tokenizer, params.stop, params.min_new_tokens) if params.stop else None
         self._stream = TextStream(tokenizer, params.stop) if text and tokenizer is not None else None
         self.steps: list[Step] = []
@@ -113,22 +113,22 @@ class Session:
                 f"{self.engine.num_waiting} requests are queued, and max_waiting={self.max_waiting}; try again later"
             )
         ids = encode(prompt, self.target.tokenizer)
-        begun = self.target.model.begin(ids, SamplingParams.of(params, **changes))
-        request = _Request(ids, begun, self.target.tokenizer, text=text)
+        prepared = self.target.model.prepare_prompt(ids, SamplingParams.of(params, **changes))
+        request = _Request(ids, prepared, self.target.tokenizer, text=text)
         number = self.engine.submit(
-            begun.prompt,
-            begun.params,
+            prepared.prompt,
+            prepared.params,
             eos=self.target.eos_token_ids,
             stop=stop if stop is not None else request.stop,
-            source=begun.source,
+            source=prepared.source,
         )
-        request.seed = None if begun.params.greedy else self.engine.seed_of(number)
+        request.seed = None if prepared.params.greedy else self.engine.seed_of(number)
         self._open[number] = request
         return number
 
-    def begun(self, number: int) -> Begun:
+    def prepared(self, number: int) -> PreparedPrompt:
         """An unfinished request as its model began with it: prompt, parameters, source."""
-        return self._open[number].begun
+        return self._open[number].prepared
 
     def step(self) -> list[Chunk]:
         """One step of the engine: a chunk for each row that decoded or ended; none while only prompts are filled.

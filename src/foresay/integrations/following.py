@@ -76,13 +76,13 @@ class Follower:
         self._drafter.observe(self._rows, None, None)
         order = self._rearrange(shown, found)
         began = self._clock()
-        guesses = self._guess()
+        drafts = self._draft_tokens()
         self._draft_s = self._clock() - began  # what reading new texts takes is no price of a guess
         self._places = {row.request_id: place for row, place in zip(self._rows, order, strict=True)}
-        self._drafted = [len(guess) for guess in guesses]
+        self._drafted = [len(draft_tokens) for draft_tokens in drafts]
         out: list[list[int]] = [[] for _ in shown]
-        for place, guess in zip(order, guesses, strict=True):
-            out[place] = guess
+        for place, draft_tokens in zip(order, drafts, strict=True):
+            out[place] = draft_tokens
         return out
 
     @staticmethod
@@ -166,7 +166,7 @@ class Follower:
         self._next_id += 1
         return row
 
-    def _guess(self) -> list[list[int]]:
+    def _draft_tokens(self) -> list[list[int]]:
         rows = self._rows
         if not len(rows):
             return []

@@ -25,10 +25,10 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, simpl
 from tqdm import tqdm
 
 from foresay.checks import check_int
-from foresay.decoding.protocols import Feed, Logits
+from foresay.decoding.protocols import Logits, ModelInput
 from foresay.decoding.rows import IntArray, Row, Rows, common_prefix
 from foresay.decoding.sampling_params import SamplingParams
-from foresay.engine.filling import OFFLINE_WAIT_S
+from foresay.engine.chunked_prefill import OFFLINE_WAIT_S
 from foresay.errors import ConfigError
 from foresay.generation.load import load
 
@@ -263,20 +263,20 @@ class _Scorer:
         total, greedy = 0.0, True
         for start, scores in self._passes(fed, same, first):
             wanted = torch.tensor(token_ids[start + 1 : start + 1 + len(scores)], device=scores.device)
-            laws = scores.float().log_softmax(-1)
-            total += float(laws.gather(1, wanted[:, None]).sum())
-            greedy = greedy and bool((laws.max(-1).indices == wanted).all())
+            distributions = scores.float().log_softmax(-1)
+            total += float(distributions.gather(1, wanted[:, None]).sum())
+            greedy = greedy and bool((distributions.max(-1).indices == wanted).all())
         return total, greedy
 
     def _passes(self, fed: list[int], start: int, first: int) -> Iterator[tuple[int, torch.Tensor]]:
         """(place, scores [n, V]) from the place `first` on; tokens before it only fill the cache."""
-        most = self._model.capabilities.fill_chunk
+        most = self._model.capabilities.prefill_chunk
         while start < len(fed):
             silent = start < first
             count = min(most, (first if silent else len(fed)) - start)
             ids = torch.tensor([fed[start : start + count]], device=self._model.device)
-            feed = Feed(ids, [count], logits=Logits.NONE if silent else Logits.ALL)
-            output = self._model.forward(feed, self._cache)
+            model_input = ModelInput(ids, [count], logits=Logits.NONE if silent else Logits.ALL)
+            output = self._model.forward(model_input, self._cache)
             if not silent:
                 yield start, output.scores()[0, :count]
             start += count

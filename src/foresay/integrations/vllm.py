@@ -22,10 +22,10 @@ from foresay.checks import check_int
 from foresay.decoding.protocols import Drafter, ProposesTrees
 from foresay.errors import ConfigError, UnknownNameError, UnsupportedModelError
 from foresay.integrations.following import Follower, Shown
-from foresay.methods.recipe import Recipe, Resources
-from foresay.methods.recipes import read_drafter, read_length
 from foresay.models.recording import RecordedText, RecordingModel
 from foresay.models.sources.catalog import LoadedModel
+from foresay.spec.recipe import Recipe, Resources
+from foresay.spec.recipes import read_drafter, read_length
 from foresay.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("foresay")

@@ -15,11 +15,11 @@ from foresay.checks import check_int
 from foresay.errors import ConfigError, UnknownNameError, UnsupportedModelError
 from foresay.integrations.vllm import check_settings
 from foresay.lengths import ConstantLength
-from foresay.methods.expressions import Call, parse
-from foresay.methods.recipes import read_drafter, read_length
-from foresay.methods.settings_file import Settings
 from foresay.models.sources.load_options import DTYPES, TRANSFORMERS
 from foresay.models.sources.packaged import packaged_head
+from foresay.spec.expressions import Call, parse
+from foresay.spec.recipes import read_drafter, read_length
+from foresay.spec.settings_file import Settings
 
 PROPOSER = "foresay.integrations.vllm.Proposer"
 """Where vLLM finds the class."""

@@ -21,7 +21,7 @@ from foresay.drafters import ModelDrafter
 from foresay.errors import ConfigError, ForesayError
 from foresay.generation.generator import Generator
 from foresay.generation.method import PLAIN, Method
-from foresay.lab.bench.contenders import MethodRunner, PromptBlock
+from foresay.lab.bench.runners import MethodRunner, PromptBlock
 from foresay.lab.bench.turns import take_turns
 from foresay.lab.data.items import PromptItem
 from foresay.lab.data.requests import PromptRequest
@@ -30,11 +30,11 @@ from foresay.lab.replay.precomputed import PrecomputedDrafter, can_precompute, p
 from foresay.lab.replay.predict import Expected, expect
 from foresay.lab.replay.replay import replay
 from foresay.lengths import ConstantLength
-from foresay.methods.expressions import Call, parse
-from foresay.methods.recipes import named, read_length
 from foresay.records.profile import Profile
 from foresay.records.recording import Recording
 from foresay.records.results import Failure
+from foresay.spec.expressions import Call, parse
+from foresay.spec.recipes import named, read_length
 
 DRAFTERS = named(compared=True)
 LENGTHS = ("2", "4", "8", "12", "throughput")

@@ -14,7 +14,7 @@ from foresay.lengths.costs import Curve, FloatArray
 
 
 @dataclass(frozen=True, slots=True)
-class Ground:
+class StepContext:
     """What a step does before any of the drafts that are chosen here, and what its time is worth."""
 
     rate: float
@@ -23,7 +23,9 @@ class Ground:
     """Draft tokens that it scores: of all rows where passes are ragged, else of the widest."""
 
 
-def best_for_all(reached: FloatArray, wide: FloatArray, passes: Curve, drafting: FloatArray, ground: Ground) -> int:
+def best_for_all(
+    reached: FloatArray, wide: FloatArray, passes: Curve, drafting: FloatArray, ground: StepContext
+) -> int:
     """The length of the greatest throughput where all rows have the same; 0 for none.
 
     reached: [K] draft tokens of all rows that hold at each place. wide: [K] the chance that a pass gets so wide. drafting: [K]
@@ -38,11 +40,11 @@ def best_for_all(reached: FloatArray, wide: FloatArray, passes: Curve, drafting:
 
 def best_for_each(
     chances: FloatArray,
-    guessed: FloatArray,
+    drafted: FloatArray,
     passes: Curve,
     drafting: FloatArray,
     held: Sequence[int | None],
-    ground: Ground,
+    ground: StepContext,
 ) -> list[int] | None:
     """Each row's length; None where none is best for all that may choose, or no row may.
 
@@ -53,8 +55,8 @@ def best_for_each(
     index = np.arange(most)
     must = np.array([-1 if n is None else min(n, most) for n in held])
     fixed = index < must[:, None]
-    columns = ground.columns + float((fixed * guessed).sum())
-    weights = guessed.ravel()
+    columns = ground.columns + float((fixed * drafted).sum())
+    weights = drafted.ravel()
     free = np.broadcast_to((must < 0)[:, None], chances.shape).ravel()
     if not free.any():
         return None

@@ -11,7 +11,7 @@ from abc import abstractmethod
 import torch
 
 from foresay.checks import check_float, check_int
-from foresay.decoding.laws import entropy
+from foresay.decoding.distributions import entropy
 from foresay.decoding.protocols import DraftStep, LengthPolicy
 from foresay.decoding.rows import Rows
 from foresay.lengths.constant import MAX_DRAFT_TOKENS
@@ -48,13 +48,13 @@ class ConfidenceLength(_UntilUnsure):
 
     def sure(self, step: DraftStep) -> torch.Tensor:
         """q(x) >= threshold."""
-        ids, laws = step.token_ids[:, None], step.laws
-        if laws.probs_row is None:
-            return laws.confidence(ids)[:, 0] >= self.threshold
-        drawn = laws.prob_of(ids)[:, 0]
-        greedy = laws.probs_row[:, 0] < 0
+        ids, distributions = step.token_ids[:, None], step.distributions
+        if distributions.probs_row is None:
+            return distributions.confidence(ids)[:, 0] >= self.threshold
+        drawn = distributions.prob_of(ids)[:, 0]
+        greedy = distributions.probs_row[:, 0] < 0
         if bool(greedy.any()):
-            drawn = torch.where(greedy, laws.confidence(ids)[:, 0], drawn)
+            drawn = torch.where(greedy, distributions.confidence(ids)[:, 0], drawn)
         return drawn >= self.threshold
 
 
@@ -67,10 +67,10 @@ class EntropyLength(_UntilUnsure):
 
     def sure(self, step: DraftStep) -> torch.Tensor:
         """H(q) <= threshold."""
-        laws = step.laws
-        assert laws.scores is not None
-        raw = entropy(laws.scores[:, 0].float().softmax(-1))
-        if laws.probs is None or laws.probs_row is None:
+        distributions = step.distributions
+        assert distributions.scores is not None
+        raw = entropy(distributions.scores[:, 0].float().softmax(-1))
+        if distributions.probs is None or distributions.probs_row is None:
             return raw <= self.threshold
-        index = laws.probs_row[:, 0]
-        return torch.where(index >= 0, entropy(laws.probs)[index.clamp(min=0)], raw) <= self.threshold
+        index = distributions.probs_row[:, 0]
+        return torch.where(index >= 0, entropy(distributions.probs)[index.clamp(min=0)], raw) <= self.threshold

@@ -35,12 +35,12 @@ from foresay.checks import check_int
 from foresay.decoding.outcome import Step
 from foresay.decoding.protocols import DraftStep, LengthPolicy
 from foresay.decoding.rows import Rows
-from foresay.lengths.budgets import Ground, best_for_all, best_for_each
+from foresay.lengths.budgets import StepContext, best_for_all, best_for_each
 from foresay.lengths.constant import MAX_DRAFT_TOKENS
 from foresay.lengths.costs import Curve, PassCosts
-from foresay.lengths.pace import Pace
-from foresay.lengths.paid import Paid
-from foresay.lengths.reach import kind_of
+from foresay.lengths.draft_statistics import kind_of
+from foresay.lengths.measured_drafter import MeasuredDrafter
+from foresay.lengths.token_rate import TokenRate
 
 LONGEST = 16
 """Of drafts, unless a policy is told otherwise."""
@@ -104,10 +104,10 @@ class ThroughputLength(LengthPolicy):
         self.sampled = None if sampled is None else check_int("sampled", sampled, 0, self.high)
         self.remembers = self.sampled is None
         self._lock = Lock()
-        self._passes, self._pace = PassCosts(_STEEP), Pace()
-        self._first = Paid(self.start, self.high, "throughput length: own counts")
+        self._passes, self._pace = PassCosts(_STEEP), TokenRate()
+        self._first = MeasuredDrafter(self.start, self.high, "throughput length: own counts")
         """What budgets are given to."""
-        self._behind = Paid(self.start, self.high, "throughput length: own counts behind")
+        self._behind = MeasuredDrafter(self.start, self.high, "throughput length: own counts behind")
         """What drafts for the rows without a match."""
         self._since_plain = self._num_plain = self._since_kept = 0
         self._drafting = self._first
@@ -131,8 +131,8 @@ class ThroughputLength(LengthPolicy):
             )
             return list(state.offered)
 
-    def keep(self, rows: Rows, counts: Sequence[int], matched: Sequence[int]) -> list[int]:
-        """As many of the guesses as pay, by what each one matched; see `LengthPolicy.keep`."""
+    def num_to_score(self, rows: Rows, counts: Sequence[int], matched: Sequence[int]) -> list[int]:
+        """As many of the guesses as pay, by what each one matched; see `LengthPolicy.num_to_score`."""
         with self._at_work(rows):
             self._shown, state = True, self._state(rows)
             state.kinds, state.kept = [kind_of(n) for n in matched], list(counts)
@@ -150,8 +150,8 @@ class ThroughputLength(LengthPolicy):
             state.kept = [n if one is None else most for n, one, most in zip(out, held, counts, strict=True)]
             return list(state.kept)
 
-    def afford(self, rows: Rows, most: Sequence[int]) -> list[int]:
-        """As many tokens as pay of the drafter behind a look-up; see `LengthPolicy.afford`."""
+    def fallback_budget(self, rows: Rows, most: Sequence[int]) -> list[int]:
+        """As many tokens as pay of the drafter behind a look-up; see `LengthPolicy.fallback_budget`."""
         with self._at_work(rows):
             self._shown, self._drafting, state = True, self._behind, self._state(rows)
             if self._is_free(len(rows)):  # what it looks up is not tried: it is always asked for
@@ -182,24 +182,24 @@ class ThroughputLength(LengthPolicy):
 
     def keep_drafting(self, step: DraftStep) -> torch.Tensor | None:
         """Rows that are sure enough of their last token draft on; those that are held to a length do whatever it was."""
-        laws, gate, rows = step.laws, self._drafting.gate, step.rows
+        distributions, gate, rows = step.distributions, self._drafting.gate, step.rows
         state: _StepState | None = None if rows is None else rows.memo.get(_STATE)
         if rows is None or state is None:  # a tree, or rows of somebody else's
             return None
         state.drawn = True
         # on a device it would be waited for
-        self._gated = laws.scores is not None and laws.scores.device.type == "cpu"
+        self._gated = distributions.scores is not None and distributions.scores.device.type == "cpu"
         if not self._gated or not gate.is_begun(rows):
             return None
-        said = laws.confidence(step.token_ids[:, None])[:, 0]
+        said = distributions.confidence(step.token_ids[:, None])[:, 0]
         sure = torch.from_numpy(gate.goes_on(rows, step.index.numpy(), said.numpy()))
         held = [one is not None for one in self._held(rows)]
         return sure | torch.tensor(held) if any(held) else sure
 
-    def _ground(self, rows: Rows) -> Ground:
+    def _ground(self, rows: Rows) -> StepContext:
         """What the guesses that were kept come to."""
         state = self._state(rows)
-        return Ground(self._rate(rows), sum(state.kept) if rows.ragged else max(state.kept))
+        return StepContext(self._rate(rows), sum(state.kept) if rows.ragged else max(state.kept))
 
     def _rate(self, rows: Rows) -> float:
         """Tokens per second of these rows; 0 before any pass was measured."""
@@ -215,9 +215,9 @@ class ThroughputLength(LengthPolicy):
         if plain and (passes is None or self._num_plain < 2 or self._since_plain >= _STALE):
             return [0] * len(rows)
         if self._chooses(len(rows)) and not self._first.trials.left:
-            return [self.high if n is None else n for n in held]  # `keep` chooses from what it finds
+            return [self.high if n is None else n for n in held]  # `num_to_score` chooses from what it finds
         every, gated = [True] * len(rows), self._gated and self._drafting is self._first
-        ground, joined = Ground(self._rate(rows)), self._state(rows).joined
+        ground, joined = StepContext(self._rate(rows)), self._state(rows).joined
         out = self._first.choose(rows, every, held, passes, ground, joined=joined, gated=gated)
         if any(out) or self._drafting is self._first:
             return out
@@ -238,13 +238,13 @@ class ThroughputLength(LengthPolicy):
         """How many of each row's guessed tokens make the greatest throughput."""
         most = max(counts)
         index = np.arange(1, most + 1)
-        guessed = (index <= np.array(counts)[:, None]).astype(np.float64)
+        drafted = (index <= np.array(counts)[:, None]).astype(np.float64)
         chances = self._first.reach.held(rows, kinds)[:, 1 : most + 1]
-        nothing, ground = np.zeros(most), Ground(self._rate(rows))
+        nothing, ground = np.zeros(most), StepContext(self._rate(rows))
         if rows.ragged:
-            found = best_for_each(chances, guessed, passes, nothing, held, ground) or [0] * len(rows)
+            found = best_for_each(chances, drafted, passes, nothing, held, ground) or [0] * len(rows)
         else:
-            found = [best_for_all((guessed * chances).sum(0), guessed.max(0), passes, nothing, ground)] * len(rows)
+            found = [best_for_all((drafted * chances).sum(0), drafted.max(0), passes, nothing, ground)] * len(rows)
         return [min(n, most) for n, most in zip(found, counts, strict=True)]
 
     def observe(self, rows: Rows, steps: Sequence[Step]) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from foresay.decoding.proposal import depths_of
-from foresay.decoding.protocols import Capabilities, Feed, KVCache, LanguageModel, Logits, ModelOutput, Move
+from foresay.decoding.protocols import Capabilities, KVCache, LanguageModel, Logits, ModelInput, ModelOutput, Move
 from foresay.decoding.rows import IntArray, Rows
 from foresay.errors import ConfigError
 
@@ -138,21 +138,23 @@ class RecordingModel(LanguageModel):
             cache.lengths.append(0)
         cache.texts = np.append(cache.texts, [row.request_id for row in new])
 
-    def forward(self, feed: Feed, cache: KVCache) -> ModelOutput:
+    def forward(self, model_input: ModelInput, cache: KVCache) -> ModelOutput:
         """One pass, which gives token_ids [B, T]; see LanguageModel.forward. Raises ConfigError for hidden layers."""
         assert isinstance(cache, RecordingCache)
-        if feed.hidden_layers:
+        if model_input.hidden_layers:
             raise ConfigError("a recording has no hidden states, and this drafter asks for some")
-        batch, columns = feed.token_ids.shape
-        rows = slice(feed.first_row, feed.first_row + batch)
-        depths = np.arange(columns)[None] if feed.parents is None else depths_of(feed.parents).cpu().numpy()
+        batch, columns = model_input.token_ids.shape
+        rows = slice(model_input.first_row, model_input.first_row + batch)
+        depths = (
+            np.arange(columns)[None] if model_input.parents is None else depths_of(model_input.parents).cpu().numpy()
+        )
         after = np.asarray(cache.lengths[rows])[:, None] + 1 + depths
-        for i, count in enumerate(feed.num_tokens):
-            cache.lengths[feed.first_row + i] += count
-        if feed.logits is Logits.NONE:
+        for i, count in enumerate(model_input.num_tokens):
+            cache.lengths[model_input.first_row + i] += count
+        if model_input.logits is Logits.NONE:
             return ModelOutput(None)
-        if feed.logits is Logits.LAST:
-            after = np.take_along_axis(after, feed.last_columns().cpu().numpy()[:, None], 1)
+        if model_input.logits is Logits.LAST:
+            after = np.take_along_axis(after, model_input.last_columns().cpu().numpy()[:, None], 1)
         texts = cache.texts[rows][:, None]
         known = self._starts[texts] + np.minimum(after, self._sizes[texts])
         return ModelOutput(None, token_ids=torch.from_numpy(self._tokens[known]))

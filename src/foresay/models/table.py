@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from foresay.decoding.protocols import Capabilities, Feed, KVCache, LanguageModel, Logits, ModelOutput, Move
+from foresay.decoding.protocols import Capabilities, KVCache, LanguageModel, Logits, ModelInput, ModelOutput, Move
 from foresay.decoding.rows import Rows
 from foresay.errors import ConfigError
 
@@ -71,12 +71,12 @@ class TableModel(LanguageModel):
 
     @classmethod
     def random(cls, vocab_size: int, *, seed: int, concentration: float = 1.0, max_length: int = 4096) -> TableModel:
-        """Laws drawn from a symmetric Dirichlet; a small concentration makes them peaked."""
+        """Distributions drawn from a symmetric Dirichlet; a small concentration makes them peaked."""
         generator = torch.Generator().manual_seed(seed)
         uniform = torch.rand(vocab_size, vocab_size, vocab_size, generator=generator, dtype=torch.float64)
         return cls((-uniform.log()) ** (1 / concentration) + 1e-9, max_length=max_length)
 
-    def law(self, context: Sequence[int]) -> torch.Tensor:
+    def distribution(self, context: Sequence[int]) -> torch.Tensor:
         """The law after a context of at least one token, [V] float64."""
         before = context[-2] if len(context) > 1 else 0
         return self.table[before, context[-1]]
@@ -92,22 +92,22 @@ class TableModel(LanguageModel):
             cache.lengths.append(0)
             cache.tokens.append([])
 
-    def forward(self, feed: Feed, cache: KVCache) -> ModelOutput:
+    def forward(self, model_input: ModelInput, cache: KVCache) -> ModelOutput:
         """One pass, logits [B, T, V]; see LanguageModel.forward."""
         assert isinstance(cache, TableCache)
-        batch, columns = feed.token_ids.shape
+        batch, columns = model_input.token_ids.shape
         out = torch.empty(batch, columns, self.vocab_size, dtype=torch.float32)
-        parents = None if feed.parents is None else feed.parents.tolist()
-        for i, fed in enumerate(feed.token_ids.tolist()):
-            row = feed.first_row + i
+        parents = None if model_input.parents is None else model_input.parents.tolist()
+        for i, fed in enumerate(model_input.token_ids.tolist()):
+            row = model_input.first_row + i
             seen = cache.tokens[row][: cache.lengths[row]]
             last = seen[-1] if seen else 0
             above = range(-1, columns - 1) if parents is None else parents[i]
             out[i] = self._logits[[fed[column] if column >= 0 else last for column in above], fed]
             cache.tokens[row] = seen + fed
-            cache.lengths[row] += feed.num_tokens[i]
-        if feed.logits is Logits.NONE:
+            cache.lengths[row] += model_input.num_tokens[i]
+        if model_input.logits is Logits.NONE:
             return ModelOutput(None)
         return ModelOutput(
-            out[torch.arange(batch), feed.last_columns()][:, None] if feed.logits is Logits.LAST else out
+            out[torch.arange(batch), model_input.last_columns()][:, None] if model_input.logits is Logits.LAST else out
         )

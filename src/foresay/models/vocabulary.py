@@ -13,10 +13,10 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 import torch.nn.functional as F
 
-from foresay.decoding.laws import Columns
-from foresay.decoding.protocols import Capabilities, Feed, KVCache, LanguageModel, Logits, ModelOutput
+from foresay.decoding.distributions import VocabularySubset
+from foresay.decoding.protocols import Capabilities, KVCache, LanguageModel, Logits, ModelInput, ModelOutput
 from foresay.decoding.rows import Rows
-from foresay.threads import together
+from foresay.threads import all_threads
 
 
 class VocabularyAdapter(LanguageModel):
@@ -42,24 +42,24 @@ class VocabularyAdapter(LanguageModel):
         with self._threads():
             self.inner.admit(rows, first, cache)
 
-    def forward(self, feed: Feed, cache: KVCache) -> ModelOutput:
+    def forward(self, model_input: ModelInput, cache: KVCache) -> ModelOutput:
         """One pass, logits [B, T, V]; see LanguageModel.forward."""
-        if feed.logits is not Logits.NONE:
-            self.row_passes += sum(count > 0 for count in feed.num_tokens)
-        known = feed.token_ids.clamp(max=self.inner.vocab_size - 1)
+        if model_input.logits is not Logits.NONE:
+            self.row_passes += sum(count > 0 for count in model_input.num_tokens)
+        known = model_input.token_ids.clamp(max=self.inner.vocab_size - 1)
         with self._threads():
-            out = self.inner.forward(dataclasses.replace(feed, token_ids=known), cache)
-        if out.logits is None or (out.columns is not None and self._takes(out.columns)):
+            out = self.inner.forward(dataclasses.replace(model_input, token_ids=known), cache)
+        if out.logits is None or (out.subset is not None and self._takes(out.subset)):
             return out
         return ModelOutput(self.adapted(out.scores()), out.hidden)
 
     def _threads(self) -> AbstractContextManager[None]:
         """What the model runs under: PyTorch's operations on every core, unless it has threads of its own."""
-        return nullcontext() if self.inner.capabilities.own_threads else together()
+        return nullcontext() if self.inner.capabilities.own_threads else all_threads()
 
-    def _takes(self, columns: Columns) -> bool:
+    def _takes(self, subset: VocabularySubset) -> bool:
         """Whether narrow scores may stay as they are."""
-        return len(columns.of_token) == self.vocab_size
+        return len(subset.of_token) == self.vocab_size
 
     def adapted(self, scores: torch.Tensor) -> torch.Tensor:
         """Logits of any width, [B, T, ...] -> [B, T, V]."""

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field
 
-from foresay.decoding.protocols import FILL_CHUNK
+from foresay.decoding.protocols import PREFILL_CHUNK
 from foresay.errors import ConfigError
 from foresay.files import atomic_write, cache_dir
 from foresay.json_files import Schema, parse_object, read_limited
@@ -135,9 +135,9 @@ class Profile:
 
     def fill_seconds(self, tokens: float) -> float:
         """Seconds of the prefill of a prompt of this many tokens, in chunks, where FILLED_TOGETHER such prompts are."""
-        whole, rest = divmod(max(0, tokens), FILL_CHUNK)
+        whole, rest = divmod(max(0, tokens), PREFILL_CHUNK)
         known = sorted(self.fills)
-        return whole * line(known, FILL_CHUNK) + (line(known, rest) if rest else 0.0)
+        return whole * line(known, PREFILL_CHUNK) + (line(known, rest) if rest else 0.0)
 
     def draft_seconds(self, drafter: str, batch: int, count: int) -> float:
         """Seconds of drafting `count` tokens for a batch. drafter: a key of `drafts`; KeyError for another one."""

@@ -20,8 +20,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
 from foresay.errors import ForesayError
-from foresay.server import writing
-from foresay.server.answers import ChatShape, CompletionShape
+from foresay.server import generating
 from foresay.server.errors import ApiError, as_api_error, prompt_is
 from foresay.server.fields import read
 from foresay.server.guards import App, Guards
@@ -32,6 +31,7 @@ from foresay.server.requests import (
     PredictRequest,
     TokenizeRequest,
 )
+from foresay.server.responses import ChatShape, CompletionShape
 from foresay.server.service import Service
 
 logger = logging.getLogger("foresay.server")
@@ -130,15 +130,15 @@ def _errors(app: FastAPI) -> None:
 def _writing(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions")
     async def chat(asked: ChatRequest, request: Request) -> Response:
-        return await writing.write(service, asked, ChatShape(), request)
+        return await generating.write(service, asked, ChatShape(), request)
 
     @app.post("/v1/completions")
     async def complete(asked: CompletionRequest, request: Request) -> Response:
-        return await writing.write(service, asked, CompletionShape(), request)
+        return await generating.write(service, asked, CompletionShape(), request)
 
     @app.post("/predict")
     async def predict(asked: PredictRequest, request: Request) -> dict[str, Any]:
-        return {"text": await writing.predict(service, asked, request)}
+        return {"text": await generating.predict(service, asked, request)}
 
 
 def _page(app: FastAPI) -> None:

@@ -25,13 +25,13 @@ from foresay.generation.result import Chunk
 from foresay.generation.scoring import PromptScorer
 from foresay.generation.session import Session
 from foresay.generation.session_thread import SessionThread
+from foresay.server.drafting_choice import DraftingChoice
 from foresay.server.errors import ApiError
 from foresay.server.metrics import Clock, Metrics
 from foresay.server.settings import ServerSettings
-from foresay.server.ways import Way
 from foresay.text.grammar import JsonSchema
-from foresay.text.grammar_trials import PROCESSES, SchemaCompiler
 from foresay.text.prompts import encode
+from foresay.text.schema_compiler import PROCESSES, SchemaCompiler
 
 T = TypeVar("T")
 
@@ -55,7 +55,7 @@ class Service:
         self.fingerprint = f"fp_{digest[:12]}"
         """The API's `system_fingerprint`: equal where version, model and methods are equal."""
         self.ready = self.draining = False
-        self._thread = SessionThread(self._make, idle_s=5.0, max_sessions=settings.max_methods, main=Way())
+        self._thread = SessionThread(self._make, idle_s=5.0, max_sessions=settings.max_methods, main=DraftingChoice())
         self._texts = ThreadPoolExecutor(1, "foresay-texts")
         self._schemas = ThreadPoolExecutor(PROCESSES, "foresay-schemas")
         self._compiler: SchemaCompiler | None = None
@@ -63,15 +63,15 @@ class Service:
         """Requests whose bodies, texts or schemas are being parsed, tokenized, scored or compiled."""
         self._open: set[_Limit] = set()
 
-    def _make(self, way: Way) -> Session:
+    def _make(self, way: DraftingChoice) -> Session:
         return self._generator(way).session(
             max_waiting=self.settings.max_waiting,
             prefix_bytes=PREFIX_BYTES,
             prefill_wait_s=self.settings.prefill_wait_s,
         )
 
-    def _generator(self, way: Way) -> Generator:
-        if way == Way():
+    def _generator(self, way: DraftingChoice) -> Generator:
+        if way == DraftingChoice():
             return self.generator
         return change(self.generator, drafter=way.drafter, length=way.length, rule=way.rule)
 
@@ -183,7 +183,7 @@ class Service:
         return ApiError(504, f"the request took more than {self.settings.timeout_s:g} seconds", code="timeout")
 
     async def chunks(
-        self, prompts: Sequence[tuple[list[int], SamplingParams]], way: Way
+        self, prompts: Sequence[tuple[list[int], SamplingParams]], way: DraftingChoice
     ) -> AsyncGenerator[tuple[int, Chunk], None]:
         """(place, chunk) of all prompts as they come; closing this frees their rows before the next step.
 
@@ -211,7 +211,7 @@ class Service:
     async def warm(self) -> None:
         """Decode a few tokens, so that the first request finds everything allocated."""
         first = [self.generator.target.model.vocab_size // 2] * 8
-        async for _ in self.chunks([(first, SamplingParams(max_new_tokens=8, ignore_eos=True))], Way()):
+        async for _ in self.chunks([(first, SamplingParams(max_new_tokens=8, ignore_eos=True))], DraftingChoice()):
             pass
 
     async def drain(self) -> None:

@@ -20,8 +20,8 @@ import torch
 from safetensors.torch import save_file
 
 from foresay.checks import check_int
-from foresay.decoding.laws import Laws
-from foresay.decoding.proposal import Proposal, Verdict
+from foresay.decoding.distributions import Distributions
+from foresay.decoding.proposal import Proposal, Verification
 from foresay.decoding.protocols import DraftStep, LengthPolicy, ModelOutput
 from foresay.decoding.rows import Rows
 from foresay.decoding.sampling_params import SamplingParams
@@ -92,11 +92,18 @@ class _Labels:
         self._watch = watch
         self.parts: list[Examples] = []
 
-    def __call__(self, rows: Rows, proposal: Proposal, laws: Laws, verdict: Verdict, output: ModelOutput) -> None:
+    def __call__(
+        self,
+        rows: Rows,
+        proposal: Proposal,
+        distributions: Distributions,
+        verification: Verification,
+        output: ModelOutput,
+    ) -> None:
         hidden = self._watch.hidden
         if len(hidden) < 2 or proposal.width == 0:
             return
-        labels = acceptance_chances(proposal, laws)
+        labels = acceptance_chances(proposal, distributions)
         reached = torch.ones(len(rows), device=labels.device)
         for j in range(min(len(hidden) - 1, proposal.width)):
             # the chain's last token is consumed by no pass of the draft
@@ -106,14 +113,14 @@ class _Labels:
             reached = reached * labels[:, j]
 
 
-def acceptance_chances(proposal: Proposal, laws: Laws) -> torch.Tensor:
+def acceptance_chances(proposal: Proposal, distributions: Distributions) -> torch.Tensor:
     """[B, K]: min(1, p / q) of each draft token; of a greedy row, whether the target writes it."""
     ids = proposal.token_ids
-    p = laws.prob_of(ids)
-    if proposal.laws is None or proposal.law_index is None:
+    p = distributions.prob_of(ids)
+    if proposal.distributions is None or proposal.distribution_index is None:
         return p.clamp(max=1.0)
-    index = proposal.law_index
-    q = proposal.laws[index.clamp(min=0), ids]
+    index = proposal.distribution_index
+    q = proposal.distributions[index.clamp(min=0), ids]
     return torch.where(index >= 0, (p / q.clamp(min=1e-30)).clamp(max=1.0), p)
 
 

@@ -36,7 +36,7 @@ class State:
     step: int = 0
     """Optimiser steps."""
     tokens: int = 0
-    """Laws compared so far, over all processes."""
+    """Distributions compared so far, over all processes."""
     elapsed_s: float = 0.0
     best: float = -1.0
     """Tokens per pass of the best evaluation."""

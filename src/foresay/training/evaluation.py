@@ -61,9 +61,9 @@ def evaluate(
         right = torch.zeros(steps, *batch.tokens.shape, dtype=torch.bool, device=device)
         for one in student.compared(batch):
             p, q = one.teacher.both(one.logits)
-            guess = one.logits.argmax(-1)
-            guess = guess if ids is None else ids[guess]
-            hit = guess == batch.tokens[one.rows, one.places + 1]
+            draft_tokens = one.logits.argmax(-1)
+            draft_tokens = draft_tokens if ids is None else ids[draft_tokens]
+            hit = draft_tokens == batch.tokens[one.rows, one.places + 1]
             right[one.step, one.rows, one.places] = hit
             accepted[one.step] += float(torch.minimum(p, q)[:, :-1].sum())
             agreed[one.step] += float(hit.sum())

@@ -211,7 +211,7 @@ class Fitting:
                 while (share := self._share()) < 1:
                     with _whole():
                         self._step(share)
-                    if self.processes.first_says(perf_counter() - evaluated) >= 60 * self.plan.evaluate_minutes:
+                    if self.processes.broadcast_first(perf_counter() - evaluated) >= 60 * self.plan.evaluate_minutes:
                         with _whole():
                             self._evaluate()
                         evaluated = perf_counter()
@@ -233,7 +233,7 @@ class Fitting:
             each = self.seconds_per_token()
             left = 60 * plan.minutes - (perf_counter() - self._began)
             chosen = affordable_batch(each, left / plan.accumulate)
-        self.state.batch_tokens = int(self.processes.first_says(chosen))
+        self.state.batch_tokens = int(self.processes.broadcast_first(chosen))
 
     def seconds_per_token(self) -> float:
         """Seconds that a token of a middling text takes to be learned, by a pass whose gradients are dropped."""
@@ -258,7 +258,7 @@ class Fitting:
         shares = [(state.epoch + state.batch / batches) / plan.epochs if plan.epochs else 1.0]
         if plan.minutes is not None:
             shares.append(state.elapsed_s / (60 * plan.minutes) if plan.minutes else 1.0)
-        return self.processes.first_says(max(shares))
+        return self.processes.broadcast_first(max(shares))
 
     @property
     def _batch_tokens(self) -> int:

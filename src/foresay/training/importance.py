@@ -72,7 +72,7 @@ def measure(model: Any, batches: Iterable[torch.Tensor], on_batch: Callable[[int
         sums.layers / sums.tokens,
         sums.hidden / sums.tokens,
         sums.heads / sums.tokens,
-        sums.feed / sums.tokens,
+        sums.model_input / sums.tokens,
         sums.tokens,
     )
 
@@ -90,7 +90,7 @@ class _Sums:
         self.layers = torch.zeros(count, dtype=torch.float64)
         self.hidden = torch.zeros(config.hidden_size, dtype=torch.float64)
         self.heads = torch.zeros(count, config.num_attention_heads, dtype=torch.float64)
-        self.feed = torch.zeros(count, config.intermediate_size, dtype=torch.float64)
+        self.model_input = torch.zeros(count, config.intermediate_size, dtype=torch.float64)
 
     def layer(self, index: int) -> Callable[..., None]:
         def seen(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
@@ -110,7 +110,7 @@ class _Sums:
 
     def neurons_of(self, index: int) -> Callable[..., None]:
         def seen(module: Any, args: tuple[Any, ...]) -> None:
-            self.feed[index] += args[0].float().flatten(0, -2).abs().double().sum(0).cpu()
+            self.model_input[index] += args[0].float().flatten(0, -2).abs().double().sum(0).cpu()
 
         return seen
 

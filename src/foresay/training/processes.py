@@ -60,7 +60,7 @@ class Processes:
             for one, new in zip(values, torch.split(flat, [one.numel() for one in values]), strict=True):
                 one.copy_(new.view_as(one))
 
-    def first_says(self, value: float) -> float:
+    def broadcast_first(self, value: float) -> float:
         """The first process's number: no two clocks are alike."""
         if self.count == 1:
             return value

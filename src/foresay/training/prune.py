@@ -117,8 +117,8 @@ def what_to_keep(whole: Shape, shape: Shape, layers: Sequence[int], importance: 
         size, kept = by_group.shape[1], shape.heads // shape.kv_heads
         groups.append(group)
         heads.append(torch.cat([int(g) * size + _most(by_group[g], kept) for g in group]))
-    feed = tuple(_most(importance.feed_forward[layer], shape.feed_forward) for layer in layers)
-    return Kept(tuple(layers), _most(importance.hidden, shape.hidden), tuple(heads), tuple(groups), feed)
+    model_input = tuple(_most(importance.feed_forward[layer], shape.feed_forward) for layer in layers)
+    return Kept(tuple(layers), _most(importance.hidden, shape.hidden), tuple(heads), tuple(groups), model_input)
 
 
 def _most(scores: torch.Tensor, count: int) -> torch.Tensor:

@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from foresay.decoding.protocols import Feed, Logits
+from foresay.decoding.protocols import Logits, ModelInput
 from foresay.errors import ConfigError, UnsupportedModelError
 from foresay.files import atomic_write
 from foresay.models.heads.model import target_rows
@@ -57,8 +57,8 @@ class TargetPasses:
         parts = []
         for start in range(0, len(text.tokens), MAX_TOKENS):
             ids = torch.from_numpy(text.tokens[start : start + MAX_TOKENS])[None].to(target.device)
-            feed = Feed(ids, [ids.shape[1]], logits=Logits.ALL, hidden_layers=(*self.hidden_layers, last))
-            output = target.forward(feed, cache)
+            model_input = ModelInput(ids, [ids.shape[1]], logits=Logits.ALL, hidden_layers=(*self.hidden_layers, last))
+            output = target.forward(model_input, cache)
             hidden = [output.hidden[layer][0] for layer in self.hidden_layers]
             states = torch.cat(hidden, -1) if hidden else output.hidden[last][0, :, :0]
             parts.append((states, output.hidden[last][0], output.scores()[0].float().logsumexp(-1)))

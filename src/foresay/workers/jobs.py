@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from foresay.engine.filling import OFFLINE_WAIT_S
+from foresay.engine.chunked_prefill import OFFLINE_WAIT_S
 from foresay.errors import ForesayError, UnknownNameError
 from foresay.generation.generator import seeded
 from foresay.generation.load import load

@@ -13,7 +13,7 @@ from typing import cast
 
 import torch
 
-from foresay.children import Child
+from foresay.child_process import ChildProcess
 from foresay.errors import ForesayError
 from foresay.workers.messages import Plain, begun, heard
 from foresay.workers.pool import Place, Worker, WorkerDiedError
@@ -21,7 +21,7 @@ from foresay.workers.pool import Place, Worker, WorkerDiedError
 COMMAND = [sys.executable, "-m", "foresay.workers.child"]
 
 
-class LocalWorker(Child, Worker):
+class LocalWorker(ChildProcess, Worker):
     """A process of ours."""
 
     def __init__(self, name: str, setup: Plain, environment: dict[str, str]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import foresay.errors
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ConfigError, ForesayError
-from foresay.lab.data.requests import told_params
+from foresay.lab.data.requests import recorded_params_of
 
 Plain = dict[str, Any]
 """What JSON can hold."""
@@ -46,7 +46,7 @@ def plain_params(params: SamplingParams) -> Plain:
     """Parameters as plain data. Raises ConfigError for processors, which are code."""
     if params.processors:
         raise ConfigError(f"processors={params.processors!r} are functions, which no other process can be told")
-    return told_params(params)
+    return recorded_params_of(params)
 
 
 def read_params(plain: Plain) -> SamplingParams:

@@ -14,7 +14,7 @@ from foresay.workers.messages import Plain, begun, heard, refusal, told
 from foresay.workers.pool import Place, Worker, WorkerDiedError
 
 
-class Hands:
+class WorkerActor:
     """What runs in an actor: a job, and tasks in batches."""
 
     def __init__(self, setup: Plain) -> None:
@@ -103,7 +103,7 @@ class Actors(Place):
         if takes_gpu:  # Ray shows each the one that it has
             setup = {**setup, "load": {**setup["load"], "device": "cuda"}}
         self._setup = {**setup, "threads": each}
-        self._actor = ray.remote(num_cpus=each, num_gpus=float(takes_gpu), max_restarts=0)(Hands)
+        self._actor = ray.remote(num_cpus=each, num_gpus=float(takes_gpu), max_restarts=0)(WorkerActor)
 
     def start(self, index: int) -> RayWorker:
         """See Place."""

@@ -13,7 +13,7 @@ import pytest
 
 import foresay
 from foresay.decoding.acceptance import Speculative
-from foresay.methods.recipes import read_drafter
+from foresay.spec.recipes import read_drafter
 from helpers import tiny
 
 READY = "\x1b[?2004h"

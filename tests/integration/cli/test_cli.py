@@ -16,7 +16,7 @@ from transformers import MambaConfig, MambaForCausalLM
 
 import foresay
 from foresay.errors import ConfigError
-from foresay.models.huggingface.native import build
+from foresay.models.cpu import build
 from helpers import tiny
 
 PROMPT = "hello world, hello"

@@ -14,7 +14,7 @@ import foresay
 from foresay.decoding.acceptance import RULES
 from foresay.generation.generator import Generator
 from foresay.lengths import LENGTHS
-from foresay.methods.recipes import DRAFTERS
+from foresay.spec.recipes import DRAFTERS
 from helpers import tiny
 
 PROMPT = "hello world, hello"

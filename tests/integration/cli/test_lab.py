@@ -18,10 +18,10 @@ from foresay.engine.stats import Stats
 from foresay.generation.method import PLAIN
 from foresay.lab.measure import roofline as floors
 from foresay.lengths import ThroughputLength
-from foresay.methods.settings_file import read_settings
 from foresay.records.profile import Profile, Timing
 from foresay.records.recording import Recording
 from foresay.records.results import Results
+from foresay.spec.settings_file import read_settings
 from helpers import tiny
 
 TEXTS = ["hello world, hello", "one two three one two", "abc abc abc", "hello", "x = 1\ny = 2"]
@@ -417,7 +417,7 @@ def test_bench(shell: tiny.Shell, here: Path, which: list[str]) -> None:
 def test_bench_says_what_failed(
     shell: tiny.Shell, here: Path, which: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from foresay.lab.bench.contenders import MethodRunner
+    from foresay.lab.bench.runners import MethodRunner
 
     honest = MethodRunner.run
 

@@ -96,14 +96,16 @@ def test_each_tokens_law_is_the_drafts_over_shared_tokens(private: int) -> None:
     for step in range(20):
         proposal = drafter.propose(rows, [4, 0, 3], ConstantLength(4))
         assert list(proposal.num_tokens) == [4, 0, 3]
-        assert proposal.laws is not None and proposal.law_index is not None
+        assert proposal.distributions is not None and proposal.distribution_index is not None
         for i in (0, 2):
             context = [size - 1 - t for t in rows[i].tokens.tolist()]
             for j in range(proposal.num_tokens[i]):
-                weights = table.law(context) ** (1 / (0.5 + i))
+                weights = table.distribution(context) ** (1 / (0.5 + i))
                 weights[size - private :] = 0
                 wanted = (weights / weights.sum()).flip(0).float()
-                torch.testing.assert_close(proposal.laws[proposal.law_index[i, j]], wanted, atol=1e-5, rtol=1e-4)
+                torch.testing.assert_close(
+                    proposal.distributions[proposal.distribution_index[i, j]], wanted, atol=1e-5, rtol=1e-4
+                )
                 token = int(proposal.token_ids[i, j])
                 assert float(wanted[token]) > 0
                 seen.add(token)
@@ -120,7 +122,9 @@ def test_without_a_shared_token_a_sampled_row_is_drafted_for_greedily() -> None:
     rows = Rows([Row(0, [1], SamplingParams(temperature=1.0), limit=99)])
     drafter.admit(rows, 0)
     proposal = drafter.propose(rows, [3], ConstantLength(3))
-    assert proposal.num_tokens == [3] and (proposal.law_index is None or proposal.law_index.tolist() == [[-1] * 3])
+    assert proposal.num_tokens == [3] and (
+        proposal.distribution_index is None or proposal.distribution_index.tolist() == [[-1] * 3]
+    )
 
 
 class Budgets(ConstantLength):

@@ -16,16 +16,16 @@ from foresay.drafters import (
     PastRequests,
     SuffixDrafter,
 )
-from foresay.drafters.chain import DraftChain
+from foresay.drafters.draft_chain import DraftChain
 from foresay.errors import ConfigError
 from foresay.lengths import ConstantLength, ThroughputLength
 from foresay.models.heads.model import HeadModel
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.table import TableModel
+from helpers.distribution_cells import ALPHA, DRAFT, LENGTH, PARAMS, PROMPT, SIZE, TARGET
 from helpers.families import make
 from helpers.forced import Forced
 from helpers.heads import random_head
-from helpers.law_cells import ALPHA, DRAFT, LENGTH, PARAMS, PROMPT, SIZE, TARGET
 from helpers.reference import joint, p_value
 from helpers.support import run
 
@@ -70,10 +70,10 @@ def test_an_unsure_token_that_is_dropped_is_noticed(monkeypatch: pytest.MonkeyPa
     """Control: a chain whose drafts end before the token that ended them writes another law."""
     honest = DraftChain.add
 
-    def dropping(self, laws, policy, hidden):  # type: ignore[no-untyped-def]
+    def dropping(self, distributions, policy, hidden):  # type: ignore[no-untyped-def]
         before = self.counts.clone()
-        going = honest(self, laws, policy, hidden)
-        sure = laws.confidence(self.ids[:, -1:])[:, 0] >= 0.3
+        going = honest(self, distributions, policy, hidden)
+        sure = distributions.confidence(self.ids[:, -1:])[:, 0] >= 0.3
         self.counts = torch.where(sure, self.counts, before)
         return going
 
@@ -93,7 +93,9 @@ def test_a_choice_by_what_was_guessed_is_noticed(monkeypatch: pytest.MonkeyPatch
     def liked(self, rows, budget, policy):  # type: ignore[no-untyped-def]
         proposal = propose(self, rows, budget, policy)
         counts = [n if n and int(proposal.token_ids[i, 0]) < 2 else 0 for i, n in enumerate(proposal.num_tokens)]
-        return type(proposal)(proposal.token_ids, counts, proposal.laws, proposal.law_index, proposal.confidence)
+        return type(proposal)(
+            proposal.token_ids, counts, proposal.distributions, proposal.distribution_index, proposal.confidence
+        )
 
     monkeypatch.setattr(ModelDrafter, "propose", liked)
     requests = [SamplingParams.of(PARAMS["plain"], seed=seed) for seed in range(samples)]
@@ -105,7 +107,7 @@ def test_a_choice_by_what_was_guessed_is_noticed(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("policy", [None, ThroughputLength()])
 def test_greedy_output_is_that_of_plain_decoding(policy: ThroughputLength | None) -> None:
     model = CausalModel(make("llama", 3, vocab_size=SMALL, tie_word_embeddings=False))
-    model.use_lean()
+    model.use_fused()
     head = HeadModel(random_head(model), model)
     params = SamplingParams(max_new_tokens=24, ignore_eos=True)
     plain, _, _ = run(model, PROMPTS, params, drafter=None, gamma=0)

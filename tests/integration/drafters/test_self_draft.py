@@ -12,15 +12,15 @@ import foresay
 from foresay.decoding.acceptance import make_rule
 from foresay.decoding.outcome import Step
 from foresay.decoding.proposal import Proposal
-from foresay.decoding.protocols import Drafter, Feed
+from foresay.decoding.protocols import Drafter, ModelInput
 from foresay.decoding.rows import Row, Rows
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import Cascade, ModelDrafter, PromptLookup, SelfDrafter
 from foresay.engine import Engine
 from foresay.lengths import ConfidenceLength, ConstantLength
+from foresay.models.cache.slot_cache import BorrowedSlots, SlotCache
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.early_exit import first_layers, trimmed_head
-from foresay.models.huggingface.slot_cache import BorrowedSlots, SlotCache
 from helpers.families import FAMILIES, VOCAB, make
 from helpers.support import Fake, run
 
@@ -84,7 +84,7 @@ def test_a_policy_that_stops_rows_one_by_one() -> None:
 class Junk(Fake):
     """Guesses that are hardly ever right, of lengths that vary by row."""
 
-    def guess(self, row: int, rows: Rows, budget: int) -> list[int]:
+    def draft_tokens(self, row: int, rows: Rows, budget: int) -> list[int]:
         return [(rows[row].size * 5 + i) % VOCAB for i in range((rows[row].size + row) % 4)]
 
 
@@ -152,7 +152,7 @@ class Seen(SelfDrafter):
             for token in proposal.token_ids[i, : proposal.num_tokens[i]].tolist():
                 cache = short.new_cache()
                 cache.add_rows(1)
-                scores = short.forward(Feed(torch.tensor([context]), [len(context)]), cache).scores()[0, -1]
+                scores = short.forward(ModelInput(torch.tensor([context]), [len(context)]), cache).scores()[0, -1]
                 assert float(scores.max() - scores[token]) < 1e-3
                 context.append(token)
                 self.checked += 1
@@ -172,7 +172,7 @@ def test_every_guess_is_that_of_a_fresh_pass_and_the_targets_cache_is_untouched(
         if rows:
             before = list(cache.lengths)
             last = torch.tensor([[int(row.tokens[-1])] for row in rows])
-            cached = target.forward(Feed(last, [1] * len(rows)), cache).scores()[:, 0]
+            cached = target.forward(ModelInput(last, [1] * len(rows)), cache).scores()[:, 0]
             cache.truncate(before)
             for i, row in enumerate(rows):
                 with torch.no_grad():
@@ -196,7 +196,7 @@ def lent(target: CausalModel, *drafters: SelfDrafter) -> tuple[Rows, SlotCache]:
     rows = Rows([Row(i, [5, 6, 7 + i], SamplingParams(), limit=99) for i in range(2)])
     owner = target.new_cache()
     target.admit(rows, 0, owner)
-    target.forward(Feed(torch.tensor([row.tokens[:2].tolist() for row in rows]), [2, 2]), owner)
+    target.forward(ModelInput(torch.tensor([row.tokens[:2].tolist() for row in rows]), [2, 2]), owner)
     for drafter in drafters:
         drafter.use_cache_of_target(owner)
         drafter.admit(rows, 0)
@@ -212,14 +212,14 @@ def test_guessed_contexts_that_come_and_go() -> None:
     policy, generator = ConstantLength(3), torch.Generator().manual_seed(0)
     for step in range(30):
         size = int(torch.randint(1, 7, (1,), generator=generator))
-        guesses = [(torch.arange(9) * (1 + step % 3) + 11 + i)[: size - i % size].tolist() for i in range(2)]
-        ahead = rows.with_draft(guesses, step)
+        drafts = [(torch.arange(9) * (1 + step % 3) + 11 + i)[: size - i % size].tolist() for i in range(2)]
+        ahead = rows.with_draft(drafts, step)
         ours, theirs = (one.propose(ahead, [3, step % 4], policy) for one in (drafter, model))
         assert ours.num_tokens == theirs.num_tokens == [3, step % 4]
         for i, n in enumerate(ours.num_tokens):
             assert torch.equal(ours.token_ids[i, :n], theirs.token_ids[i, :n])
         assert drafter.context.cache.lengths[0] == ahead[0].size + 2, "all but the last token it wrote"
-        fresh = rows.with_draft([[*guesses[0], int(ours.token_ids[0, 0])], []], 0)
+        fresh = rows.with_draft([[*drafts[0], int(ours.token_ids[0, 0])], []], 0)
         drafter.context.prepare(fresh, [True, False])
         assert drafter.context.cache.lengths[0] == fresh[0].size - 1, "nothing is left to catch up on"
 
@@ -229,9 +229,9 @@ def test_nothing_is_prefilled_or_caught_up_on() -> None:
     fed: list[int] = []
     forward = short.forward
 
-    def spied(feed: Feed, cache: Any) -> Any:
-        fed.append(max(feed.num_tokens))
-        return forward(feed, cache)
+    def spied(model_input: ModelInput, cache: Any) -> Any:
+        fed.append(max(model_input.num_tokens))
+        return forward(model_input, cache)
 
     short.forward = spied  # type: ignore[method-assign]
     decode(target, SelfDrafter(short, VOCAB))
@@ -244,14 +244,14 @@ def test_two_depths_do_not_draft_from_what_the_other_overwrote() -> None:
     deep, flat = (SelfDrafter(first_layers(target, n), VOCAB) for n in (2, 1))
     rows, owner = lent(target, deep, flat)
     policy = ConstantLength(4)
-    guessed = deep.propose(rows.with_draft([[], []], 0), [4, 4], policy).token_ids.tolist()
+    drafted = deep.propose(rows.with_draft([[], []], 0), [4, 4], policy).token_ids.tolist()
     held = deep.context.cache.lengths[0]
     before = owner.read(0, 0, 1, held)[0].clone()
-    flat.propose(rows.with_draft(guessed, 1), [0, 3], policy)
+    flat.propose(rows.with_draft(drafted, 1), [0, 3], policy)
     assert not torch.equal(owner.read(0, 0, 1, held)[0], before), "the pads did not land there: this test shows nothing"
     apart = ModelDrafter(first_layers(target, 2), VOCAB)
     apart.admit(rows, 0)
-    ours, theirs = (one.propose(rows.with_draft(guessed, 2), [4, 4], policy) for one in (deep, apart))
+    ours, theirs = (one.propose(rows.with_draft(drafted, 2), [4, 4], policy) for one in (deep, apart))
     assert torch.equal(ours.token_ids, theirs.token_ids)
     assert torch.allclose(owner.read(0, 0, 1, held)[0], before, atol=1e-5), "the guesses were fed again"
 
@@ -260,13 +260,13 @@ def test_layers_of_a_target_that_lost_its_fused_passes_draft_all_the_same() -> N
     """A watched model that is changed goes back to its family's own code, whose cache the fused layers cannot read."""
     loaded = foresay.load(make("llama"), drafter="none")
     target = loaded.target.model
-    assert isinstance(target, CausalModel) and target.rows_apart
+    assert isinstance(target, CausalModel) and target.one_row_at_a_time
     short = first_layers(target, 1)
-    assert short.rows_apart
+    assert short.one_row_at_a_time
     params = SamplingParams(max_new_tokens=12)
     plain, _, _ = run(target, [[5, 6, 7]], params)
     target.lean = None  # as `CausalModel.new_cache` leaves it
     ours, steps, engine = run(target, [[5, 6, 7]], params, drafter=SelfDrafter(short, target.vocab_size))
     assert engine.draft_failures == 0, engine.drafter and engine.drafter.last_error
-    assert any(step.num_drafted for step in steps) and not short.rows_apart
+    assert any(step.num_drafted for step in steps) and not short.one_row_at_a_time
     assert ours == plain

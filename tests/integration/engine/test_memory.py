@@ -14,10 +14,10 @@ from foresay.decoding.sampling_params import SamplingParams
 from foresay.engine import Engine
 from foresay.errors import OutOfMemoryError
 from foresay.lengths import ConstantLength
-from foresay.models.huggingface import memory
+from foresay.models.cache import memory
+from foresay.models.cache.slot_cache import SlotCache
+from foresay.models.cache.stores import Stores
 from foresay.models.huggingface.causal import CausalModel
-from foresay.models.huggingface.slot_cache import SlotCache
-from foresay.models.huggingface.stores import Stores
 from foresay.models.table import TableModel
 from helpers import tiny
 
@@ -30,7 +30,7 @@ class Small(TableModel):
     def cache_bytes(self, lengths: Sequence[int]) -> int:
         return len(lengths) * max(lengths)
 
-    def room_bytes(self) -> int:
+    def free_bytes(self) -> int:
         return self.room
 
 
@@ -112,7 +112,7 @@ def test_a_large_cache_grows_by_what_is_asked_for(monkeypatch: pytest.MonkeyPatc
         return cache.tensors.rows * cache.tensors.slots
 
     assert slots([100, 100, 100]) == 4 * 128, "a small one grows by doubling"
-    monkeypatch.setattr("foresay.models.huggingface.stores._GENEROUS", 0)
+    monkeypatch.setattr("foresay.models.cache.stores._GENEROUS", 0)
     assert slots([100, 100, 100]) == 3 * 128
 
 
@@ -136,16 +136,16 @@ def test_the_room_is_what_machine_and_container_leave(monkeypatch: pytest.Monkey
 
     folder = Path(str(tmp_path))
     monkeypatch.setattr(memory, "_CGROUP", folder)
-    whole = memory.room_bytes(torch.device("cpu"))
+    whole = memory.free_bytes(torch.device("cpu"))
     assert whole > 0
     (folder / "memory.max").write_text("5000\n")
     (folder / "memory.current").write_text("3000\n")
     (folder / "memory.stat").write_text("anon 5\ninactive_file 1000\n")
-    assert memory.room_bytes(torch.device("cpu")) == 2700
+    assert memory.free_bytes(torch.device("cpu")) == 2700
     (folder / "memory.max").write_text("max\n")
-    assert memory.room_bytes(torch.device("cpu")) > 2700
+    assert memory.free_bytes(torch.device("cpu")) > 2700
     (folder / "memory.max").write_text("broken\n")
-    assert memory.room_bytes(torch.device("cpu")) > 2700
+    assert memory.free_bytes(torch.device("cpu")) > 2700
 
 
 def test_caches_without_bytes_are_not_counted() -> None:

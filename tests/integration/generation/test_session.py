@@ -133,11 +133,11 @@ def test_the_thread_survives_a_listener_and_a_target_that_raise(model: foresay.G
     failing = threading.Event()
 
     class Fragile(TableModel):
-        def forward(self, feed: Any, cache: Any) -> Any:
+        def forward(self, model_input: Any, cache: Any) -> Any:
             if failing.is_set():
                 failing.clear()
                 raise MemoryError("full")
-            return super().forward(feed, cache)
+            return super().forward(model_input, cache)
 
     table = foresay.load(Fragile.random(6, seed=1), drafter="none")
     thread = SessionThread(lambda kind: table.session(), idle_s=0.05)
@@ -302,7 +302,7 @@ def test_more_prompts_than_are_looked_at_before_a_chunk_share_too() -> None:
 
 
 def test_slots_of_a_shared_beginning_are_bit_identical() -> None:
-    from foresay.decoding.prefill import fill_chunk, pending
+    from foresay.decoding.prefill import pending, prefill_chunk
     from foresay.decoding.rows import Row, Rows
     from foresay.models.huggingface.causal import CausalModel
 
@@ -316,7 +316,7 @@ def test_slots_of_a_shared_beginning_are_bit_identical() -> None:
             if store is not None:
                 store.fill(cache, rows, place)
             while pending(rows, cache, place):
-                fill_chunk(model, cache, Rows(rows.rows[: place + 1]), place)
+                prefill_chunk(model, cache, Rows(rows.rows[: place + 1]), place)
     assert rows[1].num_cached == 290 and shared.lengths == own.lengths == [290, 299]
     for ours, theirs in zip(shared.save_prefix(1, 299).parts, own.save_prefix(1, 299).parts, strict=True):
         assert ours is not None and theirs is not None

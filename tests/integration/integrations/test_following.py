@@ -37,14 +37,14 @@ class Request:
     prompt: int
     size: int = 0
     """Written so far, the prompt included."""
-    guess: list[int] = field(default_factory=list)
+    draft_tokens: list[int] = field(default_factory=list)
     accepted: int = 0
 
     def score(self) -> int:
         """One pass: what of the guess holds, and a token more; gives how many were written."""
         held = 0
-        while held < len(self.guess) and self.size + held + 1 < len(self.tokens):
-            if self.tokens[self.size + held] != self.guess[held]:
+        while held < len(self.draft_tokens) and self.size + held + 1 < len(self.tokens):
+            if self.tokens[self.size + held] != self.draft_tokens[held]:
                 break
             held += 1
         self.accepted += held
@@ -77,22 +77,22 @@ class Engine:
                 reading.append(waiting.pop(0))
             if running and self.rng.random() < self.preempts:
                 waiting.insert(0, running.pop(self.rng.randrange(len(running))))
-                waiting[0].guess = []
+                waiting[0].draft_tokens = []
             if self.rng.random() < self.shuffles:
                 self.rng.shuffle(running)
             counts = [request.score() for request in running]
-            self.drafted.append(sum(len(request.guess) for request in running))
+            self.drafted.append(sum(len(request.draft_tokens) for request in running))
             self.seconds += 1.0 + self.column_s * self.drafted[-1] + 0.5 * len(reading)
             self.passes += 1
             shown: list[Shown | None] = [
                 Shown(np.array(request.tokens[: request.size], dtype=np.int32), new)
                 for request, new in zip(running, counts, strict=True)
             ]
-            guesses = self.follower.propose([*shown, *[None] * len(reading)])
-            assert len(guesses) == len(shown) + len(reading)
-            assert not any(guesses[len(shown) :]), "nothing for a prompt that is still being read"
-            for request, guess in zip(running, guesses, strict=False):
-                request.guess = guess
+            drafts = self.follower.propose([*shown, *[None] * len(reading)])
+            assert len(drafts) == len(shown) + len(reading)
+            assert not any(drafts[len(shown) :]), "nothing for a prompt that is still being read"
+            for request, draft_tokens in zip(running, drafts, strict=False):
+                request.draft_tokens = draft_tokens
             running = [request for request in running if request.size < len(request.tokens)]
 
 
@@ -197,9 +197,9 @@ def test_no_guess_runs_past_the_longest_text_or_what_the_engine_takes() -> None:
     follows = Follower(SuffixDrafter(), ConstantLength(16), VOCAB, most=5, limit=119)
     longest = 0
     for size in range(20, 119):
-        [guess] = follows.propose([Shown(np.array(tokens[:size]), 1)])
-        longest = max(longest, len(guess))
-        assert len(guess) <= min(5, 119 - size - 1)
+        [draft_tokens] = follows.propose([Shown(np.array(tokens[:size]), 1)])
+        longest = max(longest, len(draft_tokens))
+        assert len(draft_tokens) <= min(5, 119 - size - 1)
     assert longest == 5
 
 

@@ -306,15 +306,15 @@ def test_the_first_token_keeps_the_law(model: PreTrainedModel, settings: dict[st
     scores = model.generate(
         **inputs, do_sample=True, max_new_tokens=1, output_scores=True, return_dict_in_generate=True, **settings
     ).scores[0][0]
-    law = scores.float().softmax(-1)
+    distribution = scores.float().softmax(-1)
     rows = {name: value.repeat(400, 1) for name, value in inputs.items()}
     out = model.generate(
         **rows, do_sample=True, max_new_tokens=1, custom_generate=foresay.generate, seed=11, drafter="none", **settings
     )
-    counts = torch.bincount(out[:, -1], minlength=law.shape[0]).float()
-    assert 1 < int((law > 0).sum()) < law.shape[0]
-    assert counts[law == 0].sum() == 0
-    assert float((counts / 400 - law).abs().sum() / 2) < 0.25
+    counts = torch.bincount(out[:, -1], minlength=distribution.shape[0]).float()
+    assert 1 < int((distribution > 0).sum()) < distribution.shape[0]
+    assert counts[distribution == 0].sum() == 0
+    assert float((counts / 400 - distribution).abs().sum() / 2) < 0.25
 
 
 # -- refusals --------------------------------------------------------------------------------------------------------

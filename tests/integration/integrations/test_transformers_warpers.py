@@ -32,7 +32,7 @@ from transformers import (
 from transformers.generation.logits_process import TopHLogitsWarper
 
 import foresay
-from foresay.decoding.laws import build_laws
+from foresay.decoding.distributions import build_distributions
 from foresay.decoding.rows import Rows
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.integrations import transformers as integration
@@ -120,12 +120,16 @@ def _theirs(processors: LogitsProcessorList, config: GenerationConfig, logits: t
     return scores.double().softmax(-1) if config.do_sample else _point(int(scores.argmax()), len(logits))
 
 
-def _law(params: SamplingParams, config: GenerationConfig, logits: torch.Tensor) -> torch.Tensor:
+def _distribution(params: SamplingParams, config: GenerationConfig, logits: torch.Tensor) -> torch.Tensor:
     """The law that foresay decodes with, [V]."""
     eos = frozenset() if config.eos_token_id is None else frozenset([int(config.eos_token_id)])
     row = make_row(PROMPT, eos=eos, **{name: getattr(params, name) for name in SamplingParams.__slots__})
-    laws = build_laws(logits[None, None].clone(), Rows([row]), counts=[0])
-    return _point(int(laws.greedy_ids[0, 0]), len(logits)) if laws.probs is None else laws.probs[0].double()
+    distributions = build_distributions(logits[None, None].clone(), Rows([row]), counts=[0])
+    return (
+        _point(int(distributions.greedy_ids[0, 0]), len(logits))
+        if distributions.probs is None
+        else distributions.probs[0].double()
+    )
 
 
 def _point(token: int, size: int) -> torch.Tensor:
@@ -141,7 +145,7 @@ def _distance(
     worst = 0.0
     for seed in range(4):
         logits = torch.randn(24, generator=torch.Generator().manual_seed(seed)) * 2
-        theirs, ours = _theirs(processors, config, logits), _law(params, config, logits)
+        theirs, ours = _theirs(processors, config, logits), _distribution(params, config, logits)
         if not torch.equal(theirs > 1e-30, ours > 1e-30):
             return 1.0
         worst = max(worst, float((theirs - ours).abs().sum() / 2))
@@ -284,7 +288,7 @@ def test_a_least_length_acts_in_its_place(
         own = [least, TopKLogitsWarper(3)] if first else [TopKLogitsWarper(3), least]
         processors, config = _handed(model, own, {**sample, "eos_token_id": EOS})
         theirs = _theirs(processors, config, logits)
-        assert torch.allclose(_law(_ours(processors, config), config, logits), theirs, atol=1e-5)
+        assert torch.allclose(_distribution(_ours(processors, config), config, logits), theirs, atol=1e-5)
 
 
 def test_what_foresay_has_itself_is_not_called(model: PreTrainedModel) -> None:
@@ -371,8 +375,8 @@ def _joint(model: PreTrainedModel, own: list[Any]) -> np.ndarray:
         ids = torch.tensor([[*PROMPT, *prefix] for prefix in prefixes])
         with torch.no_grad():
             scores = model(ids).logits[:, -1].float()
-        laws = processors(ids, scores).double().softmax(-1)
-        out *= laws.numpy().reshape((VOCAB,) * (length + 1) + (1,) * (LENGTH - 1 - length))
+        distributions = processors(ids, scores).double().softmax(-1)
+        out *= distributions.numpy().reshape((VOCAB,) * (length + 1) + (1,) * (LENGTH - 1 - length))
     return out.reshape(-1)
 
 
@@ -406,12 +410,12 @@ def test_the_law_with_a_draft(
         return found
 
     monkeypatch.setattr(foresay.Engine, "step", watched)
-    law = _joint(model, own)
-    assert reference.p_value(_written(model, own, rule), law, VOCAB) > 1e-5
+    distribution = _joint(model, own)
+    assert reference.p_value(_written(model, own, rule), distribution, VOCAB) > 1e-5
     accepted, drafted = sum(s.num_accepted for s in steps), sum(s.num_drafted for s in steps)
     assert 100 < accepted < drafted - 100, "the draft must be both right and wrong, or this tests nothing"
     monkeypatch.setattr(integration, "_params", lambda config, listed, *_: _last_one_wins(listed, config))
-    assert reference.p_value(_written(model, own, rule), law, VOCAB) < 1e-5
+    assert reference.p_value(_written(model, own, rule), distribution, VOCAB) < 1e-5
 
 
 # -- errors ----------------------------------------------------------------------------------------------------------

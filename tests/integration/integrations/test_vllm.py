@@ -15,7 +15,7 @@ import pytest
 from foresay.errors import ConfigError, ForesayError
 from foresay.integrations.vllm import Proposer
 from foresay.integrations.vllm_arguments import PROPOSER, llm_arguments, serve_command
-from foresay.methods.settings_file import Settings
+from foresay.spec.settings_file import Settings
 
 
 def config(additional: Any = None, most: int = 8) -> Any:

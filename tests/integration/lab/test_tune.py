@@ -19,20 +19,20 @@ from foresay.errors import ConfigError, UnknownNameError
 from foresay.generation.generator import Generator
 from foresay.generation.method import PLAIN, Method, methods
 from foresay.lab import tune as lab_tune
-from foresay.lab.bench import contenders
+from foresay.lab.bench import runners
 from foresay.lab.bench.bench import Bench, Progress
-from foresay.lab.bench.contenders import MethodRunner, Outcome, sampling_name
+from foresay.lab.bench.runners import MethodRunner, Outcome, sampling_name
 from foresay.lab.bench.settings import BenchSettings
 from foresay.lab.data.requests import PromptRequest, RequestBuilder
 from foresay.lab.measure.live_run import DraftFailedError, run_live
 from foresay.lab.replay.predict import Expected
 from foresay.lab.tune import Candidate, Confirmed, Tuner, Tuning, pick
 from foresay.lengths import ThroughputLength
-from foresay.methods.settings_file import Settings, read_settings, write_settings
 from foresay.models.table import TableModel
 from foresay.records.profile import Profile, Timing
 from foresay.records.recording import Record, Recording
 from foresay.records.results import Cell, Failure, Prediction, Results, Run
+from foresay.spec.settings_file import Settings, read_settings, write_settings
 from helpers import tiny
 from helpers.families import make
 from helpers.recordings import Numbers, loaded, numbered
@@ -228,7 +228,7 @@ def test_confirming_runs_live(monkeypatch: pytest.MonkeyPatch) -> None:
         live = honest(generator, asks, params)
         return dataclasses.replace(live, seconds=float(live.stats.num_passes))
 
-    monkeypatch.setattr(contenders, "run_live", watched)
+    monkeypatch.setattr(runners, "run_live", watched)
     [found] = tuner.confirm(tuner.tuning.candidates, repeats=2, count=4)
     assert found.candidate.method.name == "suffix, 8" and tuner.tuning.confirmed == [found]
     assert [name for name, _ in runs] == ["none", "suffix", "none", "suffix", "none", "suffix", "none"]

@@ -17,8 +17,8 @@ import psutil
 import pytest
 
 import foresay
-from foresay.text import grammar_trials
-from foresay.text.grammar_trials import TrialLimits
+from foresay.text import schema_compiler
+from foresay.text.schema_compiler import TrialLimits
 from helpers import tiny
 from helpers.schema_bombs import PRODUCT
 from helpers.serving import TALK, Running
@@ -102,7 +102,9 @@ def test_a_signal_ends_the_process_while_schemas_are_compiled(command: tuple[psu
 def test_a_client_that_leaves_and_a_server_that_ends_take_their_schemas_along(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grammar_trials, "TrialLimits", lambda: TrialLimits(cpu_s=1e6, wall_s=1e6, memory_bytes=8 << 30))
+    monkeypatch.setattr(
+        schema_compiler, "TrialLimits", lambda: TrialLimits(cpu_s=1e6, wall_s=1e6, memory_bytes=8 << 30)
+    )
     us, url = psutil.Process(), f"{running.url}/v1"
     body = json.dumps(wanted(PRODUCT)).encode()
     with socket.create_connection(("127.0.0.1", running.port)) as client:
@@ -122,5 +124,5 @@ def test_a_client_that_leaves_and_a_server_that_ends_take_their_schemas_along(
 def compiling(process: psutil.Process) -> bool:
     """Whether a process that tries schemas has a fork at work."""
     with suppress(psutil.NoSuchProcess):
-        return any("foresay.text.grammar_child" in one.cmdline() and one.children() for one in process.children())
+        return any("foresay.text.grammar_process" in one.cmdline() and one.children() for one in process.children())
     return False

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import foresay
-from foresay.decoding.protocols import Capabilities, Feed, KVCache, Logits, ModelOutput
+from foresay.decoding.protocols import Capabilities, KVCache, Logits, ModelInput, ModelOutput
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import ModelDrafter
 from foresay.errors import ConfigError, ModelLoadError, ModelNotFoundError
@@ -28,8 +28,8 @@ from foresay.training.acceptance import (
 )
 from foresay.training.accepted import Examples, collect, load_examples, split_examples
 from helpers import tiny
-from helpers.law_cells import ALPHA, LENGTH, PARAMS, PROMPT, SIZE, TARGET
-from helpers.law_cells import DRAFT as OTHER
+from helpers.distribution_cells import ALPHA, LENGTH, PARAMS, PROMPT, SIZE, TARGET
+from helpers.distribution_cells import DRAFT as OTHER
 from helpers.reference import joint, p_value
 from helpers.support import run
 
@@ -41,28 +41,30 @@ class Shows(TableModel):
 
     capabilities = Capabilities(trees=True, num_layers=1)
 
-    def forward(self, feed: Feed, cache: KVCache) -> ModelOutput:
+    def forward(self, model_input: ModelInput, cache: KVCache) -> ModelOutput:
         starts = list(cache.lengths)
         before = [list(tokens) for tokens in cache.tokens]  # type: ignore[attr-defined]
-        out = super().forward(dataclasses.replace(feed, logits=Logits.ALL), cache)
-        hidden = torch.zeros(*feed.token_ids.shape, self.vocab_size**2)
-        for i, fed in enumerate(feed.token_ids.tolist()):
-            row = feed.first_row + i
+        out = super().forward(dataclasses.replace(model_input, logits=Logits.ALL), cache)
+        hidden = torch.zeros(*model_input.token_ids.shape, self.vocab_size**2)
+        for i, fed in enumerate(model_input.token_ids.tolist()):
+            row = model_input.first_row + i
             line = before[row][: starts[row]] + fed
             for column, token in enumerate(fed):
                 at = starts[row] + column
                 hidden[i, column, (line[at - 1] if at else 0) * self.vocab_size + token] = 1
-        if feed.logits is Logits.NONE:
+        if model_input.logits is Logits.NONE:
             return ModelOutput(None, {1: hidden})
-        if feed.logits is Logits.LAST:
-            return ModelOutput(out.scores()[torch.arange(len(hidden)), feed.last_columns()][:, None], {1: hidden})
+        if model_input.logits is Logits.LAST:
+            return ModelOutput(
+                out.scores()[torch.arange(len(hidden)), model_input.last_columns()][:, None], {1: hidden}
+            )
         return ModelOutput(out.scores(), {1: hidden})
 
 
 def by_last(seed: int, kind: type = TableModel) -> Any:
     """A table whose laws depend on the last token alone."""
-    laws = TableModel.random(V, seed=seed).table[0]
-    return kind(laws.expand(V, V, V).clone())
+    distributions = TableModel.random(V, seed=seed).table[0]
+    return kind(distributions.expand(V, V, V).clone())
 
 
 P, Q = by_last(1), by_last(2, Shows)
@@ -102,9 +104,9 @@ def test_known_chances_are_recovered(examples: Examples, blocks: int) -> None:
     for pair in range(V * V):
         if seen[pair] > 40:
             assert found[pair] == pytest.approx(chance(pair // V, pair % V), abs=0.06)
-    judged = evaluate_acceptance(head, examples)
-    assert judged.divergence < 0.02 < judged.without and judged.error < 0.03
-    assert sum(n for _, _, n in judged.bins) == len(examples)
+    verifiable = evaluate_acceptance(head, examples)
+    assert verifiable.divergence < 0.02 < verifiable.without and verifiable.error < 0.03
+    assert sum(n for _, _, n in verifiable.bins) == len(examples)
 
 
 def of(*sizes: int) -> list[Examples]:

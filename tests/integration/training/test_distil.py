@@ -42,7 +42,7 @@ CHEAP = Plan(epochs=1, batch_tokens=400, rate=3e-3, evaluate_minutes=60)
 
 def loaded(*, layers: int = 4, seed: int = 1) -> LoadedModel:
     model = CausalModel(make("llama", seed, vocab_size=VOCAB, num_hidden_layers=layers, tie_word_embeddings=False))
-    model.use_lean()
+    model.use_fused()
     return LoadedModel("tiny", model, None, frozenset([0]))
 
 
@@ -242,7 +242,7 @@ def test_the_loss_is_the_divergence_of_what_was_drafted() -> None:
     student = HeadStudent(head, model, steps=3, decay=0.5)
     shown = TargetPasses(model, (1, 2, 3))(text)
     total, weight = student(batch_of([0], [text], lambda i: shown), Objective.parse("forward_kl"))
-    laws = torch.softmax(model.uncached(torch.from_numpy(text.tokens)[None])[0].float(), -1)
+    distributions = torch.softmax(model.uncached(torch.from_numpy(text.tokens)[None])[0].float(), -1)
     embedded = model.model.get_input_embeddings()(torch.from_numpy(text.tokens)[None, 1:])
     unrolled = head.module.unrolled(shown.states[None, :-1].float(), torch.nn.functional.pad(embedded, (0, 0, 0, 2)), 3)
 
@@ -254,7 +254,7 @@ def test_the_loss_is_the_divergence_of_what_was_drafted() -> None:
                 if not text.start - 1 <= place < len(text.tokens) - 1:
                     continue
                 q = torch.softmax(target_rows(model, None) @ unrolled[step][0, pair], -1)
-                p = laws[place + shift]
+                p = distributions[place + shift]
                 sums[0] += 0.5**step * float((p * (p.clamp(min=1e-9) / q.clamp(min=1e-9)).log()).sum())
                 sums[1] += 0.5**step
         return sums[0], sums[1]

@@ -72,12 +72,12 @@ def masked(model: Any, kept: Any, whole: Shape) -> Any:
         norm.weight *= share
         norm.weight[gone] = 0
     for place, layer in enumerate(out.model.layers):
-        heads, feed = torch.ones(whole.heads, dtype=torch.bool), torch.ones(whole.feed_forward, dtype=torch.bool)
+        heads, model_input = torch.ones(whole.heads, dtype=torch.bool), torch.ones(whole.feed_forward, dtype=torch.bool)
         heads[kept.heads[place]] = False
-        feed[kept.feed_forward[place]] = False
+        model_input[kept.feed_forward[place]] = False
         layer.self_attn.o_proj.weight[:, heads.repeat_interleave(dim)] = 0
         layer.self_attn.o_proj.weight[gone] = 0
-        layer.mlp.down_proj.weight[:, feed] = 0
+        layer.mlp.down_proj.weight[:, model_input] = 0
         layer.mlp.down_proj.weight[gone] = 0
     return out
 

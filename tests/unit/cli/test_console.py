@@ -18,8 +18,8 @@ from foresay.cli.console.settings import leaves
 from foresay.decoding.acceptance import RULES
 from foresay.errors import ConfigError
 from foresay.lengths import LENGTHS
-from foresay.methods.expressions import Call, parse
-from foresay.methods.recipes import DRAFTERS
+from foresay.spec.expressions import Call, parse
+from foresay.spec.recipes import DRAFTERS
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from foresay.decoding.acceptance import Lenience, Rule, Speculative, Typical
-from foresay.decoding.laws import Laws, build_laws
+from foresay.decoding.distributions import Distributions, build_distributions
 from foresay.decoding.proposal import Proposal
 from foresay.decoding.randomness import Streams
 from foresay.decoding.rows import Rows
@@ -24,25 +24,25 @@ BATCH = 12_000
 ERROR = 4 * math.sqrt(0.25 / BATCH)
 
 
-def law(*weights: float) -> torch.Tensor:
+def distribution(*weights: float) -> torch.Tensor:
     return torch.tensor(weights) / sum(weights)
 
 
-P, AFTER, Q = law(5, 3, 1.5, 0.5, 0), law(1, 1, 1, 1, 6), law(0, 5, 4, 0.5, 0.5)
+P, AFTER, Q = distribution(5, 3, 1.5, 0.5, 0), distribution(1, 1, 1, 1, 6), distribution(0, 5, 4, 0.5, 0.5)
 
 
-def judged(rule: Rule, proposal: Proposal, *laws: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def verifiable(rule: Rule, proposal: Proposal, *distributions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(accepted, extra token) of BATCH sampled rows, all with these target laws at their places."""
-    width = len(laws)
-    target = Laws(
+    width = len(distributions)
+    target = Distributions(
         torch.zeros(BATCH, width, dtype=torch.int64),
-        torch.stack(laws),
+        torch.stack(distributions),
         torch.arange(width).expand(BATCH, width),
-        torch.stack(laws).log().expand(BATCH, -1, -1),
+        torch.stack(distributions).log().expand(BATCH, -1, -1),
     )
     streams = Streams(torch.arange(BATCH) * 7 + 3, torch.full((BATCH,), 11))
-    verdict = rule.judge(target, proposal, streams)
-    return verdict.num_accepted, verdict.token_ids
+    verification = rule.verify(target, proposal, streams)
+    return verification.num_accepted, verification.token_ids
 
 
 def drafted(*tokens: int, q: torch.Tensor | None = None) -> Proposal:
@@ -63,7 +63,7 @@ def shares(tokens: torch.Tensor, size: int = 5) -> torch.Tensor:
 def test_lenience_divides_q(lenience: float, sampled: bool, token: int) -> None:
     """Kept with min(1, l p / q), and else a draw from norm(max(0, p - q / l)); q = 1 for a point mass."""
     q = Q if sampled else torch.eye(5)[token]
-    accepted, extra = judged(Lenience(lenience), drafted(token, q=Q if sampled else None), P, AFTER)
+    accepted, extra = verifiable(Lenience(lenience), drafted(token, q=Q if sampled else None), P, AFTER)
     wanted = min(1.0, lenience * float(P[token]) / float(q[token]))
     assert float((accepted == 1).float().mean()) == pytest.approx(wanted, abs=ERROR)
     left = (P - q / lenience).clamp(min=0)
@@ -81,7 +81,7 @@ def test_the_law_that_a_lenient_rule_writes(lenience: float) -> None:
     wanted = Q * accept + (Q * (1 - accept)).sum() * left / left.sum()
     got = torch.zeros(5)
     for token in range(1, 5):
-        accepted, extra = judged(Lenience(lenience), drafted(token, q=Q), P, AFTER)
+        accepted, extra = verifiable(Lenience(lenience), drafted(token, q=Q), P, AFTER)
         first = torch.where(accepted == 1, token, extra)
         got += Q[token] * shares(first)
     torch.testing.assert_close(got, wanted, atol=0.01, rtol=0)
@@ -89,12 +89,12 @@ def test_the_law_that_a_lenient_rule_writes(lenience: float) -> None:
 
 
 def test_a_lenient_draft_ends_at_its_first_rejection() -> None:
-    accepted, _ = judged(Lenience(2.0), drafted(1, 4, 2, q=Q), P, P, P, AFTER)
+    accepted, _ = verifiable(Lenience(2.0), drafted(1, 4, 2, q=Q), P, P, P, AFTER)
     assert set(accepted.unique().tolist()) == {1}, "1 is always kept, p(4) = 0 never"
 
 
 def test_lenience_of_one_decides_as_speculative_sampling_does() -> None:
-    """Sampled rows, and greedy ones whose guesses no model made: the same verdicts from the same streams."""
+    """Sampled rows, and greedy ones whose guesses no model made: the same verifications from the same streams."""
     generator = torch.Generator().manual_seed(1)
     size, width, batch = 7, 5, 64
     p = torch.rand(batch * (width + 1), size, generator=generator) ** 4
@@ -110,27 +110,27 @@ def test_lenience_of_one_decides_as_speculative_sampling_does() -> None:
         at = places.clone()
         at[greedy] = -1
         named = torch.where(unsampled & (at[:, :1] < 0), -1, index)
-        target = Laws(points, p, at, p[places].log())
+        target = Distributions(points, p, at, p[places].log())
         proposal = Proposal(tokens, [i % (width + 1) for i in range(batch)], q, named)
         streams = Streams(torch.arange(batch), torch.arange(batch) + 5)
-        one, other = (rule.judge(target, proposal, streams) for rule in (Lenience(1.0), Speculative()))
+        one, other = (rule.verify(target, proposal, streams) for rule in (Lenience(1.0), Speculative()))
         assert torch.equal(one.num_accepted, other.num_accepted) and torch.equal(one.token_ids, other.token_ids)
         assert len(one.num_accepted.unique()) > 2
 
 
-def greedy_target(*laws: torch.Tensor) -> Laws:
+def greedy_target(*distributions: torch.Tensor) -> Distributions:
     rows = Rows([make_row()])
-    return build_laws(torch.stack(laws).log()[None], rows)
+    return build_distributions(torch.stack(distributions).log()[None], rows)
 
 
 def accepts(lenience: float, p: torch.Tensor, token: int, confidence: float | None) -> bool:
     sure = None if confidence is None else torch.tensor([[confidence]])
-    verdict = Lenience(lenience).judge(
+    verification = Lenience(lenience).verify(
         greedy_target(p, AFTER),
         Proposal(torch.tensor([[token]]), [1], confidence=sure),
         Streams(torch.tensor([1]), torch.tensor([5])),
     )
-    count, extra = int(verdict.num_accepted[0]), int(verdict.token_ids[0])
+    count, extra = int(verification.num_accepted[0]), int(verification.token_ids[0])
     assert extra == int((AFTER if count else p).argmax()), "a greedy row goes on with the target's own token"
     return count == 1
 
@@ -157,12 +157,12 @@ def test_lenience_of_one_is_exact_for_a_greedy_row_and_a_draft_model_too() -> No
 @pytest.mark.parametrize(("eps", "delta"), [(0.3, 0.09), (0.2, 0.5), (0.07, 1.0), (1.0, 1.0), (0.0, 0.5)])
 def test_typical_acceptance_is_its_formula(eps: float, delta: float) -> None:
     """x is kept iff p(x) > min(eps, delta exp(-H(p))), whatever q; then, and after a rejection, a draw from p."""
-    for p in (P, law(1, 1, 1, 1, 1), law(97, 1, 1, 1, 0), law(1, 0, 0, 0, 0)):
+    for p in (P, distribution(1, 1, 1, 1, 1), distribution(97, 1, 1, 1, 0), distribution(1, 0, 0, 0, 0)):
         entropy = -sum(x * math.log(x) for x in p.tolist() if x)
         bar = min(eps, delta * math.exp(-entropy))
         for token in range(5):
             for q in (Q, None):
-                accepted, extra = judged(Typical(eps, delta), drafted(token, q=q), p, AFTER)
+                accepted, extra = verifiable(Typical(eps, delta), drafted(token, q=q), p, AFTER)
                 kept = float(p[token]) > bar
                 assert bool((accepted == int(kept)).all())
                 torch.testing.assert_close(shares(extra), AFTER if kept else p, atol=0.02, rtol=0)
@@ -172,13 +172,13 @@ def test_typical_acceptance_of_a_greedy_row_keeps_its_argmax_alone() -> None:
     streams = Streams(torch.tensor([1]), torch.tensor([5]))
     target = greedy_target(P, P, P, AFTER)
     for rule in (Typical(0.0, 0.0), Typical(1.0, 1.0)):
-        verdict = rule.judge(target, Proposal(torch.tensor([[0, 0, 1]]), [3]), streams)
-        assert (int(verdict.num_accepted[0]), int(verdict.token_ids[0])) == (2, 0)
-    both = build_laws(P.log().expand(2, 2, -1), Rows([make_row(), make_row(temperature=1.0)]))
-    verdict = Typical(1.0, 1.0).judge(
+        verification = rule.verify(target, Proposal(torch.tensor([[0, 0, 1]]), [3]), streams)
+        assert (int(verification.num_accepted[0]), int(verification.token_ids[0])) == (2, 0)
+    both = build_distributions(P.log().expand(2, 2, -1), Rows([make_row(), make_row(temperature=1.0)]))
+    verification = Typical(1.0, 1.0).verify(
         both, Proposal(torch.tensor([[0], [3]]), [1, 1]), Streams(*torch.ones(2, 2).long())
     )
-    assert verdict.num_accepted.tolist() == [1, 0], "beside a sampled row too"
+    assert verification.num_accepted.tolist() == [1, 0], "beside a sampled row too"
 
 
 @pytest.mark.parametrize("rule", [Lenience(3.0), Typical()], ids=lambda rule: rule.name)

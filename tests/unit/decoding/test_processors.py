@@ -15,7 +15,7 @@ from transformers import (
 )
 from transformers.generation import logits_process
 
-from foresay.decoding.laws import build_laws
+from foresay.decoding.distributions import build_distributions
 from foresay.decoding.processors import STATEFUL_PROCESSORS, check_processors, check_token_ids, process_row
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ConfigError, RequestError
@@ -26,12 +26,12 @@ SCORES = [2.0, -1.0, 0.5, 3.0, -4.0, 0.0]
 
 
 def processed(
-    guessed: tuple[int, ...] = (), *, prompt: list[int] | None = None, output: Any = (), **params: Any
+    drafted: tuple[int, ...] = (), *, prompt: list[int] | None = None, output: Any = (), **params: Any
 ) -> list[float]:
     eos = params.pop("eos", frozenset())
     scores = torch.tensor(SCORES)
     row = make_row(prompt or [5], output, eos=eos, **params)
-    failures = process_row(scores[None], row, guessed, len(guessed), for_target=True)
+    failures = process_row(scores[None], row, drafted, len(drafted), for_target=True)
     if failures:
         raise failures[0]
     return scores.tolist()
@@ -46,7 +46,7 @@ def changed(**changes: float) -> list[float]:
 
 
 def test_nothing_asked_for_changes_nothing() -> None:
-    assert processed(output=[1, 2], guessed=(3,)) == SCORES
+    assert processed(output=[1, 2], drafted=(3,)) == SCORES
 
 
 def test_repetition_divides_positive_and_multiplies_negative_scores_of_prompt_output_and_guess() -> None:
@@ -91,10 +91,10 @@ def test_a_bias_cannot_bring_back_a_banned_token() -> None:
 
 
 @pytest.mark.parametrize("output", range(4))
-@pytest.mark.parametrize("guessed", range(4))
-def test_no_stop_token_before_min_new_tokens(output: int, guessed: int) -> None:
-    out = processed((1,) * guessed, output=[1] * output, eos=frozenset({0}), stop_token_ids=(3,), min_new_tokens=3)
-    assert out == (changed(t0=-INF, t3=-INF) if output + guessed < 3 else SCORES)
+@pytest.mark.parametrize("drafted", range(4))
+def test_no_stop_token_before_min_new_tokens(output: int, drafted: int) -> None:
+    out = processed((1,) * drafted, output=[1] * output, eos=frozenset({0}), stop_token_ids=(3,), min_new_tokens=3)
+    assert out == (changed(t0=-INF, t3=-INF) if output + drafted < 3 else SCORES)
 
 
 def test_min_new_tokens_is_transformers() -> None:
@@ -128,13 +128,13 @@ def test_a_processor_sees_prompt_output_and_the_tokens_guessed_so_far() -> None:
     recorder = Recorder()
     rows = make_rows({}, {"processors": (recorder,)}, prompt=[5, 4])
     rows[1].extend([3])
-    build_laws(torch.zeros(2, 3, 6), rows, torch.tensor([[9, 9, 9], [1, 2, 0]]))
+    build_distributions(torch.zeros(2, 3, 6), rows, torch.tensor([[9, 9, 9], [1, 2, 0]]))
     assert recorder.seen == [[5, 4, 3], [5, 4, 3, 1], [5, 4, 3, 1, 2]]
 
 
 def test_a_drafting_pass_tells_how_many_guesses_come_before_it() -> None:
     recorder = Recorder()
-    build_laws(torch.zeros(1, 1, 6), make_rows({"processors": (recorder,)}), torch.tensor([[1, 2, 0]]), 2)
+    build_distributions(torch.zeros(1, 1, 6), make_rows({"processors": (recorder,)}), torch.tensor([[1, 2, 0]]), 2)
     assert recorder.seen == [[1, 1, 2]]
 
 

@@ -22,8 +22,8 @@ def chain(ids: list[list[int]], **changes: Any) -> Proposal:
     return Proposal(**{**fields, **changes})
 
 
-def sampled(ids: list[list[int]], laws: list[list[float]], index: list[list[int]], **changes: Any) -> Proposal:
-    return chain(ids, laws=torch.tensor(laws), law_index=torch.tensor(index), **changes)
+def sampled(ids: list[list[int]], distributions: list[list[float]], index: list[list[int]], **changes: Any) -> Proposal:
+    return chain(ids, distributions=torch.tensor(distributions), distribution_index=torch.tensor(index), **changes)
 
 
 NAN, INF = float("nan"), float("inf")
@@ -39,12 +39,16 @@ CUT: dict[str, tuple[Proposal, list[int], str]] = {
     "a negative probability": (sampled([[1]], [[-0.5, 1.5, 0, 0, 0]], [[0]]), [0], "negative"),
     "a sum of 0.7": (sampled([[1]], [[0.2, 0.5, 0, 0, 0]], [[0]]), [0], "sum to 1"),
     "a token without probability": (sampled([[1, 4]], [LAW], [[0, 0]]), [1], "probability 0 in the distribution"),
-    "an index past the distributions": (sampled([[1, 2]], [LAW], [[0, 1]]), [1], r"law_index is not in \[-1, 1\)"),
-    "an index before them": (sampled([[1, 2]], [LAW], [[0, -2]]), [1], "law_index is not in"),
+    "an index past the distributions": (
+        sampled([[1, 2]], [LAW], [[0, 1]]),
+        [1],
+        r"distribution_index is not in \[-1, 1\)",
+    ),
+    "an index before them": (sampled([[1, 2]], [LAW], [[0, -2]]), [1], "distribution_index is not in"),
     "no distributions at all": (
-        chain([[1]], laws=torch.zeros(0, VOCAB), law_index=torch.tensor([[0]])),
+        chain([[1]], distributions=torch.zeros(0, VOCAB), distribution_index=torch.tensor([[0]])),
         [0],
-        r"law_index is not in \[-1, 0\)",
+        r"distribution_index is not in \[-1, 0\)",
     ),
     "more than the budget": (chain([[1, 2, 3, 4]]), [3], "with a budget of"),
     "a negative count": (chain([[1, 2]], num_tokens=[-1]), [0], "with a budget of"),
@@ -75,20 +79,34 @@ WHOLE: dict[str, Proposal] = {
     "bool counts": chain([[1, 2]], num_tokens=[True]),
     "counts in one number": chain([[1, 2]], num_tokens=2),
     "too few counts": chain([[1, 2]], num_tokens=[]),
-    "float law_index": chain([[1]], laws=torch.tensor([LAW]), law_index=torch.tensor([[0.0]])),
-    "bool law_index": chain([[1]], laws=torch.tensor([LAW]), law_index=torch.tensor([[False]])),
-    "bool distributions": chain([[1]], laws=torch.ones(1, VOCAB, dtype=torch.bool), law_index=torch.tensor([[0]])),
-    "integer distributions": chain([[1]], laws=torch.ones(1, VOCAB, dtype=torch.int64), law_index=torch.tensor([[0]])),
-    "distributions of another vocabulary": chain([[1]], laws=torch.ones(1, 4) / 4, law_index=torch.tensor([[0]])),
-    "one distribution without its dimension": chain([[1]], laws=torch.tensor(LAW), law_index=torch.tensor([[0]])),
-    "distributions in a list": chain([[1]], laws=[LAW], law_index=torch.tensor([[0]])),
-    "distributions without an index": chain([[1]], laws=torch.tensor([LAW])),
-    "an index without distributions": chain([[1]], law_index=torch.tensor([[0]])),
+    "float distribution_index": chain(
+        [[1]], distributions=torch.tensor([LAW]), distribution_index=torch.tensor([[0.0]])
+    ),
+    "bool distribution_index": chain(
+        [[1]], distributions=torch.tensor([LAW]), distribution_index=torch.tensor([[False]])
+    ),
+    "bool distributions": chain(
+        [[1]], distributions=torch.ones(1, VOCAB, dtype=torch.bool), distribution_index=torch.tensor([[0]])
+    ),
+    "integer distributions": chain(
+        [[1]], distributions=torch.ones(1, VOCAB, dtype=torch.int64), distribution_index=torch.tensor([[0]])
+    ),
+    "distributions of another vocabulary": chain(
+        [[1]], distributions=torch.ones(1, 4) / 4, distribution_index=torch.tensor([[0]])
+    ),
+    "one distribution without its dimension": chain(
+        [[1]], distributions=torch.tensor(LAW), distribution_index=torch.tensor([[0]])
+    ),
+    "distributions in a list": chain([[1]], distributions=[LAW], distribution_index=torch.tensor([[0]])),
+    "distributions without an index": chain([[1]], distributions=torch.tensor([LAW])),
+    "an index without distributions": chain([[1]], distribution_index=torch.tensor([[0]])),
     "float parents": chain([[1]], parents=torch.tensor([[-1.0]])),
     "parents of another width": chain([[1]], parents=torch.tensor([[-1, 0]])),
     "sparse ids": chain([[1]], token_ids=torch.tensor([[1]]).to_sparse()),
     "ids on no device": chain([[1]], token_ids=torch.zeros(1, 1, dtype=torch.int64, device="meta")),
-    "a law_index of bytes": chain([[1]], laws=torch.tensor([LAW]), law_index=torch.zeros(1, 1, dtype=torch.uint8)),
+    "a distribution_index of bytes": chain(
+        [[1]], distributions=torch.tensor([LAW]), distribution_index=torch.zeros(1, 1, dtype=torch.uint8)
+    ),
     "an object like a proposal": SimpleNamespace(token_ids=torch.tensor([[1]]), num_tokens=[1]),  # type: ignore[dict-item]
     "integer confidence": chain([[1]], confidence=torch.tensor([[1]])),
 }
@@ -167,9 +185,9 @@ def proposals(draw: st.DrawFn, batch: int) -> Proposal:
         "num_tokens": draw(st.lists(number(-spread, width + spread), min_size=batch, max_size=batch)),
     }
     if draw(st.booleans()):
-        laws = torch.tensor([LAW, [0.2] * 5, [1.0, 0, 0, 0, 0], [NAN if spread else 0.2] * 5])
+        distributions = torch.tensor([LAW, [0.2] * 5, [1.0, 0, 0, 0, 0], [NAN if spread else 0.2] * 5])
         index = torch.tensor(table(number(-1 - spread, 3 + spread)), dtype=torch.int64).view(batch, width)
-        fields |= {"laws": laws, "law_index": index}
+        fields |= {"distributions": distributions, "distribution_index": index}
     if draw(st.booleans()):
         above = [[draw(number(-1 - spread, max(0, j - 1) + spread)) for j in range(width)] for _ in range(batch)]
         fields["parents"] = torch.tensor(above, dtype=torch.int64).view(batch, width)
@@ -193,9 +211,17 @@ def test_whatever_is_handed_in_comes_out_well_formed(data: st.DataObject) -> Non
         assert all(0 <= token < VOCAB for token in ids)
         siblings: set[tuple[int, int]] = set()
         for column, token in enumerate(ids):
-            if out.law_index is not None and out.laws is not None and (row := int(out.law_index[i, column])) >= 0:
-                law = out.laws[row]
-                assert bool(torch.isfinite(law).all()) and abs(float(law.sum()) - 1) < 1e-2 and float(law[token]) > 0
+            if (
+                out.distribution_index is not None
+                and out.distributions is not None
+                and (row := int(out.distribution_index[i, column])) >= 0
+            ):
+                distribution = out.distributions[row]
+                assert (
+                    bool(torch.isfinite(distribution).all())
+                    and abs(float(distribution.sum()) - 1) < 1e-2
+                    and float(distribution[token]) > 0
+                )
             if out.parents is not None:
                 parent = int(out.parents[i, column])
                 assert -1 <= parent < column and (parent, token) not in siblings

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from foresay.decoding.acceptance import make_rule
-from foresay.decoding.laws import Laws
+from foresay.decoding.distributions import Distributions
 from foresay.decoding.outcome import FinishReason, Origin
-from foresay.decoding.prefill import fill_chunk
-from foresay.decoding.proposal import Proposal, Verdict
+from foresay.decoding.prefill import prefill_chunk
+from foresay.decoding.proposal import Proposal, Verification
 from foresay.decoding.protocols import ModelOutput, Move
 from foresay.decoding.rows import Row, Rows
 from foresay.decoding.step import commit, cut, propose, step
@@ -108,12 +108,12 @@ def test_a_stop_condition_at_the_limit_is_a_stop() -> None:
 # --- commit ---
 
 
-NO_LAWS = Laws(torch.zeros(1, 1, dtype=torch.int64))
+NO_LAWS = Distributions(torch.zeros(1, 1, dtype=torch.int64))
 
 
-def said(accepted: Sequence[int], extra: Sequence[int]) -> Verdict:
-    """A verdict over chains of three at most."""
-    return Verdict(torch.tensor(accepted), torch.tensor(extra), torch.tensor([n + 1 for n in accepted]))
+def said(accepted: Sequence[int], extra: Sequence[int]) -> Verification:
+    """A verification over chains of three at most."""
+    return Verification(torch.tensor(accepted), torch.tensor(extra), torch.tensor([n + 1 for n in accepted]))
 
 
 def committed(row: Row, drafted: Sequence[int], accepted: int, extra: int) -> tuple[list[int], tuple[Origin, ...]]:
@@ -211,7 +211,7 @@ def ready(target: TableModel, rows: Rows) -> TableCache:
     cache = target.new_cache()
     target.admit(rows, 0, cache)
     first = 0
-    while fill_chunk(target, cache, rows, first):
+    while prefill_chunk(target, cache, rows, first):
         pass
     return cache
 
@@ -219,20 +219,20 @@ def ready(target: TableModel, rows: Rows) -> TableCache:
 def greedy(target: TableModel, prompt: Sequence[int], count: int) -> list[int]:
     out = list(prompt)
     for _ in range(count):
-        out.append(int(target.law(out).argmax()))
+        out.append(int(target.distribution(out).argmax()))
     return out[len(prompt) :]
 
 
 class Watching(Always):
-    """Notes the state it observes: the verdict and the rows after the commit."""
+    """Notes the state it observes: the verification and the rows after the commit."""
 
     def __init__(self, outputs: Sequence[Sequence[int]]) -> None:
         super().__init__(outputs)
         self.noted: list[tuple[list[int], list[int]]] = []
 
-    def observe(self, rows: Rows, verdict: Verdict | None, target: ModelOutput | None) -> None:
-        assert verdict is not None and target is not None
-        self.noted.append((verdict.num_accepted.tolist(), [row.size for row in rows]))
+    def observe(self, rows: Rows, verification: Verification | None, target: ModelOutput | None) -> None:
+        assert verification is not None and target is not None
+        self.noted.append((verification.num_accepted.tolist(), [row.size for row in rows]))
 
     def rearrange(self, moves: Sequence[Move], count: int) -> None:
         raise AssertionError("a step moves no rows")

@@ -72,15 +72,15 @@ def test_the_sources_semantics() -> None:
     adds its own: 3 reviews make the 5 tokens, 6 in fact, which are kept; 13 of d2's follow up to 19, then 10 guesses.
     """
     models, last = (whole(), whole()), Asked([SIZE - 1])
-    law, possible = models[0].law, torch.arange(SIZE) < SIZE - 1
+    distribution, possible = models[0].distribution, torch.arange(SIZE) < SIZE - 1
     for model in models:  # what the last drafter says is never the likeliest
-        model.law = lambda context: law(context) * possible + 1e-9  # type: ignore[method-assign]
+        model.distribution = lambda context: distribution(context) * possible + 1e-9  # type: ignore[method-assign]
     cascade = Cascade([ModelDrafter(m, SIZE) for m in models] + [last], [[5, 14, 10], [0, 1, 10], [0, 0, 10]])
     rows = begun(cascade, [1, 2])
     out = lists(cascade.propose(rows, [64], POLICY))[0]
     context = [1, 2]
     for _ in range(19):
-        context.append(int(models[0].law(context).argmax()))
+        context.append(int(models[0].distribution(context).argmax()))
     assert out == context[2:] + [SIZE - 1] * 10
     assert last.asked == [{0: (2 + i, 10)} for i in range(20)]
     assert (models[0].passes, models[1].passes) == (3, 3 + 13)
@@ -98,10 +98,10 @@ class Always(Asked):
         super().__init__()
         self.model = model
 
-    def guess(self, row: int, rows: Rows, budget: int) -> list[int]:
+    def draft_tokens(self, row: int, rows: Rows, budget: int) -> list[int]:
         context = rows[row].tokens.tolist()
         for _ in range(budget):
-            context.append(int(self.model.law(context).argmax()))
+            context.append(int(self.model.distribution(context).argmax()))
         return context[len(context) - budget :]
 
 
@@ -118,7 +118,7 @@ def test_a_vertical_cascade_saves_the_larger_models_passes() -> None:
 def test_a_row_that_has_ended_is_drafted_for_no_further(reviewed: bool) -> None:
     last = Asked([3])
     model = whole()
-    model.law = lambda context: torch.eye(SIZE, dtype=torch.float64)[5 if len(context) == 3 else 2] + 1e-9  # type: ignore[method-assign]
+    model.distribution = lambda context: torch.eye(SIZE, dtype=torch.float64)[5 if len(context) == 3 else 2] + 1e-9  # type: ignore[method-assign]
     cascade = Cascade([ModelDrafter(model, SIZE), last], [[4, 2], [0, 2 * reviewed]])
     items = [make_row([1] * n, seed=n, eos=frozenset({5})) for n in (2, 4)]
     rows = Rows(items)

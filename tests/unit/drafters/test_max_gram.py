@@ -31,9 +31,9 @@ def places(text: Sequence[int], piece: Sequence[int]) -> list[int]:
     return [end for end in range(n, len(text)) if list(text[end - n : end]) == list(piece)]
 
 
-def choices(prompt: Sequence[int], output: Sequence[int], guessed: Sequence[int], count: int) -> list[list[int]]:
+def choices(prompt: Sequence[int], output: Sequence[int], drafted: Sequence[int], count: int) -> list[list[int]]:
     """What may be proposed: behind the first match of the longest suffix in the prompt, else behind any in the output."""
-    context = [*prompt, *output, *guessed]
+    context = [*prompt, *output, *drafted]
     for text, first in ((prompt, True), (output, False)):
         for n in range(len(context), 0, -1):
             if found := places(text, context[-n:]):
@@ -43,7 +43,7 @@ def choices(prompt: Sequence[int], output: Sequence[int], guessed: Sequence[int]
 
 def propose(drafter: MaxGram, rows: Rows, *budget: int) -> list[list[int]]:
     proposal = drafter.propose(rows, budget, POLICY)
-    assert proposal.laws is None and proposal.law_index is None
+    assert proposal.distributions is None and proposal.distribution_index is None
     return [ids[:n] for ids, n in zip(proposal.token_ids.tolist(), proposal.num_tokens, strict=True)]
 
 
@@ -72,13 +72,13 @@ def test_guessed_tokens_are_looked_up_and_never_learned(data: st.DataObject) -> 
     drafter, rows = admitted(data.draw(texts))
     row = rows[0]
     for _ in range(data.draw(st.integers(1, 6))):
-        guessed = data.draw(outputs)
-        ahead = rows.with_draft([guessed], 0)
+        drafted = data.draw(outputs)
+        ahead = rows.with_draft([drafted], 0)
         if data.draw(st.booleans()):  # a guess about guesses
             more = data.draw(outputs)
-            ahead, guessed = ahead.with_draft([more], 1), [*guessed, *more]
+            ahead, drafted = ahead.with_draft([more], 1), [*drafted, *more]
         prompt, output = row.tokens[: row.prompt_length].tolist(), row.tokens[row.prompt_length :].tolist()
-        assert propose(drafter, ahead, 4)[0] in choices(prompt, output, guessed, 4)
+        assert propose(drafter, ahead, 4)[0] in choices(prompt, output, drafted, 4)
         row.extend(data.draw(outputs))
 
 

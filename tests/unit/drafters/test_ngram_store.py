@@ -88,7 +88,7 @@ def test_clear_forgets_all() -> None:
 
 def propose(drafter: NgramStoreDrafter, rows: Rows, *budget: int) -> list[list[int]]:
     proposal = drafter.propose(rows, budget, POLICY)
-    assert proposal.laws is None
+    assert proposal.distributions is None
     return [ids[:n] for ids, n in zip(proposal.token_ids.tolist(), proposal.num_tokens, strict=True)]
 
 
@@ -251,8 +251,8 @@ def test_fillers_are_learned_in_a_run_and_change_no_output(fillers: int) -> None
     assert outputs == wanted and engine.draft_failures == 0
     assert sum(step.num_accepted for step in steps) > 10
     written = {token for text in wanted for token in text}
-    guessed = {token for counts in store._counts.values() for token in counts}
-    assert (guessed - written - {1, 2, 3} != set()) == (fillers > 1)
+    drafted = {token for counts in store._counts.values() for token in counts}
+    assert (drafted - written - {1, 2, 3} != set()) == (fillers > 1)
 
 
 @pytest.mark.parametrize(

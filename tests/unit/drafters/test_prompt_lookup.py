@@ -32,7 +32,7 @@ def reference(tokens: Sequence[int], low: int, high: int, count: int) -> list[in
 
 def propose(drafter: PromptLookup, rows: Rows, *budget: int) -> list[list[int]]:
     proposal = drafter.propose(rows, budget, POLICY)
-    assert proposal.laws is None and proposal.law_index is None, "copied tokens are point masses"
+    assert proposal.distributions is None and proposal.distribution_index is None, "copied tokens are point masses"
     assert proposal.token_ids.shape[0] == len(rows)
     assert proposal.token_ids.dtype == torch.int64
     assert proposal.width == max(proposal.num_tokens, default=0)

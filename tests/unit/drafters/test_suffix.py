@@ -37,7 +37,7 @@ def continuations(text: Sequence[int], context: Sequence[int]) -> tuple[int, lis
 
 def propose(drafter: SuffixDrafter, rows: Rows, *budget: int) -> list[list[int]]:
     proposal = drafter.propose(rows, budget, POLICY)
-    assert proposal.laws is None
+    assert proposal.distributions is None
     return [ids[:n] for ids, n in zip(proposal.token_ids.tolist(), proposal.num_tokens, strict=True)]
 
 
@@ -61,14 +61,14 @@ def test_guesses_follow_the_longest_match_in_own_text_and_past(data: st.DataObje
     drafter, rows = admitted(data.draw(texts), past=remembered(*requests), scale=1.5)
     row = rows[0]
     for _ in range(data.draw(st.integers(1, 4))):
-        guessed = data.draw(st.lists(st.integers(0, 2), max_size=4))
-        context = [*row.tokens.tolist(), *guessed]
+        drafted = data.draw(st.lists(st.integers(0, 2), max_size=4))
+        context = [*row.tokens.tolist(), *drafted]
         own = continuations(row.tokens.tolist(), context)
         found = [own, *(continuations(request, context) for request in requests)]
         longest = max(length for length, _ in found)
         ends = own[1] if own[0] == longest else [end for length, more in found if length == longest for end in more]
         wanted = [end[: min(5, max(1, int(1.5 * longest)))] for end in ends] or [[]]
-        assert propose(drafter, rows.with_draft([guessed], 0), 5)[0] in wanted
+        assert propose(drafter, rows.with_draft([drafted], 0), 5)[0] in wanted
         row.extend(data.draw(texts))
 
 

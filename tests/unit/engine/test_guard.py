@@ -53,7 +53,7 @@ class RaisesIn(Fake):
 
         setattr(self, method, failing)
 
-    def guess(self, row: int, rows: Rows, budget: int) -> list[int]:
+    def draft_tokens(self, row: int, rows: Rows, budget: int) -> list[int]:
         self.calls += 1
         return [0] * budget
 
@@ -109,12 +109,12 @@ def tokens(batch: int, width: int = 2, value: int = 0) -> torch.Tensor:
     return torch.full((batch, width), value, dtype=torch.int64)
 
 
-def laws(count: int, vocab: int = VOCAB) -> torch.Tensor:
+def distributions(count: int, vocab: int = VOCAB) -> torch.Tensor:
     return torch.full((count, vocab), 1 / vocab)
 
 
 def first_sampled(batch: int) -> torch.Tensor:
-    """law_index: the first column was sampled from law i, the second is a point mass."""
+    """distribution_index: the first column was sampled from law i, the second is a point mass."""
     return torch.tensor([[i, -1] for i in range(batch)])
 
 
@@ -134,14 +134,16 @@ BAD: dict[str, Callable[[int], Any]] = {
     "counts that are floats": lambda b: Proposal(tokens(b), [1.5] * b),  # type: ignore[list-item]
     "nothing": lambda b: None,
     "an id past the vocabulary, with laws": lambda b: Proposal(
-        tokens(b, value=VOCAB), [2] * b, laws(b), first_sampled(b)
+        tokens(b, value=VOCAB), [2] * b, distributions(b), first_sampled(b)
     ),
-    "a negative id, with laws": lambda b: Proposal(tokens(b, value=-1), [2] * b, laws(b), first_sampled(b)),
-    "laws of a wider vocabulary": lambda b: Proposal(tokens(b), [2] * b, laws(b, VOCAB + 2), first_sampled(b)),
-    "laws of a narrower vocabulary": lambda b: Proposal(tokens(b), [2] * b, laws(b, VOCAB - 2), first_sampled(b)),
-    "an index past the laws": lambda b: Proposal(tokens(b), [2] * b, laws(1), first_sampled(b) + 1),
-    "an index of another width": lambda b: Proposal(tokens(b), [2] * b, laws(b), first_sampled(b)[:, :1]),
-    "an index of another batch": lambda b: Proposal(tokens(b), [2] * b, laws(b), first_sampled(b + 1)),
+    "a negative id, with laws": lambda b: Proposal(tokens(b, value=-1), [2] * b, distributions(b), first_sampled(b)),
+    "laws of a wider vocabulary": lambda b: Proposal(tokens(b), [2] * b, distributions(b, VOCAB + 2), first_sampled(b)),
+    "laws of a narrower vocabulary": lambda b: Proposal(
+        tokens(b), [2] * b, distributions(b, VOCAB - 2), first_sampled(b)
+    ),
+    "an index past the laws": lambda b: Proposal(tokens(b), [2] * b, distributions(1), first_sampled(b) + 1),
+    "an index of another width": lambda b: Proposal(tokens(b), [2] * b, distributions(b), first_sampled(b)[:, :1]),
+    "an index of another batch": lambda b: Proposal(tokens(b), [2] * b, distributions(b), first_sampled(b + 1)),
 }
 
 
@@ -167,7 +169,7 @@ class Sound(Fake):
 
     def propose(self, rows: Rows, budget: Sequence[int], policy: LengthPolicy) -> Proposal:
         counts = [min(2, n) for n in budget]
-        return Proposal(tokens(len(rows)), counts, laws(len(rows)), first_sampled(len(rows)))
+        return Proposal(tokens(len(rows)), counts, distributions(len(rows)), first_sampled(len(rows)))
 
 
 @BOTH
@@ -262,7 +264,7 @@ class Flaky(Fake):
             raise RuntimeError(f"call {self.calls}")
         return super().propose(rows, budget, policy)
 
-    def guess(self, row: int, rows: Rows, budget: int) -> list[int]:
+    def draft_tokens(self, row: int, rows: Rows, budget: int) -> list[int]:
         return [0] * budget
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from foresay.decoding.laws import build_laws
+from foresay.decoding.distributions import build_distributions
 from foresay.decoding.outcome import Step
 from foresay.decoding.protocols import DraftStep
 from foresay.decoding.rows import Rows
@@ -60,11 +60,11 @@ def test_the_heuristic_keeps_rows_apart() -> None:
 LAW = torch.tensor([0.5, 0.2, 0.2, 0.06, 0.04])
 
 
-def guess(*tokens: int, params: tuple[dict[str, Any], ...]) -> DraftStep:
+def draft_tokens(*tokens: int, params: tuple[dict[str, Any], ...]) -> DraftStep:
     """One drawn token for each row, all from the same raw scores."""
     rows = make_rows(*params)
-    laws = build_laws(LAW.log().expand(len(tokens), 1, -1).clone(), rows)
-    return DraftStep(torch.zeros(len(tokens), dtype=torch.int64), torch.tensor(tokens), laws)
+    distributions = build_distributions(LAW.log().expand(len(tokens), 1, -1).clone(), rows)
+    return DraftStep(torch.zeros(len(tokens), dtype=torch.int64), torch.tensor(tokens), distributions)
 
 
 GREEDY: dict[str, Any] = {"temperature": 0.0}
@@ -92,34 +92,34 @@ def test_confidence_looks_at_what_was_drawn_from(threshold: float, expected: lis
     """q(x) of a sampled token after all processing; of a greedy one the softmax at temperature 1."""
     q_cold = float(LAW[0] ** 2 / (LAW**2).sum())
     assert 0.55 < q_cold < 0.9
-    one = guess(0, 1, 0, 0, 4, params=(GREEDY, SAMPLED, COLD, TOP, SAMPLED))
+    one = draft_tokens(0, 1, 0, 0, 4, params=(GREEDY, SAMPLED, COLD, TOP, SAMPLED))
     assert going(ConfidenceLength(threshold), one) == expected
-    all_greedy = guess(0, 0, params=(GREEDY, GREEDY))
+    all_greedy = draft_tokens(0, 0, params=(GREEDY, GREEDY))
     assert going(ConfidenceLength(threshold), all_greedy) == [expected[0]] * 2
-    all_sampled = guess(1, 4, params=(SAMPLED, SAMPLED))
+    all_sampled = draft_tokens(1, 4, params=(SAMPLED, SAMPLED))
     assert going(ConfidenceLength(threshold), all_sampled) == [expected[1], expected[4]]
 
 
-def entropy(law: torch.Tensor) -> float:
-    return -sum(p * math.log(p) for p in law.tolist() if p)
+def entropy(distribution: torch.Tensor) -> float:
+    return -sum(p * math.log(p) for p in distribution.tolist() if p)
 
 
 def test_entropy_is_of_the_law_drawn_from_in_nats() -> None:
     raw, cold = entropy(LAW), entropy(LAW**2 / (LAW**2).sum())
     assert cold < raw - 0.2
-    one = guess(0, 1, 1, 0, params=(GREEDY, SAMPLED, COLD, TOP))
+    one = draft_tokens(0, 1, 1, 0, params=(GREEDY, SAMPLED, COLD, TOP))
     for threshold, expected in ((raw + 0.01, [True] * 4), (raw - 0.01, [False, False, True, True])):
         assert going(EntropyLength(threshold), one) == expected
     assert going(EntropyLength(cold - 0.01), one) == [False, False, False, True]
     assert going(EntropyLength(0.0), one)[3], "a law of one token has no entropy"
-    assert going(EntropyLength(raw - 0.01), guess(0, params=(GREEDY,))) == [False]
-    assert going(EntropyLength(raw + 0.01), guess(0, params=(GREEDY,))) == [True]
+    assert going(EntropyLength(raw - 0.01), draft_tokens(0, params=(GREEDY,))) == [False]
+    assert going(EntropyLength(raw + 0.01), draft_tokens(0, params=(GREEDY,))) == [True]
 
 
 def test_a_score_of_minus_infinity_does_no_harm() -> None:
     scores = torch.tensor([0.5, 0.5, 0.0]).log()[None, None]
     for params in (GREEDY, SAMPLED):
-        one = DraftStep(torch.tensor([0]), torch.tensor([0]), build_laws(scores.clone(), make_rows(params)))
+        one = DraftStep(torch.tensor([0]), torch.tensor([0]), build_distributions(scores.clone(), make_rows(params)))
         assert going(EntropyLength(math.log(2) + 0.001), one) == [True]
         assert going(ConfidenceLength(0.499), one) == [True]
 
@@ -152,7 +152,7 @@ def test_rows_stop_one_by_one_and_at_the_first_unsure_token() -> None:
         context = row.tokens.tolist()
         sure = []
         for token in tokens[:n]:
-            sure.append(float(model.law(context)[token]) >= 0.5)
+            sure.append(float(model.distribution(context)[token]) >= 0.5)
             context.append(token)
         assert all(sure[:-1]) and (n == 12 or not sure[-1])
     assert len(set(proposal.num_tokens)) > 3

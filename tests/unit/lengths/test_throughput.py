@@ -220,7 +220,7 @@ class Ragged:
 
     accepts: tuple[float, ...]
     share: float
-    guesses: float = 1.0
+    drafts: float = 1.0
     """The chance that a row finds anything to guess."""
     rng: random.Random = field(default_factory=lambda: random.Random(0))
 
@@ -230,7 +230,7 @@ class Ragged:
         tokens, seconds, chosen = 0, 0.0, []
         for _ in range(steps):
             budgets = policy.budget(rows)
-            drafted = [n if self.rng.random() < self.guesses else 0 for n in budgets]
+            drafted = [n if self.rng.random() < self.drafts else 0 for n in budgets]
             kept = [
                 next((i for i in range(n) if self.rng.random() >= chance), n)
                 for n, chance in zip(drafted, self.accepts, strict=True)
@@ -256,8 +256,8 @@ class Ragged:
             tokens, drafted = 0.0, 0.0
             for chance in self.accepts:
                 count = next((k for k in range(HIGH) if chance ** (k + 1) < bar), HIGH)
-                tokens += 1 + self.guesses * sum(chance**k for k in range(1, count + 1))
-                drafted += self.guesses * count
+                tokens += 1 + self.drafts * sum(chance**k for k in range(1, count + 1))
+                drafted += self.drafts * count
             rates.append(tokens / (1 + self.share * drafted))
         return max(rates)
 
@@ -294,10 +294,10 @@ def test_a_row_that_fails_costs_its_neighbours_less_than_one_length_for_all() ->
     assert world.run(policy, 1000)[0] > 1.1 * uniform
 
 
-@pytest.mark.parametrize("guesses", [1.0, 0.3])
+@pytest.mark.parametrize("drafts", [1.0, 0.3])
 @pytest.mark.parametrize(("accept", "share"), [(0.0, 0.05), (0.2, 0.06), (0.4, 0.1)])
-def test_ragged_passes_whose_drafts_never_pay_lose_next_to_nothing(accept: float, share: float, guesses: float) -> None:
-    world, policy = Ragged((accept,) * 8, share, guesses), ThroughputLength()
+def test_ragged_passes_whose_drafts_never_pay_lose_next_to_nothing(accept: float, share: float, drafts: float) -> None:
+    world, policy = Ragged((accept,) * 8, share, drafts), ThroughputLength()
     assert world.best() == 8
     world.run(policy, 50)
     assert world.run(policy, 3000)[0] > 0.98 * 8
@@ -345,7 +345,7 @@ class Matches:
             budgets = policy.budget(rows)
             matched = [self.rng.choice([0, 0, *self.sure]) for _ in rows]
             found = [min(n, 3 * m) for n, m in zip(budgets, matched, strict=True)]
-            drafted = list(policy.keep(rows, found, matched)) if any(found) else [0] * self.batch
+            drafted = list(policy.num_to_score(rows, found, matched)) if any(found) else [0] * self.batch
             assert all(0 <= n <= most for n, most in zip(drafted, found, strict=True))
             held = [self._held(m, n) for m, n in zip(matched, drafted, strict=True)]
             total = 1 + self.share * (sum(drafted) if self.ragged else max(drafted) * self.batch)
@@ -396,7 +396,7 @@ def test_one_slow_pass_stops_no_drafts() -> None:
     policy, world = ThroughputLength(), Matches(1, 0.02)
     world.run(policy, 3)
     rows = Rows([make_row()], ragged=True)
-    assert policy.budget(rows)[0] and policy.keep(rows, [16], [12])[0]
+    assert policy.budget(rows)[0] and policy.num_to_score(rows, [16], [12])[0]
     policy.observe(rows, [Step(0, (0,), (), 16, 0, total_s=30.0)])
     gain, kept = world.run(policy, 300)
     assert kept[12] > 10 and gain > 1.4
@@ -408,7 +408,7 @@ def test_slow_look_ups_are_not_asked_for_all_they_find() -> None:
     asked = 0
     for _ in range(1500):
         budget = policy.budget(rows)[0]
-        count = policy.keep(rows, [budget], [1])[0] if budget else 0
+        count = policy.num_to_score(rows, [budget], [1])[0] if budget else 0
         draft_s = 0.3 if budget else 0.0
         policy.observe(rows, [Step(0, (0,), (), count, 0, draft_s=draft_s, total_s=1 + draft_s + 0.05 * count)])
         asked += budget > 0

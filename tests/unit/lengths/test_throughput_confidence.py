@@ -10,23 +10,23 @@ import numpy as np
 import pytest
 import torch
 
-from foresay.decoding.laws import Laws
+from foresay.decoding.distributions import Distributions
 from foresay.decoding.outcome import Step
 from foresay.decoding.protocols import DraftStep
 from foresay.decoding.rows import Rows
 from foresay.lengths import ConstantLength, ThroughputLength
-from foresay.lengths.gate import Gate
-from foresay.lengths.paid import Paid
+from foresay.lengths.early_stopping import EarlyStopping
+from foresay.lengths.measured_drafter import MeasuredDrafter
 from helpers.making import make_row
 
 SURE, UNSURE = 0.95, 0.2
 
 
-def laws(confidences: list[float], *, sampled: bool = False) -> Laws:
+def distributions(confidences: list[float], *, sampled: bool = False) -> Distributions:
     """Of one place a row, whose token 0 has that probability."""
     scores = torch.tensor([[[math.log(q), math.log(1 - q)]] for q in confidences])
     zeros = torch.zeros(len(confidences), 1, dtype=torch.int64)
-    return Laws(zeros, scores.softmax(-1)[:, 0] if sampled else None, zeros if sampled else None, scores)
+    return Distributions(zeros, scores.softmax(-1)[:, 0] if sampled else None, zeros if sampled else None, scores)
 
 
 def rate(policy: Any, batch: int, ragged: bool, steps: int, *, token_s: float = 0.08, column: float = 0.05) -> float:
@@ -47,7 +47,7 @@ def rate(policy: Any, batch: int, ragged: bool, steps: int, *, token_s: float = 
                     alive[i] = alive[i] and luck[i] < sure[i]
                     held[i] += alive[i]
             zeros = torch.zeros(batch, dtype=torch.int64)
-            go_on = policy.keep_drafting(DraftStep(zeros + depth, zeros, laws(sure), None, rows))
+            go_on = policy.keep_drafting(DraftStep(zeros + depth, zeros, distributions(sure), None, rows))
             depth += 1
             if go_on is not None:
                 going = [n if on else min(n, depth) for n, on in zip(going, go_on.tolist(), strict=True)]
@@ -77,7 +77,7 @@ class Sure(ConstantLength):
     """Ends behind a token that is unsure, by a bound that suits this world."""
 
     def keep_drafting(self, step: DraftStep) -> torch.Tensor | None:
-        return step.laws.confidence(step.token_ids[:, None])[:, 0] >= 0.5
+        return step.distributions.confidence(step.token_ids[:, None])[:, 0] >= 0.5
 
 
 @pytest.mark.parametrize(("batch", "ragged", "gain"), [(1, True, 1.05), (1, False, 1.05), (4, True, 1.02)])
@@ -101,10 +101,12 @@ def test_it_has_learnt_within_a_short_answer() -> None:
 
 def test_what_a_draft_says_of_itself_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is sure where it fails and unsure where it holds drafts as well. Control: it does not where it is believed."""
-    honest, known = rate(settled(), 1, True, 800), laws
-    monkeypatch.setitem(globals(), "laws", lambda says, **more: known([SURE + UNSURE - q for q in says], **more))
+    honest, known = rate(settled(), 1, True, 800), distributions
+    monkeypatch.setitem(
+        globals(), "distributions", lambda says, **more: known([SURE + UNSURE - q for q in says], **more)
+    )
     assert rate(settled(), 1, True, 800) > 0.97 * honest
-    monkeypatch.setattr(Gate, "_chances", lambda self: (np.arange(10) + 0.5) / 10)
+    monkeypatch.setattr(EarlyStopping, "_chances", lambda self: (np.arange(10) + 0.5) / 10)
     assert rate(settled(), 1, True, 800) < 0.9 * honest
 
 
@@ -120,7 +122,7 @@ def test_a_drafter_whose_guesses_fail_is_left_alone(monkeypatch: pytest.MonkeyPa
     policy = ThroughputLength()
     rate(policy, 1, True, 400, **world)
     assert rate(policy, 1, True, 800, **world) > 0.97
-    monkeypatch.setattr(Paid, "choose", lambda self, rows, asked, *_, **__: [4 * on for on in asked])
+    monkeypatch.setattr(MeasuredDrafter, "choose", lambda self, rows, asked, *_, **__: [4 * on for on in asked])
     assert rate(ThroughputLength(), 1, True, 800, **world) < 0.9
 
 
@@ -132,9 +134,9 @@ def test_rows_that_are_held_to_a_length_draft_on() -> None:
     rows = Rows([make_row(), make_row(temperature=1.0)])
     assert policy.budget(rows)[1] == 4
     for sampled in (False, True):
-        found = policy.keep_drafting(DraftStep(zeros, zeros, laws([1e-4, 1e-4], sampled=sampled), None, rows))
+        found = policy.keep_drafting(DraftStep(zeros, zeros, distributions([1e-4, 1e-4], sampled=sampled), None, rows))
         assert found is not None and found.tolist() == [False, True]
-    assert policy.keep_drafting(DraftStep(zeros, zeros, laws([1e-4, 1e-4]))) is None, "not the nodes of a tree"
+    assert policy.keep_drafting(DraftStep(zeros, zeros, distributions([1e-4, 1e-4]))) is None, "not the nodes of a tree"
 
 
 @pytest.mark.parametrize("ragged", [True, False])
@@ -147,7 +149,7 @@ def test_a_row_that_is_held_to_more_than_others_ever_drafted(ragged: bool, behin
         for _ in range(steps):
             budget = asked = policy.budget(rows)
             if behind and any(budget):
-                asked = policy.afford(rows, budget)
+                asked = policy.fallback_budget(rows, budget)
             total = 1 + 0.1 * max(asked) + 0.02 * sum(asked)
             policy.observe(
                 rows,

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foresay.decoding.outcome import FinishReason, Origin, Step
-from foresay.decoding.protocols import Feed, Logits
+from foresay.decoding.protocols import Logits, ModelInput
 from foresay.decoding.rows import Rows
 from foresay.engine.stats import Stats
 from foresay.errors import ConfigError
@@ -388,17 +388,17 @@ def test_a_recording_as_a_model_says_what_came_next() -> None:
     store = model.new_cache()
     model.admit(Rows(rows), 0, store)
     assert store.lengths == [0, 0]
-    assert model.forward(Feed(torch.tensor([[1]]), [1], logits=Logits.NONE), store).token_ids is None
+    assert model.forward(ModelInput(torch.tensor([[1]]), [1], logits=Logits.NONE), store).token_ids is None
     assert store.lengths == [1, 0]
     fed = torch.tensor([[2, 3, 4], [7, 0, 0]])
-    out = model.forward(Feed(fed, [3, 1]), store)
+    out = model.forward(ModelInput(fed, [3, 1]), store)
     assert out.logits is None and out.token_ids is not None
     assert out.token_ids[0].tolist() == [3, 4, 5] and out.token_ids[1, 0] == 8
     assert store.lengths == [4, 1]
     store.truncate([2, 0])
-    last = model.forward(Feed(fed, [2, 1], logits=Logits.LAST), store)
+    last = model.forward(ModelInput(fed, [2, 1], logits=Logits.LAST), store)
     assert last.token_ids is not None and last.token_ids.tolist() == [[5], [8]]
-    assert model.forward(Feed(fed, [0, 0], logits=Logits.NONE), store).token_ids is None
+    assert model.forward(ModelInput(fed, [0, 0], logits=Logits.NONE), store).token_ids is None
     store.rearrange([(1, 0)], 1)
     assert store.lengths == [1] and store.texts.tolist() == [1]
 
@@ -415,7 +415,7 @@ def test_a_recording_as_a_model_refuses() -> None:
     refused(lambda: model.admit(Rows([other]), 0, model.new_cache()), "request 1 is not")
     store = model.new_cache()
     model.admit(Rows([make_row([1, 2])]), 0, store)
-    refused(lambda: model.forward(Feed(torch.tensor([[2]]), [1], hidden_layers=(1,)), store), "no hidden states")
+    refused(lambda: model.forward(ModelInput(torch.tensor([[2]]), [1], hidden_layers=(1,)), store), "no hidden states")
     assert store.lengths == [0] and np.array_equal(store.texts, [0])
 
 

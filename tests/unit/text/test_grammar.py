@@ -37,9 +37,9 @@ def test_masks_after_guesses_that_were_taken_back_are_those_of_a_fresh_one() -> 
             allowed = [i for i, good in enumerate(mask(one, written)) if good]
             assert mask(make(tokenizer), written) == mask(one, written)
             wrong = next(i for i in range(4, 250) if i not in allowed)
-            for guess in ([chance.choice(allowed), chance.choice(allowed)], [wrong], [wrong, wrong]):
-                seen = mask(one, written + guess)  # such as a pass over draft tokens asks
-                assert all(seen) or guess[0] != wrong
+            for draft_tokens in ([chance.choice(allowed), chance.choice(allowed)], [wrong], [wrong, wrong]):
+                seen = mask(one, written + draft_tokens)  # such as a pass over draft tokens asks
+                assert all(seen) or draft_tokens[0] != wrong
             written.append(0 if 0 in allowed else chance.choice(allowed))
         text = tokenizer.decode(written[:-1])
         assert text.strip().startswith("{") and text.strip().endswith("}")

@@ -16,8 +16,8 @@ from foresay.cli.methods import catalogue
 from foresay.decoding.acceptance import RULES
 from foresay.errors import ConfigError
 from foresay.lengths import LENGTHS
-from foresay.methods.recipes import DRAFTERS
 from foresay.models.sources.packaged import ALIASES
+from foresay.spec.recipes import DRAFTERS
 
 
 def help_(session: ChatSession, argument: str) -> None:

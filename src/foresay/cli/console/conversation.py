@@ -23,8 +23,8 @@ from foresay.generation.method import Method
 from foresay.lab.data.items import PromptItem
 from foresay.lab.tune import DRAFTERS
 from foresay.lengths import LENGTHS
-from foresay.methods.expressions import parse, written
-from foresay.text.wording import percent, yes_no
+from foresay.spec.expressions import parse, written
+from foresay.text.formatting import percent, yes_no
 
 
 def say(session: ChatSession, text: str) -> None:

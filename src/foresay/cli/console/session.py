@@ -14,7 +14,7 @@ from foresay.errors import ConfigError
 from foresay.generation.generator import Generator
 from foresay.generation.load import change
 from foresay.lengths import LENGTHS
-from foresay.methods.expressions import parse, written
+from foresay.spec.expressions import parse, written
 from foresay.text.prompts import Prompt, encode
 
 INTERRUPTED = "interrupted"

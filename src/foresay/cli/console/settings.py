@@ -17,8 +17,8 @@ from foresay.cli.methods import shown, signature
 from foresay.cli.options import idle
 from foresay.cli.progress import loading
 from foresay.errors import ConfigError
-from foresay.methods.expressions import Call, parse
-from foresay.methods.recipes import DRAFTERS
+from foresay.spec.expressions import Call, parse
+from foresay.spec.recipes import DRAFTERS
 
 Command = Callable[[ChatSession, str], None]
 

@@ -19,14 +19,14 @@ from foresay.decoding.sampling_params import SamplingParams
 from foresay.generation.generator import Generator
 from foresay.generation.method import PLAIN, Method
 from foresay.generation.result import Generation
-from foresay.lab.bench.contenders import MethodRunner, Outcome, PromptBlock, Runner
+from foresay.lab.bench.runners import MethodRunner, Outcome, PromptBlock, Runner
 from foresay.lab.bench.turns import take_turns
 from foresay.lab.data.items import PromptItem
 from foresay.lab.data.requests import PromptRequest, RequestBuilder
 from foresay.lengths import ConstantLength
-from foresay.methods.expressions import written
 from foresay.records.results import Failure, Run
-from foresay.text.wording import percent, yes_no
+from foresay.spec.expressions import written
+from foresay.text.formatting import percent, yes_no
 
 ALONE = "draft alone"
 _WIDE = (

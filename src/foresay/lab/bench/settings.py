@@ -10,8 +10,8 @@ from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ConfigError
 from foresay.generation.generator import Generator
 from foresay.generation.method import Method
-from foresay.lab.bench.contenders import PromptBlock, sampling_name
-from foresay.lab.data.requests import PromptRequest, digest, told_params
+from foresay.lab.bench.runners import PromptBlock, sampling_name
+from foresay.lab.data.requests import PromptRequest, digest, recorded_params_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,5 +58,5 @@ class BenchSettings:
             "model": target.target.name,
             "dtype": target.target.precision,
             "datasets": {name: {"prompts": len(asks), "digest": digest(asks)} for name, asks in self.datasets.items()},
-            "params": [told_params(params) for params in self.params],
+            "params": [recorded_params_of(params) for params in self.params],
         }

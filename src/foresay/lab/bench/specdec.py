@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from foresay.decoding.acceptance import Speculative
-from foresay.decoding.laws import Laws
-from foresay.decoding.proposal import Proposal, Verdict
+from foresay.decoding.distributions import Distributions
+from foresay.decoding.proposal import Proposal, Verification
 from foresay.decoding.protocols import ModelOutput, Rule
 from foresay.decoding.randomness import Streams, derive
 from foresay.decoding.rows import Rows
@@ -112,9 +112,16 @@ class _DraftTokens:
 
     found: list[tuple[int | None, float | None]] = field(default_factory=list)
 
-    def __call__(self, rows: Rows, proposal: Proposal, laws: Laws, verdict: Verdict, output: ModelOutput) -> None:
+    def __call__(
+        self,
+        rows: Rows,
+        proposal: Proposal,
+        distributions: Distributions,
+        verification: Verification,
+        output: ModelOutput,
+    ) -> None:
         if proposal.width and proposal.num_tokens[0]:
-            chance = float(acceptance_chances(proposal, laws)[0, 0])
+            chance = float(acceptance_chances(proposal, distributions)[0, 0])
             self.found.append((int(proposal.token_ids[0, 0]), chance))
         else:
             self.found.append((None, None))
@@ -128,8 +135,8 @@ class _Forced(Rule):
     def __init__(self, tokens: Sequence[int]) -> None:
         self._tokens, self._next = list(tokens), 0
 
-    def judge(self, target: Laws, proposal: Proposal, streams: Streams) -> Verdict:
+    def verify(self, target: Distributions, proposal: Proposal, streams: Streams) -> Verification:
         none = torch.zeros(1, dtype=torch.int64, device=target.greedy_ids.device)
         token = self._tokens[self._next]
         self._next += 1
-        return Verdict(none, none + token, none)
+        return Verification(none, none + token, none)

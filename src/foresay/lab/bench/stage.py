@@ -11,8 +11,8 @@ from typing import Any
 
 from foresay.generation.generator import Generator
 from foresay.generation.method import PLAIN, Method
-from foresay.lab.bench.contenders import MethodRunner, Outcome, PeerRunner, PromptBlock, Runner
 from foresay.lab.bench.peers.base import Peer
+from foresay.lab.bench.runners import MethodRunner, Outcome, PeerRunner, PromptBlock, Runner
 from foresay.lab.bench.settings import BenchSettings
 from foresay.lab.bench.turns import take_turns
 from foresay.records.provenance import provenance

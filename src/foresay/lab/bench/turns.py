@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from foresay.errors import ForesayError
-from foresay.lab.bench.contenders import Outcome, PromptBlock, Runner
+from foresay.lab.bench.runners import Outcome, PromptBlock, Runner
 from foresay.records.results import Failure, Run
 
 

@@ -102,6 +102,6 @@ def changed_params(params: SamplingParams) -> Mapping[str, Any]:
     return {n: getattr(params, n) for n in names if getattr(params, n) != getattr(default, n)}
 
 
-def told_params(params: SamplingParams) -> dict[str, Any]:
+def recorded_params_of(params: SamplingParams) -> dict[str, Any]:
     """The same with the number of tokens whether changed or not, which everyone who reads of a run asks for."""
     return {**changed_params(params), "max_new_tokens": params.max_new_tokens}

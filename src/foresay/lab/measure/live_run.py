@@ -10,7 +10,7 @@ from time import perf_counter
 from foresay.decoding.randomness import derive
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.engine import Stats
-from foresay.engine.filling import OFFLINE_WAIT_S
+from foresay.engine.chunked_prefill import OFFLINE_WAIT_S
 from foresay.errors import ForesayError
 from foresay.generation.generator import Generator
 from foresay.generation.result import Generation

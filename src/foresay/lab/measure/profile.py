@@ -17,9 +17,9 @@ import torch
 
 import foresay.lab.measure.roofline as floors
 from foresay.decoding.acceptance import Speculative
-from foresay.decoding.prefill import fill_chunk
+from foresay.decoding.prefill import prefill_chunk
 from foresay.decoding.proposal import Proposal
-from foresay.decoding.protocols import FILL_CHUNK, Drafter, LanguageModel, LengthPolicy
+from foresay.decoding.protocols import PREFILL_CHUNK, Drafter, LanguageModel, LengthPolicy
 from foresay.decoding.rows import Row, Rows
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters.stateless import Stateless
@@ -30,7 +30,7 @@ from foresay.records.profile import FILLED_TOGETHER, Profile, Timing, profile_pa
 from foresay.records.provenance import machine
 
 BATCHES, COLUMNS, CONTEXTS = (1, 2, 4, 8), (1, 2, 3, 4, 5, 6, 7, 9), (128, 512)
-FILLS = (8, 32, 128, FILL_CHUNK)
+FILLS = (8, 32, 128, PREFILL_CHUNK)
 LENGTHS = (1, 2, 4, 8)
 _WARM_UP = 2
 _FEW = 128
@@ -190,7 +190,7 @@ def _fill(target: LanguageModel, tokens: int, repeats: int) -> float:
         cache = target.new_cache()
         target.admit(rows, 0, cache)
         began = perf_counter()
-        while fill_chunk(target, cache, rows, 0):
+        while prefill_chunk(target, cache, rows, 0):
             pass
         if turn:
             times.append((perf_counter() - began) / FILLED_TOGETHER)

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from foresay.models.cache.memory import kv_bytes
 from foresay.models.huggingface.linears import weight_bytes
-from foresay.models.huggingface.memory import kv_bytes
 from foresay.records.profile import Floor
 
 _BLOCK_BYTES = 1 << 28

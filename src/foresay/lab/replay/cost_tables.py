@@ -14,7 +14,7 @@ from foresay.drafters import Cascade, ModelDrafter
 from foresay.errors import ConfigError
 from foresay.json_files import Schema, read_limited
 from foresay.lab.replay.theory import COST_TABLES, NO_COST, CostModel
-from foresay.methods.expressions import Call, parse
+from foresay.spec.expressions import Call, parse
 
 _COSTS: Schema[dict[str, float]] = Schema(dict[str, float], "an object of model name -> cost of a pass")
 

@@ -26,14 +26,14 @@ from foresay.lab.replay.predict import expect
 from foresay.lab.replay.replay import Replay, replay
 from foresay.lab.replay.theory import CostModel
 from foresay.lengths import ConstantLength
-from foresay.methods.recipe import Resources
-from foresay.methods.recipes import read_drafter, read_length, read_rule
 from foresay.models.recording import RecordingModel
 from foresay.models.sources.catalog import LoadedModel
 from foresay.records.lines import LineWriter
 from foresay.records.profile import Profile
 from foresay.records.provenance import provenance
 from foresay.records.recording import Recording
+from foresay.spec.recipe import Resources
+from foresay.spec.recipes import read_drafter, read_length, read_rule
 
 Span = tuple[float, float | None, float | None]
 """A value and its interval, as `_finite` writes it."""

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from foresay.decoding.laws import build_laws
+from foresay.decoding.distributions import build_distributions
 from foresay.decoding.proposal import Proposal
-from foresay.decoding.protocols import Feed, LanguageModel, LengthPolicy
+from foresay.decoding.protocols import LanguageModel, LengthPolicy, ModelInput
 from foresay.decoding.rows import IntArray, Row, Rows
 from foresay.drafters import ModelDrafter
 from foresay.drafters.cross_tokenizer import CrossTokenizerDrafter
@@ -88,12 +88,12 @@ def _argmax_after(model: LanguageModel, row: Row, begin: int) -> IntArray:
     while start < end:
         count = min(_CHUNK, end - start)
         fed = torch.from_numpy(row.tokens[start : start + count])[None].to(model.device)
-        scores = context.forward(Feed(fed, [count])).scores()
+        scores = context.forward(ModelInput(fed, [count])).scores()
         skipped = max(0, begin - 1 - start)
         here = Row(0, row.tokens[: start + skipped + 1], row.params, limit=row.limit, eos=row.eos)
         here.prompt_length = row.prompt_length
         continuation = torch.from_numpy(row.tokens[None, start + skipped + 1 : start + count])
-        laws = build_laws(scores[:, skipped:], Rows([here]), continuation)
-        out[start + skipped : start + count] = laws.greedy_ids[0].cpu().numpy()
+        distributions = build_distributions(scores[:, skipped:], Rows([here]), continuation)
+        out[start + skipped : start + count] = distributions.greedy_ids[0].cpu().numpy()
         start += count
     return out

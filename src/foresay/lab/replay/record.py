@@ -13,14 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from foresay.decoding.laws import Laws
+from foresay.decoding.distributions import Distributions
 from foresay.decoding.outcome import FinishReason, Step
-from foresay.decoding.proposal import Proposal, Verdict
-from foresay.decoding.protocols import Begun, ModelOutput
+from foresay.decoding.proposal import Proposal, Verification
+from foresay.decoding.protocols import ModelOutput, PreparedPrompt
 from foresay.decoding.randomness import derive
 from foresay.decoding.rows import Rows
 from foresay.decoding.sampling_params import SamplingParams
-from foresay.engine.filling import OFFLINE_WAIT_S
+from foresay.engine.chunked_prefill import OFFLINE_WAIT_S
 from foresay.errors import ConfigError, ForesayError
 from foresay.generation.generator import Generator
 from foresay.lab.data.items import PromptItem
@@ -50,8 +50,15 @@ class _Probabilities:
     def __init__(self) -> None:
         self.latest: list[float] = []
 
-    def __call__(self, rows: Rows, proposal: Proposal, laws: Laws, verdict: Verdict, output: ModelOutput) -> None:
-        self.latest = laws.prob_of(verdict.token_ids[:, None])[:, 0].tolist()
+    def __call__(
+        self,
+        rows: Rows,
+        proposal: Proposal,
+        distributions: Distributions,
+        verification: Verification,
+        output: ModelOutput,
+    ) -> None:
+        self.latest = distributions.prob_of(verification.token_ids[:, None])[:, 0].tolist()
 
 
 @dataclass(slots=True)
@@ -59,18 +66,18 @@ class _Open:
     """A request that is being decoded."""
 
     request: PromptRequest
-    begun: Begun
+    prepared: PreparedPrompt
     steps: list[Step] = field(default_factory=list)
     token_probs: list[float] = field(default_factory=list)
 
     def record(self, reason: FinishReason, index: int) -> Record:
         """The finished request as a Record for the file. index: of its item in the data set."""
-        params, source = self.begun.params, self.begun.source
+        params, source = self.prepared.params, self.prepared.source
         output = tuple(token for step in self.steps for token in step.token_ids)
         entries = [entry for step in self.steps for entry in step.logprobs or ()]
         return Record(
             id=self.request.id,
-            prompt=tuple(self.begun.prompt),
+            prompt=tuple(self.prepared.prompt),
             output=output,
             finish_reason=reason.value,
             category=self.request.category,
@@ -96,7 +103,7 @@ def record(
 
     The target decodes plainly, `generator.max_batch_size` prompts at a time. A sampled output's seed is derived from
     params.seed (0 where there is none) and the item's index, so that a resumed run writes what an uninterrupted one would
-    have. on_progress: called with the Progress after every step. Raises ConfigError for a file that was begun with other
+    have. on_progress: called with the Progress after every step. Raises ConfigError for a file that was prepared with other
     prompts, parameters or weights, for prompt ids that are not unique, for no items, and for params with processors.
     """
     builder = RequestBuilder(generator, chat=chat)
@@ -216,7 +223,7 @@ class Recorder:
             number = self.session.submit(list(request.token_ids), params, text=False)
         except ForesayError as error:
             raise error.about(f"prompt {request.id!r}") from None
-        self.open[number] = _Open(request, self.session.begun(number))
+        self.open[number] = _Open(request, self.session.prepared(number))
 
     def _finish(self, one: _Open, reason: FinishReason) -> None:
         made = one.record(reason, self.indices[one.request.item.id])

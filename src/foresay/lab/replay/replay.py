@@ -26,7 +26,7 @@ from foresay.decoding.rows import Rows
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.engine import Engine, Stats
 from foresay.errors import ConfigError
-from foresay.lab.replay.sampled import LAW_FIELDS, members, replay_sampled
+from foresay.lab.replay.sampled import PROBABILITY_FIELDS, members, replay_sampled
 from foresay.lengths import ThroughputLength
 from foresay.lengths.throughput import forget_own_time
 from foresay.models.recording import RecordingModel
@@ -122,13 +122,13 @@ class Timed(LengthPolicy):
         """The inner policy's."""
         return self._inner.keep_drafting(step)
 
-    def keep(self, rows: Rows, counts: Sequence[int], matched: Sequence[int]) -> Sequence[int]:
+    def num_to_score(self, rows: Rows, counts: Sequence[int], matched: Sequence[int]) -> Sequence[int]:
         """The inner policy's."""
-        return self._inner.keep(rows, counts, matched)
+        return self._inner.num_to_score(rows, counts, matched)
 
-    def afford(self, rows: Rows, most: Sequence[int]) -> Sequence[int]:
+    def fallback_budget(self, rows: Rows, most: Sequence[int]) -> Sequence[int]:
         """The inner policy's."""
-        return self._inner.afford(rows, most)
+        return self._inner.fallback_budget(rows, most)
 
     def observe(self, rows: Rows, steps: Sequence[Step]) -> None:
         """Pass on the steps, with the times that they would take."""
@@ -213,7 +213,7 @@ def recorded_params(recording: Recording, max_new_tokens: int) -> SamplingParams
 
     The draft tokens of a sampled draft model are drawn by SampledReplayModel, which makes them the argmax.
     """
-    values = {k: v for k, v in recording.params.items() if recording.greedy or k not in LAW_FIELDS}
+    values = {k: v for k, v in recording.params.items() if recording.greedy or k not in PROBABILITY_FIELDS}
     least = min(int(values.get("min_new_tokens", 0)), max_new_tokens)
     return read_params(values, max_new_tokens=max_new_tokens, min_new_tokens=least, logprobs=None, stop=())
 

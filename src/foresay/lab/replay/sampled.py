@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from foresay.decoding.laws import build_laws
-from foresay.decoding.protocols import Drafter, Feed, KVCache, LanguageModel, Logits, ModelOutput, Move
+from foresay.decoding.distributions import build_distributions
+from foresay.decoding.protocols import Drafter, KVCache, LanguageModel, Logits, ModelInput, ModelOutput, Move
 from foresay.decoding.randomness import Purpose, Streams
 from foresay.decoding.rows import Row, Rows
 from foresay.decoding.sampling_params import SamplingParams
@@ -25,7 +25,7 @@ from foresay.errors import ConfigError
 from foresay.models.vocabulary import VocabularyAdapter
 from foresay.records.recording import Recording
 
-LAW_FIELDS = ("temperature", "top_k", "top_p", "min_p")
+PROBABILITY_FIELDS = ("temperature", "top_k", "top_p", "min_p")
 """The parameters that turn logits into a law; a recording sampled with others cannot be replayed with a draft model."""
 
 
@@ -64,7 +64,7 @@ class SampledReplayModel(VocabularyAdapter):
             )
         super().__init__(inner, inner.vocab_size)
         self._records, self._seed = recording.records, seed
-        known = {k: v for k, v in recording.params.items() if k in LAW_FIELDS}
+        known = {k: v for k, v in recording.params.items() if k in PROBABILITY_FIELDS}
         self._params = SamplingParams(**known)
 
     def new_cache(self) -> KVCache:
@@ -77,19 +77,19 @@ class SampledReplayModel(VocabularyAdapter):
         super().admit(rows, first, cache.inner)
         cache.texts += [rows[i].request_id for i in range(first, len(rows))]
 
-    def forward(self, feed: Feed, cache: KVCache) -> ModelOutput:
+    def forward(self, model_input: ModelInput, cache: KVCache) -> ModelOutput:
         """One pass, logits [B, T, V]; see LanguageModel.forward."""
         assert isinstance(cache, _TextCache)
-        before = list(cache.lengths[feed.first_row : feed.first_row + len(feed.num_tokens)])
-        out = super().forward(feed, cache.inner)
+        before = list(cache.lengths[model_input.first_row : model_input.first_row + len(model_input.num_tokens)])
+        out = super().forward(model_input, cache.inner)
         if out.logits is None:
             return out
-        last = feed.logits is Logits.LAST
+        last = model_input.logits is Logits.LAST
         scores = out.scores().to(torch.float32, copy=True)  # in bf16 the greatest logit plus 1e-3 may round to itself
-        for i, (start, count) in enumerate(zip(before, feed.num_tokens, strict=True)):
+        for i, (start, count) in enumerate(zip(before, model_input.num_tokens, strict=True)):
             columns = range(count - 1, count) if last else range(count)
             for place, column in enumerate(columns):
-                self._choose(scores[i, place], cache.texts[feed.first_row + i], start + column + 1)
+                self._choose(scores[i, place], cache.texts[model_input.first_row + i], start + column + 1)
         return ModelOutput(scores, out.hidden)
 
     def _choose(self, scores: torch.Tensor, text: int, position: int) -> None:
@@ -101,8 +101,12 @@ class SampledReplayModel(VocabularyAdapter):
         if not 0 <= place < len(record.output) or record.token_probs is None:
             return
         written, p = record.output[place], max(record.token_probs[place], 1e-12)
-        law = build_laws(scores[None, None], Rows([Row(text, [0], self._params, limit=1 << 40)]))
-        q = float(law.prob_of(torch.tensor([[written]], device=scores.device))[0, 0]) if written < len(scores) else 0.0
+        distribution = build_distributions(scores[None, None], Rows([Row(text, [0], self._params, limit=1 << 40)]))
+        q = (
+            float(distribution.prob_of(torch.tensor([[written]], device=scores.device))[0, 0])
+            if written < len(scores)
+            else 0.0
+        )
         keys = torch.tensor([self._seed]), torch.tensor([text])
         number = Streams(*keys).uniform(Purpose.ACCEPT, torch.tensor([position]))
         if float(number) * p < q:
@@ -121,10 +125,10 @@ def members(drafter: Drafter | None) -> list[Any]:
 def replay_sampled(drafter: Drafter, recording: Recording) -> None:
     """Replace every draft model in a drafter by its SampledReplayModel, in place; look-ups stay as they are.
 
-    Raises ConfigError for a draft with another tokenizer, and for a recording sampled with parameters beyond LAW_FIELDS.
+    Raises ConfigError for a draft with another tokenizer, and for a recording sampled with parameters beyond PROBABILITY_FIELDS.
     """
     others = set(recording.params) - {
-        *LAW_FIELDS,
+        *PROBABILITY_FIELDS,
         "max_new_tokens",
         "ignore_eos",
         "logprobs",

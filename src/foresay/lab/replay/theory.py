@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 from foresay.checks import check_float, check_int
 from foresay.errors import ConfigError, UnknownNameError
-from foresay.methods.recipes import named
+from foresay.spec.recipes import named
 
 
 def flat(gamma: int) -> float:

@@ -19,7 +19,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from foresay.generation.method import PLAIN
 from foresay.lab.report.table import Span, TableRow
 from foresay.records.results import Cell, Failure, Trace
-from foresay.text.wording import MEANINGS, percent, yes_no
+from foresay.text.formatting import MEANINGS, percent, yes_no
 
 MOST_TRACES = 12
 

@@ -108,7 +108,7 @@ def _remarks(sources: Sequence[Source]) -> list[str]:
 
 def summary(table: Sequence[TableRow]) -> list[str]:
     """A sentence for each data set, batch and sampling: which exact method was fastest, and whether it pays."""
-    return [_verdict(group, of) for group, of in _grouped(table).items()]
+    return [_verification(group, of) for group, of in _grouped(table).items()]
 
 
 def _grouped(table: Sequence[TableRow]) -> dict[Group, list[TableRow]]:
@@ -119,7 +119,7 @@ def _in_words(group: Group) -> str:
     return "{} (batch {}, {})".format(*group)
 
 
-def _verdict(group: Group, of: Sequence[TableRow]) -> str:
+def _verification(group: Group, of: Sequence[TableRow]) -> str:
     where = f"On {_in_words(group)}"
     ours = [row for row in of if row.exact and row.stats is not None and row.cell.method != PLAIN and row.speed_up]
     if not ours:

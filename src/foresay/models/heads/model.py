@@ -13,36 +13,36 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from foresay.decoding.laws import Columns
-from foresay.decoding.protocols import Capabilities, Feed, KVCache, LanguageModel, Logits, ModelOutput
+from foresay.decoding.distributions import VocabularySubset
+from foresay.decoding.protocols import Capabilities, KVCache, LanguageModel, Logits, ModelInput, ModelOutput
 from foresay.decoding.rows import Rows
 from foresay.errors import ConfigError, UnsupportedModelError
+from foresay.models.cache.slot_cache import Placement, SlotCache
+from foresay.models.cpu.gated_layer import GatedLayer, Norm
+from foresay.models.cpu.layers import Beside, FlatTokens, NativeLayers
+from foresay.models.cpu.product import CompiledProduct
 from foresay.models.heads.config import LAST, NEXT
 from foresay.models.heads.files import Head, check_target
 from foresay.models.huggingface import attention, linears
 from foresay.models.huggingface.causal import CausalModel
-from foresay.models.huggingface.gated_layer import GatedLayer, Norm
-from foresay.models.huggingface.lean import padded
-from foresay.models.huggingface.linears import MakeProduct, as_it_is
-from foresay.models.huggingface.native.layers import Beside, FlatTokens, NativeLayers
-from foresay.models.huggingface.native.product import CompiledProduct
+from foresay.models.huggingface.fused import padded
+from foresay.models.huggingface.linears import MakeProduct, unchanged
 from foresay.models.huggingface.operations import TurnTable, attend, causal_mask, feed_forward, turn_of
 from foresay.models.huggingface.products import Product
-from foresay.models.huggingface.slot_cache import Placement, SlotCache
-from foresay.threads import together
+from foresay.threads import all_threads
 
 _ROWS = 16
 """Places whose features are computed together where kernels are PyTorch's."""
 
 
 class HeadModel(LanguageModel):
-    """A head beside the target that it was made for.
+    """A draft head with the target that it was trained for.
 
-    A column is a pair: a token, and in `Feed.features` [B, T, D] what `features` made of the target's hidden states at the token
-    before it, or what the pass of that token put out.
+    Its input at each position is a pair: a token, and in `ModelInput.features` [B, T, D] the features of the target's hidden
+    states at the token before, or the head's own output there.
     """
 
-    def __init__(self, head: Head, target: CausalModel, *, name: str = "", make: MakeProduct = as_it_is) -> None:
+    def __init__(self, head: Head, target: CausalModel, *, name: str = "", make: MakeProduct = unchanged) -> None:
         """name: the target's. make: the products, of more or fewer bits. Raises ConfigError for a head of another target."""
         config, self.target = head.config, target
         width = int(target.model.config.get_text_config(decoder=True).hidden_size)
@@ -54,7 +54,9 @@ class HeadModel(LanguageModel):
             )
         self.vocab_size, self.max_length, self.device = target.vocab_size, target.max_length, target.device
         self.dtype, self._make = target.model.dtype, make
-        self._columns = None if head.token_ids is None else Columns.of(head.token_ids.to(self.device), self.vocab_size)
+        self._subset = (
+            None if head.token_ids is None else VocabularySubset.of(head.token_ids.to(self.device), self.vocab_size)
+        )
         module = head.module
         self._fc = self._product(module.fc.weight)
         self._layer, self._norm = self._read(head), self._norm_of(module.norm)
@@ -74,7 +76,7 @@ class HeadModel(LanguageModel):
 
     def _product(self, *weights: torch.Tensor) -> Product:
         weight = torch.cat([one.detach().to(self.device, self.dtype) for one in weights])
-        rounded = self._make is not as_it_is
+        rounded = self._make is not unchanged
         if self.device.type == "cpu" and (rounded or linears.available(self.dtype, self.device)):
             return self._make(weight, None)
         return _Plain(weight)
@@ -132,7 +134,7 @@ class HeadModel(LanguageModel):
         """See LanguageModel."""
         apart = self._native is not None
         filled = apart or self.device.type != "cpu"
-        return Capabilities(trees=True, num_layers=LAST, fill_together=filled, ragged=apart, own_threads=apart)
+        return Capabilities(trees=True, num_layers=LAST, prefill_together=filled, ragged=apart, own_threads=apart)
 
     def new_cache(self) -> SlotCache:
         """A cache without rows."""
@@ -152,40 +154,40 @@ class HeadModel(LanguageModel):
         # other kernels sum in another order for other numbers of rows: always as many
         flat = joint.reshape(-1, joint.shape[-1])
         whole = F.pad(flat, (0, 0, 0, -len(flat) % _ROWS))
-        with together():
+        with all_threads():
             parts = [self._fc(part) for part in whole.view(-1, _ROWS, flat.shape[-1])]
         return torch.cat([*parts, flat[:0, : self.width]])[: len(flat)].view(*joint.shape[:-1], self.width)
 
     @torch.inference_mode()
-    def forward(self, feed: Feed, cache: KVCache) -> ModelOutput:
+    def forward(self, model_input: ModelInput, cache: KVCache) -> ModelOutput:
         """One pass over pairs, see LanguageModel.forward; hidden states NEXT and LAST are always given."""
-        assert isinstance(cache, SlotCache) and feed.features is not None
-        batch, columns = feed.token_ids.shape
+        assert isinstance(cache, SlotCache) and model_input.features is not None
+        batch, columns = model_input.token_ids.shape
         if self._native is None and self.device.type == "cpu" and (batch > 1 or columns == 1):
-            return self._row_by_row(feed, cache)
-        at = cache.begin_pass(feed.first_row, batch, columns, self.device, feed.parents)
-        embedded = self._embed(feed.token_ids)
+            return self._row_by_row(model_input, cache)
+        at = cache.begin_pass(model_input.first_row, batch, columns, self.device, model_input.parents)
+        embedded = self._embed(model_input.token_ids)
         if self._native is not None:
-            x, normed = self._by_kernels(self._native, embedded, feed, at, cache)
+            x, normed = self._by_kernels(self._native, embedded, model_input, at, cache)
         else:
             with attention.during(at):
-                x, normed = self._by_operations(embedded, feed.features, at, cache)
-        for i, count in enumerate(feed.num_tokens):
-            cache.lengths[feed.first_row + i] += count
+                x, normed = self._by_operations(embedded, model_input.features, at, cache)
+        for i, count in enumerate(model_input.num_tokens):
+            cache.lengths[model_input.first_row + i] += count
         hidden = {NEXT: x, LAST: normed}
-        if feed.logits is Logits.NONE:
+        if model_input.logits is Logits.NONE:
             return ModelOutput(None, hidden)
-        if feed.logits is Logits.LAST and columns > 1:
-            normed = normed[torch.arange(batch, device=normed.device), feed.last_columns()][:, None]
-        return ModelOutput(self._head(normed), hidden, columns=self._columns)
+        if model_input.logits is Logits.LAST and columns > 1:
+            normed = normed[torch.arange(batch, device=normed.device), model_input.last_columns()][:, None]
+        return ModelOutput(self._head(normed), hidden, subset=self._subset)
 
-    def _row_by_row(self, feed: Feed, cache: SlotCache) -> ModelOutput:
+    def _row_by_row(self, model_input: ModelInput, cache: SlotCache) -> ModelOutput:
         """The same where a row's bits would depend on the others': each alone, and never one column."""
         outputs = []
-        for i, count in enumerate(feed.num_tokens):
-            one = feed.part(i, i + 1)
+        for i, count in enumerate(model_input.num_tokens):
+            one = model_input.part(i, i + 1)
             assert one.features is not None
-            if feed.token_ids.shape[1] > 1:
+            if model_input.token_ids.shape[1] > 1:
                 outputs.append(self.forward(one, cache))
                 continue
             pair = dataclasses.replace(
@@ -199,23 +201,23 @@ class HeadModel(LanguageModel):
             scores = None if twice.logits is None else twice.logits[:, :1]
             outputs.append(ModelOutput(scores, {n: states[:, :1] for n, states in twice.hidden.items()}))
         hidden = {n: torch.cat([one.hidden[n] for one in outputs]) for n in (NEXT, LAST)}
-        if feed.logits is Logits.NONE:
+        if model_input.logits is Logits.NONE:
             return ModelOutput(None, hidden)
         scores = torch.cat([one.logits for one in outputs if one.logits is not None])
-        return ModelOutput(scores, hidden, columns=self._columns)
+        return ModelOutput(scores, hidden, subset=self._subset)
 
     def _by_kernels(
-        self, native: NativeLayers, embedded: torch.Tensor, feed: Feed, at: Placement, cache: SlotCache
+        self, native: NativeLayers, embedded: torch.Tensor, model_input: ModelInput, at: Placement, cache: SlotCache
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        features = feed.features
+        features = model_input.features
         assert features is not None
-        batch, columns = feed.token_ids.shape
+        batch, columns = model_input.token_ids.shape
         shape = (batch, columns)
-        if not any(feed.num_tokens):
+        if not any(model_input.num_tokens):
             return torch.zeros_like(features), torch.zeros_like(features)
         real = None
-        if min(feed.num_tokens) < columns:
-            real = torch.arange(columns) < torch.tensor(feed.num_tokens)[:, None]
+        if min(model_input.num_tokens) < columns:
+            real = torch.arange(columns) < torch.tensor(model_input.num_tokens)[:, None]
         both = torch.cat([embedded, features], -1)
         read = (both.flatten(0, 1) if real is None else both[real]).float()
         flat = read[:, self.width :].clone(memory_format=torch.contiguous_format)  # it is written to
@@ -258,6 +260,6 @@ def target_rows(target: CausalModel, token_ids: Sequence[int] | torch.Tensor | N
     """The rows [K, H] of a target's head for some tokens, all of them when None. Raises UnsupportedModelError without a head."""
     layer = target.model.get_output_embeddings()
     weight = None if layer is None else linears.weight_of(layer)
-    if weight is None or target.columns is not None:
+    if weight is None or target.subset is not None:
         raise UnsupportedModelError(f"{type(target.model).__name__} has no whole head whose rows a draft could share")
     return weight if token_ids is None else weight[torch.as_tensor(token_ids, device=weight.device)]

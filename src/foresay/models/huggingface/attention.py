@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from foresay.models.huggingface.slot_cache import Placement, spans
+from foresay.models.cache.slot_cache import Placement, spans
 
 NAME = "foresay"
 QUERY_ROWS = 4

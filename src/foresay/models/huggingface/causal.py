@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from transformers import Cache, PreTrainedModel
 
-from foresay.decoding.protocols import Feed, KVCache, Logits
+from foresay.decoding.protocols import KVCache, Logits, ModelInput
 from foresay.decoding.rows import Rows
 from foresay.errors import UnsupportedModelError
+from foresay.models.cache.slot_cache import Placement, SlotCache
+from foresay.models.cache.stores import RowStores, Spare
+from foresay.models.huggingface.fused import FusedDecoder, state_of
 from foresay.models.huggingface.graphs import GraphedPasses, cuda_graphs
-from foresay.models.huggingface.lean import LeanDecoder, state_of
 from foresay.models.huggingface.model import UNLIMITED, TransformersModel
-from foresay.models.huggingface.slot_cache import Placement, SlotCache
-from foresay.models.huggingface.stores import RowStores, Spare
 
 logger = logging.getLogger("foresay")
 
@@ -115,8 +115,8 @@ class CausalModel(TransformersModel):
         )
         self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         self._body = model.base_model
-        self.lean: LeanDecoder | None = None
-        """What passes are made by, in place of the family's own code; see `use_lean`."""
+        self.lean: FusedDecoder | None = None
+        """What passes are made by, in place of the family's own code; see `use_fused`."""
         self.graphs: GraphedPasses | None = None
         """Lean passes captured on a GPU."""
         self._spare = Spare()
@@ -125,9 +125,9 @@ class CausalModel(TransformersModel):
         # ALiBi is counted from slots
         self.takes_trees = self._takes_positions and not getattr(config, "alibi", False)
 
-    def use_lean(self) -> None:
-        """Make passes by `LeanDecoder`. Raises NotLeanError for a model that it does not read, which keeps its own code."""
-        self.lean = LeanDecoder(self.model)
+    def use_fused(self) -> None:
+        """Make passes by `FusedDecoder`. Raises NotFusedError for a model that it does not read, which keeps its own code."""
+        self.lean = FusedDecoder(self.model)
         if self.device.type == "cuda":
             self.graphs = GraphedPasses(self.lean.by_operations, cuda_graphs(self.device), self.device)
 
@@ -136,7 +136,7 @@ class CausalModel(TransformersModel):
         self._watched = state_of(self.model)
 
     @property
-    def rows_apart(self) -> bool:
+    def one_row_at_a_time(self) -> bool:
         """See TransformersModel: the compiled kernels compute each token by itself."""
         return self.lean is not None and self.lean.compiled
 
@@ -151,7 +151,7 @@ class CausalModel(TransformersModel):
 
     def borrowed(self, owner: SlotCache) -> SlotCache:
         """See TransformersModel. The owner's passes may be made by its family's own code since these layers were taken."""
-        if self.rows_apart and not isinstance(owner.tensors, RowStores):
+        if self.one_row_at_a_time and not isinstance(owner.tensors, RowStores):
             self.lean = None
         return super().borrowed(owner)
 
@@ -160,15 +160,17 @@ class CausalModel(TransformersModel):
         assert isinstance(cache, SlotCache) and len(cache.lengths) == first
         cache.add_rows(len(rows) - first)
 
-    def _replayed(self, feed: Feed, cache: SlotCache) -> tuple[torch.Tensor | None, Mapping[int, torch.Tensor]] | None:
-        return None if self.graphs is None or self.lean is None else self.graphs(feed, cache)
+    def _replayed(
+        self, model_input: ModelInput, cache: SlotCache
+    ) -> tuple[torch.Tensor | None, Mapping[int, torch.Tensor]] | None:
+        return None if self.graphs is None or self.lean is None else self.graphs(model_input, cache)
 
     def _call(
-        self, feed: Feed, token_ids: torch.Tensor, at: Placement, cache: SlotCache
+        self, model_input: ModelInput, token_ids: torch.Tensor, at: Placement, cache: SlotCache
     ) -> tuple[torch.Tensor | None, Mapping[int, torch.Tensor]]:
-        logits, hidden = feed.logits, feed.hidden_layers
+        logits, hidden = model_input.logits, model_input.hidden_layers
         if self.lean is not None:
-            return self.lean(token_ids, at, cache, feed)
+            return self.lean(token_ids, at, cache, model_input)
         adapter = TransformersCache(cache, at)
         kwargs: dict[str, Any] = {"input_ids": token_ids, "past_key_values": adapter, "use_cache": True}
         if self._takes_positions:

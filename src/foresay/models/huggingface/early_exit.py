@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from foresay.decoding.laws import Columns
+from foresay.decoding.distributions import VocabularySubset
 from foresay.errors import ConfigError, UnsupportedModelError
 from foresay.models.huggingface import linears
 from foresay.models.huggingface.causal import CausalModel
@@ -33,7 +33,7 @@ def first_layers(model: CausalModel, count: int) -> CausalModel:
         part = short.get_submodule(name)
         if hasattr(part, "config"):
             part.config = config
-    return _like(model, short, model.columns)
+    return _like(model, short, model.subset)
 
 
 def first_decoder_layers(model: Seq2SeqModel, count: int) -> Seq2SeqModel:
@@ -70,35 +70,35 @@ def trimmed_head(model: CausalModel, ids: Sequence[int] | torch.Tensor) -> Causa
             f"{type(model.model).__name__} has no output embeddings of its own that could be trimmed"
         )
     wanted = torch.as_tensor(ids, dtype=torch.int64)
-    width = int(weight.shape[0]) if model.columns is None else model.vocab_size
+    width = int(weight.shape[0]) if model.subset is None else model.vocab_size
     if wanted.ndim != 1 or not len(wanted) or int(wanted.min()) < 0 or int(wanted.max()) >= width:
         raise ConfigError(f"a draft vocabulary needs token ids in [0, {width - 1}]")
     kept = columns = torch.unique(wanted).to(weight.device)
-    if model.columns is not None:  # what was trimmed away is gone
-        columns = torch.nonzero(torch.isin(model.columns.token_ids, kept))[:, 0]
-        kept = model.columns.token_ids[columns]
+    if model.subset is not None:  # what was trimmed away is gone
+        columns = torch.nonzero(torch.isin(model.subset.token_ids, kept))[:, 0]
+        kept = model.subset.token_ids[columns]
         if not len(kept):
             raise ConfigError("none of the draft vocabulary is left in a head that was trimmed before")
     path: str = next(name for name, module in model.model.named_modules() if module is head)
     short = _copied(model.model, path.split(".")[:-1])
     rows, frozen = weight[columns].to(model.model.dtype), isinstance(head, linears.FrozenLinear)
     _replace(short, path, _linear(rows, None if head.bias is None else head.bias[columns], frozen=frozen))
-    return _like(model, short, Columns.of(kept, model.vocab_size))
+    return _like(model, short, VocabularySubset.of(kept, model.vocab_size))
 
 
-def _like(model: CausalModel, part: Any, columns: Columns | None) -> CausalModel:
+def _like(model: CausalModel, part: Any, subset: VocabularySubset | None) -> CausalModel:
     """A part of a model, whose passes are made as the whole model's are."""
     out = CausalModel(part)
-    out.columns = columns
+    out.subset = subset
     if model.lean is not None:
-        out.use_lean()
+        out.use_fused()
     return out
 
 
 def _linear(weight: torch.Tensor, bias: torch.Tensor | None, *, frozen: bool) -> nn.Module:
     """A linear layer of these weights."""
     if frozen:
-        return linears.FrozenLinear(linears.as_it_is(weight, bias))
+        return linears.FrozenLinear(linears.unchanged(weight, bias))
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     layer.weight = nn.Parameter(weight.detach(), requires_grad=False)
     if bias is not None:

@@ -17,10 +17,10 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 
-from foresay.decoding.protocols import Feed, Logits
+from foresay.decoding.protocols import Logits, ModelInput
+from foresay.models.cache.slot_cache import Placement, SlotCache
+from foresay.models.cache.stores import Stores, round_up
 from foresay.models.huggingface import attention
-from foresay.models.huggingface.slot_cache import Placement, SlotCache
-from foresay.models.huggingface.stores import Stores, round_up
 
 logger = logging.getLogger("foresay")
 
@@ -55,16 +55,22 @@ class Shape:
     hidden: tuple[int, ...]
 
     @staticmethod
-    def of(feed: Feed, cache: SlotCache) -> Shape | None:
+    def of(model_input: ModelInput, cache: SlotCache) -> Shape | None:
         """The shape that a pass is captured in; None where it is not: it fills a prompt, or is too large."""
-        batch, width = feed.token_ids.shape
-        last = feed.first_row + batch >= cache.rows_in_use  # no row but one that holds nothing may be filled up with
+        batch, width = model_input.token_ids.shape
+        last = (
+            model_input.first_row + batch >= cache.rows_in_use
+        )  # no row but one that holds nothing may be filled up with
         rows, columns = _least(ROWS, batch) if last else batch, _least(COLUMNS, width)
         if rows is None or columns is None or rows > ROWS[-1]:
             return None
-        longest = max(cache.lengths[feed.first_row : feed.first_row + batch])
-        kind = (feed.parents is not None, feed.logits is not Logits.NONE, tuple(feed.hidden_layers))
-        return Shape(rows, columns, _width(longest + columns), feed.first_row, *kind)
+        longest = max(cache.lengths[model_input.first_row : model_input.first_row + batch])
+        kind = (
+            model_input.parents is not None,
+            model_input.logits is not Logits.NONE,
+            tuple(model_input.hidden_layers),
+        )
+        return Shape(rows, columns, _width(longest + columns), model_input.first_row, *kind)
 
 
 class Buffers:
@@ -77,17 +83,17 @@ class Buffers:
         self.starts = torch.zeros(shape.rows, dtype=torch.int64, device=device)
         self.parents = torch.full(size, -1, dtype=torch.int64, device=device) if shape.tree else None
 
-    def fill(self, feed: Feed, cache: SlotCache) -> None:
+    def fill(self, model_input: ModelInput, cache: SlotCache) -> None:
         """The pass to come. Nothing here waits for the device."""
-        batch, columns = feed.token_ids.shape
-        starts = cache.lengths[feed.first_row : feed.first_row + batch]
+        batch, columns = model_input.token_ids.shape
+        starts = cache.lengths[model_input.first_row : model_input.first_row + batch]
         pinned = self.starts.device.type == "cuda"
         lengths = torch.tensor(starts + [0] * (self.shape.rows - batch), pin_memory=pinned)
         self.starts.copy_(lengths, non_blocking=True)
-        self.token_ids[:batch, :columns].copy_(feed.token_ids, non_blocking=True)
-        if self.parents is not None and feed.parents is not None:
+        self.token_ids[:batch, :columns].copy_(model_input.token_ids, non_blocking=True)
+        if self.parents is not None and model_input.parents is not None:
             self.parents.fill_(-1)
-            self.parents[:batch, :columns].copy_(feed.parents, non_blocking=True)
+            self.parents[:batch, :columns].copy_(model_input.parents, non_blocking=True)
 
     def placement(self) -> Placement:
         """Where the tokens go, computed from the buffers alone."""
@@ -136,12 +142,12 @@ class GraphedPasses:
         self.replays = 0
         """Passes that were replayed."""
 
-    def __call__(self, feed: Feed, cache: SlotCache) -> Outputs | None:
+    def __call__(self, model_input: ModelInput, cache: SlotCache) -> Outputs | None:
         """The pass, if it can be replayed, [B, T, .] of the feed's rows and columns; None where it is to be made as ever.
 
         Writes to the cache; the lengths are the caller's.
         """
-        shape = None if self.off is not None else Shape.of(feed, cache)
+        shape = None if self.off is not None else Shape.of(model_input, cache)
         stores = cache.tensors
         if shape is None or not isinstance(stores, Stores) or not stores.layers:
             return None
@@ -154,8 +160,8 @@ class GraphedPasses:
             return None
         try:
             if recording is None:
-                recording = held.by_shape[shape] = self._recorded(shape, feed, cache)
-            recording.buffers.fill(feed, cache)
+                recording = held.by_shape[shape] = self._recorded(shape, model_input, cache)
+            recording.buffers.fill(model_input, cache)
             out = recording.replay()
             if recording.compared < 2:
                 self._compare(out, self._bare(recording.buffers, cache))
@@ -166,12 +172,12 @@ class GraphedPasses:
             logger.warning("passes are not captured as graphs: %s", self.off)
             return None
         self.replays += 1
-        return _cut(out, *feed.token_ids.shape)
+        return _cut(out, *model_input.token_ids.shape)
 
-    def _recorded(self, shape: Shape, feed: Feed, cache: SlotCache) -> _Recording:
+    def _recorded(self, shape: Shape, model_input: ModelInput, cache: SlotCache) -> _Recording:
         assert isinstance(cache.tensors, Stores)
         buffers, held = Buffers(shape, self._device), ref(cache.tensors)
-        buffers.fill(feed, cache)
+        buffers.fill(model_input, cache)
 
         def one() -> Outputs:
             stores = held()

@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 from foresay.errors import UnsupportedModelError
-from foresay.models.huggingface.native.build import library
-from foresay.models.huggingface.native.in_place import InPlaceProduct
-from foresay.models.huggingface.native.product import NativeProduct
+from foresay.models.cpu.build import library
+from foresay.models.cpu.in_place import InPlaceProduct
+from foresay.models.cpu.product import NativeProduct
+from foresay.models.cpu.rounding import GROUP, Groups
 from foresay.models.huggingface.products import Int4Product, Int8Product, PackedProduct, Product
-from foresay.models.huggingface.rounding import GROUP, Groups
 
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q", "k", "v"), ("wi_0", "wi_1"))
 """Names of layers that most families apply to one and the same input."""
@@ -150,7 +150,7 @@ def weight_bytes(model: nn.Module) -> int:
     return sum(size for key, size in sizes.items() if key not in looked_up or _is_head(model, key))
 
 
-def held_bytes(model: nn.Module) -> int:
+def resident_bytes(model: nn.Module) -> int:
     """Bytes that the weights take, each counted once."""
     sizes, _ = _sizes(model)
     sizes |= {id(m.product): m.product.nbytes for m in model.modules() if isinstance(m, FrozenEmbedding)}
@@ -219,7 +219,7 @@ def compiled() -> bool:
     return library() is not None
 
 
-def as_it_is(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
+def unchanged(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
     """The product of weights that are not rounded."""
     native = library() is not None and weight.dtype in (torch.float32, torch.bfloat16)
     return (NativeProduct.of_numbers if native else PackedProduct)(weight, bias)
@@ -266,7 +266,7 @@ def in_bits(bits: int) -> MakeProduct:
     return int8 if bits == 8 else int4
 
 
-def freeze_linears(model: nn.Module, make: MakeProduct = as_it_is, *, all_dtypes: bool = False) -> int:
+def freeze_linears(model: nn.Module, make: MakeProduct = unchanged, *, all_dtypes: bool = False) -> int:
     """Replace every `nn.Linear` of `model` on a CPU by a frozen product, freeing its weight where nothing else uses it.
 
     all_dtypes: also those whose dtype packing would not help. Returns how many were replaced. A weight tied to an embedding
@@ -291,7 +291,7 @@ def freeze_linears(model: nn.Module, make: MakeProduct = as_it_is, *, all_dtypes
     return count
 
 
-def freeze_model(model: Any, make: MakeProduct = as_it_is, *, all_dtypes: bool = False) -> None:
+def freeze_model(model: Any, make: MakeProduct = unchanged, *, all_dtypes: bool = False) -> None:
     """Freeze a whole model as `freeze_linears` does, so that its weights are in memory once, and the mapped files not at all.
 
     The product of a head that is tied to the embedding becomes the embedding's table where its numbers are kept as they are.
@@ -307,7 +307,7 @@ def freeze_model(model: Any, make: MakeProduct = as_it_is, *, all_dtypes: bool =
     if tied and isinstance(product, NativeProduct) and product.bits >= 16:
         model.set_input_embeddings(FrozenEmbedding(product, embedding.weight.dtype))
     left = [weight for weight in model.parameters() if weight.device.type == "cpu"]
-    if sum(weight.nbytes for weight in left) <= held_bytes(model) / 2:
+    if sum(weight.nbytes for weight in left) <= resident_bytes(model) / 2:
         for weight in left:
             weight.data = weight.data.clone()
 

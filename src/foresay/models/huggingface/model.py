@@ -13,13 +13,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from foresay import ranks
-from foresay.decoding.laws import Columns
-from foresay.decoding.protocols import Begun, Capabilities, Feed, KVCache, Logits, ModelOutput
+from foresay import distributed
+from foresay.decoding.distributions import VocabularySubset
+from foresay.decoding.protocols import Capabilities, KVCache, Logits, ModelInput, ModelOutput, PreparedPrompt
 from foresay.decoding.sampling_params import SamplingParams
+from foresay.models.cache.memory import free_bytes, kv_bytes
+from foresay.models.cache.slot_cache import BorrowedSlots, Placement, SlotCache, visible_width
 from foresay.models.huggingface import attention, linears
-from foresay.models.huggingface.memory import kv_bytes, room_bytes
-from foresay.models.huggingface.slot_cache import BorrowedSlots, Placement, SlotCache, visible_width
 
 MAX_TOKENS = 256
 """Tokens of a pass on a CPU, a chunk of a prompt too; products over many more rows sum in another order."""
@@ -40,7 +40,7 @@ class TransformersModel:
     """Layers whose hidden states a pass can return."""
     max_source_length: int | None = None
     """Most tokens of an encoder source; None without a bound."""
-    columns: Columns | None = None
+    subset: VocabularySubset | None = None
     """Which tokens a trimmed head scores; None where column i of the head is id i."""
 
     def __init__(self, model: Any, *, pluggable: bool) -> None:
@@ -107,82 +107,84 @@ class TransformersModel:
             num_layers=self.num_layers,
             reads_source=self.reads_source,
             max_source_length=self.max_source_length,
-            fill_chunk=MAX_TOKENS,
-            fill_together=not on_cpu or self.rows_apart,
-            fill_any=on_cpu,
-            ragged=self.rows_apart,
-            own_threads=self.rows_apart,
+            prefill_chunk=MAX_TOKENS,
+            prefill_together=not on_cpu or self.one_row_at_a_time,
+            prefill_in_any_pieces=on_cpu,
+            ragged=self.one_row_at_a_time,
+            own_threads=self.one_row_at_a_time,
         )
 
     def cache_bytes(self, lengths: Sequence[int]) -> int:
         """See LanguageModel. Of an encoder-decoder, the decoder's. Without our kernels, all rows get the longest one's slots."""
         config = self.model.config.get_text_config(decoder=True)
         longest = visible_width(max(lengths, default=0), self.device)
-        slots = sum(lengths) if self.rows_apart else len(lengths) * longest
+        slots = sum(lengths) if self.one_row_at_a_time else len(lengths) * longest
         return slots * kv_bytes(config, self.model.dtype.itemsize)
 
-    def room_bytes(self) -> int:
+    def free_bytes(self) -> int:
         """See LanguageModel. Of a model spread over devices, what they have together."""
         spread = getattr(self.model, "hf_device_map", None) or {}
         devices = {self.device, *(torch.device(one) for one in spread.values() if one != "disk")}
-        room = sum(map(room_bytes, devices))
-        return ranks.least(room) if self.is_shared else room
+        room = sum(map(free_bytes, devices))
+        return distributed.minimum(room) if self.is_shared else room
 
     def borrowed(self, owner: SlotCache) -> SlotCache:
         """A cache over another's slots, for a model of the owner's first layers."""
         return BorrowedSlots(owner)
 
-    def begin(self, prompt: Sequence[int], params: SamplingParams) -> Begun:
+    def prepare_prompt(self, prompt: Sequence[int], params: SamplingParams) -> PreparedPrompt:
         """The prompt and parameters unchanged."""
-        return Begun(prompt, params)
+        return PreparedPrompt(prompt, params)
 
     @torch.inference_mode()
-    def forward(self, feed: Feed, cache: KVCache) -> ModelOutput:
+    def forward(self, model_input: ModelInput, cache: KVCache) -> ModelOutput:
         """One pass, logits [B, T, V] ([B, 1, V] with Logits.LAST) and hidden states [B, T, D]; see LanguageModel.forward."""
         assert isinstance(cache, SlotCache)
-        token_ids = feed.token_ids
+        token_ids = model_input.token_ids
         batch, columns = token_ids.shape
         at_once = max(1, MAX_TOKENS // columns) if self.device.type == "cpu" else batch
         if batch > at_once:
             parts = [(i, min(i + at_once, batch)) for i in range(0, batch, at_once)]
-            return _joined([self.forward(feed.part(a, b), cache) for a, b in parts])
-        parents = feed.parents
-        passed = self._replayed(feed, cache)
+            return _joined([self.forward(model_input.part(a, b), cache) for a, b in parts])
+        parents = model_input.parents
+        passed = self._replayed(model_input, cache)
         if passed is None:
-            if batch * columns == 1 and not self.rows_apart:
+            if batch * columns == 1 and not self.one_row_at_a_time:
                 # one row and two rows take different matrix kernels on some CPUs, so there are at least two
                 token_ids, parents = torch.cat([token_ids, token_ids], 1), None
-            at = cache.begin_pass(feed.first_row, batch, token_ids.shape[1], self.device, parents)
+            at = cache.begin_pass(model_input.first_row, batch, token_ids.shape[1], self.device, parents)
             with attention.during(at):
-                passed = self._call(feed, token_ids, at, cache)
+                passed = self._call(model_input, token_ids, at, cache)
         scores, states = passed
-        for i, count in enumerate(feed.num_tokens):
-            cache.lengths[feed.first_row + i] += count
-        hidden = {layer: states[layer][:, :columns] for layer in feed.hidden_layers}
+        for i, count in enumerate(model_input.num_tokens):
+            cache.lengths[model_input.first_row + i] += count
+        hidden = {layer: states[layer][:, :columns] for layer in model_input.hidden_layers}
         if scores is None:
             return ModelOutput(None, hidden)
         scores = scores[:, :columns]
-        if feed.logits is Logits.LAST and scores.shape[1] > 1:
-            scores = scores[torch.arange(batch, device=scores.device), feed.last_columns()][:, None]
-        return ModelOutput(self._padded(scores), hidden, columns=self.columns)
+        if model_input.logits is Logits.LAST and scores.shape[1] > 1:
+            scores = scores[torch.arange(batch, device=scores.device), model_input.last_columns()][:, None]
+        return ModelOutput(self._padded(scores), hidden, subset=self.subset)
 
     @property
-    def rows_apart(self) -> bool:
+    def one_row_at_a_time(self) -> bool:
         """Whether a token has the same bits whatever else a pass holds, and also alone."""
         return False
 
     def _padded(self, scores: torch.Tensor) -> torch.Tensor:
         """The logits of a head that was not trimmed over all ids [..., V]; ids that it lacks get -inf."""
         # embeddings may be larger than the head
-        missing = 0 if self.columns is not None else self.vocab_size - scores.shape[-1]
+        missing = 0 if self.subset is not None else self.vocab_size - scores.shape[-1]
         return F.pad(scores, (0, missing), value=-torch.inf) if missing > 0 else scores
 
-    def _replayed(self, feed: Feed, cache: SlotCache) -> tuple[torch.Tensor | None, Mapping[int, torch.Tensor]] | None:
+    def _replayed(
+        self, model_input: ModelInput, cache: SlotCache
+    ) -> tuple[torch.Tensor | None, Mapping[int, torch.Tensor]] | None:
         """What `_call` gives, if the pass could be replayed from a recording."""
         return None
 
     def _call(
-        self, feed: Feed, token_ids: torch.Tensor, at: Placement, cache: SlotCache
+        self, model_input: ModelInput, token_ids: torch.Tensor, at: Placement, cache: SlotCache
     ) -> tuple[torch.Tensor | None, Mapping[int, torch.Tensor]]:
         """The logits [B, T, V], or [B, 1, V] where the last are asked for, None with Logits.NONE; the hidden states asked for.
 
@@ -206,4 +208,4 @@ def _joined(parts: Sequence[ModelOutput]) -> ModelOutput:
     if parts[0].logits is None:
         return ModelOutput(None, hidden)
     scores = torch.cat([part.logits for part in parts if part.logits is not None])
-    return ModelOutput(scores, hidden, columns=parts[0].columns)
+    return ModelOutput(scores, hidden, subset=parts[0].subset)

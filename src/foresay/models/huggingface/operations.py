@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from foresay.models.cpu.gated_layer import GatedLayer, Norm
 from foresay.models.huggingface import attention
-from foresay.models.huggingface.gated_layer import GatedLayer, Norm
 
 Turn = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines [B, T, 1, rotated dimensions]; the sines of the first half negated."""

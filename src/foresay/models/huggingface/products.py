@@ -11,8 +11,8 @@ from typing import Protocol
 
 import torch
 
-from foresay.models.huggingface.native.product import in_tiles
-from foresay.models.huggingface.rounding import GROUP, Groups, rounded_int4, rounded_int8
+from foresay.models.cpu.product import in_tiles
+from foresay.models.cpu.rounding import GROUP, Groups, rounded_int4, rounded_int8
 
 _ROWS = 64
 """The 4-bit kernel takes output features by multiples of this; missing ones are filled up."""

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 import torch
 
-from foresay.decoding.protocols import Feed, Logits
+from foresay.decoding.protocols import Logits, ModelInput
 from foresay.decoding.rows import Row, Rows
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ModelLoadError, UnsupportedModelError
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.config_sizes import check_sizes
-from foresay.models.huggingface.lean import NotLeanError
+from foresay.models.huggingface.fused import NotFusedError
 from foresay.models.huggingface.seq2seq import Seq2SeqModel
 
 VERIFIED = frozenset(
@@ -76,12 +76,12 @@ def probe(model: CausalModel | Seq2SeqModel) -> float:
     ]
     cache = model.new_cache()
     model.admit(Rows([_row(i, source) for i, source in enumerate(sources)]), 0, cache)
-    model.forward(Feed(tokens[:, : max(_LENGTHS)], _LENGTHS, logits=Logits.NONE), cache)
-    model.forward(Feed(tokens[:, :_DRAFT].flip(1), (_DRAFT, 1)), cache)
+    model.forward(ModelInput(tokens[:, : max(_LENGTHS)], _LENGTHS, logits=Logits.NONE), cache)
+    model.forward(ModelInput(tokens[:, :_DRAFT].flip(1), (_DRAFT, 1)), cache)
     starts = [length - 1 for length in _LENGTHS]
     cache.truncate(starts)
     fed = torch.stack([row[start : start + _DRAFT] for row, start in zip(tokens, starts, strict=True)])
-    cached = model.forward(Feed(fed, (_DRAFT,) * len(_LENGTHS)), cache).scores().float()
+    cached = model.forward(ModelInput(fed, (_DRAFT,) * len(_LENGTHS)), cache).scores().float()
     worst = 0.0
     for i, start in enumerate(starts):
         plain = model.uncached(tokens[i : i + 1, : start + _DRAFT], sources[i])[0, -_DRAFT:].float()
@@ -100,7 +100,7 @@ def _difference(wanted: torch.Tensor, found: torch.Tensor) -> float:
 
 
 @torch.inference_mode()
-def lean_difference(model: CausalModel) -> float:
+def fused_difference(model: CausalModel) -> float:
     """Largest difference between the logits of lean passes and of the family's own, as a share of the latter's spread.
 
     Two ragged rows over one cache each; both passes use the same weights, whatever their format.
@@ -114,9 +114,9 @@ def lean_difference(model: CausalModel) -> float:
             model.lean = made_by
             cache = model.new_cache()
             cache.add_rows(2)
-            model.forward(Feed(tokens[:, : max(_LENGTHS)], _LENGTHS, logits=Logits.NONE), cache)
+            model.forward(ModelInput(tokens[:, : max(_LENGTHS)], _LENGTHS, logits=Logits.NONE), cache)
             fed = tokens[:, -_DRAFT:]
-            scores.append(model.forward(Feed(fed, (_DRAFT,) * 2), cache).scores().float())
+            scores.append(model.forward(ModelInput(fed, (_DRAFT,) * 2), cache).scores().float())
     finally:
         model.lean = lean
     return _difference(scores[0], scores[1])
@@ -133,17 +133,17 @@ class OwnCode:
         return self.reason
 
 
-def go_lean(model: CausalModel, *, compiled: bool = False) -> OwnCode | None:
+def use_fused_layers(model: CausalModel, *, compiled: bool = False) -> OwnCode | None:
     """Make a model's passes lean where that computes what its own code does; else say why not, and leave it.
 
     compiled: on a CPU, only where that is by kernels compiled for it.
     """
     try:
-        model.use_lean()
-        if compiled and model.device.type == "cpu" and not model.rows_apart:
-            raise NotLeanError("there are no kernels for it as it is")
-        difference = lean_difference(model)
-    except NotLeanError as error:
+        model.use_fused()
+        if compiled and model.device.type == "cpu" and not model.one_row_at_a_time:
+            raise NotFusedError("there are no kernels for it as it is")
+        difference = fused_difference(model)
+    except NotFusedError as error:
         model.lean = None
         return OwnCode(str(error), expected=True)
     except Exception as error:  # whatever a family's modules lack: its own code runs

@@ -24,14 +24,14 @@ from transformers import (
     PreTrainedModel,
 )
 
-from foresay.decoding.protocols import Begun, Feed, KVCache, Logits, Move
+from foresay.decoding.protocols import KVCache, Logits, ModelInput, Move, PreparedPrompt
 from foresay.decoding.rows import Row, Rows
 from foresay.decoding.sampling_params import LogitsProcessor, SamplingParams
 from foresay.errors import ConfigError, PromptError, UnsupportedModelError
+from foresay.models.cache.slot_cache import BorrowedSlots, Placement, SlotCache, visible_width
 from foresay.models.huggingface import attention
 from foresay.models.huggingface.causal import TransformersCache
 from foresay.models.huggingface.model import UNLIMITED, TransformersModel
-from foresay.models.huggingface.slot_cache import BorrowedSlots, Placement, SlotCache, visible_width
 
 _HARMLESS: dict[str, object] = {
     "encoder_no_repeat_ngram_size": 0,
@@ -171,7 +171,7 @@ class Seq2SeqModel(TransformersModel):
             self._undo.pop()()
         return super().release()
 
-    def begin(self, prompt: Sequence[int], params: SamplingParams) -> Begun:
+    def prepare_prompt(self, prompt: Sequence[int], params: SamplingParams) -> PreparedPrompt:
         """The decoder start tokens, the parameters with the generation config's settings added, and the prompt as source.
 
         A forced first token belongs to the start tokens, not to the output. Raises ConfigError for a setting of the generation
@@ -187,7 +187,7 @@ class Seq2SeqModel(TransformersModel):
         forced = config.forced_bos_token_id
         begun = [self.decoder_start_token_id, *([] if forced is None else [int(forced)])]
         merged = SamplingParams.of(params, **_from_config(config, params, len(begun), self.max_length))
-        return Begun(begun, merged, prompt)
+        return PreparedPrompt(begun, merged, prompt)
 
     def new_cache(self) -> Seq2SeqCache:
         """A cache without rows."""
@@ -251,10 +251,10 @@ class Seq2SeqModel(TransformersModel):
         return mask.masked_fill_(past_end, torch.finfo(mask.dtype).min)
 
     def _call(
-        self, feed: Feed, token_ids: torch.Tensor, at: Placement, cache: SlotCache
+        self, model_input: ModelInput, token_ids: torch.Tensor, at: Placement, cache: SlotCache
     ) -> tuple[torch.Tensor | None, Mapping[int, torch.Tensor]]:
         assert isinstance(cache, Seq2SeqCache | BorrowedSources)
-        logits, hidden = feed.logits, feed.hidden_layers
+        logits, hidden = model_input.logits, model_input.hidden_layers
         sources = cache.sources
         lengths = sources.lengths[at.first_row : at.first_row + at.batch]
         width = visible_width(max(lengths), self.device)

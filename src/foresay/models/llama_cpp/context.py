@@ -41,7 +41,7 @@ class Context:
         params.kv_unified = True
         params.swa_full = True  # a window that forgets cannot be rewound
         params.no_perf = True
-        self._threads = threads.wanted()
+        self._threads = threads.num_threads()
         params.n_threads = params.n_threads_batch = self._threads
         self.weights, self.cells, self.sequences = weights, cells, sequences
         self.pointer: int = c.llama_init_from_model(weights.pointer, params)
@@ -79,7 +79,7 @@ class Context:
     ) -> FloatArray:
         """Append tokens to sequences, all [n], and score those that are wanted, in this order, [wanted, V]."""
         c = library()
-        if self._threads != (now := threads.wanted()):
+        if self._threads != (now := threads.num_threads()):
             self._threads = now
             c.llama_set_n_threads(self.pointer, now, now)
         scores = np.empty((int(wanted.sum()), self._width), dtype=np.float32)

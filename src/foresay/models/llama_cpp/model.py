@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from foresay.decoding.protocols import Capabilities, Feed, KVCache, LanguageModel, Logits, ModelOutput
+from foresay.decoding.protocols import Capabilities, KVCache, LanguageModel, Logits, ModelInput, ModelOutput
 from foresay.decoding.rows import Row, Rows
 from foresay.decoding.sampling_params import SamplingParams
-from foresay.models.huggingface.memory import room_bytes
+from foresay.models.cache.memory import free_bytes
 from foresay.models.llama_cpp.binding import Weights, library
 from foresay.models.llama_cpp.cache import LlamaCache
 from foresay.models.llama_cpp.context import AT_ONCE, MAX_SEQUENCES
@@ -47,8 +47,8 @@ class LlamaCppModel(LanguageModel):
         """Chains of ragged rows, on threads of its own."""
         cost = None if self.weights.offloaded else _COLUMN_COST
         return Capabilities(
-            fill_chunk=AT_ONCE,
-            fill_any=False,
+            prefill_chunk=AT_ONCE,
+            prefill_in_any_pieces=False,
             ragged=True,
             own_threads=True,
             max_rows=MAX_SEQUENCES,
@@ -63,9 +63,9 @@ class LlamaCppModel(LanguageModel):
         """See LanguageModel. The slots of the longest row are every row's."""
         return int(len(lengths) * max(lengths, default=0) * self._token_bytes)
 
-    def room_bytes(self) -> int:
+    def free_bytes(self) -> int:
         """See LanguageModel; of the machine's memory, not of its GPUs'."""
-        return room_bytes(self.device)
+        return free_bytes(self.device)
 
     def admit(self, rows: Rows, first: int, cache: KVCache) -> None:
         """Add an empty cache row for each row from place `first` on."""
@@ -73,24 +73,24 @@ class LlamaCppModel(LanguageModel):
         cache.add_rows(len(rows) - first)
 
     @torch.inference_mode()
-    def forward(self, feed: Feed, cache: KVCache) -> ModelOutput:
+    def forward(self, model_input: ModelInput, cache: KVCache) -> ModelOutput:
         """One pass over the real tokens, logits [B, T, V] ([B, 1, V] with Logits.LAST), 0 of pads; see LanguageModel.forward."""
-        assert isinstance(cache, LlamaCache) and feed.parents is None and not feed.hidden_layers
-        batch, columns = feed.token_ids.shape
-        counts, places = np.array(feed.num_tokens, dtype=np.int64), feed.first_row + np.arange(batch)
+        assert isinstance(cache, LlamaCache) and model_input.parents is None and not model_input.hidden_layers
+        batch, columns = model_input.token_ids.shape
+        counts, places = np.array(model_input.num_tokens, dtype=np.int64), model_input.first_row + np.arange(batch)
         lengths = np.array(cache.lengths, dtype=np.int64)[places]
         real = np.arange(columns) < counts[:, None]
-        wanted = real & (feed.logits is not Logits.NONE)
-        if feed.logits is Logits.LAST:
+        wanted = real & (model_input.logits is not Logits.NONE)
+        if model_input.logits is Logits.LAST:
             wanted = real & (np.arange(columns) == counts[:, None] - 1)
         rows, column = real.nonzero()
-        tokens = feed.token_ids.numpy()[real]
+        tokens = model_input.token_ids.numpy()[real]
         scores = torch.from_numpy(cache.decode(places[rows], tokens, lengths[rows] + column, wanted[real]))
         for place, count in zip(places.tolist(), counts.tolist(), strict=True):
             cache.lengths[place] += count
-        if feed.logits is Logits.NONE:
+        if model_input.logits is Logits.NONE:
             return ModelOutput(None)
-        shown = wanted if feed.logits is Logits.ALL else wanted.any(1, keepdims=True)
+        shown = wanted if model_input.logits is Logits.ALL else wanted.any(1, keepdims=True)
         if shown.all():
             return ModelOutput(scores.view(*shown.shape, self.vocab_size))
         logits = torch.zeros(*shown.shape, self.vocab_size)
@@ -121,5 +121,5 @@ def _scores(model: LlamaCppModel, token_ids: torch.Tensor, widths: Sequence[int]
     cache, out = model.new_cache(), []
     model.admit(rows, 0, cache)
     for width, part in zip(widths, torch.split(token_ids, list(widths), 1), strict=True):
-        out.append(model.forward(Feed(part, [width] * len(part)), cache).scores()[0])
+        out.append(model.forward(ModelInput(part, [width] * len(part)), cache).scores()[0])
     return torch.cat(out)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from foresay.decoding.protocols import Feed, LanguageModel
+from foresay.decoding.protocols import LanguageModel, ModelInput
 from foresay.decoding.rows import Row, Rows
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import (
@@ -27,14 +27,14 @@ from foresay.errors import (
     UnknownNameError,
     UnsupportedModelError,
 )
+from foresay.models.cache.memory import trim
+from foresay.models.gguf.blocks import model_of_blocks
+from foresay.models.gguf.positions import refuse_unread
+from foresay.models.gguf.shapes import dense_config
+from foresay.models.gguf.tokenizer import config_of, tokenizer_of
+from foresay.models.gguf.values import ARCHITECTURES, checked_header
 from foresay.models.huggingface import linears
-from foresay.models.huggingface.memory import trim
 from foresay.models.sources.config_checks import check_config, check_size
-from foresay.models.sources.gguf_blocks import model_of_blocks
-from foresay.models.sources.gguf_positions import refuse_unread
-from foresay.models.sources.gguf_shapes import dense_config
-from foresay.models.sources.gguf_texts import config_of, tokenizer_of
-from foresay.models.sources.gguf_values import ARCHITECTURES, checked_head
 from foresay.models.sources.llama_cpp import open_gguf
 from foresay.models.sources.load_options import DTYPES, LLAMA_CPP, LoadOptions
 from foresay.models.sources.packaged import ALIASES, check_gguf, converted, packaged_file
@@ -121,7 +121,7 @@ def _check_scores(name: str, model: LanguageModel) -> None:
     source = ids.tolist() if model.capabilities.reads_source else None
     cache = model.new_cache()
     model.admit(Rows([Row(0, ids.tolist(), SamplingParams(), limit=len(ids) + 1, source=source)]), 0, cache)
-    scores = model.forward(Feed(ids[None], [len(ids)]), cache).scores()
+    scores = model.forward(ModelInput(ids[None], [len(ids)]), cache).scores()
     known = torch.isfinite(scores) | (scores == -torch.inf)  # of ids that a head lacks
     if not bool(known.all()) or not bool(torch.isfinite(scores).any(-1).all()):
         raise ModelLoadError(f"{name!r} cannot be used: it gives scores that are not finite; get its files again")
@@ -183,7 +183,7 @@ def wrap(name: str, weights: Any, tokenizer: Any, *, optimise: bool, bits: int |
     as it was.
     """
     from foresay.models.huggingface.causal import CausalModel
-    from foresay.models.huggingface.self_check import check, confirm, go_lean
+    from foresay.models.huggingface.self_check import check, confirm, use_fused_layers
     from foresay.models.huggingface.seq2seq import Seq2SeqModel
 
     model = Seq2SeqModel(weights) if weights.config.is_encoder_decoder else CausalModel(weights)
@@ -200,7 +200,7 @@ def wrap(name: str, weights: Any, tokenizer: Any, *, optimise: bool, bits: int |
         else:
             linears.freeze_model(weights, linears.in_bits(bits), all_dtypes=True)
     if isinstance(model, CausalModel):
-        if (why := go_lean(model, compiled=not optimise)) is not None:
+        if (why := use_fused_layers(model, compiled=not optimise)) is not None:
             if not why.expected:  # its own code has to be right then, of a family that is otherwise trusted too
                 try:
                     confirm(model, why.reason)
@@ -250,8 +250,8 @@ def _decoding_dtype(folder: str, extra: dict[str, Any], options: LoadOptions, de
         return dtype
     from transformers import AutoConfig
 
-    from foresay.models.huggingface.lean import FAMILIES
-    from foresay.models.huggingface.native.layers import ACTIVATIONS
+    from foresay.models.cpu.layers import ACTIVATIONS
+    from foresay.models.huggingface.fused import FAMILIES
 
     if not linears.compiled():
         return dtype
@@ -269,7 +269,7 @@ def _blocks(path: Path, options: LoadOptions, device: torch.device) -> tuple[Any
 
     That is where a GPU or something else was asked for, and for architectures that are not known here.
     """
-    head = checked_head(path)
+    head = checked_header(path)
     plain = options.quantization_config is None and options.device_map is None and options.tp_plan is None
     plain = plain and options.weights == "auto" and options.dtype in ("auto", *_BF16)
     plain = plain and device.type == "cpu" and head.architecture in ARCHITECTURES
@@ -296,7 +296,7 @@ def _tokenizer(folder: str, extra: dict[str, Any], options: LoadOptions) -> Any:
 
     if "gguf_file" in extra:
         path = Path(folder) / extra["gguf_file"]
-        head = checked_head(path)
+        head = checked_header(path)
         if head.architecture in ARCHITECTURES:
             return tokenizer_of(path, config_of(head))
     tokenizer = AutoTokenizer.from_pretrained(folder, **_common(options), **extra)
@@ -330,7 +330,7 @@ def _read(
 
         kwargs["quantization_config"] = GgufConfig(dequantize=True)
     if "gguf_file" in extra:
-        kwargs["config"] = dense_config(checked_head(Path(folder) / extra["gguf_file"]))
+        kwargs["config"] = dense_config(checked_header(Path(folder) / extra["gguf_file"]))
     tokenizer = _tokenizer(folder, extra, options)
     kind = AutoModelForCausalLM
     if "gguf_file" not in extra:  # which is taken for a decoder-only model

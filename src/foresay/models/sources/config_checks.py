@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from foresay.errors import ModelLoadError
+from foresay.models.gguf.header import shortened
 from foresay.models.huggingface.config_sizes import wrong_value
-from foresay.models.sources.gguf_head import shortened
 
 _LARGEST_FILE = 16 << 20
 """Bytes of a config.json; the largest ones known have some hundred thousand."""

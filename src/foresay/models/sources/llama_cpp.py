@@ -10,17 +10,17 @@ from pathlib import Path
 import torch
 
 from foresay.errors import UnsupportedModelError
+from foresay.models.gguf.values import checked_header
 from foresay.models.llama_cpp import binding
 from foresay.models.llama_cpp.model import LlamaCppModel
 from foresay.models.llama_cpp.probe import extra_buffers_work, machine_mark
-from foresay.models.sources.gguf_values import checked_head
 from foresay.models.sources.load_options import LoadOptions
 
 
 def open_gguf(path: Path, options: LoadOptions) -> LlamaCppModel:
     """The file's model. Raises ConfigError where llama-cpp-python is missing, and as `binding.Weights` does."""
     binding.library()
-    head = checked_head(path)
+    head = checked_header(path)
     if any(name.startswith("rope_factors") for name in head.tensors):
         raise UnsupportedModelError(
             f"{str(path)!r} turns positions by factors that depend on the size of llama.cpp's context, which grows with "

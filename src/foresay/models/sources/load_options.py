@@ -147,7 +147,7 @@ class LoadOptions:
         return WEIGHTS[self.weights]
 
     @property
-    def shows_states(self) -> bool:
+    def exposes_hidden_states(self) -> bool:
         """Whether a target that is loaded so shows the hidden states that a head reads."""
         return self.backend == TRANSFORMERS and self.tp_plan is None
 

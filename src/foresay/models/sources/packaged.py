@@ -60,7 +60,7 @@ def packaged_head(alias: str) -> Path | None:
 
 def default_drafter(target: object, options: LoadOptions) -> str:
     """The expression of what drafts for a target unless told otherwise: a head that comes with it, else a look-up."""
-    shipped = isinstance(target, str) and options.shows_states and packaged_head(target) is not None
+    shipped = isinstance(target, str) and options.exposes_hidden_states and packaged_head(target) is not None
     return DEFAULT_DRAFTERS.get(str(target), "suffix") if shipped else "suffix"
 
 

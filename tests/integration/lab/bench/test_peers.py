@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 import torch
 
-from foresay import children
-from foresay.children import Child
+from foresay import child_process
+from foresay.child_process import ChildProcess
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ConfigError, ForesayError, ModelLoadError, ModelNotFoundError, UnknownNameError
 from foresay.lab.bench.peers import base, open_peer, parse, process, worker
@@ -363,8 +363,8 @@ def test_llama_cpp_looks_guesses_up_where_asked(monkeypatch: pytest.MonkeyPatch)
 
 
 class FakeEconomized:
-    def __init__(self, guesses: int) -> None:
-        self.guesses, self.sampled = guesses, []
+    def __init__(self, drafts: int) -> None:
+        self.drafts, self.sampled = drafts, []
 
     def generate(
         self, ids: torch.Tensor, max_new_tokens: int, eos_token_id: list[int] | None, **sampling: Any
@@ -375,9 +375,9 @@ class FakeEconomized:
         return torch.cat([ids[0], torch.tensor(new[: min(ends, default=max_new_tokens)])])[None]
 
 
-@pytest.mark.parametrize(("lookup", "guesses"), [(0, 0), (5, 6)])
+@pytest.mark.parametrize(("lookup", "drafts"), [(0, 0), (5, 6)])
 def test_economize_writes_the_exact_number_and_ends_where_asked(
-    lookup: int, guesses: int, monkeypatch: pytest.MonkeyPatch
+    lookup: int, drafts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base = Bag(generation_config=Bag(eos_token_id=7))
     base.eval = lambda: base  # type: ignore[attr-defined]
@@ -393,7 +393,7 @@ def test_economize_writes_the_exact_number_and_ends_where_asked(
     engine = worker.Economize()
     job = {"model": "m", "dtype": "float32", "context": 64, "threads": torch.get_num_threads(), "lookup": lookup}
     assert engine.load(job)["engine"] == "economize 1"
-    assert engine._model.guesses == guesses
+    assert engine._model.drafts == drafts
     assert engine.run({**SAMPLING, "prompts": [[5], [1, 2]]}) == [[6, 7, 8, 9], [3, 4, 5, 6]]
     assert engine.run({**SAMPLING, "prompts": [[5]], "ignore_eos": False}) == [[6, 7]]
     assert engine._model.sampled[-1] == {"do_sample": False}
@@ -418,17 +418,17 @@ for line in sys.stdin:
         reply = {"ok": True, "outputs": [prompt[-1:] for prompt in message["prompts"]], "seconds": 0.5, "passes": 7}
     print(json.dumps(reply), flush=True)
 """
-Start = Callable[[str], Child]
+Start = Callable[[str], ChildProcess]
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    started: list[Child] = []
+    started: list[ChildProcess] = []
 
-    def begin(source: str) -> Child:
+    def begin(source: str) -> ChildProcess:
         script = tmp_path / "script.py"
         script.write_text(textwrap.dedent(source))
-        started.append(Child("peer", [sys.executable, str(script)], os.environ))
+        started.append(ChildProcess("peer", [sys.executable, str(script)], os.environ))
         return started[-1]
 
     yield begin
@@ -532,7 +532,7 @@ def test_a_worker_that_hangs_is_ended(start: Start) -> None:
 
 
 def test_a_worker_that_hears_no_signal_is_killed(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(children, "GRACE_S", 0.5)
+    monkeypatch.setattr(child_process, "GRACE_S", 0.5)
     child = start("""
         import signal, sys, time
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -631,8 +631,8 @@ def test_the_worker_ends_at_the_hosts_exit(tmp_path: Path) -> None:
     script.write_text(GOOD)
     code = textwrap.dedent(f"""
         import os, sys
-        from foresay.children import Child
-        child = Child("peer", [sys.executable, {str(script)!r}], os.environ)
+        from foresay.child_process import ChildProcess
+        child = ChildProcess("peer", [sys.executable, {str(script)!r}], os.environ)
         child.ask({{"op": "load", "engine": "x", "context": 1}}, 60)
         print(child.pid)
     """)
@@ -660,7 +660,7 @@ def test_a_file_that_is_no_program_cannot_be_run(tmp_path: Path) -> None:
     path.write_bytes(b"\0\0")
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
     with pytest.raises(ConfigError, match="cannot be run"):
-        Child("peer", [str(path)], os.environ)
+        ChildProcess("peer", [str(path)], os.environ)
 
 
 @pytest.mark.parametrize("kind", ["vllm", "llama.cpp"])

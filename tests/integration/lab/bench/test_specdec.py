@@ -51,7 +51,7 @@ def recorded(params: SamplingParams) -> tuple[list[dict[str, Any]], list[list[in
     return list(specdec_records(generator, requests, params)), [list(one.token_ids) for one in requests]
 
 
-def laws(model: Any, prompt: Sequence[int], tokens: Sequence[int], temperature: float) -> torch.Tensor:
+def distributions(model: Any, prompt: Sequence[int], tokens: Sequence[int], temperature: float) -> torch.Tensor:
     """[N, V] the model's distribution at each of `tokens`, by one uncached pass of transformers."""
     with torch.no_grad():
         logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1].double()
@@ -84,7 +84,7 @@ def test_the_draft_tokens_of_a_greedy_record() -> None:
     records, prompts = recorded(PARAMS)
     chances = []
     for record, prompt in zip(records, prompts, strict=True):
-        q, p = (laws(model, prompt, record["tokens"], 1.0) for model in (draft(), make("llama")))
+        q, p = (distributions(model, prompt, record["tokens"], 1.0) for model in (draft(), make("llama")))
         assert record["draft"] == q.argmax(-1).tolist()
         assert record["p_acc"] == [float(a == b) for a, b in zip(record["draft"], p.argmax(-1).tolist(), strict=True)]
         chances += record["p_acc"]
@@ -95,7 +95,7 @@ def test_the_acceptance_probabilities_of_a_sampled_record() -> None:
     records, prompts = recorded(SAMPLED)
     drawn = []
     for record, prompt in zip(records, prompts, strict=True):
-        q, p = (laws(model, prompt, record["tokens"], 0.9) for model in (draft(), make("llama")))
+        q, p = (distributions(model, prompt, record["tokens"], 0.9) for model in (draft(), make("llama")))
         place, ids = torch.arange(len(q)), torch.tensor(record["draft"])
         expected = (p[place, ids] / q[place, ids]).clamp(max=1.0)
         assert len(record["draft"]) == len(record["tokens"])

@@ -168,8 +168,10 @@ def test_the_law_of_a_table_is_its_own(tmp_path: Path) -> None:
     )
     for r in recording.records:
         whole = [*r.prompt, *r.output]
-        laws = [float(table.law(whole[: len(r.prompt) + i])[token]) for i, token in enumerate(r.output)]
-        assert r.token_probs == pytest.approx(laws, rel=1e-4)
+        distributions = [
+            float(table.distribution(whole[: len(r.prompt) + i])[token]) for i, token in enumerate(r.output)
+        ]
+        assert r.token_probs == pytest.approx(distributions, rel=1e-4)
     assert recording.settings["seed"] == 0, "no seed is 0, so that it goes on as it began"
 
 

@@ -15,7 +15,7 @@ import torch
 from foresay.decoding.acceptance import make_rule
 from foresay.decoding.outcome import FinishReason, Step
 from foresay.decoding.proposal import Proposal
-from foresay.decoding.protocols import Drafter, Feed, LengthPolicy
+from foresay.decoding.protocols import Drafter, LengthPolicy, ModelInput
 from foresay.decoding.rows import Rows
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import Cascade, MaxGram, ModelDrafter, NgramStoreDrafter, SelfDrafter, SuffixDrafter
@@ -233,9 +233,9 @@ def test_an_altered_recording_gives_other_steps(plain: Recording) -> None:
 def test_a_recording_read_one_place_off_is_caught(plain: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
     honest = RecordingModel.forward
 
-    def off_by_one(self: RecordingModel, feed: Feed, cache: Any) -> Any:
+    def off_by_one(self: RecordingModel, model_input: ModelInput, cache: Any) -> Any:
         cache.lengths = [n + 1 for n in cache.lengths]
-        out = honest(self, feed, cache)
+        out = honest(self, model_input, cache)
         cache.lengths = [n - 1 for n in cache.lengths]
         return out
 
@@ -381,7 +381,7 @@ class Oracle(Fake):
     def __init__(self, recording: Recording, *, wrong: bool = False) -> None:
         self.texts, self.off = [r.output for r in recording.records], int(wrong)
 
-    def guess(self, row: int, rows: Rows, budget: int) -> list[int]:
+    def draft_tokens(self, row: int, rows: Rows, budget: int) -> list[int]:
         one = rows[row]
         return [(token + self.off) % VOCAB for token in self.texts[one.request_id][one.num_new : one.num_new + budget]]
 
@@ -479,7 +479,7 @@ def test_estimates_of_sampled_recordings(sampled: Recording, drafter: str) -> No
 def test_the_estimate_of_a_known_acceptance(tmp_path: Path) -> None:
     """Tables whose laws are all the same: alpha = sum min(p, q), whatever was written before."""
     p, q = torch.tensor([0.5, 0.3, 0.1, 0.1]), torch.tensor([0.2, 0.2, 0.5, 0.1])
-    target, other = (TableModel(law.expand(4, 4, -1).contiguous()) for law in (p, q))
+    target, other = (TableModel(distribution.expand(4, 4, -1).contiguous()) for distribution in (p, q))
     params = SamplingParams(max_new_tokens=40, temperature=1.0)
     items = numbered(120, high=4, longest=4)
     recording = record(loaded(target, batch=64, tokenizer=Numbers(4)), items, tmp_path / "r.jsonl", params)
@@ -575,4 +575,4 @@ def test_sampled_recordings_that_tell_too_little(sampled: Recording) -> None:
         replay(sampled, CrossTokenizerDrafter(DRAFT, SIZE, Renumbered(SIZE)), policy)
     with pytest.raises(ConfigError, match="tells what 'speculative' accepts, not rule='coupled'"):
         replay(sampled, made(), policy, rule=make_rule("coupled"))
-    assert set(coupled.LAW_FIELDS) == {"temperature", "top_k", "top_p", "min_p"}
+    assert set(coupled.PROBABILITY_FIELDS) == {"temperature", "top_k", "top_p", "min_p"}

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from foresay.decoding.acceptance import Speculative
-from foresay.decoding.protocols import Feed, Logits
+from foresay.decoding.protocols import Logits, ModelInput
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import Cascade, HeadDrafter, HeadTreeDrafter, PromptLookup
 from foresay.engine import Engine
@@ -23,7 +23,7 @@ from foresay.models.heads.config import LAST, NEXT, HeadConfig, usual_layers
 from foresay.models.heads.files import Head, read_head, write_head
 from foresay.models.heads.model import HeadModel, target_rows
 from foresay.models.huggingface.causal import CausalModel
-from foresay.models.huggingface.linears import as_it_is, in_bits
+from foresay.models.huggingface.linears import in_bits, unchanged
 from foresay.models.sources.load_options import LoadOptions
 from helpers import tiny
 from helpers.families import VOCAB, make
@@ -37,7 +37,7 @@ SMALL = 7
 def target(*, lean: bool = True, vocab: int = VOCAB, **changes: Any) -> CausalModel:
     model = CausalModel(make("llama", 3, vocab_size=vocab, tie_word_embeddings=False, **changes))
     if lean:
-        model.use_lean()
+        model.use_fused()
     return model
 
 
@@ -46,20 +46,20 @@ def shown(model: CausalModel, tokens: torch.Tensor) -> dict[int, torch.Tensor]:
     cache = model.new_cache()
     cache.add_rows(1)
     layers = tuple(range(model.num_layers + 1))
-    feed = Feed(tokens[None], [len(tokens)], logits=Logits.NONE, hidden_layers=layers)
-    return dict(model.forward(feed, cache).hidden)
+    model_input = ModelInput(tokens[None], [len(tokens)], logits=Logits.NONE, hidden_layers=layers)
+    return dict(model.forward(model_input, cache).hidden)
 
 
-def chain(model: CausalModel, head: HeadModel, text: torch.Tensor, guesses: torch.Tensor) -> list[torch.Tensor]:
+def chain(model: CausalModel, head: HeadModel, text: torch.Tensor, drafts: torch.Tensor) -> list[torch.Tensor]:
     """Scores after a text and after each guess, [V] each, by passes of the head."""
     features = head.features(shown(model, text))[:, :-1]
     cache = head.new_cache()
     cache.add_rows(1)
     count = len(text) - 1
-    out = head.forward(Feed(text[None, 1:], [count], logits=Logits.LAST, features=features), cache)
+    out = head.forward(ModelInput(text[None, 1:], [count], logits=Logits.LAST, features=features), cache)
     scores, after = [out.scores()[0, 0]], out.hidden[NEXT][:, -1:]
-    for guess in guesses:
-        out = head.forward(Feed(guess.view(1, 1), [1], logits=Logits.LAST, features=after), cache)
+    for draft_tokens in drafts:
+        out = head.forward(ModelInput(draft_tokens.view(1, 1), [1], logits=Logits.LAST, features=after), cache)
         scores, after = [*scores, out.scores()[0, 0]], out.hidden[NEXT]
     return scores
 
@@ -76,14 +76,14 @@ def test_a_few_lines_that_read_the_layout_compute_the_same(
     head = HeadModel(read_head(tmp_path), model)
     if not kernels:
         head._native = None
-    text, guesses = torch.tensor([3, 17, 29, 3, 80, 41]), torch.tensor([5, 30, 5])
+    text, drafts = torch.tensor([3, 17, 29, 3, 80, 41]), torch.tensor([5, 30, 5])
     hidden = shown(model, text)
     states = torch.cat([hidden[layer][0, :-1] for layer in head.hidden_layers], -1)
-    embedded = model.model.get_input_embeddings()(torch.cat([text[1:], guesses]))
+    embedded = model.model.get_input_embeddings()(torch.cat([text[1:], drafts]))
     config, weights = json.loads((tmp_path / "config.json").read_text()), load_file(tmp_path / "model.safetensors")
     rows = target_rows(model, None if ids is None else torch.tensor(ids))
     wanted = reference_scores(weights, config, states, embedded, rows)
-    found = chain(model, head, text, guesses)
+    found = chain(model, head, text, drafts)
     assert len(found) == len(wanted) == 4
     for ours, theirs in zip(found, wanted, strict=True):
         kept = ours if ids is None else ours[ids]
@@ -148,12 +148,12 @@ class _Reference(HeadDrafter):
         head = self.context.head
         for i, row in enumerate(rows):
             tokens = torch.from_numpy(row.tokens.copy())
-            guesses = proposal.token_ids[i, : proposal.num_tokens[i]]
-            if len(tokens) < 2 or not len(guesses):
+            drafts = proposal.token_ids[i, : proposal.num_tokens[i]]
+            if len(tokens) < 2 or not len(drafts):
                 continue
-            scores = chain(head.target, head, tokens, guesses[:-1])
-            assert [int(one.argmax()) for one in scores] == guesses.tolist()
-            self.compared += len(guesses)
+            scores = chain(head.target, head, tokens, drafts[:-1])
+            assert [int(one.argmax()) for one in scores] == drafts.tolist()
+            self.compared += len(drafts)
         return proposal
 
 
@@ -185,11 +185,11 @@ def test_a_rows_draft_is_the_same_alone_and_in_a_batch(kernels: bool) -> None:
         some = [counts[i] for i in rows]
         width = max(some)
         first = head.forward(
-            Feed(tokens[rows, :width], some, logits=Logits.LAST, features=features[rows, :width]), cache
+            ModelInput(tokens[rows, :width], some, logits=Logits.LAST, features=features[rows, :width]), cache
         )
         last = torch.tensor(some) - 1
         after = first.hidden[NEXT][torch.arange(len(rows)), last][:, None]
-        again = head.forward(Feed(tokens[rows, :1], [1] * len(rows), logits=Logits.LAST, features=after), cache)
+        again = head.forward(ModelInput(tokens[rows, :1], [1] * len(rows), logits=Logits.LAST, features=after), cache)
         return first.scores(), again.scores()
 
     together = scores([0, 1, 2, 3, 4])
@@ -213,11 +213,11 @@ def test_a_drafter_that_failed_leaves_rows_alone_that_were_never_shown() -> None
     drafter = HeadDrafter(head, SMALL)
     forward, calls = head.forward, []
 
-    def failing(feed: Feed, cache: Any) -> Any:
+    def failing(model_input: ModelInput, cache: Any) -> Any:
         calls.append(1)
         if len(calls) == 4:
             raise RuntimeError("once")
-        return forward(feed, cache)
+        return forward(model_input, cache)
 
     head.forward = failing  # type: ignore[method-assign]
     params = SamplingParams(max_new_tokens=12, ignore_eos=True)
@@ -371,13 +371,13 @@ def test_a_head_is_rounded_unless_its_weights_are_named(
     write_head(random_head(model), out)
     drafted = load(str(folder), drafter=f"head({out})", **{"dtype": "bfloat16", **options})
     (head,) = drafted.resources.heads.values()  # type: ignore[union-attr]
-    plain = HeadModel(read_head(out), model, make=as_it_is if bits is None else in_bits(bits))
+    plain = HeadModel(read_head(out), model, make=unchanged if bits is None else in_bits(bits))
     text = torch.arange(10, 30)
-    guesses = torch.tensor([40, 41])
-    wanted, found = (torch.stack(chain(model, one, text, guesses)) for one in (plain, head))
+    drafts = torch.tensor([40, 41])
+    wanted, found = (torch.stack(chain(model, one, text, drafts)) for one in (plain, head))
     assert torch.equal(wanted, found)
     if bits is not None:
-        exact = torch.stack(chain(model, HeadModel(read_head(out), model), text, guesses))
+        exact = torch.stack(chain(model, HeadModel(read_head(out), model), text, drafts))
         assert not torch.equal(exact, found) and (exact - found).std() < 0.5 * exact.std()
     assert (
         drafted.generate("the number 7", max_new_tokens=12).text

@@ -67,7 +67,7 @@ def test_the_self_check_passes(family: str) -> None:
 @pytest.mark.parametrize("family", ["llama", "bloom"])
 def test_the_self_check_sees_a_broken_mask(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: rows whose queries are placed one slot too far must not pass."""
-    from foresay.models.huggingface.slot_cache import SlotCache
+    from foresay.models.cache.slot_cache import SlotCache
 
     intact = SlotCache.begin_pass
 

@@ -14,17 +14,17 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from foresay.decoding.protocols import Feed
+from foresay.decoding.protocols import ModelInput
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters.model import ModelDrafter
-from foresay.models.huggingface import lean, linears
+from foresay.models.cache.slot_cache import SlotCache
+from foresay.models.huggingface import fused, linears
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.graphs import HELD, GraphedPasses, Replay, Shape
-from foresay.models.huggingface.slot_cache import SlotCache
 from helpers.families import FAMILIES, VOCAB, make
 from helpers.support import Sometimes, run
 
-READ = sorted(name for name in FAMILIES if make(name).config.model_type in lean.FAMILIES)
+READ = sorted(name for name in FAMILIES if make(name).config.model_type in fused.FAMILIES)
 PROMPTS = [[5, 9, 17, 5, 9], [7], [3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13]]
 PARAMS = SamplingParams(max_new_tokens=24)
 
@@ -69,15 +69,15 @@ def _operations(monkeypatch: pytest.MonkeyPatch) -> None:
     def none(*_: Any) -> Any:
         raise LookupError("no kernels")
 
-    monkeypatch.setattr(lean.LeanDecoder, "_compiled", lambda *_: None)
+    monkeypatch.setattr(fused.FusedDecoder, "_compiled", lambda *_: None)
     monkeypatch.setattr(linears, "InPlaceProduct", none)
 
 
 def graphed(family: str = "llama", capture: Any = recorded) -> CausalModel:
     model = CausalModel(make(family))
-    model.use_lean()
+    model.use_fused()
     assert model.lean is not None
-    model.graphs = GraphedPasses(model.lean.by_operations, capture, torch.device("cpu"))
+    model.graphs = GraphedPasses(model.fused.by_operations, capture, torch.device("cpu"))
     return model
 
 
@@ -91,7 +91,7 @@ def replays(model: CausalModel) -> int:
 def test_replayed_passes_write_what_passes_write(family: str) -> None:
     """Ragged batches, rejected drafts, rows that end and others that begin, windows."""
     plain = CausalModel(make(family))
-    plain.use_lean()
+    plain.use_fused()
     own = run(plain, PROMPTS, PARAMS, gamma=0)[0]
     model = graphed(family)
     assert run(model, PROMPTS, PARAMS, gamma=0)[0] == own
@@ -114,16 +114,21 @@ def cached(model: CausalModel, lengths: list[int]) -> SlotCache:
     cache = model.new_cache()
     cache.add_rows(len(lengths))
     tokens = torch.randint(2, VOCAB, (len(lengths), max(lengths)), generator=torch.Generator().manual_seed(1))
-    model.forward(Feed(tokens, lengths), cache)
+    model.forward(ModelInput(tokens, lengths), cache)
     return cache
 
 
-def passes(model: CausalModel, cache: SlotCache, feed: Feed, count: int) -> list[Any]:
+def passes(model: CausalModel, cache: SlotCache, model_input: ModelInput, count: int) -> list[Any]:
     """The pass `count` times over the same slots, each with other tokens."""
     lengths, out = list(cache.lengths), []
     for i in range(count):
-        one = Feed(
-            (feed.token_ids + i) % VOCAB, feed.num_tokens, feed.first_row, feed.parents, feed.logits, feed.hidden_layers
+        one = ModelInput(
+            (model_input.token_ids + i) % VOCAB,
+            model_input.num_tokens,
+            model_input.first_row,
+            model_input.parents,
+            model_input.logits,
+            model_input.hidden_layers,
         )
         out.append(model.forward(one, cache))
         cache.truncate(lengths)
@@ -138,13 +143,15 @@ PARENTS = torch.tensor([[-1, 0, 0, 2, 1], [-1, 0, 1, 1, 3]])
 def test_scores_hidden_states_and_slots_are_those_of_a_pass(parents: torch.Tensor | None, rows: int) -> None:
     """Five columns in a recording of six, three rows in one of four; other rows' slots are untouched."""
     parents = None if parents is None else parents.repeat(3, 1)[:rows]
-    feed = Feed(torch.randint(2, VOCAB, (rows, 5)), [5, 3, 5, 1, 2][:rows], parents=parents, hidden_layers=(1, 3))
+    model_input = ModelInput(
+        torch.randint(2, VOCAB, (rows, 5)), [5, 3, 5, 1, 2][:rows], parents=parents, hidden_layers=(1, 3)
+    )
     plain, model = CausalModel(make("llama")), graphed()
-    plain.use_lean()
+    plain.use_fused()
     lengths = [9, 30, 4, 120, 11][:rows]
     wanted, ours = cached(plain, lengths), cached(model, lengths)
-    for a, b in zip(passes(plain, wanted, feed, 5), passes(model, ours, feed, 5), strict=True):
-        for row, count in enumerate(feed.num_tokens):
+    for a, b in zip(passes(plain, wanted, model_input, 5), passes(model, ours, model_input, 5), strict=True):
+        for row, count in enumerate(model_input.num_tokens):
             torch.testing.assert_close(a.scores()[row, :count], b.scores()[row, :count], atol=1e-4, rtol=1e-4)
             for layer in (1, 3):
                 torch.testing.assert_close(
@@ -161,7 +168,7 @@ def test_scores_hidden_states_and_slots_are_those_of_a_pass(parents: torch.Tenso
 def test_outputs_stay_when_the_next_pass_is_replayed() -> None:
     model = graphed()
     cache = cached(model, [5])
-    outputs = passes(model, cache, Feed(torch.tensor([[3]]), [1]), 5)
+    outputs = passes(model, cache, ModelInput(torch.tensor([[3]]), [1]), 5)
     assert not torch.equal(outputs[-1].scores(), outputs[-2].scores())
 
 
@@ -170,13 +177,13 @@ def test_rows_behind_a_pass_are_not_filled_up_with() -> None:
     model = graphed()
     cache = cached(model, [5, 6, 7, 8, 9])
     before = [x.clone() for x in cache.read(0, 3, 2, 128)]
-    passes(model, cache, Feed(torch.full((3, 1), 7), [1, 1, 1]), 4)
+    passes(model, cache, ModelInput(torch.full((3, 1), 7), [1, 1, 1]), 4)
     assert replays(model) == 3
     assert all(torch.equal(a, b) for a, b in zip(before, cache.read(0, 3, 2, 128), strict=True))
-    shape = Shape.of(Feed(torch.full((3, 1), 7), [1, 1, 1]), cache)
+    shape = Shape.of(ModelInput(torch.full((3, 1), 7), [1, 1, 1]), cache)
     assert shape is not None
     assert shape.rows == 3
-    last = Shape.of(Feed(torch.full((3, 1), 7), [1, 1, 1], first_row=2), cache)
+    last = Shape.of(ModelInput(torch.full((3, 1), 7), [1, 1, 1], first_row=2), cache)
     assert last is not None
     assert last.rows == 4
 
@@ -199,10 +206,10 @@ def test_the_next_request_finds_what_was_recorded() -> None:
 
 def test_a_cache_that_grows_is_recorded_anew() -> None:
     model, plain = graphed(), CausalModel(make("llama"))
-    plain.use_lean()
+    plain.use_fused()
     for one in (model, plain):
         cache = cached(one, [100])
-        out = [one.forward(Feed(torch.tensor([[3 + i]]), [1]), cache).scores() for i in range(60)]
+        out = [one.forward(ModelInput(torch.tensor([[3 + i]]), [1]), cache).scores() for i in range(60)]
         if one is model:
             ours = out
     torch.testing.assert_close(torch.cat(ours), torch.cat(out), atol=1e-4, rtol=1e-4)
@@ -215,7 +222,7 @@ def test_few_recordings_are_held() -> None:
     for _ in range(2):
         for first in range(5):
             for columns in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32):
-                passes(model, cache, Feed(torch.full((1, columns), 7), [columns], first_row=first), 2)
+                passes(model, cache, ModelInput(torch.full((1, columns), 7), [columns], first_row=first), 2)
     assert model.graphs is not None
     (held,) = model.graphs._held.values()
     assert len(held.by_shape) == HELD
@@ -248,7 +255,7 @@ def test_recordings_that_are_wrong_or_cannot_be_made_are_not_used(
 def test_prompts_are_not_captured() -> None:
     model = graphed(capture=refused)
     cache = cached(model, [40])
-    passes(model, cache, Feed(torch.full((1, 40), 7), [40]), 3)
+    passes(model, cache, ModelInput(torch.full((1, 40), 7), [40]), 3)
     assert model.graphs is not None
     assert model.graphs.off is None
 

@@ -39,15 +39,15 @@ class Sees(Stateless):
             self.seen[rows[i].request_id] = {n: [held[n]] if n in held else [] for n in LAYERS}
             assert all(len(held[n]) == rows[i].size - 1 for n in held)
 
-    def observe(self, rows: Rows, verdict: Any, target: Any) -> None:
+    def observe(self, rows: Rows, verification: Any, target: Any) -> None:
         for i, row in enumerate(rows):
-            kept = 1 + int(verdict.num_accepted[i])
+            kept = 1 + int(verification.num_accepted[i])
             for layer in LAYERS:
                 self.seen[row.request_id][layer].append(target.hidden[layer][i, :kept])
 
     def propose(self, rows: Rows, budget: Any, policy: Any) -> Proposal:
-        guesses = torch.tensor([[(row.size * 3 + j) % VOCAB for j in range(2)] for row in rows])
-        return Proposal(guesses, [min(2, n) for n in budget])
+        drafts = torch.tensor([[(row.size * 3 + j) % VOCAB for j in range(2)] for row in rows])
+        return Proposal(drafts, [min(2, n) for n in budget])
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])

@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from foresay.decoding.prefill import fill_chunk
-from foresay.decoding.protocols import Feed, Logits
+from foresay.decoding.prefill import prefill_chunk
+from foresay.decoding.protocols import Logits, ModelInput
 from foresay.decoding.rows import Row, Rows
 from foresay.decoding.sampling_params import SamplingParams
+from foresay.models.cache import slot_cache as slots
+from foresay.models.cache.slot_cache import SlotCache
 from foresay.models.huggingface import attention
-from foresay.models.huggingface import slot_cache as slots
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.early_exit import first_layers
-from foresay.models.huggingface.slot_cache import SlotCache
 from foresay.models.sources.catalog import LoadedModel
 from helpers.chat_prompts import PROMPTS
 from helpers.support import PromptLookup, run
@@ -39,9 +39,9 @@ def _scores(model: CausalModel, tokens: torch.Tensor, start: int, columns: int, 
     cache.add_rows(rows)
     for row in range(rows):
         length = start if row == rows - 1 else 7 + 29 * row % 140
-        model.forward(Feed(tokens[:, :length], [length], first_row=row, logits=Logits.NONE), cache)
+        model.forward(ModelInput(tokens[:, :length], [length], first_row=row, logits=Logits.NONE), cache)
     fed = torch.stack([tokens[0, n : n + columns] for n in cache.lengths])
-    return model.forward(Feed(fed, [columns] * rows), cache).scores()[-1, 0]
+    return model.forward(ModelInput(fed, [columns] * rows), cache).scores()[-1, 0]
 
 
 @pytest.mark.slow
@@ -59,7 +59,7 @@ BEGIN, END = 60, 280
 def _filled_up_to(model: CausalModel, tokens: torch.Tensor, count: int) -> SlotCache:
     cache = model.new_cache()
     cache.add_rows(1)
-    model.forward(Feed(tokens[:, :count], [count], logits=Logits.NONE), cache)
+    model.forward(ModelInput(tokens[:, :count], [count], logits=Logits.NONE), cache)
     return cache
 
 
@@ -67,7 +67,9 @@ def _filled_up_to(model: CausalModel, tokens: torch.Tensor, count: int) -> SlotC
 def one_by_one(model: CausalModel, tokens: torch.Tensor) -> list[torch.Tensor]:
     """The scores of each position from BEGIN on, decoded one by one."""
     cache = _filled_up_to(model, tokens, BEGIN)
-    return [model.forward(Feed(tokens[:, i : i + 1], [1]), cache).scores()[0, 0].clone() for i in range(BEGIN, END)]
+    return [
+        model.forward(ModelInput(tokens[:, i : i + 1], [1]), cache).scores()[0, 0].clone() for i in range(BEGIN, END)
+    ]
 
 
 @pytest.mark.slow
@@ -78,7 +80,7 @@ def test_decoding_in_blocks_gives_the_bits_of_decoding_one_by_one(
     cache = _filled_up_to(model, tokens, BEGIN)
     for start in range(BEGIN, END, columns):
         fed = tokens[:, start : min(start + columns, END)]
-        together = model.forward(Feed(fed, [fed.shape[1]]), cache).scores()[0]
+        together = model.forward(ModelInput(fed, [fed.shape[1]]), cache).scores()[0]
         for j, scores in enumerate(together):
             assert torch.equal(scores, one_by_one[start + j - BEGIN]), start + j
 
@@ -203,7 +205,7 @@ def _filled(model: CausalModel, items: list[Row], most: int | None = None) -> Sl
     cache = model.new_cache()
     rows = Rows(items)
     model.admit(rows, 0, cache)
-    while fill_chunk(model, cache, rows, 0, most=most):
+    while prefill_chunk(model, cache, rows, 0, most=most):
         pass
     assert cache.lengths == [row.size - 1 for row in items]
     return cache

@@ -11,7 +11,7 @@ import torch
 from transformers import BartConfig, BartForCausalLM, MarianConfig, MarianMTModel, PreTrainedModel
 
 from foresay.decoding.acceptance import make_rule
-from foresay.decoding.protocols import Drafter, Feed, Logits
+from foresay.decoding.protocols import Drafter, Logits, ModelInput
 from foresay.decoding.rows import Row, Rows
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.engine import Engine
@@ -144,7 +144,7 @@ def _source(row: Row) -> list[int]:
 def _assert_coherent(engine: Engine, cache: Seq2SeqCache, reference: PreTrainedModel) -> None:
     rows, before = engine._items, list(cache.lengths)
     last = torch.tensor([[int(row.tokens[-1])] for row in rows])
-    cached = engine.target.forward(Feed(last, [1] * len(rows)), cache).scores()[:, 0]
+    cached = engine.target.forward(ModelInput(last, [1] * len(rows)), cache).scores()[:, 0]
     cache.truncate(before)
     for i, row in enumerate(rows):
         with torch.no_grad():
@@ -165,7 +165,7 @@ def test_sources_move_with_their_rows() -> None:
     model = target_of("bart")
     cache, other = _admitted(model, some_sources((4, 9, 7))), _admitted(model, some_sources((4, 9, 7))[2:])
     assert cache.nbytes == cache.sources.nbytes > 0
-    model.forward(Feed(torch.ones(3, 2, dtype=torch.int64), [2, 1, 2]), cache)
+    model.forward(ModelInput(torch.ones(3, 2, dtype=torch.int64), [2, 1, 2]), cache)
     assert cache.nbytes > cache.sources.nbytes
     cache.rearrange([(2, 0)], 2)
     assert cache.lengths == [2, 1]
@@ -194,7 +194,7 @@ def test_hidden_states_of_the_layers_asked_for(family: str) -> None:
     tokens = torch.tensor([[5, 6, 7, 8, 9], [11, 12, 13, 0, 0]])
     for logits in (Logits.ALL, Logits.NONE):
         out = model.forward(
-            Feed(tokens, [5, 3], hidden_layers=(1, 3), logits=logits), _admitted(model, some_sources()[:2])
+            ModelInput(tokens, [5, 3], hidden_layers=(1, 3), logits=logits), _admitted(model, some_sources()[:2])
         )
         assert (out.logits is None) == (logits is Logits.NONE)
         for row, count in enumerate((5, 3)):
@@ -342,7 +342,7 @@ def test_a_position_scores_the_same_bits_in_any_pass() -> None:
     for sources in (some_sources((6,)), [*some_sources((6,)), *some_sources((150, 20))]):
         for columns in (1, 3, 8):
             cache, rows = _admitted(model, sources), len(sources)
-            model.forward(Feed(tokens[:, :1].expand(rows, -1), [1] * rows), cache)
-            out = model.forward(Feed(tokens[:, 1 : 1 + columns].expand(rows, -1), [columns] * rows), cache)
+            model.forward(ModelInput(tokens[:, :1].expand(rows, -1), [1] * rows), cache)
+            out = model.forward(ModelInput(tokens[:, 1 : 1 + columns].expand(rows, -1), [columns] * rows), cache)
             scores.append(out.scores()[0, 0])
     assert all(torch.equal(one, scores[0]) for one in scores)

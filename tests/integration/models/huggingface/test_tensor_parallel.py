@@ -17,8 +17,8 @@ import foresay
 from foresay.decoding.protocols import DraftStep
 from foresay.decoding.rows import Rows
 from foresay.errors import ConfigError, UnsupportedModelError
-from foresay.lengths import agreed
-from foresay.lengths.agreed import AgreedLength
+from foresay.lengths import broadcast
+from foresay.lengths.broadcast import BroadcastLength
 from foresay.models.table import TableModel
 from helpers import tensor_parallel_run as run
 from helpers import tiny
@@ -102,10 +102,10 @@ class Others:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, first: bool, told: list[list[int]]) -> None:
         self.heard: list[list[int]] = []
         self._told = told
-        monkeypatch.setattr(agreed.ranks, "is_first", lambda: first)
-        monkeypatch.setattr(agreed.ranks, "first_says", self.first_says)
+        monkeypatch.setattr(broadcast.distributed, "is_first", lambda: first)
+        monkeypatch.setattr(broadcast.distributed, "broadcast_first", self.broadcast_first)
 
-    def first_says(self, values: list[int]) -> list[int]:
+    def broadcast_first(self, values: list[int]) -> list[int]:
         self.heard.append([int(one) for one in values])
         return self._told.pop(0) if self._told else self.heard[-1]
 
@@ -124,10 +124,10 @@ class Policy:
         self.asked.append("keep_drafting")
         return torch.tensor([True, False])
 
-    def keep(self, rows: Rows, counts: Any, matched: Any) -> Any:
+    def num_to_score(self, rows: Rows, counts: Any, matched: Any) -> Any:
         return [one - 1 for one in counts]
 
-    def afford(self, rows: Rows, most: Any) -> Any:
+    def fallback_budget(self, rows: Rows, most: Any) -> Any:
         return [0] * len(most)
 
     def observe(self, rows: Rows, steps: Any) -> None:
@@ -138,20 +138,20 @@ def test_the_first_process_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = Rows([make_row(), make_row()])
     step: Any = type("Step", (), {"token_ids": torch.tensor([1, 2])})()
     others, inner = Others(monkeypatch, first=True, told=[]), Policy()
-    policy = AgreedLength(inner)
+    policy = BroadcastLength(inner)
     assert policy.budget(rows) == [4, 4]
     assert policy.keep_drafting(step).tolist() == [True, False]  # type: ignore[union-attr]
-    assert policy.keep(rows, [3, 2], [0, 0]) == [2, 1] and policy.afford(rows, [3, 2]) == [0, 0]
+    assert policy.num_to_score(rows, [3, 2], [0, 0]) == [2, 1] and policy.fallback_budget(rows, [3, 2]) == [0, 0]
     policy.observe(rows, [])
     assert inner.asked == ["budget", "keep_drafting", "observe"]
     mark = others.heard[-1][0]
 
     inner = Policy()
     Others(monkeypatch, first=False, told=[[1, 2], [0, 0, 1], [9, 9], [7, 7], [1, 0, 0], [mark]])
-    policy = AgreedLength(inner)
+    policy = BroadcastLength(inner)
     assert policy.budget(rows) == [1, 2]
     assert policy.keep_drafting(step).tolist() == [False, True]  # type: ignore[union-attr]
-    assert policy.keep(rows, [3, 2], [0, 0]) == [9, 9] and policy.afford(rows, [3, 2]) == [7, 7]
+    assert policy.num_to_score(rows, [3, 2], [0, 0]) == [9, 9] and policy.fallback_budget(rows, [3, 2]) == [7, 7]
     assert policy.keep_drafting(step) is None
     policy.observe(rows, [])
     assert inner.asked == [], "one that is not asked learns nothing, whose clock is another"
@@ -163,10 +163,10 @@ def wrote(token_ids: tuple[int, ...]) -> Any:
 
 def test_processes_that_wrote_different_tokens_are_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     others = Others(monkeypatch, first=True, told=[])
-    AgreedLength(Policy()).observe(Rows([make_row()]), [wrote((1, 2))])  # type: ignore[arg-type]
+    BroadcastLength(Policy()).observe(Rows([make_row()]), [wrote((1, 2))])  # type: ignore[arg-type]
     Others(monkeypatch, first=False, told=[others.heard[0]])
     with pytest.raises(RuntimeError, match="wrote different tokens"):
-        AgreedLength(Policy()).observe(Rows([make_row()]), [wrote((1, 3))])  # type: ignore[arg-type]
+        BroadcastLength(Policy()).observe(Rows([make_row()]), [wrote((1, 3))])  # type: ignore[arg-type]
 
 
 def test_a_shared_session_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,14 +7,14 @@ import copy
 import pytest
 import torch
 
-from foresay.decoding.protocols import Feed
+from foresay.decoding.protocols import ModelInput
 from foresay.decoding.rows import Row, Rows
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import ModelDrafter, ModelTreeDrafter, SuffixTreeDrafter
 from foresay.errors import UnsupportedModelError
+from foresay.models.cache.slot_cache import Placement, ancestors_of
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.seq2seq import Seq2SeqModel
-from foresay.models.huggingface.slot_cache import Placement, ancestors_of
 from helpers.comparing import assert_same, plain
 from helpers.families import FAMILIES, SEQ2SEQ, VOCAB, make, make_seq2seq
 from helpers.support import run
@@ -48,7 +48,7 @@ def test_greedy_output_over_trees_equals_transformers(family: str) -> None:
 def test_greedy_output_over_trees_of_encoder_decoders(family: str) -> None:
     target = Seq2SeqModel(make_seq2seq(family))
     sources = prompts()
-    starts = [list(target.begin(source, SamplingParams()).prompt) for source in sources]
+    starts = [list(target.prepare_prompt(source, SamplingParams()).prompt) for source in sources]
     params = SamplingParams(max_new_tokens=30)
     wanted, _, _ = run(target, starts, params, sources=sources)
     ours, steps, engine = run(
@@ -78,10 +78,10 @@ def test_each_node_is_scored_after_its_own_path(family: str) -> None:
         cache = model.new_cache()
         model.admit(Rows([Row(i, text, SamplingParams(), limit=64) for i, text in enumerate(texts)]), 0, cache)
         padded = torch.tensor([text + [0] * (9 - len(text)) for text in texts])
-        model.forward(Feed(padded, [len(text) for text in texts]), cache)
+        model.forward(ModelInput(padded, [len(text) for text in texts]), cache)
         return cache
 
-    scores = model.forward(Feed(nodes, [6, 6], parents=PARENTS), filled()).scores()  # type: ignore[arg-type]
+    scores = model.forward(ModelInput(nodes, [6, 6], parents=PARENTS), filled()).scores()  # type: ignore[arg-type]
     for i, text in enumerate(texts):
         for column in range(6):
             path = []
@@ -113,8 +113,8 @@ def test_a_tree_with_one_branch_has_the_bits_of_the_chain(dtype: torch.dtype) ->
     for parents in (None, torch.arange(-1, 4).repeat(2, 1)):
         cache = model.new_cache()
         model.admit(Rows([Row(i, [1], SamplingParams(), limit=64) for i in range(2)]), 0, cache)
-        model.forward(Feed(fed, [5, 3]), cache)
-        out.append(model.forward(Feed(fed.flip(1), [5, 5], parents=parents), cache).scores())
+        model.forward(ModelInput(fed, [5, 3]), cache)
+        out.append(model.forward(ModelInput(fed.flip(1), [5, 5], parents=parents), cache).scores())
     assert torch.equal(*out)
 
 
@@ -127,18 +127,18 @@ def test_kept_columns_are_as_if_they_alone_had_been_fed() -> None:
     def begun() -> object:
         cache = model.new_cache()
         model.admit(rows, 0, cache)
-        model.forward(Feed(prompt, [3, 2]), cache)
+        model.forward(ModelInput(prompt, [3, 2]), cache)
         return cache
 
     tree, chain = begun(), begun()
-    model.forward(Feed(nodes, [6, 6], parents=PARENTS), tree)  # type: ignore[arg-type]
+    model.forward(ModelInput(nodes, [6, 6], parents=PARENTS), tree)  # type: ignore[arg-type]
     paths = [[0, 2, 5], [3, 4]]
     tree.keep([3, 2], paths)  # type: ignore[attr-defined]
     fed = torch.tensor([[int(nodes[0, c]) for c in paths[0]], [int(nodes[1, c]) for c in paths[1]] + [0]])
-    model.forward(Feed(fed, [3, 2]), chain)  # type: ignore[arg-type]
+    model.forward(ModelInput(fed, [3, 2]), chain)  # type: ignore[arg-type]
     assert tree.lengths == chain.lengths == [6, 4]  # type: ignore[attr-defined]
     after = torch.tensor([[9, 10], [11, 12]])
-    scores = [model.forward(Feed(after, [2, 2]), cache).scores() for cache in (tree, chain)]  # type: ignore[arg-type]
+    scores = [model.forward(ModelInput(after, [2, 2]), cache).scores() for cache in (tree, chain)]  # type: ignore[arg-type]
     assert torch.allclose(*scores, atol=1e-5)
 
 

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import foresay
-from foresay.decoding.protocols import Feed, Logits
+from foresay.decoding.protocols import Logits, ModelInput
 from foresay.decoding.rows import Rows
 from foresay.engine.prefixes import SharesPrefixes
 from foresay.errors import ConfigError, ModelLoadError, OutOfMemoryError, UnsupportedModelError
@@ -118,7 +118,7 @@ def test_rows_hold_what_a_table_s_rows_hold(library: Library, actions: list[Any]
             if name == "feed":
                 numbers = [one[i % len(one)] for i in range(count)]
                 ids = torch.randint(V, (count, max(1, *numbers)), generator=torch.Generator().manual_seed(other))
-                out = scorer.forward(Feed(ids, numbers), cache)
+                out = scorer.forward(ModelInput(ids, numbers), cache)
                 scores = [out.scores()[i, :n] for i, n in enumerate(numbers)]
                 if which:
                     assert all(torch.equal(a, b) for a, b in zip(scores, wanted, strict=True))
@@ -150,7 +150,7 @@ def test_a_context_grows_with_its_rows(library: Library) -> None:
     cache = admitted(one, 3)
     ids = torch.arange(700)[None] % V
     for _ in range(3):
-        one.forward(Feed(ids, [700], first_row=1, logits=Logits.NONE), cache)
+        one.forward(ModelInput(ids, [700], first_row=1, logits=Logits.NONE), cache)
     sizes = [made.params.n_ctx for made in library.contexts]
     assert len(sizes) > 1 and sizes == sorted(sizes) and max(library.contexts[-1].passes) <= AT_ONCE
     assert library.contexts[-1].of(1) == (ids[0].tolist() * 3)
@@ -177,7 +177,7 @@ def test_what_is_held_is_no_memory_lost(library: Library) -> None:
 def test_rows_that_share_a_beginning_share_cells(library: Library) -> None:
     cache = admitted(model(), 2)
     assert isinstance(cache, SharesPrefixes)
-    model().forward(Feed(torch.tensor([[1, 2, 3, 4]]), [4]), cache)
+    model().forward(ModelInput(torch.tensor([[1, 2, 3, 4]]), [4]), cache)
     cache.copy_prefix(0, 1, 3)
     assert len(library.contexts[0].cells) == 4 and library.contexts[0].of(1) == [1, 2, 3]
     cache.truncate([1, 3])
@@ -199,20 +199,20 @@ def test_what_a_row_held_is_found_again(library: Library) -> None:
 def test_a_pass_that_fails_leaves_rows_as_they_were(library: Library) -> None:
     one = model()
     cache = admitted(one, 2)
-    one.forward(Feed(torch.tensor([[1, 2], [3, 4]]), [2, 2]), cache)
+    one.forward(ModelInput(torch.tensor([[1, 2], [3, 4]]), [2, 2]), cache)
     library.fails_at = 7
     with pytest.raises(PassError, match="code -2"):
-        one.forward(Feed(torch.tensor([[5, 6], [6, 7]]), [2, 2]), cache)
+        one.forward(ModelInput(torch.tensor([[5, 6], [6, 7]]), [2, 2]), cache)
     assert cache.lengths == [2, 2] and [library.contexts[0].of(i) for i in (0, 1)] == [[1, 2], [3, 4]]
-    assert one.forward(Feed(torch.tensor([[5], [6]]), [1, 1]), cache).scores().shape == (2, 1, V)
+    assert one.forward(ModelInput(torch.tensor([[5], [6]]), [1, 1]), cache).scores().shape == (2, 1, V)
 
 
 def test_only_wanted_scores_are_asked_for(library: Library) -> None:
     one, reference = model(), table()
     for logits, shape in ((Logits.LAST, (2, 1, V)), (Logits.ALL, (2, 3, V)), (Logits.NONE, None)):
         cache, other = admitted(one, 2), admitted(reference, 2)
-        feed = Feed(torch.tensor([[1, 2, 3], [4, 0, 0]]), [3, 1], logits=logits)
-        found, wanted = one.forward(feed, cache), reference.forward(feed, other)
+        model_input = ModelInput(torch.tensor([[1, 2, 3], [4, 0, 0]]), [3, 1], logits=logits)
+        found, wanted = one.forward(model_input, cache), reference.forward(model_input, other)
         assert cache.lengths == other.lengths == [3, 1]
         if shape is None:
             assert found.logits is None
@@ -243,7 +243,7 @@ def test_what_cannot_be_decoded_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     for _ in put(monkeypatch, Library(table().table, rewinds=False)):
         one = model()
         cache = admitted(one, 1)
-        one.forward(Feed(torch.tensor([[1, 2]]), [2]), cache)
+        one.forward(ModelInput(torch.tensor([[1, 2]]), [2]), cache)
         with pytest.raises(UnsupportedModelError, match="cannot rewind"):
             cache.truncate([1])
 
@@ -258,7 +258,7 @@ def test_too_large_a_context_is_an_error_that_says_so(library: Library) -> None:
     cache = admitted(one, 1)
     library.most_cells = 1024
     with pytest.raises(OutOfMemoryError, match="cannot hold 8 rows of 2048 tokens"):
-        one.forward(Feed(torch.zeros(1, 1500, dtype=torch.long), [1500]), cache)
+        one.forward(ModelInput(torch.zeros(1, 1500, dtype=torch.long), [1500]), cache)
 
 
 @pytest.mark.parametrize(

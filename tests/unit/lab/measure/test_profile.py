@@ -24,8 +24,8 @@ from foresay.lab.measure.depth_study import DEPTHS, Shape, depth_share, shapes, 
 from foresay.lab.measure.profile import measure, measure_drafting, medians, profile, quartiles
 from foresay.lab.replay.predict import expect
 from foresay.lab.replay.replay import PassCost, Replay
+from foresay.models.cache.memory import kv_bytes
 from foresay.models.huggingface.linears import freeze_linears, weight_bytes
-from foresay.models.huggingface.memory import kv_bytes
 from foresay.records.profile import Floor, Profile, Timing, line, profile_path
 from foresay.records.recording import Record, Recording
 from helpers import tiny

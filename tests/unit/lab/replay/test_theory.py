@@ -126,9 +126,11 @@ def test_bad_values(call: Callable[[], object], message: str) -> None:
 # -- theory against decoding -------------------------------------------------------------------------------------------
 
 
-def constant(law: list[float]) -> TableModel:
+def constant(distribution: list[float]) -> TableModel:
     """A table whose every law is this one."""
-    return TableModel(torch.tensor(law, dtype=torch.float64).expand(len(law), len(law), -1).contiguous())
+    return TableModel(
+        torch.tensor(distribution, dtype=torch.float64).expand(len(distribution), len(distribution), -1).contiguous()
+    )
 
 
 def decoded(gamma: int, count: int = 12, new: int = 320) -> list[Step]:

@@ -286,7 +286,7 @@ class Page(HTMLParser):
     def __init__(self, text):
         super().__init__()
         self.tags, self.open, self.texts = [], [], []
-        self.feed(text)
+        self.model_input(text)
         self.close()
         assert not self.open
 

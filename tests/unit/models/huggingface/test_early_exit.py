@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from foresay.decoding.protocols import Feed
+from foresay.decoding.protocols import ModelInput
 from foresay.errors import ConfigError, UnsupportedModelError
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.early_exit import first_layers, trimmed_head
@@ -27,7 +27,7 @@ NORMS = {
 def logits(model: CausalModel) -> torch.Tensor:
     cache = model.new_cache()
     cache.add_rows(len(TOKENS))
-    return model.forward(Feed(TOKENS, COUNTS), cache).scores()
+    return model.forward(ModelInput(TOKENS, COUNTS), cache).scores()
 
 
 def storages(model: CausalModel) -> set[int]:
@@ -104,11 +104,11 @@ def test_a_trimmed_head_scores_the_same_and_nothing_else(family: str) -> None:
     ours = logits(trimmed)
     assert ours.shape == whole.shape and trimmed.vocab_size == VOCAB
     close(ours[..., kept], whole[..., kept])
-    law = ours.softmax(-1)
+    distribution = ours.softmax(-1)
     others = [i for i in range(VOCAB) if i not in kept]
-    assert float(law[..., others].abs().max()) == 0.0
+    assert float(distribution[..., others].abs().max()) == 0.0
     renormalised = whole.softmax(-1)[..., kept]
-    close(law[..., kept], renormalised / renormalised.sum(-1, keepdim=True))
+    close(distribution[..., kept], renormalised / renormalised.sum(-1, keepdim=True))
     assert torch.equal(logits(target), whole)
 
 

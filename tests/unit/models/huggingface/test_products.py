@@ -12,6 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from foresay.models.cpu import build, product
+from foresay.models.cpu.in_place import InPlaceProduct
+from foresay.models.cpu.product import NativeProduct
+from foresay.models.cpu.rounding import restored, rounded_int4
 from foresay.models.huggingface import linears, products
 from foresay.models.huggingface.linears import (
     FrozenLinear,
@@ -21,11 +25,7 @@ from foresay.models.huggingface.linears import (
     product_of,
     weight_bytes,
 )
-from foresay.models.huggingface.native import build, product
-from foresay.models.huggingface.native.in_place import InPlaceProduct
-from foresay.models.huggingface.native.product import NativeProduct
 from foresay.models.huggingface.products import Int4Product, Int8Product, PackedProduct
-from foresay.models.huggingface.rounding import restored, rounded_int4
 
 SEEDED = torch.Generator()
 KINDS: dict[str, tuple[Any, float]] = {

@@ -1,6 +1,6 @@
 """The host's side of a peer in another interpreter: starts `worker.py` there, sends it jobs, and ends it.
 
-Owns what is sent and the time limits; `children.py` owns the process. The child stays between runs, so that repeats can be
+Owns what is sent and the time limits; `child_process.py` owns the process. The child stays between runs, so that repeats can be
 interleaved with ours; idle, it waits for a line and takes no processor time.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from foresay.checks import check_int
-from foresay.children import Child
+from foresay.child_process import ChildProcess
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ConfigError
 from foresay.lab.bench.peers.base import (
@@ -44,7 +44,7 @@ MAX_BATCH = 128
 class WorkerPeer:
     """A peer that runs in a worker process."""
 
-    def __init__(self, name: str, worker: Child, job: Mapping[str, Any], about: Mapping[str, str]) -> None:
+    def __init__(self, name: str, worker: ChildProcess, job: Mapping[str, Any], about: Mapping[str, str]) -> None:
         self.name = name
         self._worker = worker
         self._single = job["engine"] in ("llama.cpp", "economize")
@@ -96,7 +96,7 @@ def open_worker(
     name = "+".join([spec.kind, *(files.get(key, key) for key in spec.settings)])
     python = interpreter(spec)
     job = load_job(spec, model, dtype, count)
-    worker = Child(name, [python, str(script)], environment(spec.kind, count))
+    worker = ChildProcess(name, [python, str(script)], environment(spec.kind, count))
     try:
         about = worker.ask({"op": "load", **job}, limit_s)["about"]
     except BaseException:

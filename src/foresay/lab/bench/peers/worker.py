@@ -123,10 +123,10 @@ class LlamaCpp:
         """Read a GGUF file."""
         module = imported("llama_cpp", "install llama-cpp-python there")
         lookup = job.get("lookup")
-        guesses = None
+        drafts = None
         if lookup:
             drafts = imported("llama_cpp.llama_speculative", "install llama-cpp-python there")
-            guesses = drafts.LlamaPromptLookupDecoding(num_pred_tokens=lookup)
+            drafts = drafts.LlamaPromptLookupDecoding(num_pred_tokens=lookup)
         self._llama = module.Llama(
             model_path=job["model"],
             n_ctx=job["context"],
@@ -134,7 +134,7 @@ class LlamaCpp:
             n_threads_batch=job["threads"],
             flash_attn=True,  # as llama.cpp's own programs do; faster here too
             logits_all=bool(lookup),  # its look-up wants the scores of every guess
-            draft_model=guesses,
+            draft_model=drafts,
             verbose=False,
         )
         self._ends = {self._llama.token_eos()}

@@ -1,0 +1,228 @@
+"""Child processes that talk in lines of JSON: from their start to their end, with their whole process group.
+
+Owns the pipes, what is said when a child dies, and that none outlives us. Knows nothing of what the lines say.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import selectors
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from time import monotonic, sleep
+from typing import Any
+
+from foresay.errors import ConfigError, ForesayError
+
+GRACE_S = 5.0
+"""How long a child may take to end by itself."""
+_CHUNK = 65536
+
+
+class ChildProcess:
+    """A child process that answers a line of JSON with a line of JSON."""
+
+    def __init__(self, label: str, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._label, self._command = label, command[0]
+        self._ended: str | None = None
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the child
+        try:
+            self._child = subprocess.Popen(
+                list(command),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._stderr,
+                env=dict(environment),
+                start_new_session=True,  # a group of its own: it is ended with its children, and Ctrl-C is ours to handle
+                bufsize=0,
+            )
+        except OSError as error:
+            self._stderr.close()
+            raise ConfigError(
+                f"{label}: {command[0]!r} cannot be run ({error.strerror or error}); name a Python"
+            ) from error
+        self._buffer = self._unsent = b""
+        os.set_blocking(self._pipe(self._child.stdin), False)
+        atexit.register(self.close)
+
+    @property
+    def pid(self) -> int:
+        """The child's process id, which is its process group's too."""
+        return self._child.pid
+
+    @property
+    def has_exited(self) -> bool:
+        """Whether the child has ended by itself; what it said may not have been read."""
+        return self._ended is None and self._exited()
+
+    def ask(self, message: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
+        """Send a message and wait for its reply.
+
+        Raises ConfigError for a job that the worker refuses; it keeps running. Raises ForesayError when the worker has ended,
+        does not reply within `limit_s` seconds or replies with anything but the protocol; it is then ended.
+        """
+        if self._ended is not None:
+            raise ForesayError(f"{self._label}: the worker is gone ({self._ended}); open the peer again")
+        with self._ended_by_errors():
+            reply = self._exchange(message, limit_s)
+            if not isinstance(reply, dict) or not isinstance(reply.get("ok"), bool):
+                raise self._nonsense(json.dumps(reply).encode())
+        if reply["ok"]:
+            return reply
+        raise ConfigError(f"{self._label}: {reply.get('error')}")
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Send a message that nobody waits for the answer to; what does not fit the pipe goes with the next `read`."""
+        self._unsent += json.dumps(message).encode() + b"\n"
+        self._flush()
+
+    def _flush(self) -> None:
+        """Write what the pipe takes; that nobody reads any more is for `read` to find."""
+        stdin = self._pipe(self._child.stdin)
+        try:
+            while self._unsent:
+                self._unsent = self._unsent[os.write(stdin, self._unsent[:_CHUNK]) :]
+        except BlockingIOError:
+            return
+        except OSError:
+            self._unsent = b""
+
+    def read(self) -> list[Any]:
+        """The messages that have come, without waiting.
+
+        Raises ForesayError when the child has ended, though what it said comes first, or talks nonsense; it is then ended.
+        """
+        if self._ended is not None:
+            raise ForesayError(f"{self._label}: the worker is gone ({self._ended})")
+        with self._ended_by_errors():
+            said = []
+            for line in self._lines():
+                try:
+                    said.append(json.loads(line))
+                except ValueError:
+                    raise self._nonsense(line) from None
+            return said
+
+    def _lines(self) -> list[bytes]:
+        """The whole lines that have come. One of its children may hold the pipe open after it: its exit is asked for too."""
+        self._flush()
+        gone, stdout = self._exited(), self._pipe(self._child.stdout)
+        with selectors.DefaultSelector() as ready:
+            ready.register(stdout, selectors.EVENT_READ)
+            while ready.select(0):
+                chunk = os.read(stdout, _CHUNK)
+                self._buffer += chunk
+                if not chunk:
+                    gone = True
+                    break
+        *whole, self._buffer = self._buffer.split(b"\n")
+        if gone and not whole:
+            raise self._death()
+        return whole
+
+    def register(self, ready: selectors.BaseSelector) -> None:
+        """Have a selector wake up when the child says something, or takes what was not sent yet."""
+        ready.register(self._pipe(self._child.stdout), selectors.EVENT_READ, self)
+        if self._unsent:
+            ready.register(self._pipe(self._child.stdin), selectors.EVENT_WRITE, self)
+
+    def wait_ready(self, limit_s: float = 1.0) -> None:
+        """Until the child says something, or so long."""
+        with selectors.DefaultSelector() as ready:
+            self.register(ready)
+            ready.select(limit_s)
+
+    def end(self, reason: str) -> None:
+        """End the child with its group; harmless when repeated."""
+        if self._ended is None:
+            self._end(reason)
+
+    def close(self) -> None:
+        """Request the worker to end, and end it with all of its children; harmless when repeated."""
+        if self._ended is None:
+            with contextlib.suppress(ForesayError):
+                self._exchange({"op": "close"}, GRACE_S)
+                self._wait(GRACE_S)
+            self.end("it was closed")
+
+    def _exchange(self, message: Mapping[str, Any], limit_s: float) -> Any:
+        """Say something, and what is said next."""
+        until = monotonic() + limit_s
+        self.send(message)
+        while not (said := self.read()):
+            left = until - monotonic()
+            if left <= 0:
+                raise ForesayError(
+                    f"{self._label}: no answer within {limit_s:g} s, so it was ended{self._last_words()}"
+                )
+            self.wait_ready(min(left, 1.0))
+        return said[0]
+
+    @contextlib.contextmanager
+    def _ended_by_errors(self) -> Iterator[None]:
+        """Whatever goes wrong here ends the child: nobody knows what it would answer to."""
+        try:
+            yield
+        except BaseException as error:
+            self.end(str(error) if isinstance(error, ForesayError) else type(error).__name__)
+            raise
+
+    def _nonsense(self, line: bytes) -> ForesayError:
+        shown = line[:80].decode(errors="replace").strip()
+        return ForesayError(f"{self._label}: the worker answered {shown!r}; is {self._command!r} a Python?")
+
+    def _death(self) -> ForesayError:
+        self._wait(GRACE_S)
+        self._signal(signal.SIGKILL)
+        code = self._child.wait()
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        return ForesayError(f"{self._label}: the worker {how}{self._last_words()}")
+
+    def _last_words(self) -> str:
+        """The last line of the child's standard error, for a message."""
+        fd = self._stderr.fileno()
+        tail = os.pread(fd, 4096, max(0, os.fstat(fd).st_size - 4096)).decode(errors="replace")
+        lines = [line.strip() for line in tail.splitlines() if line.strip()]
+        return f"; its last words: {lines[-1][-300:]}" if lines else ""
+
+    def _end(self, reason: str) -> None:
+        """End the child and its whole group, and let go of everything. The child is waited for last, so its id stays ours."""
+        atexit.unregister(self.close)
+        self._ended = reason
+        if self._child.returncode is None:
+            self._signal(signal.SIGTERM)
+            self._wait(GRACE_S)
+            self._signal(signal.SIGKILL)
+            self._child.wait()
+        for stream in (self._child.stdin, self._child.stdout, self._stderr):
+            if stream is not None:
+                with contextlib.suppress(OSError):
+                    stream.close()
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS refuses for a group of zombies
+            os.killpg(self._child.pid, number)
+
+    def _exited(self) -> bool:
+        """Whether the child has ended, without reaping it: until that its id, and its group's, is nobody else's."""
+        if self._child.returncode is not None:
+            return True
+        if not hasattr(os, "waitid"):
+            return False
+        return os.waitid(os.P_PID, self._child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+    def _wait(self, limit_s: float) -> None:
+        until = monotonic() + limit_s
+        while monotonic() < until and not self._exited():
+            sleep(0.01)
+
+    @staticmethod
+    def _pipe(stream: Any) -> int:
+        assert stream is not None
+        fd: int = stream.fileno()
+        return fd

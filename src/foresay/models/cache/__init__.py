@@ -1,0 +1,1 @@
+"""Keys and values of each row, in slots at absolute positions."""

@@ -1,0 +1,1 @@
+"""GGUF files: header, values, shapes and weights."""

@@ -1,0 +1,385 @@
+"""Expressions to drafters, rules and length policies.
+
+Owns the names that users may write, and what each drafter needs before it can be made: other models, tables of n-grams,
+stores that outlive a request. Settings are checked when an expression is read; models are loaded afterwards.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+from foresay.checks import check_flag, check_float, check_int
+from foresay.decoding.acceptance import RULES
+from foresay.decoding.protocols import Drafter, LengthPolicy, Rule
+from foresay.drafters import (
+    Cascade,
+    HeadDrafter,
+    HeadTreeDrafter,
+    Hybrid,
+    MaxGram,
+    ModelDrafter,
+    ModelTreeDrafter,
+    NgramStore,
+    NgramStoreDrafter,
+    PastRequests,
+    PromptLookup,
+    SelfDrafter,
+    SuffixDrafter,
+    SuffixTreeDrafter,
+)
+from foresay.drafters.cascade import check_matrix, drafted_at_most
+from foresay.drafters.cross_tokenizer import CrossTokenizerDrafter
+from foresay.errors import ConfigError, UnsupportedModelError, VocabularyMismatchError
+from foresay.lengths import LENGTHS, ConstantLength
+from foresay.lengths.constant import MAX_DRAFT_TOKENS
+from foresay.models.sources.catalog import LoadedModel
+from foresay.spec.expressions import Call, apply, parse
+from foresay.spec.recipe import DrafterBuilder, Recipe, Resources
+from foresay.text.tokenizer import check_vocabularies
+
+_Trim = Callable[[Resources, Any], Any]
+
+
+def _none() -> Recipe:
+    return Recipe(lambda resources: lambda: None, 0)
+
+
+def _prompt_lookup(max_ngram: int = 4, min_ngram: int = 2) -> Recipe:
+    PromptLookup(max_ngram=max_ngram, min_ngram=min_ngram)  # a bad range must fail before weights are read
+    make = partial(PromptLookup, max_ngram=max_ngram, min_ngram=min_ngram)
+    return Recipe(lambda resources: lambda: make(device=resources.device), 8)
+
+
+def _max_gram(table: str | None = None) -> Recipe:
+    path = None if table is None else _path("table", table)
+
+    def prepare(resources: Resources) -> DrafterBuilder:
+        continuation = None if path is None else resources.table(path)
+        return lambda: MaxGram(continuation, device=resources.device)
+
+    return Recipe(prepare, 10, reads_target=path is not None)
+
+
+def _ngram_store(
+    n: int = 6,
+    levels: str = "all",
+    filler_top_k: int = 1,
+    stop_unknown: bool = True,
+    keep: bool = False,
+    max_contexts: int = 1 << 18,
+) -> Recipe:
+    store = NgramStore(n, levels=levels, max_contexts=max_contexts) if check_flag("keep", keep) else None
+    make = partial(
+        NgramStoreDrafter,
+        n,
+        levels=levels,
+        filler_top_k=filler_top_k,
+        stop_unknown=stop_unknown,
+        max_contexts=max_contexts,
+    )
+    make()
+    forget = (lambda: None) if store is None else store.clear
+    return Recipe(lambda resources: lambda: make(store=store, device=resources.device), 8, forget)
+
+
+def _suffix(scale: float = 3.0, min_match: int = 1, keep: bool = False, max_tokens: int = 1 << 18) -> Recipe:
+    past = PastRequests(max_tokens) if check_flag("keep", keep) else None
+    make = partial(SuffixDrafter, past, scale=scale, min_match=min_match)
+    make()
+    forget = (lambda: None) if past is None else past.clear
+    return Recipe(lambda resources: lambda: make(device=resources.device), 12, forget)
+
+
+def _suffix_tree(
+    branches: int = 3, scale: float = 3.0, min_match: int = 1, keep: bool = False, max_tokens: int = 1 << 18
+) -> Recipe:
+    past = PastRequests(max_tokens) if check_flag("keep", keep) else None
+    make = partial(SuffixTreeDrafter, past, branches=branches, scale=scale, min_match=min_match)
+    make()
+    forget = (lambda: None) if past is None else past.clear
+    return Recipe(lambda resources: lambda: make(device=resources.device), 12, forget)
+
+
+def _tree(name: str, branches: int = 2, width: int = 1) -> Recipe:
+    name = _path("name", name)
+    check_int("branches", branches, 1, 16)
+    check_int("width", width, 1, 16)
+
+    def prepare(resources: Resources) -> DrafterBuilder:
+        draft = resources.model(name)
+        _refuse_encoder(resources, draft)
+        check_vocabularies(resources.target.tokenizer, draft.tokenizer, (resources.target.name, draft.name))
+        return lambda: ModelTreeDrafter(draft.model, resources.vocab_size, branches=branches, width=width)
+
+    return Recipe(prepare, 8, reads_target=True, loads_model=True, samples=True)
+
+
+def _head(name: str, sample: bool = True) -> Recipe:
+    name = _path("name", name)
+    check_flag("sample", sample)
+
+    def prepare(resources: Resources) -> DrafterBuilder:
+        head = resources.head(name)
+        return lambda: HeadDrafter(head, resources.vocab_size, sample=sample)
+
+    return Recipe(prepare, 5, reads_target=True, loads_model=True, samples=sample)
+
+
+def _head_tree(name: str, branches: int = 2, width: int = 1) -> Recipe:
+    name = _path("name", name)
+    check_int("branches", branches, 1, 16)
+    check_int("width", width, 1, 16)
+
+    def prepare(resources: Resources) -> DrafterBuilder:
+        head = resources.head(name)
+        return lambda: HeadTreeDrafter(head, resources.vocab_size, branches=branches, width=width)
+
+    return Recipe(prepare, 8, reads_target=True, loads_model=True, samples=True)
+
+
+def _model(
+    name: str, vocabulary: str | None = None, vocabulary_size: int | None = None, coverage: float = 0.98
+) -> Recipe:
+    trim = _trim(vocabulary, vocabulary_size, coverage)
+    name = _path("name", name)
+
+    def prepare(resources: Resources) -> DrafterBuilder:
+        return _draft_with(resources, resources.model(name), trim)
+
+    return Recipe(prepare, 5, reads_target=True, loads_model=True, samples=True)
+
+
+def draft_model(loaded: LoadedModel) -> Recipe:
+    """The recipe of a draft model that is there already."""
+    return Recipe(lambda resources: _draft_with(resources, loaded, None), 5, reads_target=True, samples=True)
+
+
+def _refuse_encoder(resources: Resources, draft: LoadedModel) -> None:
+    if draft.model.capabilities.reads_source and not resources.target.model.capabilities.reads_source:
+        raise UnsupportedModelError(
+            f"{draft.name!r} is an encoder-decoder model and cannot draft for a decoder-only one; give it another draft"
+        )
+
+
+def _draft_with(resources: Resources, draft: LoadedModel, trim: _Trim | None) -> DrafterBuilder:
+    _refuse_encoder(resources, draft)
+    try:
+        check_vocabularies(resources.target.tokenizer, draft.tokenizer, (resources.target.name, draft.name))
+    except VocabularyMismatchError:
+        reads = draft.model.capabilities.reads_source  # its encoder is given the source in the target's tokens
+        if resources.target.tokenizer is None or draft.tokenizer is None or trim is not None or reads:
+            raise
+        from foresay.text.cross_tokenizer import TokenizerPair
+
+        retokenizer = TokenizerPair(resources.target.tokenizer, draft.tokenizer)
+        return lambda: CrossTokenizerDrafter(draft.model, resources.vocab_size, retokenizer)
+    model = draft.model if trim is None else trim(resources, draft.model)
+    return lambda: ModelDrafter(model, resources.vocab_size)
+
+
+def _self(
+    layers: int, vocabulary: str | None = None, vocabulary_size: int | None = None, coverage: float = 0.98
+) -> Recipe:
+    trim = _trim(vocabulary, vocabulary_size, coverage)
+    check_int("layers", layers, 1, 10_000)
+
+    def prepare(resources: Resources) -> DrafterBuilder:
+        from foresay.models.huggingface.causal import CausalModel
+        from foresay.models.huggingface.early_exit import first_decoder_layers, first_layers
+        from foresay.models.huggingface.seq2seq import Seq2SeqModel
+
+        target = resources.target.model
+        if not isinstance(target, CausalModel | Seq2SeqModel):
+            raise UnsupportedModelError(
+                f"self-speculation needs a transformers model, and {resources.target.name!r} is none"
+            )
+        model: Any = (
+            first_decoder_layers(target, layers) if isinstance(target, Seq2SeqModel) else first_layers(target, layers)
+        )
+        if trim is not None:
+            model = trim(resources, model)
+        return lambda: SelfDrafter(model, resources.vocab_size)
+
+    return Recipe(prepare, 4, reads_target=True, samples=True)
+
+
+def _trim(vocabulary: str | None, size: int | None, coverage: float) -> _Trim | None:
+    """What cuts a draft's head down to the tokens most frequent in a table's corpus; None cuts nothing."""
+    if size is not None:
+        check_int("vocabulary_size", size, 1, 1 << 24)
+    check_float("coverage", coverage, 0.01, 1.0)
+    if vocabulary is None:
+        if size is not None:
+            raise ConfigError(f"vocabulary_size={size} needs vocabulary=, a table that `foresay ngram build` made")
+        return None
+    path = _path("vocabulary", vocabulary)
+
+    def trim(resources: Resources, model: Any) -> Any:
+        from foresay.models.huggingface.causal import CausalModel
+        from foresay.models.huggingface.early_exit import trimmed_head
+
+        if not isinstance(model, CausalModel):
+            raise UnsupportedModelError("only a decoder-only transformers model's head can be trimmed")
+        ends = resources.target.eos_token_ids
+        return trimmed_head(model, resources.table(path).draft_vocabulary(size, coverage, ends, model.vocab_size))
+
+    return trim
+
+
+def _cascade(*drafters: tuple[str | None, Any], k: Sequence[Sequence[int]], lenience: float = 1.0) -> Recipe:
+    recipes = [_member(key, value) for key, value in drafters]
+    check_matrix(k, len(recipes))
+    check_float("lenience", lenience, 1.0, 1e6)
+
+    def prepare(resources: Resources) -> DrafterBuilder:
+        builders = [recipe.prepare(resources) for recipe in recipes]
+
+        def build() -> Drafter:
+            return Cascade([_made(builder) for builder in builders], k, lenience=lenience)
+
+        build()  # whether each may review is known only now
+        return build
+
+    def forget() -> None:
+        for recipe in recipes:
+            recipe.forget()
+
+    traits = {name: any(getattr(one, name) for one in recipes) for name in ("reads_target", "loads_model", "samples")}
+    return Recipe(prepare, drafted_at_most(k), forget, fixed=True, **traits)
+
+
+def _hybrid(*drafters: tuple[str | None, Any], min_match: int = 3, k: int = 5) -> Recipe:
+    if len(drafters) != 2:
+        raise ConfigError(f"a hybrid has two drafters, a look-up and another, not {len(drafters)}")
+    recipes = [_member(key, value) for key, value in drafters]
+    check_int("min_match", min_match, 1)
+    check_int("k", k, 1, MAX_DRAFT_TOKENS)
+
+    def prepare(resources: Resources) -> DrafterBuilder:
+        builders = [recipe.prepare(resources) for recipe in recipes]
+
+        def build() -> Drafter:
+            first, other = (_made(builder) for builder in builders)
+            return Hybrid(first, other, min_match=min_match, k=k)  # type: ignore[arg-type]
+
+        build()  # what the first is, is known only now
+        return build
+
+    def forget() -> None:
+        for recipe in recipes:
+            recipe.forget()
+
+    traits = {name: any(getattr(one, name) for one in recipes) for name in ("reads_target", "loads_model", "samples")}
+    return Recipe(prepare, max(k, recipes[0].num_draft_tokens), forget, **traits)
+
+
+def _made(builder: DrafterBuilder) -> Drafter:
+    drafter = builder()
+    if drafter is None:
+        raise ConfigError("'none' drafts nothing and cannot be part of a cascade")
+    return drafter
+
+
+def _member(key: str | None, value: Any) -> Recipe:
+    """One drafter of a cascade: `max_gram`, `suffix(scale=3)`, or `model=NAME`."""
+    if key is None:
+        call = value if isinstance(value, Call) else Call("none" if value is None else str(value))
+    elif key in ("model", "head", "self"):
+        call = Call(key, ((None, value),))
+    else:
+        raise ConfigError(
+            f"cascade: {key}={value} is neither a setting (k, lenience) nor a drafter (model=NAME, head=NAME, self=LAYERS)"
+        )
+    return apply("drafter", call, _MAKERS)
+
+
+def _path(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise ConfigError(f"{name}={value!r} must be a name or a path")
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterSpec:
+    """One drafter by name: all that commands, benchmarks, cost models and the documentation know of it."""
+
+    make: Callable[..., Recipe]
+    """Its parameters are the settings."""
+    summary: str
+    """What it guesses from, in a sentence."""
+    kind: Literal["none", "lookup", "model", "cascade"]
+    """What drafting costs: nothing, look-ups, passes of a model, or those of its members."""
+    compared: bool = False
+    """Whether `bench`, `replay`, `compare` and `tune` try it unless told otherwise."""
+
+
+DRAFTERS: dict[str, DrafterSpec] = {
+    "none": DrafterSpec(_none, "Nothing: plain decoding.", "none"),
+    "prompt_lookup": DrafterSpec(
+        _prompt_lookup, "What followed the last few tokens earlier in the text.", "lookup", compared=True
+    ),
+    "max_gram": DrafterSpec(
+        _max_gram,
+        "What followed the longest match in the text, whatever its length; then a table of n-grams, if one is given.",
+        "lookup",
+        compared=True,
+    ),
+    "ngram_store": DrafterSpec(
+        _ngram_store,
+        "Counts of what followed the last few tokens, learned while decoding; keep=true shares them among answers.",
+        "lookup",
+        compared=True,
+    ),
+    "suffix": DrafterSpec(
+        _suffix,
+        "What followed the longest match in the text or (keep=true) in earlier answers, more of it the longer the match.",
+        "lookup",
+        compared=True,
+    ),
+    "suffix_tree": DrafterSpec(
+        _suffix_tree, "A tree of what followed the longest matches: several continuations at once.", "lookup"
+    ),
+    "model": DrafterSpec(_model, "A smaller model, named as --model is.", "model"),
+    "tree": DrafterSpec(_tree, "A tree of a smaller model's likeliest continuations, named as --model is.", "model"),
+    "head": DrafterSpec(_head, "A head on the target's hidden states (EAGLE-3): its folder or hub id.", "model"),
+    "head_tree": DrafterSpec(_head_tree, "A tree of such a head's likeliest continuations.", "model"),
+    "self": DrafterSpec(_self, "The target's own first layers.", "model"),
+    "hybrid": DrafterSpec(
+        _hybrid, "A look-up where its match is long, else a head or a draft model of its own.", "cascade"
+    ),
+    "cascade": DrafterSpec(
+        _cascade, "Several drafters: the cheap ones draft for the better ones, and continue their drafts.", "cascade"
+    ),
+}
+"""Drafters by name. A new one is a file, a test and an entry here."""
+
+
+def named(kind: str | None = None, *, compared: bool = False) -> tuple[str, ...]:
+    """Drafters of a kind, of any when None; `compared`: those that are tried unless told otherwise."""
+    return tuple(name for name, one in DRAFTERS.items() if kind in (None, one.kind) and (one.compared or not compared))
+
+
+_MAKERS = {name: one.make for name, one in DRAFTERS.items()}
+
+
+def read_drafter(text: str) -> Recipe:
+    """The drafter an expression names."""
+    return apply("drafter", parse(text), _MAKERS)
+
+
+def read_rule(rule: str | Rule) -> Rule:
+    """The rule an expression names; a Rule is taken as it is."""
+    return apply("rule", parse(rule), RULES) if isinstance(rule, str) else rule
+
+
+def read_length(length: str | int | LengthPolicy) -> LengthPolicy:
+    """The policy an expression or a number names; a LengthPolicy is taken as it is."""
+    if isinstance(length, str) and re.fullmatch(r"-?\d+", length.strip(), re.ASCII):
+        length = int(length)
+    if isinstance(length, int):
+        return ConstantLength(length)
+    return apply("length", parse(length), LENGTHS) if isinstance(length, str) else length

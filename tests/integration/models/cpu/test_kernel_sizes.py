@@ -1,0 +1,244 @@
+"""Sizes that do not fit each other, and memory that runs out: an error that names them, never a signal."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from foresay.decoding.protocols import ModelInput
+from foresay.errors import ModelLoadError, OutOfMemoryError, UnsupportedModelError
+from foresay.models.cache.slot_cache import SlotCache
+from foresay.models.cpu import build, structs
+from foresay.models.cpu.in_place import InPlaceProduct
+from foresay.models.cpu.product import NativeProduct
+from foresay.models.huggingface.causal import CausalModel
+from foresay.models.huggingface.config_sizes import check_sizes
+from foresay.models.huggingface.linears import freeze_linears
+from foresay.models.huggingface.self_check import use_fused_layers
+from foresay.models.sources.catalog import wrap
+from helpers import tiny
+from helpers.families import make
+
+HELPERS = Path(tiny.__file__).parents[1]
+SEED, CALLS = 1, 100
+
+
+def child(*args: str) -> subprocess.CompletedProcess[str]:
+    """A program of its own that sees the helpers."""
+    environment = tiny.environment()
+    path = f"{HELPERS}:{environment.get('PYTHONPATH', '')}"
+    return subprocess.run(
+        [sys.executable, *args], capture_output=True, text=True, env={**environment, "PYTHONPATH": path}, check=False
+    )
+
+
+def test_no_size_ends_the_process() -> None:
+    done = child("-m", "helpers.kernel_fuzz", str(SEED), str(CALLS))
+    assert done.returncode == 0, done.stderr[-500:]
+    found = json.loads(done.stdout)
+    assert set(found) == {"multiply", "pack", "add_norm", "gate", "attend", "pass"}
+    assert all(ran + refused == CALLS for ran, refused in found.values())
+    assert all(ran > 10 and refused > 10 for ran, refused in found.values()), f"both have to happen: {found}"
+
+
+# -- statuses ----------------------------------------------------------------------------------------------------------
+
+
+def called(body: str) -> subprocess.CompletedProcess[str]:
+    """Statements in a program of its own, over `library` and a product of one weight."""
+    return child(
+        "-c",
+        "import ctypes, torch\n"
+        "from foresay.models.cpu import build, structs\n"
+        "library, number = build.library(), torch.zeros(64)\n"
+        "def product(outputs=1, depth=4):\n"
+        "    return structs.Product(0, outputs, depth, number.data_ptr(), None, None)\n"
+        "def multiply(one, rows):\n"
+        "    library.foresay_multiply(ctypes.byref(one), number.data_ptr(), number.data_ptr(), rows, 1, 1)\n"
+        f"try:\n    {body}\nexcept Exception as error:\n    print(type(error).__name__, error)",
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "error"),
+    [
+        ("multiply(product(), -1)", "ValueError the compiled kernels refused a call: rows = -1"),
+        ("multiply(product(depth=(1 << 31) - 1), 1 << 26)", "OutOfMemoryError memory ran out in the compiled kernels"),
+        ("multiply(product(depth=0), 1)", "ValueError the compiled kernels refused a call: depth = 0"),
+    ],
+)
+def test_an_exception_of_the_kernels_is_one_of_python(body: str, error: str) -> None:
+    done = called(body)
+    assert done.returncode == 0, f"ended by {signal.Signals(-done.returncode).name}: {done.stderr[-300:]}"
+    assert done.stdout.startswith(error)
+
+
+@pytest.fixture
+def throwing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Kernels whose tasks throw at panel 3 of what is packed."""
+    for one in build.SOURCES:
+        text = one.read_text()
+        if one.name == "kernels.cpp":
+            intact = "int64_t first = panel * PANEL, count"
+            assert text.count(intact) == 1
+            text = text.replace(intact, f"if (panel == 3) throw std::bad_alloc();\n{intact}")
+        (tmp_path / one.name).write_text(text)
+    monkeypatch.setattr(build, "SOURCES", tuple(tmp_path / one.name for one in build.SOURCES))
+    monkeypatch.setattr(build, "_FLAGS", tuple(flag.replace("-O3", "-O0") for flag in build._FLAGS))
+    monkeypatch.setenv("FORESAY_CACHE", str(tmp_path / "cache"))
+    build.library.cache_clear()
+    yield
+    build.library.cache_clear()
+
+
+@pytest.mark.usefixtures("throwing")
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_what_a_worker_throws_reaches_the_caller_and_the_pool_goes_on(threads: int) -> None:
+    library = build.library()
+    assert library is not None
+    block = torch.zeros(64, dtype=torch.uint8)
+    for panels in (8, 2, 8, 3, 5):
+        rows = torch.full((panels * 32,), block.data_ptr())
+        kinds, words = torch.zeros(panels * 32, dtype=torch.uint8), torch.zeros(panels, 8, 16, dtype=torch.int32)
+        scales = torch.zeros(panels, 1, 2, 32, dtype=torch.float16)
+        given = [one.data_ptr() for one in (rows, kinds)], [one.data_ptr() for one in (words, scales)]
+        if panels > 3:
+            with pytest.raises(OutOfMemoryError):
+                library.foresay_pack(*given[0], len(rows), 32, *given[1], threads)
+        else:
+            library.foresay_pack(*given[0], len(rows), 32, *given[1], threads)
+    one = NativeProduct.of_numbers(torch.eye(640), None)
+    x = torch.randn(200, 640)
+    out = torch.empty(200, 640)
+    library.foresay_multiply(ctypes.byref(one.struct), x.data_ptr(), out.data_ptr(), 200, 0, threads)
+    assert torch.equal(out, x)
+
+
+# -- addresses ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.ones(4, 5),
+        torch.ones(5, 4, dtype=torch.float64),
+        torch.ones(4, 5).t(),
+        torch.ones(5, 4, device="meta"),
+        torch.ones(5, 4).to_sparse(),
+        torch.ones(20),
+    ],
+)
+def test_an_address_is_given_out_for_memory_of_the_stated_shape_alone(tensor: torch.Tensor) -> None:
+    right = torch.ones(5, 4)
+    assert structs.address(right, (5, 4), torch.float32) == right.data_ptr()
+    with pytest.raises(ValueError, match=r"the kernels need \[5, 4\] of torch\.float32 in one piece on the CPU"):
+        structs.address(tensor, (5, 4), torch.float32)
+
+
+def test_a_product_takes_inputs_of_its_own_width() -> None:
+    product = NativeProduct.of_numbers(torch.eye(8), None)
+    with pytest.raises(ValueError, match=r"\[1, 8\]"):
+        product(torch.ones(1, 16))
+
+
+def test_weights_of_other_depths_are_not_one_product() -> None:
+    with pytest.raises(LookupError, match="together"):
+        InPlaceProduct([torch.ones(4, 8), torch.ones(4, 4)], [None, None])
+    with pytest.raises(LookupError, match="biases"):
+        InPlaceProduct([torch.ones(4, 8)], [torch.ones(3)])
+
+
+@pytest.mark.parametrize("place", ["rows", "slots"])
+def test_a_pass_stays_within_its_cache(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a cache's tensors are smaller than its lengths say."""
+    weights = make("llama")
+    freeze_linears(weights)
+    model = CausalModel(weights)
+    assert use_fused_layers(model) is None
+    cache = model.new_cache()
+    cache.add_rows(2)
+    model.forward(ModelInput(torch.tensor([[5, 6], [7, 8]]), (2, 2)), cache)
+    monkeypatch.setattr(SlotCache, "reserve", lambda *_: None)
+    if place == "slots":
+        cache.lengths[0] = 5000
+    else:
+        cache.add_rows(5)
+    first = 0 if place == "slots" else 6
+    with pytest.raises(ValueError, match=r"the compiled kernels refused a call: (row|slot) = "):
+        model.forward(ModelInput(torch.tensor([[5]]), (1,), first_row=first), cache)
+
+
+# -- configurations ----------------------------------------------------------------------------------------------------
+
+LONG = {"factor": 2.0, "rope_theta": 10000.0, "partial_rotary_factor": 1e6}
+ROPES = {
+    "default": {"rope_type": "default", **LONG},
+    "linear": {"rope_type": "linear", **LONG},
+    "yarn": {"rope_type": "yarn", "original_max_position_embeddings": 256, **LONG},
+    "llama3": {
+        "rope_type": "llama3",
+        "original_max_position_embeddings": 256,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        **LONG,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_a_rotary_factor_beyond_the_head_is_refused_when_a_folder_is_loaded(kind: str, tmp_path: Path) -> None:
+    """In a process of its own, which it used to end."""
+    folder = tiny.save(tmp_path, tiny.llama(head_dim=1))
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"rope_parameters": ROPES[kind], "partial_rotary_factor": 1e6}
+    (folder / "config.json").write_text(json.dumps(config))
+    done = tiny.foresay("generate", "--model", str(folder), "--max-new-tokens", "2", "hello", timeout=60)
+    shown = done.stderr.decode()
+    assert (done.returncode, done.stdout) == (2, b"")
+    assert "partial_rotary_factor" in shown and "1000000.0" in shown and "to 1" in shown
+    assert shown.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"head_dim": 0}, "head_dim=0; allowed is a whole number from 1"),
+        ({"num_attention_heads": -4}, "num_attention_heads=-4; allowed is a whole number from 1"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads=3; allowed is a divisor of the 4 heads"),
+        ({"partial_rotary_factor": 0.0}, "partial_rotary_factor=0.0; allowed is a finite number from 1e-06 to 1"),
+        ({"partial_rotary_factor": float("nan")}, "partial_rotary_factor=nan"),
+        ({"rope_parameters": {"full_attention": {"partial_rotary_factor": 2.0}}}, "partial_rotary_factor=2.0"),
+    ],
+)
+def test_sizes_that_no_attention_has_are_named(changes: dict[str, object], message: str) -> None:
+    config = make("llama").config
+    check_sizes(config)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    with pytest.raises(UnsupportedModelError, match="the configuration has") as caught:
+        check_sizes(config)
+    assert message in str(caught.value)
+
+
+def test_an_odd_head_is_left_to_transformers_where_that_can_run_it() -> None:
+    """One dimension it can, three it cannot."""
+    found = wrap("one", make("llama", head_dim=1), None, optimise=True)
+    assert isinstance(found.model, CausalModel) and found.model.lean is None
+    with pytest.raises(UnsupportedModelError, match="head_dim=3 allows an even number"):
+        wrap("three", make("llama", head_dim=3), None, optimise=True)
+
+
+def test_a_covered_family_is_probed_where_its_fused_passes_fail() -> None:
+    """Scores that are no numbers are no agreement."""
+    weights = make("llama")
+    weights.model.norm.weight.data[0] = float("nan")
+    with pytest.raises(ModelLoadError, match="scores that are not finite"):
+        wrap("broken", weights, None, optimise=True)

@@ -1,0 +1,222 @@
+"""The kept library of kernels: damaged, planted or old files are never opened, and missing kernels are reported."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from foresay.models.cpu import build
+from helpers import tiny
+
+FUNCTIONS = ("message", "check", "pass", "multiply", "pack", "add_norm", "gate", "attend")
+SMALL = '#define FORESAY(name) extern "C" long foresay_##name() { return 0; }\n'
+STRANGER = 12345
+TORN = """
+import sys
+from pathlib import Path
+from foresay.models.cpu import build
+build.SOURCES = (Path(sys.argv[1]),)
+assert build.library() is not None
+whole = build.kept().read_bytes()
+for share in (0.9, 0.5, 0.1, 0.0):
+    build.kept().unlink()  # what is loaded stays as it is
+    build.kept().write_bytes(whole[: int(share * len(whole))])
+    build.library.cache_clear()
+    assert build.library() is not None, build.why_not()
+    assert build.kept().read_bytes() == whole
+print("mended")
+"""
+
+
+def source(*names: str) -> str:
+    """A library that compiles at once, of these functions."""
+    return SMALL + "\n".join(f"FORESAY({name})" for name in names)
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """A cache of the test's own, and kernels that take no time to compile."""
+    (tmp_path / "kernels.cpp").write_text(source(*FUNCTIONS))
+    monkeypatch.setattr(build, "SOURCES", (tmp_path / "kernels.cpp",))
+    monkeypatch.setenv("FORESAY_CACHE", str(tmp_path / "cache"))
+    build.library.cache_clear()
+    yield
+    build.library.cache_clear()
+
+
+def again() -> Any:
+    build.library.cache_clear()
+    return build.library()
+
+
+def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another user's from now on; where only root may give files away, it looks like that."""
+    if os.getuid() == 0:
+        os.chown(path, STRANGER, STRANGER)
+        return
+    given = path.stat().st_ino
+    for name in ("stat", "fstat"):
+        intact: Any = getattr(os, name)
+
+        def changed(*args: Any, intact: Any = intact, **named: Any) -> os.stat_result:
+            found = intact(*args, **named)
+            return os.stat_result((*found[:4], STRANGER, *found[5:])) if found.st_ino == given else found
+
+        monkeypatch.setattr(os, name, changed)
+
+
+def test_a_torn_library_is_compiled_anew(tmp_path: Path) -> None:
+    """In a process of its own: what maps a torn file dies of it."""
+    command = [sys.executable, "-c", TORN, str(build.SOURCES[0])]
+    done = subprocess.run(command, capture_output=True, text=True, env=tiny.environment(), check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, "mended"), done.stderr[-500:]
+
+
+@pytest.mark.parametrize("lost", ["the digest", "a byte of the library", "a byte of the digest"])
+def test_a_library_without_its_digest_is_compiled_anew(lost: str) -> None:
+    assert build.library() is not None
+    kept = build.kept()
+    digest, whole = kept.with_suffix(".sha256"), kept.read_bytes()
+    if lost == "the digest":
+        digest.unlink()
+    elif lost == "a byte of the library":
+        kept.unlink()  # what is loaded stays as it is
+        kept.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    else:
+        digest.write_text("0" + digest.read_text()[1:])
+    assert again() is not None
+    assert kept.read_bytes() == whole
+    assert digest.read_text() == hashlib.sha256(whole).hexdigest()
+
+
+@pytest.mark.parametrize("lacking", ["gate", "message"])
+def test_a_library_that_lacks_a_function_is_compiled_anew(lacking: str, tmp_path: Path) -> None:
+    old = tmp_path / "old.cpp"
+    old.write_text(source(*(name for name in FUNCTIONS if name != lacking)))
+    kept = build.kept()
+    kept.parent.mkdir(mode=0o700, parents=True)
+    subprocess.run([*build._compiler(), "-shared", "-fPIC", "-o", str(kept), str(old)], check=True)
+    kept.chmod(0o644)
+    kept.with_suffix(".sha256").write_text(hashlib.sha256(kept.read_bytes()).hexdigest())
+    kept.with_suffix(".sha256").chmod(0o644)
+    before = kept.read_bytes()
+    found = build.library()
+    assert found is not None, build.why_not()
+    assert getattr(found, f"foresay_{lacking}") is not None
+    assert kept.read_bytes() != before
+
+
+@pytest.mark.parametrize("mode", [0o664, 0o646])
+def test_a_library_that_others_may_write_is_named_and_not_opened(mode: int, caplog: pytest.LogCaptureFixture) -> None:
+    assert build.library() is not None
+    build.kept().chmod(mode)
+    with caplog.at_level(logging.WARNING, "foresay"):
+        assert again() is not None
+    [said] = caplog.messages
+    assert said.startswith(f"{build.kept()} can be written by other users (mode {mode:o}) and is not used")
+    assert stat.S_IMODE(build.kept().stat().st_mode) == 0o644, "compiled anew"
+
+
+def test_a_strangers_library_is_named_and_not_opened(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert build.library() is not None
+    planted = build.kept().stat().st_ino
+    give_away(build.kept(), monkeypatch)
+    with caplog.at_level(logging.WARNING, "foresay"):
+        assert again() is not None
+    [said] = caplog.messages
+    assert said.startswith(f"{build.kept()} belongs to user {STRANGER}")
+    assert build.kept().stat().st_ino != planted, "compiled anew"
+
+
+def test_a_strangers_folder_is_named_and_nothing_is_read_from_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert build.library() is not None
+    give_away(build.kept().parent, monkeypatch)
+    with caplog.at_level(logging.WARNING, "foresay"):
+        assert again() is None
+    [said] = caplog.messages
+    assert f"{build.kept().parent} belongs to user {STRANGER}" in said and "FORESAY_CACHE" in said
+
+
+def test_our_folder_is_for_us_alone() -> None:
+    assert build.library() is not None
+    folder = build.kept().parent
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    folder.chmod(0o777)
+    assert again() is not None
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("mask", [0o000, 0o002, 0o077])
+def test_what_is_kept_is_opened_again_under_any_mask(mask: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = os.umask(mask)
+    try:
+        assert build.library() is not None
+        monkeypatch.setattr(build, "_compile", None)  # which would be called otherwise
+        assert again() is not None
+    finally:
+        os.umask(before)
+
+
+@pytest.mark.parametrize("planted", ["a link", "a folder", "a pipe"])
+def test_what_is_no_file_is_not_opened(planted: str, tmp_path: Path) -> None:
+    assert build.library() is not None
+    kept = build.kept()
+    kept.rename(tmp_path / "other.so")
+    if planted == "a link":
+        kept.symlink_to(tmp_path / "other.so")
+    elif planted == "a folder":
+        kept.mkdir()
+    else:
+        os.mkfifo(kept)
+    assert (again() is None) == (planted == "a folder")
+    assert planted == "a folder" or (kept.is_file() and not kept.is_symlink())
+
+
+def full(*args: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("lacking", ["compiler", "room", "room while compiling"])
+def test_whoever_has_no_kernels_is_told_once(lacking: str, tmp_path: Path) -> None:
+    """By the command line, whose loading of a model keeps everything else off standard error."""
+    folder, changes = tiny.save(tmp_path / "model"), {"FORESAY_CACHE": str(tmp_path / "new")}
+    if lacking == "compiler":
+        changes["CXX"] = "no-such-compiler"
+    elif lacking == "room":
+        (tmp_path / "new").write_text("a file where the folder would be")
+    else:
+        compiler = tmp_path / "compiler"
+        compiler.write_text(
+            '#!/bin/sh\n[ "$1" = --version ] && exec echo 1\necho "No space left on device" >&2\nexit 1\n'
+        )
+        compiler.chmod(0o755)
+        changes["CXX"] = str(compiler)
+    done = tiny.foresay("generate", "--model", str(folder), "--max-new-tokens", "3", "hello", **changes)
+    shown = done.stderr.decode().splitlines()
+    assert done.returncode == 0, shown
+    [line] = [line for line in shown if "compiled kernels" in line]
+    assert line.startswith("passes are made without compiled kernels: ")
+    reason = {"compiler": "no-such-compiler", "room": "cannot write", "room while compiling": "No space left"}
+    assert reason[lacking] in line
+
+
+def test_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(os, "fsync", full)
+    with caplog.at_level(logging.WARNING, "foresay"):
+        assert build.library() is None
+    [said] = caplog.messages
+    assert said.startswith("passes are made without compiled kernels: cannot write ") and "No space left" in said
+    assert not list(build.kept().parent.iterdir()), "nothing is left behind"

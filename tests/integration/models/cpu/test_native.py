@@ -1,0 +1,570 @@
+"""The compiled kernels against their definitions; the bits of a token whatever else a pass holds; machines without them."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import math
+import os
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from foresay.decoding.protocols import Logits, ModelInput
+from foresay.decoding.sampling_params import SamplingParams
+from foresay.models.cache.stores import RowStores
+from foresay.models.cpu import build, structs
+from foresay.models.cpu.layers import CACHES
+from foresay.models.cpu.product import NativeProduct
+from foresay.models.huggingface.causal import CausalModel
+from foresay.models.huggingface.linears import freeze_linears
+from foresay.models.huggingface.self_check import use_fused_layers
+from helpers.families import make
+from helpers.support import run
+
+Q, K, D = 6, 2, 16
+SEEDED = torch.Generator()
+
+
+def kernel(name: str) -> Any:
+    found = build.library()
+    assert found is not None, "the tests need a C++ compiler"
+    return getattr(found, f"foresay_{name}")
+
+
+def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=SEEDED).to(dtype)
+
+
+@pytest.fixture(autouse=True)
+def _same_numbers() -> None:
+    SEEDED.manual_seed(5)
+
+
+def close(a: torch.Tensor, b: torch.Tensor) -> None:
+    torch.testing.assert_close(a.double(), b.double(), atol=2e-6, rtol=2e-6)
+
+
+# -- definitions -------------------------------------------------------------------------------------------------------
+
+
+def rms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
+
+
+@pytest.mark.parametrize(("added", "after", "before"), [(0, 0, 1), (1, 0, 1), (1, 1, 1), (1, 1, 0), (1, 0, 0)])
+def test_add_and_norm(added: int, after: int, before: int) -> None:
+    x, more, one, two = numbers(5, 100), numbers(5, 100), numbers(100), numbers(100)
+    wanted = x.double()
+    if added:
+        grown = rms(more.double(), one.double(), 1e-5) if after else more.double()
+        wanted = wanted + 0.25 * grown
+    out, pointers = torch.empty_like(x), [more.data_ptr() if added else None, one.data_ptr() if after else None]
+    last = two.data_ptr() if before else None
+    kernel("add_norm")(x.data_ptr(), *pointers, 0.25, last, out.data_ptr(), 5, 100, 1e-5)
+    close(x, wanted)
+    close(out, rms(wanted, two.double(), 1e-5) if before else wanted)
+
+
+@pytest.mark.parametrize("kind", [0, 1, 2])
+def test_gates(kind: int) -> None:
+    joint, out = numbers(3, 100) * 6, torch.empty(3, 50)
+    joint[0, :4] = torch.tensor([-1e4, 1e4, -90.0, 90.0])
+    kernel("gate")(joint.data_ptr(), out.data_ptr(), 3, 50, kind)
+    gates, ups = joint.double().chunk(2, -1)
+    names: list[Any] = [
+        torch.nn.functional.silu,
+        lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+        torch.nn.functional.gelu,
+    ]
+    torch.testing.assert_close(out.double(), names[kind](gates) * ups, atol=1e-4, rtol=1e-4)
+
+
+def attend(
+    lengths: list[int],
+    columns: int,
+    dtype: torch.dtype = torch.float32,
+    *,
+    window: int = 0,
+    softcap: float = 0.0,
+    wide: bool | None = None,
+    ancestors: torch.Tensor | None = None,
+    threads: int = 1,
+    only: int | None = None,
+    dim: int = D,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the kernel gathers after rows of some lengths, and what the definition does, [rows, columns, Q * D] each.
+
+    only: give the kernel this row alone.
+    """
+    rows, room = len(lengths), max(lengths) + columns + 3
+    stores = numbers(2, rows, room, K, dim, dtype=dtype).transpose(0, 1).contiguous()  # a block for each row
+    joint = numbers(rows, columns, (Q + 2 * K) * dim)
+    cos, sin = numbers(rows, columns, dim // 2), numbers(rows, columns, dim // 2)
+    norms = (numbers(Q * dim), numbers(K * dim)) if wide else (numbers(dim), numbers(dim))
+    slots = torch.tensor(lengths)[:, None] + torch.arange(columns)
+    positions = slots if ancestors is None else torch.tensor(lengths)[:, None] + ancestors.sum(-1) - 1
+    reference = _gathered(
+        stores.transpose(0, 1).double(),
+        joint.double(),
+        cos,
+        sin,
+        norms,
+        wide,
+        slots,
+        positions,
+        window,
+        softcap,
+        ancestors,
+        dim,
+    )
+    some = slice(None) if only is None else slice(only, only + 1)
+    place = torch.arange(rows)[some, None].expand(-1, columns).contiguous()
+    tokens = place.numel()
+    starts = slots[:, :1].expand(-1, columns)
+    held = [x.contiguous() for x in (slots[some], positions[some], cos[some], sin[some], joint[some], starts[some])]
+    seen = None if ancestors is None else ancestors[some].to(torch.uint8).contiguous()
+    blocks = (ctypes.c_void_p * rows)(*(block.data_ptr() for block in stores))
+    capacities = (ctypes.c_int64 * rows)(*[room] * rows)
+    asked = structs.Attention(
+        tokens=tokens, columns=columns, queries=Q, keys=K, dim=dim, rotated=dim // 2, wide=int(bool(wide)), window=window,
+        layer=0, store_rows=rows, blocks=ctypes.addressof(blocks), capacities=ctypes.addressof(capacities),
+        rows=place.data_ptr(), slots=held[0].data_ptr(), positions=held[1].data_ptr(),
+        starts=held[5].data_ptr(),
+        ancestors=None if seen is None else seen.data_ptr(), cosines=held[2].data_ptr(), sines=held[3].data_ptr(),
+        query_norm=None if wide is None else norms[0].data_ptr(), key_norm=None if wide is None else norms[1].data_ptr(),
+        eps=1e-5, scaling=0.3, softcap=softcap,
+    )  # fmt: skip
+    out, scratch = torch.empty(tokens, Q * dim), torch.empty(tokens, Q * dim)
+    kernel("attend")(
+        ctypes.byref(asked), held[4].data_ptr(), scratch.data_ptr(), out.data_ptr(), CACHES[dtype], threads
+    )  # fmt: skip
+    return out.view(-1, columns, Q * dim), reference[some]
+
+
+def _gathered(
+    stores: torch.Tensor,
+    joint: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    norms: tuple[torch.Tensor, torch.Tensor],
+    wide: bool | None,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    window: int,
+    softcap: float,
+    ancestors: torch.Tensor | None,
+    dim: int,
+) -> torch.Tensor:
+    """Attention by its definition, one token and head at a time."""
+    keys, values = stores[0].clone(), stores[1].clone()
+    query, key, value = joint.split([Q * dim, K * dim, K * dim], -1)
+    shape = slots.shape
+    if wide is not None:
+        one, two = norms[0].double(), norms[1].double()
+        if wide:
+            query, key = rms(query, one, 1e-5), rms(key, two, 1e-5)
+        else:
+            query = rms(query.view(*shape, Q, dim), one, 1e-5).flatten(-2)
+            key = rms(key.view(*shape, K, dim), two, 1e-5).flatten(-2)
+    c, s = cos.double()[:, :, None], sin.double()[:, :, None]
+
+    def turned(x: torch.Tensor) -> torch.Tensor:
+        part, rest = x[..., : dim // 2], x[..., dim // 2 :]
+        half = torch.cat([-part[..., dim // 4 :], part[..., : dim // 4]], -1)
+        return torch.cat([part * c + half * s, rest], -1)
+
+    query, key = turned(query.view(*shape, Q, dim)), turned(key.view(*shape, K, dim))
+    out = torch.zeros(*shape, Q, dim, dtype=torch.double)
+    for i in range(shape[0]):
+        keys[i, slots[i]], values[i, slots[i]] = key[i], value.view(*shape, K, dim)[i]
+        for t in range(shape[1]):
+            start = int(slots[i, 0])
+            seen = [n for n in range(start) if not window or n > int(positions[i, t]) - window]
+            for j in range(t + 1):
+                near = not window or int(positions[i, j]) > int(positions[i, t]) - window
+                if near and (ancestors is None or bool(ancestors[i, t, j])):
+                    seen.append(start + j)
+            for h in range(Q):
+                scores = 0.3 * keys[i, seen, h // (Q // K)] @ query[i, t, h]
+                if softcap:
+                    scores = softcap * torch.tanh(scores / softcap)
+                out[i, t, h] = scores.softmax(0) @ values[i, seen, h // (Q // K)]
+    return out.flatten(-2)
+
+
+TREE = torch.tensor([[[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]], dtype=torch.bool).expand(3, -1, -1)
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "a window": {"window": 5},
+    "a soft cap": {"softcap": 2.0},
+    "norms of heads": {"wide": False},
+    "norms of all heads": {"wide": True},
+    "a tree": {"ancestors": TREE},
+    "a tree in a window": {"ancestors": TREE, "window": 4},
+}
+
+
+@pytest.mark.parametrize("dtype", CACHES)
+@pytest.mark.parametrize("lengths", [[0, 7, 40], [61, 127, 200]])
+@pytest.mark.parametrize("case", CASES)
+def test_attention(case: str, lengths: list[int], dtype: torch.dtype) -> None:
+    """Within what is looked at together, and across it."""
+    ours, wanted = attend(lengths, 4, dtype, **CASES[case])
+    precise = dtype == torch.float32
+    torch.testing.assert_close(ours.double(), wanted, atol=1e-5 if precise else 3e-2, rtol=1e-5 if precise else 3e-2)
+
+
+@pytest.mark.parametrize("dim", [8, 24, 64, 80, 128])
+def test_heads_of_other_sizes(dim: int) -> None:
+    ours, wanted = attend([3, 150], 20, dim=dim)
+    torch.testing.assert_close(ours.double(), wanted, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_definition_tells_the_cases_apart(case: str) -> None:
+    """Control: without what a case is about, the comparison above fails."""
+    if case == "plain":
+        wrong = attend([0, 7, 40], 4, window=5)[0]
+        assert not torch.allclose(wrong.double(), attend([0, 7, 40], 4)[1], atol=1e-3)
+        return
+    SEEDED.manual_seed(5)
+    _, wanted = attend([0, 7, 40], 4, **CASES[case])
+    SEEDED.manual_seed(5)
+    given = {"wide": not CASES[case]["wide"]} if "wide" in CASES[case] else {}
+    plain, _ = attend([0, 7, 40], 4, **given)
+    assert not torch.allclose(plain.double(), wanted, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", CACHES)
+@pytest.mark.parametrize("row", [0, 1, 2])
+def test_the_bits_of_a_row_are_those_it_has_alone(dtype: torch.dtype, row: int) -> None:
+    together, _ = attend([3, 70, 200], 9, dtype, threads=2)
+    SEEDED.manual_seed(5)
+    alone, _ = attend([3, 70, 200], 9, dtype, only=row)
+    assert torch.equal(together[row], alone[0])
+
+
+def test_numbers_are_rounded_as_pytorch_rounds_them() -> None:
+    """By a product with one weight of 1 a row."""
+    x = torch.cat([numbers(1000) * 3, torch.tensor([math.inf, -math.inf, math.nan, 0.0, 1e-40, 3.4e38])])
+    x = torch.cat([x, torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8])])
+    product = NativeProduct.of_numbers(x[:, None].contiguous(), None)  # so that the sums are x
+    out = product(torch.ones(1, 1, dtype=torch.bfloat16))[0]
+    assert torch.equal(out.nan_to_num(7), x.to(torch.bfloat16).nan_to_num(7))
+
+
+def test_a_token_shares_what_is_read_and_nothing_else(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Long rows, by tokens that look together or alone. Control: sums that begin anew wherever a span looks next."""
+
+    def different() -> int:
+        model, count = compiled("mistral", sliding_window=100), 0  # spans begin anywhere
+        tokens = torch.randint(2, 90, (1, 230), generator=SEEDED)
+        cache, other = model.new_cache(), model.new_cache()
+        for one in (cache, other):
+            one.add_rows(1)
+        whole = model.forward(ModelInput(tokens[:, :200], (200,)), cache).scores()[0]
+        start = 0
+        for size in (1, 3, 60, 5, 1, 16, 17, 2, 95):
+            part = model.forward(ModelInput(tokens[:, start : start + size], (size,)), other).scores()[0]
+            count += int((part != whole[start : start + size]).any(1).sum())
+            start += size
+        return count
+
+    assert different() == 0
+    for source in build.SOURCES:
+        text = source.read_text()
+        if source.name == "attention.h":
+            for right, wrong in (
+                ("from = first_in_sight(a, n) / POSITIONS * POSITIONS", "from = first_in_sight(a, n)"),
+                ("sum[r][v] = load<Floats>(sums[r] + v * LANES)", "sum[r][v] = Floats{}"),
+                (
+                    "std::memcpy(sums[r] + v * LANES, &sum[r][v], sizeof(Floats));",
+                    "for (int l = 0; l < LANES; l++) sums[r][v * LANES + l] += sum[r][v][l];",
+                ),
+            ):
+                assert right in text
+                text = text.replace(right, wrong)
+        (tmp_path / source.name).write_text(text)
+    monkeypatch.setattr(build, "SOURCES", tuple(tmp_path / source.name for source in build.SOURCES))
+    monkeypatch.setenv("FORESAY_CACHE", str(tmp_path / "cache"))
+    build.library.cache_clear()
+    try:
+        assert different() > 0
+    finally:
+        build.library.cache_clear()
+
+
+def test_a_branch_of_a_tree_has_the_bits_of_a_chain() -> None:
+    """Though its tokens lie in other slots."""
+    model = compiled("llama", torch.bfloat16)
+    before, chain = torch.randint(2, 90, (1, 61), generator=SEEDED), torch.tensor([[5, 9, 17, 3]])
+    caches = [model.new_cache() for _ in range(2)]
+    for cache in caches:
+        cache.add_rows(1)
+        model.forward(ModelInput(before, (61,)), cache)
+    wanted = model.forward(ModelInput(chain, (4,)), caches[0]).scores()[0]
+    tree = torch.tensor([[5, 8, 9, 7, 17, 2, 3]])
+    parents = torch.tensor([[-1, 0, 0, 1, 2, 4, 4]])
+    ours = model.forward(ModelInput(tree, (7,), parents=parents), caches[1]).scores()[0]
+    assert torch.equal(ours[[0, 2, 4, 6]], wanted)
+    assert not torch.equal(ours[5], wanted[3]), "control"
+
+
+# -- the whole model ---------------------------------------------------------------------------------------------------
+
+
+def compiled(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> CausalModel:
+    weights = make(family, **changes).to(dtype)
+    freeze_linears(weights)
+    model = CausalModel(weights)
+    assert use_fused_layers(model) is None
+    assert model.lean is not None
+    assert model.lean.compiled
+    return model
+
+
+@pytest.mark.parametrize("dtype", CACHES)
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3", "olmo2"])
+def test_a_token_has_its_bits_in_any_pass(family: str, dtype: torch.dtype) -> None:
+    """Alone, in a ragged batch with pads, in a block, by any number of threads."""
+    model = compiled(family, dtype)
+    tokens = torch.randint(2, 90, (3, 70), generator=SEEDED)
+    cache = model.new_cache()
+    cache.add_rows(3)
+    filled = model.forward(ModelInput(tokens[:, :60], (60, 3, 37)), cache).scores()
+    together = model.forward(ModelInput(tokens[:, 60:], (10, 4, 1)), cache).scores()
+    before = torch.get_num_threads()
+    try:
+        for row, (length, block) in enumerate(((60, 10), (3, 4), (37, 1))):
+            torch.set_num_threads(1 + row)
+            own = model.new_cache()
+            own.add_rows(1)
+            first = model.forward(ModelInput(tokens[row : row + 1, :length], (length,)), own).scores()
+            assert torch.equal(first[0], filled[row, :length])
+            for t in range(block):
+                one = model.forward(ModelInput(tokens[row : row + 1, 60 + t : 61 + t], (1,)), own).scores()
+                assert torch.equal(one[0, 0], together[row, t])
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("logits", [Logits.LAST, Logits.ALL])
+def test_pads_are_zeros_and_the_last_is_each_rows_own(logits: Logits) -> None:
+    model = compiled("llama")
+    cache = model.new_cache()
+    cache.add_rows(3)
+    scores = model.forward(ModelInput(torch.tensor([[5, 9, 17]] * 3), (3, 1, 2), logits=logits), cache).scores()
+    if logits is Logits.ALL:
+        assert torch.equal(scores[1, 1:], torch.zeros_like(scores[1, 1:]))
+        assert bool(scores[2, 1].any())
+        return
+    assert scores.shape[1] == 1
+    other = model.new_cache()
+    other.add_rows(1)
+    assert torch.equal(model.forward(ModelInput(torch.tensor([[5, 9]]), (2,)), other).scores()[0, 1], scores[2, 0])
+
+
+def test_a_head_by_another_kernel_is_not_trusted_with_single_rows() -> None:
+    weights = make("llama")
+    freeze_linears(weights)
+    head = torch.nn.Linear(32, 97, bias=False)
+    head.weight = torch.nn.Parameter(head.weight.detach().t().contiguous().t())  # no row of it lies in one piece
+    weights.lm_head = head
+    model = CausalModel(weights)
+    assert use_fused_layers(model) is None
+    assert model.lean is not None
+    assert not model.one_row_at_a_time
+    assert not model.capabilities.prefill_together
+    assert compiled("llama").capabilities.prefill_together, "control"
+
+
+@pytest.mark.parametrize("logits", [Logits.LAST, Logits.ALL, Logits.NONE])
+def test_a_pass_over_no_token(logits: Logits) -> None:
+    model = compiled("llama")
+    cache = model.new_cache()
+    cache.add_rows(2)
+    out = model.forward(
+        ModelInput(torch.zeros(2, 3, dtype=torch.int64), (0, 0), logits=logits, hidden_layers=(1,)), cache
+    )
+    assert out.hidden[1].shape[:2] == (2, 3)
+    assert cache.lengths == [0, 0]
+    if logits is not Logits.NONE:
+        assert out.scores().shape[:2] == (2, 1 if logits is Logits.LAST else 3)
+
+
+def found(model: CausalModel) -> bool:
+    """Whether the kernels are given the stores that a cache has after it grew, in length and in rows."""
+    assert model.lean is not None
+    native = model.lean._native
+    assert native is not None
+    cache = model.new_cache()
+    cache.add_rows(1)
+    tokens = torch.arange(2, 92).repeat(4)[None]
+    model.forward(ModelInput(tokens[:, :60], (60,)), cache)
+    stores = native._stores_of(cache)
+    assert native._stores_of(cache) is stores, "looked for once"
+    seen = []
+    for rows, length in ((0, 600), (2, 64)):
+        cache.add_rows(rows)
+        cache.begin_pass(0, 1, length, torch.device("cpu"), None)
+        stores = native._stores_of(cache)
+        assert isinstance(cache.tensors, RowStores)
+        blocks = [None if block is None else block.data_ptr() for block in cache.tensors.blocks]
+        seen.append(list(stores.blocks) == blocks)
+    return all(seen)
+
+
+def test_a_cache_that_grows_lets_go_of_what_it_had() -> None:
+    """Else a growing cache would be there twice."""
+    model = compiled("llama")
+    cache = model.new_cache()
+    cache.add_rows(1)
+    model.forward(ModelInput(torch.arange(2, 62)[None], (60,)), cache)
+    assert isinstance(cache.tensors, RowStores)
+    old = [weakref.ref(block) for block in cache.tensors.blocks if block is not None]
+    cache.begin_pass(0, 1, 600, torch.device("cpu"), None)
+    assert old
+    assert all(one() is None for one in old)
+
+
+def test_a_cache_that_grows_is_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = compiled("llama")
+    assert found(model)
+    cache, whole = model.new_cache(), model.new_cache()
+    cache.add_rows(1)
+    whole.add_rows(1)
+    tokens = torch.arange(2, 92).repeat(4)[None]
+    for start in range(0, 300, 60):
+        model.forward(ModelInput(tokens[:, start : start + 60], (60,)), cache)
+    wanted = model.forward(ModelInput(tokens[:, :310], (310,)), whole).scores()[:, 300:]
+    assert torch.equal(model.forward(ModelInput(tokens[:, 300:310], (10,)), cache).scores(), wanted)
+    monkeypatch.setattr(RowStores, "made", property(lambda self: 1, lambda self, count: None), raising=False)
+    assert not found(model), "control: what does not count its stores is not looked at again"
+
+
+def race(model: CausalModel) -> int:
+    """Passes over one model by four threads, each over a cache of its own; how many scores are not those of a thread alone."""
+    tokens = [torch.randint(2, 90, (1, 40), generator=SEEDED) for _ in range(4)]
+
+    def scores(ids: torch.Tensor) -> torch.Tensor:
+        cache = model.new_cache()
+        cache.add_rows(1)
+        return model.forward(ModelInput(ids, (40,)), cache).scores()
+
+    alone = [scores(ids) for ids in tokens]
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(lambda n: torch.equal(scores(tokens[n % 4]), alone[n % 4]), range(400)))
+    return together.count(False)
+
+
+def test_threads_may_share_a_model() -> None:
+    assert race(compiled("llama")) == 0
+
+
+def test_a_child_process_has_threads_of_its_own() -> None:
+    """A forked child has none of its parent's threads; it must not wait for them. (PyTorch's it does wait for.)"""
+    product = NativeProduct.of_numbers(numbers(640, 64), None)
+    x, outs = numbers(200, 64), [torch.zeros(200, 640) for _ in range(2)]
+
+    def multiply(out: torch.Tensor) -> None:
+        kernel("multiply")(ctypes.byref(product.struct), x.data_ptr(), out.data_ptr(), 200, 0, 2)
+
+    multiply(outs[0])
+    child = os.fork()
+    if child == 0:
+        multiply(outs[1])
+        os._exit(0 if bytes(outs[0].numpy()) == bytes(outs[1].numpy()) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+# -- machines without them ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    """Kernels are looked for anew, and again after the test."""
+    build.library.cache_clear()
+    yield
+    build.library.cache_clear()
+
+
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize("lacking", ["compiler", "room", "success"])
+def test_what_is_lacking_is_said_once_and_passes_go_on(
+    lacking: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompts, params = [[5, 9, 17], [7]], SamplingParams(max_new_tokens=8)
+    wanted = run(CausalModel(make("llama")), prompts, params, gamma=0)[0]
+    monkeypatch.setenv("FORESAY_CACHE", str(tmp_path / "cache"))
+    if lacking == "compiler":
+        monkeypatch.setenv("CXX", "no-such-compiler")
+    elif lacking == "room":
+        (tmp_path / "cache").write_text("a file where the folder would be")
+    else:
+        broken = tmp_path / "kernels.cpp"
+        broken.write_text("this is no C++")
+        monkeypatch.setattr(build, "SOURCES", (broken,))
+    with caplog.at_level(logging.WARNING, "foresay"):
+        for _ in range(2):
+            model = CausalModel(make("llama"))
+            assert use_fused_layers(model) is None
+            assert model.lean is not None
+            assert not model.lean.compiled
+            assert run(model, prompts, params, gamma=0)[0] == wanted
+    [said] = caplog.messages
+    assert said.startswith("passes are made without compiled kernels: ")
+    assert {"compiler": "no-such-compiler", "room": "cannot write", "success": "failed: "}[lacking] in said
+
+
+@pytest.mark.usefixtures("fresh")
+def test_a_compiler_may_have_arguments(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("FORESAY_CACHE", str(tmp_path))
+    monkeypatch.setenv("CXX", "g++ --no-such-option")
+    with caplog.at_level(logging.WARNING, "foresay"):
+        assert build.library() is None
+    assert "--no-such-option" in caplog.text, "it was given"
+    with_arguments = build.kept()
+    monkeypatch.setenv("CXX", "g++")
+    assert build.kept() != with_arguments
+
+
+@pytest.mark.usefixtures("fresh")
+def test_a_compiler_that_hangs_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    slow = tmp_path / "slow"
+    slow.write_text("#!/bin/sh\nexec sleep 60\n")
+    slow.chmod(0o755)
+    monkeypatch.setenv("CXX", str(slow))
+    monkeypatch.setattr(build, "_TIMEOUT_S", 0.2)
+    with caplog.at_level(logging.WARNING, "foresay"):
+        assert build.library() is None
+    assert f"{slow} took more than" in caplog.text
+
+
+@pytest.mark.usefixtures("fresh")
+def test_they_are_compiled_once_or_where_damaged_and_may_be_left_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("FORESAY_CACHE", str(tmp_path))
+    kept = build.kept()
+    kept.parent.mkdir()
+    kept.write_bytes(b"\x7fELF and no more")
+    assert build.library() is not None
+    assert kept.stat().st_size > 1000
+    before = kept.stat().st_mtime_ns
+    build.library.cache_clear()
+    monkeypatch.setattr(build, "_compile", None)  # which would be called otherwise
+    assert build.library() is not None
+    assert kept.stat().st_mtime_ns == before
+    build.library.cache_clear()
+    monkeypatch.setenv(build.SWITCH, "0")
+    assert build.library() is None

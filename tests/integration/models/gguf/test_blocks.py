@@ -1,0 +1,465 @@
+"""GGUF files whose weights stay in their blocks: what is unpacked, what is written, what is left to transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+
+import foresay
+from foresay.errors import ModelLoadError
+from foresay.models.cpu.product import NativeProduct
+from foresay.models.gguf import blocks, header, types
+from foresay.models.gguf.header import StoredTensor, read_header
+from foresay.models.gguf.tokenizer import config_of, tokenizer_of
+from foresay.models.gguf.types import Blocks, Eights, Numbers, Weight, joined, unpacked
+from foresay.models.huggingface import linears
+from foresay.models.sources import catalog
+from foresay.models.sources.catalog import LoadedModel, load_model
+from foresay.models.sources.load_options import LoadOptions
+from helpers import tiny
+from helpers.families import make
+from helpers.gguf_files import write_gguf
+
+LAYERS = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+
+
+def llama(*, tied: bool = False, **changes: Any) -> PreTrainedModel:
+    """Rows of whole groups, and weights large enough that texts vary."""
+    model = make(
+        "llama",
+        4,
+        vocab_size=len(tiny.tokenizer()),
+        hidden_size=64,
+        intermediate_size=96,
+        tie_word_embeddings=tied,
+        **changes,
+    )
+    for weight in model.parameters():
+        if weight.dim() == 2:
+            weight.data *= 0.2 / weight.std()
+    for name, bias in model.named_parameters():
+        if name.endswith("bias"):
+            bias.data = torch.randn(bias.shape, generator=torch.Generator().manual_seed(len(name)))
+    return model
+
+
+@pytest.mark.parametrize(("kind", "size", "halves"), [("Q4_0", 18, 1), ("Q4_1", 20, 2), ("Q4_K", 144, 2)])
+def test_blocks_are_unpacked_as_llama_cpp_unpacks_them(kind: str, size: int, halves: int) -> None:
+    dice = np.random.default_rng(0)
+    data = dice.integers(0, 256, (5, 3 * size), dtype=np.uint8)
+    scales = (dice.normal(size=(5, 3, halves)) * 0.1).astype(np.float16)
+    data.reshape(5, 3, size)[..., : 2 * halves] = scales.view(np.uint8)
+    found = unpacked(StoredTensor((5, 3 * (256 if kind == "Q4_K" else 32)), kind, data))
+    assert isinstance(found, Blocks)
+    wanted = gguf.dequantize(data, gguf.GGMLQuantizationType[kind])
+    np.testing.assert_allclose(found.dense(torch.float32).numpy(), wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("kind", "size", "scale"), [("Q8_0", 34, 0), ("Q6_K", 210, 208), ("Q5_1", 24, 0)])
+def test_other_types_are_rounded_to_8_bits_a_row(
+    kind: str, size: int, scale: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A few rows at a time, from what llama.cpp's own package makes of them."""
+    monkeypatch.setattr(types, "_AT_ONCE", 1000)
+    dice = np.random.default_rng(0)
+    data = dice.integers(0, 256, (7, 2 * size), dtype=np.uint8)
+    data.reshape(7, 2, size)[..., scale : scale + 2] = (
+        (dice.normal(size=(7, 2, 1)) * 0.1).astype(np.float16).view(np.uint8)
+    )
+    if kind == "Q5_1":
+        data.reshape(7, 2, size)[..., 2:4] = 0
+    wanted = torch.from_numpy(gguf.dequantize(data, gguf.GGMLQuantizationType[kind]))
+    found = unpacked(StoredTensor((7, wanted.shape[1]), kind, data))
+    assert isinstance(found, Eights)
+    error = (found.dense(torch.float32) - wanted).abs().amax(1)
+    assert (error <= wanted.abs().amax(1) / 127 * 0.51 + 1e-6).all()
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16"])
+def test_numbers_stay_numbers(kind: str) -> None:
+    values = torch.randn(4, 64).to({"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[kind])
+    found = unpacked(StoredTensor((4, 64), kind, values.view(torch.uint8).numpy()))
+    assert isinstance(found, Numbers)
+    assert torch.equal(found.values, values)
+
+
+def logits(loaded: LoadedModel, ids: list[int]) -> torch.Tensor:
+    model = loaded.model.model  # type: ignore[attr-defined]
+    with torch.no_grad():
+        out: torch.Tensor = model(input_ids=torch.tensor([ids])).logits.float()
+    return out
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    "kinds", [dict.fromkeys(LAYERS, "Q4_1"), dict.fromkeys(LAYERS, "Q4_0"), dict.fromkeys(LAYERS, "Q8_0")]
+)
+def test_the_scores_are_those_of_the_dequantised_model(tmp_path: Path, kinds: dict[str, str], tied: bool) -> None:
+    """But for the rounding of scales to bf16, and of 8 bits in groups to 8 bits a row."""
+    path = write_gguf(tmp_path / "tiny.gguf", llama(tied=tied), {**kinds, "token_embd": "Q8_0", "output": "Q8_0"})
+    kept, whole = load_model(path), load_model(path, LoadOptions(weights="bf16", dtype="bf16"))
+    assert kept.weights == "GGUF"
+    ids = tiny.tokenizer()("hello world, hello").input_ids
+    a, b = logits(kept, ids), logits(whole, ids)
+    assert float((a - b).square().mean().sqrt() / b.std()) < 0.08
+    other = write_gguf(tmp_path / "other.gguf", tiny.llama())
+    assert float((logits(load_model(other), ids) - b).square().mean().sqrt() / b.std()) > 0.5, (
+        "the bound tells models apart"
+    )
+
+
+def test_what_the_layers_hold(tmp_path: Path) -> None:
+    kinds = {**dict.fromkeys(LAYERS, "Q4_1"), "attn_v": "Q8_0", "ffn_down": "Q8_0", "output": "Q8_0"}
+    del kinds["ffn_gate"]
+    model = load_model(write_gguf(tmp_path / "tiny.gguf", llama(), kinds)).model.model  # type: ignore[attr-defined]
+    layer = model.model.layers[0]
+    assert layer.self_attn.q_proj.product.bits == 8.5
+    assert layer.self_attn.q_proj.product is layer.self_attn.v_proj.product, "all three in 8 bits, for one is"
+    assert layer.mlp.up_proj.product.bits == 5.0
+    assert layer.mlp.gate_proj.product.bits == 16.0
+    assert model.lm_head.product.bits == 8.5
+
+
+def test_any_draft_and_any_batch_write_the_same(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", llama(), dict.fromkeys(LAYERS, "Q4_1"))
+    prompts = ["hello world", "you and I", "hello hello hello"]
+    plain = foresay.load(path, drafter="none")
+    alone = [plain.generate(p, max_new_tokens=24, ignore_eos=True).token_ids for p in prompts]
+    assert len(set(map(tuple, alone))) > 1
+    drafted = foresay.load(path, drafter="suffix", max_batch_size=2)
+    assert [r.token_ids for r in drafted.generate(prompts, max_new_tokens=24, ignore_eos=True)] == alone
+
+
+def test_an_architecture_that_is_not_read_is_left_to_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", llama(), dict.fromkeys(LAYERS, "Q4_1"))
+    monkeypatch.setattr(catalog, "ARCHITECTURES", frozenset())
+    assert load_model(path).weights == ""
+
+
+@pytest.mark.parametrize("options", [{"weights": "bf16"}, {"dtype": "fp32"}, {"device_map": "cpu"}])
+def test_whoever_asks_for_something_else_gets_it(tmp_path: Path, options: dict[str, str]) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", llama(), dict.fromkeys(LAYERS, "Q4_1"))
+    assert load_model(path, LoadOptions(**options)).weights == ""  # type: ignore[arg-type]
+
+
+def test_a_file_that_lacks_a_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    add = gguf.GGUFWriter.add_tensor
+
+    def without(self: gguf.GGUFWriter, name: str, *args: object, **more: object) -> None:
+        if name != "blk.1.ffn_norm.weight":
+            add(self, name, *args, **more)
+
+    monkeypatch.setattr(gguf.GGUFWriter, "add_tensor", without)
+    path = write_gguf(tmp_path / "tiny.gguf", llama())
+    with pytest.raises(
+        ModelLoadError, match=r"lacks 1 of the model's tensors \(model.layers.1.post_attention_layernorm"
+    ):
+        load_model(path)
+
+
+# -- the head ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_configuration_and_tokenizer_are_those_that_transformers_reads(
+    tmp_path: Path, tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(header, "_SHORT", 100)
+    if tied:  # older files leave it to be counted
+        monkeypatch.setattr(gguf.GGUFWriter, "add_vocab_size", lambda *_: None)
+    path = write_gguf(tmp_path / "tiny.gguf", llama(tied=tied))
+    head = read_header(path)
+    config, whole = config_of(head), AutoConfig.from_pretrained(tmp_path, gguf_file=path.name)
+    assert {**config.to_dict(), "_name_or_path": ""} == {**whole.to_dict(), "_name_or_path": ""}
+    assert config.tie_word_embeddings == tied
+    ours, theirs = tokenizer_of(path, config), AutoTokenizer.from_pretrained(tmp_path, gguf_file=path.name)
+    assert type(ours) is type(theirs)
+    assert ours.backend_tokenizer.to_str() == theirs.backend_tokenizer.to_str()
+    assert ours.special_tokens_map == theirs.special_tokens_map
+    text = "hello <eos> wörld\n"
+    assert ours(text) == theirs(text)
+    assert len(head.short) < 1500, "without the vocabulary"
+
+
+def test_the_head_is_what_the_gguf_package_reads(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", llama(), {"attn_q": "Q4_0", "token_embd": "Q8_0"})
+    head, reader = read_header(path), gguf.GGUFReader(path)
+    assert head.architecture == "llama"
+    assert set(head.tensors) == {tensor.name for tensor in reader.tensors}
+    for tensor in reader.tensors:
+        own = head.tensors[tensor.name]
+        assert own.shape == tuple(int(n) for n in reversed(tensor.shape))
+        assert own.kind == tensor.tensor_type.name
+        assert own.data.tobytes() == tensor.data.tobytes()
+
+
+@pytest.mark.parametrize("kept", [4, 30, 200, 2000, -1])
+def test_a_file_that_is_cut_short(tmp_path: Path, kept: int) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", llama())
+    path.write_bytes(path.read_bytes()[:kept])
+    where = "it ends within its head" if 0 < kept < 2000 else "ends past the end of the file|it ends within its head"
+    with pytest.raises(ModelLoadError, match=rf"damaged or cut short \(.*({where})"):
+        load_model(path)
+
+
+@pytest.mark.parametrize(("place", "value"), [(4, 9), (16, 1 << 60), (8, 1 << 60)])
+def test_a_head_that_says_something_impossible(tmp_path: Path, place: int, value: int) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", llama())
+    data = bytearray(path.read_bytes())
+    data[place : place + 8] = value.to_bytes(8, "little")
+    path.write_bytes(data)
+    with pytest.raises(ModelLoadError, match="damaged or cut short"):
+        read_header(path)
+
+
+def test_a_tied_embedding_is_held_once(tmp_path: Path) -> None:
+    kinds = dict.fromkeys([*LAYERS, "token_embd", "output"], "Q8_0")
+    tied, own = (load_model(write_gguf(tmp_path / f"{t}.gguf", llama(tied=t), kinds)) for t in (True, False))
+    body = tied.model.model  # type: ignore[attr-defined]
+    assert body.lm_head.product is body.model.embed_tokens.product
+    ids = torch.tensor([[3, 9, 3]])
+    torch.testing.assert_close(
+        body.model.embed_tokens(ids)[0, 0].float(), body.lm_head.product.dense()[3].float(), atol=0, rtol=2**-8
+    )
+    for loaded, is_tied in ((tied, True), (own, False)):
+        dense = llama(tied=is_tied)
+        assert loaded.model.num_parameters == dense.num_parameters()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kernels", [False, True])
+def test_a_4_bit_embedding_is_looked_up(
+    tmp_path: Path, tied: bool, kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In its own blocks, which may be the head's too; in 8 bits where there are no kernels."""
+    if not kernels:
+        monkeypatch.setattr(linears, "library", lambda: None)
+    kinds = dict.fromkeys([*LAYERS, "token_embd", "output"], "Q4_1")
+    path = write_gguf(tmp_path / "tiny.gguf", llama(tied=tied), kinds)
+    kept, whole = load_model(path), load_model(path, LoadOptions(weights="bf16", dtype="bf16"))
+    body = kept.model.model  # type: ignore[attr-defined]
+    head, table = body.lm_head.product, body.model.embed_tokens.product
+    assert (head.bits < 8, table.bits) == (True, 5.0 if kernels else 8.0)
+    assert (head is table) == (tied and kernels)
+    ids = tiny.tokenizer()("hello world, hello").input_ids
+    a, b = logits(kept, ids), logits(whole, ids)
+    assert float((a - b).square().mean().sqrt() / b.std()) < 0.08
+    assert kept.model.num_parameters == whole.model.num_parameters  # type: ignore[attr-defined]
+
+
+def test_layers_of_several_types_are_one_call_too(tmp_path: Path) -> None:
+    """As llama.cpp's usual mixtures have them: values in more bits than queries and keys."""
+    kinds = {**dict.fromkeys(LAYERS, "Q4_1"), "attn_v": "Q8_0"}
+    path = write_gguf(tmp_path / "tiny.gguf", llama(), kinds)
+    kept, whole = load_model(path), load_model(path, LoadOptions(weights="bf16", dtype="bf16"))
+    assert kept.model.lean.compiled  # type: ignore[attr-defined]
+    ids = tiny.tokenizer()("hello world, hello").input_ids
+    a, b = logits(kept, ids), logits(whole, ids)
+    assert float((a - b).square().mean().sqrt() / b.std()) < 0.08
+
+
+def rescaled(monkeypatch: pytest.MonkeyPatch, kind: Any, factor: float, factors: torch.Tensor | None = None) -> None:
+    """Files written from now on say that positions are scaled."""
+    add = gguf.GGUFWriter.write_header_to_file
+
+    def scaled(self: gguf.GGUFWriter) -> None:
+        if kind is not None:
+            self.add_rope_scaling_type(kind)
+            self.add_rope_scaling_factor(factor)
+        if factors is not None:
+            self.add_tensor("rope_freqs.weight", factors.numpy())
+        add(self)
+
+    monkeypatch.setattr(gguf.GGUFWriter, "write_header_to_file", scaled)
+
+
+def test_scaled_positions_that_nobody_reads_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rescaled(monkeypatch, gguf.RopeScalingType.YARN, 4.0)
+    path = write_gguf(tmp_path / "tiny.gguf", llama())
+    with pytest.raises(ModelLoadError, match=r"scales its rotary positions \(llama.rope.scaling.type"):
+        load_model(path)
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize("way", ["llama3", "linear"])
+def test_scaled_positions_are_those_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    """As Llama 3.1's files have them: a factor for each frequency; and one for all."""
+    rope = LLAMA3 if way == "llama3" else {"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0}
+    model = llama(max_position_embeddings=512, rope_parameters=rope)
+    rotary = model.model.rotary_emb
+    plain = 1.0 / 10000.0 ** (torch.arange(0, 16, 2) / 16)
+    factors = plain / rotary.inv_freq
+    assert float(factors.max()) == pytest.approx(8.0)
+    if way == "llama3":
+        rescaled(monkeypatch, None, 1.0, factors)
+    else:
+        rescaled(monkeypatch, gguf.RopeScalingType.LINEAR, 8.0)
+    path = write_gguf(tmp_path / "tiny.gguf", model, dict.fromkeys(LAYERS, "Q8_0"))
+    ids = (tiny.tokenizer()("hello world, hello").input_ids * 30)[:200]
+    kept = load_model(path)
+    wanted = model(torch.tensor([ids])).logits[0, -40:].detach()
+    assert float((logits(kept, ids)[0, -40:] - wanted).square().mean().sqrt() / wanted.std()) < 0.08
+    monkeypatch.setattr(blocks, "scale_positions", lambda *_: None)
+    control = logits(load_model(path), ids)[0, -40:]
+    assert float((control - wanted).square().mean().sqrt() / wanted.std()) > 0.2, "control: it matters"
+    with pytest.raises(ModelLoadError, match="as they are loaded here"):  # transformers reads neither
+        load_model(path, LoadOptions(dtype="fp32"))
+
+
+def test_factors_of_another_size_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rescaled(monkeypatch, None, 1.0, torch.ones(5))
+    path = write_gguf(tmp_path / "tiny.gguf", llama(), dict.fromkeys(LAYERS, "Q8_0"))
+    with pytest.raises(ModelLoadError, match="5 frequencies of 8"):
+        load_model(path)
+
+
+@pytest.mark.parametrize(("layers", "scalar"), [(46, 64 // 4), (4, 8)])
+def test_the_largest_gemma_scales_its_queries_otherwise(tmp_path: Path, layers: int, scalar: int) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "head.gguf", "gemma2")
+    writer.add_context_length(64)
+    writer.add_embedding_length(64)
+    writer.add_block_count(layers)
+    writer.add_feed_forward_length(96)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_key_length(8)
+    writer.add_value_length(8)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    config = config_of(read_header(tmp_path / "head.gguf"))
+    assert (config.head_dim, config.query_pre_attn_scalar) == (8, scalar)
+
+
+@pytest.mark.parametrize("kind", ["Q4_1", None])
+def test_biases_lie_as_their_rows_do(tmp_path: Path, kind: str | None) -> None:
+    """A Llama's queries and keys are interleaved in the file, biases too."""
+    model = llama(attention_bias=True)
+    path = write_gguf(tmp_path / "tiny.gguf", model, dict.fromkeys(LAYERS, kind) if kind else None)
+    loaded = load_model(path).model.model  # type: ignore[attr-defined]
+    attn = loaded.model.layers[1].self_attn
+    own = [getattr(model.model.layers[1].self_attn, name).bias for name in ("q_proj", "k_proj", "v_proj")]
+    found = attn.q_proj.product.bias
+    torch.testing.assert_close(found.float(), torch.cat(own).detach(), atol=0.02, rtol=0.01)
+    assert not torch.allclose(found[:64].float(), torch.cat(own)[:64].flip(0), atol=0.5), "the order counts"
+
+
+def test_a_file_that_lacks_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its configuration has them: Qwen2's always has."""
+    path = write_gguf(tmp_path / "tiny.gguf", llama(), dict.fromkeys(LAYERS, "Q4_1"))
+    head = catalog.config_of
+
+    def with_biases(*args: Any) -> Any:
+        config = head(*args)
+        config.attention_bias = True
+        return config
+
+    monkeypatch.setattr(catalog, "config_of", with_biases)
+    with pytest.raises(ModelLoadError, match=r"lacks 12 of the model.s tensors \(model.layers.0.self_attn.q_proj.bias"):
+        load_model(path)
+
+
+@pytest.mark.parametrize("kinds", [("Q4_0",), ("Q4_1",), ("Q4_K",), ("Q4_K", "Q4_0", "Q4_1")])
+def test_blocks_are_packed_as_their_numbers_are(kinds: tuple[str, ...]) -> None:
+    """By the kernels, bit for bit what is packed from the unpacked levels; whole panels and not, rows in another order."""
+    dice, stored = np.random.default_rng(0), []
+    sizes = {"Q4_0": (18, 32), "Q4_1": (20, 32), "Q4_K": (144, 256)}
+    for kind in kinds:
+        size, numbers = sizes[kind]
+        data = dice.integers(0, 256, (45, 512 // numbers, size), dtype=np.uint8)
+        # scales that are tiny, ordinary, and so large that their multiples are infinite
+        scales = (
+            dice.normal(size=(45, 512 // numbers, 2)) * 10.0 ** dice.integers(-9, 5, (45, 512 // numbers, 1))
+        ).astype(np.float16)
+        data[..., : 2 if kind == "Q4_0" else 4] = scales.view(np.uint8)[..., : 2 if kind == "Q4_0" else 4]
+        stored.append(StoredTensor((45, 512), kind, data.reshape(45, -1)))
+    blocks = Blocks(tuple(stored))
+    if len(kinds) == 1:
+        blocks = blocks.rows(torch.randperm(45, generator=torch.Generator().manual_seed(0)))
+    ours = blocks.product(torch.bfloat16, None)
+    wanted = NativeProduct.of_groups(blocks._pieces())
+    assert isinstance(ours, NativeProduct)
+    assert torch.equal(ours._weights, wanted._weights)
+    assert torch.equal(ours._scales.view(torch.int16), wanted._scales.view(torch.int16))  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.parametrize("kinds", [("Q4_0", "Q4_0"), ("Q4_0", "Q4_K"), ("Q8_0", "Q8_0"), ("Q4_0", "Q8_0")])
+def test_tensors_of_different_widths_are_not_joined(
+    kinds: tuple[str, str], kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not kernels:
+        monkeypatch.setattr(linears, "library", lambda: None)
+
+    def weights(kind: str, width: int) -> Weight:
+        stored = gguf.GGMLQuantizationType[kind]
+        data = np.zeros(
+            (32, width // gguf.GGML_QUANT_SIZES[stored][0] * gguf.GGML_QUANT_SIZES[stored][1]), dtype=np.uint8
+        )
+        return unpacked(StoredTensor((32, width), kind, data))
+
+    same = joined([weights(kind, 512) for kind in kinds])
+    assert same is not None
+    assert same.product(torch.float32, None).out_features == 64
+    with pytest.raises(ModelLoadError, match="rows of 512, 256 weights; they must be equal"):
+        joined([weights(kinds[0], 512), weights(kinds[1], 256)])
+
+
+@pytest.mark.parametrize("shape", [(32, 35), (32, 18, 1)])
+def test_rows_that_are_not_whole_blocks_are_not_packed(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="whole blocks of 18 bytes"):
+        NativeProduct.of_blocks([("Q4_0", np.zeros(shape, dtype=np.uint8))])
+    with pytest.raises(ValueError, match="rows of 32, 64 weights are not one matrix"):
+        NativeProduct.of_blocks([("Q4_0", np.zeros((1, n), dtype=np.uint8)) for n in (18, 36)])
+
+
+def test_attention_of_different_widths_is_refused_when_a_file_is_loaded(tmp_path: Path) -> None:
+    """In a process of its own, which it used to end."""
+    path = write_gguf(tmp_path / "model.gguf", llama(), dict.fromkeys(LAYERS, "Q4_0"))
+    reader = gguf.GGUFReader(path)
+    names = [tensor.name for tensor in reader.tensors]
+    assert "blk.0.attn_k.weight" in names
+    widen(path, "blk.0.attn_q.weight", 1 << 20)
+    done = tiny.foresay("generate", "--model", str(path), "--max-new-tokens", "2", "hello")
+    shown = done.stderr.decode()
+    assert (done.returncode, done.stdout) == (2, b""), shown
+    assert shown.startswith("foresay: ") and shown.count("\n") == 1
+
+
+def widen(path: Path, name: str, width: int) -> None:
+    """Give a tensor rows of another length, in the head of a file and by as much data as that takes at its end."""
+    whole = path.read_bytes()
+    at = whole.index(name.encode()) + len(name) + 4
+    rows = int.from_bytes(whole[at + 8 : at + 16], "little")
+    begin = gguf.GGUFReader(path).tensors[0].data_offset - _offset(whole, gguf.GGUFReader(path).tensors[0].name)
+    offset = -(-(len(whole) - begin) // 32) * 32
+    data = (
+        whole[:at]
+        + width.to_bytes(8, "little")
+        + whole[at + 8 : at + 20]
+        + offset.to_bytes(8, "little")
+        + whole[at + 28 :]
+    )
+    path.write_bytes(data.ljust(begin + offset, b"\0") + bytes(rows * width // 32 * 18))
+
+
+def _offset(whole: bytes, name: str) -> int:
+    at = whole.index(name.encode()) + len(name) + 4
+    return int.from_bytes(whole[at + 20 : at + 28], "little")

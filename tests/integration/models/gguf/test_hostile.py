@@ -1,0 +1,393 @@
+"""GGUF files whose numbers contradict each other, the file or every model: refused in a line, before anything is made by them."""
+
+from __future__ import annotations
+
+import os
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from foresay.errors import ModelLoadError
+from foresay.models.gguf import catalog, values
+from foresay.models.gguf.header import read_header
+from foresay.models.huggingface import self_check
+from foresay.models.sources.catalog import load_model, load_tokenizer
+from foresay.models.sources.load_options import LoadOptions
+from helpers import fuzz_gguf, tiny
+from helpers.fuzz_gguf import Image, Tensor
+from helpers.gguf_files import write_gguf
+
+UINT32, INT32, FLOAT32, TEXT, LIST = 4, 5, 6, 8, 9
+LARGE = (1 << 64) - 1
+
+
+def number(value: float, kind: int = UINT32) -> tuple[int, bytes]:
+    return kind, struct.pack("<" + fuzz_gguf.FORMATS[kind], value)
+
+
+def text(value: str) -> tuple[int, bytes]:
+    return TEXT, struct.pack("<Q", len(value.encode())) + value.encode()
+
+
+def numbers(*values: int) -> tuple[int, bytes]:
+    return LIST, struct.pack(f"<IQ{len(values)}I", UINT32, len(values), *values)
+
+
+def image(base: str = "llama") -> Image:
+    return fuzz_gguf.copied(fuzz_gguf.bases()[base])
+
+
+def put(parts: Image, key: str, value: tuple[int, bytes] | None) -> None:
+    """Give a value to a key, or take it away."""
+    parts.values = [one for one in parts.values if one[0] != key.encode()]
+    if value is not None:
+        parts.values.append((key.encode(), *value))
+
+
+def tensor(parts: Image, name: str) -> Tensor:
+    return next(one for one in parts.tensors if one.name == name.encode())
+
+
+def refusal(path: Path, parts: Image, **options: Any) -> str:
+    """The one line that loading a file gives, without the file's name."""
+    path.write_bytes(parts.written())
+    with pytest.raises(ModelLoadError) as caught:
+        load_model(path, LoadOptions(**options))
+    message = str(caught.value)
+    assert "\n" not in message and len(message) < 600
+    assert str(path) in message
+    return message
+
+
+# -- sound files -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3"])
+@pytest.mark.parametrize("dtype", ["auto", "fp32"])
+def test_a_sound_file_of_each_family_is_its_model(tmp_path: Path, family: str, dtype: str) -> None:
+    """Read in its blocks, and as transformers dequantises it; a head of Qwen3 here is of 8 numbers, not of 128."""
+    model = fuzz_gguf.model(family)
+    loaded = load_model(write_gguf(tmp_path / "tiny.gguf", model), LoadOptions(dtype=dtype))
+    assert loaded.weights == ("GGUF" if dtype == "auto" else "")
+    ids = torch.tensor([tiny.tokenizer()("hello world, hello").input_ids])
+    with torch.no_grad():
+        ours, theirs = loaded.model.model(input_ids=ids).logits.float(), model(ids).logits  # type: ignore[attr-defined]
+    error = float((ours - theirs).square().mean().sqrt() / theirs.std())
+    assert error < (0.03 if dtype == "auto" else 1e-4)
+
+
+# -- the head ----------------------------------------------------------------------------------------------------------
+
+
+def _set(**counts: int) -> Callable[[Image], None]:
+    def change(parts: Image) -> None:
+        for name, value in counts.items():
+            setattr(parts, name, value)
+
+    return change
+
+
+def _dims(name: str, dims: list[int], num_dims: int | None = None) -> Callable[[Image], None]:
+    def change(parts: Image) -> None:
+        one = tensor(parts, name)
+        one.dims, one.num_dims = dims, num_dims
+
+    return change
+
+
+def _value(key: str, value: tuple[int, bytes]) -> Callable[[Image], None]:
+    return lambda parts: put(parts, key, value)
+
+
+def _twice(what: str) -> Callable[[Image], None]:
+    return lambda parts: getattr(parts, what).append(getattr(parts, what)[3])
+
+
+HEADS: dict[str, tuple[Callable[[Image], None], str]] = {
+    "tensors beyond the file": (_set(num_tensors=1 << 63), "number of tensors is 9223372036854775808, and the rest"),
+    "values beyond the file": (_set(num_values=LARGE), "number of values is 18446744073709551615, and the rest"),
+    "a text beyond the file": (_value("x", (TEXT, struct.pack("<Q", LARGE))), "length of the value of 'x' is 1844"),
+    "a list beyond the file": (_value("x", (LIST, struct.pack("<IQ", UINT32, 1 << 62))), "length of the list 'x' is"),
+    "texts beyond the file": (_value("x", (LIST, struct.pack("<IQ", TEXT, 1 << 62))), "length of the list 'x' is"),
+    "nested lists": (_value("x", (LIST, struct.pack("<IQ", LIST, 1) * 5000)), "the list 'x' is of type 9; lists of"),
+    "an unknown type of value": (_value("x", (77, b"")), "the value 'x' is of type 77; types 0 to 12"),
+    "a value twice": (_twice("values"), r"the value 'llama.\w+' occurs twice"),
+    "a tensor twice": (_twice("tensors"), r"the tensor 'blk.0.\w+.weight' occurs twice"),
+    "70,000 dimensions": (_dims("output_norm.weight", [1] * 70_000), "has 70000 dimensions; at most 4"),
+    "2^31 dimensions": (_dims("output_norm.weight", [64], 1 << 31), "has 2147483648 dimensions; at most 4"),
+    "no dimension": (_dims("output_norm.weight", []), r"'output_norm.weight' has the shape \[\]"),
+    "an empty tensor": (_dims("output_norm.weight", [0]), r"'output_norm.weight' has the shape \[0\]"),
+    "2^126 numbers": (_dims("output_norm.weight", [1 << 63, 1 << 63]), "ends past the end of the file"),
+    "an alignment of 3": (_value("general.alignment", number(3)), "general.alignment is 3; a power of two"),
+    "an alignment of 0": (_value("general.alignment", number(0)), "general.alignment is 0; a power of two"),
+    "an alignment of words": (_value("general.alignment", text("32")), "general.alignment is '32'; a power of two"),
+    "an unknown type of tensor": (
+        lambda parts: setattr(tensor(parts, "output_norm.weight"), "kind", 999),
+        "'output_norm.weight' is of type 999, which ggml does not know",
+    ),
+    "tensors that overlap": (
+        lambda parts: setattr(tensor(parts, "output_norm.weight"), "offset", 64),
+        "the tensors '.*' and '.*' overlap",
+    ),
+    "a place between": (
+        lambda parts: setattr(tensor(parts, "output_norm.weight"), "offset", 7),
+        "begins at 7, which is no multiple of 32",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_head_that_disagrees_with_its_file(tmp_path: Path, kind: str) -> None:
+    change, wanted = HEADS[kind]
+    parts = image()
+    change(parts)
+    path = tmp_path / "x.gguf"
+    path.write_bytes(parts.written())
+    with pytest.raises(ModelLoadError, match=wanted):
+        read_header(path)
+    assert "damaged or cut short" in refusal(path, parts)
+
+
+# -- values ------------------------------------------------------------------------------------------------------------
+
+VALUES: dict[str, list[tuple[int, bytes] | None]] = {
+    "llama.block_count": [
+        number(0),
+        number(3),
+        number(1),
+        number(100_000),
+        number(1 << 63, 10),
+        number(-1, INT32),
+        None,
+        text("2"),
+        number(2.0, FLOAT32),
+        numbers(2, 2),
+    ],
+    "llama.embedding_length": [number(0), number(32), number(1 << 31), None],
+    "llama.feed_forward_length": [number(0), number(95), numbers(96, 96), None],
+    "llama.context_length": [number(0), number(1 << 31), None],
+    "llama.attention.head_count": [number(0), number(3), number(8), number(1 << 31), None],
+    "llama.attention.head_count_kv": [number(0), number(3), number(4), number(8), number(-2, INT32)],
+    "llama.attention.key_length": [number(8), number(0), number(1 << 31)],
+    "llama.attention.value_length": [number(8)],
+    "llama.attention.layer_norm_rms_epsilon": [
+        number(float("nan"), FLOAT32),
+        number(0, FLOAT32),
+        number(-1e-5, FLOAT32),
+        number(float("inf"), FLOAT32),
+        None,
+    ],
+    "llama.rope.dimension_count": [number(0), number(15), number(8), number(1 << 31)],
+    "llama.rope.freq_base": [number(0, FLOAT32), number(float("nan"), FLOAT32), number(float("inf"), FLOAT32)],
+    "llama.rope.scaling.factor": [number(0, FLOAT32), number(float("nan"), FLOAT32), number(-2, FLOAT32)],
+    "llama.vocab_size": [number(0), number(263), number(265), number(1 << 31)],
+    "tokenizer.ggml.bos_token_id": [number(264), number(-1, INT32), text("<bos>")],
+    "tokenizer.ggml.eos_token_id": [number(1 << 31), numbers(1)],
+    "tokenizer.ggml.token_type": [numbers(1, 1, 1), number(1)],
+    "tokenizer.ggml.scores": [numbers(*range(264))],
+    "tokenizer.ggml.tokens": [numbers(*range(264)), text("hello")],
+    "tokenizer.ggml.merges": [numbers(1), number(1)],
+    "general.architecture": [None, number(1), text(""), text("two\nlines"), text("x" * 1000)],
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [(key, value) for key, values in VALUES.items() for value in values], ids=str
+)
+def test_a_value_that_no_model_has(tmp_path: Path, key: str, value: tuple[int, bytes] | None) -> None:
+    """Out of range, of another type, missing, or in contradiction to the tensors: which then are named in its place."""
+    parts = image()
+    put(parts, key, value)
+    message = refusal(tmp_path / "x.gguf", parts)
+    if "its value " in message:
+        assert f"its value {key}" in message or "_length" in key
+        assert "; allowed is " in message
+    else:
+        assert "its tensor '" in message or "of the model's tensors" in message, message
+
+
+def test_a_tokenizer_alone_needs_sound_values_and_no_tensors(tmp_path: Path) -> None:
+    path, parts = tmp_path / "x.gguf", image()
+    parts.tensors = []
+    path.write_bytes(parts.written())
+    assert load_tokenizer(path)("hello").input_ids == tiny.tokenizer()("hello").input_ids
+    put(parts, "tokenizer.ggml.eos_token_id", number(264))
+    path.write_bytes(parts.written())
+    with pytest.raises(ModelLoadError, match=r"its value tokenizer\.ggml\.eos_token_id is 264"):
+        load_tokenizer(path)
+
+
+def test_a_token_of_a_megabyte(tmp_path: Path) -> None:
+    """Merges that a file lacks are looked for by cutting each token everywhere."""
+    path, parts = tmp_path / "x.gguf", image()
+    words = [b"a" * (1 << 20), *(b"%d" % i for i in range(263))]
+    stored = b"".join(struct.pack("<Q", len(word)) + word for word in words)
+    put(parts, "tokenizer.ggml.tokens", (LIST, struct.pack("<IQ", TEXT, len(words)) + stored))
+    put(parts, "tokenizer.ggml.model", text("llama"))
+    put(parts, "tokenizer.ggml.merges", None)
+    path.write_bytes(parts.written())
+    with pytest.raises(ModelLoadError, match="has 1048576 bytes; allowed are 1024"):
+        load_tokenizer(path)
+
+
+# -- tensors -----------------------------------------------------------------------------------------------------------
+
+
+def _resized(parts: Image, name: str, dims: list[int]) -> None:
+    """Another shape, and bytes for it."""
+    one = tensor(parts, name)
+    count = torch.Size(dims).numel()
+    one.data = one.data[:1] * (count * len(one.data) // torch.Size(one.dims).numel())
+    one.dims = dims
+
+
+@pytest.mark.parametrize("dtype", ["auto", "fp32"])
+@pytest.mark.parametrize(
+    ("name", "dims"),
+    [
+        ("token_embd.weight", [64, 263]),
+        ("output.weight", [32, 264]),
+        ("output_norm.weight", [1]),
+        ("blk.1.attn_norm.weight", [65]),
+        ("blk.0.attn_q.weight", [32, 64]),
+        ("blk.0.attn_k.weight", [64, 64]),
+        ("blk.0.attn_v.weight", [64, 33]),
+        ("blk.0.attn_output.weight", [64, 64, 1]),
+        ("blk.1.ffn_gate.weight", [64, 128]),
+        ("blk.1.ffn_up.weight", [96, 64]),
+        ("blk.1.ffn_down.weight", [96, 32]),
+    ],
+)
+def test_a_tensor_of_another_shape(tmp_path: Path, name: str, dims: list[int], dtype: str) -> None:
+    parts = image()
+    _resized(parts, name, dims)
+    message = refusal(tmp_path / "x.gguf", parts, dtype=dtype)
+    assert f"its tensor '{name}' has the shape {dims[::-1]}; its values describe [" in message
+
+
+def test_queries_wider_than_keys(tmp_path: Path) -> None:
+    """They are joined to one product: 4-bit blocks of the one were read by the depth of the other."""
+    parts = image("llama-q4_0")
+    _resized(parts, "blk.0.attn_q.weight", [1 << 20, 64])
+    message = refusal(tmp_path / "x.gguf", parts)
+    assert "its tensor 'blk.0.attn_q.weight' has the shape [64, 1048576]; its values describe [64, 64]" in message
+
+
+@pytest.mark.parametrize(("name", "kind"), [("output_norm.weight", "F64"), ("blk.0.attn_norm.weight", "I8")])
+def test_a_norm_of_another_type(tmp_path: Path, name: str, kind: str) -> None:
+    import gguf
+
+    parts, number_of = image(), gguf.GGMLQuantizationType[kind]
+    one = tensor(parts, name)
+    one.kind, one.data = int(number_of), bytes(64 * gguf.GGML_QUANT_SIZES[number_of][1])
+    assert f"'{name}' is of type {kind}; allowed are F32, F16, BF16" in refusal(tmp_path / "x.gguf", parts)
+
+
+def test_weights_of_whole_numbers(tmp_path: Path) -> None:
+    parts = image()
+    tensor(parts, "blk.0.attn_q.weight").kind = 26  # I32, as wide as F32
+    message = refusal(tmp_path / "x.gguf", parts)
+    assert "'blk.0.attn_q.weight' is of type I32, which weights are not read from" in message
+
+
+def test_a_tensor_too_many(tmp_path: Path) -> None:
+    """A layer more than block_count, as llama.cpp refuses it too."""
+    parts = image()
+    put(parts, "llama.block_count", number(1))
+    message = refusal(tmp_path / "x.gguf", parts)
+    assert "its tensor 'blk.1." in message and "is none of the" in message
+
+
+@pytest.mark.parametrize(("base", "name"), [("llama", "blk.1.attn_q.weight"), ("llama-q4_0", "blk.1.attn_q.weight")])
+def test_a_weight_that_is_not_finite(tmp_path: Path, base: str, name: str) -> None:
+    parts = image(base)
+    one = tensor(parts, name)
+    one.data = b"\xff\x7f" * 2 + one.data[4:]  # NaN in float16; with what follows it, in float32 too
+    if base == "llama":
+        one.data = struct.pack("<f", float("nan")) + one.data[4:]
+    assert f"its tensor '{name}' has numbers that are not finite" in refusal(tmp_path / "x.gguf", parts)
+
+
+def test_finite_weights_whose_sums_are_not(tmp_path: Path) -> None:
+    parts = image()
+    for name in ("output.weight", "output_norm.weight"):
+        one = tensor(parts, name)
+        one.data = struct.pack("<f", 3e38) * (len(one.data) // 4)
+    assert "gives scores that are not finite" in refusal(tmp_path / "x.gguf", parts)
+
+
+@pytest.mark.parametrize(
+    ("value", "wanted"), [(0.0, "has 0.0"), (float("nan"), "has nan"), (1e30, "has 1.0000000150474")]
+)
+def test_factors_of_positions(tmp_path: Path, value: float, wanted: str) -> None:
+    parts = image()
+    parts.tensors.append(Tensor(b"rope_freqs.weight", [8], 0, struct.pack("<8f", *[value] * 8)))
+    message = refusal(tmp_path / "x.gguf", parts)
+    assert f"its tensor 'rope_freqs.weight' {wanted}" in message and "; allowed is 0.001 to 1e+06" in message
+
+
+def test_an_architecture_that_transformers_dequantises(tmp_path: Path) -> None:
+    """A model of far more weights than the file has would be filled with noise first."""
+    parts = image()
+    for key, _, _ in list(parts.values):
+        if key.startswith(b"llama."):
+            put(parts, key.decode(), None)
+    put(parts, "general.architecture", text("starcoder2"))
+    sizes = {"block_count": 20, "context_length": 64, "embedding_length": 65536, "feed_forward_length": 65536}
+    for name, size in {**sizes, "attention.head_count": 4, "attention.head_count_kv": 2}.items():
+        put(parts, f"starcoder2.{name}", number(size))
+    put(parts, "starcoder2.attention.layer_norm_epsilon", number(1e-5, FLOAT32))
+    assert "describe a model of" in refusal(tmp_path / "x.gguf", parts)
+
+
+def test_one_of_several_files_says_what_reads_them(tmp_path: Path) -> None:
+    parts = image()
+    put(parts, "split.count", number(2, 2))
+    del parts.tensors[-3:]
+    message = refusal(tmp_path / "x.gguf", parts)
+    assert "of the model's tensors" in message and "one of several files, which backend='llama.cpp' reads" in message
+
+
+# -- at random ---------------------------------------------------------------------------------------------------------
+
+
+def test_damaged_files_give_scores_or_an_error() -> None:
+    """No other exception, no scores that are not finite, no crash, no more than 2 GB or 30 s for one file."""
+    seed, count = 0, 200
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "helpers.fuzz_gguf", str(seed), "0", str(count)],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env=tiny.environment(PYTHONPATH=os.pathsep.join(path for path in sys.path if path)),
+        check=False,
+    )
+    lines = done.stdout.splitlines()
+    last = lines[-1] if lines else "no case"
+    assert done.returncode == 0, f"{last} ended the process: {done.returncode} {done.stderr[-500:]}"
+    assert len(lines) == count
+    assert [line for line in lines if not line.endswith(" ok")] == []
+
+
+def test_the_fuzz_finds_what_is_not_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Control: a loader that takes any epsilon is found out, as is one that raises something else."""
+    path, parts = tmp_path / "x.gguf", image()
+    put(parts, "llama.attention.layer_norm_rms_epsilon", number(-1e30, FLOAT32))
+    path.write_bytes(parts.written())
+    fuzz_gguf.check(path)
+    monkeypatch.setattr(values, "_FACTORS", {})
+    fuzz_gguf.check(path)  # seen by the pass after loading
+    monkeypatch.setattr(catalog, "_check_scores", lambda *_: None)
+    for check in ("check_sizes", "confirm"):
+        monkeypatch.setattr(self_check, check, lambda *_: None)
+    with pytest.raises(AssertionError, match="not finite"):
+        fuzz_gguf.check(path)
+    monkeypatch.setattr(fuzz_gguf, "load_model", lambda *_: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        fuzz_gguf.check(path)

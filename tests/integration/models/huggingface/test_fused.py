@@ -1,0 +1,168 @@
+"""Lean passes: the families that are read so score and write what their own code does; others keep their own code."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from foresay.decoding.protocols import ModelInput
+from foresay.decoding.sampling_params import SamplingParams
+from foresay.models.huggingface import fused, operations
+from foresay.models.huggingface.causal import CausalModel
+from foresay.models.huggingface.early_exit import first_layers
+from foresay.models.huggingface.linears import freeze_linears
+from foresay.models.huggingface.self_check import OwnCode, use_fused_layers
+from foresay.models.sources.catalog import wrap
+from helpers.families import FAMILIES, VOCAB, make
+from helpers.support import Sometimes, run
+
+READ = sorted(name for name in FAMILIES if make(name).config.model_type in fused.FAMILIES)
+PROMPTS = [[5, 9, 17, 5, 9], [7], [3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13]]
+PARAMS = SamplingParams(max_new_tokens=24)
+
+
+def frozen(model: CausalModel) -> CausalModel:
+    """As a model is that foresay loads."""
+    freeze_linears(model.model)
+    return model
+
+
+def test_these_families_are_read() -> None:
+    assert {"llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi3", "olmo2", "granite"} <= set(READ)
+
+
+@pytest.mark.parametrize("family", READ)
+def test_lean_passes_write_what_the_familys_own_code_writes(family: str) -> None:
+    """Past the window of those that slide, in a ragged batch, with drafts that are rejected."""
+    own = run(CausalModel(make(family)), PROMPTS, PARAMS, gamma=0)[0]
+    model = CausalModel(make(family))
+    assert use_fused_layers(frozen(model)) is None
+    assert run(model, PROMPTS, PARAMS, gamma=0)[0] == own
+    ours, steps, engine = run(model, PROMPTS, PARAMS, drafter=Sometimes(own, VOCAB), gamma=3, max_batch_size=2)
+    assert ours == own
+    assert engine.draft_failures == 0
+    assert any(0 < step.num_accepted < step.num_drafted for step in steps)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt2", "falcon", "deepseek_v3"])
+def test_other_families_keep_their_own_code(family: str) -> None:
+    model = CausalModel(make(family))
+    assert "has code of its own" in str(use_fused_layers(model))
+    assert model.lean is None
+
+
+@pytest.mark.parametrize("counts", [(5, 5), (3, 5)])
+@pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.parametrize("family", READ)
+def test_trees_and_hidden_states_are_those_of_the_familys_own_code(
+    family: str, kernels: bool, counts: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not kernels:
+        monkeypatch.setattr(fused.FusedDecoder, "_compiled", lambda *_: None)
+    model, other = CausalModel(make(family)), CausalModel(make(family))
+    layers = tuple(range(model.capabilities.num_layers + 1))  # type: ignore[operator]
+    before, tree = torch.tensor([[5, 9, 17, 5, 9, 6], [7, 8, 9, 0, 0, 0]]), torch.tensor([[4, 5, 6, 7, 8]] * 2)
+    parents = torch.tensor([[-1, 0, 0, 2, 1], [-1, 0, 1, 1, 3]])
+
+    def outputs(model: CausalModel) -> list[torch.Tensor]:
+        cache = model.new_cache()
+        cache.add_rows(2)
+        filled = model.forward(ModelInput(before, (6, 3), hidden_layers=layers), cache)
+        grown = model.forward(ModelInput(tree, counts, parents=parents, hidden_layers=layers), cache)
+        whole = [filled.scores()[1, :3], *(filled.hidden[n][1, :3] for n in layers)]
+        for row, count in enumerate(counts):  # the rest are pads
+            whole += [x[row, :count] for x in (grown.scores(), *(grown.hidden[n] for n in layers))]
+        return whole
+
+    own = outputs(other)
+    assert use_fused_layers(frozen(model)) is None
+    assert model.lean is not None
+    assert model.fused.compiled == kernels
+    torch.testing.assert_close(outputs(model), own, atol=2e-4, rtol=2e-4)
+    parents[1, 3] = 0
+    with pytest.raises(AssertionError):  # control: the tree counts
+        torch.testing.assert_close(outputs(model), own, atol=2e-4, rtol=2e-4)
+
+
+def test_a_model_with_hooks_keeps_its_own_code() -> None:
+    weights = make("llama")
+    weights.model.layers[0]._hf_hook = object()  # accelerate's
+    assert "hooks" in str(use_fused_layers(CausalModel(weights)))
+    weights = make("llama")
+    weights.model.layers[0].register_forward_hook(lambda *_: None)
+    assert use_fused_layers(CausalModel(weights)) == OwnCode("it has hooks on its modules", expected=True)
+
+
+def test_the_first_layers_of_a_lean_model_are_lean() -> None:
+    model = CausalModel(make("llama"))
+    assert use_fused_layers(frozen(model)) is None
+    short = first_layers(model, 2)
+    assert short.lean is not None
+    lean_out = run(short, PROMPTS, PARAMS, gamma=0)[0]
+    short.lean = None
+    assert run(short, PROMPTS, PARAMS, gamma=0)[0] == lean_out
+
+
+BROKEN: dict[str, tuple[Any, str, Any]] = {
+    "no rotation": (operations, "_rotated", lambda x, cos, sin: x),
+    "the wrong half negated": (
+        operations,
+        "_rotated",
+        lambda x, cos, sin: x * cos + x.roll(x.shape[-1] // 2, -1) * -sin,
+    ),
+    "norms that do nothing": (fused, "_norm_of", lambda module: lambda x: x),
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_passes_that_compute_something_else_are_not_used(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, name, instead = BROKEN[broken]
+    monkeypatch.setattr(module, name, instead)
+    monkeypatch.setattr(fused.FusedDecoder, "_compiled", lambda *_: None)
+    model = CausalModel(make("llama"))
+    assert "its scores differ from its own code's" in str(use_fused_layers(model))
+    assert model.lean is None
+
+
+@pytest.mark.parametrize("wrong", [{"scaling": 1.0}, {"rotates": False}, {"heads": (4, 2), "window": 2}])
+def test_kernels_that_are_told_something_else_are_not_used(
+    wrong: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    intact = fused._read
+    monkeypatch.setattr(fused, "_read", lambda *args: dataclasses.replace(intact(*args), **wrong))
+    model = CausalModel(make("llama"))
+    assert "its scores differ from its own code's" in str(use_fused_layers(model))
+    assert model.lean is None
+
+
+def test_a_fallback_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A family that nobody promised is no warning; one that should have worked is."""
+    with caplog.at_level(logging.INFO, "foresay"):
+        wrap("mine", make("gpt2"), None, optimise=True)
+        monkeypatch.setattr(fused, "_norm_of", lambda module: None)
+        wrap("yours", make("llama"), None, optimise=True)
+    [(_, first, one), (_, second, two)] = caplog.record_tuples
+    assert (first, second) == (logging.INFO, logging.WARNING)
+    assert one == "passes of mine are made by its family's own code: family 'gpt2' has code of its own"
+    assert two.startswith("passes of yours are made by its family's own code: ")
+
+
+def test_a_layer_that_lacks_something_is_no_error() -> None:
+    weights = make("llama")
+    del weights.model.layers[1].mlp.gate_proj
+    model = CausalModel(weights)
+    assert "gate_proj" in str(use_fused_layers(model))
+    assert model.lean is None
+
+
+def test_sampled_texts_are_the_same_for_a_seed() -> None:
+    model = CausalModel(make("qwen3"))
+    params = [SamplingParams(max_new_tokens=12, temperature=1.0, seed=i) for i in range(3)]
+    own = run(model, PROMPTS, params, gamma=0)[0]
+    assert use_fused_layers(frozen(model)) is None
+    assert run(model, PROMPTS, params, gamma=0)[0] == own
+    assert torch.is_inference_mode_enabled() is False

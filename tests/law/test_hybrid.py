@@ -1,0 +1,76 @@
+"""A look-up in front of a sampled draft under the default lengths, over passes that take the time of their real tokens."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from foresay.decoding import step as step_module
+from foresay.decoding.protocols import Capabilities, LengthPolicy
+from foresay.decoding.sampling_params import SamplingParams
+from foresay.drafters import Hybrid, MaxGram, ModelDrafter, PastRequests, SuffixDrafter
+from foresay.lengths import ThroughputLength, budgets, throughput
+from foresay.models.table import TableModel
+from helpers.distribution_cells import ALPHA, DRAFT, LENGTH, PARAMS, PROMPT, SIZE, TARGET
+from helpers.reference import joint, p_value
+from helpers.support import run
+
+SAMPLES = 900
+
+
+class Ragged(TableModel):
+    """A table whose passes are said to take the time of their real tokens, as those of compiled kernels do."""
+
+    capabilities = Capabilities(trees=True, ragged=True)
+
+
+DEFAULTS: dict[str, Callable[[], LengthPolicy]] = {
+    "every row's length": lambda: ThroughputLength(),
+    "fixed for sampled rows": lambda: ThroughputLength(sampled=3),
+}
+LOOKUPS = {"max_gram": MaxGram, "suffix": lambda: SuffixDrafter(PastRequests(512))}
+
+
+@pytest.fixture(autouse=True)
+def _virtual_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafting takes no time and a pass a millisecond, so that look-ups are free: a step reads its clock four times."""
+    calls = itertools.count()
+    monkeypatch.setattr(step_module, "perf_counter", lambda: (lambda n: n // 4 + (n % 4 > 1))(next(calls)) * 1e-3)
+
+
+def value(lookup: str, rule: str, policy: LengthPolicy, *, greedy_too: bool = False) -> tuple[float, int]:
+    target = Ragged(TARGET.table)
+    params = [SamplingParams.of(PARAMS["plain"], seed=seed) for seed in range(SAMPLES)]
+    if greedy_too:
+        params = [SamplingParams.of(one, temperature=0.0) if i % 4 == 3 else one for i, one in enumerate(params)]
+    drafter = Hybrid(LOOKUPS[lookup](), ModelDrafter(DRAFT, SIZE), min_match=1, k=3)
+    outputs, steps, engine = run(
+        target, [PROMPT] * SAMPLES, params, drafter=drafter, rule=rule, policy=policy, max_batch_size=32
+    )
+    assert any(step.num_drafted for step in steps)
+    sampled = [out for out, one in zip(outputs, params, strict=True) if not one.greedy]
+    return p_value(sampled, joint(TARGET, PARAMS["plain"], PROMPT, LENGTH), SIZE), engine.draft_failures
+
+
+@pytest.mark.parametrize("policy", DEFAULTS)
+@pytest.mark.parametrize("lookup", LOOKUPS)
+@pytest.mark.parametrize("rule", ["speculative", "block"])
+@pytest.mark.parametrize("greedy_too", [False, True])
+def test_default_lengths_keep_the_distribution(rule: str, lookup: str, policy: str, greedy_too: bool) -> None:
+    found, failures = value(lookup, rule, DEFAULTS[policy](), greedy_too=greedy_too)
+    assert failures == 0 and found > ALPHA
+
+
+def test_rows_none_of_which_may_choose(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control: a budget that maximises over no row at all is a failure of the drafter, and is seen as one."""
+
+    def empty(*args: object, **kwargs: object) -> None:
+        np.zeros(0).argmax()
+
+    assert throughput.best_for_each is budgets.best_for_each
+    monkeypatch.setattr(throughput, "best_for_each", empty)
+    _, failures = value("max_gram", "speculative", DEFAULTS["fixed for sampled rows"]())
+    assert failures > 0

@@ -1,0 +1,108 @@
+"""Seeds given twice under every length policy: no request meets lengths that were learned from its own random numbers."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from scipy import stats
+
+from foresay.decoding import step as step_module
+from foresay.decoding.acceptance import make_rule
+from foresay.decoding.outcome import Step
+from foresay.decoding.protocols import Drafter, LengthPolicy
+from foresay.decoding.rows import Rows
+from foresay.decoding.sampling_params import SamplingParams
+from foresay.drafters import Hybrid, MaxGram, ModelDrafter
+from foresay.engine import Engine, loop
+from foresay.lengths import ThroughputLength
+from foresay.models.table import TableModel
+from helpers.distribution_cells import ALPHA, LENGTHS
+
+Patch = pytest.MonkeyPatch
+SAMPLES = 300
+SHARP = TableModel(torch.tensor([0.6, 0.3, 0.1]).expand(3, 3, 3))
+VAGUE = TableModel(torch.tensor([0.2, 0.3, 0.5]).expand(3, 3, 3))
+
+
+class Learning(LengthPolicy):
+    """Drafts nothing where the last request's draft was rejected at once, as a policy that learns may."""
+
+    def __init__(self) -> None:
+        self.rejected: set[int] = set()
+
+    def budget(self, rows: Rows) -> list[int]:
+        return [0 if row.num_new in self.rejected else 2 for row in rows]
+
+    def observe(self, rows: Rows, steps: Sequence[Step]) -> None:
+        for row, step in zip(rows, steps, strict=True):
+            if step.num_drafted and not step.num_accepted:
+                self.rejected.add(row.num_new - len(step.token_ids))
+
+
+class Stateless(Learning):
+    """The same, claiming that it remembers nothing."""
+
+    remembers = False
+
+
+POLICIES: dict[str, Callable[[], LengthPolicy]] = {
+    **LENGTHS,
+    "learning": Learning,
+    "throughput, sampled rows fixed": lambda: ThroughputLength(start=2, high=5, sampled=2),
+}
+DRAFTERS: dict[str, Callable[[], Drafter]] = {
+    "model": lambda: ModelDrafter(VAGUE, 3),
+    "hybrid": lambda: Hybrid(MaxGram(), ModelDrafter(VAGUE, 3), min_match=2, k=3),
+}
+
+
+def second_requests(policy: Callable[[], LengthPolicy], drafter: str, rule: str, monkeypatch: Patch) -> Counter[int]:
+    """First tokens of second requests with the seed and policy of a first one, on a virtual clock."""
+    ticks = itertools.count()
+    monkeypatch.setattr(step_module, "perf_counter", lambda: next(ticks) * 1e-3)
+    out: Counter[int] = Counter()
+    for seed in range(SAMPLES):
+        shared = policy()
+        for turn in range(2):
+            engine = Engine(SHARP, DRAFTERS[drafter](), make_rule(rule), shared)
+            engine.submit([1, 0], SamplingParams(temperature=1.0, seed=seed, max_new_tokens=4))
+            tokens: list[int] = []
+            while engine.has_work:
+                tokens += [token for step in engine.step() for token in step.token_ids]
+            assert engine.draft_failures == 0
+            if turn:
+                out[tokens[0]] += 1
+    return out
+
+
+def p_value(seen: Counter[int]) -> float:
+    wanted = SHARP.distribution([1, 0]).tolist()
+    return float(stats.chisquare([seen[t] for t in range(3)], [p * SAMPLES for p in wanted]).pvalue)
+
+
+def cells() -> list[tuple[str, str, str]]:
+    """Every policy with one of the rules by turns, and with both where it learns; a hybrid with those that measure."""
+    found = [("model", "block" if i % 2 else "speculative", policy) for i, policy in enumerate(POLICIES)]
+    measuring = [name for name in POLICIES if "throughput" in name]
+    both = [("model", rule, "learning") for rule in ("speculative", "block")]
+    return sorted({*found, *both, *(("hybrid", "speculative", name) for name in measuring)})
+
+
+@pytest.mark.parametrize(("drafter", "rule", "policy"), cells())
+def test_a_seed_given_twice_keeps_the_distribution(drafter: str, rule: str, policy: str, monkeypatch: Patch) -> None:
+    assert p_value(second_requests(POLICIES[policy], drafter, rule, monkeypatch)) > ALPHA
+
+
+def test_lengths_learned_from_a_seeds_own_numbers(monkeypatch: Patch) -> None:
+    """Control: a policy that says it remembers nothing, and does."""
+    assert p_value(second_requests(Stateless, "model", "speculative", monkeypatch)) < ALPHA
+
+
+def test_a_seed_whose_policy_is_not_looked_at(monkeypatch: Patch) -> None:
+    """Control: other random numbers for a seed given twice only where the drafter remembers."""
+    monkeypatch.setattr(loop, "_repeats_seeds", lambda drafter, rule, policy: False)
+    assert p_value(second_requests(Learning, "model", "block", monkeypatch)) < ALPHA

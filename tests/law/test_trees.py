@@ -1,0 +1,166 @@
+"""Trees of draft tokens: the law of what is written, with broken versions that the same samples must kill."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from foresay.decoding import trees
+from foresay.decoding.acceptance import make_rule
+from foresay.decoding.protocols import Drafter
+from foresay.decoding.sampling_params import SamplingParams
+from foresay.drafters import ModelTreeDrafter, PastRequests, SuffixTreeDrafter
+from foresay.engine import Engine
+from foresay.errors import ConfigError
+from foresay.lengths import ConstantLength
+from foresay.models.table import TableModel
+from helpers.distribution_cells import ALPHA, DRAFT, LENGTH, PARAMS, PROMPT, SIZE, TARGET
+from helpers.reference import joint, p_value
+from helpers.support import run
+from helpers.trees import TableTree
+
+Patch = pytest.MonkeyPatch
+SAMPLES = 1000
+DRAFTERS: dict[str, Callable[[], Drafter]] = {
+    "drawn and named": lambda: TableTree(DRAFT),
+    "drawn": lambda: TableTree(DRAFT, named=()),
+    "named": lambda: TableTree(DRAFT, named=range(8)),
+    "model": lambda: ModelTreeDrafter(DRAFT, SIZE, branches=3, width=2),
+    "suffix": lambda: SuffixTreeDrafter(PastRequests(256), branches=3),
+}
+
+
+def value(
+    drafter: Drafter, rule: str = "speculative", params: str = "plain", *, batch: int = 300, gamma: int = 8
+) -> float:
+    each = [SamplingParams.of(PARAMS[params], seed=seed) for seed in range(SAMPLES)]
+    outputs, steps, engine = run(
+        TARGET, [PROMPT] * SAMPLES, each, drafter=drafter, rule=rule, gamma=gamma, max_batch_size=batch
+    )
+    assert engine.draft_failures == 0, engine.drafter and engine.drafter.last_error
+    assert any(sum(step.tested) > len(step.tested) for step in steps), "siblings were tried"
+    return p_value(outputs, joint(TARGET, PARAMS[params], PROMPT, LENGTH), SIZE)
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("rule", ["speculative", "match", "coupled"])
+def test_output_has_the_targets_law(drafter: str, rule: str, monkeypatch: Patch) -> None:
+    if drafter == "suffix":  # its budget reaches past the three tokens that are written
+        monkeypatch.setitem(PARAMS, "plain", SamplingParams.of(PARAMS["plain"], max_new_tokens=LENGTH))
+    batch = 64 if drafter == "suffix" else 300  # which has siblings once some texts are finished
+    assert value(DRAFTERS[drafter](), rule, batch=batch) > ALPHA
+
+
+@pytest.mark.parametrize("params", ["nucleus", "top_k", "context"])
+@pytest.mark.parametrize("drafter", ["drawn and named", "model"])
+def test_output_has_the_targets_law_under_processing(drafter: str, params: str) -> None:
+    assert value(DRAFTERS[drafter](), params=params, batch=40) > ALPHA
+
+
+@pytest.mark.parametrize("drafter", ["drawn and named", "drawn"])
+def test_siblings_tried_with_the_wrong_residual(drafter: str, monkeypatch: Patch) -> None:
+    """After a rejection the next sibling is tried against p itself."""
+    monkeypatch.setattr(trees, "residual", lambda p, q: p)
+    assert value(DRAFTERS[drafter]()) < ALPHA
+
+
+def test_a_rejected_sibling_left_in_q(monkeypatch: Patch) -> None:
+    """Children drawn without replacement are judged as if each had been drawn from the whole law."""
+    where, kept = torch.where, []
+
+    def keeps(mask: torch.Tensor, a: object, b: object) -> torch.Tensor:
+        if isinstance(a, float) and a == 0.0 and isinstance(b, torch.Tensor):
+            kept.append(b)  # `q`, whose siblings that were tried would be taken away
+            return b
+        return where(mask, a, b)  # type: ignore[call-overload,no-any-return]
+
+    monkeypatch.setattr(trees.torch, "where", keeps)
+    assert value(TableTree(DRAFT, named=())) < ALPHA
+    assert kept
+
+
+def test_a_path_one_place_off(monkeypatch: Patch) -> None:
+    """The laws of the place before the one where the walk stands."""
+    intact = trees._dense
+
+    def off(target: object, walk: trees._Walk, vocab: int) -> tuple[torch.Tensor, torch.Tensor]:
+        place = walk.place
+        walk.place = (place - 1).clamp(min=0)
+        try:
+            return intact(target, walk, vocab)  # type: ignore[arg-type]
+        finally:
+            walk.place = place
+
+    monkeypatch.setattr(trees, "_dense", off)
+    assert value(TableTree(DRAFT)) < ALPHA
+
+
+@pytest.mark.parametrize("rule", ["speculative", "match"])
+def test_siblings_that_see_each_other(rule: str, monkeypatch: Patch) -> None:
+    """A target that takes each column for a continuation of the column before it."""
+    intact = TableModel.forward
+
+    def linear(self: TableModel, model_input: object, cache: object) -> object:
+        import dataclasses
+
+        return intact(self, dataclasses.replace(model_input, parents=None), cache)  # type: ignore[arg-type, type-var]
+
+    monkeypatch.setattr(TableModel, "forward", linear)
+    assert value(TableTree(DRAFT), rule) < ALPHA
+
+
+@pytest.mark.parametrize("rule", ["block", "lenience", "typical"])
+def test_rules_of_chains_refuse_trees_by_name(rule: str) -> None:
+    with pytest.raises(ConfigError, match=f"rule '{rule}' judges chains, and TableTree proposes trees"):
+        run(TARGET, [PROMPT], SamplingParams(max_new_tokens=4), drafter=TableTree(DRAFT), rule=rule)
+
+
+@pytest.mark.parametrize("width", [1, 2])
+@pytest.mark.parametrize("params", ["context", "nucleus"])
+def test_a_tree_beside_a_row_with_one_token_left(params: str, width: int) -> None:
+    """Row 0 has no room for a draft: its neighbours' trees are processed along their own paths all the same."""
+    each = [SamplingParams.of(PARAMS[params], seed=seed) for seed in range(SAMPLES)]
+    first = SamplingParams.of(PARAMS[params], seed=9, max_new_tokens=1)
+    drafter = ModelTreeDrafter(DRAFT, SIZE, branches=2, width=width)
+    outputs, steps, engine = run(
+        TARGET, [PROMPT] * (1 + SAMPLES), [first, *each], drafter=drafter, gamma=6, max_batch_size=1 + SAMPLES
+    )
+    assert engine.draft_failures == 0, engine.drafter and engine.drafter.last_error
+    assert any(step.num_drafted for step in steps)
+    assert p_value(outputs[1:], joint(TARGET, PARAMS[params], PROMPT, LENGTH), SIZE) > ALPHA
+
+
+class Watches:
+    """A processor that remembers the contexts it is shown."""
+
+    def __init__(self) -> None:
+        self.contexts: list[list[int]] = []
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.contexts.append(ids[0].tolist())
+        return scores
+
+
+def test_the_drafts_processors_see_the_path_to_each_node() -> None:
+    """With row 0 short of room, they once saw an empty path."""
+    found = []
+    for lengths in ([1, 8], [8, 8]):
+        seen = Watches()
+        params = [
+            SamplingParams(max_new_tokens=lengths[0], temperature=1.0, seed=1),
+            SamplingParams(max_new_tokens=lengths[1], temperature=1.0, seed=2, processors=(seen,)),
+        ]
+        engine = Engine(
+            TARGET,
+            ModelTreeDrafter(DRAFT, SIZE, branches=2),
+            make_rule("speculative"),
+            ConstantLength(6),
+            max_batch_size=2,
+        )
+        for one in params:
+            engine.submit(PROMPT, one)
+        engine.step()
+        found.append(sorted(map(tuple, seen.contexts)))
+    assert found[0] == found[1] and max(map(len, found[0])) > len(PROMPT) + 1

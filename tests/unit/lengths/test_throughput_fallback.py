@@ -1,0 +1,210 @@
+"""The throughput policy over a look-up with a drafter that takes time behind it, against a simulated clock."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from foresay.decoding.outcome import Step
+from foresay.decoding.rows import Rows, RuleNeeds
+from foresay.lengths import ConstantLength, ThroughputLength, measured_drafter, trials
+from helpers.making import make_row
+
+FOUND = 8
+
+
+@dataclass
+class World:
+    """Each row has a match in a share of its steps, whose guesses nearly always hold and cost nothing but their columns."""
+
+    matches: float
+    accept: float
+    """The chance that a token of the other drafter holds."""
+    token_s: float
+    """What each of its tokens takes, for all rows together."""
+    column: float
+    look_s: float = 0.002
+    """What looking up takes, for all rows together."""
+    batch: int = 1
+    ragged: bool = True
+    asked: list[int] = field(default_factory=list)
+    """The longest budget that the other drafter had in each step."""
+
+    def rate(self, policy: Any, steps: int, most: int = FOUND) -> float:
+        """Tokens per second and row. most: of the other drafter."""
+        rows = Rows([make_row() for _ in range(self.batch)], ragged=self.ragged)
+        seconds = tokens = 0.0
+        self.asked.clear()
+        for step in range(steps):
+            rng = random.Random(step)  # whatever is decided, the same matches, and the same luck
+            noise = 1 + 0.02 * rng.gauss(0, 1)
+            drafted, held, draft_s = self._drafted(policy, rows, most, rng)
+            wide = sum(drafted) if self.ragged else max(drafted) * self.batch
+            total = draft_s + (1 + self.column * wide) * noise
+            policy.observe(
+                rows,
+                [
+                    Step(0, (0,) * (n + 1), (), d, n, batch_size=self.batch, draft_s=draft_s, total_s=total)
+                    for n, d in zip(held, drafted, strict=True)
+                ],
+            )
+            seconds += total
+            tokens += sum(held) / self.batch + 1
+        return tokens / seconds
+
+    def _drafted(self, policy: Any, rows: Rows, most: int, rng: random.Random) -> tuple[list[int], list[int], float]:
+        budget = policy.budget(rows)
+        sure = [rng.random() < self.matches and n > 0 for n in budget]
+        luck = [[rng.random() for _ in range(FOUND)] for _ in budget]
+        counts = [min(n, FOUND) * on for n, on in zip(budget, sure, strict=True)]
+        if any(sure):
+            counts = list(policy.num_to_score(rows, counts, [9 if on else 0 for on in sure]))
+        rest = [0 if on else min(n, most) for n, on in zip(budget, sure, strict=True)]
+        asked: Sequence[int] = policy.fallback_budget(rows, rest) if any(rest) else rest
+        self.asked.append(max(asked))
+        drafted = [n or m for n, m in zip(counts, asked, strict=True)]
+        chances = [0.95 if on else self.accept for on in sure]
+        held = [
+            next((i for i in range(n) if draws[i] >= chance), n)
+            for chance, n, draws in zip(chances, drafted, luck, strict=True)
+        ]
+        return drafted, held, self.look_s * any(budget) + self.token_s * max(asked)
+
+
+def settled(world: World, policy: ThroughputLength | None = None, most: int = FOUND) -> float:
+    """The rate of a policy once it has seen 500 steps."""
+    policy = policy or ThroughputLength()
+    world.rate(policy, 500, most)
+    return world.rate(policy, 1500, most)
+
+
+class Fixed(ConstantLength):
+    """All of the look-up, and always as many of the other."""
+
+    def __init__(self, other: int) -> None:
+        super().__init__(FOUND)
+        self.other = other
+
+    def fallback_budget(self, rows: Rows, most: Sequence[int]) -> list[int]:
+        return [min(n, self.other) for n in most]
+
+
+PAYS = {
+    "a head": (0.25, 0.7, 0.05, 0.03, 1),
+    "a head, eight rows": (0.25, 0.7, 0.05, 0.01, 8),
+    "rare matches": (0.02, 0.7, 0.1, 0.05, 1),
+    "many matches": (0.7, 0.8, 0.02, 0.01, 4),
+}
+
+
+@pytest.mark.parametrize("ragged", [True, False])
+@pytest.mark.parametrize("case", PAYS)
+def test_where_the_other_pays_it_drafts(case: str, ragged: bool) -> None:
+    matches, accept, token_s, column, batch = PAYS[case]
+    world = World(matches, accept, token_s, column, batch=batch, ragged=ragged)
+    rates = [world.rate(Fixed(k), 1500) for k in range(6)]
+    assert settled(world) > 0.97 * max(rates), (rates, world.asked[:50])
+    assert max(rates) > 1.02 * rates[0], "the case is what it says"
+
+
+NEVER = {
+    "guesses that fail": (0.25, 0.05, 0.1, 0.03, 1),
+    "dear guesses": (0.25, 0.5, 0.7, 0.03, 1),
+    "columns that cost": (0.25, 0.3, 0.05, 0.4, 8),
+}
+
+
+@pytest.mark.parametrize("ragged", [True, False])
+@pytest.mark.parametrize("case", NEVER)
+def test_where_it_never_pays_the_look_up_alone_goes_on(case: str, ragged: bool) -> None:
+    """What looking up finds is not thrown away because what stands behind it is too dear."""
+    matches, accept, token_s, column, batch = NEVER[case]
+    world = World(matches, accept, token_s, column, batch=batch, ragged=ragged)
+    without = settled(world, most=0)
+    assert without >= 0.98 * world.rate(Fixed(0), 1500)
+    policy = ThroughputLength()
+    world.rate(policy, 500)
+    assert any(world.asked), "it is tried"
+    assert world.rate(policy, 1500) > 0.98 * without
+    assert sum(n > 0 for n in world.asked) < 0.06 * len(world.asked), "seldom"
+
+
+def test_a_row_that_is_held_keeps_its_length() -> None:
+    rows = Rows([make_row(temperature=1.0, seed=0), make_row()], ragged=True)
+    rows.needs = RuleNeeds()
+    policy = ThroughputLength(sampled=3)
+    for _ in range(80):
+        budget = policy.budget(rows)
+        assert budget[0] == 3
+        asked = policy.fallback_budget(rows, [min(n, 2) for n in budget])
+        assert asked[0] == 2, "as many as the drafter takes of its constant"
+        drafted = [asked[0], asked[1]]
+        policy.observe(
+            rows,
+            [
+                Step(i, (0,), (), n, 0, batch_size=2, draft_s=0.5, total_s=1.5 + 0.1 * sum(drafted))
+                for i, n in enumerate(drafted)
+            ],
+        )
+    assert asked[1] == 0, "while the other drafts nothing that fails"
+
+
+@dataclass
+class Unlucky(World):
+    """The first guesses of the other drafter all fail, whatever the chance is."""
+
+    failures: int = 5
+
+    def _drafted(self, policy: Any, rows: Rows, most: int, rng: random.Random) -> tuple[list[int], list[int], float]:
+        drafted, held, draft_s = super()._drafted(policy, rows, most, rng)
+        if self.asked[-1]:
+            self.failures -= 1
+            held = [0] * len(held) if self.failures >= 0 else held
+        return drafted, held, draft_s
+
+
+def test_a_few_failures_are_chance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first trial whose guesses all fail goes on while hope is left; control: one that ends there drafts nothing for long."""
+    drafted = {}
+    for hoped in (measured_drafter._HOPED, 0.0):
+        monkeypatch.setattr(measured_drafter, "_HOPED", hoped)
+        world = Unlucky(0.0, 0.75, 0.05, 0.05)
+        world.rate(ThroughputLength(), 100, most=2)
+        drafted[hoped] = sum(n > 0 for n in world.asked)
+    assert drafted[0.0] < 60 and drafted[3.0] > 90, drafted
+
+
+def test_one_price_for_both_would_lose_the_look_up() -> None:
+    """Control: a policy that does not tell the two apart drafts nothing here, or too much."""
+
+    class OnePrice(ThroughputLength):
+        def fallback_budget(self, rows: Rows, most: Sequence[int]) -> list[int]:
+            return list(most)
+
+    world = World(*NEVER["dear guesses"][:4])
+    assert settled(world, OnePrice()) < 0.9 * settled(world, most=0)
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize(("accept", "pays"), [(0.7, True), (0.05, False)])
+def test_a_look_up_that_is_not_free(accept: float, pays: bool, batch: int) -> None:
+    """Where it takes a tenth of a pass and finds next to nothing: the other drafts if it pays, and else nothing does."""
+    world = World(0.01, accept, 0.05, 0.02, look_s=0.1, batch=batch)
+    best = max(world.rate(Fixed(k), 1500) for k in range(6)) if pays else 1.0
+    assert settled(world) > 0.95 * best, world.asked[:60]
+
+
+def test_hope_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guesses that never hold but cost next to nothing are not tried for ever; control: they were, without a bound."""
+    tried = {}
+    for most in (trials._FURTHER, 1 << 30):
+        monkeypatch.setattr(trials, "_FURTHER", most)
+        world, policy = World(0.0, 0.0, 0.004, 0.01), ThroughputLength()
+        world.rate(policy, 300)
+        world.rate(policy, 600)
+        tried[most] = sum(n > 0 for n in world.asked)
+    assert tried[12] < 60 and tried[1 << 30] > 2 * tried[12], tried

@@ -1,0 +1,341 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from foresay.models.cache import stores as stores_module
+from foresay.models.cache.slot_cache import WIDTH, SlotCache, round_up
+from foresay.models.cache.stores import RowStores, Stores
+
+HEADS, DIM, LAYERS = 2, 3, 2
+CPU = torch.device("cpu")
+
+
+def states(values: Sequence[Sequence[float]]) -> torch.Tensor:
+    """[B, heads, T, dim]: each token's number in every entry, so that a misplaced one shows."""
+    return torch.tensor(values, dtype=torch.float32)[:, None, :, None].expand(-1, HEADS, -1, DIM).contiguous()
+
+
+def model_input(
+    cache: SlotCache, values: Sequence[Sequence[float]], counts: Sequence[int], first_row: int = 0
+) -> torch.Tensor:
+    """One pass as a model makes it; returns the keys the last layer's rows see, [B, width]."""
+    at = cache.begin_pass(first_row, len(values), len(values[0]), CPU)
+    for layer in range(LAYERS):
+        keys, stored = cache.write(layer, states(values) * (layer + 1), states(values) * -(layer + 1), at)
+        assert keys.shape == stored.shape == (len(values), HEADS, at.width, DIM)
+        assert torch.equal(keys, -stored)
+        assert torch.equal(keys, keys[:, :1, :, :1].expand_as(keys))
+    for i, count in enumerate(counts):
+        cache.lengths[first_row + i] += count
+    return keys[:, 0, :, 0] / LAYERS
+
+
+def held(cache: SlotCache, row: int) -> list[float]:
+    """The tokens of a row in layer 0."""
+    length = cache.lengths[row]
+    return cache.tensors.read(0, row, [length], length)[0][0, 0, :, 0].tolist()
+
+
+def layers_of(cache: SlotCache) -> list[torch.Tensor]:
+    stores = cache.tensors
+    if isinstance(stores, RowStores):
+        return [block for block in stores.blocks if block is not None]
+    assert isinstance(stores, Stores)
+    return [store for layer in stores.layers for store in layer or ()]
+
+
+def pointers(cache: SlotCache) -> list[int]:
+    return [store.data_ptr() for store in layers_of(cache)]
+
+
+def writes(cache: SlotCache) -> list[int]:
+    return [store._version for store in layers_of(cache)]
+
+
+def rectangle() -> SlotCache:
+    return SlotCache()
+
+
+def by_rows() -> SlotCache:
+    return SlotCache(RowStores(LAYERS, HEADS, DIM, torch.float32))
+
+
+def filled(*rows: Sequence[float], make: Callable[[], SlotCache] = rectangle) -> SlotCache:
+    cache = make()
+    cache.add_rows(len(rows))
+    width = max(map(len, rows))
+    model_input(cache, [[*row, *[99.0] * (width - len(row))] for row in rows], [len(row) for row in rows])
+    return cache
+
+
+@pytest.mark.parametrize(("value", "rounded"), [(0, 0), (1, 128), (127, 128), (128, 128), (129, 256)])
+def test_round_up(value: int, rounded: int) -> None:
+    assert round_up(value) == rounded
+
+
+def test_ragged_rows_are_written_at_their_own_places() -> None:
+    cache = filled([1, 2, 3], [4])
+    seen = model_input(cache, [[5, 6], [7, 8]], [1, 2])
+    assert cache.lengths == [4, 3]
+    assert seen[0, :5].tolist() == [1, 2, 3, 5, 6]
+    assert seen[1, :3].tolist() == [4, 7, 8]
+    assert (held(cache, 0), held(cache, 1)) == ([1, 2, 3, 5], [4, 7, 8])
+
+
+def test_pads_and_rejected_tokens_are_overwritten() -> None:
+    cache = filled([1, 2, 3], [4])
+    model_input(cache, [[5, 6, 7], [8, 9, 10]], [3, 3])
+    cache.truncate([4, 1])
+    model_input(cache, [[11], [12]], [1, 1])
+    assert (held(cache, 0), held(cache, 1)) == ([1, 2, 3, 5, 11], [4, 12])
+
+
+def test_a_pass_over_later_rows_leaves_the_first_alone() -> None:
+    cache = filled([1, 2], [3], [4, 5])
+    model_input(cache, [[6], [7]], [1, 1], first_row=1)
+    assert [held(cache, row) for row in range(3)] == [[1, 2], [3, 6], [4, 5, 7]]
+
+
+def test_unwritten_slots_in_sight_are_zero() -> None:
+    cache = filled([1])
+    seen = model_input(cache, [[2]], [1])
+    assert seen.shape == (1, WIDTH)
+    assert seen[0, 2:].tolist() == [0.0] * (WIDTH - 2)
+
+
+def test_truncate_only_shortens_and_only_the_given_rows() -> None:
+    cache = filled([1, 2, 3], [4, 5, 6], [7, 8, 9])
+    cache.truncate([1, 99])
+    assert cache.lengths == [1, 3, 3]
+
+
+def test_rewinding_allocates_and_copies_nothing() -> None:
+    cache = filled([1, 2, 3], [4])
+    before, versions = pointers(cache), writes(cache)
+    cache.truncate([1, 0])
+    assert pointers(cache) == before
+    assert writes(cache) == versions
+    for _ in range(50):
+        model_input(cache, [[5, 6, 7, 8], [5, 6, 7, 8]], [4, 4])
+        cache.truncate([2, 1])
+    assert pointers(cache) == before
+    assert len(before) == 2 * LAYERS
+
+
+def test_a_pass_writes_each_layer_once() -> None:
+    cache = filled([1], [2])
+    versions = writes(cache)
+    model_input(cache, [[3], [4]], [1, 1])
+    assert writes(cache) == [version + 1 for version in versions]
+
+
+def test_what_a_pass_sees_is_the_store_itself() -> None:
+    cache = filled([1], [2])
+    at = cache.begin_pass(0, 2, 1, CPU)
+    keys, values = cache.write(0, states([[3], [4]]), states([[3], [4]]), at)
+    assert [keys.data_ptr(), values.data_ptr()] == pointers(cache)[:2]
+
+
+def test_growth_keeps_the_content() -> None:
+    cache = filled([1, 2, 3], [4])
+    before = pointers(cache)
+    many = [float(i) for i in range(10, 10 + 2 * WIDTH)]
+    model_input(cache, [many, many], [len(many), 5])
+    assert pointers(cache) != before
+    assert held(cache, 0) == [1, 2, 3, *many]
+    assert held(cache, 1) == [4, *many[:5]]
+
+
+def test_new_rows_keep_the_old_ones() -> None:
+    cache = filled([1, 2], [3])
+    cache.add_rows(3)
+    model_input(cache, [[5], [6], [7]], [1, 1, 1], first_row=2)
+    assert cache.lengths == [2, 1, 1, 1, 1]
+    assert [held(cache, row) for row in range(5)] == [[1, 2], [3], [5], [6], [7]]
+
+
+def test_growth_is_rare() -> None:
+    cache = filled([0.0])
+    seen = set()
+    for i in range(40 * WIDTH):
+        at = cache.begin_pass(0, 1, 1, CPU)
+        cache.write(0, states([[i]]), states([[i]]), at)
+        cache.lengths[0] += 1
+        seen.add(cache.tensors.slots)
+    assert max(seen) < 1.5 * 40 * WIDTH + WIDTH
+    assert len(seen) <= 10
+
+
+def test_rearranged_rows_bring_their_content() -> None:
+    cache = filled([1], [2, 3, 4], [5], [6, 7])
+    before = pointers(cache)
+    cache.rearrange([(3, 0), (2, 1)], 2)
+    assert cache.lengths == [2, 1]
+    assert (held(cache, 0), held(cache, 1)) == ([6, 7], [5])
+    assert pointers(cache) == before
+    model_input(cache, [[8], [9]], [1, 1])
+    assert (held(cache, 0), held(cache, 1)) == ([6, 7, 8], [5, 9])
+
+
+def test_places_of_rows_that_left_are_reused_empty() -> None:
+    cache = filled([1, 2, 3], [4, 5, 6])
+    cache.rearrange([], 1)
+    cache.add_rows(1)
+    assert cache.lengths == [3, 0]
+    model_input(cache, [[7]], [1], first_row=1)
+    assert (held(cache, 0), held(cache, 1)) == ([1, 2, 3], [7])
+
+
+def test_nbytes_counts_keys_and_values_of_all_layers() -> None:
+    assert SlotCache().nbytes == 0
+    assert filled([1], [2]).nbytes == LAYERS * 2 * (2 * WIDTH * HEADS * DIM) * 4
+
+
+@pytest.mark.parametrize("make", [rectangle, by_rows])
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_any_history_holds_what_lists_hold(make: Callable[[], SlotCache], data: st.DataObject) -> None:
+    cache, model, token = make(), [], 0
+    cache.add_rows(1)
+    model.append([])
+    for _ in range(data.draw(st.integers(1, 12))):
+        action = data.draw(st.sampled_from(["pass", "pass", "truncate", "add", "leave", "reserve", "copy", "save"]))
+        if action == "pass":
+            first = data.draw(st.integers(0, len(model) - 1))
+            batch = data.draw(st.integers(1, len(model) - first))
+            columns = data.draw(st.sampled_from([1, 2, 5, 70]))
+            counts = [data.draw(st.integers(0, columns)) for _ in range(batch)]
+            values = [[float(token + i * columns + t) for t in range(columns)] for i in range(batch)]
+            token += batch * columns
+            model_input(cache, values, counts, first)
+            for i, count in enumerate(counts):
+                model[first + i] += values[i][:count]
+        elif action == "truncate":
+            lengths = [data.draw(st.integers(0, 80)) for _ in range(data.draw(st.integers(0, len(model))))]
+            cache.truncate(lengths)
+            model = [row[: lengths[i]] if i < len(lengths) else row for i, row in enumerate(model)]
+        elif action == "add":
+            cache.add_rows(1)
+            model.append([])
+        elif action == "reserve":  # room in some rows alone, as a pass that failed leaves it
+            first = data.draw(st.integers(0, len(model) - 1))
+            cache.begin_pass(first, 1, data.draw(st.sampled_from([1, 300])), CPU)
+        elif action in ("copy", "save"):
+            source = data.draw(st.integers(0, len(model) - 1))
+            target = data.draw(st.integers(0, len(model) - 1))
+            length = data.draw(st.integers(0, len(model[source])))
+            if source != target and length:
+                if action == "copy":
+                    cache.copy_prefix(source, target, length)
+                else:
+                    cache.load_prefix(target, cache.save_prefix(source, length), length)
+                model[target] = model[source][:length]
+        elif len(model) > 1:
+            gone, last = data.draw(st.integers(0, len(model) - 1)), len(model) - 1
+            cache.rearrange([(last, gone)] if gone != last else [], last)
+            model[gone] = model[last]
+            model.pop()
+        assert cache.lengths == [len(row) for row in model]
+        if token:
+            model_input(cache, [[0.0]] * len(model), [0] * len(model))
+            assert [held(cache, i) for i in range(len(model))] == model
+
+
+# -- rows that leave before they have slots -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [rectangle, by_rows])
+def test_rows_that_were_never_fed_move_and_leave(make: Callable[[], SlotCache]) -> None:
+    """As a draft model's cache is left by requests that were never drafted for."""
+    cache = filled([1, 2], [3], make=make)
+    cache.add_rows(1)
+    cache.rearrange([(2, 0)], 2)
+    assert cache.lengths == [0, 1] and held(cache, 1) == [3]
+    model_input(cache, [[5], [6]], [1, 1])
+    assert (held(cache, 0), held(cache, 1)) == ([5], [3, 6])
+
+
+def test_rows_that_were_never_fed_leave_an_empty_cache() -> None:
+    for cache in (rectangle(), by_rows()):
+        cache.add_rows(3)
+        cache.rearrange([(2, 0)], 2)
+        cache.rearrange([], 0)
+        cache.add_rows(1)
+        model_input(cache, [[5]], [1])
+        assert held(cache, 0) == [5]
+
+
+# -- memory --------------------------------------------------------------------------------------------------------------
+
+TOKEN = LAYERS * 2 * HEADS * DIM * 4
+
+
+def test_memory_follows_tokens() -> None:
+    cache = by_rows()
+    cache.add_rows(25)
+    model_input(cache, [[1.0] * 4500], [4500])
+    model_input(cache, [[2.0] * 50] * 24, [50] * 24, 1)
+    assert cache.nbytes == (4500 + 24 * 50) * TOKEN
+    blocks = sum(block.nbytes for block in layers_of(cache))
+    assert blocks < 2 * cache.nbytes, "control: a rectangle of rows by slots takes 20 times as much"
+    flat = rectangle()
+    flat.add_rows(25)
+    model_input(flat, [[1.0] * 4500], [4500])
+    assert flat.nbytes > 15 * cache.nbytes
+
+
+def test_a_row_that_ends_gives_its_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    trims: list[int] = []
+    monkeypatch.setattr(stores_module, "trim", lambda: trims.append(1))
+    monkeypatch.setattr(stores_module, "_SMALL", 1000 * TOKEN)
+    cache = filled([1.0] * 2000, [2.0] * 5, make=by_rows)
+    cache.rearrange([(1, 0)], 1)
+    assert cache.nbytes <= 2000 * TOKEN  # both were fed in one pass
+    cache.rearrange([], 0)
+    assert cache.nbytes == 0 and trims == [1], "freed memory is given back when the last row has left"
+    cache.add_rows(1)
+    model_input(cache, [[1.0]], [1])
+    cache.rearrange([], 0)
+    assert trims == [1], "a little is kept for the next rows"
+
+
+def test_rows_that_others_replace_count_as_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    trims: list[int] = []
+    monkeypatch.setattr(stores_module, "trim", lambda: trims.append(1))
+    monkeypatch.setattr(stores_module, "_SMALL", 2400 * TOKEN)
+    cache = filled(*[[1.0] * 100] * 25, make=by_rows)
+    for count in range(24, -1, -1):  # the first row ends, and the last one takes its place
+        cache.rearrange([(count, 0)] if count else [], count)
+    assert trims == [1]
+
+
+@torch.inference_mode()
+def test_a_rectangle_shrinks_when_most_of_it_is_not_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores_module, "_SMALL", 0)
+    cache = filled([1.0] * 3000, [2.0, 3.0], [4.0])
+    before = cache.nbytes
+    cache.rearrange([(2, 0)], 2)
+    assert cache.nbytes < before / 8
+    assert (held(cache, 0), held(cache, 1)) == ([4], [2, 3])
+    model_input(cache, [[5], [6]], [1, 1])
+    assert (held(cache, 0), held(cache, 1)) == ([4, 5], [2, 3, 6])
+
+
+def test_moving_a_row_copies_nothing() -> None:
+    cache = filled([1, 2, 3], [4, 5], [6], make=by_rows)
+    places = pointers(cache)
+    cache.rearrange([(2, 0)], 2)
+    assert pointers(cache) == [places[2], places[1]]
+
+
+def test_a_growing_row_keeps_its_tokens_and_leaves_others_where_they_are() -> None:
+    cache = filled([1, 2], [3, 4], make=by_rows)
+    other = pointers(cache)[1]
+    for token in range(700):
+        model_input(cache, [[float(token)]], [1])
+    assert held(cache, 0) == [1, 2, *map(float, range(700))] and pointers(cache)[1] == other

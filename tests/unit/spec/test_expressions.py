@@ -1,0 +1,167 @@
+"""The grammar of expressions: what they mean, that they can be written back, and what is said of bad ones."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from foresay.errors import ConfigError, UnknownNameError
+from foresay.spec.expressions import Call, apply, parse
+
+
+def call(name: str, *values: Any, **named: Any) -> Call:
+    return Call(name, (*((None, value) for value in values), *named.items()))
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("max_gram", call("max_gram")),
+        ("  max_gram ", call("max_gram")),
+        ("max_gram()", call("max_gram")),
+        ("none", call("none")),
+        ("suffix(3)", call("suffix", 3)),
+        ("suffix(-3, 0.5, 1e-3, .5)", call("suffix", -3, 0.5, 1e-3, 0.5)),
+        ("f(true, FALSE, None, truth)", call("f", True, False, None, "truth")),
+        ("prompt_lookup(max_ngram=6)", call("prompt_lookup", max_ngram=6)),
+        ("f ( 1 ; b = 2 , ) ", call("f", 1, b=2)),
+        ("model(org/name-7B.gguf)", call("model", "org/name-7B.gguf")),
+        (r"model(C:\models\a)", call("model", r"C:\models\a")),
+        ('model("my model, (two)")', call("model", "my model, (two)")),
+        ("""model('say "hi"')""", call("model", 'say "hi"')),
+        ('model("12", "true", "")', call("model", "12", "true", "")),
+        ("f([[5, 14], [0, 1],], [])", call("f", [[5, 14], [0, 1]], [])),
+        ("f(k=[1; 2])", call("f", k=[1, 2])),
+        ("a(b(c=d(1)), [e()])", call("a", call("b", c=call("d", 1)), [call("e")])),
+        ('f("k"=1)', call("f", k=1)),
+        (
+            "cascade(model=A, model=B, max_gram; k=[[1,2,3],[0,1,2],[0,0,1]], lenience=2)",
+            Call(
+                "cascade",
+                (
+                    ("model", "A"),
+                    ("model", "B"),
+                    (None, "max_gram"),
+                    ("k", [[1, 2, 3], [0, 1, 2], [0, 0, 1]]),
+                    ("lenience", 2),
+                ),
+            ),
+        ),
+    ],
+)
+def test_what_an_expression_means(text: str, wanted: Call) -> None:
+    assert parse(text) == wanted
+    assert parse(str(wanted)) == wanted, str(wanted)
+
+
+words = st.text(st.characters(exclude_categories=["Cs", "Cc"], exclude_characters="'"), max_size=8) | st.sampled_from(
+    ["true", "12", "none", "1e5", "a b", "a,b", "(", "x=y", "inf", " "]
+)
+names = st.from_regex(r"[a-z_][a-z0-9_]{0,6}", fullmatch=True).filter(
+    lambda n: n not in ("true", "false", "none", "nan", "inf")
+)
+numbers = st.integers(-(10**9), 10**9) | st.floats(allow_nan=False, allow_infinity=False)
+plain = numbers | st.booleans() | st.none() | words
+
+
+def calls(values: st.SearchStrategy[Any]) -> st.SearchStrategy[Call]:
+    named = st.tuples(st.none() | names, values)
+    return st.builds(Call, names, st.lists(named, max_size=4).map(tuple))
+
+
+values = st.recursive(plain, lambda inner: st.lists(inner, max_size=3) | calls(inner), max_leaves=8)
+
+
+@given(calls(values))
+@settings(max_examples=300, deadline=None)
+def test_what_is_written_back_means_the_same(one: Call) -> None:
+    assert parse(str(one)) == one
+
+
+@given(st.text("ab1=,;()[]'\" .-", max_size=12))
+@settings(max_examples=500, deadline=None)
+def test_any_text_is_a_call_or_a_config_error(text: str) -> None:
+    with suppress(ConfigError):
+        assert parse(str(parse(text))) == parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "an empty text names nothing"),
+        ("   ", "an empty text names nothing"),
+        ("3", "'3' is not a name, nor a name with settings in parentheses"),
+        ("[a]", "'[a]' is not a name, nor a name with settings in parentheses"),
+        ("true", "'true' is not a name, nor a name with settings in parentheses"),
+        ("a b", "'a b': 'b' at character 3, where the end should be"),
+        ("a)", "'a)': ')' at character 2, where the end should be"),
+        ("f(", "'f(' ends where a value should be"),
+        ("f(1", "'f(1' ends where ',' or ')' should be"),
+        ("f(1 2)", "'f(1 2)': '2' at character 5, where ',' or ')' should be"),
+        ("f(,)", "'f(,)': ',' at character 3, where a value should be"),
+        ("f(a,,b)", "'f(a,,b)': ',' at character 5, where a value should be"),
+        ("f(a=)", "'f(a=)': ')' at character 5, where a value should be"),
+        ("f(3=4)", "'f(3=4)': '=' at character 4, where ',' or ')' should be"),
+        ("f([1)", "'f([1)': ')' at character 5, where ',' or ']' should be"),
+        ("f([1", "'f([1' ends where ',' or ']' should be"),
+        ("f(  'a)", '"f(  \'a)" has a quote without an end at character 5'),
+        ("it's", '"it\'s" has a quote without an end at character 3'),
+    ],
+)
+def test_where_an_expression_goes_wrong(text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(text)
+    assert str(caught.value) == message
+
+
+def _two(first: int, second: int = 2) -> tuple[int, int]:
+    return first, second
+
+
+def _many(*items: tuple[str | None, Any], k: int) -> Any:
+    return items, k
+
+
+KNOWN: dict[str, Any] = {"two": _two, "many": _many}
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("two(5)", (5, 2)),
+        ("two(second=1, first=3)", (3, 1)),
+        ("two(second=1, 3)", (3, 1)),
+        ("many(a, b=1, k=2)", (((None, "a"), ("b", 1)), 2)),
+        ("many(k=2)", ((), 2)),
+    ],
+)
+def test_a_calls_values_meet_parameters(text: str, wanted: Any) -> None:
+    assert apply("thing", parse(text), KNOWN) == wanted
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "message"),
+    [
+        ("tow(5)", UnknownNameError, "unknown thing 'tow'. Did you mean 'two'? Known: many, two."),
+        ("two(1, 2, 3)", ConfigError, "two(1, 2, 3): thing 'two' takes 2 values without a name at most"),
+        ("two(1, first=2)", ConfigError, "two(1, first=2): first is given twice"),
+        ("two(first=1, 2)", ConfigError, "two(first=1, 2): first is given twice"),
+        ("two(first=1, first=2)", ConfigError, "two(first=1, first=2): first is given twice"),
+        ("many(k=1, k=2)", ConfigError, "many(k=1, k=2): k is given twice"),
+        ("two", ConfigError, "thing 'two' needs first, for example two(first=...)"),
+        ("many(a)", ConfigError, "thing 'many' needs k, for example many(k=...)"),
+        (
+            "two(1, secnd=2)",
+            UnknownNameError,
+            "unknown setting of thing 'two' 'secnd'. Did you mean 'second'? Known: first, second.",
+        ),
+    ],
+)
+def test_what_does_not_meet_them(text: str, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind) as caught:
+        apply("thing", parse(text), KNOWN)
+    assert str(caught.value) == message
