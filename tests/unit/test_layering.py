@@ -95,7 +95,7 @@ INSIDE = {
         {"prompts", "stream", "cross_tokenizer", "grammar", "grammar_process"},
         {"schema_compiler"},
     ],
-    "spec": [{"expressions", "settings_file"}, {"recipe"}, {"recipes"}],
+    "spec": [{"expressions", "settings_file"}, {"recipe"}, {"third_party"}, {"recipes"}],
     "generation": [{"result", "scoring"}, {"session"}, {"session_thread"}, {"generator"}, {"load"}, {"method"}],
     "server": [
         {"errors", "metrics", "settings"},
