@@ -3,7 +3,8 @@
 Two kinds of uniforms, both stateless pure functions, so that a request draws the same numbers alone or in any batch:
 
 - Uniforms that draw and test draft tokens are keyed by (key, level, start, purpose, offset): the request's key, the cascade
-  level, the committed length at the start of the step, and the offset within the step. The uniform of a failed test is never reused.
+  level, the committed length at the start of the step, and the offset within the step. The uniform of a failed test is never
+  reused.
 - Uniforms that draw a committed token (residual, bonus, or the target's draw at a draft token that was not sampled) are keyed by
   (key, level, position). Each position is committed once, so each uniform is used once, and it does not depend on where steps
   begin: with n-gram drafters the text is that of plain decoding with the same seed.
