@@ -105,8 +105,8 @@ def test_known_chances_are_recovered(examples: Examples, blocks: int) -> None:
         if seen[pair] > 40:
             assert found[pair] == pytest.approx(chance(pair // V, pair % V), abs=0.06)
     measured = evaluate_acceptance(head, examples)
-    assert found.divergence < 0.02 < measured.without and measured.error < 0.03
-    assert sum(n for _, _, n in found.bins) == len(examples)
+    assert measured.divergence < 0.02 < measured.without and measured.error < 0.03
+    assert sum(n for _, _, n in measured.bins) == len(examples)
 
 
 def of(*sizes: int) -> list[Examples]:
