@@ -1,1 +1,1 @@
-"""The exact step and what it speaks in: rows, laws, proposals, rules, one pass. Knows no model class, no text and no request."""
+"""The exact decoding step: rows, distributions, proposals, acceptance rules. Knows no model class, no text and no request."""

@@ -1,9 +1,8 @@
-"""Verification rules of chains: pure functions from laws and uniforms to a verification. `trees` holds those of trees.
+"""Acceptance rules for chains of draft tokens: pure functions of distributions and uniforms. trees.py has those for trees.
 
-The exact ones keep the output's law equal to the target's, however bad the proposal; the lossy ones, asked for by name,
-trade that for longer acceptance. p is the target's law, q the draft's; a
-draft token that was not sampled is a point mass, and so is a greedy target's law, so one rule serves greedy and
-sampling. Rows are ragged. Knows no model and draws nothing but from a law it was given.
+Exact rules keep the output distribution equal to the target's, however bad the proposal; lossy rules, chosen by name, trade that
+for longer accepted prefixes. p is the target's distribution, q the draft's. A draft token that was not sampled is a point mass,
+and so is a greedy target's distribution, so that one rule serves greedy decoding and sampling. Rows are ragged. Knows no model.
 """
 
 from __future__ import annotations
@@ -26,30 +25,30 @@ from foresay.errors import ConfigError, UnknownNameError
 
 
 def _valid(proposal: Proposal) -> torch.Tensor:
-    """[B, K] bool: which columns hold a draft token."""
+    """[B, K] bool: True for draft tokens, False for padding."""
     counts = torch.tensor(proposal.num_tokens, device=proposal.token_ids.device)
     return torch.arange(proposal.width, device=counts.device) < counts[:, None]
 
 
 def _leading(accepted: torch.Tensor) -> torch.Tensor:
-    """[B, K] bool -> [B], how many hold before the first that does not."""
+    """[B, K] bool -> [B], length of the leading run of True."""
     return accepted.long().cumprod(-1).sum(-1)
 
 
 def _extra_uniform(streams: Streams, num_accepted: torch.Tensor) -> torch.Tensor:
-    """The numbers that write the tokens after the accepted ones, [B]."""
-    return streams.writing(num_accepted[:, None])[:, 0]
+    """Uniforms of the tokens after the accepted ones, [B]."""
+    return streams.position_uniform(num_accepted[:, None])[:, 0]
 
 
 def _tested_up_to_first_rejection(num_accepted: torch.Tensor, proposal: Proposal) -> torch.Tensor:
-    """[B]: the accepted tokens, and the rejected one where there is one."""
+    """[B]: number of accepted tokens, plus one if a token was rejected."""
     counts = torch.tensor(proposal.num_tokens, device=num_accepted.device)
     return torch.minimum(num_accepted + 1, counts)
 
 
 def _refuse_tree(rule: Rule, proposal: Proposal) -> None:
     if proposal.parents is not None:
-        raise ConfigError(f"rule {rule.name!r} judges chains of draft tokens, and this proposal is a tree")
+        raise ConfigError(f"rule {rule.name!r} verifies chains of draft tokens, and this proposal is a tree")
 
 
 def _draft_probs(proposal: Proposal) -> torch.Tensor:
@@ -61,7 +60,7 @@ def _draft_probs(proposal: Proposal) -> torch.Tensor:
 
 
 def _draft_rows(proposal: Proposal, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor | None:
-    """q at places (rows, columns) as dense laws; a point mass is zero everywhere (see `_remove_point`)."""
+    """q at positions (rows, columns), [N, V]; a row of zeros for a point mass (see `_without_draft`)."""
     if proposal.distributions is None or proposal.distribution_index is None:
         return None
     index = proposal.distribution_index[rows, columns]
@@ -81,9 +80,9 @@ def _extra_tokens(
     uniform: torch.Tensor,
     scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The token after the accepted ones, [B]: from the residual after a rejection, from p after none.
+    """Token after the accepted ones, [B]: from the residual after a rejection, else from p.
 
-    uniform: [B]. scale: [B] or None, the factor on p in block verification's residual (1 elsewhere).
+    uniform: [B]. scale: [B] or None, the factor on p in the residual of block verification and lenience (default 1).
     """
     batch = torch.arange(len(num_accepted), device=num_accepted.device)
     if not proposal.width or target.probs is None or target.probs_row is None:
@@ -108,7 +107,7 @@ def _without_draft(
     rejected: torch.Tensor,
     scale: torch.Tensor | None,
 ) -> torch.Tensor:
-    """norm(max(0, scale * p - q)) where `rejected`, p elsewhere. law: [N, V] of p; rows, columns: [N] places of q."""
+    """norm(max(0, scale * p - q)) where `rejected`, p elsewhere. distribution: p, [N, V]; rows, columns: [N], positions of q."""
     q = _draft_rows(proposal, rows, columns)
     out = distribution
     if q is not None:
@@ -117,10 +116,10 @@ def _without_draft(
     # a point mass takes all of its token and nothing else: max(0, p - 1) there
     point = rejected & _is_point(proposal, rows, columns)
     tokens = proposal.token_ids[rows, columns]
-    places = torch.arange(len(rows), device=rows.device)
+    index = torch.arange(len(rows), device=rows.device)
     out = out.clone()
-    out[places[point], tokens[point]] = 0
-    # p itself when nothing is left: a rejection that has probability zero
+    out[index[point], tokens[point]] = 0
+    # the residual is empty only after a rejection of probability zero: return p
     empty = out.sum(-1, keepdim=True) <= 0
     return torch.where(empty, distribution, out)
 
@@ -128,14 +127,14 @@ def _without_draft(
 class Speculative(Rule):
     """Speculative sampling: accept x while u < p(x) / q(x), then the residual or bonus (Leviathan et al. 2023, Alg. 1).
 
-    A guess that was not sampled is accepted when the token that p writes at its position is the same: that is the same
-    probability p(x), and what is written does not depend on the guess, whatever it was made of.
+    A draft token that was not sampled (q a point mass) is accepted if it equals the token that p draws at its position. Its
+    acceptance probability is p(x), as in Alg. 1, and the generated token does not depend on the draft.
     """
 
     name, exact, trees = "speculative", True, True
 
     def verify(self, target: Distributions, proposal: Proposal, streams: Streams) -> Verification:
-        """Each draft token is kept with probability min(1, p(x) / q(x)), the first rejection ends the block."""
+        """Accept each draft token with probability min(1, p(x) / q(x)), up to the first rejection."""
         if proposal.parents is not None:
             return speculative_tree(target, proposal, streams)
         batch = torch.arange(len(proposal.token_ids), device=proposal.token_ids.device)
@@ -145,8 +144,8 @@ class Speculative(Rule):
             extra = target.greedy_ids[batch, count]
             return Verification(count, extra, _tested_up_to_first_rejection(count, proposal))
         point = _points(proposal)
-        written = _written(target, proposal, streams, point)
-        accepted = written[:, : proposal.width] == proposal.token_ids
+        drawn = _target_draws(target, proposal, streams, point)
+        accepted = drawn[:, : proposal.width] == proposal.token_ids
         if proposal.distributions is not None:
             uniform = streams.uniform(Purpose.ACCEPT, torch.arange(proposal.width, device=batch.device))
             p, q = target.prob_of(proposal.token_ids), _draft_probs(proposal)
@@ -154,21 +153,21 @@ class Speculative(Rule):
         count = _leading(accepted & valid)
         tested = _tested_up_to_first_rejection(count, proposal)
         if proposal.distributions is None:
-            return Verification(count, written[batch, count], tested)
-        rest = _extra_tokens(target, proposal, count, _extra_uniform(streams, count))
-        ended = F.pad(point & valid, (0, 1))[batch, count]  # at a guess nobody sampled
-        return Verification(count, torch.where(ended, written[batch, count], rest), tested)
+            return Verification(count, drawn[batch, count], tested)
+        extra = _extra_tokens(target, proposal, count, _extra_uniform(streams, count))
+        rejected_point = F.pad(point & valid, (0, 1))[batch, count]
+        return Verification(count, torch.where(rejected_point, drawn[batch, count], extra), tested)
 
 
 def _points(proposal: Proposal) -> torch.Tensor:
-    """[B, K] bool: the columns whose token was not sampled."""
+    """[B, K] bool: True for draft tokens that were not sampled."""
     if proposal.distribution_index is None:
         return torch.ones_like(proposal.token_ids, dtype=torch.bool)
     return proposal.distribution_index < 0
 
 
-def _written(target: Distributions, proposal: Proposal, streams: Streams, point: torch.Tensor) -> torch.Tensor:
-    """What p writes at each place that holds a guess nobody sampled, [B, 1 + K]; where nobody sampled any, after the last too."""
+def _target_draws(target: Distributions, proposal: Proposal, streams: Streams, point: torch.Tensor) -> torch.Tensor:
+    """Tokens that p draws, [B, 1 + K]: at draft tokens that were not sampled, and after the last one if none was sampled."""
     counts = torch.tensor(proposal.num_tokens, device=point.device)[:, None]
     columns = torch.arange(proposal.width + 1, device=point.device)
     wanted = columns <= counts if proposal.distributions is None else F.pad(point, (0, 1)) & (columns < counts)
@@ -178,13 +177,13 @@ def _written(target: Distributions, proposal: Proposal, streams: Streams, point:
 class Block(Rule):
     """Block verification: the longest accepted block, never shorter in expectation (Sun et al. 2024, Alg. 2).
 
-    A greedy row, and one whose guesses nobody sampled, gain nothing from it and are judged as `speculative` judges them.
+    Greedy rows, and rows without a sampled draft token, gain nothing from it and are verified as by `speculative`.
     """
 
     name, exact = "block", True
 
     def verify(self, target: Distributions, proposal: Proposal, streams: Streams) -> Verification:
-        """Accept up to the last i whose own uniform is at most h_i; every token is tested."""
+        """Accept up to the last i whose uniform is at most h_i; every draft token is tested."""
         _refuse_tree(self, proposal)
         one_by_one = Speculative().verify(target, proposal, streams)
         if target.probs is None or target.probs_row is None or proposal.distributions is None or not proposal.width:
@@ -243,12 +242,12 @@ def _joint(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 
 
 class Match(Rule):
-    """Draw the target's own token at each place and accept while it equals the draft's."""
+    """Draw the target's own token at each position and accept while it equals the draft token."""
 
     name, exact, trees, needs = "match", True, True, RuleNeeds(ignores_drafts=True)
 
     def verify(self, target: Distributions, proposal: Proposal, streams: Streams) -> Verification:
-        """The target's tokens alone are written; the draft only saves passes."""
+        """Generate the target's draws; the draft only saves passes."""
         if proposal.parents is not None:
             return match_tree(target, proposal, streams)
         counts = torch.tensor(proposal.num_tokens, device=proposal.token_ids.device)
@@ -262,17 +261,17 @@ class Match(Rule):
 class Coupled(Match):
     """Gumbel coupling: `match` with noise that drafter and target share by position (Daliri et al. 2024).
 
-    The output is a function of (seed, target) alone: the same with any drafter, any length, alone or in a batch.
+    The output is a function of (seed, target) alone: the same with any drafter and draft length, alone or in a batch.
     """
 
     name, needs = "coupled", RuleNeeds(shares_noise=True, ignores_drafts=True)
 
 
 class Lenience(Rule):
-    """Speculative sampling that keeps more: q is replaced by q / l, l >= 1 (Leviathan et al. 2023, A.5; Chen et al. 2023).
+    """Lossy speculative sampling with q / l in place of q, l >= 1 (Leviathan et al. 2023, A.5; Chen et al. 2023).
 
-    Lossy. Where l > 1 a greedy row keeps x also when p(x) > q(x) / l, p and q the softmax at temperature 1 and q = 1 for a
-    token that no model guessed.
+    With l > 1 a greedy row also accepts x if p(x) > q(x) / l, where p and q are softmax probabilities at temperature 1 and q = 1
+    for a draft token that no model proposed.
     """
 
     name, exact, needs = "lenience", False, RuleNeeds(confidence=True)
@@ -282,7 +281,7 @@ class Lenience(Rule):
         self.lenience = check_float("lenience", lenience, 1.0, 1e6)
 
     def verify(self, target: Distributions, proposal: Proposal, streams: Streams) -> Verification:
-        """Keep x while u q(x) / l < p(x); then norm(max(0, p - q / l)), or the greedy target's own token."""
+        """Accept x while u q(x) / l < p(x); then draw from norm(max(0, p - q / l)), or take the greedy target's token."""
         _refuse_tree(self, proposal)
         ids, device = proposal.token_ids, proposal.token_ids.device
         q = _draft_probs(proposal) / self.lenience
@@ -304,23 +303,23 @@ class Lenience(Rule):
 
 
 class Typical(Rule):
-    """Typical acceptance: keep x when p(x) > min(eps, delta exp(-H(p))) (Cai et al. 2024, Medusa). Lossy.
+    """Typical acceptance: accept x if p(x) > min(eps, delta exp(-H(p))) (Cai et al. 2024, Medusa). Lossy.
 
-    After a rejection, and after none, the next token is drawn from p. A greedy row keeps its argmax alone.
+    The token after the accepted ones is drawn from p. A greedy row accepts only its argmax.
     """
 
     name, exact = "typical", False
 
     def __init__(self, eps: float = 0.3, delta: float = 0.09) -> None:
-        """eps: a token at least this likely always stays. delta: how far below exp(-entropy) one may be."""
+        """eps: tokens above this probability are always accepted. delta: factor on exp(-entropy)."""
         self.eps, self.delta = check_float("eps", eps, 0.0, 1.0), check_float("delta", delta, 0.0, 1.0)
 
     def verify(self, target: Distributions, proposal: Proposal, streams: Streams) -> Verification:
-        """Look at p alone."""
+        """Accept by p alone; q has no influence."""
         _refuse_tree(self, proposal)
         ids = proposal.token_ids
         p = target.prob_of(ids)
-        bar = torch.full_like(p, 0.5)  # of a point mass: its token and no other
+        bar = torch.full_like(p, 0.5)  # accepts the token of a point mass only
         if target.probs is not None and target.probs_row is not None:
             index = target.probs_row[:, : proposal.width]
             spread = (self.delta * (-entropy(target.probs)).exp()).clamp(max=self.eps)
@@ -331,7 +330,7 @@ class Typical(Rule):
 
 
 def _from_target(target: Distributions, num_accepted: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """The target's own next token after the accepted ones, [B]."""
+    """Token drawn from p after the accepted ones, [B]."""
     batch = torch.arange(len(num_accepted), device=num_accepted.device)
     out = target.greedy_ids[batch, num_accepted]
     if target.probs is None or target.probs_row is None:
@@ -353,7 +352,7 @@ RULES: dict[str, Callable[..., Rule]] = {
 
 
 def make_rule(name: str) -> Rule:
-    """The rule of that name with its own settings; UnknownNameError names the nearest."""
+    """Return the rule of a name with default settings. Raises UnknownNameError, which suggests the nearest name."""
     if name not in RULES:
         raise UnknownNameError("rule", name, RULES)
     return RULES[name]()

@@ -1,8 +1,7 @@
-"""Logits to laws: the only place that builds one.
+"""Logits to distributions over the next token, after all processing: the only module that builds them.
 
-A law is a distribution over the next token after all processing. A greedy law is a point mass and is held as its
-token, never as a [V] one-hot; a sampled law is a row of probabilities. Target and draft go through the same code, so
-that p and q are processed identically. Knows nothing of models, acceptance or why a token is wanted.
+A greedy distribution is a point mass, stored as its token and never as a [V] one-hot; a sampled one is a row of probabilities.
+Target and draft go through the same code, so that p and q are processed identically. Knows no models and no acceptance rules.
 """
 
 from __future__ import annotations
@@ -22,23 +21,23 @@ from foresay.errors import RequestError
 
 @dataclass(frozen=True, slots=True)
 class VocabularySubset:
-    """Which tokens the columns of narrow scores are: those of a draft that can write K of the V tokens."""
+    """K of the V tokens of a vocabulary: those that a draft with a trimmed output layer can generate."""
 
     token_ids: torch.Tensor
     """[K] int64."""
     of_token: torch.Tensor
-    """[V] int64, the column of each token; K for one that has none."""
+    """[V] int64, index of each token in the subset; K for tokens outside."""
 
     @classmethod
     def of(cls, token_ids: torch.Tensor, vocab_size: int) -> VocabularySubset:
-        """token_ids: [K] int64, each once."""
+        """Build the subset of distinct token_ids, [K] int64."""
         count = len(token_ids)
         of_token = torch.full((vocab_size,), count, dtype=torch.int64, device=token_ids.device)
         of_token[token_ids] = torch.arange(count, device=token_ids.device)
         return cls(token_ids, of_token)
 
     def widened(self, scores: torch.Tensor) -> torch.Tensor:
-        """[..., K] -> [..., V]; tokens without a column get -inf."""
+        """[..., K] -> [..., V]; tokens outside the subset get -inf."""
         whole = scores.new_full((*scores.shape[:-1], len(self.of_token)), -torch.inf)
         # a tenth of the time of assigning to an index
         return whole.scatter_(-1, self.token_ids.expand_as(scores), scores)
@@ -46,12 +45,11 @@ class VocabularySubset:
 
 @dataclass(frozen=True, slots=True)
 class Distributions:
-    """The laws at [B, T] places.
+    """Distributions of the next token at [B, T] positions.
 
-    greedy_ids: [B, T] int64, the token of a point mass; at other places it means nothing. probs: [N, V] float32, rows sum
-    to 1, or None when every law is a point mass. probs_row: [B, T] int64 into probs, -1 for a point mass. scores:
-    [B, T, V], the raw logits the laws were made of, for what looks behind a point mass: length policies and lossy rules; of
-    point masses alone they may be narrow, [B, T, K], by `subset`.
+    greedy_ids: [B, T] int64, the token of each point mass; undefined elsewhere. probs: [N, V] float32, rows sum to 1; None if
+    every distribution is a point mass. probs_row: [B, T] int64, rows of probs, -1 for a point mass. scores: [B, T, V], the raw
+    logits, which length policies and lossy rules read; [B, T, K] by `subset` if all distributions are point masses.
     """
 
     greedy_ids: torch.Tensor
@@ -60,24 +58,24 @@ class Distributions:
     scores: torch.Tensor | None = None
     subset: VocabularySubset | None = None
     failures: Mapping[tuple[int, int], RequestError] = field(default_factory=dict)
-    """(row, place) -> why nothing can be written there; the law at such a place means nothing."""
+    """(row, position) -> why no token can be generated there; the distribution at such a position is undefined."""
 
-    def prob_of(self, token_ids: torch.Tensor, places: torch.Tensor | None = None) -> torch.Tensor:
-        """The probability of each token under the law at its place. token_ids: [B, K] -> [B, K].
+    def prob_of(self, token_ids: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the probability of each token at its position. token_ids: [B, K] -> [B, K].
 
-        places: [B, K] int64; None takes them in order, K <= T.
+        positions: [B, K] int64; None stands for 0, 1, ..., K - 1 (K <= T).
         """
         width = token_ids.shape[1]
-        greedy = self.greedy_ids[:, :width] if places is None else self.greedy_ids.gather(1, places)
+        greedy = self.greedy_ids[:, :width] if positions is None else self.greedy_ids.gather(1, positions)
         hits = (greedy == token_ids).to(torch.float32)
         if self.probs is None or self.probs_row is None:
             return hits
-        index = self.probs_row[:, :width] if places is None else self.probs_row.gather(1, places)
+        index = self.probs_row[:, :width] if positions is None else self.probs_row.gather(1, positions)
         dense = self.probs[index.clamp(min=0), token_ids]
         return torch.where(index >= 0, dense, hits.to(dense.dtype))
 
     def confidence(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """token_ids: [B, K], K <= T -> [B, K] float32, their softmax probabilities at temperature 1, unprocessed."""
+        """Return softmax probabilities of the raw logits at temperature 1. token_ids: [B, K], K <= T -> [B, K] float32."""
         assert self.scores is not None
         scores, at = self.scores[:, : token_ids.shape[1]].float(), token_ids
         if self.subset is not None:
@@ -87,15 +85,15 @@ class Distributions:
 
 
 def entropy(probs: torch.Tensor) -> torch.Tensor:
-    """Entropy of laws in nats, [..., V] -> [...]."""
+    """Entropy in nats, [..., V] -> [...]."""
     out: torch.Tensor = -torch.special.xlogy(probs, probs).sum(-1)
     return out
 
 
 def likeliest(scores: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
-    """The token of the greatest score at each place, the first of equals, [B, T, V] -> [B, T] int64; not a number is greatest.
+    """Argmax of the scores at each position, [B, T, V] -> [B, T] int64. The first of equal scores; NaN counts as the greatest.
 
-    counts: as for `build_distributions`; 0 where nothing matters.
+    counts: as in `build_distributions`; positions after counts[i] of row i are left 0.
     """
     if scores.device.type != "cpu":
         return scores.max(-1).indices
@@ -108,7 +106,7 @@ def likeliest(scores: torch.Tensor, counts: Sequence[int] | None = None) -> torc
 
 
 def _readable(scores: torch.Tensor) -> npt.NDArray[np.floating]:
-    """For NumPy, whose argmax takes a tenth of the time of torch's on two cores, but knows no bf16."""
+    """Scores as a NumPy array: NumPy's argmax takes a tenth of the time of torch's on two cores, but has no bf16."""
     wide = scores if scores.dtype in (torch.float32, torch.float64) else scores.float()
     out: npt.NDArray[np.floating] = wide.detach().numpy()
     return out
@@ -124,13 +122,13 @@ def build_distributions(
     *,
     greedy: bool = False,
 ) -> Distributions:
-    """Distributions of the next token at T places of each row.
+    """Return the distributions of the next token at T positions of each row.
 
-    logits: [B, T, V] raw scores. draft_ids: [B, >= num_before + T - 1] tokens drafted after the committed ones, needed
-    where a processor looks at the context: place 0 follows `num_before` of them, place 1 + j also token num_before + j.
-    counts: how many draft tokens of each row are real, so that place counts[i] is the last one that matters; None for a draft,
-    whose laws may be anything. parents: [B, K] of a tree of draft tokens, as `Proposal.parents`. greedy: point masses for sampled
-    rows too, as a draft may have them.
+    logits: [B, T, V], raw. draft_ids: [B, >= num_before + T - 1], tokens drafted after the committed ones, required if a
+    processor reads the context: position 0 follows `num_before` of them, position 1 + j also token num_before + j. counts:
+    number of draft tokens of each row, so that position counts[i] is the last one used; None for a draft model, whose
+    distributions may be arbitrary. parents: [B, K] of a tree, as `Proposal.parents`. greedy: point masses for sampled rows too,
+    which only a draft may have.
     """
     plan = plan_of(rows, logits.device)
     processed, failures = _process(logits, rows, draft_ids, num_before, counts, parents)
@@ -147,8 +145,8 @@ def build_distributions(
     chosen = logits if count == batch else logits.index_select(0, plan.sampled)
     flat = chosen.reshape(count * width, vocab).to(torch.float32, copy=True)  # it is overwritten
     for i, scores in processed.items():
-        if i in plan.places:
-            flat.view(count, width, vocab)[plan.places[i], : len(scores)] = scores
+        if i in plan.index_of:
+            flat.view(count, width, vocab)[plan.index_of[i], : len(scores)] = scores
         else:
             greedy_ids[i, : len(scores)] = likeliest(scores)
     index = torch.full((batch, width), -1, dtype=torch.int64, device=logits.device)
@@ -159,9 +157,9 @@ def build_distributions(
 def subset_distributions(
     logits: torch.Tensor, subset: VocabularySubset, rows: Rows, *, greedy: bool
 ) -> Distributions | None:
-    """The laws of narrow scores [B, T, K] where all of them are point masses and nothing is processed; None elsewhere.
+    """Distributions of subset scores [B, T, K] if all are point masses and no row is processed, else None.
 
-    greedy: as for `build_distributions`. A vocabulary is then never written out.
+    greedy: as in `build_distributions`. The scores are then never widened to the whole vocabulary.
     """
     if not (greedy or all(row.params.greedy for row in rows)) or any(map(processes, rows)):
         return None
@@ -176,18 +174,18 @@ def _process(
     counts: Sequence[int] | None,
     parents: torch.Tensor | None,
 ) -> tuple[dict[int, torch.Tensor], dict[tuple[int, int], RequestError]]:
-    """The processed scores of the rows that ask for processing, [places that matter, V] float32 each, and what failed."""
+    """Processed scores of the rows that have processing, [positions used, V] float32 each, and the errors by (row, position)."""
     failures: dict[tuple[int, int], RequestError] = {}
-    wanted = [i for i, row in enumerate(rows) if processes(row)]
-    if not wanted:
+    processed = [i for i, row in enumerate(rows) if processes(row)]
+    if not processed:
         return {}, failures
     drafted = draft_ids.tolist() if draft_ids is not None else [[]] * len(rows)
-    above = None if parents is None else parents.tolist()
+    trees = None if parents is None else parents.tolist()
     out: dict[int, torch.Tensor] = {}
-    for i in wanted:
-        places = logits.shape[1] if counts is None else counts[i] + 1
-        out[i] = logits[i, :places].to(torch.float32, copy=True)
-        tree = None if above is None else above[i]
+    for i in processed:
+        num_positions = logits.shape[1] if counts is None else counts[i] + 1
+        out[i] = logits[i, :num_positions].to(torch.float32, copy=True)
+        tree = None if trees is None else trees[i]
         failed = process_row(out[i], rows[i], drafted[i], num_before, for_target=counts is not None, parents=tree)
-        failures |= {(i, place): error for place, error in failed.items()}
+        failures |= {(i, position): error for position, error in failed.items()}
     return out, failures

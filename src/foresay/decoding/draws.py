@@ -1,4 +1,4 @@
-"""Distributions to tokens: the only place that draws from one."""
+"""Distributions to tokens: the only module that draws from them."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from foresay.decoding.distributions import Distributions
 from foresay.decoding.randomness import Purpose, Streams
 
 _BLOCK = 128
-_NOISY = 1 << 18
-"""Numbers of noise that are made at once."""
+_NOISE_BLOCK = 1 << 18
+"""Gumbel noise values that are computed at once."""
 
 
 def inverse_cdf(probs: torch.Tensor, uniform: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
-    """Draw by inverting the distribution function, in two levels: a block of the vocabulary, then a token in it.
+    """Draw by inverting the cumulative distribution in two levels: a block of the vocabulary, then a token in it.
 
-    probs: [N, V], non-negative, any positive total (it is normalised here). uniform: [M] float64 in (0, 1). rows: [M]
-    int64, which laws to draw from; None draws from each in order. Returns [M] int64. A token of probability zero is
-    never drawn.
+    probs: [N, V], non-negative, any positive total (normalised here). uniform: [M] float64 in (0, 1). rows: [M] int64, the rows
+    of probs to draw from; None draws from each in order. Returns [M] int64. A token of probability zero is never drawn.
     """
     if rows is not None and 2 * len(rows) < len(probs):
         probs, rows = probs[rows], None
@@ -37,10 +36,10 @@ def inverse_cdf(probs: torch.Tensor, uniform: torch.Tensor, rows: torch.Tensor |
     inner = chosen.cumsum(-1)
     before = ends.gather(1, block[:, None]) - sums.gather(1, block[:, None])
     rest = (goal - before)[:, 0]
-    place = torch.minimum((inner <= rest[:, None]).sum(-1), _last_positive(chosen))
-    # rounding may leave `rest` a hair below zero: the first positive entry is then meant
-    place = torch.maximum(place, (chosen > 0).to(torch.int8).argmax(-1))
-    return block * _BLOCK + place
+    index = torch.minimum((inner <= rest[:, None]).sum(-1), _last_positive(chosen))
+    # rounding may leave `rest` slightly below zero: then the first positive entry is drawn
+    index = torch.maximum(index, (chosen > 0).to(torch.int8).argmax(-1))
+    return block * _BLOCK + index
 
 
 def _last_positive(values: torch.Tensor) -> torch.Tensor:
@@ -57,11 +56,11 @@ def draw(
     depths: torch.Tensor | None = None,
     wanted: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One token from each law, [B, T] int64.
+    """Draw one token from each distribution, [B, T] int64.
 
-    Place t uses the number of offset `first + t`, or of depths [B, T]; for Purpose.TARGET those that write positions. Under
-    shared noise the token is argmax(log law + noise at its position), whatever the purpose. wanted: [B, T] bool, the places to
-    draw at; None draws at all of them.
+    Position t uses the uniform at offset `first + t`, or at depths [B, T]; Purpose.TARGET takes the uniforms of absolute
+    positions. Under shared noise the token is argmax(log p + Gumbel noise of its position), for every purpose. wanted: [B, T]
+    bool, where to draw; None draws everywhere.
     """
     if distributions.probs is None or distributions.probs_row is None:
         return distributions.greedy_ids
@@ -78,8 +77,8 @@ def draw(
             distributions.probs, rows, streams, where, offsets.expand(distributions.probs_row.shape)[where, column]
         )
     else:
-        numbers = streams.writing(offsets) if purpose is Purpose.TARGET else streams.uniform(purpose, offsets)
-        tokens = inverse_cdf(distributions.probs, numbers[where, column], rows)
+        uniforms = streams.position_uniform(offsets) if purpose is Purpose.TARGET else streams.uniform(purpose, offsets)
+        tokens = inverse_cdf(distributions.probs, uniforms[where, column], rows)
     out = distributions.greedy_ids.clone()
     out[where, column] = tokens
     return out
@@ -88,16 +87,16 @@ def draw(
 def _coupled(
     probs: torch.Tensor, rows: torch.Tensor, streams: Streams, where: torch.Tensor, offsets: torch.Tensor
 ) -> torch.Tensor:
-    """argmax(log p + Gumbel noise) at each place, [M]. Noise is made for the tokens of the laws alone, a few places at once."""
+    """argmax(log p + Gumbel noise), [M]. Noise is computed only for tokens of positive probability, in blocks of positions."""
     vocab = probs.shape[1]
-    at_once = max(1, _NOISY // vocab)
+    at_once = max(1, _NOISE_BLOCK // vocab)
     out = [rows.new_empty(0)]
     for first in range(0, len(rows), at_once):
-        some = slice(first, first + at_once)
-        distributions = probs[rows[some]]
-        place, token = torch.nonzero(distributions, as_tuple=True)
-        noise = streams.gumbel(where[some][place], offsets[some][place], token)
-        noisy = torch.full_like(distributions, -torch.inf)
-        noisy[place, token] = noise.add_(distributions[place, token].log())
+        block = slice(first, first + at_once)
+        p = probs[rows[block]]
+        index, token = torch.nonzero(p, as_tuple=True)
+        noise = streams.gumbel(where[block][index], offsets[block][index], token)
+        noisy = torch.full_like(p, -torch.inf)
+        noisy[index, token] = noise.add_(p[index, token].log())
         out.append(noisy.argmax(-1))
     return torch.cat(out)

@@ -1,4 +1,4 @@
-"""What came of a pass: who wrote which token, why a request ended, and the Step that says both."""
+"""Result of one step for one row: `Step`, with the origin of each token and the reason why a request ended."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from foresay.errors import RequestError
 
 
 class Origin(StrEnum):
-    """Who produced a token."""
+    """How a committed token was produced: an accepted draft token, the residual after a rejection, or the bonus token."""
 
     DRAFT = "draft"
     RESIDUAL = "residual"
@@ -27,7 +27,7 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Log-probability of one written token under the raw logits, and the likeliest tokens at its place."""
+    """Log-probability of a generated token under the raw logits, and the likeliest tokens at its position."""
 
     logprob: float
     top: tuple[tuple[int, float], ...]
@@ -35,7 +35,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One target pass over one row: what was guessed, accepted and committed."""
+    """One target pass over one row: tokens drafted, accepted and committed."""
 
     request_id: int
     token_ids: tuple[int, ...]
@@ -44,23 +44,24 @@ class Step:
     num_accepted: int
     """Draft tokens committed. Those after a stop are counted neither here nor as drafted."""
     tested: tuple[int, ...] = ()
-    """Draft tokens that the rule looked at, by depth: of a chain 1 at each place up to the first rejection (under `block`
-    at every place), of a tree as many as were tried."""
+    """Draft tokens that the rule tested, by depth: in a chain 1 per position up to the first rejection (all under `block`), in a
+    tree the number of children that were tried."""
     finish_reason: FinishReason | None = None
     error: RequestError | None = None
-    """Why it ended with FinishReason.ERROR."""
+    """Cause of FinishReason.ERROR."""
     logprobs: tuple[TokenLogprob, ...] | None = None
     draft_error: str | None = None
     """Why the drafter failed in this step, or why drafting was paused; None if neither."""
     num_cached: int = 0
-    """Prompt tokens that were not filled but taken from a row that begins alike; said by the first Step of a request."""
+    """Prompt tokens copied from a cached common prefix instead of prefilled; in the first Step of a request only."""
     batch_size: int = 1
     draft_s: float = 0.0
     target_s: float = 0.0
     total_s: float = 0.0
-    """Seconds of the whole step, and of the time in draft and target forwards, shared by the rows of its batch."""
+    """Seconds of the whole step; draft_s and target_s are the parts spent drafting and in the target. Equal for all rows of a
+    batch."""
 
     @property
     def num_tested(self) -> int:
-        """Draft tokens that the rule looked at."""
+        """Draft tokens that the rule tested."""
         return sum(self.tested)

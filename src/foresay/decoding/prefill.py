@@ -1,8 +1,8 @@
-"""Filling a cache up to the last committed token, in chunks of their own.
+"""Prefill: fill a cache up to the last committed token, in chunks.
 
-A prompt, or what a draft missed while it sat out, never rides in a decoding pass: padding a 256-token chunk over seven
-decoding rows costs eight times its price. Neighbouring rows share a chunk while the padding stays small, where the model says
-that they may (`Capabilities.prefill_together`).
+Prompts, and tokens that a draft model missed while it was inactive, are never part of a decoding pass: padding seven decoding
+rows to a chunk of 256 tokens costs eight times the chunk. Neighbouring rows share a chunk while the padding stays small, if the
+model allows it (`Capabilities.prefill_together`).
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ _MAX_TOKENS = 1024
 """Tokens of a chunk over all rows, pads included."""
 
 
-def pending(rows: Rows, cache: KVCache, place: int) -> int:
-    """Committed tokens of a row that the cache lacks, the last one (which the next pass feeds) not counted."""
-    return rows[place].size - 1 - cache.lengths[place]
+def pending(rows: Rows, cache: KVCache, index: int) -> int:
+    """Number of committed tokens of a row that its cache lacks, without the last one, which the next pass feeds."""
+    return rows[index].size - 1 - cache.lengths[index]
 
 
 def prefill_chunk(
@@ -30,24 +30,24 @@ def prefill_chunk(
     until: int | None = None,
     most: int | None = None,
 ) -> int:
-    """Run one chunk over the rows from `first` on that lack tokens; returns the tokens filled, 0 when none lack any.
+    """Prefill one chunk of the rows from index `first` on; return the number of tokens, 0 if no row lacks any.
 
-    hidden_layers: whose hidden states are added to `Row.prompt_hidden`. until: the place of a row that waits, but for the first.
-    most: tokens of the chunk, at most; None fills as many as the model wants at once.
+    hidden_layers: layers whose hidden states are added to `Row.prompt_hidden`. until: index of the first row that must wait.
+    most: maximum number of tokens of the chunk; None stands for the model's `prefill_chunk`.
     """
     while first < len(rows) and pending(rows, cache, first) <= 0:
         first += 1
     if first == len(rows):
         return 0
     counts: list[int] = []
-    ability = model.capabilities
-    last = max(first + 1, len(rows) if until is None else until) if ability.prefill_together else first + 1
-    for place in range(first, last):
-        room = ability.prefill_chunk if most is None else max(1, most) - sum(counts)
-        count = min(ability.prefill_chunk, room, pending(rows, cache, place))
+    capabilities = model.capabilities
+    last = max(first + 1, len(rows) if until is None else until) if capabilities.prefill_together else first + 1
+    for i in range(first, last):
+        room = capabilities.prefill_chunk if most is None else max(1, most) - sum(counts)
+        count = min(capabilities.prefill_chunk, room, pending(rows, cache, i))
         padded = (len(counts) + 1) * max([*counts, count])
-        beyond = rows[place].size > model.max_length
-        if count <= 0 or beyond or (counts and (padded > _MAX_TOKENS or padded > 2 * (sum(counts) + count))):
+        too_long = rows[i].size > model.max_length
+        if count <= 0 or too_long or (counts and (padded > _MAX_TOKENS or padded > 2 * (sum(counts) + count))):
             break
         counts.append(count)
     tokens = torch.zeros(len(counts), max(counts), dtype=torch.int64)
@@ -60,6 +60,6 @@ def prefill_chunk(
     for i, count in enumerate(counts if hidden_layers else ()):
         row = rows[first + i]
         new = {layer: states[i, :count] for layer, states in hidden.items()}
-        held = row.prompt_hidden
-        row.prompt_hidden = {n: torch.cat([held[n], states]) if n in held else states for n, states in new.items()}
+        old = row.prompt_hidden
+        row.prompt_hidden = {n: torch.cat([old[n], states]) if n in old else states for n, states in new.items()}
     return sum(counts)

@@ -1,7 +1,7 @@
-"""What changes logits before the temperature: penalties, biases, masks and transformers' LogitsProcessors.
+"""Changes of the logits before the temperature: penalties, biases, masks and transformers' LogitsProcessors.
 
-Every change is a pure function of (context, logits), applied alike to target and draft at each draft position. Owns no
-state; processors known to keep some are refused by name.
+Each is a pure function of (context, logits), applied equally to target and draft at every draft position. Owns no state;
+processors that are known to keep state are refused by name.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ STATEFUL_PROCESSORS = frozenset(
         "ContinuousBatchingLogitsProcessorList",
     }
 )
-"""transformers processors that remember earlier calls, or that need the encoder's input or the beam: not (ids, scores)."""
+"""transformers processors that are not functions of (ids, scores): they keep state, or need the encoder's input or the beam."""
 
 
 def check_processors(processors: Sequence[LogitsProcessor]) -> None:
-    """Raise ConfigError for a processor that is not callable, or is known to keep state."""
+    """Raise ConfigError for a processor that is not callable or is known to keep state."""
     for processor in processors:
         if isinstance(processor, list):  # transformers' LogitsProcessorList
             check_processors(processor)
@@ -50,9 +50,9 @@ def check_processors(processors: Sequence[LogitsProcessor]) -> None:
 
 
 def check_token_ids(params: SamplingParams, vocab_size: int, eos: frozenset[int] = frozenset()) -> None:
-    """Raise ConfigError for token ids that the vocabulary lacks, and when no token is left that may be written.
+    """Raise ConfigError for token ids outside the vocabulary, and if no token is left that may be generated.
 
-    eos: the tokens that end the output, which min_new_tokens forbids at first.
+    eos: end-of-sequence tokens, which min_new_tokens forbids at first.
     """
     named = {
         "logit_bias": params.logit_bias,
@@ -66,7 +66,7 @@ def check_token_ids(params: SamplingParams, vocab_size: int, eos: frozenset[int]
                 raise ConfigError(f"{name} names token {token}, but the vocabulary has ids 0 to {vocab_size - 1}")
     banned = set(params.banned_token_ids)
     if len(banned) >= vocab_size:
-        raise ConfigError(f"banned_token_ids bans all {vocab_size} tokens: nothing can be written")
+        raise ConfigError(f"banned_token_ids bans all {vocab_size} tokens: no token can be generated")
     allowed = set(params.allowed_token_ids) if params.allowed_token_ids is not None else None
     if params.min_new_tokens and allowed is not None and not allowed - banned - eos:
         raise ConfigError(
@@ -75,7 +75,7 @@ def check_token_ids(params: SamplingParams, vocab_size: int, eos: frozenset[int]
 
 
 def processes(row: Row) -> bool:
-    """Whether anything changes this row's logits now."""
+    """True if any parameter changes this row's logits at its present length."""
     params = row.params
     return params.processes or row.num_new < params.min_new_tokens
 
@@ -89,31 +89,32 @@ def process_row(
     for_target: bool,
     parents: Sequence[int] | None = None,
 ) -> dict[int, RequestError]:
-    """Process the scores of a row's places, in place, and say which of them failed and why.
+    """Process a row's scores in place; return the errors by position.
 
-    scores: [T, V] float32; place 0 follows the committed tokens and `num_before` drafted ones, place 1 + j also token
-    num_before + j of draft_ids and, where `parents` are given, the tokens above it. A place that no output can reach is left
-    alone: behind a token that the processing forbids, behind one that ends the output, behind a place that failed.
-    A processor must not see what would never be written. for_target: a place where a processor raises, or no token is
-    left, fails and keeps its raw scores; a draft's place takes them silently, as any law will do for a draft.
+    scores: [T, V] float32. Position 0 follows the committed tokens and `num_before` drafted ones, position 1 + j also token
+    num_before + j of draft_ids and, if `parents` is given, its ancestors. Positions that no output can reach are left
+    unprocessed, because a processor must not see text that is never generated: after a token that the processing forbids, after
+    one that ends the output, after a position that failed. for_target: a position where a processor raises, or where no token
+    is left, is an error and keeps its raw scores; a draft uses the raw scores silently, since any distribution is valid for a
+    draft.
     """
     constants, penalties = _constants(row, scores), _Penalties.of(row, scores)
     contexts: dict[int, list[int]] = {}
     failures: dict[int, RequestError] = {}
     for t in range(scores.shape[0]):
-        above = t - 1 if parents is None or t == 0 else parents[t - 1] + 1
+        parent = t - 1 if parents is None or t == 0 else parents[t - 1] + 1
         prefix = list(draft_ids[:num_before])
         if t > 0:
             token = draft_ids[num_before + t - 1]
-            if above not in contexts or above in failures or not _possible(scores[above], token):
+            if parent not in contexts or parent in failures or not _possible(scores[parent], token):
                 continue
-            prefix = [*contexts[above], token]
+            prefix = [*contexts[parent], token]
             if row.ends_with(token, row.num_new + len(prefix)):
                 continue
         contexts[t] = prefix
         raw = scores[t].clone()
         try:
-            _process_place(scores[t], row, prefix, constants, penalties)
+            _process_position(scores[t], row, prefix, constants, penalties)
         except RequestError as error:
             scores[t] = raw
             if for_target:
@@ -121,14 +122,14 @@ def process_row(
     return failures
 
 
-def _process_place(
+def _process_position(
     scores: torch.Tensor,
     row: Row,
     prefix: Sequence[int],
     constants: torch.Tensor | None,
     penalties: _Penalties | None,
 ) -> None:
-    """Penalties, biases, minimum length, then the request's processors. scores: [V], changed in place."""
+    """Apply penalties, biases, the minimum length and the request's processors. scores: [V], changed in place."""
     if penalties is not None:
         penalties.apply(scores, prefix)
     if constants is not None:
@@ -138,7 +139,7 @@ def _process_place(
     if row.params.processors:
         _call_processors(scores, row, prefix)
     if not bool((scores > -torch.inf).any()):
-        raise RequestError(row.request_id, "its processors, allowed and banned tokens leave no token to write")
+        raise RequestError(row.request_id, "its processors, allowed and banned tokens leave no token to generate")
 
 
 def _possible(scores: torch.Tensor, token: int) -> bool:
@@ -146,7 +147,7 @@ def _possible(scores: torch.Tensor, token: int) -> bool:
 
 
 def _constants(row: Row, scores: torch.Tensor) -> torch.Tensor | None:
-    """Biases and masks, which depend on the parameters alone: one vector [V], made once for a request."""
+    """Biases and masks, which depend on the parameters alone: one vector [V], built once per request."""
     params, vocab = row.params, scores.shape[1]
     if not params.logit_bias and params.allowed_token_ids is None and not params.banned_token_ids:
         return None
@@ -170,9 +171,9 @@ def _constant_vector(params: SamplingParams, vocab: int) -> torch.Tensor:
 
 
 class _Penalties:
-    """Repetition over prompt and output; presence and frequency over the output: of one row, at each of its places.
+    """Penalties of one row: repetition over prompt and output, presence and frequency over the output.
 
-    The committed tokens are gathered once; a place adds those drafted before it.
+    The committed tokens are counted once; each position adds the draft tokens before it.
     """
 
     def __init__(self, row: Row, scores: torch.Tensor) -> None:
@@ -182,13 +183,13 @@ class _Penalties:
 
     @staticmethod
     def of(row: Row, scores: torch.Tensor) -> _Penalties | None:
-        """A row's penalties for scores [T, V]; None where it has none."""
+        """Return a row's penalties for scores [T, V], or None if it has none."""
         params = row.params
-        asked = params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
-        return _Penalties(row, scores) if asked else None
+        any_set = params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
+        return _Penalties(row, scores) if any_set else None
 
     def apply(self, scores: torch.Tensor, prefix: Sequence[int]) -> None:
-        """scores: [V] raw logits after the committed tokens and `prefix`, changed in place."""
+        """Penalise scores [V], raw logits after the committed tokens and `prefix`, in place."""
         params = self._params
         if params.repetition_penalty != 1.0:
             ids = self._ids(self._seen.union(prefix))
@@ -197,8 +198,8 @@ class _Penalties:
         if params.presence_penalty or params.frequency_penalty:
             counts = self._counts + Counter(prefix) if prefix else self._counts
             ids = self._ids(counts)
-            often = torch.tensor([counts[token] for token in counts if token < self._vocab], device=self._device)
-            scores[ids] -= params.presence_penalty + params.frequency_penalty * often
+            occurrences = torch.tensor([counts[token] for token in counts if token < self._vocab], device=self._device)
+            scores[ids] -= params.presence_penalty + params.frequency_penalty * occurrences
 
     def _ids(self, tokens: Iterable[int]) -> torch.Tensor:
         inside = [token for token in tokens if token < self._vocab]

@@ -1,4 +1,4 @@
-"""What a drafter guessed, and what the target said to it."""
+"""A drafter's proposal, and the result of its verification."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """What a drafter guessed: a chain of tokens for each row, or a tree.
+    """Draft tokens of each row: a chain or a tree.
 
-    token_ids: [B, K] int64, right-padded. num_tokens: B ints, 0 <= n <= K.
-    laws: [N, V] float32, the laws that sampled tokens were drawn from. distribution_index: [B, K] into laws, -1 = point mass;
-    None when no token was sampled. confidence: [B, K] float32, the draft model's softmax probability of each token at
-    temperature 1, which no exact rule looks at; None where no model made a guess.
-    parents: [B, K] int64, the column that each token follows, always an earlier one, -1 for the last committed token; None for
-    a chain. Tokens of one parent differ from each other; of a tree, sampled ones name the law of their parent's place, from
-    which they were drawn one after the other without replacement, in the order of their columns.
-    failure: the exception that ended the drafting after these tokens; None if there was none. A drafter that fails after it drew
-    tokens returns them, since dropping drawn tokens because of their values would change the distribution of the output.
+    token_ids: [B, K] int64, right-padded. num_tokens: B ints, 0 <= n <= K. distributions: [N, V] float32, from which tokens
+    were sampled. distribution_index: [B, K] int64, rows of distributions, -1 for a point mass; None if no token was sampled.
+    confidence: [B, K] float32, the draft model's softmax probability of each token at temperature 1, which no exact rule reads;
+    None without a draft model. parents: [B, K] int64, the node that each token follows, always an earlier one, -1 for the last
+    committed token; None for a chain. Children of one node differ; sampled ones share the distribution of their parent's
+    position and were drawn from it without replacement, in the order of the nodes. failure: the exception that ended drafting
+    after these tokens, or None. A drafter that fails after it has drawn tokens returns them, because dropping drawn tokens for
+    their values would change the output distribution.
     """
 
     token_ids: torch.Tensor
@@ -33,38 +32,37 @@ class Proposal:
 
     @property
     def width(self) -> int:
-        """K, the tokens of the largest guess."""
+        """K, the length of the longest draft (nodes of the largest tree)."""
         return int(self.token_ids.shape[1])
 
     @classmethod
     def empty(cls, batch: int, device: torch.device) -> Proposal:
-        """No guesses: plain decoding."""
+        """Return a proposal without draft tokens: plain decoding."""
         return cls(torch.empty(batch, 0, dtype=torch.int64, device=device), [0] * batch)
 
     def depths(self) -> torch.Tensor:
-        """How many tokens of the draft lie before each one, [B, K] int64; 0 for those that follow the committed text."""
-        columns = torch.arange(self.width, device=self.token_ids.device).expand(self.token_ids.shape)
-        return columns if self.parents is None else depths_of(self.parents)
+        """Number of draft tokens before each token on its path, [B, K] int64."""
+        chain = torch.arange(self.width, device=self.token_ids.device).expand(self.token_ids.shape)
+        return chain if self.parents is None else depths_of(self.parents)
 
 
 def depths_of(parents: torch.Tensor) -> torch.Tensor:
-    """Depth of each column of a forest, roots 0. parents: [B, T] int64, each before its column, -1 a root -> [B, T]."""
+    """Depth of each node of a forest, 0 for roots. parents: [B, T] int64, earlier nodes or -1 for a root -> [B, T]."""
     out = torch.zeros_like(parents)
-    for column in range(1, parents.shape[1]):
-        above = parents[:, column]
-        deeper = out.gather(1, above.clamp(min=0)[:, None])[:, 0] + 1
-        out[:, column] = torch.where(above >= 0, deeper, 0)
+    for node in range(1, parents.shape[1]):
+        parent = parents[:, node]
+        deeper = out.gather(1, parent.clamp(min=0)[:, None])[:, 0] + 1
+        out[:, node] = torch.where(parent >= 0, deeper, 0)
     return out
 
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What the target said to a proposal.
+    """Result of verifying a proposal.
 
-    num_accepted: [B] int64. token_ids: [B] int64, the residual after a rejection, else the bonus. num_tested: [B] int64, draft
-    tokens that the rule looked at. path: [B, D] int64, the columns of the accepted tokens in order, padded with -1; None where
-    they are the first ones. tried: [B, K] bool, which columns of a tree were looked at; None for a chain, whose tested ones are
-    its first.
+    num_accepted: [B] int64. token_ids: [B] int64, the residual token after a rejection, else the bonus token. num_tested: [B]
+    int64, draft tokens that the rule tested. path: [B, D] int64, the accepted nodes of a tree in order, padded with -1; None
+    for a chain. tried: [B, K] bool, the nodes of a tree that were tested; None for a chain, of which the first num_tested were.
     """
 
     num_accepted: torch.Tensor

@@ -1,8 +1,8 @@
 """Checks of a proposal before it is verified: types, ranges, and that each drafted token is in the support of its distribution.
 
-The only place that checks proposals. A defect at one token ends that row's draft there: the tokens before it were drawn, and
-dropping them because of what came after would change the distribution of the output. A defect of the proposal's form (shapes,
-types) leaves nothing to keep. Waits for the device once. Knows no drafter and no rule.
+The only module that checks proposals. A defect at one token ends that row's draft there: the tokens before it were drawn, and
+dropping them because of later ones would change the output distribution. A defect of the proposal's form (shapes, types) discards
+all of it. Waits for the device once. Knows no drafter and no rule.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _SUM = 1e-3
 def checked(
     proposal: Proposal, budget: Sequence[int], vocab_size: int, device: torch.device, *, trees: bool
 ) -> Proposal:
-    """The proposal as far as it is well-formed, trimmed to its longest draft and on `device`.
+    """Return the well-formed part of the proposal, trimmed to its longest draft and on `device`.
 
-    budget: B, most tokens of each row. trees: whether the rule and the target take proposals with parents; without, a draft ends
-    where it branches. The result's `failure` is the drafter's own, or a ValueError that names the first defect.
+    budget: B ints, maximum tokens of each row. trees: True if rule and target accept proposals with parents; otherwise a draft
+    ends at its first branch. The result's `failure` is the drafter's own, or a ValueError that names the first defect.
     """
     try:
         counts = _checked_form(proposal, len(budget), vocab_size)
-    except (Exception, SystemExit) as error:  # whatever stands in the place of a tensor may raise anything
+    except (Exception, SystemExit) as error:  # objects that pose as tensors may raise anything
         return dataclasses.replace(Proposal.empty(len(budget), device), failure=error)
     kept = [max(0, min(n, most, proposal.width)) for n, most in zip(counts, budget, strict=True)]
     problem = None
@@ -47,7 +47,7 @@ def checked(
 
 
 def _checked_form(proposal: Proposal, batch: int, vocab_size: int) -> list[int]:
-    """The counts as integers. Raises ValueError, TypeError or AttributeError for wrong types and shapes."""
+    """Return the counts as ints. Raises ValueError, TypeError or AttributeError for wrong types and shapes."""
     if not isinstance(proposal, Proposal):
         raise TypeError(f"a {type(proposal).__name__} was proposed, not a Proposal")
     ids, counts = proposal.token_ids, list(proposal.num_tokens)
@@ -69,7 +69,7 @@ def _checked_form(proposal: Proposal, batch: int, vocab_size: int) -> list[int]:
             raise ValueError(f"{name} of dtype {column.dtype}, not {'float' if floating else 'int64'}")
     distributions, index = proposal.distributions, proposal.distribution_index
     if (distributions is None) != (index is None):
-        raise ValueError("laws without distribution_index, or distribution_index without laws")
+        raise ValueError("distributions without distribution_index, or distribution_index without distributions")
     if distributions is not None and (
         distributions.ndim != 2 or distributions.shape[1] != vocab_size or not distributions.dtype.is_floating_point
     ):
@@ -101,12 +101,12 @@ def _trimmed(proposal: Proposal, counts: list[int], device: torch.device) -> Pro
 
 
 Found = tuple[list[int], str | None]
-"""How many tokens of each row come before its first defect, and a sentence about one of them; None if there is none."""
+"""Number of tokens of each row before its first defect, and a description of one defect; None if there is none."""
 _NONE: Found = ([], None)
 
 
 def _first(proposal: Proposal, defects: Sequence[tuple[torch.Tensor, str]]) -> Found:
-    """The first of some defects [B, K] bool of each row. Waits for the device once, unless there is one."""
+    """First of several kinds of defects, [B, K] bool each, in every row. Waits for the device once if there is none."""
     counts = torch.tensor(proposal.num_tokens, device=proposal.token_ids.device)
     drafted = torch.arange(proposal.width, device=counts.device) < counts[:, None]
     bad = torch.stack([mask for mask, _ in defects]) & drafted
@@ -117,9 +117,9 @@ def _first(proposal: Proposal, defects: Sequence[tuple[torch.Tensor, str]]) -> F
 
 
 def _bad_tokens(proposal: Proposal, vocab_size: int) -> Found:
-    """Ids outside the vocabulary, and sampled tokens whose distribution is none or gives them no probability.
+    """Ids outside the vocabulary, and sampled tokens whose distribution is invalid or gives them no probability.
 
-    A NaN would pass every test of acceptance.
+    A NaN would pass every acceptance test.
     """
     ids, distributions, index = proposal.token_ids, proposal.distributions, proposal.distribution_index
     outside = (ids < 0) | (ids >= vocab_size)
@@ -140,7 +140,7 @@ def _bad_tokens(proposal: Proposal, vocab_size: int) -> Found:
 
 
 def _branches(proposal: Proposal, vocab_size: int) -> Found:
-    """Tokens that do not follow the one before: rules and models of chains take none."""
+    """Tokens that do not follow the token before them, for rules and models that accept chains only."""
     if proposal.parents is None:
         return _NONE
     other = proposal.parents != torch.arange(-1, proposal.width - 1, device=proposal.parents.device)
@@ -148,7 +148,7 @@ def _branches(proposal: Proposal, vocab_size: int) -> Found:
 
 
 def _bad_parents(proposal: Proposal, vocab_size: int) -> Found:
-    """Nodes whose parent does not come before them, siblings that repeat, and sampled ones after others."""
+    """Nodes whose parent is not an earlier node, repeated siblings, and sampled siblings after others."""
     if proposal.parents is None:
         return _NONE
     sampled = (

@@ -23,28 +23,28 @@ from foresay.decoding.rows import NO_NEEDS, Row, Rows, RuleNeeds
 from foresay.decoding.sampling_params import SamplingParams
 
 Move = tuple[int, int]
-"""(from, to): the row at `from` takes the place `to`, whose row is gone."""
+"""(from, to): the row at index `from` moves to index `to`, whose row has left."""
 
 
 class Logits(StrEnum):
-    """Which logits a pass is asked for."""
+    """Logits that a pass returns."""
 
     ALL = "all"
-    """Every column: [B, T, V]."""
+    """After every token: [B, T, V]."""
     LAST = "last"
-    """The last real column of each row: [B, 1, V]."""
+    """After the last real token of each row: [B, 1, V]."""
     NONE = "none"
     """None: the pass only fills the cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelInput:
-    """What one pass feeds.
+    """Input of one forward pass.
 
-    token_ids: [B, T] int64, right-padded; row i of it is cache row `first_row + i`, of which num_tokens[i] count.
-    parents: [B, T] int64, the column that each token follows, always an earlier one, -1 for the end of the cached row; None
-    for chains, where each follows the one before. hidden_layers: whose hidden states are wanted, 0 the embeddings and l what
-    the l-th layer put out. features: [B, T, F], what is read beside the tokens by a model that reads the target's hidden states.
+    token_ids: [B, T] int64, right-padded to num_tokens[i] real tokens; row i belongs to cache row `first_row + i`.
+    parents: [B, T] int64, the node that each token follows, always an earlier one, -1 for the end of the cached row; None for
+    chains. hidden_layers: layers whose hidden states are returned, 0 for the embeddings, l for the output of the l-th layer.
+    features: [B, T, F], further input of draft heads, made of the target's hidden states.
     """
 
     token_ids: torch.Tensor
@@ -56,11 +56,11 @@ class ModelInput:
     features: torch.Tensor | None = None
 
     def last_columns(self) -> torch.Tensor:
-        """The last real column of each row, [B] int64; 0 of a row that is fed nothing."""
+        """Index of the last real token of each row, [B] int64; 0 for a row without tokens."""
         return torch.tensor(self.num_tokens, device=self.token_ids.device).clamp(min=1) - 1
 
     def part(self, start: int, end: int) -> ModelInput:
-        """The rows from `start` to `end` as a pass of their own."""
+        """Return the rows from `start` to `end` as a separate input."""
         parents = None if self.parents is None else self.parents[start:end]
         rows = self.token_ids[start:end], self.num_tokens[start:end], self.first_row + start
         features = None if self.features is None else self.features[start:end]
@@ -69,12 +69,12 @@ class ModelInput:
 
 @dataclass(frozen=True, slots=True)
 class ModelOutput:
-    """What a pass computed: scores, or the tokens of a model that knows its text and no scores (a recording).
+    """Output of one forward pass: logits, or token ids from a model that has a text and no logits (a recording).
 
-    logits: [B, T, V] as asked for, or [B, T, K] of the tokens in `subset`. hidden: layer -> [B, T, H]. token_ids: [B, T] int64
-    in place of logits.
-    num_before: of the target's pass in a step, how many columns of each row lie before its last committed token (which the
-    target had not seen); `logits` then begin with that token's column, `hidden` with the first of the pass.
+    logits: [B, T, V], or [B, T, K] of the tokens in `subset`. hidden: layer -> [B, T, H]. token_ids: [B, T] int64, instead of
+    logits.
+    num_before: in the target's pass of a step, the number of tokens fed before each row's last committed one. `logits` then begin
+    after the last committed token, `hidden` at the first token fed.
     """
 
     logits: torch.Tensor | None
@@ -84,12 +84,12 @@ class ModelOutput:
     subset: VocabularySubset | None = None
 
     def scores(self) -> torch.Tensor:
-        """The logits [B, T, V] of a pass that was asked for some."""
+        """Logits [B, T, V] of a pass that returns logits."""
         assert self.logits is not None
         return self.logits if self.subset is None else self.subset.widened(self.logits)
 
     def distributions(self, rows: Rows, proposal: Proposal) -> Distributions:
-        """The laws at each place of a step, [B, 1 + K]: after each row's last token, and after each of its draft tokens."""
+        """Distributions of a step, [B, 1 + K]: after each row's last token and after each draft token."""
         if self.token_ids is not None:
             return Distributions(self.token_ids)
         return build_distributions(
@@ -108,7 +108,7 @@ class ModelOutput:
         return build_distributions(self.scores(), rows, drafted, num_before=drafted.shape[1], greedy=greedy)
 
     def at(self, columns: torch.Tensor, num_before: Sequence[int]) -> ModelOutput:
-        """The scores, or tokens, of some columns of each row, [B, n]; hidden states stay whole."""
+        """Return the logits, or token ids, at some indices of each row, [B, n]; hidden states stay complete."""
         batch = torch.arange(len(columns), device=columns.device)[:, None]
         logits = None if self.logits is None else self.logits[batch, columns]
         tokens = None if self.token_ids is None else self.token_ids[batch, columns]
@@ -116,65 +116,64 @@ class ModelOutput:
 
 
 PREFILL_CHUNK = 256
-"""Columns of a pass that fills prompts, unless a model wants others."""
+"""Tokens per row of a prefill pass, by default."""
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a model can do beside scoring chains, and how its cache is best filled."""
+    """Features of a model beyond scoring chains, and how to prefill its cache."""
 
     trees: bool = False
-    """Takes `ModelInput.parents`."""
+    """The model accepts `ModelInput.parents`."""
     num_layers: int | None = None
-    """Layers whose hidden states can be asked for, 0 to num_layers; None: none can."""
+    """Hidden states are available of layers 0 to num_layers; None if they are not."""
     scores: bool = True
-    """Gives logits, and not only the tokens it knows."""
+    """The model returns logits, not only token ids."""
     reads_source: bool = False
-    """Each row has a source, which an encoder reads."""
+    """Each row has a source for an encoder."""
     max_source_length: int | None = None
-    """Most tokens of a source; None without a bound."""
+    """Maximum number of source tokens; None for no limit."""
     prefill_chunk: int = PREFILL_CHUNK
-    """Columns of a pass that fills prompts."""
+    """Tokens per row of a prefill pass."""
     prefill_together: bool = True
-    """Whether rows share such a pass. Where products over more rows sum in another order, they must not."""
+    """Rows may share a prefill pass. False if products over more rows sum in another order."""
     prefill_in_any_pieces: bool = True
-    """Whether prompts filled in pieces of any size, up to `prefill_chunk`, give the same bits."""
+    """Prompts that are prefilled in pieces of any size up to `prefill_chunk` give the same bits."""
     ragged: bool = False
-    """Whether a pass takes the time of its real tokens: pads cost nothing."""
+    """The time of a pass depends on its real tokens; padding is free."""
     column_cost: float | None = None
-    """What one more token of one row adds to a pass, as a share of it, where that is known before any pass was timed; of
-    ragged passes."""
+    """Cost of one more token in one row as a fraction of a pass, for ragged passes, if known before any pass is timed."""
     max_rows: int | None = None
-    """Most rows of a cache; None without a bound."""
+    """Maximum number of cache rows; None for no limit."""
     own_threads: bool = False
-    """Whether passes run on threads of their own, in whose way PyTorch's would be between them."""
+    """Passes run on their own threads, which PyTorch's threads would disturb between passes."""
 
 
 class KVCache(Protocol):
-    """What a model remembers of each row."""
+    """Keys and values of each row, or whatever else a model keeps."""
 
     lengths: list[int]
 
     def truncate(self, lengths: Sequence[int]) -> None:
-        """Set row i to min(its length, lengths[i]); rows after the given ones stay as they are."""
+        """Set the length of row i to min(its length, lengths[i]); rows after the given ones keep theirs."""
         ...
 
     def keep(self, starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
-        """Keep some columns of the last pass: row i's slots from starts[i] on become those of its columns paths[i].
+        """Keep some tokens of the last pass: row i's slots from starts[i] on become those of its tokens paths[i].
 
-        starts: the lengths before that pass. paths: ascending columns; row i's length becomes starts[i] + len(paths[i]). A
-        prefix of the columns is a `truncate`; only a model that takes trees needs more.
+        starts: the lengths before that pass. paths: ascending indices of tokens; row i's length becomes starts[i] +
+        len(paths[i]). For prefixes this is `truncate`; only models that accept trees need more.
         """
         self.truncate([start + len(path) for start, path in zip(starts, paths, strict=True)])
 
     def rearrange(self, moves: Sequence[Move], count: int) -> None:
-        """Carry out the moves; rows from `count` on are gone."""
+        """Carry out the moves, then drop the rows from index `count` on."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedPrompt:
-    """A prompt as a model begins with it: what the output continues, the parameters, and what its encoder reads."""
+    """A prompt in a model's terms: the tokens that the output continues, the parameters, and the encoder's source."""
 
     prompt: Sequence[int]
     params: SamplingParams
@@ -182,51 +181,51 @@ class PreparedPrompt:
 
 
 class LanguageModel(Protocol):
-    """A model that scores tokens of ragged rows over a cache of absolute lengths."""
+    """A model that scores tokens of ragged rows over a cache with absolute lengths."""
 
     vocab_size: int
-    """Ids it takes, 0 to vocab_size - 1."""
+    """Number of token ids."""
     max_length: int
-    """Most tokens of a row, prompt and output together."""
+    """Maximum length of a row, prompt and output together."""
     device: torch.device
 
     @property
     def capabilities(self) -> Capabilities:
-        """What it can do beside scoring chains."""
+        """Features beyond scoring chains."""
         return Capabilities()
 
     def new_cache(self) -> KVCache:
-        """A cache without rows."""
+        """Return a cache without rows."""
         ...
 
     def cache_bytes(self, lengths: Sequence[int]) -> int:
-        """Bytes of a cache whose rows have these lengths; 0 where nobody knows."""
+        """Size of a cache whose rows have these lengths, in bytes; 0 if unknown."""
         return 0
 
     def free_bytes(self) -> int:
-        """Memory that is left for caches, beside what they hold."""
+        """Memory available for caches to grow, in bytes."""
         return 1 << 62
 
     def prepare_prompt(self, prompt: Sequence[int], params: SamplingParams) -> PreparedPrompt:
-        """What a prompt comes to for this model. An encoder-decoder reads it as its source."""
+        """Return the prompt in this model's terms; an encoder-decoder takes it as its source."""
         return PreparedPrompt(prompt, params)
 
     def admit(self, rows: Rows, first: int, cache: KVCache) -> None:
-        """Rows from place `first` on are new: give them empty cache rows (an encoder-decoder encodes here)."""
+        """Add empty cache rows for the rows from index `first` on (an encoder-decoder encodes their sources here)."""
         ...
 
     def forward(self, model_input: ModelInput, cache: KVCache) -> ModelOutput:
-        """One pass. The real tokens are appended to the cache; pads are overwritten by whatever comes next."""
+        """Run one pass. Real tokens are appended to the cache; padding is overwritten by later passes."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class DraftStep:
-    """One token that a draft model has just added to each row's draft, and what it thought.
+    """The token that a draft model has just added to each row's draft.
 
-    index: [B] int64, draft tokens before it. token_ids: [B] int64. laws: the laws [B, 1] they were drawn from, with the raw
-    scores. hidden: [B, H], the hidden state that the scores were made of, where the policy asks for it. rows: whose drafts
-    grow, where they are chains that a model draws.
+    index: [B] int64, number of draft tokens before it. token_ids: [B] int64. distributions: [B, 1], which they were drawn from,
+    with the raw scores. hidden: [B, H], the hidden state of the scores, if the policy needs it. rows: the rows, for chains
+    drawn by a model; None otherwise.
     """
 
     index: torch.Tensor
@@ -237,30 +236,30 @@ class DraftStep:
 
 
 class LengthPolicy(Protocol):
-    """How many tokens to guess."""
+    """Number of tokens to draft."""
 
     needs_hidden: bool = False
-    """Whether `keep_drafting` looks at the draft model's hidden state."""
+    """`keep_drafting` reads the draft model's hidden state."""
     remembers: bool = True
-    """Whether lengths for a sampled row may depend on other requests or on measured time; False if they depend on the row alone.
+    """Draft lengths of a sampled row may depend on other requests or on measured time; False if they depend on the row alone.
 
-    If so, a seed that is given again gets other random numbers: its own would meet lengths that were learned from them."""
+    If True, a repeated seed gets other random numbers: its own numbers would be used with lengths that were learned from them."""
 
     def budget(self, rows: Rows) -> list[int]:
-        """Most tokens to guess for each row in this step."""
+        """Maximum number of tokens to draft for each row in this step."""
         ...
 
     def keep_drafting(self, step: DraftStep) -> torch.Tensor | None:
-        """[B] bool after a draft model's token: which rows draft on; None lets all of them.
+        """Rows that continue drafting after a draft model's token, [B] bool; None for all.
 
-        A token stays in the draft whatever it is: dropping it for its own value would condition its law.
+        The token just drawn stays in the draft: dropping it for its own value would condition its distribution.
         """
         return None
 
     def num_to_score(self, rows: Rows, counts: Sequence[int], matched: Sequence[int]) -> Sequence[int]:
-        """How many of the tokens that a look-up found for each row shall be scored; all of them unless a policy chooses.
+        """Number of tokens found by an n-gram drafter that shall be scored, for each row; by default all.
 
-        counts: [B] tokens found. matched: [B] tokens of context that they continue, 0 unknown. Nobody sampled them, so the
+        counts: [B] tokens found. matched: [B] length of the n-gram match, 0 if unknown. The tokens were not sampled, so the
         choice may depend on anything.
         """
         return counts
@@ -274,37 +273,37 @@ class LengthPolicy(Protocol):
         return most
 
     def observe(self, rows: Rows, steps: Sequence[Step]) -> None:
-        """See what a step did to each row, after it."""
+        """Called after each step with its result for each row."""
         return
 
 
 class Drafter(Protocol):
-    """What guesses tokens. Rows are named by their place in the batch; `rearrange` keeps the places true."""
+    """A drafting method. Rows are identified by their index in the batch; `rearrange` reports changes of indices."""
 
     samples: bool = True
-    """Whether tokens for sampled rows may be drawn from a distribution; False if all are point masses."""
+    """Tokens for sampled rows may be drawn from a distribution; False if all are point masses."""
     hidden_layers: tuple[int, ...] = ()
-    """Layers of the target whose hidden states it wants to see, 0 the embeddings: of prompts in `Row.prompt_hidden` when
-    they are admitted, of every later pass in `observe`."""
+    """Layers of the target whose hidden states the drafter needs, 0 for the embeddings: of prompts in `Row.prompt_hidden` at
+    admission, of every later pass in `observe`."""
 
     def admit(self, rows: Rows, first: int) -> None:
-        """Rows from place `first` on are new."""
+        """Called when the rows from index `first` on are new."""
         ...
 
     def propose(self, rows: Rows, budget: Sequence[int], policy: LengthPolicy) -> Proposal:
-        """Guess up to `budget` tokens for each row."""
+        """Draft up to `budget` tokens for each row."""
         ...
 
     def observe(self, rows: Rows, verification: Verification | None, target: ModelOutput | None) -> None:
-        """See what was committed (already in `rows`) and what the target computed."""
+        """Called after each step: the committed tokens are already in `rows`, `target` is the output of the target's pass."""
         ...
 
     def rearrange(self, moves: Sequence[Move], count: int) -> None:
-        """Follow the engine's moves of rows."""
+        """Carry out the engine's moves of rows, then drop the rows from index `count` on."""
         ...
 
     def reset(self) -> None:
-        """Forget every row."""
+        """Drop every row."""
         ...
 
 
@@ -319,20 +318,20 @@ class UsesTargetCache(Protocol):
 
 @runtime_checkable
 class ProposesTrees(Protocol):
-    """A drafter whose proposals have parents; rule and target must take trees."""
+    """A drafter that proposes trees; rule and target must support them."""
 
     branches: int
-    """Most tokens that follow one place."""
+    """Maximum number of children of one node."""
 
 
 @runtime_checkable
 class Remembers(Protocol):
-    """A drafter that may keep something between requests."""
+    """A drafter that may keep state between requests."""
 
     def repeats_seeds(self) -> bool:
-        """Whether what it remembers may decide how sampled tokens are drafted.
+        """True if that state may decide how sampled tokens are drafted.
 
-        Then a seed must not be used twice: its numbers would be tested on guesses that were made of them.
+        Then a seed must not be used twice: its random numbers would test draft tokens that were made of them.
         """
         ...
 
@@ -342,23 +341,23 @@ class Rule(Protocol):
 
     name: str
     exact: bool
-    """Whether the output's law is the target's."""
+    """The output distribution is the target's."""
     needs: RuleNeeds = NO_NEEDS
-    """What it asks of whoever drafts."""
+    """Requirements on drafters."""
     trees: bool = False
-    """Whether it judges proposals with parents."""
+    """The rule verifies trees."""
 
     def __init__(self) -> None:
-        """Without settings; a rule that has some takes them here."""
+        """Without settings; rules with settings take them here."""
         return
 
     def verify(self, target: Distributions, proposal: Proposal, streams: Streams) -> Verification:
-        """Decide how much of the proposal stays, and the token after it."""
+        """Decide how many tokens of the proposal are accepted, and draw the token after them."""
         ...
 
 
 class Observer(Protocol):
-    """Sees each step as it is judged, before anything is committed."""
+    """Called in each step after verification, before anything is committed."""
 
     def __call__(
         self,
@@ -368,7 +367,7 @@ class Observer(Protocol):
         verification: Verification,
         output: ModelOutput,
     ) -> None:
-        """Look and change nothing."""
+        """Read the step's data; must not change anything."""
         ...
 
 

@@ -1,14 +1,15 @@
-"""Randomness that belongs to a request.
+"""Random numbers that belong to a request.
 
-Two kinds of uniforms, both pure functions without state, so that a request draws the same numbers alone or in any batch:
+Two kinds of uniforms, both stateless pure functions, so that a request draws the same numbers alone or in any batch:
 
-- What proposes and tests draft tokens is keyed by (key, level, start, purpose, offset): the request's key, the cascade
-  level, the length when the step began, and the place within the step. A test that failed is never met again.
-- What *writes* a token, after a rejection, after none, or in place of a guess that nobody sampled, is keyed by (key, level,
-  position). A position is written once, so the number is used once, and it does not depend on how steps were cut: under
-  look-up drafters, whatever they guess or remember, the text is that of plain decoding with the same seed.
+- Uniforms that draw and test draft tokens are keyed by (key, level, start, purpose, offset): the request's key, the cascade
+  level, the committed length at the start of the step, and the offset within the step. The uniform of a failed test is never
+  reused.
+- Uniforms that draw a committed token (residual, bonus, or the target's draw at a draft token that was not sampled) are keyed by
+  (key, level, position). Each position is committed once, so each uniform is used once, and it does not depend on where steps
+  begin: with n-gram drafters the text is that of plain decoding with the same seed.
 
-A row's key is its seed; a drafter that decodes itself gets keys derived from the step's. Knows nothing of laws.
+A row's key is its seed; a drafter that runs the step itself gets keys derived from the step's. Knows no distributions.
 
 The mixing function is the finaliser of splitmix64 (Steele et al. 2014), chained over the fields, in wrapping int64.
 """
@@ -22,7 +23,7 @@ import torch
 
 
 class Purpose(IntEnum):
-    """What a number is for; two purposes never share one."""
+    """Use of a random number; two purposes never share one."""
 
     DRAFT = 1
     ACCEPT = 2
@@ -31,7 +32,7 @@ class Purpose(IntEnum):
 
 
 def _signed(value: int) -> int:
-    """64 bits read as a signed integer."""
+    """64 bits as a signed integer."""
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
@@ -48,7 +49,7 @@ def _mix_int(x: int) -> int:
 
 
 def derive(key: int, *values: int) -> int:
-    """A key for streams of their own, as a function of a key and some small integers, in [0, 2^63)."""
+    """Derive a key in [0, 2^63) from a key and some small integers, for independent streams."""
     state = _mix_int((key + 0x9E3779B97F4A7C15) & _MASK)
     for value in values:
         state = _mix_int((state * 3 + (value + 1) * 0x9E3779B97F4A7C15) & _MASK)
@@ -56,7 +57,7 @@ def derive(key: int, *values: int) -> int:
 
 
 def _words(x: torch.Tensor) -> Any:
-    """Where wrapping int64 are mixed: on a host in numpy, whose small operations cost a fraction of PyTorch's."""
+    """The array in which int64 are mixed: NumPy on the CPU, whose small operations cost a fraction of PyTorch's."""
     return x.numpy() if x.device.type == "cpu" else x
 
 
@@ -78,20 +79,20 @@ def _absorb(state: Any, value: Any) -> Any:
 
 
 def _unit(bits: Any) -> torch.Tensor:
-    """int64 -> float64 in (0, 1): 52 random bits, centred so that neither end is reached."""
+    """int64 -> float64 in (0, 1): 52 random bits, centred so that neither 0 nor 1 occurs."""
     words: torch.Tensor = bits if isinstance(bits, torch.Tensor) else torch.from_numpy(bits)
     return ((words >> 12) & ((1 << 52) - 1)).double().add_(0.5).mul_(2.0**-52)
 
 
 class Streams:
-    """The random streams of B rows in one step.
+    """Random streams of B rows in one step.
 
-    seeds, starts: [B] int64; starts are the committed lengths. keys: [B] int64, what uniforms are made of; None takes the
-    seeds. shares_noise: tokens are drawn with Gumbel noise that is a function of (seed, position, token) alone (Daliri et al.
-    2024) instead of by an inverse CDF.
+    seeds, starts: [B] int64; starts are the committed lengths. keys: [B] int64, keys of the uniforms; None stands for the seeds.
+    shares_noise: tokens are drawn with Gumbel noise that is a function of (seed, position, token) alone (Daliri et al. 2024)
+    instead of by inverse CDF.
     """
 
-    __slots__ = ("_step", "_writes", "keys", "level", "seeds", "shares_noise", "starts")
+    __slots__ = ("_by_position", "_by_step", "keys", "level", "seeds", "shares_noise", "starts")
 
     def __init__(
         self,
@@ -104,30 +105,30 @@ class Streams:
     ) -> None:
         self.seeds, self.starts, self.level, self.shares_noise = seeds, starts, level, shares_noise
         self.keys = seeds if keys is None else keys
-        self._step: Any = None
-        self._writes: Any = None
+        self._by_step: Any = None
+        self._by_position: Any = None
 
     def uniform(self, purpose: Purpose, offsets: torch.Tensor) -> torch.Tensor:
-        """Numbers of this step. offsets: [B, n] or [n] int64 -> [B, n] float64 in (0, 1)."""
-        if self._step is None:
-            self._step = _absorb(_absorb(_absorb(self._opened(), 0), _words(self.starts)), self.level)
-        return _unit(_absorb(_absorb(self._step, int(purpose))[:, None], _words(offsets)))
+        """Uniforms of this step. offsets: [B, n] or [n] int64 -> [B, n] float64 in (0, 1)."""
+        if self._by_step is None:
+            self._by_step = _absorb(_absorb(_absorb(self._initial(), 0), _words(self.starts)), self.level)
+        return _unit(_absorb(_absorb(self._by_step, int(purpose))[:, None], _words(offsets)))
 
-    def writing(self, offsets: torch.Tensor) -> torch.Tensor:
-        """Numbers that write the tokens at absolute positions. offsets from the start: [B, n] or [n] -> [B, n] in (0, 1)."""
-        if self._writes is None:
-            self._writes = _absorb(_absorb(self._opened(), int(Purpose.TARGET)), self.level)
-        return _unit(_absorb(self._writes[:, None], _words(self.starts)[:, None] + _words(offsets)))
+    def position_uniform(self, offsets: torch.Tensor) -> torch.Tensor:
+        """Uniforms of absolute positions. offsets: from the start, [B, n] or [n] int64 -> [B, n] float64 in (0, 1)."""
+        if self._by_position is None:
+            self._by_position = _absorb(_absorb(self._initial(), int(Purpose.TARGET)), self.level)
+        return _unit(_absorb(self._by_position[:, None], _words(self.starts)[:, None] + _words(offsets)))
 
-    def _opened(self) -> Any:
+    def _initial(self) -> Any:
         return _mix(_words(self.keys) + _GOLDEN)
 
     def gumbel(self, row: torch.Tensor, offset: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Gumbel(0, 1) noise for tokens at absolute positions.
+        """Gumbel(0, 1) noise of tokens at absolute positions.
 
-        row, offset: int64, batch index and offset from the row's start, of one shape that broadcasts with tokens: one place
-        and its tokens, or a place for each token. tokens: [n] int64 -> [n] float32.
-        Depends on (seed, position, token) alone: drafter, target and plain decoding meet the same noise.
+        row, offset: int64, batch index and offset from the row's start, broadcast with tokens: one position for all tokens, or
+        one for each. tokens: [n] int64 -> [n] float32. A function of (seed, position, token) alone: the same for drafter,
+        target and plain decoding.
         """
         position = self.starts[row] + offset
         key = _absorb(_absorb(_mix(self.seeds[row] + _GOLDEN), int(Purpose.COUPLED)), position)

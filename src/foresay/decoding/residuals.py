@@ -1,4 +1,4 @@
-"""What a rejection leaves of the target's law."""
+"""Residual distribution of the target after a rejection."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 def residual(target_probs: torch.Tensor, draft_probs: torch.Tensor) -> torch.Tensor:
-    """Residual law after a rejection: norm(max(0, p - q)) (Leviathan et al. 2023, Alg. 1).
+    """Residual distribution after a rejection: norm(max(0, p - q)) (Leviathan et al. 2023, Alg. 1).
 
     target_probs, draft_probs: [..., V] -> [..., V], rows sum to 1.
     Where p <= q everywhere up to rounding the mass is 0 and p is returned: such a rejection has probability below

@@ -1,6 +1,6 @@
-"""What is being decoded: a `Row` for each request, and the `Rows` of one step in cache order.
+"""Sequences that are being decoded: a `Row` for each request, and the `Rows` of one step in cache order.
 
-Owns a row's tokens and where its random streams come from. Knows no model, no text and no rule.
+Owns a row's tokens and the keys of its random streams. Knows no model, no text and no rule.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ IntArray = npt.NDArray[np.int64]
 
 
 StopCondition = Callable[[Sequence[int]], int | None]
-"""Called with the tokens about to be committed; returns how many to keep when the output ends among them, else None.
-It is asked once for every committed token and may keep state."""
+"""Called with the tokens about to be committed; returns the number to keep if the output ends among them, else None.
+Each committed token is passed once, so that the condition may keep state."""
 
 
 class Row:
-    """One request while it is decoded: its tokens so far, and what it asked for."""
+    """One request while it is decoded: its tokens so far and its parameters."""
 
     __slots__ = (
         "_buffer",
@@ -57,9 +57,9 @@ class Row:
         stop: StopCondition | None = None,
         source: Sequence[int] | IntArray | None = None,
     ) -> None:
-        """prompt: at least one token id. limit: most tokens the row may ever hold, prompt included.
+        """prompt: at least one token id. limit: maximum length of the row, prompt included.
 
-        source: what an encoder-decoder's encoder reads; the prompt is then what its decoder starts from.
+        source: input of an encoder-decoder's encoder; the prompt is then the start of its decoder.
         """
         self.request_id, self.params, self.seed, self.limit = request_id, params, seed, limit
         self.stop = stop
@@ -71,28 +71,28 @@ class Row:
         self._buffer[: self.size] = prompt
         self.extras: dict[str, Any] = {}
         self.num_cached = 0
-        """Prompt tokens whose slots were another row's."""
+        """Prompt tokens whose keys and values were copied from another row."""
         self.prompt_hidden: Mapping[int, torch.Tensor] = {}
-        """The target's hidden states of the prompt but its last token, layer -> [size - 1, H], for a drafter that asked for
-        them; there while it admits the row, and as long as others may begin with what it holds."""
+        """The target's hidden states of the prompt without its last token, layer -> [size - 1, H], if the drafter requests them.
+        Available while the drafter admits the row, and while other rows may share its prefix."""
 
     @property
     def tokens(self) -> IntArray:
-        """Prompt and committed output, [size] int64; a view that the next `extend` may outdate."""
+        """Prompt and committed output, [size] int64; a view that the next `extend` may invalidate."""
         return self._buffer[: self.size]
 
     @property
     def num_new(self) -> int:
-        """Committed output tokens."""
+        """Number of committed output tokens."""
         return self.size - self.prompt_length
 
     @property
     def remaining(self) -> int:
-        """Tokens that may still be committed."""
+        """Number of tokens that may still be committed."""
         return self.limit - self.size
 
     def ends_with(self, token: int, num_new: int) -> bool:
-        """Whether the output ends with `token` as its `num_new`-th: an end token behind the least length."""
+        """True if the output ends with `token` as its `num_new`-th: an end token after the minimum length."""
         return token in self.eos and num_new > self.params.min_new_tokens
 
     @property
@@ -103,16 +103,16 @@ class Row:
         return np.concatenate([self.source, self.tokens[self.prompt_length :]])
 
     def as_decoder_only(self) -> Row:
-        """This row as a decoder-only model reads it: source and output as one text."""
+        """Return this row for a decoder-only model: source and output as one sequence."""
         out = Row(self.request_id, self.full_context, self.params, seed=self.seed, limit=self.limit, eos=self.eos)
         out.rng_key, out.committed = self.rng_key, self.committed
         return out
 
     def with_draft(self, token_ids: Sequence[int], key: int) -> Row:
-        """This row with tokens guessed behind it: what a drafter that drafts further sees.
+        """Return this row extended by draft tokens, as input of a further drafter.
 
-        `committed` stays the engine's row, whose tokens are committed; `key` seeds what is drawn for it. It never stops on
-        strings, which are conditions of committed text.
+        `committed` stays the engine's row; `key` is the key of its random streams. It never stops on strings, which are
+        conditions of committed text.
         """
         out = Row.__new__(Row)
         out.request_id, out.params, out.seed, out.limit = self.request_id, self.params, self.seed, self.limit
@@ -138,14 +138,14 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class RuleNeeds:
-    """What an acceptance rule asks of whoever drafts for it, and lets them know."""
+    """Requirements of an acceptance rule on drafters."""
 
     shares_noise: bool = False
     """Drafter and target draw with the same noise, keyed by position."""
     confidence: bool = False
-    """It looks at `Proposal.confidence`."""
+    """The rule reads `Proposal.confidence`."""
     ignores_drafts: bool = False
-    """What is written depends on the target alone, never on what was guessed."""
+    """The output depends on the target alone, never on the draft tokens."""
 
 
 NO_NEEDS = RuleNeeds()
@@ -154,8 +154,8 @@ NO_NEEDS = RuleNeeds()
 class Rows:
     """The active rows of one step, in cache order, with their random streams.
 
-    Immutable in membership: the engine makes a new one when rows join or leave, so that `memo` may hold what
-    depends on the membership and the parameters alone.
+    Membership is fixed: the engine builds new Rows when rows join or leave, so that `memo` may cache anything that depends on the
+    membership and the parameters alone.
     """
 
     __slots__ = ("column_cost", "level", "memo", "needs", "ragged", "rows")
@@ -169,20 +169,20 @@ class Rows:
         ragged: bool = False,
         column_cost: float | None = None,
     ) -> None:
-        """needs: the rule's. level: 0 for the engine's rows, one more for each drafter that drafts by decoding itself.
+        """needs: of the rule. level: 0 for the engine's rows, plus one for each drafter that runs the step itself.
 
-        ragged: the target's passes over them take the time of their real tokens, not that of the longest row. column_cost: what
-        is known of them before any was timed; see Capabilities.
+        ragged: the time of the target's passes depends on the number of real tokens, not on the longest row. column_cost: see
+        `Capabilities`.
         """
         self.rows, self.column_cost = tuple(rows), column_cost
         self.needs, self.level, self.ragged = needs, level, ragged
         self.memo: dict[str, Any] = {}
 
     def with_draft(self, drafted: Sequence[Sequence[int]], tag: int) -> Rows:
-        """The rows with tokens guessed behind them, a level deeper, with random streams of their own.
+        """Return the rows extended by draft tokens, one level deeper, with independent random streams.
 
-        drafted: B lists of tokens. tag: tells apart those who draft from the same rows in one step. Keys are derived
-        from (key, level, start, tag), so that nothing drawn for one drafter is drawn again for another.
+        drafted: B lists of tokens. tag: distinguishes drafters that extend the same rows in one step. Keys are derived from
+        (key, level, start, tag), so that no two drafters draw the same numbers.
         """
         rows = [
             row.with_draft(tokens, derive(row.rng_key, self.level, row.size, tag))
@@ -193,11 +193,11 @@ class Rows:
         return out
 
     def as_decoder_only(self) -> Rows:
-        """The rows as a decoder-only model reads an encoder-decoder's requests: source and output as one text."""
+        """Return an encoder-decoder's rows for a decoder-only model: source and output as one sequence."""
         return self.like([row.as_decoder_only() for row in self.rows])
 
     def like(self, rows: Sequence[Row], *, confidence: bool | None = None) -> Rows:
-        """Other rows in the place of these, with the same parameters; perhaps for a rule that needs confidence."""
+        """Return Rows of other rows with the same settings and memo; optionally for a rule that needs confidence."""
         needs = self.needs if confidence is None else replace(self.needs, confidence=confidence)
         out = Rows(rows, needs=needs, level=self.level, ragged=self.ragged, column_cost=self.column_cost)
         out.memo = self.memo
@@ -213,7 +213,7 @@ class Rows:
         return self.rows[index]
 
     def streams(self, device: torch.device) -> Streams:
-        """The rows' random streams at their present lengths."""
+        """Return the rows' random streams at their present lengths."""
         key = f"seeds {device}"
         if key not in self.memo:
             self.memo[key] = torch.tensor([row.seed for row in self], device=device)
@@ -223,7 +223,7 @@ class Rows:
 
 
 def common_prefix(a: IntArray, b: IntArray) -> int:
-    """How many tokens two contexts share from the start."""
+    """Length of the longest common prefix of two contexts."""
     size = min(len(a), len(b))
     different = np.flatnonzero(a[:size] != b[:size])
     return int(different[0]) if len(different) else size

@@ -1,4 +1,4 @@
-"""What one request asks for, checked when it is made."""
+"""Sampling parameters of one request, validated at construction."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def _token_ids(name: str, value: Any) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """What one request asks for. Validates itself: a ConfigError names the field, the value and the bound."""
+    """Sampling parameters of one request. Raises ConfigError, which names the field, the value and the bound."""
 
     max_new_tokens: int = 256
-    """Tokens to write at most; the context limit may end the request earlier."""
+    """Maximum number of tokens to generate; the context limit may end the request earlier."""
     min_new_tokens: int = 0
     """No stop token, and no stop string, ends the output before this many tokens."""
     temperature: float = 0.0
@@ -52,19 +52,19 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """Added to the logits of these token ids."""
     allowed_token_ids: tuple[int, ...] | None = None
-    """When given, no other token is ever written."""
+    """If given, no other token is ever generated."""
     banned_token_ids: tuple[int, ...] = ()
-    """Never written."""
+    """Tokens that are never generated."""
     processors: tuple[LogitsProcessor, ...] = ()
     """transformers LogitsProcessors, applied after the penalties and biases, before the temperature."""
     seed: int | None = None
-    """Stream of the request's randomness; None draws one and reports it."""
+    """Seed of the request's random numbers; None draws one and reports it."""
     stop_token_ids: tuple[int, ...] = ()
-    """End the output, beside the model's own end-of-sequence tokens; the stop token stays in the ids."""
+    """Tokens that end the output, in addition to the model's end-of-sequence tokens; the stop token stays in the ids."""
     stop: tuple[str, ...] = ()
     """Strings that end the output; the text is cut before the first of them."""
     ignore_eos: bool = False
-    """Write on past the model's end-of-sequence tokens (stop_token_ids still stop)."""
+    """Continue after the model's end-of-sequence tokens (stop_token_ids still stop)."""
     logprobs: int | None = None
     """Report the log-probability of each token, and of this many likeliest ones, under the raw logits."""
 
@@ -92,7 +92,7 @@ class SamplingParams:
             raise ConfigError(f"ignore_eos={self.ignore_eos!r} must be True or False")
 
     def _check_tokens(self) -> None:
-        """Copy the collections, so that what was validated stays, and refuse contradictions among them."""
+        """Copy the collections, so that later changes by the caller have no effect, and refuse contradictions."""
         put = object.__setattr__
         stop = (self.stop,) if isinstance(self.stop, str) else self._items("stop")
         if any(not isinstance(s, str) or not s for s in stop):
@@ -105,7 +105,7 @@ class SamplingParams:
             allowed = _token_ids("allowed_token_ids", self.allowed_token_ids)
             if not set(allowed) - set(self.banned_token_ids):
                 raise ConfigError(
-                    "allowed_token_ids is empty, or all of it is in banned_token_ids: nothing can be written"
+                    "allowed_token_ids is empty, or all of it is in banned_token_ids: no token can be generated"
                 )
             put(self, "allowed_token_ids", allowed)
         if not isinstance(self.logit_bias, Mapping):
@@ -123,12 +123,12 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the law is a point mass."""
+        """True if the distribution is a point mass."""
         return self.temperature == 0
 
     @property
     def processes(self) -> bool:
-        """Whether anything but min_new_tokens changes the logits before the temperature."""
+        """True if a parameter other than min_new_tokens changes the logits before the temperature."""
         return bool(
             self.repetition_penalty != 1.0
             or self.presence_penalty
@@ -141,7 +141,7 @@ class SamplingParams:
 
     @classmethod
     def of(cls, params: SamplingParams | None = None, **changes: Any) -> SamplingParams:
-        """`params` with some fields changed; an unknown name raises with the nearest match."""
+        """Return `params` with some fields changed. Raises UnknownNameError, which suggests the nearest name."""
         known = {f.name for f in fields(cls)}
         for name in changes:
             if name not in known:

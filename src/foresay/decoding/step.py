@@ -1,8 +1,8 @@
-"""The one step: propose, score, judge, commit, rewind.
+"""The decoding step: propose, score, verify, commit, rewind.
 
-Everything that decodes calls this function: plain decoding is a budget of 0, a batch of one is a batch, and a cascade is
-a drafter that calls it with a target of its own. It knows neither requests nor texts; it is given rows whose caches lack
-their last token, and perhaps a few before it, and leaves caches that lack exactly the last one.
+All decoding calls this function: plain decoding is a budget of 0, a single prompt is a batch of one, and a cascade is a drafter
+that calls it with its own target. Knows neither requests nor text. On entry the rows' caches lack the last token, and possibly
+some before it; on return they lack exactly the last one.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def step(
     policy: LengthPolicy,
     observers: Sequence[Observer] = (),
 ) -> list[Step]:
-    """One target pass over all rows, and what it commits to each. One Step per row, in order.
+    """Run one target pass over all rows and commit its result; return one Step per row, in order.
 
-    A row with no token remaining takes no part: nothing of it is fed, and its Step is empty. A row whose processors fail at a
-    place that the verification reaches keeps the tokens before it and ends with FinishReason.ERROR; nobody else notices.
+    A row with no token remaining is not fed, and its Step is empty. A row whose processors fail at a position that verification
+    reaches keeps the tokens before it and ends with FinishReason.ERROR; other rows are not affected.
     """
     began = perf_counter()
     proposal = propose(rows, target, drafter, policy)
@@ -57,7 +57,7 @@ def step(
     scored = perf_counter()
     with threads.all_threads(0 if output.logits is None else output.logits.numel()):
         distributions = output.distributions(rows, proposal)
-        verification = rule.verify(distributions, verifiable(proposal, distributions), rows.streams(target.device))
+        verification = rule.verify(distributions, before_failures(proposal, distributions), rows.streams(target.device))
     for observer in observers:
         observer(rows, proposal, distributions, verification, output)
     committed = commit(rows, proposal, verification, output, distributions)
@@ -88,7 +88,7 @@ def step(
 
 
 def propose(rows: Rows, target: LanguageModel, drafter: Drafter | None, policy: LengthPolicy) -> Proposal:
-    """The drafter's guess, never longer than what the row may still commit besides the target's own token."""
+    """Return the drafter's proposal; a draft is shorter than the row's remaining tokens, one of which is the target's own."""
     if drafter is None:
         return Proposal.empty(len(rows), target.device)
     budget = [max(0, min(n, row.remaining - 1)) for n, row in zip(policy.budget(rows), rows, strict=True)]
@@ -98,9 +98,9 @@ def propose(rows: Rows, target: LanguageModel, drafter: Drafter | None, policy: 
 def score(
     rows: Rows, proposal: Proposal, target: LanguageModel, cache: KVCache, hidden_layers: tuple[int, ...]
 ) -> ModelOutput:
-    """The target's scores after each row's last token and after each of its draft tokens, [B, 1 + K, V], in one pass.
+    """Return the target's scores after each row's last token and after each draft token, [B, 1 + K, V], in one pass.
 
-    What the cache lacks is fed along, so that a model that sat out a step needs no pass of its own.
+    Tokens that the cache lacks are fed in the same pass, so that a model that was inactive for a step needs no extra pass.
     """
     unseen = [row.size - cache.lengths[i] if row.remaining > 0 else 0 for i, row in enumerate(rows)]
     counts = [u + n if u else 0 for u, n in zip(unseen, proposal.num_tokens, strict=True)]
@@ -125,28 +125,28 @@ def score(
     return output.at(columns - 1, [max(0, u - 1) for u in unseen])
 
 
-def verifiable(proposal: Proposal, distributions: Distributions) -> Proposal:
-    """The proposal without what lies beyond a place where nothing can be written.
+def before_failures(proposal: Proposal, distributions: Distributions) -> Proposal:
+    """Return the proposal without the draft tokens after a position where no token can be generated.
 
-    The tokens up to that place stay, so that no token is dropped for its own value; the place itself is then where the
-    rule would write the next token, and `commit` ends the row if it does.
+    The tokens up to that position are kept, so that no token is dropped for its own value. If the rule reaches the position,
+    `commit` ends the row there.
     """
     if not distributions.failures:
         return proposal
     counts, parents = list(proposal.num_tokens), proposal.parents
     if parents is None:
-        for i, place in distributions.failures:
-            counts[i] = min(counts[i], place)
+        for i, position in distributions.failures:
+            counts[i] = min(counts[i], position)
         return dataclasses.replace(proposal, num_tokens=counts)
-    parents, own = parents.clone(), torch.arange(proposal.width, device=parents.device)
-    for i, place in distributions.failures:
-        parents[i] = torch.where(parents[i] == place - 1, own, parents[i])  # no walk stands at its own column
+    parents, itself = parents.clone(), torch.arange(proposal.width, device=parents.device)
+    for i, position in distributions.failures:
+        parents[i] = torch.where(parents[i] == position - 1, itself, parents[i])  # a node below itself is never visited
     return dataclasses.replace(proposal, parents=parents)
 
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """What a step commits to one row. path: columns of the accepted draft tokens that were kept, in order."""
+    """Result of a step for one row. path: indices of the committed draft tokens in the proposal, in order."""
 
     token_ids: list[int]
     origins: tuple[Origin, ...]
@@ -159,32 +159,32 @@ class Committed:
 
     @property
     def num_accepted(self) -> int:
-        """Draft tokens that were kept."""
+        """Number of committed draft tokens."""
         return len(self.path)
 
 
 def commit(
     rows: Rows, proposal: Proposal, verification: Verification, output: ModelOutput, distributions: Distributions
 ) -> list[Committed]:
-    """Append the accepted tokens and the extra one, cut at the first stop. The only place that waits for the device."""
+    """Append the accepted tokens and the extra one, cut at the first stop. Waits for the device once."""
     out: list[Committed] = []
     for i, (row, one) in enumerate(zip(rows, _read(proposal, verification), strict=True)):
         drafted = proposal.num_tokens[i]
-        place = one.path[-1] + 1 if one.path else 0
-        error = distributions.failures.get((i, place))
+        position = one.path[-1] + 1 if one.path else 0
+        error = distributions.failures.get((i, position))
         kept, reason = cut(row, [*one.accepted, *([one.extra] if error is None else [])])
         if error is not None and reason is not None:
-            error = None  # it ended before it got there
+            error = None  # the row stopped before the failed position
         row.extend(kept)
         path, tested = one.path, one.tested
-        if len(kept) <= len(path):  # what lies after a stop is not counted either
+        if len(kept) <= len(path):  # draft tokens after a stop are not counted
             path = path[: len(kept)]
             drafted, tested = len(kept), tested[: len(kept)]
         last = Origin.RESIDUAL if len(path) < drafted else Origin.BONUS
         origins = ((Origin.DRAFT,) * len(path) + (last,))[: len(kept)]
-        asked = row.params.logprobs if rows.level == 0 else None
-        columns = [0, *(column + 1 for column in path)][: len(kept)]
-        logprobs = None if asked is None else token_logprobs(output.scores()[i][columns], kept, asked)
+        num_top = row.params.logprobs if rows.level == 0 else None
+        positions = [0, *(index + 1 for index in path)][: len(kept)]
+        logprobs = None if num_top is None else token_logprobs(output.scores()[i][positions], kept, num_top)
         reason = FinishReason.ERROR if error is not None else reason
         out.append(Committed(kept, origins, drafted, path, tested, reason, error, logprobs))
     return out
@@ -192,7 +192,7 @@ def commit(
 
 @dataclass(frozen=True, slots=True)
 class _RowVerification:
-    """One row's verification, on the host."""
+    """Verification result of one row, on the host."""
 
     accepted: list[int]
     extra: int
@@ -201,7 +201,7 @@ class _RowVerification:
 
 
 def _read(proposal: Proposal, verification: Verification) -> list[_RowVerification]:
-    """The verification of each row, in one transfer."""
+    """Copy the verification results to the host, in one transfer."""
     width = proposal.width
     columns = [
         verification.num_accepted[:, None],
@@ -228,11 +228,11 @@ def _read(proposal: Proposal, verification: Verification) -> list[_RowVerificati
 def rewind(
     rows: Rows, proposal: Proposal, committed: Sequence[Committed], starts: Sequence[int], cache: KVCache
 ) -> None:
-    """Leave each cache row with all that is committed but its last token. starts: the cache's lengths before the pass."""
+    """Truncate each cache row to the committed tokens but the last. starts: the cache's lengths before the pass."""
     if proposal.parents is not None:
         paths: list[list[int]] = []
         for row, one, start in zip(rows, committed, starts, strict=True):
-            if row.remaining <= 0 and not one.token_ids:  # it took no part
+            if row.remaining <= 0 and not one.token_ids:  # the row was not fed
                 paths.append([])
                 continue
             unseen = row.size - len(one.token_ids) - start
@@ -242,7 +242,7 @@ def rewind(
 
 
 def cut(row: Row, tokens: Sequence[int]) -> tuple[list[int], FinishReason | None]:
-    """The tokens up to the first stop (token, string, length or context), that one included, and why it ended there."""
+    """Return the tokens up to and including the first stop (token, string, length or context), and the finish reason."""
     kept = list(tokens[: row.remaining])
     reason = FinishReason.LENGTH if len(kept) == row.remaining else None
     for i, token in enumerate(kept):
@@ -257,7 +257,7 @@ def cut(row: Row, tokens: Sequence[int]) -> tuple[list[int], FinishReason | None
 
 
 def token_logprobs(scores: torch.Tensor, kept: Sequence[int], top: int) -> tuple[TokenLogprob, ...]:
-    """Log-probabilities of tokens under the raw logits, and the `top` likeliest. scores: [n, V], row t scores kept[t]."""
+    """Log-probabilities of tokens under the raw logits, and the `top` likeliest. scores: [n, V], row t of token kept[t]."""
     logprobs = scores.float().log_softmax(-1)
     chosen = logprobs.gather(1, torch.tensor(kept, dtype=torch.int64, device=scores.device)[:, None])[:, 0].tolist()
     values, ids = logprobs.topk(min(top, logprobs.shape[-1])) if top else (logprobs[:, :0], logprobs[:, :0].long())

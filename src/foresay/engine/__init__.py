@@ -1,4 +1,4 @@
-"""Requests in, Steps out: scheduling, stops, failures and statistics around the one step."""
+"""Continuous batching: admission, scheduling, stops, failures and statistics around the decoding step."""
 
 from foresay.engine.loop import Engine
 from foresay.engine.stats import Stats

@@ -1,8 +1,8 @@
-"""Filling prompts between decoding steps: whose turn it is, and how many tokens at a time.
+"""Chunked prefill between decoding steps: which row is next, and how many tokens.
 
-Rows that decode wait for about `wait_s` seconds at most: a piece has as many tokens as lately took that long. A long prompt keeps
-nobody from starting either: the oldest row and the one with the least left take turns. Where the bits of a pass depend on its
-shape, pieces keep their size. Knows no requests, and nothing of what comes after filling.
+Decoding rows wait for about `wait_s` seconds at most: the size of a chunk is set by the measured prefill speed. A long prompt
+does not delay short ones: the oldest row and the one with the fewest tokens left take turns. If the bits of a pass depend on
+its shape, chunks have a fixed size. Knows no requests.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from foresay.decoding.rows import Row, Rows
 from foresay.engine.prefixes import PrefixStore
 
 WAIT_S = 0.3
-"""Seconds that rows which decode wait for prompts between two steps, by default."""
+"""Default time that decoding rows wait for prefill between two steps, in seconds."""
 OFFLINE_WAIT_S = 10.0
-"""The same where nobody reads tokens as they come: larger pieces take less time in all."""
-_TOKENS = 512
-"""Tokens of a piece before any was timed, or without a clock, and of the largest one."""
-_SHARE = 0.25
-"""Of the wait, what filling gets even where steps take longer."""
-_LEAST = 16
-"""Tokens of the smallest piece."""
+"""The same if no tokens are streamed: larger chunks take less time in total."""
+_MAX_CHUNK = 512
+"""Tokens of the largest chunk, and of chunks before any was timed or without a clock."""
+_MIN_SHARE = 0.25
+"""Fraction of the wait that prefill gets even if decoding steps take longer."""
+_MIN_CHUNK = 16
+"""Tokens of the smallest chunk."""
 
 
 @runtime_checkable
 class SwapsRows(Protocol):
-    """A cache whose rows can change places, so that a row may be filled before one ahead of it."""
+    """A cache whose rows can be exchanged, so that rows may be prefilled out of order."""
 
     def swap(self, one: int, other: int) -> None:
         """Exchange two rows."""
@@ -39,7 +39,7 @@ class SwapsRows(Protocol):
 
 
 class ChunkedPrefill:
-    """Fills the prompts of an engine's rows."""
+    """Prefills the prompts of an engine's rows."""
 
     def __init__(
         self,
@@ -48,90 +48,92 @@ class ChunkedPrefill:
         wait_s: float = WAIT_S,
         clock: Callable[[], float] | None = perf_counter,
     ) -> None:
-        """clock: by which pieces are sized, in seconds; None for processes that compute one model and must agree on them.
+        """clock: returns seconds, for the size of chunks; None for the processes of one model, which must use equal chunks.
 
-        Raises ConfigError for a wait that is not positive.
+        Raises ConfigError unless wait_s is positive.
         """
         self._target, self._prefixes = target, prefixes
         self.wait_s = check_float("prefill_wait_s", wait_s, 0.001, 1e6)
         self._clock = clock if target.capabilities.prefill_in_any_pieces else None
         self._tokens_per_s: float | None = None
         self._turns = 0
-        self._left = self.wait_s
-        """Seconds that filling may take now."""
+        self._budget_s = self.wait_s
+        """Time for prefill before the next step."""
 
     def between_steps(
         self, cache: KVCache, items: list[Row], decoding: int, hidden_layers: tuple[int, ...], step_s: float
     ) -> int:
-        """Fill prompts of the rows after the first `decoding`, and return how many rows decode then.
+        """Prefill rows after the first `decoding`; return the new number of decoding rows.
 
-        items: rows in cache order; those that are filled change places with the ones before them. When no row decodes yet,
-        filling goes on until one is filled, or for as long as rows that decode would wait. step_s: seconds of the last decoding
-        step, which are a part of the wait.
+        items: rows in cache order; prefilled rows are exchanged with those before them. If no row decodes yet, prefill continues
+        until one is complete, or for as long as decoding rows would wait. step_s: duration of the last decoding step, which is a
+        part of the wait.
         """
-        filled = 0
+        done = 0
         began = 0.0 if self._clock is None else self._clock()
-        self._left = max(self.wait_s - (step_s if decoding else 0.0), _SHARE * self.wait_s)
+        self._budget_s = max(self.wait_s - (step_s if decoding else 0.0), _MIN_SHARE * self.wait_s)
         while decoding < len(items):
             rows = Rows(items)
-            waiting = frozenset[int]() if self._prefixes is None else self._prefixes.fill(cache, rows, decoding)
-            place = self._turn(cache, rows, decoding, waiting)
-            until = min((i for i in waiting if i > place), default=None)
-            count = self._fill(cache, rows, place, hidden_layers, until, filled if decoding else 0)
-            before, decoding = decoding, self._joined(cache, items, decoding)
-            filled += count
-            late = self._clock is not None and self._clock() - began > self._left
-            full = decoding > 0 and self._piece() - filled < _LEAST
+            waiting = frozenset[int]() if self._prefixes is None else self._prefixes.copy_into(cache, rows, decoding)
+            index = self._next_row(cache, rows, decoding, waiting)
+            until = min((i for i in waiting if i > index), default=None)
+            count = self._prefill(cache, rows, index, hidden_layers, until, done if decoding else 0)
+            before, decoding = decoding, self._join(cache, items, decoding)
+            done += count
+            late = self._clock is not None and self._clock() - began > self._budget_s
+            full = decoding > 0 and self._chunk() - done < _MIN_CHUNK
             if late or full or (not count and decoding == before):
                 break
         return decoding
 
-    def _piece(self) -> int:
-        """Tokens that may be filled between two steps."""
+    def _chunk(self) -> int:
+        """Number of tokens to prefill between two steps."""
         if self._clock is None or self._tokens_per_s is None:
-            return _TOKENS
-        return int(min(max(self._tokens_per_s * self._left, _LEAST), _TOKENS))
+            return _MAX_CHUNK
+        return int(min(max(self._tokens_per_s * self._budget_s, _MIN_CHUNK), _MAX_CHUNK))
 
-    def _turn(self, cache: KVCache, rows: Rows, first: int, waiting: frozenset[int]) -> int:
-        """The row to fill, by turns the shortest and the oldest. waiting: rows that wait for the beginning of another."""
-        able = [i for i in range(first, len(rows)) if i not in waiting and pending(rows, cache, i) > 0]
-        if not able or not isinstance(cache, SwapsRows):
+    def _next_row(self, cache: KVCache, rows: Rows, first: int, waiting: frozenset[int]) -> int:
+        """Index of the row to prefill, in turns the shortest and the oldest. waiting: rows that wait for a common prefix."""
+        ready = [i for i in range(first, len(rows)) if i not in waiting and pending(rows, cache, i) > 0]
+        if not ready or not isinstance(cache, SwapsRows):
             return first
         self._turns += 1
         if self._turns % 2:
-            return min(able, key=lambda i: (pending(rows, cache, i), rows[i].request_id))
-        return min(able, key=lambda i: rows[i].request_id)
+            return min(ready, key=lambda i: (pending(rows, cache, i), rows[i].request_id))
+        return min(ready, key=lambda i: rows[i].request_id)
 
-    def _fill(
+    def _prefill(
         self,
         cache: KVCache,
         rows: Rows,
-        place: int,
+        index: int,
         hidden_layers: tuple[int, ...],
         until: int | None,
-        filled: int,
+        done: int,
     ) -> int:
-        """Fill one piece from a row on, and time it. filled: tokens since the last step, where rows decode."""
+        """Prefill one chunk from a row on, and time it. done: tokens prefilled since the last step, if rows decode."""
         if self._clock is None:
-            return prefill_chunk(self._target, cache, rows, place, hidden_layers, until)
-        began, piece = self._clock(), self._piece()
-        count = prefill_chunk(self._target, cache, rows, place, hidden_layers, until, max(piece - filled, _LEAST))
-        took = self._clock() - began
-        known = self._tokens_per_s
-        if count >= _LEAST or (count and known is None):  # a few tokens take as long as one: better than no estimate
-            now = count / max(took, 1e-9)
-            self._tokens_per_s = now if known is None else (known + now) / 2
+            return prefill_chunk(self._target, cache, rows, index, hidden_layers, until)
+        began, chunk = self._clock(), self._chunk()
+        count = prefill_chunk(self._target, cache, rows, index, hidden_layers, until, max(chunk - done, _MIN_CHUNK))
+        elapsed = self._clock() - began
+        old = self._tokens_per_s
+        if count >= _MIN_CHUNK or (
+            count and old is None
+        ):  # a few tokens take as long as one: use them only as first estimate
+            new = count / max(elapsed, 1e-9)
+            self._tokens_per_s = new if old is None else (old + new) / 2
         return count
 
-    def _joined(self, cache: KVCache, items: list[Row], decoding: int) -> int:
-        """Move filled rows before those that are not, as far as the cache can; returns how many rows decode."""
-        for place in range(decoding, len(items)):
-            if items[place].size - 1 > cache.lengths[place]:
+    def _join(self, cache: KVCache, items: list[Row], decoding: int) -> int:
+        """Move complete rows before incomplete ones, if the cache supports it; return the number of decoding rows."""
+        for i in range(decoding, len(items)):
+            if items[i].size - 1 > cache.lengths[i]:
                 if isinstance(cache, SwapsRows):
                     continue
                 break
-            if place != decoding and isinstance(cache, SwapsRows):
-                cache.swap(decoding, place)
-                items[decoding], items[place] = items[place], items[decoding]
+            if i != decoding and isinstance(cache, SwapsRows):
+                cache.swap(decoding, i)
+                items[decoding], items[i] = items[i], items[decoding]
             decoding += 1
         return decoding

@@ -1,8 +1,8 @@
-"""A drafter cannot hurt: whatever it raises, the requests go on with plain decoding.
+"""Isolation of drafter failures: if a drafter raises, its requests continue with plain decoding.
 
-Wraps a drafter. A failure is counted, logged once, and pauses drafting for the rows now in the batch. It is tried again when
-rows join or a new batch begins; a drafter that keeps failing waits longer each time, and is never given up for good. The
-distribution of the output never depends on any of this: tokens that were drawn before a failure are verified all the same.
+A failure is counted, logged once, and pauses drafting for the rows of the batch. The drafter is tried again when rows join or a
+new batch begins; after repeated failures the pauses grow, but it is never disabled for good. The output distribution does not
+depend on failures: tokens drawn before one are verified as usual.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ from foresay.threads import all_threads
 
 logger = logging.getLogger("foresay")
 MAX_FAILURES = 3
-"""Failures after which rows that join no longer end a pause."""
+"""Number of failures from which on joining rows no longer end a pause."""
 PAUSE = 32
-"""Steps of the pause after a first failure, which each further one doubles."""
+"""Steps of the pause after the first failure; each further one doubles it."""
 _DOUBLINGS = 7
 _FORGIVEN = 256
-"""Drafts without a failure that make up for one failure."""
+"""Number of drafts without failure that cancel one failure."""
 _OURS = "foresay."
 T = TypeVar("T")
 
 
 class _Pauses:
-    """How long a drafter that failed is left alone, in steps that would have drafted."""
+    """Length of the pauses after failures, in steps that would have drafted."""
 
     def __init__(self) -> None:
         self.failures = self._sound = 0
-        """Failures not yet made up for, and drafts since the last change of that number."""
+        """Failures that are not cancelled yet, and successful drafts since that number last changed."""
         self._left = 0
 
     @property
     def over(self) -> bool:
-        """True if the drafter may be tried again whether rows join or not."""
+        """True if the drafter may be tried again even if no rows join."""
         return self._left == 0
 
     def failed(self) -> None:
-        """Begin a pause."""
+        """Start a pause."""
         self._left = PAUSE << min(self.failures, _DOUBLINGS)
         self.failures, self._sound = self.failures + 1, 0
 
@@ -66,7 +66,7 @@ class GuardedDrafter:
     """A Drafter that never raises."""
 
     def __init__(self, inner: Drafter, vocab_size: int, device: torch.device, *, trees: bool) -> None:
-        """trees: whether the rule and the target take proposals with parents."""
+        """trees: True if the rule and the target support trees."""
         self.inner, self._vocab, self._device, self._trees = inner, vocab_size, device, trees
         self.hidden_layers, self.samples = inner.hidden_layers, inner.samples
         self.failures = 0
@@ -78,16 +78,16 @@ class GuardedDrafter:
 
     @property
     def active(self) -> bool:
-        """Whether the present rows are drafted for."""
+        """True unless drafting is paused."""
         return self._active
 
     def step_error(self) -> str | None:
-        """The reason why rows of the step just done were not, or will not be, drafted for; None if there is none. Clears it."""
+        """Return and clear the error that stopped drafting in the last step, or the reason of a pause; None if there is none."""
         error, self._step_error = self._step_error, None
         return error
 
     def _threads(self) -> AbstractContextManager[None]:
-        """What the drafter runs under. One that was written elsewhere may bring a model of its own, and is left every core."""
+        """Thread setting of the drafter. A third-party drafter may run a PyTorch model, so it may use every core."""
         return nullcontext() if self._ours else all_threads()
 
     def _try(self, action: Callable[[], T]) -> T | None:
@@ -96,7 +96,7 @@ class GuardedDrafter:
         try:
             with self._threads():
                 return action()
-        except (Exception, SystemExit) as error:  # whatever a drafter raises must not end a request
+        except (Exception, SystemExit) as error:  # no exception of a drafter may end a request
             self._failed(error)
             return None
 
@@ -106,25 +106,25 @@ class GuardedDrafter:
         self._step_error = self._step_error or f"{type(error).__name__}: {error}"
         self._pauses.failed()
         if self.failures == 1:
-            logger.warning("the drafter failed (%s: %s); decoding goes on without it", type(error).__name__, error)
+            logger.warning("the drafter failed (%s: %s); decoding continues without it", type(error).__name__, error)
         logger.debug("drafter failure %d", self.failures, exc_info=error)
         with contextlib.suppress(Exception, SystemExit):
-            self.inner.reset()  # its caches are of no more use
+            self.inner.reset()  # its caches are no longer valid
 
     def use_cache_of_target(self, cache: KVCache) -> None:
-        """Lend the target's cache to a drafter that drafts in it."""
+        """Pass the target's cache to a drafter that uses it."""
         if isinstance(self.inner, UsesTargetCache):
             self.inner.use_cache_of_target(cache)
 
     def admit(self, rows: Rows, first: int) -> None:
-        """Pass on; a drafter that failed is tried again with all rows, now that new ones have come."""
+        """Admit new rows; a paused drafter is tried again with all rows."""
         if not self._active:
             self.reset()
             first = 0
         self._try(lambda: self.inner.admit(rows, first))
 
     def propose(self, rows: Rows, budget: Sequence[int], policy: LengthPolicy) -> Proposal:
-        """The inner proposal as far as it is well-formed; empty while drafting is paused."""
+        """Return the well-formed part of the drafter's proposal; empty while drafting is paused."""
         if not self._active:
             self._wait(rows)
         proposal: Any = self._try(lambda: self.inner.propose(rows, budget, policy))
@@ -138,7 +138,7 @@ class GuardedDrafter:
         return out
 
     def _wait(self, rows: Rows) -> None:
-        """Count a step of a pause; when it is over, try again with all rows."""
+        """Count a step of the pause; after the last one, try again with all rows."""
         self._pauses.waited()
         if self._pauses.over:
             self.admit(rows, 0)
@@ -150,21 +150,21 @@ class GuardedDrafter:
             )
 
     def observe(self, rows: Rows, verification: Verification | None, target: ModelOutput | None) -> None:
-        """Pass on, unless drafting is paused."""
+        """Call the drafter's `observe`, unless drafting is paused."""
         self._try(lambda: self.inner.observe(rows, verification, target))
 
     def rearrange(self, moves: Sequence[Move], count: int) -> None:
-        """Pass on, unless drafting is paused."""
+        """Call the drafter's `rearrange`, unless drafting is paused."""
         self._try(lambda: self.inner.rearrange(moves, count))
 
     def reset(self) -> None:
-        """Forget every row, and try again unless it failed too often lately."""
+        """Drop every row and try again, unless the drafter has failed too often."""
         self._active = self._pauses.over or self._pauses.failures < MAX_FAILURES
         self._try(self.inner.reset)
 
 
 def _is_ours(drafter: object) -> bool:
-    """Whether a drafter, and those that it is made of, are foresay's own."""
+    """True if a drafter and all drafters it consists of are part of foresay."""
     if not type(drafter).__module__.startswith(_OURS):
         return False
     parts = [

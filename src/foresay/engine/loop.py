@@ -1,33 +1,28 @@
-"""The engine: requests join and leave between steps of one decode loop.
+"""The engine: requests join and leave between steps of one decoding loop.
 
-    admit -> prefill -> step (propose, score, judge, commit, rewind) -> retire
+    admit -> prefill -> step (propose, score, verify, commit, rewind) -> retire
 
-Owns the rows, the target's cache and the order of things. Knows no text: a stop string comes in as a condition.
+Owns the rows, the target's cache and the schedule. Knows no text: stop strings are passed in as conditions.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-import logging
 import secrets
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from time import perf_counter
 
-import numpy as np
-
 from foresay.checks import check_int
 from foresay.decoding.outcome import FinishReason, Step
-from foresay.decoding.processors import check_processors, check_token_ids
 from foresay.decoding.protocols import (
     Drafter,
     KVCache,
     LanguageModel,
     LengthPolicy,
     Observer,
-    ProposesTrees,
     Remembers,
     Rule,
 )
@@ -35,24 +30,22 @@ from foresay.decoding.randomness import derive
 from foresay.decoding.rows import IntArray, Row, Rows, StopCondition
 from foresay.decoding.sampling_params import MAX_SEED, SamplingParams
 from foresay.decoding.step import step
+from foresay.engine.admission import MemoryLimit, check_request, check_trees
 from foresay.engine.chunked_prefill import WAIT_S, ChunkedPrefill
 from foresay.engine.guard import GuardedDrafter
 from foresay.engine.prefixes import PrefixStore
 from foresay.engine.row_moves import plan_moves
-from foresay.errors import ConfigError, ContextLengthError, OutOfMemoryError, PromptError, UnsupportedModelError
 from foresay.threads import single_threaded
 
-logger = logging.getLogger("foresay")
-
 MAX_BATCH_SIZE = 4096
-_NEVER = MAX_BATCH_SIZE + 1
+"""Upper bound of max_batch_size."""
 
 
 class Engine:
     """Continuous batching around `step`.
 
-    Requests are submitted at any time; each call of `step` admits what fits, fills prompts, runs one target pass over
-    every row that decodes, and returns what was committed.
+    Requests may be submitted at any time. Each call of `step` admits waiting requests, prefills prompts, runs one target pass
+    over all decoding rows, and returns their Steps.
     """
 
     def __init__(
@@ -69,17 +62,17 @@ class Engine:
         observers: Sequence[Observer] = (),
         draw_seed: Callable[[], int] = lambda: secrets.randbelow(MAX_SEED),
     ) -> None:
-        """prefixes: lets requests start from the slots of rows that hold the same beginning; None fills every prompt whole.
-        prefill_wait_s: about how long rows that decode wait for prompts that are filled between two steps. prefill_clock: see
+        """prefixes: reuses the keys and values of common prefixes; None prefills every prompt completely.
+        prefill_wait_s: approximate time that decoding rows wait for prefill between two steps, in seconds. prefill_clock: see
         `ChunkedPrefill`.
 
-        draw_seed: the seed of a request that names none. observers: see each step as it is judged. Raises ConfigError or
-        UnsupportedModelError when the drafter proposes trees that the rule or the target does not take.
+        draw_seed: returns the seed of a request without one. observers: called in each step after verification. Raises
+        ConfigError or UnsupportedModelError if the drafter proposes trees that the rule or the target does not support.
         """
         self.observers, self._draw_seed = tuple(observers), draw_seed
-        _check_trees(target, drafter, rule)
+        check_trees(target, drafter, rule)
         self._prefixes = prefixes
-        self._filling = ChunkedPrefill(target, prefixes, prefill_wait_s, prefill_clock)
+        self._prefiller = ChunkedPrefill(target, prefixes, prefill_wait_s, prefill_clock)
         if prefixes is not None:
             prefixes.hidden_layers = () if drafter is None else drafter.hidden_layers
         most = target.capabilities.max_rows or MAX_BATCH_SIZE
@@ -95,13 +88,11 @@ class Engine:
         self._waiting: deque[Row] = deque()
         self._items: list[Row] = []
         self._decoding, self._step_s = 0, 0.0
-        self._full_at = _NEVER
-        """Rows from which on the memory does not hold the next request."""
-        self._said_full = False
+        self._memory = MemoryLimit(target, lambda: self.cached_bytes)
         self._rows: Rows | None = None
         self._cancelled: set[int] = set()
         self._next_id = 0
-        self._nonce = drafter is not None and _repeats_seeds(drafter, rule, policy)
+        self._fresh_keys = drafter is not None and _repeats_seeds(drafter, rule, policy)
 
     def submit(
         self,
@@ -114,111 +105,25 @@ class Engine:
     ) -> int:
         """Queue a request and return its id.
 
-        prompt: token ids. eos: the model's end-of-sequence ids. stop: asked about every committed token. source: what an
-        encoder-decoder's encoder reads, the prompt being what its decoder starts from. Raises
-        PromptError for an empty prompt or foreign ids, ContextLengthError when the prompt fills the context,
-        OutOfMemoryError when its keys and values would not fit the memory that is left, and
-        ConfigError for parameters that name tokens the vocabulary lacks.
+        prompt: token ids. eos: the model's end-of-sequence ids. stop: called with the tokens of each step before they are
+        committed. source: input of an encoder-decoder's encoder; the prompt is then the start of its decoder. Raises as
+        `check_request` does, and OutOfMemoryError if the row would not fit in memory.
         """
-        limit = self._check(
-            prompt, params, (frozenset() if params.ignore_eos else eos) | frozenset(params.stop_token_ids)
-        )
-        self._check_source(source)
-        self._check_memory(limit)
+        ends = (frozenset() if params.ignore_eos else eos) | frozenset(params.stop_token_ids)
+        limit = check_request(self.target, prompt, params, ends, source)
+        self._memory.check(limit)
         seed = params.seed if params.seed is not None else self._draw_seed()
         row = Row(self._next_id, prompt, params, seed=seed, limit=limit, eos=eos, stop=stop, source=source)
-        if self._nonce:
+        if self._fresh_keys:
             row.rng_key = derive(seed, next(_SERIAL))
         self._next_id += 1
         self._waiting.append(row)
         return row.request_id
 
-    def _check_source(self, source: Sequence[int] | IntArray | None) -> None:
-        """An encoder-decoder needs a source its encoder can read; any other model has no use for one."""
-        reads, longest = self.target.capabilities.reads_source, self.target.capabilities.max_source_length
-        if source is None:
-            if reads:
-                raise PromptError("an encoder-decoder model needs a source; pass source=")
-            return
-        if not reads:
-            raise PromptError("a source was given, but the model has no encoder to read it")
-        if len(source) == 0:
-            raise PromptError("the source is empty; give at least one token")
-        vocab = self.target.vocab_size
-        if min(source) < 0 or max(source) >= vocab:
-            raise PromptError(f"a source token id is not in the vocabulary (0 to {vocab - 1})")
-        if longest is not None and len(source) > longest:
-            raise ContextLengthError(
-                f"the source has {len(source)} tokens; the encoder reads {longest} at most. Shorten it"
-            )
-
-    def _check(self, prompt: Sequence[int] | IntArray, params: SamplingParams, eos: frozenset[int]) -> int:
-        check_processors(params.processors)
-        check_token_ids(params, self.target.vocab_size, eos)
-        if len(prompt) == 0:
-            raise PromptError("the prompt is empty; give at least one token")
-        if np.asarray(prompt).dtype.kind not in "iu":
-            raise PromptError("the prompt holds something other than integer token ids")
-        low, high = min(prompt), max(prompt)
-        if low < 0 or high >= self.target.vocab_size:
-            bad = int(low if low < 0 else high)
-            raise PromptError(f"prompt token id {bad} is not in the vocabulary (0 to {self.target.vocab_size - 1})")
-        if len(prompt) >= self.target.max_length:
-            raise ContextLengthError(
-                f"the prompt has {len(prompt)} tokens; the model's context is {self.target.max_length}, which must also "
-                "hold at least one new token. Shorten the prompt"
-            )
-        if params.min_new_tokens > self.target.max_length - len(prompt):
-            raise ContextLengthError(
-                f"min_new_tokens={params.min_new_tokens} cannot fit: the prompt takes {len(prompt)} of the context's "
-                f"{self.target.max_length} tokens"
-            )
-        return min(len(prompt) + params.max_new_tokens, self.target.max_length)
-
-    def _check_memory(self, limit: int) -> None:
-        """Refuse what would not fit if it were alone."""
-        wanted = self.target.cache_bytes([limit])
-        if wanted and wanted > self._memory():
-            raise OutOfMemoryError(
-                f"{limit} tokens of prompt and output would take {wanted / 1e9:.1f} GB of keys and values, and "
-                f"{self._memory() / 1e9:.1f} GB are free; ask for fewer with max_new_tokens, or shorten the prompt"
-            )
-
     @property
     def cached_bytes(self) -> int:
-        """Bytes that the target's cache takes, as far as it says."""
+        """Size of the target's cache in bytes; 0 if it does not report it."""
         return int(getattr(self._cache, "nbytes", 0))
-
-    def _memory(self) -> int:
-        """Bytes that the target's cache may have, those it has included."""
-        return self.target.free_bytes() + self.cached_bytes
-
-    def _fitting(self, count: int) -> int:
-        """How many of the first `count` waiting requests the memory holds beside the rows that are there.
-
-        Each is counted with all the tokens it may come to. One alone is taken in any case: it was let in when it came.
-        """
-        if len(self._items) >= self._full_at:
-            return 0  # nobody has gone since
-        self._full_at = _NEVER
-        memory, limits = None, [row.limit for row in self._items]
-        for taken, row in enumerate(itertools.islice(self._waiting, count)):
-            limits.append(row.limit)
-            wanted = self.target.cache_bytes(limits)
-            if not wanted:
-                continue
-            memory = self._memory() if memory is None else memory
-            if wanted > memory and len(self._items) + taken > 0:
-                if not self._said_full:
-                    logger.warning(
-                        "%d rows of up to %d tokens fill the memory that is left (%.1f GB); other requests wait for them",
-                        len(self._items) + taken,
-                        max(limits),
-                        memory / 1e9,
-                    )
-                self._full_at, self._said_full = len(self._items) + taken, True
-                return taken
-        return count
 
     def cancel(self, request_id: int) -> None:
         """End a request before its next step; unknown and finished ids are ignored."""
@@ -226,30 +131,30 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is unfinished."""
+        """True if any request is unfinished."""
         return bool(self._items or self._waiting)
 
     @property
     def num_waiting(self) -> int:
-        """Requests that no row is free for yet."""
+        """Number of requests that wait for a free row."""
         return len(self._waiting)
 
     @property
     def num_active(self) -> int:
-        """Rows in the batch, those being prefilled included."""
+        """Number of rows in the batch, including those being prefilled."""
         return len(self._items)
 
     @property
     def draft_failures(self) -> int:
-        """How often the drafter raised."""
+        """Number of times the drafter failed."""
         return 0 if self.drafter is None else self.drafter.failures
 
     def seed_of(self, request_id: int) -> int | None:
-        """The seed of an unfinished request (drawn when none was given)."""
+        """Return the seed of an unfinished request (drawn if none was given)."""
         return next((r.seed for r in (*self._items, *self._waiting) if r.request_id == request_id), None)
 
     def step(self) -> list[Step]:
-        """Admit, prefill, decode once. Returns one Step per decoded row; none while only prompts are filled."""
+        """Admit, prefill and decode once; return one Step per decoded row, none if only prompts were prefilled."""
         with single_threaded() if self.target.capabilities.own_threads else nullcontext():
             return self._step()
 
@@ -263,7 +168,7 @@ class Engine:
         try:
             steps = step(rows, self.target, self._cache, self.drafter, self.rule, self.policy, self.observers)
         except BaseException:
-            # the pass may have filled the caches before it failed: whoever goes on must find them as they were
+            # the pass may have filled the caches before it failed: restore their lengths for the next step
             self._cache.truncate([row.size - 1 for row in rows])
             if self.drafter is not None:
                 self.drafter.observe(rows, None, None)
@@ -280,8 +185,8 @@ class Engine:
         return ended + steps
 
     def abandon(self) -> list[int]:
-        """Drop every request, running or waiting, and start anew with empty caches; returns their ids."""
-        gone = [row.request_id for row in (*self._items, *self._waiting)]
+        """Drop every request, running or waiting, and replace the caches by empty ones; return the requests' ids."""
+        dropped = [row.request_id for row in (*self._items, *self._waiting)]
         self._waiting.clear()
         self._items, self._decoding, self._rows = [], 0, None
         self._cache = self.target.new_cache()
@@ -290,38 +195,38 @@ class Engine:
         if self.drafter is not None:
             self.drafter.use_cache_of_target(self._cache)
             self.drafter.reset()
-        return gone
+        return dropped
 
     @property
     def cache(self) -> KVCache:
-        """The target's cache; a row for each active request."""
+        """The target's cache, with a row for each active request."""
         return self._cache
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """The active rows in cache order, those that are still being filled last."""
+        """Active rows in cache order; those that are being prefilled come last."""
         return tuple(self._items)
 
     def _active(self) -> Rows:
         if self._rows is None:
-            can, items = self.target.capabilities, self._items[: self._decoding]
-            self._rows = Rows(items, needs=self.rule.needs, ragged=can.ragged, column_cost=can.column_cost)
+            features, items = self.target.capabilities, self._items[: self._decoding]
+            self._rows = Rows(items, needs=self.rule.needs, ragged=features.ragged, column_cost=features.column_cost)
         return self._rows
 
     def _cancel(self) -> list[Step]:
         if not self._cancelled:
             return []
-        self._full_at = _NEVER
-        gone = [r for r in (*self._items, *self._waiting) if r.request_id in self._cancelled]
+        self._memory.row_left()
+        ended = [r for r in (*self._items, *self._waiting) if r.request_id in self._cancelled]
         self._waiting = deque(r for r in self._waiting if r.request_id not in self._cancelled)
         self._retire([r.request_id not in self._cancelled for r in self._items])
         self._cancelled.clear()
-        return [Step(r.request_id, (), (), 0, 0, finish_reason=FinishReason.CANCELLED) for r in gone]
+        return [Step(r.request_id, (), (), 0, 0, finish_reason=FinishReason.CANCELLED) for r in ended]
 
     def _admit(self) -> None:
-        """Move waiting requests into free places, the short prompts of one admission first so that they pad little."""
+        """Move waiting requests into free rows, sorted by length so that prefill pads little."""
         free = min(self.max_batch_size - len(self._items), len(self._waiting))
-        free = self._fitting(free) if free > 0 else free
+        free = self._memory.num_fitting(self._items, self._waiting, free) if free > 0 else free
         if free <= 0:
             return
         first = len(self._items)
@@ -330,39 +235,40 @@ class Engine:
         new = sorted((self._waiting.popleft() for _ in range(free)), key=lambda row: row.size)
         try:
             self.target.admit(Rows([*self._items, *new]), first, self._cache)
-        except BaseException:  # an encoder may run out of memory: the rows wait on, and nothing is left half admitted
+        except BaseException:  # an encoder may run out of memory: the requests wait again, and the cache is restored
             self._cache.rearrange([], first)
             self._waiting.extendleft(reversed(new))
             raise
         self._items += new
 
     def _prefill(self) -> None:
-        """Fill prompts for a while, and let the rows that are filled begin to decode."""
+        """Prefill some tokens; rows whose prompts are complete start to decode."""
         first = self._decoding
         if first == len(self._items):
             return
         hidden = () if self.drafter is None else self.drafter.hidden_layers
-        self._decoding = self._filling.between_steps(self._cache, self._items, first, hidden, self._step_s)
+        self._decoding = self._prefiller.between_steps(self._cache, self._items, first, hidden, self._step_s)
         if self._decoding > first:
             self._rows = None
             if self.drafter is not None:
                 self.drafter.admit(self._active(), first)
-            if self._prefixes is None:  # nobody else will begin with them
+            if self._prefixes is None:  # no other row will reuse them
                 for row in self._items[first : self._decoding]:
                     row.prompt_hidden = {}
 
     def _retire(self, alive: Sequence[bool]) -> None:
-        """Close the gaps of ended rows; each surviving row moves at most once."""
+        """Remove ended rows; each remaining row moves at most once."""
         alive = [*alive, *[True] * (len(self._items) - len(alive))]
         if all(alive):
             return
+        self._memory.row_left()
         if self._prefixes is not None:
-            for place, (row, stays) in enumerate(zip(self._items, alive, strict=True)):
+            for i, (row, stays) in enumerate(zip(self._items, alive, strict=True)):
                 if not stays:
-                    self._prefixes.save(self._cache, row, place)
+                    self._prefixes.save(self._cache, row, i)
         front, back, decoding = plan_moves(alive, self._decoding)
-        for source, place in (*front, *back):
-            self._items[place] = self._items[source]
+        for source, destination in (*front, *back):
+            self._items[destination] = self._items[source]
         count = sum(alive)
         del self._items[count:]
         self._cache.rearrange([*front, *back], count)
@@ -375,21 +281,7 @@ _SERIAL = itertools.count(1)
 
 
 def _repeats_seeds(drafter: Drafter, rule: Rule, policy: LengthPolicy) -> bool:
-    """Whether a seed given twice would meet drafts, or lengths of drawn drafts, that were learned from its own numbers."""
+    """True if a repeated seed could meet drafts, or lengths of sampled drafts, that were learned from its own random numbers."""
     if rule.needs.ignores_drafts:
         return False
     return (drafter.samples and policy.remembers) or (isinstance(drafter, Remembers) and drafter.repeats_seeds())
-
-
-def _check_trees(target: LanguageModel, drafter: Drafter | None, rule: Rule) -> None:
-    if not isinstance(drafter, ProposesTrees) or drafter.branches <= 1:
-        return
-    name = type(drafter).__name__
-    if not rule.trees:
-        raise ConfigError(
-            f"rule {rule.name!r} judges chains, and {name} proposes trees; use speculative, match or coupled"
-        )
-    if not target.capabilities.trees:
-        raise UnsupportedModelError(
-            f"{name} proposes trees, and {type(target).__name__} does not take them; use a drafter of chains"
-        )

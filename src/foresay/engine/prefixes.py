@@ -1,7 +1,7 @@
-"""Prompts that begin alike: a row starts from the slots that another one holds.
+"""Prefix cache: a new row copies the keys and values of a common prefix instead of prefilling it.
 
-Looks among the live rows and, within a bound of bytes, among those that ended; the least lately used go first. What is copied
-is what filling would compute again: models promise it with `SharesPrefixes`. Knows no model and no text.
+Searches the active rows and, within a limit of bytes, prefixes of rows that have ended (least recently used are dropped first). A
+copy has the same bits as a prefill: caches guarantee it by `SharesPrefixes`. Knows no model and no text.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from foresay.decoding.protocols import KVCache
 from foresay.decoding.rows import IntArray, Row, Rows, common_prefix
 
 MIN_TOKENS = 16
-"""Shorter beginnings are filled: looking and copying would take as long."""
+"""Shorter prefixes are prefilled: searching and copying would take as long."""
 _AT_ONCE = 64
-"""Rows with something left to fill that are looked at before a chunk; more seldom fit into one."""
+"""Number of incomplete rows that are examined before a chunk; more rarely fit into one."""
 
 
 @runtime_checkable
 class SharesPrefixes(Protocol):
-    """A cache whose rows can begin with what others hold."""
+    """A cache whose rows can copy prefixes of other rows."""
 
     lengths: list[int]
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
-        """Row `target` begins with the first `length` slots of row `source`."""
+        """Copy the first `length` slots of row `source` to row `target`."""
         ...
 
     def save_prefix(self, row: int, length: int) -> Any:
-        """A copy of a row's first `length` slots, with its size in `nbytes`."""
+        """Return a copy of a row's first `length` slots, with its size in `nbytes`."""
         ...
 
     def load_prefix(self, row: int, saved: Any, length: int) -> None:
-        """Row `row` begins with the first `length` slots of a copy."""
+        """Copy the first `length` slots of a saved prefix to row `row`."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Saved:
-    """A beginning of a row that ended: its tokens, slots and hidden states."""
+    """Prefix of a row that has ended: its tokens, slots and hidden states."""
 
     tokens: IntArray
     slots: Any
@@ -52,96 +52,100 @@ class _Saved:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
+        """Size of slots and hidden states in bytes."""
         return int(self.slots.nbytes) + sum(states.nbytes for states in self.hidden.values())
 
 
 class PrefixStore:
-    """Finds, copies and keeps beginnings of rows."""
+    """Finds, copies and stores prefixes of rows."""
 
     def __init__(self, max_bytes: int = 0) -> None:
-        """max_bytes: kept of rows that ended, at most; 0 looks at live rows alone."""
+        """max_bytes: size limit of prefixes of ended rows; 0 searches active rows only."""
         self.max_bytes = check_int("prefix_bytes", max_bytes, 0)
         self.hidden_layers: tuple[int, ...] = ()
-        """Hidden states that a row must have of what it begins with, for a drafter that reads them."""
+        """Layers whose hidden states must be available for the whole prefix, for a drafter that reads them."""
         self._saved: OrderedDict[bytes, _Saved] = OrderedDict()
         self.nbytes = 0
-        """Bytes kept of rows that ended."""
+        """Size of the prefixes of ended rows in bytes."""
 
     def __len__(self) -> int:
-        """Beginnings kept of rows that ended."""
+        """Number of prefixes of ended rows."""
         return len(self._saved)
 
     def clear(self) -> None:
-        """Forget those that ended."""
+        """Drop the prefixes of ended rows."""
         self._saved.clear()
         self.nbytes = 0
 
-    def fill(self, cache: KVCache, rows: Rows, first: int) -> frozenset[int]:
-        """Let the rows to be filled, from place `first` on, begin with the longest beginning anyone holds.
+    def copy_into(self, cache: KVCache, rows: Rows, first: int) -> frozenset[int]:
+        """Copy the longest known prefix into each empty row from index `first` on.
 
-        Returns the rows that had better wait for one that is filled before them, whose beginning they share, and those not
-        looked at yet.
+        Returns the indices of rows that should wait, because an earlier row is about to prefill a longer common prefix, and of
+        rows that were not examined yet.
         """
         if not isinstance(cache, SharesPrefixes):
             return frozenset()
-        unfilled = [i for i in range(first, len(rows)) if cache.lengths[i] < rows[i].size - 1]
-        alike: dict[bytes, list[int]] = {}  # who shares less shares nothing that counts
+        incomplete = [i for i in range(first, len(rows)) if cache.lengths[i] < rows[i].size - 1]
+        by_start: dict[bytes, list[int]] = {}  # rows in different groups share fewer than MIN_TOKENS tokens
         for i, row in enumerate(rows):
-            alike.setdefault(row.tokens[:MIN_TOKENS].tobytes(), []).append(i)
-        left, waiting = 0, set[int]()
-        for place in unfilled:
-            if left == _AT_ONCE:
-                waiting.update(range(place, len(rows)))
+            by_start.setdefault(row.tokens[:MIN_TOKENS].tobytes(), []).append(i)
+        examined, waiting = 0, set[int]()
+        for i in incomplete:
+            if examined == _AT_ONCE:
+                waiting.update(range(i, len(rows)))
                 break
-            if not cache.lengths[place] and rows[place].source is None:
-                near = [i for i in alike[rows[place].tokens[:MIN_TOKENS].tobytes()] if i != place]
-                before = [
-                    i for i in near if i >= first and (cache.lengths[i] or rows[i].request_id < rows[place].request_id)
+            if not cache.lengths[i] and rows[i].source is None:
+                similar = [j for j in by_start[rows[i].tokens[:MIN_TOKENS].tobytes()] if j != i]
+                earlier = [
+                    j for j in similar if j >= first and (cache.lengths[j] or rows[j].request_id < rows[i].request_id)
                 ]
-                if self._begin(cache, rows, place, near, before):
-                    waiting.add(place)
+                if self._copy_or_wait(cache, rows, i, similar, earlier):
+                    waiting.add(i)
                     continue
-            left += cache.lengths[place] < rows[place].size - 1
+            examined += cache.lengths[i] < rows[i].size - 1
         return frozenset(waiting)
 
-    def _begin(self, cache: SharesPrefixes, rows: Rows, place: int, near: Sequence[int], before: Sequence[int]) -> bool:
-        """Let a row begin with what is held; or say that it had better wait for a row before it.
+    def _copy_or_wait(
+        self, cache: SharesPrefixes, rows: Rows, index: int, similar: Sequence[int], earlier: Sequence[int]
+    ) -> bool:
+        """Copy the longest known prefix into a row; return True if the row should wait for an earlier row instead.
 
-        near: places of rows that may begin alike. before: those of them that have begun to be filled, or came before this one.
+        similar: rows with the same first tokens. earlier: those of them that are being prefilled or arrived before this one.
         """
-        wanted, lengths = rows[place].tokens[:-1], cache.lengths
-        live = [(common_prefix(rows[i].tokens[: min(lengths[i], self._shown(rows[i]))], wanted), i) for i in near]
-        length, source = max(live, default=(0, -1))
-        kept, key = max(((common_prefix(one.tokens, wanted), k) for k, one in self._saved.items()), default=(0, b""))
-        coming = max((common_prefix(rows[i].tokens[:-1], wanted) for i in before), default=0)
-        if coming >= MIN_TOKENS and coming > max(length, kept):
+        wanted, lengths = rows[index].tokens[:-1], cache.lengths
+        active = [
+            (common_prefix(rows[i].tokens[: min(lengths[i], self._reusable(rows[i]))], wanted), i) for i in similar
+        ]
+        length, source = max(active, default=(0, -1))
+        saved, key = max(((common_prefix(one.tokens, wanted), k) for k, one in self._saved.items()), default=(0, b""))
+        upcoming = max((common_prefix(rows[i].tokens[:-1], wanted) for i in earlier), default=0)
+        if upcoming >= MIN_TOKENS and upcoming > max(length, saved):
             return True
-        if max(length, kept) < MIN_TOKENS:
+        if max(length, saved) < MIN_TOKENS:
             return False
-        if kept > length:
-            length = kept
+        if saved > length:
+            length = saved
             self._saved.move_to_end(key)
-            cache.load_prefix(place, self._saved[key].slots, length)
+            cache.load_prefix(index, self._saved[key].slots, length)
             hidden = self._saved[key].hidden
         else:
-            cache.copy_prefix(source, place, length)
+            cache.copy_prefix(source, index, length)
             hidden = rows[source].prompt_hidden
-        rows[place].prompt_hidden = {layer: hidden[layer][:length] for layer in self.hidden_layers}
-        rows[place].num_cached = length
+        rows[index].prompt_hidden = {layer: hidden[layer][:length] for layer in self.hidden_layers}
+        rows[index].num_cached = length
         return False
 
-    def save(self, cache: KVCache, row: Row, place: int) -> None:
-        """Keep what a row that ends holds."""
-        length = min(cache.lengths[place], row.size - 1, self._shown(row))
+    def save(self, cache: KVCache, row: Row, index: int) -> None:
+        """Store the prefix of a row that ends."""
+        length = min(cache.lengths[index], row.size - 1, self._reusable(row))
         if not self.max_bytes or not isinstance(cache, SharesPrefixes) or row.source is not None or length < MIN_TOKENS:
             return
         tokens = row.tokens[:length].copy()
         for key, known in list(self._saved.items()):
-            if common_prefix(known.tokens, tokens) == len(known.tokens):  # the new one holds all of it
+            if common_prefix(known.tokens, tokens) == len(known.tokens):  # the new prefix contains it
                 self._drop(key)
         hidden = {layer: row.prompt_hidden[layer][:length].clone() for layer in self.hidden_layers}
-        saved = _Saved(tokens, cache.save_prefix(place, length), hidden)
+        saved = _Saved(tokens, cache.save_prefix(index, length), hidden)
         if saved.nbytes > self.max_bytes:
             return
         key = tokens.tobytes()
@@ -155,7 +159,7 @@ class PrefixStore:
         if key in self._saved:
             self.nbytes -= self._saved.pop(key).nbytes
 
-    def _shown(self, row: Row) -> int:
-        """How much of a row others may begin with: what there are hidden states of, where they are needed."""
-        held = row.prompt_hidden
-        return min((len(held[layer]) if layer in held else 0 for layer in self.hidden_layers), default=row.size)
+    def _reusable(self, row: Row) -> int:
+        """Length of a row's prefix that other rows may copy: as far as the required hidden states are available."""
+        hidden = row.prompt_hidden
+        return min((len(hidden[layer]) if layer in hidden else 0 for layer in self.hidden_layers), default=row.size)

@@ -1,4 +1,4 @@
-"""What Steps add up to. Counts are stored, every mean is derived from them, and nothing is counted twice."""
+"""Statistics over Steps. Counts are stored and all rates are derived from them, so that nothing is counted twice."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ from foresay.decoding.outcome import Origin, Step
 
 @dataclass(slots=True)
 class Stats:
-    """Counts over the Steps of a request, or of many."""
+    """Counts over the Steps of one or more requests."""
 
     num_passes: int = 0
-    """Row passes of the target: one per Step."""
+    """Target passes, one per Step."""
     num_tokens: int = 0
-    """Tokens committed."""
+    """Committed tokens."""
     num_drafted: int = 0
     num_tested: int = 0
     num_accepted: int = 0
     origins: Counter[Origin] = field(default_factory=Counter)
-    """Committed tokens by who produced them."""
+    """Committed tokens by origin."""
     accepted_lengths: Counter[int] = field(default_factory=Counter)
-    """How many Steps accepted how many draft tokens."""
+    """Number of Steps by number of accepted draft tokens."""
     tested_at: Counter[int] = field(default_factory=Counter)
     accepted_at: Counter[int] = field(default_factory=Counter)
     """Draft tokens tested and accepted, by position in the draft from 0."""
     draft_s: float = 0.0
     target_s: float = 0.0
     total_s: float = 0.0
-    """Seconds, each row's share of its steps."""
+    """Seconds; each row counts its share of its steps' time."""
 
     @classmethod
     def of(cls, steps: Iterable[Step]) -> Stats:
-        """The counts over some Steps."""
+        """Return the counts over some Steps."""
         stats = cls()
         for step in steps:
             stats.add(step)
         return stats
 
     def add(self, step: Step) -> None:
-        """Count one Step; one that committed nothing and drafted nothing (a cancellation) is no pass."""
+        """Count one Step. A Step without committed and drafted tokens (a cancellation) is not a pass."""
         if not step.token_ids and not step.num_drafted:
             return
         self.num_passes += 1
@@ -59,41 +59,41 @@ class Stats:
         self.total_s += step.total_s / step.batch_size
 
     def merge(self, other: Stats) -> None:
-        """Add another's counts."""
+        """Add the counts of another Stats."""
         for name in self.__slots__:
-            mine, theirs = getattr(self, name), getattr(other, name)
-            if isinstance(mine, Counter):
-                mine.update(theirs)
+            own, added = getattr(self, name), getattr(other, name)
+            if isinstance(own, Counter):
+                own.update(added)
             else:
-                setattr(self, name, mine + theirs)
+                setattr(self, name, own + added)
 
     @property
     def acceptance_rate(self) -> float | None:
-        """accepted / tested, None when nothing was tested."""
+        """Accepted / tested draft tokens; None if none was tested."""
         return self.num_accepted / self.num_tested if self.num_tested else None
 
     @property
     def draft_utilization(self) -> float | None:
-        """accepted / drafted, None when nothing was drafted."""
+        """Accepted / drafted tokens; None if none was drafted."""
         return self.num_accepted / self.num_drafted if self.num_drafted else None
 
     @property
     def block_efficiency(self) -> float | None:
-        """Tokens per target pass, None without a pass."""
+        """Committed tokens per target pass; None without passes."""
         return self.num_tokens / self.num_passes if self.num_passes else None
 
     @property
     def discard_rate(self) -> float | None:
-        """(drafted - accepted) / tokens, None without a token."""
+        """(drafted - accepted) / committed tokens; None without tokens."""
         return (self.num_drafted - self.num_accepted) / self.num_tokens if self.num_tokens else None
 
     @property
     def verification_rate(self) -> float | None:
-        """Target passes / tokens, None without a token."""
+        """Target passes / committed tokens; None without tokens."""
         return self.num_passes / self.num_tokens if self.num_tokens else None
 
     def as_dict(self) -> dict[str, object]:
-        """Plain types, for JSON."""
+        """Return counts and rates as plain types, for JSON."""
         return {
             "num_passes": self.num_passes,
             "num_tokens": self.num_tokens,
@@ -114,7 +114,7 @@ class Stats:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Stats:
-        """What `as_dict` wrote."""
+        """Return Stats from the result of `as_dict`."""
         stats = cls(**{name: values[name] for name in cls.__slots__ if name not in _COUNTERS})
         stats.origins = Counter({origin: values["origins"].get(origin.value, 0) for origin in Origin})
         for name in ("accepted_lengths", "tested_at", "accepted_at"):

@@ -314,7 +314,7 @@ def test_slots_of_a_shared_beginning_are_bit_identical() -> None:
     for cache, store in ((shared, PrefixStore()), (own, None)):
         for place in (0, 1):
             if store is not None:
-                store.fill(cache, rows, place)
+                store.copy_into(cache, rows, place)
             while pending(rows, cache, place):
                 prefill_chunk(model, cache, Rows(rows.rows[: place + 1]), place)
     assert rows[1].num_cached == 290 and shared.lengths == own.lengths == [290, 299]

@@ -104,9 +104,9 @@ def test_known_chances_are_recovered(examples: Examples, blocks: int) -> None:
     for pair in range(V * V):
         if seen[pair] > 40:
             assert found[pair] == pytest.approx(chance(pair // V, pair % V), abs=0.06)
-    verifiable = evaluate_acceptance(head, examples)
-    assert verifiable.divergence < 0.02 < verifiable.without and verifiable.error < 0.03
-    assert sum(n for _, _, n in verifiable.bins) == len(examples)
+    measured = evaluate_acceptance(head, examples)
+    assert measured.divergence < 0.02 < measured.without and measured.error < 0.03
+    assert sum(n for _, _, n in measured.bins) == len(examples)
 
 
 def of(*sizes: int) -> list[Examples]:

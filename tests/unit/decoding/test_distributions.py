@@ -395,7 +395,7 @@ def test_draw_uses_each_rows_own_number_at_its_offset() -> None:
     tokens = draw(distributions, streams, Purpose.TARGET, first=2)
     assert torch.equal(tokens[0], distributions.greedy_ids[0])
     for numbers, drawn in (
-        (streams.writing(torch.arange(10)), tokens),
+        (streams.position_uniform(torch.arange(10)), tokens),
         (streams.uniform(Purpose.DRAFT, torch.arange(10)), draw(distributions, streams, Purpose.DRAFT, first=2)),
     ):
         for row in (1, 2):
@@ -409,7 +409,7 @@ def test_draw_takes_the_depths_of_a_trees_places() -> None:
     streams = rows.streams(torch.device("cpu"))
     depths = torch.tensor([0, 1, 1, 2]).repeat(3, 1)
     tokens = draw(distributions, streams, Purpose.TARGET, depths=depths)
-    numbers = streams.writing(torch.arange(3))
+    numbers = streams.position_uniform(torch.arange(3))
     assert distributions.probs is not None and distributions.probs_row is not None
     for row in (1, 2):
         expected = inverse_cdf(distributions.probs[distributions.probs_row[row]], numbers[row, [0, 1, 1, 2]])

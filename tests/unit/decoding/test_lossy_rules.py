@@ -31,7 +31,7 @@ def distribution(*weights: float) -> torch.Tensor:
 P, AFTER, Q = distribution(5, 3, 1.5, 0.5, 0), distribution(1, 1, 1, 1, 6), distribution(0, 5, 4, 0.5, 0.5)
 
 
-def verifiable(rule: Rule, proposal: Proposal, *distributions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def verified(rule: Rule, proposal: Proposal, *distributions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(accepted, extra token) of BATCH sampled rows, all with these target laws at their places."""
     width = len(distributions)
     target = Distributions(
@@ -63,7 +63,7 @@ def shares(tokens: torch.Tensor, size: int = 5) -> torch.Tensor:
 def test_lenience_divides_q(lenience: float, sampled: bool, token: int) -> None:
     """Kept with min(1, l p / q), and else a draw from norm(max(0, p - q / l)); q = 1 for a point mass."""
     q = Q if sampled else torch.eye(5)[token]
-    accepted, extra = verifiable(Lenience(lenience), drafted(token, q=Q if sampled else None), P, AFTER)
+    accepted, extra = verified(Lenience(lenience), drafted(token, q=Q if sampled else None), P, AFTER)
     wanted = min(1.0, lenience * float(P[token]) / float(q[token]))
     assert float((accepted == 1).float().mean()) == pytest.approx(wanted, abs=ERROR)
     left = (P - q / lenience).clamp(min=0)
@@ -81,7 +81,7 @@ def test_the_law_that_a_lenient_rule_writes(lenience: float) -> None:
     wanted = Q * accept + (Q * (1 - accept)).sum() * left / left.sum()
     got = torch.zeros(5)
     for token in range(1, 5):
-        accepted, extra = verifiable(Lenience(lenience), drafted(token, q=Q), P, AFTER)
+        accepted, extra = verified(Lenience(lenience), drafted(token, q=Q), P, AFTER)
         first = torch.where(accepted == 1, token, extra)
         got += Q[token] * shares(first)
     torch.testing.assert_close(got, wanted, atol=0.01, rtol=0)
@@ -89,7 +89,7 @@ def test_the_law_that_a_lenient_rule_writes(lenience: float) -> None:
 
 
 def test_a_lenient_draft_ends_at_its_first_rejection() -> None:
-    accepted, _ = verifiable(Lenience(2.0), drafted(1, 4, 2, q=Q), P, P, P, AFTER)
+    accepted, _ = verified(Lenience(2.0), drafted(1, 4, 2, q=Q), P, P, P, AFTER)
     assert set(accepted.unique().tolist()) == {1}, "1 is always kept, p(4) = 0 never"
 
 
@@ -162,7 +162,7 @@ def test_typical_acceptance_is_its_formula(eps: float, delta: float) -> None:
         bar = min(eps, delta * math.exp(-entropy))
         for token in range(5):
             for q in (Q, None):
-                accepted, extra = verifiable(Typical(eps, delta), drafted(token, q=q), p, AFTER)
+                accepted, extra = verified(Typical(eps, delta), drafted(token, q=q), p, AFTER)
                 kept = float(p[token]) > bar
                 assert bool((accepted == int(kept)).all())
                 torch.testing.assert_close(shares(extra), AFTER if kept else p, atol=0.02, rtol=0)

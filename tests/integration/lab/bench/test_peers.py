@@ -469,7 +469,7 @@ def test_a_peer_runs_and_closes(peer: WorkerPeer, gguf: str) -> None:
     peer.close()
     peer.close()
     assert_gone(peer.pid)
-    with pytest.raises(ForesayError, match="the worker is gone"):
+    with pytest.raises(ForesayError, match="the worker has ended"):
         peer.run([[1]], WRITE, 1)
 
 
@@ -525,10 +525,10 @@ def test_vllm_has_a_largest_batch(tmp_path: Path) -> None:
 def test_a_worker_that_hangs_is_ended(start: Start) -> None:
     child = start("import time\ntime.sleep(600)")
     with pytest.raises(ForesayError, match=r"^peer: no answer within 0\.3 s, so it was ended$"):
-        child.ask({"op": "run"}, 0.3)
+        child.request({"op": "run"}, 0.3)
     assert_gone(child.pid)
-    with pytest.raises(ForesayError, match=r"the worker is gone \(peer: no answer within 0\.3 s"):
-        child.ask({"op": "run"}, 0.3)
+    with pytest.raises(ForesayError, match=r"the worker has ended \(peer: no answer within 0\.3 s"):
+        child.request({"op": "run"}, 0.3)
 
 
 def test_a_worker_that_hears_no_signal_is_killed(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -541,30 +541,32 @@ def test_a_worker_that_hears_no_signal_is_killed(start: Start, monkeypatch: pyte
         print('{"ok": true}', flush=True)
         time.sleep(600)
     """)
-    child.ask({"op": "load"}, 60)
-    with pytest.raises(ForesayError, match="its last words: deaf"):
-        child.ask({"op": "run"}, 0.3)
+    child.request({"op": "load"}, 60)
+    with pytest.raises(ForesayError, match="its last error line: deaf"):
+        child.request({"op": "run"}, 0.3)
     assert_gone(child.pid)
 
 
 def test_a_worker_that_dies_is_reported_with_its_last_words(start: Start) -> None:
     child = start("import sys\nsys.stdin.readline()\nsys.exit('first\\nout of luck\\n')")
-    with pytest.raises(ForesayError, match=r"^peer: the worker ended with exit code 1; its last words: out of luck$"):
-        child.ask({"op": "run"}, 60)
+    with pytest.raises(
+        ForesayError, match=r"^peer: the worker ended with exit code 1; its last error line: out of luck$"
+    ):
+        child.request({"op": "run"}, 60)
     assert_gone(child.pid)
 
 
 def test_a_worker_that_is_killed_is_reported(start: Start) -> None:
     child = start("import os\ninput()\nos.kill(os.getpid(), 9)")
     with pytest.raises(ForesayError, match=r"^peer: the worker was killed by signal 9$"):
-        child.ask({"op": "run"}, 60)
+        child.request({"op": "run"}, 60)
     assert_gone(child.pid)
 
 
 def test_a_worker_that_babbles_is_ended(start: Start) -> None:
     child = start("input()\nprint('Hello there')")
     with pytest.raises(ForesayError, match=r"the worker answered 'Hello there'; is .* a Python"):
-        child.ask({"op": "run"}, 60)
+        child.request({"op": "run"}, 60)
     assert_gone(child.pid)
 
 
@@ -578,10 +580,10 @@ def test_the_workers_children_end_with_it(start: Start) -> None:
         input()
         os._exit(3)
     """)
-    kept = child.ask({"op": "run"}, 60)["kept"]
+    kept = child.request({"op": "run"}, 60)["kept"]
     os.kill(kept, 0)
     with pytest.raises(ForesayError, match="ended with exit code 3"):
-        child.ask({"op": "run"}, 60)
+        child.request({"op": "run"}, 60)
     assert_gone(child.pid)
     wait_until(lambda: has_ended(kept), "the worker's child ends with it")
 
@@ -609,7 +611,7 @@ def test_what_a_worker_said_is_heard_before_its_end(start: Start) -> None:
     with pytest.raises(ForesayError, match="ended with exit code 4"):
         wait_until(hear, "the worker's end")
     assert said == [0, 1, 2]
-    with pytest.raises(ForesayError, match=r"the worker is gone \(.*exit code 4"):
+    with pytest.raises(ForesayError, match=r"the worker has ended \(.*exit code 4"):
         child.read()
     assert_gone(child.pid)
 
@@ -622,7 +624,7 @@ def test_an_interrupt_ends_the_worker(start: Start, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(child, "_exchange", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        child.ask({"op": "run"}, 60)
+        child.request({"op": "run"}, 60)
     assert_gone(child.pid)
 
 
@@ -633,7 +635,7 @@ def test_the_worker_ends_at_the_hosts_exit(tmp_path: Path) -> None:
         import os, sys
         from foresay.child_process import ChildProcess
         child = ChildProcess("peer", [sys.executable, {str(script)!r}], os.environ)
-        child.ask({{"op": "load", "engine": "x", "context": 1}}, 60)
+        child.request({{"op": "load", "engine": "x", "context": 1}}, 60)
         print(child.pid)
     """)
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)

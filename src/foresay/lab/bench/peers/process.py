@@ -75,7 +75,7 @@ class WorkerPeer:
         check_length(self.name, prompts, params.max_new_tokens, self._context, " it was loaded with")
         job = {"op": "run", "batch_size": batch_size, **{name: getattr(params, name) for name in PASSED_ON}}
         ids = [[int(token) for token in prompt] for prompt in prompts]
-        reply = self._worker.ask({**job, "prompts": ids}, RUN_LIMIT_S)
+        reply = self._worker.request({**job, "prompts": ids}, RUN_LIMIT_S)
         return PeerRun(reply["outputs"], reply["seconds"], reply.get("passes"))
 
     def close(self) -> None:
@@ -98,7 +98,7 @@ def open_worker(
     job = load_job(spec, model, dtype, count)
     worker = ChildProcess(name, [python, str(script)], environment(spec.kind, count))
     try:
-        about = worker.ask({"op": "load", **job}, limit_s)["about"]
+        about = worker.request({"op": "load", **job}, limit_s)["about"]
     except BaseException:
         worker.close()
         raise

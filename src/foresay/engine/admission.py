@@ -1,0 +1,147 @@
+"""Admission: validate a request, and limit the batch to what fits in memory.
+
+Owns the checks of prompts, sources and parameters, and the count of waiting requests that may join. Knows no scheduling.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from foresay.decoding.processors import check_processors, check_token_ids
+from foresay.decoding.protocols import Drafter, LanguageModel, ProposesTrees, Rule
+from foresay.decoding.rows import IntArray, Row
+from foresay.decoding.sampling_params import SamplingParams
+from foresay.errors import ConfigError, ContextLengthError, OutOfMemoryError, PromptError, UnsupportedModelError
+
+logger = logging.getLogger("foresay")
+
+
+def check_request(
+    target: LanguageModel,
+    prompt: Sequence[int] | IntArray,
+    params: SamplingParams,
+    eos: frozenset[int],
+    source: Sequence[int] | IntArray | None,
+) -> int:
+    """Validate a request; return the maximum length of its row, prompt included.
+
+    Raises PromptError for an empty prompt or ids outside the vocabulary, ContextLengthError if prompt and minimum output exceed
+    the context, and ConfigError for parameters that name tokens outside the vocabulary.
+    """
+    check_processors(params.processors)
+    check_token_ids(params, target.vocab_size, eos)
+    if len(prompt) == 0:
+        raise PromptError("the prompt is empty; give at least one token")
+    if np.asarray(prompt).dtype.kind not in "iu":
+        raise PromptError("the prompt contains something other than integer token ids")
+    low, high = min(prompt), max(prompt)
+    if low < 0 or high >= target.vocab_size:
+        bad = int(low if low < 0 else high)
+        raise PromptError(f"prompt token id {bad} is not in the vocabulary (0 to {target.vocab_size - 1})")
+    if len(prompt) >= target.max_length:
+        raise ContextLengthError(
+            f"the prompt has {len(prompt)} tokens; the model's context is {target.max_length}, which must also "
+            "hold at least one new token. Shorten the prompt"
+        )
+    if params.min_new_tokens > target.max_length - len(prompt):
+        raise ContextLengthError(
+            f"min_new_tokens={params.min_new_tokens} cannot fit: the prompt takes {len(prompt)} of the context's "
+            f"{target.max_length} tokens"
+        )
+    _check_source(target, source)
+    return min(len(prompt) + params.max_new_tokens, target.max_length)
+
+
+def _check_source(target: LanguageModel, source: Sequence[int] | IntArray | None) -> None:
+    """Require a source for encoder-decoders, and refuse one for other models."""
+    reads, longest = target.capabilities.reads_source, target.capabilities.max_source_length
+    if source is None:
+        if reads:
+            raise PromptError("an encoder-decoder model needs a source; pass source=")
+        return
+    if not reads:
+        raise PromptError("a source was given, but the model has no encoder to read it")
+    if len(source) == 0:
+        raise PromptError("the source is empty; give at least one token")
+    if min(source) < 0 or max(source) >= target.vocab_size:
+        raise PromptError(f"a source token id is not in the vocabulary (0 to {target.vocab_size - 1})")
+    if longest is not None and len(source) > longest:
+        raise ContextLengthError(
+            f"the source has {len(source)} tokens; the encoder reads {longest} at most. Shorten it"
+        )
+
+
+def check_trees(target: LanguageModel, drafter: Drafter | None, rule: Rule) -> None:
+    """Raise ConfigError or UnsupportedModelError if the drafter proposes trees that the rule or the target cannot use."""
+    if not isinstance(drafter, ProposesTrees) or drafter.branches <= 1:
+        return
+    name = type(drafter).__name__
+    if not rule.trees:
+        raise ConfigError(
+            f"rule {rule.name!r} verifies chains, and {name} proposes trees; use speculative, match or coupled"
+        )
+    if not target.capabilities.trees:
+        raise UnsupportedModelError(
+            f"{name} proposes trees, and {type(target).__name__} does not support them; use a drafter of chains"
+        )
+
+
+class MemoryLimit:
+    """Number of requests whose keys and values fit in memory at their maximum lengths."""
+
+    def __init__(self, target: LanguageModel, cached_bytes: Callable[[], int]) -> None:
+        """cached_bytes: returns the present size of the target's cache."""
+        self._target, self._cached_bytes = target, cached_bytes
+        self._full_at: int | None = None
+        """Number of rows at which the next request did not fit; None after a row has left."""
+        self._warned = False
+
+    def _available(self) -> int:
+        """Bytes that the target's cache may use, including those it uses already."""
+        return self._target.free_bytes() + self._cached_bytes()
+
+    def check(self, limit: int) -> None:
+        """Raise OutOfMemoryError if a row of `limit` tokens would not fit even alone."""
+        needed = self._target.cache_bytes([limit])
+        if needed and needed > self._available():
+            raise OutOfMemoryError(
+                f"{limit} tokens of prompt and output would take {needed / 1e9:.1f} GB of keys and values, and "
+                f"{self._available() / 1e9:.1f} GB are free; request fewer with max_new_tokens, or shorten the prompt"
+            )
+
+    def row_left(self) -> None:
+        """Note that a row has left, so that waiting requests are counted again."""
+        self._full_at = None
+
+    def num_fitting(self, active: Sequence[Row], waiting: Iterable[Row], count: int) -> int:
+        """Return how many of the first `count` waiting requests fit in memory together with the active rows.
+
+        Each counts with its maximum length. A request alone is always admitted: `check` has accepted it.
+        """
+        if self._full_at is not None and len(active) >= self._full_at:
+            return 0
+        self._full_at = None
+        available, limits = None, [row.limit for row in active]
+        for taken, row in enumerate(itertools.islice(waiting, count)):
+            limits.append(row.limit)
+            needed = self._target.cache_bytes(limits)
+            if not needed:
+                continue
+            available = self._available() if available is None else available
+            if needed > available and len(active) + taken > 0:
+                self._warn(len(active) + taken, max(limits), available)
+                self._full_at = len(active) + taken
+                return taken
+        return count
+
+    def _warn(self, num_rows: int, longest: int, available: int) -> None:
+        if not self._warned:
+            logger.warning(
+                "%d rows of up to %d tokens fill the available memory (%.1f GB); other requests wait",
+                num_rows, longest, available / 1e9,
+            )  # fmt: skip
+        self._warned = True
