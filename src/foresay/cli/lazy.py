@@ -51,8 +51,13 @@ class Command(HelpfulCommand):
         try:
             return super().invoke(ctx)
         except ForesayError as error:
-            error.args = (as_typed(str(error), {p.name: p.opts[0] for p in self.params if p.opts[0].startswith("-")}),)
+            error.args = (as_typed(str(error), self._flags()),)
             raise
+
+    def _flags(self) -> dict[str, str]:
+        """The flag of each option, by the option's name in Python and on the command line."""
+        flags = {p.name: p.opts[0] for p in self.params if p.opts[0].startswith("-")}
+        return {flag.lstrip("-").replace("-", "_"): flag for flag in flags.values()} | flags
 
 
 class LazyGroup(HelpfulGroup):

@@ -81,7 +81,7 @@ def run(
     device: DeviceOption = None,
     trust_remote_code: TrustOption = False,
 ) -> int:
-    """Cut a smaller model of the same family out of a model's weights.
+    """Cut a smaller draft model out of a model's weights.
 
     The most important dimensions, heads and neurons are kept, and the layers that --keep chooses. The result is a transformers
     folder of the same family: train it with foresay distill --draft FOLDER.

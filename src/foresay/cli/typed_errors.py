@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 _TYPES = {"int_parsing": "an integer", "int_from_float": "an integer", "float_parsing": "a number"}
 """Kinds of pydantic's errors, and what was expected."""
-_ALIASES = {"max_batch_size": "batch_size"}
-"""Names of Python arguments whose option has another name."""
+_ALIASES = {
+    "max_batch_size": "batch_size",
+    "batch_size": "batch_tokens",
+    "rate": "learning_rate",
+    "steps": "draft_steps",
+    "heads": "attention_heads",
+}
+"""Names of Python arguments, and of the options that set them in commands without an option of the same name."""
 
 
 def as_typed(message: str, flags: Mapping[str, str]) -> str:
@@ -20,13 +26,26 @@ def as_typed(message: str, flags: Mapping[str, str]) -> str:
     """
     if re.match(r"\S*\.toml\b", message):
         return message
-    known = dict(flags) | {python: flags[name] for python, name in _ALIASES.items() if name in flags}
-    for name, flag in known.items():
-        message = re.sub(rf"(?<![\w.(\[,\-]){name}=(?=[^\s,;.)])", f"{flag} ", message)
-        message = re.sub(rf"(?<![\w.(\[,\-]){name}=", flag, message)
+    known = {python: flags[name] for python, name in _ALIASES.items() if name in flags} | dict(flags)
+    return "".join(_translated(part, known) if outside else part for part, outside in _parts(message))
+
+
+def _translated(text: str, flags: Mapping[str, str]) -> str:
+    for name, flag in flags.items():
+        text = re.sub(rf"(?<![\w.\-]){name}=(?=[^\s,;.)])", f"{flag} ", text)
+        text = re.sub(rf"(?<![\w.\-]){name}=", flag, text)
         if "_" in name:
-            message = re.sub(rf"(?<![\w.(\[,\-'\"/]){name}\b(?![=.'\"/])", flag, message)
-    return message
+            text = re.sub(rf"(?<![\w.\-'\"/]){name}\b(?![=.'\"/])", flag, text)
+    return text
+
+
+def _parts(message: str) -> Iterator[tuple[str, bool]]:
+    """Split a message at its brackets: (part, True outside of all brackets)."""
+    depth = 0
+    for part in re.split(r"([(\[)\]])", message):
+        depth += part in ("(", "[")
+        yield part, depth == 0
+        depth = max(0, depth - (part in (")", "]")))
 
 
 def usage_message(error: Any, args: Sequence[str]) -> str:

@@ -25,7 +25,7 @@ class AcceptanceLength(LengthPolicy):
     needs_hidden, remembers = True, False
 
     def __init__(self, head: str | AcceptanceHead, threshold: float = 0.3, *, low: int = 2, high: int = 20) -> None:
-        """head: a folder that `foresay head train` wrote, or the head itself. Raises as `AcceptanceHead.load` does."""
+        """head: a folder that `foresay acceptance-head train` wrote, or the head itself. Raises as `AcceptanceHead.load` does."""
         self.threshold = check_float("threshold", threshold, 0.0, 1.0)
         self.high = check_int("high", high, 1, MAX_DRAFT_TOKENS)
         self.low = check_int("low", low, 1, self.high)

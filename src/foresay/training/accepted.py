@@ -228,7 +228,9 @@ def load_examples(folder: str | os.PathLike[str]) -> list[Examples]:
     """What `collect` wrote, file by file. Raises ConfigError for a folder without any, and for files that are none."""
     files = sorted(Path(folder).glob("*.safetensors"))
     if not files:
-        raise ConfigError(f"the folder {os.fspath(folder)!r} holds no data for an acceptance head (foresay head data)")
+        raise ConfigError(
+            f"the folder {os.fspath(folder)!r} holds no data for an acceptance head (foresay acceptance-head data)"
+        )
     out = []
     for file in files:
         try:

@@ -38,7 +38,7 @@ def doubt(recording: Recording, generator: Generator) -> str | None:
             )
     return (
         f"{generator.target.name!r} begins its answers to {len(own)} prompts otherwise than the log: another model generated it, "
-        "or the prompts are in another order or format (--no-template, --raw)"
+        "or the prompts are in another order or format (--raw)"
     )
 
 
