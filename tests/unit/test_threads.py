@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-import foresay
 from foresay import threads
 from foresay.decoding.proposal import Proposal
 from foresay.decoding.protocols import KVCache, LengthPolicy, ModelInput, ModelOutput

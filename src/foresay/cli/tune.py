@@ -81,7 +81,8 @@ def run(
     sizes = numbers(batch_size, "--batch-size")
     if len(sizes) > 1 and latency is None:
         raise ConfigError(f"--batch-size {batch_size} has several sizes, and without --latency it takes one")
-    check_float("latency", math.inf if latency is None else latency, 0.0, math.inf, open_low=True)
+    if latency is not None:
+        check_float("latency", latency, 0.0, math.inf, open_low=True)
     check_int("finalists", finalists, 1, 100)
     params = SamplingParams(max_new_tokens=max_new_tokens)
     if output.exists() and not force and not estimate_only:

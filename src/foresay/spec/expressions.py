@@ -164,7 +164,8 @@ def parse(text: str) -> Call:
 def apply(kind: str, call: Call, known: Mapping[str, Callable[..., T]]) -> T:
     """Call the function of that name with the call's values.
 
-    UnknownNameError for a name or setting nobody knows, ConfigError for a value given twice, too many or missing.
+    UnknownNameError for a name or setting nobody knows, ConfigError for a value given twice, too many or missing. An error of the
+    function begins with the call.
     """
     if call.name not in known:
         raise UnknownNameError(kind, call.name, known)
@@ -196,7 +197,10 @@ def apply(kind: str, call: Call, known: Mapping[str, Callable[..., T]]) -> T:
     ]
     if missing:
         raise ConfigError(f"{kind} {call.name!r} needs {', '.join(missing)}, for example {call.name}({missing[0]}=...)")
-    return known[call.name](*positional, **named)
+    try:
+        return known[call.name](*positional, **named)
+    except ConfigError as error:
+        raise error.about(str(call)) from None
 
 
 def written(value: object, known: Mapping[str, Callable[..., Any]]) -> str:
