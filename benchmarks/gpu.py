@@ -141,6 +141,8 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=64, help="timed passes of each figure (default: 64)")
     args = parsed(parser)
     os.environ.setdefault(SWITCH, "1")
+    if args.device == "cpu":
+        os.environ["FORESAY_NATIVE"] = "0"  # PyTorch operations, as on a GPU
     shapes = SMALL if args.small or args.device == "cpu" else LARGE
     figures = figures_of(shapes, torch.device(args.device), args.steps)
     for key, value in figures.items():
