@@ -102,8 +102,8 @@ def main() -> int:
     parser.add_argument("--acceptance", help="folder of an acceptance head that ends drafts")
     args = parsed(parser)
     target = foresay.load(MODEL, drafter="none", dtype="bf16")
-    asks = RequestBuilder(target).first(held_out(args.data, 4 if args.quick else args.prompts))
-    params = foresay.SamplingParams(max_new_tokens=32 if args.quick else 128)
+    asks = RequestBuilder(target).first(held_out(args.data, 1 if args.quick else args.prompts))
+    params = foresay.SamplingParams(max_new_tokens=16 if args.quick else 128)
     block = PromptBlock("held out", asks, 1, params)
     head = f"head({args.head})"
     default = default_drafter(MODEL, LoadOptions()).replace(f"head({MODEL}", f"head({args.head}")

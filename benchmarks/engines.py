@@ -135,8 +135,8 @@ def vllm_passes(args: argparse.Namespace) -> Figures:
     # vLLM generates the first token with the prompt, before anything is drafted
     texts = [([*map(int, ask.token_ids), out[0]], out[1:]) for ask, out in zip(block.asks, found.outputs, strict=True)]
     records = tuple(Record(str(i), tuple(a), tuple(b)) for i, (a, b) in enumerate(texts) if b)
-    written = Recording(records, target.target.model.vocab_size, target.target.eos_token_ids)
-    predicted = replay(written, SuffixDrafter(), policy=ConstantLength(LENGTH)).stats.num_passes + len(texts)
+    saved = Recording(records, target.target.model.vocab_size, target.target.eos_token_ids)
+    predicted = replay(saved, SuffixDrafter(), policy=ConstantLength(LENGTH)).stats.num_passes + len(texts)
     log(f"  {sum(map(len, found.outputs))} tokens in {found.passes} passes, {predicted} predicted")
     return {"vllm_tokens_per_pass_error": abs(found.passes / predicted - 1)}
 
@@ -190,14 +190,14 @@ def load(args: argparse.Namespace) -> Figures:
     items = subset(load_items(), 12 if args.quick else 36)
     params = foresay.SamplingParams(max_new_tokens=32 if args.quick else 64)
     with tempfile.TemporaryDirectory() as folder:
-        written = record(target.with_settings(max_batch_size=ROWS), items, Path(folder) / "r.jsonl", params)
-    full = foresee(written, profile(target), [0.0] * len(items), None, read_length("0"), batch_size=ROWS)
+        saved = record(target.with_settings(max_batch_size=ROWS), items, Path(folder) / "r.jsonl", params)
+    full = foresee(saved, profile(target), [0.0] * len(items), None, read_length("0"), batch_size=ROWS)
     most = len(items) / full.seconds
     errors: dict[str, list[float]] = {"throughput": [], "latency": []}
     for drafter in ("none", "suffix"):
         for share in (0.3, 0.6, 0.9):
             arrivals = poisson(share * most, len(items), seed=1)
-            simulated, (tokens_per_s, latency_s) = both(target, drafter, written, arrivals, params)
+            simulated, (tokens_per_s, latency_s) = both(target, drafter, saved, arrivals, params)
             errors["throughput"].append(abs(simulated.tokens_per_s / tokens_per_s - 1))
             errors["latency"].append(abs(simulated.mean("latency") / latency_s - 1))
             log(
@@ -217,23 +217,23 @@ def profile(target: foresay.Generator) -> Profile:
 def both(
     target: foresay.Generator,
     drafter: str,
-    written: Recording,
+    saved: Recording,
     times: Sequence[float],
     params: foresay.SamplingParams,
 ) -> tuple[Load, tuple[float, float]]:
     """A simulated load, and `live` of the same load, with passes measured before, during and after it."""
     method, profiles = Method(drafter), [profile(target)]
     generator = method.generator(target, ROWS)
-    lived = live(generator, written, times, params, lambda: profiles.append(profile(target)))
+    measured_live = live(generator, saved, times, params, lambda: profiles.append(profile(target)))
     profiles.append(profile(target))
     policy = read_length(method.own_length if drafter != "none" else 0)
     made = read_drafter(drafter).prepare(target.resources)() if target.resources else None
-    return foresee(written, medians(profiles), times, made, policy, batch_size=ROWS), lived
+    return foresee(saved, medians(profiles), times, made, policy, batch_size=ROWS), measured_live
 
 
 def live(
     generator: foresay.Generator,
-    written: Recording,
+    saved: Recording,
     times: Sequence[float],
     params: foresay.SamplingParams,
     aside: Callable[[], None],
@@ -243,7 +243,7 @@ def live(
     aside: called between two steps about every PROFILE_EVERY_S seconds, while the clock of the load is stopped. The speed of
     a shared machine changes within a minute, so a profile measured before or after a load does not describe it.
     """
-    generator.generate([list(written.records[0].prompt)], replace(params, max_new_tokens=8))  # warm
+    generator.generate([list(saved.records[0].prompt)], replace(params, max_new_tokens=8))  # warm
     session = generator.session()
     arrived: dict[int, float] = {}
     ended: dict[int, float] = {}
@@ -255,7 +255,7 @@ def live(
             due = now + PROFILE_EVERY_S
             began = perf_counter() - now
         while len(arrived) < len(times) and times[len(arrived)] <= now:
-            record = written.records[len(arrived)]
+            record = saved.records[len(arrived)]
             number = session.submit(list(record.prompt), params, text=False)
             arrived[number] = times[len(arrived)]
         if not session.has_work:

@@ -32,7 +32,7 @@ LEGEND = {
     "bandwidth_gb_per_s": ("memory bandwidth, GB/s", ""),
     "plain_step_ms": ("pass over 1 row x 1 token, ms", ""),
     "plain_step_over_floor": ("the same over weight bytes / memory bandwidth", "<= 1.35"),
-    "columns8_over_1": ("pass over 8 tokens / over 1", "<= 1.15"),
+    "tokens8_over_1": ("pass over 8 tokens / over 1", "<= 1.15"),
     "batch32_over_1": ("pass over 32 rows / over 1", "<= 1.4"),
     "replays": ("passes that were replayed", ""),
     "draft_ms_per_token": ("pass of the draft, ms", "<= 0.5"),
@@ -121,7 +121,7 @@ def figures_of(shapes: Shapes, device: torch.device, repeats: int) -> Figures:
         "bandwidth_gb_per_s": bound.bytes_per_s / 1e9,
         "plain_step_ms": 1e3 * one,
         "plain_step_over_floor": one / bound.seconds(1, CONTEXT),
-        "columns8_over_1": step(model, 1, 8, repeats) / one,
+        "tokens8_over_1": step(model, 1, 8, repeats) / one,
         "batch32_over_1": step(model, 32, 1, repeats) / one,
         "replays": 0 if model.graphs is None else model.graphs.replays,
     }

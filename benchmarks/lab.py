@@ -188,8 +188,6 @@ def compare(results: Results) -> tuple[list[dict[str, Any]], float]:
                     "gain": gain,
                     "gain_error": gain / run.speed_up - 1,
                     "speed_up": run.speed_up,
-                    "predicted_per_pass": one.tokens_per_pass,
-                    "per_pass": run.stats["block_efficiency"],
                     "identical": run.identical,
                 }
             )

@@ -224,8 +224,10 @@ def main() -> int:
             results[category] = {name: one for name, one in found.items() if name != PLAIN}
         figures = figures_of(results, list(constant(bigrams)))
     figures |= {"lookup_share_of_step": share, "plain_spread": max(apart)}
-    text = "Speed-up over plain decoding (tokens per pass, share of draft tokens used, share of time drafting); batch 1, "
-    text += f"greedy, {count} prompts x {new} tokens of each category."
+    text = (
+        "Speed-up over plain decoding (tokens per pass, share of draft tokens used, share of time drafting); batch 1, greedy, "
+        f"{count} prompts x {new} tokens of each category."
+    )
     return publish("methods", figures, args, legend=LEGEND, text=[text, methods_table(results)])
 
 

@@ -92,7 +92,7 @@ def feed_forward(layers: int, width: int, attention: int) -> int:
     return round((PARAMETERS / layers - attention) / (3 * width) / 32) * 32
 
 
-def written(target: foresay.Generator, args: argparse.Namespace) -> list[Text]:
+def generated_texts(target: foresay.Generator, args: argparse.Namespace) -> list[Text]:
     """Texts that the target generated; their tokens are counted into a table that selects the vocabulary of the drafts."""
     assert target.target.tokenizer is not None
     fingerprint = tokenizer_fingerprint(target.target.tokenizer)
@@ -119,7 +119,7 @@ def drafter(shape: Shape, args: argparse.Namespace) -> str:
 
 def train(target: foresay.Generator, args: argparse.Namespace) -> list[Shape]:
     """Train the shapes that are not trained yet."""
-    texts = written(target, args)
+    texts = generated_texts(target, args)
     size, ends = target.target.model.vocab_size, target.target.eos_token_ids
     kept = torch.tensor(NgramTable.load(counts(args)).draft_vocabulary(args.tokens, 1.0, ends, size))
     learn, rest = split(texts, 0.005)  # distributions over the whole vocabulary, slower to compare than to learn
