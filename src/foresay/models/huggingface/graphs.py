@@ -25,7 +25,7 @@ from foresay.models.huggingface import attention
 logger = logging.getLogger("foresay")
 
 SWITCH = "FORESAY_GRAPHS"
-"""Environment variable: "0" captures nothing."""
+"""Environment variable: "1" captures passes. Off by default: no published figure was measured with captured passes."""
 COLUMNS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Columns of captured passes; one with others is filled up with pads, one with more is not captured."""
 ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
@@ -137,8 +137,8 @@ class GraphedPasses:
         """run: a pass over token_ids [B, T] at a placement, of which hidden layers, and the scores where asked for."""
         self._run, self._capture, self._device = run, capture, device
         self._held: WeakKeyDictionary[Stores, _Recordings] = WeakKeyDictionary()
-        self.off: str | None = "0" if os.environ.get(SWITCH) == "0" else None
-        """Why nothing is captured any more."""
+        self.off: str | None = None if os.environ.get(SWITCH) == "1" else f"{SWITCH}=1 is not set"
+        """The reason why nothing is captured, or None."""
         self.replays = 0
         """Passes that were replayed."""
 

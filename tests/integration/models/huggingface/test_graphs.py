@@ -20,7 +20,7 @@ from foresay.drafters.model import ModelDrafter
 from foresay.models.cache.slot_cache import SlotCache
 from foresay.models.huggingface import fused, linears
 from foresay.models.huggingface.causal import CausalModel
-from foresay.models.huggingface.graphs import HELD, GraphedPasses, Replay, Shape
+from foresay.models.huggingface.graphs import HELD, SWITCH, GraphedPasses, Replay, Shape
 from helpers.families import FAMILIES, VOCAB, make
 from helpers.support import Sometimes, run
 
@@ -60,6 +60,11 @@ def recorded(run: Replay) -> Replay:
     with Tape() as tape:
         out = run()
     return lambda: tape.again(out)  # type: ignore[no-any-return]
+
+
+@pytest.fixture(autouse=True)
+def _capturing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SWITCH, "1")
 
 
 @pytest.fixture(autouse=True)
@@ -260,9 +265,10 @@ def test_prompts_are_not_captured() -> None:
     assert model.graphs.off is None
 
 
-def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FORESAY_GRAPHS", "0")
+@pytest.mark.parametrize("value", [None, "", "0"])
+def test_passes_are_captured_only_on_request(monkeypatch: pytest.MonkeyPatch, value: str | None) -> None:
+    monkeypatch.delenv(SWITCH) if value is None else monkeypatch.setenv(SWITCH, value)
     model = graphed(capture=refused)
     run(model, PROMPTS, PARAMS, gamma=0)
     assert model.graphs is not None
-    assert model.graphs.replays == 0
+    assert (model.graphs.off, model.graphs.replays) == ("FORESAY_GRAPHS=1 is not set", 0)
