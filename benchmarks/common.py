@@ -26,10 +26,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 
 import foresay
-from foresay.decoding.protocols import ModelInput, Logits
+from foresay.decoding.protocols import Logits, ModelInput
 from foresay.generation.method import Method
-from foresay.lab.bench.runners import MethodRunner, PeerRunner, PromptBlock, Runner
 from foresay.lab.bench.peers import open_peer
+from foresay.lab.bench.runners import MethodRunner, PeerRunner, PromptBlock, Runner
 from foresay.lab.bench.turns import take_turns
 from foresay.lab.data.datasets import load_items, subset
 from foresay.lab.data.requests import RequestBuilder

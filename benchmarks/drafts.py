@@ -33,7 +33,7 @@ from common import (
 )
 
 import foresay
-from foresay.decoding.protocols import ModelInput, Logits
+from foresay.decoding.protocols import Logits, ModelInput
 from foresay.generation.method import PLAIN, Method
 from foresay.lab.bench.runners import MethodRunner, PromptBlock, Runner
 from foresay.lab.data.datasets import load_items, subset

@@ -35,7 +35,7 @@ from common import (
 
 import foresay
 from foresay.decoding.proposal import Proposal
-from foresay.decoding.protocols import ModelInput, LengthPolicy
+from foresay.decoding.protocols import LengthPolicy, ModelInput
 from foresay.decoding.rows import Rows
 from foresay.generation.method import PLAIN, Method
 from foresay.lab.bench.runners import MethodRunner, PromptBlock
@@ -228,7 +228,9 @@ def difference(bench: Bench, ask: PromptRequest, a: Sequence[int], b: Sequence[i
     cache = model.new_cache()
     cache.add_rows(1)
     context = [*ask.token_ids, *a[:position]]
-    top = model.forward(ModelInput(torch.tensor([context]), [len(context)]), cache).scores()[0, -1].float().topk(2).values
+    top = (
+        model.forward(ModelInput(torch.tensor([context]), [len(context)]), cache).scores()[0, -1].float().topk(2).values
+    )
     return f"other token at position {position}, margin {float(top[0] - top[1]):.4f}"
 
 

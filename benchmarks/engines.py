@@ -47,21 +47,21 @@ import foresay
 from foresay.drafters import SuffixDrafter
 from foresay.generation.method import PLAIN, Method
 from foresay.integrations.vllm_arguments import llm_arguments
-from foresay.lab.bench.runners import MethodRunner
 from foresay.lab.bench.peers import open_peer
 from foresay.lab.bench.peers.base import model_folder
+from foresay.lab.bench.runners import MethodRunner
 from foresay.lab.data.datasets import load_items, subset
 from foresay.lab.measure.profile import measure, medians
 from foresay.lab.replay.arrivals import poisson
-from foresay.lab.replay.simulate import Load, simulate
 from foresay.lab.replay.record import record
 from foresay.lab.replay.replay import replay
+from foresay.lab.replay.simulate import Load, simulate
 from foresay.lengths import ConstantLength
-from foresay.spec.recipes import read_drafter, read_length
-from foresay.spec.settings_file import Settings
 from foresay.models.sources.packaged import packaged_file
 from foresay.records.profile import Profile
 from foresay.records.recording import Record, Recording
+from foresay.spec.recipes import read_drafter, read_length
+from foresay.spec.settings_file import Settings
 from foresay.workers import recording
 from foresay.workers.local import Processes
 from foresay.workers.pool import Pool

@@ -71,7 +71,7 @@ LEGEND = {
 class Wrong(MaxGram):
     """Always proposes unlikely tokens: the cost of a bad draft."""
 
-    def guess(self, row: Any, state: Any, count: int) -> list[int]:
+    def draft_tokens(self, row: Any, state: Any, count: int) -> list[int]:
         return [(int(row.tokens[-1]) * 7 + 1000 + i) % 40000 for i in range(count)]
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import foresay
-from foresay.lab.bench.contenders import Outcome, PromptBlock
+from foresay.lab.bench.runners import Outcome, PromptBlock
 from foresay.lab.data.items import PromptItem
 from foresay.lab.data.requests import PromptRequest
 
