@@ -77,7 +77,7 @@ def graphed(family: str = "llama", capture: Any = recorded) -> CausalModel:
     model = CausalModel(make(family))
     model.use_fused()
     assert model.lean is not None
-    model.graphs = GraphedPasses(model.fused.by_operations, capture, torch.device("cpu"))
+    model.graphs = GraphedPasses(model.lean.by_operations, capture, torch.device("cpu"))
     return model
 
 
