@@ -208,7 +208,7 @@ def test_whoever_has_no_kernels_is_told_once(lacking: str, tmp_path: Path) -> No
     shown = done.stderr.decode().splitlines()
     assert done.returncode == 0, shown
     [line] = [line for line in shown if "compiled kernels" in line]
-    assert line.startswith("passes are made without compiled kernels: ")
+    assert line.startswith("forward passes run without compiled kernels: ")
     reason = {"compiler": "no-such-compiler", "room": "cannot write", "room while compiling": "No space left"}
     assert reason[lacking] in line
 
@@ -218,5 +218,5 @@ def test_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch, caplog: pytest
     with caplog.at_level(logging.WARNING, "foresay"):
         assert build.library() is None
     [said] = caplog.messages
-    assert said.startswith("passes are made without compiled kernels: cannot write ") and "No space left" in said
+    assert said.startswith("forward passes run without compiled kernels: cannot write ") and "No space left" in said
     assert not list(build.kept().parent.iterdir()), "nothing is left behind"

@@ -379,7 +379,7 @@ def test_a_head_by_another_kernel_is_not_trusted_with_single_rows() -> None:
     model = CausalModel(weights)
     assert use_fused_layers(model) is None
     assert model.lean is not None
-    assert not model.one_row_at_a_time
+    assert not model.batch_invariant
     assert not model.capabilities.prefill_together
     assert compiled("llama").capabilities.prefill_together, "control"
 
@@ -444,7 +444,7 @@ def test_a_cache_that_grows_is_found_again(monkeypatch: pytest.MonkeyPatch) -> N
         model.forward(ModelInput(tokens[:, start : start + 60], (60,)), cache)
     wanted = model.forward(ModelInput(tokens[:, :310], (310,)), whole).scores()[:, 300:]
     assert torch.equal(model.forward(ModelInput(tokens[:, 300:310], (10,)), cache).scores(), wanted)
-    monkeypatch.setattr(RowStores, "made", property(lambda self: 1, lambda self, count: None), raising=False)
+    monkeypatch.setattr(RowStores, "version", property(lambda self: 1, lambda self, count: None), raising=False)
     assert not found(model), "control: what does not count its stores is not looked at again"
 
 
@@ -518,7 +518,7 @@ def test_what_is_lacking_is_said_once_and_passes_go_on(
             assert not model.lean.compiled
             assert run(model, prompts, params, gamma=0)[0] == wanted
     [said] = caplog.messages
-    assert said.startswith("passes are made without compiled kernels: ")
+    assert said.startswith("forward passes run without compiled kernels: ")
     assert {"compiler": "no-such-compiler", "room": "cannot write", "success": "failed: "}[lacking] in said
 
 

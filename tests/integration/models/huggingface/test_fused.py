@@ -15,7 +15,7 @@ from foresay.models.huggingface import fused, operations
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.early_exit import first_layers
 from foresay.models.huggingface.linears import freeze_linears
-from foresay.models.huggingface.self_check import OwnCode, use_fused_layers
+from foresay.models.huggingface.self_check import UnfusedReason, use_fused_layers
 from foresay.models.sources.catalog import wrap
 from helpers.families import FAMILIES, VOCAB, make
 from helpers.support import Sometimes, run
@@ -51,7 +51,7 @@ def test_lean_passes_write_what_the_familys_own_code_writes(family: str) -> None
 @pytest.mark.parametrize("family", ["mixtral", "gpt2", "falcon", "deepseek_v3"])
 def test_other_families_keep_their_own_code(family: str) -> None:
     model = CausalModel(make(family))
-    assert "has code of its own" in str(use_fused_layers(model))
+    assert "do not support the family" in str(use_fused_layers(model))
     assert model.lean is None
 
 
@@ -81,7 +81,7 @@ def test_trees_and_hidden_states_are_those_of_the_familys_own_code(
     own = outputs(other)
     assert use_fused_layers(frozen(model)) is None
     assert model.lean is not None
-    assert model.fused.compiled == kernels
+    assert model.lean.compiled == kernels
     torch.testing.assert_close(outputs(model), own, atol=2e-4, rtol=2e-4)
     parents[1, 3] = 0
     with pytest.raises(AssertionError):  # control: the tree counts
@@ -94,7 +94,7 @@ def test_a_model_with_hooks_keeps_its_own_code() -> None:
     assert "hooks" in str(use_fused_layers(CausalModel(weights)))
     weights = make("llama")
     weights.model.layers[0].register_forward_hook(lambda *_: None)
-    assert use_fused_layers(CausalModel(weights)) == OwnCode("it has hooks on its modules", expected=True)
+    assert use_fused_layers(CausalModel(weights)) == UnfusedReason("it has hooks on its modules", expected=True)
 
 
 def test_the_first_layers_of_a_lean_model_are_lean() -> None:
@@ -108,10 +108,10 @@ def test_the_first_layers_of_a_lean_model_are_lean() -> None:
 
 
 BROKEN: dict[str, tuple[Any, str, Any]] = {
-    "no rotation": (operations, "_rotated", lambda x, cos, sin: x),
+    "no rotation": (operations, "_rotate", lambda x, cos, sin: x),
     "the wrong half negated": (
         operations,
-        "_rotated",
+        "_rotate",
         lambda x, cos, sin: x * cos + x.roll(x.shape[-1] // 2, -1) * -sin,
     ),
     "norms that do nothing": (fused, "_norm_of", lambda module: lambda x: x),
@@ -147,7 +147,7 @@ def test_a_fallback_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogC
         wrap("yours", make("llama"), None, optimise=True)
     [(_, first, one), (_, second, two)] = caplog.record_tuples
     assert (first, second) == (logging.INFO, logging.WARNING)
-    assert one == "passes of mine are made by its family's own code: family 'gpt2' has code of its own"
+    assert one == "passes of mine are made by its family's own code: fused layers do not support the family 'gpt2'"
     assert two.startswith("passes of yours are made by its family's own code: ")
 
 

@@ -20,7 +20,7 @@ from foresay.drafters.model import ModelDrafter
 from foresay.models.cache.slot_cache import SlotCache
 from foresay.models.huggingface import fused, linears
 from foresay.models.huggingface.causal import CausalModel
-from foresay.models.huggingface.graphs import HELD, SWITCH, GraphedPasses, Replay, Shape
+from foresay.models.huggingface.graphs import MAX_RECORDINGS, SWITCH, GraphedPasses, Replay, Shape
 from helpers.families import FAMILIES, VOCAB, make
 from helpers.support import Sometimes, run
 
@@ -82,7 +82,7 @@ def graphed(family: str = "llama", capture: Any = recorded) -> CausalModel:
     model = CausalModel(make(family))
     model.use_fused()
     assert model.lean is not None
-    model.graphs = GraphedPasses(model.fused.by_operations, capture, torch.device("cpu"))
+    model.graphs = GraphedPasses(model.lean.by_operations, capture, torch.device("cpu"))
     return model
 
 
@@ -229,8 +229,8 @@ def test_few_recordings_are_held() -> None:
             for columns in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32):
                 passes(model, cache, ModelInput(torch.full((1, columns), 7), [columns], first_row=first), 2)
     assert model.graphs is not None
-    (held,) = model.graphs._held.values()
-    assert len(held.by_shape) == HELD
+    (recordings,) = model.graphs._recordings.values()
+    assert len(recordings.by_shape) == MAX_RECORDINGS
 
 
 def frozen_lengths(run: Replay) -> Replay:
