@@ -155,7 +155,7 @@ def test_an_output_is_replaced_only_by_force(shell: tiny.Shell, base: list[str])
         (["--max-entries", "0"], "max_entries=0 must be an integer at least 1"),
         (["--max-tokens", "0"], "max_tokens=0 must be an integer at least 1"),
         (["--separator", "lin"], "unknown separator 'lin'. Did you mean 'line'?"),
-        (["--field", "text"], "field='text' belongs to .jsonl files, and 'a.txt' is none"),
+        (["--field", "text"], "field='text' applies to .jsonl files only, and 'a.txt' is not one"),
         (["--model", "smollm2-135m"], "--model and --tokenizer both name a tokenizer; give one of them"),
         (["nothing.txt"], "cannot read 'nothing.txt': No such file or directory"),
         (["."], "cannot read '.': Is a directory"),

@@ -135,7 +135,7 @@ def test_shapes_that_cannot_be_cut_out_are_refused() -> None:
         ({"layers": 4}, "layers=4 must be 1 to 3"),
         ({"hidden": 0}, "hidden=0 must be 1 to 32"),
         ({"heads": 3}, "must be a multiple of kv_heads=2"),
-        ({"kv_heads": 1, "heads": 3}, "needs 3 heads a group"),
+        ({"kv_heads": 1, "heads": 3}, "needs 3 heads per group"),
     ):
         with pytest.raises(ConfigError, match=said):
             whole.smaller(**sizes)
