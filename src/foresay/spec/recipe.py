@@ -14,7 +14,7 @@ import torch
 from foresay.decoding.protocols import Drafter, Rule
 from foresay.drafters.ngram_table import NgramTable
 from foresay.errors import ConfigError, UnsupportedModelError
-from foresay.lengths.throughput import LONGEST
+from foresay.lengths.throughput import DEFAULT_HIGH
 from foresay.models.sources.catalog import LoadedModel, is_gguf
 from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.resolve import resolve
@@ -144,7 +144,7 @@ class Recipe:
         """The length it drafts by default, as an expression: one that adapts, where no seed's text changes by it."""
         if self.num_draft_tokens == 0 or self.fixed or not rule.exact:
             return str(self.num_draft_tokens)
-        settings = {"high": self.num_draft_tokens} if self.num_draft_tokens > LONGEST else {}
+        settings = {"high": self.num_draft_tokens} if self.num_draft_tokens > DEFAULT_HIGH else {}
         if self.samples:
             settings |= {"sampled": self.num_draft_tokens}
         return str(Call("throughput", tuple(settings.items())))
