@@ -156,8 +156,8 @@ def test_a_kept_replay_that_is_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("target = " + "[" * 50_000, "not TOML"),
-        ("target = " + "9" * 5000, "not TOML"),
+        ("target = " + "[" * 50_000, "not valid TOML"),
+        ("target = " + "9" * 5000, "not valid TOML"),
         ('target = "x"\n' + "#" * (1 << 20), "is larger than 1048576 bytes"),
     ],
 )

@@ -344,13 +344,13 @@ def test_a_length_without_a_drafter_is_honoured(folder: Path) -> None:
     ("text", "message"),
     [
         ('target = "a"\ndraftre = "x"', "unknown setting 'draftre'. Did you mean 'drafter'"),
-        ('drafter = "x"', "no target: it must name a model"),
-        ("target = 3", "target=3 must be a text"),
-        ('target = ""', "target='' must be a text"),
-        ('target = "a"\nlength = true', "length=True must be a number or the name of a policy"),
+        ('drafter = "x"', "the key target is missing; it must name a model"),
+        ("target = 3", "target=3 must be a non-empty string"),
+        ('target = ""', "target='' must be a non-empty string"),
+        ('target = "a"\nlength = true', "length=True must be an integer or an expression of a length policy"),
         ('target = "a"\nlength = 1.5', "length=1.5"),
         ('target = "a"\nmax_batch_size = 0', "max_batch_size=0 must be an integer at least 1"),
-        ('target = "a', "not TOML"),
+        ('target = "a', "not valid TOML"),
         ('target = "a"\n[measured]\nx = 1\n[other]\ny = 2', "unknown setting 'other'"),
     ],
 )
@@ -367,7 +367,7 @@ def test_settings_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot read .*No such file"):
         foresay.load(tmp_path / "none.toml")
     (tmp_path / "x.toml").write_bytes(b'target = "\xff"')
-    with pytest.raises(ConfigError, match="not TOML"):
+    with pytest.raises(ConfigError, match="not valid TOML"):
         foresay.load(tmp_path / "x.toml")
 
 

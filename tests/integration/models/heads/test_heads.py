@@ -405,5 +405,5 @@ def test_a_head_is_where_its_target_is_in_one_piece(tmp_path: Path, monkeypatch:
             change(generator, drafter=one)
     generator.resources.options = LoadOptions(dtype="fp32")
     model.is_shared = True
-    with pytest.raises(UnsupportedModelError, match="shared out by tp_plan"):
+    with pytest.raises(UnsupportedModelError, match="split by tp_plan"):
         change(generator, drafter=heads[0])
