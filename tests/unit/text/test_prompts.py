@@ -56,7 +56,9 @@ def test_a_batch(prompt: Any) -> None:
 
 @pytest.mark.parametrize(("prompt", "kind"), [(5, "int"), (None, "NoneType"), (USER, "dict"), ({1}, "set")])
 def test_what_is_no_prompt_is_named(prompt: Any, kind: str) -> None:
-    with pytest.raises(PromptError, match=f"a prompt of type {kind} is neither a text, nor messages, nor token ids"):
+    with pytest.raises(
+        PromptError, match=f"a prompt of type {kind} is not supported; give a text, messages, token ids"
+    ):
         is_batch(prompt)
 
 
