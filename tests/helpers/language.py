@@ -39,7 +39,9 @@ INSTEAD_OF = {
 """Pattern of a word -> what is written instead. People and sockets are the only ones that say, tell, hear and ask."""
 OPENING = re.compile(r"(?:What|Whether what|Of|Those|Who|Whose|That which)\b")
 """Openings that no docstring has."""
-_WORD = re.compile(r"(?<![\w`/.-])(?:" + "|".join(f"(?:{word})" for word in INSTEAD_OF) + r")(?![\w`/(=-])", re.IGNORECASE)
+_WORD = re.compile(
+    r"(?<![\w`/.-])(?:" + "|".join(f"(?:{word})" for word in INSTEAD_OF) + r")(?![\w`/(=-])", re.IGNORECASE
+)
 _CODE = re.compile(r"```.*?```|``.*?``|`[^`\n]*`|<!--.*?-->|\]\([^)]*\)|https?://\S+", re.DOTALL)
 
 
