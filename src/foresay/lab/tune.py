@@ -94,9 +94,9 @@ class Tuning:
     """The results of tuning."""
 
     candidates: list[Candidate] = field(default_factory=list)
-    """Best first."""
+    """In order of decreasing expected throughput."""
     confirmed: list[Confirmed] = field(default_factory=list)
-    """Fastest first."""
+    """In order of decreasing measured throughput."""
     failed: dict[str, str] = field(default_factory=dict)
     """Method that could not be replayed -> error message."""
     seconds: dict[str, float] = field(default_factory=dict)
@@ -137,22 +137,22 @@ class Tuner:
     def profile(self, batch_sizes: Sequence[int], widest: int) -> Profile:
         """Return the target's profile for these batch sizes and up to `widest` tokens per pass, measured on first use."""
         if self._profile is None:
-            began = perf_counter()
+            start = perf_counter()
             sizes = sorted({1, *(2**i for i in range(1, 13) if 2**i < max(batch_sizes)), *batch_sizes})
             columns = [c for c in (1, 2, 3, 4, 5, 7, 9, 13, 17, 33, 65) if c < widest] + [widest]
             lengths = sorted(len(r.prompt) + len(r.output) // 2 for r in self.recording.records)
             middle, long = max(16, lengths[len(lengths) // 2]), lengths[int(0.95 * (len(lengths) - 1))]
             contexts = [middle, long] if long > 1.3 * middle else [middle]
-            made, scales = [], []
+            measured, scales = [], []
             for turn in range(_ROUNDS):
-                made.append(measure(self.target, batches=sizes, columns=columns, contexts=contexts, repeats=3))
-                scales.append(self._fill_scale(made[-1], turn))
-            found, scale = medians(made), statistics.median(scales)
+                measured.append(measure(self.target, batches=sizes, columns=columns, contexts=contexts, repeats=3))
+                scales.append(self._fill_scale(measured[-1], turn))
+            found, scale = medians(measured), statistics.median(scales)
             self._profile = replace(found, fills=tuple((tokens, s * scale) for tokens, s in found.fills))
-            self.tuning.seconds["profile"] = perf_counter() - began
+            self.tuning.seconds["profile"] = perf_counter() - start
         return self._profile
 
-    def _fill_scale(self, made: Profile, turn: int) -> float:
+    def _fill_scale(self, measured: Profile, turn: int) -> float:
         """Measure the prefill of some recorded prompts of different lengths, relative to the time that the profile predicts."""
         every = _round_robin(self.recording)
         requests = [every[(turn * _FILLED + i) % len(every)] for i in range(min(_FILLED, len(every)))]
@@ -162,17 +162,17 @@ class Tuner:
             session.submit(list(request.token_ids), params, text=False)
         seconds = 0.0
         while session.has_work:
-            began = perf_counter()
+            start = perf_counter()
             chunks = session.step()
-            seconds += perf_counter() - began - (chunks[0].step.total_s if chunks else 0.0)
-        expected = sum(made.fill_seconds(len(request.token_ids) - 1) for request in requests)
+            seconds += perf_counter() - start - (chunks[0].step.total_s if chunks else 0.0)
+        expected = sum(measured.fill_seconds(len(request.token_ids) - 1) for request in requests)
         return seconds / expected if expected else 1.0
 
     def search(self, methods: Iterable[Method], batch_sizes: Sequence[int]) -> list[Candidate]:
         """Predict every method and plain decoding at every batch size, sorted by decreasing expected throughput."""
         methods = [m for m in methods if m.name != PLAIN]
         profile = self.profile(batch_sizes, 1 + max(_longest(m) for m in methods))
-        began = perf_counter()
+        start = perf_counter()
         out = []
         for size in batch_sizes:
             plain = expect(replay(self.recording, None, ConstantLength(0), batch_size=size), self.recording, profile)
@@ -182,7 +182,7 @@ class Tuner:
                     out.append(Candidate(method, size, self._expect(method, size), plain))
                 except (ForesayError, RuntimeError) as error:
                     self.tuning.failed[method.name] = str(error)
-        self.tuning.seconds["replay"] = perf_counter() - began - self.tuning.seconds.get("drafts", 0.0)
+        self.tuning.seconds["replay"] = perf_counter() - start - self.tuning.seconds.get("drafts", 0.0)
         self.tuning.candidates = sorted(out, key=lambda one: -one.expected.tokens_per_s)
         return self.tuning.candidates
 
@@ -201,7 +201,7 @@ class Tuner:
 
     def _precompute(self, name: str, drafter: ModelDrafter, generator: Generator, batch_size: int) -> Drafter:
         """Compute a draft model's tokens once and time its drafting."""
-        began = perf_counter()
+        start = perf_counter()
         if name not in self._precomputed:
             self._precomputed[name] = precompute(drafter, self.recording)
         assert self._profile is not None
@@ -210,12 +210,12 @@ class Tuner:
             context = min(t.context for t in self._profile.timings)
             times, fill = measure_drafting(generator, batches=sizes, lengths=(1, 4), context=context, repeats=3)
             self._profile = self._profile.with_drafts(name, times, fill)
-        self.tuning.seconds["drafts"] = self.tuning.seconds.get("drafts", 0.0) + perf_counter() - began
+        self.tuning.seconds["drafts"] = self.tuning.seconds.get("drafts", 0.0) + perf_counter() - start
         return self._precomputed[name]
 
     def confirm(self, candidates: Sequence[Candidate], *, repeats: int = 2, count: int = 8) -> list[Confirmed]:
         """Run candidates live, each between two runs of plain decoding, on `count` recorded prompts or a full batch if larger."""
-        began = perf_counter()
+        start = perf_counter()
         requests = _round_robin(self.recording)
         params = SamplingParams(max_new_tokens=min(_CONFIRM_TOKENS, int(self.recording.params["max_new_tokens"])))
         runs: dict[int, list[tuple[float, float]]] = {i: [] for i in range(len(candidates))}
@@ -243,7 +243,7 @@ class Tuner:
         self.tuning.confirmed = sorted(
             (_confirmed(candidates[i], found) for i, found in runs.items() if found), key=lambda one: -one.tokens_per_s
         )
-        self.tuning.seconds["live"] = perf_counter() - began
+        self.tuning.seconds["live"] = perf_counter() - start
         return self.tuning.confirmed
 
 

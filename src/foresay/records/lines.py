@@ -89,13 +89,13 @@ class LineWriter:
         if header is None:
             self._write_header()
             return
-        for field, theirs, ours in _differences({**header, "provenance": None}, {**self.header, "provenance": None}):
+        for field, stored, current in _differences({**header, "provenance": None}, {**self.header, "provenance": None}):
             if not self.lines:  # a run that ended before its first line has nothing to resume
                 self._file.truncate(0)
                 self.append(self.header)
                 return
             raise ConfigError(
-                f"{name!r} was started with {field}={short(theirs)}, and this run has {short(ours)}; "
+                f"{name!r} was started with {field}={short(stored)}, and this run has {short(current)}; "
                 "give the same settings to resume it, or name another file"
             )
         self._file.truncate(complete_bytes)
@@ -179,10 +179,10 @@ def _check_header(header: Line, kind: str, version: int, name: str) -> None:
         )
 
 
-def _differences(theirs: Any, ours: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
+def _differences(stored: Any, current: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Yield (name, one value, the other value) of each difference, with names such as "settings.dtype"."""
-    if isinstance(theirs, dict) and isinstance(ours, dict):
-        for key in sorted({*theirs, *ours}):
-            yield from _differences(theirs.get(key), ours.get(key), f"{name}.{key}" if name else key)
-    elif theirs != ours:
-        yield name, theirs, ours
+    if isinstance(stored, dict) and isinstance(current, dict):
+        for key in sorted({*stored, *current}):
+            yield from _differences(stored.get(key), current.get(key), f"{name}.{key}" if name else key)
+    elif stored != current:
+        yield name, stored, current

@@ -47,7 +47,7 @@ class Timing:
     context: Count
     """Tokens of each row before the step."""
     seconds: Seconds
-    """Median."""
+    """Median over repeats."""
     low: Seconds
     high: Seconds
     """First and third quartile."""

@@ -117,7 +117,7 @@ class Recording:
         if prompts is not None:
             raise ConfigError(f"{name!r} contains its own prompts; give prompts for a log of tensors only")
         if b'"format"' in head.split(b"\n", 1)[0]:
-            return _read_ours(name)
+            return _read_foresay(name)
         if head.startswith(b"{"):
             return _imported(name, read_cs_drafting_cache(name), "CS-Drafting cache")
         raise ConfigError(
@@ -180,7 +180,7 @@ def _check_record(record: Record, vocab_size: int) -> None:
             )
 
 
-def _read_ours(name: str) -> Recording:
+def _read_foresay(name: str) -> Recording:
     records: dict[str, Record] = {}
     with read_lines(name, FORMAT, VERSION, _RECORD) as (values, lines):
         header = _HEADER.of(values, f"{name}, line 1")

@@ -22,14 +22,14 @@ class TokenizerPair:
 
     def __init__(self, target: Any, draft: Any) -> None:
         self.target, self.draft = target, draft
-        ours, theirs = draft.get_vocab(), target.get_vocab()
-        common = sorted((ours[token], theirs[token]) for token in ours.keys() & theirs.keys())
+        draft_vocab, target_vocab = draft.get_vocab(), target.get_vocab()
+        common = sorted((draft_vocab[token], target_vocab[token]) for token in draft_vocab.keys() & target_vocab.keys())
         pairs = torch.tensor(common, dtype=torch.int64).view(-1, 2)
         self.shared = (pairs[:, 0].contiguous(), pairs[:, 1].contiguous())
         added = getattr(target, "added_tokens_decoder", {})  # chat markers may be listed only here
         special = {*target.all_special_ids, *(i for i, token in added.items() if token.special)}
-        self._special = {i: token for token, i in theirs.items() if i in special}
-        self._known = ours
+        self._special = {i: token for token, i in target_vocab.items() if i in special}
+        self._known = draft_vocab
 
     def opening(self) -> list[int]:
         """Return the token ids that the draft's tokenizer puts before every text: [bos] or []."""

@@ -26,7 +26,7 @@ STACK_BYTES = 1 << 20
 """Stack limit of a trial: less than any thread of the process that then compiles the schema for use."""
 
 
-def tried(tokenizer: Any, job: Mapping[str, Any]) -> dict[str, Any]:
+def try_schema(tokenizer: Any, job: Mapping[str, Any]) -> dict[str, Any]:
     """Compile a schema in a fork of this process, which has a single thread and the tokenizer loaded."""
     read, write = os.pipe()
     pid = os.fork()
@@ -78,8 +78,8 @@ def _limit_reached(by: int | None, job: Mapping[str, Any]) -> str:
         return f"the schema needs more than {job['cpu_s']:g} s of processor time to compile; give a simpler one"
     if by == signal.SIGALRM:
         return f"the schema needs more than {job['wall_s']:g} s to compile; give a simpler one"
-    most = job["memory_bytes"] >> 20
-    return f"the schema needs more than {most} MiB of memory, or too deep a stack, to compile; give a simpler one"
+    limit_mib = job["memory_bytes"] >> 20
+    return f"the schema needs more than {limit_mib} MiB of memory, or too deep a stack, to compile; give a simpler one"
 
 
 def main() -> None:
@@ -97,7 +97,7 @@ def main() -> None:
         if job.get("op") == "close":
             return
         if tokenizer is not None:
-            reply(tried(tokenizer, job))
+            reply(try_schema(tokenizer, job))
             continue
         try:
             tokenizer = vocabulary(job["tokenizer"], job["vocab_size"], job["eos"])

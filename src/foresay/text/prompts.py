@@ -63,7 +63,7 @@ def encode(prompt: Any, tokenizer: Any) -> list[int]:
         return _chat(items, _require(tokenizer, "chat messages"))
     for item in items:
         if isinstance(item, bool) or not isinstance(item, int | np.integer):
-            raise PromptError(f"prompt item {item!r} of type {type(item).__name__} is neither a token id nor a message")
+            raise PromptError(f"prompt item {item!r} of type {type(item).__name__} must be a token id or a message")
     return [int(item) for item in items]
 
 

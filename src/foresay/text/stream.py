@@ -74,7 +74,7 @@ class StopStrings:
     _detokenizer: Detokenizer | None = None
 
     def __call__(self, token_ids: Sequence[int]) -> int | None:
-        """How many of the tokens about to be committed to keep, if the output ends within them; else None."""
+        """Return how many of these uncommitted tokens to keep if the output ends within them, else None."""
         if self._detokenizer is None:
             self._detokenizer = Detokenizer(self.tokenizer)
         for i, token in enumerate(token_ids):

@@ -147,10 +147,10 @@ def parse_json(text: str, place: str) -> Any:
         raise ConfigError(f"{place}: not JSON: {error}") from None
 
 
-def check_object(value: Any, place: str, wanted: str = "a JSON object") -> dict[str, Any]:
+def check_object(value: Any, place: str, expected: str = "a JSON object") -> dict[str, Any]:
     """Return the fields of a JSON object. Raises ConfigError for any other value."""
     if not isinstance(value, dict):
-        raise ConfigError(f"{place}: {type(value).__name__} instead of {wanted}")
+        raise ConfigError(f"{place}: {type(value).__name__} instead of {expected}")
     return value
 
 

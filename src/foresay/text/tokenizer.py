@@ -105,18 +105,19 @@ def check_vocabularies(target: Tokenizer | None, draft: Tokenizer | None, names:
     """
     if target is None or draft is None:
         return
-    ours = {i: token for token, i in target.get_vocab().items()}
-    theirs = {i: token for token, i in draft.get_vocab().items()}
+    target_tokens = {i: token for token, i in target.get_vocab().items()}
+    draft_tokens = {i: token for token, i in draft.get_vocab().items()}
     advice = "a draft must share the target's tokenizer"
-    for i in sorted(ours.keys() & theirs.keys()):
-        if ours[i] != theirs[i]:
+    for i in sorted(target_tokens.keys() & draft_tokens.keys()):
+        if target_tokens[i] != draft_tokens[i]:
             raise VocabularyMismatchError(
-                f"token {i} is {ours[i]!r} to the target {names[0]!r} and {theirs[i]!r} to the draft {names[1]!r}; {advice}"
+                f"token {i} is {target_tokens[i]!r} to the target {names[0]!r} and {draft_tokens[i]!r} "
+                f"to the draft {names[1]!r}; {advice}"
             )
-    common = len(ours.keys() & theirs.keys())
-    if common < 0.9 * max(len(ours), len(theirs)):
+    common = len(target_tokens.keys() & draft_tokens.keys())
+    if common < 0.9 * max(len(target_tokens), len(draft_tokens)):
         raise VocabularyMismatchError(
-            f"the target {names[0]!r} names {len(ours)} tokens, the draft {names[1]!r} {len(theirs)}; {advice}"
+            f"the target {names[0]!r} names {len(target_tokens)} tokens, the draft {names[1]!r} {len(draft_tokens)}; {advice}"
         )
     a, b = target(_SAMPLE).input_ids, draft(_SAMPLE).input_ids
     if a != b:

@@ -49,10 +49,10 @@ def specdec_records(
     for run in (one_row, plain, draft):
         run_live(run, requests[:1], params)
     for number, request in enumerate(requests):
-        own = params if params.greedy else dataclasses.replace(params, seed=derive(params.seed or 0, number))
-        speculative, alone, drafted = (run_live(run, [request], own) for run in (one_row, plain, draft))
+        request_params = params if params.greedy else dataclasses.replace(params, seed=derive(params.seed or 0, number))
+        speculative, alone, drafted = (run_live(run, [request], request_params) for run in (one_row, plain, draft))
         stats, tokens = speculative.stats, alone.outputs[0]
-        per_token = draft_tokens(one_row, request.token_ids, tokens, own)
+        per_token = draft_tokens(one_row, request.token_ids, tokens, request_params)
         yield {
             "id": number,
             "prompt": _prompt(request, generator.tokenizer),

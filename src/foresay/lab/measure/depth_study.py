@@ -76,12 +76,12 @@ def study(
     as `shapes` does, and for a device that does not exist.
     """
     check_device(device)
-    wanted = shapes(parameters, depths)
+    planned = shapes(parameters, depths)
     out = []
-    for done, shape in enumerate(wanted):
-        on_progress(done, len(wanted))
+    for done, shape in enumerate(planned):
+        on_progress(done, len(planned))
         out.append(_timed(shape, torch.device(device), repeats, context))
-    on_progress(len(wanted), len(wanted))
+    on_progress(len(planned), len(planned))
     return out
 
 

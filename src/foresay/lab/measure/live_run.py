@@ -68,14 +68,14 @@ def run_live(generator: Generator, requests: Sequence[PromptRequest], params: Sa
         except ForesayError as error:
             raise (error.about(f"prompt {request.id!r}") if request.id else error) from None
     done: dict[int, Generation] = {}
-    began = perf_counter()
+    start = perf_counter()
     while session.has_work:
         for chunk in session.step():
             if chunk.error is not None:
                 raise chunk.error
             if chunk.generation is not None:
                 done[indices[chunk.index]] = chunk.generation
-    seconds = perf_counter() - began
+    seconds = perf_counter() - start
     if session.engine.draft_failures:
         raise DraftFailedError(f"the drafter failed: {session.draft_error}")
     return LiveRun(seconds, tuple(done[index] for index in range(len(requests))))

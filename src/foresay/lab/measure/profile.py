@@ -78,9 +78,9 @@ class _Bench:
     def step(self, count: int) -> tuple[float, float]:
         """Run a step with drafts of `count` tokens. Return (seconds of drafting, seconds of the rest)."""
         self.policy.count = count
-        began = perf_counter()
+        start = perf_counter()
         steps = self.engine.step()
-        seconds = perf_counter() - began
+        seconds = perf_counter() - start
         return steps[0].draft_s, seconds - steps[0].draft_s
 
 
@@ -191,11 +191,11 @@ def _fill(target: LanguageModel, tokens: int, repeats: int) -> float:
         rows = Rows([Row(i, prompt, params, limit=tokens + 2) for i, prompt in enumerate(prompts)])
         cache = target.new_cache()
         target.admit(rows, 0, cache)
-        began = perf_counter()
+        start = perf_counter()
         while prefill_chunk(target, cache, rows, 0):
             pass
         if turn:
-            times.append((perf_counter() - began) / FILLED_TOGETHER)
+            times.append((perf_counter() - start) / FILLED_TOGETHER)
     return statistics.median(times)
 
 
@@ -241,11 +241,11 @@ def profile(generator: Generator, *, fresh: bool = False, **settings: Any) -> Pr
     path = profile_path(model.name, model.precision, machine())
     if path.exists() and not fresh:
         saved = Profile.load(path)
-        wanted = {(b, c) for b in settings.get("batches", BATCHES) for c in settings.get("columns", COLUMNS)}
+        required = {(b, c) for b in settings.get("batches", BATCHES) for c in settings.get("columns", COLUMNS)}
         longest = max(settings.get("contexts", CONTEXTS))
-        have = {(t.batch, t.columns) for t in saved.timings}
-        if wanted <= have and longest <= max(t.context for t in saved.timings):
+        available = {(t.batch, t.columns) for t in saved.timings}
+        if required <= available and longest <= max(t.context for t in saved.timings):
             return replace(saved, **_reported_by(generator.target.model))
-    made = measure(generator, **settings)
-    made.save(path)
-    return made
+    measured = measure(generator, **settings)
+    measured.save(path)
+    return measured

@@ -24,10 +24,10 @@ def bandwidth(device: torch.device, repeats: int = 5) -> float:
     best = 0.0
     for _ in range(repeats):
         _synchronize(device)
-        began = perf_counter()
+        start = perf_counter()
         block.sum()
         _synchronize(device)
-        best = max(best, _BLOCK_BYTES / (perf_counter() - began))
+        best = max(best, _BLOCK_BYTES / (perf_counter() - start))
     return best
 
 

@@ -226,10 +226,10 @@ class Recorder:
         self.active[number] = _ActiveRequest(request, self.session.prepared(number))
 
     def _finish(self, one: _ActiveRequest, reason: FinishReason) -> None:
-        made = one.record(reason, self.indices[one.request.item.id])
+        finished = one.record(reason, self.indices[one.request.item.id])
         self.done[one.request.id] = {}
-        self._write(one.request, made.as_line())
-        self._submit_next_turn(one.request, made.output)
+        self._write(one.request, finished.as_line())
+        self._submit_next_turn(one.request, finished.output)
 
     def _submit_next_turn(self, request: PromptRequest, output: Sequence[int]) -> None:
         """Submit the turn that follows an output, if there is one."""

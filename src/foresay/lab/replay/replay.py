@@ -233,15 +233,15 @@ class _StopAfter:
         self._left = count
 
     def __call__(self, token_ids: Sequence[int]) -> int | None:
-        kept, self._left = self._left, self._left - len(token_ids)
-        return kept if self._left <= 0 else None
+        remaining, self._left = self._left, self._left - len(token_ids)
+        return remaining if self._left <= 0 else None
 
 
 def _run(engine: Engine, recording: Recording) -> Replay:
     steps: list[list[Step]] = [[] for _ in recording.records]
     sizes = [len(record.prompt) for record in recording.records]
     passes: list[PassCost] = []
-    began = perf_counter()
+    start = perf_counter()
     while engine.has_work:
         done = engine.step()
         if not done:
@@ -254,10 +254,10 @@ def _run(engine: Engine, recording: Recording) -> Replay:
         for step in done:
             steps[step.request_id].append(step)
             sizes[step.request_id] += len(step.token_ids)
-    seconds = perf_counter() - began
+    seconds = perf_counter() - start
     check_drafter(engine)
-    for record, made in zip(recording.records, steps, strict=True):
-        output = [token for step in made for token in step.token_ids]
+    for record, record_steps in zip(recording.records, steps, strict=True):
+        output = [token for step in record_steps for token in step.token_ids]
         if output != list(record.output):
             raise ConfigError(
                 f"{record.id} was not replayed as recorded: its output does not end where the recording's end tokens, "

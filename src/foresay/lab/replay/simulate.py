@@ -36,7 +36,7 @@ class SimulatedRequest:
     """The times of one request, in seconds of the simulated clock."""
 
     arrived: float
-    began: float | None = None
+    started: float | None = None
     """Time when the request got a row."""
     events: list[float] = field(default_factory=list)
     """Times of the steps that generated tokens."""
@@ -45,8 +45,8 @@ class SimulatedRequest:
     @property
     def queue_s(self) -> float:
         """Seconds before the request got a row."""
-        assert self.began is not None
-        return self.began - self.arrived
+        assert self.started is not None
+        return self.started - self.arrived
 
     @property
     def first_s(self) -> float:
@@ -225,14 +225,14 @@ class _Run:
         return self._model.fill_s + self._timed.spent_s
 
     def _step(self) -> None:
-        busy, began = self._busy_s, self._now
+        busy, start = self._busy_s, self._now
         steps = self._engine.step()
         self._now += self._busy_s - busy
         self._passes += bool(steps)
         self._row_passes += len(steps)
         for request_id in (*(row.request_id for row in self._engine.rows), *(step.request_id for step in steps)):
-            if self._requests[request_id].began is None:
-                self._requests[request_id].began = began
+            if self._requests[request_id].started is None:
+                self._requests[request_id].started = start
         for step in steps:
             self._requests[step.request_id].events.append(self._now)
             self._requests[step.request_id].tokens += len(step.token_ids)

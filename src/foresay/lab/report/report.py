@@ -121,13 +121,13 @@ def _in_words(group: Group) -> str:
 
 def _conclusion(group: Group, of: Sequence[TableRow]) -> str:
     where = f"On {_in_words(group)}"
-    ours = [row for row in of if row.exact and row.stats is not None and row.cell.method != PLAIN and row.speed_up]
-    if not ours:
+    methods = [row for row in of if row.exact and row.stats is not None and row.cell.method != PLAIN and row.speed_up]
+    if not methods:
         return f"{where} no exact method was compared with plain decoding."
     noise = _plain_spread(of) or 0.0
-    spans = [row.speed_up for row in ours if row.speed_up]
-    paying = [row for row, span in zip(ours, spans, strict=True) if span[0] - 1 > max(span[2] - span[1], noise)]
-    best = (paying or ours)[0]
+    spans = [row.speed_up for row in methods if row.speed_up]
+    paying = [row for row, span in zip(methods, spans, strict=True) if span[0] - 1 > max(span[2] - span[1], noise)]
+    best = (paying or methods)[0]
     assert best.speed_up is not None
     gain, name = f"{times(best.speed_up)} the speed of plain decoding", best.cell.method
     if paying:

@@ -197,7 +197,7 @@ def test_unknown_names_and_bad_values() -> None:
         model.swi("big", 10, {"big": 1, "bgi": 3})
     with pytest.raises(ConfigError, match=r"passes=\{'free': 3\} must include passes of the target 'big'"):
         model.swi("big", 10, {"free": 3})
-    with pytest.raises(ConfigError, match="which cost something"):
+    with pytest.raises(ConfigError, match="with a positive total cost"):
         model.swi("free", 10, {"free": 3})
     with pytest.raises(ConfigError, match="num_tokens=0 must be an integer at least 1"):
         model.swi("big", 0, {"big": 3})

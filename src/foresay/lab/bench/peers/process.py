@@ -102,8 +102,8 @@ def open_worker(
     except BaseException:
         worker.close()
         raise
-    kept = {key: str(job[key]) for key in ("model", "dtype", "threads")}
-    return WorkerPeer(name, worker, job, {**about, **kept, "interpreter": python})
+    reported = {key: str(job[key]) for key in ("model", "dtype", "threads")}
+    return WorkerPeer(name, worker, job, {**about, **reported, "interpreter": python})
 
 
 def interpreter(spec: PeerSpec) -> str:

@@ -76,10 +76,10 @@ class TransformersPeer:
         config = self._config(params, eos)
         outputs: list[list[int]] = []
         with _quiet(), self._with_threads(), _seeded(params.seed), _one_line(self.name):
-            began = perf_counter()
+            start = perf_counter()
             for begin in range(0, len(prompts), batch_size):
                 outputs += self._batch(prompts[begin : begin + batch_size], config)
-            seconds = perf_counter() - began
+            seconds = perf_counter() - start
         return PeerRun([_cut(row, eos) for row in outputs], seconds)
 
     def close(self) -> None:

@@ -251,10 +251,10 @@ class WorkerSession:
     def _run(self, message: dict[str, Any]) -> dict[str, Any]:
         if self._engine is None:
             raise RefusedError("no engine is loaded; send a load message first")
-        began = perf_counter()
+        start = perf_counter()
         outputs = self._engine.run(message)
-        took = perf_counter() - began
-        return {"outputs": outputs, "seconds": took, "passes": getattr(self._engine, "passes", None)}
+        elapsed = perf_counter() - start
+        return {"outputs": outputs, "seconds": elapsed, "passes": getattr(self._engine, "passes", None)}
 
 
 def serve(lines: Iterable[str], replies: IO[str], session: WorkerSession) -> None:
