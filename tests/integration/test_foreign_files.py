@@ -71,7 +71,7 @@ def test_logs_are_read_once(tmp_path: Path, text: str, message: str) -> None:
 def test_many_tensors_are_read_once(tmp_path: Path) -> None:
     path = tmp_path / "log.txt"
     path.write_text("tensor([[7]])\n" * 100_000 + "tensor([[...]])\n")
-    assert "line 100001: the tensor was printed shortened" in refusal(
+    assert "line 100001: the tensor was printed abbreviated" in refusal(
         lambda: Recording.load(path, prompts=[[1]] * 200_000)
     )
 
@@ -117,8 +117,8 @@ def test_results_nested_too_deeply(tmp_path: Path) -> None:
         ("timings.0.seconds", "1", 'timings.0.seconds should be a valid number, not "1"'),
         ("timings.0.columns", 0, "timings.0.columns should be greater than or equal to 1, not 0"),
         ("floor.bytes_per_s", 0, "floor.bytes_per_s should be greater than or equal to 1"),
-        ("fills.1", [32, 0.5], "fills has two times of the same point"),
-        ("drafts.suffix.1", [1, 4, 0.5], "drafts.suffix has two times of the same point"),
+        ("fills.1", [32, 0.5], "fills has two times for the same point"),
+        ("drafts.suffix.1", [1, 4, 0.5], "drafts.suffix has two times for the same point"),
         ("token_bytes", None, "token_bytes should be a valid number, not null"),
         ("ragged", "no", "ragged should be a valid boolean"),
         ("machine", 3, "machine should be"),
