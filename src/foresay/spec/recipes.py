@@ -37,6 +37,7 @@ from foresay.errors import ConfigError, UnsupportedModelError, VocabularyMismatc
 from foresay.lengths import LENGTHS, ConstantLength
 from foresay.lengths.constant import MAX_DRAFT_TOKENS
 from foresay.models.sources.catalog import LoadedModel
+from foresay.spec import third_party
 from foresay.spec.expressions import Call, apply, parse
 from foresay.spec.recipe import DrafterBuilder, Recipe, Resources
 from foresay.text.tokenizer import check_vocabularies
@@ -296,7 +297,7 @@ def _member(key: str | None, value: Any) -> Recipe:
         raise ConfigError(
             f"cascade: {key}={value} is neither a setting (k, lenience) nor a drafter (model=NAME, head=NAME, self=LAYERS)"
         )
-    return apply("drafter", call, _MAKERS)
+    return apply("drafter", call, _makers(call.name))
 
 
 def _path(name: str, value: Any) -> str:
@@ -368,9 +369,31 @@ def named(kind: str | None = None, *, compared: bool = False) -> tuple[str, ...]
 _MAKERS = {name: one.make for name, one in DRAFTERS.items()}
 
 
+def drafter_spec(name: str) -> DrafterSpec:
+    """The drafter of this name, foresay's own or another package's. Raises ConfigError for one that cannot be loaded."""
+    if name in DRAFTERS:
+        return DRAFTERS[name]
+    make = third_party.recipe_maker(name)
+    return DrafterSpec(make, (make.__doc__ or "No description.").split("\n")[0], "model")
+
+
+def third_party_names() -> list[str]:
+    """Names of the drafters of other packages that are not foresay's own names."""
+    return [name for name in third_party.names() if name not in DRAFTERS]
+
+
+def _makers(name: str) -> dict[str, Callable[..., Recipe]]:
+    """The makers that an expression of this name chooses from; another package's drafter is imported only if it is named."""
+    if name in DRAFTERS:
+        return _MAKERS
+    others = third_party_names()
+    return _MAKERS | dict.fromkeys(others, _none) | ({name: drafter_spec(name).make} if name in others else {})
+
+
 def read_drafter(text: str) -> Recipe:
     """Return the recipe of the drafter that an expression names. Raises ConfigError or UnknownNameError for a wrong one."""
-    return apply("drafter", parse(text), _MAKERS)
+    call = parse(text)
+    return apply("drafter", call, _makers(call.name))
 
 
 def read_rule(rule: str | Rule) -> Rule:

@@ -168,7 +168,7 @@ def test_the_command_writes_a_folder_that_transformers_loads(
     text = tmp_path / "text.txt"
     text.write_text("hello world, hello world\n" * 40)
     whole = Shape.of(tiny.llama().config)
-    sizes = ("--layers", "2", "--hidden", "16", "--heads", "1", "--kv-heads", "1", "--feed-forward", "24")
+    sizes = ("--layers", "2", "--hidden", "16", "--attention-heads", "1", "--kv-heads", "1", "--feed-forward", "24")
     code, said, _ = foresay("prune", str(source), str(out), *sizes, "--text", str(text), "--tokens", "100")
     assert code == 0
     assert "layers: 0, 5 of 6" in said
@@ -186,7 +186,7 @@ def test_the_command_writes_a_folder_that_transformers_loads(
     assert AutoModelForCausalLM.from_pretrained(out).config.num_hidden_layers == 3
     assert "not made by foresay" in foresay.refused("prune", str(source), str(source), "--layers", "1", "--force")
     other = str(tmp_path / "other")
-    assert "hidden=" in foresay.refused("prune", str(source), other, "--hidden", str(whole.hidden + 1))
+    assert "--hidden 33" in foresay.refused("prune", str(source), other, "--hidden", str(whole.hidden + 1))
     assert not Path(other).exists()
     code, said, _ = foresay("prune", str(source), other, "--layers", "3", "--keep", "important")
     assert code == 0

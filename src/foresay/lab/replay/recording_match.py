@@ -38,7 +38,7 @@ def doubt(recording: Recording, generator: Generator) -> str | None:
             )
     return (
         f"the outputs of {generator.target.name!r} for {len(matched)} prompts differ from the log: another model generated it, "
-        "or the prompts are in another order or format (--no-template, --raw)"
+        "or the prompts are in another order or format (--raw)"
     )
 
 

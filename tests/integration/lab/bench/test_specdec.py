@@ -122,5 +122,5 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     records = json.loads(Path("s.json").read_text())
     assert [len(one["p_acc"]) for one in records] == [8, 8]
     assert [one["prompt"] for one in records] == ["hello world", "one two"]
-    for more in (["--length", "2", "--length", "3"], ["--length", "3", "--batch", "2"]):
+    for more in (["--length", "2", "--length", "3"], ["--length", "3", "--batch-size", "2"]):
         assert "--specdec records one method on one set of prompts" in shell.refused(*command, *more)
