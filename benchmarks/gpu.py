@@ -112,7 +112,7 @@ def figures_of(shapes: Shapes, device: torch.device, repeats: int) -> Figures:
     model: Any = plain.target.model
     if device.type == "cpu":
         model.use_fused()
-        model.graphs = GraphedPasses(model.lean.by_operations, lambda run: run, device)
+        model.graphs = GraphedPasses(model.fused.by_operations, lambda run: run, device)
     bound = floor(model)
     assert bound is not None
     one = step(model, 1, 1, repeats)

@@ -156,7 +156,7 @@ def _load_drafter(recipe: Recipe, model: Any) -> Drafter:
 
 def _build_drafter(recipe: Recipe, name: str, vocab_size: int, tokenizer: Tokenizer | None) -> Drafter:
     """Return a drafter for a vocabulary size, without a model."""
-    stand_in = RecordingModel([RecordedText([0], [0])], vocab_size)
-    drafter = recipe.prepare(Resources(LoadedModel(name, stand_in, tokenizer, frozenset())))()
+    token_only_resources = RecordingModel([RecordedText([0], [0])], vocab_size)
+    drafter = recipe.prepare(Resources(LoadedModel(name, token_only_resources, tokenizer, frozenset())))()
     assert drafter is not None, "drafters that draft nothing are rejected"
     return drafter

@@ -80,7 +80,7 @@ class _StepState:
     """Seconds of the drafting time that the policy itself took."""
 
 
-def forget_own_time(rows: Rows) -> None:
+def exclude_policy_time(rows: Rows) -> None:
     """Exclude the policy's own run time from the current step. For simulated step times, which do not include it."""
     state: _StepState | None = rows.memo.get(_STATE)
     if state is not None:

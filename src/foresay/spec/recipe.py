@@ -60,7 +60,7 @@ class Resources:
         """Return a head by name. Raises UnsupportedModelError if the target does not output hidden states."""
         from foresay.models.heads.model import HeadModel
         from foresay.models.huggingface.causal import CausalModel
-        from foresay.models.huggingface.linears import in_bits, unchanged
+        from foresay.models.huggingface.linears import quantizer, unquantized
         from foresay.models.sources.heads import load_head
 
         if name not in self.heads:
@@ -72,7 +72,7 @@ class Resources:
                 )
             options = self._options_of_heads(target)
             bits = options.bits or (8 if self._rounds_heads(target) else None)
-            make = unchanged if bits is None else in_bits(bits)
+            make = unquantized if bits is None else quantizer(bits)
             self.heads[name] = HeadModel(load_head(name, options), target, name=self.target.name, make=make)
         return self.heads[name]
 

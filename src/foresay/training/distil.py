@@ -107,7 +107,7 @@ def new_head(target: LoadedModel, texts: Sequence[Text], shape: HeadShape, seed:
     return Head(new_config, module, ids)
 
 
-def begun_head(target: LoadedModel, head: Head) -> Head:
+def resumed_head(target: LoadedModel, head: Head) -> Head:
     """Return a trained head for further training. Raises ConfigError for a head of another target."""
     model = causal(target)
     width = int(model.model.config.get_text_config(decoder=True).hidden_size)

@@ -94,7 +94,7 @@ def layers_to_keep(keep: str | Sequence[int], count: int, total: int, importance
     return tuple(sorted(torch.topk(importance.layers, count).indices.tolist()))
 
 
-def what_to_keep(full: Shape, shape: Shape, layers: Sequence[int], importance: Importance | None) -> Kept:
+def choose_kept(full: Shape, shape: Shape, layers: Sequence[int], importance: Importance | None) -> Kept:
     """Choose the most important dimensions, groups of heads, heads of each group, and neurons.
 
     Raises ConfigError if a width is reduced without measured importance.

@@ -265,7 +265,7 @@ def test_layers_of_a_target_that_lost_its_fused_passes_draft_all_the_same() -> N
     assert short.batch_invariant
     params = SamplingParams(max_new_tokens=12)
     plain, _, _ = run(target, [[5, 6, 7]], params)
-    target.lean = None  # as `CausalModel.new_cache` leaves it
+    target.fused = None  # as `CausalModel.new_cache` leaves it
     ours, steps, engine = run(target, [[5, 6, 7]], params, drafter=SelfDrafter(short, target.vocab_size))
     assert engine.draft_failures == 0, engine.drafter and engine.drafter.last_error
     assert any(step.num_drafted for step in steps) and not short.batch_invariant

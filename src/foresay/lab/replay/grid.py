@@ -39,7 +39,7 @@ Span = tuple[float, float | None, float | None]
 """(value, low, high) from `_finite`."""
 
 
-def stand_in(recorded: Recording) -> Resources:
+def token_only_resources(recorded: Recording) -> Resources:
     """Return the resources of drafters that need only the target's tokens."""
     model = RecordingModel([recorded.records[0].text], recorded.vocab_size)
     return Resources(LoadedModel(recorded.model, model, None, recorded.eos))
@@ -182,7 +182,7 @@ class Grid:
             self._recordings[number] = Recording.load(self.paths[number])
         recorded = self._recordings[number]
         if not read_drafter(method.drafter).reads_target:
-            return replayed(method, recorded, stand_in(recorded), self.by)
+            return replayed(method, recorded, token_only_resources(recorded), self.by)
         arguments = {"target": recorded.model, **self.loading}
         name = str(arguments["target"] or "")
         if not name:

@@ -27,7 +27,7 @@ from foresay.engine import Engine, Stats
 from foresay.errors import ConfigError
 from foresay.lab.replay.sampled import PROBABILITY_FIELDS, members, replay_sampled
 from foresay.lengths import ThroughputLength
-from foresay.lengths.throughput import forget_own_time
+from foresay.lengths.throughput import exclude_policy_time
 from foresay.models.recording import RecordingModel
 from foresay.records.profile import Profile
 from foresay.records.recording import Record, Recording, read_params
@@ -135,7 +135,7 @@ class Timed(LengthPolicy):
         draft = steps[0].draft_s
         if self._drafting is not None:
             draft = self._drafting(len(steps), max(step.num_drafted for step in steps))
-            forget_own_time(rows)
+            exclude_policy_time(rows)
         self.spent_s += draft + seconds
         timed = [dataclasses.replace(s, draft_s=draft, target_s=seconds, total_s=draft + seconds) for s in steps]
         self._inner.observe(rows, timed)

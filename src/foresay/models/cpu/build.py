@@ -68,7 +68,7 @@ def library() -> ctypes.CDLL | None:
         _reasons.append(f"{SWITCH}=0 is set")
         return None
     try:
-        path = kept()
+        path = library_path()
         make_private(path.parent)
         found = _load_cached(path)
         if found is None:
@@ -99,20 +99,20 @@ def _load_cached(path: Path) -> ctypes.CDLL | None:
     return None
 
 
-def is_kept() -> bool:
+def is_compiled() -> bool:
     """True if the kernels for this machine are already compiled."""
     try:
-        return kept().is_file()
+        return library_path().is_file()
     except (BuildError, OSError, RuntimeError):
         return False
 
 
-def why_not() -> str:
+def failure_reason() -> str:
     """Return the reason why `library` returned None; "" if it did not."""
     return _reasons[-1] if _reasons else ""
 
 
-def kept() -> Path:
+def library_path() -> Path:
     """Return the path of the kernels for this source, processor and compiler. Raises BuildError if there is no compiler."""
     key = "\n".join(
         [

@@ -30,7 +30,7 @@ _NORMS = ("before_attention", "after_attention", "before_mlp", "after_mlp")
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class FirstLayerNorms:
     """Norms of a first layer that reads two vectors of the hidden size instead of its input, as an EAGLE-3 draft head does."""
 
     norms: tuple[Norm, Norm]
@@ -111,7 +111,7 @@ class NativeLayers:
         residual_scale: float,
         dtype: torch.dtype,
         *,
-        beside: Beside | None = None,
+        beside: FirstLayerNorms | None = None,
     ) -> None:
         """dtype: of the cache. `beside`: norms of the first layer's input, if `run` gets that separately.
 

@@ -15,7 +15,7 @@ import torch
 
 from foresay.models.cpu import structs
 from foresay.models.cpu.build import library
-from foresay.models.cpu.rounding import GROUP, Groups, rounded_int4, rounded_int8
+from foresay.models.cpu.rounding import GROUP, Groups, quantize_int4, quantize_int8
 from foresay.threads import num_threads
 
 BLOCKS = {"Q4_0": (32, 18), "Q4_1": (32, 20), "Q4_K": (256, 144)}
@@ -144,13 +144,13 @@ class NativeProduct(CompiledProduct):
     @classmethod
     def int8(cls, weight: torch.Tensor, bias: torch.Tensor | None) -> NativeProduct:
         """Quantize weights [out, in] of any dtype to 8 bits and pack them."""
-        return cls.of_rows(*rounded_int8(weight.detach(), torch.float32), bias)
+        return cls.of_rows(*quantize_int8(weight.detach(), torch.float32), bias)
 
     @classmethod
     def int4(cls, weight: torch.Tensor, bias: torch.Tensor | None) -> NativeProduct:
         """Quantize weights [out, in] of any dtype to 4 bits and pack them; `in` must be a multiple of 32."""
         rows = max(PANEL, _PACKED // weight.shape[1])
-        pieces = (rounded_int4(part, torch.float16) for part in torch.split(weight.detach(), rows))
+        pieces = (quantize_int4(part, torch.float16) for part in torch.split(weight.detach(), rows))
         return cls.of_groups(pieces, bias)
 
     @property

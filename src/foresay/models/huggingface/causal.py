@@ -115,7 +115,7 @@ class CausalModel(TransformersModel):
         )
         self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         self._body = model.base_model
-        self.lean: FusedDecoder | None = None
+        self.fused: FusedDecoder | None = None
         """Runs forward passes instead of the family's own code; see `use_fused`."""
         self.graphs: GraphedPasses | None = None
         """Fused passes captured as CUDA graphs."""
@@ -127,9 +127,9 @@ class CausalModel(TransformersModel):
 
     def use_fused(self) -> None:
         """Run passes through `FusedDecoder`. Raises NotFusedError, and keeps the family's own code, for an unsupported model."""
-        self.lean = FusedDecoder(self.model)
+        self.fused = FusedDecoder(self.model)
         if self.device.type == "cuda":
-            self.graphs = GraphedPasses(self.lean.by_operations, cuda_graphs(self.device), self.device)
+            self.graphs = GraphedPasses(self.fused.by_operations, cuda_graphs(self.device), self.device)
 
     def watch(self) -> None:
         """Compare the model with its current state at each new cache: a caller who owns it may change it in between."""
@@ -138,23 +138,23 @@ class CausalModel(TransformersModel):
     @property
     def batch_invariant(self) -> bool:
         """See TransformersModel. The compiled kernels compute each token independently of the others."""
-        return self.lean is not None and self.lean.compiled
+        return self.fused is not None and self.fused.compiled
 
     def new_cache(self) -> SlotCache:
         """Return a cache without rows."""
-        if self.lean is not None and self._watched_state is not None and state_of(self.model) != self._watched_state:
+        if self.fused is not None and self._watched_state is not None and state_of(self.model) != self._watched_state:
             logger.warning(
                 "the model was changed after it was loaded: its passes are made by its family's own code now"
             )
-            self.lean = None
+            self.fused = None
         if self.graphs is not None:
             return SlotCache(spare=self._spare)
-        return (None if self.lean is None else self.lean.new_cache()) or SlotCache()
+        return (None if self.fused is None else self.fused.new_cache()) or SlotCache()
 
     def borrowed(self, owner: SlotCache) -> SlotCache:
         """See TransformersModel. Drops the fused layers if the owner's cache no longer has the layout of the compiled kernels."""
         if self.batch_invariant and not isinstance(owner.tensors, RowStores):
-            self.lean = None
+            self.fused = None
         return super().borrowed(owner)
 
     def admit(self, rows: Rows, first: int, cache: KVCache) -> None:
@@ -165,14 +165,14 @@ class CausalModel(TransformersModel):
     def _replayed(
         self, model_input: ModelInput, cache: SlotCache
     ) -> tuple[torch.Tensor | None, Mapping[int, torch.Tensor]] | None:
-        return None if self.graphs is None or self.lean is None else self.graphs(model_input, cache)
+        return None if self.graphs is None or self.fused is None else self.graphs(model_input, cache)
 
     def _call(
         self, model_input: ModelInput, token_ids: torch.Tensor, at: Placement, cache: SlotCache
     ) -> tuple[torch.Tensor | None, Mapping[int, torch.Tensor]]:
         logits, hidden = model_input.logits, model_input.hidden_layers
-        if self.lean is not None:
-            return self.lean(token_ids, at, cache, model_input)
+        if self.fused is not None:
+            return self.fused(token_ids, at, cache, model_input)
         adapter = TransformersCache(cache, at)
         kwargs: dict[str, Any] = {"input_ids": token_ids, "past_key_values": adapter, "use_cache": True}
         if self._takes_positions:

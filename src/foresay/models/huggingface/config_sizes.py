@@ -50,7 +50,7 @@ class InvalidValue(NamedTuple):
     allowed: str
 
 
-def wrong_value(values: Mapping[str, Any]) -> InvalidValue | None:
+def find_invalid(values: Mapping[str, Any]) -> InvalidValue | None:
     """Return the first value of a configuration that is out of its range, or None."""
     for prefix, part in _objects(values):
         if part is None:
@@ -68,7 +68,7 @@ def wrong_value(values: Mapping[str, Any]) -> InvalidValue | None:
 
 def check_sizes(config: Any) -> None:
     """Raise UnsupportedModelError for a transformers configuration with a value outside its allowed range."""
-    invalid = wrong_value(config.to_dict())
+    invalid = find_invalid(config.to_dict())
     if invalid is not None:
         raise UnsupportedModelError(
             f"the configuration has {invalid.name}={invalid.value!r}; allowed is {invalid.allowed}"

@@ -92,7 +92,7 @@ def _wrap(model: CausalModel, part: Any, subset: VocabularySubset | None) -> Cau
     """Wrap a part of a model, with fused layers if the model has them."""
     out = CausalModel(part)
     out.subset = subset
-    if model.lean is not None:
+    if model.fused is not None:
         out.use_fused()
     return out
 
@@ -100,7 +100,7 @@ def _wrap(model: CausalModel, part: Any, subset: VocabularySubset | None) -> Cau
 def _linear(weight: torch.Tensor, bias: torch.Tensor | None, *, frozen: bool) -> nn.Module:
     """Return a linear layer with these weights."""
     if frozen:
-        return linears.FrozenLinear(linears.unchanged(weight, bias))
+        return linears.FrozenLinear(linears.unquantized(weight, bias))
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     layer.weight = nn.Parameter(weight.detach(), requires_grad=False)
     if bias is not None:

@@ -21,7 +21,7 @@ from foresay.models.cpu.gated_layer import GatedLayer, Norm, Product
 from foresay.models.cpu.layers import FlatTokens, NativeLayers
 from foresay.models.cpu.product import CompiledProduct
 from foresay.models.huggingface.linears import product_of
-from foresay.models.huggingface.operations import attend, causal_mask, feed_forward, turn_of
+from foresay.models.huggingface.operations import attend, causal_mask, feed_forward, rotary_of
 
 logger = logging.getLogger("foresay")
 
@@ -86,7 +86,7 @@ class FusedDecoder:
         if self._embedding_scale != 1.0:
             x = x * self._embedding_scale
         positions = at.positions if at.positions.shape[0] == x.shape[0] else at.positions.expand(x.shape[0], -1)
-        turns = {kind: turn_of(*self._cos_sin(x, positions, kind)) for kind in self._windows}
+        turns = {kind: rotary_of(*self._cos_sin(x, positions, kind)) for kind in self._windows}
         masks = {kind: causal_mask(window, x.dtype) for kind, window in self._windows.items()}
         states = {}
         for i, layer in enumerate(self._layers):

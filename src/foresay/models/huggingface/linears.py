@@ -22,7 +22,7 @@ from foresay.models.cpu.product import NativeProduct
 from foresay.models.cpu.rounding import GROUP, Groups
 from foresay.models.huggingface.products import Int4Product, Int8Product, PackedProduct, Product
 
-TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q", "k", "v"), ("wi_0", "wi_1"))
+JOINT_LAYERS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q", "k", "v"), ("wi_0", "wi_1"))
 """Names of layers that most families apply to the same input."""
 _CROSS = ("encoder_attn", "EncDecAttention")
 """Names of cross-attention modules, whose query layer reads another input than the key and value layers."""
@@ -219,7 +219,7 @@ def compiled() -> bool:
     return library() is not None
 
 
-def unchanged(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
+def unquantized(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
     """Return the product of unquantized weights."""
     native = library() is not None and weight.dtype in (torch.float32, torch.bfloat16)
     return (NativeProduct.of_numbers if native else PackedProduct)(weight, bias)
@@ -238,14 +238,14 @@ def int4(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
 
 
 def of_rows(levels: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, bias: torch.Tensor | None) -> Table:
-    """Return the product of weights already quantized to 8 bits; see `rounded_int8`."""
+    """Return the product of weights already quantized to 8 bits; see `quantize_int8`."""
     if library() is None:
         return Int8Product.of_rows(levels, scales.to(dtype), bias)
     return NativeProduct.of_rows(levels, scales, bias)
 
 
 def of_groups(pieces: Iterable[Groups], dtype: torch.dtype, bias: torch.Tensor | None) -> Product:
-    """Return the product of weights already quantized to 4 bits; see `rounded_int4`."""
+    """Return the product of weights already quantized to 4 bits; see `quantize_int4`."""
     if library() is None:
         return Int4Product.of_groups(pieces, dtype, bias)
     return NativeProduct.of_groups(pieces, bias)
@@ -261,12 +261,12 @@ def int4_fits(weight: torch.Tensor) -> bool:
     return weight.shape[1] % GROUP == 0
 
 
-def in_bits(bits: int) -> MakeProduct:
+def quantizer(bits: int) -> MakeProduct:
     """Return the function that makes products with 8 or 4 bits per weight."""
     return int8 if bits == 8 else int4
 
 
-def freeze_linears(model: nn.Module, make: MakeProduct = unchanged, *, all_dtypes: bool = False) -> int:
+def freeze_linears(model: nn.Module, make: MakeProduct = unquantized, *, all_dtypes: bool = False) -> int:
     """Replace every `nn.Linear` of `model` on a CPU by a frozen product, and free weights that nothing else uses.
 
     all_dtypes: replace also layers whose dtype packing does not speed up. Returns the number of replaced layers. A weight tied
@@ -280,7 +280,7 @@ def freeze_linears(model: nn.Module, make: MakeProduct = unchanged, *, all_dtype
 
     count = 0
     for path, parent in list(model.named_modules()):
-        for names in () if path.endswith(_CROSS) else TOGETHER:
+        for names in () if path.endswith(_CROSS) else JOINT_LAYERS:
             layers = [getattr(parent, name, None) for name in names]
             count += _join(parent, names, [layer for layer in layers if replaceable(layer)], make)
         for name, child in list(parent.named_children()):
@@ -291,7 +291,7 @@ def freeze_linears(model: nn.Module, make: MakeProduct = unchanged, *, all_dtype
     return count
 
 
-def freeze_model(model: Any, make: MakeProduct = unchanged, *, all_dtypes: bool = False) -> None:
+def freeze_model(model: Any, make: MakeProduct = unquantized, *, all_dtypes: bool = False) -> None:
     """Freeze a whole model by `freeze_linears`, so that its weights are in memory once and the checkpoint is not mapped.
 
     If the head is tied to the embedding and its weights are not quantized, the embedding reads the head's product. Weights that

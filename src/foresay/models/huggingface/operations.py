@@ -55,13 +55,13 @@ def feed_forward(layer: GatedLayer, x: torch.Tensor, scale: float = 1.0) -> torc
     return _add_residual(x, layer.down(layer.activation(gate) * up), layer.after_mlp, scale)
 
 
-def turn_of(cos: torch.Tensor, sin: torch.Tensor) -> Turn:
+def rotary_of(cos: torch.Tensor, sin: torch.Tensor) -> Turn:
     """Build a Turn from cosines and sines [B, T, rotated dimensions]."""
     half = sin.shape[-1] // 2
     return cos[:, :, None], torch.cat([-sin[..., :half], sin[..., half:]], -1)[:, :, None]
 
 
-class TurnTable:
+class RotaryTable:
     """A rotary module's cosines and sines, cached for all positions up to the highest requested."""
 
     STATIC = frozenset({"default", "linear", "llama3", "yarn"})

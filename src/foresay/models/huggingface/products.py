@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from foresay.models.cpu.product import in_tiles
-from foresay.models.cpu.rounding import GROUP, Groups, rounded_int4, rounded_int8
+from foresay.models.cpu.rounding import GROUP, Groups, quantize_int4, quantize_int8
 
 _ROWS = 64
 """The 4-bit kernel needs a multiple of this many output features; weights are padded to it."""
@@ -105,7 +105,7 @@ class Int8Product(_Quantized):
     bits = 8.0
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self._set_weights(*rounded_int8(weight.detach(), weight.dtype), bias)
+        self._set_weights(*quantize_int8(weight.detach(), weight.dtype), bias)
 
     @classmethod
     def of_rows(cls, levels: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None = None) -> Int8Product:
@@ -141,7 +141,7 @@ class Int4Product(_Quantized):
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         rows = max(_ROWS, _PACKED // weight.shape[1])
-        pieces = (rounded_int4(part, weight.dtype) for part in torch.split(weight.detach(), rows))
+        pieces = (quantize_int4(part, weight.dtype) for part in torch.split(weight.detach(), rows))
         self._set_weights(pieces, weight.dtype, bias)
 
     @classmethod

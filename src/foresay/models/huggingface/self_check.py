@@ -108,17 +108,17 @@ def fused_difference(model: CausalModel) -> float:
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(2, max(3, min(model.vocab_size, 30000)), (2, max(_LENGTHS) + _DRAFT), generator=generator)
     tokens = tokens.to(model.device)
-    fused, scores = model.lean, []
+    fused, scores = model.fused, []
     try:
         for decoder in (None, fused):
-            model.lean = decoder
+            model.fused = decoder
             cache = model.new_cache()
             cache.add_rows(2)
             model.forward(ModelInput(tokens[:, : max(_LENGTHS)], _LENGTHS, logits=Logits.NONE), cache)
             fed = tokens[:, -_DRAFT:]
             scores.append(model.forward(ModelInput(fed, (_DRAFT,) * 2), cache).scores().float())
     finally:
-        model.lean = fused
+        model.fused = fused
     return _difference(scores[0], scores[1])
 
 
@@ -144,14 +144,14 @@ def use_fused_layers(model: CausalModel, *, compiled: bool = False) -> UnfusedRe
             raise NotFusedError("the compiled kernels do not support it in its current format")
         difference = fused_difference(model)
     except NotFusedError as error:
-        model.lean = None
+        model.fused = None
         return UnfusedReason(str(error), expected=True)
     except Exception as error:  # modules may lack anything: the family's own code runs then
-        model.lean = None
+        model.fused = None
         return UnfusedReason(f"{type(error).__name__}: {error}", expected=False)
     allowed = _allowed(model)
     if not difference <= allowed:  # rejects NaN, too
-        model.lean = None
+        model.fused = None
         reason = f"its scores differ from its own code's by {difference:.1e} of their range, {allowed:.0e} allowed"
         return UnfusedReason(reason, expected=False)
     return None

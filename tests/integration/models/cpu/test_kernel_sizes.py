@@ -231,7 +231,7 @@ def test_sizes_that_no_attention_has_are_named(changes: dict[str, object], messa
 def test_an_odd_head_is_left_to_transformers_where_that_can_run_it() -> None:
     """One dimension it can, three it cannot."""
     found = wrap("one", make("llama", head_dim=1), None, optimise=True)
-    assert isinstance(found.model, CausalModel) and found.model.lean is None
+    assert isinstance(found.model, CausalModel) and found.model.fused is None
     with pytest.raises(UnsupportedModelError, match="an even number up to head_dim=3"):
         wrap("three", make("llama", head_dim=3), None, optimise=True)
 

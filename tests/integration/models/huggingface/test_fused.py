@@ -52,7 +52,7 @@ def test_lean_passes_write_what_the_familys_own_code_writes(family: str) -> None
 def test_other_families_keep_their_own_code(family: str) -> None:
     model = CausalModel(make(family))
     assert "do not support the family" in str(use_fused_layers(model))
-    assert model.lean is None
+    assert model.fused is None
 
 
 @pytest.mark.parametrize("counts", [(5, 5), (3, 5)])
@@ -80,8 +80,8 @@ def test_trees_and_hidden_states_are_those_of_the_familys_own_code(
 
     own = outputs(other)
     assert use_fused_layers(frozen(model)) is None
-    assert model.lean is not None
-    assert model.lean.compiled == kernels
+    assert model.fused is not None
+    assert model.fused.compiled == kernels
     torch.testing.assert_close(outputs(model), own, atol=2e-4, rtol=2e-4)
     parents[1, 3] = 0
     with pytest.raises(AssertionError):  # control: the tree counts
@@ -101,9 +101,9 @@ def test_the_first_layers_of_a_lean_model_are_lean() -> None:
     model = CausalModel(make("llama"))
     assert use_fused_layers(frozen(model)) is None
     short = first_layers(model, 2)
-    assert short.lean is not None
+    assert short.fused is not None
     lean_out = run(short, PROMPTS, PARAMS, gamma=0)[0]
-    short.lean = None
+    short.fused = None
     assert run(short, PROMPTS, PARAMS, gamma=0)[0] == lean_out
 
 
@@ -125,7 +125,7 @@ def test_passes_that_compute_something_else_are_not_used(broken: str, monkeypatc
     monkeypatch.setattr(fused.FusedDecoder, "_compiled", lambda *_: None)
     model = CausalModel(make("llama"))
     assert "its scores differ from its own code's" in str(use_fused_layers(model))
-    assert model.lean is None
+    assert model.fused is None
 
 
 @pytest.mark.parametrize("wrong", [{"scaling": 1.0}, {"rotates": False}, {"heads": (4, 2), "window": 2}])
@@ -136,7 +136,7 @@ def test_kernels_that_are_told_something_else_are_not_used(
     monkeypatch.setattr(fused, "_read", lambda *args: dataclasses.replace(intact(*args), **wrong))
     model = CausalModel(make("llama"))
     assert "its scores differ from its own code's" in str(use_fused_layers(model))
-    assert model.lean is None
+    assert model.fused is None
 
 
 def test_a_fallback_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -156,7 +156,7 @@ def test_a_layer_that_lacks_something_is_no_error() -> None:
     del weights.model.layers[1].mlp.gate_proj
     model = CausalModel(weights)
     assert "gate_proj" in str(use_fused_layers(model))
-    assert model.lean is None
+    assert model.fused is None
 
 
 def test_sampled_texts_are_the_same_for_a_seed() -> None:

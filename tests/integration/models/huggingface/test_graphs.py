@@ -81,8 +81,8 @@ def _operations(monkeypatch: pytest.MonkeyPatch) -> None:
 def graphed(family: str = "llama", capture: Any = recorded) -> CausalModel:
     model = CausalModel(make(family))
     model.use_fused()
-    assert model.lean is not None
-    model.graphs = GraphedPasses(model.lean.by_operations, capture, torch.device("cpu"))
+    assert model.fused is not None
+    model.graphs = GraphedPasses(model.fused.by_operations, capture, torch.device("cpu"))
     return model
 
 

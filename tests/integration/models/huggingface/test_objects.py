@@ -138,9 +138,9 @@ def test_code_of_ones_own_is_kept() -> None:
 
     weights.model.layers[0].mlp.__class__ = Louder
     model = wrapped(weights)
-    assert model.lean is None
+    assert model.fused is None
     torch.testing.assert_close(scores(model), model.uncached(torch.tensor([[5, 9, 17, 3]])), atol=2e-4, rtol=2e-4)
-    assert wrapped(make("llama")).lean is not None, "control"
+    assert wrapped(make("llama")).fused is not None, "control"
 
 
 def test_every_family_can_be_an_object() -> None:
