@@ -283,7 +283,7 @@ def test_data_for_an_acceptance_head(tmp_path: Path) -> None:
     for name, tensor, message in (
         ("labels", torch.zeros(3, 1), "labels [N], hidden [N, H]"),
         ("reached", torch.zeros(2), "reached of it is [2], and its labels give [3]"),
-        ("drafted", torch.zeros(3), "drafted must be 3 integers"),
+        ("drafted", torch.zeros(3), "drafted must have 3 integers"),
     ):
         save_file(sound | {name: tensor}, tmp_path / "a.safetensors")
         assert message in refusal(lambda: load_examples(tmp_path))

@@ -226,8 +226,8 @@ class ForesayLM(TemplateLM):  # type: ignore[misc]
         scorer, out = _Scorer(self.generator.target.model), [(0.0, False)] * len(requests)
         for i in tqdm(order, disable=disable_tqdm, desc="foresay scores"):
             strings, context, continuation = requests[i]
-            whole = [*context, *continuation][-(self.max_length + 1) :]
-            out[i] = scorer.score(whole, min(len(continuation), len(whole) - 1))
+            tokens = [*context, *continuation][-(self.max_length + 1) :]
+            out[i] = scorer.score(tokens, min(len(continuation), len(tokens) - 1))
             if strings is not None:
                 self.cache_hook.add_partial("loglikelihood", strings, out[i])
         return out

@@ -21,7 +21,7 @@ from starlette.exceptions import HTTPException
 
 from foresay.errors import ForesayError
 from foresay.server import generating
-from foresay.server.errors import ApiError, as_api_error, prompt_is
+from foresay.server.errors import ApiError, as_api_error, as_api_errors
 from foresay.server.fields import read
 from foresay.server.guards import App, Guards
 from foresay.server.requests import (
@@ -35,7 +35,7 @@ from foresay.server.responses import ChatShape, CompletionShape
 from foresay.server.service import Service
 
 logger = logging.getLogger("foresay.server")
-_SAFE = {
+_SECURITY_HEADERS = {
     "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
@@ -148,7 +148,7 @@ def _add_page_routes(app: FastAPI) -> None:
     texts = {name: (folder / name).read_text(encoding="utf-8") for name in kinds}
 
     def answer(name: str) -> Response:
-        return Response(texts[name], media_type=f"{kinds[name]}; charset=utf-8", headers=_SAFE)
+        return Response(texts[name], media_type=f"{kinds[name]}; charset=utf-8", headers=_SECURITY_HEADERS)
 
     @app.get("/", include_in_schema=False)
     async def page() -> Response:
@@ -197,7 +197,7 @@ def _add_other_routes(app: FastAPI, service: Service) -> None:
         if (request.prompt is None) == (request.messages is None):
             raise ApiError(400, "prompt and messages: give exactly one of them", param="prompt")
         prompt: Any = request.prompt if request.messages is None else [one.plain() for one in request.messages]
-        with prompt_is("prompt" if request.messages is None else "messages", logger):
+        with as_api_errors("prompt" if request.messages is None else "messages", logger):
             (ids,) = await service.encoded([prompt])
         return {"tokens": ids, "count": len(ids), "max_model_len": service.generator.target.model.max_length}
 

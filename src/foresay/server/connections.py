@@ -58,7 +58,7 @@ class Connection(HttpToolsProtocol):
                 )
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the timer too."""
+        """Stop the timer as well."""
         self._stop_timer()
         super().connection_lost(exc)
 

@@ -17,9 +17,9 @@ from foresay.server.requests import Drafting
 from foresay.spec.expressions import parse
 from foresay.spec.recipes import named, read_drafter, read_length, read_rule
 
-KEEPS = frozenset({"keep", "max_contexts", "max_tokens"})
+MEMORY_SETTINGS = frozenset({"keep", "max_contexts", "max_tokens"})
 """Settings with which n-gram drafters keep text between requests."""
-LOADS = frozenset({"acceptance"})
+LOADING_LENGTHS = frozenset({"acceptance"})
 """Length policies that read files."""
 
 
@@ -39,7 +39,7 @@ class DraftingChoice:
         if requested.drafter is not None:
             _read("drafter", requested.drafter, read_drafter, frozenset({*named("lookup"), "none"}))
         if requested.length is not None:
-            _read("length", requested.length, read_length, frozenset(LENGTHS) - LOADS)
+            _read("length", requested.length, read_length, frozenset(LENGTHS) - LOADING_LENGTHS)
         if requested.rule is not None:
             _read("rule", requested.rule, read_rule, frozenset(RULES))
         return DraftingChoice(requested.drafter, requested.length, requested.rule)
@@ -47,7 +47,7 @@ class DraftingChoice:
 
 def _harmless(name: str | None, value: object) -> bool:
     """True if a setting opens no file, stores little, and shares no text between requests."""
-    return name not in KEEPS and isinstance(value, int | float) and not isinstance(value, bool)
+    return name not in MEMORY_SETTINGS and isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _read(field: str, value: str | int, read: Callable[[Any], Any], allowed: frozenset[str]) -> None:

@@ -23,7 +23,7 @@ from foresay.errors import (
     RequestError,
 )
 
-GONE = 499
+CLIENT_CLOSED = 499
 """Status logged for a client that disconnected before its response."""
 MAX_MESSAGE = 1000
 """Limit in characters of an error message and of a parameter name; longer values sent by a client are cut."""
@@ -93,7 +93,7 @@ def as_api_error(error: BaseException, log: logging.Logger, *, prompt: str = "pr
 
 
 @contextmanager
-def prompt_is(field: str, log: logging.Logger) -> Iterator[None]:
+def as_api_errors(field: str, log: logging.Logger) -> Iterator[None]:
     """Convert foresay's errors to ApiErrors. `field` is the `param` of errors about the prompt."""
     try:
         yield

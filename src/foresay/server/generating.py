@@ -21,10 +21,10 @@ from foresay.decoding.sampling_params import SamplingParams
 from foresay.generation.generator import seeded
 from foresay.generation.result import Chunk
 from foresay.server.drafting_choice import DraftingChoice
-from foresay.server.errors import GONE, ApiError, as_api_error, prompt_is
+from foresay.server.errors import CLIENT_CLOSED, ApiError, as_api_error, as_api_errors
 from foresay.server.logprobs import Logprobs, of_prompt
 from foresay.server.requests import ChatRequest, CompletionRequest, Drafting, PredictRequest
-from foresay.server.responses import CompletionShape, Echo, Names, Output, Shape, encode_event, usage
+from foresay.server.responses import CompletionShape, Echo, Output, ResponseFields, Shape, encode_event, usage
 from foresay.server.service import Service
 from foresay.text.grammar import JsonSchema
 from foresay.text.stream import Detokenizer
@@ -63,7 +63,7 @@ async def generate(
     service: Service, request: ChatRequest | CompletionRequest, shape: Shape, raw_request: Request
 ) -> Response:
     """Handle POST /v1/chat/completions and /v1/completions. Raises ApiError for a request that is rejected or fails."""
-    with prompt_is(request.prompt_field, logger):
+    with as_api_errors(request.prompt_field, logger):
         prepared = await _unless_disconnected(_prepare(service, request), raw_request)
         outputs = await _unless_disconnected(_outputs(service, request, shape, prepared), raw_request)
         chunks = _none() if request.only_prompt else service.chunks(prepared.pairs(), prepared.drafting)
@@ -122,10 +122,10 @@ class _ResponseBuilder:
     shape: Shape
     prepared: PreparedRequest
     outputs: list[Output]
-    names: Names = field(init=False)
+    names: ResponseFields = field(init=False)
 
     def __post_init__(self) -> None:
-        names = Names.new(self.shape.prefix, self.service.names[0], self.service.fingerprint)
+        names = ResponseFields.new(self.shape.prefix, self.service.names[0], self.service.fingerprint)
         object.__setattr__(self, "names", names)
 
     def usage(self) -> dict[str, Any]:
@@ -251,7 +251,7 @@ async def _unless_disconnected(work: Coroutine[Any, Any, T], raw_request: Reques
     try:
         await asyncio.wait((task, disconnect), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise ApiError(GONE, "the client disconnected")
+            raise ApiError(CLIENT_CLOSED, "the client disconnected")
         return task.result()
     finally:
         for one in (task, disconnect):

@@ -16,7 +16,7 @@ from time import perf_counter
 from typing import Any
 from uuid import uuid4
 
-from foresay.server.errors import GONE, ApiError
+from foresay.server.errors import CLIENT_CLOSED, ApiError
 from foresay.server.settings import LOOPBACK, ServerSettings
 
 Scope = MutableMapping[str, Any]
@@ -25,7 +25,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 logger = logging.getLogger("foresay.server")
-OPEN = frozenset({"/health", "/ready", "/", "/favicon.ico", "/page.css", "/page.js"})
+OPEN_ROUTES = frozenset({"/health", "/ready", "/", "/favicon.ico", "/page.css", "/page.js"})
 """Routes that need no key: they expose no data and accept none."""
 
 
@@ -84,7 +84,7 @@ class Guards:
             raise ApiError(413, f"the body exceeds {self._settings.max_body_bytes} bytes", code="body_too_large")
         if not self._keys:
             self._check_host(headers.get(b"host", b"").decode("latin-1"))
-        elif scope["path"] not in OPEN:
+        elif scope["path"] not in OPEN_ROUTES:
             kind, _, key = headers.get(b"authorization", b"").partition(b" ")
             self._check_key(key if kind.lower() == b"bearer" else headers.get(b"x-api-key", b""))
 
@@ -114,7 +114,7 @@ class Guards:
                 while more:
                     message = await receive()
                     if message["type"] != "http.request":
-                        raise ApiError(GONE, "the client disconnected")
+                        raise ApiError(CLIENT_CLOSED, "the client disconnected")
                     parts.append(message.get("body", b""))
                     remaining, more = remaining - len(parts[-1]), message.get("more_body", False)
                     if remaining < 0:

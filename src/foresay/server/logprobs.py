@@ -84,8 +84,8 @@ class Logprobs:
         if ended:
             self._generated += len(self._detokenizer.flush())
         whole = ended and self._sent >= self._generated
-        many = len(self._waiting) if whole else sum(one.start < self._sent for one in self._waiting)
-        out, self._waiting = self._waiting[:many], self._waiting[many:]
+        count = len(self._waiting) if whole else sum(one.start < self._sent for one in self._waiting)
+        out, self._waiting = self._waiting[:count], self._waiting[count:]
         return out
 
 

@@ -49,8 +49,8 @@ class Metrics:
         self.finished = counter("request_success", "Requests that ended, by finish reason.", "finished_reason")
         self.failed = counter("request_failure", "Requests that were refused or failed, by status.", "status")
         self.first_token = histogram("time_to_first_token_seconds", "Time from a request to its first token.")
-        self.between = histogram("inter_token_latency_seconds", "Time between two tokens of a row.")
-        self.whole = histogram("e2e_request_latency_seconds", "Time from a request to its last token.")
+        self.inter_token_latency = histogram("inter_token_latency_seconds", "Time between two tokens of a row.")
+        self.request_latency = histogram("e2e_request_latency_seconds", "Time from a request to its last token.")
         self.running = gauge("num_requests_running", "Rows being decoded.")
         self.waiting = gauge("num_requests_waiting", "Requests waiting for a row.")
         self.cache_bytes = gauge("kv_cache_bytes", "Bytes of the slot caches.")
@@ -98,7 +98,7 @@ class Clock:
             self._metrics.first_token.observe(now - self._start)
         elif self._last is not None:
             for _ in range(count):  # a histogram observes one value at a time
-                self._metrics.between.observe((now - self._last) / count)
+                self._metrics.inter_token_latency.observe((now - self._last) / count)
         self._last = now if count else self._last
 
     def ended(self, reason: FinishReason) -> None:
@@ -106,4 +106,4 @@ class Clock:
         if reason is FinishReason.ERROR:
             return
         self._metrics.finished.labels(str(reason)).inc()
-        self._metrics.whole.observe(perf_counter() - self._start)
+        self._metrics.request_latency.observe(perf_counter() - self._start)

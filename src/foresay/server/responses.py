@@ -118,14 +118,14 @@ class Output:
             own = self._logprobs.take(chunk.step, chunk.text, ended=chunk.finish_reason is not None)
             new = [replace(one, start=len(self._echo.text) + one.start) for one in own]
             self._entries += new
-        ours: dict[str, Any] = {}
+        extension: dict[str, Any] = {}
         if self._options.origins:
-            ours = {
+            extension = {
                 "origins": [[one.text, str(one.origin)] for one in chunk.pieces],
                 "tokens": len(chunk.step.token_ids),
                 "drafted": chunk.step.num_drafted,
             }
-        return self._choice(self._shape.piece(chunk.text, first=first), new, chunk.finish_reason, ours)
+        return self._choice(self._shape.piece(chunk.text, first=first), new, chunk.finish_reason, extension)
 
     def whole(self) -> dict[str, Any]:
         """Return the output as a choice of a whole response. Without a generation it contains the prompt alone."""
@@ -134,13 +134,13 @@ class Output:
         return self._choice(self._shape.answer(self._echo.text + text), self._entries, ended, {})
 
     def _choice(
-        self, content: dict[str, Any], entries: Sequence[Entry], ended: FinishReason | None, ours: dict[str, Any]
+        self, content: dict[str, Any], entries: Sequence[Entry], ended: FinishReason | None, extension: dict[str, Any]
     ) -> dict[str, Any]:
         logprobs = None if self._logprobs is None else self._shape.logprobs(entries)
         reason = None if ended is None else _REASONS[ended]
         if self._options.stats and self.generation is not None:
-            ours = ours | statistics(self.generation)
-        extra = {"foresay": ours} if ours else {}
+            extension = extension | statistics(self.generation)
+        extra = {"foresay": extension} if extension else {}
         return {"index": self._index, **content, "logprobs": logprobs, "finish_reason": reason, **extra}
 
 
@@ -160,7 +160,7 @@ def statistics(generation: Generation) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Names:
+class ResponseFields:
     """Fields shared by all events of one response."""
 
     id: str
@@ -169,9 +169,9 @@ class Names:
     fingerprint: str
 
     @staticmethod
-    def new(prefix: str, model: str, fingerprint: str) -> Names:
+    def new(prefix: str, model: str, fingerprint: str) -> ResponseFields:
         """Return the fields of a response that starts now."""
-        return Names(f"{prefix}-{uuid4().hex[:24]}", int(time()), model, fingerprint)
+        return ResponseFields(f"{prefix}-{uuid4().hex[:24]}", int(time()), model, fingerprint)
 
     def body(self, kind: str, choices: Sequence[dict[str, Any]], **extra: Any) -> dict[str, Any]:
         """Return the body of an event or of a whole response."""

@@ -63,7 +63,7 @@ class Service:
         self._compiler: SchemaCompiler | None = None
         self._preparing = 0
         """Requests whose bodies, texts or schemas are being parsed, tokenized, scored or compiled."""
-        self._open_limits: set[_Limit] = set()
+        self._open_limits: set[_TimeLimit] = set()
 
     def _new_session(self, drafting: DraftingChoice) -> Session:
         return self._generator(drafting).session(
@@ -166,11 +166,11 @@ class Service:
             self._preparing -= 1
 
     @contextmanager
-    def _time_limit(self) -> Iterator[_Limit]:
+    def _time_limit(self) -> Iterator[_TimeLimit]:
         """Apply the time limit of a request in the engine. Server shutdown ends the request earlier."""
         if self.draining:
             raise _shutdown_error()
-        limit = _Limit(self.settings.timeout_s)
+        limit = _TimeLimit(self.settings.timeout_s)
         self._open_limits.add(limit)
         try:
             yield limit
@@ -232,7 +232,7 @@ def _shutdown_error() -> ApiError:
     return ApiError(503, "the server is shutting down", code="shutting_down", retry_after=5)
 
 
-class _Limit:
+class _TimeLimit:
     """Time limit of one request, over all its waits."""
 
     def __init__(self, seconds: float) -> None:

@@ -95,7 +95,7 @@ def check_counting(
 
 
 class NgramCounter:
-    """Counts n-grams of 2 to `order` tokens. No n-gram spans two documents."""
+    """A counter of n-grams of 2 to `order` tokens. No n-gram spans two documents."""
 
     def __init__(
         self,

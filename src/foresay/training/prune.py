@@ -136,13 +136,13 @@ def pruned(model: Any, shape: Shape, kept: Kept) -> Any:
     config = smaller_config(model.config, shape, kept.layers)
     out = AutoModelForCausalLM.from_config(config, dtype=model.dtype)
     weights = sliced(model.state_dict(), Shape.of(model.config), kept, head_size(model.config))
-    wanted = out.state_dict()
-    wrong = [n for n in wanted if n not in weights or weights[n].shape != wanted[n].shape]
+    expected = out.state_dict()
+    wrong = [n for n in expected if n not in weights or weights[n].shape != expected[n].shape]
     if wrong:
         raise UnsupportedModelError(
             f"models of the family {model.config.model_type!r} cannot be pruned: the kept parts do not give {wrong[0]}"
         )
-    out.load_state_dict({name: weights[name] for name in wanted})
+    out.load_state_dict({name: weights[name] for name in expected})
     out.generation_config = copy.deepcopy(model.generation_config)
     return out.eval()
 
