@@ -371,7 +371,7 @@ def test_a_head_is_rounded_unless_its_weights_are_named(
     write_head(random_head(model), out)
     drafted = load(str(folder), drafter=f"head({out})", **{"dtype": "bfloat16", **options})
     (head,) = drafted.resources.heads.values()  # type: ignore[union-attr]
-    plain = HeadModel(read_head(out), model, make=unchanged if bits is None else quantizer(bits))
+    plain = HeadModel(read_head(out), model, make=unquantized if bits is None else quantizer(bits))
     text = torch.arange(10, 30)
     drafts = torch.tensor([40, 41])
     wanted, found = (torch.stack(chain(model, one, text, drafts)) for one in (plain, head))
