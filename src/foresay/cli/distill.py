@@ -25,7 +25,7 @@ from foresay.spec.recipe import check_table
 from foresay.text.tokenizer import check_vocabularies, tokenizer_fingerprint
 from foresay.training.corpus import CorpusReader
 from foresay.training.curves import draw_curves, read_log
-from foresay.training.distil import NOTE, HeadShape, begun_head, distil_head, distil_model, new_head
+from foresay.training.distil import NOTE, HeadShape, distil_head, distil_model, new_head, resumed_head
 from foresay.training.fitting import CHECKPOINT, LOG, Plan, Report
 from foresay.training.losses import Objective
 from foresay.training.outputs import Text, read_outputs, split, texts_of
@@ -204,7 +204,7 @@ Named = tuple[LoadedModel, StudentOptions, LoadOptions]
 def _train_head(named: Named, given: tuple[Any, ...], **more: Any) -> Report:
     target, student, _ = named
     if student.start:
-        head = begun_head(target, load_head(student.start))
+        head = resumed_head(target, load_head(student.start))
     else:
         head = new_head(target, given[0], student.shape(), given[2].seed)
     return distil_head(target, head, *given, steps=student.draft_steps, decay=student.decay, **more)

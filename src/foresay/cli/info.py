@@ -35,7 +35,7 @@ from foresay.models.sources.load_options import TRANSFORMERS, LoadOptions
 
 def passes(model: CausalModel | Seq2SeqModel) -> str:
     """Describe the code that computes the model's forward passes."""
-    fused = model.lean if isinstance(model, CausalModel) else None
+    fused = model.fused if isinstance(model, CausalModel) else None
     if fused is None:
         return "transformers' own layers"
     graphs = model.graphs if isinstance(model, CausalModel) else None

@@ -45,7 +45,11 @@ def described() -> Iterator[str]:
 def _kernels() -> str:
     if os.environ.get(build.SWITCH) == "0":
         return f"off ({build.SWITCH}=0)"
-    return f"compiled, {build.kept()}" if build.is_kept() else "not compiled yet; foresay prepare compiles them"
+    return (
+        f"compiled, {build.library_path()}"
+        if build.is_compiled()
+        else "not compiled yet; foresay prepare compiles them"
+    )
 
 
 def _hub_cache() -> str:

@@ -32,7 +32,7 @@ def run(
     model = target_name(which.name)
     began = perf_counter()
     with loading("Compiling the kernels") as progress:
-        cached = build.is_kept()
+        cached = build.is_compiled()
         kernels = build.library()
         took = perf_counter() - began
         progress(f"Loading {model}")
@@ -44,8 +44,10 @@ def run(
     assert isinstance(scorer, CausalModel | Seq2SeqModel)
     state = "cached" if cached else f"compiled in {took:.1f} s, cached"
     typer.echo(model)
-    typer.echo(f"  kernels: {'none: ' + build.why_not() if kernels is None else f'{state} as {build.kept()}'}")
+    typer.echo(
+        f"  kernels: {'none: ' + build.failure_reason() if kernels is None else f'{state} as {build.library_path()}'}"
+    )
     typer.echo(f"  model: loads in {perf_counter() - began:.1f} s")
     typer.echo(f"  forward pass: {passes(scorer)}")
-    compiled = isinstance(scorer, CausalModel) and scorer.lean is not None and scorer.lean.compiled
+    compiled = isinstance(scorer, CausalModel) and scorer.fused is not None and scorer.fused.compiled
     return 0 if compiled else 1

@@ -27,7 +27,7 @@ from foresay.models.sources.transformers_errors import quiet_transformers
 from foresay.records.provenance import provenance
 from foresay.training.corpus import CorpusReader
 from foresay.training.importance import Importance, measure
-from foresay.training.prune import KEEP, Shape, layers_to_keep, pruned, what_to_keep
+from foresay.training.prune import KEEP, Shape, choose_kept, layers_to_keep, pruned
 
 NOTE = "foresay.json"
 """File in the folder that records how it was made."""
@@ -142,7 +142,7 @@ def _cut(whole_model: Any, layers: int | None, keep: str, wanted: dict[str, int 
     narrower = dataclasses.replace(shape, layers=whole.layers) != whole
     importance = measured() if narrower or keep == "important" else None
     chosen = layers_to_keep(numbers or keep, shape.layers, whole.layers, importance)
-    return _Cut(pruned(whole_model, shape, what_to_keep(whole, shape, chosen, importance)), shape, chosen, importance)
+    return _Cut(pruned(whole_model, shape, choose_kept(whole, shape, chosen, importance)), shape, chosen, importance)
 
 
 def _summary(whole_model: Any, cut: _Cut) -> Iterator[str]:

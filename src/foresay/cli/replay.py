@@ -31,7 +31,7 @@ from foresay.cli.tables import show_table
 from foresay.errors import ConfigError
 from foresay.generation.method import Method, methods
 from foresay.lab.data.requests import RequestBuilder
-from foresay.lab.replay.grid import Cell, Measures, digest_of, open_grid, replayed, stand_in
+from foresay.lab.replay.grid import Cell, Measures, digest_of, open_grid, replayed, token_only_resources
 from foresay.lab.replay.recording_match import doubt
 from foresay.lab.tune import DRAFTERS
 from foresay.records.recording import Recording
@@ -183,7 +183,7 @@ def open_recording(
     printed = is_printed(path)
     if not printed and not any(read_drafter(method.drafter).reads_target for method in named):
         recorded = Recording.load(path)
-        return stand_in(recorded), recorded
+        return token_only_resources(recorded), recorded
     name = model if model is not None or printed else Recording.load(path).model or None
     generator = load_generator(ModelOptions(name), "none", MethodOptions(), machine, later=named)
     assert generator.resources is not None

@@ -121,8 +121,8 @@ def test_record_refuses(shell: tiny.Shell, here: Path, which: list[str], folder:
     base = ["record", "r.jsonl", *which, "--prompts", "p.jsonl"]
     assert shell(*base, "-n", "4")[0] == 0
     before = Path("r.jsonl").read_bytes()
-    assert "'r.jsonl' was begun with params.max_new_tokens=4, and this run has 5" in shell.refused(*base, "-n", "5")
-    assert "was begun with settings.prompts=" in shell.refused(*base, "-n", "4", "--count", "2")
+    assert "'r.jsonl' was started with params.max_new_tokens=4, and this run has 5" in shell.refused(*base, "-n", "5")
+    assert "was started with settings.prompts=" in shell.refused(*base, "-n", "4", "--count", "2")
     assert "--seed has no effect at temperature 0" in shell.refused(*base, "--seed", "1")
     assert Path("r.jsonl").read_bytes() == before
     other = ["record", "s.jsonl", *which]
@@ -133,7 +133,7 @@ def test_record_refuses(shell: tiny.Shell, here: Path, which: list[str], folder:
     message = shell.refused(*other, "--prompts", "long.txt")
     assert message.startswith("prompt 'long-1': the prompt has 5000 tokens; the model's context is 4096")
     Path("mine.json").write_text('{"my": "file"}')
-    assert "is left as it is" in shell.refused("record", "mine.json", *which, "--prompts", "p.jsonl")
+    assert "was not changed" in shell.refused("record", "mine.json", *which, "--prompts", "p.jsonl")
     assert Path("mine.json").read_text() == '{"my": "file"}'
 
 
@@ -269,7 +269,7 @@ def test_prompts_in_another_order_are_noticed(
     command = ["replay", "log.txt", *which, "--prompts", "p.txt", "--drafter", "suffix"]
     code, out, err = shell(*command)
     assert code == 0 and err.endswith(
-        f"prompt 1 as output {order[0] + 1} of the log begins: the prompts are in another order\n"
+        f"prompt 1 begins like output {order[0] + 1} of the log: the prompts are in another order\n"
     )
     assert "exact: live" not in out and "which is doubtful" in out
     assert "in another order" in json.loads(shell(*command, "--json")[1])["doubt"]
@@ -281,7 +281,7 @@ def test_prompts_in_another_format_are_noticed(shell: tiny.Shell, made: Path, he
     chats = tiny.save(tmp_path / "chats", chat=True)
     command = ["replay", "log.txt", "--model", str(chats), "--dtype", "fp32", "--prompts", str(made.with_name("p.txt"))]
     code, out, err = shell(*command, "--drafter", "suffix")
-    assert code == 0 and "otherwise than the log" in err and "which is doubtful" in out
+    assert code == 0 and "differ from the log" in err and "which is doubtful" in out
     code, out, err = shell(*command, "--drafter", "suffix", "--raw")
     assert (code, err) == (0, "") and "exact: live decoding" in out
 
@@ -328,8 +328,8 @@ def test_replay_refuses(shell: tiny.Shell, made: Path, here: Path) -> None:
     refused = ["replay", str(made), "--drafter", "suffix", "--costs", "previous_work", "--target-cost", "gpt"]
     assert "unknown model in this cost table 'gpt'" in shell.refused(*refused)
     Path("x.json").write_text("hello")
-    assert "'x.json' is no recording" in shell.refused("replay", "x.json")
-    assert "'x.json' is no profile" in shell.refused("replay", str(made), "--profile", "x.json")
+    assert "'x.json' is not a recording" in shell.refused("replay", "x.json")
+    assert "'x.json' is not a profile" in shell.refused("replay", str(made), "--profile", "x.json")
     lines = made.read_text().splitlines()
     Path("bad.jsonl").write_text("\n".join([*lines[:2], '{"id": 3}', *lines[2:]]) + "\n")
     assert shell.refused("replay", "bad.jsonl").startswith("bad.jsonl, line 3: ")
@@ -382,7 +382,7 @@ def test_bench(shell: tiny.Shell, here: Path, which: list[str]) -> None:
     assert {run.cell.dataset for run in results.runs} == {"p.jsonl"} and all(run.tokens == 24 for run in results.runs)
     before = Path("b.jsonl").read_bytes()
     assert shell(*command)[0] == 0 and Path("b.jsonl").read_bytes() == before, "everything is there"
-    assert "was begun with settings." in shell.refused(*command, "--ignore-eos")
+    assert "was started with settings." in shell.refused(*command, "--ignore-eos")
 
 
 def test_bench_says_what_failed(

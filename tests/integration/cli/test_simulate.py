@@ -115,4 +115,4 @@ def test_what_it_refuses(shell: tiny.Shell, made: Path) -> None:
         *command(made, "--drafter", f"model({made / 'tiny'})", "--model", str(made / "tiny"))
     )
     assert "unknown drafter" in shell.refused(*command(made, "--drafter", "sufix"))
-    assert "is no profile" in shell.refused("simulate", str(made / "r.jsonl"), "--profile", str(made / "p.txt"))
+    assert "is not a profile" in shell.refused("simulate", str(made / "r.jsonl"), "--profile", str(made / "p.txt"))

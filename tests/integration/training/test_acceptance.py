@@ -184,9 +184,9 @@ def test_data_that_is_there_is_not_made_again(tmp_path: Path) -> None:
     made.clear()
     assert collect(generator, prompts, params, tmp_path, length=3) == 2 and len(made) == 1
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == whole
-    with pytest.raises(ConfigError, match="other length"):
+    with pytest.raises(ConfigError, match="another value of length"):
         collect(generator, prompts, params, tmp_path, length=4)
-    with pytest.raises(ConfigError, match="other prompts"):
+    with pytest.raises(ConfigError, match="another value of prompts"):
         collect(generator, prompts[:20], params, tmp_path, length=3)
 
 
@@ -306,7 +306,7 @@ def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     plain = ("generate", "x", "--model", str(target), "-n", "16")
     code, out, _ = shell(*plain, "--draft", str(draft), "--length", f"acceptance({head}, 0.5)")
     assert code == 0 and out == shell(*plain, "--drafter", "none")[1]
-    assert "holds no data" in shell.refused("acceptance-head", "train", str(tmp_path / "h"), str(target / "nothing"))
+    assert "has no data" in shell.refused("acceptance-head", "train", str(tmp_path / "h"), str(target / "nothing"))
     assert "hidden states" in shell.refused(
         "acceptance-head", "data", str(tmp_path / "other"), "--drafter", "suffix", *asked
     )

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from foresay.errors import ConfigError, UnknownNameError, UnsupportedModelError
 from foresay.training.importance import Importance, measure
-from foresay.training.prune import Shape, layers_to_keep, pruned, what_to_keep
+from foresay.training.prune import Shape, choose_kept, layers_to_keep, pruned
 from helpers import tiny
 from helpers.families import make
 
@@ -34,7 +34,7 @@ def cut(model: Any, keep: Any = "first", **sizes: int) -> tuple[Any, Any]:
     """The pruned model, and what was kept."""
     whole = Shape.of(model.config)
     shape, found = whole.smaller(**sizes), importance_of(model)
-    kept = what_to_keep(whole, shape, layers_to_keep(keep, shape.layers, whole.layers, found), found)
+    kept = choose_kept(whole, shape, layers_to_keep(keep, shape.layers, whole.layers, found), found)
     return pruned(model, shape, kept), kept
 
 
@@ -135,12 +135,12 @@ def test_shapes_that_cannot_be_cut_out_are_refused() -> None:
         ({"layers": 4}, "layers=4 must be 1 to 3"),
         ({"hidden": 0}, "hidden=0 must be 1 to 32"),
         ({"heads": 3}, "must be a multiple of kv_heads=2"),
-        ({"kv_heads": 1, "heads": 3}, "needs 3 heads a group"),
+        ({"kv_heads": 1, "heads": 3}, "needs 3 heads per group"),
     ):
         with pytest.raises(ConfigError, match=said):
             whole.smaller(**sizes)
     with pytest.raises(ConfigError, match="needs text"):
-        what_to_keep(whole, whole.smaller(hidden=16), [0, 1, 2], None)
+        choose_kept(whole, whole.smaller(hidden=16), [0, 1, 2], None)
     with pytest.raises(ConfigError, match="must be 2 different ones of 0 to 2"):
         layers_to_keep([0, 3], 2, 3, None)
     with pytest.raises(UnknownNameError):

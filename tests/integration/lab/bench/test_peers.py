@@ -67,7 +67,7 @@ def test_an_interpreter_may_have_parentheses(tmp_path: Path) -> None:
         ("llama.cpp=", "names no interpreter; write llama.cpp=PYTHON"),
         ("transformers=python", "transformers runs in this process and takes no interpreter"),
         ("transformers(lookup=10", "has no ')' at its end"),
-        ("transformers(lookup)", "'lookup' is no key=value"),
+        ("transformers(lookup)", "'lookup' is not key=value"),
         ("transformers(look=3)", "unknown setting of transformers 'look'. Did you mean 'lookup'?"),
         ("transformers(lookup=3, lookup=4)", "gives lookup twice"),
         ("llama.cpp=python(ngram=3)", "unknown setting of llama.cpp 'ngram'. Known: lookup."),
@@ -118,7 +118,7 @@ def test_a_folder_needs_configuration_and_weights(tmp_path: Path) -> None:
 
 
 def test_a_gguf_file_is_found_or_its_lack_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="the folder holds 0; give the"):
+    with pytest.raises(ConfigError, match="the folder contains 0; give the"):
         base.gguf_file(str(tmp_path))
     with pytest.raises(ConfigError, match="'a/b' a hub id names none"):
         base.gguf_file("a/b")
@@ -186,7 +186,7 @@ def test_load_run_close() -> None:
     ("messages", "error"),
     [
         ([RUN], "no engine is loaded; send a load first"),
-        ([LOAD, LOAD], "an engine is loaded already; start another worker"),
+        ([LOAD, LOAD], "an engine is already loaded; start another worker"),
         ([{"op": "load", "engine": "x"}], "unknown engine 'x'; known: adding"),
         ([{"op": "dance"}], "unknown op 'dance'; known: load, run, close"),
         (["[1]"], "unknown op None; known: load, run, close"),
@@ -487,7 +487,7 @@ def test_a_request_larger_than_a_pipe(peer: WorkerPeer) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"batch_size": 2}, "llama.cpp is run one prompt at a time, not 2; use batch size 1"),
+        ({"batch_size": 2}, "llama.cpp runs one prompt at a time, not 2; use batch size 1"),
         ({"prompts": []}, "at least one prompt"),
         ({"prompts": [[]]}, "at least one token"),
         ({"batch_size": 0}, "batch_size=0 must be an integer at least 1"),
@@ -495,7 +495,7 @@ def test_a_request_larger_than_a_pipe(peer: WorkerPeer) -> None:
         ({"seed": 2**32 - 1}, "seed=4294967295 must be"),
         (
             {"min_p": 0.1},
-            "llama.cpp is told max_new_tokens, temperature, top_k, top_p, seed, ignore_eos alone, not min_p=0.1",
+            "llama.cpp does not support min_p=0.1; it supports only max_new_tokens",
         ),
         ({"stop": ("x",)}, "not stop=('x',); leave it out"),
         ({"banned_token_ids": (7,)}, "not banned_token_ids=(7,); leave it out"),

@@ -108,7 +108,7 @@ def test_the_acceptance_probabilities_of_a_sampled_record() -> None:
 @pytest.mark.parametrize("drafter", ["suffix", "none"])
 def test_a_drafter_that_cannot_decode_alone_is_refused(drafter: str) -> None:
     generator = loaded(drafter=drafter)
-    with pytest.raises(ConfigError, match=f"times a draft model by itself, and '{drafter}' is none"):
+    with pytest.raises(ConfigError, match=f"times a draft model alone, and '{drafter}' is not one"):
         next(specdec_records(generator, RequestBuilder(generator).first(ITEMS), PARAMS))
 
 
