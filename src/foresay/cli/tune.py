@@ -30,7 +30,7 @@ from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ConfigError
 from foresay.files import work_folder
 from foresay.generation.generator import Generator
-from foresay.generation.method import PLAIN, Method, methods
+from foresay.generation.method import PLAIN, methods
 from foresay.lab.replay.record import record
 from foresay.lab.tune import DRAFTERS, LENGTHS, Tuner, Tuning, pick, with_draft
 from foresay.models.sources.load_options import LLAMA_CPP, WEIGHTS
@@ -94,6 +94,7 @@ def run(
     size = max(16, *sizes)
     model = ModelOptions(which.name)
     target = load_generator(model, "none", MethodOptions(), machine, later=named, max_batch_size=size)
+    tuner = None if recorded is None else Tuner(target, recorded)
     with loading("Estimating the duration"):
         expected = estimate(
             target,
@@ -109,9 +110,9 @@ def run(
         sys.stdout.write(f"{expected}\n")
         return 0
     _agree(expected, yes=yes)
-    if recorded is None:
-        recorded = _recorded(target, items, params, data)
-    tuner = _searched(target, recorded, named, sizes)
+    tuner = tuner or Tuner(target, _recorded(target, items, params, data))
+    with loading("Timing passes, replaying candidates"):
+        tuner.search(named, sizes)
     size = _finish(tuner, latency, finalists)
     _show(tuner.tuning)
     return _write(tuner.tuning, size, target, output, data.name if recording is None else recording.name)
@@ -134,13 +135,6 @@ def _recorded(target: Generator, items: Any, params: SamplingParams, data: DataO
             chat=not data.no_template,
             on_progress=lambda progress: advance(progress.done, progress.total, f"{progress.tokens} tokens"),
         )
-
-
-def _searched(target: Generator, recorded: Recording, named: list[Method], sizes: list[int]) -> Tuner:
-    with loading("Timing passes, replaying candidates"):
-        tuner = Tuner(target, recorded)
-        tuner.search(named, sizes)
-    return tuner
 
 
 def _finish(tuner: Tuner, latency: float | None, count: int) -> int:
