@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from foresay.checks import check_float, check_int
-from foresay.cli.common import load_generator, model_expression
+from foresay.cli.common import check_output, load_generator, model_expression
 from foresay.cli.lab_options import DataOptions, numbers
 from foresay.cli.options import (
     BatchSizesOption,
@@ -70,7 +70,9 @@ def run(
     estimate_only: Annotated[
         bool, typer.Option("--estimate", help="Print how long the run would take, and end.")
     ] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before a run of more than a minute.")] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", "-y", help="Start a run of more than a minute without confirmation.")
+    ] = False,
     machine: MachineOptions,
 ) -> int:
     """Find the fastest settings here; write foresay.toml.
@@ -85,8 +87,8 @@ def run(
         check_float("latency", latency, 0.0, math.inf, open_low=True)
     check_int("finalists", finalists, 1, 100)
     params = SamplingParams(max_new_tokens=max_new_tokens)
-    if output.exists() and not force and not estimate_only:
-        raise ConfigError(f"{str(output)!r} exists; --force replaces it, --output names another file")
+    if not estimate_only:
+        check_output(output, force=force)
     named = methods(drafter or DRAFTERS, length or LENGTHS)
     named += [] if draft is None else with_draft(model_expression(draft) if "(" not in draft else draft)
     recorded = None if recording is None else Recording.load(recording)
@@ -119,7 +121,7 @@ def run(
 
 
 def _agree(expected: Estimate, *, yes: bool) -> None:
-    """Print the estimate on stderr. On a terminal ask before a long run; typer.Abort if the answer is no."""
+    """Print the estimate on stderr. On a terminal, require confirmation of a long run; raise typer.Abort without it."""
     typer.echo(f"foresay: {expected}", err=True)
     if expected.total_s > 60 and not yes and sys.stdin is not None and sys.stdin.isatty():
         typer.confirm("Start?", default=True, abort=True, err=True)

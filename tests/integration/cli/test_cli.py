@@ -1,4 +1,4 @@
-"""The command line as a user meets it: what it prints where, how it fails, and its exit codes."""
+"""The command line in use: output, errors and exit codes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def chat_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def written(folder: Path) -> str:
-    """What the tiny model writes after PROMPT in 12 tokens."""
+    """Output of the tiny model after PROMPT, 12 tokens."""
     return str(foresay.load(folder, drafter="none", dtype="fp32").generate(PROMPT, max_new_tokens=12).text)
 
 
@@ -175,7 +175,7 @@ def test_trace_colours_by_origin(
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
     _, out, _ = shell(*base, "--trace", "--drafter", "none", PROMPT)
-    assert out.startswith("\x1b[36m")  # cyan: the target's own, for nothing was guessed
+    assert out.startswith("\x1b[36m")  # cyan: the target's own, for nothing was drafted
     assert "\x1b[32m" not in out.split("\n\n")[0]
 
 
@@ -330,7 +330,7 @@ def test_drafting_nothing_with_a_drafter_is_plain_decoding(shell: tiny.Shell, ba
 
 
 def test_draft_tokens_without_a_drafter_contradict(shell: tiny.Shell, base: list[str]) -> None:
-    """Nothing is ignored: `--drafter none --num-draft-tokens 5` asks for two things."""
+    """Nothing is ignored: `--drafter none --num-draft-tokens 5` contradict each other."""
     message = shell.refused(*base, "--drafter", "none", "--num-draft-tokens", "5", PROMPT)
     assert message == "--drafter 'none' drafts nothing, but --num-draft-tokens 5 was given; drop one"
 
@@ -423,7 +423,7 @@ def test_offline_is_one_line(shell: tiny.Shell) -> None:
 def test_a_terminal_without_unicode(
     base: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What an ASCII standard output cannot show is replaced; never a traceback."""
+    """Characters that an ASCII standard output cannot show are replaced; never a traceback."""
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
     monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
@@ -443,7 +443,7 @@ def test_without_standard_input(shell: tiny.Shell, base: list[str], monkeypatch:
 def test_a_temperature_near_zero_is_nearly_greedy(
     shell: tiny.Shell, base: list[str], written: str, temperature: str
 ) -> None:
-    """Logits divided by it overflow float32; the law still is a point mass."""
+    """Logits divided by it overflow float32; the distribution still is a point mass."""
     assert shell(*base, "-t", temperature, "--seed", "1", PROMPT) == (0, written + "\n", "")
 
 
@@ -602,6 +602,6 @@ def test_info_of_nothing(shell: tiny.Shell) -> None:
 
 
 def test_errors_are_foresays_own() -> None:
-    """What the command line turns into one line is what a library user may catch."""
+    """The errors that the command line prints in one line can be caught by users of the library."""
     with pytest.raises(ConfigError, match="max_new_tokens=0"):
         foresay.SamplingParams(max_new_tokens=0)

@@ -1,4 +1,4 @@
-"""`foresay compare`, `foresay methods`, and what `foresay generate` shares with them."""
+"""`foresay compare`, `foresay methods`, and their common parts with `foresay generate`."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_sampled_outputs_need_not_be_the_same(shell: tiny.Shell, base: list[str]
 
 
 def tampered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plain decoding that samples, whatever is asked for."""
+    """Make plain decoding sample, whatever its parameters."""
     honest = Generator.session
 
     def other(generator: Generator, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""`foresay ngram` as a user meets it: what it writes, what it says, how it refuses, and what Ctrl-C leaves."""
+"""`foresay ngram` in use: tables, output, errors, and files after Ctrl-C."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_limits(shell: tiny.Shell, base: list[str]) -> None:
 
 def test_an_output_is_replaced_only_by_force(shell: tiny.Shell, base: list[str]) -> None:
     Path("t.safetensors").write_text("precious")
-    assert shell.refused(*base) == "'t.safetensors' exists; add --force to replace it"
+    assert shell.refused(*base) == "--output 't.safetensors' exists; add --force to replace it, or name another file"
     assert Path("t.safetensors").read_text() == "precious"
     assert shell(*base, "--force")[0] == 0
     assert NgramTable.load("t.safetensors").order == 2
@@ -176,7 +176,10 @@ def test_what_is_missing(shell: tiny.Shell, here: Path) -> None:
     assert "--output is missing" in shell.refused("ngram", "build", "a.txt")
     assert "files" in shell.refused("ngram", "build", "-o", "t.safetensors").lower()
     Path("t.safetensors").mkdir()
-    assert shell.refused("ngram", "build", "a.txt", "-o", "t.safetensors") == "--output 't.safetensors' is a folder"
+    assert (
+        shell.refused("ngram", "build", "a.txt", "-o", "t.safetensors")
+        == "--output 't.safetensors' is a folder; name a file"
+    )
 
 
 def test_a_folder_that_is_not_writable(shell: tiny.Shell, base: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,7 +282,7 @@ def _rest(terminal: int) -> bytes:
 
 
 def test_long_texts_draw_no_warning(base: list[str], here: Path, tmp_path: Path) -> None:
-    """A tokenizer that knows the model's context says so about longer texts."""
+    """A tokenizer with the model's context length warns about longer texts."""
     names = tiny.tokenizer()
     names.model_max_length = 8
     names.save_pretrained(tmp_path / "short")
