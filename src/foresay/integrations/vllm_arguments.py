@@ -19,7 +19,7 @@ from foresay.methods.expressions import Call, parse
 from foresay.methods.recipes import read_drafter, read_length
 from foresay.methods.settings_file import Settings
 from foresay.models.sources.load_options import DTYPES, TRANSFORMERS
-from foresay.models.sources.packaged import packaged_head
+from foresay.models.sources.packaged import ALIASES
 
 PROPOSER = "foresay.integrations.vllm.Proposer"
 """Where vLLM finds the class."""
@@ -89,7 +89,7 @@ def _own_method(call: Call, settings: Settings) -> dict[str, Any]:
     others = [str(key) for key, value in call.values if key is not None and (key != "sample" or value)]
     if others or len(names) != 1:
         raise UnsupportedModelError(f"{call}: vLLM has no {', '.join(others) or 'name'} for a draft; leave it out")
-    if call.name == "head" and packaged_head(str(names[0])) is not None:
+    if call.name == "head" and str(names[0]) in ALIASES:
         raise ConfigError(f"{call}: vLLM reads a head from a folder; write it with foresay export, and name that")
     constant = _constant(settings.length)
     if settings.length is not None and constant is None:
