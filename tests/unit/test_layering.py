@@ -62,7 +62,13 @@ INSIDE = {
         {"seq2seq"},
         {"early_exit", "self_check"},
     ],
-    "models/huggingface/native": [{"structs", "trust"}, {"build"}, {"product"}, {"in_place"}, {"layers"}],
+    "models/huggingface/native": [
+        {"structs", "trust", "levels"},
+        {"build"},
+        {"product", "__main__"},
+        {"in_place"},
+        {"layers"},
+    ],
     "models/sources": [
         {"load_options", "transformers_errors", "gguf_head"},
         {"gguf_values", "config_checks"},

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from accelerate.utils import is_tensorboard_available
 
 from foresay.checks import check_float, check_int
 from foresay.cli.common import use_threads
@@ -144,6 +145,8 @@ def run(
     The best so far is always in the folder, ready to draft with.
     """
     plan, objective = plans.plan(), Objective.parse(student.loss)
+    if tensorboard and not is_tensorboard_available():  # accelerate would log nothing, without a word
+        raise ConfigError("--tensorboard needs tensorboard: pip install 'foresay[train]'")
     student.check()
     texts.check()
     _check_folder(folder)

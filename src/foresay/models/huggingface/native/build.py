@@ -18,6 +18,7 @@ import subprocess
 from pathlib import Path
 
 from foresay.files import cache_dir
+from foresay.models.huggingface.native import levels
 from foresay.models.huggingface.native.structs import declared
 from foresay.models.huggingface.native.trust import DamagedError, UntrustedError, make_private, opened, written
 
@@ -66,7 +67,9 @@ def library() -> ctypes.CDLL | None:
         make_private(path.parent)
         found = _kept_library(path)
         if found is None:
-            _compile(path)
+            if path.parent != _folder():
+                raise BuildError(f"{path} is damaged; compile it again, or unset {levels.FOLDER}")
+            _compile(path, _native())
             found = declared(opened(path))
         return found
     except UntrustedError as error:
@@ -107,18 +110,34 @@ def why_not() -> str:
 
 
 def kept() -> Path:
-    """Where the compiled kernels of this source, this processor and this compiler are kept. Raises BuildError without one."""
-    said = "\n".join(
-        [
-            *(one.read_text(encoding="utf-8") for one in SOURCES),
-            _processor(),
-            _version(tuple(_compiler())),
-            *_compiler(),
-            *_FLAGS,
-            *_GCC_FLAGS,
-        ]
-    )
-    return cache_dir() / "native" / f"kernels-{hashlib.sha256(said.encode()).hexdigest()[:16]}.so"
+    """The file of the compiled kernels: compiled beforehand in $FORESAY_KERNELS, else by this machine's compiler, in the cache.
+
+    Raises BuildError if there are none and no compiler.
+    """
+    processor = _processor()
+    if (found := levels.prepared(_digest(), processor)) is not None:
+        return found
+    compiler = _compiler()
+    return _folder() / f"kernels-{_digest(processor, _version(tuple(compiler)), *compiler)}.so"
+
+
+def _folder() -> Path:
+    return cache_dir() / "native"
+
+
+def prepare(folder: Path) -> list[Path]:
+    """Compile the kernels into a folder for each named instruction set of this kind of machine. Raises BuildError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    made = {level: levels.place(folder, level, _digest()) for level in levels.levels()}
+    for level, path in made.items():
+        _compile(path, f"-march={level}")
+    return list(made.values())
+
+
+def _digest(*more: str) -> str:
+    """A digest of the sources, the compiler's arguments and further texts."""
+    said = "\n".join([*(one.read_text(encoding="utf-8") for one in SOURCES), *more, *_FLAGS, *_GCC_FLAGS])
+    return hashlib.sha256(said.encode()).hexdigest()[:16]
 
 
 def _compiler() -> list[str]:
@@ -152,13 +171,16 @@ def _processor() -> str:
         return f"{platform.machine()} {platform.processor()}"
 
 
-def _compile(path: Path) -> None:
+def _native() -> str:
+    """The compiler's argument for all instructions of this processor."""
+    return "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
+
+
+def _compile(path: Path, machine: str) -> None:
     compiler = _compiler()
-    machine = ["-march=native"] if platform.machine() in ("x86_64", "AMD64") else ["-mcpu=native"]
-    if "clang" not in _version(tuple(compiler)).lower():
-        machine += _GCC_FLAGS
+    more = () if "clang" in _version(tuple(compiler)).lower() else _GCC_FLAGS
     with written(path) as place:
-        done = _run([*compiler, *_FLAGS, *machine, "-o", str(place), str(SOURCES[0])])
+        done = _run([*compiler, *_FLAGS, machine, *more, "-o", str(place), str(SOURCES[0])])
         if done.returncode != 0:
             first = next(iter(done.stderr.strip().splitlines()), "no message")
             raise BuildError(f"{' '.join(compiler)} failed: {first}")
