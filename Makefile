@@ -40,7 +40,7 @@ test-engines: $(READY) $(VLLM)/.ready
 	FORESAY_VLLM=$(VLLM)/bin/python $(VENV)/bin/python -m pytest -W default tests/engines
 
 # each environment takes the newest pip first, which refuses what older ones let pass
-# foresay without what it depends on: vLLM wants an older transformers, and the drafters need nothing else
+# foresay without what it depends on: vLLM's own versions stay, and the drafters need nothing else
 $(VLLM)/.ready: pyproject.toml
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade pip
