@@ -54,9 +54,9 @@ INSIDE = {
     ],
     "models/cache": [{"memory"}, {"stores"}, {"slot_cache"}],
     "models/cpu": [
-        {"structs", "library_files", "gated_layer", "rounding"},
+        {"structs", "library_files", "gated_layer", "rounding", "levels"},
         {"build"},
-        {"product"},
+        {"product", "__main__"},
         {"in_place"},
         {"layers"},
     ],
