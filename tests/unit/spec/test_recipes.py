@@ -287,7 +287,7 @@ def test_a_change_forgets_and_remembers_with_the_one_it_came_from(generator: Gen
         ("model", ConfigError, "drafter 'model' needs name, for example model(name=...)"),
         ("model(7)", ConfigError, "name=7 must be a name or a path"),
         ("model(A, vocabulary=7)", ConfigError, "vocabulary=7 must be a name or a path"),
-        ("model(A, vocabulary_size=7)", ConfigError, "vocabulary_size=7 needs vocabulary=, a table built with"),
+        ("model(A, vocabulary_size=7)", ConfigError, "vocabulary_size=7 needs vocabulary=, a table built"),
         ("self(0)", ConfigError, "layers=0 must be an integer in [1, 10000]"),
         ("self(1, T, vocabulary_size=0)", ConfigError, "vocabulary_size=0 must be an integer in [1, 16777216]"),
         ("self(1, coverage=0)", ConfigError, "coverage=0 must be a finite number in [0.01, 1]"),
@@ -320,7 +320,7 @@ def test_what_only_the_models_can_tell(resources: Resources, folder: Path, tmp_p
             built(resources, text)
         assert message in str(caught.value)
     NgramTable(np.arange(VOCAB), fingerprint="f" * 64).save(tmp_path / "foreign.safetensors")
-    with pytest.raises(VocabularyMismatchError, match="made with another tokenizer"):
+    with pytest.raises(VocabularyMismatchError, match="built with another tokenizer"):
         built(resources, f"max_gram({tmp_path}/foreign.safetensors)")
     wordy = dataclasses.replace(resources.target, model=object())
     with pytest.raises(UnsupportedModelError, match="self-speculation needs a transformers model"):
