@@ -303,7 +303,7 @@ def test_a_change_forgets_and_remembers_with_the_one_it_came_from(generator: Gen
 def test_settings_are_checked_before_anything_is_loaded(text: str, error: type[Exception], message: str) -> None:
     with pytest.raises(error) as caught:
         read_drafter(text)
-    assert str(caught.value).startswith(message)
+    assert message in str(caught.value)
 
 
 def test_what_only_the_models_can_tell(resources: Resources, folder: Path, tmp_path: Path) -> None:
@@ -372,17 +372,17 @@ def test_rules_and_lengths_by_expression() -> None:
     assert isinstance(heuristic, HeuristicLength) and (heuristic.start, heuristic.high) == (3, 9)
     assert read_length(heuristic) is heuristic
     for bad, message in (
-        ("-1", "num_draft_tokens=-1 must be an integer in [0, 64]"),
+        ("-1", "length=-1 must be an integer in [0, 64]"),
         ("--5", "unknown length '--5'"),
         ("²", "unknown length '²'"),
         ("2.5", "'2.5' is neither a name nor a name with settings in parentheses"),
-        (True, "num_draft_tokens=True must be an integer in [0, 64]"),
-        ("heuristic(low=0)", "low=0 must be an integer in [1, 20]"),
+        (True, "length=True must be an integer in [0, 64]"),
+        ("heuristic(low=0)", "heuristic(low=0): low=0 must be an integer in [1, 20]"),
         ("constant", "length 'constant' needs num_draft_tokens"),
     ):
         with pytest.raises(ConfigError) as caught:
             read_length(bad)
-        assert str(caught.value).startswith(message)
+        assert message in str(caught.value)
 
 
 def test_a_self_draft_takes_no_memory(resources: Resources) -> None:
