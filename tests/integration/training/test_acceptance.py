@@ -105,7 +105,7 @@ def test_known_chances_are_recovered(examples: Examples, blocks: int) -> None:
         if seen[pair] > 40:
             assert found[pair] == pytest.approx(chance(pair // V, pair % V), abs=0.06)
     found = evaluate_acceptance(head, examples)
-    assert found.divergence < 0.02 < verifiable.without and verifiable.error < 0.03
+    assert found.divergence < 0.02 < found.without and found.error < 0.03
     assert sum(n for _, _, n in found.bins) == len(examples)
 
 

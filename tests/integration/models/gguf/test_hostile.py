@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from foresay.errors import ModelLoadError
-from foresay.models.gguf import catalog, values
+from foresay.models.gguf import values
 from foresay.models.gguf.header import read_header
 from foresay.models.huggingface import self_check
+from foresay.models.sources import catalog
 from foresay.models.sources.catalog import load_model, load_tokenizer
 from foresay.models.sources.load_options import LoadOptions
 from helpers import fuzz_gguf, tiny
