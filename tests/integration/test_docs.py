@@ -15,9 +15,23 @@ import pytest
 from foresay.cli.app import _run
 from foresay.lab import tune
 from foresay.lab.measure import profile
+from foresay.models.sources import packaged
+from helpers.small_alias import ALIAS, cache_with_small_model
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def small_cache(smollm2_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return cache_with_small_model(tmp_path_factory.mktemp("cache"), smollm2_folder)
+
+
+@pytest.fixture
+def small_alias(small_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pages' model is a small random one, which no head is packaged for: what the pages do is the same, in less time."""
+    monkeypatch.setenv("FORESAY_CACHE", str(small_cache))
+    monkeypatch.delitem(packaged.DEFAULT_DRAFTERS, ALIAS)
 
 
 def blocks(page: str, language: str) -> list[str]:
@@ -26,13 +40,23 @@ def blocks(page: str, language: str) -> list[str]:
     )
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/extending.md", "docs/drafters.md", "docs/engines.md"])
+def test_the_readmes_python_blocks_run(
+    smollm2_folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the real model, as a new user runs them."""
+    run_python_blocks("README.md", capsys, tmp_path, monkeypatch)
+
+
+@pytest.mark.usefixtures("small_alias")
+@pytest.mark.parametrize("page", ["docs/extending.md", "docs/drafters.md", "docs/engines.md"])
 def test_python_blocks_run(
-    page: str,
-    smollm2_folder: Path,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    page: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_python_blocks(page, capsys, tmp_path, monkeypatch)
+
+
+def run_python_blocks(
+    page: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # some write files
     found = blocks(page, "python")
@@ -78,6 +102,7 @@ def test_vllms_arguments_are_those_of_the_page(smollm2_folder: Path, capsys: pyt
     assert str(smollm2_folder) in capsys.readouterr().out, "an alias is ours"
 
 
+@pytest.mark.usefixtures("small_alias")
 @pytest.mark.parametrize(
     ("page", "languages", "said"),
     [
@@ -100,13 +125,13 @@ def test_pages_run_from_top_to_bottom(
     page: str,
     languages: list[str],
     said: list[str],
-    smollm2_folder: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
     """Blocks in order, in a folder of their own: each reads what those before it wrote."""
-    text = (ROOT / page).read_text(encoding="utf-8")
+    text = (ROOT / page).read_text(encoding="utf-8").replace("--minutes 0.2 ", "--minutes 0.04 ")
+    assert ("--minutes 0.04 " in text) == (page == "docs/training.md")
     monkeypatch.chdir(tmp_path)
     found = re.findall(r"^```(python|console)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     assert [language for language, _ in found] == languages
@@ -140,7 +165,7 @@ SHORTER = {"--count 6 -n 32": "--count 2 -n 16", "--count 6 -n 24": "--count 2 -
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.usefixtures("brief", "smollm2_folder")
+@pytest.mark.usefixtures("brief", "small_alias")
 def test_the_page_on_the_lab_runs(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
