@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.util
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from foresay.cli.app import _run
 from foresay.lab import tune
 from foresay.lab.measure import profile
 from foresay.models.sources import packaged
+from helpers import tiny
 from helpers.small_alias import ALIAS, cache_with_small_model
 
 ROOT = Path(__file__).parents[2]
@@ -74,8 +73,15 @@ def _commands() -> list[str]:
 
 @pytest.mark.parametrize("command", _commands())
 def test_commands_run(
-    command: str, smollm2_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    command: str,
+    smollm2_folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
+    """The one that shows a trace with the real model and what drafts for it by default, the others with the small one."""
+    if "--trace" not in command:
+        request.getfixturevalue("small_alias")
     monkeypatch.chdir(ROOT)
     assert _run(shlex.split(command)[1:]) == 0
     out, err = capsys.readouterr()
@@ -83,14 +89,27 @@ def test_commands_run(
     assert err == ""
 
 
-def test_the_page_of_workers(smollm2_folder: Path, tmp_path: Path) -> None:
-    """Its commands as written, in a shell."""
+def test_the_page_of_workers(
+    smollm2_folder: Path,
+    small_cache: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Its commands as written; those that record and replay with the small model."""
+    monkeypatch.chdir(tmp_path)
+    shell = tiny.Shell(monkeypatch, capsys)
     [block] = blocks("docs/machines.md", "console")
-    for line in block.splitlines():
-        command = line.removeprefix("$ ").replace("foresay ", f"{sys.executable} -m foresay ")
-        done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, check=False)
-        assert done.returncode == 0 and done.stdout.strip(), f"{line}: {done.stderr}"
+    *lines, last = [line.removeprefix("$ ") for line in block.splitlines()]
+    with monkeypatch.context() as small:
+        small.setenv("FORESAY_CACHE", str(small_cache))
+        for line in lines:
+            code, out, err = shell(*shlex.split(line)[1:])
+            assert code == 0 and out.strip(), f"{line}: {err}"
     assert len((tmp_path / "grid.jsonl").read_text().splitlines()) == 5
+    printed, command = last.removeprefix("printf ").split(" | ")
+    code, out, err = shell(*shlex.split(command)[1:], stdin=shlex.split(printed)[0].replace("\\n", "\n").encode())
+    assert code == 0 and out.strip(), f"{last}: {err}"
 
 
 def test_vllms_arguments_are_those_of_the_page(smollm2_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
