@@ -1,38 +1,30 @@
-"""The lab against live runs on SmolLM2-135M: what a replay costs, what is predicted and what is measured, what tuning finds.
+"""Predictions of the lab against live runs on SmolLM2-135M: cost of a replay, error of predictions, quality of tuning.
 
-    python benchmarks/lab.py [--quick] [--write]
+    python benchmarks/lab.py [--quick] [--keep FILE] [--write]
 
-The shipped prompts and those of benchmarks/prompts.json are halved. Half A is recorded and profiled; from it the throughput
-of every drafter x length x batch size is predicted, and written to a results file before anything of half B is run. Then
-every configuration decodes prompts of half B live, plain decoding between them. Tuning sees half A alone and is held
-against the best of the sweep on half B, both run again in turns.
+The shipped prompts and those of benchmarks/prompts.json are split into halves. Half A is recorded and profiled; from it the
+throughput of every drafter x length x batch size is predicted, and written to a results file before half B is run. Then every
+configuration decodes prompts of half B live, plain decoding between them. Tuning sees half A alone and is compared with the
+best of the sweep on half B, both run again in turn.
 
-A shared machine drifts: plain decoding alone may be a third faster after half an hour. So two things are compared: the
-throughput as it was predicted, and the predicted gain over plain decoding times what plain decoding reached next to it.
+A shared machine drifts: plain decoding alone may be a third faster after half an hour. So two things are compared: the predicted
+throughput, and the predicted gain over plain decoding times the throughput of plain decoding next to it.
 
-Floor: a pass reads 269 MB of weights, whatever it scores; a replay reads none of them, so what it costs is our own loop.
-The last line is one JSON object.
+Floor: a pass reads 269 MB of weights, however many tokens it scores; a replay reads none of them, so that its cost is foresay's
+own loop.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import statistics
 import sys
 import tempfile
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
-import torch
-from engine import machine
-from methods import HERE, spread, write_section
+from common import HERE, MODEL, Figures, arguments, log, parsed, publish, spread, table
 
 import foresay
 from foresay.decoding.sampling_params import SamplingParams
@@ -50,18 +42,25 @@ from foresay.lab.tune import Tuner, pick
 from foresay.lengths import ConstantLength
 from foresay.records.results import Cell, Prediction, Results, Run
 
-MODEL = "smollm2-135m"
+LEGEND = {
+    "replay_cost_share": ("time of a replay / of live decoding, the slowest n-gram drafter", ""),
+    "predicted_within_10pct": ("share of gains predicted within 10%, or twice the spread", ""),
+    "predicted_within_10pct_strictly": ("share of gains predicted within 10%", ""),
+    "median_error": ("median error of a predicted gain", ""),
+    "with_drift_within_10pct": ("the same of throughputs, drift of the machine included", ""),
+    "with_drift_within_10pct_strictly": ("the same of throughputs within 10%", ""),
+    "bound": ("the larger of 10% and twice the spread", ""),
+    "plain_spread": ("difference between neighbouring runs of plain decoding", ""),
+    "tune_gap": ("how much slower the tuned method is than the best", ""),
+    "tune_time_share": ("time of tuning / of the sweep", ""),
+}
 DRAFTERS = ("prompt_lookup", "max_gram", "ngram_store", "suffix", "self(6)")
 GAMMAS = (1, 2, 3, 4, 6, 8)
 BATCHES = (1, 8)
 
 
-def log(text: str) -> None:
-    print(text, flush=True)
-
-
 def replay_cost(target: Any, tokens: int) -> dict[str, float]:
-    """Seconds of replaying one output of about 1,000 tokens, as a share of decoding it live; the worst n-gram drafter."""
+    """Time to replay one output of about 1,000 tokens over the time to decode it live, for each n-gram drafter."""
     [item] = [item for item in load_items() if item.id == "editing-01"]
     params = SamplingParams(max_new_tokens=tokens, ignore_eos=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -89,9 +88,9 @@ class Sweep:
         self.params = SamplingParams(max_new_tokens=self.new, ignore_eos=True)
         self.target = foresay.load(MODEL, drafter="none", dtype="bf16", max_batch_size=16)
         others = [replace(item, id=f"prompts/{item.id}") for item in load_items(str(HERE / "prompts.json"))]
-        # like categories and lengths in both, or the unlike prompts are what is compared
+        # the same mix of categories and lengths in both: otherwise the prompts are what is compared
         self.seen, self.unseen = halves([*load_items(), *others])
-        # of half B three in four of every category and length, for time
+        # three quarters of half B, of every category and length, to save time
         ranked = sorted(self.unseen, key=lambda item: (item.category, len(str(item.prompt))))
         self.unseen = [item for i, item in enumerate(ranked) if i % 4 != 3]
         if quick:
@@ -100,7 +99,7 @@ class Sweep:
         self.seconds: dict[str, float] = {}
 
     def predict(self) -> list[Prediction]:
-        """Record and profile half A, and cost every configuration. Nothing of half B has been read."""
+        """Record and profile half A, and predict every configuration. Nothing of half B has been run."""
         began = perf_counter()
         recording = record(self.target, self.seen, self.folder / "a.jsonl", self.params)
         self.seconds["record"] = perf_counter() - began
@@ -118,7 +117,7 @@ class Sweep:
         ]
 
     def tune(self) -> dict[int, str]:
-        """What tuning picks at each batch size, with a short live run of the best three."""
+        """The method that tuning picks at each batch size, with a short live run of the best three."""
         chosen = {}
         for size in BATCHES:
             candidates = [c for c in self.tuner.tuning.candidates if c.batch_size == size]
@@ -130,18 +129,18 @@ class Sweep:
         return chosen
 
     def run(self, predictions: list[Prediction], path: Path) -> Results:
-        """Every configuration live over half B."""
+        """Run every configuration live over half B."""
         began = perf_counter()
         settings = self.settings(sweep_methods(), BATCHES, self.unseen, repeats=1, between=5)
-        results = Bench(self.target, settings, on_run=tell).run(path, predictions)
+        results = Bench(self.target, settings, on_run=report).run(path, predictions)
         self.seconds["sweep"] = perf_counter() - began
         return results
 
     def again(self, size: int, names: set[str]) -> dict[str, float]:
-        """The speed-ups of a few, three times in turns with plain decoding between them."""
+        """Speed-ups of some methods, each run three times in turn with plain decoding."""
         methods = [method for method in sweep_methods() if method.name in names]
         settings = self.settings(methods, (size,), self.unseen[::3], repeats=3, between=1)
-        runs = Bench(self.target, settings, on_run=tell).run(self.folder / f"again-{size}.jsonl").runs
+        runs = Bench(self.target, settings, on_run=report).run(self.folder / f"again-{size}.jsonl").runs
         gains: dict[str, list[float]] = {}
         for run in runs:
             gains.setdefault(run.cell.method, []).append(1.0 if run.speed_up is None else run.speed_up)
@@ -160,19 +159,19 @@ class Sweep:
         )
 
 
-def tell(told: Progress) -> None:
-    if isinstance(told.last, Run):
-        log(f"  {told.done}/{told.total} {told.last.cell}: {told.last.speed_up:.2f}x")
+def report(progress: Progress) -> None:
+    if isinstance(progress.last, Run):
+        log(f"  {progress.done}/{progress.total} {progress.last.cell}: {progress.last.speed_up:.2f}x")
 
 
 def compare(results: Results) -> tuple[list[dict[str, Any]], float]:
-    """Predicted beside measured for each cell, and how far neighbouring runs of plain decoding lie apart."""
+    """Predicted and measured values of each cell, and the spread of neighbouring runs of plain decoding."""
     predicted = {one.cell: one for one in results.predictions}
     plain: dict[int, list[float]] = {}
     for run in results.runs:
         if run.cell.method == PLAIN:
             plain.setdefault(run.cell.batch_size, []).append(run.seconds)
-    apart = spread([b / a for times in plain.values() for a, b in pairwise(times)])
+    apart = max(map(spread, plain.values()))
     rows = []
     for run in results.runs:
         if run.cell in predicted and run.cell.method != PLAIN:
@@ -189,8 +188,6 @@ def compare(results: Results) -> tuple[list[dict[str, Any]], float]:
                     "gain": gain,
                     "gain_error": gain / run.speed_up - 1,
                     "speed_up": run.speed_up,
-                    "predicted_per_pass": one.tokens_per_pass,
-                    "per_pass": run.stats["block_efficiency"],
                     "identical": run.identical,
                 }
             )
@@ -201,26 +198,10 @@ def share(rows: list[dict[str, Any]], error: str, bound: float) -> float:
     return sum(bool(abs(row[error]) <= bound) for row in rows) / len(rows)
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    lines = [
-        "| drafter | gamma | batch | tokens/s, predicted | measured | error "
-        "| gain, predicted | measured | error | tokens/pass, predicted | measured |"
-    ]
-    lines.append("|---" * 11 + "|")
-    for row in sorted(rows, key=lambda r: (r["batch"], r["method"])):
-        drafter, gamma = row["method"].rsplit(", ", 1)
-        lines.append(
-            f"| {drafter} | {gamma} | {row['batch']} | {row['predicted']:.1f} | {row['measured']:.1f} | "
-            f"{100 * row['error']:+.0f}% | {row['gain']:.2f}x | {row['speed_up']:.2f}x | {100 * row['gain_error']:+.0f}% | "
-            f"{row['predicted_per_pass']:.2f} | {row['per_pass']:.2f} |"
-        )
-    return "\n".join(lines)
-
-
 def tune_gap(sweep: Sweep, rows: list[dict[str, Any]], chosen: dict[int, str]) -> float:
-    """How much slower the tuned choice is than the best of the sweep, on half B by speed-up; the worse batch size.
+    """How much slower the tuned method is than the best of the sweep on half B, at the worse batch size.
 
-    The highest of 30 noisy figures is too high, so the best three and the choice are run again.
+    The highest of 30 noisy figures is too high, so the best three and the tuned method are run again.
     """
     gaps = []
     for size, name in chosen.items():
@@ -232,16 +213,34 @@ def tune_gap(sweep: Sweep, rows: list[dict[str, Any]], chosen: dict[int, str]) -
     return max(gaps)
 
 
+def rows_table(rows: list[dict[str, Any]]) -> str:
+    header = (
+        "drafter",
+        "length",
+        "batch",
+        "tokens/s, predicted",
+        "measured",
+        "error",
+        "gain, predicted",
+        "measured",
+        "error",
+    )
+    out = []
+    for row in sorted(rows, key=lambda r: (r["batch"], r["method"])):
+        drafter, length = row["method"].rsplit(", ", 1)
+        rates = (f"{row['predicted']:.1f}", f"{row['measured']:.1f}", f"{100 * row['error']:+.0f}%")
+        gains = (f"{row['gain']:.2f}x", f"{row['speed_up']:.2f}x", f"{100 * row['gain_error']:+.0f}%")
+        out.append((drafter, length, row["batch"], *rates, *gains))
+    return table(header, out)
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="fewer prompts and tokens")
-    parser.add_argument("--write", action="store_true", help="write benchmarks/RESULTS.md")
-    parser.add_argument("--keep", type=Path, help="keep the results file here")
-    args = parser.parse_args()
-    torch.manual_seed(0)
+    parser = arguments(__doc__)
+    parser.add_argument("--keep", type=Path, help="keep the results file here; a stopped run is resumed from it")
+    args = parsed(parser)
     with tempfile.TemporaryDirectory() as folder:
         sweep = Sweep(args.quick, Path(folder))
-        log("replay against live")
+        log("replay against live decoding")
         shares = replay_cost(sweep.target, 300 if args.quick else 1000)
         log("predicting from half A")
         predictions = sweep.predict()
@@ -249,12 +248,11 @@ def main() -> int:
         chosen = sweep.tune()
         path = args.keep or Path(folder) / "results.jsonl"
         log(f"running half B, {len(predictions)} predictions written to {path}")
-        results = sweep.run(predictions, path)
-        rows, apart = compare(results)
+        rows, apart = compare(sweep.run(predictions, path))
         gap = tune_gap(sweep, rows, chosen)
     bound = max(0.1, 2 * apart)
     tuning = sum(v for k, v in sweep.seconds.items() if k != "sweep")
-    found = {
+    figures: Figures = {
         "replay_cost_share": max(shares.values()),
         "predicted_within_10pct": share(rows, "gain_error", bound),
         "predicted_within_10pct_strictly": share(rows, "gain_error", 0.1),
@@ -267,28 +265,12 @@ def main() -> int:
         "tune_time_share": tuning / sweep.seconds["sweep"],
         "identical": all(row["identical"] for row in rows),
     }
-    text = f"""
-## benchmarks/lab.py
-
-{machine()}
-
-Predicted from half A of the prompts ({len(sweep.seen)}: recording, replay, profile), measured on half B ({
-        len(sweep.unseen)
-    });
-{sweep.new} tokens each, bf16, greedy, tokens per second with prompts included.
-
-{table(rows)}
-
-Tuned on half A: {", ".join(f"batch {size}: {name}" for size, name in chosen.items())}. Seconds: {
-        ", ".join(f"{k} {v:.0f}" for k, v in sweep.seconds.items())
-    }.
-
-{chr(10).join(f"- {k}: {v:.4f}" if isinstance(v, float) else f"- {k}: {v}" for k, v in found.items())}
-"""
-    if args.write:
-        write_section("lab", text)
-    print(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in found.items()}))
-    return 0
+    text = (
+        f"Predicted from half A of the prompts ({len(sweep.seen)}), measured on half B ({len(sweep.unseen)}); {sweep.new} tokens "
+        f"each, greedy, tokens per second with prompts included. Tuned on half A: "
+        f"{', '.join(f'batch {size}: {name}' for size, name in chosen.items())}."
+    )
+    return publish("lab", figures, args, legend=LEGEND, text=[text, rows_table(rows)])
 
 
 if __name__ == "__main__":

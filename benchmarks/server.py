@@ -1,16 +1,15 @@
-"""The server beside the library: what HTTP adds, many clients at once, and a second turn that starts from the first.
+"""The server against the library: what HTTP adds, many clients at once, and a second turn that starts from the first.
 
     python benchmarks/server.py [--quick] [--vllm PYTHON] [--soak MINUTES] [--write]
 
-SmolLM2 in bf16 over a loopback socket, the shipped prompts, the server in a process of its own. The library decodes the same
-prompts with the same settings in this process, in turns with the server. --vllm: a Python with vLLM, whose server then answers
-the same requests in turns with ours, in float32 where the processor would emulate bf16 for it. --soak: mixed requests for so
-long, and how much the server's memory grew. The last line is one JSON object.
+SmolLM2 in bf16 over a loopback socket, shipped prompts, the server in a process of its own. The library decodes the same prompts
+with the same settings in this process, in turn with the server. `--vllm`: a Python interpreter with vLLM, whose server then
+answers the same requests in turn with foresay's, both in float32 where the processor would emulate bf16. `--soak`: minutes of
+mixed requests, to measure by how much the server's memory grows.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -20,53 +19,52 @@ import socket
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
 import httpx
-import torch
-from speed import section
+from common import MODEL, Figures, arguments, instruction_sets, log, measured, parsed, publish
 
 import foresay
 from foresay.lab.bench.peers.base import model_folder
 from foresay.lab.data.datasets import load_items, subset
-from foresay.records.provenance import machine
 
-HERE = Path(__file__).parent
-MODEL = "smollm2-135m"
-WANTED: dict[str, Callable[[float], bool]] = {
-    "latency_added_share": lambda x: x <= 0.03,
-    "ttft_added_ms": lambda x: x <= 10,
-    "c32_vs_library": lambda x: x >= 0.9,
-    "c200_answered": lambda x: x == 1,
-    "c200_wrong": lambda x: x == 0,
-    "turn2_ttft_share": lambda x: x <= 0.2,
-    "busy_share": lambda x: x >= 0.4,
+LEGEND = {
+    "latency_added_share": ("time per token that the server adds, one request at a time", "<= 0.03"),
+    "ttft_added_ms": ("time to the first token that the server adds, ms", "<= 10"),
+    "c32_vs_library": ("32 clients at once / the library's batch of the same prompts", ">= 0.9"),
+    "c200_answered": ("share answered of 200 mixed requests at once", "== 1"),
+    "c200_wrong": ("answers among them that are not the library's", "== 0"),
+    "c200_gap_p99_ms": ("99% of gaps between their events are within, ms", ""),
+    "turn2_ttft_share": ("time to the first token, second turn / first turn of 1,000 tokens", "<= 0.2"),
+    "busy_share": ("speed next to a busy process / without", ">= 0.4"),
+    "c8_tokens_per_s": ("8 clients, tokens/s", ""),
+    "soak_growth_mb": ("memory growth under mixed requests, MB", ""),
+    "vs_vllm_c8": ("8 clients / the same with vLLM's server", ""),
 }
 
 
-def log(text: str) -> None:
-    print(text, flush=True)
-
-
 @contextmanager
-def serving(dtype: str = "bf16") -> Iterator[tuple[str, int]]:
-    """A server in a process of its own: where it is, and the process."""
-    options = ["--model", MODEL, "--dtype", dtype, "--port", "0", "--warmup", "--max-waiting", "256"]
-    child = subprocess.Popen([sys.executable, "-m", "foresay", "serve", *options], stderr=subprocess.PIPE, text=True)
+def serving(
+    model: str = MODEL, environment: Mapping[str, str] = os.environ, dtype: str = ""
+) -> Iterator[tuple[str, int]]:
+    """Start a server: its address and process id. dtype: bf16 unless given, but what a GGUF file holds."""
+    dtype = dtype or ("auto" if model.endswith(".gguf") else "bf16")
+    options = ["--model", model, "--dtype", dtype, "--port", "0", "--warmup", "--max-waiting", "256"]
+    command = [sys.executable, "-m", "foresay", "serve", *options]
+    child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=dict(environment))
     assert child.stderr is not None
     try:
         for line in child.stderr:
             if "listening at " in line:
                 yield line.split()[-1].removesuffix("/v1"), child.pid
                 return
-        raise RuntimeError("the server did not begin")
+        raise RuntimeError("the server did not start")
     finally:
         child.terminate()
         child.wait(60)
@@ -74,26 +72,31 @@ def serving(dtype: str = "bf16") -> Iterator[tuple[str, int]]:
 
 @contextmanager
 def vllm_serving(python: str, dtype: str) -> Iterator[str]:
-    """vLLM's server over the same weights, and where it is."""
+    """Start vLLM's server with the same weights: its address."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    folder = model_folder(MODEL)
-    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--dtype", dtype]
+    command = [
+        python,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        str(model_folder(MODEL)),
+        "--dtype",
+        dtype,
+    ]
     command += ["--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(port), "--max-model-len", "2048"]
     environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_NO_USAGE_STATS": "1"}
-    child = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment, start_new_session=True
-    )
+    quiet = subprocess.DEVNULL
+    child = subprocess.Popen(command, stdout=quiet, stderr=quiet, env=environment, start_new_session=True)
     url, until = f"http://127.0.0.1:{port}", perf_counter() + 600
     try:
         while True:
-            try:
+            with suppress(httpx.HTTPError):
                 if httpx.get(f"{url}/health", timeout=5).status_code == 200:
                     break
-            except httpx.HTTPError:
-                sleep(1)
             if child.poll() is not None or perf_counter() > until:
-                raise RuntimeError("vLLM's server did not begin")
+                raise RuntimeError("vLLM's server did not start")
+            sleep(1)
         yield url
     finally:
         os.killpg(child.pid, signal.SIGTERM)
@@ -105,289 +108,251 @@ def prompts(count: int) -> list[str]:
     return [item.prompt for item in subset(load_items(), count) if isinstance(item.prompt, str)]
 
 
+def resident_mb(process: int) -> float:
+    pages = int(Path(f"/proc/{process}/statm").read_text(encoding="utf-8").split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
 def body(text: str, new: int, **more: Any) -> dict[str, Any]:
-    """A request of one user's message."""
-    return {
-        "messages": [{"role": "user", "content": text}],
-        "temperature": 0,
-        "max_tokens": new,
-        "ignore_eos": True,
-        **more,
-    }
+    """A request with one user message."""
+    messages = [{"role": "user", "content": text}]
+    return {"messages": messages, "temperature": 0, "max_tokens": new, "ignore_eos": True, **more}
 
 
-async def streamed(client: httpx.AsyncClient, asked: dict[str, Any]) -> tuple[list[float], str]:
+def with_client(url: str, work: Callable[[httpx.AsyncClient], Awaitable[Any]]) -> Any:
+    """Run a coroutine with a client of any number of connections."""
+
+    async def run() -> Any:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=url, timeout=900, limits=limits) as client:
+            return await work(client)
+
+    return asyncio.run(run())
+
+
+async def streamed(client: httpx.AsyncClient, request: dict[str, Any]) -> tuple[list[float], str]:
     """(time of each event that has text, the text)."""
     times, pieces = [], []
-    async with client.stream("POST", "/v1/chat/completions", json=asked | {"stream": True}) as answer:
+    async with client.stream("POST", "/v1/chat/completions", json=request | {"stream": True}) as answer:
         async for line in answer.aiter_lines():
             if line.startswith("data: {"):
                 piece = json.loads(line[6:])["choices"][0]["delta"].get("content")
-                if piece:  # the first event only says who speaks, before anything is written
+                if piece:  # the first event has the role alone
                     pieces.append(piece)
                     times.append(perf_counter())
     return times, "".join(pieces)
 
 
-def alone_talk(text: str) -> list[dict[str, str]]:
-    """A chat whose beginning no other has, so that a server has nothing of it already."""
-    return [{"role": "system", "content": f"{abs(hash(text))} is your number."}, {"role": "user", "content": text}]
-
-
-def alone(generator: foresay.Generator, url: str, texts: list[str], new: int) -> tuple[float, float]:
-    """(share of a token's time, milliseconds to the first) that the server adds, one request at a time, in turns.
-
-    Without drafts, whose lengths adapt in each process by itself; so that there is an event for every token too.
-    """
-    shares, firsts, plain = [], [], foresay.change(generator, drafter="none")
-
-    async def one(text: str) -> tuple[float, float]:
-        async with httpx.AsyncClient(base_url=url, timeout=120) as client:
-            began = perf_counter()
-            times, _ = await streamed(client, body(text, new, messages=alone_talk(text), foresay={"drafter": "none"}))
-            return times[0] - began, times[-1] - times[0]
-
+async def answered(client: httpx.AsyncClient, texts: Sequence[str], new: int) -> int:
+    """Tokens of the answers to some texts, one request after the other."""
+    tokens = 0
     for text in texts:
-        ours: list[tuple[float, float]] = []
-        theirs: list[tuple[float, float]] = []
-        for _ in range(3):
-            began, talk = perf_counter(), alone_talk(text)
-            times = [perf_counter() for one in plain.stream(talk, max_new_tokens=new, ignore_eos=True) if one.text]
-            ours.append((times[0] - began, times[-1] - times[0]))
-            theirs.append(asyncio.run(one(text)))
-        # the second time the server has the prompt's slots; the first tells what a new prompt costs
-        firsts.append((theirs[0][0] - ours[0][0]) * 1e3)
-        shares.append(min(t[1] for t in theirs) / min(o[1] for o in ours) - 1)
-    return statistics.median(shares), statistics.median(firsts)
+        answer = await client.post("/v1/chat/completions", json=body(text, new, model=MODEL))
+        tokens += answer.json()["usage"]["completion_tokens"]
+    return tokens
 
 
-def together(generator: foresay.Generator, url: str, texts: list[str], new: int) -> float:
-    """Tokens a second of 32 clients at once, over those of the library's batch of the same prompts."""
+def clients_rate(url: str, texts: Sequence[str], new: int, clients: int) -> float:
+    """Tokens per second of some clients at once, each of which sends its texts one after the other."""
 
-    async def all_of_them(texts: list[str]) -> int:
-        async with httpx.AsyncClient(base_url=url, timeout=600, limits=httpx.Limits(max_connections=None)) as client:
-            answers = await asyncio.gather(
-                *(client.post("/v1/chat/completions", json=body(text, new)) for text in texts)
-            )
-        return sum(one.json()["usage"]["completion_tokens"] for one in answers)
+    async def all_of_them(client: httpx.AsyncClient) -> int:
+        return sum(await asyncio.gather(*(answered(client, texts[i::clients], new) for i in range(clients))))
 
-    ratios = []
-    for turn in range(2):  # prompts that neither has seen
-        fresh = [f"{turn + 1}. {text}" for text in texts]
-        began = perf_counter()
-        talks = [[{"role": "user", "content": text}] for text in fresh]
-        written = sum(len(one.token_ids) for one in generator.generate(talks, max_new_tokens=new, ignore_eos=True))
-        library = written / (perf_counter() - began)
-        began = perf_counter()
-        served = asyncio.run(all_of_them(fresh)) / (perf_counter() - began)
-        log(f"  32 at once: library {library:.1f} tokens/s, server {served:.1f}")
-        ratios.append(served / library)
-    return statistics.mean(ratios)
-
-
-def many(generator: foresay.Generator, url: str, count: int) -> tuple[float, int, float]:
-    """(share answered, how many wrong, 99% of times between two events in seconds) of mixed requests all at once."""
-    texts = prompts(24)
-    asked = [
-        body(texts[i % len(texts)], 8 + 5 * (i % 7), temperature=0.8, seed=i, foresay={"rule": "coupled"})
-        for i in range(count)
-    ]
-    gaps: list[float] = []
-
-    async def one(client: httpx.AsyncClient, request: dict[str, Any]) -> str | None:
-        try:
-            times, text = await streamed(client, request)
-        except (httpx.HTTPError, KeyError, IndexError):
-            return None
-        gaps.extend(b - a for a, b in pairwise(times))
-        return text
-
-    async def all_of_them() -> list[str | None]:
-        async with httpx.AsyncClient(base_url=url, timeout=900, limits=httpx.Limits(max_connections=None)) as client:
-            return await asyncio.gather(*(one(client, request) for request in asked))
-
-    answers = asyncio.run(all_of_them())
-    coupled = foresay.change(generator, rule="coupled")
-    params = [
-        foresay.SamplingParams(max_new_tokens=one["max_tokens"], temperature=0.8, seed=one["seed"], ignore_eos=True)
-        for one in asked
-    ]
-    wanted = coupled.generate([one["messages"] for one in asked], params)
-    wrong = sum(a is not None and a != w.text for a, w in zip(answers, wanted, strict=True))
-    return sum(one is not None for one in answers) / count, wrong, statistics.quantiles(gaps, n=100)[98]
-
-
-def second_turn(url: str) -> float:
-    """Time to the first token of a chat's second turn over that of its first, of about 1,000 tokens."""
-    shares = []
-    for seed in range(3):
-        text = f"Number {seed}. " + " ".join(
-            f"The {i}th house on the street has {i * 7 % 31} windows." for i in range(95)
-        )
-        talk = [{"role": "user", "content": text}]
-
-        async def turn(messages: list[dict[str, str]]) -> tuple[float, str]:
-            async with httpx.AsyncClient(base_url=url, timeout=120) as client:
-                began = perf_counter()
-                times, said = await streamed(client, body("", 16) | {"messages": messages})
-                return times[0] - began, said
-
-        first, said = asyncio.run(turn(talk))
-        then, _ = asyncio.run(
-            turn([*talk, {"role": "assistant", "content": said}, {"role": "user", "content": "Go on."}])
-        )
-        shares.append(then / first)
-    return statistics.median(shares)
-
-
-def eight(url: str, texts: list[str], new: int) -> float:
-    """Tokens a second of 8 clients, each of which asks for one text after the other."""
-
-    async def client_of(texts: list[str]) -> int:
-        written = 0
-        async with httpx.AsyncClient(base_url=url, timeout=600) as client:
-            for text in texts:
-                answer = await client.post("/v1/chat/completions", json=body(text, new) | {"model": MODEL})
-                written += answer.json()["usage"]["completion_tokens"]
-        return written
-
-    async def all_of_them() -> int:
-        return sum(await asyncio.gather(*(client_of(texts[i::8]) for i in range(8))))
-
-    asyncio.run(client_of(texts[:1]))
     began = perf_counter()
-    return asyncio.run(all_of_them()) / (perf_counter() - began)
+    tokens: int = with_client(url, all_of_them)
+    return tokens / (perf_counter() - began)
 
 
-def beside_vllm(python: str, texts: list[str], new: int) -> float:
-    """Tokens a second of 8 clients over those of vLLM's server; in float32 where bf16 is emulated there."""
-    ours_in, theirs_in = (
-        ("bf16", "bfloat16") if "AVX512" in torch.backends.cpu.get_cpu_capability() else ("fp32", "float32")
-    )
-    ours, theirs = [], []
-    for turn in range(2):
-        fresh = [f"{turn + 1}. {text}" for text in texts]
-        with serving(ours_in) as (url, _):
-            ours.append(eight(url, fresh, new))
-        with vllm_serving(python, theirs_in) as url:
-            theirs.append(eight(url, fresh, new))
-        log(f"  8 clients in {theirs_in}: {ours[-1]:.1f} tokens/s, vLLM {theirs[-1]:.1f}")
-    return statistics.mean(ours) / statistics.mean(theirs)
+class Bench:
+    """The library and a server, and how much of each is measured."""
 
+    def __init__(self, url: str, process: int, quick: bool) -> None:
+        self.url, self.process, self.quick = url, process, quick
+        self.generator = foresay.load(MODEL, dtype="bf16")
+        self.generator.generate("Hello", max_new_tokens=4)
 
-def soak(url: str, process: int, minutes: float) -> float:
-    """Megabytes that the server's memory grew by in the last four fifths of so many minutes of mixed requests."""
-    texts, chance = prompts(24), random.Random(0)
-    until, sizes = perf_counter() + 60 * minutes, list[float]()
+    def alone(self) -> Figures:
+        """What the server adds to one request at a time, in turn with the library.
 
-    def size() -> float:
-        pages = int(Path(f"/proc/{process}/statm").read_text(encoding="utf-8").split()[1])
-        return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+        Without drafts, whose lengths adapt in each process by itself, and so that each token is an event. No two chats begin
+        alike, so that the server has no part of a prompt in its cache.
+        """
+        new, plain = 32 if self.quick else 96, foresay.change(self.generator, drafter="none")
+        shares, firsts = [], []
+        for text in prompts(2 if self.quick else 8):
+            system = {"role": "system", "content": f"Your number is {abs(hash(text))}."}
+            chat = [system, {"role": "user", "content": text}]
+            request = body(text, new, messages=chat, foresay={"drafter": "none"})
+            library: list[tuple[float, float]] = []
+            server: list[tuple[float, float]] = []
+            for _ in range(3):
+                began = perf_counter()
+                times = [perf_counter() for one in plain.stream(chat, max_new_tokens=new, ignore_eos=True) if one.text]
+                library.append((times[0] - began, times[-1] - times[0]))
+                began = perf_counter()
+                times, _ = with_client(self.url, partial(streamed, request=request))
+                server.append((times[0] - began, times[-1] - times[0]))
+            firsts.append((server[0][0] - library[0][0]) * 1e3)  # later the server has the prompt in its cache
+            shares.append(min(total for _, total in server) / min(total for _, total in library) - 1)
+        return {"latency_added_share": statistics.median(shares), "ttft_added_ms": statistics.median(firsts)}
 
-    async def client_of(seed: int) -> int:
-        done, chance = 0, random.Random(seed)
-        async with httpx.AsyncClient(base_url=url, timeout=600) as client:
+    def together(self) -> Figures:
+        """32 clients at once against the library's batch of the same prompts, which neither has seen."""
+        new, ratios = 32 if self.quick else 64, []
+        for turn in range(2):
+            fresh = [f"{turn + 1}. {text}" for text in prompts(8 if self.quick else 32)]
+            chats = [[{"role": "user", "content": text}] for text in fresh]
+            began = perf_counter()
+            done = self.generator.generate(chats, max_new_tokens=new, ignore_eos=True)
+            library = sum(len(one.token_ids) for one in done) / (perf_counter() - began)
+            served = clients_rate(self.url, fresh, new, len(fresh))
+            log(f"  {len(fresh)} at once: library {library:.1f} tokens/s, server {served:.1f}")
+            ratios.append(served / library)
+        return {"c32_vs_library": statistics.mean(ratios)}
+
+    def many(self) -> Figures:
+        """200 mixed requests at once, sampled by the coupled rule, whose text is the library's."""
+        texts, count, gaps = prompts(24), 24 if self.quick else 200, list[float]()
+        requests = [
+            body(texts[i % len(texts)], 8 + 5 * (i % 7), temperature=0.8, seed=i, foresay={"rule": "coupled"})
+            for i in range(count)
+        ]
+
+        async def one(client: httpx.AsyncClient, request: dict[str, Any]) -> str | None:
+            try:
+                times, text = await streamed(client, request)
+            except (httpx.HTTPError, KeyError, IndexError):
+                return None
+            gaps.extend(b - a for a, b in pairwise(times))
+            return text
+
+        async def all_of_them(client: httpx.AsyncClient) -> list[str | None]:
+            return await asyncio.gather(*(one(client, request) for request in requests))
+
+        answers: list[str | None] = with_client(self.url, all_of_them)
+        params = [
+            foresay.SamplingParams(max_new_tokens=one["max_tokens"], temperature=0.8, seed=one["seed"], ignore_eos=True)
+            for one in requests
+        ]
+        wanted = foresay.change(self.generator, rule="coupled").generate([one["messages"] for one in requests], params)
+        return {
+            "c200_answered": sum(one is not None for one in answers) / count,
+            "c200_wrong": sum(a is not None and a != w.text for a, w in zip(answers, wanted, strict=True)),
+            "c200_gap_p99_ms": 1e3 * statistics.quantiles(gaps, n=100)[98],
+        }
+
+    def second_turn(self) -> Figures:
+        """Time to the first token of a chat's second turn over that of its first, of about 1,000 tokens."""
+        shares = []
+        for seed in range(3):
+            houses = (f"The {i}th house on the street has {i * 7 % 31} windows." for i in range(95))
+            chat = [{"role": "user", "content": f"Number {seed}. {' '.join(houses)}"}]
+
+            def turn(messages: list[dict[str, str]]) -> tuple[float, str]:
+                request, began = body("", 16, messages=messages), perf_counter()
+                times, text = with_client(self.url, partial(streamed, request=request))
+                return times[0] - began, text
+
+            first, text = turn(chat)
+            again, _ = turn([*chat, {"role": "assistant", "content": text}, {"role": "user", "content": "Go on."}])
+            shares.append(again / first)
+        return {"turn2_ttft_share": statistics.median(shares)}
+
+    def busy(self) -> Figures:
+        """Speed next to a process that keeps one core busy, over the speed without."""
+        texts = prompts(2 if self.quick else 4)
+        idle = clients_rate(self.url, texts, 48, 1)
+        other = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+        try:
+            busy = clients_rate(self.url, texts, 48, 1)
+        finally:
+            other.kill()
+            other.wait()
+        return {"busy_share": busy / idle}
+
+    def eight(self) -> Figures:
+        """8 clients, each of which sends one request after the other."""
+        texts, new = prompts(8 if self.quick else 24), 32 if self.quick else 96
+        clients_rate(self.url, texts[:1], new, 1)
+        return {"c8_tokens_per_s": clients_rate(self.url, texts, new, 8)}
+
+    def soak(self, minutes: float) -> Figures:
+        """Growth of the server's memory over the last four fifths of some minutes of mixed requests."""
+        texts, chance, sizes = prompts(24), random.Random(0), list[float]()
+        until = perf_counter() + 60 * minutes
+
+        async def client_of(client: httpx.AsyncClient, seed: int) -> int:
+            done, chance = 0, random.Random(seed)
             while perf_counter() < until:
                 more = {"n": chance.choice((1, 1, 2)), "temperature": chance.choice((0, 1))}
-                asked = body(chance.choice(texts), chance.randint(1, 80), **more)
+                request = body(chance.choice(texts), chance.randint(1, 80), **more)
                 if chance.random() < 0.2:  # leaves before the end
                     with suppress(httpx.TimeoutException):
-                        await client.post("/v1/chat/completions", json=asked, timeout=0.2)
+                        await client.post("/v1/chat/completions", json=request, timeout=0.2)
                 else:
-                    done += (await client.post("/v1/chat/completions", json=asked)).status_code == 200
-        return done
+                    done += (await client.post("/v1/chat/completions", json=request)).status_code == 200
+            return done
 
-    async def watch() -> None:
-        while perf_counter() < until:
-            sizes.append(size())
-            await asyncio.sleep(1)
+        async def watch() -> int:
+            while perf_counter() < until:
+                sizes.append(resident_mb(self.process))
+                await asyncio.sleep(1)
+            return 0
 
-    async def both() -> int:
-        done = await asyncio.gather(*(client_of(chance.randint(0, 1 << 30)) for _ in range(6)), watch())
-        return sum(count or 0 for count in done)
+        async def both(client: httpx.AsyncClient) -> int:
+            seeds = [chance.randint(0, 1 << 30) for _ in range(6)]
+            return sum(await asyncio.gather(*(client_of(client, seed) for seed in seeds), watch()))
 
-    answered = asyncio.run(both())
-    early = statistics.median(sizes[len(sizes) // 5 : len(sizes) // 4 + 2])
-    grown = statistics.median(sizes[-max(3, len(sizes) // 20) :]) - early
-    log(f"  {answered} answered in {minutes:g} minutes, memory {early:.0f} MB, {grown:+.0f} in the end")
-    return grown
-
-
-def busy(url: str, texts: list[str], new: int) -> float:
-    """Speed beside a process that keeps one core busy, over the speed without."""
-
-    async def speed() -> float:
-        async with httpx.AsyncClient(base_url=url, timeout=300) as client:
-            began, written = perf_counter(), 0
-            for text in texts:
-                answer = await client.post("/v1/chat/completions", json=body(text, new))
-                written += answer.json()["usage"]["completion_tokens"]
-            return written / (perf_counter() - began)
-
-    idle = asyncio.run(speed())
-    other = subprocess.Popen([sys.executable, "-c", "while True: pass"])
-    try:
-        beside = asyncio.run(speed())
-    finally:
-        other.kill()
-        other.wait()
-    log(f"  idle {idle:.1f} tokens/s, beside a busy process {beside:.1f}")
-    return beside / idle
+        done = with_client(self.url, both)
+        early = statistics.median(sizes[len(sizes) // 5 : len(sizes) // 4 + 2])
+        growth = statistics.median(sizes[-max(3, len(sizes) // 20) :]) - early
+        log(f"  {done} answered in {minutes:g} minutes, memory {early:.0f} MB, {growth:+.0f} at the end")
+        return {"soak_growth_mb": growth}
 
 
-def text_of(figures: dict[str, float]) -> str:
-    """The figures as they stand in RESULTS.md."""
-    out = [
-        f"{machine()['processor']}, {torch.get_num_threads()} threads, torch {torch.__version__}",
-        "",
-        "| figure | measured | met |",
-        "|---|---|---|",
-    ]
-    for key, value in figures.items():
-        met = "" if key not in WANTED else "yes" if WANTED[key](value) else "no"
-        out.append(f"| {key} | {value:.3f} | {met} |")
-    return "\n".join(out)
+def against_vllm(python: str, quick: bool, running: ExitStack) -> Figures:
+    """Tokens per second of 8 clients over those with vLLM's server; in float32 where the processor emulates bf16.
+
+    running: the server of the other parts, which is stopped first.
+    """
+    running.close()
+    dtype, theirs_in = ("bf16", "bfloat16") if "BF16" in instruction_sets() else ("fp32", "float32")
+    new, ours, theirs = 32 if quick else 96, list[float](), list[float]()
+    for turn in range(2):
+        fresh = [f"{turn + 1}. {text}" for text in prompts(8 if quick else 24)]
+        with serving(dtype=dtype) as (url, _):
+            clients_rate(url, fresh[:1], new, 1)
+            ours.append(clients_rate(url, fresh, new, 8))
+        with vllm_serving(python, theirs_in) as url:
+            clients_rate(url, fresh[:1], new, 1)
+            theirs.append(clients_rate(url, fresh, new, 8))
+        log(f"  8 clients in {theirs_in}: {ours[-1]:.1f} tokens/s, vLLM {theirs[-1]:.1f}")
+    return {"vs_vllm_c8": statistics.mean(ours) / statistics.mean(theirs)}
+
+
+PARTS = {
+    "alone": Bench.alone,
+    "together": Bench.together,
+    "many": Bench.many,
+    "second_turn": Bench.second_turn,
+    "busy": Bench.busy,
+    "eight": Bench.eight,
+}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="fewer prompts and requests")
-    parser.add_argument("--vllm", help="a Python that has vLLM")
+    parser = arguments(__doc__, parts=(*PARTS, "soak", "vllm"))
+    parser.add_argument("--vllm", help="Python interpreter of an environment with vLLM")
     parser.add_argument("--soak", type=float, default=0.0, help="minutes of mixed requests")
-    parser.add_argument("--write", action="store_true", help="write benchmarks/RESULTS.md")
-    args = parser.parse_args()
-    generator = foresay.load(MODEL, dtype="bf16")
-    generator.generate("Hello", max_new_tokens=4)
-    few, new, count = (2, 32, 24) if args.quick else (8, 96, 200)
-    with serving() as (url, process):
-        share, first = alone(generator, url, prompts(few), new)
-        log(f"  alone: {share:+.3f} per token, {first:+.1f} ms to the first")
-        at_once = together(generator, url, prompts(8 if args.quick else 32), 32 if args.quick else 64)
-        answered, wrong, slow = many(generator, url, count)
-        log(f"  {count} at once: {answered:.3f} answered, {wrong} wrong, 99% of gaps within {slow * 1e3:.0f} ms")
-        turn = second_turn(url)
-        beside = busy(url, prompts(2 if args.quick else 4), 48)
-        ours = eight(url, prompts(8 if args.quick else 24), new)
-        grown = soak(url, process, args.soak) if args.soak else None
-    figures = {
-        "latency_added_share": share,
-        "ttft_added_ms": first,
-        "c32_vs_library": at_once,
-        "c200_answered": answered,
-        "c200_wrong": wrong,
-        "c200_gap_p99_ms": slow * 1e3,
-        "turn2_ttft_share": turn,
-        "busy_share": beside,
-        "c8_tokens_per_s": ours,
-    }
-    if grown is not None:
-        figures["soak_growth_mb"] = grown
-    if args.vllm:
-        figures["vs_vllm_c8"] = beside_vllm(args.vllm, prompts(8 if args.quick else 24), new)
-    if args.write:
-        section(HERE / "RESULTS.md", "server", text_of(figures))
-    print(json.dumps({key: round(value, 4) for key, value in figures.items()}))
-    return 0
+    args = parsed(parser)
+    with ExitStack() as stack:
+        bench = Bench(*stack.enter_context(serving()), args.quick)
+        parts: dict[str, Callable[[], Figures]] = {name: partial(part, bench) for name, part in PARTS.items()}
+        if args.soak:
+            parts["soak"] = partial(bench.soak, args.soak)
+        if args.vllm:
+            parts["vllm"] = partial(against_vllm, args.vllm, args.quick, stack)
+        return measured(parts, args.only, partial(publish, "server", args=args, legend=LEGEND))
 
 
 if __name__ == "__main__":

@@ -1,265 +1,197 @@
-"""Whole decoding beside other engines and beside ourselves, as ratios of neighbouring runs.
+"""Speed of whole decoding against other engines and against foresay's own plain decoding, as ratios of neighbouring runs.
 
-    python benchmarks/speed.py [--quick] [--only NAME ...] [--vllm PYTHON] [--llamacpp PYTHON]
-                               [--economize PYTHON] [--peer-dtype fp32] [--write] [--section NAME]
+    python benchmarks/speed.py [--quick] [--only PART ...] [--vllm PYTHON] [--llamacpp PYTHON] [--peer-dtype fp32]
+                               [--write] [--section NAME]
 
-Shipped prompts, greedy, prompts included, the same weights, threads and number of tokens. Contenders take turns between runs of
-our plain decoding (`foresay.lab.bench`), and each figure is a median of ratios to those neighbours, since shared machines
-drift. Other engines live in interpreters of their own (docs/peers.md); what is not given is left out. `--peer-dtype`
-names what they compute in beside our bf16: a processor without bf16 emulates it. `--write` puts the figures into
-benchmarks/RESULTS.md, under `--section`, so that those of another processor may stand beside them. The last line is one JSON
-object.
+Shipped prompts, greedy, prompts included, with the same weights, threads and number of tokens. Methods and engines run in turn
+with plain decoding, and each figure is a median of ratios to those neighbours, because shared machines drift. Other engines
+run in environments of their own (docs/peers.md); engines that are not given are left out. `--peer-dtype fp32` is for
+processors without bf16 instructions, on which other engines emulate bf16.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
-import torch
+from common import (
+    CONTEXT,
+    MODEL,
+    Figures,
+    Timings,
+    arguments,
+    available,
+    compared,
+    filled,
+    interpreters,
+    log,
+    measured,
+    mixed,
+    opened,
+    parsed,
+    pass_seconds,
+    plain_of,
+    publish,
+    random_prompt,
+    table,
+)
 
 import foresay
 from foresay.decoding.protocols import ModelInput
 from foresay.generation.method import PLAIN, Method
-from foresay.lab.bench.peers import open_peer
-from foresay.lab.bench.runners import MethodRunner, PeerRunner, PromptBlock, Runner
-from foresay.lab.bench.turns import take_turns
-from foresay.lab.data.datasets import load_items, subset
-from foresay.lab.data.requests import RequestBuilder
+from foresay.lab.bench.runners import MethodRunner, Runner
 from foresay.lab.measure.roofline import floor
 from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.packaged import default_drafter, packaged_file
-from foresay.records.provenance import machine
-from foresay.records.results import Run
 
-HERE = Path(__file__).parent
-MODEL = "smollm2-135m"
 BATCHES = (1, 8, 32)
-DEFAULT, LOOK_UP = Method(default_drafter(MODEL, LoadOptions())), Method("suffix")
-LOOK_UPS = ("prompt_lookup", "max_gram", "ngram_store", "suffix")
-WANTED = {
-    **{f"bf16_b{b}_vs_vllm": 1.0 for b in BATCHES},
-    "best_b1_vs_vllm_best": 1.3,
-    "int4_b1_vs_llamacpp": 1.0,
-    "int4_best_b1_vs_llamacpp_best": 1.5,
-    "speculation_worst_b8": 0.97,
-    "speculation_worst_b32": 0.97,
-    "default_b1": 1.2,
-    "default_b8": 1.0,
-    "default_b32": 0.98,
-    "same_bits_share": 1.0,
+DEFAULT, SUFFIX = Method(default_drafter(MODEL, LoadOptions())), Method("suffix")
+NGRAM_DRAFTERS = ("prompt_lookup", "max_gram", "ngram_store", "suffix")
+LEGEND = {
+    "plain_step_over_floor_b1": ("plain bf16 step over weight bytes / memory bandwidth", "<= 1.5"),
+    "tokens8_over_1_int4": ("4-bit pass over 8 tokens / over 1", "<= 1.7"),
+    "bandwidth_gb_per_s": ("memory bandwidth, GB/s", ""),
+    "same_bits_share": ("outputs that are the same alone, in a batch and with drafts", ">= 1"),
+    "gguf_load_s_per_gb": ("loading a 4-bit GGUF file, s per GB", "<= 5"),
+    "int4_default_b1": ("default method / plain, GGUF file, batch 1", ""),
+    "int4_b1_vs_llamacpp": ("plain / llama.cpp, same GGUF file, batch 1", ">= 1"),
+    "int4_best_b1_vs_llamacpp_best": ("best / llama.cpp's best, same GGUF file, batch 1", ">= 1.5"),
+    "best_b1_vs_vllm_best": ("best / vLLM's best, batch 1", ">= 1.3"),
+    **{f"bf16_b{b}_vs_vllm": (f"plain / vLLM, batch {b}", ">= 1") for b in BATCHES},
+    **{
+        f"default_b{b}": (f"default method / plain, batch {b}", w)
+        for b, w in zip(BATCHES, (">= 1.2", ">= 1", ">= 0.98"), strict=True)
+    },
+    **{f"speculation_worst_b{b}": (f"slowest n-gram drafter / plain, batch {b}", ">= 0.97") for b in (8, 32)},
 }
-AT_MOST = {"columns8_over_1_int4": 1.7, "plain_step_over_floor_b1": 1.5, "gguf_load_s_per_gb": 5.0}
 
 
 class Speed:
-    """Targets, prompts and engines of one run."""
+    """The targets of one run, and the table of everything that was timed."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
-        self.new, self.repeats = (24 if args.quick else 64), args.repeats
-        self.threads = torch.get_num_threads()
-        self._targets: dict[str, foresay.Generator] = {}
-        self._peers: dict[str, Any] = {}
-        self.table: list[tuple[str, int, str, float, list[float]]] = []
-        """(weights, batch size, contender, tokens/s, ratios to plain decoding)."""
+        self.target = cache(self._target)
+        self.rows: list[tuple[object, ...]] = []
 
-    def target(self, weights: str) -> foresay.Generator:
-        """Ours, without a drafter: "bf16", "int8", or "file", the 4-bit blocks of the GGUF file as they are."""
-        if weights not in self._targets:
-            given: dict[str, Any] = (
-                {"target": str(packaged_file(MODEL))} if weights == "file" else {"target": MODEL, "weights": weights}
-            )
-            self._targets[weights] = foresay.load(drafter="none", **given)
-        return self._targets[weights]
+    def _target(self, weights: str) -> foresay.Generator:
+        """Without a drafter: "bf16", "int8", or "file", the 4-bit blocks of the GGUF file as they are."""
+        given: dict[str, Any] = {"target": MODEL, "weights": weights}
+        return foresay.load(drafter="none", **({"target": str(packaged_file(MODEL))} if weights == "file" else given))
 
-    def peer(self, expression: str, dtype: str) -> PeerRunner:
-        """Another engine, loaded once."""
-        if expression not in self._peers:
-            began = perf_counter()
-            self._peers[expression] = open_peer(expression, model=MODEL, dtype=dtype, threads=self.threads)
-            log(f"  {expression}: loaded in {perf_counter() - began:.0f} s")
-        return PeerRunner(self._peers[expression], self.target("bf16").target.eos_token_ids)
-
-    def peers(self, *forms: str, dtype: str) -> list[PeerRunner]:
-        """The peers that were given: "vllm" and "vllm(ngram=5)" want --vllm, "llama.cpp" --llamacpp."""
-        pythons = {"vllm": self.args.vllm, "llama.cpp": self.args.llamacpp, "economize": self.args.economize}
-        out = []
-        for form in forms:
-            kind, mark, settings = form.partition("(")
-            python = pythons.get(kind)
-            if kind == "transformers" or python is not None:
-                out.append(self.peer(form if python is None else f"{kind}={python}{mark}{settings}", dtype))
-        return out
-
-    def close(self) -> None:
-        """End what was started."""
-        for peer in self._peers.values():
-            peer.close()
-
-    def block(self, weights: str, batch: int) -> PromptBlock:
-        """Mixed prompts: categories in equal parts, at least two batches of them."""
-        count = {1: 7, 8: 21, 32: 49}[batch] if not self.args.quick else {1: 4, 8: 12, 32: 35}[batch]
-        asks = RequestBuilder(self.target(weights)).first(subset(load_items(), count))
-        return PromptBlock("mixed", asks, batch, foresay.SamplingParams(max_new_tokens=self.new))
-
-    def compare(self, weights: str, batch: int, methods: Sequence[Method], peers: Sequence[Runner]) -> dict[str, float]:
-        """Name -> speed over our plain decoding, median of repeats; who fails is told and left out."""
-        runners: list[Runner] = [*(MethodRunner(self.target(weights), method) for method in methods), *peers]
-        block = self.block(weights, batch)
-        turns = [(repeat, runner) for repeat in range(self.repeats) for runner in runners]
-        ratios: dict[str, list[float]] = {}
-        rates: dict[str, list[float]] = {}
-        plain = MethodRunner(self.target(weights), Method("none"))
-        for run, _ in take_turns(plain, turns, block, warm=replace(block, asks=block.asks[:1]), between=1):
-            if not isinstance(run, Run):
-                log(f"  {run.cell.method} failed: {run.error}")
-                continue
-            rates.setdefault(run.cell.method, []).append(run.tokens_per_s)
-            if run.speed_up is not None:
-                ratios.setdefault(run.cell.method, []).append(run.speed_up)
-            if run.identical is False and run.cell.method in {m.name for m in methods}:
-                raise AssertionError(f"{run.cell.method}: {run.note}")
-        for name, found in rates.items():
-            gains = sorted(ratios.get(name, [1.0]))
-            log(
-                f"  batch {batch}, {weights}: {name:<32} {statistics.median(found):7.1f} tokens/s  "
-                f"{statistics.median(gains):.2f}x ({gains[0]:.2f} to {gains[-1]:.2f})"
-            )
-        self.table += [
-            (weights, batch, name, statistics.median(rates[name]), sorted(ratios.get(name, [1.0]))) for name in rates
+    def compare(
+        self, weights: str, batch: int, methods: Sequence[Method], peers: Sequence[Runner] = ()
+    ) -> dict[str, Timings]:
+        target = self.target(weights)
+        runners = [*(MethodRunner(target, method) for method in methods), *peers]
+        found = compared(plain_of(target), runners, mixed(target, batch, self.args.quick), self.args.repeats)
+        self.rows += [
+            (weights, batch, name, f"{one.rate:.1f}", "1x" if name == PLAIN else one) for name, one in found.items()
         ]
-        return {name: statistics.median(found) for name, found in ratios.items()}
+        return found
 
 
-def log(text: str) -> None:
-    print(text, flush=True)
-
-
-def bf16(bench: Speed) -> dict[str, float]:
-    """Plain, the default and fixed lengths beside vLLM, transformers and economize, with bf16 weights."""
-    out: dict[str, float] = {}
-    dtype = bench.args.peer_dtype
-    vllms = bench.peers("vllm", "vllm(ngram=5)", dtype=dtype)
-    for batch in BATCHES:
-        methods = [DEFAULT, LOOK_UP, Method("suffix", "12")] if batch == 1 else [DEFAULT, LOOK_UP]
-        alone = ("transformers", "economize", "economize(lookup=5)") if batch == 1 else ()
-        peers = [*vllms, *bench.peers(*alone, dtype=dtype)]
-        found = bench.compare("bf16", batch, methods, peers)
-        out[f"default_b{batch}"] = found[DEFAULT.name]
-        theirs = [found[peer.name] for peer in vllms if peer.name in found]
-        if vllms and vllms[0].name in found:
-            out[f"bf16_b{batch}_vs_vllm"] = 1 / found[vllms[0].name]
-        if theirs and batch == 1:
-            out["best_b1_vs_vllm_best"] = max(1.0, *(found[m.name] for m in methods)) / max(theirs)
+def bf16(bench: Speed) -> Figures:
+    """Plain decoding, the default and a fixed length against vLLM and transformers, with bf16 weights."""
+    out: Figures = {}
+    args, target = bench.args, bench.target("bf16")
+    with (
+        opened(available(args, "vllm", "vllm(ngram=5)"), target, args.peer_dtype) as vllms,
+        opened(["transformers"], target, args.peer_dtype) as transformers,
+    ):
+        for batch in BATCHES:
+            methods = [DEFAULT, SUFFIX, *([Method("suffix", "12")] if batch == 1 else [])]
+            found = bench.compare("bf16", batch, methods, [*vllms, *(transformers if batch == 1 else [])])
+            out[f"default_b{batch}"] = found[DEFAULT.name].gain
+            theirs = [found[peer.name].gain for peer in vllms if peer.name in found]
+            if vllms and vllms[0].name in found:
+                out[f"bf16_b{batch}_vs_vllm"] = 1 / found[vllms[0].name].gain
+            if theirs and batch == 1:
+                out["best_b1_vs_vllm_best"] = max(1.0, *(found[m.name].gain for m in methods)) / max(theirs)
     return out
 
 
-def int4(bench: Speed) -> dict[str, float]:
-    """The 4-bit blocks of a GGUF file beside llama.cpp on the same file."""
-    peers = bench.peers("llama.cpp", "llama.cpp(lookup=10)", dtype="bf16")
-    methods = [
-        LOOK_UP,
-        Method("suffix", "12"),
-    ]  # of a file nothing is known, a look-up is what drafts unless told otherwise
-    found = bench.compare("file", 1, methods, peers)
-    out = {"int4_default_b1": found[LOOK_UP.name]}
-    theirs = [found[peer.name] for peer in peers if peer.name in found]
+def int4(bench: Speed) -> Figures:
+    """The 4-bit blocks of a GGUF file against llama.cpp on the same file."""
+    methods = [SUFFIX, Method("suffix", "12")]
+    with opened(available(bench.args, "llama.cpp", "llama.cpp(lookup=10)"), bench.target("bf16"), "bf16") as peers:
+        found = bench.compare("file", 1, methods, peers)
+    out = {"int4_default_b1": found[SUFFIX.name].gain}
+    theirs = [found[peer.name].gain for peer in peers if peer.name in found]
     if theirs:
-        out["int4_b1_vs_llamacpp"] = 1 / found[peers[0].name]
-        out["int4_best_b1_vs_llamacpp_best"] = max(1.0, *(found[m.name] for m in methods)) / max(theirs)
+        out["int4_b1_vs_llamacpp"] = 1 / found[peers[0].name].gain
+        out["int4_best_b1_vs_llamacpp_best"] = max(1.0, *(found[m.name].gain for m in methods)) / max(theirs)
     return out
 
 
-def worst(bench: Speed) -> dict[str, float]:
-    """The least that any look-up writes under the length that adapts, where batches leave little to gain."""
-    out = {}
+def worst(bench: Speed) -> Figures:
+    """The slowest n-gram drafter under adaptive lengths, where batches leave little to gain."""
+    out: Figures = {}
     for batch in (8, 32):
-        found = bench.compare("bf16", batch, [Method(name) for name in LOOK_UPS], [])
-        out[f"speculation_worst_b{batch}"] = min(found.values())
+        found = bench.compare("bf16", batch, [Method(name) for name in NGRAM_DRAFTERS])
+        out[f"speculation_worst_b{batch}"] = min(one.gain for name, one in found.items() if name != PLAIN)
     return out
 
 
-def passes(bench: Speed) -> dict[str, float]:
-    """Single passes: a step over its floor in bf16, and eight columns over one in 4 bits."""
+def passes(bench: Speed) -> Figures:
+    """Single forward passes: a step over its floor in bf16, and 8 tokens over 1 in 4 bits."""
     bound = floor(bench.target("bf16").target.model)
     assert bound is not None
-    step = _seconds(bench.target("bf16"), 1)
-    one, eight = _seconds(bench.target("file"), 1), _seconds(bench.target("file"), 8)
-    log(
-        f"  bf16 1 column {step * 1e3:.1f} ms, floor {bound.seconds(1, 128) * 1e3:.1f} ms at {bound.bytes_per_s / 1e9:.1f} GB/s"
-    )
-    log(f"  4 bits 1 column {one * 1e3:.1f} ms, 8 columns {eight * 1e3:.1f} ms")
+
+    def seconds(weights: str, tokens: int) -> float:
+        model: Any = bench.target(weights).target.model
+        prompt = random_prompt()
+        return pass_seconds([(model, filled(model, prompt), ModelInput(prompt[:, :tokens], [tokens]))], 40)[0]
+
+    step, one, eight = seconds("bf16", 1), seconds("file", 1), seconds("file", 8)
+    log(f"  bf16, 1 token: {step * 1e3:.1f} ms, floor {bound.seconds(1, CONTEXT) * 1e3:.1f} ms")
+    log(f"  4 bits: 1 token {one * 1e3:.1f} ms, 8 tokens {eight * 1e3:.1f} ms")
     return {
-        "plain_step_over_floor_b1": step / bound.seconds(1, 128),
-        "columns8_over_1_int4": eight / one,
+        "plain_step_over_floor_b1": step / bound.seconds(1, CONTEXT),
+        "tokens8_over_1_int4": eight / one,
         "bandwidth_gb_per_s": bound.bytes_per_s / 1e9,
     }
 
 
-def _seconds(target: foresay.Generator, columns: int) -> float:
-    """The median of passes over one row with 128 tokens of context."""
-    from foresay.decoding.rows import Row, Rows
-
-    model: Any = target.target.model
-    cache = model.new_cache()
-    prompt = torch.randint(5, 40000, (1, 128), generator=torch.Generator().manual_seed(0))
-    model.admit(Rows([Row(0, prompt[0].tolist(), foresay.SamplingParams(), limit=256)]), 0, cache)
-    model.forward(ModelInput(prompt, [128]), cache)
-    took = []
-    for _ in range(40):
-        began = perf_counter()
-        model.forward(ModelInput(prompt[:, :columns], [columns]), cache)
-        took.append(perf_counter() - began)
-        cache.truncate([128])
-    return statistics.median(took)
-
-
-def same_bits(bench: Speed) -> dict[str, float]:
-    """The share of outputs that are the same alone, in a batch, and speculated, by weight format."""
+def same_bits(bench: Speed) -> Figures:
+    """The share of outputs that are the same alone, in a batch and with drafts, over three weight formats."""
     same, total = 0, 0
     for weights in ("bf16", "int8", "file"):
-        target, block = bench.target(weights), bench.block(weights, 8)
+        target = bench.target(weights)
+        block = mixed(target, 8, bench.args.quick)
         outputs: list[list[list[int]]] = []
-        for method, batch in ((Method("none"), 1), (Method("none"), 8), (Method("suffix", "12"), 8), (LOOK_UP, 8)):
-            runner = MethodRunner(target, method)
-            one = replace(block, batch_size=batch)
+        for method, batch in ((Method("none"), 1), (Method("none"), 8), (Method("suffix", "12"), 8), (SUFFIX, 8)):
+            runner, one = MethodRunner(target, method), replace(block, batch_size=batch)
             runner.prepare(one)
             outputs.append(runner.run(one, one.asks).outputs)
-        alike = sum(len({tuple(o[i]) for o in outputs}) == 1 for i in range(len(outputs[0])))
-        log(f"  {weights}: {alike} of {len(outputs[0])} outputs are the same")
-        same, total = same + alike, total + len(outputs[0])
+        alike = sum(all(output == of_prompt[0] for output in of_prompt) for of_prompt in zip(*outputs, strict=True))
+        log(f"  {weights}: {alike} of {len(block.asks)} outputs are the same")
+        same, total = same + alike, total + len(block.asks)
     return {"same_bits_share": same / total}
 
 
-def gguf(bench: Speed) -> dict[str, float]:
-    """Loading a large 4-bit GGUF file."""
-    bench.target("file")  # imports are not what is timed
-    size = 2e8 if bench.args.quick else 1e9
+def gguf(bench: Speed) -> Figures:
+    """Seconds to load a large 4-bit GGUF file, imports and disk not included."""
+    bench.target("file")
     with tempfile.TemporaryDirectory() as folder:
-        path = _random_gguf(Path(folder) / "large.gguf", size)
+        path = random_gguf(Path(folder) / "large.gguf", 2e8 if bench.args.quick else 1e9)
         gigabytes = path.stat().st_size / 1e9
-        path.read_bytes()  # from memory, not from the disk
+        path.read_bytes()
         began = perf_counter()
         foresay.load(str(path), drafter="none")
         took = perf_counter() - began
-    log(f"  {gigabytes:.2f} GB in {took:.1f} s")
     return {"gguf_load_s_per_gb": took / gigabytes}
 
 
-def _random_gguf(path: Path, size: float) -> Path:
-    """A Llama of random Q4_0 blocks of about `size` bytes, with the tokens of the packaged model."""
+def random_gguf(path: Path, size: float) -> Path:
+    """Write a Llama of random Q4_0 blocks, about `size` bytes, with the tokens of the packaged model."""
     import gguf as library
     import numpy as np
 
@@ -312,7 +244,7 @@ def _random_gguf(path: Path, size: float) -> Path:
     return path
 
 
-PARTS: dict[str, Callable[[Speed], dict[str, float]]] = {
+PARTS: dict[str, Callable[[Speed], Figures]] = {
     "passes": passes,
     "same_bits": same_bits,
     "gguf": gguf,
@@ -322,65 +254,23 @@ PARTS: dict[str, Callable[[Speed], dict[str, float]]] = {
 }
 
 
-def text_of(figures: dict[str, float], bench: Speed) -> str:
-    """The figures as they stand in RESULTS.md."""
-    where = machine()
-    peers = f"; other engines' 16-bit figures in {bench.args.peer_dtype}" if bench.args.peer_dtype != "bf16" else ""
-    out = [f"{where['processor']}, {torch.get_num_threads()} threads, torch {torch.__version__}{peers}", ""]
-    out += ["| figure | measured | wanted |", "|---|---|---|"]
-    for key, value in figures.items():
-        wanted = f">= {WANTED[key]:g}" if key in WANTED else f"<= {AT_MOST[key]:g}" if key in AT_MOST else ""
-        out.append(f"| {key} | {value:.3f} | {wanted} |")
-    out += ["", "| weights | batch | | tokens/s | over our plain |", "|---|---|---|---|---|"]
-    for weights, batch, name, rate, gains in bench.table:
-        spread = "1x" if name == PLAIN else f"{statistics.median(gains):.2f}x ({gains[0]:.2f} to {gains[-1]:.2f})"
-        out.append(f"| {weights} | {batch} | {name} | {rate:.1f} | {spread} |")
-    return "\n".join(out)
-
-
-def section(path: Path, name: str, text: str) -> None:
-    """Replace a benchmark's section of a results file; one that is new comes first."""
-    begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
-    old = path.read_text()
-    if begin not in old:
-        title, _, rest = old.partition("\n")
-        old = f"{title}\n\n{begin}\n{end}\n{rest}"
-    head, _, rest = old.partition(begin)
-    script, space, where = name.partition(" ")
-    path.write_text(f"{head}{begin}\n## benchmarks/{script}.py{space}{where}\n\n{text}\n{end}{rest.partition(end)[2]}")
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="fewer prompts, tokens and repeats")
-    parser.add_argument("--repeats", type=int, default=3, help="of each contender's run")
-    parser.add_argument("--only", nargs="+", choices=PARTS, help="some parts only")
-    parser.add_argument("--vllm", help="the interpreter vLLM is installed in")
-    parser.add_argument("--llamacpp", help="the interpreter llama-cpp-python is installed in")
-    parser.add_argument("--economize", help="the interpreter economize is installed in")
+    parser = arguments(__doc__, parts=PARTS, repeats=3)
+    interpreters(parser)
     parser.add_argument(
-        "--peer-dtype", choices=("bf16", "fp32"), default="bf16", help="of vLLM's and transformers' passes"
+        "--peer-dtype", choices=("bf16", "fp32"), default="bf16", help="dtype of vLLM and transformers (default: bf16)"
     )
-    parser.add_argument("--write", action="store_true", help="write benchmarks/RESULTS.md")
-    parser.add_argument("--section", default="speed", help='of RESULTS.md: "speed", or "speed on ..."')
-    args = parser.parse_args()
+    args = parsed(parser)
     bench = Speed(args)
-    figures: dict[str, float] = {}
-    try:
-        for name in args.only or PARTS:
-            began = perf_counter()
-            log(name)
-            found = PARTS[name](bench)
-            figures |= found
-            for key, value in found.items():
-                log(f"  {key}: {value:.3f}")
-            log(f"  ({perf_counter() - began:.0f} s)")
-            if args.write:
-                section(HERE / "RESULTS.md", args.section, text_of(figures, bench))
-    finally:
-        bench.close()
-    print(json.dumps({key: round(value, 4) for key, value in figures.items()}))
-    return 0
+
+    def finish(figures: Figures) -> int:
+        model = f"{MODEL} in bf16 and as a 4-bit GGUF file (other engines' 16-bit figures in {args.peer_dtype})"
+        runs = (
+            table(("weights", "batch", "method or engine", "tokens/s", "over plain"), bench.rows) if bench.rows else ""
+        )
+        return publish("speed", figures, args, legend=LEGEND, model=model, text=[runs])
+
+    return measured({name: partial(part, bench) for name, part in PARTS.items()}, args.only, finish)
 
 
 if __name__ == "__main__":

@@ -13,42 +13,24 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from foresay.decoding.acceptance import Block, Coupled, Lenience, Match, Speculative, Typical
-    from foresay.decoding.distributions import Distributions, build_distributions
-    from foresay.decoding.outcome import FinishReason, Origin, Step
+    from foresay.decoding.acceptance import Speculative
+    from foresay.decoding.distributions import Distributions
+    from foresay.decoding.outcome import FinishReason, Step
     from foresay.decoding.proposal import Proposal, Verification
     from foresay.decoding.protocols import (
         Capabilities,
         Drafter,
-        DraftStep,
         KVCache,
         LanguageModel,
         LengthPolicy,
         Logits,
         ModelInput,
         ModelOutput,
-        Observer,
-        PreparedPrompt,
         Rule,
     )
-    from foresay.decoding.randomness import Streams
     from foresay.decoding.rows import Row, Rows, RuleNeeds
     from foresay.decoding.sampling_params import SamplingParams
-    from foresay.drafters import (
-        Cascade,
-        MaxGram,
-        ModelDrafter,
-        ModelTreeDrafter,
-        NgramStore,
-        NgramStoreDrafter,
-        PastRequests,
-        PromptLookup,
-        SelfDrafter,
-        SuffixDrafter,
-        SuffixTreeDrafter,
-    )
     from foresay.drafters.ngram import NgramDrafter
-    from foresay.drafters.ngram_table import NgramTable
     from foresay.drafters.proposal_builder import ProposalBuilder
     from foresay.drafters.stateless import Stateless
     from foresay.engine import Engine, Stats
@@ -59,10 +41,8 @@ if TYPE_CHECKING:
         ModelLoadError,
         ModelNotFoundError,
         OutOfMemoryError,
-        PromptError,
         QueueFullError,
         RequestError,
-        UnknownNameError,
         UnsupportedModelError,
         VocabularyMismatchError,
     )
@@ -72,49 +52,30 @@ if TYPE_CHECKING:
     from foresay.generation.session import Session
     from foresay.generation.session_thread import SessionThread
     from foresay.integrations.transformers import generate
-    from foresay.lengths import ConfidenceLength, ConstantLength, EntropyLength, HeuristicLength, ThroughputLength
+    from foresay.lengths import ConstantLength
     from foresay.models.table import TableModel
-    from foresay.text.tokenizer import Tokenizer
 
 _WHERE = {
-    "foresay.decoding.acceptance": ["Block", "Coupled", "Lenience", "Match", "Speculative", "Typical"],
-    "foresay.decoding.distributions": ["Distributions", "build_distributions"],
-    "foresay.decoding.outcome": ["FinishReason", "Origin", "Step"],
+    "foresay.decoding.acceptance": ["Speculative"],
+    "foresay.decoding.distributions": ["Distributions"],
+    "foresay.decoding.outcome": ["FinishReason", "Step"],
     "foresay.decoding.proposal": ["Proposal", "Verification"],
     "foresay.decoding.protocols": [
-        "PreparedPrompt",
         "Capabilities",
-        "DraftStep",
         "Drafter",
-        "ModelInput",
         "KVCache",
         "LanguageModel",
         "LengthPolicy",
         "Logits",
+        "ModelInput",
         "ModelOutput",
-        "Observer",
         "Rule",
     ],
-    "foresay.decoding.randomness": ["Streams"],
     "foresay.decoding.rows": ["Row", "Rows", "RuleNeeds"],
     "foresay.decoding.sampling_params": ["SamplingParams"],
-    "foresay.drafters": [
-        "Cascade",
-        "MaxGram",
-        "ModelDrafter",
-        "ModelTreeDrafter",
-        "NgramStore",
-        "NgramStoreDrafter",
-        "PastRequests",
-        "PromptLookup",
-        "SelfDrafter",
-        "SuffixDrafter",
-        "SuffixTreeDrafter",
-    ],
     "foresay.drafters.ngram": ["NgramDrafter"],
     "foresay.drafters.proposal_builder": ["ProposalBuilder"],
     "foresay.drafters.stateless": ["Stateless"],
-    "foresay.drafters.ngram_table": ["NgramTable"],
     "foresay.engine": ["Engine", "Stats"],
     "foresay.errors": [
         "ConfigError",
@@ -123,75 +84,45 @@ _WHERE = {
         "ModelLoadError",
         "ModelNotFoundError",
         "OutOfMemoryError",
-        "PromptError",
         "QueueFullError",
         "RequestError",
-        "UnknownNameError",
         "UnsupportedModelError",
         "VocabularyMismatchError",
     ],
     "foresay.generation.generator": ["Generator"],
+    "foresay.generation.load": ["change", "load"],
     "foresay.generation.result": ["Chunk", "Generation"],
     "foresay.generation.session": ["Session"],
     "foresay.generation.session_thread": ["SessionThread"],
     "foresay.integrations.transformers": ["generate"],
-    "foresay.lengths": [
-        "ConfidenceLength",
-        "ConstantLength",
-        "EntropyLength",
-        "HeuristicLength",
-        "ThroughputLength",
-    ],
-    "foresay.generation.load": ["change", "load"],
+    "foresay.lengths": ["ConstantLength"],
     "foresay.models.table": ["TableModel"],
-    "foresay.text.tokenizer": ["Tokenizer"],
 }
 _HOME = {name: module for module, names in _WHERE.items() for name in names}
 
 __all__ = [
-    "Block",
     "Capabilities",
-    "Cascade",
     "Chunk",
-    "ConfidenceLength",
     "ConfigError",
     "ConstantLength",
     "ContextLengthError",
-    "Coupled",
     "Distributions",
-    "DraftStep",
     "Drafter",
     "Engine",
-    "EntropyLength",
     "FinishReason",
     "ForesayError",
     "Generation",
     "Generator",
-    "HeuristicLength",
     "KVCache",
     "LanguageModel",
     "LengthPolicy",
-    "Lenience",
     "Logits",
-    "Match",
-    "MaxGram",
-    "ModelDrafter",
     "ModelInput",
     "ModelLoadError",
     "ModelNotFoundError",
     "ModelOutput",
-    "ModelTreeDrafter",
     "NgramDrafter",
-    "NgramStore",
-    "NgramStoreDrafter",
-    "NgramTable",
-    "Observer",
-    "Origin",
     "OutOfMemoryError",
-    "PastRequests",
-    "PreparedPrompt",
-    "PromptError",
-    "PromptLookup",
     "Proposal",
     "ProposalBuilder",
     "QueueFullError",
@@ -201,26 +132,17 @@ __all__ = [
     "Rule",
     "RuleNeeds",
     "SamplingParams",
-    "SelfDrafter",
     "Session",
     "SessionThread",
     "Speculative",
     "Stateless",
     "Stats",
     "Step",
-    "Streams",
-    "SuffixDrafter",
-    "SuffixTreeDrafter",
     "TableModel",
-    "ThroughputLength",
-    "Tokenizer",
-    "Typical",
-    "UnknownNameError",
     "UnsupportedModelError",
     "Verification",
     "VocabularyMismatchError",
     "__version__",
-    "build_distributions",
     "change",
     "generate",
     "load",

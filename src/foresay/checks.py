@@ -1,4 +1,4 @@
-"""Checks of the settings that drafters, rules and policies take: a ConfigError names setting, value and bound."""
+"""Checks of settings; a ConfigError names the setting, its value and the bound."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from foresay.errors import ConfigError
 
 
 def check_int(name: str, value: Any, low: int, high: int | None = None) -> int:
-    """`value` if it is an integer in [low, high]; None sets no upper bound."""
+    """Return `value` if it is an integer in [low, high]; high=None sets no upper bound."""
     good = isinstance(value, Integral) and not isinstance(value, bool)
     if not good or value < low or (high is not None and value > high):
         bound = f"at least {low}" if high is None else f"in [{low}, {high}]"
@@ -20,7 +20,7 @@ def check_int(name: str, value: Any, low: int, high: int | None = None) -> int:
 
 
 def check_float(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> float:
-    """`value` as a float if it is a finite number in [low, high], or in (low, high] where the lower bound is open."""
+    """Return `value` as a float if it is a finite number in [low, high], or in (low, high] if open_low is set."""
     good = isinstance(value, Real) and not isinstance(value, bool) and _is_finite(value)
     if not good or not (low < value if open_low else low <= value) or value > high:
         left, right = ("(" if open_low else "["), (")" if high == math.inf else "]")
@@ -34,14 +34,14 @@ def _is_finite(value: Any) -> bool:
 
 
 def check_flag(name: str, value: Any) -> bool:
-    """`value` if it is True or False."""
+    """Return `value` if it is True or False."""
     if not isinstance(value, bool):
         raise ConfigError(f"{name}={value!r} must be true or false")
     return value
 
 
 def check_choice(name: str, value: Any, known: tuple[str, ...]) -> str:
-    """`value` if it is one of the known words."""
+    """Return `value` if it is one of the known strings."""
     if value not in known:
         raise ConfigError(f"{name}={value!r} must be one of {', '.join(known)}")
     return str(value)

@@ -1,6 +1,6 @@
-"""Child processes that talk in lines of JSON: from their start to their end, with their whole process group.
+"""Child processes that exchange lines of JSON, from start to end, with their whole process group.
 
-Owns the pipes, what is said when a child dies, and that none outlives us. Knows nothing of what the lines say.
+Owns the pipes, the error messages of dead processes, and their termination when the parent exits. Knows no messages.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import Any
 from foresay.errors import ConfigError, ForesayError
 
 GRACE_S = 5.0
-"""How long a child may take to end by itself."""
+"""Time that a child process gets to end by itself."""
 _CHUNK = 65536
 
 
 class ChildProcess:
-    """A child process that answers a line of JSON with a line of JSON."""
+    """A child process that replies to a line of JSON with a line of JSON."""
 
     def __init__(self, label: str, command: Sequence[str], environment: Mapping[str, str]) -> None:
         self._label, self._command = label, command[0]
@@ -38,7 +38,7 @@ class ChildProcess:
                 stdout=subprocess.PIPE,
                 stderr=self._stderr,
                 env=dict(environment),
-                start_new_session=True,  # a group of its own: it is ended with its children, and Ctrl-C is ours to handle
+                start_new_session=True,  # its own group: it is ended with its children, and Ctrl-C reaches only the parent
                 bufsize=0,
             )
         except OSError as error:
@@ -52,37 +52,37 @@ class ChildProcess:
 
     @property
     def pid(self) -> int:
-        """The child's process id, which is its process group's too."""
+        """The child's process id, which is also its process group's id."""
         return self._child.pid
 
     @property
     def has_exited(self) -> bool:
-        """Whether the child has ended by itself; what it said may not have been read."""
+        """True if the child has ended by itself; its last messages may be unread."""
         return self._ended is None and self._exited()
 
-    def ask(self, message: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
+    def request(self, message: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
         """Send a message and wait for its reply.
 
-        Raises ConfigError for a job that the worker refuses; it keeps running. Raises ForesayError when the worker has ended,
-        does not reply within `limit_s` seconds or replies with anything but the protocol; it is then ended.
+        Raises ConfigError for a task that the worker refuses; it keeps running. Raises ForesayError if the worker has ended, does
+        not reply within `limit_s` seconds, or violates the protocol; it is then ended.
         """
         if self._ended is not None:
-            raise ForesayError(f"{self._label}: the worker is gone ({self._ended}); open the peer again")
-        with self._ended_by_errors():
+            raise ForesayError(f"{self._label}: the worker has ended ({self._ended}); open the peer again")
+        with self._end_on_error():
             reply = self._exchange(message, limit_s)
             if not isinstance(reply, dict) or not isinstance(reply.get("ok"), bool):
-                raise self._nonsense(json.dumps(reply).encode())
+                raise self._invalid(json.dumps(reply).encode())
         if reply["ok"]:
             return reply
         raise ConfigError(f"{self._label}: {reply.get('error')}")
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Send a message that nobody waits for the answer to; what does not fit the pipe goes with the next `read`."""
+        """Send a message without waiting for a reply; data that does not fit into the pipe is sent by the next `read`."""
         self._unsent += json.dumps(message).encode() + b"\n"
         self._flush()
 
     def _flush(self) -> None:
-        """Write what the pipe takes; that nobody reads any more is for `read` to find."""
+        """Write without blocking; `read` reports a closed pipe."""
         stdin = self._pipe(self._child.stdin)
         try:
             while self._unsent:
@@ -93,57 +93,58 @@ class ChildProcess:
             self._unsent = b""
 
     def read(self) -> list[Any]:
-        """The messages that have come, without waiting.
+        """Return the messages received so far, without waiting.
 
-        Raises ForesayError when the child has ended, though what it said comes first, or talks nonsense; it is then ended.
+        Raises ForesayError if the child has ended and all its messages were read, or if it violates the protocol; it is then
+        ended.
         """
         if self._ended is not None:
-            raise ForesayError(f"{self._label}: the worker is gone ({self._ended})")
-        with self._ended_by_errors():
-            said = []
+            raise ForesayError(f"{self._label}: the worker has ended ({self._ended})")
+        with self._end_on_error():
+            messages = []
             for line in self._lines():
                 try:
-                    said.append(json.loads(line))
+                    messages.append(json.loads(line))
                 except ValueError:
-                    raise self._nonsense(line) from None
-            return said
+                    raise self._invalid(line) from None
+            return messages
 
     def _lines(self) -> list[bytes]:
-        """The whole lines that have come. One of its children may hold the pipe open after it: its exit is asked for too."""
+        """Return the complete lines received. The exit is checked as well: a grandchild may keep the pipe open."""
         self._flush()
-        gone, stdout = self._exited(), self._pipe(self._child.stdout)
+        exited, stdout = self._exited(), self._pipe(self._child.stdout)
         with selectors.DefaultSelector() as ready:
             ready.register(stdout, selectors.EVENT_READ)
             while ready.select(0):
                 chunk = os.read(stdout, _CHUNK)
                 self._buffer += chunk
                 if not chunk:
-                    gone = True
+                    exited = True
                     break
-        *whole, self._buffer = self._buffer.split(b"\n")
-        if gone and not whole:
+        *lines, self._buffer = self._buffer.split(b"\n")
+        if exited and not lines:
             raise self._death()
-        return whole
+        return lines
 
     def register(self, ready: selectors.BaseSelector) -> None:
-        """Have a selector wake up when the child says something, or takes what was not sent yet."""
+        """Register with a selector, to wake it when the child has sent data or can receive unsent data."""
         ready.register(self._pipe(self._child.stdout), selectors.EVENT_READ, self)
         if self._unsent:
             ready.register(self._pipe(self._child.stdin), selectors.EVENT_WRITE, self)
 
     def wait_ready(self, limit_s: float = 1.0) -> None:
-        """Until the child says something, or so long."""
+        """Wait until the child has sent data, at most `limit_s` seconds."""
         with selectors.DefaultSelector() as ready:
             self.register(ready)
             ready.select(limit_s)
 
     def end(self, reason: str) -> None:
-        """End the child with its group; harmless when repeated."""
+        """End the child with its group; further calls have no effect."""
         if self._ended is None:
             self._end(reason)
 
     def close(self) -> None:
-        """Request the worker to end, and end it with all of its children; harmless when repeated."""
+        """Request the worker to end, then end it with all its children; further calls have no effect."""
         if self._ended is None:
             with contextlib.suppress(ForesayError):
                 self._exchange({"op": "close"}, GRACE_S)
@@ -151,28 +152,28 @@ class ChildProcess:
             self.end("it was closed")
 
     def _exchange(self, message: Mapping[str, Any], limit_s: float) -> Any:
-        """Say something, and what is said next."""
+        """Send a message and return the next one received."""
         until = monotonic() + limit_s
         self.send(message)
-        while not (said := self.read()):
+        while not (received := self.read()):
             left = until - monotonic()
             if left <= 0:
                 raise ForesayError(
-                    f"{self._label}: no answer within {limit_s:g} s, so it was ended{self._last_words()}"
+                    f"{self._label}: no answer within {limit_s:g} s, so it was ended{self._last_error()}"
                 )
             self.wait_ready(min(left, 1.0))
-        return said[0]
+        return received[0]
 
     @contextlib.contextmanager
-    def _ended_by_errors(self) -> Iterator[None]:
-        """Whatever goes wrong here ends the child: nobody knows what it would answer to."""
+    def _end_on_error(self) -> Iterator[None]:
+        """End the child on any exception in this block: later replies could not be matched to requests."""
         try:
             yield
         except BaseException as error:
             self.end(str(error) if isinstance(error, ForesayError) else type(error).__name__)
             raise
 
-    def _nonsense(self, line: bytes) -> ForesayError:
+    def _invalid(self, line: bytes) -> ForesayError:
         shown = line[:80].decode(errors="replace").strip()
         return ForesayError(f"{self._label}: the worker answered {shown!r}; is {self._command!r} a Python?")
 
@@ -181,17 +182,17 @@ class ChildProcess:
         self._signal(signal.SIGKILL)
         code = self._child.wait()
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        return ForesayError(f"{self._label}: the worker {how}{self._last_words()}")
+        return ForesayError(f"{self._label}: the worker {how}{self._last_error()}")
 
-    def _last_words(self) -> str:
-        """The last line of the child's standard error, for a message."""
+    def _last_error(self) -> str:
+        """Return the last line of the child's standard error, for a message."""
         fd = self._stderr.fileno()
         tail = os.pread(fd, 4096, max(0, os.fstat(fd).st_size - 4096)).decode(errors="replace")
         lines = [line.strip() for line in tail.splitlines() if line.strip()]
-        return f"; its last words: {lines[-1][-300:]}" if lines else ""
+        return f"; its last error line: {lines[-1][-300:]}" if lines else ""
 
     def _end(self, reason: str) -> None:
-        """End the child and its whole group, and let go of everything. The child is waited for last, so its id stays ours."""
+        """End the child with its group and close all files. The child is reaped last, so that its id is not reused."""
         atexit.unregister(self.close)
         self._ended = reason
         if self._child.returncode is None:
@@ -209,7 +210,7 @@ class ChildProcess:
             os.killpg(self._child.pid, number)
 
     def _exited(self) -> bool:
-        """Whether the child has ended, without reaping it: until that its id, and its group's, is nobody else's."""
+        """True if the child has ended. Does not reap it: until then its id and its group's id are not reused."""
         if self._child.returncode is not None:
             return True
         if not hasattr(os, "waitid"):

@@ -1,19 +1,19 @@
-"""Every error foresay raises on purpose.
+"""Errors that foresay raises deliberately.
 
     ForesayError
     ├── ConfigError (ValueError)            a parameter has a value that cannot be honoured
     │   ├── PromptError                     the prompt cannot be decoded as given
-    │   └── UnknownNameError                a drafter, rule, model alias or parameter nobody knows
+    │   └── UnknownNameError                an unknown drafter, rule, model alias or parameter
     ├── ContextLengthError (ValueError)     prompt, or prompt and output, exceed the context
-    ├── OutOfMemoryError                    what was asked for would not fit the memory left
-    ├── RequestError                        one request failed in mid-run; the others go on
-    ├── QueueFullError                      as many requests wait as may
-    ├── VocabularyMismatchError             target and draft do not share their tokens
-    ├── UnsupportedModelError               a model that cannot be rewound or batched exactly
+    ├── OutOfMemoryError                    the request would not fit in the available memory
+    ├── RequestError                        one request failed while running; the others continue
+    ├── QueueFullError                      the queue of waiting requests is full
+    ├── VocabularyMismatchError             target and draft have different token ids
+    ├── UnsupportedModelError               the model cannot be rewound or batched exactly
     ├── ModelNotFoundError                  no model under that name or path
-    └── ModelLoadError                      files that are there but cannot be read
+    └── ModelLoadError                      the model's files exist but cannot be read
 
-A message says what is wrong, the value, what is allowed and what to do. `assert` is for foresay's own invariants.
+A message names what is wrong, the value, what is allowed and what to do. `assert` is for foresay's own invariants.
 """
 
 from collections.abc import Iterable
@@ -25,7 +25,7 @@ class ForesayError(Exception):
     """Base of all of foresay's errors."""
 
     def about(self, subject: str) -> Self:
-        """The same error, whose message begins with what it is about."""
+        """Return the same error with `subject` in front of its message."""
         error = type(self).__new__(type(self))  # the constructors of subclasses take different arguments
         vars(error).update(vars(self))
         error.args = (f"{subject}: {self}",)
@@ -41,7 +41,7 @@ class PromptError(ConfigError):
 
 
 class UnknownNameError(ConfigError):
-    """A name that is not among the known ones; the message offers the nearest."""
+    """An unknown name; the message suggests the nearest known one."""
 
     def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
         choices = sorted(known)
@@ -51,15 +51,15 @@ class UnknownNameError(ConfigError):
 
 
 class ContextLengthError(ForesayError, ValueError):
-    """The prompt, or the prompt and the output asked for, do not fit the model's context."""
+    """The prompt, or the prompt and the requested output, do not fit the model's context."""
 
 
 class OutOfMemoryError(ForesayError):
-    """What was asked for would not fit the memory that is left."""
+    """The request would not fit in the available memory."""
 
 
 class RequestError(ForesayError):
-    """One request cannot go on, because of something of its own such as a processor; the others do."""
+    """One request cannot continue because of its own parameters, such as a processor; the others do."""
 
     def __init__(self, request_id: int, reason: str) -> None:
         super().__init__(f"request {request_id} ended: {reason}")
@@ -67,11 +67,11 @@ class RequestError(ForesayError):
 
 
 class QueueFullError(ForesayError):
-    """As many requests wait as may; try again later."""
+    """The queue of waiting requests is full; try again later."""
 
 
 class VocabularyMismatchError(ForesayError):
-    """Target and draft do not share their tokens, so a draft's token ids mean something else."""
+    """Target and draft have different vocabularies, so a draft's token ids mean other tokens."""
 
 
 class UnsupportedModelError(ForesayError):

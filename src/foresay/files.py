@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and the folder of what is kept between runs."""
+"""Atomic writing of files, and the cache folder."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from foresay.errors import ConfigError
 
 try:
     import fcntl
-except ImportError:  # Windows: what a killed process leaves there stays
+except ImportError:  # Windows: folders of killed processes are not removed
     fcntl = None  # type: ignore[assignment]
 
 _WORK = ".work"
 _STALE_S = 60.0
-"""Age from which an unlocked folder is stale: between making one and locking it lies a moment."""
+"""Age from which an unlocked folder is stale: a folder is locked shortly after it is created."""
 
 
 def cache_dir() -> Path:
-    """Where what was made once is kept: $FORESAY_CACHE, else $XDG_CACHE_HOME/foresay, else ~/.cache/foresay."""
+    """Return the cache folder: $FORESAY_CACHE, else $XDG_CACHE_HOME/foresay, else ~/.cache/foresay."""
     if own := os.environ.get("FORESAY_CACHE"):
         return Path(own).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "foresay"
@@ -32,12 +32,12 @@ def cache_dir() -> Path:
 
 @contextmanager
 def writing(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Raise ConfigError, with the path and the reason, where the file system refuses what is written in this block."""
+    """Turn file system errors of writing in this block into ConfigError with the path and the reason."""
     try:
         yield
     except OSError as error:
         raise ConfigError(f"cannot write {os.fspath(path)!r}: {error.strerror or error}") from None
-    except Exception as error:  # libraries in Rust, such as safetensors and tokenizers, have errors of their own for it
+    except Exception as error:  # Rust libraries, such as safetensors and tokenizers, raise other types
         if (found := re.search(r"([^:]*) \(os error \d+\)", str(error))) is None:
             raise
         raise ConfigError(f"cannot write {os.fspath(path)!r}: {found[1].strip()}") from None
@@ -45,9 +45,9 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
 
 @contextmanager
 def work_folder(name: str, parent: Path | None = None) -> Iterator[Path]:
-    """A new folder in `parent`, by default the system's for temporary files, that is removed with what is in it.
+    """Create a folder in `parent` (by default the system's temporary folder) and remove it with its content at the end.
 
-    Processes that are killed leave theirs: it is removed by the next one with the same name and parent.
+    The folder of a killed process is removed by the next call with the same name and parent.
     """
     parent = Path(tempfile.gettempdir()) if parent is None else parent
     _remove_stale(name, parent)
@@ -65,10 +65,10 @@ def work_folder(name: str, parent: Path | None = None) -> Iterator[Path]:
 
 @contextmanager
 def atomic_write(path: str | os.PathLike[str], *, parents: bool = False) -> Iterator[Path]:
-    """Where to write what becomes `path` when the block ends well; until then, and otherwise, `path` is as it was.
+    """Yield a path to write to; it replaces `path` when the block ends without an exception.
 
-    The file gets the rights that the umask leaves, whatever its writer gave it. parents: make folders that are missing.
-    Raises ConfigError, with the path and the reason, where the file system refuses.
+    The file's mode is set by the umask, independent of the library that wrote it. parents: create missing folders.
+    Raises ConfigError with the path and the reason if the file system refuses.
     """
     path = Path(path)
     with writing(path):
@@ -84,10 +84,10 @@ def atomic_write(path: str | os.PathLike[str], *, parents: bool = False) -> Iter
 
 @contextmanager
 def atomic_files(folder: str | os.PathLike[str]) -> Iterator[Path]:
-    """A folder to write files in that are moved to `folder`, which exists, once the block has ended well.
+    """Yield a folder whose files are moved to the existing `folder` when the block ends without an exception.
 
-    Each file appears whole, with the rights that the umask leaves. Files of other names stay as they are.
-    Raises ConfigError, with the path and the reason, where the file system refuses.
+    Each file appears complete, with its mode set by the umask. Files of other names are kept.
+    Raises ConfigError with the path and the reason if the file system refuses.
     """
     folder = Path(folder)
     with writing(folder), work_folder(folder.name, folder) as work:
@@ -98,7 +98,7 @@ def atomic_files(folder: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def usual_modes(folder: Path) -> None:
-    """Give every file of a folder the rights that the umask leaves; safetensors gives its own to their owner alone."""
+    """Set the mode of every file in a folder by the umask; safetensors creates files with mode 0600."""
     files = [path for path in folder.rglob("*") if path.is_file()]
     if not files:
         return
@@ -111,12 +111,12 @@ def usual_modes(folder: Path) -> None:
 
 
 def _remove_stale(name: str, parent: Path) -> None:
-    """Remove work folders of that name that are ours, and that no process has locked."""
+    """Remove this user's work folders of that name that no process has locked."""
     if fcntl is None:
         return
     for entry in os.scandir(parent):
         if entry.name.startswith(f".{name}-") and entry.name.endswith(_WORK) and entry.is_dir(follow_symlinks=False):
-            with suppress(OSError):  # somebody else's, locked or already gone
+            with suppress(OSError):  # another user's, locked or already removed
                 _remove_unlocked(entry)
 
 

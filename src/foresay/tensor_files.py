@@ -1,6 +1,6 @@
-"""Tensors of safetensors files that may come from anybody: shapes first, data when they are what is wanted.
+"""Tensors of untrusted safetensors files: shapes are checked before data is read.
 
-The library compares a header with the file's size; a shape costs nothing until its tensor is read. Knows no format.
+The library validates the header against the file's size; a shape costs nothing until its tensor is read. Knows no format.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of a file that was not read yet."""
+    """A tensor of a file, not read yet."""
 
     file: Path
     name: str
-    """In the file."""
+    """Name in the file."""
     shape: tuple[int, ...]
     dtype: str
     """As safetensors names it: F32, BF16, I64, ..."""
 
     @property
     def floats(self) -> bool:
-        """True for floating-point numbers of a width that weights are kept in."""
+        """True for the floating-point types of weights."""
         return self.dtype in ("F64", "F32", "F16", "BF16")
 
 
 def stored_tensors(files: Iterable[str | os.PathLike[str]]) -> dict[str, StoredTensor]:
-    """The tensors of some files by name, of the last file that has one. Raises ModelLoadError as `load_tensors` does."""
+    """Return the tensors of some files by name; a later file replaces tensors of earlier ones. Raises as `load_tensors` does."""
     from safetensors import SafetensorError, safe_open
 
     out: dict[str, StoredTensor] = {}
@@ -65,21 +65,21 @@ def load_tensors(wanted: Mapping[str, StoredTensor]) -> dict[str, torch.Tensor]:
 
 
 def check_shapes(
-    stored: Mapping[str, StoredTensor], wanted: Mapping[str, tuple[int, ...]], what: str, says: str
+    stored: Mapping[str, StoredTensor], wanted: Mapping[str, tuple[int, ...]], subject: str, reason: str
 ) -> None:
-    """Raise ModelLoadError unless exactly the wanted tensors are there, floating-point and of the wanted shapes.
+    """Raise ModelLoadError unless exactly the wanted tensors exist, floating-point and of the wanted shapes.
 
-    what: the thing and its folder, for errors. says: what the shapes follow from ("its config.json says").
+    subject: the object and its folder, for errors. reason: source of the wanted shapes ("its config.json gives").
     """
     missing, unknown = sorted(wanted.keys() - stored.keys()), sorted(stored.keys() - wanted.keys())
     if missing or unknown:
         problem = f"lacks {missing[0]}" if missing else f"has {unknown[0]}, which it should not have"
-        raise ModelLoadError(f"{what} {problem}")
+        raise ModelLoadError(f"{subject} {problem}")
     for name, shape in wanted.items():
         if stored[name].shape != shape:
-            raise ModelLoadError(f"{name} of {what} is {list(stored[name].shape)}, and {says} {list(shape)}")
+            raise ModelLoadError(f"{name} of {subject} is {list(stored[name].shape)}, and {reason} {list(shape)}")
         if not stored[name].floats:
-            raise ModelLoadError(f"{name} of {what} is {stored[name].dtype}, and weights are floating-point numbers")
+            raise ModelLoadError(f"{name} of {subject} is {stored[name].dtype}, and weights are floating-point numbers")
 
 
 def _unreadable(path: Path, error: Exception) -> ModelLoadError:

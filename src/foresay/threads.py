@@ -19,68 +19,68 @@ from typing import Any
 import torch
 
 MIN_ELEMENTS = 1 << 22
-"""Numbers from which on an operation gains more by every core than its threads' spinning costs the pass behind it."""
+"""Number of elements from which on an operation gains more by all cores than its spinning threads cost the next pass."""
 
 
-class _Held(threading.local):
-    wanted: int | None = None
-    """The user's number, while this thread is alone."""
+class _Saved(threading.local):
+    num_threads: int | None = None
+    """The user's setting, while this thread is under `single_threaded`."""
 
 
-_held = _Held()
+_saved = _Saved()
 
 
 def num_threads() -> int:
-    """The threads that the user lets this process take, for this thread's kernels."""
-    return torch.get_num_threads() if _held.wanted is None else _held.wanted
+    """Return the number of threads that the user has set, for this thread's kernels."""
+    return torch.get_num_threads() if _saved.num_threads is None else _saved.num_threads
 
 
 @contextmanager
 def single_threaded() -> Iterator[None]:
-    """This thread's operations of PyTorch take one thread, but for those under `all_threads`."""
+    """Run this thread's PyTorch operations on one thread, except those under `all_threads`."""
     before, set_threads = torch.get_num_threads(), _setter()
-    if _held.wanted is not None or before <= 1 or set_threads is None:
+    if _saved.num_threads is not None or before <= 1 or set_threads is None:
         yield
         return
-    _held.wanted = before
+    _saved.num_threads = before
     set_threads(1)
     try:
         yield
     finally:
-        _held.wanted = None
-        if torch.get_num_threads() == 1:  # else somebody set it in between
+        _saved.num_threads = None
+        if torch.get_num_threads() == 1:  # otherwise it was set inside the block
             set_threads(before)
 
 
 @contextmanager
-def all_threads(numbers: int = MIN_ELEMENTS) -> Iterator[None]:
-    """Inside `single_threaded`, as many threads as the user lets, for operations over so many numbers; few stay alone."""
-    before, set_threads = _held.wanted, _setter()
-    if before is None or numbers < MIN_ELEMENTS or set_threads is None:
+def all_threads(elements: int = MIN_ELEMENTS) -> Iterator[None]:
+    """Inside `single_threaded`, use the user's number of threads if an operation has at least MIN_ELEMENTS elements."""
+    before, set_threads = _saved.num_threads, _setter()
+    if before is None or elements < MIN_ELEMENTS or set_threads is None:
         yield
         return
-    _held.wanted = None
+    _saved.num_threads = None
     set_threads(before)
     try:
         yield
     finally:
-        _held.wanted = torch.get_num_threads()
+        _saved.num_threads = torch.get_num_threads()
         set_threads(1)
 
 
 @cache
 def _setter() -> Callable[[int], Any] | None:
-    """OpenMP's own call for a thread's number, of the library that PyTorch runs on; None where it cannot be had."""
+    """Return omp_set_num_threads of the OpenMP library that PyTorch uses; None if it is not available."""
     for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):
         try:
-            # by PyTorch's handle: another OpenMP may be on the machine, whose numbers PyTorch does not read
+            # through PyTorch's library: another OpenMP in the process would not affect PyTorch
             found = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / name)).omp_set_num_threads
         except (OSError, AttributeError):
             continue
         found.argtypes, found.restype = [ctypes.c_int], None
         before = torch.get_num_threads()
         found(before + 1)
-        heard = torch.get_num_threads() == before + 1
+        effective = torch.get_num_threads() == before + 1
         found(before)
-        return found if heard else None
+        return found if effective else None
     return None

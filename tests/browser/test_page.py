@@ -106,7 +106,7 @@ def top(page: Page, selector: str) -> float:
 @pytest.mark.parametrize(("width", "height"), [(400, 500), (1000, 700)])
 def test_a_growing_answer_stays_in_view(width: int, height: int, page: Page) -> None:
     page.set_viewport_size({"width": width, "height": height})
-    page.locator("#beside").check()
+    page.locator("#compare").check()
     said(page, "the number 7 and 8 and 7 and 8 and", tokens=3000)
     spans = page.locator("section.answer").first.locator(".text span")
     assert page.locator("#talk").evaluate("e => e.scrollHeight - e.clientHeight") > 0, (
@@ -173,14 +173,14 @@ def test_passes_without_a_draft_are_explained(drafted: int, shown: bool, page: P
     page.route("**/v1/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=body))
     said(page, "hello")
     figures = page.locator(".figures").inner_text()
-    assert "1.00 tokens per pass" in figures and ("not drafting just now" in figures) is shown, figures
+    assert "1.00 tokens per pass" in figures and ("drafting is paused" in figures) is shown, figures
     page.locator("#draft").uncheck()
     said(page, "hello")
-    assert "not drafting" not in page.locator(".figures").last.inner_text(), "that is what was asked for"
+    assert "drafting is paused" not in page.locator(".figures").last.inner_text(), "that is what was asked for"
 
 
 def test_beside_plain_decoding_both_write_the_same(page: Page) -> None:
-    page.locator("#beside").check()
+    page.locator("#compare").check()
     said(page, "the number 7 and 8 and 7 and 8 and")
     texts = [one.inner_text() for one in page.locator("section.answer .text").all()]
     assert len(texts) == 2 and texts[0] == texts[1] != ""
@@ -194,9 +194,9 @@ def test_speculation_can_be_switched_off_and_a_chat_begun_anew(page: Page) -> No
     expect(page.locator("section.answer h2")).to_have_text("plain")
     assert "1.00 tokens per pass" in page.locator(".figures").inner_text()
     said(page, "and more")
-    expect(page.locator(".said")).to_have_count(2)
+    expect(page.locator(".message")).to_have_count(2)
     page.locator("#clear").click()
-    expect(page.locator(".said")).to_have_count(0)
+    expect(page.locator(".message")).to_have_count(0)
 
 
 def test_stop_ends_an_answer_and_frees_its_row(page: Page, server: Running) -> None:
@@ -214,7 +214,7 @@ def test_what_the_server_refuses_is_said(page: Page) -> None:
     page.locator("#prompt").fill("the number 7 and 8 and " * 1000)
     page.keyboard.press("Enter")
     expect(page.locator("#problem")).to_contain_text("the model's context is 4096")
-    expect(page.locator(".figures").last).to_have_text("nothing written")
+    expect(page.locator(".figures").last).to_have_text("no tokens generated")
     said(page, "hello")
     expect(page.locator("#problem")).to_have_text("")
 
@@ -222,12 +222,12 @@ def test_what_the_server_refuses_is_said(page: Page) -> None:
 def test_markup_in_an_answer_stays_text(page: Page) -> None:
     said(page, "<img src=x onerror=alert(1)>")
     assert page.locator("#talk img").count() == 0
-    expect(page.locator(".said")).to_have_text("<img src=x onerror=alert(1)>")
+    expect(page.locator(".message")).to_have_text("<img src=x onerror=alert(1)>")
 
 
 def test_it_fits_a_narrow_screen(page: Page, tmp_path: Path) -> None:
     page.set_viewport_size({"width": 400, "height": 700})
-    page.locator("#beside").check()
+    page.locator("#compare").check()
     said(page, "the number 7 and 8 and 7 and 8 and")
     wide = page.evaluate("document.documentElement.scrollWidth")
     assert wide <= 400, f"{wide} px wide"

@@ -140,7 +140,7 @@ def test_what_cannot_be_honoured_is_named(ours: ForesayLM) -> None:
     asked = instances("generate_until", [("The sea is", {"until": [], "num_beams": 4})])
     with pytest.raises(foresay.ConfigError, match="num_beams"):
         ours.generate_until(asked)
-    with pytest.raises(foresay.ConfigError, match="leaves no room"):
+    with pytest.raises(foresay.ConfigError, match="must be below the context length"):
         ours.generate_until(instances("generate_until", [("The sea is", {"until": [], "max_gen_toks": 9000})]))
     with pytest.raises(foresay.ConfigError, match="batch_size='many'"):
         ForesayLM(MODEL, batch_size="many")

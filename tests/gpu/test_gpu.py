@@ -9,6 +9,7 @@ from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import Cascade, MaxGram, SelfDrafter
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.early_exit import first_layers
+from foresay.models.huggingface.graphs import SWITCH
 from foresay.models.huggingface.seq2seq import Seq2SeqModel
 from helpers.families import VOCAB, make, make_seq2seq
 from helpers.support import ModelDrafter, Sometimes, run
@@ -65,8 +66,9 @@ def test_a_cascade_on_the_gpu_decodes_without_failing(temperature: float) -> Non
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3", "phi3"])
-def test_captured_passes_write_what_passes_write(family: str) -> None:
+def test_captured_passes_write_what_passes_write(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     """CUDA graphs of the target, of a draft model and of the target's first layers."""
+    monkeypatch.setenv(SWITCH, "1")
     params = SamplingParams(max_new_tokens=60)
     wanted = run(CausalModel(make(family).to("cuda")), PROMPTS, params, gamma=0)[0]
     target, draft = CausalModel(make(family).to("cuda")), CausalModel(make(family, seed=1).to("cuda"))

@@ -21,8 +21,8 @@ class Forced(ThroughputLength):
         self.ended = 0
         """Drafts that were told to end."""
 
-    def _choose(self, rows: Rows, held: Sequence[int | None]) -> list[int]:
-        return [self._any(8) if n is None else n for n in held]
+    def _choose(self, rows: Rows, fixed: Sequence[int | None]) -> list[int]:
+        return [self._any(8) if n is None else n for n in fixed]
 
     def num_to_score(self, rows: Rows, counts: Sequence[int], matched: Sequence[int]) -> list[int]:
         return self._changed(rows, super().num_to_score(rows, counts, matched), counts)
@@ -33,14 +33,14 @@ class Forced(ThroughputLength):
     def keep_drafting(self, step: DraftStep) -> torch.Tensor | None:
         assert step.rows is not None
         price, batch = TokenCost(0.0, float(torch.rand(1, generator=self.random))), len(step.token_ids)
-        self._drafting.gate.begin(step.rows, price, [self.high] * batch)
+        self._model_drafter.early_stopping.begin(step.rows, price, [self.high] * batch)
         found = super().keep_drafting(step)
         if found is not None:
             self.ended += int((~found).sum())
         return found
 
     def _changed(self, rows: Rows, chosen: Sequence[int], most: Sequence[int]) -> list[int]:
-        free = [one is None for one in self._held(rows)]
+        free = [one is None for one in self._fixed_lengths(rows)]
         return [self._any(bound) if on else n for n, bound, on in zip(chosen, most, free, strict=True)]
 
     def _any(self, most: int) -> int:

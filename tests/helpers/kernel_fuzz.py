@@ -192,7 +192,7 @@ ENTRIES: dict[str, Callable[[Sizes, Any], None]] = {
 
 def main(seed: int, count: int) -> None:
     library, sizes = build.library(), Sizes(seed)
-    assert library is not None, build.why_not()
+    assert library is not None, build.failure_reason()
     torch.manual_seed(seed)
     found = {}
     for name, entry in ENTRIES.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import subprocess
@@ -97,6 +98,15 @@ def _read(terminal: int) -> bytes:
         return os.read(terminal, 4096)
     except OSError:  # nobody writes to it any more
         return b""
+
+
+def printed(*args: str) -> str:
+    """Standard output of the command line in this process, for fixtures that outlive a test. The exit code is 0."""
+    from foresay.cli.app import _run
+
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert _run(list(args)) == 0
+    return out.getvalue()
 
 
 class Shell:

@@ -71,7 +71,7 @@ def test_logs_are_read_once(tmp_path: Path, text: str, message: str) -> None:
 def test_many_tensors_are_read_once(tmp_path: Path) -> None:
     path = tmp_path / "log.txt"
     path.write_text("tensor([[7]])\n" * 100_000 + "tensor([[...]])\n")
-    assert "line 100001: the tensor was printed shortened" in refusal(
+    assert "line 100001: the tensor was printed abbreviated" in refusal(
         lambda: Recording.load(path, prompts=[[1]] * 200_000)
     )
 
@@ -117,8 +117,8 @@ def test_results_nested_too_deeply(tmp_path: Path) -> None:
         ("timings.0.seconds", "1", 'timings.0.seconds should be a valid number, not "1"'),
         ("timings.0.columns", 0, "timings.0.columns should be greater than or equal to 1, not 0"),
         ("floor.bytes_per_s", 0, "floor.bytes_per_s should be greater than or equal to 1"),
-        ("fills.1", [32, 0.5], "fills has two times of the same point"),
-        ("drafts.suffix.1", [1, 4, 0.5], "drafts.suffix has two times of the same point"),
+        ("fills.1", [32, 0.5], "fills has two times for the same point"),
+        ("drafts.suffix.1", [1, 4, 0.5], "drafts.suffix has two times for the same point"),
         ("token_bytes", None, "token_bytes should be a valid number, not null"),
         ("ragged", "no", "ragged should be a valid boolean"),
         ("machine", 3, "machine should be"),
@@ -156,8 +156,8 @@ def test_a_kept_replay_that_is_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("target = " + "[" * 50_000, "not TOML"),
-        ("target = " + "9" * 5000, "not TOML"),
+        ("target = " + "[" * 50_000, "not valid TOML"),
+        ("target = " + "9" * 5000, "not valid TOML"),
         ('target = "x"\n' + "#" * (1 << 20), "is larger than 1048576 bytes"),
     ],
 )
@@ -283,7 +283,7 @@ def test_data_for_an_acceptance_head(tmp_path: Path) -> None:
     for name, tensor, message in (
         ("labels", torch.zeros(3, 1), "labels [N], hidden [N, H]"),
         ("reached", torch.zeros(2), "reached of it is [2], and its labels give [3]"),
-        ("drafted", torch.zeros(3), "drafted must be 3 integers"),
+        ("drafted", torch.zeros(3), "drafted must have 3 integers"),
     ):
         save_file(sound | {name: tensor}, tmp_path / "a.safetensors")
         assert message in refusal(lambda: load_examples(tmp_path))

@@ -46,7 +46,7 @@ def target(smollm2_folder: Path) -> CausalModel:
     """As foresay loads it: by its own kernels."""
     model = load_model(smollm2_folder, LoadOptions(dtype="fp32")).model
     assert isinstance(model, CausalModel)
-    assert model.one_row_at_a_time
+    assert model.batch_invariant
     return model
 
 

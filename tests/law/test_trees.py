@@ -81,17 +81,17 @@ def test_a_rejected_sibling_left_in_q(monkeypatch: Patch) -> None:
     assert kept
 
 
-def test_a_path_one_place_off(monkeypatch: Patch) -> None:
-    """The laws of the place before the one where the walk stands."""
+def test_a_path_one_position_off(monkeypatch: Patch) -> None:
+    """The distributions of the position before the one where the walk stands."""
     intact = trees._dense
 
     def off(target: object, walk: trees._Walk, vocab: int) -> tuple[torch.Tensor, torch.Tensor]:
-        place = walk.place
-        walk.place = (place - 1).clamp(min=0)
+        position = walk.position
+        walk.position = (position - 1).clamp(min=0)
         try:
             return intact(target, walk, vocab)  # type: ignore[arg-type]
         finally:
-            walk.place = place
+            walk.position = position
 
     monkeypatch.setattr(trees, "_dense", off)
     assert value(TableTree(DRAFT)) < ALPHA
@@ -113,7 +113,7 @@ def test_siblings_that_see_each_other(rule: str, monkeypatch: Patch) -> None:
 
 @pytest.mark.parametrize("rule", ["block", "lenience", "typical"])
 def test_rules_of_chains_refuse_trees_by_name(rule: str) -> None:
-    with pytest.raises(ConfigError, match=f"rule '{rule}' judges chains, and TableTree proposes trees"):
+    with pytest.raises(ConfigError, match=f"rule '{rule}' verifies chains, and TableTree proposes trees"):
         run(TARGET, [PROMPT], SamplingParams(max_new_tokens=4), drafter=TableTree(DRAFT), rule=rule)
 
 

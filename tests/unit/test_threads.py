@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-import foresay
 from foresay import threads
 from foresay.decoding.proposal import Proposal
 from foresay.decoding.protocols import KVCache, LengthPolicy, ModelInput, ModelOutput
 from foresay.decoding.rows import Rows
 from foresay.decoding.sampling_params import SamplingParams
-from foresay.drafters import ModelDrafter
+from foresay.drafters import Cascade, ModelDrafter
 from foresay.models.table import TableModel
 from helpers.support import Always, run
 
@@ -133,7 +132,7 @@ def test_only_a_target_with_threads_of_its_own_takes_them_from_others(kind: type
     for drafter in (ModelDrafter(draft, VOCAB), ModelDrafter(own, VOCAB), foreign):
         decode(target, drafter)
     inside = Foreign([[1] * 6, [2] * 4])
-    decode(target, foresay.Cascade([inside, ModelDrafter(table(Own), VOCAB)], [[2, 2], [0, 0]]))
+    decode(target, Cascade([inside, ModelDrafter(table(Own), VOCAB)], [[2, 2], [0, 0]]))
     assert inside.__dict__["seen"] == {MANY}, "in a cascade too"
     few = {1} if kind is Own else {MANY}
     assert target.seen == few

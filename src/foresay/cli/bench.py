@@ -1,4 +1,4 @@
-"""`foresay bench`: methods and other engines on the same prompts."""
+"""`foresay bench`: time methods and other engines on the same prompts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,17 @@ import typer
 
 from foresay.cli.common import check_draft_weights, load_arguments, load_generator
 from foresay.cli.lab_options import DataOptions, numbers
-from foresay.cli.options import MachineOptions, MethodOptions, ModelOption, ModelOptions, SamplingOptions
+from foresay.cli.options import (
+    BatchSizesOption,
+    DraftersOption,
+    LengthsOption,
+    MachineOptions,
+    MethodOptions,
+    ModelOption,
+    ModelOptions,
+    RuleOption,
+    SamplingOptions,
+)
 from foresay.cli.progress import advancing, loading
 from foresay.cli.sharing import SharingOptions
 from foresay.cli.tables import gain, show_table
@@ -38,38 +48,48 @@ from foresay.workers import benching
 
 
 def run(
-    output: Annotated[Path, typer.Argument(help="The results file; one that exists goes on where it ended.")],
+    output: Annotated[Path, typer.Argument(help="The results file to write; one that exists is continued.")],
     *,
     model: ModelOption = None,
-    drafter: Annotated[list[str] | None, typer.Option("--drafter", help="A drafter; may be repeated.")] = None,
-    length: Annotated[list[str] | None, typer.Option("--length", help="A length or policy; may be repeated.")] = None,
-    rule: Annotated[str, typer.Option(help="speculative, block, match, coupled, or a lossy one.")] = "speculative",
+    drafter: DraftersOption = None,
+    length: LengthsOption = None,
+    rule: RuleOption = None,
     against: Annotated[
         list[str] | None,
         typer.Option(
-            help="Another engine, may be repeated: transformers, transformers(lookup=10), vllm=PYTHON, llama.cpp=PYTHON."
+            metavar="ENGINE",
+            help="Another engine, may be repeated: transformers, transformers(lookup=10), vllm=PYTHON, llama.cpp=PYTHON.",
         ),
     ] = None,
     data: DataOptions,
     also: Annotated[
         list[str] | None,
-        typer.Option(help="Further prompts, may be repeated: FILE, or FORMAT@FILE as gsm8k@test.jsonl."),
+        typer.Option(
+            metavar="SOURCE",
+            help="Further prompts, may be repeated: FILE, or FORMAT@FILE such as gsm8k@test.jsonl.",
+        ),
     ] = None,
-    sampled: Annotated[list[float] | None, typer.Option(help="At this temperature too; may be repeated.")] = None,
-    batch: Annotated[str, typer.Option(help="Batch sizes.")] = "1",
-    repeats: Annotated[int, typer.Option(help="Runs of each method, taking turns; the median counts.")] = 3,
+    sampled: Annotated[list[float] | None, typer.Option(help="Also run at this temperature; may be repeated.")] = None,
+    batch_size: BatchSizesOption = "1",
+    repeats: Annotated[int, typer.Option(help="Runs of each method, in turns; the median is shown.")] = 3,
     specdec: Annotated[
         Path | None,
-        typer.Option(help="Write SpecDec++'s result record here: one method with a draft model, batch size 1."),
+        typer.Option(
+            metavar="FILE", help="Write SpecDec++'s result record: one method with a draft model, batch size 1."
+        ),
     ] = None,
     sampling: SamplingOptions,
     sharing: SharingOptions,
     machine: MachineOptions,
 ) -> int:
-    """Time methods against plain decoding and other engines, and keep every result."""
+    """Time methods against plain decoding and other engines.
+
+    Every run is written to the results file (see foresay report). Exit code 1 if an exact method's output differs from plain
+    decoding's, or if nothing could be run.
+    """
     params = sampling.params()
-    sizes = numbers(batch, "--batch")
-    named = methods(drafter or DRAFTERS, length or (), rule)
+    sizes = numbers(batch_size, "--batch-size")
+    named = methods(drafter or DRAFTERS, length or (), rule or "speculative")
     sets = {one.name: one.items() for one in [data, *(_further(data, name) for name in also or [])]}
     every = [params, *(SamplingParams.of(params, temperature=t) for t in sampled or [])]
     loaded = (ModelOptions(model), "none", MethodOptions(), machine)
@@ -77,7 +97,7 @@ def run(
         _check_specdec(named, sets, every, sizes, shared=sharing.wanted)
     if sharing.wanted:
         if against:
-            raise ConfigError("--against and --workers contradict: another engine takes the whole machine; drop one")
+            raise ConfigError("--against and --workers contradict: another engine needs the whole machine; drop one")
         check_draft_weights(machine, named)
         load = load_arguments(*loaded, max_batch_size=max(sizes))
         chat = not data.no_template
@@ -98,16 +118,16 @@ def run(
 
 
 def _check_specdec(named: Sized, sets: Sized, params: Sized, sizes: Sequence[int], *, shared: bool) -> None:
-    """ConfigError unless one method runs one prompt at a time, in this process."""
+    """Raise ConfigError unless one method runs one prompt at a time, in this process."""
     if shared or list(sizes) != [1] or {len(named), len(sets), len(params)} != {1}:
         raise ConfigError(
             "--specdec records one method on one set of prompts at batch size 1: give one --drafter and one --length, and "
-            "neither --also, --sampled, --batch nor --workers"
+            "neither --also, --sampled, --batch-size nor --workers"
         )
 
 
 def _write_specdec(path: Path, generator: Generator, requests: Sequence[PromptRequest], params: SamplingParams) -> None:
-    """The record as one JSON list."""
+    """Run the method and write its record as one JSON list."""
     found = []
     with advancing("Recording") as advance:
         for record in specdec_records(generator, requests, params):
@@ -120,14 +140,14 @@ def _write_specdec(path: Path, generator: Generator, requests: Sequence[PromptRe
 def _opened(
     peers: contextlib.ExitStack, names: Sequence[str], target: Generator, machine: MachineOptions
 ) -> list[Peer]:
-    """Other engines over the target's weights, which end with the stack."""
+    """Start other engines on the target's weights; they are closed with the stack."""
     engines = []
     native = ("", str(native_dtype(target.target.model.device)).removeprefix("torch."))
-    ours_to_choose = (machine.dtype, machine.weights, target.target.weights) == ("auto", "auto", "")
-    if ours_to_choose and target.target.dtype not in native and any(not name.startswith("llama.cpp") for name in names):
+    chosen_by_us = (machine.dtype, machine.weights, target.target.weights) == ("auto", "auto", "")
+    if chosen_by_us and target.target.dtype not in native and any(not name.startswith("llama.cpp") for name in names):
         print(  # noqa: T201
             f"foresay: {target.target.name} is decoded in {target.target.dtype}, which other engines emulate on this processor; "
-            "--dtype fp32 compares at their best",
+            "--dtype fp32 is their fastest",
             file=sys.stderr,
         )
     for name in names:
@@ -141,17 +161,17 @@ def _opened(
 
 
 def _shared(setup: dict[str, Any], output: Path, sharing: SharingOptions, machine: MachineOptions) -> Results:
-    """The same by workers."""
+    """Run the benchmark by workers."""
     gpus = torch.cuda.device_count() if machine.device in (None, "cuda") else 1
     if not sharing.ray and (sharing.workers or 0) > max(1, gpus):
-        print("foresay: workers on one machine slow each other; compare ratios of this run only", file=sys.stderr)  # noqa: T201
+        print("foresay: workers on one machine slow each other; compare only ratios of this run", file=sys.stderr)  # noqa: T201
     with sharing.pool(setup, machine) as pool, _running() as report:
         return benching.bench(pool, output, on_run=report)
 
 
 @contextlib.contextmanager
 def _running() -> Iterator[Callable[[Progress], None]]:
-    """A bar that says what ran last."""
+    """Show a progress bar with the last run."""
     with advancing("Running") as advance:
 
         def report(progress: Progress) -> None:
@@ -163,13 +183,13 @@ def _running() -> Iterator[Callable[[Progress], None]]:
 
 
 def _further(data: DataOptions, name: str) -> DataOptions:
-    """The same choice of prompts from another set."""
+    """The same choice of prompts from another source."""
     format_, at, source = name.rpartition("@")
     return dataclasses.replace(data, prompts=source if at else name, format=format_ or None, field=None, category=None)
 
 
 def show(results: Results) -> int:
-    """The table; 1 when an exact method wrote something else than plain decoding, or nothing could be run."""
+    """Print the table. Return 1 if an exact method's output differs from plain decoding's, or if nothing could be run."""
     lines = []
     wrong = []
     for cell, runs in results.by_cell().items():

@@ -1,4 +1,4 @@
-"""`foresay chat`: a conversation, and everything that can be changed during it."""
+"""`foresay chat`: a conversation in the terminal, with commands that change how it is decoded."""
 
 from __future__ import annotations
 
@@ -8,11 +8,21 @@ from typing import Annotated
 import typer
 
 from foresay.cli.common import load_generator
-from foresay.cli.console.commands import handle, words
+from foresay.cli.console.commands import FLAGS, handle, words
 from foresay.cli.console.input import LineReader, reader
 from foresay.cli.console.screen import Screen
 from foresay.cli.console.session import ChatSession
-from foresay.cli.options import DrafterOption, MachineOptions, MethodOptions, ModelOptions, SamplingOptions, TraceOption
+from foresay.cli.options import (
+    DrafterOption,
+    DraftOption,
+    MachineOptions,
+    MethodOptions,
+    ModelChoice,
+    ModelOptions,
+    SamplingOptions,
+    TraceOption,
+)
+from foresay.cli.typed_errors import as_typed
 from foresay.decoding.acceptance import RULES
 from foresay.errors import ForesayError, PromptError
 from foresay.spec.expressions import written
@@ -20,20 +30,22 @@ from foresay.spec.expressions import written
 
 def run(
     *,
-    models: ModelOptions,
+    which: ModelChoice,
+    draft: DraftOption = None,
     drafter: DrafterOption = "auto",
     methods: MethodOptions,
     sampling: SamplingOptions,
     system: Annotated[str | None, typer.Option(help="The system message.")] = None,
     trace: TraceOption = False,
-    no_history: Annotated[
-        bool, typer.Option("--no-history", help="Do not keep what is entered for the next time.")
-    ] = False,
+    no_history: Annotated[bool, typer.Option("--no-history", help="Do not store what is entered.")] = False,
     machine: MachineOptions,
 ) -> int:
-    """Talk with a model, and change how it decodes while it runs."""
+    """Talk with a model; change how it decodes while it runs.
+
+    /help lists the commands of the console.
+    """
     params = sampling.params()
-    generator = load_generator(models, drafter, methods, machine)
+    generator = load_generator(ModelOptions(which.name, draft), drafter, methods, machine)
     interactive = sys.stdin is not None and sys.stdin.isatty()
     rule = written(generator.rule, RULES)
     session = ChatSession(generator, params, Screen(), interactive, system, rule=rule, length=methods.length)
@@ -46,7 +58,7 @@ def run(
 
 
 def _loop(session: ChatSession, reader: LineReader) -> int:
-    """Read and do, until the end."""
+    """Read entries and act on them until the end of the input or /quit."""
     while session.running:
         try:
             entered = reader.read()
@@ -64,8 +76,8 @@ def _loop(session: ChatSession, reader: LineReader) -> int:
         try:
             handle(session, entered)
         except ForesayError as error:
-            session.screen.error(str(error))
-        except RuntimeError as error:  # PyTorch's, such as no memory: the conversation is not lost for it
+            session.screen.error(as_typed(str(error), FLAGS))
+        except RuntimeError as error:  # PyTorch's, such as no memory: keep the conversation
             session.screen.error(f"{type(error).__name__}: {error}")
         except KeyboardInterrupt:
             if not session.interactive:

@@ -1,4 +1,4 @@
-"""Text coloured by who wrote each token, and the consoles it is printed on."""
+"""Text coloured by the origin of each token, and the consoles that print it."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ def coloured(pieces: Iterable[Piece]) -> Text:
 
 
 def legend() -> Text:
-    """What the colours mean, a line each."""
+    """Meaning of the colours, a line each."""
     lines = [Text.assemble((origin.value.ljust(9), STYLES[origin]), MEANINGS[origin]) for origin in Origin]
     return Text("\n").join(lines)
 
 
 class _Console(Console):
-    """A console whose closed pipe is an error like any other stream's, not an exit of rich's own."""
+    """A console that raises BrokenPipeError for a closed pipe, as other streams do; rich would exit."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
 
 
 def console() -> Console:
-    """Standard output, without wrapping or markup surprises."""
+    """Standard output, without wrapping and markup."""
     return _plain(stderr=False)
 
 
 def notes() -> Console:
-    """Standard error, the same way."""
+    """Standard error, without wrapping and markup."""
     return _plain(stderr=True)
 
 

@@ -1,4 +1,4 @@
-"""What the commands share: loading a model, reading prompts, the JSON record of an output."""
+"""Helpers that commands share: load a model from options, read a prompt, choose a seed."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from foresay.errors import ConfigError, PromptError
 from foresay.generation.generator import Generator
 from foresay.generation.load import load
 from foresay.generation.method import Method
+from foresay.models.sources.packaged import ALIASES
 from foresay.spec.expressions import Call, parse
 from foresay.spec.recipes import read_drafter
 from foresay.spec.settings_file import FILE, is_settings, read_settings
@@ -26,14 +27,14 @@ _SIZES = f"{_SIZE}(,{_SIZE})*"
 
 
 def use_threads(count: int | None) -> None:
-    """Limit PyTorch's threads: two processes that both take every core slow each other far more than twofold."""
+    """Limit PyTorch's threads. Two processes that both use every core slow each other by far more than 2x."""
     check_threads(count)
     if count is not None:
         torch.set_num_threads(count)
 
 
 def check_threads(count: int | None) -> None:
-    """ConfigError for a number of threads out of range."""
+    """Raise ConfigError for a number of threads out of range."""
     if count is not None and not 1 <= count <= 1024:
         raise ConfigError(f"--threads {count} must be between 1 and 1024")
 
@@ -47,9 +48,9 @@ def load_generator(
     later: Sequence[Method] = (),
     **more: Any,
 ) -> Generator:
-    """What the options name, loaded; a draft model by its expression, so that it is kept for `foresay.change`.
+    """Load the model that options name. A draft model is passed as an expression, so that `foresay.change` can keep it.
 
-    later: what the command tries one after the other, over the same weights.
+    later: methods that the command runs one after the other over the same weights.
     """
     if machine.draft_weights is not None and drafter == "none":
         check_draft_weights(machine, later)
@@ -62,11 +63,11 @@ def load_generator(
 def load_arguments(
     models: ModelOptions, drafter: str, methods: MethodOptions, machine: MachineOptions, **more: Any
 ) -> dict[str, Any]:
-    """The arguments of `foresay.load` that options come to, as plain data."""
+    """Return the arguments of `foresay.load` for these options, as plain data."""
     draft: str | None = models.draft
     if draft is not None and drafter in ("auto", "model"):
         drafter, draft = model_expression(draft), None
-    if machine.backend is not None:  # else a settings file may say it
+    if machine.backend is not None:  # None leaves it to a settings file
         more["backend"] = machine.backend
     if machine.gpu_layers is not None:
         more["gpu_layers"] = machine.gpu_layers
@@ -93,21 +94,28 @@ def load_arguments(
 
 
 def memory_sizes(text: str) -> dict[str, str]:
-    """Most memory by device, from "0=20GB,cpu=60GB"."""
+    """Return the memory limit of each device in "0=20GB,cpu=60GB"."""
     found = re.fullmatch(_SIZES, text)
     if found is None:
-        raise ConfigError(f"--max-memory {text!r} must be DEVICE=SIZE, separated by commas, as 0=20GB,cpu=60GB")
+        raise ConfigError(
+            f"--max-memory {text!r} must be DEVICE=SIZE, several separated by commas, such as 0=20GB,cpu=60GB"
+        )
     return dict(part.split("=") for part in text.split(","))
 
 
 def check_draft_weights(machine: MachineOptions, methods: Sequence[Method]) -> None:
-    """ConfigError for --draft-weights where no method loads a draft model."""
+    """Raise ConfigError for --draft-weights if no method loads a draft model."""
     if machine.draft_weights is not None and not any(read_drafter(one.drafter).loads_model for one in methods):
-        raise ConfigError("--draft-weights is for a draft model, and none is named; drop it")
+        raise ConfigError(
+            f"--draft-weights {machine.draft_weights!r} applies to a draft model, and no method loads one; drop it"
+        )
 
 
 def model_name(given: str | None) -> str:
-    """The model to load: what was given, else this folder's settings file, named on stderr, else the default."""
+    """Return the model to load: the given one, else foresay.toml in this folder, else the default.
+
+    The settings of a settings file are printed on stderr.
+    """
     if given is None and not Path(FILE).is_file():
         return DEFAULT_MODEL
     name = FILE if given is None else given
@@ -116,8 +124,18 @@ def model_name(given: str | None) -> str:
     return name
 
 
+def target_name(given: str | None) -> str:
+    """Return the model of a command that takes no settings file: the given one, else the default.
+
+    Raises ConfigError for a settings file.
+    """
+    if given is not None and is_settings(given):
+        raise ConfigError(f"{given!r} is a settings file, and this command takes a model; give its target by name")
+    return DEFAULT_MODEL if given is None else given
+
+
 def model_expression(name: str) -> str:
-    """The drafter expression of a draft model, its name quoted where the grammar needs it."""
+    """Return the drafter expression of a draft model, its name quoted if the grammar needs it."""
     bare = f"model({name})"
     try:
         return bare if parse(bare) == Call("model", ((None, name),)) else f'model("{name}")'
@@ -126,14 +144,18 @@ def model_expression(name: str) -> str:
 
 
 def fresh_seed() -> int:
-    """A seed for a sampled output whose caller gave none."""
+    """Return a seed for a sampled output without a given one."""
     return secrets.randbelow(2**32)
 
 
-def read_prompt(argument: str | None, file: Path | None) -> str:
-    """The prompt from the argument, a file, or standard input ("-", or nothing when it is no terminal)."""
+def read_prompt(words: Sequence[str] | None, file: Path | None) -> str:
+    """Return the prompt from the argument, a file, or standard input ("-", or no argument if it is not a terminal).
+
+    Raises PromptError for several arguments, for a prompt given twice, and for one that is empty or not UTF-8.
+    """
+    argument = _single(words or [])
     if argument is not None and argument != "-" and file is not None:
-        raise PromptError("give the prompt as an argument or with --file, not both")
+        raise PromptError("the prompt is given twice, as an argument and with --file; drop one")
     if file is not None and str(file) != "-":
         try:
             raw = file.read_bytes()
@@ -141,20 +163,30 @@ def read_prompt(argument: str | None, file: Path | None) -> str:
             raise PromptError(f"cannot read {str(file)!r}: {error.strerror}") from None
         return _decoded(raw, str(file))
     if argument is not None and argument != "-":
-        return _given(argument)
+        return _checked(argument)
     if argument is None and file is None and (sys.stdin is None or sys.stdin.isatty()):
-        raise PromptError("no prompt: give it as an argument, with --file, or on standard input")
-    return _decoded(sys.stdin.buffer.read(), "standard input")
+        raise PromptError("no prompt: give it as an argument in quotes, with --file, or on standard input")
+    return _decoded(b"" if sys.stdin is None else sys.stdin.buffer.read(), "standard input")
+
+
+def _single(words: Sequence[str]) -> str | None:
+    """The only word; None if there is none."""
+    if len(words) < 2:
+        return words[0] if words else None
+    first = words[0]
+    if first in ALIASES or first.endswith(".gguf") or re.fullmatch(r"[\w.-]+/[\w.-]+", first):
+        raise PromptError(f"{first!r} looks like a model: the argument is the prompt, and -m {first} names the model")
+    raise PromptError(f'the prompt is one argument, and {len(words)} are given; put it in quotes: "{" ".join(words)}"')
 
 
 def _decoded(raw: bytes, name: str) -> str:
     try:
-        return _given(raw.decode("utf-8"))
+        return _checked(raw.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise PromptError(f"{name} is not UTF-8 text: byte {raw[error.start]:#04x} at offset {error.start}") from None
 
 
-def _given(text: str) -> str:
+def _checked(text: str) -> str:
     if not text.strip():
         raise PromptError("the prompt is empty")
     try:

@@ -1,4 +1,4 @@
-"""`foresay compare`: one prompt, decoded plainly and with each method."""
+"""`foresay compare`: decode one prompt without speculation and with each method."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from foresay.cli.console import table
 from foresay.cli.options import (
     DraftersOption,
     FileOption,
+    JsonOption,
     MachineOptions,
     MethodOptions,
     ModelOptions,
@@ -38,19 +39,22 @@ def run(
     models: ModelOptions,
     drafter: DraftersOption = None,
     methods: MethodOptions,
-    repeats: Annotated[int, typer.Option(help="Runs of each method, taking turns; the median counts.")] = 1,
+    repeats: Annotated[int, typer.Option(help="Runs of each method, in turns; the median is shown.")] = 1,
     sampling: SamplingOptions,
     raw: RawOption = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")] = False,
+    as_json: JsonOption = False,
     machine: MachineOptions,
 ) -> int:
-    """Decode one prompt with each method, and set them side by side."""
+    """Decode one prompt with each method, side by side.
+
+    Exit code 1 if a method's output differs from plain decoding's under an exact rule.
+    """
     params = sampling.params()
-    check_int("--repeats", repeats, 1, 1000)
+    check_int("repeats", repeats, 1, 1000)
     named = _methods(drafter or [], models, methods)
     text = read_prompt(prompt, file)
-    plainly = MethodOptions(rule=methods.rule)
-    generator = load_generator(ModelOptions(models.model), "none", plainly, machine, later=named)
+    plain = MethodOptions(rule=methods.rule)
+    generator = load_generator(ModelOptions(models.model), "none", plain, machine, later=named)
     with loading("Preparing the drafters") as progress:
         rows = table.compare(generator, PromptItem("", text, raw=raw), named, models.draft, params, repeats, progress)
     if as_json:
@@ -66,11 +70,11 @@ def run(
 
 
 def _methods(named: list[str], models: ModelOptions, options: MethodOptions) -> list[Method]:
-    """What to compare, each once; what is wrong with an expression is said before anything is loaded."""
+    """Return the methods to compare, each once. Raises ConfigError for a wrong expression, before anything is loaded."""
     number, length = options.num_draft_tokens, options.length
     if number is not None and length is not None:
-        raise ConfigError(f"num_draft_tokens={number} and length={length!r} contradict; give one of them")
+        raise ConfigError(f"--num-draft-tokens {number} and --length {length} contradict; drop one")
     draft = [] if models.draft is None else [model_expression(models.draft)]
-    names = [str(parse(name)) for name in (*DRAFTERS, *named, *draft) if name != "auto"]  # auto is one of them
+    names = [str(parse(name)) for name in (*DRAFTERS, *named, *draft) if name != "auto"]  # auto is one of the others
     lengths = [str(one) for one in (number, length) if one is not None]
     return every(names, lengths, options.rule_name)

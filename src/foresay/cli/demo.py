@@ -1,4 +1,4 @@
-"""`foresay demo`: the main job on a real model, both ways, side by side."""
+"""`foresay demo`: a few prompts on a real model, with and without speculation."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import Annotated
 import typer
 
 from foresay.cli.colours import coloured, console, legend
-from foresay.cli.common import use_threads
-from foresay.cli.options import ThreadsOption
+from foresay.cli.common import model_name, use_threads
+from foresay.cli.options import ModelChoice, ThreadsOption
 from foresay.cli.progress import loading
 from foresay.cli.tables import comparison, first_difference
+from foresay.decoding.sampling_params import SamplingParams
 from foresay.engine import Stats
 from foresay.generation.generator import Generator
 from foresay.generation.load import load
@@ -33,15 +34,23 @@ PROMPTS = (
 
 
 def run(
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", help="Tokens per prompt at most.")] = 128,
-    model: Annotated[str, typer.Option(help="Alias, hub id, folder or GGUF file.")] = "smollm2-135m",
+    *,
+    which: ModelChoice,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", "-n", help="Generate at most N tokens per prompt.")
+    ] = 128,
     threads: ThreadsOption = None,
 ) -> int:
-    """Decode a few prompts with and without speculation, and compare."""
+    """Decode a few prompts with and without speculation.
+
+    Exit code 1 if an output differs.
+    """
+    SamplingParams(max_new_tokens=max_new_tokens)  # a wrong number must fail before the model is loaded
     use_threads(threads)
+    model = model_name(which.name)
     with loading(f"Loading {model}") as progress:
         generator = load(model, progress=progress)
-    generator.generate("Hello", max_new_tokens=4)  # the first passes allocate; neither side pays for them
+    generator.generate("Hello", max_new_tokens=4)  # the first passes allocate: time neither side's
     out = console()
     out.print(legend())
     totals = [Stats(), Stats()]

@@ -1,4 +1,4 @@
-"""`foresay distill FOLDER`: a draft that writes what a target writes, trained on the target's own outputs."""
+"""`foresay distill FOLDER`: train a draft head or draft model on a target's own outputs."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import torch
 import typer
 
 from foresay.checks import check_float, check_int
-from foresay.cli.common import use_threads
-from foresay.cli.options import DeviceOption, DtypeOption, ModelOption, ThreadsOption, TrustOption
+from foresay.cli.common import target_name, use_threads
+from foresay.cli.options import DeviceOption, DtypeOption, TargetOption, ThreadsOption, TrustOption
 from foresay.cli.progress import advancing, loading
 from foresay.drafters.ngram_table import NgramTable
 from foresay.errors import ConfigError
@@ -25,7 +25,7 @@ from foresay.spec.recipe import check_table
 from foresay.text.tokenizer import check_vocabularies, tokenizer_fingerprint
 from foresay.training.corpus import CorpusReader
 from foresay.training.curves import draw_curves, read_log
-from foresay.training.distil import NOTE, HeadShape, begun_head, distil_head, distil_model, new_head
+from foresay.training.distil import NOTE, HeadShape, distil_head, distil_model, new_head, resumed_head
 from foresay.training.fitting import CHECKPOINT, LOG, Plan, Report
 from foresay.training.losses import Objective
 from foresay.training.outputs import Text, read_outputs, split, texts_of
@@ -36,67 +36,91 @@ HEAD = "head"
 
 @dataclass(frozen=True, slots=True)
 class TextOptions:
-    """What it learns on."""
+    """Training data."""
 
-    outputs: Annotated[list[str] | None, typer.Option(help="Recordings of the target (foresay record).")] = None
-    text: Annotated[list[str] | None, typer.Option(help="Text or .jsonl to learn the target's laws on.")] = None
-    length: Annotated[int, typer.Option(help="Tokens of a text.")] = 512
-    held_out: Annotated[float, typer.Option(help="Share of the texts to evaluate on.")] = 0.03
+    PANEL: ClassVar[str] = "Data"
+    outputs: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FILE", help="A recording of the target (foresay record); may be repeated."),
+    ] = None
+    text: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FILE", help="Text or .jsonl to learn the target's distributions on; may be repeated."),
+    ] = None
+    sequence_length: Annotated[int, typer.Option(help="Tokens of a text at most; longer ones are split.")] = 512
+    held_out: Annotated[float, typer.Option(help="Fraction of the texts that is held out for evaluation.")] = 0.03
 
     def check(self) -> None:
-        """Raises ConfigError for values out of range, and where there is nothing to learn on."""
+        """Raise ConfigError for values out of range, and if there is no training data."""
         if not self.outputs and not self.text:
-            raise ConfigError("give --outputs, recordings of the target (foresay record), or --text")
-        check_int("length", self.length, 2)
+            raise ConfigError("no training data: give --outputs, recordings of the target (foresay record), or --text")
+        check_int("sequence_length", self.sequence_length, 2)
         check_float("held_out", self.held_out, 0.0, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
 class StudentOptions:
-    """What is trained, and what it is to learn."""
+    """The draft that is trained, and its loss."""
 
+    PANEL: ClassVar[str] = "Draft"
     draft: Annotated[
-        str, typer.Option(help="What to train: head, or a smaller model of the same vocabulary by name.")
+        str,
+        typer.Option(metavar="MODEL", help="head, a draft head; or a smaller model of the same vocabulary, by name."),
     ] = HEAD
     start: Annotated[
-        str | None, typer.Option("--from", help="A head to go on from, by folder, hub id or alias, on a new schedule.")
+        str | None,
+        typer.Option(
+            "--from", metavar="HEAD", help="Start from this head (folder, hub id or alias), on a new schedule."
+        ),
     ] = None
     loss: Annotated[
-        str, typer.Option(help="forward_kl, reverse_kl, tv, or a mixture such as forward_kl=0.5,tv=0.5.")
+        str,
+        typer.Option(metavar="LOSS", help="forward_kl, reverse_kl, tv, or a mixture such as forward_kl=0.5,tv=0.5."),
     ] = "forward_kl"
-    steps: Annotated[int, typer.Option(help="Tokens that a head drafts in a row while it learns.")] = 5
-    decay: Annotated[float, typer.Option(help="Weight of each of them, as a share of the one before.")] = 0.8
-    layers: Annotated[str | None, typer.Option(help="Hidden states that a head reads, such as 2,15,27.")] = None
-    vocabulary_size: Annotated[int | None, typer.Option(help="Tokens that a head, or a cut draft, can write.")] = None
+    draft_steps: Annotated[int, typer.Option(help="Tokens that a head drafts in a row in training.")] = 5
+    decay: Annotated[float, typer.Option(help="Weight of each of them, relative to the one before.")] = 0.8
+    hidden_layers: Annotated[
+        str | None,
+        typer.Option(metavar="N,N,N", help="Layers of the target whose hidden states a head reads, such as 2,15,27."),
+    ] = None
+    vocabulary_size: Annotated[
+        int | None, typer.Option(help="Number of tokens that a head, or a draft model with --vocabulary, can propose.")
+    ] = None
     vocabulary: Annotated[
         Path | None,
-        typer.Option(help="Cut a draft model to the tokens most frequent in this table (ngram build)."),
+        typer.Option(
+            metavar="FILE", help="Restrict a draft model to the most frequent tokens of this table (ngram build)."
+        ),
     ] = None
-    feed_forward: Annotated[int | None, typer.Option(help="Neurons of a head's feed-forward.")] = None
-    own_head: Annotated[bool, typer.Option("--own-head", help="Let a head learn its own output layer.")] = False
+    feed_forward: Annotated[int | None, typer.Option(help="Feed-forward neurons of a head.")] = None
+    own_head: Annotated[
+        bool, typer.Option("--own-output-layer", help="Train an output layer for a head, not only its decoder layer.")
+    ] = False
     all_weights: Annotated[
-        bool, typer.Option("--all-weights", help="Train a draft model's embeddings and head too.")
+        bool, typer.Option("--all-weights", help="Also train a draft model's embeddings and output layer.")
     ] = False
 
     def check(self) -> None:
-        """Raises ConfigError for values out of range, and for options that contradict."""
-        check_int("steps", self.steps, 1, 64)
+        """Raise ConfigError for values out of range, and for options that contradict."""
+        check_int("draft_steps", self.draft_steps, 1, 64)
         if self.start and self.draft != HEAD:
-            raise ConfigError("--from goes on with a head; a draft model goes on by its name, with --draft")
+            raise ConfigError("--from starts from a head; to start from a draft model, name it with --draft")
         if self.start and self.shape() != HeadShape():
-            raise ConfigError("--from takes the shape of that head; leave --layers, --vocabulary-size and the like out")
-
+            raise ConfigError(
+                "--from sets the shape of the head; drop --hidden-layers, --vocabulary-size, --feed-forward and "
+                "--own-output-layer"
+            )
         if self.vocabulary is not None and (self.draft == HEAD or self.vocabulary_size is None):
             raise ConfigError(
-                "--vocabulary is a table for a draft model, beside --vocabulary-size; a head takes its tokens from the texts"
+                "--vocabulary needs --draft MODEL and --vocabulary-size; a head takes its tokens from the texts"
             )
         if self.vocabulary is None and self.vocabulary_size is not None and self.draft != HEAD:
-            raise ConfigError("--vocabulary-size of a draft model needs --vocabulary, a table (foresay ngram build)")
+            raise ConfigError("--vocabulary-size with --draft needs --vocabulary, a table (foresay ngram build)")
 
     def shape(self) -> HeadShape:
-        """Of a head that is begun."""
+        """Shape of a new head."""
         return HeadShape(
-            hidden_layers=_layers(self.layers),
+            hidden_layers=_layers(self.hidden_layers),
             vocabulary_size=self.vocabulary_size,
             feed_forward=self.feed_forward,
             own_head=self.own_head,
@@ -105,43 +129,48 @@ class StudentOptions:
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """How it is trained."""
+    """Schedule and optimiser."""
 
-    epochs: Annotated[float, typer.Option(help="Times that each text is seen.")] = 1.0
-    minutes: Annotated[float | None, typer.Option(help="End after so many minutes, earlier runs included.")] = None
-    rate: Annotated[float, typer.Option(help="Learning rate.")] = 1e-3
-    optimiser: Annotated[str, typer.Option(help="muon or adamw.")] = "muon"
+    PANEL: ClassVar[str] = "Training"
+    epochs: Annotated[float, typer.Option(help="Passes over the texts.")] = 1.0
+    minutes: Annotated[float | None, typer.Option(help="End after X minutes, earlier runs included.")] = None
+    learning_rate: Annotated[float, typer.Option(help="Learning rate.")] = 1e-3
+    optimiser: Annotated[str, typer.Option(metavar="NAME", help="muon or adamw.")] = "muon"
     batch_tokens: Annotated[
         int | None,
         typer.Option(help="Tokens of a batch.  [default: 4096, or fewer so that --minutes allows 50 steps]"),
     ] = None
-    accumulate: Annotated[int, typer.Option(help="Batches of a step.")] = 1
+    accumulate: Annotated[int, typer.Option(help="Batches whose gradients make one training step.")] = 1
     evaluate_minutes: Annotated[float, typer.Option(help="Minutes between evaluations.")] = 5.0
-    precision: Annotated[str, typer.Option(help="fp32 or bf16, what training computes in.")] = "fp32"
-    seed: Annotated[int, typer.Option(help="Of first weights and order of texts.")] = 0
+    precision: Annotated[str, typer.Option(metavar="DTYPE", help="Train in fp32 or bf16.")] = "fp32"
+    seed: Annotated[int, typer.Option(help="Seed of initial weights and order of texts.")] = 0
 
     def plan(self) -> Plan:
-        """Raises ConfigError for values out of range."""
-        return Plan(**asdict(self))
+        """Return the plan. Raises ConfigError for values out of range."""
+        given = asdict(self)
+        return Plan(rate=given.pop("learning_rate"), **given)
 
 
 def run(
-    folder: Annotated[Path, typer.Argument(help="Where to write the draft; a run that was killed goes on.")],
+    folder: Annotated[Path, typer.Argument(help="The folder to write; an interrupted run in it is continued.")],
     *,
-    model: ModelOption = None,
+    model: TargetOption = None,
     student: StudentOptions,
     texts: TextOptions,
     plans: PlanOptions,
-    states: Annotated[Path | None, typer.Option(help="Folder that keeps what the target shows, computed once.")] = None,
+    states: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Cache the target's hidden states here, computed once.")
+    ] = None,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Also log for TensorBoard.")] = False,
     dtype: DtypeOption = "auto",
     device: DeviceOption = None,
     threads: ThreadsOption = None,
     trust_remote_code: TrustOption = False,
 ) -> int:
-    """Train a draft on what a target writes: a head on its hidden states, or a smaller model.
+    """Train a draft head or draft model on a target's output.
 
-    The best so far is always in the folder, ready to draft with.
+    A draft head reads the target's hidden states (EAGLE-3); a draft model is a smaller model of the same vocabulary. The folder
+    always contains the best draft so far. A later run continues where the last one ended.
     """
     plan, objective = plans.plan(), Objective.parse(student.loss)
     student.check()
@@ -150,7 +179,7 @@ def run(
     use_threads(threads)
     options = LoadOptions(dtype=dtype, device=own_device(device), trust_remote_code=trust_remote_code)
     with loading("Loading") if is_first() else nullcontext():
-        target = load_model(model or "smollm2-135m", options)
+        target = load_model(target_name(model), options)
     learn, rest = split(_texts(target, texts), texts.held_out)
     train = _train_head if student.draft == HEAD else _train_model
     with _progress() as on_progress:
@@ -169,16 +198,16 @@ def run(
 
 
 Named = tuple[LoadedModel, StudentOptions, LoadOptions]
-"""A target, what learns from it, and how that is loaded."""
+"""A target, the draft that learns from it, and the options for loading that."""
 
 
 def _train_head(named: Named, given: tuple[Any, ...], **more: Any) -> Report:
     target, student, _ = named
     if student.start:
-        head = begun_head(target, load_head(student.start))
+        head = resumed_head(target, load_head(student.start))
     else:
         head = new_head(target, given[0], student.shape(), given[2].seed)
-    return distil_head(target, head, *given, steps=student.steps, decay=student.decay, **more)
+    return distil_head(target, head, *given, steps=student.draft_steps, decay=student.decay, **more)
 
 
 def _train_model(named: Named, given: tuple[Any, ...], **more: Any) -> Report:
@@ -191,14 +220,14 @@ def _train_model(named: Named, given: tuple[Any, ...], **more: Any) -> Report:
 
 
 def _kept_tokens(target: LoadedModel, path: Path, size: int | None) -> torch.Tensor:
-    """The tokens that `model(..., vocabulary=path, vocabulary_size=size)` drafts."""
+    """The tokens that `model(..., vocabulary=path, vocabulary_size=size)` can propose."""
     table = NgramTable.load(path)
     check_table(table, target)
     return torch.tensor(table.draft_vocabulary(size, 1.0, target.eos_token_ids, target.model.vocab_size))
 
 
 def _note(student: StudentOptions, texts: TextOptions, learn: Sequence[Text]) -> dict[str, Any]:
-    """What a draft says of its own making."""
+    """Provenance of a draft, for its folder."""
     tokens = sum(one.size for one in learn)
     return {"from": student.start, "outputs": texts.outputs, "text": texts.text, "texts": len(learn), "tokens": tokens}
 
@@ -209,27 +238,27 @@ def _layers(text: str | None) -> tuple[int, ...] | None:
     try:
         return tuple(int(one) for one in text.split(","))
     except ValueError:
-        raise ConfigError(f"--layers {text!r} must be layers such as 2,15,27") from None
+        raise ConfigError(f"--hidden-layers {text!r} must be numbers of layers, such as 2,15,27") from None
 
 
-def _texts(target: LoadedModel, asked: TextOptions) -> list[Text]:
-    """All texts, those of recordings first."""
-    tokenizer, size, length = target.tokenizer, target.model.vocab_size, asked.length
+def _texts(target: LoadedModel, options: TextOptions) -> list[Text]:
+    """Read all texts, recordings first."""
+    tokenizer, size, length = target.tokenizer, target.model.vocab_size, options.sequence_length
     fingerprint = None if tokenizer is None else tokenizer_fingerprint(tokenizer)
-    out = [one for path in asked.outputs or () for one in read_outputs(path, size, fingerprint, length)]
-    if asked.text:
+    out = [one for path in options.outputs or () for one in read_outputs(path, size, fingerprint, length)]
+    if options.text:
         if tokenizer is None:
-            raise ConfigError("the model has no tokenizer, so that no text can be read")
-        out += texts_of((tokenizer(piece.text).input_ids for piece in CorpusReader(asked.text).pieces()), length)
+            raise ConfigError("the model has no tokenizer, so --text cannot be read; give --outputs")
+        out += texts_of((tokenizer(piece.text).input_ids for piece in CorpusReader(options.text).pieces()), length)
     return out
 
 
 def _check_folder(folder: Path) -> None:
     if folder.is_file():
-        raise ConfigError(f"{str(folder)!r} is a file")
+        raise ConfigError(f"{str(folder)!r} is a file; name a folder")
     ours = any((folder / name).exists() for name in (NOTE, LOG, CHECKPOINT))
     if folder.is_dir() and any(folder.iterdir()) and not ours:
-        raise ConfigError(f"the folder {str(folder)!r} holds something else, and is left as it is; name another")
+        raise ConfigError(f"the folder {str(folder)!r} contains something else, and is not changed; name another")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -238,9 +267,9 @@ def _check_folder(folder: Path) -> None:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str, float, str], None]]:
-    """A bar for each thing that goes on, one after the other."""
+    """Show a progress bar for each stage."""
     with advancing("Distilling") as advance:
-        yield lambda what, share, note: advance(round(100 * share), 100, f"{what}: {note}")
+        yield lambda stage, share, note: advance(round(100 * share), 100, f"{stage}: {note}")
 
 
 def _summary(folder: Path, report: Report, learn: Sequence[Text], student: StudentOptions) -> Iterator[str]:
@@ -249,12 +278,12 @@ def _summary(folder: Path, report: Report, learn: Sequence[Text], student: Stude
     if not draw_curves(folder, lines):
         typer.echo("no curves.png without matplotlib: pip install 'foresay[lab]'", err=True)
     kind = json.loads((folder / NOTE).read_text(encoding="utf-8"))["kind"]
-    went_on = f", {report.resumed_at} of them earlier" if report.resumed_at else ""
+    earlier = f", {report.resumed_at} of them earlier" if report.resumed_at else ""
     yield str(folder)
-    yield f"  learned on {len(learn)} texts, {sum(one.size for one in learn):,} tokens of the target"
+    yield f"  trained on {len(learn)} texts, {sum(one.size for one in learn):,} tokens of the target"
     state = report.state
     took = f"{state.tokens:,} tokens in {state.elapsed_s / 60:.1f} minutes, in batches of {state.batch_tokens:,}"
-    yield f"  {state.step} steps{went_on}, {took}"
+    yield f"  {state.step} steps{earlier}, {took}"
     yield (
         f"  held out: {best['tokens_per_pass']:.2f} tokens per pass, accepted {best['acceptance_1']:.2f}, "
         f"agreed {best['agreement_1']:.2f} (step {report.state.best_step})"

@@ -1,4 +1,4 @@
-"""`foresay export HEAD FOLDER`: a head on hidden states as other engines read it, with all of its weights."""
+"""`foresay export HEAD FOLDER`: write a draft head in another engine's format, with all of its weights."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from foresay.cli.options import DtypeOption, ModelOption, TrustOption
+from foresay.cli.common import target_name
+from foresay.cli.options import DtypeOption, TargetOption, TrustOption
 from foresay.cli.progress import loading
 from foresay.errors import ConfigError
 from foresay.models.heads.files import LAYOUTS, check_target, write_head
@@ -20,27 +21,29 @@ from foresay.training.distil import causal
 
 
 def run(
-    head: Annotated[str, typer.Argument(help="A head by folder, hub id or alias.")],
-    folder: Annotated[Path, typer.Argument(help="Where to write it.")],
+    head: Annotated[str, typer.Argument(help="A draft head: folder, hub id or alias.")],
+    folder: Annotated[Path, typer.Argument(help="The folder to write.")],
     *,
-    model: ModelOption = None,
-    layout: Annotated[str, typer.Option(help=f"How: {' or '.join(LAYOUTS)}.")] = "speculators",
+    model: TargetOption = None,
+    layout: Annotated[str, typer.Option(metavar="NAME", help=f"File format: {' or '.join(LAYOUTS)}.")] = "speculators",
     verifier: Annotated[
-        str | None, typer.Option(help="The target as the other engine will find it.  [default: the model]")
+        str | None,
+        typer.Option(metavar="MODEL", help="Name of the target in the other engine.  [default: the model]"),
     ] = None,
     dtype: DtypeOption = "auto",
     trust_remote_code: TrustOption = False,
 ) -> int:
-    """Write a head on hidden states as other engines read it, the output layer it shares with its target included.
+    """Write a draft head in another engine's format.
 
-    The layout of vLLM's speculators, or the plain one of EAGLE-3 as vLLM reads it: other engines count layers from one more.
+    The output layer that the head shares with its target is included. vLLM reads both formats: speculators, and plain EAGLE-3,
+    which counts layers from 1.
     """
     if layout not in LAYOUTS:
         raise ConfigError(f"--layout {layout!r} must be {' or '.join(LAYOUTS)}")
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
-        raise ConfigError(f"{str(folder)!r} holds something, and is left as it is; name another folder")
+        raise ConfigError(f"{str(folder)!r} exists and is not empty; name another folder")
     with loading("Loading"):
-        target = load_model(model or "smollm2-135m", LoadOptions(dtype=dtype, trust_remote_code=trust_remote_code))
+        target = load_model(target_name(model), LoadOptions(dtype=dtype, trust_remote_code=trust_remote_code))
         found = load_head(head)
     whole = causal(target)
     width = int(whole.model.config.get_text_config(decoder=True).hidden_size)
@@ -56,6 +59,6 @@ def run(
     write_head(dataclasses.replace(found, config=config), folder, layout=LAYOUTS[layout], lm_head=rows)
     typer.echo(folder)
     typer.echo(
-        f"  reads layers {', '.join(map(str, layers))} of {config.target}, writes {config.draft_vocab_size:,} tokens"
+        f"  reads layers {', '.join(map(str, layers))} of {config.target}, proposes {config.draft_vocab_size:,} tokens"
     )
     return 0

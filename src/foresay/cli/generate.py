@@ -1,4 +1,4 @@
-"""`foresay generate`: one prompt, streamed."""
+"""`foresay generate`: generate from one prompt, streamed, or from many lines as one batch."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from foresay.cli import generate_lines
 from foresay.cli.colours import coloured, console, legend, notes
 from foresay.cli.common import fresh_seed, load_arguments, load_generator, read_prompt
 from foresay.cli.options import (
+    BatchSizeOption,
     DrafterOption,
     FileOption,
+    JsonOption,
     MachineOptions,
     MethodOptions,
     ModelOptions,
@@ -43,22 +45,23 @@ def run(
     methods: MethodOptions,
     sampling: SamplingOptions,
     logprobs: Annotated[
-        int | None, typer.Option(help="With --json: log-probabilities, and of this many others.")
+        int | None, typer.Option(help="With --json: log-probabilities, and those of the N most likely tokens.")
     ] = None,
-    lines: Annotated[
-        bool, typer.Option("--lines", help="Each line is a prompt; all are decoded as one batch.")
-    ] = False,
-    batch_size: Annotated[int, typer.Option(help="With --lines: prompts decoded at a time.")] = 32,
+    lines: Annotated[bool, typer.Option("--lines", help="Decode each line as a prompt, all in one batch.")] = False,
+    batch_size: BatchSizeOption = 32,
     raw: RawOption = False,
     trace: TraceOption = False,
     compare: Annotated[
-        bool, typer.Option("--compare", help="Decode plainly too and compare; 1 if they differ.")
+        bool, typer.Option("--compare", help="Decode without speculation too; exit code 1 if the outputs differ.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the text.")] = False,
+    as_json: JsonOption = False,
     sharing: SharingOptions,
     machine: MachineOptions,
 ) -> int:
-    """Write a continuation of one prompt, faster and unchanged."""
+    """Generate a continuation of one prompt.
+
+    The output is the same as without speculation, unless the rule is lossy. A seed reproduces a sampled output.
+    """
     params = sampling.params(logprobs=logprobs)
     _refuse_contradictions(
         {
@@ -77,7 +80,7 @@ def run(
     prompts = generate_lines.split_lines(text) if lines else []
     if sharing.wanted:
         if not lines:
-            raise ConfigError("--workers share many prompts; add --lines")
+            raise ConfigError("--workers distributes many prompts; add --lines")
         load = load_arguments(models, drafter, methods, machine, max_batch_size=batch_size)
         setup = {"kind": "generate", "load": load, "params": plain_params(params), "raw": raw}
         with sharing.pool(setup, machine) as pool:
@@ -93,12 +96,12 @@ def run(
 def _one(
     generator: Generator, request: Any, params: SamplingParams, *, trace: bool, compare: bool, as_json: bool
 ) -> int:
-    """Decode one prompt, and plainly too with --compare."""
+    """Decode one prompt, with --compare also without speculation."""
     if params.seed is None and not params.greedy:
         params = SamplingParams.of(params, seed=fresh_seed())
     if compare:
-        generator.generate(request, SamplingParams(max_new_tokens=4))  # neither side pays for the first passes
-        generator.forget()  # and the drafter does not profit from them
+        generator.generate(request, SamplingParams(max_new_tokens=4))  # the first passes are slow: time neither side's
+        generator.forget()  # the drafter must not know this output
     fast, seconds = (_quiet if as_json else _stream)(generator, request, params, trace)
     plain = _plain(generator, request, params) if compare else None
     if as_json:
@@ -109,11 +112,12 @@ def _one(
 
 
 def _refuse_contradictions(flags: dict[str, bool]) -> None:
-    """Flags that exclude each other, and flags that need another."""
+    """Raise ConfigError for flags that exclude each other, and for a flag without the one that it needs."""
     if flags["--trace"] and flags["--json"]:
-        raise ConfigError("--trace and --json contradict; give one of them")
+        raise ConfigError("--trace and --json contradict; drop one")
     if flags["--lines"] and (flags["--trace"] or flags["--compare"]):
-        raise ConfigError("--lines decodes a batch; --trace and --compare show one prompt")
+        shown = "--trace" if flags["--trace"] else "--compare"
+        raise ConfigError(f"--lines decodes a batch, and {shown} shows one prompt; drop one")
     if flags["--logprobs"] and not flags["--json"]:
         raise ConfigError("--logprobs needs --json")
 
@@ -124,7 +128,7 @@ def _quiet(generator: Generator, request: Any, params: SamplingParams, trace: bo
 
 
 def _stream(generator: Generator, request: Any, params: SamplingParams, trace: bool) -> tuple[Generation, float]:
-    """Print the text as it is committed; Ctrl-C keeps what was printed."""
+    """Print the text as it is committed. Ctrl-C keeps the text printed so far."""
     out = console()
     began = perf_counter()
     whole = None
@@ -162,7 +166,7 @@ def _record(fast: Generation, seconds: float, plain: tuple[Generation, float] | 
 def _sum_up(
     generator: Generator, fast: Generation, seconds: float, plain: tuple[Generation, float] | None, trace: bool
 ) -> None:
-    """The counts and times, on stderr; on stdout only what an option requested."""
+    """Print counts and times on stderr; on stdout only what an option requests."""
     out = console()
     if trace:
         out.print()

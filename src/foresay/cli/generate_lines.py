@@ -1,4 +1,4 @@
-"""`foresay generate --lines`: many prompts, decoded as one batch."""
+"""`foresay generate --lines`: many prompts as one batch."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from foresay.workers.pool import Pool, in_order
 
 
 def split_lines(text: str) -> list[str]:
-    """One prompt per line; empty lines are left out."""
+    """Return one prompt per line, without empty lines. Raises PromptError if no line is left."""
     prompts = [line for line in text.splitlines() if line.strip()]
     if not prompts:
-        raise PromptError("--lines was given, but the input has no line with a prompt")
+        raise PromptError("--lines: the input has no line with a prompt")
     return prompts
 
 
 def run(generator: Generator, prompts: list[str], params: SamplingParams, *, raw: bool, as_json: bool) -> int:
-    """Decode all prompts together and print them in order: a JSON object each, or the texts with a blank line between."""
+    """Decode all prompts together; print the outputs in order, as JSON lines or as texts with a blank line between."""
     requests = [as_chat(text, generator.tokenizer, raw=raw) for text in prompts]
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[tokens]} tokens"), TimeRemainingColumn())
     seen = 0
@@ -50,7 +50,7 @@ def run(generator: Generator, prompts: list[str], params: SamplingParams, *, raw
 
 
 def run_shared(pool: Pool, prompts: list[str], *, as_json: bool) -> int:
-    """The same by workers; each is printed as soon as those before it are."""
+    """Decode all prompts by workers; print each output once all earlier ones are printed."""
     tasks = {i: {"prompt": text} for i, text in enumerate(prompts)}
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[tokens]} tokens"), TimeRemainingColumn())
     tokens, began = 0, perf_counter()

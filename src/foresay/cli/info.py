@@ -1,4 +1,4 @@
-"""`foresay info MODEL`: what a model supports, and why not."""
+"""`foresay info [MODEL]`: the installation, or what a model supports."""
 
 from __future__ import annotations
 
@@ -6,7 +6,18 @@ from typing import Annotated
 
 import typer
 
-from foresay.cli.options import BackendOption, DeviceOption, DtypeOption, GpuLayersOption, TrustOption, WeightsOption
+from foresay.checks import check_int
+from foresay.cli import installation
+from foresay.cli.common import target_name
+from foresay.cli.options import (
+    BackendOption,
+    DeviceOption,
+    DtypeOption,
+    GpuLayersOption,
+    ModelChoice,
+    TrustOption,
+    WeightsOption,
+)
 from foresay.cli.progress import loading
 from foresay.decoding.protocols import LanguageModel
 from foresay.errors import UnsupportedModelError
@@ -23,29 +34,29 @@ from foresay.models.sources.load_options import TRANSFORMERS, LoadOptions
 
 
 def passes(model: CausalModel | Seq2SeqModel) -> str:
-    """What makes the model's passes."""
-    lean = model.lean if isinstance(model, CausalModel) else None
-    if lean is None:
-        return "by the family's own code"
+    """Describe the code that computes the model's forward passes."""
+    fused = model.fused if isinstance(model, CausalModel) else None
+    if fused is None:
+        return "transformers' own layers"
     graphs = model.graphs if isinstance(model, CausalModel) else None
     if graphs is not None and graphs.off is None:
-        return "lean, captured as graphs"
-    return "lean, compiled for this machine" if lean.compiled else "lean"
+        return "fused layers, captured as graphs"
+    return "fused layers, kernels compiled for this machine" if fused.compiled else "fused layers"
 
 
-def _memory(model: LanguageModel, held: int, rows: int, length: int | None) -> str:
-    """Memory of a batch next to the weights, and whether there is room."""
+def _memory(model: LanguageModel, weight_bytes: int, rows: int, length: int | None) -> str:
+    """Memory of weights and of a batch, and whether the batch fits."""
     length = min(length or 2048, model.max_length)
-    wanted, room = model.cache_bytes([length] * rows), model.free_bytes()
-    fits = "there is room" if wanted <= room else f"{room / 1e9:.1f} GB are free, so rows would wait for each other"
+    wanted, free = model.cache_bytes([length] * rows), model.free_bytes()
+    fits = "it fits" if wanted <= free else f"only {free / 1e9:.1f} GB are free, so some rows would wait"
     return (
-        f"weights {held / 1e6:.0f} MB; {rows} rows of {length} tokens {wanted / 1e6:.0f} MB "
+        f"weights {weight_bytes / 1e6:.0f} MB; {rows} rows of {length} tokens {wanted / 1e6:.0f} MB "
         f"({model.cache_bytes([WIDTH]) / WIDTH / 1e3:.1f} kB a token): {fits}"
     )
 
 
 def _shared(loaded: LoadedModel) -> dict[str, str]:
-    """What is said of every model."""
+    """Lines for every kind of model."""
     tokens = 0 if loaded.tokenizer is None else len(loaded.tokenizer.get_vocab())
     return {
         "vocabulary": f"{loaded.model.vocab_size} embeddings, {tokens} tokens in the tokenizer",
@@ -56,21 +67,21 @@ def _shared(loaded: LoadedModel) -> dict[str, str]:
 
 def _of_llama_cpp(loaded: LoadedModel, model: LlamaCppModel, rows: int, length: int | None) -> dict[str, str]:
     difference, same = compared(model)
-    layouts = (
+    layout = (
         "repacked for this machine"
         if model.weights.extra_buffers
-        else "as the file has them: its repacked kernels crash here"
+        else "in the file's layout: llama.cpp's repacked kernels crash on this machine"
     )
     return {
-        "supported": "yes: speculation, ragged batches, every rule, every drafter that needs no hidden states and no layers",
+        "supported": "yes: speculation, ragged batches, every rule, every drafter except heads and self-speculation",
         "family": f"{model.weights.description}, computed by llama.cpp ({version()})",
         "parameters": f"{model.num_parameters / 1e6:.1f} M",
-        "weights": f"{model.weights.nbytes / 1e6:.0f} MB, {layouts}",
+        "weights": f"{model.weights.nbytes / 1e6:.0f} MB, {layout}",
         "context": f"{model.max_length} tokens",
         "memory": _memory(model, model.weights.nbytes, rows, length),
         **_shared(loaded),
-        "same bits": f"{same} of 16 tokens have the same bits alone, together and in a batch, the others differ by up to "
-        f"{difference:.1e} of the scores' spread: where two tokens are that near, a text may depend on batch and draft",
+        "same bits": f"{same} of 16 tokens have the same scores alone, together and in a batch; the others differ by up to "
+        f"{difference:.1e} of the scores' range. Where two tokens are that close, the output may depend on batch and draft",
     }
 
 
@@ -78,36 +89,49 @@ def _of_transformers(
     loaded: LoadedModel, model: CausalModel | Seq2SeqModel, rows: int, length: int | None
 ) -> dict[str, str]:
     difference, module = probe(model), model.model
-    kept = {"": "in that dtype", "GGUF": "in the file's blocks"}.get(loaded.weights, f"rounded to {loaded.weights}")
+    weights = {"": "in that dtype", "GGUF": "in the file's blocks"}.get(loaded.weights, f"rounded to {loaded.weights}")
     tested = "tested" if verified(model) else "self-checked, not in the tests"
     return {
-        "supported": f"yes: speculation, ragged batches, every rule, every drafter{' but heads' * model.reads_source}",
+        "supported": f"yes: speculation, ragged batches, every rule, every drafter{' except heads' * model.reads_source}",
         "family": f"{module.config.model_type} ({type(module).__name__}), {tested}",
         "parameters": f"{model.num_parameters / 1e6:.1f} M",
         "dtype, device": f"{str(module.dtype).removeprefix('torch.')}, {model.device}",
-        "weights": f"{kept}; a pass reads {weight_bytes(module) / 1e6:.0f} MB of them",
-        "passes": passes(model),
+        "weights": f"{weights}; a pass reads {weight_bytes(module) / 1e6:.0f} MB of them",
+        "forward pass": passes(model),
         "context": "unlimited" if model.max_length == UNLIMITED else f"{model.max_length} tokens",
         "memory": _memory(model, resident_bytes(module), rows, length),
         **_shared(loaded),
-        "self-check": f"cached and uncached scores differ by {difference:.1e} of their spread",
+        "self-check": f"cached and uncached scores differ by {difference:.1e} of their range",
     }
 
 
 def run(
-    model: Annotated[str, typer.Argument(help="Alias, hub id, folder or GGUF file.")],
+    *,
+    which: ModelChoice,
     dtype: DtypeOption = "auto",
     weights: WeightsOption = "auto",
     device: DeviceOption = None,
     trust_remote_code: TrustOption = False,
     backend: BackendOption = None,
     gpu_layers: GpuLayersOption = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Rows to foresee the memory for.")] = 32,
+    batch_size: Annotated[int, typer.Option(help="Rows of the batch whose memory is estimated.")] = 32,
     context: Annotated[
-        int | None, typer.Option(min=1, help="Their tokens. Default: 2048, or the model's context.")
+        int | None, typer.Option(help="Tokens of each of these rows.  [default: 2048, or the model's context]")
     ] = None,
 ) -> int:
-    """Say what a model supports, or why it is not supported."""
+    """Show versions and caches, or what a model supports.
+
+    Without a model: versions, processor, kernels, caches and the example models. With a model: whether it is supported, or why
+    not. Exit code 2 if it is not.
+    """
+    check_int("batch_size", batch_size, 1)
+    if context is not None:
+        check_int("context", context, 1)
+    if which.name is None:
+        for line in installation.described():
+            typer.echo(line)
+        return 0
+    model = target_name(which.name)
     try:
         with loading(f"Loading {model}") as progress:
             options = LoadOptions(

@@ -1,10 +1,10 @@
-"""Options that the lab's commands share: which prompts, and lists of numbers."""
+"""Options that choose prompts, and options that are lists of numbers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import typer
 
@@ -15,25 +15,35 @@ from foresay.lab.data.items import PromptItem
 
 @dataclass(frozen=True, slots=True)
 class DataOptions:
-    """Which prompts."""
+    """Choice of prompts."""
 
+    PANEL: ClassVar[str] = "Prompts"
     prompts: Annotated[
-        str, typer.Option(help="shipped, a .jsonl, .json, .csv or .txt file (also .gz), or a data set of the hub.")
+        str,
+        typer.Option(
+            metavar="SOURCE", help="shipped, a .jsonl, .json, .csv or .txt file (also .gz), or a data set of the hub."
+        ),
     ] = "shipped"
     format: Annotated[
-        str | None, typer.Option(help="gsm8k, mmlu, humaneval, mt_bench, hellaswag or alpaca; else by its fields.")
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="gsm8k, mmlu, humaneval, mt_bench, hellaswag or alpaca.  [default: recognized by the fields]",
+        ),
     ] = None
-    field: Annotated[str | None, typer.Option(help="Where records have their text or messages.")] = None
-    split: Annotated[str | None, typer.Option(help="Which split of a data set of the hub.")] = None
-    category: Annotated[str | None, typer.Option(help="Prompts of this category only.")] = None
-    count: Annotated[int | None, typer.Option(help="So many prompts, balanced over categories.")] = None
-    subset_seed: Annotated[int, typer.Option(help="Which ones, with --count.")] = 0
-    no_template: Annotated[bool, typer.Option("--no-template", help="Texts as they are, without chat template.")] = (
-        False
-    )
+    field: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Field of a record that has its text or messages.")
+    ] = None
+    split: Annotated[str | None, typer.Option(metavar="NAME", help="Split of a data set of the hub.")] = None
+    category: Annotated[str | None, typer.Option(metavar="NAME", help="Only prompts of this category.")] = None
+    count: Annotated[int | None, typer.Option(help="Take N prompts, balanced over categories.")] = None
+    subset_seed: Annotated[int, typer.Option(help="Seed of the choice that --count makes.")] = 0
+    no_template: Annotated[
+        bool, typer.Option("--raw", help="Continue each text as it is, without a chat template.")
+    ] = False
 
     def items(self) -> list[PromptItem]:
-        """The prompts."""
+        """Read the prompts."""
         return load_items(
             self.prompts,
             format=self.format,
@@ -46,17 +56,17 @@ class DataOptions:
 
     @property
     def name(self) -> str:
-        """What results call these prompts."""
+        """Name of these prompts in results."""
         whole = Path(self.prompts).name if self.prompts != "shipped" else "shipped"
         return f"{whole}:{self.category}" if self.category else whole
 
 
-def numbers(text: str, name: str) -> list[int]:
-    """Integers of at least 1, separated by commas."""
+def numbers(text: str, flag: str, low: int = 1) -> list[int]:
+    """Return the integers of a list separated by commas, each once. Raises ConfigError, naming the flag, for one below `low`."""
     try:
         out = [int(part) for part in text.split(",")]
     except ValueError:
-        raise ConfigError(f"{name} {text!r} must be numbers separated by commas, as 1,4,8") from None
-    if min(out) < 1:
-        raise ConfigError(f"{name} {text!r} must be numbers of at least 1")
+        raise ConfigError(f"{flag} {text!r} must be integers separated by commas, such as 1,4,8") from None
+    if min(out) < low:
+        raise ConfigError(f"{flag} {text!r} must be integers of at least {low}")
     return list(dict.fromkeys(out))

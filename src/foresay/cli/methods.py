@@ -1,4 +1,4 @@
-"""`foresay methods`: what may be written where a drafter, a rule or a length is asked for."""
+"""`foresay methods`: the drafters, rules and lengths that expressions may name."""
 
 from __future__ import annotations
 
@@ -9,33 +9,45 @@ from typing import Any
 import typer
 
 from foresay.decoding.acceptance import RULES
+from foresay.errors import ConfigError
 from foresay.lengths import LENGTHS
-from foresay.spec.recipes import DRAFTERS
+from foresay.spec.recipes import DRAFTERS, drafter_spec, third_party_names
 
 
 def run() -> None:
-    """List the drafters, rules and lengths with their settings."""
+    """List drafters, rules and lengths with their settings.
+
+    Drafters of installed packages (entry points of the group foresay.drafters) are among them.
+    """
     for title, option, entries in catalogue():
         typer.echo(f"{title} ({option})")
         for signature, purpose in entries:
             typer.echo(f"  {signature}\n      {purpose}")
         typer.echo()
     typer.echo(
-        "A setting is given in parentheses: suffix(scale=3), or cascade(model=small, max_gram; k=[[4, 8], [0, 8]])."
+        "Settings are given in parentheses: suffix(scale=3), cascade(model=small, max_gram; k=[[4, 8], [0, 8]])."
     )
 
 
 def catalogue() -> list[tuple[str, str, list[tuple[str, str]]]]:
-    """(title, option, [(signature, one line of what it is)]) for each kind."""
+    """Return (title, option, [(signature, one line about it)]) of each kind."""
     return [
-        ("Drafters", "--drafter", [(signature(name, one.make), one.summary) for name, one in DRAFTERS.items()]),
+        ("Drafters", "--drafter", [_drafter(name) for name in (*DRAFTERS, *third_party_names())]),
         ("Rules", "--rule", [(signature(name, make), _rule(make)) for name, make in RULES.items()]),
         ("Lengths", "--length", [(signature(name, make), _first_line(make)) for name, make in LENGTHS.items()]),
     ]
 
 
+def _drafter(name: str) -> tuple[str, str]:
+    try:
+        one = drafter_spec(name)
+    except ConfigError as error:
+        return name, f"Cannot be used: {error}"
+    return signature(name, one.make), one.summary
+
+
 def signature(name: str, make: Callable[..., Any], given: Mapping[str, Any] | None = None) -> str:
-    """A name with its settings and their defaults, or what was given instead, as an expression has them."""
+    """A name with its settings as in an expression: the given values, else the defaults."""
     parts = []
     for parameter in inspect.signature(make).parameters.values():
         value = (given or {}).get(parameter.name, parameter.default)
@@ -47,7 +59,7 @@ def signature(name: str, make: Callable[..., Any], given: Mapping[str, Any] | No
 
 
 def shown(value: Any) -> str:
-    """A value as an expression has it."""
+    """A value as in an expression."""
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
@@ -57,4 +69,4 @@ def _first_line(make: Any) -> str:
 
 def _rule(make: Any) -> str:
     line = _first_line(make).removesuffix(" Lossy.")
-    return line if make.exact else f"{line} Lossy: the output may differ from the target's own."
+    return line if make.exact else f"{line} Lossy: the output may differ from plain decoding's."

@@ -1,4 +1,4 @@
-"""`foresay ngram`: make n-gram tables from text, and look into them."""
+"""`foresay ngram`: make n-gram tables from text, and inspect them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
 
 from foresay.checks import check_int
-from foresay.cli.options import TrustOption
+from foresay.cli.options import ForceOption, TrustOption
 from foresay.cli.progress import loading, progress_bar
 from foresay.drafters.ngram_table import Corpus, NgramTable
 from foresay.errors import ConfigError
@@ -23,33 +23,50 @@ from foresay.training.corpus import CorpusReader
 
 _COVERAGES = (0.9, 0.95, 0.99)
 
+TokenizerOption = Annotated[
+    str | None, typer.Option(metavar="NAME", help="A tokenizer in place of a model: hub id or folder.")
+]
 ModelOption = Annotated[
-    str | None, typer.Option(help="The model whose tokenizer to use: alias, hub id, folder or GGUF.")
+    str | None,
+    typer.Option(
+        "--model", "-m", metavar="MODEL", help="Model whose tokenizer is used: alias, hub id, folder or GGUF file."
+    ),
 ]
 
 
 def build(
-    files: Annotated[list[str], typer.Argument(help="UTF-8 text or .jsonl, also as .gz; '-' is standard input.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The table to write, a .safetensors file.")],
+    files: Annotated[list[str], typer.Argument(help="UTF-8 text or .jsonl files, also .gz; '-' is standard input.")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FILE", help="The table to write, a .safetensors file.")
+    ],
     model: ModelOption = None,
-    tokenizer: Annotated[str | None, typer.Option(help="A tokenizer instead: hub id or folder.")] = None,
+    tokenizer: TokenizerOption = None,
     order: Annotated[int, typer.Option(help="Longest n-gram, 2 to 5: the context's tokens and the one after it.")] = 2,
-    min_count: Annotated[int, typer.Option(help="Leave out n-grams seen less often.")] = 1,
+    min_count: Annotated[int, typer.Option(help="Drop n-grams that occur less often.")] = 1,
     max_entries: Annotated[
-        int | None, typer.Option(help="Distinct n-grams to hold; beyond, the rarest are dropped.  [default: 10000000]")
+        int | None,
+        typer.Option(help="Distinct n-grams in memory; beyond, the rarest are dropped.  [default: 10000000]"),
     ] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Stop after so many tokens.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Stop after N tokens.")] = None,
     separator: Annotated[
         str,
-        typer.Option(help="What ends a document besides a file's or record's end: file (nothing), line, blank-line."),
+        typer.Option(
+            metavar="WHAT", help="End of a document: file (of a file or record only), also line, or blank-line."
+        ),
     ] = "file",
     field: Annotated[
-        str | None, typer.Option(help="Where JSON records have their text; '-' is JSON lines then.  [default: text]")
+        str | None,
+        typer.Option(
+            metavar="NAME", help="Field of JSON records that has the text; '-' is then JSON lines.  [default: text]"
+        ),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace an output that exists.")] = False,
+    force: ForceOption = False,
     trust_remote_code: TrustOption = False,
 ) -> int:
-    """Count a corpus; write the likeliest next tokens."""
+    """Count the n-grams of text files; write a table.
+
+    The table contains the most frequent next token of each context, for --drafter 'max_gram(table=FILE)'.
+    """
     entries = ngrams.MAX_ENTRIES if max_entries is None else max_entries
     ngrams.check_counting(order, min_count, entries, max_tokens)
     reader = CorpusReader(files, separator=separator, field=field)
@@ -65,23 +82,26 @@ def build(
 
         ngrams.count_corpus(counter, reader, names, max_tokens=max_tokens, on_progress=show_speed)
         if not counter.num_tokens:
-            raise ConfigError(f"there is no text in {', '.join(files)}")
+            raise ConfigError(f"no text in {', '.join(files)}")
         table = counter.table(fingerprint=tokenizer_fingerprint(names), files=files)
         table.save(output)
     seconds = perf_counter() - began
     speed = f"{seconds:.1f} ({counter.num_tokens / seconds:,.0f} tokens/s)"
-    _print(output, _made_from(table) | _holds(table, output) | {"seconds": speed})
+    _print(output, _made_from(table) | _contents(table, output) | {"seconds": speed})
     return 0
 
 
 def show(
     table: Annotated[Path, typer.Argument(help="A table, or a bigram list of CS-Drafting (.json).")],
     model: ModelOption = None,
-    tokenizer: Annotated[str | None, typer.Option(help="A tokenizer instead: hub id or folder.")] = None,
-    top: Annotated[int, typer.Option(help="How many of the most frequent tokens to list.")] = 10,
+    tokenizer: TokenizerOption = None,
+    top: Annotated[int, typer.Option(help="List the N most frequent tokens.")] = 10,
     trust_remote_code: TrustOption = False,
 ) -> int:
-    """Say what a table holds; with --model, in words."""
+    """Describe an n-gram table.
+
+    With --model or --tokenizer, tokens are shown as text.
+    """
     check_int("top", top, 0)
     loaded = NgramTable.load(table)
     names = None
@@ -90,22 +110,22 @@ def show(
         loaded.check(tokenizer_fingerprint(names), tokenizer_size(names), own_size(names))
     mark = "no fingerprint" if loaded.fingerprint is None else f"fingerprint {loaded.fingerprint[:12]}"
     lines = {"order": str(loaded.order), "vocabulary": f"{loaded.vocab_size:,} tokens, {mark}"}
-    _print(table, lines | _made_from(loaded) | _holds(loaded, table) | _frequent(loaded, top, names))
+    _print(table, lines | _made_from(loaded) | _contents(loaded, table) | _frequent(loaded, top, names))
     return 0
 
 
 def _tokenizer(model: str | None, tokenizer: str | None, trust_remote_code: bool) -> Any:
     if model is not None and tokenizer is not None:
-        raise ConfigError("--model and --tokenizer both name a tokenizer; give one of them")
+        raise ConfigError(f"--model {model!r} and --tokenizer {tokenizer!r} both name a tokenizer; drop one")
     name = model if model is not None else tokenizer
     if name is None:
-        raise ConfigError("a table is for one tokenizer: name it with --model, or with --tokenizer")
+        raise ConfigError("no tokenizer: name the one of the table with --model or --tokenizer")
     with loading(f"Loading the tokenizer of {name}") as progress:
         return load_tokenizer(name, LoadOptions(trust_remote_code=trust_remote_code, progress=progress))
 
 
 def _check_output(output: Path, *, force: bool) -> None:
-    """Refuse now what could not be written after an hour of counting."""
+    """Raise ConfigError for an output that could not be written in the end."""
     if output.suffix != ".safetensors":
         raise ConfigError(f"--output {str(output)!r} must end in .safetensors")
     if output.is_dir():
@@ -113,7 +133,7 @@ def _check_output(output: Path, *, force: bool) -> None:
     if output.exists() and not force:
         raise ConfigError(f"{str(output)!r} exists; add --force to replace it")
     if not output.parent.is_dir():
-        raise ConfigError(f"--output {str(output)!r}: there is no folder {str(output.parent)!r}")
+        raise ConfigError(f"--output {str(output)!r}: the folder {str(output.parent)!r} does not exist")
     if not os.access(output.parent, os.W_OK):
         raise ConfigError(f"--output {str(output)!r}: the folder {str(output.parent)!r} is not writable")
 
@@ -125,15 +145,15 @@ def _print(path: Path, lines: dict[str, str]) -> None:
 
 
 def _made_from(table: NgramTable) -> dict[str, str]:
-    """The corpus of a table."""
+    """Lines about the corpus of a table."""
     corpus = table.corpus
     if corpus is None:
-        return {"corpus": "not known"}
+        return {"corpus": "unknown"}
     lines = {
-        "corpus": ", ".join(corpus.files) or "not named",
+        "corpus": ", ".join(corpus.files) or "unnamed",
         "tokens": f"{corpus.num_tokens:,} in {corpus.num_documents:,} documents",
         "distinct n-grams": _by_length(corpus.num_ngrams, 2)
-        + (f"; left out when seen less than {corpus.min_count} times" if corpus.min_count > 1 else ""),
+        + (f"; those that occur less than {corpus.min_count} times are dropped" if corpus.min_count > 1 else ""),
     }
     return lines | _pruned(corpus)
 
@@ -142,12 +162,11 @@ def _pruned(corpus: Corpus) -> dict[str, str]:
     if not corpus.num_pruned:
         return {}
     return {
-        "pruned": f"{corpus.num_pruned:,} n-grams, seen up to {corpus.pruned_count} times when they were dropped for want of "
-        "room (--max-entries)"
+        "pruned": f"{corpus.num_pruned:,} n-grams, dropped by --max-entries after up to {corpus.pruned_count} occurrences"
     }
 
 
-def _holds(table: NgramTable, path: Path) -> dict[str, str]:
+def _contents(table: NgramTable, path: Path) -> dict[str, str]:
     return {"contexts": _by_length(table.num_contexts, 1), "size": f"{path.stat().st_size / 1e6:,.2f} MB"}
 
 
@@ -157,7 +176,7 @@ def _by_length(numbers: tuple[int, ...], first: int) -> str:
 
 
 def _frequent(table: NgramTable, top: int, names: Any) -> dict[str, str]:
-    """Which tokens are the most frequent, and how many cover most of the corpus."""
+    """Lines about the most frequent tokens, and about how many cover most of the corpus."""
     if table.counts is None or not table.counts.any():
         return {"token counts": "none"}
     shares = [f"{100 * share:.0f}% by {len(table.frequent(coverage=share)):,}" for share in _COVERAGES]

@@ -5,69 +5,162 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import typer
 
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ConfigError
 
-_EXPRESSION = "an expression such as max_gram, suffix(scale=3), cascade(...); docs/drafters.md"
-
-PromptArgument = Annotated[str | None, typer.Argument(help="The prompt; '-' or nothing reads standard input.")]
-FileOption = Annotated[Path | None, typer.Option(help="Read the prompt from a UTF-8 file.")]
+DRAFTING, MACHINE, SAMPLING = "Drafting", "Machine", "Sampling"
+"""Headings of options in help pages."""
 DEFAULT_MODEL = "smollm2-135m"
-ModelOption = Annotated[
-    str | None,
-    typer.Option(
-        help=f"Alias, hub id, folder, GGUF file, or settings (.toml). Default: foresay.toml here, else {DEFAULT_MODEL}."
+_EXPRESSION = "an expression such as max_gram, suffix(scale=3), cascade(...); see foresay methods"
+_LENGTH = "a number, or a policy: heuristic, confidence(0.4), entropy, throughput"
+_MODEL = "Alias, hub id, folder, GGUF file or settings file (.toml)."
+_DEFAULT = f"[default: foresay.toml in this folder, else {DEFAULT_MODEL}]"
+
+PromptArgument = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[PROMPT]", show_default=False, help="The prompt, in quotes; '-' or none reads standard input."
     ),
 ]
-DrafterOption = Annotated[str, typer.Option(help=f"auto, none or {_EXPRESSION}.")]
-DraftersOption = Annotated[list[str] | None, typer.Option("--drafter", help=f"A further method: {_EXPRESSION}.")]
-RawOption = Annotated[bool, typer.Option("--raw", help="No chat template: continue the text as it is.")]
-TraceOption = Annotated[bool, typer.Option("--trace", help="Colour each token by who wrote it.")]
-DtypeOption = Annotated[str, typer.Option(help="auto, bf16, fp16 or fp32.")]
-WeightsOption = Annotated[str, typer.Option(help="auto, bf16, int8 or int4; rounded weights are another model.")]
-DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")]
-ThreadsOption = Annotated[int | None, typer.Option(help="Processor threads; fewer on a machine that is busy.")]
+FileOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Read the prompt from a UTF-8 file.")]
+ModelOption = Annotated[str | None, typer.Option("--model", "-m", metavar="MODEL", help=f"{_MODEL}  {_DEFAULT}")]
+TargetOption = Annotated[
+    str | None,
+    typer.Option(
+        "--model", "-m", metavar="MODEL", help=f"Alias, hub id, folder or GGUF file.  [default: {DEFAULT_MODEL}]"
+    ),
+]
+DraftOption = Annotated[
+    str | None,
+    typer.Option(
+        "--draft", metavar="MODEL", rich_help_panel=DRAFTING, help="A draft model: alias, hub id, folder or GGUF file."
+    ),
+]
+DrafterOption = Annotated[
+    str, typer.Option(metavar="EXPRESSION", rich_help_panel=DRAFTING, help=f"auto, none or {_EXPRESSION}.")
+]
+DraftersOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--drafter",
+        metavar="EXPRESSION",
+        rich_help_panel=DRAFTING,
+        help=f"A drafter, may be repeated: {_EXPRESSION}.  [default: the n-gram drafters]",
+    ),
+]
+LengthsOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--length", metavar="LENGTH", rich_help_panel=DRAFTING, help=f"Draft length, may be repeated: {_LENGTH}."
+    ),
+]
+LengthOption = Annotated[
+    str | None, typer.Option(metavar="LENGTH", rich_help_panel=DRAFTING, help=f"Draft length: {_LENGTH}.")
+]
+RuleOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="RULE",
+        rich_help_panel=DRAFTING,
+        help="Acceptance rule: speculative, block, match, coupled; lossy, the output may differ: lenience(2), typical."
+        "  [default: speculative]",
+    ),
+]
+BatchSizeOption = Annotated[int, typer.Option(help="Rows decoded at a time.")]
+BatchSizesOption = Annotated[
+    str, typer.Option("--batch-size", metavar="N[,N...]", help="Rows decoded at a time; several separated by commas.")
+]
+OutputOption = Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the result here.")]
+ForceOption = Annotated[bool, typer.Option("--force", help="Replace an output that exists.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+RawOption = Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without a chat template.")]
+TraceOption = Annotated[
+    bool, typer.Option("--trace", help="Colour each token by its origin: draft, residual or bonus.")
+]
+DtypeOption = Annotated[
+    str, typer.Option(metavar="DTYPE", rich_help_panel=MACHINE, help="Compute in auto, bf16, fp16 or fp32.")
+]
+WeightsOption = Annotated[
+    str,
+    typer.Option(
+        metavar="FORMAT",
+        rich_help_panel=MACHINE,
+        help="Weight format on a CPU: auto, bf16, int8 or int4. Rounded weights are another model.",
+    ),
+]
+DeviceOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DEVICE", rich_help_panel=MACHINE, help="cpu, cuda, cuda:1, ...  [default: a GPU if there is one]"
+    ),
+]
+ThreadsOption = Annotated[
+    int | None,
+    typer.Option(rich_help_panel=MACHINE, help="Processor threads; fewer are faster next to other busy processes."),
+]
 BackendOption = Annotated[
     str | None,
-    typer.Option(help="transformers, or llama.cpp for GGUF files (extra llamacpp).  [default: transformers]"),
+    typer.Option(
+        metavar="NAME",
+        rich_help_panel=MACHINE,
+        help="transformers, or llama.cpp for GGUF files (extra llamacpp).  [default: transformers]",
+    ),
 ]
 GpuLayersOption = Annotated[
-    int | None, typer.Option(help="Layers that llama.cpp puts on GPUs; all of them by default.")
+    int | None, typer.Option(rich_help_panel=MACHINE, help="Layers that llama.cpp puts on GPUs.  [default: all]")
 ]
-TrustOption = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")]
+TrustOption = Annotated[
+    bool, typer.Option("--trust-remote-code", rich_help_panel=MACHINE, help="Run Python code that comes with a model.")
+]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelChoice:
+    """The model of a command, as its argument or with --model. Raises ConfigError if both are given on the command line."""
+
+    invocation: typer.Context
+    model_argument: Annotated[str | None, typer.Argument(metavar="[MODEL]", show_default=False, help=_MODEL)] = None
+    model: ModelOption = None
+
+    def __post_init__(self) -> None:
+        source = self.invocation.get_parameter_source("model")
+        if self.model_argument is not None and source is not None and source.name == "COMMANDLINE":
+            raise ConfigError(
+                f"the model is given twice, as the argument {self.model_argument!r} and with --model {self.model!r}; drop one"
+            )
+
+    @property
+    def name(self) -> str | None:
+        """The argument, else the option or its environment variable; None if neither is given."""
+        return self.model if self.model_argument is None else self.model_argument
 
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """Which weights."""
+    """Target and draft model."""
 
     model: ModelOption = None
-    draft: Annotated[str | None, typer.Option(help="A draft model, named the same way.")] = None
+    draft: DraftOption = None
 
 
 @dataclass(frozen=True, slots=True)
 class MethodOptions:
     """Draft length and acceptance rule."""
 
-    num_draft_tokens: Annotated[int | None, typer.Option(help="Draft tokens per pass; 0 is plain decoding.")] = None
-    length: Annotated[
-        str | None,
-        typer.Option(help="Length policy: a number, heuristic, confidence(0.4), entropy, throughput."),
+    PANEL: ClassVar[str] = DRAFTING
+    num_draft_tokens: Annotated[
+        int | None, typer.Option(help="Draft tokens per pass, in place of --length; 0 is plain decoding.")
     ] = None
-    rule: Annotated[
-        str | None,
-        typer.Option(
-            help="speculative (the default), block, match, coupled; lossy, output may differ: lenience(2), typical."
-        ),
-    ] = None
+    length: LengthOption = None
+    rule: RuleOption = None
 
     @property
     def rule_name(self) -> str:
-        """The rule, unless a settings file names another."""
+        """The rule, "speculative" unless one is given."""
         return "speculative" if self.rule is None else self.rule
 
 
@@ -75,32 +168,35 @@ class MethodOptions:
 class SamplingOptions:
     """Sampling parameters of a request."""
 
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", help="Tokens to write at most.")] = 256
-    min_new_tokens: Annotated[int, typer.Option(help="Tokens to write at least.")] = 0
+    PANEL: ClassVar[str] = SAMPLING
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", help="Generate at most N tokens.")] = 256
+    min_new_tokens: Annotated[int, typer.Option(help="Generate at least N tokens.")] = 0
     temperature: Annotated[float, typer.Option("--temperature", "-t", help="0 is greedy.")] = 0.0
-    top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")] = 0
-    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens of this mass.")] = 1.0
-    min_p: Annotated[float, typer.Option(help="Keep tokens this share as likely as the likeliest.")] = 0.0
+    top_k: Annotated[int, typer.Option(help="Sample from the N most likely tokens; 0 is all.")] = 0
+    top_p: Annotated[float, typer.Option(help="Sample from the most likely tokens of this total probability.")] = 1.0
+    min_p: Annotated[
+        float, typer.Option(help="Sample from tokens at least this fraction as likely as the most likely.")
+    ] = 0.0
     repetition_penalty: Annotated[float, typer.Option(help="Above 1 discourages repetition.")] = 1.0
-    presence_penalty: Annotated[float, typer.Option(help="Once per token already written.")] = 0.0
-    frequency_penalty: Annotated[float, typer.Option(help="Per occurrence already written.")] = 0.0
-    seed: Annotated[int | None, typer.Option(help="Makes a sampled output reproducible.")] = None
+    presence_penalty: Annotated[float, typer.Option(help="Subtracted once from tokens already generated.")] = 0.0
+    frequency_penalty: Annotated[float, typer.Option(help="Subtracted per occurrence already generated.")] = 0.0
+    seed: Annotated[int | None, typer.Option(help="Make a sampled output reproducible.")] = None
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be repeated.")] = None
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Write past the end token.")] = False
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end token.")] = False
 
     def params(self, **more: Any) -> SamplingParams:
-        """SamplingParams of these; ConfigError for one that a greedy output does not depend on."""
+        """Return SamplingParams of these options. Raises ConfigError for one that has no effect on greedy output."""
         given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         params = SamplingParams(**{**given, "stop": tuple(self.stop or ()), **more})
-        if params.greedy:  # whoever gives one of these has forgotten the temperature
+        if params.greedy:  # a forgotten --temperature
             for flag, used in idle(params).items():
                 if used:
-                    raise ConfigError(f"--{flag} changes nothing at temperature 0; add --temperature")
+                    raise ConfigError(f"--{flag} has no effect at temperature 0; add --temperature, or drop it")
         return params
 
 
 def idle(params: SamplingParams) -> dict[str, bool]:
-    """Parameters without effect on greedy output -> whether they were set."""
+    """Parameters without effect on greedy output -> True if set."""
     return {
         "seed": params.seed is not None,
         "top-k": params.top_k > 0,
@@ -111,21 +207,34 @@ def idle(params: SamplingParams) -> dict[str, bool]:
 
 @dataclass(frozen=True, slots=True)
 class MachineOptions:
-    """What it runs on."""
+    """Number formats, devices and threads."""
 
+    PANEL: ClassVar[str] = MACHINE
     dtype: DtypeOption = "auto"
     weights: WeightsOption = "auto"
-    draft_weights: Annotated[str | None, typer.Option(help="The same for drafts; the output is the target's.")] = None
+    draft_weights: Annotated[
+        str | None,
+        typer.Option(metavar="FORMAT", help="Weight format of draft models; never changes the target's output."),
+    ] = None
     device: DeviceOption = None
-    draft_device: Annotated[str | None, typer.Option(help="Device of draft models; the target's by default.")] = None
+    draft_device: Annotated[
+        str | None, typer.Option(metavar="DEVICE", help="Device of draft models.  [default: the target's]")
+    ] = None
     device_map: Annotated[
-        str | None, typer.Option(help="Spread the layers over devices: auto, balanced, balanced_low_0, sequential.")
+        str | None,
+        typer.Option(
+            metavar="PLAN", help="Spread the layers over devices: auto, balanced, balanced_low_0, sequential."
+        ),
     ] = None
     max_memory: Annotated[
-        str | None, typer.Option(help="With --device-map, the memory for weights on each device, as 0=20GB,cpu=60GB.")
+        str | None,
+        typer.Option(
+            metavar="SIZES", help="With --device-map: memory for weights on each device, such as 0=20GB,cpu=60GB."
+        ),
     ] = None
     offload_folder: Annotated[
-        Path | None, typer.Option(help="With --device-map, the folder for weights that fit on no device.")
+        Path | None,
+        typer.Option(metavar="FOLDER", help="With --device-map: folder for weights that fit on no device."),
     ] = None
     threads: ThreadsOption = None
     trust_remote_code: TrustOption = False

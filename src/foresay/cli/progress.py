@@ -1,4 +1,4 @@
-"""What is shown on stderr while something takes long; nothing when stderr is no terminal."""
+"""Progress on stderr during long work; nothing if stderr is not a terminal."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rich.progress import (
 
 @contextmanager
 def loading(message: str) -> Iterator[Callable[[str], None]]:
-    """A spinner while something loads, and what changes its message."""
+    """Show a spinner; yield a function that changes its message."""
     console = Console(file=sys.stderr)
     if not console.is_terminal:
         yield lambda text: None
@@ -33,9 +33,9 @@ def loading(message: str) -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def progress_bar(*columns: ProgressColumn, total: float | None = None, **fields: Any) -> Iterator[Callable[..., None]]:
-    """A bar that goes away when it is done, and what moves it: `advance`, `completed`, `total` and the columns' fields."""
+    """Show a bar; yield a function that moves it by `advance`, `completed`, `total` and the fields of its columns."""
     console = Console(file=sys.stderr)
-    # what is printed meanwhile goes where it would go without a bar
+    # standard output is not redirected into the bar
     with Progress(
         *columns, console=console, transient=True, disable=not console.is_terminal, redirect_stdout=False
     ) as bar:
@@ -46,15 +46,15 @@ class Advance(Protocol):
     """Updates a progress bar."""
 
     def __call__(self, done: float, total: float, note: str = "") -> None:
-        """Show it."""
+        """Show the progress."""
         ...
 
 
 @contextmanager
-def advancing(what: str) -> Iterator[Advance]:
-    """A bar with elapsed time, time left and a note."""
+def advancing(title: str) -> Iterator[Advance]:
+    """Show a bar with elapsed time, time left and a note."""
     columns = (
-        TextColumn(what),
+        TextColumn(title),
         BarColumn(bar_width=20),
         MofNCompleteColumn(),
         TimeElapsedColumn(),

@@ -1,4 +1,4 @@
-"""`foresay prune MODEL FOLDER`: a smaller model of the same family, cut out of a model's weights."""
+"""`foresay prune MODEL FOLDER`: cut a smaller model of the same family out of a model's weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ import torch
 import typer
 
 from foresay.checks import check_int
-from foresay.cli.options import DeviceOption, DtypeOption, TrustOption
+from foresay.cli.common import target_name
+from foresay.cli.options import DeviceOption, DtypeOption, ForceOption, TrustOption
 from foresay.cli.progress import advancing, loading
 from foresay.errors import ConfigError
 from foresay.files import usual_modes, work_folder, writing
@@ -26,53 +27,77 @@ from foresay.models.sources.transformers_errors import quiet_transformers
 from foresay.records.provenance import provenance
 from foresay.training.corpus import CorpusReader
 from foresay.training.importance import Importance, measure
-from foresay.training.prune import KEEP, Shape, layers_to_keep, pruned, what_to_keep
+from foresay.training.prune import KEEP, Shape, choose_kept, layers_to_keep, pruned
 
 NOTE = "foresay.json"
-"""What the folder says of how it was made."""
+"""File in the folder that records how it was made."""
 _LENGTH = 512
-"""Tokens that are read at a time."""
+"""Tokens measured at a time."""
 Measure = Callable[[], Importance]
+SHAPE = "Shape"
 
 
 def run(
-    model: Annotated[str, typer.Argument(help="Alias, hub id, folder or GGUF file.")],
-    folder: Annotated[Path, typer.Argument(help="Where to write the smaller model.")],
-    layers: Annotated[int | None, typer.Option(help="Layers to keep.  [default: all]")] = None,
+    paths: Annotated[
+        list[str],
+        typer.Argument(metavar="[MODEL] FOLDER", help="The model, unless --model names it, and the folder to write."),
+    ],
+    *,
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", metavar="MODEL", help="Alias, hub id, folder or GGUF file.")
+    ] = None,
+    layers: Annotated[int | None, typer.Option(rich_help_panel=SHAPE, help="Layers to keep.  [default: all]")] = None,
     keep: Annotated[
-        str, typer.Option(help=f"Which layers: {', '.join(KEEP)}, or their numbers, such as 0,15,29.")
+        str,
+        typer.Option(
+            metavar="WHICH",
+            rich_help_panel=SHAPE,
+            help=f"Choice of layers: {', '.join(KEEP)}, or their numbers, such as 0,15,29.",
+        ),
     ] = "even",
-    hidden: Annotated[int | None, typer.Option(help="Dimensions of the hidden state to keep.")] = None,
-    heads: Annotated[int | None, typer.Option(help="Query heads to keep in each layer.")] = None,
-    kv_heads: Annotated[int | None, typer.Option(help="Key heads to keep in each layer.")] = None,
-    feed_forward: Annotated[int | None, typer.Option(help="Neurons of the feed-forward to keep in each layer.")] = None,
+    hidden: Annotated[
+        int | None, typer.Option(rich_help_panel=SHAPE, help="Dimensions of the hidden state to keep.")
+    ] = None,
+    attention_heads: Annotated[
+        int | None, typer.Option(rich_help_panel=SHAPE, help="Query heads to keep in each layer.")
+    ] = None,
+    kv_heads: Annotated[
+        int | None, typer.Option(rich_help_panel=SHAPE, help="Key-value heads to keep in each layer.")
+    ] = None,
+    feed_forward: Annotated[
+        int | None, typer.Option(rich_help_panel=SHAPE, help="Feed-forward neurons to keep in each layer.")
+    ] = None,
     text: Annotated[
         list[str] | None,
         typer.Option(
-            help="Text or .jsonl to measure on, several times; '-' is standard input.  [default: shipped prompts]"
+            metavar="FILE",
+            help="Text or .jsonl to measure importance on, may be repeated; '-' is standard input."
+            "  [default: shipped prompts]",
         ),
     ] = None,
-    tokens: Annotated[int, typer.Option(help="Tokens to measure on.")] = 16384,
-    force: Annotated[bool, typer.Option("--force", help="Replace a folder that exists.")] = False,
+    tokens: Annotated[int, typer.Option(help="Tokens to measure importance on.")] = 16384,
+    force: ForceOption = False,
     dtype: DtypeOption = "auto",
     device: DeviceOption = None,
     trust_remote_code: TrustOption = False,
 ) -> int:
-    """Cut a smaller model of the same family out of a model's weights.
+    """Cut a smaller draft model out of a model's weights.
 
-    The layers, dimensions, heads and neurons that matter most are kept, in a plain transformers folder.
+    The most important dimensions, heads and neurons are kept, and the layers that --keep chooses. The result is a transformers
+    folder of the same family: train it with foresay distill --draft FOLDER.
     """
+    name, folder = _named(paths, model)
     check_int("tokens", tokens, 1)
     _check_folder(folder, force=force)
     reader = CorpusReader(text) if text else None
-    with loading(f"Loading {model}") as progress:
+    with loading(f"Loading {name}") as progress:
         options = LoadOptions(dtype=dtype, device=device, trust_remote_code=trust_remote_code, progress=progress)
-        whole_model, tokenizer = load_weights(model, options)
-    wanted = {"hidden": hidden, "heads": heads, "kv_heads": kv_heads, "feed_forward": feed_forward}
+        whole_model, tokenizer = load_weights(name, options)
+    wanted = {"hidden": hidden, "heads": attention_heads, "kv_heads": kv_heads, "feed_forward": feed_forward}
     cut = _cut(whole_model, layers, keep, wanted, lambda: _measured(whole_model, tokenizer, reader, tokens))
     note = {
         "made_by": "foresay prune",
-        "model": model,
+        "model": name,
         "layers_kept": list(cut.layers),
         "shape": dataclasses.asdict(cut.shape),
         "measured_on": cut.importance and {"files": text or "shipped prompts", "tokens": cut.importance.num_tokens},
@@ -85,29 +110,43 @@ def run(
     return 0
 
 
+def _named(paths: Sequence[str], model: str | None) -> tuple[str, Path]:
+    """Return (model, folder). Raises ConfigError unless the arguments and --model name each once."""
+    if len(paths) == 2 and model is not None:
+        raise ConfigError(
+            f"the model is given twice, as the argument {paths[0]!r} and with --model {model!r}; drop one"
+        )
+    if len(paths) > 2:
+        raise ConfigError(f"unexpected argument {paths[2]!r}; see foresay prune -h")
+    *first, folder = paths
+    if not first and model is None:
+        raise ConfigError("MODEL or FOLDER is missing: foresay prune MODEL FOLDER")
+    return target_name(first[0] if first else model), Path(folder)
+
+
 @dataclass(frozen=True)
 class _Cut:
     model: Any
     """The smaller model."""
     shape: Shape
     layers: Sequence[int]
-    """Of the whole model, that were kept."""
+    """Kept layers, by their number in the whole model."""
     importance: Importance | None
-    """None where nothing had to be measured."""
+    """None if nothing had to be measured."""
 
 
 def _cut(whole_model: Any, layers: int | None, keep: str, wanted: dict[str, int | None], measured: Measure) -> _Cut:
-    """See run for layers, keep and wanted. measured: what is asked where a choice needs it."""
+    """Cut the model. layers, keep, wanted: as in `run`. measured: called if a choice needs the importance."""
     whole, numbers = Shape.of(whole_model.config), _numbers(keep)
     shape = whole.smaller(layers=len(numbers) if numbers is not None and layers is None else layers, **wanted)
     narrower = dataclasses.replace(shape, layers=whole.layers) != whole
     importance = measured() if narrower or keep == "important" else None
     chosen = layers_to_keep(numbers or keep, shape.layers, whole.layers, importance)
-    return _Cut(pruned(whole_model, shape, what_to_keep(whole, shape, chosen, importance)), shape, chosen, importance)
+    return _Cut(pruned(whole_model, shape, choose_kept(whole, shape, chosen, importance)), shape, chosen, importance)
 
 
 def _summary(whole_model: Any, cut: _Cut) -> Iterator[str]:
-    """What was kept, line by line."""
+    """Lines about the smaller model."""
     whole, shape = Shape.of(whole_model.config), cut.shape
     before, after = (sum(p.numel() for p in one.parameters()) for one in (whole_model, cut.model))
     yield f"layers: {', '.join(map(str, cut.layers))} of {whole.layers}"
@@ -121,24 +160,24 @@ def _summary(whole_model: Any, cut: _Cut) -> Iterator[str]:
 
 
 def _numbers(keep: str) -> list[int] | None:
-    """Layers given by number; None for a way to choose them. Raises ConfigError for a list that is none."""
+    """Layers given by number; None for a way to choose them. Raises ConfigError for a list that cannot be read."""
     if not keep or not keep.replace(",", "").replace(" ", "").isdigit():
         return None
     try:
         return [int(one) for one in keep.split(",")]
     except ValueError:
-        raise ConfigError(f"--keep {keep!r} must be layers such as 0,15,29") from None
+        raise ConfigError(f"--keep {keep!r} must be numbers of layers, such as 0,15,29") from None
 
 
 def _measured(model: Any, tokenizer: Any, reader: CorpusReader | None, tokens: int) -> Importance:
     if tokenizer is None:
-        raise ConfigError("the model has no tokenizer, so that no text can be read to measure it on")
+        raise ConfigError("the model has no tokenizer, so its importance cannot be measured on text")
     with advancing("Measuring") as advance:
         return measure(model, _batches(_texts(reader), tokenizer, tokens), lambda done: advance(done, tokens))
 
 
 def _texts(reader: CorpusReader | None) -> Iterator[str]:
-    """Documents, or pieces of large ones."""
+    """Documents, the large ones in pieces."""
     if reader is None:
         yield from (item.prompt for item in load_items() if isinstance(item.prompt, str))
         return
@@ -147,7 +186,7 @@ def _texts(reader: CorpusReader | None) -> Iterator[str]:
 
 
 def _batches(texts: Iterator[str], tokenizer: Any, tokens: int) -> Iterator[torch.Tensor]:
-    """Token ids [1, T], at most so many in all."""
+    """Token ids [1, T] int64, at most `tokens` in total."""
     waiting: list[int] = []
     for text in texts:
         waiting += tokenizer(text).input_ids
@@ -162,29 +201,29 @@ def _batches(texts: Iterator[str], tokenizer: Any, tokens: int) -> Iterator[torc
 
 
 def _check_folder(folder: Path, *, force: bool) -> None:
-    """Refuse now what could not be written later."""
+    """Raise ConfigError for a folder that could not be written in the end."""
     if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"{str(folder)!r} is a file")
+        raise ConfigError(f"{str(folder)!r} is a file; name a folder")
     if folder.is_dir() and any(folder.iterdir()) and not force:
-        raise ConfigError(f"the folder {str(folder)!r} holds something; add --force to replace it")
+        raise ConfigError(f"the folder {str(folder)!r} is not empty; add --force to replace it")
     if folder.is_dir() and any(folder.iterdir()) and not (folder / NOTE).is_file():
-        raise ConfigError(f"the folder {str(folder)!r} was not made by foresay, and is not replaced")
+        raise ConfigError(f"the folder {str(folder)!r} was not made by foresay, and is not replaced; name another")
     parent = folder.resolve().parent
     if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise ConfigError(f"there is no folder {str(parent)!r} that can be written to")
+        raise ConfigError(f"the folder {str(parent)!r} does not exist or is not writable")
 
 
 def _write(folder: Path, model: Any, tokenizer: Any, note: dict[str, Any]) -> None:
-    """The whole folder, or nothing of it."""
+    """Write the whole folder, or nothing."""
     folder = folder.resolve()
     with writing(folder), work_folder(folder.name, folder.parent) as work:
-        place = work / folder.name
+        made = work / folder.name
         with quiet_transformers():
-            model.save_pretrained(place)
+            model.save_pretrained(made)
             if tokenizer is not None:
-                tokenizer.save_pretrained(place)
-        (place / NOTE).write_text(json.dumps(note, indent=2) + "\n", encoding="utf-8")
-        usual_modes(place)
+                tokenizer.save_pretrained(made)
+        (made / NOTE).write_text(json.dumps(note, indent=2) + "\n", encoding="utf-8")
+        usual_modes(made)
         if folder.exists():
             shutil.rmtree(folder)
-        os.replace(place, folder)
+        os.replace(made, folder)

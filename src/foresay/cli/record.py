@@ -1,4 +1,4 @@
-"""`foresay record`: a target's outputs to many prompts, into one file."""
+"""`foresay record`: write a target's outputs for many prompts to one file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ import typer
 
 from foresay.cli.common import load_arguments, load_generator
 from foresay.cli.lab_options import DataOptions
-from foresay.cli.options import MachineOptions, MethodOptions, ModelOption, ModelOptions, SamplingOptions
+from foresay.cli.options import (
+    BatchSizeOption,
+    MachineOptions,
+    MethodOptions,
+    ModelOption,
+    ModelOptions,
+    SamplingOptions,
+)
 from foresay.cli.progress import advancing
 from foresay.cli.sharing import SharingOptions
 from foresay.lab.replay.record import Progress, record
@@ -18,17 +25,22 @@ from foresay.workers import recording
 
 
 def run(
-    output: Annotated[Path, typer.Argument(help="The recording; one that exists goes on where it ended.")],
+    output: Annotated[Path, typer.Argument(help="The recording to write; one that exists is continued.")],
     *,
     model: ModelOption = None,
     data: DataOptions,
-    batch_size: Annotated[int, typer.Option(help="Prompts decoded at a time.")] = 16,
+    batch_size: BatchSizeOption = 16,
     sampling: SamplingOptions,
-    logprobs: Annotated[int | None, typer.Option(help="Keep log-probabilities, and those of this many others.")] = None,
+    logprobs: Annotated[
+        int | None, typer.Option(help="Record log-probabilities, and those of the N most likely tokens.")
+    ] = None,
     sharing: SharingOptions,
     machine: MachineOptions,
 ) -> int:
-    """Write down what a model answers to each prompt, to replay drafters against it without the model."""
+    """Record a model's outputs, for replaying drafters.
+
+    `foresay replay`, `simulate`, `tune` and `distill` read the recording.
+    """
     params = sampling.params(logprobs=logprobs)
     items = data.items()
     resumed = 0

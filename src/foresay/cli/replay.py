@@ -1,4 +1,4 @@
-"""`foresay replay`: drafters against a recording, without the target."""
+"""`foresay replay`: drafters on a recording, without the target."""
 
 from __future__ import annotations
 
@@ -14,14 +14,24 @@ import typer
 
 from foresay.cli.common import check_draft_weights, load_arguments, load_generator, use_threads
 from foresay.cli.lab_options import DataOptions
-from foresay.cli.options import MachineOptions, MethodOptions, ModelOption, ModelOptions
+from foresay.cli.options import (
+    BatchSizeOption,
+    DraftersOption,
+    JsonOption,
+    LengthsOption,
+    MachineOptions,
+    MethodOptions,
+    ModelOption,
+    ModelOptions,
+    OutputOption,
+)
 from foresay.cli.progress import advancing, loading
 from foresay.cli.sharing import SharingOptions
 from foresay.cli.tables import show_table
 from foresay.errors import ConfigError
 from foresay.generation.method import Method, methods
 from foresay.lab.data.requests import RequestBuilder
-from foresay.lab.replay.grid import Cell, Measures, digest_of, open_grid, replayed, stand_in
+from foresay.lab.replay.grid import Cell, Measures, digest_of, open_grid, replayed, token_only_resources
 from foresay.lab.replay.recording_match import doubt
 from foresay.lab.tune import DRAFTERS
 from foresay.records.recording import Recording
@@ -32,53 +42,62 @@ from foresay.text.formatting import percent
 
 def run(
     recording: Annotated[
-        list[Path], typer.Argument(help="A recording, or several; a log of tensors, or a CS-Drafting cache.")
+        list[Path], typer.Argument(help="Recordings; also logs of printed tensors, and CS-Drafting's caches.")
     ],
     *,
-    drafter: Annotated[list[str] | None, typer.Option("--drafter", help="A drafter; may be repeated.")] = None,
-    length: Annotated[list[str] | None, typer.Option("--length", help="A length or policy; may be repeated.")] = None,
-    batch_size: Annotated[int, typer.Option(help="Rows replayed at a time.")] = 1,
+    drafter: DraftersOption = None,
+    length: LengthsOption = None,
+    batch_size: BatchSizeOption = 1,
     model: ModelOption = None,
     profile: Annotated[
-        Path | None, typer.Option(help="A profile of the target: predicts speed, for 'throughput'.")
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="A profile of the target: adds predicted speeds; --length throughput needs it."
+        ),
     ] = None,
     costs: Annotated[
-        str | None, typer.Option(help="Cost table for SWI: model_parameters, previous_work, or a JSON file.")
+        str | None,
+        typer.Option(
+            metavar="TABLE",
+            help="Cost table of the standardized walltime improvement (SWI): model_parameters, previous_work or a JSON file.",
+        ),
     ] = None,
-    target_cost: Annotated[str | None, typer.Option(help="The target's name in the cost table.")] = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Keep each result here; what is there is not done again.")
+    target_cost: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The target's name in the cost table.")
     ] = None,
+    output: OutputOption = None,
     data: DataOptions,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines instead of the table.")] = False,
+    as_json: JsonOption = False,
     sharing: SharingOptions,
     machine: MachineOptions,
 ) -> int:
-    """Say how much of each drafter's work a recorded target would have used.
+    """Measure drafters on a recording, without the model.
 
-    The model is loaded where a drafter needs its tokenizer or layers. --prompts names those of a log of tensors.
+    Prints tokens per pass and acceptance of each drafter and length. The model is loaded only for a drafter that needs its
+    tokenizer or layers. --output is extended: results that it contains are not computed again. --prompts are the prompts of a
+    log of tensors.
     """
     if (costs is None) != (target_cost is None):
-        raise ConfigError("--costs and --target-cost go together")
+        raise ConfigError("--costs and --target-cost need each other; give both, or drop one")
     named = methods(drafter or DRAFTERS, length or ())
     check_draft_weights(machine, named)
-    if profile is None:  # without times no length adapts
+    if profile is None:  # no length adapts without pass times
         named = [method.fixed for method in named]
     names = [str(path) for path in recording]
-    said: dict[str, Any] = {"batch_size": batch_size, "profile": None if profile is None else str(profile)}
-    said |= {"costs": costs, "target_cost": target_cost}
+    measured: dict[str, Any] = {"batch_size": batch_size, "profile": None if profile is None else str(profile)}
+    measured |= {"costs": costs, "target_cost": target_cost}
     digests = [digest_of(name) for name in names]
     cells = {i: Cell(i // len(named), named[i % len(named)]) for i in range(len(names) * len(named))}
     seen: list[Recording] = []
-    with open_grid(output, _same(said, model, machine, data if any(map(is_printed, recording)) else None)) as kept:
-        found = {i: kept.there[key] for i, cell in cells.items() if (key := cell.key(digests)) in kept.there}
+    with open_grid(output, _same(measured, model, machine, data if any(map(is_printed, recording)) else None)) as grid:
+        found = {i: grid.there[key] for i, cell in cells.items() if (key := cell.key(digests)) in grid.there}
         missing = {i: cell for i, cell in cells.items() if i not in found}
         if sharing.wanted and missing:
-            done = _shared(names, missing, said, model, sharing, machine, seen)
+            done = _shared(names, missing, measured, model, sharing, machine, seen)
         else:
-            done = _alone(recording, missing, Measures.read(**said), (model, data, machine), seen)
+            done = _alone(recording, missing, Measures.read(**measured), (model, data, machine), seen)
         for i, facts in done:
-            found[i] = kept.add(names[cells[i].recording], cells[i].key(digests)[0], facts)
+            found[i] = grid.add(names[cells[i].recording], cells[i].key(digests)[0], facts)
     lines = [found[i] for i in sorted(found)]
     if as_json:
         for line in lines:
@@ -90,57 +109,57 @@ def run(
 
 
 def _same(
-    said: Mapping[str, Any], model: str | None, machine: MachineOptions, data: DataOptions | None
+    measured: Mapping[str, Any], model: str | None, machine: MachineOptions, data: DataOptions | None
 ) -> dict[str, Any]:
-    """What results must have in common to stand in one file; files by what is in them. data: prompts, where a log has none."""
-    files = {name: digest_of(said[name]) for name in ("profile", "costs") if said[name] and Path(said[name]).is_file()}
+    """Settings that all results in one file share; a file is identified by its digest. data: the prompts of a log of tensors."""
+    named = {name: measured[name] for name in ("profile", "costs")}
+    files = {name: digest_of(path) for name, path in named.items() if path and Path(path).is_file()}
     kept = {name: getattr(machine, name) for name in ("dtype", "weights", "draft_weights", "backend")}
     prompts = None if data is None else asdict(data)
-    return {**said, **files, "model": model, **kept, "prompts": prompts}
+    return {**measured, **files, "model": model, **kept, "prompts": prompts}
 
 
 def _alone(
     recordings: Sequence[Path],
     cells: Mapping[int, Cell],
-    by: Measures,
+    measures: Measures,
     named: tuple[str | None, DataOptions, MachineOptions],
     seen: list[Recording],
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Each cell in turn, here. seen: gets the recordings that were read."""
+    """Compute the cells one after the other in this process. seen: list that gets the recordings read."""
     use_threads(named[2].threads)
     for number, path in enumerate(recordings):
-        mine = {i: cell for i, cell in cells.items() if cell.recording == number}
-        if not mine:
+        some = {i: cell for i, cell in cells.items() if cell.recording == number}
+        if not some:
             continue
-        resources, recorded = open_recording(path, named[0], [cell.method for cell in mine.values()], *named[1:])
+        resources, recorded = open_recording(path, named[0], [cell.method for cell in some.values()], *named[1:])
         seen.append(recorded)
-        for i, cell in mine.items():
+        for i, cell in some.items():
             with loading(f"Replaying {cell.method.name}"):
-                facts = replayed(cell.method, recorded, resources, by)
+                facts = replayed(cell.method, recorded, resources, measures)
             yield i, facts
 
 
 def _shared(
     names: Sequence[str],
     cells: Mapping[int, Cell],
-    said: Mapping[str, Any],
+    measured: Mapping[str, Any],
     model: str | None,
     sharing: SharingOptions,
     machine: MachineOptions,
     seen: list[Recording],
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Cells as tasks of workers. seen: gets the recordings."""
+    """Compute the cells by workers. seen: list that gets the recordings."""
     for name in names:
         if is_printed(Path(name)):
-            raise ConfigError(f"{name!r} is a log of tensors, whose prompts workers do not have; leave --workers out")
-        seen.append(Recording.load(name))  # an error of ours, not of a worker's
+            raise ConfigError(f"{name!r} is a log of tensors, whose prompts workers do not have; drop --workers")
+        seen.append(Recording.load(name))  # a bad file fails here, not in a worker
     load = load_arguments(ModelOptions(model or ""), "none", MethodOptions(), machine)
     if not model:
-        del load["target"]  # the recordings say it
-    setup = {"kind": "replay", "load": load, "recordings": [os.path.abspath(name) for name in names], **said}
-    setup |= {
-        name: os.path.abspath(said[name]) for name in ("profile", "costs") if said[name] and Path(said[name]).exists()
-    }
+        del load["target"]  # the recordings name it
+    setup = {"kind": "replay", "load": load, "recordings": [os.path.abspath(name) for name in names], **measured}
+    paths = {name: measured[name] for name in ("profile", "costs")}
+    setup |= {name: os.path.abspath(path) for name, path in paths.items() if path and Path(path).exists()}
     tasks = {i: {"recording": cell.recording, "method": asdict(cell.method)} for i, cell in cells.items()}
     with sharing.pool(setup, machine) as pool, advancing("Replaying") as advance:
         for done, (i, facts) in enumerate(pool.run(tasks), 1):
@@ -149,7 +168,7 @@ def _shared(
 
 
 def is_printed(path: Path) -> bool:
-    """Whether a file is a log of printed tensors. Raises ConfigError for one that cannot be read."""
+    """True if a file is a log of printed tensors. Raises ConfigError for a file that cannot be read."""
     try:
         with open(path, "rb") as file:
             return file.read(64).lstrip().startswith(b"tensor(")
@@ -160,11 +179,11 @@ def is_printed(path: Path) -> bool:
 def open_recording(
     path: Path, model: str | None, named: list[Method], data: DataOptions, machine: MachineOptions
 ) -> tuple[Resources, Recording]:
-    """The recording, and the target where something needs it: its layers, its tokenizer, a log's prompts."""
+    """Return the recording, and the target's resources: a stand-in unless layers, tokenizer or a log's prompts are needed."""
     printed = is_printed(path)
     if not printed and not any(read_drafter(method.drafter).reads_target for method in named):
         recorded = Recording.load(path)
-        return stand_in(recorded), recorded
+        return token_only_resources(recorded), recorded
     name = model if model is not None or printed else Recording.load(path).model or None
     generator = load_generator(ModelOptions(name), "none", MethodOptions(), machine, later=named)
     assert generator.resources is not None
@@ -173,7 +192,7 @@ def open_recording(
     asks = RequestBuilder(generator, chat=not data.no_template).first(data.items())
     recorded = Recording.load(path, prompts=[ask.token_ids for ask in asks])
     if len(recorded.records) < len(asks):
-        _warn(f"{path}: {len(recorded.records)} outputs and {len(asks)} prompts, of which the first are taken")
+        _warn(f"{path}: {len(recorded.records)} outputs and {len(asks)} prompts; the first prompts are used")
     if (why := doubt(recorded, generator)) is not None:
         _warn(f"{path}: {why}")
         recorded = replace(recorded, settings={**recorded.settings, "doubt": why})
@@ -202,10 +221,10 @@ def _show(lines: list[dict[str, Any]], recordings: Sequence[Recording], *, sever
 
     show_table(headings + [titles[name] for name in extra], [row(line) for line in lines])
     estimated = any(line["estimate"] for line in lines)
-    how = "an estimate, with 95% intervals" if estimated else "exact: live decoding makes the same steps"
+    how = "an estimate, with 95% intervals" if estimated else "exact: live decoding takes the same steps"
     if any("doubt" in line for line in lines):
         how = "exact only if these prompts belong to these outputs, which is doubtful"
     took = sum(line["seconds"] for line in lines)
-    known = [] if several else recordings
-    of = "".join(f"{len(one.records)} outputs, {one.num_tokens} tokens of {one.model}, " for one in known)
-    sys.stdout.write(f"{of}replayed in {took:.1f} s; {how}\n")
+    described = [] if several else recordings
+    sizes = "".join(f"{len(one.records)} outputs, {one.num_tokens} tokens of {one.model}, " for one in described)
+    sys.stdout.write(f"{sizes}replayed in {took:.1f} s; {how}\n")

@@ -1,4 +1,4 @@
-"""`foresay report`: a page, its Markdown and its figures from results files."""
+"""`foresay report`: a report of benchmark results."""
 
 from __future__ import annotations
 
@@ -11,11 +11,16 @@ from foresay.lab.report.report import read_report, write
 
 
 def run(
-    results: Annotated[list[Path], typer.Argument(help="Results files; several are merged.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write to.")] = Path("report"),
-    title: Annotated[str | None, typer.Option(help="What the report is called.")] = None,
+    results: Annotated[list[Path], typer.Argument(help="Results of foresay bench; several are merged.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FOLDER", help="The folder to write to.")] = Path(
+        "report"
+    ),
+    title: Annotated[str | None, typer.Option(help="Title of the report.")] = None,
 ) -> int:
-    """Write a report of benchmarks: report.html, report.md and the figures."""
+    """Write a report of benchmark results.
+
+    The folder gets report.html, report.md and the figures.
+    """
     report = read_report(results, title=title)
     for path in write(report, output):
         typer.echo(path)

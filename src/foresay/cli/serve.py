@@ -1,75 +1,115 @@
-"""`foresay serve`: the engine behind an OpenAI-compatible API."""
+"""`foresay serve`: an OpenAI-compatible API over one engine."""
 
 from __future__ import annotations
 
 import logging
+import re
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import typer
 
 from foresay.cli.common import load_generator
-from foresay.cli.options import DrafterOption, MachineOptions, MethodOptions, ModelOptions
+from foresay.cli.options import DrafterOption, DraftOption, MachineOptions, MethodOptions, ModelChoice, ModelOptions
 from foresay.errors import ConfigError
 from foresay.server.settings import ServerSettings, read_keys
 
-USUAL = ServerSettings()
+DEFAULTS = ServerSettings()
+
+
+@dataclass(frozen=True, slots=True)
+class ServingOptions:
+    """Address, access and limits of the server."""
+
+    PANEL: ClassVar[str] = "Server"
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = DEFAULTS.host
+    port: Annotated[int, typer.Option(help="Port; 0 takes a free one.")] = DEFAULTS.port
+    keys_file: Annotated[
+        Path | None, typer.Option(help="Bearer keys, one a line, in addition to those of FORESAY_API_KEYS.")
+    ] = None
+    open_to_all: Annotated[
+        bool, typer.Option("--open-to-all", help="Accept other machines' requests without keys.")
+    ] = False
+    cors: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ORIGIN", help="Origin whose pages may call the API, such as https://example.org, or *; repeatable."
+        ),
+    ] = None
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Further host name of this server, such as a proxy's; may be repeated.",
+        ),
+    ] = None
+    name: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Name of the model in the API; may be repeated.  [default: the model's]"),
+    ] = None
+    max_waiting: Annotated[
+        int, typer.Option(help="Requests that may wait; further ones are answered with status 429.")
+    ] = DEFAULTS.max_waiting
+    timeout: Annotated[float, typer.Option(help="Longest duration of a request, in seconds.")] = DEFAULTS.timeout_s
+    drain: Annotated[float, typer.Option(help="Seconds that running requests get to finish when the server stops.")] = (
+        DEFAULTS.drain_s
+    )
+    prefill_wait: Annotated[
+        float,
+        typer.Option(help="About how many seconds running requests wait for new prompts between two tokens."),
+    ] = DEFAULTS.prefill_wait_s
+
+    def settings(self) -> ServerSettings:
+        """Return the server's settings. Raises ConfigError for values that it cannot honour."""
+        for origin in self.cors or ():
+            if origin != "*" and not re.fullmatch(r"https?://[^/\s]+", origin):
+                raise ConfigError(
+                    f"--cors {origin!r} must be an origin such as https://example.org, without a path, or *"
+                )
+        return ServerSettings(
+            host=self.host,
+            port=self.port,
+            keys=read_keys(self.keys_file),
+            open_to_all=self.open_to_all,
+            cors=tuple(self.cors or ()),
+            hosts=tuple(self.allow_host or ()),
+            max_waiting=self.max_waiting,
+            timeout_s=self.timeout,
+            prefill_wait_s=self.prefill_wait,
+            drain_s=self.drain,
+        )
 
 
 def run(
     *,
-    models: ModelOptions,
+    which: ModelChoice,
+    draft: DraftOption = None,
     drafter: DrafterOption = "auto",
     methods: MethodOptions,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = USUAL.host,
-    port: Annotated[int, typer.Option(help="Port; 0 takes a free one.")] = USUAL.port,
-    keys_file: Annotated[
-        Path | None, typer.Option(help="Bearer keys, one to a line; beside those of FORESAY_API_KEYS.")
-    ] = None,
-    open_to_all: Annotated[bool, typer.Option("--open-to-all", help="Let other machines in without keys.")] = False,
-    cors: Annotated[list[str] | None, typer.Option(help="An origin whose pages may call the API.")] = None,
-    allow_host: Annotated[
-        list[str] | None, typer.Option(help="A further name that clients reach it by, such as a proxy's.")
-    ] = None,
-    name: Annotated[list[str] | None, typer.Option(help="What clients call the model; may be repeated.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Rows decoded at a time.")] = None,
-    max_waiting: Annotated[
-        int, typer.Option(help="Requests that may wait; more are answered 429.")
-    ] = USUAL.max_waiting,
-    timeout: Annotated[float, typer.Option(help="Seconds that a request may take.")] = USUAL.timeout_s,
-    drain: Annotated[float, typer.Option(help="Seconds that requests may go on when the server ends.")] = USUAL.drain_s,
-    prefill_wait: Annotated[
-        float,
-        typer.Option(help="Seconds that running requests may wait for others' prompts between two tokens, about."),
-    ] = USUAL.prefill_wait_s,
+    serving: ServingOptions,
+    batch_size: Annotated[int | None, typer.Option(help="Rows decoded at a time.  [default: 32]")] = None,
     warmup: Annotated[bool, typer.Option("--warmup", help="Decode a little before the first request.")] = False,
     log_requests: Annotated[
-        bool, typer.Option("--log-requests", help="A line of JSON for each; never its text.")
+        bool, typer.Option("--log-requests", help="Log a line of JSON for each request, without its text.")
     ] = False,
     machine: MachineOptions,
 ) -> int:
-    """Serve a model to OpenAI's clients, with continuous batching."""
+    """Serve a model through an OpenAI-compatible API.
+
+    Requests share one engine with continuous batching. Each option can also be set by an environment variable
+    FORESAY_SERVE_<OPTION>, such as FORESAY_SERVE_MODEL.
+    """
     try:
         from foresay.server.running import bind, serve
         from foresay.server.service import Service, served_name
     except ImportError as error:
         raise ConfigError(f"the server needs {error.name}: pip install 'foresay[server]'") from None
-    settings = ServerSettings(
-        host=host,
-        port=port,
-        keys=read_keys(keys_file),
-        open_to_all=open_to_all,
-        cors=tuple(cors or ()),
-        hosts=tuple(allow_host or ()),
-        max_waiting=max_waiting,
-        timeout_s=timeout,
-        prefill_wait_s=prefill_wait,
-        drain_s=drain,
-    )
-    sockets = bind(settings)  # before the model is loaded, which takes longer
+    settings = serving.settings()
+    sockets = bind(settings)  # fail before the model is loaded, which takes longer
     more: dict[str, Any] = {} if batch_size is None else {"max_batch_size": batch_size}
-    generator = load_generator(models, drafter, methods, machine, **more)
-    service = Service(generator, settings, name or [served_name(generator.target.name)])
+    generator = load_generator(ModelOptions(which.name, draft), drafter, methods, machine, **more)
+    service = Service(generator, settings, serving.name or [served_name(generator.target.name)])
     if log_requests:
         logging.basicConfig(format="%(message)s")
         logging.getLogger("foresay.server").setLevel(logging.INFO)

@@ -1,9 +1,9 @@
-"""Options that share a command's work out to workers."""
+"""Options that distribute a command's work over workers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import typer
 
@@ -17,22 +17,24 @@ from foresay.workers.pool import Place, Pool, check_workers
 
 @dataclass(frozen=True, slots=True)
 class SharingOptions:
-    """Who does the work."""
+    """Number and kind of workers."""
 
+    PANEL: ClassVar[str] = "Workers"
     workers: Annotated[
-        int | None, typer.Option(help="Processes that share the work, each with the model and its share of the cores.")
+        int | None,
+        typer.Option(help="Distribute the work over N processes, each with the model and a share of the cores."),
     ] = None
     ray: Annotated[bool, typer.Option("--ray", help="Workers are actors of a Ray cluster (extra ray).")] = False
 
     @property
     def wanted(self) -> bool:
-        """Whether somebody else does it."""
+        """True if workers do the work."""
         if self.ray and self.workers is None:
-            raise ConfigError("--ray needs --workers: how many actors")
+            raise ConfigError("--ray needs --workers, the number of actors")
         return self.workers is not None
 
     def pool(self, setup: dict[str, Any], machine: MachineOptions) -> Pool:
-        """The workers, ready."""
+        """Start the workers."""
         assert self.workers is not None
         count = check_workers(self.workers)
         place: Place

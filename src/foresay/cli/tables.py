@@ -1,4 +1,4 @@
-"""Tables, and the figures of a run in words."""
+"""Tables, and figures of a run as text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from foresay.engine import Stats
 from foresay.text.formatting import percent
 
 _LEAST = 16
-"""Columns that a row's name keeps when it is folded."""
+"""Narrowest width, in characters, to which the first column is folded."""
 
 
 def table(
@@ -27,12 +27,12 @@ def table(
     short: Sequence[str] | None = None,
     drop: Sequence[str] = (),
 ) -> RenderableType:
-    """Rows under headings, as wide as they are; where a terminal or $COLUMNS bounds them, what fits of this:
+    """Return rows under headings, at full width, or the first layout that fits a terminal or $COLUMNS of these:
 
-    the table; the `short` headings; a narrower gap; a folded first column; a line per figure, where first cells tell the
-    rows apart.
+    the table; with the `short` headings; with narrower gaps; with a folded first column; a line for each heading, if first
+    cells identify the rows.
 
-    drop: headings of columns that are left out where they hold the same on every line.
+    drop: headings of columns that are left out if all their cells are equal.
     """
     kept = [i for i, name in enumerate(headings) if name not in drop or len({row[i] for row in rows}) > 1]
     rows = [[row[i] for i in kept] for row in rows]
@@ -78,7 +78,7 @@ def _by_figure(names: Sequence[str], rows: Sequence[Sequence[str]]) -> Text:
 
 
 def comparison(plain_s: float, plain: Stats, seconds: float, stats: Stats, on: Console) -> RenderableType:
-    """Plain decoding beside speculation."""
+    """Table of plain decoding next to speculation."""
     rows = [("plain", *_figures(plain_s, plain_s, plain)), ("foresay", *_figures(plain_s, seconds, stats))]
     return table(("", "tokens", "seconds", "tokens/s", "speed-up", "tokens/pass", "accepted"), rows, on)
 
@@ -100,7 +100,7 @@ def gain(speed_up: float, low: float | None = None, high: float | None = None) -
 
 
 def sum_up(stats: Stats, seconds: float, seed: int | None, *, exact: bool) -> str:
-    """One output's figures in a line."""
+    """Figures of one output in a line."""
     rate = stats.num_tokens / seconds if seconds else 0.0
     return (
         f"{stats.num_tokens} tokens in {seconds:.2f} s, {rate:.1f} tokens/s, "
@@ -111,10 +111,10 @@ def sum_up(stats: Stats, seconds: float, seed: int | None, *, exact: bool) -> st
 
 
 def first_difference(plain: Any, fast: Any, tokenizer: Any) -> str | None:
-    """The first difference of two outputs, in words; None when they are equal."""
+    """Describe the first difference of two outputs; None if they are equal."""
     a, b = plain.token_ids, fast.token_ids
     if a == b:
         return None
-    place = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-    words = [repr(tokenizer.decode(ids[place : place + 1])) if place < len(ids) else "the end" for ids in (a, b)]
-    return f"token {place}: plain wrote {words[0]}, speculation {words[1]}"
+    index = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    words = [repr(tokenizer.decode(ids[index : index + 1])) if index < len(ids) else "the end" for ids in (a, b)]
+    return f"token {index}: plain decoding has {words[0]}, speculation {words[1]}"

@@ -1,7 +1,8 @@
-"""`foresay tune`: the fastest exact configuration, into foresay.toml."""
+"""`foresay tune`: find the fastest exact configuration and write it to foresay.toml."""
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from pathlib import Path
@@ -9,16 +10,27 @@ from typing import Annotated, Any
 
 import typer
 
+from foresay.checks import check_float, check_int
 from foresay.cli.common import load_generator, model_expression
 from foresay.cli.lab_options import DataOptions, numbers
-from foresay.cli.options import MachineOptions, MethodOptions, ModelOption, ModelOptions
+from foresay.cli.options import (
+    BatchSizesOption,
+    DraftersOption,
+    ForceOption,
+    LengthsOption,
+    MachineOptions,
+    MethodOptions,
+    ModelChoice,
+    ModelOptions,
+)
 from foresay.cli.progress import advancing, loading
 from foresay.cli.tables import gain, show_table
+from foresay.cli.tune_estimate import Estimate, estimate
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ConfigError
 from foresay.files import work_folder
 from foresay.generation.generator import Generator
-from foresay.generation.method import PLAIN, methods
+from foresay.generation.method import PLAIN, Method, methods
 from foresay.lab.replay.record import record
 from foresay.lab.tune import DRAFTERS, LENGTHS, Tuner, Tuning, pick, with_draft
 from foresay.models.sources.load_options import LLAMA_CPP, WEIGHTS
@@ -29,70 +41,117 @@ from foresay.spec.settings_file import Settings, write_settings
 
 def run(
     *,
-    model: ModelOption = None,
-    drafter: Annotated[
-        list[str] | None, typer.Option("--drafter", help="A candidate; may be repeated. Default: all look-ups.")
-    ] = None,
-    length: Annotated[
-        list[str] | None, typer.Option("--length", help="A length or policy to try; may be repeated.")
-    ] = None,
+    which: ModelChoice,
+    drafter: DraftersOption = None,
+    length: LengthsOption = None,
     draft: Annotated[
-        str | None, typer.Option(help="A draft model to try too: lengths, thresholds, and cascades with Max-Gram.")
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            rich_help_panel="Drafting",
+            help="Also try a draft model: lengths, confidence thresholds, and cascades with max_gram.",
+        ),
     ] = None,
-    batch: Annotated[str, typer.Option(help="Batch size; with --latency, those to choose from.")] = "1",
+    batch_size: BatchSizesOption = "1",
     latency: Annotated[
-        float | None, typer.Option(help="Most milliseconds between two tokens of a request; picks the batch size too.")
+        float | None,
+        typer.Option(help="Latency target: milliseconds between two tokens of a request. Also chooses the batch size."),
     ] = None,
-    recording: Annotated[Path | None, typer.Option(help="Outputs of this model; else --prompts are recorded.")] = None,
+    recording: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A recording of this model, in place of --prompts.")
+    ] = None,
     data: DataOptions,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", help="Tokens recorded of each output.")] = 96,
-    confirm: Annotated[int, typer.Option(help="Candidates that are run live.")] = 3,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where to write the settings.")] = Path("foresay.toml"),
-    force: Annotated[bool, typer.Option("--force", help="Replace an output that exists.")] = False,
+    finalists: Annotated[int, typer.Option(help="Candidates that are run live in the end.")] = 3,
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The settings file to write.")] = Path(
+        "foresay.toml"
+    ),
+    force: ForceOption = False,
+    estimate_only: Annotated[
+        bool, typer.Option("--estimate", help="Print how long the run would take, and end.")
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before a run of more than a minute.")] = False,
     machine: MachineOptions,
 ) -> int:
-    """Find what decodes fastest here, by replay and profile, and confirm the best live."""
-    sizes = numbers(batch, "--batch")
+    """Find the fastest settings here; write foresay.toml.
+
+    Records outputs, times forward passes, replays every candidate on them, and runs the best candidates live. Other commands
+    read foresay.toml in their folder. How long the run takes is printed first.
+    """
+    sizes = numbers(batch_size, "--batch-size")
     if len(sizes) > 1 and latency is None:
-        raise ConfigError("--batch takes one number, unless --latency chooses between several")
-    if output.exists() and not force:
+        raise ConfigError(f"--batch-size {batch_size} has several sizes, and without --latency it takes one")
+    check_float("latency", math.inf if latency is None else latency, 0.0, math.inf, open_low=True)
+    check_int("finalists", finalists, 1, 100)
+    params = SamplingParams(max_new_tokens=max_new_tokens)
+    if output.exists() and not force and not estimate_only:
         raise ConfigError(f"{str(output)!r} exists; --force replaces it, --output names another file")
     named = methods(drafter or DRAFTERS, length or LENGTHS)
     named += [] if draft is None else with_draft(model_expression(draft) if "(" not in draft else draft)
-    items = data.items()
+    recorded = None if recording is None else Recording.load(recording)
+    items = data.items() if recorded is None else []
     size = max(16, *sizes)
-    target = load_generator(ModelOptions(model), "none", MethodOptions(), machine, later=named, max_batch_size=size)
-    recorded = _recorded(target, recording, items, max_new_tokens, data)
-    with loading("Timing passes, replaying candidates"):
-        tuner = Tuner(target, recorded)
-        tuner.search(named, sizes)
-    size = _finish(tuner, latency, confirm)
+    model = ModelOptions(which.name)
+    target = load_generator(model, "none", MethodOptions(), machine, later=named, max_batch_size=size)
+    with loading("Estimating the duration"):
+        expected = estimate(
+            target,
+            items,
+            recorded,
+            methods=named,
+            params=params,
+            sizes=sizes,
+            finalists=finalists,
+            chat=not data.no_template,
+        )
+    if estimate_only:
+        sys.stdout.write(f"{expected}\n")
+        return 0
+    _agree(expected, yes=yes)
+    if recorded is None:
+        recorded = _recorded(target, items, params, data)
+    tuner = _searched(target, recorded, named, sizes)
+    size = _finish(tuner, latency, finalists)
     _show(tuner.tuning)
     return _write(tuner.tuning, size, target, output, data.name if recording is None else recording.name)
 
 
-def _recorded(target: Generator, path: Path | None, items: Any, tokens: int, data: DataOptions) -> Recording:
-    if path is not None:
-        return Recording.load(path)
+def _agree(expected: Estimate, *, yes: bool) -> None:
+    """Print the estimate on stderr. On a terminal ask before a long run; typer.Abort if the answer is no."""
+    typer.echo(f"foresay: {expected}", err=True)
+    if expected.total_s > 60 and not yes and sys.stdin is not None and sys.stdin.isatty():
+        typer.confirm("Start?", default=True, abort=True, err=True)
+
+
+def _recorded(target: Generator, items: Any, params: SamplingParams, data: DataOptions) -> Recording:
     with work_folder("foresay-tune") as folder, advancing("Recording") as advance:
         return record(
             target,
             items,
             folder / "recording.jsonl",
-            SamplingParams(max_new_tokens=tokens),
+            params,
             chat=not data.no_template,
             on_progress=lambda progress: advance(progress.done, progress.total, f"{progress.tokens} tokens"),
         )
 
 
+def _searched(target: Generator, recorded: Recording, named: list[Method], sizes: list[int]) -> Tuner:
+    with loading("Timing passes, replaying candidates"):
+        tuner = Tuner(target, recorded)
+        tuner.search(named, sizes)
+    return tuner
+
+
 def _finish(tuner: Tuner, latency: float | None, count: int) -> int:
-    """Run the best few live; the batch size to write down."""
+    """Run the best candidates live. Return the batch size of the fastest."""
     best, plain = pick(tuner.tuning.candidates, count=count, latency_s=None if latency is None else latency / 1e3)
     if plain is None and not best:
         fastest = min(one.expected.latency_s for one in tuner.tuning.candidates)
-        raise ConfigError(f"--latency {latency:g} cannot be met: the quickest takes {1e3 * fastest:.1f} ms per token")
+        raise ConfigError(
+            f"--latency {latency:g} cannot be met: the fastest candidate takes {1e3 * fastest:.1f} ms per token"
+        )
     if best:
-        with loading(f"Confirming {len(best)} live"):
+        with loading(f"Running {len(best)} live"):
             tuner.confirm(best)
     found = tuner.tuning.best
     return (found.candidate if found else plain or best[0]).batch_size
@@ -114,13 +173,13 @@ def _show(tuning: Tuning) -> None:
     if hidden > 0:
         sys.stdout.write(f"and {hidden} more\n")
     for name, problem in tuning.failed.items():
-        sys.stdout.write(f"left out: {name}: {problem}\n")
-    took = ", ".join(f"{what} {seconds:.0f} s" for what, seconds in tuning.seconds.items())
+        sys.stdout.write(f"not tried: {name}: {problem}\n")
+    took = ", ".join(f"{part} {seconds:.0f} s" for part, seconds in tuning.seconds.items())
     sys.stdout.write(f"took: {took}\n")
 
 
-def _seen_from(output: Path, name: str) -> str:
-    """A target's name in a settings file: a folder or file as it is found from there."""
+def _relative_name(output: Path, name: str) -> str:
+    """The target's name in a settings file: a path relative to the file, if it is one."""
     return os.path.relpath(name, output.parent) if Path(name).exists() and not Path(name).is_absolute() else name
 
 
@@ -131,7 +190,7 @@ def _write(tuning: Tuning, batch_size: int, target: Generator, output: Path, pro
     measured |= {"threads": origin["machine"]["threads"], "foresay": origin["versions"].get("foresay", "")}
     dtype = target.target.dtype or None
     chosen: dict[str, Any] = {
-        "target": _seen_from(output, target.target.name),
+        "target": _relative_name(output, target.target.name),
         "max_batch_size": batch_size,
         "dtype": dtype,
         "weights": target.target.weights if target.target.weights in WEIGHTS else None,
@@ -139,7 +198,7 @@ def _write(tuning: Tuning, batch_size: int, target: Generator, output: Path, pro
     }
     if best is None:
         settings = Settings(drafter="none", **chosen)
-        sys.stdout.write("No draft pays here: plain decoding is fastest.\n")
+        sys.stdout.write("Plain decoding is fastest: no drafter gains anything here.\n")
     else:
         method = best.candidate.method
         length: Any = method.length or None

@@ -1,4 +1,4 @@
-"""`foresay vllm-config`: what vLLM must be told to decode with foresay's drafters."""
+"""`foresay vllm-config`: vLLM's arguments for decoding with foresay's drafters."""
 
 from __future__ import annotations
 
@@ -10,35 +10,65 @@ from typing import Annotated, Any
 import typer
 
 from foresay.cli.common import model_name
-from foresay.cli.options import ModelOption
+from foresay.cli.options import JsonOption, ModelChoice
+from foresay.errors import ModelNotFoundError
 from foresay.integrations.vllm_arguments import llm_arguments, serve_command
 from foresay.lab.bench.peers.base import model_folder
 from foresay.models.sources.packaged import ALIASES
+from foresay.spec.expressions import parse
 from foresay.spec.settings_file import Settings, is_settings, read_settings
 
 
 def run(
     *,
-    model: ModelOption = None,
+    which: ModelChoice,
     drafter: Annotated[
-        str | None, typer.Option(help="A look-up such as suffix or max_gram, head(FOLDER), model(FOLDER) or none.")
+        str | None,
+        typer.Option(
+            metavar="EXPRESSION",
+            help="An n-gram drafter such as suffix or max_gram, head(FOLDER), model(FOLDER) or none.  [default: suffix]",
+        ),
     ] = None,
-    length: Annotated[str | None, typer.Option(help="A number; of look-ups also a policy, as throughput.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="The arguments of vLLM's LLM as JSON.")] = False,
+    length: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LENGTH", help="Draft length: a number; for an n-gram drafter also a policy, such as throughput."
+        ),
+    ] = None,
+    as_json: JsonOption = False,
 ) -> int:
-    """Print vLLM's arguments for a settings file or a drafter: foresay's look-ups inside vLLM.
+    """Print vLLM's arguments for a drafter or settings file.
 
-    A trained head is vLLM's own method: write it with `foresay export` first, and name that folder.
+    The arguments run foresay's n-gram drafters inside vLLM. A draft head runs as vLLM's own method: write it with
+    `foresay export` first, and name that folder.
     """
-    name = model_name(model)
+    name = model_name(which.name)
     settings = read_settings(name) if is_settings(name) else Settings(target=name)
     given: dict[str, Any] = {name: value for name, value in (("drafter", drafter), ("length", length)) if value}
     settings = dataclasses.replace(settings, **given)
-    arguments = llm_arguments(settings, _place(settings.target))
+    _check_draft(settings.drafter)
+    arguments = llm_arguments(settings, _location(settings.target))
     typer.echo(json.dumps(arguments, indent=2) if as_json else serve_command(arguments))
     return 0
 
 
-def _place(target: str) -> str:
-    """Where vLLM finds a model: of an alias the folder of its weights; a hub's name is vLLM's to look up."""
+def _check_draft(drafter: str | None) -> None:
+    """Raise ModelNotFoundError for a drafter whose head or model is neither a folder, nor an alias, nor a hub id."""
+    call = parse(drafter or "suffix")
+    names = [str(value) for key, value in call.values if key is None] if call.name in ("head", "model") else []
+    for name in names:
+        if name not in ALIASES and not Path(name).expanduser().is_dir() and not _is_hub_id(name):
+            raise ModelNotFoundError(
+                f"--drafter {drafter}: there is no folder {name!r}; give a folder, or org/name on the hub"
+            )
+
+
+def _is_hub_id(name: str) -> bool:
+    return name.count("/") == 1 and not name.startswith(("/", ".", "~"))
+
+
+def _location(target: str) -> str:
+    """The name under which vLLM finds a model: the folder of an alias' weights; a hub id as it is."""
+    if target not in ALIASES and not Path(target).exists() and not _is_hub_id(target):
+        raise ModelNotFoundError(f"unknown model {target!r}; give a folder, or org/name on the hub")
     return model_folder(target) if target in ALIASES or Path(target).exists() else target

@@ -31,7 +31,6 @@ from foresay.decoding.protocols import (
     Rule,
 )
 from foresay.decoding.rows import Row, Rows
-from foresay.errors import RequestError
 
 
 @torch.inference_mode()
@@ -60,28 +59,16 @@ def step(
         verification = rule.verify(distributions, before_failures(proposal, distributions), rows.streams(target.device))
     for observer in observers:
         observer(rows, proposal, distributions, verification, output)
-    committed = commit(rows, proposal, verification, output, distributions)
-    rewind(rows, proposal, committed, starts, cache)
+    committed, paths = commit(rows, proposal, verification, output, distributions)
+    rewind(rows, proposal, committed, paths, starts, cache)
     if drafter is not None:
         drafter.observe(rows, verification, output)
-    total = perf_counter() - began
+    total_s = perf_counter() - began
     steps = [
-        Step(
-            request_id=row.request_id,
-            token_ids=tuple(one.token_ids),
-            origins=one.origins,
-            num_drafted=one.num_drafted,
-            num_accepted=one.num_accepted,
-            tested=one.tested,
-            finish_reason=one.reason,
-            error=one.error,
-            logprobs=one.logprobs,
-            batch_size=len(rows),
-            draft_s=proposed - began,
-            target_s=scored - proposed,
-            total_s=total,
+        dataclasses.replace(
+            one, batch_size=len(rows), draft_s=proposed - began, target_s=scored - proposed, total_s=total_s
         )
-        for row, one in zip(rows, committed, strict=True)
+        for one in committed
     ]
     policy.observe(rows, steps)
     return steps
@@ -144,50 +131,41 @@ def before_failures(proposal: Proposal, distributions: Distributions) -> Proposa
     return dataclasses.replace(proposal, parents=parents)
 
 
-@dataclass(frozen=True, slots=True)
-class Committed:
-    """Result of a step for one row. path: indices of the committed draft tokens in the proposal, in order."""
-
-    token_ids: list[int]
-    origins: tuple[Origin, ...]
-    num_drafted: int
-    path: list[int]
-    tested: tuple[int, ...]
-    reason: FinishReason | None
-    error: RequestError | None
-    logprobs: tuple[TokenLogprob, ...] | None
-
-    @property
-    def num_accepted(self) -> int:
-        """Number of committed draft tokens."""
-        return len(self.path)
-
-
 def commit(
     rows: Rows, proposal: Proposal, verification: Verification, output: ModelOutput, distributions: Distributions
-) -> list[Committed]:
-    """Append the accepted tokens and the extra one, cut at the first stop. Waits for the device once."""
-    out: list[Committed] = []
+) -> tuple[list[Step], list[list[int]]]:
+    """Append the accepted tokens and the extra one, cut at the first stop. Waits for the device once.
+
+    Returns the rows' Steps, without times, and the indices of the committed draft tokens in the proposal.
+    """
+    steps: list[Step] = []
+    paths: list[list[int]] = []
     for i, (row, one) in enumerate(zip(rows, _read(proposal, verification), strict=True)):
-        drafted = proposal.num_tokens[i]
-        position = one.path[-1] + 1 if one.path else 0
-        error = distributions.failures.get((i, position))
+        error = distributions.failures.get((i, one.path[-1] + 1 if one.path else 0))
         kept, reason = cut(row, [*one.accepted, *([one.extra] if error is None else [])])
         if error is not None and reason is not None:
             error = None  # the row stopped before the failed position
         row.extend(kept)
-        path, tested = one.path, one.tested
+        path, num_drafted, tested = one.path, proposal.num_tokens[i], one.tested
         if len(kept) <= len(path):  # draft tokens after a stop are not counted
-            path = path[: len(kept)]
-            drafted, tested = len(kept), tested[: len(kept)]
-        last = Origin.RESIDUAL if len(path) < drafted else Origin.BONUS
-        origins = ((Origin.DRAFT,) * len(path) + (last,))[: len(kept)]
+            path, num_drafted, tested = path[: len(kept)], len(kept), tested[: len(kept)]
+        last = Origin.RESIDUAL if len(path) < num_drafted else Origin.BONUS
         num_top = row.params.logprobs if rows.level == 0 else None
         positions = [0, *(index + 1 for index in path)][: len(kept)]
-        logprobs = None if num_top is None else token_logprobs(output.scores()[i][positions], kept, num_top)
-        reason = FinishReason.ERROR if error is not None else reason
-        out.append(Committed(kept, origins, drafted, path, tested, reason, error, logprobs))
-    return out
+        step = Step(
+            request_id=row.request_id,
+            token_ids=tuple(kept),
+            origins=((Origin.DRAFT,) * len(path) + (last,))[: len(kept)],
+            num_drafted=num_drafted,
+            num_accepted=len(path),
+            tested=tested,
+            finish_reason=FinishReason.ERROR if error is not None else reason,
+            error=error,
+            logprobs=None if num_top is None else token_logprobs(output.scores()[i][positions], kept, num_top),
+        )
+        steps.append(step)
+        paths.append(path)
+    return steps, paths
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,18 +204,24 @@ def _read(proposal: Proposal, verification: Verification) -> list[_RowVerificati
 
 
 def rewind(
-    rows: Rows, proposal: Proposal, committed: Sequence[Committed], starts: Sequence[int], cache: KVCache
+    rows: Rows,
+    proposal: Proposal,
+    steps: Sequence[Step],
+    paths: Sequence[Sequence[int]],
+    starts: Sequence[int],
+    cache: KVCache,
 ) -> None:
-    """Truncate each cache row to the committed tokens but the last. starts: the cache's lengths before the pass."""
+    """Truncate each cache row to the committed tokens but the last.
+
+    steps, paths: result of `commit`. starts: the cache's lengths before the pass.
+    """
     if proposal.parents is not None:
-        paths: list[list[int]] = []
-        for row, one, start in zip(rows, committed, starts, strict=True):
-            if row.remaining <= 0 and not one.token_ids:  # the row was not fed
-                paths.append([])
-                continue
-            unseen = row.size - len(one.token_ids) - start
-            paths.append([*range(unseen), *(unseen + column for column in one.path)])
-        cache.keep(starts, paths)
+        kept: list[list[int]] = []
+        for row, step, path, start in zip(rows, steps, paths, starts, strict=True):
+            fed = row.remaining > 0 or bool(step.token_ids)
+            unseen = row.size - len(step.token_ids) - start
+            kept.append([*range(unseen), *(unseen + node for node in path)] if fed else [])
+        cache.keep(starts, kept)
     cache.truncate([row.size - 1 for row in rows])
 
 

@@ -1,4 +1,4 @@
-"""What guesses tokens, one file each."""
+"""Drafters: how draft tokens are proposed, one method per file."""
 
 from foresay.drafters.cascade import Cascade
 from foresay.drafters.head import HeadDrafter, HeadTreeDrafter

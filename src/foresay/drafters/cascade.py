@@ -1,8 +1,8 @@
 """Cascades: drafters that draft for each other (Chen et al. 2023, Cascade Speculative Drafting).
 
-Vertical: a draft model's own tokens come from speculative decoding with the drafters behind it. Horizontal: within one
-proposal the first tokens come from larger drafters and the later ones from smaller. Both are this drafter calling `step`
-with a target of its own; the law attached to a token is that of the model that reviewed it last.
+Vertical: a draft model generates its tokens by speculative decoding with the smaller drafters after it. Horizontal: within one
+proposal the first tokens come from larger drafters and the later ones from smaller drafters. For both, the cascade calls `step`
+with a draft model as the target; the distribution attached to a token is that of the model that verified it last.
 """
 
 from __future__ import annotations
@@ -47,81 +47,87 @@ Matrix = Sequence[Sequence[int]]
 class Cascade(Drafter):
     """Drafters d_1 (largest) to d_n and a control matrix.
 
-    k: [n, n], upper triangular. Row i is a model's plan: the target's for i = 0, d_i's otherwise. k[i][j] is how many tokens
-    d_{j+1} adds, j from i on: it works until the proposal has k[i][i] + ... + k[i][j], and what overshoots is kept. A model
-    whose row is zero, and the last drafter, guess by themselves. lenience: at least 1, of the inner reviews alone; above
-    1 their tokens have no known law and count as point masses, so the output stays exact.
+    k: [n, n], upper triangular. Row 0 plans the proposal for the target, row i the one for d_i. Drafter d_{j+1}, j >= i, drafts
+    until the proposal has k[i][i] + ... + k[i][j] tokens; excess tokens are kept. A drafter whose row is zero, and the last one,
+    draft without another drafter. lenience: at least 1, for the inner verification only; above 1 its tokens have no known
+    distribution and count as point masses, so the output stays exact.
+    Raises ConfigError for a wrong matrix, a drafter of trees, or a row for a drafter that cannot verify.
     """
 
     def __init__(self, drafters: Sequence[Drafter], k: Matrix, *, lenience: float = 1.0) -> None:
         check_matrix(k, len(drafters))
         for one in drafters:
             if isinstance(one, ProposesTrees) and one.branches > 1:
-                raise ConfigError(f"a cascade chains its drafters, and {type(one).__name__} proposes trees")
+                raise ConfigError(
+                    f"a cascade takes drafters of chains, but {type(one).__name__} proposes trees; set branches=1 or replace it"
+                )
         self.drafters, self.k = tuple(drafters), tuple(tuple(row) for row in k)
         self.lenience = check_float("lenience", lenience, 1.0, 1e6)
         self.hidden_layers = tuple(sorted({layer for d in drafters for layer in d.hidden_layers}))
-        self.samples = any(d.samples for d in drafters) or any(map(any, self.k[1:]))  # reviews draw
-        workers: list[_Node] = []
-        for place in range(len(drafters) - 1, -1, -1):  # the deepest first: those before it draft with it
-            workers.insert(0, self._worker(place, workers))
+        self.samples = any(d.samples for d in drafters) or any(map(any, self.k[1:]))  # inner verification samples
+        nodes: list[_Node] = []
+        for index in range(len(drafters) - 1, -1, -1):  # the last first: larger drafters use the smaller ones
+            nodes.insert(0, self._node(index, nodes))
         models = [d.context.model for d in drafters if isinstance(d, ModelDrafter)]
-        self._plan = _MatrixRow(self.k[0], workers, models[0].device if models else torch.device("cpu"))
+        self._plan = _MatrixRow(self.k[0], nodes, models[0].device if models else torch.device("cpu"))
 
-    def _worker(self, place: int, deeper: Sequence[_Node]) -> _Node:
-        drafter = self.drafters[place]
-        plan = self.k[place + 1][place + 1 :] if place + 1 < len(self.k) else ()
+    def _node(self, index: int, smaller: Sequence[_Node]) -> _Node:
+        drafter = self.drafters[index]
+        plan = self.k[index + 1][index + 1 :] if index + 1 < len(self.k) else ()
         if not any(plan):
             return _Leaf(drafter)
         if not isinstance(drafter, ModelDrafter) or drafter.hidden_layers:
             raise ConfigError(
-                f"k[{place + 1}]={list(self.k[place + 1])} asks drafter {place + 1} ({type(drafter).__name__}) to review "
-                "what others draft, which only a model can; make that row zero"
+                f"k[{index + 1}]={list(self.k[index + 1])}: drafter {index + 1} ({type(drafter).__name__}) cannot verify other "
+                "drafters' tokens, which needs a draft model; set that row to zero"
             )
-        for j, (count, below) in enumerate(zip(plan, self.drafters[place + 1 :], strict=True), place + 1):
-            if count and _reads_source(below) and not _reads_source(drafter):
+        for j, (count, other) in enumerate(zip(plan, self.drafters[index + 1 :], strict=True), index + 1):
+            if count and _reads_source(other) and not _reads_source(drafter):
                 raise ConfigError(
-                    f"k[{place + 1}][{j}]={count}: drafter {j + 1} has an encoder, and drafter {place + 1}, which would review "
-                    "it, reads source and output as one text; make that entry zero"
+                    f"k[{index + 1}][{j}]={count}: drafter {j + 1} is an encoder-decoder, but drafter {index + 1}, which would "
+                    "verify its tokens, is decoder-only; set that entry to zero"
                 )
         model = drafter.context.model
-        return _ReviewingNode(drafter, _MatrixRow(plan, deeper, model.device, model.vocab_size), self.lenience)
+        return _VerifyingNode(drafter, _MatrixRow(plan, smaller, model.device, model.vocab_size), self.lenience)
 
     def repeats_seeds(self) -> bool:
-        """Whether a member keeps requests and another one samples; look-ups alone are judged by what the target writes."""
+        """Return True if a member keeps requests and another one samples (see `Remembers`).
+
+        The point masses of n-gram drafters alone are verified only by the target.
+        """
         if any(isinstance(one, Remembers) and one.repeats_seeds() for one in self.drafters):
             return True
         keeps = any(isinstance(one, NgramDrafter) and one.keeps_requests for one in self.drafters)
         return keeps and any(not isinstance(one, NgramDrafter) for one in self.drafters)
 
     def use_cache_of_target(self, cache: KVCache) -> None:
-        """Pass on to those that draft in the target's cache."""
+        """Give the target's cache to the drafters that draft in it."""
         for drafter in self.drafters:
             if isinstance(drafter, UsesTargetCache):
                 drafter.use_cache_of_target(cache)
 
     def admit(self, rows: Rows, first: int) -> None:
-        """Pass on."""
+        """Forward to every drafter."""
         for drafter in self.drafters:
             drafter.admit(rows, first)
 
     def rearrange(self, moves: Sequence[Move], count: int) -> None:
-        """Pass on."""
+        """Forward to every drafter."""
         for drafter in self.drafters:
             drafter.rearrange(moves, count)
 
     def reset(self) -> None:
-        """Pass on."""
+        """Forward to every drafter."""
         for drafter in self.drafters:
             drafter.reset()
 
     def observe(self, rows: Rows, verification: Verification | None, target: ModelOutput | None) -> None:
-        """Pass on."""
+        """Forward to every drafter."""
         for drafter in self.drafters:
             drafter.observe(rows, verification, target)
 
     def propose(self, rows: Rows, budget: Sequence[int], policy: LengthPolicy) -> Proposal:
-        """Carry out the target's row of the matrix, never past `budget`."""
+        """Draft by row 0 of the matrix, at most `budget` tokens for each row."""
         return self._plan.draft(rows, budget, policy)
 
 
@@ -130,12 +136,12 @@ def _reads_source(drafter: Drafter) -> bool:
 
 
 def drafted_at_most(k: Matrix) -> int:
-    """Tokens that the target's row of a matrix asks for."""
+    """Return the number of tokens that row 0 of a matrix plans, capped at MAX_DRAFT_TOKENS."""
     return min(sum(k[0]), MAX_DRAFT_TOKENS)
 
 
 def check_matrix(k: Matrix, count: int) -> None:
-    """Raise ConfigError unless k is an upper-triangular [count, count] matrix whose first row asks for something."""
+    """Raise ConfigError unless k is an upper-triangular [count, count] matrix with a nonzero first row."""
     if count == 0:
         raise ConfigError("a cascade needs at least one drafter")
     shape = f"{count} drafters need a matrix k of {count} rows of {count} numbers"
@@ -151,66 +157,66 @@ def check_matrix(k: Matrix, count: int) -> None:
                     f"k[{i}][{j}]={value} must be 0: k is upper triangular, drafter {j + 1} does not draft for drafter {i}"
                 )
     if not any(k[0]):
-        raise ConfigError("k[0] is all zeros: nobody drafts for the target")
+        raise ConfigError("k[0] is all zeros: no drafter drafts for the target; set an entry above zero")
 
 
 class _Node(Protocol):
-    """What carries out one entry of a plan."""
+    """A drafter that carries out one entry of a row of the matrix."""
 
-    def work(self, rows: Rows, want: Sequence[int], most: Sequence[int], policy: _PolicyTap) -> Proposal:
-        """At least `want` tokens for each row if it can, and no more than `most`. The rows are the worker's to change."""
+    def draft(self, rows: Rows, wanted: Sequence[int], most: Sequence[int], policy: _PolicyTap) -> Proposal:
+        """Draft at least `wanted` tokens for each row if possible, and at most `most`. May modify the rows."""
         ...
 
 
 class _Leaf:
-    """A drafter that guesses by itself."""
+    """A drafter that drafts without another drafter."""
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
 
-    def work(self, rows: Rows, want: Sequence[int], most: Sequence[int], policy: _PolicyTap) -> Proposal:
-        return self.drafter.propose(rows, want, policy)
+    def draft(self, rows: Rows, wanted: Sequence[int], most: Sequence[int], policy: _PolicyTap) -> Proposal:
+        return self.drafter.propose(rows, wanted, policy)
 
 
 class _MatrixRow(Drafter):
-    """One row of the matrix: who adds how much, one after the other."""
+    """One row of the matrix: drafters that extend a proposal one after the other."""
 
     def __init__(
-        self, counts: Sequence[int], workers: Sequence[_Node], device: torch.device, vocab_size: int = 0
+        self, counts: Sequence[int], nodes: Sequence[_Node], device: torch.device, vocab_size: int = 0
     ) -> None:
-        """device, vocab_size: where the model that reviews the proposals scores them, and its tokens."""
-        self._parts, self._device = list(zip(counts, workers, strict=True)), device
+        """device, vocab_size: of the model that verifies the proposals."""
+        self._parts, self._device = list(zip(counts, nodes, strict=True)), device
         self._vocab_size = vocab_size
 
     def draft(self, rows: Rows, most: Sequence[int], policy: LengthPolicy) -> Proposal:
-        """A proposal of up to `most` tokens for each row."""
-        grown = ProposalBuilder(len(rows), self._device)
-        with grown.keeping():
-            self._grow(grown, rows, most, policy)
-        return grown.proposal(confidence=rows.needs.confidence)
+        """Draft at most `most` tokens for each row."""
+        builder = ProposalBuilder(len(rows), self._device)
+        with builder.keeping():
+            self._extend(builder, rows, most, policy)
+        return builder.proposal(confidence=rows.needs.confidence)
 
-    def _grow(self, grown: ProposalBuilder, rows: Rows, most: Sequence[int], policy: LengthPolicy) -> None:
-        closed = [False] * len(rows)
+    def _extend(self, builder: ProposalBuilder, rows: Rows, most: Sequence[int], policy: LengthPolicy) -> None:
+        ended = [False] * len(rows)
         goal = 0
-        for tag, (count, worker) in enumerate(self._parts):
+        for tag, (count, node) in enumerate(self._parts):
             goal += count
-            sizes = [len(tokens) for tokens in grown.tokens]
-            each = zip(sizes, most, closed, strict=True)
-            want = [0 if shut else max(0, min(goal, limit) - size) for size, limit, shut in each]
-            if grown.failure is not None:
+            sizes = [len(tokens) for tokens in builder.tokens]
+            each = zip(sizes, most, ended, strict=True)
+            wanted = [0 if done else max(0, min(goal, limit) - size) for size, limit, done in each]
+            if builder.failure is not None:
                 break
-            if count == 0 or not any(want):
+            if count == 0 or not any(wanted):
                 continue
-            room = [limit - size if n else 0 for n, limit, size in zip(want, most, sizes, strict=True)]
-            watched = _PolicyTap(policy, sizes)
-            proposal = worker.work(rows.with_draft(grown.tokens, tag), want, room, watched)
-            grown.add(proposal)
-            closed = [shut or watched.stopped(i, proposal.num_tokens[i]) for i, shut in enumerate(closed)]
-            closed = [
-                shut or _ended(row, grown.tokens[i]) for i, (row, shut) in enumerate(zip(rows, closed, strict=True))
+            room = [limit - size if n else 0 for n, limit, size in zip(wanted, most, sizes, strict=True)]
+            tap = _PolicyTap(policy, sizes)
+            proposal = node.draft(rows.with_draft(builder.tokens, tag), wanted, room, tap)
+            builder.add(proposal)
+            ended = [done or tap.stopped(i, proposal.num_tokens[i]) for i, done in enumerate(ended)]
+            ended = [
+                done or _has_end(row, builder.tokens[i]) for i, (row, done) in enumerate(zip(rows, ended, strict=True))
             ]
 
-    # a plan is also the drafter of an inner step, whose rows come and go with the outer ones
+    # the drafter of an inner step: it keeps no state of its rows
 
     def propose(self, rows: Rows, budget: Sequence[int], policy: LengthPolicy) -> Proposal:
         return checked(self.draft(rows, budget, policy), budget, self._vocab_size, self._device, trees=False)
@@ -224,141 +230,142 @@ class _MatrixRow(Drafter):
     def observe(self, rows: Rows, verification: Verification | None, target: ModelOutput | None) -> None: ...
 
 
-def _ended(row: Row, tokens: Sequence[int]) -> bool:
-    """Whether a draft holds a token that ends the output, so that nothing behind it could be kept."""
+def _has_end(row: Row, tokens: Sequence[int]) -> bool:
+    """Return True if a draft contains a token that ends the output, so that later tokens would be discarded."""
     return not row.eos.isdisjoint(tokens)
 
 
 class _PolicyTap(LengthPolicy):
-    """A policy that remembers which rows it stopped, for a node that begins after some tokens of each row's draft."""
+    """A length policy for a node that continues drafts; records the rows that the policy stopped."""
 
     def __init__(self, policy: LengthPolicy, before: Sequence[int]) -> None:
-        """before: B, the tokens that each row's draft has already."""
+        """before: [B], number of tokens that each row's draft already has."""
         self._policy, self._before = policy, before
         self.needs_hidden = policy.needs_hidden
         self._masks: list[list[bool] | None] = []
         self.failure: BaseException | None = None
         """The exception that the policy raised in `kept`; None if there is none."""
-        self._closed: set[int] = set()
+        self._stopped: set[int] = set()
 
     def budget(self, rows: Rows) -> list[int]:
         return self._policy.budget(rows)
 
-    def _asked(self, step: DraftStep) -> torch.Tensor | None:
+    def _mask(self, step: DraftStep) -> torch.Tensor | None:
         before = torch.tensor(self._before, device=step.index.device)
         return self._policy.keep_drafting(dataclasses.replace(step, index=step.index + before))
 
     def keep_drafting(self, step: DraftStep) -> torch.Tensor | None:
-        mask = self._asked(step)
+        mask = self._mask(step)
         self._masks.append(None if mask is None else mask.tolist())
         return mask
 
     def kept(self, proposal: Proposal, distributions: Distributions, before: Sequence[int]) -> list[int]:
-        """How many tokens of a review stay: a row's up to the one that stops it, or at which the policy raised.
+        """Return how many verified tokens each row keeps: those up to the one after which the policy stops or raises.
 
-        before: B, tokens of this node ahead of them. laws: those of the review, column t the one that token t came from.
+        before: [B], tokens that this node drafted before them. distributions: [B, T], the t-th is that of token t.
         """
         counts = list(proposal.num_tokens)
-        written = torch.tensor(before, device=proposal.token_ids.device)
+        num_before = torch.tensor(before, device=proposal.token_ids.device)
         for t in range(proposal.width):
-            live = [i for i, n in enumerate(counts) if n > t]
-            if not live:
+            active = [i for i, n in enumerate(counts) if n > t]
+            if not active:
                 break
-            column = slice(t, t + 1)
-            index = None if distributions.probs_row is None else distributions.probs_row[:, column]
-            scores = None if distributions.scores is None else distributions.scores[:, column]
-            here = Distributions(distributions.greedy_ids[:, column], distributions.probs, index, scores)
-            going = self._going_on(DraftStep(written + t, proposal.token_ids[:, t], here))
-            for i in (i for i in live if not going[i]):
+            at = slice(t, t + 1)
+            index = None if distributions.probs_row is None else distributions.probs_row[:, at]
+            scores = None if distributions.scores is None else distributions.scores[:, at]
+            at_t = Distributions(distributions.greedy_ids[:, at], distributions.probs, index, scores)
+            continuing = self._continuing(DraftStep(num_before + t, proposal.token_ids[:, t], at_t))
+            for i in (i for i in active if not continuing[i]):
                 counts[i] = t + 1
-                self._closed.add(i)
+                self._stopped.add(i)
         return counts
 
-    def _going_on(self, step: DraftStep) -> list[bool]:
+    def _continuing(self, step: DraftStep) -> list[bool]:
         try:
-            mask = self._asked(step)
+            mask = self._mask(step)
             return [True] * len(step.index) if mask is None else mask.tolist()
-        except (Exception, SystemExit) as error:  # the tokens up to here were drawn, and stay
+        except (Exception, SystemExit) as error:  # keep the tokens drawn so far
             self.failure = error
             return [False] * len(step.index)
 
-    def stopped(self, place: int, count: int) -> bool:
-        """Whether a row was stopped by one of its first `count` tokens."""
-        return place in self._closed or any(mask is not None and not mask[place] for mask in self._masks[:count])
+    def stopped(self, index: int, count: int) -> bool:
+        """Return True if the policy stopped a row after one of its first `count` tokens."""
+        return index in self._stopped or any(mask is not None and not mask[index] for mask in self._masks[:count])
 
 
-class _ReviewingNode:
-    """A draft model that decodes speculatively with the drafters behind it.
+class _VerifyingNode:
+    """A draft model that drafts by speculative decoding with the smaller drafters after it.
 
-    Whether a review goes on to a token depends on what came before it and never on the token itself, so that the law of
-    each token it writes, given those before it, is the model's own law.
+    Whether verification continues to a token depends on the tokens before it and never on the token itself, so that each token,
+    given those before it, has the model's own distribution.
     """
 
     def __init__(self, drafter: ModelDrafter, plan: _MatrixRow, lenience: float) -> None:
         self._context, self._plan, self._lenience = drafter.context, plan, lenience
         self._length = ConstantLength(MAX_DRAFT_TOKENS)
 
-    def work(self, rows: Rows, want: Sequence[int], most: Sequence[int], policy: _PolicyTap) -> Proposal:
+    def draft(self, rows: Rows, wanted: Sequence[int], most: Sequence[int], policy: _PolicyTap) -> Proposal:
         context, model = self._context, self._context.model
         device = model.device
         shared = rows.needs.shares_noise
         lenient = self._lenience > 1 and not shared
         rule: Rule = Coupled() if shared else Lenience(self._lenience) if lenient else Speculative()
-        seen = context.view(rows)
+        viewed = context.view(rows)
         room = [
-            max(0, min(m, model.max_length - row.size)) if n else 0 for n, m, row in zip(want, most, seen, strict=True)
+            max(0, min(m, model.max_length - row.size)) if n else 0
+            for n, m, row in zip(wanted, most, viewed, strict=True)
         ]
-        grown = ProposalBuilder(len(rows), device)
+        builder = ProposalBuilder(len(rows), device)
         if not any(room):
-            return grown.proposal()
-        context.prepare(seen, [m > 0 for m in room])
-        seen = seen.like(seen.rows, confidence=lenient)
-        for row, m in zip(seen, room, strict=True):
+            return builder.proposal()
+        context.prepare(viewed, [m > 0 for m in room])
+        viewed = viewed.like(viewed.rows, confidence=lenient)
+        for row, m in zip(viewed, room, strict=True):
             row.limit = row.size + m
-        with grown.keeping():
-            while grown.failure is None and any(row.remaining for row in seen):
-                self._review(grown, seen, want, rule, policy, lenient=lenient, confidence=rows.needs.confidence)
-            context.remember(seen, [[]] * len(seen))
-        return grown.proposal(confidence=rows.needs.confidence)
+        with builder.keeping():
+            while builder.failure is None and any(row.remaining for row in viewed):
+                self._step(builder, viewed, wanted, rule, policy, lenient=lenient, confidence=rows.needs.confidence)
+            context.remember(viewed, [[]] * len(viewed))
+        return builder.proposal(confidence=rows.needs.confidence)
 
-    def _review(
+    def _step(
         self,
-        grown: ProposalBuilder,
-        seen: Rows,
-        want: Sequence[int],
+        builder: ProposalBuilder,
+        viewed: Rows,
+        wanted: Sequence[int],
         rule: Rule,
         policy: _PolicyTap,
         *,
         lenient: bool,
         confidence: bool,
     ) -> None:
-        """Add what one step of the model commits to its own rows, and the failure of those that draft for it."""
-        reviews: list[tuple[Proposal, Distributions]] = []
+        """Run one step of the model on its own rows, and add the committed tokens and any failure of the drafters for it."""
+        verified: list[tuple[Proposal, Distributions]] = []
 
-        def see(
+        def record(
             rows: Rows,
             proposal: Proposal,
             distributions: Distributions,
             verification: Verification,
             output: ModelOutput,
         ) -> None:
-            reviews.append((proposal, distributions))
+            verified.append((proposal, distributions))
 
         model = Shortening(self._context.model)
-        steps = step(seen, model, self._context.cache, self._plan, rule, self._length, [see])
-        ((proposal, distributions),) = reviews
-        reviewed = _reviewed(steps, distributions, lenient=lenient, confidence=confidence)
-        kept = policy.kept(reviewed, distributions, [len(tokens) for tokens in grown.tokens])
-        grown.add(reviewed, kept)
-        grown.failure = proposal.failure or policy.failure or model.failure
-        for i, (row, one) in enumerate(zip(seen, steps, strict=True)):
+        steps = step(viewed, model, self._context.cache, self._plan, rule, self._length, [record])
+        ((proposal, distributions),) = verified
+        committed = _as_proposal(steps, distributions, lenient=lenient, confidence=confidence)
+        kept = policy.kept(committed, distributions, [len(tokens) for tokens in builder.tokens])
+        builder.add(committed, kept)
+        builder.failure = proposal.failure or policy.failure or model.failure
+        for i, (row, one) in enumerate(zip(viewed, steps, strict=True)):
             stopped = kept[i] < len(one.token_ids) or policy.stopped(i, 0)
-            if stopped or one.finish_reason is not None or len(grown.tokens[i]) >= want[i]:
+            if stopped or one.finish_reason is not None or len(builder.tokens[i]) >= wanted[i]:
                 row.limit = row.size
 
 
-def _reviewed(steps: Sequence[Step], distributions: Distributions, *, lenient: bool, confidence: bool) -> Proposal:
-    """What an inner step committed, as a proposal with the reviewer's laws."""
+def _as_proposal(steps: Sequence[Step], distributions: Distributions, *, lenient: bool, confidence: bool) -> Proposal:
+    """Return the tokens committed by an inner step as a proposal with the verifying model's distributions."""
     counts = [len(one.token_ids) for one in steps]
     width = max(counts)
     device = distributions.greedy_ids.device
@@ -367,7 +374,7 @@ def _reviewed(steps: Sequence[Step], distributions: Distributions, *, lenient: b
         dtype=torch.int64,
         device=device,
     )
-    sure = distributions.confidence(ids) if confidence and width else None
+    probs = distributions.confidence(ids) if confidence and width else None
     if lenient or distributions.probs is None or distributions.probs_row is None:
-        return Proposal(ids, counts, confidence=sure)
-    return Proposal(ids, counts, distributions.probs, distributions.probs_row[:, :width], sure)
+        return Proposal(ids, counts, confidence=probs)
+    return Proposal(ids, counts, distributions.probs, distributions.probs_row[:, :width], probs)

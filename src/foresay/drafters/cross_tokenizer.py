@@ -1,9 +1,9 @@
-"""A draft model with another tokenizer than the target's.
+"""A draft model whose tokenizer differs from the target's.
 
-The draft reads the committed text in its own tokens. A greedy row's draft is written out as text and read back in the
-target's tokens, which are then point masses. A sampled row's draft is drawn from the draft's law over the tokens both
-vocabularies have, so that each token has a law over the target's ids. Both are exact; how text becomes tokens is told
-by a Retokenizer.
+The draft model reads the committed text in its own tokens. A greedy row's draft is decoded to text and tokenized with the
+target's tokenizer; its tokens are point masses. A sampled row's draft is drawn from the draft model's distribution over the
+tokens that both vocabularies share, so that each token has a distribution over the target's ids. Both are exact. A Retokenizer
+converts tokens.
 """
 
 from __future__ import annotations
@@ -26,61 +26,61 @@ from foresay.drafters.proposal_builder import ProposalBuilder
 from foresay.models.vocabulary import VocabularyAdapter
 
 _TAG = 0x7A
-"""Tells this drafter's random keys from those of others that draft from the same rows."""
+"""Separates this drafter's random keys from those of other drafters for the same rows."""
 
 
 class Retokenizer(Protocol):
-    """How the tokens of two tokenizers become each other's."""
+    """Converter between the tokens of the target and of the draft model."""
 
     shared: tuple[torch.Tensor, torch.Tensor]
-    """Ids of the tokens that both have, in the draft's and in the target's numbers: two [S] int64."""
+    """Ids of the tokens in both vocabularies: the draft model's ids and the target's ids, [S] int64 each."""
 
     def reader(self) -> Reader:
-        """A reader of one row's growing text."""
+        """Return a reader for one row's growing text."""
         ...
 
     def to_target(self, context: Sequence[int], drafted: Sequence[int]) -> list[int]:
-        """The target's tokens of the text of `drafted`, the draft's tokens, behind `context`, the target's."""
+        """Return the target's tokens for the text of `drafted` (draft model's ids) after `context` (target's ids)."""
         ...
 
 
 class Reader(Protocol):
-    """Follows one row's text."""
+    """Incremental converter of one row's text."""
 
     def read(self, tokens: Sequence[int], committed: int) -> list[int]:
-        """The draft's tokens of the whole text, given all of the target's so far, of which `committed` will stay."""
+        """Return the draft model's tokens for the whole text. tokens: all target tokens; the first `committed` are final."""
         ...
 
 
 class _Restricted(VocabularyAdapter):
-    """The draft, able to score nothing but shared tokens for the rows that ask for it."""
+    """The draft model, restricted to shared tokens in some rows."""
 
     def __init__(self, model: LanguageModel, shared: torch.Tensor) -> None:
         super().__init__(model, model.vocab_size)
         self._others = torch.ones(model.vocab_size, dtype=torch.bool, device=model.device)
         self._others[shared.to(model.device)] = False
         self.rows: torch.Tensor | None = None
-        """[B] bool: the rows to restrict."""
+        """[B] bool, True for restricted rows; None if there are none."""
 
     def _takes(self, subset: VocabularySubset) -> bool:
         return self.rows is None
 
     def adapted(self, scores: torch.Tensor) -> torch.Tensor:
-        """The scores of shared tokens alone where a row is restricted."""
+        """Return the scores [B, T, V] with -inf for tokens that are not shared, in restricted rows."""
         if self.rows is None or len(self.rows) != len(scores):
             return scores
         return scores.masked_fill(self.rows[:, None, None] & self._others, -torch.inf)
 
 
 class CrossTokenizerDrafter(Drafter):
-    """Guesses with a model that has other tokens than the target."""
+    """Draft with a model whose tokenizer differs from the target's."""
 
     def __init__(self, model: LanguageModel, target_vocab_size: int, retokenizer: Retokenizer) -> None:
-        """retokenizer: between the target's tokens and those of `model`."""
-        self._translator, self._vocab = retokenizer, target_vocab_size
-        ours, theirs = (ids.to(model.device) for ids in retokenizer.shared)
-        fits = (ours < model.vocab_size) & (theirs < target_vocab_size)
-        self._shared = (ours[fits], theirs[fits])
+        """target_vocab_size: width of the target's logits. retokenizer: converts between the tokens of the target and `model`."""
+        self._retokenizer, self._vocab_size = retokenizer, target_vocab_size
+        draft_ids, target_ids = (ids.to(model.device) for ids in retokenizer.shared)
+        fits = (draft_ids < model.vocab_size) & (target_ids < target_vocab_size)
+        self._shared = (draft_ids[fits], target_ids[fits])
         self._model = _Restricted(model, self._shared[0])
         self._drafter = ModelDrafter(self._model, model.vocab_size)
         self._to_target = torch.zeros(model.vocab_size, dtype=torch.int64, device=model.device)
@@ -88,12 +88,12 @@ class CrossTokenizerDrafter(Drafter):
         self._readers: list[Reader] = []
 
     def admit(self, rows: Rows, first: int) -> None:
-        """Start reading the new rows."""
+        """Start a reader for each new row."""
         self._drafter.admit(rows, first)
-        self._readers += [self._translator.reader() for _ in range(len(rows) - first)]
+        self._readers += [self._retokenizer.reader() for _ in range(len(rows) - first)]
 
     def rearrange(self, moves: Sequence[Move], count: int) -> None:
-        """Follow the engine's moves."""
+        """Apply the engine's moves to the draft model's rows and the readers."""
         self._drafter.rearrange(moves, count)
         for source, target in moves:
             self._readers[target] = self._readers[source]
@@ -105,44 +105,44 @@ class CrossTokenizerDrafter(Drafter):
         self._readers = []
 
     def observe(self, rows: Rows, verification: Verification | None, target: ModelOutput | None) -> None:
-        """Nothing to do: the draft's cache is compared with the text when it is next asked."""
+        """Do nothing: the next proposal compares the draft model's cache with the text."""
 
     def propose(self, rows: Rows, budget: Sequence[int], policy: LengthPolicy) -> Proposal:
-        """Draft in the draft's own tokens, then say it in the target's."""
+        """Draft in the draft model's tokens and convert them to the target's."""
         device = self._model.device
         greedy = [row.params.greedy or not len(self._shared[0]) for row in rows]
-        theirs = Rows(
+        draft_rows = Rows(
             [self._in_draft_tokens(i, row, greedy[i]) for i, row in enumerate(rows)],
             needs=replace(rows.needs, shares_noise=False),
             level=rows.level + 1,
         )
         self._model.rows = torch.tensor([not g for g in greedy], device=device)
-        draft = self._drafter.propose(theirs, budget, policy)
-        grown = ProposalBuilder(len(rows), device)
-        with grown.keeping():
+        draft = self._drafter.propose(draft_rows, budget, policy)
+        builder = ProposalBuilder(len(rows), device)
+        with builder.keeping():
             sampled = [0 if g else n for g, n in zip(greedy, draft.num_tokens, strict=True)]
-            grown.add(self._same_tokens(draft), sampled)
-            grown.add(self._read_back(rows, budget, greedy, draft))
-        return grown.proposal(confidence=rows.needs.confidence)
+            builder.add(self._in_target_ids(draft), sampled)
+            builder.add(self._retokenized(rows, budget, greedy, draft))
+        return builder.proposal(confidence=rows.needs.confidence)
 
-    def _read_back(self, rows: Rows, budget: Sequence[int], greedy: Sequence[bool], draft: Proposal) -> Proposal:
-        """The text of the greedy rows' drafts in the target's tokens."""
+    def _retokenized(self, rows: Rows, budget: Sequence[int], greedy: Sequence[bool], draft: Proposal) -> Proposal:
+        """Return the greedy rows' drafts, tokenized again with the target's tokenizer."""
         ids = draft.token_ids.tolist()
-        retold = [
-            self._translator.to_target(row.full_context[-32:].tolist(), ids[i][: draft.num_tokens[i]])[:n]
+        tokens = [
+            self._retokenizer.to_target(row.full_context[-32:].tolist(), ids[i][: draft.num_tokens[i]])[:n]
             if greedy[i]
             else []
             for i, (row, n) in enumerate(zip(rows, budget, strict=True))
         ]
-        retold = [self._known(tokens) for tokens in retold]
-        width = max(map(len, retold))
-        padded = [[*tokens, *[0] * (width - len(tokens))] for tokens in retold]
-        return Proposal(torch.tensor(padded, dtype=torch.int64).view(len(rows), width), [len(t) for t in retold])
+        tokens = [self._known(row_tokens) for row_tokens in tokens]
+        width = max(map(len, tokens))
+        padded = [[*row_tokens, *[0] * (width - len(row_tokens))] for row_tokens in tokens]
+        return Proposal(torch.tensor(padded, dtype=torch.int64).view(len(rows), width), [len(t) for t in tokens])
 
-    def _in_draft_tokens(self, place: int, row: Row, greedy: bool) -> Row:
-        """A row in the draft's tokens; what depends on the target's ids (penalties, biases, processors) is left out."""
+    def _in_draft_tokens(self, index: int, row: Row, greedy: bool) -> Row:
+        """Return a row in the draft model's tokens, without parameters that name target ids (penalties, biases, processors)."""
         tokens = np.asarray(
-            self._readers[place].read(row.full_context.tolist(), len(row.committed.full_context)), dtype=np.int64
+            self._readers[index].read(row.full_context.tolist(), len(row.committed.full_context)), dtype=np.int64
         )
         params = row.params
         own = SamplingParams(
@@ -156,16 +156,16 @@ class CrossTokenizerDrafter(Drafter):
         return out
 
     def _known(self, tokens: list[int]) -> list[int]:
-        """The tokens before the first that the target's logits lack."""
-        return tokens[: next((i for i, token in enumerate(tokens) if token >= self._vocab), len(tokens))]
+        """Return the tokens before the first one beyond the width of the target's logits."""
+        return tokens[: next((i for i, token in enumerate(tokens) if token >= self._vocab_size), len(tokens))]
 
-    def _same_tokens(self, draft: Proposal) -> Proposal:
-        """A proposal of shared tokens in the target's numbers, its laws over the target's vocabulary."""
+    def _in_target_ids(self, draft: Proposal) -> Proposal:
+        """Return a proposal of shared tokens with the target's ids and distributions over the target's vocabulary."""
         distributions = draft.distributions
         if distributions is not None:
-            ours, theirs = self._shared
-            distributions = distributions.new_zeros(len(distributions), self._vocab).index_copy_(
-                1, theirs, distributions[:, ours]
+            draft_ids, target_ids = self._shared
+            distributions = distributions.new_zeros(len(distributions), self._vocab_size).index_copy_(
+                1, target_ids, distributions[:, draft_ids]
             )
         ids = self._to_target[draft.token_ids]
         return replace(draft, token_ids=ids, distributions=distributions)

@@ -1,8 +1,8 @@
-"""A draft model's cache, kept true to whatever context the model is asked to draft from.
+"""A draft model's cache, kept consistent with the context that the model drafts from.
 
-Owns catching up and rewinding. At the engine's level a context only grows, and what was rejected is rewound when it is
-observed. Deeper, inside a cascade, a drafter is asked about contexts that were guessed and may be taken back without a
-word; there the cache remembers what it was fed, and keeps the longest common prefix.
+Owns catch-up and rewinding. At the engine's level contexts only grow, and rejected tokens are rewound in `observe`. Inside a
+cascade, contexts contain draft tokens that may be replaced without notice: there the cache remembers the tokens that it was fed
+and keeps the longest common prefix.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from foresay.models.cache.slot_cache import SlotCache
 from foresay.models.vocabulary import VocabularyAdapter
 
 MAX_CATCH_UP = 4
-"""Missed tokens that ride in a drafting pass; more are filled in passes of their own."""
+"""Most missing tokens that are fed in the first drafting pass; more are prefilled in separate passes."""
 
 
 class DraftCache:
@@ -33,23 +33,23 @@ class DraftCache:
         self._fed: list[IntArray | None] = []
 
     def replace_model(self, make: Callable[[LanguageModel], LanguageModel]) -> None:
-        """Draft with what `make` makes of the model from now on; forgets every row."""
-        before = self.model
-        self.model = VocabularyAdapter(make(before.inner), before.vocab_size)
-        self.model.row_passes = before.row_passes
+        """Replace the model by `make(model)`, and forget every row."""
+        old = self.model
+        self.model = VocabularyAdapter(make(old.inner), old.vocab_size)
+        self.model.row_passes = old.row_passes
         self.reset()
 
     def forward(self, model_input: ModelInput) -> ModelOutput:
-        """One pass of the model over the cache."""
+        """Run one forward pass over the cache."""
         return self.model.forward(model_input, self.cache)
 
     def admit(self, rows: Rows, first: int) -> None:
-        """Give new rows empty cache rows; their prompts are filled when they are first drafted for."""
+        """Give new rows empty cache rows; their prompts are prefilled before their first draft."""
         self.model.admit(self.view(rows), first, self.cache)
         self._fed += [None] * (len(rows) - first)
 
     def rearrange(self, moves: Sequence[Move], count: int) -> None:
-        """Follow the engine's moves."""
+        """Apply the engine's moves to the cache rows."""
         self.cache.rearrange(moves, count)
         for source, target in moves:
             self._fed[target] = self._fed[source]
@@ -61,29 +61,32 @@ class DraftCache:
         self._fed = []
 
     def view(self, rows: Rows) -> Rows:
-        """The rows as the model reads them: a decoder-only draft of an encoder-decoder reads source and output as one."""
+        """Return the rows as the model reads them; for a decoder-only draft model, source and output become one text."""
         if self.model.capabilities.reads_source or all(row.source is None for row in rows):
             return rows
         return rows.as_decoder_only()
 
     def room(self, rows: Rows, budget: Sequence[int]) -> list[int]:
-        """How many tokens each row may draft: positions past the draft's own context cannot be scored by it."""
+        """Return how many tokens each row may draft: at most its budget, within the draft model's context length."""
         return [min(b, self.model.max_length - row.size) for b, row in zip(budget, rows, strict=True)]
 
     def rewind(self, rows: Rows) -> None:
-        """Rewind to the rows' committed tokens."""
+        """Rewind the cache to the rows' committed tokens."""
         self._keep_common(self.view(rows))
 
     def prepare(self, rows: Rows, wanted: Sequence[bool]) -> None:
-        """Bring the cache to within MAX_CATCH_UP tokens of each wanted row. rows: as `view` gave them."""
+        """Prefill each wanted row until fewer than MAX_CATCH_UP tokens are missing. rows: a result of `view`."""
         if rows.level:
             self._keep_common(rows)
-        for place in range(len(rows)):
-            while wanted[place] and pending(rows, self.cache, place) >= MAX_CATCH_UP:
-                prefill_chunk(self.model, self.cache, rows, place)
+        for index in range(len(rows)):
+            while wanted[index] and pending(rows, self.cache, index) >= MAX_CATCH_UP:
+                prefill_chunk(self.model, self.cache, rows, index)
 
     def catch_up(self, rows: Rows, fed: Sequence[bool], layers: tuple[int, ...] = ()) -> ModelOutput:
-        """Feed what the cache lacks; gives the logits after each row's last token, [B, 1, V], and its hidden states [B, 1, H]."""
+        """Feed the tokens that the cache lacks; return logits [B, 1, V] and hidden states [B, 1, H] of each row's last token.
+
+        fed: [B], rows to feed. layers: layers whose hidden states are returned.
+        """
         counts = [row.size - self.cache.lengths[i] if fed[i] else 0 for i, row in enumerate(rows)]
         tokens = torch.zeros(len(rows), max(counts), dtype=torch.int64)
         for i, row in enumerate(rows):
@@ -97,39 +100,39 @@ class DraftCache:
         return dataclasses.replace(output, hidden=hidden)
 
     def _keep_common(self, rows: Rows) -> None:
-        """Cut each cache row to what it shares with the row's tokens, the last of which is never cached."""
+        """Truncate each cache row to the prefix that it shares with the row's tokens without the last, which is never cached."""
         lengths = []
-        for place, row in enumerate(rows):
-            length = min(self.cache.lengths[place], row.size - 1)
-            fed = self._fed[place]
+        for index, row in enumerate(rows):
+            length = min(self.cache.lengths[index], row.size - 1)
+            fed = self._fed[index]
             if fed is not None:
                 length = min(length, common_prefix(fed, row.tokens))
             lengths.append(length)
             if fed is not None or rows.level:
-                self._fed[place] = row.tokens
+                self._fed[index] = row.tokens
         self.cache.truncate(lengths)
 
     def remember(self, rows: Rows, drafted: Sequence[Sequence[int]]) -> None:
-        """Note what the cache was fed behind the rows' tokens. rows: as `view` gave them. drafted: B lists of tokens."""
+        """Record the draft tokens fed after the rows' tokens. rows: a result of `view`. drafted: B lists of token ids."""
         if rows.level:
-            for place, (row, tokens) in enumerate(zip(rows, drafted, strict=True)):
+            for index, (row, tokens) in enumerate(zip(rows, drafted, strict=True)):
                 new = np.asarray(tokens, dtype=np.int64)
-                self._fed[place] = np.concatenate([row.tokens, new]) if len(new) else row.tokens
+                self._fed[index] = np.concatenate([row.tokens, new]) if len(new) else row.tokens
 
 
 class FirstLayers(LanguageModel, Protocol):
-    """A model that is another's first layers."""
+    """A model made of the first layers of another one."""
 
     def borrowed(self, owner: SlotCache) -> SlotCache:
-        """A cache over the slots of the other's cache."""
+        """Return a cache over the slots of the other model's cache."""
         ...
 
 
 class SharedDraftCache(DraftCache):
-    """The context of a draft made of the target's first layers: it drafts in the target's own cache.
+    """The cache of a draft model made of the target's first layers, which drafts in the target's cache.
 
-    All that is committed is already there, so there is nothing to prefill and never anything to catch up on. Until an
-    engine lends its cache it has one of its own.
+    The target's pass has already cached the committed tokens, so there is no prefill and no catch-up. Until
+    `use_cache_of_target` is called, it has a separate cache.
     """
 
     def __init__(self, model: FirstLayers, vocab_size: int) -> None:
@@ -138,7 +141,7 @@ class SharedDraftCache(DraftCache):
         self._borrow = model.borrowed
 
     def use_cache_of_target(self, cache: KVCache) -> None:
-        """Draft in this cache from now on, the target's; one that holds no keys (a recording's) cannot be lent."""
+        """Draft in the target's cache from now on; a cache without keys and values (a recording's) cannot be shared."""
         self._owner = cache if isinstance(cache, SlotCache) else None
         self.reset()
 
@@ -149,22 +152,22 @@ class SharedDraftCache(DraftCache):
             self.cache = self._borrow(self._owner)
 
     def admit(self, rows: Rows, first: int) -> None:
-        """New rows, whose prompts the target has filled."""
+        """Admit new rows, whose prompts the target has prefilled."""
         super().admit(rows, first)
         if self._owner is not None:
             self.cache.lengths[first:] = self._owner.lengths[first : len(rows)]
 
     def _keep_common(self, rows: Rows) -> None:
-        """All that is committed is cached, and what was guessed behind it as far as it is the same."""
+        """Set each length to the committed tokens, plus unchanged draft tokens after them."""
         if self._owner is None:
             super()._keep_common(rows)
             return
-        # another depth's pass may have put pads where this one's guesses were
-        alone, self._owner.guest = self._owner.guest is self, self
-        for place, row in enumerate(rows):
-            fed, length = self._fed[place], row.committed.size - 1
-            if alone and fed is not None and row.committed is not row:
-                held = min(self.cache.lengths[place], common_prefix(fed, row.tokens), row.size - 1)
-                length = max(length, held)
-            self.cache.lengths[place] = length
-            self._fed[place] = row.tokens if rows.level else None
+        # a drafter of another depth may have overwritten this one's draft slots with padding
+        undisturbed, self._owner.guest = self._owner.guest is self, self
+        for index, row in enumerate(rows):
+            fed, length = self._fed[index], row.committed.size - 1
+            if undisturbed and fed is not None and row.committed is not row:
+                cached = min(self.cache.lengths[index], common_prefix(fed, row.tokens), row.size - 1)
+                length = max(length, cached)
+            self.cache.lengths[index] = length
+            self._fed[index] = row.tokens if rows.level else None

@@ -1,6 +1,7 @@
-"""Drawing a draft token by token, in all rows at once.
+"""Autoregressive drafting: one token after the other, in all rows at once.
 
-Owns which rows draft on, and what was drawn with the laws that it was drawn from. Knows no model: whoever has one gives the laws.
+Owns the drawn tokens, the distributions that they were drawn from, and which rows continue. Knows no model: the caller computes
+the distributions.
 """
 
 from __future__ import annotations
@@ -19,49 +20,53 @@ from foresay.drafters.proposal_builder import Interruptible
 
 
 class DraftChain(Interruptible):
-    """Tokens being drawn one after the other, in all rows at once.
+    """A chain of draft tokens for each row, drawn one position at a time.
 
-    Drawing happens under `keeping`: after an exception `proposal` returns the tokens drawn before it.
+    Call `add` under `keeping`: after an exception `proposal` returns the tokens drawn before it.
     """
 
     def __init__(self, rows: Rows, room: Sequence[int], device: torch.device) -> None:
+        """room: [B], largest number of draft tokens of each row."""
         self._rows, self._room, self._streams = rows, room, rows.streams(device)
         self.ids = torch.empty(len(rows), 0, dtype=torch.int64, device=device)
         self.counts = torch.zeros(len(rows), dtype=torch.int64, device=device)
-        self._going = torch.tensor(room, device=device)
-        """How many tokens each row may have."""
+        self._limits = torch.tensor(room, device=device)
+        """[B], number of tokens at which each row's draft ends."""
         self._steps: list[Distributions] = []
-        self._ends = _end_tokens(rows, device)
-        self._least = torch.tensor([row.params.min_new_tokens - row.num_new for row in rows], device=device)
-        """[B]: draft tokens that must come before an end token may end the output."""
+        self._end_ids = _end_tokens(rows, device)
+        self._min_tokens = torch.tensor([row.params.min_new_tokens - row.num_new for row in rows], device=device)
+        """[B], draft tokens required before an end token can end the output."""
         self.fed: list[int] = []
-        """[B] of the next pass: 1 where a row drafts on."""
+        """[B], tokens that the next pass feeds: 1 for rows that continue, else 0."""
 
     @property
     def depth(self) -> int:
-        """Tokens drawn so far, pads included."""
+        """Positions drawn so far, padding included."""
         return len(self._steps)
 
     def add(self, distributions: Distributions, policy: LengthPolicy, hidden: torch.Tensor | None) -> bool:
-        """Draw the next token of each row; whether anyone drafts on."""
+        """Draw the next token of each row from distributions [B, 1]; return True if any row continues.
+
+        hidden: [B, H], the hidden states that the distributions were computed from, if the policy reads them.
+        """
         j = self.depth
         token = draw(distributions, self._streams, Purpose.DRAFT, first=j)
         self._steps.append(distributions)
         self.ids = torch.cat([self.ids, token], 1)
-        self.counts += self._going > j
+        self.counts += self._limits > j
         index = torch.full_like(self.counts, j)
-        go_on = policy.keep_drafting(DraftStep(index, token[:, 0], distributions, hidden, self._rows))
-        stop = None if go_on is None else ~go_on
-        if self._ends is not None:
-            ended = (token == self._ends).any(-1) & (self._least < j + 1)
+        mask = policy.keep_drafting(DraftStep(index, token[:, 0], distributions, hidden, self._rows))
+        stop = None if mask is None else ~mask
+        if self._end_ids is not None:
+            ended = (token == self._end_ids).any(-1) & (self._min_tokens < j + 1)
             stop = ended if stop is None else stop | ended
         if stop is not None:
-            self._going = torch.where(stop, self.counts, self._going)
-        self.fed = [int(n > j + 1) for n in (self._room if stop is None else self._going.tolist())]
+            self._limits = torch.where(stop, self.counts, self._limits)
+        self.fed = [int(n > j + 1) for n in (self._room if stop is None else self._limits.tolist())]
         return any(self.fed)
 
     def proposal(self) -> Proposal:
-        """The tokens drawn, with the distributions they were drawn from."""
+        """Return the drawn tokens with the distributions they were drawn from."""
         counts = self.counts.tolist()
         confidence = None
         steps = self._steps[: self.ids.shape[1]]
@@ -73,19 +78,19 @@ class DraftChain(Interruptible):
         if not sampled:
             return Proposal(self.ids, counts, confidence=confidence, failure=self.failure)
         per_step = sampled[0].shape[0]
-        columns = []
+        indices = []
         for j, distributions in enumerate(steps):
             assert distributions.probs_row is not None
-            columns.append(torch.where(distributions.probs_row >= 0, distributions.probs_row + j * per_step, -1))
-        return Proposal(self.ids, counts, torch.cat(sampled), torch.cat(columns, 1), confidence, failure=self.failure)
+            indices.append(torch.where(distributions.probs_row >= 0, distributions.probs_row + j * per_step, -1))
+        return Proposal(self.ids, counts, torch.cat(sampled), torch.cat(indices, 1), confidence, failure=self.failure)
 
 
 def _end_tokens(rows: Rows, device: torch.device) -> torch.Tensor | None:
-    """[B, E] int64: the tokens that end each row's output, padded with -1; None where there are none."""
+    """Return the token ids that end each row's output, [B, E] int64 padded with -1; None if no row has any."""
     key = f"end tokens {device}"
     if key not in rows.memo:
         width = max(len(row.eos) for row in rows)
         padded = [[*sorted(row.eos), *[-1] * (width - len(row.eos))] for row in rows]
         rows.memo[key] = torch.tensor(padded, device=device) if width else None
-    ends: torch.Tensor | None = rows.memo[key]
-    return ends
+    end_ids: torch.Tensor | None = rows.memo[key]
+    return end_ids

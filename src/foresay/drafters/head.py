@@ -1,7 +1,7 @@
 """Drafting with a head on the target's hidden states (EAGLE-3, Li et al. 2025).
 
-Owns which hidden states of the target a row has given, and which pairs of them and the tokens after them the head's cache holds.
-What was drafted is cached with the head's own output in their place, and is taken back when the target's are there.
+Owns each row's hidden states of the target, and which pairs of hidden states and following tokens are in the head's cache. Draft
+tokens are cached with the head's own output instead, and are rewound once the target's hidden states are known.
 """
 
 from __future__ import annotations
@@ -20,215 +20,219 @@ from foresay.drafters.model import ModelDrafter
 from foresay.drafters.model_tree import ModelTreeDrafter
 from foresay.models.heads.config import NEXT
 
-if TYPE_CHECKING:  # which would bring transformers
+if TYPE_CHECKING:  # at run time this would import transformers
     from foresay.models.heads.model import HeadModel
 
 
-class _Seen:
-    """What a row's target passes have shown. Place i of a text and token i + 1 are pair i."""
+class _RowFeatures:
+    """Features of one row, computed from the target's hidden states. Pair i is position i's features and token i + 1."""
 
-    __slots__ = ("cached", "last", "waiting")
+    __slots__ = ("cached", "last", "pending")
 
     def __init__(self, features: torch.Tensor) -> None:
-        """features: [n, D], of the first n places."""
+        """features: [n, D], of the first n positions."""
         self.cached = 0
-        """Pairs in the cache whose features are the target's."""
-        self.waiting = features
-        """Of the places behind them."""
+        """Number of cached pairs with the target's features."""
+        self.pending = features
+        """[n, D], features of the following positions, which are not cached yet."""
         self.last = features[:0]
-        """[1, D], of the last cached pair; nothing before there is one."""
+        """[1, D], features of the last cached pair; [0, D] if there is none."""
 
     @property
     def count(self) -> int:
-        """Places whose features are known."""
-        return self.cached + len(self.waiting)
+        """Number of positions with known features."""
+        return self.cached + len(self.pending)
 
-    def taken(self, count: int) -> None:
-        """So many of those that waited are cached now."""
-        self.last = self.waiting[count - 1 : count]
-        self.waiting = self.waiting[count:]
+    def mark_cached(self, count: int) -> None:
+        """Record that the first `count` pending pairs are cached."""
+        self.last = self.pending[count - 1 : count]
+        self.pending = self.pending[count:]
         self.cached += count
 
 
 class HeadCache(DraftCache):
-    """A head's cache over ragged rows, fed with what the target's passes show."""
+    """A head's cache over ragged rows, fed with the target's hidden states."""
 
     def __init__(self, head: HeadModel, vocab_size: int) -> None:
         self.head = head
-        self._seen: list[_Seen | None] = []
-        """None: places of the row were never shown, so that it cannot be drafted for."""
-        self._after: torch.Tensor | None = None
-        """[B, 1, D], what the next pass reads behind the rows' last tokens."""
-        self._nodes: torch.Tensor | None = None
-        """[B, K, D], the same behind the columns of the last pass."""
+        self._features: list[_RowFeatures | None] = []
+        """[B]; None for rows with unknown hidden states, which get no drafts."""
+        self._last_output: torch.Tensor | None = None
+        """[B, 1, D], the head's output for each row's last token, which the next pass reads."""
+        self._outputs: torch.Tensor | None = None
+        """[B, K, D], the head's outputs of the last pass."""
         super().__init__(head, vocab_size)
 
     def admit(self, rows: Rows, first: int) -> None:
-        """New rows, of whose prompts the target has shown all but the last place."""
+        """Admit new rows with the target's hidden states of their prompts, except for the last position."""
         super().admit(rows, first)
-        self._seen += [self._of_prompt(row) for row in rows.rows[first:]]
+        self._features += [self._prompt_features(row) for row in rows.rows[first:]]
 
-    def _of_prompt(self, row: Row) -> _Seen | None:
-        hidden, places = row.prompt_hidden, row.size - 1
-        if places == 0:
-            return _Seen(torch.empty(0, self.head.width, device=self.head.device, dtype=self.head.dtype))
-        if any(layer not in hidden or len(hidden[layer]) != places for layer in self.head.hidden_layers):
+    def _prompt_features(self, row: Row) -> _RowFeatures | None:
+        hidden, count = row.prompt_hidden, row.size - 1
+        if count == 0:
+            return _RowFeatures(torch.empty(0, self.head.width, device=self.head.device, dtype=self.head.dtype))
+        if any(layer not in hidden or len(hidden[layer]) != count for layer in self.head.hidden_layers):
             return None
-        return _Seen(self.head.features(hidden))
+        return _RowFeatures(self.head.features(hidden))
 
     def rearrange(self, moves: Sequence[Move], count: int) -> None:
-        """Follow the engine's moves."""
+        """Apply the engine's moves to the cache rows and their features."""
         super().rearrange(moves, count)
         for source, target in moves:
-            self._seen[target] = self._seen[source]
-        del self._seen[count:]
+            self._features[target] = self._features[source]
+        del self._features[count:]
 
     def reset(self) -> None:
         """Forget every row."""
         super().reset()
-        self._seen = []
+        self._features = []
 
-    def see(self, rows: Rows, verification: Verification | None, target: ModelOutput | None) -> None:
-        """Take what a pass of the target showed of the places that were committed, and rewind what was drafted."""
-        missing = [0 if one is None else row.size - 1 - one.count for row, one in zip(rows, self._seen, strict=True)]
+    def add_target(self, rows: Rows, verification: Verification | None, target: ModelOutput | None) -> None:
+        """Add the hidden states of a target pass at committed positions, and rewind draft tokens."""
+        missing = [
+            0 if one is None else row.size - 1 - one.count for row, one in zip(rows, self._features, strict=True)
+        ]
         if any(missing):
             if target is None or any(layer not in target.hidden for layer in self.head.hidden_layers):
-                self._seen = [None if n else one for n, one in zip(missing, self._seen, strict=True)]
+                self._features = [None if n else one for n, one in zip(missing, self._features, strict=True)]
             else:
-                self._add(missing, _columns(missing, verification, target), target)
+                self._add(missing, _pass_positions(missing, verification, target), target)
         self._rewind()
 
-    def _add(self, missing: Sequence[int], columns: Sequence[torch.Tensor], target: ModelOutput) -> None:
-        """missing: B counts of new places. columns: of each row, those of the target's pass where they are."""
+    def _add(self, missing: Sequence[int], positions: Sequence[torch.Tensor], target: ModelOutput) -> None:
+        """Add features. missing: [B], counts of new positions. positions: their indices in each row of the target's pass."""
         device = self.head.device
-        places = torch.cat([torch.full((n,), i, device=device) for i, n in enumerate(missing)])
-        at = torch.cat([one.to(device) for one in columns])
-        hidden = {layer: target.hidden[layer].to(device)[places, at] for layer in self.head.hidden_layers}
-        found = self.head.features(hidden)
-        for one, new in zip(self._seen, torch.split(found, list(missing)), strict=True):
+        rows = torch.cat([torch.full((n,), i, device=device) for i, n in enumerate(missing)])
+        at = torch.cat([one.to(device) for one in positions])
+        hidden = {layer: target.hidden[layer].to(device)[rows, at] for layer in self.head.hidden_layers}
+        features = self.head.features(hidden)
+        for one, new in zip(self._features, torch.split(features, list(missing)), strict=True):
             if one is not None and len(new):
-                one.waiting = torch.cat([one.waiting, new])
+                one.pending = torch.cat([one.pending, new])
 
     def _rewind(self) -> None:
-        self.cache.truncate([0 if one is None else one.cached for one in self._seen])
+        self.cache.truncate([0 if one is None else one.cached for one in self._features])
 
     def rewind(self, rows: Rows) -> None:
-        """Rewind what was drafted."""
+        """Rewind draft tokens."""
         self._rewind()
 
     def room(self, rows: Rows, budget: Sequence[int]) -> list[int]:
-        """None for rows that the target has not shown."""
+        """Return how many tokens each row may draft; 0 for rows with unknown hidden states."""
         room = super().room(rows, budget)
-        return [n if one is not None and one.count else 0 for n, one in zip(room, self._seen, strict=True)]
+        return [n if one is not None and one.count else 0 for n, one in zip(room, self._features, strict=True)]
 
     def prepare(self, rows: Rows, wanted: Sequence[bool]) -> None:
-        """Fill long texts by passes of their own, up to a few pairs before their ends."""
+        """Prefill long contexts in separate passes, until at most MAX_CATCH_UP pairs are pending."""
         self._rewind()
-        for place, (row, one) in enumerate(zip(rows, self._seen, strict=True)):
-            while one is not None and wanted[place] and len(one.waiting) > MAX_CATCH_UP:
-                count = min(self.head.capabilities.prefill_chunk, len(one.waiting) - 1)
+        for index, (row, one) in enumerate(zip(rows, self._features, strict=True)):
+            while one is not None and wanted[index] and len(one.pending) > MAX_CATCH_UP:
+                count = min(self.head.capabilities.prefill_chunk, len(one.pending) - 1)
                 tokens = torch.from_numpy(row.tokens[one.cached + 1 : one.cached + 1 + count])[None]
-                model_input = ModelInput(tokens.to(self.head.device), [count], place, logits=Logits.NONE)
-                super().forward(dataclasses.replace(model_input, features=one.waiting[None, :count]))
-                one.taken(count)
+                model_input = ModelInput(tokens.to(self.head.device), [count], index, logits=Logits.NONE)
+                super().forward(dataclasses.replace(model_input, features=one.pending[None, :count]))
+                one.mark_cached(count)
 
     def catch_up(self, rows: Rows, fed: Sequence[bool], layers: tuple[int, ...] = ()) -> ModelOutput:
-        """Feed the pairs that wait, and what was guessed behind them; see DraftCache.catch_up."""
-        output = self._shown(rows, fed)
+        """Feed the pending pairs, then the rows' draft tokens one by one; see `DraftCache.catch_up`."""
+        output = self._feed_pending(rows, fed)
         drafted = [row.tokens[row.committed.size :] if row.committed is not row else row.tokens[:0] for row in rows]
-        for step in range(max(len(some) if on else 0 for some, on in zip(drafted, fed, strict=True))):
-            on = [flag and len(some) > step for some, flag in zip(drafted, fed, strict=True)]
-            tokens = [[int(some[step]) if flag else 0] for some, flag in zip(drafted, on, strict=True)]
+        for step in range(max(len(draft) if on else 0 for draft, on in zip(drafted, fed, strict=True))):
+            on = [flag and len(draft) > step for draft, flag in zip(drafted, fed, strict=True)]
+            tokens = [[int(draft[step]) if flag else 0] for draft, flag in zip(drafted, on, strict=True)]
             model_input = ModelInput(
                 torch.tensor(tokens, device=self.head.device), [int(flag) for flag in on], logits=Logits.LAST
             )
             output = self._merged(output, self.forward(model_input), on)
         return output
 
-    def _shown(self, rows: Rows, fed: Sequence[bool]) -> ModelOutput:
-        """A pass over the pairs that wait, or over the last one once more where none does."""
-        parts = [one if on else None for one, on in zip(self._seen, fed, strict=True)]
-        for place, one in enumerate(parts):
-            if one is not None and not len(one.waiting):
-                one.waiting, one.cached = one.last, one.cached - 1
-                self.cache.lengths[place] = one.cached
-        counts = [0 if one is None else len(one.waiting) for one in parts]
+    def _feed_pending(self, rows: Rows, fed: Sequence[bool]) -> ModelOutput:
+        """Run a pass over the pending pairs; a row without any feeds its last pair again."""
+        parts = [one if on else None for one, on in zip(self._features, fed, strict=True)]
+        for index, one in enumerate(parts):
+            if one is not None and not len(one.pending):
+                one.pending, one.cached = one.last, one.cached - 1
+                self.cache.lengths[index] = one.cached
+        counts = [0 if one is None else len(one.pending) for one in parts]
         tokens = torch.zeros(len(rows), max(counts), dtype=torch.int64)
         features = torch.zeros(*tokens.shape, self.head.width, dtype=self.head.dtype, device=self.head.device)
         for i, (row, one) in enumerate(zip(rows, parts, strict=True)):
             if one is not None:
                 tokens[i, : counts[i]] = torch.from_numpy(row.tokens[one.cached + 1 : one.count + 1])
-                features[i, : counts[i]] = one.waiting
-                one.taken(counts[i])
+                features[i, : counts[i]] = one.pending
+                one.mark_cached(counts[i])
         model_input = ModelInput(tokens.to(self.head.device), counts, logits=Logits.LAST, features=features)
         output = super().forward(model_input)
         batch, last = torch.arange(len(rows), device=self.head.device), model_input.last_columns()
         hidden = {n: states[batch, last][:, None] for n, states in output.hidden.items()}
-        self._after = self._nodes = hidden[NEXT]
+        self._last_output = self._outputs = hidden[NEXT]
         return dataclasses.replace(output, hidden=hidden)
 
-    def _merged(self, before: ModelOutput, new: ModelOutput, on: Sequence[bool]) -> ModelOutput:
-        """The new output of the rows that went on, the one before of those that did not."""
+    def _merged(self, old: ModelOutput, new: ModelOutput, on: Sequence[bool]) -> ModelOutput:
+        """Return the new output for rows that were fed, the old one for the others."""
         which = torch.tensor(on, device=self.head.device)[:, None, None]
-        hidden = {n: torch.where(which, new.hidden[n], before.hidden[n]) for n in before.hidden}
-        self._after = self._nodes = hidden[NEXT]
-        assert new.logits is not None and before.logits is not None
-        return dataclasses.replace(new, logits=torch.where(which, new.logits, before.logits), hidden=hidden)
+        hidden = {n: torch.where(which, new.hidden[n], old.hidden[n]) for n in old.hidden}
+        self._last_output = self._outputs = hidden[NEXT]
+        assert new.logits is not None and old.logits is not None
+        return dataclasses.replace(new, logits=torch.where(which, new.logits, old.logits), hidden=hidden)
 
     def forward(self, model_input: ModelInput) -> ModelOutput:
-        """One pass over guesses: behind the last pass, or over a whole tree behind the rows' last tokens."""
-        assert self._after is not None and self._nodes is not None
-        features = self._nodes[:, -1:]
+        """Run one pass over draft tokens: the next token of each chain, or a whole tree after the rows' last tokens."""
+        assert self._last_output is not None and self._outputs is not None
+        features = self._outputs[:, -1:]
         if model_input.parents is not None:
             batch = torch.arange(len(model_input.parents), device=model_input.parents.device)[:, None]
-            above = self._nodes[batch, model_input.parents.clamp(min=0, max=self._nodes.shape[1] - 1)]
-            features = torch.where(model_input.parents[..., None] < 0, self._after, above)
+            of_parents = self._outputs[batch, model_input.parents.clamp(min=0, max=self._outputs.shape[1] - 1)]
+            features = torch.where(model_input.parents[..., None] < 0, self._last_output, of_parents)
         output = super().forward(dataclasses.replace(model_input, features=features))
-        self._nodes = output.hidden[NEXT]
+        self._outputs = output.hidden[NEXT]
         return output
 
 
-def _columns(missing: Sequence[int], verification: Verification | None, target: ModelOutput) -> list[torch.Tensor]:
-    """Of each row, the columns of the target's pass at the new places, [n] int64 each: first those of a chain, then the path."""
-    before = target.num_before or (0,) * len(missing)
+def _pass_positions(
+    missing: Sequence[int], verification: Verification | None, target: ModelOutput
+) -> list[torch.Tensor]:
+    """Return the indices of each row's new positions in the target's pass, [n] int64: a chain's first, then a tree's path."""
+    num_before = target.num_before or (0,) * len(missing)
     out = []
     for i, n in enumerate(missing):
-        columns = torch.arange(n)
-        if verification is not None and verification.path is not None and n > before[i] + 1:
-            path = verification.path[i, : n - before[i] - 1] + before[i] + 1
-            columns = torch.cat([columns[: before[i] + 1].to(path.device), path])
-        out.append(columns)
+        positions = torch.arange(n)
+        if verification is not None and verification.path is not None and n > num_before[i] + 1:
+            path = verification.path[i, : n - num_before[i] - 1] + num_before[i] + 1
+            positions = torch.cat([positions[: num_before[i] + 1].to(path.device), path])
+        out.append(positions)
     return out
 
 
 class _ReadsTarget(ModelDrafter):
-    """What heads have in common, whatever they propose."""
+    """Base of head drafters, for chains and trees."""
 
     context: HeadCache
 
     def observe(self, rows: Rows, verification: Verification | None, target: ModelOutput | None) -> None:
-        """Take the hidden states of what was committed."""
-        self.context.see(rows, verification, target)
+        """Add the target's hidden states of committed tokens."""
+        self.context.add_target(rows, verification, target)
 
 
 class HeadDrafter(_ReadsTarget):
-    """Guesses with a head on the target's hidden states.
+    """Draft chains with a head on the target's hidden states.
 
-    target_vocab_size: width of the target's logits. A row of whose text the target has not shown every place (its drafter failed
-    and came back) is not drafted for.
+    A row gets no drafts if the target's hidden states are unknown for a part of its text, for example because the drafter failed
+    for some steps.
     """
 
     def __init__(self, head: HeadModel, target_vocab_size: int, *, sample: bool = True) -> None:
-        """sample: see ModelDrafter."""
+        """target_vocab_size: width of the target's logits. sample: see ModelDrafter."""
         super().__init__(head, target_vocab_size, context=HeadCache(head, target_vocab_size), sample=sample)
         self.hidden_layers = tuple(sorted(set(head.hidden_layers)))
 
 
 class HeadTreeDrafter(_ReadsTarget, ModelTreeDrafter):
-    """Drafts a tree with a head on the target's hidden states; a budget is one of nodes."""
+    """Draft trees with a head on the target's hidden states; budgets count nodes."""
 
     def __init__(self, head: HeadModel, target_vocab_size: int, *, branches: int = 2, width: int = 1) -> None:
-        """branches: children of a node. width: nodes of a level that get children, one draft pass a level."""
+        """branches: children per node. width: nodes per level that get children; each level takes one draft pass."""
         ModelTreeDrafter.__init__(
             self, head, target_vocab_size, branches=branches, width=width, context=HeadCache(head, target_vocab_size)
         )

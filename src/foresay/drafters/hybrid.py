@@ -1,8 +1,7 @@
-"""Two drafters, of which one drafts each row: a look-up where its match is long, else a model (SuffixDecoding, 2024).
+"""Two drafters, one of which drafts for each row: an n-gram drafter if its match is long, else a model (SuffixDecoding, 2024).
 
-A look-up that continues a long match is nearly always right and costs nothing; where it has none, a head or a draft model
-guesses. Which of the two drafts depends on the context alone, never on what either guessed, so that each token has the law it
-came from.
+Continuations of long matches are nearly always accepted and cost nothing; without a long match a head or a draft model drafts.
+The choice depends on the context alone, never on a draft token, so that each token keeps the distribution it was drawn from.
 """
 
 from __future__ import annotations
@@ -30,15 +29,22 @@ from foresay.lengths.constant import MAX_DRAFT_TOKENS
 
 
 class Hybrid(Drafter):
-    """A look-up where it continues at least `min_match` tokens of context, else another drafter."""
+    """Draft with an n-gram drafter where it matches at least `min_match` tokens of context, else with another drafter."""
 
     def __init__(self, lookup: NgramDrafter[Any], other: Drafter, *, min_match: int = 3, k: int = 5) -> None:
-        """other: drafts chains, of at most `k` tokens. Raises ConfigError for a first drafter that looks nothing up."""
+        """lookup: the n-gram drafter. other: the fallback, which drafts at most `k` tokens.
+
+        Raises ConfigError if the first is no n-gram drafter or either proposes trees.
+        """
         if not isinstance(lookup, NgramDrafter):
-            raise ConfigError(f"the first drafter of a hybrid looks guesses up, and {type(lookup).__name__} does not")
+            raise ConfigError(
+                f"the first drafter of a hybrid must be an n-gram drafter (such as suffix), not {type(lookup).__name__}"
+            )
         for one in (lookup, other):
             if isinstance(one, ProposesTrees) and one.branches > 1:
-                raise ConfigError(f"a hybrid drafts chains, and {type(one).__name__} proposes trees")
+                raise ConfigError(
+                    f"a hybrid takes drafters of chains, but {type(one).__name__} proposes trees; set branches=1 or replace it"
+                )
         self.min_match = check_int("min_match", min_match, 1, 1 << 20)
         self.k = check_int("k", k, 1, MAX_DRAFT_TOKENS)
         self._lookup, self._other = lookup, other
@@ -46,66 +52,68 @@ class Hybrid(Drafter):
         self.hidden_layers = other.hidden_layers
 
     def repeats_seeds(self) -> bool:
-        """Whether the look-up keeps requests, beside a drafter that may sample, or the other drafter says so."""
+        """Return True if the n-gram drafter keeps requests and the other one samples, or if the other one returns True."""
         other = self._other
         keeps = self._lookup.keeps_requests and self.samples
         return keeps or (isinstance(other, Remembers) and other.repeats_seeds())
 
     def use_cache_of_target(self, cache: KVCache) -> None:
-        """Pass on to a drafter that drafts in the target's cache."""
+        """Give the target's cache to a fallback that drafts in it."""
         if isinstance(self._other, UsesTargetCache):
             self._other.use_cache_of_target(cache)
 
     def admit(self, rows: Rows, first: int) -> None:
-        """Pass on."""
+        """Forward to both drafters."""
         self._lookup.admit(rows, first)
         self._other.admit(rows, first)
 
     def rearrange(self, moves: Sequence[Move], count: int) -> None:
-        """Pass on."""
+        """Forward to both drafters."""
         self._lookup.rearrange(moves, count)
         self._other.rearrange(moves, count)
 
     def reset(self) -> None:
-        """Pass on."""
+        """Forward to both drafters."""
         self._lookup.reset()
         self._other.reset()
 
     def observe(self, rows: Rows, verification: Verification | None, target: ModelOutput | None) -> None:
-        """Pass on."""
+        """Forward to both drafters."""
         self._lookup.observe(rows, verification, target)
         self._other.observe(rows, verification, target)
 
     def propose(self, rows: Rows, budget: Sequence[int], policy: LengthPolicy) -> Proposal:
-        """Each row's draft by one of the two."""
-        found = _Matches()
-        looked_up = self._lookup.propose(rows, budget, found)
-        grown = ProposalBuilder(len(rows), looked_up.token_ids.device)
-        with grown.keeping():
-            self._grow(grown, looked_up, found, rows, budget, policy)
-        return grown.proposal(confidence=rows.needs.confidence)
+        """Draft for each row with one of the two drafters."""
+        matches = _Matches()
+        proposal = self._lookup.propose(rows, budget, matches)
+        builder = ProposalBuilder(len(rows), proposal.token_ids.device)
+        with builder.keeping():
+            self._extend(builder, proposal, matches, rows, budget, policy)
+        return builder.proposal(confidence=rows.needs.confidence)
 
-    def _grow(
+    def _extend(
         self,
-        grown: ProposalBuilder,
-        looked_up: Proposal,
-        found: _Matches,
+        builder: ProposalBuilder,
+        proposal: Proposal,
+        matches: _Matches,
         rows: Rows,
         budget: Sequence[int],
         policy: LengthPolicy,
     ) -> None:
-        sure = [n > 0 and m >= self.min_match for n, m in zip(looked_up.num_tokens, found.of(len(rows)), strict=True)]
-        if any(sure):
-            counts = [n if on else 0 for n, on in zip(looked_up.num_tokens, sure, strict=True)]
-            grown.add(looked_up, policy.num_to_score(rows, counts, found.of(len(rows))))
-        rest = [0 if on else min(n, self.k) for n, on in zip(budget, sure, strict=True)]
-        afforded = policy.fallback_budget(rows, rest) if any(rest) else rest
-        if any(afforded):
-            grown.add(self._other.propose(rows, afforded, policy))
+        is_match = [
+            n > 0 and m >= self.min_match for n, m in zip(proposal.num_tokens, matches.of(len(rows)), strict=True)
+        ]
+        if any(is_match):
+            counts = [n if on else 0 for n, on in zip(proposal.num_tokens, is_match, strict=True)]
+            builder.add(proposal, policy.num_to_score(rows, counts, matches.of(len(rows))))
+        most = [0 if on else min(n, self.k) for n, on in zip(budget, is_match, strict=True)]
+        fallback = policy.fallback_budget(rows, most) if any(most) else most
+        if any(fallback):
+            builder.add(self._other.propose(rows, fallback, policy))
 
 
 class _Matches(LengthPolicy):
-    """Remembers how much context each guess continues, and keeps all of it."""
+    """A policy that keeps all tokens and records the match length of each draft."""
 
     def __init__(self) -> None:
         self._matched: Sequence[int] = ()
@@ -118,5 +126,5 @@ class _Matches(LengthPolicy):
         return counts
 
     def of(self, count: int) -> Sequence[int]:
-        """By row; zeros where nothing was found."""
+        """Return the match length of each of `count` rows; zeros if no row has a match."""
         return self._matched or [0] * count

@@ -1,7 +1,7 @@
-"""Max-Gram: the longest suffix of the context, of any length, that occurs in the prompt, else in what was generated.
+"""Max-Gram: match the longest suffix of the context, of any length, in the prompt, else in the generated text.
 
-Chen et al. 2023, Cascade Speculative Drafting. The tokens that followed it there are proposed; where they end, a table of
-likeliest successors made from a corpus goes on. Costs nothing but look-ups.
+Chen et al. 2023, Cascade Speculative Drafting. Proposes the tokens that followed the match; if they are too few, an n-gram table
+built from a corpus continues them. Needs no forward pass.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from foresay.drafters.suffix_automaton import SuffixAutomaton
 
 
 class Continuation(Protocol):
-    """A corpus's likeliest successors; `NgramTable` is one."""
+    """A table of the likeliest next tokens; `NgramTable` is one."""
 
     def continuation(self, context: Sequence[int], count: int) -> list[int]:
-        """Up to `count` tokens, each the likeliest after those before it; fewer where nothing is known."""
+        """Return up to `count` tokens, each the likeliest after those before it; fewer after an unknown context."""
         ...
 
 
-class _Gram:
-    """A row's prompt and output as automata, and how much of the output's end is found in each."""
+class _RowIndex:
+    """Suffix automata of a row's prompt and of its output, and the match of the output's end in the prompt."""
 
     __slots__ = ("generated", "in_prompt", "matched", "prompt", "prompt_tokens")
 
@@ -38,13 +38,13 @@ class _Gram:
         self.matched = 0
 
     def read(self, output: IntArray) -> None:
-        """Take in committed tokens."""
+        """Add committed tokens."""
         new = output[self.generated.size :].tolist()
         self.generated.extend(new)
         self.in_prompt = self.prompt.match(new, *self.in_prompt)
 
     def find(self, output: IntArray, drafted: Sequence[int], count: int) -> list[int]:
-        """What followed the longest suffix of prompt, output and guesses."""
+        """Return the tokens after an earlier occurrence of the longest suffix of the output and draft tokens."""
         state, length = self.prompt.followed(*self.prompt.match(drafted, *self.in_prompt))
         self.matched = length
         if length:
@@ -59,26 +59,26 @@ class _Gram:
         return _ids(output[end : end + count])
 
 
-class MaxGram(NgramDrafter[_Gram]):
-    """Guesses by the longest match in prompt or output, continued by a table where there is one."""
+class MaxGram(NgramDrafter[_RowIndex]):
+    """Draft by the longest match in the prompt, else in the output; continue with a table if there is one."""
 
     def __init__(self, table: Continuation | None = None, *, device: torch.device | str = "cpu") -> None:
-        """table: a corpus's successors over the same token ids; None continues nothing."""
+        """table: likeliest next tokens over the same token ids; None to propose only matched text."""
         super().__init__(device)
         self.table = table
 
-    def start(self, row: Row) -> _Gram:
-        """Index the prompt, or what the encoder read."""
-        return _Gram(row.source if row.source is not None else row.tokens[: row.prompt_length].copy())
+    def start(self, row: Row) -> _RowIndex:
+        """Index the prompt, or an encoder's source."""
+        return _RowIndex(row.source if row.source is not None else row.tokens[: row.prompt_length].copy())
 
-    def draft_tokens(self, row: Row, state: _Gram, count: int) -> list[int]:
-        """Copy what followed the longest suffix, then go on by the table."""
+    def draft_tokens(self, row: Row, state: _RowIndex, count: int) -> list[int]:
+        """Copy the tokens after the longest match, then continue with the table."""
         root = row.committed
         output = root.tokens[root.prompt_length :]
         state.read(output)
         if count <= 0:
             return []
-        drafted = row.tokens[row.size - _drafted(row) :].tolist()
+        drafted = row.tokens[row.size - _num_drafted(row) :].tolist()
         found = state.find(output, drafted, count)
         if self.table is not None and len(found) < count:
             context = np.concatenate([row.tokens[-8:], np.asarray(found[-8:], dtype=np.int64)]).tolist()
@@ -91,6 +91,6 @@ def _ids(tokens: IntArray) -> list[int]:
     return ids
 
 
-def _drafted(row: Row) -> int:
-    """Tokens of a row that lie beyond what is committed."""
+def _num_drafted(row: Row) -> int:
+    """Return the number of a row's tokens that are not committed."""
     return len(row.full_context) - len(row.committed.full_context) if row is not row.committed else 0

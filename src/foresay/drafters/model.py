@@ -1,6 +1,7 @@
-"""A draft model as a drafter: its own slot cache, batched over ragged rows.
+"""Drafting with a draft model, which has its own slot cache and drafts for ragged rows in one batch.
 
-Every pass feeds what the cache lacks, so "all accepted, and the draft has not seen its own last token" needs no code.
+Each proposal first feeds the tokens that the cache lacks, so a full acceptance, after which the draft model has not seen its own
+last token, is no special case.
 """
 
 from __future__ import annotations
@@ -17,26 +18,28 @@ from foresay.models.vocabulary import VocabularyAdapter
 
 
 class ModelDrafter(Drafter):
-    """Guesses with a smaller model that shares the target's token ids.
+    """Draft with a smaller model that has the target's token ids.
 
-    target_vocab_size: width of the target's logits. A draft whose logits are wider is cut there, a narrower one never
-    proposes the ids it lacks; both are laws it really draws from, so the output stays exact.
+    Wider logits of the draft model are cut to the target's width; with narrower ones the missing ids are never proposed. Either
+    way tokens are drawn from the recorded distribution, so the output stays exact.
     """
 
     def __init__(
         self, model: LanguageModel, target_vocab_size: int, *, context: DraftCache | None = None, sample: bool = True
     ) -> None:
-        """context: the cache to draft with, where it is shared with others; None makes one. sample: whether tokens for sampled
-        rows are drawn as the row draws; else they are the likeliest, fewer of which hold, and the text does not depend on them.
+        """target_vocab_size: width of the target's logits. context: cache to draft with; None creates one.
+
+        sample: True draws tokens for sampled rows with the row's parameters. False proposes the likeliest tokens: fewer of them
+        are accepted, but the sampled text does not depend on the draft length.
         """
         self.context, self.samples = context or DraftCache(model, target_vocab_size), sample
 
     def admit(self, rows: Rows, first: int) -> None:
-        """Give the new rows empty cache rows; their prompts are filled at their first proposal."""
+        """Give the new rows empty cache rows; their prompts are prefilled at their first proposal."""
         self.context.admit(rows, first)
 
     def rearrange(self, moves: Sequence[Move], count: int) -> None:
-        """Follow the engine's moves."""
+        """Apply the engine's moves to the cache rows."""
         self.context.rearrange(moves, count)
 
     def reset(self) -> None:
@@ -44,33 +47,33 @@ class ModelDrafter(Drafter):
         self.context.reset()
 
     def observe(self, rows: Rows, verification: Verification | None, target: ModelOutput | None) -> None:
-        """Rewind to what was committed."""
+        """Rewind the cache to the committed tokens."""
         self.context.rewind(rows)
 
     def propose(self, rows: Rows, budget: Sequence[int], policy: LengthPolicy) -> Proposal:
-        """Draw up to `budget` tokens for each row, each from the law recorded with it; an end token is the last of its row."""
+        """Draw up to `budget` tokens for each row, each from the distribution recorded with it; drafts end at an end token."""
         model = self.context.model
-        seen = self.context.view(rows)
-        room = self.context.room(seen, budget)
+        viewed = self.context.view(rows)
+        room = self.context.room(viewed, budget)
         if max(room) <= 0:
             return Proposal.empty(len(rows), model.device)
-        # a row past the draft's context is never fed again: it rides as pads
+        # rows beyond the draft model's context length are fed padding only
         fed = [b > 0 for b in room]
-        self.context.prepare(seen, fed)
+        self.context.prepare(viewed, fed)
         layers = hidden_layers(model, policy)
-        output = self.context.catch_up(seen, fed, layers)
+        output = self.context.catch_up(viewed, fed, layers)
         chain = DraftChain(rows, room, model.device)
         with chain.keeping():
             self._draw(chain, output, rows, policy, layers)
             if rows.level:
                 each = zip(chain.ids.tolist(), chain.counts.tolist(), strict=True)
-                self.context.remember(seen, [ids[: max(0, n - 1)] for ids, n in each])
+                self.context.remember(viewed, [ids[: max(0, n - 1)] for ids, n in each])
         return chain.proposal()
 
     def _draw(
         self, chain: DraftChain, output: ModelOutput, rows: Rows, policy: LengthPolicy, layers: tuple[int, ...]
     ) -> None:
-        """Draw token after token. output: the draft model's pass over what its cache lacked."""
+        """Draw one token after the other. output: the draft model's catch-up pass."""
         while True:
             distributions = output.draft_distributions(rows, chain.ids, greedy=not self.samples)
             hidden = output.hidden[layers[0]][:, -1] if layers else None
@@ -82,12 +85,16 @@ class ModelDrafter(Drafter):
 
 
 def hidden_layers(model: VocabularyAdapter, policy: LengthPolicy) -> tuple[int, ...]:
-    """The draft's last layer, when the policy looks at it. Raises UnsupportedModelError when the model shows none."""
+    """Return the draft model's last layer if the policy reads its hidden states, else ().
+
+    Raises UnsupportedModelError if the model does not output hidden states.
+    """
     if not policy.needs_hidden:
         return ()
     layers = model.capabilities.num_layers
     if layers is None:
         raise UnsupportedModelError(
-            f"length {type(policy).__name__} reads the draft's hidden states, and {type(model.inner).__name__} shows none"
+            f"length {type(policy).__name__} reads the draft model's hidden states, which {type(model.inner).__name__} "
+            "does not output; choose another length or draft model"
         )
     return (layers,)

@@ -1,8 +1,8 @@
-"""A draft model's likeliest continuations as a tree (SpecInfer, Miao et al. 2023; EAGLE-2, Li et al. 2024).
+"""Trees of a draft model's continuations (SpecInfer, Miao et al. 2023; EAGLE-2, Li et al. 2024).
 
-Level by level the most probable nodes are given several children each: the likeliest tokens where the row is greedy, tokens
-drawn one after the other without replacement where it is sampled. How many children a node gets is decided before they are
-drawn, and none is dropped for what it is, so that each sampled token has the law it was drawn from.
+Level by level, the most probable nodes get several children each: the likeliest tokens in greedy rows, tokens drawn without
+replacement in sampled rows. The number of children is decided before they are drawn, and no child is dropped because of its
+token, so that each sampled token keeps the distribution it was drawn from.
 """
 
 from __future__ import annotations
@@ -29,43 +29,43 @@ from foresay.errors import UnsupportedModelError
 
 @dataclass(slots=True)
 class _Tree:
-    """One row's nodes. Places: 0 is the context, 1 + j node j."""
+    """One row's nodes. Slot 0 is the context, slot 1 + j is node j."""
 
     row: Row
     budget: int
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     distributions: list[int] = field(default_factory=list)
-    """Of each node, which of the drafted laws it was drawn from; -1 for one that was chosen."""
+    """For each node, the index of the distribution it was drawn from; -1 for a point mass."""
     scores: list[float] = field(default_factory=lambda: [1.0])
-    """Of each place, the product of the draft's probabilities on its path."""
+    """For each slot, the product of the draft probabilities along its path."""
     depths: list[int] = field(default_factory=lambda: [0])
-    """Of each place, the tokens before it."""
-    grown: int = 0
-    """Places that had their chance to get children."""
+    """For each slot, the number of draft tokens up to it."""
+    num_expanded: int = 0
+    """Number of slots that were considered for children."""
 
-    def first_child(self, place: int) -> int | None:
-        """The first node that follows a place; None where the budget left it none."""
-        return self.parents.index(place - 1) if place - 1 in self.parents else None
+    def first_child(self, slot: int) -> int | None:
+        """Return the first child of a slot; None if it has none."""
+        return self.parents.index(slot - 1) if slot - 1 in self.parents else None
 
-    def add(self, place: int, token: int, prob: float, distribution: int) -> None:
+    def add(self, slot: int, token: int, prob: float, distribution: int) -> None:
         self.tokens.append(token)
-        self.parents.append(place - 1)
+        self.parents.append(slot - 1)
         self.distributions.append(distribution)
-        self.scores.append(self.scores[place] * prob)
-        self.depths.append(self.depths[place] + 1)
+        self.scores.append(self.scores[slot] * prob)
+        self.depths.append(self.depths[slot] + 1)
 
-    def next_places(self, width: int) -> list[int]:
-        """The most probable places of the last level that may go on."""
-        last = range(self.grown, len(self.scores))
-        self.grown = len(self.scores)
+    def next_slots(self, width: int) -> list[int]:
+        """Return the `width` most probable slots of the last level, without end tokens."""
+        last = range(self.num_expanded, len(self.scores))
+        self.num_expanded = len(self.scores)
         num_new = self.row.num_new
-        going = [p for p in last if p == 0 or not self.row.ends_with(self.tokens[p - 1], num_new + self.depths[p])]
-        return sorted(sorted(going, key=lambda place: -self.scores[place])[:width])
+        open_slots = [s for s in last if s == 0 or not self.row.ends_with(self.tokens[s - 1], num_new + self.depths[s])]
+        return sorted(sorted(open_slots, key=lambda slot: -self.scores[slot])[:width])
 
 
 class ModelTreeDrafter(ModelDrafter):
-    """Drafts a tree with a smaller model that shares the target's token ids; a budget is one of nodes."""
+    """Draft trees with a smaller model that has the target's token ids; budgets count nodes."""
 
     def __init__(
         self,
@@ -76,25 +76,27 @@ class ModelTreeDrafter(ModelDrafter):
         width: int = 1,
         context: DraftCache | None = None,
     ) -> None:
-        """branches: children of a node. width: nodes of a level that get children, one draft pass a level.
+        """branches: children per node. width: nodes per level that get children; each level takes one draft pass.
 
-        Raises UnsupportedModelError when the draft model does not take trees.
+        Raises UnsupportedModelError if the draft model does not support tree attention.
         """
         super().__init__(model, target_vocab_size, context=context)
         self.branches = check_int("branches", branches, 1, 16)
         self.width = check_int("width", width, 1, 16)
         if not model.capabilities.trees:
-            raise UnsupportedModelError(f"{type(model).__name__} does not take trees; draft chains with it")
+            raise UnsupportedModelError(
+                f"{type(model).__name__} does not take trees; draft chains with it (drafter model)"
+            )
 
     def propose(self, rows: Rows, budget: Sequence[int], policy: LengthPolicy) -> Proposal:
-        """A tree for each row, of `budget` nodes at most."""
+        """Draft a tree of at most `budget` nodes for each row."""
         device = self.context.model.device
-        seen = self.context.view(rows)
-        room = [max(0, n) for n in self.context.room(seen, budget)]
+        viewed = self.context.view(rows)
+        room = [max(0, n) for n in self.context.room(viewed, budget)]
         if not any(room):
             return Proposal.empty(len(rows), device)
-        self.context.prepare(seen, [n > 0 for n in room])
-        scores = self.context.catch_up(seen, [n > 0 for n in room]).scores()
+        self.context.prepare(viewed, [n > 0 for n in room])
+        scores = self.context.catch_up(viewed, [n > 0 for n in room]).scores()
         trees, drawn = [_Tree(row, n) for row, n in zip(rows, room, strict=True)], _Drawn()
         with drawn.keeping():
             self._draw_trees(trees, scores, rows, drawn, policy)
@@ -103,23 +105,23 @@ class ModelTreeDrafter(ModelDrafter):
     def _draw_trees(
         self, trees: Sequence[_Tree], scores: torch.Tensor, rows: Rows, drawn: _Drawn, policy: LengthPolicy
     ) -> None:
-        """Grow the trees level by level. scores: [B, 1, V], the draft's after each row's last token."""
+        """Grow the trees level by level. scores: [B, 1, V], the draft model's after each row's last token."""
         starts = list(self.context.cache.lengths)
         streams = rows.streams(self.context.model.device)
-        above: tuple[torch.Tensor, torch.Tensor] | None = None
+        nodes: tuple[torch.Tensor, torch.Tensor] | None = None
         while True:
-            places = [tree.next_places(self.width) if len(tree.tokens) < tree.budget else [] for tree in trees]
-            if not any(places):
+            slots = [tree.next_slots(self.width) if len(tree.tokens) < tree.budget else [] for tree in trees]
+            if not any(slots):
                 break
-            distributions = self._distributions(scores, rows, above, places)
-            self._grow(trees, places, distributions, streams, drawn, policy)
+            distributions = self._distributions(scores, rows, nodes, slots)
+            self._expand(trees, slots, distributions, streams, drawn, policy)
             if all(len(tree.tokens) >= tree.budget for tree in trees):
                 break
-            above = _padded(trees, scores.device)
+            nodes = _padded(trees, scores.device)
             scores = self._score(trees, starts)
 
     def _score(self, trees: Sequence[_Tree], starts: Sequence[int]) -> torch.Tensor:
-        """The draft's scores after each node, [B, K, V]: the whole trees are fed again, and then rewound."""
+        """Return the draft model's scores after each node, [B, K, V]. Feeds the whole trees, then rewinds the cache."""
         device = self.context.model.device
         ids, parents = _padded(trees, device)
         counts = [len(tree.tokens) for tree in trees]
@@ -131,95 +133,92 @@ class ModelTreeDrafter(ModelDrafter):
     def _distributions(
         scores: torch.Tensor,
         rows: Rows,
-        above: tuple[torch.Tensor, torch.Tensor] | None,
-        places: Sequence[Sequence[int]],
+        nodes: tuple[torch.Tensor, torch.Tensor] | None,
+        slots: Sequence[Sequence[int]],
     ) -> Distributions:
-        """Distributions at each row's places, [B, W].
+        """Return the distributions of the children of each row's slots, [B, W].
 
-        above: token ids and parents [B, K] of the nodes that `scores` [B, K, V] follow; None for the first level, where scores
+        nodes: token ids and parents [B, K] of the nodes that `scores` [B, K, V] follow; None for the first level, where scores
         [B, 1, V] follow the contexts.
         """
-        width = max(map(len, places))
-        columns = torch.zeros(len(rows), width, dtype=torch.int64, device=scores.device)
-        for i, some in enumerate(places):
-            columns[i, : len(some)] = torch.tensor([max(0, place - 1) for place in some], dtype=torch.int64)
+        width = max(map(len, slots))
+        positions = torch.zeros(len(rows), width, dtype=torch.int64, device=scores.device)
+        for i, row_slots in enumerate(slots):
+            positions[i, : len(row_slots)] = torch.tensor([max(0, slot - 1) for slot in row_slots], dtype=torch.int64)
         batch = torch.arange(len(rows), device=scores.device)[:, None]
-        if above is None or not any(map(processes, rows)):
-            return build_distributions(scores[batch, columns], rows)
-        ids, parents = above
-        whole = torch.nn.functional.pad(scores, (0, 0, 1, 0))  # place 0 is not looked at again
+        if nodes is None or not any(map(processes, rows)):
+            return build_distributions(scores[batch, positions], rows)
+        ids, parents = nodes
+        whole = torch.nn.functional.pad(scores, (0, 0, 1, 0))  # slot 0 is not read
         distributions = build_distributions(whole, rows, ids, parents=parents)
-        at = columns + 1
+        at = positions + 1
         index = None if distributions.probs_row is None else distributions.probs_row[batch, at]
         return Distributions(distributions.greedy_ids[batch, at], distributions.probs, index, whole[batch, at])
 
-    def _grow(
+    def _expand(
         self,
         trees: Sequence[_Tree],
-        places: Sequence[Sequence[int]],
+        slots: Sequence[Sequence[int]],
         distributions: Distributions,
         streams: Streams,
         drawn: _Drawn,
         policy: LengthPolicy,
     ) -> None:
-        """Give each place its children, and let the policy say which rows go on."""
+        """Add the children of each slot, and end the trees of rows that the length policy stops."""
         for i, tree in enumerate(trees):
-            for column, place in enumerate(places[i]):
+            for w, slot in enumerate(slots[i]):
                 count = min(self.branches, tree.budget - len(tree.tokens))
                 index = (
                     -1
                     if distributions.probs is None or distributions.probs_row is None
-                    else int(distributions.probs_row[i, column])
+                    else int(distributions.probs_row[i, w])
                 )
                 if index < 0 or distributions.probs is None:
                     assert distributions.scores is not None
                     likeliest = (
-                        distributions.scores[i, column]
-                        .float()
-                        .softmax(-1)
-                        .topk(min(count, distributions.scores.shape[-1]))
+                        distributions.scores[i, w].float().softmax(-1).topk(min(count, distributions.scores.shape[-1]))
                     )
                     for token, prob in zip(likeliest.indices.tolist(), likeliest.values.tolist(), strict=True):
-                        tree.add(place, token, prob, -1)
+                        tree.add(slot, token, prob, -1)
                     continue
-                probs, depth = distributions.probs[index], tree.depths[place]
+                probs, depth = distributions.probs[index], tree.depths[slot]
                 distribution = drawn.keep(probs)
                 for token in _without_replacement(probs, count, streams, i, len(tree.tokens), depth):
-                    tree.add(place, token, float(probs[token]), distribution)
-        step = _best(trees, places, distributions)
-        go_on = None if step is None else policy.keep_drafting(step)
-        for tree, on in zip(trees, [] if go_on is None else go_on.tolist(), strict=False):
+                    tree.add(slot, token, float(probs[token]), distribution)
+        step = _best(trees, slots, distributions)
+        mask = None if step is None else policy.keep_drafting(step)
+        for tree, on in zip(trees, [] if mask is None else mask.tolist(), strict=False):
             if not on:
                 tree.budget = len(tree.tokens)
 
 
-def _best(trees: Sequence[_Tree], places: Sequence[Sequence[int]], distributions: Distributions) -> DraftStep | None:
-    """The token that each row's most probable place was just given first, for a policy to look at."""
+def _best(trees: Sequence[_Tree], slots: Sequence[Sequence[int]], distributions: Distributions) -> DraftStep | None:
+    """Return the first new child of each row's most probable slot, for the length policy."""
     device = distributions.greedy_ids.device
     batch = torch.arange(len(trees), device=device)
-    column = torch.zeros(len(trees), dtype=torch.int64, device=device)
-    tokens = torch.zeros_like(column)
-    depths = torch.zeros_like(column)
-    for i, (tree, some) in enumerate(zip(trees, places, strict=True)):
-        grown = [
-            (tree.scores[place], -c, first)
-            for c, place in enumerate(some)
-            if (first := tree.first_child(place)) is not None
+    best = torch.zeros(len(trees), dtype=torch.int64, device=device)
+    tokens = torch.zeros_like(best)
+    depths = torch.zeros_like(best)
+    for i, (tree, row_slots) in enumerate(zip(trees, slots, strict=True)):
+        expanded = [
+            (tree.scores[slot], -w, first)
+            for w, slot in enumerate(row_slots)
+            if (first := tree.first_child(slot)) is not None
         ]
-        if grown:
-            _, c, first = max(grown)
-            column[i], tokens[i], depths[i] = -c, tree.tokens[first], tree.depths[some[-c]]
-    index = None if distributions.probs_row is None else distributions.probs_row[batch, column][:, None]
-    scores = None if distributions.scores is None else distributions.scores[batch, column][:, None]
+        if expanded:
+            _, w, first = max(expanded)
+            best[i], tokens[i], depths[i] = -w, tree.tokens[first], tree.depths[row_slots[-w]]
+    index = None if distributions.probs_row is None else distributions.probs_row[batch, best][:, None]
+    scores = None if distributions.scores is None else distributions.scores[batch, best][:, None]
     return DraftStep(
         depths,
         tokens,
-        Distributions(distributions.greedy_ids[batch, column][:, None], distributions.probs, index, scores),
+        Distributions(distributions.greedy_ids[batch, best][:, None], distributions.probs, index, scores),
     )
 
 
 class _Drawn(Interruptible):
-    """The distributions that tokens were drawn from."""
+    """The distributions that the trees' tokens were drawn from."""
 
     def __init__(self) -> None:
         self.distributions: list[torch.Tensor] = []
@@ -232,27 +231,27 @@ class _Drawn(Interruptible):
 def _without_replacement(
     distribution: torch.Tensor, count: int, streams: Streams, row: int, first: int, depth: int
 ) -> list[int]:
-    """Tokens drawn one after the other, each from what is left of the law. law: [V]. first: columns before the first one.
+    """Draw up to `count` tokens without replacement. distribution: [V]. first: number of nodes before the first new one.
 
-    Under shared noise the first `count` of log law + noise at their position, which are drawn the same way (Gumbel top-k).
+    With shared noise, return the `count` largest of log(distribution) + noise at `depth`: the same distribution (Gumbel top-k).
     """
     tokens = torch.nonzero(distribution)[:, 0]
     if streams.shares_noise:
-        place = torch.tensor(row, device=distribution.device), torch.tensor(depth, device=distribution.device)
-        noisy = streams.gumbel(*place, tokens) + distribution[tokens].log()
+        at = torch.tensor(row, device=distribution.device), torch.tensor(depth, device=distribution.device)
+        noisy = streams.gumbel(*at, tokens) + distribution[tokens].log()
         chosen: list[int] = tokens[noisy.topk(min(count, len(tokens))).indices].tolist()
         return chosen
     numbers = streams.uniform(Purpose.DRAFT, torch.arange(first, first + count, device=distribution.device))[row]
-    left, out = distribution[None].clone(), []
+    remaining, out = distribution[None].clone(), []
     for number in numbers[: len(tokens)]:
-        token = int(inverse_cdf(left, number[None])[0])
+        token = int(inverse_cdf(remaining, number[None])[0])
         out.append(token)
-        left[0, token] = 0
+        remaining[0, token] = 0
     return out
 
 
 def _padded(trees: Sequence[_Tree], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and parents, [B, K] each."""
+    """Return token ids and parents, [B, K] int64 each."""
     width = max(1, *(len(tree.tokens) for tree in trees))
     ids = [[*tree.tokens, *[0] * (width - len(tree.tokens))] for tree in trees]
     parents = [[*tree.parents, *[-1] * (width - len(tree.parents))] for tree in trees]
@@ -263,9 +262,9 @@ def _proposal(trees: Sequence[_Tree], drawn: _Drawn, device: torch.device) -> Pr
     counts = [len(tree.tokens) for tree in trees]
     if not any(counts):
         return dataclasses.replace(Proposal.empty(len(trees), device), failure=drawn.failure)
-    ids, above = _padded(trees, device)
+    ids, padded_parents = _padded(trees, device)
     chains = all(tree.parents == list(range(-1, len(tree.parents) - 1)) for tree in trees)
-    parents = None if chains else above
+    parents = None if chains else padded_parents
     if not drawn.distributions:
         return Proposal(ids, counts, parents=parents, failure=drawn.failure)
     width = ids.shape[1]

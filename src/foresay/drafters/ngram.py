@@ -1,7 +1,7 @@
-"""What drafters without weights share: a state for each row, lists of guessed ids, and a proposal of point masses.
+"""Base of n-gram drafters, which have no weights: a state for each row, lists of draft tokens, and proposals of point masses.
 
-A subclass says what it keeps for a row and what it guesses from it. It indexes committed tokens only (`row.committed`), and
-looks up whatever context it is asked about, committed or guessed, so that it also works inside a cascade.
+A subclass defines a row's state and how to draft from it. It indexes committed tokens only (`row.committed`), but matches the
+whole context, including draft tokens, so that it also works inside a cascade.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ State = TypeVar("State")
 
 
 class NgramDrafter(Drafter, Generic[State]):
-    """A Drafter whose guesses cost no pass of a model.
+    """A drafter that needs no forward pass.
 
-    A state may say in `matched` how many tokens of context its last guess continues: a length policy then keeps the sure ones.
+    A state may set `matched`, the match length of its last draft, by which a length policy selects the tokens to score.
     """
 
     samples = False
     keeps_requests: bool = False
-    """Whether what it knows outlives a request."""
+    """True if the drafter's data outlives a request."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self._device = torch.device(device)
@@ -35,29 +35,29 @@ class NgramDrafter(Drafter, Generic[State]):
 
     @abstractmethod
     def start(self, row: Row) -> State:
-        """What to keep for a new row."""
+        """Return the state of a new row."""
 
     @abstractmethod
     def draft_tokens(self, row: Row, state: State, count: int) -> list[int]:
-        """At most `count` tokens to follow the row's; called with 0 too, to keep the state up to date."""
+        """Return at most `count` draft tokens for a row. Called with 0 as well, to keep the state up to date."""
 
     def finish(self, state: State) -> None:
-        """A row has left."""
+        """Handle a row that has left the batch; the default does nothing."""
 
     def admit(self, rows: Rows, first: int) -> None:
-        """Start a state for each new row."""
+        """Create a state for each new row."""
         assert len(self._states) == first
         self._states += [self.start(rows[i]) for i in range(first, len(rows))]
 
     def rearrange(self, moves: Sequence[Move], count: int) -> None:
-        """Follow the engine's moves."""
+        """Apply the engine's moves to the states, and finish the states of rows that left."""
         old = list(self._states)
         for source, target in moves:
             self._states[target] = old[source]
         del self._states[count:]
-        staying = {id(state) for state in self._states}
+        remaining = {id(state) for state in self._states}
         for state in old:
-            if id(state) not in staying:
+            if id(state) not in remaining:
                 self.finish(state)
 
     def reset(self) -> None:
@@ -65,10 +65,10 @@ class NgramDrafter(Drafter, Generic[State]):
         self._states = []
 
     def observe(self, rows: Rows, verification: Verification | None, target: ModelOutput | None) -> None:
-        """Nothing to learn from the target's pass: committed tokens are read when a guess is asked for."""
+        """Do nothing: `draft_tokens` reads the committed tokens."""
 
     def propose(self, rows: Rows, budget: Sequence[int], policy: LengthPolicy) -> Proposal:
-        """Point masses: nothing was sampled."""
+        """Draft for each row, and keep the tokens that the policy selects."""
         each = zip(rows, self._states, budget, strict=True)
         drafts = [self.draft_tokens(row, state, max(0, n))[: max(0, n)] for row, state, n in each]
         if any(drafts):
@@ -79,7 +79,7 @@ class NgramDrafter(Drafter, Generic[State]):
 
 
 def as_proposal(drafts: Sequence[Sequence[int]], device: torch.device) -> Proposal:
-    """B lists of guessed ids as a proposal of point masses."""
+    """Return B lists of draft tokens as a proposal of point masses."""
     counts = [len(draft_tokens) for draft_tokens in drafts]
     width = max(counts)
     if width == 0:

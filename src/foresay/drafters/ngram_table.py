@@ -1,7 +1,7 @@
-"""N-gram tables: the likeliest next token of a corpus, after contexts of up to n - 1 tokens.
+"""N-gram tables: the likeliest next token in a corpus after contexts of up to n - 1 tokens.
 
-Owns the look-up and the file. Knows no tokenizer beyond its fingerprint, and not how tables are counted
-(`training/ngrams.py` is). V vocabulary, N contexts of one length.
+Owns the search and the file format. Knows only the tokenizer's fingerprint, and not how tables are built (see
+training/ngrams.py). Letters in docstrings: V vocabulary, N contexts of one length.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from foresay.json_files import parse_json, read_limited, short
 
 MAX_ORDER = 5
 TOKEN_BITS = 21
-"""Bits of a token inside a packed key: MAX_ORDER - 2 of them fit into an int64."""
+"""Bits of a token in a packed key: MAX_ORDER - 2 tokens fit into an int64."""
 MAX_VOCAB_SIZE = 1 << TOKEN_BITS
 _KIND, _FORMAT = "foresay n-gram table", 1
 _LEVEL_ARRAYS = ("starts", "keys", "successor")
@@ -39,20 +39,20 @@ TokenArray = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """What a table was counted from."""
+    """The corpus that a table was built from."""
 
     files: tuple[str, ...]
-    """Names without their folders."""
+    """File names without folders."""
     num_tokens: int
     num_documents: int
     min_count: int
-    """N-grams seen less often than this were left out."""
+    """N-grams with a smaller count were left out."""
     num_ngrams: tuple[int, ...] = ()
-    """Distinct n-grams of 2 tokens, of 3, and so on, before that."""
+    """Distinct n-grams of 2 tokens, of 3, and so on, before min_count was applied."""
     num_pruned: int = 0
-    """N-grams dropped while counting, for want of room; one that came back and was dropped again counts twice."""
+    """N-grams dropped while counting because memory was full; one that recurred and was dropped again counts twice."""
     pruned_count: int = 0
-    """The highest count that was dropped for want of room: what was seen more often is complete."""
+    """The highest count of a dropped n-gram: n-grams with higher counts are complete."""
 
     def __post_init__(self) -> None:
         if not all(isinstance(name, str) for name in self.files):
@@ -67,8 +67,8 @@ class Corpus:
 class Level:
     """Contexts of k - 1 tokens, k >= 3, and the likeliest token after each.
 
-    A context is found by its last token t, which has the places from starts[t] to starts[t + 1], and among those by the
-    packed key of the tokens before it: key = sum of token[-2 - j] << (21 j), ascending.
+    Contexts are sorted by their last token t, whose entries are those from starts[t] to starts[t + 1], and then by the packed key
+    of the tokens before it: key = sum of token[-2 - j] << (21 j).
     """
 
     starts: IntArray
@@ -81,22 +81,22 @@ class Level:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NgramTable:
-    """The likeliest next token after a context, by the longest context that is known."""
+    """The likeliest next token after a context, by its longest known suffix."""
 
     successor: TokenArray
-    """[V] int32: the likeliest token after each token, -1 where none is known."""
+    """[V] int32: the likeliest token after each token, -1 if unknown."""
     counts: IntArray | None = None
-    """[V] int64: how often each token occurs in the corpus; None in a table that came without."""
+    """[V] int64: how often each token occurs in the corpus; None in a table without counts."""
     levels: tuple[Level, ...] = ()
     """Contexts of 2 tokens, of 3, and so on."""
     fingerprint: str | None = None
-    """`text.tokenizer_fingerprint` of the tokenizer that the ids are of."""
+    """`text.tokenizer_fingerprint` of the ids' tokenizer; None if unknown."""
     corpus: Corpus | None = None
     _views: tuple[tuple[memoryview, ...], ...] = field(init=False, repr=False)
     _next: memoryview = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Check every array; ConfigError says what is wrong."""
+        """Check every array. Raises ConfigError naming the array and the problem."""
         own = partial(object.__setattr__, self)
         own("successor", _integers("successor", self.successor, np.int32, -1, np.size(self.successor) - 1))
         size = len(self.successor)
@@ -114,37 +114,37 @@ class NgramTable:
 
     @property
     def order(self) -> int:
-        """N: 2 for a bigram table, whose contexts are single tokens."""
+        """The n of the n-grams: 2 for a bigram table, whose contexts are single tokens."""
         return len(self.levels) + 2
 
     @property
     def vocab_size(self) -> int:
-        """V: ids from 0 to V - 1."""
+        """V: ids are from 0 to V - 1."""
         return len(self.successor)
 
     @property
     def num_contexts(self) -> tuple[int, ...]:
-        """How many contexts are known of 1 token, of 2, and so on."""
+        """Number of known contexts of 1 token, of 2, and so on."""
         return int((self.successor >= 0).sum()), *(len(level.keys) for level in self.levels)
 
     @property
     def max_id(self) -> int:
-        """The highest id that occurs in the table, -1 in an empty one."""
-        held: list[npt.NDArray[Any]] = [
+        """Highest id in the table; -1 if it is empty."""
+        arrays: list[npt.NDArray[Any]] = [
             self.successor,
             *(level.successor for level in self.levels),
             np.flatnonzero(self.successor >= 0),
         ]
         if self.counts is not None:
-            held.append(np.flatnonzero(self.counts))
-        return max(int(ids.max(initial=-1)) for ids in held)
+            arrays.append(np.flatnonzero(self.counts))
+        return max(int(ids.max(initial=-1)) for ids in arrays)
 
     def next(self, context: Sequence[int] | IntArray) -> int | None:
-        """The likeliest token after the longest known end of the context, None where even its last token is unknown."""
+        """Return the likeliest token after the longest known suffix of the context; None if its last token is unknown."""
         return self._find(_tail(context, self.order - 1))
 
     def continuation(self, context: Sequence[int] | IntArray, count: int) -> list[int]:
-        """Up to `count` tokens, each the likeliest after those before it; fewer where nothing is known."""
+        """Return up to `count` tokens, each the likeliest after those before it; fewer after an unknown context."""
         width = self.order - 1
         tokens = _tail(context, width)
         given = len(tokens)
@@ -156,7 +156,7 @@ class NgramTable:
         return tokens[given:]
 
     def _find(self, tokens: list[int]) -> int | None:
-        """The likeliest token after at most n - 1 tokens. An id outside the vocabulary is an unknown token."""
+        """Return the likeliest token after at most n - 1 tokens. Ids outside the vocabulary are unknown tokens."""
         size = len(self._next)
         if not tokens or not 0 <= tokens[-1] < size:
             return None
@@ -171,22 +171,22 @@ class NgramTable:
             packed.append(key)
         for (starts, keys, successor), key in zip(self._views[len(packed) - 1 :: -1], packed[::-1], strict=False):
             end = starts[last + 1]
-            place = bisect_left(keys, key, starts[last], end)
-            if place < end and keys[place] == key:
-                found = successor[place]
+            at = bisect_left(keys, key, starts[last], end)
+            if at < end and keys[at] == key:
+                found = successor[at]
                 break
         return found if found >= 0 else None
 
     def frequent(self, count: int | None = None, *, coverage: float | None = None) -> IntArray:
-        """The most frequent tokens, ascending by id: `count` of them, or the fewest whose share of the corpus reaches coverage.
+        """Return the ids of the most frequent tokens, ascending: `count` of them, or the fewest that cover a share of the corpus.
 
-        Among tokens seen equally often the smaller ids come first. Raises ConfigError where the arguments or the table
-        do not allow an answer.
+        coverage: the share, in (0, 1]. Of equally frequent tokens the smaller ids come first. Raises ConfigError unless
+        exactly one of the arguments is given, or if the table has no counts.
         """
         if (count is None) == (coverage is None):
             raise ConfigError(f"count={count!r}, coverage={coverage!r}: give exactly one of them")
         if self.counts is None or not self.counts.any():
-            raise ConfigError("the table holds no token counts; build one with `foresay ngram build`")
+            raise ConfigError("the table has no token counts; build one with `foresay ngram build`")
         ranked = np.argsort(-self.counts, kind="stable")
         if coverage is not None:
             share = check_float("coverage", coverage, 0, 1, open_low=True)
@@ -197,37 +197,37 @@ class NgramTable:
         return np.sort(ranked[:count]).astype(np.int64)
 
     def draft_vocabulary(self, size: int | None, coverage: float, ends: Iterable[int], vocab_size: int) -> list[int]:
-        """The tokens that a draft is cut down to: `frequent` ones, by number or else coverage, and those that end a text."""
+        """Return the sorted ids of a reduced draft vocabulary: the most frequent tokens and the end tokens, below vocab_size.
+
+        size: number of frequent tokens; None selects them by coverage. ends: end tokens.
+        """
         frequent = self.frequent(coverage=coverage) if size is None else self.frequent(size)
         return sorted(i for i in {*frequent.tolist(), *ends} if i < vocab_size)
 
     def check(self, fingerprint: str | None, vocab_size: int, own_tokens: int = 0) -> None:
-        """Raise VocabularyMismatchError when the table was made with another tokenizer than the one given.
+        """Raise VocabularyMismatchError if the table was built with another tokenizer.
 
-        vocab_size: ids in use. own_tokens: tokens of the vocabulary without added ones and without padding, the fewest
-        that a table without a fingerprint may have.
+        fingerprint, vocab_size: of the tokenizer in use. own_tokens: size of its vocabulary without added tokens and padding, the
+        smallest size of a table without a fingerprint.
         """
         advice = "build a table with this tokenizer: foresay ngram build FILE... --model NAME --output TABLE"
         if fingerprint is not None and self.fingerprint is not None and fingerprint != self.fingerprint:
             raise VocabularyMismatchError(
-                f"the n-gram table was made with another tokenizer (fingerprint {self.fingerprint[:12]}, "
+                f"the n-gram table was built with another tokenizer (fingerprint {self.fingerprint[:12]}, "
                 f"{self.vocab_size} tokens) than the one in use ({fingerprint[:12]}, {vocab_size} tokens); {advice}"
             )
         if None in (fingerprint, self.fingerprint) and self.vocab_size < own_tokens:
             raise VocabularyMismatchError(
-                f"the n-gram table was made for a vocabulary of {self.vocab_size} tokens, and the one in use has {own_tokens}; "
+                f"the n-gram table was built for a vocabulary of {self.vocab_size} tokens, but the one in use has {own_tokens}; "
                 f"{advice}"
             )
         if self.max_id >= vocab_size:
             raise VocabularyMismatchError(
-                f"the n-gram table holds token {self.max_id}, but the vocabulary in use has {vocab_size} tokens; {advice}"
+                f"the n-gram table contains token {self.max_id}, but the vocabulary in use has {vocab_size} tokens; {advice}"
             )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a safetensors file, which appears whole or not at all; one that is there is replaced.
-
-        Raises ConfigError when it cannot be written there.
-        """
+        """Write a safetensors file atomically, replacing an existing one. Raises ConfigError if it cannot be written."""
         path = Path(path)
         if path.suffix != ".safetensors":
             raise ConfigError(f"path={str(path)!r} must end in .safetensors")
@@ -249,10 +249,10 @@ class NgramTable:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> NgramTable:
-        """Read a table that `save` wrote, or a bigram list of CS-Drafting (.json), which has neither counts nor a fingerprint.
+        """Read a table written by `save`, or a bigram list of CS-Drafting (.json), which has neither counts nor a fingerprint.
 
-        The list's entry i is the id of the token after token i; null or -1 where none is known. Raises
-        ModelNotFoundError, or ModelLoadError with the path and what is wrong.
+        Entry i of such a list is the id of the token after token i, null or -1 if unknown. Raises ModelNotFoundError for a
+        missing file, and ModelLoadError naming the path and the problem.
         """
         path = Path(path)
         if not path.exists():
@@ -275,7 +275,7 @@ def _is_fingerprint(value: object) -> bool:
 
 
 def _integers(name: str, value: Any, dtype: Any, low: int, high: int, size: int | None = None) -> npt.NDArray[Any]:
-    """A read-only array of integers from low to high, checked."""
+    """Return the value as a read-only array of integers from low to high. Raises ConfigError if it is not one."""
     array = np.asarray(value)
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise ConfigError(f"{name} must be a list of integers, not {array.dtype} of shape {array.shape}")
@@ -283,14 +283,14 @@ def _integers(name: str, value: Any, dtype: Any, low: int, high: int, size: int 
         raise ConfigError(f"{name} has {len(array)} entries instead of {size}")
     if len(array) and not (low <= array.min() and array.max() <= high):
         worst = int(array.min()) if array.min() < low else int(array.max())
-        raise ConfigError(f"{name} holds {worst}, which is not in [{low}, {high}]")
+        raise ConfigError(f"{name} contains {worst}, which is not in [{low}, {high}]")
     array = np.ascontiguousarray(array, dtype=dtype).view()
     array.flags.writeable = False
     return array
 
 
 def _checked(level: Level, order: int, vocab_size: int) -> Level:
-    """A level whose contexts can be searched for: places in order, keys ascending, tokens in the vocabulary."""
+    """Return a checked level that can be searched: starts and keys ascending, tokens in the vocabulary."""
     name, size = f"level_{order}", np.size(level.keys)
     starts = _integers(f"{name}.starts", level.starts, np.int64, 0, size, vocab_size + 1)
     keys = _integers(f"{name}.keys", level.keys, np.int64, 0, (1 << TOKEN_BITS * (order - 2)) - 1)
@@ -298,12 +298,12 @@ def _checked(level: Level, order: int, vocab_size: int) -> Level:
     if starts[0] != 0 or starts[-1] != size or (np.diff(starts) < 0).any():
         raise ConfigError(f"{name}.starts must ascend from 0 to {size}")
     rising = np.diff(keys) > 0
-    rising[starts[(starts > 0) & (starts < size)] - 1] = True  # from one last token to the next
+    rising[starts[(starts > 0) & (starts < size)] - 1] = True  # keys start over at each last token
     if not rising.all():
         raise ConfigError(f"{name}.keys must ascend within each last token")
     for shift in range(0, TOKEN_BITS * (order - 2), TOKEN_BITS):
         if size and int((keys >> shift & (MAX_VOCAB_SIZE - 1)).max()) >= vocab_size:
-            raise ConfigError(f"{name}.keys holds a token beyond the vocabulary of {vocab_size}")
+            raise ConfigError(f"{name}.keys contains a token beyond the vocabulary of {vocab_size}")
     return Level(starts, keys, successor)
 
 
@@ -338,7 +338,7 @@ def _read_json(path: Path) -> TokenArray:
 
 
 def _read_safetensors(path: Path) -> dict[str, Any]:
-    """The arguments of the table in the file."""
+    """Return the constructor's arguments, read from a file."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -350,10 +350,10 @@ def _read_safetensors(path: Path) -> dict[str, Any]:
                 _refuse(path, f"these arrays are missing or unexpected: {', '.join(sorted(wrong))}")
             try:
                 arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            except ValueError as error:  # an empty array of a shape that NumPy cannot have
-                _refuse(path, f"it is no sound safetensors file: {error}", error)
+            except ValueError as error:  # an empty array of a shape that NumPy rejects
+                _refuse(path, f"it is not a valid safetensors file: {error}", error)
     except (SafetensorError, TypeError, KeyError, AttributeError) as error:
-        _refuse(path, f"it is no sound safetensors file: {error}", error)
+        _refuse(path, f"it is not a valid safetensors file: {error}", error)
     if len(arrays["successor"]) != facts["vocab_size"]:
         _refuse(path, f"successor has {len(arrays['successor'])} entries, vocab_size is {facts['vocab_size']}")
     return {
@@ -366,7 +366,7 @@ def _read_safetensors(path: Path) -> dict[str, Any]:
 
 
 def _facts(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
-    """The metadata, checked; ConfigError or ModelLoadError where it is not a table's."""
+    """Return the checked metadata. Raises ConfigError or ModelLoadError if it is not a table's."""
     try:
         facts = {name: parse_json(text) for name, text in metadata.items()}
     except ConfigError:  # another program's metadata
@@ -374,7 +374,10 @@ def _facts(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
     if facts.get("kind") != _KIND:
         _refuse(path, "it is a safetensors file, but not an n-gram table")
     if facts.get("format") != _FORMAT:
-        _refuse(path, f"its format is {facts.get('format')!r}, this foresay reads {_FORMAT}; build it again")
+        _refuse(
+            path,
+            f"its format is {facts.get('format')!r}, this version of foresay reads {_FORMAT}; build the table again",
+        )
     for name in ("order", "vocab_size", "fingerprint", "corpus"):
         if name not in facts:
             _refuse(path, f"its metadata has no {name}")

@@ -1,7 +1,7 @@
-"""Prompt lookup: the longest suffix of the context that occurs earlier, and what followed it there.
+"""Prompt lookup: find the latest earlier occurrence of the context's longest suffix, and copy the tokens after it.
 
-Each row keeps an index from n-gram to the place behind its latest occurrence, extended by the committed tokens only, so
-a look-up costs a few dictionary reads however long the context is.
+Each row has an index from n-gram to the end of its latest occurrence, extended with committed tokens only, so that a search
+takes a few dictionary reads, independent of the context length.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from foresay.errors import ConfigError
 
 
 class _Index:
-    """Where each n-gram of a row's context last ended, for n from `low` to `high`."""
+    """End of the latest occurrence of each n-gram in a row's context, for n from `low` to `high`."""
 
     __slots__ = ("ends", "high", "indexed", "low", "matched")
 
@@ -26,27 +26,30 @@ class _Index:
         self.indexed = self.matched = 0
 
     def extend(self, tokens: Sequence[int], start: int, end: int) -> None:
-        """Index the n-grams that end before `end` (so that the suffix of the context never finds itself)."""
+        """Index the n-grams that end before `end`, so that the suffix of the context never matches itself.
+
+        tokens: the context from position `start` on.
+        """
         for stop in range(max(self.indexed, self.low - 1) + 1, end):
             for n in range(self.low, min(self.high, stop) + 1):
                 self.ends[tuple(tokens[stop - n - start : stop - start])] = stop
         self.indexed = max(self.indexed, end - 1)
 
     def find(self, suffix: Sequence[int]) -> int | None:
-        """The place behind the latest earlier occurrence of the longest indexed suffix."""
+        """Return the end of the latest earlier occurrence of the longest indexed suffix; None if there is none."""
         for n in range(min(self.high, len(suffix)), self.low - 1, -1):
-            place = self.ends.get(tuple(suffix[-n:]))
-            if place is not None:
+            end = self.ends.get(tuple(suffix[-n:]))
+            if end is not None:
                 self.matched = n
-                return place
+                return end
         return None
 
 
 class PromptLookup(NgramDrafter[_Index]):
-    """Guesses by copying from the row's own context (no weights, no cost in the model's time)."""
+    """Draft by copying from the row's own context, without weights or forward passes."""
 
     def __init__(self, *, max_ngram: int = 4, min_ngram: int = 2, device: torch.device | str = "cpu") -> None:
-        """Suffixes of max_ngram down to min_ngram tokens are looked up."""
+        """max_ngram, min_ngram: longest and shortest suffix to search for, 1 <= min_ngram <= max_ngram <= 64."""
         super().__init__(device)
         for name, value in (("max_ngram", max_ngram), ("min_ngram", min_ngram)):
             if isinstance(value, bool) or not isinstance(value, int):
@@ -58,22 +61,22 @@ class PromptLookup(NgramDrafter[_Index]):
         self.max_ngram, self.min_ngram = max_ngram, min_ngram
 
     def start(self, row: Row) -> _Index:
-        """An empty index."""
+        """Return an empty index."""
         return _Index(self.min_ngram, self.max_ngram)
 
     def draft_tokens(self, row: Row, state: _Index, count: int) -> list[int]:
-        """Copy what followed the longest suffix; a copy that reaches the context's end goes on into itself."""
+        """Copy the tokens after the match; past the context's end the copy repeats itself."""
         committed = row.committed.full_context
         start = max(0, state.indexed - self.max_ngram)
         state.extend(committed[start:].tolist(), start, len(committed))
         if count <= 0:
             return []
         context = committed if row is row.committed else row.full_context
-        place = state.find(context[-self.max_ngram :].tolist())
-        return [] if place is None else _copy(context, place, count)
+        found = state.find(context[-self.max_ngram :].tolist())
+        return [] if found is None else _copy(context, found, count)
 
 
-def _copy(tokens: IntArray, place: int, count: int) -> list[int]:
-    """`count` tokens from `place` on; past the end the copy repeats what it has copied, as LZ77 does."""
-    source = tokens[place : place + count].tolist()
+def _copy(tokens: IntArray, start: int, count: int) -> list[int]:
+    """Return `count` tokens from `start` on; past the end the copied tokens repeat, as in LZ77."""
+    source = tokens[start : start + count].tolist()
     return [source[i % len(source)] for i in range(count)]

@@ -1,8 +1,8 @@
-"""A proposal that grows token by token or part by part, and that outlives a failure of the drafter.
+"""A proposal built token by token or part by part, which survives a failure of the drafter.
 
-Owns the tokens of each row and the distributions they were drawn from. `Interruptible` is what every drafter that draws builds
-on: an exception ends the draft after the tokens drawn so far. Losing drawn tokens because of their values would change the
-distribution of the output.
+Owns the tokens of each row and the distributions they were drawn from. Every sampling drafter uses `Interruptible`: an exception
+ends the draft after the tokens drawn so far. Losing drawn tokens because of their values would change the distribution of the
+output.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from foresay.decoding.proposal import Proposal
 
 
 class Interruptible:
-    """A draft under way: `keeping` turns an exception into `failure` and leaves what was drawn."""
+    """An unfinished draft: `keeping` turns an exception into `failure` and keeps the tokens drawn before it."""
 
     failure: BaseException | None = None
-    """The exception that ended the draft; None while there is none."""
+    """The exception that ended the draft; None if there is none."""
 
     @contextmanager
     def keeping(self) -> Iterator[None]:
@@ -31,9 +31,10 @@ class Interruptible:
 
 
 class ProposalBuilder(Interruptible):
-    """B drafts that grow at their ends, row by row."""
+    """Builder of a proposal for B rows, to which parts are appended."""
 
     def __init__(self, batch: int, device: torch.device) -> None:
+        """batch: B. device: device of the proposal."""
         self.tokens: list[list[int]] = [[] for _ in range(batch)]
         self._device = device
         self._index: list[list[int]] = [[] for _ in range(batch)]
@@ -42,7 +43,7 @@ class ProposalBuilder(Interruptible):
         self._confidence: list[list[float]] = [[] for _ in range(batch)]
 
     def add(self, proposal: Proposal, counts: Sequence[int] | None = None) -> None:
-        """Append the first counts[i] (all by default) of another proposal's tokens to row i, and take over its failure."""
+        """Append the first counts[i] tokens (all by default) of another proposal to row i, and take over its failure."""
         self.failure = self.failure or proposal.failure
         counts = proposal.num_tokens if counts is None else counts
         if not any(counts):
@@ -62,18 +63,18 @@ class ProposalBuilder(Interruptible):
             self._num_distributions += len(proposal.distributions)
 
     def proposal(self, *, confidence: bool = False) -> Proposal:
-        """All tokens so far, with the failure that ended them."""
+        """Return all tokens so far, with the failure that ended the draft. confidence: include each token's confidence."""
         counts = [len(row) for row in self.tokens]
         width = max(counts)
         pads = [[0] * (width - n) for n in counts]
         ids = torch.tensor([[*row, *pad] for row, pad in zip(self.tokens, pads, strict=True)], device=self._device)
         ids = ids.to(torch.int64).view(len(counts), width)
-        sure = None
+        confidences = None
         if confidence and width:
             padded = [row + [1.0] * (width - len(row)) for row in self._confidence]
-            sure = torch.tensor(padded, device=self._device)
+            confidences = torch.tensor(padded, device=self._device)
         if not self._distributions or not width:
-            return Proposal(ids, counts, confidence=sure, failure=self.failure)
+            return Proposal(ids, counts, confidence=confidences, failure=self.failure)
         index = torch.tensor([row + [-1] * (width - len(row)) for row in self._index], device=self._device)
         distributions = torch.cat([distribution.to(self._device) for distribution in self._distributions])
-        return Proposal(ids, counts, distributions, index, sure, failure=self.failure)
+        return Proposal(ids, counts, distributions, index, confidences, failure=self.failure)

@@ -1,8 +1,8 @@
-"""Self-speculation: the target's first layers, with its own final norm and head, as the draft.
+"""Self-speculation: the target's first layers with its final norm and LM head as the draft model.
 
-Shares the target's weights, and its cache: the first layers' keys and values of what is committed are the target's. Takes
-no memory but a trimmed head's, and no prefill. Of an encoder-decoder the layers are the decoder's, and what was encoded is
-shared too.
+Shares the target's weights and cache: for committed tokens, the keys and values of the first layers are the target's. Needs no
+prefill, and no memory except for a trimmed LM head. With an encoder-decoder these are decoder layers, and the encoder's output is
+shared as well.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from foresay.drafters.model import ModelDrafter
 
 
 class SelfDrafter(ModelDrafter):
-    """Drafts with the first layers of the target. model: those layers, as `early_exit.first_layers` makes them."""
+    """Draft with the first layers of the target."""
 
     context: SharedDraftCache
 
     def __init__(self, model: FirstLayers, target_vocab_size: int) -> None:
+        """model: a result of `early_exit.first_layers`. target_vocab_size: width of the target's logits."""
         super().__init__(model, target_vocab_size, context=SharedDraftCache(model, target_vocab_size))
 
     def use_cache_of_target(self, cache: KVCache) -> None:
-        """Draft in the target's cache."""
+        """Draft in the target's cache from now on."""
         self.context.use_cache_of_target(cache)

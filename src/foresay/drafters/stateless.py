@@ -1,4 +1,4 @@
-"""What a drafter without memory has in common: it follows no rows. A subclass guesses."""
+"""Base of drafters without per-row state."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from foresay.decoding.rows import Rows
 
 
 class Stateless(Drafter):
-    """A drafter that remembers nothing; `propose` is the subclass's."""
+    """A drafter without per-row state; a subclass implements `propose`."""
 
     def admit(self, rows: Rows, first: int) -> None:
-        """Nothing to remember."""
+        """Do nothing."""
 
     def rearrange(self, moves: Sequence[Move], count: int) -> None:
-        """Nothing to move."""
+        """Do nothing."""
 
     def reset(self) -> None:
-        """Nothing to forget."""
+        """Do nothing."""
 
     def observe(self, rows: Rows, verification: Verification | None, target: ModelOutput | None) -> None:
-        """Nothing to learn."""
+        """Do nothing."""

@@ -1,7 +1,7 @@
-"""Suffix drafting: the longest match of the context in its own text or in earlier requests, as long as it is sure.
+"""Suffix drafting: copy the tokens after the context's longest match in its own text or in earlier requests.
 
-After SuffixDecoding (Oliaro et al. 2024): the longer the match, the more tokens are guessed. A row's own text and the
-requests that came before are suffix automata, so a match is followed in amortised O(1) per token.
+SuffixDecoding (Oliaro et al. 2024): the longer the match, the longer the draft. A row's text and earlier requests are indexed by
+suffix automata, which extend a match in amortised O(1) per token.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from foresay.drafters.ngram import NgramDrafter
 from foresay.drafters.suffix_automaton import SuffixAutomaton
 
 _REMATCH = 64
-"""Tokens of the context that are matched anew when the past has changed."""
+"""Last tokens of the context that are matched again after the past requests have changed."""
 
 
 class _Past:
@@ -30,26 +30,26 @@ class _Past:
         self.text: list[int] = []
 
     def add(self, tokens: IntArray) -> None:
-        """Append a request; a separator that no text holds keeps it apart from the one before."""
+        """Append a request after a unique negative separator, so that no match crosses requests."""
         new = [-1 - self.automaton.size, *tokens.tolist()]
         self.automaton.extend(new)
         self.text += new
 
-    def behind(self, place: int, length: int, count: int) -> tuple[list[int], int]:
-        """(what followed the longest suffix of a match that did not always end its request, that suffix's length)."""
+    def continuation(self, state: int, length: int, count: int) -> tuple[list[int], int]:
+        """Return (the tokens after a match's longest suffix that did not always end its request, that suffix's length)."""
         automaton = self.automaton
-        while place:
-            if found := self.after(automaton.recent_end(place), count):
+        while state:
+            if found := self.after(automaton.recent_end(state), count):
                 return found, length
-            for token, state in list(automaton.next[place].items()):
+            for token, following in list(automaton.next[state].items()):
                 if token >= 0:
-                    return self.after(automaton.first_end[state] - 1, count), length
-            place = automaton.link[place]
-            length = automaton.length[place]
+                    return self.after(automaton.first_end[following] - 1, count), length
+            state = automaton.link[state]
+            length = automaton.length[state]
         return [], 0
 
     def after(self, end: int, count: int) -> list[int]:
-        """The tokens behind a place, up to the end of their request."""
+        """Return up to `count` tokens from index `end` on, within their request."""
         out: list[int] = []
         for token in self.text[end : end + count]:
             if token < 0:
@@ -59,20 +59,20 @@ class _Past:
 
 
 class PastRequests:
-    """Earlier requests, in bounded memory: when the newer half is full, the older half is forgotten."""
+    """Earlier requests, in bounded memory: when the newer half is full, the older half is dropped."""
 
     def __init__(self, max_tokens: int = 1 << 18) -> None:
-        """max_tokens: tokens remembered at most, about 400 bytes each; 0 remembers nothing."""
+        """max_tokens: most tokens to keep, about 400 bytes each; 0 keeps nothing."""
         self.max_tokens = check_int("max_tokens", max_tokens, 0, 1 << 26)
         self._lock = Lock()
         self.halves: tuple[_Past, ...] = (_Past(),)
 
     def __len__(self) -> int:
-        """Tokens remembered, a separator per request included."""
+        """Return the number of stored tokens, including one separator per request."""
         return sum(half.automaton.size for half in self.halves)
 
     def add(self, tokens: IntArray) -> None:
-        """Remember a finished request, its last tokens when it alone is too long."""
+        """Store a finished request, or its last tokens if it exceeds half of the memory."""
         half = self.max_tokens // 2
         if half < 2 or len(tokens) == 0:
             return
@@ -91,7 +91,7 @@ class PastRequests:
 
 
 class _Match:
-    """How far a row's context is found in one half of the past."""
+    """The match of a row's context in one half of the past requests."""
 
     __slots__ = ("length", "past", "read", "size", "state")
 
@@ -101,7 +101,7 @@ class _Match:
 
 
 class SuffixState:
-    """A row's own automaton, and its matches in the past."""
+    """A row's own automaton, and its matches in past requests."""
 
     __slots__ = ("automaton", "committed", "full_context", "matched", "matches")
 
@@ -114,7 +114,7 @@ class SuffixState:
 
 
 class SuffixDrafter(NgramDrafter[SuffixState]):
-    """Guesses by the longest match in the row's own text or in earlier requests."""
+    """Draft by the longest match in the row's own text or in earlier requests."""
 
     def __init__(
         self,
@@ -124,9 +124,9 @@ class SuffixDrafter(NgramDrafter[SuffixState]):
         min_match: int = 1,
         device: torch.device | str = "cpu",
     ) -> None:
-        """past: earlier requests, shared by whoever is given the same; None looks at the row's own text alone.
+        """past: earlier requests, which drafters may share; None searches only the row's own text.
 
-        scale: tokens guessed per token matched. min_match: shorter matches guess nothing.
+        scale: draft tokens per matched token. min_match: shortest match that gives a draft.
         """
         super().__init__(device)
         self.past = past
@@ -141,18 +141,18 @@ class SuffixDrafter(NgramDrafter[SuffixState]):
         return state
 
     def finish(self, state: SuffixState) -> None:
-        """Hand a finished request over to the past."""
+        """Add a finished request to the past requests."""
         if self.past is not None:
             self.past.add(state.committed.full_context)
 
     def reset(self) -> None:
-        """Forget every row; those that were at work are remembered as past requests."""
+        """Add every row to the past requests, and forget it."""
         for state in self._states:
             self.finish(state)
         super().reset()
 
     def draft_tokens(self, row: Row, state: SuffixState, count: int) -> list[int]:
-        """Copy what followed the longest match, `scale` tokens for each token of it."""
+        """Copy the tokens after the longest match, `scale` tokens for each matched token."""
         own = state.automaton
         state.full_context = row.committed.full_context
         own.extend(state.full_context[own.size :].tolist())
@@ -160,36 +160,36 @@ class SuffixDrafter(NgramDrafter[SuffixState]):
             return []
         context = state.full_context if row is row.committed else row.full_context
         drafted = context[len(state.full_context) :].tolist()
-        place, length = own.followed(*own.match(drafted, own.last, own.size))
-        found = state.full_context[(end := own.recent_end(place)) : end + count].tolist() if length else []
+        node, length = own.followed(*own.match(drafted, own.last, own.size))
+        found = state.full_context[(end := own.recent_end(node)) : end + count].tolist() if length else []
         for past in self.past.halves if self.past is not None else ():
-            other, theirs = self._in_past(state, past, drafted, count)
-            if theirs > length and other:
-                found, length = other, theirs
+            other, other_length = self._in_past(state, past, drafted, count)
+            if other_length > length and other:
+                found, length = other, other_length
         state.matched = length
         if length < self.min_match:
             return []
         return found[: max(1, int(self.scale * length))]
 
     def others(self, row: Row, state: SuffixState, count: int) -> Iterator[list[int]]:
-        """Other continuations of the context, after `draft_tokens` was called: of other and of shorter matches, longest first."""
+        """Yield continuations of other and of shorter matches, longest first. Call `draft_tokens` before."""
         own = state.automaton
         context = state.full_context if row is row.committed else row.full_context
         drafted = context[len(state.full_context) :].tolist()
-        place, length = own.followed(*own.match(drafted, own.last, own.size))
-        while place and length >= self.min_match:
+        node, length = own.followed(*own.match(drafted, own.last, own.size))
+        while node and length >= self.min_match:
             most = min(count, max(1, int(self.scale * length)))
-            for end in (own.recent_end(place), own.first_end[place]):
+            for end in (own.recent_end(node), own.first_end[node]):
                 yield state.full_context[end : end + most].tolist()
-            place = own.link[place]
-            length = own.length[place]
+            node = own.link[node]
+            length = own.length[node]
         for past in self.past_halves():
             found, matched = self._in_past(state, past, drafted, count)
             if matched >= self.min_match:
                 yield found[: max(1, int(self.scale * matched))]
 
     def _in_past(self, state: SuffixState, past: _Past, drafted: list[int], count: int) -> tuple[list[int], int]:
-        """(what followed the longest match in a half of the past, that match's length)."""
+        """Return (the tokens after the longest match in one half of the past requests, that match's length)."""
         automaton = past.automaton
         known = state.matches.get(id(past))
         if known is None or known.past is not past or known.size != automaton.size:
@@ -200,9 +200,9 @@ class SuffixDrafter(NgramDrafter[SuffixState]):
         new = state.full_context[known.read :].tolist()
         known.state, known.length = automaton.match(new, known.state, known.length)
         known.read = len(state.full_context)
-        place, length = automaton.followed(*automaton.match(drafted, known.state, known.length))
-        return past.behind(place, length, count)
+        node, length = automaton.followed(*automaton.match(drafted, known.state, known.length))
+        return past.continuation(node, length, count)
 
     def past_halves(self) -> tuple[_Past, ...]:
-        """The halves of the past that are alive."""
+        """Return the current halves of the past requests."""
         return () if self.past is None else self.past.halves

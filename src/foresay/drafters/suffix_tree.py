@@ -1,7 +1,7 @@
-"""Several continuations of a suffix match as one tree: what followed the longest match, and what else followed it.
+"""Trees of suffix matches: several continuations of the context, merged by common prefixes.
 
-Owns which continuations are worth a node. The matches are those of `suffix`; where it keeps the latest occurrence alone, this
-drafter also asks for the earliest one, for shorter suffixes and for earlier requests, and merges what begins alike.
+Owns the choice of continuations. The matches are those of `suffix`; besides the latest occurrence of the longest match, this
+drafter uses the earliest one, shorter suffixes and earlier requests.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_BRANCHES = 16
 
 
 class SuffixTreeDrafter(SuffixDrafter):
-    """Drafts a tree of what followed the context's longest matches; a budget is one of nodes."""
+    """Draft a tree of continuations of the context's longest matches; budgets count nodes."""
 
     def __init__(
         self,
@@ -31,14 +31,14 @@ class SuffixTreeDrafter(SuffixDrafter):
         min_match: int = 1,
         device: torch.device | str = "cpu",
     ) -> None:
-        """branches: continuations at most. past, scale, min_match: as `SuffixDrafter` takes them."""
+        """branches: most continuations. past, scale, min_match: see `SuffixDrafter`."""
         super().__init__(past, scale=scale, min_match=min_match, device=device)
         self.branches = check_int("branches", branches, 1, MAX_BRANCHES)
 
     def propose(self, rows: Rows, budget: Sequence[int], policy: LengthPolicy) -> Proposal:
-        """A tree of point masses for each row, of `budget` nodes at most."""
+        """Draft a tree of at most `budget` nodes for each row, all point masses."""
         trees = [
-            merged(self._continuations(row, state, max(0, n)), max(0, n))
+            merge(self._continuations(row, state, max(0, n)), max(0, n))
             for row, state, n in zip(rows, self._states, budget, strict=True)
         ]
         counts = [len(tokens) for tokens, _ in trees]
@@ -46,15 +46,15 @@ class SuffixTreeDrafter(SuffixDrafter):
         if width == 0:
             return Proposal.empty(len(rows), self._device)
         ids = [[*tokens, *[0] * (width - len(tokens))] for tokens, _ in trees]
-        parents = [[*above, *[-1] * (width - len(above))] for _, above in trees]
-        if all(above == list(range(-1, len(above) - 1)) for _, above in trees):  # nobody branches: a chain
+        parents = [[*tree_parents, *[-1] * (width - len(tree_parents))] for _, tree_parents in trees]
+        if all(tree_parents == list(range(-1, len(tree_parents) - 1)) for _, tree_parents in trees):  # only chains
             return Proposal(torch.tensor(ids, device=self._device), counts)
         return Proposal(
             torch.tensor(ids, device=self._device), counts, parents=torch.tensor(parents, device=self._device)
         )
 
     def _continuations(self, row: Row, state: SuffixState, count: int) -> list[list[int]]:
-        """What followed the matches, the likeliest continuation first; at most `branches`, of `count` tokens each."""
+        """Return at most `branches` continuations of at most `count` tokens, that of the longest match first."""
         first = self.draft_tokens(row, state, count)
         if not first:
             return []
@@ -67,27 +67,27 @@ class SuffixTreeDrafter(SuffixDrafter):
         return out
 
 
-def merged(continuations: Sequence[Sequence[int]], budget: int) -> tuple[list[int], list[int]]:
-    """Continuations as one tree of at most `budget` nodes: (token ids, the column each follows, -1 for the context).
+def merge(continuations: Sequence[Sequence[int]], budget: int) -> tuple[list[int], list[int]]:
+    """Merge continuations into a tree of at most `budget` nodes: (token ids, index of each node's parent, -1 for the context).
 
-    The first one leaves a node for each of the others, and each of them shares what is left with those after it.
+    The first continuation leaves one node for each of the others; the remaining nodes are shared evenly among those.
     """
     tokens: list[int] = []
     parents: list[int] = []
     children: dict[tuple[int, int], int] = {}
-    for place, continuation in enumerate(continuations):
-        waiting = len(continuations) - place - 1
-        left = budget - len(tokens)
-        most = left - waiting if place == 0 else left // (waiting + 1)
-        at, added = -1, 0
+    for i, continuation in enumerate(continuations):
+        num_others = len(continuations) - i - 1
+        remaining = budget - len(tokens)
+        most = remaining - num_others if i == 0 else remaining // (num_others + 1)
+        parent, added = -1, 0
         for token in continuation:
-            column = children.get((at, token))
-            if column is None:
+            node = children.get((parent, token))
+            if node is None:
                 if added >= max(1, most) or len(tokens) >= budget:
                     break
-                column = children[at, token] = len(tokens)
+                node = children[parent, token] = len(tokens)
                 tokens.append(token)
-                parents.append(at)
+                parents.append(parent)
                 added += 1
-            at = column
+            parent = node
     return tokens, parents

@@ -1,1 +1,1 @@
-"""Text in, text out: `load`, the Generator, and the session it runs on."""
+"""Text generation: `load`, the Generator, and sessions over an engine."""

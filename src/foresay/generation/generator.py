@@ -1,7 +1,7 @@
-"""Text in, text out: the object `foresay.load` returns.
+"""Text generation: the object that `foresay.load` returns.
 
-Owns what a call asks of a session, in one piece, streamed or asynchronously. Each call of `generate` and `stream` has a
-session of its own, so calls do not see each other; all `astream` calls on one Generator share one, and its batch.
+Each call of `generate` and `stream` has its own session, so that calls are independent; all `astream` calls of one Generator
+share a session and its batch.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from foresay.text.prompts import Prompt, is_batch
 from foresay.text.tokenizer import Tokenizer
 
 PREFIX_BYTES = 1 << 28
-"""Slots of ended rows that the session of `astream` keeps for others to begin with."""
+"""Size limit of the prefix cache of `astream`'s session, in bytes."""
 
 
 class Generator:
-    """A target with a drafter, a rule and a length policy, ready to write."""
+    """A target model with a drafter, an acceptance rule and a length policy."""
 
     def __init__(
         self,
@@ -54,10 +54,10 @@ class Generator:
         forget: Callable[[], None] | None = None,
         share_prefixes: bool = True,
     ) -> None:
-        """length: a policy, or what gives the drafter's own under a rule. drafter: what its maker calls it.
+        """length: a policy, or a function from a rule to the drafter's default policy. drafter: its name in the description.
 
-        resources: what `foresay.change` needs. forget: clears what outlives requests. share_prefixes: whether a prompt
-        may start from the slots of a row that begins alike.
+        resources: needed by `foresay.change`. forget: clears the drafter's state that outlives requests. share_prefixes: copy
+        keys and values of common prefixes instead of prefilling them.
         """
         self.share_prefixes = check_flag("share_prefixes", share_prefixes)
         self._own_length = None if hasattr(length, "budget") else length
@@ -74,21 +74,21 @@ class Generator:
 
     @property
     def description(self) -> str:
-        """Target, drafter, length and rule in a line."""
+        """Target, drafter, length and rule in one line."""
         gamma = getattr(self.policy, "num_draft_tokens", None)
         length = f"gamma={gamma}" if gamma is not None else f"length={written(self.policy, LENGTHS)}"
         lossy = "" if self.rule.exact else " (lossy)"
         return f"target={self.target.name} drafter={self.drafter_name} {length} rule={written(self.rule, RULES)}{lossy}"
 
     def forget(self) -> None:
-        """Clear what the drafter has learned from earlier requests: n-gram stores, past texts."""
+        """Clear the drafter's state of earlier requests: n-gram stores, past texts."""
         if self._forget is not None:
             self._forget()
 
     def with_settings(
         self, *, rule: Rule | None = None, policy: LengthPolicy | None = None, max_batch_size: int | None = None
     ) -> Generator:
-        """The same target and drafter under another rule, length policy or batch size."""
+        """Return a Generator of the same target and drafter with another rule, length policy or batch size."""
         same = rule is None and policy is None
         out = Generator(
             self.target,
@@ -102,12 +102,12 @@ class Generator:
             share_prefixes=self.share_prefixes,
         )
         if same:
-            out.policy = self.policy  # with what it has measured
+            out.policy = self.policy  # keeps its measurements
         return out
 
     @property
     def _is_shared(self) -> bool:
-        """Whether several processes compute the target together."""
+        """True if several processes compute the target together (tensor parallelism)."""
         return bool(getattr(self.target.model, "is_shared", False))
 
     @property
@@ -116,7 +116,7 @@ class Generator:
         return self.target.tokenizer
 
     def plain(self) -> Generator:
-        """The same target without a drafter: plain decoding through the same loop, which no lossy rule changes."""
+        """Return a Generator of the same target without drafter: plain decoding by the same loop, never with a lossy rule."""
         return Generator(
             self.target,
             lambda: None,
@@ -128,21 +128,21 @@ class Generator:
         )
 
     def make_drafter(self) -> Drafter | None:
-        """A drafter as each engine gets one; None where nothing drafts."""
+        """Return a new drafter, as each engine gets one; None for plain decoding."""
         return self._build_drafter()
 
     def engine(
         self, *, prefix_bytes: int = 0, prefill_wait_s: float = WAIT_S, observers: Sequence[Observer] = ()
     ) -> Engine:
-        """A fresh engine over the shared weights. prefix_bytes: slots of ended rows that it may keep for others to begin with.
+        """Return a new engine over the shared weights. prefix_bytes: size limit of its prefix cache for ended rows.
 
-        prefill_wait_s: about how long running requests wait for the prompts of others between two tokens.
+        prefill_wait_s: approximate time that running requests wait for prefill between two tokens, in seconds.
         """
         drafter = self._build_drafter()
         busy = self._latest() if self._latest is not None else None
         if busy is not None and busy.has_work and busy.drafter is not None and busy.drafter.inner is drafter:
             raise ConfigError(
-                f"this {type(drafter).__name__} drafts for another call that has not ended; pass a function that makes one"
+                f"this {type(drafter).__name__} is in use by another call; pass a function that makes drafters"
             )
         shared: dict[str, Any] = {}
         if self._is_shared:
@@ -170,9 +170,9 @@ class Generator:
         prefill_wait_s: float = WAIT_S,
         observers: Sequence[Observer] = (),
     ) -> Session:
-        """A fresh session over the shared weights: submit, step, cancel. max_waiting: requests that may wait for a row.
+        """Return a new session over the shared weights: submit, step, cancel. max_waiting: limit of requests waiting for a row.
 
-        The rest as for `engine`.
+        Other arguments as in `engine`.
         """
         engine = self.engine(prefix_bytes=prefix_bytes, prefill_wait_s=prefill_wait_s, observers=observers)
         return Session(self.target, engine, max_waiting=max_waiting)
@@ -194,18 +194,18 @@ class Generator:
         on_chunk: Callable[[Chunk], None] | None = None,
         **changes: Any,
     ) -> Generation | list[Generation]:
-        """Write one output per prompt.
+        """Generate one output per prompt.
 
-        prompt: a text, chat messages, token ids, or a list of those, which is decoded as a batch and gives a list.
-        params: for all prompts, or one per prompt. changes: fields of SamplingParams, over `params`. on_chunk: called
-        after every target pass of every prompt. Raises ConfigError, PromptError or ContextLengthError before anything
-        is decoded. A request that fails on its way raises RequestError; in a list it ends alone, with
-        finish_reason "error" and its `error`.
+        prompt: a text, chat messages, token ids, or a list of those, which is decoded as one batch and returns a list.
+        params: for all prompts, or one per prompt. changes: fields of SamplingParams that replace those of `params`. on_chunk:
+        called after every target pass of every prompt. Raises ConfigError, PromptError or ContextLengthError before anything is
+        decoded. A request that fails while running raises RequestError; in a list, only its own Generation has finish_reason
+        "error" and an `error`.
         """
         batch = is_batch(prompt)
         done: dict[int, Generation] = {}
-        session, places = self._submitted(prompt, params, changes, text=on_chunk is not None)
-        for chunk in _run(session, places, alone=not batch):
+        session, index_of = self._submitted(prompt, params, changes, text=on_chunk is not None)
+        for chunk in _run(session, index_of, single=not batch):
             if on_chunk is not None:
                 on_chunk(chunk)
             if chunk.generation is not None:
@@ -215,42 +215,42 @@ class Generator:
     def stream(
         self, prompt: Any, params: SamplingParams | Sequence[SamplingParams] | None = None, **changes: Any
     ) -> Iterator[Chunk]:
-        """Yield what each target pass adds, as it comes. Arguments as `generate`; a bad one raises here, not later.
+        """Yield a Chunk per target pass. Arguments as in `generate`; invalid ones raise here, not during iteration.
 
         The iterator may be abandoned at any time.
         """
-        return _run(*self._submitted(prompt, params, changes, text=True), alone=not is_batch(prompt))
+        return _run(*self._submitted(prompt, params, changes, text=True), single=not is_batch(prompt))
 
     async def astream(
         self, prompt: Any, params: SamplingParams | Sequence[SamplingParams] | None = None, **changes: Any
     ) -> AsyncIterator[Chunk]:
-        """`stream` for asyncio, over a session that all calls share: its rows decode together, on a thread of its own.
+        """`stream` for asyncio, over a session that all calls share: its rows decode as one batch, on a separate thread.
 
         A call that is cancelled, or whose iterator is closed, frees its rows before the next step.
         """
         if self._is_shared:
             raise ConfigError(
-                "astream takes requests when they come, which several processes never see alike; use generate"
+                "astream accepts requests at any time, which several processes cannot do in the same order; use generate"
             )
         requests = _requests(prompt, params, changes)
         async with aclosing(self._live.chunks(requests)) as chunks:
-            async for place, chunk in chunks:
+            async for index, chunk in chunks:
                 if chunk.error is not None and not is_batch(prompt):
                     raise chunk.error
-                yield replace(chunk, index=place)
+                yield replace(chunk, index=index)
 
     def _submitted(
         self, prompt: Any, params: Any, changes: dict[str, Any], *, text: bool
     ) -> tuple[Session, dict[int, int]]:
-        """A session with all prompts, and each request's place; nothing is decoded when one prompt is bad."""
+        """Return a session with all prompts and the index of each request; raises before decoding if one prompt is invalid."""
         requests = _requests(prompt, params, changes)
         session = self.session(prefill_wait_s=OFFLINE_WAIT_S)
         numbers = [session.submit(one, final, text=text) for one, final in requests]
-        return session, {number: place for place, number in enumerate(numbers)}
+        return session, {number: index for index, number in enumerate(numbers)}
 
 
 def _requests(prompt: Any, params: Any, changes: dict[str, Any]) -> list[tuple[Prompt, SamplingParams]]:
-    """Each prompt with its parameters. A seed given for several is the first one's; the others' are derived from it."""
+    """Return each prompt with its parameters. One seed for several prompts is used for the first; the others are derived."""
     prompts = list(prompt) if is_batch(prompt) else [prompt]
     if params is None or isinstance(params, SamplingParams):
         shared = SamplingParams.of(params, **changes)
@@ -264,20 +264,20 @@ def _requests(prompt: Any, params: Any, changes: dict[str, Any]) -> list[tuple[P
     return list(zip(prompts, final, strict=True))
 
 
-def seeded(params: SamplingParams, place: int) -> SamplingParams:
-    """The parameters of a call's row: rows that drew the same numbers would not be independent samples."""
-    if params.seed is None or place == 0:
+def seeded(params: SamplingParams, index: int) -> SamplingParams:
+    """Return the parameters of the index-th prompt of a call: with equal seeds the outputs would not be independent."""
+    if params.seed is None or index == 0:
         return params
-    return replace(params, seed=derive(params.seed, place))
+    return replace(params, seed=derive(params.seed, index))
 
 
-def _run(session: Session, places: Mapping[int, int], *, alone: bool) -> Iterator[Chunk]:
-    """The chunks of all requests as they come. alone: there is one, whose error is raised."""
+def _run(session: Session, index_of: Mapping[int, int], *, single: bool) -> Iterator[Chunk]:
+    """Yield the chunks of all requests. single: there is one request, whose error is raised."""
     while session.has_work:
         for chunk in session.step():
-            if alone and chunk.error is not None:
+            if single and chunk.error is not None:
                 raise chunk.error
-            yield replace(chunk, index=places[chunk.index])
+            yield replace(chunk, index=index_of[chunk.index])
 
 
 __all__ = ["Chunk", "Generation", "Generator"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Unpack, cast
 
 from foresay.checks import check_int
 from foresay.decoding.protocols import Drafter, LengthPolicy, Rule
@@ -16,7 +16,7 @@ from foresay.engine.loop import MAX_BATCH_SIZE
 from foresay.errors import ConfigError, UnknownNameError
 from foresay.generation.generator import Generator
 from foresay.lengths import ConstantLength
-from foresay.models.sources.load_options import LoadOptions
+from foresay.models.sources.load_options import LoadKeywords, LoadOptions
 from foresay.models.sources.packaged import default_drafter
 from foresay.models.sources.resolve import resolve
 from foresay.spec.expressions import Call
@@ -44,11 +44,11 @@ def load(
     tokenizer: Tokenizer | None = None,
     eos_token_ids: int | Iterable[int] | None = None,
     share_prefixes: bool = True,
-    **options: Any,
+    **options: Unpack[LoadKeywords],
 ) -> Generator:
     """Load a target, and what drafts for it.
 
-    target, draft: an alias (`foresay models` lists them), a hub id, a folder, a GGUF file, or a transformers model
+    target, draft: an alias (`foresay info` lists them), a hub id, a folder, a GGUF file, or a transformers model
     (with `tokenizer`). A target may also be a settings file such as `foresay tune` writes (foresay.toml); what is given
     here beside it goes before what the file says. drafter: "auto" (the draft model when one is given, else the head that
     comes with the target, else "suffix"), an expression such as
@@ -64,6 +64,7 @@ def load(
     draft alike; draft_weights beside drafter="none" waits for what `change` names.
     """
     ngrams = {k: v for k, v in (("max_ngram", max_ngram), ("min_ngram", min_ngram)) if v is not None}
+    given: dict[str, Any] = {**options}
     if is_settings(target):
         said = read_settings(target)
         if drafter == "auto" and draft is None and not ngrams:
@@ -73,9 +74,9 @@ def load(
         max_batch_size = said.max_batch_size if max_batch_size is None else max_batch_size
         for option in ("dtype", "weights", "backend"):
             value = getattr(said, option)
-            if value is not None and options.get(option, "auto") == "auto":
-                options[option] = value
-    settings = LoadOptions(**_known(options))
+            if value is not None and given.get(option, "auto") == "auto":
+                given[option] = value
+    settings = LoadOptions(**_known(given))
     if drafter == "auto" and draft is None and not ngrams:
         drafter = default_drafter(target, settings)
     recipe, name = _recipe(draft, drafter, ngrams)

@@ -1,4 +1,4 @@
-"""Methods as a benchmark names them: a drafter, a length and a rule, over one loaded target."""
+"""Methods of a benchmark: a drafter, a length and a rule, over one loaded target."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from foresay.generation.load import change
 from foresay.spec.recipes import read_drafter, read_length, read_rule
 
 PLAIN = "plain"
-"""The method that others are compared with: foresay without a drafter."""
+"""Name of the baseline: foresay without a drafter."""
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A drafter, a length ("" is the drafter's own) and a rule, as expressions."""
+    """A drafter, a length ("" for the drafter's default) and a rule, as expressions."""
 
     drafter: str
     length: str = ""
@@ -37,7 +37,7 @@ class Method:
 
     @property
     def name(self) -> str:
-        """As results call it: "suffix, 12", and plain decoding PLAIN."""
+        """Name in results: "suffix, 12", or PLAIN without a drafter."""
         if self.drafter == "none":
             return PLAIN
         rule = "" if self.rule == "speculative" else f", {self.rule}"
@@ -45,22 +45,22 @@ class Method:
 
     @property
     def own_length(self) -> str:
-        """Its length as an expression: the drafter's where none was given."""
+        """The length as an expression: the drafter's default if none was given."""
         return self.length or read_drafter(self.drafter).length(read_rule(self.rule))
 
     @property
     def fixed(self) -> Method:
-        """With a length that is known without running it: its own, else the drafter's where that must not adapt."""
+        """This method with a fixed length: its own, else the drafter's default number of draft tokens."""
         return replace(self, length=self.length or str(read_drafter(self.drafter).num_draft_tokens))
 
     def generator(self, target: Generator, batch_size: int) -> Generator:
-        """The target with this method."""
+        """Return the target with this method."""
         length = self._length if self.length else None
         return change(target, drafter=self.drafter, length=length, rule=self.rule, max_batch_size=batch_size)
 
 
 def methods(drafters: Sequence[str], lengths: Sequence[str] = (), rule: str = "speculative") -> list[Method]:
-    """Every drafter with every length; without lengths each with its own. None twice."""
+    """Return every drafter with every length, or with its default if no lengths are given, without duplicates."""
     some = [Method(d, length, rule) for d, length in product(drafters, lengths or [""]) if d != "none"]
     out = {method.name: method for method in some}
     if not out:

@@ -1,4 +1,4 @@
-"""What a request came to: its text, tokens and Steps, whole or in chunks."""
+"""Results of a request: text, tokens and Steps, complete (`Generation`) or streamed (`Chunk`)."""
 
 from __future__ import annotations
 
@@ -13,41 +13,41 @@ from foresay.text.stream import Piece, TextStream
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What one request wrote, and how."""
+    """Output of one request, with its Steps and statistics."""
 
     text: str
-    """The output, special tokens left out, cut before a stop string."""
+    """The output without special tokens, cut before a stop string."""
     token_ids: list[int]
-    """The output's ids; the stop token, and the token that completed a stop string, included."""
+    """Token ids of the output, including the stop token and the token that completed a stop string."""
     prompt_token_ids: list[int]
-    """The prompt's ids: of an encoder-decoder what its encoder read."""
+    """Token ids of the prompt; for an encoder-decoder, the encoder's input."""
     finish_reason: FinishReason
     steps: list[Step]
-    """One per target pass; everything else here is read off them."""
+    """One per target pass."""
     stats: Stats
     seed: int | None
-    """The seed that reproduces a sampled output; None for a greedy one."""
+    """Seed that reproduces a sampled output; None for a greedy one."""
     exact: bool
-    """Whether the rule keeps the target's law."""
+    """True if the rule keeps the target's distribution."""
     draft_error: str | None = None
-    """Why drafting ended early, when the drafter failed (the output is not affected)."""
+    """Error of the drafter, if it failed (the output is not affected)."""
     error: RequestError | None = None
-    """Why the request ended with FinishReason.ERROR, after what it wrote until then."""
+    """Cause of FinishReason.ERROR; the output contains the tokens before it."""
 
     @property
     def num_cached(self) -> int:
-        """Prompt tokens that were taken from another row's slots instead of being filled."""
+        """Number of prompt tokens copied from a common prefix instead of prefilled."""
         return self.steps[0].num_cached if self.steps else 0
 
     @property
     def logprobs(self) -> list[TokenLogprob] | None:
-        """One per output token, when they were asked for."""
+        """Log-probabilities, one entry per output token; None unless requested."""
         if not self.steps or self.steps[0].logprobs is None:
             return None
         return [entry for step in self.steps for entry in step.logprobs or ()]
 
     def as_record(self) -> dict[str, Any]:
-        """The output as plain data, for a line of JSON."""
+        """Return the output as plain data, for a line of JSON."""
         record: dict[str, Any] = {
             "text": self.text,
             "token_ids": self.token_ids,
@@ -63,7 +63,7 @@ class Generation:
         return record
 
     def pieces(self, tokenizer: Any) -> list[Piece]:
-        """The text token by token, with who wrote each."""
+        """Return the text token by token, with the origin of each."""
         stream = TextStream(tokenizer)
         out = [p for step in self.steps for p in stream.push(step.token_ids, step.origins)]
         return out + stream.finish(stopped=False)
@@ -71,19 +71,19 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What one target pass added to a streamed request."""
+    """Text that one target pass adds to a streamed request."""
 
     index: int
-    """Which prompt of a batch; of a session, the request's id."""
+    """Index of the prompt in a batch; in a session, the request's id."""
     text: str
     pieces: tuple[Piece, ...]
-    """The text by who wrote it."""
+    """The text by origin of its tokens."""
     step: Step
     finish_reason: FinishReason | None
     generation: Generation | None = None
-    """The whole, with the last chunk."""
+    """The complete result, in the last chunk."""
 
     @property
     def error(self) -> RequestError | None:
-        """Why this request, and no other, ended with FinishReason.ERROR."""
+        """Cause of FinishReason.ERROR of this request."""
         return self.step.error

@@ -1,6 +1,6 @@
-"""Log-probabilities of a prompt's own tokens, for requests that measure texts instead of generating them.
+"""Log-probabilities of a prompt's tokens, for requests that score texts instead of generating them.
 
-Owns a cache of its own for one text, and how far it is filled. Knows no engine: its passes run between an engine's steps.
+Owns a cache for one text. Knows no engine: its passes run between an engine's steps.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from foresay.errors import ConfigError, ContextLengthError, OutOfMemoryError, Pr
 from foresay.threads import single_threaded
 
 _MAX_SCORES = 1 << 24
-"""Scores that a pass computes, about: 64 MiB in float32."""
+"""Approximate number of scores per pass: 64 MiB in float32."""
 
 
 class PromptScorer:
-    """The log-probability of each token of one text under the target's raw logits, a pass at a time."""
+    """Computes the log-probability of each token of one text under the target's raw logits, pass by pass."""
 
     def __init__(self, model: LanguageModel, token_ids: Sequence[int], top: int) -> None:
-        """top: how many of the most likely tokens to report at each position.
+        """top: number of likeliest tokens to report at each position.
 
-        Raises ConfigError for a model that does not score texts, PromptError for token ids that it lacks, and
+        Raises ConfigError for a model that cannot score texts, PromptError for ids outside its vocabulary, and
         ContextLengthError.
         """
-        can = model.capabilities
-        if can.reads_source or not can.scores:
+        features = model.capabilities
+        if features.reads_source or not features.scores:
             raise ConfigError("echo with logprobs needs a decoder-only model that computes scores")
         if min(token_ids) < 0 or max(token_ids) >= model.vocab_size:
             raise PromptError(f"a prompt token id is not in the vocabulary (0 to {model.vocab_size - 1})")
         if len(token_ids) > model.max_length:
             raise ContextLengthError(f"the prompt has {len(token_ids)} tokens; the context is {model.max_length}")
         self._model, self._ids, self._top = model, list(token_ids), top
-        self._columns = max(1, min(can.prefill_chunk, _MAX_SCORES // model.vocab_size))
+        self._chunk = max(1, min(features.prefill_chunk, _MAX_SCORES // model.vocab_size))
         self._cache: KVCache | None = None
         self.logprobs: list[TokenLogprob | None] = [None]
         """One per token scored so far; the first has no score, since nothing comes before it."""
@@ -48,7 +48,7 @@ class PromptScorer:
     def step(self) -> bool:
         """Score the next tokens in one forward pass; return True while more remain. Raises OutOfMemoryError."""
         start = len(self.logprobs) - 1
-        ids = self._ids[start : min(start + self._columns, len(self._ids) - 1)]
+        ids = self._ids[start : min(start + self._chunk, len(self._ids) - 1)]
         if ids:
             with single_threaded() if self._model.capabilities.own_threads else nullcontext():
                 cache = self._cache = self._cache or self._prepared()
@@ -56,14 +56,14 @@ class PromptScorer:
                 scores = self._model.forward(model_input, cache).scores()[0, : len(ids)]
                 self.logprobs += token_logprobs(scores, self._ids[start + 1 : start + 1 + len(ids)], self._top)
         more = len(self.logprobs) < len(self._ids)
-        self._cache = self._cache if more else None  # one cache at a time for a batch of prompts
+        self._cache = self._cache if more else None  # only one prompt of a batch has a cache at a time
         return more
 
     def _prepared(self) -> KVCache:
-        wanted, room = self._model.cache_bytes([len(self._ids)]), self._model.free_bytes()
-        if wanted > room:
+        needed, free = self._model.cache_bytes([len(self._ids)]), self._model.free_bytes()
+        if needed > free:
             raise OutOfMemoryError(
-                f"scoring {len(self._ids)} tokens takes {wanted / 1e9:.1f} GB, and {room / 1e9:.1f} GB are left"
+                f"scoring {len(self._ids)} tokens takes {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
             )
         cache = self._model.new_cache()
         row = Row(0, self._ids, SamplingParams(), limit=self._model.max_length)

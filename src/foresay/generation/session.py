@@ -1,7 +1,7 @@
-"""Text requests over a living engine: submit, step, cancel.
+"""Text requests over a running engine: submit, step, cancel.
 
-Owns the way from a prompt to tokens and back to text, and that an error is a chunk of its own request and of no other.
-Knows nothing of threads.
+Owns the conversion of prompts to tokens and of tokens to text, and turns errors into the last chunk of their request. Not
+thread-safe.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _serials = itertools.count()
 
 
 class _Request:
-    """One request on its way through an engine."""
+    """One unfinished request."""
 
     def __init__(self, ids: Sequence[int], prepared: PreparedPrompt, tokenizer: Any, *, text: bool) -> None:
         if prepared.params.stop and tokenizer is None:
@@ -41,18 +41,18 @@ class _Request:
         self.seed: int | None = None
 
     def take(self, number: int, step: Step, exact: bool) -> Chunk:
-        """What a Step adds."""
+        """Add a Step and return its chunk."""
         self.steps.append(step)
         pieces = self._stream.push(step.token_ids, step.origins) if self._stream is not None else []
-        whole = None
+        generation = None
         if step.finish_reason is not None:
             stopped = self.stop is not None and self.stop.cut_at is not None
             pieces += self._stream.finish(stopped=stopped) if self._stream is not None else []
-            whole = self._whole(step, step.finish_reason, exact)
-        joined = "".join(piece.text for piece in pieces)
-        return Chunk(number, joined, tuple(pieces), step, step.finish_reason, whole)
+            generation = self._generation(step, step.finish_reason, exact)
+        text = "".join(piece.text for piece in pieces)
+        return Chunk(number, text, tuple(pieces), step, step.finish_reason, generation)
 
-    def _whole(self, last: Step, reason: FinishReason, exact: bool) -> Generation:
+    def _generation(self, last: Step, reason: FinishReason, exact: bool) -> Generation:
         ids = [token for step in self.steps for token in step.token_ids]
         return Generation(
             text=self._text(ids),
@@ -72,24 +72,24 @@ class _Request:
             return ""
         if self.stop is not None and self.stop.cut_at is not None:
             return self.stop.text[: self.stop.cut_at]
-        # as the stream decodes it: `decode` of the whole may turn complete characters before a cut one into U+FFFD
+        # as the stream decodes it: `decode` of all ids may turn complete characters before an incomplete one into U+FFFD
         return Detokenizer(self._tokenizer).all(ids)
 
 
 class Session:
-    """Requests of texts, messages or token ids over one engine. Not for several threads at once."""
+    """Requests of texts, messages or token ids over one engine. Not thread-safe."""
 
     def __init__(self, target: LoadedModel, engine: Engine, *, max_waiting: int | None = None) -> None:
-        """engine: over the target's model; nobody else submits to it. max_waiting: requests that may wait for a row."""
+        """engine: over the target's model, used by this session only. max_waiting: limit of requests waiting for a row."""
         self.target, self.engine = target, engine
         self.max_waiting = None if max_waiting is None else check_int("max_waiting", max_waiting, 0)
         self._open: dict[int, _Request] = {}
         self.serial = next(_serials)
-        """No other session's."""
+        """Unique number of this session."""
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is unfinished."""
+        """True if any request is unfinished."""
         return self.engine.has_work
 
     def submit(
@@ -103,11 +103,11 @@ class Session:
     ) -> int:
         """Queue a prompt (a text, chat messages or token ids) and return the request's id.
 
-        changes: fields of SamplingParams over `params`. text: whether chunks carry the text as it comes; a Generation has it
-        anyway. stop: a condition of the caller's own, in place of stop strings. Raises ConfigError, PromptError or
-        ContextLengthError for what cannot be decoded, and QueueFullError.
+        changes: fields of SamplingParams that replace those of `params`. text: False leaves the text of chunks empty; the
+        Generation always has it. stop: a condition that replaces the stop strings. Raises ConfigError, PromptError or
+        ContextLengthError for requests that cannot be decoded, and QueueFullError.
         """
-        free = max(0, self.engine.max_batch_size - self.engine.num_active)  # taken with the next step
+        free = max(0, self.engine.max_batch_size - self.engine.num_active)  # admitted by the next step
         if self.max_waiting is not None and self.engine.num_waiting >= self.max_waiting + free:
             raise QueueFullError(
                 f"{self.engine.num_waiting} requests are queued, and max_waiting={self.max_waiting}; try again later"
@@ -127,13 +127,13 @@ class Session:
         return number
 
     def prepared(self, number: int) -> PreparedPrompt:
-        """An unfinished request as its model began with it: prompt, parameters, source."""
+        """Return an unfinished request in its model's terms: prompt, parameters, source."""
         return self._open[number].prepared
 
     def step(self) -> list[Chunk]:
-        """One step of the engine: a chunk for each row that decoded or ended; none while only prompts are filled.
+        """Run one step of the engine; return a chunk for each row that decoded or ended, none if only prompts were prefilled.
 
-        What the target itself raises comes through; `fail` then ends what was under way.
+        Exceptions of the target are raised; `fail` then ends the unfinished requests.
         """
         return [self._chunk(step) for step in self.engine.step()]
 
@@ -145,7 +145,7 @@ class Session:
 
     @property
     def draft_error(self) -> str | None:
-        """Why the drafter last failed."""
+        """The drafter's last error; None if it never failed."""
         error = self.engine.drafter.last_error if self.engine.drafter is not None else None
         return None if error is None else f"{type(error).__name__}: {error}"
 
@@ -154,12 +154,12 @@ class Session:
         self.engine.cancel(number)
 
     def fail(self, error: Exception) -> list[Chunk]:
-        """End every unfinished request because of an error of the target; the session goes on with empty caches."""
+        """End every unfinished request because of an error of the target; the session continues with empty caches."""
         return [self._chunk(failed_step(number, error)) for number in self.engine.abandon()]
 
 
 def failed_step(number: int, error: Exception) -> Step:
-    """The last of a request whose target failed."""
-    why = RequestError(number, f"the target raised {type(error).__name__}: {error}")
-    why.__cause__ = error
-    return Step(number, (), (), 0, 0, finish_reason=FinishReason.ERROR, error=why)
+    """Return the last Step of a request whose target raised an error."""
+    reason = RequestError(number, f"the target raised {type(error).__name__}: {error}")
+    reason.__cause__ = error
+    return Step(number, (), (), 0, 0, finish_reason=FinishReason.ERROR, error=reason)

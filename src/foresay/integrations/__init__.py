@@ -1,1 +1,1 @@
-"""foresay inside other libraries."""
+"""Use of foresay in other libraries."""

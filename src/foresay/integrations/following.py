@@ -1,8 +1,8 @@
-"""Drafting for an engine that decodes by itself: it shows its texts after every pass, and is given guesses for the next one.
+"""Drafting for an engine with its own decode loop: it passes its texts after every step and receives drafts for the next one.
 
-Owns which of the engine's texts is which of ours from one pass to the next, by what they hold, since engines move, preempt and
-resume requests; and the measuring of the engine's passes, of which only the time between two calls is seen. Knows no engine,
-and which drafter it is only as a `Drafter`; it must look guesses up, since the engine shows nothing but tokens.
+Owns the matching of the engine's texts to rows between steps, by their tokens, since engines move, preempt and resume requests;
+and the timing of the engine's steps, of which only the time between two calls is visible. Knows no engine. The drafter must need
+nothing but tokens.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from foresay.engine.row_moves import plan_moves
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
-    """What an engine shows of one text after a pass: all of its tokens, of which the last `new` were just written."""
+class EngineText:
+    """A text of the engine after a step: all of its tokens, of which the last `new` were generated in that step."""
 
     tokens: IntArray
     new: int
 
 
 class Follower:
-    """A drafter and its length policy behind an engine's texts."""
+    """A drafter and its length policy that follow an engine's texts."""
 
     def __init__(
         self,
@@ -39,88 +39,93 @@ class Follower:
         policy: LengthPolicy,
         vocab_size: int,
         *,
-        most: int,
-        limit: int,
+        max_draft_tokens: int,
+        max_length: int,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
-        """most: tokens of a draft that the engine takes. limit: most tokens of a text, prompt and output together."""
+        """max_draft_tokens: the engine's limit per step. max_length: largest length of a text, prompt and output together."""
         self._drafter = GuardedDrafter(drafter, vocab_size, torch.device("cpu"), trees=False)
-        self._policy, self._most, self._limit, self._clock = policy, most, limit, clock
+        self._policy, self._max_draft_tokens, self._max_length, self._clock = (
+            policy,
+            max_draft_tokens,
+            max_length,
+            clock,
+        )
         self._rows = Rows((), ragged=True)
-        self._places: dict[int, int] = {}
-        """Where the engine held a row last: request id -> place."""
+        self._slots: dict[int, int] = {}
+        """Request id -> the engine's slot of a row at the last call."""
         self._drafted: list[int] = []
-        """Of each row, what was last handed out; an engine may score less of it."""
+        """Number of draft tokens last proposed for each row. The engine may score fewer."""
         self._draft_s = 0.0
-        self._asked = self._clock()
-        """When the last call came."""
+        self._last_call = self._clock()
+        """Time of the last call."""
         self._next_id = 0
 
     @property
     def failures(self) -> int:
-        """How often the drafter raised; the engine never sees it."""
+        """Number of errors raised by the drafter, which the engine never sees."""
         return self._drafter.failures
 
-    def propose(self, shown: Sequence[Shown | None]) -> list[list[int]]:
-        """Guesses for each of the engine's places; none where it shows nothing, as for a prompt that is still being read.
+    def propose(self, texts: Sequence[EngineText | None]) -> list[list[int]]:
+        """Return draft tokens for each of the engine's slots; none for a None, such as a slot whose prompt is in prefill.
 
-        Call once after every pass, with every text that the engine is at work on.
+        Must be called once after every step, with every text in the engine's batch.
         """
         now = self._clock()
-        found = self._match(shown)
-        self._measure(shown, found, now - self._asked)
-        self._asked = now
-        for place, row in found.items():
-            text = self._text(shown, place)
+        matched = self._match(texts)
+        self._measure(texts, matched, now - self._last_call)
+        self._last_call = now
+        for slot, row in matched.items():
+            text = self._text(texts, slot)
             row.extend(text.tokens[row.size :].tolist())
         self._drafter.observe(self._rows, None, None)
-        order = self._rearrange(shown, found)
-        began = self._clock()
+        order = self._rearrange(texts, matched)
+        start = self._clock()
         drafts = self._draft_tokens()
-        self._draft_s = self._clock() - began  # what reading new texts takes is no price of a guess
-        self._places = {row.request_id: place for row, place in zip(self._rows, order, strict=True)}
+        self._draft_s = self._clock() - start  # without observing new texts, which is not a cost of draft tokens
+        self._slots = {row.request_id: slot for row, slot in zip(self._rows, order, strict=True)}
         self._drafted = [len(draft_tokens) for draft_tokens in drafts]
-        out: list[list[int]] = [[] for _ in shown]
-        for place, draft_tokens in zip(order, drafts, strict=True):
-            out[place] = draft_tokens
-        return out
+        drafts_by_slot: list[list[int]] = [[] for _ in texts]
+        for slot, draft_tokens in zip(order, drafts, strict=True):
+            drafts_by_slot[slot] = draft_tokens
+        return drafts_by_slot
 
     @staticmethod
-    def _text(shown: Sequence[Shown | None], place: int) -> Shown:
-        text = shown[place]
+    def _text(texts: Sequence[EngineText | None], slot: int) -> EngineText:
+        text = texts[slot]
         assert text is not None
         return text
 
-    def _match(self, shown: Sequence[Shown | None]) -> dict[int, Row]:
-        """The row that each place goes on with, where there is one: the text that it held before this pass."""
-        out: dict[int, Row] = {}
-        before = {place: row for row in self._rows if (place := self._places.get(row.request_id)) is not None}
-        left = {row.request_id: row for row in self._rows}
-        late = []
-        for place, text in enumerate(shown):
+    def _match(self, texts: Sequence[EngineText | None]) -> dict[int, Row]:
+        """Return the row that each slot continues, if any: the row whose tokens the text had before this step."""
+        matched: dict[int, Row] = {}
+        previous = {slot: row for row in self._rows if (slot := self._slots.get(row.request_id)) is not None}
+        unmatched = {row.request_id: row for row in self._rows}
+        pending = []
+        for slot, text in enumerate(texts):
             if text is None or not text.new:
                 continue
-            row = before.get(place)
-            if row is not None and row.request_id in left and _continues(text, row):
-                out[place] = left.pop(row.request_id)
+            row = previous.get(slot)
+            if row is not None and row.request_id in unmatched and _continues(text, row):
+                matched[slot] = unmatched.pop(row.request_id)
             else:
-                late.append(place)
-        for place in late:  # it was moved, or is new
-            text = self._text(shown, place)
-            row = next((row for row in left.values() if _continues(text, row)), None)
+                pending.append(slot)
+        for slot in pending:  # the text was moved or is new
+            text = self._text(texts, slot)
+            row = next((row for row in unmatched.values() if _continues(text, row)), None)
             if row is not None:
-                out[place] = left.pop(row.request_id)
-        return out
+                matched[slot] = unmatched.pop(row.request_id)
+        return matched
 
-    def _measure(self, shown: Sequence[Shown | None], found: dict[int, Row], seconds: float) -> None:
-        """Tell the policy what a pass took and brought, where it scored these rows' drafts and nothing else."""
-        at = {row.request_id: place for place, row in found.items()}
-        reading = any(text is None or (text.new and place not in found) for place, text in enumerate(shown))
-        if reading or not len(self._rows) or len(at) < len(self._rows):
+    def _measure(self, texts: Sequence[EngineText | None], matched: dict[int, Row], seconds: float) -> None:
+        """Report a step's time and tokens to the policy, if the step scored the drafts of exactly these rows."""
+        slot_of = {row.request_id: slot for slot, row in matched.items()}
+        prefilling = any(text is None or (text.new and slot not in matched) for slot, text in enumerate(texts))
+        if prefilling or not len(self._rows) or len(slot_of) < len(self._rows):
             return
         steps = []
         for row, drafted in zip(self._rows, self._drafted, strict=True):
-            text = self._text(shown, at[row.request_id])
+            text = self._text(texts, slot_of[row.request_id])
             new = tuple(text.tokens[len(text.tokens) - text.new :].tolist())
             steps.append(
                 Step(
@@ -136,10 +141,10 @@ class Follower:
             )
         self._policy.observe(self._rows, steps)
 
-    def _rearrange(self, shown: Sequence[Shown | None], found: dict[int, Row]) -> list[int]:
-        """Let rows go that are not shown, begin with new ones; gives the engine's place of each row."""
-        at = {row.request_id: place for place, row in found.items()}
-        alive = [row.request_id in at for row in self._rows]
+    def _rearrange(self, texts: Sequence[EngineText | None], matched: dict[int, Row]) -> list[int]:
+        """Drop rows without a text, and add rows for new texts. Return the engine's slot of each row."""
+        slot_of = {row.request_id: slot for slot, row in matched.items()}
+        alive = [row.request_id in slot_of for row in self._rows]
         rows = list(self._rows)
         if not all(alive):
             moves, _, count = plan_moves(alive, len(alive))
@@ -147,21 +152,21 @@ class Follower:
                 rows[target] = rows[source]
             del rows[count:]
             self._drafter.rearrange(moves, count)
-        order, first = [at[row.request_id] for row in rows], len(rows)
-        for place, text in enumerate(shown):
-            if text is not None and text.new and place not in found:
-                rows.append(self._begin(text))
-                order.append(place)
-        if len(rows) > first or not all(alive):
+        order, num_kept = [slot_of[row.request_id] for row in rows], len(rows)
+        for slot, text in enumerate(texts):
+            if text is not None and text.new and slot not in matched:
+                rows.append(self._new_row(text))
+                order.append(slot)
+        if len(rows) > num_kept or not all(alive):
             self._rows = Rows(rows, ragged=True)
-        if len(rows) > first:
-            self._drafter.admit(self._rows, first)
+        if len(rows) > num_kept:
+            self._drafter.admit(self._rows, num_kept)
         return order
 
-    def _begin(self, text: Shown) -> Row:
+    def _new_row(self, text: EngineText) -> Row:
         size = len(text.tokens)
         prompt = max(1, size - text.new)
-        row = Row(self._next_id, text.tokens[:prompt].tolist(), SamplingParams(), limit=max(self._limit, size))
+        row = Row(self._next_id, text.tokens[:prompt].tolist(), SamplingParams(), limit=max(self._max_length, size))
         row.extend(text.tokens[prompt:].tolist())
         self._next_id += 1
         return row
@@ -171,17 +176,17 @@ class Follower:
         if not len(rows):
             return []
         budget = [
-            max(0, min(n, self._most, row.remaining - 1))
+            max(0, min(n, self._max_draft_tokens, row.remaining - 1))
             for n, row in zip(self._policy.budget(rows), rows, strict=True)
         ]
         if not any(budget):
             return [[] for _ in rows]
         proposal = self._drafter.propose(rows, budget, self._policy)
-        assert proposal.parents is None, "an engine is given chains"
+        assert proposal.parents is None, "an engine takes chains only"
         return [ids[:n] for ids, n in zip(proposal.token_ids.tolist(), proposal.num_tokens, strict=True)]
 
 
-def _continues(text: Shown, row: Row) -> bool:
-    """Whether a text is the row's with the new tokens behind it."""
+def _continues(text: EngineText, row: Row) -> bool:
+    """True if a text is the row's tokens followed by the new ones."""
     size = len(text.tokens) - text.new
     return row.size == size and bool(np.array_equal(row.tokens, text.tokens[:size]))

@@ -1,6 +1,6 @@
 """foresay as a decoding method of transformers: `model.generate(..., custom_generate=foresay.generate)`.
 
-Owns the translation of transformers' generation settings; a setting that cannot be honoured is an error that names it.
+Owns the translation of transformers' generation settings. A setting that is not supported is an error that names it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _UNSUPPORTED: dict[str, Any] = {
     "output_hidden_states": False,
     "prefill_chunk_size": None,
 }
-"""Settings of GenerationConfig that are not honoured, with the value (beside None) that asks for nothing."""
+"""Unsupported settings of GenerationConfig, with the value (besides None) that has no effect."""
 
 _WARPERS: dict[type, str] = {
     TemperatureLogitsWarper: "temperature",
@@ -59,7 +59,7 @@ _WARPERS: dict[type, str] = {
     TopPLogitsWarper: "top_p",
     MinPLogitsWarper: "min_p",
 }
-"""The warpers that SamplingParams has a field for, in the order in which foresay applies the fields."""
+"""Warpers with a corresponding field in SamplingParams, in the order in which foresay applies the fields."""
 
 
 def generate(
@@ -77,11 +77,11 @@ def generate(
     seed: int | None = None,
     **model_kwargs: Any,
 ) -> Any:
-    """Decode with foresay inside transformers' `generate`; pass it as `custom_generate`.
+    """Decode with foresay inside transformers' `generate`; pass this function as `custom_generate`.
 
-    draft, drafter, num_draft_tokens, length, rule and seed as in `foresay.load` and SamplingParams; without a seed one is drawn
+    draft, drafter, num_draft_tokens, length, rule and seed: as in `foresay.load` and SamplingParams; without a seed one is drawn
     from PyTorch's generator, so `torch.manual_seed` works. input_ids: [B, L], left-padded with an attention mask.
-    Returns [B, L + new] token ids, padded on the right, or a GenerateDecoderOnlyOutput when that was asked for.
+    Return [B, L + new] token ids, padded on the right, or a GenerateDecoderOnlyOutput if the configuration requests it.
     """
     config = generation_config or model.generation_config
     _refuse(config, model, model_kwargs)
@@ -98,14 +98,14 @@ def generate(
         outputs: dict[int, list[int]] = {}
         for i, prompt in enumerate(prompts):
             pads = input_ids[i, : input_ids.shape[1] - len(prompt)]
-            seen = tuple(_for_row(processor, i, pads) for processor in params.processors)
-            one = SamplingParams.of(params, seed=_seed(seed, i), processors=seen)
+            row_processors = tuple(_for_row(processor, i, pads) for processor in params.processors)
+            row_params = SamplingParams.of(params, seed=_seed(seed, i), processors=row_processors)
             stop = _Stop(input_ids[i].tolist(), stops) if stops else None
-            outputs[session.submit(prompt, one, stop=stop)] = []
+            outputs[session.submit(prompt, row_params, stop=stop)] = []
         while session.has_work:
             for chunk in session.step():
                 if chunk.error is not None:
-                    raise chunk.error.__cause__ or chunk.error  # what the caller's own processor raised
+                    raise chunk.error.__cause__ or chunk.error  # an error of the caller's processor is raised unchanged
                 outputs[chunk.index].extend(chunk.step.token_ids)
     sequences = _padded(input_ids, list(outputs.values()), config)
     if config.return_dict_in_generate:
@@ -114,7 +114,7 @@ def generate(
 
 
 def _borrow(model: PreTrainedModel, borrowed: contextlib.ExitStack) -> LoadedModel:
-    """Wrap somebody else's model; it gets its own attention and mode back when `borrowed` ends."""
+    """Wrap the caller's model. Its attention and mode are restored when `borrowed` closes."""
     loaded = wrap(type(model).__name__, model, None, optimise=False)
     borrowed.callback(loaded.model.release)  # type: ignore[attr-defined]
     return loaded
@@ -123,12 +123,12 @@ def _borrow(model: PreTrainedModel, borrowed: contextlib.ExitStack) -> LoadedMod
 def _refuse(config: GenerationConfig, model: PreTrainedModel, model_kwargs: dict[str, Any]) -> None:
     if model.config.is_encoder_decoder:
         raise UnsupportedModelError(
-            f"{type(model).__name__} is an encoder-decoder model; foresay.generate takes causal ones"
+            f"{type(model).__name__} is an encoder-decoder model; foresay.generate supports decoder-only models"
         )
-    for name, harmless in _UNSUPPORTED.items():
-        value = getattr(config, name, harmless)
-        if value is not None and value != harmless:
-            raise ConfigError(f"generation setting {name}={value!r} is not supported by foresay.generate; leave it out")
+    for name, neutral in _UNSUPPORTED.items():
+        value = getattr(config, name, neutral)
+        if value is not None and value != neutral:
+            raise ConfigError(f"generation setting {name}={value!r} is not supported by foresay.generate; remove it")
     if model_kwargs.get("inputs_embeds") is not None:
         raise ConfigError("inputs_embeds is not supported by foresay.generate; pass input_ids")
     _refuse_positions(model_kwargs.get("position_ids"), model_kwargs.get("attention_mask"))
@@ -138,17 +138,17 @@ def _refuse(config: GenerationConfig, model: PreTrainedModel, model_kwargs: dict
 
 
 def _refuse_positions(positions: torch.Tensor | None, mask: torch.Tensor | None) -> None:
-    """Positions other than the ones transformers gives by itself are not honoured."""
+    """Raise ConfigError for positions other than transformers' default ones."""
     if positions is None:
         return
     if mask is None:
-        usual = torch.arange(positions.shape[1], device=positions.device).expand_as(positions)
-        same = torch.equal(usual, positions)
+        default = torch.arange(positions.shape[1], device=positions.device).expand_as(positions)
+        same = torch.equal(default, positions)
     else:
-        usual = (mask.cumsum(-1) - 1).clamp(min=0)
-        same = torch.equal(usual * mask, positions * mask)
+        default = (mask.cumsum(-1) - 1).clamp(min=0)
+        same = torch.equal(default * mask, positions * mask)
     if not same:
-        raise ConfigError("position_ids of your own are not supported by foresay.generate; leave them out")
+        raise ConfigError("custom position_ids are not supported by foresay.generate; remove them")
 
 
 def _params(
@@ -159,14 +159,14 @@ def _params(
     prompt_length: int,
     padded: bool,
 ) -> SamplingParams:
-    """Translate the list of processors, which transformers applies from the first to the last, warpers included.
+    """Translate the list of processors, which transformers applies from first to last, including warpers.
 
-    SamplingParams applies a repetition penalty, a least length, then `processors`, then temperature, top-k, top-p and min-p:
-    what the list begins and ends with in that order becomes fields, and the rest is called as it is.
+    SamplingParams applies a repetition penalty, a minimum length, then `processors`, then temperature, top-k, top-p and min-p.
+    The start and the end of the list that follow this order become fields; the rest is called unchanged.
     """
     rest = list(processors or ())
-    longest = min((c.max_length for c in criteria or () if type(c) is MaxLengthCriteria), default=config.max_length)
-    budget = max(1, longest - prompt_length)
+    max_length = min((c.max_length for c in criteria or () if type(c) is MaxLengthCriteria), default=config.max_length)
+    budget = max(1, max_length - prompt_length)
     fields: dict[str, Any] = {"max_new_tokens": budget, "temperature": 1.0 if config.do_sample else 0.0}
     if (
         rest
@@ -175,8 +175,8 @@ def _params(
         and rest[0].prompt_ignore_length is None
     ):
         fields["repetition_penalty"] = float(rest.pop(0).penalty)
-    while rest and (least := _least(rest[0], eos, prompt_length)) is not None:
-        fields["min_new_tokens"] = min(budget, max(least, fields.get("min_new_tokens", 0)))
+    while rest and (minimum := _min_new_tokens(rest[0], eos, prompt_length)) is not None:
+        fields["min_new_tokens"] = min(budget, max(minimum, fields.get("min_new_tokens", 0)))
         del rest[0]
     if config.do_sample:
         fields |= _take_warpers(rest)
@@ -184,42 +184,43 @@ def _params(
     return SamplingParams(processors=tuple(rest), **fields)
 
 
-def _least(processor: Any, eos: frozenset[int], prompt_length: int) -> int | None:
-    """How many tokens a processor forbids the end tokens for; None if it does something else."""
+def _min_new_tokens(processor: Any, eos: frozenset[int], prompt_length: int) -> int | None:
+    """Return the number of tokens for which a processor forbids the end tokens; None if it does something else."""
     if type(processor) is MinLengthLogitsProcessor:
-        least = processor.min_length - prompt_length
+        minimum = processor.min_length - prompt_length
     elif type(processor) is MinNewTokensLengthLogitsProcessor:
-        least = processor.min_new_tokens + processor.prompt_length_to_skip - prompt_length
+        minimum = processor.min_new_tokens + processor.prompt_length_to_skip - prompt_length
     else:
         return None
-    return max(0, least) if set(processor.eos_token_id.reshape(-1).tolist()) == eos else None
+    return max(0, minimum) if set(processor.eos_token_id.reshape(-1).tolist()) == eos else None
 
 
 def _take_warpers(rest: list[Any]) -> dict[str, Any]:
-    """Take the warpers that SamplingParams would apply in the same order off the end of the list, as its fields."""
+    """Remove from the end of the list the warpers that SamplingParams applies in the same order. Return them as its fields."""
     fields: dict[str, Any] = {}
-    left = list(_WARPERS)
+    remaining = list(_WARPERS)
     while rest:
         kind = type(rest[-1])
-        if kind in left and _is_a_field(rest[-1]):
+        if kind in remaining and _is_a_field(rest[-1]):
             fields[_WARPERS[kind]] = getattr(rest[-1], _WARPERS[kind])
-            del left[left.index(kind) :]
-        elif kind is not LogitNormalization:  # which adds the same to all scores: no law behind it changes
+            del remaining[remaining.index(kind) :]
+        elif kind is not LogitNormalization:  # it shifts all scores equally, so no distribution changes
             break
         rest.pop()
     return fields
 
 
 def _is_a_field(warper: Any) -> bool:
-    """Whether a field says all that the warper does; one in `processors` is called as it is."""
+    """True if a field has the same effect as the warper; otherwise it is called as a processor."""
     value = getattr(warper, _WARPERS[type(warper)])
-    least = 1 if type(warper) is TopKLogitsWarper else getattr(warper, "min_tokens_to_keep", 1)  # its top_k has it
+    # TopKLogitsWarper.top_k includes its minimum
+    minimum = 1 if type(warper) is TopKLogitsWarper else getattr(warper, "min_tokens_to_keep", 1)
     cuts = getattr(warper, "filter_value", -math.inf) == -math.inf
-    return cuts and least == 1 and (0 < value < math.inf or type(warper) is MinPLogitsWarper)
+    return cuts and minimum == 1 and (0 < value < math.inf or type(warper) is MinPLogitsWarper)
 
 
 def _prompts(input_ids: torch.Tensor, mask: torch.Tensor | None) -> list[list[int]]:
-    """The rows without their left padding."""
+    """Return the rows without their left padding."""
     if mask is None:
         return [list(map(int, row)) for row in input_ids.tolist()]
     if bool((mask[:, :-1] > mask[:, 1:]).any()):
@@ -236,7 +237,7 @@ def _seed(seed: int | None, row: int) -> int:
 
 
 def _eos(config: GenerationConfig, criteria: StoppingCriteriaList | None) -> frozenset[int]:
-    """The tokens that end a row: transformers puts them into the criteria, where the caller's own take their place."""
+    """Return the tokens that end a row. transformers puts them into the criteria; the caller's criteria replace them."""
     if criteria is None:
         return frozenset(_ids(config.eos_token_id))
     return frozenset(t for c in criteria if type(c) is EosTokenCriteria for t in c.eos_token_id.reshape(-1).tolist())
@@ -247,15 +248,15 @@ def _ids(tokens: int | list[int] | None) -> list[int]:
 
 
 def _for_row(processor: LogitsProcessor, row: int, pads: torch.Tensor) -> LogitsProcessor:
-    """The processor as one row of the batch meets it in transformers."""
-    if isinstance(getattr(processor, "prompt_ignore_length", None), torch.Tensor):  # one for each row
+    """Return the processor as transformers applies it to one row of the batch."""
+    if isinstance(getattr(processor, "prompt_ignore_length", None), torch.Tensor):  # one per row
         processor = copy.copy(processor)
         processor.prompt_ignore_length = processor.prompt_ignore_length[row : row + 1]  # type: ignore[attr-defined]
     return _Padded(processor, pads) if len(pads) else processor
 
 
 class _Padded:
-    """A processor that sees the padding of its row, as it does in transformers: some count tokens, or penalise them."""
+    """A processor that receives its row's padding, as in transformers: some processors count or penalize padding tokens."""
 
     def __init__(self, processor: LogitsProcessor, pads: torch.Tensor) -> None:
         self._processor, self._pads = processor, pads[None]
@@ -265,7 +266,7 @@ class _Padded:
 
 
 class _Stop:
-    """transformers' stopping criteria as a stop condition: asked after every committed token."""
+    """transformers' stopping criteria as a stop condition, evaluated after every committed token."""
 
     def __init__(self, prompt: list[int], criteria: list[Any]) -> None:
         self._ids, self._criteria = list(prompt), criteria

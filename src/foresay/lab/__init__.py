@@ -1,1 +1,1 @@
-"""The lab: data, recording, replaying, profiling, benchmarking, tuning, reporting."""
+"""The lab: data sets, recording, replay, profiles, benchmarks, tuning and reports."""

@@ -1,7 +1,7 @@
-"""Tuning: the fastest exact configuration for a target on this machine and these prompts, or plain decoding when none pays.
+"""Tuning: the fastest exact method for a target on this machine and these prompts, or plain decoding if drafting does not pay.
 
-A replay of recorded outputs says how much of each candidate's draft is used, a profile what its passes cost; together
-they rank all candidates without the target. The best few are confirmed live, next to plain decoding.
+A replay of recorded outputs gives the accepted draft tokens of each candidate, and a profile gives the cost of its passes.
+Together they rank all candidates without the target. The best few are confirmed live, next to plain decoding.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ LENGTHS = ("2", "4", "8", "12", "throughput")
 PLAIN_METHOD = Method("none")
 THRESHOLDS = (0.3, 0.5, 0.7)
 MATRICES = ("[[5, 10], [0, 10]]", "[[8, 10], [0, 5]]", "[[13, 10], [0, 10]]")
-"""Of a cascade of a draft model and Max-Gram: two of CS-Drafting's, and one between."""
+"""Draft lengths of a cascade of a draft model and Max-Gram: two from CS-Drafting, and one between them."""
 _FILLED, _ROUNDS = 8, 3
-"""Recorded prompts whose filling is timed, and how often all is timed: at moments some seconds apart."""
+"""Number of recorded prompts whose prefill is timed per round, and number of rounds, which are some seconds apart."""
 _CONFIRM_TOKENS = 64
-"""Tokens of each output in a live run."""
+"""Maximum tokens of each output in a live run."""
 
 
 def with_draft(draft: str) -> list[Method]:
-    """What to try with a draft model, named by its expression: lengths, confidence thresholds, and cascades with Max-Gram.
+    """Return the candidate methods for a draft model: lengths, confidence thresholds, and cascades with Max-Gram.
 
-    draft: "model(NAME)" or "self(LAYERS)".
+    draft: "model(NAME)" or "self(LAYERS)". Raises ConfigError for other expressions.
     """
     call = parse(draft)
     if call.name not in ("model", "self") or not call.values:
@@ -64,7 +64,7 @@ def with_draft(draft: str) -> list[Method]:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A method at a batch size, and what to expect of it."""
+    """A method at a batch size, with its predicted performance."""
 
     method: Method
     batch_size: int
@@ -73,46 +73,49 @@ class Candidate:
 
     @property
     def speed_up(self) -> float:
-        """Expected, over plain decoding at the same batch size."""
+        """The expected speed-up over plain decoding at the same batch size."""
         return self.expected.tokens_per_s / self.plain.tokens_per_s
 
 
 @dataclass(frozen=True, slots=True)
 class Confirmed:
-    """A candidate that was run live."""
+    """A candidate with the results of its live runs."""
 
     candidate: Candidate
     tokens_per_s: float
     speed_up: float
-    """Median over repeats, of plain decoding next to it."""
+    """Median over repeats, relative to the plain decoding next to each run; low and high are the extremes."""
     low: float
     high: float
 
 
 @dataclass(slots=True)
 class Tuning:
-    """What was found."""
+    """The results of tuning."""
 
     candidates: list[Candidate] = field(default_factory=list)
-    """Best first."""
+    """In order of decreasing expected throughput."""
     confirmed: list[Confirmed] = field(default_factory=list)
-    """Fastest first."""
+    """In order of decreasing measured throughput."""
     failed: dict[str, str] = field(default_factory=dict)
-    """Methods that could not be replayed, and why."""
+    """Method that could not be replayed -> error message."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """What each part took."""
+    """Part of the search -> its duration in seconds."""
     plain_spread: float = 0.0
-    """How far two runs of plain decoding lay apart."""
+    """Median relative difference between two consecutive runs of plain decoding."""
 
     @property
     def best(self) -> Confirmed | None:
-        """The fastest confirmed method that gains more than plain decoding differs from itself; None when none does."""
+        """The fastest confirmed method with a gain above the spread of plain decoding, or None."""
         paying = [one for one in self.confirmed if one.speed_up > 1 + self.plain_spread]
         return max(paying, key=lambda one: one.tokens_per_s, default=None)
 
 
 class Tuner:
-    """Searches over methods for one target. Replays and profiles are made once and serve every candidate."""
+    """Search over methods for one target. The profile and the passes of draft models are computed once for all candidates.
+
+    Raises ConfigError for a sampled recording and for a recording of another model.
+    """
 
     def __init__(
         self,
@@ -121,9 +124,9 @@ class Tuner:
         *,
         profile: Profile | None = None,
     ) -> None:
-        """profile: the target's, measured by this process or a moment ago; None measures what is needed."""
+        """profile: a recent profile of the target; by default it is measured when needed."""
         if not recording.greedy:
-            raise ConfigError("tuning replays greedy recordings; this one was sampled")
+            raise ConfigError("tuning needs a greedy recording, and this one was sampled; record with temperature 0")
         if recording.model != target.target.name:
             raise ConfigError(f"the recording is of {recording.model!r}, and the target is {target.target.name!r}")
         self.target, self.recording = target, recording
@@ -132,44 +135,44 @@ class Tuner:
         self.tuning = Tuning()
 
     def profile(self, batch_sizes: Sequence[int], widest: int) -> Profile:
-        """The target's profile up to these batch sizes and columns."""
+        """Return the target's profile for these batch sizes and up to `widest` tokens per pass, measured on first use."""
         if self._profile is None:
-            began = perf_counter()
+            start = perf_counter()
             sizes = sorted({1, *(2**i for i in range(1, 13) if 2**i < max(batch_sizes)), *batch_sizes})
             columns = [c for c in (1, 2, 3, 4, 5, 7, 9, 13, 17, 33, 65) if c < widest] + [widest]
             lengths = sorted(len(r.prompt) + len(r.output) // 2 for r in self.recording.records)
             middle, long = max(16, lengths[len(lengths) // 2]), lengths[int(0.95 * (len(lengths) - 1))]
             contexts = [middle, long] if long > 1.3 * middle else [middle]
-            made, scales = [], []
+            measured, scales = [], []
             for turn in range(_ROUNDS):
-                made.append(measure(self.target, batches=sizes, columns=columns, contexts=contexts, repeats=3))
-                scales.append(self._fill_scale(made[-1], turn))
-            found, scale = medians(made), statistics.median(scales)
+                measured.append(measure(self.target, batches=sizes, columns=columns, contexts=contexts, repeats=3))
+                scales.append(self._fill_scale(measured[-1], turn))
+            found, scale = medians(measured), statistics.median(scales)
             self._profile = replace(found, fills=tuple((tokens, s * scale) for tokens, s in found.fills))
-            self.tuning.seconds["profile"] = perf_counter() - began
+            self.tuning.seconds["profile"] = perf_counter() - start
         return self._profile
 
-    def _fill_scale(self, made: Profile, turn: int) -> float:
-        """What filling some of the recorded prompts takes, of unlike lengths as they are, over what the profile expects."""
+    def _fill_scale(self, measured: Profile, turn: int) -> float:
+        """Measure the prefill of some recorded prompts of different lengths, relative to the time that the profile predicts."""
         every = _round_robin(self.recording)
-        asks = [every[(turn * _FILLED + i) % len(every)] for i in range(min(_FILLED, len(every)))]
+        requests = [every[(turn * _FILLED + i) % len(every)] for i in range(min(_FILLED, len(every)))]
         session = self.target.plain().with_settings(max_batch_size=_FILLED).session()
         params = SamplingParams(max_new_tokens=2, ignore_eos=True)
-        for ask in asks:
-            session.submit(list(ask.token_ids), params, text=False)
+        for request in requests:
+            session.submit(list(request.token_ids), params, text=False)
         seconds = 0.0
         while session.has_work:
-            began = perf_counter()
+            start = perf_counter()
             chunks = session.step()
-            seconds += perf_counter() - began - (chunks[0].step.total_s if chunks else 0.0)
-        expected = sum(made.fill_seconds(len(ask.token_ids) - 1) for ask in asks)
+            seconds += perf_counter() - start - (chunks[0].step.total_s if chunks else 0.0)
+        expected = sum(measured.fill_seconds(len(request.token_ids) - 1) for request in requests)
         return seconds / expected if expected else 1.0
 
     def search(self, methods: Iterable[Method], batch_sizes: Sequence[int]) -> list[Candidate]:
-        """Every method at every batch size, the highest expected throughput first. Plain decoding is among them."""
+        """Predict every method and plain decoding at every batch size, sorted by decreasing expected throughput."""
         methods = [m for m in methods if m.name != PLAIN]
         profile = self.profile(batch_sizes, 1 + max(_longest(m) for m in methods))
-        began = perf_counter()
+        start = perf_counter()
         out = []
         for size in batch_sizes:
             plain = expect(replay(self.recording, None, ConstantLength(0), batch_size=size), self.recording, profile)
@@ -179,14 +182,14 @@ class Tuner:
                     out.append(Candidate(method, size, self._expect(method, size), plain))
                 except (ForesayError, RuntimeError) as error:
                     self.tuning.failed[method.name] = str(error)
-        self.tuning.seconds["replay"] = perf_counter() - began - self.tuning.seconds.get("drafts", 0.0)
+        self.tuning.seconds["replay"] = perf_counter() - start - self.tuning.seconds.get("drafts", 0.0)
         self.tuning.candidates = sorted(out, key=lambda one: -one.expected.tokens_per_s)
         return self.tuning.candidates
 
     def _expect(self, method: Method, batch_size: int) -> Expected:
         generator = method.generator(self.target, batch_size)
         if not generator.rule.exact:
-            raise ConfigError(f"rule {generator.rule.name!r} is lossy: its output may differ")
+            raise ConfigError(f"rule {generator.rule.name!r} is lossy: its output may differ; tune an exact rule")
         generator.forget()
         drafter: Any = generator.make_drafter()
         assert drafter is not None and self._profile is not None
@@ -197,8 +200,8 @@ class Tuner:
         return expect(done, self.recording, self._profile, name)
 
     def _precompute(self, name: str, drafter: ModelDrafter, generator: Generator, batch_size: int) -> Drafter:
-        """Hear a draft model once, and time it."""
-        began = perf_counter()
+        """Compute a draft model's tokens once and time its drafting."""
+        start = perf_counter()
         if name not in self._precomputed:
             self._precomputed[name] = precompute(drafter, self.recording)
         assert self._profile is not None
@@ -207,51 +210,53 @@ class Tuner:
             context = min(t.context for t in self._profile.timings)
             times, fill = measure_drafting(generator, batches=sizes, lengths=(1, 4), context=context, repeats=3)
             self._profile = self._profile.with_drafts(name, times, fill)
-        self.tuning.seconds["drafts"] = self.tuning.seconds.get("drafts", 0.0) + perf_counter() - began
+        self.tuning.seconds["drafts"] = self.tuning.seconds.get("drafts", 0.0) + perf_counter() - start
         return self._precomputed[name]
 
     def confirm(self, candidates: Sequence[Candidate], *, repeats: int = 2, count: int = 8) -> list[Confirmed]:
-        """Run candidates live, each run between two of plain decoding, over `count` of the recorded prompts or a batch."""
-        began = perf_counter()
-        asks = _round_robin(self.recording)
+        """Run candidates live, each between two runs of plain decoding, on `count` recorded prompts or a full batch if larger."""
+        start = perf_counter()
+        requests = _round_robin(self.recording)
         params = SamplingParams(max_new_tokens=min(_CONFIRM_TOKENS, int(self.recording.params["max_new_tokens"])))
         runs: dict[int, list[tuple[float, float]]] = {i: [] for i in range(len(candidates))}
-        apart: list[float] = []
+        differences: list[float] = []
         for size in sorted({one.batch_size for one in candidates}):
-            block = PromptBlock("", asks[: max(count, size)], size, params)
+            block = PromptBlock("", requests[: max(count, size)], size, params)
             found = {one.method.name: i for i, one in enumerate(candidates) if one.batch_size == size}
             runners = [MethodRunner(self.target, candidates[i].method) for name, i in found.items() if name != PLAIN]
             turns = [(repeat, runner) for repeat in range(repeats) for runner in runners]
             plain = MethodRunner(self.target, PLAIN_METHOD)
             seconds = []
-            for run, _ in take_turns(plain, turns, block, warm=replace(block, asks=asks[:1]), between=1):
+            for run, _ in take_turns(plain, turns, block, warm=replace(block, asks=requests[:1]), between=1):
                 if isinstance(run, Failure):
                     raise ConfigError(f"{run.cell.method}: {run.error}")
                 if run.identical is False:
-                    raise ConfigError(f"{run.cell.method} wrote something else than plain decoding; please report this")
+                    raise ConfigError(
+                        f"{run.cell.method} generated different output than plain decoding; please report this"
+                    )
                 if run.speed_up is None:
                     seconds.append(run.seconds)
                 else:
                     runs[found[run.cell.method]].append((run.tokens_per_s, run.speed_up))
-            apart += [abs(math.log(after / before)) for before, after in pairwise(seconds)]
-        self.tuning.plain_spread = statistics.median(apart) if apart else 0.0
+            differences += [abs(math.log(after / before)) for before, after in pairwise(seconds)]
+        self.tuning.plain_spread = statistics.median(differences) if differences else 0.0
         self.tuning.confirmed = sorted(
             (_confirmed(candidates[i], found) for i, found in runs.items() if found), key=lambda one: -one.tokens_per_s
         )
-        self.tuning.seconds["live"] = perf_counter() - began
+        self.tuning.seconds["live"] = perf_counter() - start
         return self.tuning.confirmed
 
 
 def _round_robin(recording: Recording) -> list[PromptRequest]:
-    """The recorded prompts as requests, categories taking turns."""
+    """Return the recorded prompts as requests, alternating between categories."""
     seen: Counter[str] = Counter()
     order = []
     for i, record in enumerate(recording.records):
         order.append((seen[record.category], i))
         seen[record.category] += 1
-    asks = [(r, tuple(r.source) if r.source is not None else r.prompt) for r in recording.records]
+    prompts = [(r, tuple(r.source) if r.source is not None else r.prompt) for r in recording.records]
     return [
-        PromptRequest(asks[i][0].id, asks[i][0].category, asks[i][1], PromptItem(asks[i][0].id, ""))
+        PromptRequest(prompts[i][0].id, prompts[i][0].category, prompts[i][1], PromptItem(prompts[i][0].id, ""))
         for _, i in sorted(order)
     ]
 
@@ -264,7 +269,7 @@ def _confirmed(candidate: Candidate, found: Sequence[tuple[float, float]]) -> Co
 
 
 def _longest(method: Method) -> int:
-    """The widest draft a method may make."""
+    """Return the maximum draft length of a method."""
     policy: Any = read_length(method.own_length)
     return int(getattr(policy, "num_draft_tokens", getattr(policy, "high", 16)))
 
@@ -272,9 +277,9 @@ def _longest(method: Method) -> int:
 def pick(
     candidates: Sequence[Candidate], *, count: int = 3, latency_s: float | None = None
 ) -> tuple[list[Candidate], Candidate | None]:
-    """(the `count` best drafting candidates, the best plain one), of those whose tokens come often enough.
+    """Return (the `count` best drafting candidates, the best plain one) that meet the latency target.
 
-    latency_s: most seconds between two tokens of one request. Of several batch sizes the most tokens per second win.
+    latency_s: maximum seconds between two tokens of one request. Candidates are ranked by tokens per second at any batch size.
     """
     allowed = [one for one in candidates if latency_s is None or one.expected.latency_s <= latency_s]
     ranked = sorted(allowed, key=lambda one: -one.expected.tokens_per_s)

@@ -1,4 +1,4 @@
-"""How many tokens to guess in a step."""
+"""Length policies: how many tokens to draft in a step, one policy per file."""
 
 from collections.abc import Callable
 

@@ -1,7 +1,7 @@
-"""Lengths that end where the draft model becomes unsure: by its probability of the token just drawn, or by its entropy.
+"""Draft until the draft model is unsure: by the probability of the token just drawn, or by the entropy of its distribution.
 
-The unsure token itself stays: dropping it for its own value would condition its law. A greedy draft's law is a point mass,
-so there the softmax at temperature 1 is looked at. Drafters without a model are never unsure.
+The unsure token itself stays in the draft: dropping it because of its own value would condition its distribution. A greedy
+draft's distribution is a point mass, so the softmax at temperature 1 is used instead. Drafters without a model never stop early.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from foresay.lengths.constant import MAX_DRAFT_TOKENS
 
 
 class _UntilUnsure(LengthPolicy):
-    """Draft until a measure of doubt passes a bound, within [low, high]."""
+    """Draft between low and high tokens, until `sure` is False."""
 
     remembers = False
 
@@ -27,27 +27,27 @@ class _UntilUnsure(LengthPolicy):
         self.low = check_int("low", low, 1, self.high)
 
     def budget(self, rows: Rows) -> list[int]:
-        """The upper bound."""
+        """Return the upper bound for each row."""
         return [self.high] * len(rows)
 
     def keep_drafting(self, step: DraftStep) -> torch.Tensor | None:
-        """Rows whose last token the draft was sure of draft on; all of them up to the lower bound."""
+        """Return True for rows below the lower bound or with a sure last token, [B] bool."""
         return self.sure(step) | (step.index + 1 < self.low)
 
     @abstractmethod
     def sure(self, step: DraftStep) -> torch.Tensor:
-        """[B] bool."""
+        """Return True for rows in which the draft model is sure, [B] bool."""
 
 
 class ConfidenceLength(_UntilUnsure):
-    """Stop after a token whose probability q(x) is below a threshold."""
+    """Stop after a draft token whose probability q(x) is below a threshold in [0, 1]."""
 
     def __init__(self, threshold: float = 0.4, *, low: int = 1, high: int = 20) -> None:
         super().__init__(low, high)
         self.threshold = check_float("threshold", threshold, 0.0, 1.0)
 
     def sure(self, step: DraftStep) -> torch.Tensor:
-        """q(x) >= threshold."""
+        """Return q(x) >= threshold, [B] bool."""
         ids, distributions = step.token_ids[:, None], step.distributions
         if distributions.probs_row is None:
             return distributions.confidence(ids)[:, 0] >= self.threshold
@@ -59,14 +59,14 @@ class ConfidenceLength(_UntilUnsure):
 
 
 class EntropyLength(_UntilUnsure):
-    """Stop after a token that was drawn from a law of high entropy (in nats)."""
+    """Stop after a draft token whose distribution q has an entropy above a threshold, in nats."""
 
     def __init__(self, threshold: float = 2.0, *, low: int = 1, high: int = 20) -> None:
         super().__init__(low, high)
         self.threshold = check_float("threshold", threshold, 0.0, 100.0)
 
     def sure(self, step: DraftStep) -> torch.Tensor:
-        """H(q) <= threshold."""
+        """Return H(q) <= threshold, [B] bool."""
         distributions = step.distributions
         assert distributions.scores is not None
         raw = entropy(distributions.scores[:, 0].float().softmax(-1))

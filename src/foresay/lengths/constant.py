@@ -1,4 +1,4 @@
-"""The same draft length in every step; 0 is plain decoding."""
+"""A constant draft length; 0 is plain decoding."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from foresay.decoding.protocols import LengthPolicy
 from foresay.decoding.rows import Rows
 
 MAX_DRAFT_TOKENS = 64
+"""Largest draft length of any policy."""
 
 
 class ConstantLength(LengthPolicy):
-    """gamma tokens for every row (Leviathan et al. 2023)."""
+    """Draft gamma = num_draft_tokens tokens for every row in every step (Leviathan et al. 2023)."""
 
     remembers = False
 
@@ -18,5 +19,5 @@ class ConstantLength(LengthPolicy):
         self.num_draft_tokens = check_int("num_draft_tokens", num_draft_tokens, 0, MAX_DRAFT_TOKENS)
 
     def budget(self, rows: Rows) -> list[int]:
-        """gamma for each row."""
+        """Return gamma for each row."""
         return [self.num_draft_tokens] * len(rows)

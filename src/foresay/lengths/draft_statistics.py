@@ -1,10 +1,10 @@
-"""How far drafts reach: how often a drafter guesses k tokens, and how often that many hold, for all rows and for each.
+"""Acceptance statistics: how often a drafter proposes k tokens, and how often k tokens are accepted, overall and for each row.
 
-Owns the counts, which forget. Guesses that continue longer matches hold more often, so each kind of match has counts of its
-own. What a row has seen of its own tilts what all rows have seen, the more the more it has seen: with h the chance that a
-tested token holds by its kind of match, and h_i what row i saw,
+Owns exponentially decayed counts. Longer n-gram matches are accepted more often, so each bucket of match lengths has its own
+counts. A row's own acceptance adjusts the shared estimate, the more the more of its tokens were tested: with h the acceptance
+probability of a tested token in its match bucket, and h_i the one observed in row i,
 
-    P_i(k tokens hold | k were guessed) = P(k tokens hold | k were guessed) ^ (log h_i / log h)
+    P_i(k tokens accepted | k drafted) = P(k tokens accepted | k drafted) ^ (log h_i / log h)
 """
 
 from __future__ import annotations
@@ -18,156 +18,163 @@ from foresay.decoding.outcome import Step
 from foresay.decoding.rows import Rows
 from foresay.lengths.costs import FloatArray
 
-_FORGET = 0.98
-"""What a step leaves of the counts of all rows."""
-_FADE = 0.998
-"""What a step leaves of the counts of kinds that it did not meet: they are expected to be as usual again."""
-_ROW_FORGETS = 0.95
-"""What a step leaves of a row's own counts: guesses that failed are not held against it for long."""
-_DOUBT = 4
-"""Observations that count as much as what shorter lengths, other rows or `_USUAL` make one expect."""
-_USUAL = (0.5, 0.2, 0.5, 0.7, 0.85, 0.95)
-"""The chance of a guess's first token by kind, before anything is seen: measured on chats, code, edits and extractions."""
-_ROW_DOUBT, _ROW_DOUBT_OF_KINDS = 4, 12
-"""Tested tokens of all rows that count as much as a row's own; more where the kinds of matches tell rows apart already."""
-_DOUBT_OF_KINDS = 2
-"""As `_DOUBT`, of `_USUAL`."""
-_KINDS = len(_USUAL)
-_LOW, _HIGH = 0.02, 0.98
-"""Bounds of the chance that a token holds."""
+_DECAY = 0.98
+"""Factor per step of the counts over all rows."""
+_IDLE_DECAY = 0.998
+"""Factor per step of the counts of match buckets without a draft in the step: they drift back to the prior."""
+_ROW_DECAY = 0.95
+"""Factor per step of a row's own counts, so that old rejections are soon forgotten."""
+_PRIOR_WEIGHT = 4
+"""Weight, in observations, of the estimate extrapolated from shorter lengths, and of the prior of a tested token."""
+_PRIOR = (0.5, 0.2, 0.5, 0.7, 0.85, 0.95)
+"""Prior acceptance probability of a draft's first token by match bucket, measured on chats, code, edits and extractions."""
+_ROW_PRIOR_WEIGHT, _ROW_PRIOR_WEIGHT_MATCHED = 4, 12
+"""Weight, in tested tokens, of the shared estimate in a row's; more where match buckets already distinguish rows."""
+_FIRST_PRIOR_WEIGHT = 2
+"""Weight, in drafts, of `_PRIOR` in the estimate of a match bucket's first token."""
+_NUM_BUCKETS = len(_PRIOR)
+_MIN, _MAX = 0.02, 0.98
+"""Bounds of a token's acceptance probability."""
 
 
-def kind_of(matched: int) -> int:
-    """The kind of a match of so many tokens: 0 (unknown), 1, 2, up to 4, up to 8, longer."""
+def match_bucket(matched: int) -> int:
+    """Return the bucket of a match length: 0 (unknown), 1, 2, 3 (for 3 and 4 tokens), 4 (5 to 8) or 5 (more)."""
     return matched if matched <= 2 else 3 if matched <= 4 else 4 if matched <= 8 else 5
 
 
 class DraftStatistics:
-    """Counts by length, 0 to `high`: of rows asked for so many tokens, of those that guessed them, of those where they held."""
+    """Counts of requested, drafted and accepted tokens by length from 0 to `high`."""
 
-    def __init__(self, high: int, own: str) -> None:
-        """high: longest draft. own: where a row remembers what it has seen of these."""
-        self._size, self._own = high + 1, own
-        self._offered, self._drafted = np.zeros(high + 1), np.zeros(high + 1)
-        self._asked, self._widest = np.zeros(high + 1), np.zeros(high + 1)
-        """The same of batches: where any row was asked for so many tokens, and where any guessed them."""
-        self._tried, self._held = np.zeros((_KINDS, high + 1)), np.zeros((_KINDS, high + 1))
-        """By kind: guesses, and those that held."""
-        self._tokens = np.zeros((2, _KINDS))
-        """Tokens that held, and all that were tested, by kind."""
+    def __init__(self, high: int, key: str) -> None:
+        """high: longest draft. key: key of a row's own counts in `Row.extras`."""
+        self._size, self._key = high + 1, key
+        self._requested, self._drafted = np.zeros(high + 1), np.zeros(high + 1)
+        """Rows with a budget of at least k tokens, and rows with at least k draft tokens."""
+        self._batch_requested, self._batch_drafted = np.zeros(high + 1), np.zeros(high + 1)
+        """Batches in which any row had a budget of at least k tokens, or at least k draft tokens."""
+        self._drafts, self._accepted = np.zeros((_NUM_BUCKETS, high + 1)), np.zeros((_NUM_BUCKETS, high + 1))
+        """By match bucket: drafts of at least k tokens, and drafts with at least k accepted tokens."""
+        self._tokens = np.zeros((2, _NUM_BUCKETS))
+        """Accepted tokens and tested tokens by match bucket."""
 
     def add(
         self,
         rows: Rows,
         budgets: Sequence[int] | None,
-        kinds: Sequence[int],
+        buckets: Sequence[int],
         steps: Sequence[Step],
-        mine: Sequence[bool],
+        is_own: Sequence[bool],
     ) -> None:
         """Count one step.
 
-        budgets: what the drafter was asked for; None where less of its guesses was taken. mine: the rows whose guesses are this
-        drafter's.
+        budgets: tokens requested from the drafter; None if not all tokens that it found were scored. buckets: match buckets.
+        is_own: rows whose draft came from this drafter.
         """
-        drafted = [step.num_drafted * on for step, on in zip(steps, mine, strict=True)]
-        held = [step.num_accepted * on for step, on in zip(steps, mine, strict=True)]
-        tested = [h + (h < d) for h, d in zip(held, drafted, strict=True)]
-        chances = self._token_chances().tolist()
+        drafted = [step.num_drafted * own for step, own in zip(steps, is_own, strict=True)]
+        accepted = [step.num_accepted * own for step, own in zip(steps, is_own, strict=True)]
+        tested = [a + (a < d) for a, d in zip(accepted, drafted, strict=True)]
+        token_probs = self._token_probs().tolist()
         if budgets is not None:
-            self._ask(np.array(budgets), np.array(drafted))
-        leave = np.full(_KINDS, _FADE)
-        leave[[kind for kind, d in zip(kinds, drafted, strict=True) if d]] = _FORGET
-        self._tried *= leave[:, None]
-        self._held *= leave[:, None]
-        self._tokens *= leave
-        for row, kind, d, h, of_all in zip(rows, kinds, drafted, held, tested, strict=True):
+            self._count_requests(np.array(budgets), np.array(drafted))
+        decay = np.full(_NUM_BUCKETS, _IDLE_DECAY)
+        decay[[bucket for bucket, d in zip(buckets, drafted, strict=True) if d]] = _DECAY
+        self._drafts *= decay[:, None]
+        self._accepted *= decay[:, None]
+        self._tokens *= decay
+        for row, bucket, d, a, num_tested in zip(rows, buckets, drafted, accepted, tested, strict=True):
             if d:
-                self._tried[kind, : d + 1] += 1
-                self._held[kind, : h + 1] += 1
-                self._tokens[:, kind] += (h, of_all)
-            before = row.extras.get(self._own, (0.0, 0.0, 0.0))
-            seen = (h, of_all, of_all * chances[kind])
-            row.extras[self._own] = tuple(a * _ROW_FORGETS + b for a, b in zip(before, seen, strict=True))
+                self._drafts[bucket, : d + 1] += 1
+                self._accepted[bucket, : a + 1] += 1
+                self._tokens[:, bucket] += (a, num_tested)
+            before = row.extras.get(self._key, (0.0, 0.0, 0.0))
+            new = (a, num_tested, num_tested * token_probs[bucket])
+            row.extras[self._key] = tuple(x * _ROW_DECAY + y for x, y in zip(before, new, strict=True))
 
-    def _ask(self, budgets: npt.NDArray[np.int64], drafted: npt.NDArray[np.int64]) -> None:
-        for counts in (self._offered, self._drafted, self._asked, self._widest):
-            counts *= _FORGET  # lengths that are no longer offered too
-        self._offered += self._at_least(budgets)
+    def _count_requests(self, budgets: npt.NDArray[np.int64], drafted: npt.NDArray[np.int64]) -> None:
+        for counts in (self._requested, self._drafted, self._batch_requested, self._batch_drafted):
+            counts *= _DECAY  # also at lengths that are no longer requested
+        self._requested += self._at_least(budgets)
         self._drafted += self._at_least(drafted)
-        self._asked[: int(budgets.max()) + 1] += 1
-        self._widest[: int(drafted.max()) + 1] += 1
+        self._batch_requested[: int(budgets.max()) + 1] += 1
+        self._batch_drafted[: int(drafted.max()) + 1] += 1
 
-    def _at_least(self, seen: npt.NDArray[np.int64]) -> FloatArray:
-        """[high + 1] how many are at least 0, 1, ..."""
-        exactly = np.bincount(np.minimum(seen, self._size - 1), minlength=self._size).astype(np.float64)
+    def _at_least(self, values: npt.NDArray[np.int64]) -> FloatArray:
+        """Return how many values are at least 0, 1, ..., [high + 1]."""
+        exactly = np.bincount(np.minimum(values, self._size - 1), minlength=self._size).astype(np.float64)
         return np.cumsum(exactly[::-1])[::-1]
 
     @property
     def longest(self) -> int:
-        """The longest draft that was asked for lately; 0 for none."""
-        return int((self._offered[1:] >= 1).sum())
+        """Longest draft that was recently requested; 0 if there is none."""
+        return int((self._requested[1:] >= 1).sum())
 
     @property
-    def first_held(self) -> float:
-        """The share of first draft tokens that held; 0 before any was seen."""
-        tried = float(self._tried[:, 1].sum())
-        return float(self._held[:, 1].sum()) / tried if tried else 0.0
+    def first_accepted(self) -> float:
+        """Share of first draft tokens that were accepted; 0 before the first draft."""
+        drafts = float(self._drafts[:, 1].sum())
+        return float(self._accepted[:, 1].sum()) / drafts if drafts else 0.0
 
-    def drafted(self) -> FloatArray:
-        """[high + 1] the chance that a row guesses k tokens when it is asked for that many."""
-        return _shares(self._drafted, self._offered)
+    def draft_probs(self) -> FloatArray:
+        """Return P(a row drafts k tokens | k were requested), [high + 1]."""
+        return _survival(self._drafted, self._requested)
 
-    def widest(self) -> FloatArray:
-        """[high + 1] the chance that any row of a batch does."""
-        return _shares(self._widest, self._asked)
+    def width_probs(self) -> FloatArray:
+        """Return P(any row of a batch drafts k tokens | k were requested), [high + 1]."""
+        return _survival(self._batch_drafted, self._batch_requested)
 
-    def held(self, rows: Rows, kinds: Sequence[int] | None = None, *, hoped: float = 0.0) -> FloatArray:
-        """[B, high + 1] the chance that k tokens of a row hold where it guesses as many. kinds: of matches; None, of any.
+    def accept_probs(self, rows: Rows, buckets: Sequence[int] | None = None, *, optimism: float = 0.0) -> FloatArray:
+        """Return P(k tokens accepted | k drafted) for each row, [B, high + 1].
 
-        hoped: guesses that are thought to have held beside those that were seen, which matters while few were.
+        buckets: [B] match buckets; None averages over all buckets. optimism: fully accepted drafts added to the counts, which
+        matter while there are few others; only without buckets.
         """
-        doubt = _ROW_DOUBT if kinds is None else _ROW_DOUBT_OF_KINDS
-        tilt = np.array([_tilt(row.extras.get(self._own, (0.0, 0.0, 0.0)), doubt) for row in rows])[:, None]
-        if kinds is None:
-            shares = _shares(self._held.sum(0) + hoped, self._tried.sum(0) + hoped)[None]
+        weight = _ROW_PRIOR_WEIGHT if buckets is None else _ROW_PRIOR_WEIGHT_MATCHED
+        exponents = np.array([_row_exponent(row.extras.get(self._key, (0.0, 0.0, 0.0)), weight) for row in rows])[
+            :, None
+        ]
+        if buckets is None:
+            probs = _survival(self._accepted.sum(0) + optimism, self._drafts.sum(0) + optimism)[None]
         else:
-            known = {k: _usual_shares(self._held[k], self._tried[k], _USUAL[k]) for k in set(kinds)}
-            shares = np.array([known[k] for k in kinds])
-        out: FloatArray = shares**tilt
+            by_bucket = {b: _prior_survival(self._accepted[b], self._drafts[b], _PRIOR[b]) for b in set(buckets)}
+            probs = np.array([by_bucket[b] for b in buckets])
+        out: FloatArray = probs**exponents
         return out
 
-    def _token_chances(self) -> FloatArray:
-        """[kinds] the chance h that a tested token holds."""
-        chances: FloatArray = (self._tokens[0] + _DOUBT * np.array(_USUAL)) / (self._tokens[1] + _DOUBT)
-        return chances.clip(_LOW, _HIGH)
+    def _token_probs(self) -> FloatArray:
+        """Return the acceptance probability h of a tested token by match bucket."""
+        probs: FloatArray = (self._tokens[0] + _PRIOR_WEIGHT * np.array(_PRIOR)) / (self._tokens[1] + _PRIOR_WEIGHT)
+        return probs.clip(_MIN, _MAX)
 
 
-def _tilt(seen: tuple[float, float, float], doubt: float) -> float:
-    """log h_i / log h, h over the kinds of matches that the row has met. seen: by a row: held, tested, expected to hold."""
-    held, tested, expected = seen
+def _row_exponent(counts: tuple[float, float, float], weight: float) -> float:
+    """Return log h_i / log h, where h averages over the row's match buckets.
+
+    counts: the row's accepted tokens, tested tokens and expected accepted tokens.
+    """
+    accepted, tested, expected = counts
     if not tested:
         return 1.0
-    mean = min(max(expected / tested, _LOW), _HIGH)
-    own = min(max((held + doubt * mean) / (tested + doubt), _LOW), _HIGH)
-    return float(np.log(own) / np.log(mean))
+    shared = min(max(expected / tested, _MIN), _MAX)
+    own = min(max((accepted + weight * shared) / (tested + weight), _MIN), _MAX)
+    return float(np.log(own) / np.log(shared))
 
 
-def _shares(counts: FloatArray, of: FloatArray) -> FloatArray:
-    """The share that reached k = 0, 1, ...
+def _survival(counts: FloatArray, totals: FloatArray) -> FloatArray:
+    """Return the probability of reaching k = 0, 1, ..., never rising.
 
-    Past what was counted it falls as it last fell, and what was counted a few times is held half for that.
+    The prior for k extrapolates the last ratio between neighbours geometrically, with a weight of _PRIOR_WEIGHT observations.
     """
-    out = [1.0, min(1.0, float(counts[1] / of[1])) if of[1] else 0.5]
+    out = [1.0, min(1.0, float(counts[1] / totals[1])) if totals[1] else 0.5]
     for k in range(2, len(counts)):
         expected = out[-1] * (out[-1] / out[-2] if out[-2] > 0 else 0.5)
-        out.append(min(out[-1], float((counts[k] + _DOUBT * expected) / (of[k] + _DOUBT))))
+        out.append(min(out[-1], float((counts[k] + _PRIOR_WEIGHT * expected) / (totals[k] + _PRIOR_WEIGHT))))
     return np.array(out)
 
 
-def _usual_shares(counts: FloatArray, of: FloatArray, first: float) -> FloatArray:
-    """The same of a kind of match: `first` is usual of one token, and each further one fails half as often as the first."""
-    out = [1.0, min(1.0, float((counts[1] + _DOUBT_OF_KINDS * first) / (of[1] + _DOUBT_OF_KINDS)))]
+def _prior_survival(counts: FloatArray, totals: FloatArray, first: float) -> FloatArray:
+    """Return the same for a match bucket. Prior: `first` for one token; each further one fails half as often as the first."""
+    out = [1.0, min(1.0, float((counts[1] + _FIRST_PRIOR_WEIGHT * first) / (totals[1] + _FIRST_PRIOR_WEIGHT)))]
     for k in range(2, len(counts)):
         expected = out[-1] * (1 + out[1]) / 2
-        out.append(min(out[-1], float((counts[k] + _DOUBT * expected) / (of[k] + _DOUBT))))
+        out.append(min(out[-1], float((counts[k] + _PRIOR_WEIGHT * expected) / (totals[k] + _PRIOR_WEIGHT))))
     return np.array(out)

@@ -1,13 +1,13 @@
-"""Drafts that end where they are no longer sure: which rows are drafted for, and when one more token does not pay.
+"""Early stopping of drafts by the draft model's confidence: which rows get a draft, and when one more token does not pay.
 
-A draft says q_j of its j-th token. How often tokens held of which it said as much is counted, a(q): the chance that all of
-them hold is S_j = a(q_1) ... a(q_j). One more token of each of n rows pays where
+The draft model gives the j-th token the probability q_j. Acceptance is counted by q, which gives the calibrated probability a(q);
+all tokens so far are accepted with probability S_j = a(q_1) ... a(q_j). One more token for each of n rows pays if
 
     sum S_j m > rate (d + n c)
 
-m: how often a further token holds; d: a pass of the draft, which the n rows share; c: what a column takes of the target's pass;
-the rate is pace.py's. A row is drafted for where the tokens that such drafts brought lately are worth the time
-that they took. Owns these counts of one drafter. Knows neither costs nor laws.
+m: acceptance probability of a further token; d: seconds of a draft pass, which the n rows share; c: seconds that one more token
+adds to the target's pass; rate: see token_rate.py. A row gets a draft if the tokens recently accepted from such drafts are worth
+their time. Owns these counts for one drafter. Knows neither how costs are measured nor distributions.
 """
 
 from __future__ import annotations
@@ -25,228 +25,233 @@ from foresay.lengths.budgets import StepContext
 from foresay.lengths.costs import Curve, FloatArray
 
 _BUCKETS = 10
-"""Of what a draft says, each with counts of its own."""
-_FORGET = 0.99
-"""What a step leaves of the counts of all rows."""
-_ROW_FORGETS = 0.97
-"""What a step leaves of a row's own, whether it was drafted for or not: what failed once is tried again."""
-_DOUBT = 6.0
-"""Observations that count as much as what is thought before any: that a draft is as sure as it says, and the next three."""
-_FURTHER = 0.6
-"""Of further tokens, those that hold."""
-_HELD, _DRAWN = 1.0, 2.0
-"""Of a draft: tokens that hold, and all."""
-_ROW_DOUBT = 24.0
-"""Drafts of all rows that count as much as those of a row itself."""
+"""Buckets of the confidence q, each with its own acceptance counts."""
+_DECAY = 0.99
+"""Factor per step of the counts over all rows."""
+_ROW_DECAY = 0.97
+"""Factor per step of a row's counts, also in steps without a draft, so that a row whose drafts failed is tried again."""
+_PRIOR_WEIGHT = 6.0
+"""Weight, in observations, of the priors: a(q) = q, and the next three constants."""
+_FURTHER_PRIOR = 0.6
+"""Prior acceptance probability m of a further token."""
+_ACCEPTED_PRIOR, _DRAFTED_PRIOR = 1.0, 2.0
+"""Prior number of accepted tokens and of all tokens of a draft."""
+_ROW_PRIOR_WEIGHT = 24.0
+"""Weight, in drafts, of the average over all rows in a row's estimate."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenCost:
-    """Of one more token of n rows, in what S must come to: all of theirs together more than shared + n each."""
+    """Cost of one more token for n rows in units of S: it pays if the sum of S over the rows exceeds shared + n per_row."""
 
     shared: float
-    each: float
+    per_row: float
 
 
 @dataclass(slots=True)
-class _Chains:
-    """The drafts of a step under way."""
+class _ActiveDrafts:
+    """The drafts of the current step."""
 
-    price: TokenCost
-    room: IntArray
-    """[B], tokens that each draft may have."""
-    going: npt.NDArray[np.bool_]
-    """[B], rows that have not ended."""
-    chance: FloatArray
-    """[B], S."""
-    said: FloatArray
-    """[B, high], q; NaN where nothing was drawn."""
+    cost: TokenCost
+    max_tokens: IntArray
+    """[B], largest number of tokens of each draft."""
+    active: npt.NDArray[np.bool_]
+    """[B], True for rows whose draft has not ended."""
+    accept_prob: FloatArray
+    """[B], S: probability that all tokens so far are accepted."""
+    confidence: FloatArray
+    """[B, high], q of each token; NaN where none was drawn."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftPlan:
-    """What pays."""
+    """The drafts that pay in a step."""
 
-    most: list[int]
-    """[B] tokens there may be of each row's draft."""
-    price: TokenCost
-    """What `goes_on` asks for."""
+    budgets: list[int]
+    """[B], largest number of tokens of each row's draft."""
+    cost: TokenCost
+    """Cost of one more token, for `continuing`."""
 
 
-class _Seen(IntEnum):
-    """Places of what is counted of drafts."""
+class _Count(IntEnum):
+    """Indices into the counts of drafts."""
 
     DRAFTS = 0
-    HELD = 1
-    DRAWN = 2
+    ACCEPTED = 1
+    DRAFTED = 2
 
 
 class EarlyStopping:
-    """One drafter that says how sure it is of its tokens."""
+    """Acceptance by confidence for one drafter, and the decisions that follow from it."""
 
-    def __init__(self, high: int, own: str) -> None:
-        """high: most tokens of a draft. own: names what rows remember of it."""
-        self._high, self._own, self._memo = high, own, f"{own} of a step"
-        self._held, self._tested = np.zeros(_BUCKETS), np.zeros(_BUCKETS)
-        """By what was said: tokens that held, and that were tested."""
+    def __init__(self, high: int, key: str) -> None:
+        """high: longest draft. key: key of a row's counts in `Row.extras`."""
+        self._high, self._key, self._memo = high, key, f"{key} of a step"
+        self._accepted, self._tested = np.zeros(_BUCKETS), np.zeros(_BUCKETS)
+        """Accepted tokens and tested tokens by bucket of confidence."""
         self._further = np.zeros(2)
-        """The same of tokens behind a draft's first."""
+        """Accepted tokens and tested tokens after a draft's first."""
         self._drafts = np.zeros(3)
-        """Drafts, their tokens that held, and all of them."""
-        self.is_whole = True
-        """Whether it was heard about every token that was drafted: else drafts have parts that nothing ends."""
+        """Drafts, their accepted tokens, and all of their tokens."""
+        self.sees_all_tokens = True
+        """True if every tested token was passed to `continuing`; else parts of drafts cannot be stopped early."""
         self._depths: dict[int, FloatArray] = {}
-        """By the logarithm of how many rows are drafted for: steps, and the longest drafts of them."""
+        """By the bit length of the number of drafting rows: steps, and the sum of their longest drafts."""
 
-    def worth(
+    def plan(
         self,
         rows: Rows,
-        asked: Sequence[bool],
-        held: Sequence[int | None],
+        eligible: Sequence[bool],
+        fixed: Sequence[int | None],
         passes: Curve,
         drafting: Curve,
-        ground: StepContext,
+        context: StepContext,
         *,
-        hoped: float = 0.0,
+        optimism: float = 0.0,
     ) -> DraftPlan | None:
-        """The rows whose drafts pay; None where none does.
+        """Choose the rows whose drafts pay; None if no draft pays or no row may choose.
 
-        asked: rows that it may draft for. held: what some must have. hoped: drafts that are thought to have held whole beside
-        those that were seen, which matters while few were.
+        eligible: rows that this drafter may draft for. fixed: each row's fixed length, None for a length to choose. optimism:
+        fully accepted drafts added to the counts, which matter while there are few others.
         """
-        expected = self._expected(rows, hoped)
-        must = [n or 0 for n in held]
-        free = sorted((i for i, on in enumerate(asked) if on and held[i] is None), key=lambda i: -expected[i])
+        expected = self._expected(rows, optimism)
+        fixed_lengths = [n or 0 for n in fixed]
+        free = sorted((i for i, on in enumerate(eligible) if on and fixed[i] is None), key=lambda i: -expected[i])
         if not free:
             return None
         numbers = np.arange(1, len(free) + 1)
-        drawn = self._mean(_Seen.DRAWN, _DRAWN)
-        columns = ground.columns + sum(must) if rows.ragged else max(ground.columns, *must)
-        wide = columns + numbers * drawn if rows.ragged else np.maximum(columns, np.full(len(free), drawn))
+        drafted = self._mean(_Count.DRAFTED, _DRAFTED_PRIOR)
+        base = context.base_tokens + sum(fixed_lengths) if rows.ragged else max(context.base_tokens, *fixed_lengths)
+        scored = base + numbers * drafted if rows.ragged else np.maximum(base, np.full(len(free), drafted))
         depths = np.array([self._depth(n) for n in numbers.tolist()])
-        alone = float(drafting.at(max(must))) if any(must) else 0.0
-        seconds = np.maximum(drafting.at(depths) - alone, 0.0) + passes.at(wide) - passes.at(columns)
-        gains = expected[free].cumsum() - ground.rate * seconds
+        fixed_s = float(drafting.at(max(fixed_lengths))) if any(fixed_lengths) else 0.0
+        seconds = np.maximum(drafting.at(depths) - fixed_s, 0.0) + passes.at(scored) - passes.at(base)
+        gains = expected[free].cumsum() - context.rate * seconds
         count = int(gains.argmax()) + 1 if rows.ragged else len(free)
         if gains[count - 1] <= 0:
             return None
-        price = self._price(count, float(wide[count - 1]), passes, drafting, ground.rate, ragged=rows.ragged)
+        cost = self._token_cost(count, float(scored[count - 1]), passes, drafting, context.rate, ragged=rows.ragged)
         chosen = set(free[:count])
-        return DraftPlan([self._high if i in chosen else n for i, n in enumerate(must)], price)
+        return DraftPlan([self._high if i in chosen else n for i, n in enumerate(fixed_lengths)], cost)
 
-    def forget(self, rows: Rows, places: Iterable[int]) -> None:
-        """These rows were not drafted for: what is known of them fades, so that they are asked for again."""
-        for i in places:
+    def decay(self, rows: Rows, indices: Iterable[int]) -> None:
+        """Decay the counts of rows that got no draft, so that they are eventually tried again."""
+        for i in indices:
             extras = rows.rows[i].extras
-            if self._own in extras:
-                extras[self._own] = tuple(_ROW_FORGETS * count for count in extras[self._own])
+            if self._key in extras:
+                extras[self._key] = tuple(_ROW_DECAY * count for count in extras[self._key])
 
-    def _price(
-        self, count: int, wide: float, passes: Curve, drafting: Curve, rate: float, *, ragged: bool
+    def _token_cost(
+        self, count: int, scored: float, passes: Curve, drafting: Curve, rate: float, *, ragged: bool
     ) -> TokenCost:
-        """Of one more token of so many rows, whose drafts are `wide` columns."""
-        further = rate * float((self._further[1] + _DOUBT) / (self._further[0] + _DOUBT * _FURTHER))
+        """Return the cost of one more token for `count` rows. scored: draft tokens of the target's pass (per row if padded)."""
+        rate_per_accepted = rate * float(
+            (self._further[1] + _PRIOR_WEIGHT) / (self._further[0] + _PRIOR_WEIGHT * _FURTHER_PRIOR)
+        )
         draft_s = float(drafting.at(3) - drafting.at(2))
-        wider = float(passes.at(wide + (count if ragged else 1)) - passes.at(wide))
+        pass_s = float(passes.at(scored + (count if ragged else 1)) - passes.at(scored))
         return (
-            TokenCost(further * draft_s, further * wider / count)
+            TokenCost(rate_per_accepted * draft_s, rate_per_accepted * pass_s / count)
             if ragged
-            else TokenCost(further * (draft_s + wider), 0.0)
+            else TokenCost(rate_per_accepted * (draft_s + pass_s), 0.0)
         )
 
-    def begin(self, rows: Rows, price: TokenCost, most: Sequence[int]) -> None:
-        """Drafts of these rows go on while they are worth the price. most: tokens of each."""
-        room = np.array([min(n, row.remaining - 1) for n, row in zip(most, rows, strict=True)])
-        said = np.full((len(rows), self._high), np.nan)
-        rows.memo[self._memo] = _Chains(price, room, room > 0, np.ones(len(rows)), said)
+    def begin(self, rows: Rows, cost: TokenCost, budgets: Sequence[int]) -> None:
+        """Begin drafts that stop once a token is not worth its cost. budgets: [B], largest number of tokens of each draft."""
+        max_tokens = np.array([min(n, row.remaining - 1) for n, row in zip(budgets, rows, strict=True)])
+        confidence = np.full((len(rows), self._high), np.nan)
+        rows.memo[self._memo] = _ActiveDrafts(cost, max_tokens, max_tokens > 0, np.ones(len(rows)), confidence)
 
-    def limit(self, rows: Rows, most: Sequence[int]) -> None:
-        """Drafts of these rows are to have no more tokens than these."""
-        if self.is_begun(rows):
-            chains: _Chains = rows.memo[self._memo]
-            chains.room = np.minimum(chains.room, np.array(most))
-            chains.going = chains.going & (chains.room > 0)
+    def limit(self, rows: Rows, budgets: Sequence[int]) -> None:
+        """Reduce the largest number of tokens of each draft to `budgets`, [B]."""
+        if self.is_active(rows):
+            drafts: _ActiveDrafts = rows.memo[self._memo]
+            drafts.max_tokens = np.minimum(drafts.max_tokens, np.array(budgets))
+            drafts.active = drafts.active & (drafts.max_tokens > 0)
 
-    def goes_on(self, rows: Rows, index: IntArray, said: FloatArray) -> npt.NDArray[np.bool_]:
-        """Which rows draft on, [B]. index: [B], the places of the tokens just drawn. said: [B], how sure it is of each."""
-        chains: _Chains = rows.memo[self._memo]
-        chains.said[np.arange(len(said)), np.minimum(index, self._high - 1)] = said
-        chains.chance = chains.chance * self._chances()[_bucket(said)]
-        able = chains.going & (index + 1 < chains.room)  # who has no room left shares no price
-        chances = np.where(able, chains.chance, 0.0)
-        best = np.sort(chances)[::-1]
-        gains = best.cumsum() - chains.price.shared - chains.price.each * np.arange(1, len(best) + 1)
+    def continuing(self, rows: Rows, index: IntArray, confidence: FloatArray) -> npt.NDArray[np.bool_]:
+        """Return the rows that continue to draft, [B] bool.
+
+        index: [B], draft positions of the tokens just drawn. confidence: [B], their probabilities q under the draft model.
+        """
+        drafts: _ActiveDrafts = rows.memo[self._memo]
+        drafts.confidence[np.arange(len(confidence)), np.minimum(index, self._high - 1)] = confidence
+        drafts.accept_prob = drafts.accept_prob * self._accept_probs()[_bucket(confidence)]
+        able = drafts.active & (index + 1 < drafts.max_tokens)  # only these rows share the cost of a draft pass
+        probs = np.where(able, drafts.accept_prob, 0.0)
+        best = np.sort(probs)[::-1]
+        gains = best.cumsum() - drafts.cost.shared - drafts.cost.per_row * np.arange(1, len(best) + 1)
         count = int(gains.argmax())
-        chains.going = able & (chances >= best[count]) & bool(gains[count] > 0)
-        return chains.going
+        drafts.active = able & (probs >= best[count]) & bool(gains[count] > 0)
+        return drafts.active
 
-    def is_begun(self, rows: Rows) -> bool:
-        """Whether drafts of these rows end where they are unsure."""
+    def is_active(self, rows: Rows) -> bool:
+        """Return True if drafts of these rows stop early."""
         return self._memo in rows.memo
 
-    def leave(self, rows: Rows) -> None:
-        """Drafts of these rows go on to their ends."""
+    def deactivate(self, rows: Rows) -> None:
+        """Let drafts of these rows use their whole budgets."""
         rows.memo.pop(self._memo, None)
 
-    def is_first(self, rows: Rows, drafted: Sequence[int]) -> bool:
-        """Whether one of the rows that drafted so many tokens never did before, so that its draft took its prompt along."""
-        return any(n and self._own not in row.extras for row, n in zip(rows, drafted, strict=True))
+    def is_first_draft(self, rows: Rows, drafted: Sequence[int]) -> bool:
+        """Return True if any of the rows drafted for the first time, so that its draft included the prefill of its prompt."""
+        return any(n and self._key not in row.extras for row, n in zip(rows, drafted, strict=True))
 
-    def learn(self, rows: Rows, steps: Sequence[Step], mine: Sequence[bool]) -> None:
-        """What became of the drafts of a step. mine: the rows that were drafted for."""
-        chains: _Chains | None = rows.memo.get(self._memo)
-        self._drafts *= _FORGET
-        self._further *= _FORGET
-        self._held *= _FORGET
-        self._tested *= _FORGET
+    def observe(self, rows: Rows, steps: Sequence[Step], is_own: Sequence[bool]) -> None:
+        """Count the accepted tokens of a step. is_own: rows whose draft came from this drafter."""
+        drafts: _ActiveDrafts | None = rows.memo.get(self._memo)
+        self._drafts *= _DECAY
+        self._further *= _DECAY
+        self._accepted *= _DECAY
+        self._tested *= _DECAY
         deepest = count = 0
-        for i, (row, step, on) in enumerate(zip(rows, steps, mine, strict=True)):
-            drawn, held = step.num_drafted, step.num_accepted
-            if not on or not drawn:
+        for i, (row, step, own) in enumerate(zip(rows, steps, is_own, strict=True)):
+            drafted, accepted = step.num_drafted, step.num_accepted
+            if not own or not drafted:
                 continue
-            deepest, count = max(deepest, drawn), count + 1
-            tested = min(held + 1, drawn)
-            self._drafts += (1, held, drawn)
-            self._further += (max(0, held - 1), tested - 1)
-            drafts, brought = row.extras.get(self._own, (0.0, 0.0))
-            row.extras[self._own] = (drafts * _ROW_FORGETS + 1, brought * _ROW_FORGETS + held)
-            if chains is not None:
-                said = chains.said[i, :tested]
-                known = ~np.isnan(said)
-                self.is_whole = self.is_whole and bool(known.all())
-                where = _bucket(said[known])
-                np.add.at(self._tested, where, 1.0)
-                np.add.at(self._held, where, (np.arange(len(said)) < held)[known])
+            deepest, count = max(deepest, drafted), count + 1
+            tested = min(accepted + 1, drafted)
+            self._drafts += (1, accepted, drafted)
+            self._further += (max(0, accepted - 1), tested - 1)
+            num_drafts, num_accepted = row.extras.get(self._key, (0.0, 0.0))
+            row.extras[self._key] = (num_drafts * _ROW_DECAY + 1, num_accepted * _ROW_DECAY + accepted)
+            if drafts is not None:
+                confidence = drafts.confidence[i, :tested]
+                known = ~np.isnan(confidence)
+                self.sees_all_tokens = self.sees_all_tokens and bool(known.all())
+                buckets = _bucket(confidence[known])
+                np.add.at(self._tested, buckets, 1.0)
+                np.add.at(self._accepted, buckets, (np.arange(len(confidence)) < accepted)[known])
         if count:
-            seen = self._depths.setdefault(count.bit_length(), np.zeros(2))
-            seen *= _FORGET
-            seen += (1, deepest)
+            counts = self._depths.setdefault(count.bit_length(), np.zeros(2))
+            counts *= _DECAY
+            counts += (1, deepest)
 
-    def _expected(self, rows: Rows, hoped: float) -> FloatArray:
-        """[B] tokens that hold of each row's next draft."""
-        mean = self._mean(_Seen.HELD, _HELD, hoped)
-        own = np.array([row.extras.get(self._own, (0.0, 0.0)) for row in rows])
-        out: FloatArray = (own[:, 1] + _ROW_DOUBT * mean) / (own[:, 0] + _ROW_DOUBT)
+    def _expected(self, rows: Rows, optimism: float) -> FloatArray:
+        """Return the expected accepted tokens of each row's next draft, [B]."""
+        mean = self._mean(_Count.ACCEPTED, _ACCEPTED_PRIOR, optimism)
+        own = np.array([row.extras.get(self._key, (0.0, 0.0)) for row in rows])
+        out: FloatArray = (own[:, 1] + _ROW_PRIOR_WEIGHT * mean) / (own[:, 0] + _ROW_PRIOR_WEIGHT)
         return out
 
-    def _mean(self, which: _Seen, usual: float, hoped: float = 0.0) -> float:
-        """Of a draft. usual: before any was seen. hoped: drafts that are thought to have held whole beside those."""
-        seen = self._drafts[which] + _DOUBT * usual + hoped * _DRAWN
-        return float(seen / (self._drafts[_Seen.DRAFTS] + _DOUBT + hoped))
+    def _mean(self, which: _Count, prior: float, optimism: float = 0.0) -> float:
+        """Return a count's mean per draft. optimism: fully accepted drafts added to the counts."""
+        total = self._drafts[which] + _PRIOR_WEIGHT * prior + optimism * _DRAFTED_PRIOR
+        return float(total / (self._drafts[_Count.DRAFTS] + _PRIOR_WEIGHT + optimism))
 
     def _depth(self, count: int) -> float:
-        """Tokens of the longest of so many rows' drafts."""
-        seen = self._depths.get(count.bit_length())
-        drawn = self._mean(_Seen.DRAWN, _DRAWN)
-        return drawn if seen is None else float((seen[1] + drawn) / (seen[0] + 1))
+        """Return the expected length of the longest draft of `count` rows."""
+        counts = self._depths.get(count.bit_length())
+        drafted = self._mean(_Count.DRAFTED, _DRAFTED_PRIOR)
+        return drafted if counts is None else float((counts[1] + drafted) / (counts[0] + 1))
 
-    def _chances(self) -> FloatArray:
-        """[buckets] a(q)."""
+    def _accept_probs(self) -> FloatArray:
+        """Return a(q) for each bucket of q."""
         middles = (np.arange(_BUCKETS) + 0.5) / _BUCKETS
-        out: FloatArray = (self._held + _DOUBT * middles) / (self._tested + _DOUBT)
+        out: FloatArray = (self._accepted + _PRIOR_WEIGHT * middles) / (self._tested + _PRIOR_WEIGHT)
         return out
 
 
-def _bucket(said: FloatArray) -> IntArray:
-    out: IntArray = np.clip((said * _BUCKETS).astype(np.int64), 0, _BUCKETS - 1)
+def _bucket(confidence: FloatArray) -> IntArray:
+    out: IntArray = np.clip((confidence * _BUCKETS).astype(np.int64), 0, _BUCKETS - 1)
     return out

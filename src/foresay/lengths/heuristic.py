@@ -1,4 +1,4 @@
-"""The length transformers' assisted generation uses: longer after a draft that held whole, shorter after one that did not."""
+"""The heuristic of transformers' assisted generation: a longer draft after a fully accepted one, else a shorter one."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ _KEY = "heuristic"
 
 
 class HeuristicLength(LengthPolicy):
-    """Begin at `start`; `up` more after a fully accepted draft, else `down` fewer, within [low, high], row by row."""
+    """Start each row at `start`; add `up` after a fully accepted draft, else subtract `down`, within [low, high]."""
 
     remembers = False
 
     def __init__(self, start: int = 5, *, up: int = 2, down: int = 1, low: int = 1, high: int = 20) -> None:
         self.high = check_int("high", high, 1, MAX_DRAFT_TOKENS)
-        self.low = check_int("low", low, 1, self.high)  # a row that is asked for nothing would never be asked again
+        self.low = check_int("low", low, 1, self.high)  # a length of 0 could never grow again
         self.start = check_int("start", start, self.low, self.high)
         self.up, self.down = check_int("up", up, 0, MAX_DRAFT_TOKENS), check_int("down", down, 0, MAX_DRAFT_TOKENS)
 
     def budget(self, rows: Rows) -> list[int]:
-        """Each row's own length."""
+        """Return each row's current length."""
         return [int(row.extras.get(_KEY, self.start)) for row in rows]
 
     def observe(self, rows: Rows, steps: Sequence[Step]) -> None:
-        """Lengthen or shorten; a step without a draft says nothing."""
+        """Adapt each row's length to its last draft; a step without a draft changes nothing."""
         for row, step in zip(rows, steps, strict=True):
             if step.num_drafted:
                 length = int(row.extras.get(_KEY, self.start))

@@ -1,6 +1,6 @@
-"""A drafter that takes time: what its guesses cost, how far they reach, and how many of them pay.
+"""One drafter's measurements: what its drafts cost, how many of their tokens are accepted, and which drafts pay.
 
-Owns these measurements of one drafter, and its trials. Knows nothing of what else a step drafts but how much there is of it.
+Owns these measurements and the trials of one drafter. Of a step's other drafts it knows only the number of tokens.
 """
 
 from __future__ import annotations
@@ -13,161 +13,179 @@ import numpy as np
 
 from foresay.decoding.outcome import Step
 from foresay.decoding.rows import Rows
-from foresay.lengths.budgets import StepContext, best_for_all, best_for_each
+from foresay.lengths.budgets import StepContext, best_row_lengths, best_shared_length
 from foresay.lengths.costs import Curve, DraftCosts
 from foresay.lengths.draft_statistics import DraftStatistics
 from foresay.lengths.early_stopping import DraftPlan, EarlyStopping, TokenCost
 from foresay.lengths.trials import Trials
 
-_LATELY = 4
-"""Steps of the same rows for which what was found best is taken to be best still: finding it takes a fortieth of a short pass."""
-_TRIED = 0.4
-"""How sure a drafter must be of a token in a trial to draw another, where it says how sure it is."""
-_HOPED = 3.0
-"""Guesses that are thought to have held before a drafter is given up, beside those that were seen: a few failures are chance."""
+_REUSE = 4
+"""Steps of the same rows that use the same best budgets: computing them takes a fortieth of a short pass."""
+_TRIAL_MIN_PROB = 0.4
+"""In a trial with early stopping, drafting goes on while all tokens so far are accepted with at least this probability."""
+_OPTIMISM = 3.0
+"""Fully accepted drafts added to the counts before a drafter is given up, since a few rejections may be chance."""
 
 
 @dataclass(slots=True)
-class _Lately:
-    """What was found best for rows."""
+class _CachedBudgets:
+    """The best budgets found for some rows."""
 
-    question: Any
-    best: list[int] | None
-    left: int = _LATELY
-    """Steps for which it is taken as it is."""
+    key: Any
+    budgets: list[int] | None
+    steps_left: int = _REUSE
+    """Steps that may still use them."""
 
 
 class MeasuredDrafter:
-    """One drafter."""
+    """The measurements of one drafter, and the budgets that follow from them."""
 
-    def __init__(self, start: int, high: int, own: str) -> None:
-        """start: tokens of a draft of the first trial. high: most of any. own: names what rows remember of it."""
+    def __init__(self, start: int, high: int, key: str) -> None:
+        """start: draft length of the first trial. high: longest draft. key: prefix of keys in `Row.extras` and `Rows.memo`."""
         self.start, self.high = start, high
-        self.drafts, self.reach, self.trials = DraftCosts(), DraftStatistics(high, own), Trials()
-        self._memo = f"{own} lately"
-        self.gate = EarlyStopping(high, f"{own} of drafts that end")
-        """Where it says how sure it is of its tokens."""
+        self.costs, self.statistics, self.trials = DraftCosts(), DraftStatistics(high, key), Trials()
+        self._memo = f"{key} cached"
+        self.early_stopping = EarlyStopping(high, f"{key} of early stopping")
+        """Used if the drafter reports a confidence for each token."""
 
     def best(
         self,
         rows: Rows,
-        asked: Sequence[bool],
-        held: Sequence[int | None],
+        eligible: Sequence[bool],
+        fixed: Sequence[int | None],
         passes: Curve | None,
-        ground: StepContext,
+        context: StepContext,
         *,
-        hoped: float = 0.0,
+        optimism: float = 0.0,
     ) -> list[int] | None:
-        """Budgets of the greatest throughput; None where that is none at all, or nothing is known.
+        """Return the budgets of the highest throughput; None if no draft pays, or before costs were measured.
 
-        asked: the rows that it may draft for. held: what some of them must have. hoped: see `DraftStatistics.held`.
+        eligible: rows that this drafter may draft for. fixed: each row's fixed length, None for a length to choose. optimism:
+        see `DraftStatistics.accept_probs`.
         """
-        drafts = self.drafts.curve(sum(asked))
-        if passes is None or drafts is None:
+        costs = self.costs.curve(sum(eligible))
+        if passes is None or costs is None:
             return None
-        most = min(self.high, self.reach.longest + 2)
-        mine = np.array(asked)[:, None]
-        drafted = self.reach.drafted()[1 : most + 1] * mine
-        chances = self.reach.held(rows, hoped=hoped)[:, 1 : most + 1] * mine
-        drafting = drafts.at(np.arange(1, most + 1))
+        most = min(self.high, self.statistics.longest + 2)
+        mask = np.array(eligible)[:, None]
+        draft_probs = self.statistics.draft_probs()[1 : most + 1] * mask
+        accept_probs = self.statistics.accept_probs(rows, optimism=optimism)[:, 1 : most + 1] * mask
+        drafting = costs.at(np.arange(1, most + 1))
         if rows.ragged:
-            out = best_for_each(chances, drafted, passes, drafting, held, ground)
+            out = best_row_lengths(accept_probs, draft_probs, passes, drafting, fixed, context)
         else:
-            wide = self.reach.widest()[1 : most + 1]
-            length = best_for_all((drafted * chances).sum(0), wide, passes, drafting, ground)
-            out = [length * on if n is None else n for n, on in zip(held, asked, strict=True)] if length else None
+            widths = self.statistics.width_probs()[1 : most + 1]
+            length = best_shared_length((draft_probs * accept_probs).sum(0), widths, passes, drafting, context)
+            out = [length * on if n is None else n for n, on in zip(fixed, eligible, strict=True)] if length else None
         return out
 
     def choose(
-        self, rows: Rows, asked: Sequence[bool], held: Sequence[int | None], passes: Curve | None, ground: StepContext,
-        *, joined: bool, gated: bool = False,
+        self, rows: Rows, eligible: Sequence[bool], fixed: Sequence[int | None], passes: Curve | None, context: StepContext,
+        *, batch_changed: bool, stops_early: bool = False,
     ) -> list[int]:  # fmt: skip
-        """Budgets, those of a trial and of rows that are held to theirs among them. joined: see `Trials.begin`.
+        """Return each row's budget: the best one, that of a trial, or 0; rows with a fixed length keep it.
 
-        gated: it says how sure it is, so that drafts end by themselves.
+        batch_changed: see `Trials.begin`. stops_early: the drafter reports its confidence, so that drafts can be stopped early.
         """
-        gated = gated and self.gate.is_whole
-        if not gated:
-            self.gate.leave(rows)
+        stops_early = stops_early and self.early_stopping.sees_all_tokens
+        if not stops_early:
+            self.early_stopping.deactivate(rows)
 
-        if not self.trials.left:
-            find = self._pay if gated else self._lately
-            found = find(rows, asked, held, passes, ground)
+        if not self.trials.steps_left:
+            find = self._begin_best if stops_early else self._cached_best
+            found = find(rows, eligible, fixed, passes, context)
             if found is not None:
-                self.trials.paid()
+                self.trials.succeed()
                 return found
-            hopeful = self.trials.just_ended and self._is_hopeful(rows, asked, held, passes, ground, gated=gated)
-            if not self.trials.goes_on(hopeful):
-                self.trials.begin(joined)
+            inconclusive = self.trials.just_ended and self._is_inconclusive(
+                rows, eligible, fixed, passes, context, stops_early=stops_early
+            )
+            if not self.trials.extend(inconclusive):
+                self.trials.begin(batch_changed)
         length = 0
-        if self.trials.left:
-            length = self.start if gated else self._of_trial(rows, asked, passes, ground)
-        out = [length * on if n is None else n for n, on in zip(held, asked, strict=True)]
-        if gated:
-            self.gate.begin(rows, TokenCost(0.0, _TRIED), out)
+        if self.trials.steps_left:
+            length = self.start if stops_early else self._trial_length(rows, eligible, passes, context)
+        out = [length * on if n is None else n for n, on in zip(fixed, eligible, strict=True)]
+        if stops_early:
+            self.early_stopping.begin(rows, TokenCost(0.0, _TRIAL_MIN_PROB), out)
         return out
 
-    def _worth(
-        self, rows: Rows, asked: Sequence[bool], held: Sequence[int | None], passes: Curve | None, ground: StepContext,
-        *, hoped: float = 0.0,
+    def _plan(
+        self, rows: Rows, eligible: Sequence[bool], fixed: Sequence[int | None], passes: Curve | None, context: StepContext,
+        *, optimism: float = 0.0,
     ) -> DraftPlan | None:  # fmt: skip
-        """`best` of drafts that end by themselves: all or nothing."""
-        drafts = self.drafts.curve(sum(asked))
-        if passes is None or drafts is None:
+        """Return the plan of drafts that stop early; None if no draft pays, or before costs were measured."""
+        costs = self.costs.curve(sum(eligible))
+        if passes is None or costs is None:
             return None
-        return self.gate.worth(rows, asked, held, passes, drafts, ground, hoped=hoped)
+        return self.early_stopping.plan(rows, eligible, fixed, passes, costs, context, optimism=optimism)
 
-    def _pay(
-        self, rows: Rows, asked: Sequence[bool], held: Sequence[int | None], passes: Curve | None, ground: StepContext
+    def _begin_best(
+        self,
+        rows: Rows,
+        eligible: Sequence[bool],
+        fixed: Sequence[int | None],
+        passes: Curve | None,
+        context: StepContext,
     ) -> list[int] | None:
-        """Begin the drafts that are worth it; None where none is."""
-        found = self._worth(rows, asked, held, passes, ground)
-        most = [0] * len(asked) if found is None else found.most
-        free = [on and n is None for on, n in zip(asked, held, strict=True)]
-        self.gate.forget(rows, [i for i, n in enumerate(most) if free[i] and not n])
-        if found is None:
+        """Begin the drafts that pay with early stopping, and return their budgets; None if no draft pays."""
+        plan = self._plan(rows, eligible, fixed, passes, context)
+        budgets = [0] * len(eligible) if plan is None else plan.budgets
+        free = [on and n is None for on, n in zip(eligible, fixed, strict=True)]
+        self.early_stopping.decay(rows, [i for i, n in enumerate(budgets) if free[i] and not n])
+        if plan is None:
             return None
-        self.gate.begin(rows, found.price, found.most)
-        return found.most
+        self.early_stopping.begin(rows, plan.cost, plan.budgets)
+        return plan.budgets
 
-    def _is_hopeful(
-        self, rows: Rows, asked: Sequence[bool], held: Sequence[int | None], passes: Curve | None, ground: StepContext,
-        *, gated: bool,
+    def _is_inconclusive(
+        self, rows: Rows, eligible: Sequence[bool], fixed: Sequence[int | None], passes: Curve | None, context: StepContext,
+        *, stops_early: bool,
     ) -> bool:  # fmt: skip
-        """Whether drafts would pay if a few more had held."""
-        if gated:
-            return self._worth(rows, asked, held, passes, ground, hoped=_HOPED) is not None
-        return self.best(rows, asked, held, passes, ground, hoped=_HOPED) is not None
+        """Return True if drafts would pay had a few more of them been accepted."""
+        if stops_early:
+            return self._plan(rows, eligible, fixed, passes, context, optimism=_OPTIMISM) is not None
+        return self.best(rows, eligible, fixed, passes, context, optimism=_OPTIMISM) is not None
 
-    def _lately(
-        self, rows: Rows, asked: Sequence[bool], held: Sequence[int | None], passes: Curve | None, ground: StepContext
+    def _cached_best(
+        self,
+        rows: Rows,
+        eligible: Sequence[bool],
+        fixed: Sequence[int | None],
+        passes: Curve | None,
+        context: StepContext,
     ) -> list[int] | None:
-        """`best`, of this step or one of the last few that asked the same."""
-        question = (*asked, *held, ground.columns)
-        known: _Lately | None = rows.memo.get(self._memo)
-        if known is None or known.question != question or not known.left or self.trials.just_ended:
-            known = rows.memo[self._memo] = _Lately(question, self.best(rows, asked, held, passes, ground))
-        known.left -= 1
-        return None if known.best is None else list(known.best)
+        """Return `best`, computed in this step or in one of the last few with the same rows and arguments."""
+        key = (*eligible, *fixed, context.base_tokens)
+        cached: _CachedBudgets | None = rows.memo.get(self._memo)
+        if cached is None or cached.key != key or not cached.steps_left or self.trials.just_ended:
+            cached = rows.memo[self._memo] = _CachedBudgets(key, self.best(rows, eligible, fixed, passes, context))
+        cached.steps_left -= 1
+        return None if cached.budgets is None else list(cached.budgets)
 
-    def _of_trial(self, rows: Rows, asked: Sequence[bool], passes: Curve | None, ground: StepContext) -> int:
-        """The length that loses least if it does not pay, by what is known; the first trial's before anything is."""
-        drafts, count = self.drafts.curve(sum(asked)), sum(asked)
-        if passes is None or drafts is None or not count:
+    def _trial_length(self, rows: Rows, eligible: Sequence[bool], passes: Curve | None, context: StepContext) -> int:
+        """Return the length that loses least by current estimates if it does not pay; `start` before there are any."""
+        costs, count = self.costs.curve(sum(eligible)), sum(eligible)
+        if passes is None or costs is None or not count:
             return self.start
-        most = np.arange(1, self.start + 1)
-        chances = self.reach.held(rows, hoped=_HOPED)[:, 1 : self.start + 1] * np.array(asked)[:, None]
-        wide = ground.columns + most * count if rows.ragged else np.maximum(ground.columns, most)
-        widths = passes.at(wide) - passes.at(ground.columns)
-        gains = chances.sum(0).cumsum() - ground.rate * (widths + drafts.at(most))
+        lengths = np.arange(1, self.start + 1)
+        probs = (
+            self.statistics.accept_probs(rows, optimism=_OPTIMISM)[:, 1 : self.start + 1] * np.array(eligible)[:, None]
+        )
+        scored = context.base_tokens + lengths * count if rows.ragged else np.maximum(context.base_tokens, lengths)
+        pass_s = passes.at(scored) - passes.at(context.base_tokens)
+        gains = probs.sum(0).cumsum() - context.rate * (pass_s + costs.at(lengths))
         return int(gains.argmax()) + 1
 
-    def measure(
-        self, rows: Rows, budgets: Sequence[int], steps: Sequence[Step], kinds: Sequence[int], lost_s: float | None
+    def observe(
+        self, rows: Rows, budgets: Sequence[int], steps: Sequence[Step], buckets: Sequence[int], lost_s: float | None
     ) -> None:
-        """A step in which it was asked for these. kinds: of matches. lost_s: see `Trials.drafted`; None where nobody chose."""
-        mine = [n > 0 for n in budgets]
-        self.reach.add(rows, budgets, kinds, steps, mine)
-        self.gate.learn(rows, steps, mine)
+        """Observe a step in which this drafter had the given budgets.
+
+        buckets: [B] match buckets. lost_s: see `Trials.record`; None if no row's length was chosen.
+        """
+        is_own = [n > 0 for n in budgets]
+        self.statistics.add(rows, budgets, buckets, steps, is_own)
+        self.early_stopping.observe(rows, steps, is_own)
         if lost_s is not None:
-            self.trials.drafted(lost_s, steps[0].total_s)
+            self.trials.record(lost_s, steps[0].total_s)

@@ -1,23 +1,22 @@
-"""The lengths that write most tokens per second, measured while decoding; 0 where no draft pays.
+"""The throughput policy: draft lengths of the most tokens per second, measured while decoding; 0 where no draft pays.
 
-Keeps how long a pass takes by batch size and draft tokens, how long drafting takes, and how often drafts reach each length,
-row by row. For every step it takes the budgets k_i that maximise
+Measures how long a target pass takes by batch size and number of draft tokens, how long drafting takes, and how often k tokens
+are drafted and accepted in each row. In every step it chooses the budgets k_i that maximise
 
-    E[tokens] - rate E[seconds],   E[tokens] = sum_i (1 + sum_{k <= k_i} P_i(k tokens are guessed and hold))
+    E[tokens] - rate E[seconds],   E[tokens] = sum_i (1 + sum_{k <= k_i} P_i(k tokens are drafted and accepted))
 
-where the rate is what these rows write per second (pace.py says why).
+where rate is the tokens per second of these rows (see token_rate.py for the reason).
 
-A look-up costs next to nothing, so it is asked for all it finds, and the policy keeps what is worth scoring: a guess that
-continues a match of nine tokens nearly always holds, one that continues a single token seldom. Where a pass takes the
-time of its real tokens, each row has a budget of its own: a row whose guesses fail drafts less, and neither pays for its
-neighbours nor holds them back. Where the widest row sets what a pass takes, all have the same.
+N-gram drafters cost next to nothing, so they get the largest budget, and the policy selects how many of the found tokens are
+worth scoring: the continuation of a nine-token match is nearly always accepted, that of a single token seldom. In ragged passes,
+whose time depends on the real tokens alone, each row has its own budget, so that a row with many rejections drafts less without
+shortening the drafts of others. In padded passes, whose time depends on the longest row, all rows share one length.
 
-After two plain passes to compare with, a few steps try a draft. When none pays, they are tried again only as often as
-the time they lost allows: at most a hundredth of the time in between, and less with every trial that fails, until other
-requests join.
+After two plain passes for comparison, a trial of a few steps drafts. If no draft pays, trials are repeated only as often as their
+loss allows: at most a hundredth of the time in between, and less with every failed trial, until new requests join.
 
-A drafter that takes time behind a look-up that takes none (a hybrid) is measured and tried by itself: it is asked for the
-rows without a match, when its guesses pay beside what the look-up brought.
+The fallback drafter of a hybrid, which costs time where the n-gram drafter costs none, has its own measurements and trials: it
+drafts for rows without an n-gram match if that pays in addition to the n-gram drafter's tokens.
 """
 
 from __future__ import annotations
@@ -35,269 +34,286 @@ from foresay.checks import check_int
 from foresay.decoding.outcome import Step
 from foresay.decoding.protocols import DraftStep, LengthPolicy
 from foresay.decoding.rows import Rows
-from foresay.lengths.budgets import StepContext, best_for_all, best_for_each
+from foresay.lengths.budgets import StepContext, best_row_lengths, best_shared_length
 from foresay.lengths.constant import MAX_DRAFT_TOKENS
 from foresay.lengths.costs import Curve, PassCosts
-from foresay.lengths.draft_statistics import kind_of
+from foresay.lengths.draft_statistics import match_bucket
 from foresay.lengths.measured_drafter import MeasuredDrafter
 from foresay.lengths.token_rate import TokenRate
 
-LONGEST = 16
-"""Of drafts, unless a policy is told otherwise."""
+DEFAULT_HIGH = 16
+"""Default longest draft."""
 _STATE = "throughput length"
-"""Where rows remember their _StepState: several engines may share one policy."""
-_FREE = 0.05
-"""Share of a plain pass below which looking for guesses costs nothing."""
-_STALE = 64
-"""Steps after which a plain pass is measured again: what drafts cost is known in terms of it."""
-_REFRESH = 128
-"""Plain passes after which one guess is scored to measure a wider one again, whatever it was thought to be worth."""
-_FIRST = 4
-"""Such drafts, after which one counts all the same: where requests come and go all the time there are no others."""
-_STEEP = 0.06
-"""Cost of a further column in plain passes, until two sizes were measured."""
+"""Key of a _StepState in `Rows.memo`; not kept in the policy, which several engines may share."""
+_CHEAP = 0.05
+"""Share of a plain pass below which n-gram drafting counts as free."""
+_REMEASURE_PLAIN = 64
+"""Steps with drafts after which a plain pass is measured again, since costs are relative to it."""
+_REMEASURE_DRAFT = 128
+"""Plain passes after which a draft is scored regardless of its value, to measure the cost of draft tokens again."""
+_MAX_SKIPPED = 4
+"""First drafts in a row whose time is skipped; with requests joining in every step there are no other drafts to measure."""
+_INITIAL_SLOPE = 0.06
+"""Cost of one more draft token, in plain passes, until it is measured."""
 
 
 @dataclass(slots=True)
 class _StepState:
-    """What rows were given in the step under way."""
+    """The policy's decisions in the current step."""
 
-    offered: list[int]
-    joined: bool
-    """Whether these rows are together for the first time."""
-    trimmed: bool
-    """Whether guesses are chosen by what they match, so that nothing is told by how many of them there are."""
-    kinds: list[int]
-    """Of the matches that were shown; 0 where none was."""
-    kept: list[int]
-    """What was kept of a look-up's guesses."""
-    behind: list[int]
-    """What was asked of the drafter behind it."""
-    candidates: int = 0
-    """Rows that it might have been asked for."""
-    drawn: bool = False
-    """Whether a model drew guesses token by token."""
-    own_s: float = 0.0
-    """Seconds of the time of drafting that this policy took itself."""
+    budgets: list[int]
+    batch_changed: bool
+    """True in the first step of these rows."""
+    is_selected: bool
+    """True if found tokens are selected by match length; the number drafted is then not the number found."""
+    buckets: list[int]
+    """Match buckets; 0 for rows without a match."""
+    num_selected: list[int]
+    """Tokens of the n-gram drafter that are scored."""
+    fallback_budgets: list[int]
+    """Budgets of the fallback drafter."""
+    fallback_candidates: int = 0
+    """Rows that the fallback drafter could draft for."""
+    model_drafted: bool = False
+    """True if a model drafted token by token."""
+    policy_s: float = 0.0
+    """Seconds of the drafting time that the policy itself took."""
 
 
-def forget_own_time(rows: Rows) -> None:
-    """Say that the time of the step under way is not a clock's, so that nothing of it was the policy's own."""
+def exclude_policy_time(rows: Rows) -> None:
+    """Exclude the policy's own run time from the current step. For simulated step times, which do not include it."""
     state: _StepState | None = rows.memo.get(_STATE)
     if state is not None:
-        state.own_s = 0.0
+        state.policy_s = 0.0
 
 
 class ThroughputLength(LengthPolicy):
-    """Never slower than plain decoding: lengthens, shortens or stops drafting by what it measures.
+    """Adapt draft lengths to the measured throughput, so that decoding is not slower than without drafts.
 
-    Estimates are kept between requests. Where a draft model is sampled, the output's law does not depend on them; its tokens
-    do, unless `sampled` holds those rows to one length.
+    Estimates are kept between requests. Where a draft model samples, the distribution of the output does not depend on them, but
+    the sampled tokens do, unless `sampled` fixes the draft length of such rows.
     """
 
-    def __init__(self, *, start: int = 4, high: int = LONGEST, sampled: int | None = None) -> None:
-        """start: length of the first drafts. high: longest. sampled: the length of every draft for a row that is sampled under
-        a rule whose text depends on what was guessed, so that a seed keeps its text; None adapts those rows too.
+    def __init__(self, *, start: int = 4, high: int = DEFAULT_HIGH, sampled: int | None = None) -> None:
+        """start: length of the first drafts. high: longest draft. sampled: fixed draft length of rows that are sampled under a
+        rule whose output depends on the draft tokens, so that a seed always gives the same text; None adapts these rows too.
         """
         self.high = check_int("high", high, 1, MAX_DRAFT_TOKENS)
         self.start = check_int("start", start, 1, self.high)
         self.sampled = None if sampled is None else check_int("sampled", sampled, 0, self.high)
         self.remembers = self.sampled is None
         self._lock = Lock()
-        self._passes, self._pace = PassCosts(_STEEP), TokenRate()
-        self._first = MeasuredDrafter(self.start, self.high, "throughput length: own counts")
-        """What budgets are given to."""
-        self._behind = MeasuredDrafter(self.start, self.high, "throughput length: own counts behind")
-        """What drafts for the rows without a match."""
-        self._since_plain = self._num_plain = self._since_kept = 0
-        self._drafting = self._first
-        """What drafts token by token."""
-        self._shown = False
-        """Whether the drafter shows what it found, to be chosen from."""
-        self._passed = 0
-        """Drafts in a row whose time was passed over, since they took a prompt along."""
-        self._gated = False
-        """Whether the drafter says how sure it is of each token."""
+        self._passes, self._token_rate = PassCosts(_INITIAL_SLOPE), TokenRate()
+        self._primary = MeasuredDrafter(self.start, self.high, "throughput length: primary")
+        """Measurements of the drafter, or of a hybrid's n-gram drafter."""
+        self._fallback = MeasuredDrafter(self.start, self.high, "throughput length: fallback")
+        """Measurements of a hybrid's drafter for rows without an n-gram match."""
+        self._steps_since_plain = self._num_plain = self._steps_since_selected = 0
+        self._model_drafter = self._primary
+        """The drafter that drafts token by token, `_primary` or `_fallback`."""
+        self._reports_matches = False
+        """True if the drafter calls `num_to_score`, so that found tokens can be selected."""
+        self._num_skipped = 0
+        """Drafts in a row whose time was skipped because it included the prefill of a prompt."""
+        self._stops_early = False
+        """True if the drafter reports its confidence in each token."""
 
     def budget(self, rows: Rows) -> list[int]:
-        """Each row's own where a pass takes the time of its real tokens, else the same for all."""
+        """Return each row's own budget in ragged passes, else the same one for all rows."""
         nothing = [0] * len(rows)
         state = _StepState(nothing, _STATE not in rows.memo, False, nothing, nothing, nothing)
         rows.memo[_STATE] = state
-        with self._at_work(rows):
-            state.trimmed, held = self._chooses(len(rows)), self._held(rows)
-            state.offered = (
-                [int(n or 0) for n in held] if all(n is not None for n in held) else self._choose(rows, held)
+        with self._timed(rows):
+            state.is_selected, fixed = self._selects(len(rows)), self._fixed_lengths(rows)
+            state.budgets = (
+                [int(n or 0) for n in fixed] if all(n is not None for n in fixed) else self._choose(rows, fixed)
             )
-            return list(state.offered)
+            return list(state.budgets)
 
     def num_to_score(self, rows: Rows, counts: Sequence[int], matched: Sequence[int]) -> list[int]:
-        """As many of the guesses as pay, by what each one matched; see `LengthPolicy.num_to_score`."""
-        with self._at_work(rows):
-            self._shown, state = True, self._state(rows)
-            state.kinds, state.kept = [kind_of(n) for n in matched], list(counts)
+        """Return how many of the found tokens pay, by the length of their match; see `LengthPolicy.num_to_score`."""
+        with self._timed(rows):
+            self._reports_matches, state = True, self._state(rows)
+            state.buckets, state.num_selected = [match_bucket(n) for n in matched], list(counts)
             passes = self._passes.curve(len(rows))
-            state.trimmed = passes is not None and self._is_free(len(rows))
-            if passes is None or not state.trimmed:
+            state.is_selected = passes is not None and self._is_cheap(len(rows))
+            if passes is None or not state.is_selected:
                 return list(counts)
-            self._first.trials.left = 0
-            held = self._held(rows)
-            out = self._worth(rows, counts, state.kinds, held, passes)
-            self._since_kept = 0 if any(out) else self._since_kept + 1
-            if self._since_kept >= _REFRESH:
-                surest = max(range(len(rows)), key=lambda i: (counts[i] > 0, state.kinds[i]))
-                out[surest], self._since_kept = min(counts[surest], self.start), 0
-            state.kept = [n if one is None else most for n, one, most in zip(out, held, counts, strict=True)]
-            return list(state.kept)
+            self._primary.trials.steps_left = 0
+            fixed = self._fixed_lengths(rows)
+            out = self._select(rows, counts, state.buckets, fixed, passes)
+            self._steps_since_selected = 0 if any(out) else self._steps_since_selected + 1
+            if self._steps_since_selected >= _REMEASURE_DRAFT:
+                surest = max(range(len(rows)), key=lambda i: (counts[i] > 0, state.buckets[i]))
+                out[surest], self._steps_since_selected = min(counts[surest], self.start), 0
+            state.num_selected = [n if length is None else m for n, length, m in zip(out, fixed, counts, strict=True)]
+            return list(state.num_selected)
 
     def fallback_budget(self, rows: Rows, most: Sequence[int]) -> list[int]:
-        """As many tokens as pay of the drafter behind a look-up; see `LengthPolicy.fallback_budget`."""
-        with self._at_work(rows):
-            self._shown, self._drafting, state = True, self._behind, self._state(rows)
-            if self._is_free(len(rows)):  # what it looks up is not tried: it is always asked for
-                state.trimmed, self._first.trials.left = True, 0
-            asked = [n > 0 for n in most]
-            held = [n if n and one is not None else None for n, one in zip(most, self._held(rows), strict=True)]
-            chosen = self._choose_behind(rows, asked, held)
-            state.behind, state.candidates = [min(n, limit) for n, limit in zip(chosen, most, strict=True)], sum(asked)
-            self._behind.gate.limit(rows, state.behind)
-            return list(state.behind)
+        """Return how many tokens of the fallback drafter pay; see `LengthPolicy.fallback_budget`."""
+        with self._timed(rows):
+            self._reports_matches, self._model_drafter, state = True, self._fallback, self._state(rows)
+            if self._is_cheap(len(rows)):  # a cheap n-gram drafter needs no trials: it drafts in every step
+                state.is_selected, self._primary.trials.steps_left = True, 0
+            eligible = [n > 0 for n in most]
+            fixed = [n if n and f is not None else None for n, f in zip(most, self._fixed_lengths(rows), strict=True)]
+            chosen = self._choose_fallback(rows, eligible, fixed)
+            state.fallback_budgets, state.fallback_candidates = (
+                [min(n, m) for n, m in zip(chosen, most, strict=True)],
+                sum(eligible),
+            )
+            self._fallback.early_stopping.limit(rows, state.fallback_budgets)
+            return list(state.fallback_budgets)
 
     @contextmanager
-    def _at_work(self, rows: Rows) -> Iterator[None]:
-        """The policy's own time is not what drafting takes: it would be taken by drafting nothing too."""
+    def _timed(self, rows: Rows) -> Iterator[None]:
+        """Take the lock and time the policy itself: plain steps pay for it as well, so it is no cost of drafting."""
         with self._lock:
-            began = perf_counter()
+            start = perf_counter()
             yield
-            self._state(rows).own_s += perf_counter() - began
+            self._state(rows).policy_s += perf_counter() - start
 
     def _state(self, rows: Rows) -> _StepState:
         state: _StepState = rows.memo[_STATE]
         return state
 
-    def _choose_behind(self, rows: Rows, asked: Sequence[bool], held: Sequence[int | None]) -> list[int]:
+    def _choose_fallback(self, rows: Rows, eligible: Sequence[bool], fixed: Sequence[int | None]) -> list[int]:
         passes, state = self._passes.curve(len(rows)), self._state(rows)
-        ground = self._ground(rows)
-        return self._behind.choose(rows, asked, held, passes, ground, joined=state.joined, gated=self._gated)
+        context = self._context(rows)
+        return self._fallback.choose(
+            rows, eligible, fixed, passes, context, batch_changed=state.batch_changed, stops_early=self._stops_early
+        )
 
     def keep_drafting(self, step: DraftStep) -> torch.Tensor | None:
-        """Rows that are sure enough of their last token draft on; those that are held to a length do whatever it was."""
-        distributions, gate, rows = step.distributions, self._drafting.gate, step.rows
+        """Return the rows whose next token pays, by the confidence in their draft so far; rows with a fixed length continue."""
+        distributions, stopping, rows = step.distributions, self._model_drafter.early_stopping, step.rows
         state: _StepState | None = None if rows is None else rows.memo.get(_STATE)
-        if rows is None or state is None:  # a tree, or rows of somebody else's
+        if rows is None or state is None:  # a tree, or rows without a budget from this policy
             return None
-        state.drawn = True
-        # on a device it would be waited for
-        self._gated = distributions.scores is not None and distributions.scores.device.type == "cpu"
-        if not self._gated or not gate.is_begun(rows):
+        state.model_drafted = True
+        # on other devices, reading the confidence would synchronize
+        self._stops_early = distributions.scores is not None and distributions.scores.device.type == "cpu"
+        if not self._stops_early or not stopping.is_active(rows):
             return None
-        said = distributions.confidence(step.token_ids[:, None])[:, 0]
-        sure = torch.from_numpy(gate.goes_on(rows, step.index.numpy(), said.numpy()))
-        held = [one is not None for one in self._held(rows)]
-        return sure | torch.tensor(held) if any(held) else sure
+        confidence = distributions.confidence(step.token_ids[:, None])[:, 0]
+        continuing = torch.from_numpy(stopping.continuing(rows, step.index.numpy(), confidence.numpy()))
+        is_fixed = [length is not None for length in self._fixed_lengths(rows)]
+        return continuing | torch.tensor(is_fixed) if any(is_fixed) else continuing
 
-    def _ground(self, rows: Rows) -> StepContext:
-        """What the guesses that were kept come to."""
+    def _context(self, rows: Rows) -> StepContext:
+        """Return the context of the fallback drafter's choice: the rate, and the n-gram drafter's tokens."""
         state = self._state(rows)
-        return StepContext(self._rate(rows), sum(state.kept) if rows.ragged else max(state.kept))
+        return StepContext(self._rate(rows), sum(state.num_selected) if rows.ragged else max(state.num_selected))
 
     def _rate(self, rows: Rows) -> float:
-        """Tokens per second of these rows; 0 before any pass was measured."""
+        """Return the tokens per second of these rows; 0 before a pass was measured."""
         passes = self._passes.curve(len(rows))
-        return 0.0 if passes is None else self._pace.rate(rows, float(passes.at(0)))
+        return 0.0 if passes is None else self._token_rate.rate(rows, float(passes.at(0)))
 
-    def _held(self, rows: Rows) -> list[int | None]:
-        """The lengths that keep seeds' texts; None for a row whose text depends on no length."""
+    def _fixed_lengths(self, rows: Rows) -> list[int | None]:
+        """Return `sampled` for rows whose text depends on the draft length, else None."""
         return [None if row.params.greedy or rows.needs.ignores_drafts else self.sampled for row in rows]
 
-    def _choose(self, rows: Rows, held: Sequence[int | None]) -> list[int]:
-        passes, plain = self._passes.curve(len(rows)), not any(held) and not self._first.trials.left
-        if plain and (passes is None or self._num_plain < 2 or self._since_plain >= _STALE):
+    def _choose(self, rows: Rows, fixed: Sequence[int | None]) -> list[int]:
+        passes, may_be_plain = self._passes.curve(len(rows)), not any(fixed) and not self._primary.trials.steps_left
+        if may_be_plain and (passes is None or self._num_plain < 2 or self._steps_since_plain >= _REMEASURE_PLAIN):
             return [0] * len(rows)
-        if self._chooses(len(rows)) and not self._first.trials.left:
-            return [self.high if n is None else n for n in held]  # `num_to_score` chooses from what it finds
-        every, gated = [True] * len(rows), self._gated and self._drafting is self._first
-        ground, joined = StepContext(self._rate(rows)), self._state(rows).joined
-        out = self._first.choose(rows, every, held, passes, ground, joined=joined, gated=gated)
-        if any(out) or self._drafting is self._first:
+        if self._selects(len(rows)) and not self._primary.trials.steps_left:
+            return [self.high if n is None else n for n in fixed]  # `num_to_score` selects from the found tokens
+        all_rows, stops_early = [True] * len(rows), self._stops_early and self._model_drafter is self._primary
+        context, changed = StepContext(self._rate(rows)), self._state(rows).batch_changed
+        out = self._primary.choose(
+            rows, all_rows, fixed, passes, context, batch_changed=changed, stops_early=stops_early
+        )
+        if any(out) or self._model_drafter is self._primary:
             return out
-        return self._choose_behind(rows, every, held)  # a look-up that does not pay costs nobody else a place
+        return self._choose_fallback(rows, all_rows, fixed)  # even if the n-gram drafter does not pay
 
-    def _chooses(self, batch: int) -> bool:
-        """Whether the drafter is asked for all it finds."""
-        return self._shown and self._is_free(batch)
+    def _selects(self, batch: int) -> bool:
+        """Return True if the drafter gets the largest budget, and the found tokens are selected afterwards."""
+        return self._reports_matches and self._is_cheap(batch)
 
-    def _is_free(self, batch: int) -> bool:
-        """Whether looking for guesses takes next to no time of a pass, or none was timed yet."""
+    def _is_cheap(self, batch: int) -> bool:
+        """Return True if n-gram drafting takes a negligible share of a pass, or no pass was measured."""
         passes = self._passes.curve(batch)
-        return passes is None or bool(self._first.drafts.longest_s(batch) < _FREE * passes.at(0))
+        return passes is None or bool(self._primary.costs.longest_s(batch) < _CHEAP * passes.at(0))
 
-    def _worth(
-        self, rows: Rows, counts: Sequence[int], kinds: Sequence[int], held: Sequence[int | None], passes: Curve
+    def _select(
+        self, rows: Rows, counts: Sequence[int], buckets: Sequence[int], fixed: Sequence[int | None], passes: Curve
     ) -> list[int]:
-        """How many of each row's guessed tokens make the greatest throughput."""
+        """Return how many of each row's found tokens give the highest throughput."""
         most = max(counts)
         index = np.arange(1, most + 1)
         drafted = (index <= np.array(counts)[:, None]).astype(np.float64)
-        chances = self._first.reach.held(rows, kinds)[:, 1 : most + 1]
-        nothing, ground = np.zeros(most), StepContext(self._rate(rows))
+        accept_probs = self._primary.statistics.accept_probs(rows, buckets)[:, 1 : most + 1]
+        no_cost, context = np.zeros(most), StepContext(self._rate(rows))
         if rows.ragged:
-            found = best_for_each(chances, drafted, passes, nothing, held, ground) or [0] * len(rows)
+            found = best_row_lengths(accept_probs, drafted, passes, no_cost, fixed, context) or [0] * len(rows)
         else:
-            found = [best_for_all((drafted * chances).sum(0), drafted.max(0), passes, nothing, ground)] * len(rows)
+            found = [
+                best_shared_length((drafted * accept_probs).sum(0), drafted.max(0), passes, no_cost, context)
+            ] * len(rows)
         return [min(n, most) for n, most in zip(found, counts, strict=True)]
 
     def observe(self, rows: Rows, steps: Sequence[Step]) -> None:
-        """Measure a step."""
+        """Measure a step: its times, its generated tokens and the acceptance of its drafts."""
         with self._lock:
             self._count_pass(rows, steps)
             state = rows.memo.get(_STATE)
-            if state is not None and any(state.offered):
+            if state is not None and any(state.budgets):
                 self._count_drafts(rows, steps, state)
 
     def _count_pass(self, rows: Rows, steps: Sequence[Step]) -> None:
         one, drafted = steps[0], [step.num_drafted for step in steps]
         self._passes.column_cost = rows.column_cost
         self._passes.add(len(steps), sum(drafted) if rows.ragged else max(drafted), one.total_s - one.draft_s)
-        plain = self._passes.curve(len(rows))
-        if plain is not None:
-            self._pace.add(rows, steps, float(plain.at(0)))
-        self._since_plain = 0 if max(drafted) == 0 else self._since_plain + 1
+        passes = self._passes.curve(len(rows))
+        if passes is not None:
+            self._token_rate.add(rows, steps, float(passes.at(0)))
+        self._steps_since_plain = 0 if max(drafted) == 0 else self._steps_since_plain + 1
         self._num_plain += max(drafted) == 0
-        for each in (self._first, self._behind):
-            each.trials.went_on(one.total_s)
+        for each in (self._primary, self._fallback):
+            each.trials.advance(one.total_s)
 
     def _count_drafts(self, rows: Rows, steps: Sequence[Step], state: _StepState) -> None:
-        one, batch, behind = steps[0], len(steps), state.behind
-        draft_s = max(0.0, one.draft_s - state.own_s)
-        mine = [0 if other else n for n, other in zip(state.offered, behind, strict=True)]
-        asked = behind if any(behind) else state.offered
-        which = self._behind if any(behind) else self._first
-        drawn = [step.num_drafted if n else 0 for step, n in zip(steps, asked, strict=True)]
-        longest = max(drawn) if state.drawn else 0
-        self._passed = self._passed + 1 if state.drawn and which.gate.is_first(rows, drawn) else 0
-        if not 0 < self._passed <= _FIRST:
-            which.drafts.add(state.candidates if any(behind) else batch, longest or max(asked), draft_s)
-        if any(behind):
-            self._behind.measure(rows, behind, steps, [0] * batch, self._lost(rows, steps, behind))
-        if state.trimmed:
-            self._first.reach.add(rows, None, state.kinds, steps, [not n for n in behind])
-        elif any(mine):
-            self._first.measure(rows, mine, steps, state.kinds, self._lost(rows, steps, mine))
+        one, batch, fallback = steps[0], len(steps), state.fallback_budgets
+        draft_s = max(0.0, one.draft_s - state.policy_s)
+        primary = [0 if other else n for n, other in zip(state.budgets, fallback, strict=True)]
+        budgets = fallback if any(fallback) else state.budgets
+        which = self._fallback if any(fallback) else self._primary
+        drafted = [step.num_drafted if n else 0 for step, n in zip(steps, budgets, strict=True)]
+        longest = max(drafted) if state.model_drafted else 0
+        self._num_skipped = (
+            self._num_skipped + 1 if state.model_drafted and which.early_stopping.is_first_draft(rows, drafted) else 0
+        )
+        if not 0 < self._num_skipped <= _MAX_SKIPPED:
+            which.costs.add(state.fallback_candidates if any(fallback) else batch, longest or max(budgets), draft_s)
+        if any(fallback):
+            self._fallback.observe(rows, fallback, steps, [0] * batch, self._lost_s(rows, steps, fallback))
+        if state.is_selected:
+            self._primary.statistics.add(rows, None, state.buckets, steps, [not n for n in fallback])
+        elif any(primary):
+            self._primary.observe(rows, primary, steps, state.buckets, self._lost_s(rows, steps, primary))
 
-    def _lost(self, rows: Rows, steps: Sequence[Step], budgets: Sequence[int]) -> float | None:
-        """Seconds that a step took longer than its tokens would have without these drafts; None where all rows must have them."""
+    def _lost_s(self, rows: Rows, steps: Sequence[Step], budgets: Sequence[int]) -> float | None:
+        """Return the seconds that a step took longer than its tokens take without the drafts of `budgets`.
+
+        None if no pass was measured or all of these drafts have fixed lengths.
+        """
         curve, one = self._passes.curve(len(steps)), steps[0]
-        if curve is None or not any(n for n, held in zip(budgets, self._held(rows), strict=True) if held is None):
+        if curve is None or not any(n for n, f in zip(budgets, self._fixed_lengths(rows), strict=True) if f is None):
             return None
         others = [step.num_drafted for step, n in zip(steps, budgets, strict=True) if not n]
-        alone = float(curve.at(sum(others) if rows.ragged else max(others, default=0)))
+        without_s = float(curve.at(sum(others) if rows.ragged else max(others, default=0)))
         gained = sum(step.num_accepted for step, n in zip(steps, budgets, strict=True) if n)
         rate = self._rate(rows)
-        return one.total_s - alone - (gained / rate if rate else 0.0)
+        return one.total_s - without_s - (gained / rate if rate else 0.0)
 
     @property
     def estimates(self) -> Mapping[str, float]:
-        """What is known at batch 1, for reports: seconds of a plain pass, and acceptance of the first draft token."""
+        """Estimates for reports: seconds of a plain pass at batch size 1, and the acceptance rate of first draft tokens."""
         curve = self._passes.curve(1)
-        return {"plain_pass_s": float(curve.at(0)) if curve else 0.0, "first_accepted": self._first.reach.first_held}
+        return {
+            "plain_pass_s": float(curve.at(0)) if curve else 0.0,
+            "first_accepted": self._primary.statistics.first_accepted,
+        }

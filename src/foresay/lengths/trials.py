@@ -1,69 +1,72 @@
-"""When drafts that do not pay are tried again: as seldom as the time that the trials lost asks for.
+"""When to try drafting again after it did not pay: the time that trials lose stays below a fixed share of the total.
 
-Owns the clock of trials and pauses. Knows neither what a draft is nor what pays.
+Owns the clock of trials and pauses. Does not know what is drafted or whether it pays.
 """
 
 from __future__ import annotations
 
 _STEPS = 4
-"""Of a trial: the first may pay for what the draft missed."""
-_FURTHER = 12
-"""Most steps by which a trial goes on while too little was seen."""
-_LOSS = 0.01
+"""Steps of a trial; the first one may include the draft model's catch-up."""
+_MAX_EXTRA_STEPS = 12
+"""Most steps by which a trial is extended while it is inconclusive."""
+_MAX_LOSS = 0.01
 """Share of the time that trials may lose."""
-_PATIENCE = 5
-"""Doublings of the pause between trials, at most."""
+_MAX_DOUBLINGS = 5
+"""The pause after n failed trials in a row is doubled n - 1 times, for n up to this number."""
 _SETTLED = 64
-"""Steps after a trial before requests that join are reason for another."""
+"""Steps after the start of a trial before new requests are a reason for another one."""
 
 
 class Trials:
-    """Of one drafter."""
+    """The trials of one drafter."""
 
     def __init__(self) -> None:
-        self.left = 0
-        """Steps of the trial under way still to come."""
-        self._lost = self._elapsed = self._resume_s = self._least_s = 0.0
+        self.steps_left = 0
+        """Remaining steps of the current trial."""
+        self._lost_s = self._elapsed_s = self._resume_s = self._earliest_s = 0.0
         self.just_ended = False
-        """Whether the step before was the last of a trial."""
-        self._further = 0
-        """Steps by which the trial under way went on."""
-        self._since = self._failed = 0
-        """Steps since the last began; trials in a row after which no draft paid, each of which doubles the next pause."""
+        """True if the previous step was the last of a trial."""
+        self._extra_steps = 0
+        """Steps by which the current trial was extended."""
+        self._steps_since = self._num_failed = 0
+        """Steps since the last trial began; trials in a row after which no draft paid."""
 
-    def paid(self) -> None:
-        """Drafts pay: none of the trials before is held against them."""
-        self._failed, self.just_ended = 0, False
+    def succeed(self) -> None:
+        """Drafting pays: reset the count of failed trials."""
+        self._num_failed, self.just_ended = 0, False
 
-    def goes_on(self, hopeful: bool) -> bool:
-        """Whether a trial that has just come to its end goes on. hopeful: too little was seen to say that drafts do not pay."""
-        goes_on = self.just_ended and hopeful and self._further < _FURTHER
+    def extend(self, inconclusive: bool) -> bool:
+        """Extend a trial that has just ended by one step and return True, if it is inconclusive and not too long.
+
+        inconclusive: too few drafts were tested to conclude that drafting does not pay.
+        """
+        extended = self.just_ended and inconclusive and self._extra_steps < _MAX_EXTRA_STEPS
         self.just_ended = False
-        if goes_on:
-            self.left, self._further = 1, self._further + 1
-        return goes_on
+        if extended:
+            self.steps_left, self._extra_steps = 1, self._extra_steps + 1
+        return extended
 
-    def begin(self, joined: bool) -> bool:
-        """Whether one begins now. joined: requests have come or gone, so that what did not pay may now."""
-        if joined and self._since >= _SETTLED:
-            self._failed = 0
-            self._resume_s = min(self._resume_s, self._least_s)
-        if self._elapsed < self._resume_s:
+    def begin(self, batch_changed: bool) -> bool:
+        """Begin a trial and return True, if one is due. batch_changed: requests joined or left, so drafting may pay now."""
+        if batch_changed and self._steps_since >= _SETTLED:
+            self._num_failed = 0
+            self._resume_s = min(self._resume_s, self._earliest_s)
+        if self._elapsed_s < self._resume_s:
             return False
-        self.left, self._lost, self._since, self._further = _STEPS, 0.0, 0, 0
-        self._failed = min(self._failed + 1, _PATIENCE)  # until it turns out to pay
+        self.steps_left, self._lost_s, self._steps_since, self._extra_steps = _STEPS, 0.0, 0, 0
+        self._num_failed = min(self._num_failed + 1, _MAX_DOUBLINGS)  # reset by `succeed`
         return True
 
-    def went_on(self, seconds: float) -> None:
-        """A step has passed."""
-        self._elapsed += seconds
-        self._since += 1
+    def advance(self, seconds: float) -> None:
+        """Advance the clock by one step of the given seconds."""
+        self._elapsed_s += seconds
+        self._steps_since += 1
 
-    def drafted(self, lost_s: float, total_s: float) -> None:
-        """A step has drafted. lost_s: how much longer its tokens took than without; less than nothing where it paid."""
-        self.just_ended = self.left == 1
-        self.left = max(0, self.left - 1)
-        self._lost += lost_s
-        pause = max(self._lost / _LOSS, 16 * total_s)
-        self._least_s = self._elapsed + pause  # whoever joins: no trial costs more than its share
-        self._resume_s = self._elapsed + pause * 2 ** max(0, self._failed - 1)
+    def record(self, lost_s: float, total_s: float) -> None:
+        """Record a step with a draft. lost_s: seconds more than its tokens take without a draft, negative if it paid."""
+        self.just_ended = self.steps_left == 1
+        self.steps_left = max(0, self.steps_left - 1)
+        self._lost_s += lost_s
+        pause = max(self._lost_s / _MAX_LOSS, 16 * total_s)
+        self._earliest_s = self._elapsed_s + pause  # even with new requests no trial exceeds its share of the time
+        self._resume_s = self._elapsed_s + pause * 2 ** max(0, self._num_failed - 1)

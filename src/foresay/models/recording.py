@@ -1,7 +1,7 @@
-"""Recorded outputs of a target as a LanguageModel: it gives the next token, and no logits.
+"""Recorded outputs of a target as a LanguageModel that returns the next token instead of logits.
 
-Request i of an engine over it is recorded text i. A pass returns the recorded token after each position; after a draft token
-that differs from the recording its value is meaningless, and no exact rule reads it. Knows no file format.
+Request i of the engine must be recorded text i. A forward pass returns the recorded token after each position. After a draft
+token that differs from the recording, that value is meaningless and no exact rule reads it. Knows no file format.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from foresay.decoding.rows import IntArray, Rows
 from foresay.errors import ConfigError
 
 MAX_VOCAB_SIZE = 1 << 24
-"""More tokens than any tokenizer has: a recording with a higher id is damaged."""
+"""Upper bound on the vocabulary size, above any real tokenizer's: a recording with a higher token id is damaged."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedText:
-    """One request's token ids: prompt (for an encoder-decoder its decoder start tokens), output, and encoder source if any."""
+    """Token ids of one request: prompt (an encoder-decoder's decoder start tokens), output, and encoder source if any."""
 
     prompt: Sequence[int]
     output: Sequence[int]
@@ -32,39 +32,42 @@ class RecordedText:
 
 @dataclass(frozen=True, slots=True)
 class SavedSize:
-    """Bytes of what the recorded model keeps of a row."""
+    """Size in bytes of a saved prefix in the recorded model's cache."""
 
     nbytes: int
 
 
 class RecordingCache:
-    """A cache of lengths alone: a recording computes nothing. `texts`: the index of each row's text, [rows] int64."""
+    """A cache that stores only lengths, since a recording computes nothing.
+
+    `texts`: the index of each row's text, [rows] int64.
+    """
 
     def __init__(self, token_bytes: float = 0.0) -> None:
-        """token_bytes: what a token takes in the recorded model's cache, which bounds what is kept of rows that ended."""
+        """token_bytes: bytes per token in the recorded model's cache; it limits how many prefixes of finished rows are kept."""
         self.token_bytes = token_bytes
         self.lengths: list[int] = []
         self.texts: IntArray = np.zeros(0, dtype=np.int64)
 
     def truncate(self, lengths: Sequence[int]) -> None:
-        """Rewind."""
+        """Rewind the first rows."""
         for i, length in enumerate(lengths):
             self.lengths[i] = min(self.lengths[i], length)
 
     def keep(self, starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
-        """Rewind to the end of each path: a recording holds no columns to move."""
+        """Rewind to the end of each path; a recording stores no columns to move."""
         self.truncate([start + len(path) for start, path in zip(starts, paths, strict=True)])
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
-        """Row `target` begins with the first `length` tokens of row `source`, which are its own."""
+        """Set the length of row `target`, whose first `length` tokens equal those of row `source`."""
         self.lengths[target] = length
 
     def save_prefix(self, row: int, length: int) -> SavedSize:
-        """What so much of a row takes."""
+        """Return the size of the first `length` tokens of a row."""
         return SavedSize(round(length * self.token_bytes))
 
     def load_prefix(self, row: int, saved: SavedSize, length: int) -> None:
-        """Row `row` begins with the first `length` tokens of what was there."""
+        """Set the length of row `row`, which begins with the first `length` tokens of the saved prefix."""
         self.lengths[row] = length
 
     def swap(self, one: int, other: int) -> None:
@@ -73,7 +76,7 @@ class RecordingCache:
         self.texts[[one, other]] = self.texts[[other, one]]
 
     def rearrange(self, moves: Sequence[Move], count: int) -> None:
-        """Carry out the moves, then drop the rows from `count` on."""
+        """Apply the moves, then drop the rows from index `count` on."""
         for source, target in moves:
             self.lengths[target], self.texts[target] = self.lengths[source], self.texts[source]
         del self.lengths[count:]
@@ -81,9 +84,9 @@ class RecordingCache:
 
 
 class RecordingModel(LanguageModel):
-    """A LanguageModel that returns recorded tokens. Request i of an engine must be texts[i].
+    """A LanguageModel that returns recorded tokens. Request i of the engine must be texts[i].
 
-    Raises ConfigError without texts.
+    Raises ConfigError if there are no texts.
     """
 
     device = torch.device("cpu")
@@ -97,9 +100,9 @@ class RecordingModel(LanguageModel):
         ragged: bool = False,
         column_cost: float | None = None,
     ) -> None:
-        """ragged, column_cost: what the recorded model says of its passes, see Capabilities."""
+        """ragged, column_cost: capabilities of the recorded model; see Capabilities."""
         if not texts:
-            raise ConfigError("a recording without texts: there is nothing to replay")
+            raise ConfigError("the recording has no texts; there is nothing to replay")
         self.vocab_size, self.max_length = vocab_size, max_length
         self._capabilities = Capabilities(
             trees=True,
@@ -111,24 +114,24 @@ class RecordingModel(LanguageModel):
         self._sizes: IntArray = np.array([len(text.prompt) + len(text.output) for text in texts], dtype=np.int64)
         self._starts: IntArray = np.concatenate([[0], np.cumsum(self._sizes + 1)])
         self._tokens: IntArray = np.zeros(self._starts[-1], dtype=np.int64)
-        """The texts one after the other, each with a 0 after its end: a long text does not widen the others."""
+        """All texts concatenated, each followed by a 0; shorter texts need no padding to the longest."""
         for start, size, text in zip(self._starts, self._sizes, texts, strict=False):
             self._tokens[start : start + size] = [*text.prompt, *text.output]
         self._texts = texts
 
     @property
     def capabilities(self) -> Capabilities:
-        """Trees and, for an encoder-decoder's recording, encoder sources; no logits."""
+        """Draft trees, encoder sources if the recorded model was an encoder-decoder, and no logits."""
         return self._capabilities
 
     def new_cache(self) -> RecordingCache:
-        """A cache without rows."""
+        """Return a cache without rows."""
         return RecordingCache()
 
     def admit(self, rows: Rows, first: int, cache: KVCache) -> None:
-        """Add rows. Prefill computes nothing, but takes as many passes as live, so that batches are the same.
+        """Add rows. Prefill computes nothing but takes as many passes as in a live run, so that the batches are the same.
 
-        Raises ConfigError for a request that is not the recording's.
+        Raises ConfigError for a request whose prompt differs from the recorded text of the same index.
         """
         assert isinstance(cache, RecordingCache) and len(cache.lengths) == first
         new = [rows[i] for i in range(first, len(rows))]
@@ -139,10 +142,15 @@ class RecordingModel(LanguageModel):
         cache.texts = np.append(cache.texts, [row.request_id for row in new])
 
     def forward(self, model_input: ModelInput, cache: KVCache) -> ModelOutput:
-        """One pass, which gives token_ids [B, T]; see LanguageModel.forward. Raises ConfigError for hidden layers."""
+        """Run one forward pass, which returns token_ids [B, T]; see LanguageModel.forward.
+
+        Raises ConfigError if hidden states are requested.
+        """
         assert isinstance(cache, RecordingCache)
         if model_input.hidden_layers:
-            raise ConfigError("a recording has no hidden states, and this drafter asks for some")
+            raise ConfigError(
+                "a recording has no hidden states, which this drafter needs; replay it with another drafter"
+            )
         batch, columns = model_input.token_ids.shape
         rows = slice(model_input.first_row, model_input.first_row + batch)
         depths = (

@@ -1,6 +1,6 @@
-"""A Markov table as a LanguageModel: its law is known, so everything built on it can be checked by enumeration.
+"""A second-order Markov table as a LanguageModel, whose exact distribution is known.
 
-Public: use it to test a drafter, a rule or a processor of your own without weights.
+Public: use it to test a drafter, a rule or a processor of your own without weights, against enumerated probabilities.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from foresay.errors import ConfigError
 
 
 class TableCache:
-    """Each row's tokens by absolute position; after a row's length there is garbage, as in a real cache."""
+    """Tokens of each row by absolute position. Entries after a row's length are stale, as in a real cache."""
 
     def __init__(self) -> None:
         self.lengths: list[int] = []
         self.tokens: list[list[int]] = []
 
     def truncate(self, lengths: Sequence[int]) -> None:
-        """Rewind; the tokens after the new length stay and must never matter."""
+        """Rewind the first rows; tokens after the new lengths stay and must never be used."""
         for i, length in enumerate(lengths):
             self.lengths[i] = min(self.lengths[i], length)
 
     def keep(self, starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
-        """Keep some columns of the last pass; see KVCache.keep."""
+        """Keep some columns of the last forward pass; see KVCache.keep."""
         for i, (start, path) in enumerate(zip(starts, paths, strict=True)):
             kept = [self.tokens[i][start + column] for column in path]
             self.tokens[i][start : start + len(path)] = kept
@@ -43,17 +43,18 @@ class TableCache:
         self.tokens[one], self.tokens[other] = self.tokens[other], self.tokens[one]
 
     def rearrange(self, moves: Sequence[Move], count: int) -> None:
-        """Carry out the moves, then drop the rows from `count` on."""
+        """Apply the moves, then drop the rows from index `count` on."""
         for source, target in moves:
             self.lengths[target], self.tokens[target] = self.lengths[source], list(self.tokens[source])
         del self.lengths[count:], self.tokens[count:]
 
 
 class TableModel(LanguageModel):
-    """p(next | last two tokens) read from a table.
+    """p(next | last two tokens), read from a table.
 
-    table: [V, V, V] float, table[a, b] the law after ... a b; a row of one token counts as preceded by token 0. Raises
-    ConfigError for another shape, and for weights that are negative, not finite, or all zero in a law.
+    table: [V, V, V] float; table[a, b] is the distribution after ... a b, up to normalization. A context of one token counts as
+    preceded by token 0. Raises ConfigError for another shape, for weights that are negative or not finite, and for a
+    distribution whose weights are all zero.
     """
 
     capabilities = Capabilities(trees=True)
@@ -62,7 +63,9 @@ class TableModel(LanguageModel):
         if table.dim() != 3 or len(set(table.shape)) != 1:
             raise ConfigError(f"table has shape {tuple(table.shape)}; it must be [V, V, V]")
         if bool((table < 0).any()) or not bool(torch.isfinite(table).all()) or bool((table.sum(-1) <= 0).any()):
-            raise ConfigError("table must hold finite, non-negative weights, with a positive one in each law")
+            raise ConfigError(
+                "table must contain finite, non-negative weights; each distribution table[a, b] needs a positive one"
+            )
         self.table = table.double() / table.double().sum(-1, keepdim=True)
         self._logits = self.table.log().float()
         self.vocab_size = int(table.shape[0])
@@ -71,18 +74,18 @@ class TableModel(LanguageModel):
 
     @classmethod
     def random(cls, vocab_size: int, *, seed: int, concentration: float = 1.0, max_length: int = 4096) -> TableModel:
-        """Distributions drawn from a symmetric Dirichlet; a small concentration makes them peaked."""
+        """Draw each distribution from a symmetric Dirichlet; a small concentration makes them peaked."""
         generator = torch.Generator().manual_seed(seed)
         uniform = torch.rand(vocab_size, vocab_size, vocab_size, generator=generator, dtype=torch.float64)
         return cls((-uniform.log()) ** (1 / concentration) + 1e-9, max_length=max_length)
 
     def distribution(self, context: Sequence[int]) -> torch.Tensor:
-        """The law after a context of at least one token, [V] float64."""
-        before = context[-2] if len(context) > 1 else 0
-        return self.table[before, context[-1]]
+        """Return the distribution after a context of at least one token, [V] float64."""
+        previous = context[-2] if len(context) > 1 else 0
+        return self.table[previous, context[-1]]
 
     def new_cache(self) -> TableCache:
-        """A cache without rows."""
+        """Return a cache without rows."""
         return TableCache()
 
     def admit(self, rows: Rows, first: int, cache: KVCache) -> None:
@@ -93,7 +96,7 @@ class TableModel(LanguageModel):
             cache.tokens.append([])
 
     def forward(self, model_input: ModelInput, cache: KVCache) -> ModelOutput:
-        """One pass, logits [B, T, V]; see LanguageModel.forward."""
+        """Run one forward pass, logits [B, T, V]; see LanguageModel.forward."""
         assert isinstance(cache, TableCache)
         batch, columns = model_input.token_ids.shape
         out = torch.empty(batch, columns, self.vocab_size, dtype=torch.float32)

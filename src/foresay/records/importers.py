@@ -1,6 +1,6 @@
-"""Importers of outputs from other projects' logs: token ids alone, without anything on how they were generated.
+"""Importers of outputs from other projects' logs: token ids alone, without the settings that generated them.
 
-Owns the two foreign formats. Knows nothing of our own recordings.
+Owns the two foreign formats. Knows nothing about our own recordings.
 """
 
 from __future__ import annotations
@@ -13,44 +13,50 @@ from foresay.json_files import parse_json, read_limited
 from foresay.models.recording import MAX_VOCAB_SIZE, RecordedText
 
 MAX_BYTES = 1 << 30
-"""The largest log that is read."""
+"""Size limit of a log."""
 _BEGIN, _END = "tensor([[", "]]"
 
 
 def read_tensor_log(name: str, prompts: Sequence[Sequence[int]] | None) -> list[RecordedText]:
-    """The log of "Decoding Speculative Decoding" (Yan et al. 2024): printed tensors [1, L] of outputs, in prompt order.
+    """Read a log of "Decoding Speculative Decoding" (Yan et al. 2024): printed tensors [1, L] of outputs, in prompt order.
 
-    prompts: token ids, in the same order. Raises ConfigError without them, and for a log that cannot be read as such.
+    prompts: token ids, in the same order. Raises ConfigError without them, and for a malformed log.
     """
     if prompts is None:
-        raise ConfigError(f"{name!r} is a log of tensors, which holds outputs alone; give the prompts it was made from")
+        raise ConfigError(
+            f"{name!r} is a log of tensors, which contains outputs alone; give the prompts that it was made from"
+        )
     text = read_limited(name, MAX_BYTES).decode("utf-8", errors="replace")
     outputs = [_printed(inner, f"{name}, line {number}") for number, inner in _tensors(text)]
     if not outputs:
-        raise ConfigError(f"{name!r} holds no outputs: no tensor([[...]])")
+        raise ConfigError(f"{name!r} contains no outputs: no tensor([[...]])")
     if len(outputs) > len(prompts):
-        raise ConfigError(f"{name!r} holds {len(outputs)} outputs, and there are {len(prompts)} prompts")
+        raise ConfigError(
+            f"{name!r} contains {len(outputs)} outputs for {len(prompts)} prompts; give at least as many prompts"
+        )
     return [RecordedText(tuple(map(int, prompt)), output) for prompt, output in zip(prompts, outputs, strict=False)]
 
 
 def _tensors(text: str) -> Iterator[tuple[int, str]]:
-    """(line number, text between the brackets) of each printed tensor; a last one without its end is left out."""
+    """Yield (line number, text between the brackets) of each printed tensor, without an incomplete last one."""
     number, counted, end = 1, 0, 0
     while (begin := text.find(_BEGIN, end)) >= 0 and (end := text.find(_END, begin)) >= 0:
         number, counted = number + text.count("\n", counted, begin), begin
         yield number, text[begin + len(_BEGIN) : end]
 
 
-def _printed(text: str, place: str) -> tuple[int, ...]:
-    """The token ids of one printed tensor. place: file and line, for errors."""
+def _printed(text: str, position: str) -> tuple[int, ...]:
+    """Parse the token ids of one printed tensor. position: file and line, for error messages."""
     if "..." in text:
-        raise ConfigError(f"{place}: the tensor was printed shortened ('...'); its tokens are lost")
+        raise ConfigError(
+            f"{position}: the tensor was printed abbreviated ('...'), so tokens are missing; print it whole"
+        )
     try:
         tokens = tuple(map(_token, filter(str.strip, text.split(","))))
     except ValueError as error:
-        raise ConfigError(f"{place}: not a list of token ids ({error})") from None
+        raise ConfigError(f"{position}: not a list of token ids ({error})") from None
     if not tokens:
-        raise ConfigError(f"{place}: the output is empty")
+        raise ConfigError(f"{position}: the output is empty")
     return tokens
 
 
@@ -59,10 +65,10 @@ def _token(text: str) -> int:
 
 
 def read_cs_drafting_cache(name: str) -> list[RecordedText]:
-    """CS-Drafting's cache (Chen et al. 2023): prompt ids joined by "_" -> ids joined by "_".
+    """Read a cache of CS-Drafting (Chen et al. 2023): prompt ids joined by "_" -> output ids joined by "_".
 
-    A decoder-only target's ids begin with the prompt; an encoder-decoder's begin with its decoder start token, and the key is
-    its encoder source. Raises ConfigError for a file that is not such a JSON object.
+    The ids of a decoder-only target begin with the prompt. The ids of an encoder-decoder begin with its decoder start token, and
+    the key is its encoder source. Raises ConfigError for a file that is not such a JSON object.
     """
     pairs = parse_json(read_limited(name, MAX_BYTES), name)
     if not isinstance(pairs, dict):
@@ -73,14 +79,14 @@ def read_cs_drafting_cache(name: str) -> list[RecordedText]:
             pair = (str(ids).split("_") for ids in (key, value))
             prompt, whole = (tuple(map(_token, ids)) for ids in pair)
         except ValueError as error:
-            raise ConfigError(f"{name}, entry {number}: token ids joined by '_' are needed ({error})") from None
-        own = whole[: len(prompt)] == prompt
-        start, source = (prompt, None) if own else (whole[:1], prompt)
+            raise ConfigError(f"{name}, entry {number}: must be token ids joined by '_' ({error})") from None
+        has_prompt = whole[: len(prompt)] == prompt
+        start, source = (prompt, None) if has_prompt else (whole[:1], prompt)
         if len(whole) <= len(start):
             raise ConfigError(f"{name}, entry {number}: the output is empty")
         texts.append(RecordedText(start, whole[len(start) :], source))
     if not texts:
-        raise ConfigError(f"{name!r} holds no outputs")
+        raise ConfigError(f"{name!r} contains no outputs")
     if len({text.source is None for text in texts}) > 1:
-        raise ConfigError(f"{name!r} mixes outputs that begin with their prompts and such that do not")
+        raise ConfigError(f"{name!r} mixes outputs that begin with their prompts and outputs that do not")
     return texts

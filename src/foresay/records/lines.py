@@ -1,7 +1,7 @@
-"""Files of JSON lines that are written while something runs, and may be cut short.
+"""Files of JSON lines that are written during a run and may end in an incomplete line.
 
-Owns what a header is, that a line is there whole or not at all, and that one process writes at a time. Knows nothing of
-what the lines hold.
+Owns the header, the handling of incomplete lines and the lock that admits one writing process. Knows nothing about the
+contents of the lines.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from foresay.json_files import Schema, parse_object, short
 
 try:
     import fcntl
-except ImportError:  # Windows: nothing keeps two writers apart there
+except ImportError:  # Windows: no lock there
     fcntl = None  # type: ignore[assignment]
 
 Line = dict[str, Any]
 T = TypeVar("T")
 
 MAX_LINE_BYTES = 256 << 20
-"""The longest line that is read."""
+"""Length limit of a line."""
 
 
 class LineWriter:
-    """Appends JSON lines after a header line; an existing file is resumed where it ended."""
+    """Writer that appends JSON lines after a header line and resumes an existing file at its end."""
 
     def __init__(
         self,
@@ -42,15 +42,15 @@ class LineWriter:
     ) -> None:
         """Open or create the file.
 
-        kind, version: the file's format. header: the other fields of its first line; an existing file must have the same ones,
-        `provenance` aside. schema: type of every other line of an existing file. Raises ConfigError for another header, a line
-        that is not of the schema, a file of another kind or one that cannot be written, and while another process writes it.
+        kind, version: the file's format. header: the other fields of its first line; an existing file must have the same ones
+        except `provenance`. schema: type of the other lines of an existing file. Raises ConfigError for a different header, a
+        line that violates the schema, a file of another kind or one that cannot be written, and while another process writes it.
         """
         self.path, self.kind, self._schema = Path(path), kind, schema
-        # as it will be read back: tuples are lists there, and keys texts
+        # as it will be read back: tuples become lists, and keys strings
         self.header: Line = json.loads(json.dumps({"format": kind, "version": version, **header}))
         self.lines: list[Line] = []
-        """The lines that the file held when it was opened, without the header."""
+        """The lines of the file when it was opened, without the header."""
         try:
             self._file: BinaryIO = open(self.path, "a+b", buffering=0)  # noqa: SIM115
         except OSError as error:
@@ -69,15 +69,15 @@ class LineWriter:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise ConfigError(
-                f"another process is writing {str(self.path)!r}; let it end, or name another file"
+                f"another process is writing {str(self.path)!r}; wait for it to end, or name another file"
             ) from None
 
     def _resume(self) -> None:
-        """Read what is there, and cut off a line that was never finished."""
+        """Read the existing lines and cut off an incomplete last line."""
         self._file.seek(0)
-        name, whole, header = str(self.path), 0, None
+        name, complete_bytes, header = str(self.path), 0, None
         for number, raw in _whole_lines(self._file, name):
-            whole += len(raw)
+            complete_bytes += len(raw)
             line = parse_object(raw, f"{name}, line {number}")
             if header is None:
                 header = line
@@ -87,31 +87,31 @@ class LineWriter:
                 self._schema.read(raw, f"{name}, line {number}")
             self.lines.append(line)
         if header is None:
-            self._begin()
+            self._write_header()
             return
-        for field, theirs, ours in _differences({**header, "provenance": None}, {**self.header, "provenance": None}):
-            if not self.lines:  # a run that ended before its first line leaves nothing to go on with
+        for field, stored, current in _differences({**header, "provenance": None}, {**self.header, "provenance": None}):
+            if not self.lines:  # a run that ended before its first line has nothing to resume
                 self._file.truncate(0)
                 self.append(self.header)
                 return
             raise ConfigError(
-                f"{name!r} was begun with {field}={short(theirs)}, and this run has {short(ours)}; "
-                "give the same settings to go on, or another file"
+                f"{name!r} was started with {field}={short(stored)}, and this run has {short(current)}; "
+                "give the same settings to resume it, or name another file"
             )
-        self._file.truncate(whole)
+        self._file.truncate(complete_bytes)
 
-    def _begin(self) -> None:
-        """Write the header into a file without a whole line: an empty one, or one whose own header was cut short."""
-        begun = json.dumps({"format": self.kind}).encode()[:-1]
+    def _write_header(self) -> None:
+        """Write the header into a file without a complete line: an empty file, or one with an incomplete header."""
+        prefix = json.dumps({"format": self.kind}).encode()[:-1]
         self._file.seek(0)
-        found = self._file.read(len(begun))
-        if found != begun[: len(found)]:
-            raise ConfigError(f"{str(self.path)!r} is no {self.kind}, and is left as it is; name another file")
+        found = self._file.read(len(prefix))
+        if found != prefix[: len(found)]:
+            raise ConfigError(f"{str(self.path)!r} is not a {self.kind} and was not changed; name another file")
         self._file.truncate(0)
         self.append(self.header)
 
     def append(self, line: Mapping[str, Any]) -> None:
-        """Write one line; it is on the disk when this returns. Raises ConfigError where that cannot be done."""
+        """Write one line and flush it to the disk. Raises ConfigError if it cannot be written."""
         data = json.dumps(line, ensure_ascii=False, allow_nan=False).encode() + b"\n"
         with writing(self.path):
             while data:
@@ -133,10 +133,10 @@ class LineWriter:
 def read_lines(
     path: str | os.PathLike[str], kind: str, version: int, schema: Schema[T]
 ) -> Iterator[tuple[Line, Iterator[tuple[int, T]]]]:
-    """The header, and (line number, value) of each line after it, read as they are asked for while the file is open.
+    """Yield the header and an iterator over (line number, value) of the later lines, read lazily while the file is open.
 
-    schema: type of the lines after the header. A last line without its end, as a killed run leaves it, is left out. Raises
-    ConfigError for a file that cannot be read or is of another kind or version, and, while iterating, for a line that is not of
+    schema: type of the lines after the header. An incomplete last line, as a killed run leaves it, is skipped. Raises
+    ConfigError for a file that cannot be read or is of another kind or version, and, while iterating, for a line that violates
     the schema.
     """
     name = str(path)
@@ -148,14 +148,14 @@ def read_lines(
         lines = _whole_lines(file, name)
         first = next(lines, None)
         if first is None:
-            raise ConfigError(f"{name!r} is empty: no {kind}")
+            raise ConfigError(f"{name!r} is empty, not a {kind}")
         header = parse_object(first[1], f"{name}, line 1")
         _check_header(header, kind, version, name)
         yield header, ((number, schema.read(raw, f"{name}, line {number}")) for number, raw in lines)
 
 
 def _whole_lines(file: BinaryIO, name: str) -> Iterator[tuple[int, bytes]]:
-    """(number, bytes) of each line that has its end."""
+    """Yield (number, bytes) of each complete line."""
     number = 0
     while True:
         number += 1
@@ -179,10 +179,10 @@ def _check_header(header: Line, kind: str, version: int, name: str) -> None:
         )
 
 
-def _differences(theirs: Any, ours: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(name, one value, the other) of what differs, by the innermost name, as "settings.dtype"."""
-    if isinstance(theirs, dict) and isinstance(ours, dict):
-        for key in sorted({*theirs, *ours}):
-            yield from _differences(theirs.get(key), ours.get(key), f"{name}.{key}" if name else key)
-    elif theirs != ours:
-        yield name, theirs, ours
+def _differences(stored: Any, current: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield (name, one value, the other value) of each difference, with names such as "settings.dtype"."""
+    if isinstance(stored, dict) and isinstance(current, dict):
+        for key in sorted({*stored, *current}):
+            yield from _differences(stored.get(key), current.get(key), f"{name}.{key}" if name else key)
+    elif stored != current:
+        yield name, stored, current

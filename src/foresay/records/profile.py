@@ -1,6 +1,6 @@
-"""Profiles: how long passes of a model take on a machine, by batch, columns and context.
+"""Profiles: seconds per step of a model on one machine, by batch size, tokens per pass and context length.
 
-Owns the file, and how times between the measured ones are interpolated. Measures nothing.
+Owns the file format and the interpolation between measured points. Measures nothing.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ Count = Annotated[int, Field(ge=0, le=2**40)]
 Size = Annotated[int, Field(ge=1, le=2**40)]
 Seconds = Annotated[float, Field(ge=0, le=1e9)]
 _CHECKS = ConfigDict(extra="forbid", allow_inf_nan=False)
-"""How a file is checked against the dataclasses below."""
+"""Validation settings of the dataclasses below."""
 
 FILLED_TOGETHER = 4
-"""Prompts filled together when prefill is timed; a profile has the time of each."""
+"""Prompts that are prefilled together when prefill is timed; a profile has the time per prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds of one step of the engine at a batch size, number of columns and context, without drafting."""
+    """Seconds of one engine step, without drafting, at one batch size, number of tokens per pass and context length."""
 
     __pydantic_config__ = _CHECKS
 
     batch: Size
     columns: Size
-    """Tokens scored per row: 1 + the draft."""
+    """Tokens scored per row: the draft length plus one."""
     context: Count
-    """Tokens of a row before the step."""
+    """Tokens of each row before the step."""
     seconds: Seconds
-    """Median."""
+    """Median over repeats."""
     low: Seconds
     high: Seconds
     """First and third quartile."""
@@ -55,18 +55,18 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """The lower bound of a pass's time (roofline): the bytes it must read over the memory bandwidth."""
+    """The lower bound of the time of a forward pass (roofline): the bytes that it must read / the memory bandwidth."""
 
     __pydantic_config__ = _CHECKS
 
     weight_bytes: Annotated[int, Field(ge=0, le=2**60)]
     kv_bytes: Count
-    """Keys and values of one token."""
+    """Bytes of the keys and values of one token."""
     bytes_per_s: Annotated[float, Field(ge=1, le=1e18)]
-    """Measured: reading a block far larger than the caches."""
+    """Measured memory bandwidth, reading a block far larger than the processor caches."""
 
     def seconds(self, batch: int, context: float) -> float:
-        """The bound for one pass. context: tokens of a row."""
+        """Return the lower bound of one forward pass. context: tokens per row."""
         return (self.weight_bytes + batch * context * self.kv_bytes) / self.bytes_per_s
 
 
@@ -81,27 +81,27 @@ class Profile:
     machine: Mapping[str, Any]
     timings: tuple[Timing, ...]
     fills: tuple[tuple[Count, Seconds], ...]
-    """(tokens, seconds) of filling one chunk of a prompt."""
+    """(tokens, seconds) of the prefill of one chunk of a prompt."""
     floor: Floor | None = None
     drafts: Mapping[str, tuple[tuple[Size, Count, Seconds], ...]] = field(default_factory=dict)
     """Drafter -> (batch, tokens drafted, seconds of drafting)."""
     draft_fills: Mapping[str, Seconds] = field(default_factory=dict)
-    """Drafter -> seconds it takes to read one token of a prompt."""
+    """Drafter -> seconds of the prefill of one prompt token."""
     ragged: bool = False
-    """Whether a pass takes the time of its real tokens; else that of its widest row."""
+    """True if the time of a pass depends on its real tokens, False if it depends on its longest row."""
     column_cost: Annotated[float, Field(ge=0, le=1e6)] | None = None
-    """What the model says that one more token of one row adds to a pass, as a share of it; None where it does not."""
+    """The relative cost of one more token of one row, as the model reports it: a share of a pass. None if it reports none."""
     token_bytes: Annotated[float, Field(ge=0, le=1e12)] = 0.0
-    """What a token takes in the model's cache; 0 where nobody knows."""
+    """Bytes of one token in the model's cache; 0 if unknown."""
 
     def clock(self) -> Callable[[int, float, float], float]:
-        """(batch, columns, context) -> seconds of a step without its drafting.
+        """Return a function (batch, columns, context) -> seconds of a step without drafting.
 
-        Piecewise linear between the measured points, over columns, then batch; context adds its measured slope. Raises
-        ConfigError for a profile without timings.
+        Interpolates linearly between measured points over columns, then over batch, and adds the measured slope over context.
+        Raises ConfigError for a profile without timings.
         """
         if not self.timings:
-            raise ConfigError("the profile holds no timings; make one with foresay profile")
+            raise ConfigError("the profile contains no timings; make one with foresay profile")
         counts = Counter(t.context for t in self.timings)
         base = max(counts, key=lambda context: (counts[context], -context))
         known = {(t.batch, t.columns): t.seconds for t in self.timings if t.context == base}
@@ -121,7 +121,7 @@ class Profile:
         return seconds
 
     def _slopes(self, base: int, known: Mapping[tuple[int, int], float]) -> list[tuple[int, list[tuple[int, float]]]]:
-        """For each batch: (columns, seconds for one more token of context)."""
+        """Return (columns, seconds per additional token of context) for each batch size."""
         found: dict[int, dict[int, list[float]]] = {}
         for t in self.timings:
             if t.context != base and (t.batch, t.columns) in known:
@@ -134,13 +134,13 @@ class Profile:
         return sorted(means.items()) or [(1, [(1, 0.0)])]
 
     def fill_seconds(self, tokens: float) -> float:
-        """Seconds of the prefill of a prompt of this many tokens, in chunks, where FILLED_TOGETHER such prompts are."""
+        """Return the prefill seconds of one prompt, in chunks, if FILLED_TOGETHER such prompts are prefilled together."""
         whole, rest = divmod(max(0, tokens), PREFILL_CHUNK)
         known = sorted(self.fills)
         return whole * line(known, PREFILL_CHUNK) + (line(known, rest) if rest else 0.0)
 
     def draft_seconds(self, drafter: str, batch: int, count: int) -> float:
-        """Seconds of drafting `count` tokens for a batch. drafter: a key of `drafts`; KeyError for another one."""
+        """Return the seconds of drafting `count` tokens for a batch. drafter: a key of `drafts`; raises KeyError for others."""
         if count == 0:
             return 0.0
         points = self.drafts[drafter]
@@ -149,19 +149,19 @@ class Profile:
         return line(at, batch)
 
     def with_drafts(self, name: str, points: Iterable[tuple[int, int, float]], fill: float) -> Profile:
-        """A copy with one more drafter's times. points: (batch, tokens drafted, seconds). fill: seconds per prompt token."""
+        """Return a copy with one more drafter. points: (batch, tokens drafted, seconds). fill: seconds per prompt token."""
         drafts = {**self.drafts, name: tuple(points)}
         return replace(self, drafts=drafts, draft_fills={**self.draft_fills, name: fill})
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the profile atomically; a missing folder is made. Raises ConfigError where it cannot be written."""
+        """Write the profile atomically and create missing folders. Raises ConfigError if it cannot be written."""
         text = json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}, indent=1)
         with atomic_write(path, parents=True) as whole:
             whole.write_text(text + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Profile:
-        """Read a profile. Raises ConfigError for a file that cannot be read or is no profile of this version."""
+        """Read a profile. Raises ConfigError for a file that cannot be read or is not a profile of this version."""
         name = os.fspath(path)
         try:
             values = parse_object(read_limited(path), name)
@@ -172,7 +172,7 @@ class Profile:
         except OSError as error:
             raise ConfigError(f"cannot read {name!r}: {error.strerror}") from None
         except ConfigError as error:
-            raise ConfigError(f"{name!r} is no profile ({error}); make one with foresay profile") from None
+            raise ConfigError(f"{name!r} is not a profile ({error}); make one with foresay profile") from None
         return profile
 
 
@@ -180,18 +180,18 @@ _PROFILE: Schema[Profile] = Schema(Profile, "a profile")
 
 
 def _check_points(profile: Profile, name: str) -> None:
-    """Raise ConfigError where two times are of the same point, between which nothing can be interpolated."""
+    """Raise ConfigError if a point has two times, because interpolation needs distinct points."""
     points: list[tuple[str, list[Any]]] = [("fills", [tokens for tokens, _ in profile.fills])]
     points += [(f"drafts.{drafter}", [(b, n) for b, n, _ in some]) for drafter, some in profile.drafts.items()]
-    for what, known in points:
+    for label, known in points:
         if len(set(known)) < len(known):
-            raise ConfigError(f"{name}: {what} has two times of the same point")
+            raise ConfigError(f"{name}: {label} has two times for the same point")
 
 
 def line(points: Sequence[tuple[int, float]], x: float) -> float:
-    """Piecewise linear interpolation at x. points: (x, y) sorted by x.
+    """Interpolate linearly at x. points: (x, y) sorted by x.
 
-    Extrapolated along the end segments, but never below the last y to the right, nor below half the lesser y to the left.
+    Outside the points, extend the end segments, but not below the last y on the right or half of the smaller y on the left.
     """
     if len(points) <= 1:
         return points[0][1] if points else 0.0
@@ -202,7 +202,7 @@ def line(points: Sequence[tuple[int, float]], x: float) -> float:
 
 
 def profile_path(model: str, dtype: str, machine: Mapping[str, Any]) -> Path:
-    """Where a profile is kept: by model, dtype and machine, threads included."""
+    """Return the cache path of a profile, by model, dtype and machine (threads included)."""
     where = str(Path(model).resolve()) if Path(model).exists() else model
     key = json.dumps([where, dtype, machine], sort_keys=True)
     name = "".join(c if c.isalnum() or c in "-._" else "-" for c in Path(model).name)[:40]

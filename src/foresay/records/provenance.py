@@ -1,6 +1,6 @@
 """The provenance of a file: versions, machine, commit, arguments, time.
 
-Owns what is looked up and how. Knows no file, and none of its results.
+Owns the collection of these values. Knows no file and no results.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PACKAGES = ("foresay", "torch", "transformers", "numpy")
 
 
 def machine() -> dict[str, Any]:
-    """The machine that times depend on: processor or GPU, cores that may be used, threads, memory in bytes."""
+    """Describe the machine that times depend on: system, processor, available cores, threads and GPUs."""
     out: dict[str, Any] = {
         "system": f"{platform.system()} {platform.machine()}",
         "processor": _processor(),
@@ -34,7 +34,7 @@ def machine() -> dict[str, Any]:
 
 
 def provenance(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    """Versions, machine, commit, arguments and time. arguments: of the command line; None takes this process's."""
+    """Collect versions, machine, commit, arguments and time. arguments: of the command line; by default this process's."""
     versions = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -61,7 +61,7 @@ def _processor() -> str:
 
 
 def _commit() -> str | None:
-    """The commit of the source tree that foresay runs from, "+" added for uncommitted changes; None outside a checkout."""
+    """Return the commit of the source tree, with "+" for uncommitted changes, or None outside a checkout."""
     folder = Path(__file__).parents[3]
     if not (folder / ".git").exists():
         return None

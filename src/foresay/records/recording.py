@@ -1,6 +1,6 @@
-"""Recordings: a target's output to each prompt, in one file of JSON lines (docs/lab.md describes it).
+"""Recordings: a target's output for each prompt, in one file of JSON lines (described in docs/lab.md).
 
-Owns the format and the fields of its header. Runs no model; other projects' logs are read in importers.py.
+Owns the format and the fields of its header. Runs no model; importers.py reads the logs of other projects.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FORMAT, VERSION = "foresay-recording", 1
 TokenId = Annotated[int, Field(ge=0, lt=MAX_VOCAB_SIZE)]
 TokenIds = Annotated[tuple[TokenId, ...], Field(min_length=1)]
 _CHECKS = ConfigDict(extra="forbid", allow_inf_nan=False)
-"""How a line of a file is checked against a Record."""
+"""Validation settings of a Record."""
 
 
 def _finish_reason(value: str) -> str:
@@ -34,64 +34,64 @@ def _finish_reason(value: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """The output to one prompt."""
+    """The output for one prompt."""
 
     __pydantic_config__ = _CHECKS
 
     id: str
     prompt: TokenIds
-    """The token ids that the output continues; of an encoder-decoder its decoder start tokens."""
+    """Token ids that the output continues; for an encoder-decoder, its decoder start tokens."""
     output: TokenIds
     finish_reason: Annotated[str, AfterValidator(_finish_reason)] = "length"
     category: str = ""
     index: Annotated[int, Field(ge=0, le=2**53)] | None = None
-    """Index of its prompt in the data set; outputs are written as they end, and read in this order."""
+    """Index of the prompt in the data set. Lines are written as outputs end and sorted by this index when read."""
     source: TokenIds | None = None
-    """The encoder source of an encoder-decoder."""
+    """Token ids of an encoder-decoder's encoder source."""
     seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
     token_probs: tuple[Annotated[float, Field(ge=0, le=1)], ...] | None = None
-    """The probability of each token under the law it was drawn from; of sampled outputs."""
+    """For sampled outputs: the probability of each token under the distribution that it was drawn from."""
     logprobs: tuple[float, ...] | None = None
-    """Log-probabilities of the tokens under the raw logits."""
+    """Log-probability of each token under the raw logits."""
     top: tuple[tuple[tuple[TokenId, float], ...], ...] | None = None
-    """(token, log-probability) of the likeliest tokens at each position of the output."""
+    """(token, log-probability) of the most probable tokens at each output position."""
 
     def as_line(self) -> Line:
-        """The line for the file; fields that are None or empty are left out."""
+        """Return the line for the file, without fields that are None or empty."""
         values = {name: getattr(self, name) for name in self.__slots__}
         return {name: value for name, value in values.items() if value is not None and value != ""}
 
     @property
     def text(self) -> RecordedText:
-        """The tokens, for a RecordingModel."""
+        """The tokens in the form that a RecordingModel takes."""
         return RecordedText(self.prompt, self.output, self.source)
 
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """A target's outputs, and how they were generated as far as known. Raises ConfigError without any output."""
+    """The outputs of a target and the known settings that generated them. Raises ConfigError if there are no outputs."""
 
     records: tuple[Record, ...]
-    """In the order of their prompts, the turns of a conversation together; in an older file's order, which is that of ending."""
+    """In prompt order, with the turns of a conversation together; without an index (older files), in order of completion."""
     vocab_size: int
     eos: frozenset[int] = frozenset()
     model: str = ""
     tokenizer: str | None = None
-    """The tokenizer's fingerprint, where there was one."""
+    """Fingerprint of the tokenizer, if there was one."""
     params: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of SamplingParams that were not at their defaults."""
+    """Fields of SamplingParams that differ from their defaults."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Digest of the prompts, chat template, seed, dtype and context length; for an imported log its kind, and the
-    reason to doubt that its prompts belong to its outputs, if there is one."""
+    """Digest of the prompts, chat template, seed, dtype and context length. For an imported log: its kind, and a warning if its
+    prompts may not match its outputs."""
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.records:
-            raise ConfigError("the recording holds no outputs yet")
+            raise ConfigError("the recording contains no outputs yet")
 
     @property
     def greedy(self) -> bool:
-        """Whether the outputs were decoded at temperature 0, so that a replay is exact."""
+        """True if the outputs were decoded at temperature 0, so that a replay is exact."""
         return not self.params.get("temperature", 0.0)
 
     @property
@@ -101,10 +101,10 @@ class Recording:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, prompts: Sequence[Sequence[int]] | None = None) -> Recording:
-        """Read a recording of ours, a log of `tensor([[...]])` lines, or CS-Drafting's cache (a JSON object).
+        """Read a foresay recording, a log of `tensor([[...]])` lines, or a cache of CS-Drafting (a JSON object).
 
-        prompts: token ids, in order, for a log of tensors, which holds outputs alone. Raises ConfigError, with the line, for a
-        file that cannot be read, is none of the three or holds no outputs, and for prompts that are missing or not needed.
+        prompts: token ids, in order, for a log of tensors, which contains outputs alone. Raises ConfigError, with the line, for a
+        file that cannot be read, has none of the three formats or contains no outputs, and for missing or unneeded prompts.
         """
         name = os.fspath(path)
         try:
@@ -115,30 +115,30 @@ class Recording:
         if head.startswith(b"tensor("):
             return _imported(name, read_tensor_log(name, prompts), "tensor log")
         if prompts is not None:
-            raise ConfigError(f"{name!r} holds its own prompts; prompts belong to a log of tensors")
+            raise ConfigError(f"{name!r} contains its own prompts; give prompts for a log of tensors only")
         if b'"format"' in head.split(b"\n", 1)[0]:
-            return _read_ours(name)
+            return _read_foresay(name)
         if head.startswith(b"{"):
             return _imported(name, read_cs_drafting_cache(name), "CS-Drafting cache")
         raise ConfigError(
-            f"{name!r} is no recording: neither {FORMAT} (foresay record), nor lines of tensor([[...]]), nor a JSON object "
+            f"{name!r} is not a recording: neither {FORMAT} (foresay record), nor lines of tensor([[...]]), nor a JSON object "
             "of token ids joined by '_'"
         )
 
 
 def recording_writer(path: str | os.PathLike[str], header: Mapping[str, Any]) -> LineWriter:
-    """A recording to append to.
+    """Open a recording for appending.
 
     header: model, vocab_size, eos, tokenizer, params, settings and provenance. Raises ConfigError as LineWriter does: for a file
-    that was begun with another header, and while another process writes it.
+    that was started with a different header, and while another process writes it.
     """
     return LineWriter(path, FORMAT, VERSION, header, _RECORD)
 
 
 def read_params(values: Mapping[str, Any], **changes: Any) -> SamplingParams:
-    """The sampling parameters of a header, some of them changed. Raises ConfigError for a name or value that is none."""
+    """Return the sampling parameters of a header with some of them changed. Raises ConfigError for an invalid name or value."""
     if "processors" in values:
-        raise ConfigError("processors cannot be written into a recording")
+        raise ConfigError("processors cannot be stored in a recording; record without them")
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
     if isinstance(bias := values.get("logit_bias", ()), tuple):
         if not all(isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], int) for pair in bias):
@@ -150,7 +150,7 @@ def read_params(values: Mapping[str, Any], **changes: Any) -> SamplingParams:
 
 
 class _Header(BaseModel):
-    """First line of a recording. Fields that this version does not know are left alone."""
+    """The first line of a recording. Unknown fields are ignored."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
@@ -168,17 +168,19 @@ _RECORD: Schema[Record] = Schema(Record, "an output")
 
 
 def _check_record(record: Record, vocab_size: int) -> None:
-    """Raise ConfigError for ids outside the vocabulary, and for values that are not one for each token."""
+    """Raise ConfigError for ids outside the vocabulary and for fields without exactly one value per token."""
     for name in ("prompt", "output", "source"):
         if (highest := max(getattr(record, name) or (0,))) >= vocab_size:
             raise ConfigError(f"token {highest} of {name} must be in [0, {vocab_size - 1}]")
     for name in ("token_probs", "logprobs", "top"):
         values = getattr(record, name)
         if values is not None and len(values) != len(record.output):
-            raise ConfigError(f"{len(values)} values of {name} for {len(record.output)} tokens")
+            raise ConfigError(
+                f"{name} has {len(values)} values for {len(record.output)} tokens; it needs one per token"
+            )
 
 
-def _read_ours(name: str) -> Recording:
+def _read_foresay(name: str) -> Recording:
     records: dict[str, Record] = {}
     with read_lines(name, FORMAT, VERSION, _RECORD) as (values, lines):
         header = _HEADER.of(values, f"{name}, line 1")
@@ -190,7 +192,7 @@ def _read_ours(name: str) -> Recording:
             try:
                 _check_record(record, header.vocab_size)
                 if record.id in records:
-                    raise ConfigError(f"id={record.id!r} is there twice")
+                    raise ConfigError(f"id={record.id!r} is not unique")
             except ConfigError as error:
                 raise error.about(f"{name}, line {number}") from None
             records[record.id] = record
@@ -208,7 +210,7 @@ def _read_ours(name: str) -> Recording:
 
 
 def _imported(name: str, texts: Sequence[RecordedText], read_from: str) -> Recording:
-    """A Recording from another project's log; its vocab_size is the highest token id plus one."""
+    """Return a Recording of another project's log; its vocab_size is the highest token id plus one."""
     records = []
     for number, text in enumerate(texts, 1):
         source = None if text.source is None else tuple(text.source)

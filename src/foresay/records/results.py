@@ -1,6 +1,6 @@
-"""Results of benchmarks: one file of JSON lines, readable while it grows.
+"""Benchmark results: one file of JSON lines, readable while it grows.
 
-Owns the format and its fields. Runs nothing, and pools or compares nothing (lab/report does).
+Owns the format and its fields. Runs nothing; lab/report pools and compares results.
 
 {"format": "foresay-results", "version": 2, "settings": {...}, "provenance": {...}}
 {"kind": "run", "cell": {...}, "repeat": 0, "seconds": ..., "plain_seconds": ..., "prompts": [...], "stats": {...}, ...}
@@ -30,13 +30,13 @@ FORMAT, VERSION = "foresay-results", 2
 Count = Annotated[int, Field(ge=0, le=2**53)]
 Seconds = Annotated[float, Field(ge=0, le=1e12)]
 Duration = Annotated[float, Field(ge=1e-9, le=1e12)]
-"""Seconds that something took; rates divide by it."""
+"""Positive seconds, because rates divide by them."""
 _CHECKS = ConfigDict(extra="forbid", allow_inf_nan=False)
-"""How a line of a file is checked against the dataclasses below."""
+"""Validation settings of the dataclasses below."""
 
 
 class _StatsValues(BaseModel):
-    """Counts of `Stats.as_dict()`; its means are derived from them."""
+    """The counts in `Stats.as_dict()`; its means are derived from them."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
@@ -62,7 +62,7 @@ def _checked_stats(values: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Cell:
-    """What a run measures: one method on one data set at one batch size and sampling."""
+    """The configuration of a run: one method on one data set at one batch size and sampling."""
 
     __pydantic_config__ = _CHECKS
 
@@ -77,10 +77,10 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class PromptResult:
-    """One prompt's counts and times, under SpecDec++'s names (Huang et al. 2024) where they mean the same.
+    """Counts and times of one prompt, under the names of SpecDec++ (Huang et al. 2024) where the meaning is the same.
 
-    Times are seconds, the prompt's share of the batched steps it took part in. SpecDec++'s target_time, draft_time and their
-    lengths are of the target and the draft model alone; lab.bench.specdec records those.
+    Times are in seconds: the prompt's share of the batched steps that it took part in. SpecDec++'s target_time, draft_time and
+    their lengths belong to the target and the draft model alone; lab.bench.specdec records them.
     """
 
     __pydantic_config__ = _CHECKS
@@ -89,23 +89,23 @@ class PromptResult:
     category: str
     spec_time: Seconds
     target_s: Seconds
-    """Of spec_time, the target's passes."""
+    """Part of spec_time: target passes."""
     draft_s: Seconds
-    """Of spec_time, drafting."""
+    """Part of spec_time: drafting."""
     num_mismatched_tokens: Count
-    """Draft tokens that were not accepted, untested ones included."""
+    """Draft tokens that were not accepted, including untested ones."""
     num_LM_call: Count  # noqa: N815 - the published name
     """Target passes."""
     generated_length: Count
     num_accepted: Count
-    """Output tokens that are accepted draft tokens; the target drew the others."""
+    """Output tokens that are accepted draft tokens; the target generated the others."""
     num_drafted: Count
     num_tested: Count
     finish_reason: str
 
     @classmethod
     def of(cls, id: str, category: str, steps: Iterable[Step]) -> PromptResult:
-        """From one request's Steps."""
+        """Sum up the Steps of one request."""
         steps = list(steps)
         stats = Stats.of(steps)
         return cls(
@@ -125,7 +125,7 @@ class PromptResult:
 
     @property
     def stats(self) -> Stats:
-        """The totals as Stats, without counts per position or per step, which are not recorded."""
+        """The totals as Stats, without counts per position or step, which are not recorded."""
         return Stats(
             num_passes=self.num_LM_call,
             num_tokens=self.generated_length,
@@ -147,16 +147,16 @@ class Run:
     cell: Cell
     repeat: Count
     seconds: Duration
-    """Wall-clock of all prompts, prefill included."""
+    """Wall-clock time of all prompts, including prefill."""
     tokens: Count
     plain_seconds: Duration | None = None
-    """Time of plain decoding for as many tokens, from the runs next to this one in time; None where there was none."""
+    """Time of plain decoding for the same number of tokens, from the runs next to this one in time; None without such runs."""
     identical: bool | None = None
-    """Whether every output equals plain decoding's; None where it need not (sampling) or was not compared."""
+    """True if every output equals that of plain decoding; None if it need not (sampling) or was not compared."""
     exact: bool = True
-    """Whether the rule preserves the target's law."""
+    """True if the rule preserves the target's distribution."""
     stats: Annotated[Mapping[str, Any], AfterValidator(_checked_stats)] = field(default_factory=dict)
-    """Stats.as_dict() over all prompts; empty for another engine, which reports none."""
+    """Stats.as_dict() over all prompts; empty for other engines, which report none."""
     prompts: tuple[PromptResult, ...] = ()
     note: str = ""
     kind: Literal["run"] = "run"
@@ -168,17 +168,17 @@ class Run:
 
     @property
     def speed_up(self) -> float | None:
-        """Speed relative to plain decoding next to it in time; None where there was none."""
+        """Speed relative to plain decoding next to this run in time; None if there was none."""
         return None if self.plain_seconds is None else self.plain_seconds / self.seconds
 
     def as_line(self) -> Line:
-        """The line for the file."""
+        """Return the line for the file."""
         return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A cell that could not be run."""
+    """A failed attempt to run a cell."""
 
     __pydantic_config__ = _CHECKS
 
@@ -188,13 +188,13 @@ class Failure:
     kind: Literal["failed"] = "failed"
 
     def as_line(self) -> Line:
-        """The line for the file."""
+        """Return the line for the file."""
         return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """The throughput of a cell predicted from a replay and a profile."""
+    """The throughput of a cell, predicted from a replay and a profile."""
 
     __pydantic_config__ = _CHECKS
 
@@ -204,7 +204,7 @@ class Prediction:
     kind: Literal["prediction"] = "prediction"
 
     def as_line(self) -> Line:
-        """The line for the file."""
+        """Return the line for the file."""
         return asdict(self)
 
 
@@ -220,7 +220,7 @@ class Trace:
     kind: Literal["trace"] = "trace"
 
     def as_line(self) -> Line:
-        """The line for the file."""
+        """Return the line for the file."""
         return asdict(self)
 
 
@@ -230,7 +230,7 @@ RESULT: Schema[Result] = Schema(Result, "a result")
 
 @dataclass(slots=True)
 class Results:
-    """Everything a results file holds."""
+    """The contents of a results file."""
 
     settings: dict[str, Any]
     provenance: dict[str, Any]
@@ -240,7 +240,7 @@ class Results:
     traces: list[Trace] = field(default_factory=list)
 
     def by_cell(self) -> dict[Cell, list[Run]]:
-        """Runs by cell, in the order cells were first run."""
+        """Group the runs by cell, in the order in which cells were first run."""
         out: dict[Cell, list[Run]] = {}
         for run in self.runs:
             out.setdefault(run.cell, []).append(run)
@@ -248,9 +248,9 @@ class Results:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Results:
-        """Read a results file, also one that is still being written.
+        """Read a results file, possibly one that is still being written.
 
-        Raises ConfigError for a file that cannot be read, is no results file, or has a line that is not a result.
+        Raises ConfigError for a file that cannot be read, is not a results file, or has a line that is not a result.
         """
         with read_lines(path, FORMAT, VERSION, RESULT) as (header, lines):
             known = {name: header.get(name, {}) for name in ("settings", "provenance")}
@@ -261,7 +261,7 @@ class Results:
 
     @classmethod
     def of(cls, settings: dict[str, Any], provenance: dict[str, Any], found: Iterable[Result]) -> Results:
-        """Results in the order of a file; a run replaces earlier failures of its cell and repeat."""
+        """Collect results in file order; a run replaces earlier failures of its cell and repeat."""
         results = cls(settings, provenance)
         failed: dict[tuple[Cell, int], list[Failure]] = {}
         for one in found:
@@ -279,28 +279,28 @@ class Results:
 
 
 def read_result(line: Line) -> Result:
-    """The result in a line of a file. Raises ConfigError for a line that is none."""
+    """Parse the result in a line of a file. Raises ConfigError if the line is not a result."""
     return RESULT.of(line, "a line of results")
 
 
 def results_writer(
     path: str | os.PathLike[str], settings: Mapping[str, Any], provenance: Mapping[str, Any]
 ) -> LineWriter:
-    """A results file to append to; an existing one is resumed when its settings are the same.
+    """Open a results file for appending; an existing file with the same settings is resumed.
 
-    Raises ConfigError as LineWriter does: for other settings, and while another process writes the file.
+    Raises ConfigError as LineWriter does: for different settings, and while another process writes the file.
     """
     return LineWriter(path, FORMAT, VERSION, {"settings": dict(settings), "provenance": dict(provenance)}, RESULT)
 
 
 def median_and_spread(values: Iterable[float]) -> tuple[float, float, float]:
-    """(median, least, greatest) of at least one value."""
+    """Return (median, minimum, maximum) of at least one value."""
     known = sorted(values)
     return statistics.median(known), known[0], known[-1]
 
 
 def merged(stats: Iterable[Mapping[str, Any]]) -> Stats:
-    """Counts of several `Stats.as_dict()` added up."""
+    """Return the sum of several `Stats.as_dict()`."""
     total = Stats()
     for one in stats:
         total.merge(Stats.from_dict(one))

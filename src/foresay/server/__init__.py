@@ -1,1 +1,1 @@
-"""The engine behind HTTP, in the shape that OpenAI's clients speak."""
+"""HTTP server with an OpenAI-compatible API."""

@@ -1,6 +1,6 @@
-"""The application: routes, errors, and how it begins and ends.
+"""The ASGI application: routes, error handlers, startup and shutdown.
 
-Owns which path is which function's. Knows no engine but through the service.
+Owns the table of routes. Reaches the engine only through the service.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from starlette.exceptions import HTTPException
 
 from foresay.errors import ForesayError
 from foresay.server import generating
-from foresay.server.errors import ApiError, as_api_error, prompt_is
+from foresay.server.errors import ApiError, as_api_error, as_api_errors
 from foresay.server.fields import read
 from foresay.server.guards import App, Guards
 from foresay.server.requests import (
@@ -35,21 +35,21 @@ from foresay.server.responses import ChatShape, CompletionShape
 from foresay.server.service import Service
 
 logger = logging.getLogger("foresay.server")
-_SAFE = {
+_SECURITY_HEADERS = {
     "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
 _LARGE = 1 << 16
-"""Bytes of a body from which on it is read on a thread."""
+"""Body size in bytes from which a body is parsed on a thread."""
 
 
 def make_app(service: Service, *, warm: bool = False) -> App:
-    """An ASGI application over a service. warm: decode a little before the first request is taken."""
+    """Return the ASGI application of a service. warm: decode a few tokens before the first request is accepted."""
 
     @asynccontextmanager
-    async def life(app: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         if warm:
             await service.warm()
         service.ready = True
@@ -57,25 +57,25 @@ def make_app(service: Service, *, warm: bool = False) -> App:
         service.ready = False
         await service.drain()
 
-    app = FastAPI(title="foresay", lifespan=life, docs_url=None, redoc_url=None)
+    app = FastAPI(title="foresay", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.router.route_class = _json_route(service)
-    _errors(app)
-    _writing(app, service)
-    _telling(app, service)
-    _page(app)
+    _add_error_handlers(app)
+    _add_generation_routes(app, service)
+    _add_other_routes(app, service)
+    _add_page_routes(app)
     guarded = Guards(app, service.settings, lambda status: service.metrics.failed.labels(str(status)).inc())
     if not service.settings.cors:
         return guarded
-    origins = list(service.settings.cors)  # around the guards, so that a page reads why it was refused
+    origins = list(service.settings.cors)  # outermost, so that a page can read the reason of a refusal
     return CORSMiddleware(guarded, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
 
 
-def _answer(error: ApiError) -> Response:
+def _error_response(error: ApiError) -> Response:
     return JSONResponse(error.body(), error.status, headers=error.headers)
 
 
 def _json_route(service: Service) -> type[APIRoute]:
-    """Routes whose bodies are read by `fields.read`, large ones off the event loop."""
+    """Return a route class whose bodies are parsed by `fields.read`, large ones off the event loop."""
 
     class JsonRoute(APIRoute):
         def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -84,71 +84,71 @@ def _json_route(service: Service) -> type[APIRoute]:
                 return handler
             kind: Any = self.body_field.field_info.annotation
 
-            async def handle(request: Request) -> Response:
-                _check_type(request.headers.get("content-type"))
-                body = await request.body()
-                asked = read(kind, body) if len(body) < _LARGE else await service.prepare(lambda: read(kind, body))
-                return await handler(_Read(request.scope, request.receive, body, asked))
+            async def handle(raw_request: Request) -> Response:
+                _check_type(raw_request.headers.get("content-type"))
+                body = await raw_request.body()
+                request = read(kind, body) if len(body) < _LARGE else await service.prepare(lambda: read(kind, body))
+                return await handler(_ParsedRequest(raw_request.scope, raw_request.receive, body, request))
 
             return handle
 
     return JsonRoute
 
 
-class _Read(Request):
-    """A request whose body has been read."""
+class _ParsedRequest(Request):
+    """A request with a parsed body."""
 
-    def __init__(self, scope: Any, receive: Any, body: bytes, asked: Any) -> None:
+    def __init__(self, scope: Any, receive: Any, body: bytes, request: Any) -> None:
         super().__init__(scope, receive)
-        self._body, self._asked = body, asked
+        self._body, self._parsed = body, request
 
     async def json(self) -> Any:
-        return self._asked
+        return self._parsed
 
 
 def _check_type(content_type: str | None) -> None:
-    """Raises ApiError for anything but JSON, which also keeps out what pages of other origins may send without permission."""
+    """Raise ApiError unless the type is JSON. Pages of other origins cannot send JSON without a preflight request."""
     if not re.fullmatch(r"application/(.+\+)?json", (content_type or "").partition(";")[0].strip().lower()):
         given = "no content type" if content_type is None else f"the content type {content_type!r}"
         text = f"the request has {given}; send the header Content-Type: application/json"
         raise ApiError(415, text, param="content-type", code="unsupported_media_type")
 
 
-def _errors(app: FastAPI) -> None:
+def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
-    async def missing(request: Request, error: HTTPException) -> Response:
-        answer = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
-        return JSONResponse(answer.body(), answer.status, headers=error.headers)
+    async def on_http_exception(raw_request: Request, error: HTTPException) -> Response:
+        api_error = ApiError(error.status_code, f"{raw_request.method} {raw_request.url.path}: {error.detail}")
+        return JSONResponse(api_error.body(), api_error.status, headers=error.headers)
 
-    async def refused(request: Request, error: Exception) -> Response:
-        return _answer(as_api_error(error, logger))
+    async def on_exception(raw_request: Request, error: Exception) -> Response:
+        return _error_response(as_api_error(error, logger))
 
     for kind in (ApiError, ForesayError, Exception):
-        app.add_exception_handler(kind, refused)
+        app.add_exception_handler(kind, on_exception)
 
 
-def _writing(app: FastAPI, service: Service) -> None:
+def _add_generation_routes(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions")
-    async def chat(asked: ChatRequest, request: Request) -> Response:
-        return await generating.write(service, asked, ChatShape(), request)
+    async def chat(request: ChatRequest, raw_request: Request) -> Response:
+        return await generating.generate(service, request, ChatShape(), raw_request)
 
     @app.post("/v1/completions")
-    async def complete(asked: CompletionRequest, request: Request) -> Response:
-        return await generating.write(service, asked, CompletionShape(), request)
+    async def complete(request: CompletionRequest, raw_request: Request) -> Response:
+        return await generating.generate(service, request, CompletionShape(), raw_request)
 
     @app.post("/predict")
-    async def predict(asked: PredictRequest, request: Request) -> dict[str, Any]:
-        return {"text": await generating.predict(service, asked, request)}
+    async def predict(request: PredictRequest, raw_request: Request) -> dict[str, Any]:
+        return {"text": await generating.predict(service, request, raw_request)}
 
 
-def _page(app: FastAPI) -> None:
-    """The chat at /, three files that need nothing from elsewhere."""
+def _add_page_routes(app: FastAPI) -> None:
+    """Serve the chat page at / from three files without external resources."""
     folder = files("foresay.server") / "page"
     kinds = {"index.html": "text/html", "page.css": "text/css", "page.js": "text/javascript"}
     texts = {name: (folder / name).read_text(encoding="utf-8") for name in kinds}
 
     def answer(name: str) -> Response:
-        return Response(texts[name], media_type=f"{kinds[name]}; charset=utf-8", headers=_SAFE)
+        return Response(texts[name], media_type=f"{kinds[name]}; charset=utf-8", headers=_SECURITY_HEADERS)
 
     @app.get("/", include_in_schema=False)
     async def page() -> Response:
@@ -167,7 +167,7 @@ def _page(app: FastAPI) -> None:
         return answer("page.js")
 
 
-def _telling(app: FastAPI, service: Service) -> None:
+def _add_other_routes(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         length = service.generator.target.model.max_length
@@ -184,35 +184,37 @@ def _telling(app: FastAPI, service: Service) -> None:
 
     @app.get("/ready")
     async def is_ready() -> Response:
-        good = service.ready and not service.draining
-        return JSONResponse({"status": "ready" if good else "not ready"}, 200 if good else 503)
+        ready = service.ready and not service.draining
+        return JSONResponse({"status": "ready" if ready else "not ready"}, 200 if ready else 503)
 
     @app.get("/metrics")
     async def metrics() -> Response:
         return Response(service.metrics.text(await service.sessions()), media_type=CONTENT_TYPE_LATEST)
 
     @app.post("/tokenize")
-    async def tokenize(asked: TokenizeRequest) -> dict[str, Any]:
-        service.check_model(asked.model)
-        if (asked.prompt is None) == (asked.messages is None):
-            raise ApiError(400, "give either prompt or messages", param="prompt")
-        prompt: Any = asked.prompt if asked.messages is None else [one.plain() for one in asked.messages]
-        with prompt_is("prompt" if asked.messages is None else "messages", logger):
+    async def tokenize(request: TokenizeRequest) -> dict[str, Any]:
+        service.check_model(request.model)
+        if (request.prompt is None) == (request.messages is None):
+            raise ApiError(400, "prompt and messages: give exactly one of them", param="prompt")
+        prompt: Any = request.prompt if request.messages is None else [one.plain() for one in request.messages]
+        with as_api_errors("prompt" if request.messages is None else "messages", logger):
             (ids,) = await service.encoded([prompt])
         return {"tokens": ids, "count": len(ids), "max_model_len": service.generator.target.model.max_length}
 
     @app.post("/detokenize")
-    async def detokenize(asked: DetokenizeRequest) -> dict[str, str]:
-        service.check_model(asked.model)
+    async def detokenize(request: DetokenizeRequest) -> dict[str, str]:
+        service.check_model(request.model)
         tokenizer = service.tokenizer
 
         def decoded() -> str:
-            most = len(tokenizer)
-            if asked.tokens and max(asked.tokens) >= most:
+            vocab_size = len(tokenizer)
+            if request.tokens and max(request.tokens) >= vocab_size:
                 raise ApiError(
-                    400, f"tokens: {max(asked.tokens)} is no token id, which are 0 to {most - 1}", param="tokens"
+                    400,
+                    f"tokens: {max(request.tokens)} is not a token id; allowed are 0 to {vocab_size - 1}",
+                    param="tokens",
                 )
-            return str(tokenizer.decode(asked.tokens))
+            return str(tokenizer.decode(request.tokens))
 
         return {"prompt": await service.prepare(decoded)}
 

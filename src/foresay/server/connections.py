@@ -1,6 +1,6 @@
-"""A client's connection: how long it may take to send a request's head, how large that is, and how many connections are open.
+"""Client connections: time limit and size limit of a request's head, and the number of open connections.
 
-Owns what uvicorn leaves unbounded before a request exists, and how HTTP/1.0 is answered. Knows no route.
+Owns the limits that uvicorn lacks before a request exists, and responses to HTTP/1.0. Knows no route.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from foresay.server.errors import ApiError
 
 MAX_HEAD_BYTES = 1 << 16
-"""Of a request's line and headers."""
+"""Largest size of the request line and headers."""
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's protocol with bounds."""
+    """uvicorn's protocol with limits."""
 
     head_s: float = 15.0
-    """Seconds that a client may take for a request's head."""
+    """Seconds in which a client must send a request's head."""
     max_connections: int = 1024
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -31,7 +31,7 @@ class Connection(HttpToolsProtocol):
         self._timer: asyncio.TimerHandle | None = None
         self._unparsed = 0
         """Bytes since the parser last completed a head or a part of a body."""
-        self.waits_since = self.loop.time()
+        self.waiting_since = self.loop.time()
 
     @property
     def answering(self) -> bool:
@@ -39,67 +39,67 @@ class Connection(HttpToolsProtocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     @property
-    def waits(self) -> bool:
-        """True while the client is the one to send: nothing yet, a part of a request, or the next one."""
+    def awaits_client(self) -> bool:
+        """True while the client has to send: its first request, the rest of one, or the next one."""
         return not self.transport.is_closing() and (not self.answering or self.cycle.more_body)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Accept a connection. Beyond max_connections, the client that has kept us waiting longest is disconnected for it."""
+        """Accept a connection. Above max_connections, disconnect the client that has been silent longest, or else refuse."""
         super().connection_made(transport)
         self._await_head()
         others: list[Any] = [one for one in self.connections if one is not self and not one.transport.is_closing()]
         if len(others) >= self.max_connections:
-            idle = [one for one in others if one.waits]
+            idle = [one for one in others if one.awaits_client]
             if idle:
-                min(idle, key=lambda one: float(one.waits_since)).transport.abort()
+                min(idle, key=lambda one: float(one.waiting_since)).transport.abort()
             else:
                 self.refuse(
                     ApiError(503, "too many connections are open; try again later", code="overloaded", retry_after=5)
                 )
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the timer too."""
+        """Stop the timer as well."""
         self._stop_timer()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parse what has come. A head that grows past MAX_HEAD_BYTES is refused."""
+        """Parse received data. Refuse a head larger than MAX_HEAD_BYTES."""
         if self._timer is None and not self.answering:
             self._await_head()
         self._unparsed += len(data)
         super().data_received(data)
         if self._unparsed > MAX_HEAD_BYTES:
-            self.refuse(ApiError(431, f"a request's head may have {MAX_HEAD_BYTES} bytes", code="head_too_large"))
+            self.refuse(ApiError(431, f"the request's head exceeds {MAX_HEAD_BYTES} bytes", code="head_too_large"))
 
     def on_headers_complete(self) -> None:
-        """The head is complete."""
+        """Stop the timer, and select the response class for HTTP/1.0."""
         self._stop_timer()
         self._unparsed = 0
         super().on_headers_complete()
         if self.scope["http_version"] == "1.0" and isinstance(self.cycle, RequestResponseCycle):
-            self.cycle.__class__ = _UntilClosed
+            self.cycle.__class__ = _Http10Cycle
 
     def on_body(self, body: bytes) -> None:
-        """Part of a body."""
+        """Reset the count of unparsed bytes."""
         self._unparsed = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """The request is complete."""
+        """Reset the count of unparsed bytes."""
         self._unparsed = 0
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """The client's turn again."""
-        self.waits_since = self.loop.time()
+        """Note that the client is next to send."""
+        self.waiting_since = self.loop.time()
         super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """What is not HTTP, in the API's shape."""
+        """Refuse data that is not HTTP, in the API's error shape."""
         self.refuse(ApiError(400, msg, param="request", code="invalid_http"))
 
     def refuse(self, error: ApiError) -> None:
-        """Answer without a request, unless a response is under way, and disconnect."""
+        """Send an error without a request, unless a response is in progress, and disconnect."""
         if self.transport.is_closing():
             return
         if not self.answering:
@@ -122,18 +122,18 @@ class Connection(HttpToolsProtocol):
     def _too_slow(self) -> None:
         self._timer = None
         if self._unparsed:
-            self.refuse(ApiError(408, f"a request's head took more than {self.head_s:g} seconds", code="timeout"))
+            self.refuse(ApiError(408, f"the request's head was not complete after {self.head_s:g} s", code="timeout"))
         else:
             self.transport.close()
 
 
-class _UntilClosed(RequestResponseCycle):
-    """A response to HTTP/1.0, which knows no chunks: without a Content-Length it ends where the connection does."""
+class _Http10Cycle(RequestResponseCycle):
+    """A response to HTTP/1.0, which has no chunked encoding: without a Content-Length it ends with the connection."""
 
     _open_ended = False
 
     async def send(self, message: ASGISendEvent) -> None:
-        """See RequestResponseCycle, which expects a response that is not chunked to have a length."""
+        """Send a message. RequestResponseCycle requires a length for responses that are not chunked."""
         if message["type"] == "http.response.start":
             self._open_ended = all(name.lower() != b"content-length" for name, _ in message.get("headers", ()))
             self.chunked_encoding = False if self._open_ended else None

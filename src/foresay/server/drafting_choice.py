@@ -1,4 +1,4 @@
-"""Which ways of drafting a client may ask for: those that load nothing, for a client does not choose what a server opens.
+"""Drafting methods that a client may choose: only methods that load nothing, since a client must not choose files to open.
 
 Owns that rule. Knows no engine.
 """
@@ -17,49 +17,49 @@ from foresay.server.requests import Drafting
 from foresay.spec.expressions import parse
 from foresay.spec.recipes import named, read_drafter, read_length, read_rule
 
-KEEPS = frozenset({"keep", "max_contexts", "max_tokens"})
-"""Settings of what look-ups keep between requests."""
-LOADS = frozenset({"acceptance"})
+MEMORY_SETTINGS = frozenset({"keep", "max_contexts", "max_tokens"})
+"""Settings with which n-gram drafters keep text between requests."""
+LOADING_LENGTHS = frozenset({"acceptance"})
 """Length policies that read files."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftingChoice:
-    """How a request is drafted for; None is the server's."""
+    """Drafting method of a request. None stands for the server's setting."""
 
     drafter: str | None = None
     length: str | int | None = None
     rule: str | None = None
 
     @staticmethod
-    def of(asked: Drafting | None) -> DraftingChoice:
-        """What a request says of it. Raises ApiError for what is unknown, or would load something."""
-        if asked is None:
+    def of(requested: Drafting | None) -> DraftingChoice:
+        """Return the choice of a request. Raises ApiError for an unknown method or one that would load a file."""
+        if requested is None:
             return DraftingChoice()
-        if asked.drafter is not None:
-            _read("drafter", asked.drafter, read_drafter, frozenset({*named("lookup"), "none"}))
-        if asked.length is not None:
-            _read("length", asked.length, read_length, frozenset(LENGTHS) - LOADS)
-        if asked.rule is not None:
-            _read("rule", asked.rule, read_rule, frozenset(RULES))
-        return DraftingChoice(asked.drafter, asked.length, asked.rule)
+        if requested.drafter is not None:
+            _read("drafter", requested.drafter, read_drafter, frozenset({*named("lookup"), "none"}))
+        if requested.length is not None:
+            _read("length", requested.length, read_length, frozenset(LENGTHS) - LOADING_LENGTHS)
+        if requested.rule is not None:
+            _read("rule", requested.rule, read_rule, frozenset(RULES))
+        return DraftingChoice(requested.drafter, requested.length, requested.rule)
 
 
 def _harmless(name: str | None, value: object) -> bool:
-    """Whether a setting opens nothing, holds little, and shares no text between requests."""
-    return name not in KEEPS and isinstance(value, int | float) and not isinstance(value, bool)
+    """True if a setting opens no file, stores little, and shares no text between requests."""
+    return name not in MEMORY_SETTINGS and isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _read(what: str, value: str | int, read: Callable[[Any], Any], allowed: frozenset[str]) -> None:
-    """Names are checked before anything is made of them: what loads something does so at once."""
+def _read(field: str, value: str | int, read: Callable[[Any], Any], allowed: frozenset[str]) -> None:
+    """Raise ApiError unless the value is allowed. Names are checked first, since building a drafter loads its files at once."""
     try:
         call = None if isinstance(value, int) or value.strip().isdecimal() else parse(value)
         if call is None or (call.name in allowed and all(_harmless(*one) for one in call.values)):
             read(value)
             return
     except (ForesayError, ValueError, RecursionError) as error:
-        raise ApiError(400, str(error), param=f"foresay.{what}") from None
+        raise ApiError(400, str(error), param=f"foresay.{field}") from None
     names = ", ".join(sorted(allowed))
     raise ApiError(
-        400, f"{what}={value!r} is not among those that a client may choose: {names}", param=f"foresay.{what}"
+        400, f"{field}={value!r} is not available to clients; choose one of: {names}", param=f"foresay.{field}"
     )

@@ -1,6 +1,6 @@
-"""Errors as OpenAI's clients read them: a status, and what was wrong with which parameter.
+"""Errors in OpenAI's shape: a status, a message and the wrong parameter.
 
-Owns which of our errors is whose fault. Knows no route.
+Owns the mapping from exceptions to statuses. Knows no route.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from foresay.errors import (
     RequestError,
 )
 
-GONE = 499
-"""The status of an answer that nobody waits for."""
+CLIENT_CLOSED = 499
+"""Status logged for a client that disconnected before its response."""
 MAX_MESSAGE = 1000
-"""Characters of an error's message and of a parameter's name; a client's own long values are cut there."""
+"""Limit in characters of an error message and of a parameter name; longer values sent by a client are cut."""
 
 
 class ApiError(Exception):
-    """An answer that is an error."""
+    """An error response."""
 
     def __init__(
         self,
@@ -41,38 +41,38 @@ class ApiError(Exception):
         code: str | None = None,
         retry_after: int | None = None,
     ) -> None:
-        """param: the field that is wrong. retry_after: seconds."""
+        """param: the wrong field. retry_after: seconds."""
         super().__init__(message)
         self.status, self.message, self.param, self.code, self.retry_after = status, message, param, code, retry_after
 
     @property
     def kind(self) -> str:
-        """OpenAI's word for such errors."""
+        """OpenAI's error type for the status."""
         kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
         return kinds.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
 
     def body(self) -> dict[str, Any]:
-        """The answer's body: JSON that any encoder takes, whatever the client's text contains."""
+        """Return the response body: JSON that UTF-8 can encode, even if the client's text cannot be encoded."""
         param = None if self.param is None else _printable(self.param)
         return {"error": {"message": _printable(self.message), "type": self.kind, "param": param, "code": self.code}}
 
     @property
     def headers(self) -> dict[str, str]:
-        """What is said beside it."""
+        """Response headers."""
         out = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
         return out | ({"WWW-Authenticate": "Bearer"} if self.status == 401 else {})
 
 
 def _printable(text: str) -> str:
-    """A text that UTF-8 can encode, of at most MAX_MESSAGE characters."""
+    """Return a text that UTF-8 can encode, of at most MAX_MESSAGE characters."""
     cut = text if len(text) <= MAX_MESSAGE else f"{text[: MAX_MESSAGE - 3]}..."
     return cut.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def as_api_error(error: BaseException, log: logging.Logger, *, prompt: str = "prompt") -> ApiError:
-    """The error of the API for any exception; one that the client cannot have caused is described in general words, and logged.
+    """Return the API error for an exception. Errors that the client cannot have caused are logged and described in general terms.
 
-    prompt: the request's field that contains the prompt.
+    prompt: name of the field that contains the prompt.
     """
     if isinstance(error, ApiError):
         return error
@@ -85,32 +85,32 @@ def as_api_error(error: BaseException, log: logging.Logger, *, prompt: str = "pr
     if isinstance(error, OutOfMemoryError):
         return ApiError(503, str(error), code="out_of_memory", retry_after=5)
     if isinstance(error, RequestError) and isinstance(error.__cause__, ConfigError):
-        # such as a schema that cannot be followed further
+        # for example, a schema with no allowed continuation
         return ApiError(400, str(error.__cause__), param="response_format", code="cannot_go_on")
     log.error("request failed", exc_info=error)
     code = "generation_failed" if isinstance(error, ForesayError) else "internal"
-    return ApiError(500, "the server failed; its log says more", code=code)
+    return ApiError(500, "internal error; the server's log has the details", code=code)
 
 
 @contextmanager
-def prompt_is(field: str, log: logging.Logger) -> Iterator[None]:
-    """Raise our own errors as ApiErrors whose `param` is this field where they are about the prompt."""
+def as_api_errors(field: str, log: logging.Logger) -> Iterator[None]:
+    """Convert foresay's errors to ApiErrors. `field` is the `param` of errors about the prompt."""
     try:
         yield
     except ForesayError as error:
         raise as_api_error(error, log, prompt=field) from error
 
 
-_RENAMED = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
+_API_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
 _PARAMETERS = {field.name for field in dataclasses.fields(SamplingParams)}
 
 
 def _about_field(error: Exception, prompt: str, code: str | None = None) -> ApiError:
-    """The error under the API's names: one of max_new_tokens is about max_tokens, and one of no field about the prompt."""
+    """Return a 400 error with the API's field names, such as max_tokens. An error that names no field is about the prompt."""
     message = str(error)
-    for ours, theirs in _RENAMED.items():
+    for ours, theirs in _API_NAMES.items():
         message = message.replace(ours, theirs)
     word = re.match(r"\w*", str(error))
     named = word is not None and word[0] in _PARAMETERS and not isinstance(error, PromptError)
-    field = _RENAMED.get(word[0], word[0]) if named and word is not None else prompt
+    field = _API_NAMES.get(word[0], word[0]) if named and word is not None else prompt
     return ApiError(400, message, param=field, code=code)

@@ -1,7 +1,7 @@
-"""Fields of a request: one rule for values that change nothing, and bounds that stop validation early.
+"""Fields of a request: values without effect, limits checked before validation, and errors that name a field.
 
-Owns how a request's JSON becomes a model of pydantic's, and the first thing that is wrong with it as an error that names the
-field. Knows no endpoint and no engine.
+Owns how a request's JSON becomes a pydantic model, and how its first validation error becomes an API error. Knows no endpoint
+and no engine.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from foresay.server.errors import ApiError
 
 T = TypeVar("T", bound=BaseModel)
 Neutral = Mapping[str, Sequence[Any]]
-"""Field -> the values that change nothing here: the API's defaults, and requests for what is done anyway."""
+"""Field -> values without effect: the API's defaults, and requests for behaviour that this server always has."""
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _LONE = re.compile("[\ud800-\udfff]")
 _DEPTH = 8
-_SHOWN = 60
-"""Characters of a wrong value that its error repeats."""
+_MAX_VALUE = 60
+"""Characters of a wrong value that an error repeats."""
 
 
 class Fields(BaseModel):
-    """An object of a request. Unknown fields are refused by name; null, and values that change nothing, count as absent."""
+    """An object of a request. Unknown fields are rejected by name; null and values without effect count as absent."""
 
     model_config = ConfigDict(extra="forbid")
     neutral: ClassVar[Neutral] = {}
 
     @model_validator(mode="before")
     @classmethod
-    def _only_what_changes_something(cls, data: Any) -> Any:
-        """The object without neutral values, and with one unknown field at most, so that one error is collected for them."""
+    def _drop_neutral(cls, data: Any) -> Any:
+        """Return the object without neutral values, and with the first unknown field only, since one error is enough."""
         if not isinstance(data, dict):
             return data
         known = _names(cls)
@@ -59,7 +59,7 @@ def _names(kind: type[BaseModel]) -> frozenset[str]:
 
 
 def at_most(limit: int) -> BeforeValidator:
-    """A bound of a list or object, checked before its items are: validating millions of them would stop the event loop."""
+    """Limit the size of a list or object before its items are validated: millions of items would block the event loop."""
 
     def check(value: Any) -> Any:
         if isinstance(value, list | dict):
@@ -70,14 +70,14 @@ def at_most(limit: int) -> BeforeValidator:
 
 
 def check_count(what: str, count: int, limit: int) -> None:
-    """Raise pydantic's error for more than `limit`. what: "items", or what is counted."""
+    """Raise pydantic's error if `count` exceeds `limit`. what: the noun for the message, such as "items"."""
     if count > limit:
         text = "{count} {what}; at most {limit} are allowed"
         raise PydanticCustomError("too_long", text, {"count": count, "what": what, "limit": limit})
 
 
 def read(kind: type[T], body: bytes) -> T:
-    """A request from its body. Raises ApiError (400) for the first thing that is wrong, which names the field."""
+    """Parse a request body. Raises ApiError (400) for the first error, which names the field."""
     try:
         data = from_json(body)
     except ValueError as error:
@@ -89,24 +89,24 @@ def read(kind: type[T], body: bytes) -> T:
 
 
 def _not_json(body: bytes, error: ValueError) -> ApiError:
-    """A lone surrogate is JSON, and no text: the error names the field that contains it."""
+    """Return the error of a body that cannot be parsed. A lone surrogate is valid JSON but no text: its error names the field."""
     if _SURROGATE.search(body):
         try:
             path = _path_of_surrogate(json.loads(body))
         except (ValueError, RecursionError):
             path = ""
         if path:
-            text = f"{path}: the text contains a lone surrogate (\\ud800 to \\udfff), which is no character"
+            text = f"{path}: the text contains a lone surrogate (\\ud800 to \\udfff), which is not a character"
             return ApiError(400, text, param=path, code="invalid_text")
     return ApiError(400, f"the body is not JSON: {error}", param="body", code="invalid_json")
 
 
 def _path_of_surrogate(data: Any) -> str:
-    """The field, at most _DEPTH levels deep, that contains the first lone surrogate; empty without one."""
+    """Return the path of the first lone surrogate, at most _DEPTH levels deep; empty without one."""
     path: list[str] = []
     while isinstance(data, dict | list) and len(path) < _DEPTH and _has_surrogate(data):
         items: list[tuple[Any, Any]] = list(data.items() if isinstance(data, dict) else enumerate(data))
-        while len(items) > 1:  # halves are searched without a call for each of millions of items
+        while len(items) > 1:  # binary search, instead of one call for each of millions of items
             half = items[: len(items) // 2]
             items = half if _has_surrogate(half) else items[len(half) :]
         name, data = items[0]
@@ -121,7 +121,7 @@ def _has_surrogate(data: Any) -> bool:
 
 
 def _first(error: ValidationError, data: Any) -> ApiError:
-    """The first wrong field. Of a field that takes several types, the type that came furthest explains it."""
+    """Return the first wrong field. If a field accepts several types, the type whose validation got furthest explains it."""
     errors = [
         (_path(one["loc"], one["type"], data), one) for one in error.errors(include_url=False, include_context=False)
     ]
@@ -137,11 +137,11 @@ def _first(error: ValidationError, data: Any) -> ApiError:
     value = found[0]["input"]
     shown = f"={value!r}" if isinstance(value, str | int | float) and found[0]["type"] != "missing" else ""
     reasons = " / ".join(dict.fromkeys(one["msg"] for one in found))
-    return ApiError(400, f"{name}{shown if len(shown) <= _SHOWN else ''}: {reasons}", param=name)
+    return ApiError(400, f"{name}{shown if len(shown) <= _MAX_VALUE else ''}: {reasons}", param=name)
 
 
 def _path(loc: Sequence[int | str], kind: str, data: Any) -> tuple[int | str, ...]:
-    """Where an error lies in the request, without the names that pydantic gives to the types of a union."""
+    """Return the path of an error in the request, without the names that pydantic gives to the types of a union."""
     path: list[int | str] = []
     for i, part in enumerate(loc):
         if isinstance(data, dict) and (part in data or (kind == "missing" and i == len(loc) - 1)):

@@ -1,7 +1,6 @@
-"""Requests that write: chat completions and completions, whole or as a stream of events, and /predict.
+"""Generation requests: chat completions and completions, whole or as a stream of events, and /predict.
 
-Owns how outputs of one request are numbered, and what a client that leaves takes along. Knows neither keys nor how the
-application is put together.
+Owns the numbering of a request's outputs, and cancellation when a client disconnects. Knows neither keys nor routes.
 """
 
 from __future__ import annotations
@@ -22,34 +21,34 @@ from foresay.decoding.sampling_params import SamplingParams
 from foresay.generation.generator import seeded
 from foresay.generation.result import Chunk
 from foresay.server.drafting_choice import DraftingChoice
-from foresay.server.errors import GONE, ApiError, as_api_error, prompt_is
+from foresay.server.errors import CLIENT_CLOSED, ApiError, as_api_error, as_api_errors
 from foresay.server.logprobs import Logprobs, of_prompt
 from foresay.server.requests import ChatRequest, CompletionRequest, Drafting, PredictRequest
-from foresay.server.responses import CompletionShape, Echo, Names, Output, Shape, sent, usage
+from foresay.server.responses import CompletionShape, Echo, Output, ResponseFields, Shape, encode_event, usage
 from foresay.server.service import Service
 from foresay.text.grammar import JsonSchema
 from foresay.text.stream import Detokenizer
 
 MAX_ECHOED_SCORES = 1 << 20
-"""Log-probabilities of prompt tokens in one answer: about 300 MB while it is made."""
+"""Limit on the prompt log-probabilities of one response: about 300 MB while it is built."""
 Chunks = AsyncGenerator[tuple[int, Chunk], None]
 T = TypeVar("T")
 logger = logging.getLogger("foresay.server")
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """A request, ready to be decoded. Output i * n + j is the j-th of prompt i."""
+class PreparedRequest:
+    """A validated and tokenized request. Output i * n + j is the j-th output of prompt i."""
 
     prompts: list[list[int]]
     params: SamplingParams
     n: int = 1
-    way: DraftingChoice = field(default_factory=DraftingChoice)
+    drafting: DraftingChoice = field(default_factory=DraftingChoice)
     schema: JsonSchema | None = None
-    """What every output keeps to."""
+    """Schema that every output follows."""
 
     def pairs(self) -> list[tuple[list[int], SamplingParams]]:
-        """Every output's prompt and parameters."""
+        """Return the prompt and parameters of every output."""
         return [
             self._pair(self.prompts[i // self.n], seeded(self.params, i)) for i in range(len(self.prompts) * self.n)
         ]
@@ -60,46 +59,52 @@ class Job:
         return prompt, replace(params, processors=(self.schema.behind(len(prompt)),))
 
 
-async def write(service: Service, asked: ChatRequest | CompletionRequest, shape: Shape, request: Request) -> Response:
-    """POST /v1/chat/completions and /v1/completions. Raises ApiError for what cannot be answered."""
-    with prompt_is(asked.prompt_field, logger):
-        job = await _while_waited_for(_prepared(service, asked), request)
-        outputs = await _while_waited_for(_outputs(service, asked, shape, job), request)
-        chunks = _none() if asked.only_prompt else service.chunks(job.pairs(), job.way)
-        answer = _Answer(service, asked, shape, job, outputs)
-        if not asked.stream:
-            await _collect(chunks, outputs, request)
-            # with its prompts, an answer may be long
-            return await service.prepare(answer.response) if asked.echoes else answer.response()
-        first = None if asked.only_prompt else await _first(chunks, request)
+async def generate(
+    service: Service, request: ChatRequest | CompletionRequest, shape: Shape, raw_request: Request
+) -> Response:
+    """Handle POST /v1/chat/completions and /v1/completions. Raises ApiError for a request that is rejected or fails."""
+    with as_api_errors(request.prompt_field, logger):
+        prepared = await _unless_disconnected(_prepare(service, request), raw_request)
+        outputs = await _unless_disconnected(_outputs(service, request, shape, prepared), raw_request)
+        chunks = _none() if request.only_prompt else service.chunks(prepared.pairs(), prepared.drafting)
+        builder = _ResponseBuilder(service, request, shape, prepared, outputs)
+        if not request.stream:
+            await _collect(chunks, outputs, raw_request)
+            # a response that repeats its prompts may be long
+            return await service.prepare(builder.response) if request.echoes else builder.response()
+        first = None if request.only_prompt else await _first(chunks, raw_request)
     headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-    return StreamingResponse(answer.events(first, chunks), media_type="text/event-stream", headers=headers)
+    return StreamingResponse(builder.events(first, chunks), media_type="text/event-stream", headers=headers)
 
 
-async def _outputs(service: Service, asked: ChatRequest | CompletionRequest, shape: Shape, job: Job) -> list[Output]:
-    """The outputs before their first token, each with its prompt where the answer repeats it."""
-    top, tokenizer, echoes = job.params.logprobs, service.generator.tokenizer, list[Echo | None]()
-    if asked.echoes and top is not None:
-        _check_scores(sum(map(len, job.prompts)) * job.n, top)
-    for prompt, ids in zip(asked.prompts(), job.prompts, strict=True):
-        scored = await service.scored(ids, top) if asked.echoes and top is not None else None
-        echoes.append(await service.prepare(partial(_echo, service, prompt, ids, scored)) if asked.echoes else None)
+async def _outputs(
+    service: Service, request: ChatRequest | CompletionRequest, shape: Shape, prepared: PreparedRequest
+) -> list[Output]:
+    """Return the outputs before their first token, each with its prompt if the response repeats it."""
+    top, tokenizer, echoes = prepared.params.logprobs, service.generator.tokenizer, list[Echo | None]()
+    if request.echoes and top is not None:
+        _check_scores(sum(map(len, prepared.prompts)) * prepared.n, top)
+    for prompt, ids in zip(request.prompts(), prepared.prompts, strict=True):
+        scored = await service.scored(ids, top) if request.echoes and top is not None else None
+        echoes.append(await service.prepare(partial(_echo, service, prompt, ids, scored)) if request.echoes else None)
     return [
         Output(
-            place,
+            index,
             shape,
-            asked.foresay or Drafting(),
+            request.foresay or Drafting(),
             None if top is None else Logprobs(tokenizer),
-            echoes[place // job.n],
+            echoes[index // prepared.n],
         )
-        for place in range(len(job.prompts) * job.n)
+        for index in range(len(prepared.prompts) * prepared.n)
     ]
 
 
 def _check_scores(tokens: int, top: int) -> None:
     if tokens * (top + 1) > MAX_ECHOED_SCORES:
-        most = MAX_ECHOED_SCORES // (top + 1)
-        text = f"echo with logprobs={top} of {tokens} prompt tokens, outputs counted apart; {most} are allowed"
+        limit = MAX_ECHOED_SCORES // (top + 1)
+        text = (
+            f"echo with logprobs={top} of {tokens} prompt tokens (counted once per output); at most {limit} are allowed"
+        )
         raise ApiError(400, text, param="prompt")
 
 
@@ -109,151 +114,153 @@ def _echo(service: Service, prompt: Any, ids: list[int], scored: Sequence[TokenL
 
 
 @dataclass(frozen=True, slots=True)
-class _Answer:
-    """A request's outputs as a body, or as the events of a stream."""
+class _ResponseBuilder:
+    """Builds the response of a request: one body, or the events of a stream."""
 
     service: Service
-    asked: ChatRequest | CompletionRequest
+    request: ChatRequest | CompletionRequest
     shape: Shape
-    job: Job
+    prepared: PreparedRequest
     outputs: list[Output]
-    names: Names = field(init=False)
+    names: ResponseFields = field(init=False)
 
     def __post_init__(self) -> None:
-        names = Names.new(self.shape.prefix, self.service.names[0], self.service.fingerprint)
+        names = ResponseFields.new(self.shape.prefix, self.service.names[0], self.service.fingerprint)
         object.__setattr__(self, "names", names)
 
     def usage(self) -> dict[str, Any]:
-        """Tokens so far."""
-        return usage([len(ids) for ids in self.job.prompts], self.outputs)
+        """Return the token counts so far."""
+        return usage([len(ids) for ids in self.prepared.prompts], self.outputs)
 
     def response(self) -> Response:
-        """The answer in one piece, when all outputs are complete."""
+        """Return the response body of complete outputs."""
         choices = [one.whole() for one in self.outputs]
         return JSONResponse(self.names.body(self.shape.whole, choices, usage=self.usage()))
 
     def _event(self, *choices: dict[str, Any]) -> bytes:
         extra: dict[str, Any] = {}
-        if self.asked.with_usage:
-            extra = {"usage": self.usage() if self.asked.with_running_usage or not choices else None}
-        return sent(self.names.body(self.shape.event, choices, **extra))
+        if self.request.with_usage:
+            extra = {"usage": self.usage() if self.request.with_running_usage or not choices else None}
+        return encode_event(self.names.body(self.shape.event, choices, **extra))
 
     async def events(self, first: tuple[int, Chunk] | None, chunks: Chunks) -> AsyncIterator[bytes]:
-        """The stream. An error is an event, since the status has been sent."""
+        """Yield the events of the stream. An error is sent as an event, since the status has been sent."""
         try:
             async with aclosing(chunks):
-                for one in self.outputs if self.asked.echoes else ():
-                    yield self._event(one.echoed(alone=self.asked.only_prompt))
-                async for place, chunk in _behind(first, chunks):
-                    yield self._event(self.outputs[place].take(chunk))
-            if self.asked.with_usage:
+                for one in self.outputs if self.request.echoes else ():
+                    yield self._event(one.echoed(alone=self.request.only_prompt))
+                async for index, chunk in _chained(first, chunks):
+                    yield self._event(self.outputs[index].take(chunk))
+            if self.request.with_usage:
                 yield self._event()
-            yield sent("[DONE]")
+            yield encode_event("[DONE]")
         except Exception as error:
-            told = as_api_error(error, logger, prompt=self.asked.prompt_field)
-            self.service.metrics.failed.labels(str(told.status)).inc()
-            yield sent(told.body())
+            api_error = as_api_error(error, logger, prompt=self.request.prompt_field)
+            self.service.metrics.failed.labels(str(api_error.status)).inc()
+            yield encode_event(api_error.body())
 
 
 async def _none() -> Chunks:
-    """No chunks."""
+    """Yield nothing."""
     return
     yield
 
 
-async def predict(service: Service, asked: PredictRequest, request: Request) -> str:
-    """POST /predict: the text that continues a prompt."""
-    (ids,) = await service.encoded([asked.prompt])
-    job = Job([ids], SamplingParams(max_new_tokens=asked.max_tokens))
+async def predict(service: Service, request: PredictRequest, raw_request: Request) -> str:
+    """Handle POST /predict: return the continuation of a prompt."""
+    (ids,) = await service.encoded([request.prompt])
+    prepared = PreparedRequest([ids], SamplingParams(max_new_tokens=request.max_tokens))
     output = Output(0, CompletionShape(), Drafting(), None)
-    await _collect(service.chunks(job.pairs(), job.way), [output], request)
+    await _collect(service.chunks(prepared.pairs(), prepared.drafting), [output], raw_request)
     assert output.generation is not None
     return output.generation.text
 
 
-async def _prepared(service: Service, asked: ChatRequest | CompletionRequest) -> Job:
-    """Everything that can be wrong with a request, before it is queued."""
-    prompts, n = asked.prompts(), 1 if asked.n is None else asked.n
-    _check(service, asked, len(prompts), n)
-    way, wanted = DraftingChoice.of(asked.foresay), asked.schema_wanted()
+async def _prepare(service: Service, request: ChatRequest | CompletionRequest) -> PreparedRequest:
+    """Validate and tokenize a request before it is queued."""
+    prompts, n = request.prompts(), 1 if request.n is None else request.n
+    _check(service, request, len(prompts), n)
+    drafting, schema_json = DraftingChoice.of(request.foresay), request.requested_schema()
     ids = await service.encoded(prompts)
-    params = asked.params(service.generator.target.model.max_length - max(len(one) for one in ids))
-    schema = None if wanted is None else await service.json_schema(wanted)
-    return Job(ids, params, n, way, schema)
+    params = request.params(service.generator.target.model.max_length - max(len(one) for one in ids))
+    schema = None if schema_json is None else await service.json_schema(schema_json)
+    return PreparedRequest(ids, params, n, drafting, schema)
 
 
-def _check(service: Service, asked: ChatRequest | CompletionRequest, prompts: int, n: int) -> None:
+def _check(service: Service, request: ChatRequest | CompletionRequest, prompts: int, n: int) -> None:
     settings = service.settings
-    service.check_model(asked.model)
+    service.check_model(request.model)
     if not 1 <= n <= settings.max_n:
         raise ApiError(400, f"n={n} must be 1 to {settings.max_n}", param="n")
     if prompts * n > settings.max_prompts:
-        text = f"{prompts * n} outputs are asked for, and one request may ask for {settings.max_prompts}"
+        text = f"{prompts * n} outputs (prompts times n) are requested; at most {settings.max_prompts} are allowed"
         raise ApiError(400, text, param="n")
-    if len(asked.stops) > settings.max_stops:
-        raise ApiError(400, f"{len(asked.stops)} stop strings; {settings.max_stops} are taken", param="stop")
-    options = asked.stream_options
+    if len(request.stops) > settings.max_stops:
+        raise ApiError(
+            400, f"{len(request.stops)} stop strings; at most {settings.max_stops} are allowed", param="stop"
+        )
+    options = request.stream_options
     if options is not None and options.continuous_usage_stats and not options.include_usage:
         text = "continuous_usage_stats needs include_usage=true"
         raise ApiError(400, text, param="stream_options.continuous_usage_stats")
-    if asked.with_usage and not asked.stream:
+    if request.with_usage and not request.stream:
         raise ApiError(400, "stream_options needs stream=true", param="stream_options")
 
 
-async def _collect(chunks: Chunks, outputs: Sequence[Output], request: Request) -> None:
-    """Fill outputs. Raises the first error of one of them."""
+async def _collect(chunks: Chunks, outputs: Sequence[Output], raw_request: Request) -> None:
+    """Fill the outputs. Raises the first error of any output."""
 
     async def collect() -> None:
-        async for place, chunk in chunks:
-            outputs[place].take(_good(chunk))
+        async for index, chunk in chunks:
+            outputs[index].take(_checked(chunk))
 
     async with aclosing(chunks):
-        await _while_waited_for(collect(), request)
+        await _unless_disconnected(collect(), raw_request)
 
 
-async def _first(chunks: Chunks, request: Request) -> tuple[int, Chunk]:
-    """What comes first, so that what is refused or fails before it has a status of its own."""
+async def _first(chunks: Chunks, raw_request: Request) -> tuple[int, Chunk]:
+    """Return the first chunk. A rejection or an early failure is raised here, while the response can still have its status."""
 
     async def first() -> tuple[int, Chunk]:
-        place, chunk = await anext(chunks)
-        return place, _good(chunk)
+        index, chunk = await anext(chunks)
+        return index, _checked(chunk)
 
     try:
-        return await _while_waited_for(first(), request)
+        return await _unless_disconnected(first(), raw_request)
     except BaseException:
         await chunks.aclose()
         raise
 
 
-async def _behind(first: tuple[int, Chunk] | None, chunks: Chunks) -> AsyncIterator[tuple[int, Chunk]]:
+async def _chained(first: tuple[int, Chunk] | None, chunks: Chunks) -> AsyncIterator[tuple[int, Chunk]]:
     if first is not None:
         yield first
-    async for place, chunk in chunks:
-        yield place, _good(chunk)
+    async for index, chunk in chunks:
+        yield index, _checked(chunk)
 
 
-def _good(chunk: Chunk) -> Chunk:
+def _checked(chunk: Chunk) -> Chunk:
     if chunk.error is not None:
         raise chunk.error
     return chunk
 
 
-async def _while_waited_for(work: Coroutine[Any, Any, T], request: Request) -> T:
-    """What a coroutine comes to; it is cancelled, and ApiError raised, when the client has left before."""
-    doing, gone = asyncio.create_task(work), asyncio.create_task(_left(request))
+async def _unless_disconnected(work: Coroutine[Any, Any, T], raw_request: Request) -> T:
+    """Return the coroutine's result. If the client disconnects first, cancel the coroutine and raise ApiError."""
+    task, disconnect = asyncio.create_task(work), asyncio.create_task(_disconnected(raw_request))
     try:
-        await asyncio.wait((doing, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not doing.done():
-            raise ApiError(GONE, "the client has left")
-        return doing.result()
+        await asyncio.wait((task, disconnect), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ApiError(CLIENT_CLOSED, "the client disconnected")
+        return task.result()
     finally:
-        for task in (doing, gone):
-            task.cancel()
+        for one in (task, disconnect):
+            one.cancel()
             with suppress(asyncio.CancelledError, Exception):
-                await task
+                await one
 
 
-async def _left(request: Request) -> None:
-    """Until the client has gone."""
-    while (await request.receive())["type"] != "http.disconnect":
+async def _disconnected(raw_request: Request) -> None:
+    """Wait until the client disconnects."""
+    while (await raw_request.receive())["type"] != "http.disconnect":
         pass

@@ -1,6 +1,6 @@
-"""What stands before every route: keys, the size of bodies, ids, and one line of log for each request.
+"""Checks before every route: keys, host names, body sizes; request ids, and one log line per request.
 
-Owns who is let in. Plain ASGI, so that nothing is buffered on its way. Knows no route but those that need no key.
+Owns admission. Plain ASGI, so that responses are not buffered. Knows no route but those that need no key.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from time import perf_counter
 from typing import Any
 from uuid import uuid4
 
-from foresay.server.errors import GONE, ApiError
+from foresay.server.errors import CLIENT_CLOSED, ApiError
 from foresay.server.settings import LOOPBACK, ServerSettings
 
 Scope = MutableMapping[str, Any]
@@ -25,124 +25,126 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 logger = logging.getLogger("foresay.server")
-OPEN = frozenset({"/health", "/ready", "/", "/favicon.ico", "/page.css", "/page.js"})
-"""Routes that need no key: they tell nothing, and take nothing."""
+OPEN_ROUTES = frozenset({"/health", "/ready", "/", "/favicon.ico", "/page.css", "/page.js"})
+"""Routes that need no key: they expose no data and accept none."""
 
 
 class Guards:
-    """Wraps an application."""
+    """Middleware with the checks."""
 
     def __init__(self, app: App, settings: ServerSettings, failed: Callable[[int], None]) -> None:
-        """failed: told the status of each answer that is an error."""
+        """failed: called with the status of each error response."""
         self._app, self._settings, self._failed = app, settings, failed
         self._keys = [sha256(key.encode()).digest() for key in sorted(settings.keys)]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
+        """Handle one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         headers = {name.lower(): value for name, value in scope["headers"]}
-        number, began, status = f"req-{uuid4().hex[:16]}", perf_counter(), [0]
-        scope.setdefault("state", {})["request_id"] = number
+        request_id, start, status = f"req-{uuid4().hex[:16]}", perf_counter(), [0]
+        scope.setdefault("state", {})["request_id"] = request_id
         method, head = scope["method"], scope["method"] == "HEAD"
-        if head:  # the same answer without its body
+        if head:  # the response of GET without its body
             scope = {**scope, "method": "GET"}
 
-        async def answer(message: MutableMapping[str, Any]) -> None:
+        async def send_response(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
                 status[0] = message["status"]
-                message["headers"] = [*map(_with_head, message["headers"]), (b"x-request-id", number.encode())]
+                message["headers"] = [*map(_with_head, message["headers"]), (b"x-request-id", request_id.encode())]
             elif head:
                 message = {**message, "body": b""}
             await send(message)
 
         try:
-            self._let_in(scope, headers)
-            body = await self._read(receive)
+            self._check(scope, headers)
+            body = await self._read_body(receive)
         except ApiError as error:
-            await _refuse(error, answer)
+            await _refuse(error, send_response)
         else:
-            with _answered(status):
-                await self._app(scope, body, answer)
+            with _suppress_after_response(status):
+                await self._app(scope, body, send_response)
         finally:
             if status[0] >= 400:
                 self._failed(status[0])
             line = {
-                "id": number,
+                "id": request_id,
                 "method": method,
                 "path": scope["path"],
                 "status": status[0],
-                "seconds": round(perf_counter() - began, 4),
+                "seconds": round(perf_counter() - start, 4),
             }
             logger.info("%s", json.dumps(line))
 
-    def _let_in(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
-        """Raises ApiError for who is not let in, and for a body that says it is too large."""
+    def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
+        """Raise ApiError for a request that is not permitted, or whose declared body is too large."""
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or int(length) > self._settings.max_body_bytes:
-            raise ApiError(413, f"the body may have {self._settings.max_body_bytes} bytes", code="body_too_large")
+            raise ApiError(413, f"the body exceeds {self._settings.max_body_bytes} bytes", code="body_too_large")
         if not self._keys:
             self._check_host(headers.get(b"host", b"").decode("latin-1"))
-        elif scope["path"] not in OPEN:
+        elif scope["path"] not in OPEN_ROUTES:
             kind, _, key = headers.get(b"authorization", b"").partition(b" ")
             self._check_key(key if kind.lower() == b"bearer" else headers.get(b"x-api-key", b""))
 
     def _check_key(self, key: bytes) -> None:
         given = sha256(key.strip()).digest()
-        # every key is compared, so that time tells nothing of which was nearly right
-        known = [hmac.compare_digest(given, one) for one in self._keys]
-        if not any(known):
-            text = "a key of this server is needed, as Authorization: Bearer KEY or X-Api-Key: KEY"
+        # compare every key, so that the time taken reveals nothing about a near match
+        matches = [hmac.compare_digest(given, item) for item in self._keys]
+        if not any(matches):
+            text = "an API key is required; send Authorization: Bearer KEY or X-Api-Key: KEY"
             raise ApiError(401, text, code="invalid_api_key")
 
     def _check_host(self, header: str) -> None:
-        """A page from elsewhere can have its own name point to this machine, and would then be read as if it came from here."""
+        """Raise ApiError for an unknown host name. A foreign page's name could resolve to this machine (DNS rebinding)."""
         name = header.rpartition(":")[0] if header.rpartition("]")[2].count(":") else header
-        known = {*LOOPBACK, "[::1]", self._settings.host, *(one.lower() for one in self._settings.hosts)}
-        if self._settings.host in LOOPBACK and name.lower() not in known:
-            raise ApiError(421, f"{name!r} is no name of this server; --allow-host makes it one", code="unknown_host")
+        names = {*LOOPBACK, "[::1]", self._settings.host, *(item.lower() for item in self._settings.hosts)}
+        if self._settings.host in LOOPBACK and name.lower() not in names:
+            raise ApiError(421, f"unknown host {name!r}; allow it with --allow-host", code="unknown_host")
 
-    async def _read(self, receive: Receive) -> Receive:
-        """What gives the body again, in one piece, and then whatever comes.
+    async def _read_body(self, receive: Receive) -> Receive:
+        """Return a `receive` that replays the body in one piece before later messages.
 
-        Raises ApiError for one that is too large, too slow or never completed.
+        Raises ApiError for a body that is too large, too slow or incomplete.
         """
-        most, parts, more = self._settings.max_body_bytes, list[bytes](), True
+        remaining, parts, more = self._settings.max_body_bytes, list[bytes](), True
         try:
             async with asyncio.timeout(self._settings.body_s):
                 while more:
                     message = await receive()
                     if message["type"] != "http.request":
-                        raise ApiError(GONE, "the client has left")
+                        raise ApiError(CLIENT_CLOSED, "the client disconnected")
                     parts.append(message.get("body", b""))
-                    most, more = most - len(parts[-1]), message.get("more_body", False)
-                    if most < 0:
-                        text = f"the body may have {self._settings.max_body_bytes} bytes"
+                    remaining, more = remaining - len(parts[-1]), message.get("more_body", False)
+                    if remaining < 0:
+                        text = f"the body exceeds {self._settings.max_body_bytes} bytes"
                         raise ApiError(413, text, code="body_too_large")
         except TimeoutError:
-            raise ApiError(408, f"the body took more than {self._settings.body_s:g} seconds", code="timeout") from None
-        return _then({"type": "http.request", "body": b"".join(parts), "more_body": False}, receive)
+            raise ApiError(
+                408, f"the body was not complete after {self._settings.body_s:g} s", code="timeout"
+            ) from None
+        return _replayed({"type": "http.request", "body": b"".join(parts), "more_body": False}, receive)
 
 
-def _then(first: MutableMapping[str, Any], receive: Receive) -> Receive:
-    held = [first]
+def _replayed(first: MutableMapping[str, Any], receive: Receive) -> Receive:
+    pending = [first]
 
-    async def again() -> MutableMapping[str, Any]:
-        return held.pop() if held else await receive()
+    async def receive_next() -> MutableMapping[str, Any]:
+        return pending.pop() if pending else await receive()
 
-    return again
+    return receive_next
 
 
 def _with_head(header: tuple[bytes, bytes]) -> tuple[bytes, bytes]:
-    """What a route of GET allows, HEAD included."""
+    """Add HEAD to the Allow header of a GET route."""
     name, value = header
     return (name, b"GET, HEAD") if name == b"allow" and value == b"GET" else header
 
 
 @contextmanager
-def _answered(status: list[int]) -> Iterator[None]:
-    """Frameworks raise an error again that they have answered and logged; nobody else needs it."""
+def _suppress_after_response(status: list[int]) -> Iterator[None]:
+    """Suppress an exception after its response: the framework answers and logs it, then raises it again."""
     try:
         yield
     except Exception:

@@ -1,6 +1,6 @@
-"""What a server counts, for Prometheus: drafts and their fate, latencies, queue and rows.
+"""Prometheus metrics of a server: drafting, latencies, queue and rows.
 
-Owns the names, which are those that other engines use behind their own prefix. Knows no HTTP.
+Owns the metric names, which match other engines' apart from the prefix. Knows no HTTP.
 """
 
 from __future__ import annotations
@@ -33,31 +33,31 @@ class Metrics:
         def gauge(name: str, text: str) -> Gauge:
             return Gauge(f"foresay_{name}", text, registry=self.registry)
 
-        self.drafts = counter("spec_decode_num_drafts", "Passes of the target that looked at draft tokens.")
+        self.drafts = counter("spec_decode_num_drafts", "Target passes that verified draft tokens.")
         self.draft_tokens = counter("spec_decode_num_draft_tokens", "Draft tokens.")
         self.accepted = counter("spec_decode_num_accepted_tokens", "Draft tokens that were accepted.")
         accepted_at = counter(
-            "spec_decode_num_accepted_tokens_per_pos", "Draft tokens accepted at a place of their draft.", "position"
+            "spec_decode_num_accepted_tokens_per_pos", "Draft tokens accepted, by draft position.", "position"
         )
-        self._accepted_at = [accepted_at.labels(str(place)) for place in range(MAX_DRAFT_TOKENS)]
+        self._accepted_at = [accepted_at.labels(str(position)) for position in range(MAX_DRAFT_TOKENS)]
         self.acceptance_length = histogram(
-            "spec_decode_acceptance_length", "Tokens that a pass of the target commits for a row.", _LENGTHS
+            "spec_decode_acceptance_length", "Tokens committed per row and target pass.", _LENGTHS
         )
         self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts.")
-        self.cached_tokens = counter("prompt_tokens_cached", "Tokens of prompts whose slots were there already.")
-        self.generation_tokens = counter("generation_tokens", "Tokens written.")
-        self.finished = counter("request_success", "Requests that ended, by why.", "finished_reason")
+        self.cached_tokens = counter("prompt_tokens_cached", "Prompt tokens read from cached slots.")
+        self.generation_tokens = counter("generation_tokens", "Tokens generated.")
+        self.finished = counter("request_success", "Requests that ended, by finish reason.", "finished_reason")
         self.failed = counter("request_failure", "Requests that were refused or failed, by status.", "status")
-        self.first_token = histogram("time_to_first_token_seconds", "From a request to its first token.")
-        self.between = histogram("inter_token_latency_seconds", "Between two tokens of a row.")
-        self.whole = histogram("e2e_request_latency_seconds", "From a request to its last token.")
-        self.running = gauge("num_requests_running", "Rows that are decoded.")
-        self.waiting = gauge("num_requests_waiting", "Requests that wait for a row.")
+        self.first_token = histogram("time_to_first_token_seconds", "Time from a request to its first token.")
+        self.inter_token_latency = histogram("inter_token_latency_seconds", "Time between two tokens of a row.")
+        self.request_latency = histogram("e2e_request_latency_seconds", "Time from a request to its last token.")
+        self.running = gauge("num_requests_running", "Rows being decoded.")
+        self.waiting = gauge("num_requests_waiting", "Requests waiting for a row.")
         self.cache_bytes = gauge("kv_cache_bytes", "Bytes of the slot caches.")
-        self.draft_failures = gauge("draft_failures", "Times that a drafter failed and decoding went on without it.")
+        self.draft_failures = gauge("draft_failures", "Failures of a drafter; decoding continued without it.")
 
     def step(self, step: Step) -> None:
-        """Count what a pass did for a row."""
+        """Count one row's step."""
         if step.token_ids:
             self.generation_tokens.inc(len(step.token_ids))
             self.acceptance_length.observe(len(step.token_ids))
@@ -65,11 +65,11 @@ class Metrics:
             self.drafts.inc()
             self.draft_tokens.inc(step.num_drafted)
             self.accepted.inc(step.num_accepted)
-            for place in range(step.num_accepted):
-                self._accepted_at[place].inc()
+            for position in range(step.num_accepted):
+                self._accepted_at[position].inc()
 
     def text(self, sessions: Iterable[Session]) -> bytes:
-        """All of it, as Prometheus reads it. sessions: those there are now."""
+        """Return the metrics in Prometheus's text format. sessions: the open ones."""
         engines = [session.engine for session in sessions]
         self.running.set(sum(engine.num_active for engine in engines))
         self.waiting.set(sum(engine.num_waiting for engine in engines))
@@ -79,31 +79,31 @@ class Metrics:
 
 
 class Clock:
-    """Counts and times of one output."""
+    """Counts and latencies of one output."""
 
     def __init__(self, metrics: Metrics) -> None:
-        self._metrics, self._began = metrics, perf_counter()
+        self._metrics, self._start = metrics, perf_counter()
         self._last: float | None = None
-        self._begun = False
+        self._has_steps = False
 
     def take(self, step: Step, prompt_tokens: int) -> None:
-        """A pass has come."""
-        if not self._begun:
+        """Record a step."""
+        if not self._has_steps:
             self._metrics.prompt_tokens.inc(prompt_tokens)
             self._metrics.cached_tokens.inc(step.num_cached)
-            self._begun = True
+            self._has_steps = True
         self._metrics.step(step)
         count, now = len(step.token_ids), perf_counter()
         if count and self._last is None:
-            self._metrics.first_token.observe(now - self._began)
+            self._metrics.first_token.observe(now - self._start)
         elif self._last is not None:
-            for _ in range(count):  # a histogram counts one at a time
-                self._metrics.between.observe((now - self._last) / count)
+            for _ in range(count):  # a histogram observes one value at a time
+                self._metrics.inter_token_latency.observe((now - self._last) / count)
         self._last = now if count else self._last
 
     def ended(self, reason: FinishReason) -> None:
-        """The output is over; one that failed is no success, and is counted with its request."""
+        """Record the end of the output. A failed output is not counted here: its request is counted as failed."""
         if reason is FinishReason.ERROR:
             return
         self._metrics.finished.labels(str(reason)).inc()
-        self._metrics.whole.observe(perf_counter() - self._began)
+        self._metrics.request_latency.observe(perf_counter() - self._start)

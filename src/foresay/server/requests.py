@@ -1,6 +1,6 @@
-"""What clients may ask for, field by field; any other field is refused by name.
+"""Request fields of the API. Unknown fields are rejected by name.
 
-Owns the words of the API and how they become sampling parameters. Knows no engine.
+Owns the API's field names and their conversion to sampling parameters. Knows no engine.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from foresay.server.fields import Fields, Neutral, at_most, check_count
 from foresay.text.grammar import ANY_OBJECT
 
 MAX_ITEMS = 1024
-"""Items of a list, or entries of an object."""
+"""Limit on the items of a list or the entries of an object."""
 MAX_MESSAGES = 4096
-"""Messages of a chat, and their parts, together."""
+"""Limit on a chat's messages plus their parts."""
 MAX_TOKEN_IDS = 1 << 20
 
 Number = Annotated[float, Field(strict=True)]
 TokenIds = Annotated[list[StrictInt], Field(min_length=1, fail_fast=True), at_most(MAX_TOKEN_IDS)]
 _RANGES = {"temperature": (0.0, 2.0), "presence_penalty": (-2.0, 2.0), "frequency_penalty": (-2.0, 2.0)}
-"""OpenAI's, which are narrower than the library's."""
+"""OpenAI's ranges, which are narrower than the library's."""
 _MAX_BIAS = 100.0
 
 _BOTH_NEUTRAL: Neutral = {
@@ -49,7 +49,7 @@ _BOTH_NEUTRAL: Neutral = {
     "cache_prompt": (True, False),
     "priority": (0,),
 }
-"""Fields of OpenAI's API and of other engines that are not supported, with the values that change nothing here."""
+"""Unsupported fields of OpenAI's API and of other engines, with the values that have no effect here."""
 _CHAT_NEUTRAL: Neutral = {
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -65,7 +65,7 @@ _CHAT_NEUTRAL: Neutral = {
     "chat_template_kwargs": ({},),
     "documents": ([],),
 }
-"""The same of chat completions. There are no tools, so that a choice among them changes nothing."""
+"""The same for chat completions. Tools are not supported, so a tool choice has no effect."""
 
 
 class TextPart(Fields):
@@ -76,7 +76,7 @@ class TextPart(Fields):
 
 
 class ChatMessage(Fields):
-    """One turn. An answer's message may be sent back as it came."""
+    """One turn. A message of a response may be sent back unchanged."""
 
     neutral: ClassVar[Neutral] = {"type": ("text", "message"), "tool_calls": ([],), "annotations": ([],)}
 
@@ -85,13 +85,13 @@ class ChatMessage(Fields):
     name: StrictStr | None = None
 
     def plain(self) -> dict[str, str]:
-        """As chat templates read it."""
+        """Return the message in the form that chat templates read."""
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         return {"role": self.role, "content": text} | ({"name": self.name} if self.name else {})
 
 
-def _few_messages(messages: Any) -> Any:
-    """Bound messages and parts together, before any of them is validated."""
+def _limit_messages(messages: Any) -> Any:
+    """Limit the number of messages and parts before any of them is validated."""
     if isinstance(messages, list):
         contents = [one.get("content") for one in messages if isinstance(one, dict)]
         count = len(messages) + sum(len(one) for one in contents if isinstance(one, list))
@@ -99,45 +99,45 @@ def _few_messages(messages: Any) -> Any:
     return messages
 
 
-def _few_prompts(prompt: Any) -> Any:
-    """Bound the prompts of a list, and the token ids of one."""
+def _limit_prompts(prompt: Any) -> Any:
+    """Limit the number of prompts in a list, or of token ids in one prompt."""
     if isinstance(prompt, list) and prompt:
         ids = isinstance(prompt[0], int)
         check_count("token ids" if ids else "prompts", len(prompt), MAX_TOKEN_IDS if ids else MAX_ITEMS)
     return prompt
 
 
-Messages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True), BeforeValidator(_few_messages)]
+Messages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True), BeforeValidator(_limit_messages)]
 
 
 class StreamOptions(Fields):
-    """What a stream's events contain besides text."""
+    """Contents of a stream's events besides text."""
 
     neutral: ClassVar[Neutral] = {"include_obfuscation": (False,)}
 
     include_usage: StrictBool = False
-    """An event with the usage comes last."""
+    """True if a last event reports the usage."""
     continuous_usage_stats: StrictBool = False
-    """With include_usage: every event contains the usage so far."""
+    """True if every event reports the usage so far; requires include_usage."""
 
 
 class Drafting(Fields):
-    """Our own field, `foresay`: how this request is drafted for, and what is told of it."""
+    """foresay's extension field `foresay`: the drafting method of this request, and statistics to report."""
 
     drafter: Annotated[StrictStr, Field(max_length=200)] | None = None
-    """An expression, such as "none" or "suffix"; None: the server's."""
+    """A drafter expression, such as "none" or "suffix". None selects the server's drafter."""
     length: Annotated[StrictStr, Field(max_length=200)] | StrictInt | None = None
     rule: Annotated[StrictStr, Field(max_length=200)] | None = None
     stats: StrictBool = False
-    """Whether the answer tells what was drafted and accepted, step by step."""
+    """True if the response reports the drafted and accepted tokens of each step."""
     origins: StrictBool = False
-    """Whether a stream's events tell who wrote each piece of text, and how many tokens their pass added."""
+    """True if a stream's events report the origin of each piece of text, and the tokens of their step."""
 
 
 class _Sampled(Fields):
     neutral: ClassVar[Neutral] = _BOTH_NEUTRAL
     prompt_field: ClassVar[str]
-    """The field that contains the prompt, for errors about it."""
+    """Name of the field that contains the prompt, for error messages."""
 
     model: StrictStr | None = None
     temperature: Number | None = None
@@ -161,11 +161,14 @@ class _Sampled(Fields):
     safety_identifier: StrictStr | None = None
     prompt_cache_key: StrictStr | None = None
     metadata: Annotated[dict[str, Any], at_most(MAX_ITEMS)] | None = None
-    """Four fields that label a request. Any value is accepted, and none changes the answer."""
+    """These four fields label a request. Any value is accepted and ignored."""
     foresay: Drafting | None = None
 
-    def sampling(self, most: int, logprobs: int | None, max_tokens: int | None) -> SamplingParams:
-        """most: the largest number of tokens, unless set. Raises ConfigError for values out of range."""
+    def sampling(self, default_max_tokens: int, logprobs: int | None, max_tokens: int | None) -> SamplingParams:
+        """Return the sampling parameters. Raises ConfigError for values out of range.
+
+        default_max_tokens: limit on the generated tokens if the request sets none.
+        """
         for name, (low, high) in _RANGES.items():
             if getattr(self, name) is not None:
                 check_float(name, getattr(self, name), low, high)
@@ -187,24 +190,24 @@ class _Sampled(Fields):
             "logprobs": logprobs,
         }
         values: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-        values.setdefault("max_new_tokens", most)
+        values.setdefault("max_new_tokens", default_max_tokens)
         return SamplingParams(
             **values, logit_bias=bias, stop=self.stops, stop_token_ids=tuple(self.stop_token_ids or ())
         )
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Stop strings asked for."""
+        """Requested stop strings."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
     def echoes(self) -> bool:
-        """True if the answer begins with the prompt."""
+        """True if the response starts with the prompt."""
         return False
 
     @property
     def only_prompt(self) -> bool:
-        """True if nothing is to be generated: the prompt is scored and returned."""
+        """True if no token is generated: the prompt is scored and returned."""
         return False
 
     @property
@@ -219,7 +222,7 @@ class _Sampled(Fields):
 
 
 class NamedSchema(Fields):
-    """A JSON schema."""
+    """A named JSON schema."""
 
     name: StrictStr
     description: StrictStr | None = None
@@ -228,15 +231,17 @@ class NamedSchema(Fields):
 
 
 class ResponseFormat(Fields):
-    """What the output is made of."""
+    """Format of the output."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
 
-    def schema_wanted(self) -> Mapping[str, Any] | None:
-        """The schema that the output keeps to; None: any text."""
+    def requested_schema(self) -> Mapping[str, Any] | None:
+        """Return the schema of the output, or None for free text."""
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ApiError(400, "json_schema is given where type is json_schema", param="response_format.json_schema")
+            raise ApiError(
+                400, "json_schema and type=json_schema require each other", param="response_format.json_schema"
+            )
         if self.json_schema is not None:
             return self.json_schema.schema_
         return ANY_OBJECT if self.type == "json_object" else None
@@ -254,25 +259,25 @@ class ChatRequest(_Sampled):
     top_logprobs: Annotated[StrictInt, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
 
-    def params(self, most: int) -> SamplingParams:
-        """Raises ApiError where two fields contradict."""
+    def params(self, default_max_tokens: int) -> SamplingParams:
+        """Return the sampling parameters. Raises ApiError for contradicting fields."""
         if self.top_logprobs and not self.logprobs:
-            raise ApiError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
+            raise ApiError(400, "top_logprobs requires logprobs=true", param="top_logprobs")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
-            raise ApiError(400, "max_tokens and max_completion_tokens contradict; give one", param="max_tokens")
+            raise ApiError(400, "max_tokens and max_completion_tokens differ; send one of them", param="max_tokens")
         named = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        return self.sampling(most, (self.top_logprobs or 0) if self.logprobs else None, named)
+        return self.sampling(default_max_tokens, (self.top_logprobs or 0) if self.logprobs else None, named)
 
-    def schema_wanted(self) -> Mapping[str, Any] | None:
-        """The schema that outputs keep to; None: any text. Raises ApiError where two fields contradict."""
-        schema = None if self.response_format is None else self.response_format.schema_wanted()
+    def requested_schema(self) -> Mapping[str, Any] | None:
+        """Return the schema of the outputs, or None for free text. Raises ApiError for contradicting fields."""
+        schema = None if self.response_format is None else self.response_format.requested_schema()
         if schema is not None and self.min_tokens:
-            text = "min_tokens and a schema contradict: its output ends where it is complete"
+            text = "min_tokens cannot be combined with a schema, whose output ends once it is complete"
             raise ApiError(400, text, param="min_tokens")
         return schema
 
     def prompts(self) -> list[Any]:
-        """One: the messages."""
+        """Return one prompt: the messages."""
         return [[message.plain() for message in self.messages]]
 
 
@@ -292,11 +297,11 @@ class CompletionRequest(_Sampled):
         | TokenIds
         | Annotated[list[StrictStr], Field(min_length=1, fail_fast=True)]
         | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)],
-        BeforeValidator(_few_prompts),
+        BeforeValidator(_limit_prompts),
     ]
     logprobs: Annotated[StrictInt, Field(ge=0, le=20)] | None = None
     echo: StrictBool = False
-    """The answer's text, and its log-probabilities where they are requested, begin with the prompt's."""
+    """True if the response's text and log-probabilities start with the prompt's."""
 
     @property
     def echoes(self) -> bool:
@@ -308,15 +313,15 @@ class CompletionRequest(_Sampled):
         """See _Sampled."""
         return self.echo and self.max_tokens == 0
 
-    def params(self, most: int) -> SamplingParams:
-        """The API's default is 16 tokens, whatever else there would be room for."""
-        return self.sampling(min(16, most), self.logprobs, 1 if self.only_prompt else self.max_tokens)
+    def params(self, default_max_tokens: int) -> SamplingParams:
+        """Return the sampling parameters. The API generates 16 tokens by default, regardless of the context's length."""
+        return self.sampling(min(16, default_max_tokens), self.logprobs, 1 if self.only_prompt else self.max_tokens)
 
-    def schema_wanted(self) -> None:
-        """The API has none here."""
+    def requested_schema(self) -> None:
+        """Return None: the API has no schema here."""
 
     def prompts(self) -> list[Any]:
-        """One or several."""
+        """Return the prompts as a list."""
         if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
             return [self.prompt]
         return list(self.prompt)

@@ -1,6 +1,6 @@
-"""Answers in OpenAI's words: whole ones, a stream's events, usage, and our own statistics.
+"""Responses in OpenAI's format: whole bodies, stream events, usage, and foresay's statistics.
 
-Owns the shapes, and one output as it grows. Knows no engine and no route.
+Owns the formats and the state of one growing output. Knows no engine and no route.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ _REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReas
 
 
 class Shape(Protocol):
-    """How one API tells an output."""
+    """Format of an output in one API."""
 
     prefix: str
-    """Of ids."""
+    """Prefix of response ids."""
     whole: str
-    """What it calls a whole answer."""
+    """Object name of a whole response."""
     event: str
-    """What it calls a piece of one."""
+    """Object name of a stream event."""
 
     def piece(self, text: str, *, first: bool) -> dict[str, Any]:
-        """What an event has of an output. first: whether it is the output's first."""
+        """Return the text's field of an event. first: True for the output's first event."""
         ...
 
     def answer(self, text: str) -> dict[str, Any]:
-        """What a whole answer has of it."""
+        """Return the text's field of a whole response."""
         ...
 
     def logprobs(self, entries: Sequence[Entry]) -> dict[str, Any]:
-        """Log-probabilities."""
+        """Return the log-probabilities' field."""
         ...
 
 
@@ -62,7 +62,7 @@ class ChatShape:
 
 
 class CompletionShape:
-    """Completions, whose pieces are told as the whole is."""
+    """Completions, whose events and whole responses have the same format."""
 
     prefix, whole, event = "cmpl", "text_completion", "text_completion"
 
@@ -81,20 +81,20 @@ class CompletionShape:
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """A prompt as its answer repeats it: the text, and its tokens' log-probabilities where they were requested."""
+    """The prompt that a response repeats: its text, and its tokens' log-probabilities if requested."""
 
     text: str = ""
     entries: Sequence[Entry] = ()
 
 
 class Output:
-    """One choice as it grows."""
+    """One growing choice."""
 
     def __init__(
-        self, place: int, shape: Shape, told: Drafting, logprobs: Logprobs | None, echo: Echo | None = None
+        self, index: int, shape: Shape, options: Drafting, logprobs: Logprobs | None, echo: Echo | None = None
     ) -> None:
-        """told: fields to report in addition to its text. logprobs: its own, if requested. echo: the prompt before its text."""
-        self._place, self._shape, self._told, self._logprobs = place, shape, told, logprobs
+        """options: statistics to report. logprobs: collector of log-probabilities, if requested. echo: the repeated prompt."""
+        self._index, self._shape, self._options, self._logprobs = index, shape, options, logprobs
         self._echo = echo or Echo()
         self._entries: list[Entry] = list(self._echo.entries)
         self.num_tokens = 0
@@ -103,12 +103,12 @@ class Output:
         self.generation: Generation | None = None
 
     def echoed(self, *, alone: bool) -> dict[str, Any]:
-        """The prompt as a choice of a stream's first event. alone: nothing is generated after it."""
+        """Return the prompt as a choice of the first stream event. alone: True if no token is generated after it."""
         ended = FinishReason.LENGTH if alone else None
         return self._choice(self._shape.piece(self._echo.text, first=True), self._echo.entries, ended, {})
 
     def take(self, chunk: Chunk) -> dict[str, Any]:
-        """What a pass added, as a choice of an event."""
+        """Add a step's chunk, and return it as a choice of an event."""
         first = not self.steps
         self.steps.append(chunk.step)
         self.generation = chunk.generation
@@ -118,34 +118,34 @@ class Output:
             own = self._logprobs.take(chunk.step, chunk.text, ended=chunk.finish_reason is not None)
             new = [replace(one, start=len(self._echo.text) + one.start) for one in own]
             self._entries += new
-        ours: dict[str, Any] = {}
-        if self._told.origins:
-            ours = {
+        extension: dict[str, Any] = {}
+        if self._options.origins:
+            extension = {
                 "origins": [[one.text, str(one.origin)] for one in chunk.pieces],
                 "tokens": len(chunk.step.token_ids),
                 "drafted": chunk.step.num_drafted,
             }
-        return self._choice(self._shape.piece(chunk.text, first=first), new, chunk.finish_reason, ours)
+        return self._choice(self._shape.piece(chunk.text, first=first), new, chunk.finish_reason, extension)
 
     def whole(self) -> dict[str, Any]:
-        """All of it, as a choice of an answer. Without a generation it is the prompt alone."""
+        """Return the output as a choice of a whole response. Without a generation it contains the prompt alone."""
         done = self.generation
         text, ended = (done.text, done.finish_reason) if done is not None else ("", FinishReason.LENGTH)
         return self._choice(self._shape.answer(self._echo.text + text), self._entries, ended, {})
 
     def _choice(
-        self, said: dict[str, Any], entries: Sequence[Entry], ended: FinishReason | None, ours: dict[str, Any]
+        self, content: dict[str, Any], entries: Sequence[Entry], ended: FinishReason | None, extension: dict[str, Any]
     ) -> dict[str, Any]:
         logprobs = None if self._logprobs is None else self._shape.logprobs(entries)
         reason = None if ended is None else _REASONS[ended]
-        if self._told.stats and self.generation is not None:
-            ours = ours | statistics(self.generation)
-        more = {"foresay": ours} if ours else {}
-        return {"index": self._place, **said, "logprobs": logprobs, "finish_reason": reason, **more}
+        if self._options.stats and self.generation is not None:
+            extension = extension | statistics(self.generation)
+        extra = {"foresay": extension} if extension else {}
+        return {"index": self._index, **content, "logprobs": logprobs, "finish_reason": reason, **extra}
 
 
 def statistics(generation: Generation) -> dict[str, Any]:
-    """How an output was drafted for."""
+    """Return the drafting statistics of an output."""
     stats = generation.stats
     return {
         "passes": stats.num_passes,
@@ -160,8 +160,8 @@ def statistics(generation: Generation) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Names:
-    """What the events of one answer have in common."""
+class ResponseFields:
+    """Fields shared by all events of one response."""
 
     id: str
     created: int
@@ -169,12 +169,12 @@ class Names:
     fingerprint: str
 
     @staticmethod
-    def new(prefix: str, model: str, fingerprint: str) -> Names:
-        """Of an answer that begins now."""
-        return Names(f"{prefix}-{uuid4().hex[:24]}", int(time()), model, fingerprint)
+    def new(prefix: str, model: str, fingerprint: str) -> ResponseFields:
+        """Return the fields of a response that starts now."""
+        return ResponseFields(f"{prefix}-{uuid4().hex[:24]}", int(time()), model, fingerprint)
 
-    def body(self, kind: str, choices: Sequence[dict[str, Any]], **more: Any) -> dict[str, Any]:
-        """What is sent."""
+    def body(self, kind: str, choices: Sequence[dict[str, Any]], **extra: Any) -> dict[str, Any]:
+        """Return the body of an event or of a whole response."""
         return {
             "id": self.id,
             "object": kind,
@@ -182,29 +182,29 @@ class Names:
             "model": self.model,
             "system_fingerprint": self.fingerprint,
             "choices": list(choices),
-            **more,
+            **extra,
         }
 
 
 def usage(prompts: Sequence[int], outputs: Sequence[Output]) -> dict[str, Any]:
-    """Tokens read, written, and read from slots that were there.
+    """Return the usage: prompt tokens, generated tokens, and prompt tokens read from cached slots.
 
-    prompts: tokens of each, which count once however many outputs it has: output i * n + j is the j-th of prompt i.
+    prompts: token count of each prompt, counted once for all its outputs. Output i * n + j is the j-th output of prompt i.
     """
     n = len(outputs) // len(prompts)
-    written = sum(one.num_tokens for one in outputs)
-    begun = [one.steps[0].num_cached if one.steps else 0 for one in outputs]
-    cached = sum(min(begun[i * n : (i + 1) * n]) for i in range(len(prompts)))
+    generated = sum(one.num_tokens for one in outputs)
+    cached_per_output = [one.steps[0].num_cached if one.steps else 0 for one in outputs]
+    cached = sum(min(cached_per_output[i * n : (i + 1) * n]) for i in range(len(prompts)))
     return {
         "prompt_tokens": sum(prompts),
-        "completion_tokens": written,
-        "total_tokens": sum(prompts) + written,
+        "completion_tokens": generated,
+        "total_tokens": sum(prompts) + generated,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
 
 
-def sent(body: dict[str, Any] | str) -> bytes:
-    """A server-sent event."""
+def encode_event(body: dict[str, Any] | str) -> bytes:
+    """Encode a server-sent event."""
     text = (
         body if isinstance(body, str) else json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     )

@@ -1,6 +1,6 @@
-"""A server from its first line to its last: where it listens is said, and a signal ends it in order.
+"""The server process: sockets, startup, and graceful shutdown on a signal.
 
-Owns uvicorn's part. Knows no route.
+Owns the use of uvicorn. Knows no route.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from foresay.server.service import Service
 from foresay.server.settings import ServerSettings
 
 SPARE_S = 5
-"""Seconds for answers to be sent once nothing is decoded any more."""
+"""Seconds for sending responses after decoding has ended."""
 SPARE_FILES = 64
-"""Files that a server has open besides its connections, at most."""
-_MOST_MS = (1 << 31) - 1
+"""Upper bound on the files that a server opens besides its connections."""
+_MAX_MS = (1 << 31) - 1
 
 
 class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, service: Service, say: Callable[[str], None]) -> None:
         super().__init__(config)
-        self._service, self._say = service, say
+        self._service, self._on_listening = service, say
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
@@ -43,15 +43,15 @@ class _Server(uvicorn.Server):
             for one in server.sockets:
                 limit_unread(one, self._service.settings.unread_s)
                 host, port = one.getsockname()[:2]
-                self._say(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+                self._on_listening(f"http://{f'[{host}]' if ':' in host else host}:{port}")
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Drain the server, then end it; until then it listens, and /ready answers 503. A second signal does not wait."""
+        """Drain the server, then stop it. Until then it listens, and /ready answers 503. A second signal stops it at once."""
         if self._service.draining:
             super().handle_exit(sig, frame)
             self.force_exit = sig == signal.SIGINT
             return
-        self._service.draining = True  # what comes from now on is sent elsewhere
+        self._service.draining = True  # load balancers send later requests elsewhere
         asyncio.run_coroutine_threadsafe(self._drain(sig, frame), self._loop)
 
     async def _drain(self, sig: int, frame: FrameType | None) -> None:
@@ -60,9 +60,9 @@ class _Server(uvicorn.Server):
 
 
 def bind(settings: ServerSettings) -> list[socket.socket]:
-    """Sockets bound to the address of the settings, which do not listen yet.
+    """Return sockets bound to the address of the settings, which do not listen yet.
 
-    Raises ConfigError for a host that is unknown or not this machine's, and for a port that is in use or not permitted.
+    Raises ConfigError for an unknown or foreign host, and for a port that is in use or not permitted.
     """
     bound: list[socket.socket] = []
     try:
@@ -83,15 +83,15 @@ def bind(settings: ServerSettings) -> list[socket.socket]:
 
 
 def _cannot_listen(settings: ServerSettings, error: OSError) -> ConfigError:
-    hint = "; stop what listens there, or give another --port" if error.errno == errno.EADDRINUSE else ""
+    hint = "; stop the process that listens there, or choose another --port" if error.errno == errno.EADDRINUSE else ""
     reason = error.strerror or str(error)
     return ConfigError(f"cannot listen at host={settings.host!r}, port={settings.port}: {reason}{hint}")
 
 
 def configuration(app: App, settings: ServerSettings) -> uvicorn.Config:
-    """uvicorn's settings, with our bounds of connections."""
-    most = min(settings.max_connections, _most_files() - SPARE_FILES)
-    bounds = {"head_s": settings.head_s, "max_connections": max(1, most)}
+    """Return uvicorn's settings with our connection limits."""
+    limit = min(settings.max_connections, _max_files() - SPARE_FILES)
+    bounds = {"head_s": settings.head_s, "max_connections": max(1, limit)}
     return uvicorn.Config(
         app,
         http=type("Connection", (Connection,), bounds),
@@ -103,26 +103,26 @@ def configuration(app: App, settings: ServerSettings) -> uvicorn.Config:
     )
 
 
-def _most_files() -> int:
-    """Files and connections that this process may have open."""
+def _max_files() -> int:
+    """Return the number of files and connections that this process may open."""
     try:
         import resource
-    except ImportError:  # Windows, which has no such bound
+    except ImportError:  # Windows has no such limit
         return 1 << 30
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return 1 << 30 if most == resource.RLIM_INFINITY else most
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return 1 << 30 if limit == resource.RLIM_INFINITY else limit
 
 
 def limit_unread(listening: socket.socket, seconds: float) -> None:
-    """End every later connection of a listening socket whose client takes nothing for so long of what is sent.
+    """Close every later connection of a listening socket whose client reads nothing for `seconds`.
 
-    The event loop cannot: what is to be sent waits in the kernel, and closing waits for it to be taken.
+    The event loop cannot do so: unsent data waits in the kernel, and closing waits until the data is read.
     """
     option = getattr(socket, "TCP_USER_TIMEOUT", None)
     if option is None:
         return
-    with suppress(OSError):  # a kernel, or a kind of socket, that does not have it
-        listening.setsockopt(socket.IPPROTO_TCP, option, min(math.ceil(seconds * 1000), _MOST_MS))
+    with suppress(OSError):  # not supported by this kernel or kind of socket
+        listening.setsockopt(socket.IPPROTO_TCP, option, min(math.ceil(seconds * 1000), _MAX_MS))
 
 
 def serve(
@@ -132,13 +132,13 @@ def serve(
     warm: bool = False,
     say: Callable[[str], None] = lambda address: None,
 ) -> None:
-    """Serve until a signal. sockets: from `bind`. say: called with each address that it listens at.
+    """Serve until a signal arrives. sockets: from `bind`. `say` is called with each address that is listened on.
 
-    Raises ConfigError where another process has come to listen at the port since.
+    Raises ConfigError if another process has started to listen on the port since `bind`.
     """
     config = configuration(make_app(service, warm=warm), service.settings)
     try:
-        for one in sockets:  # clients that connect from here on wait until the application has started
+        for one in sockets:  # later clients wait until the application has started
             one.listen(config.backlog)
     except OSError as error:
         raise _cannot_listen(service.settings, error) from None

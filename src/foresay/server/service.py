@@ -1,6 +1,6 @@
-"""The engine as the routes use it: requests go in, chunks come out, and whoever leaves takes their rows along.
+"""The engine as the routes use it: requests go in, chunks come out, and a client's disconnection frees its rows.
 
-Owns the thread that decodes, which ways of drafting are ready, and the bound of the queue. Knows no HTTP.
+Owns the decoding thread, the open sessions and the queue's limit. Knows no HTTP.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 def served_name(name: str) -> str:
-    """The name that clients see of a model: of a local folder or file its last part, without ".gguf"; any other as it is."""
+    """Return the public name of a model: the last part of a local path, without ".gguf"; any other name unchanged."""
     path = Path(name).expanduser()
     if not path.exists():
         return name
@@ -45,67 +45,69 @@ def served_name(name: str) -> str:
 
 
 class Service:
-    """One target, and everyone who wants texts of it."""
+    """One target model and its sessions, shared by all requests."""
 
     def __init__(self, generator: Generator, settings: ServerSettings, names: Sequence[str]) -> None:
-        """names: what the target is called here, the first of which answers are signed with."""
+        """names: the model's names in the API; responses use the first."""
         self.generator, self.settings, self.names = generator, settings, list(names)
         self.metrics = Metrics()
         digest = hashlib.sha256(f"{__version__} {generator.description}".encode()).hexdigest()
         self.fingerprint = f"fp_{digest[:12]}"
-        """The API's `system_fingerprint`: equal where version, model and methods are equal."""
+        """The API's `system_fingerprint`: equal for equal versions, models and drafting methods."""
         self.ready = self.draining = False
-        self._thread = SessionThread(self._make, idle_s=5.0, max_sessions=settings.max_methods, main=DraftingChoice())
-        self._texts = ThreadPoolExecutor(1, "foresay-texts")
-        self._schemas = ThreadPoolExecutor(PROCESSES, "foresay-schemas")
+        self._thread = SessionThread(
+            self._new_session, idle_s=5.0, max_sessions=settings.max_methods, main=DraftingChoice()
+        )
+        self._text_workers = ThreadPoolExecutor(1, "foresay-texts")
+        self._schema_workers = ThreadPoolExecutor(PROCESSES, "foresay-schemas")
         self._compiler: SchemaCompiler | None = None
         self._preparing = 0
         """Requests whose bodies, texts or schemas are being parsed, tokenized, scored or compiled."""
-        self._open: set[_Limit] = set()
+        self._open_limits: set[_TimeLimit] = set()
 
-    def _make(self, way: DraftingChoice) -> Session:
-        return self._generator(way).session(
+    def _new_session(self, drafting: DraftingChoice) -> Session:
+        return self._generator(drafting).session(
             max_waiting=self.settings.max_waiting,
             prefix_bytes=PREFIX_BYTES,
             prefill_wait_s=self.settings.prefill_wait_s,
         )
 
-    def _generator(self, way: DraftingChoice) -> Generator:
-        if way == DraftingChoice():
+    def _generator(self, drafting: DraftingChoice) -> Generator:
+        if drafting == DraftingChoice():
             return self.generator
-        return change(self.generator, drafter=way.drafter, length=way.length, rule=way.rule)
+        return change(self.generator, drafter=drafting.drafter, length=drafting.length, rule=drafting.rule)
 
     @property
     def tokenizer(self) -> Any:
-        """The target's. Raises ApiError without one."""
+        """The target's tokenizer. Raises ApiError without one."""
         if self.generator.tokenizer is None:
             raise ApiError(400, "this model was loaded without a tokenizer; send token ids", param="prompt")
         return self.generator.tokenizer
 
     def check_model(self, name: str | None) -> None:
-        """Raises ApiError for a model that is not served here."""
+        """Raise ApiError for a model that is not served here."""
         if name is not None and name not in self.names:
             raise ApiError(
                 404,
-                f"the model {name!r} is not served here; this is {self.names[0]!r}",
+                f"the model {name!r} is not served here; this server serves {self.names[0]!r}",
                 param="model",
                 code="model_not_found",
             )
 
     async def encoded(self, prompts: Sequence[Any]) -> list[list[int]]:
-        """Token ids of each prompt. Raises PromptError, and ContextLengthError for one that leaves no room for a token."""
+        """Return the token ids of each prompt. Raises PromptError, and ContextLengthError for a prompt that fills the context."""
         return await self.prepare(lambda: [self._encoded(one) for one in prompts])
 
     def _encoded(self, prompt: Any) -> list[int]:
-        ids, most = encode(prompt, self.generator.tokenizer), self.generator.target.model.max_length
-        if len(ids) >= most:
-            raise ContextLengthError(f"the prompt has {len(ids)} tokens, and the model's context is {most}")
+        ids, context_length = encode(prompt, self.generator.tokenizer), self.generator.target.model.max_length
+        if len(ids) >= context_length:
+            raise ContextLengthError(f"the prompt has {len(ids)} tokens, and the model's context is {context_length}")
         return ids
 
     async def json_schema(self, schema: Mapping[str, Any]) -> JsonSchema:
-        """A schema, compiled under limits; cancelling this cancels that.
+        """Compile a schema within limits. Cancelling the coroutine cancels the compilation.
 
-        Raises ApiError for a schema that is refused, and for a model whose outputs it cannot follow.
+        Raises ApiError for a rejected schema, and for a model that does not support structured output.
         """
         target = self.generator.target
         if target.model.capabilities.reads_source:
@@ -114,46 +116,46 @@ class Service:
             self._compiler = SchemaCompiler(self.tokenizer, target.model.vocab_size, sorted(target.eos_token_ids))
         compiler, cancelled = self._compiler, threading.Event()
         try:
-            return await self._beside(self._schemas, lambda: compiler.compile(schema, cancelled))
+            return await self._run_on(self._schema_workers, lambda: compiler.compile(schema, cancelled))
         except ConfigError as error:
             raise ApiError(400, str(error), param="response_format") from None
         except ForesayError:
             if self.draining:
-                raise _ending() from None
+                raise _shutdown_error() from None
             raise
         finally:
             cancelled.set()
 
     async def scored(self, ids: list[int], top: int) -> list[TokenLogprob | None]:
-        """Log-probabilities of a prompt's tokens, computed between the steps of the requests that generate.
+        """Return the log-probabilities of a prompt's tokens, computed between the steps of running requests.
 
-        Raises as PromptScorer, and ApiError as `chunks`.
+        Raises the errors of PromptScorer, and ApiError as `chunks` does.
         """
         scorer = PromptScorer(self.generator.target.model, ids, top)
-        with self._prepared(), self._limited() as limit:
+        with self._preparation(), self._time_limit() as limit:
             while await limit.wait(asyncio.wrap_future(self._thread.call(scorer.step))):
                 pass
         return scorer.logprobs
 
     async def prepare(self, work: Callable[[], T]) -> T:
-        """Run work that takes long for a long text (parsing, tokenization) on a thread, while the event loop goes on.
+        """Run work that is slow for a long text (parsing, tokenization) on a thread, so that the event loop continues.
 
-        Raises ApiError where many wait, and after the request's time limit.
+        Raises ApiError if too many requests wait, and after the request's time limit.
         """
-        return await self._beside(self._texts, work)
+        return await self._run_on(self._text_workers, work)
 
-    async def _beside(self, worker: ThreadPoolExecutor, work: Callable[[], T]) -> T:
-        """Have a thread of a worker do what may take long for a long text; streams go on. Raises ApiError where many wait."""
-        with self._prepared():
+    async def _run_on(self, worker: ThreadPoolExecutor, work: Callable[[], T]) -> T:
+        """Run work on a thread of `worker`, so that streams continue. Raises ApiError if too many requests wait."""
+        with self._preparation():
             try:
                 async with asyncio.timeout(self.settings.timeout_s):
                     return await asyncio.get_running_loop().run_in_executor(worker, work)
             except TimeoutError:
-                raise self._too_long() from None
+                raise self._timeout_error() from None
 
     @contextmanager
-    def _prepared(self) -> Iterator[None]:
-        """Count a request that is not yet in the engine's queue. Raises ApiError where many are."""
+    def _preparation(self) -> Iterator[None]:
+        """Count a request that is not yet in the engine's queue. Raises ApiError if there are too many."""
         if self._preparing >= self.settings.max_waiting:
             text = f"{self._preparing} requests are queued for preparation; try again later"
             raise ApiError(429, text, code="queue_full", retry_after=1)
@@ -164,89 +166,89 @@ class Service:
             self._preparing -= 1
 
     @contextmanager
-    def _limited(self) -> Iterator[_Limit]:
-        """The time limit of a request that the engine works on, which ends before it where the server does."""
+    def _time_limit(self) -> Iterator[_TimeLimit]:
+        """Apply the time limit of a request in the engine. Server shutdown ends the request earlier."""
         if self.draining:
-            raise _ending()
-        limit = _Limit(self.settings.timeout_s)
-        self._open.add(limit)
+            raise _shutdown_error()
+        limit = _TimeLimit(self.settings.timeout_s)
+        self._open_limits.add(limit)
         try:
             yield limit
         except TimeoutError:
             if limit.ended:
-                raise ApiError(503, "the server has ended", code="shutting_down", retry_after=5) from None
-            raise self._too_long() from None
+                raise ApiError(503, "the server has shut down", code="shutting_down", retry_after=5) from None
+            raise self._timeout_error() from None
         finally:
-            self._open.discard(limit)
+            self._open_limits.discard(limit)
 
-    def _too_long(self) -> ApiError:
+    def _timeout_error(self) -> ApiError:
         return ApiError(504, f"the request took more than {self.settings.timeout_s:g} seconds", code="timeout")
 
     async def chunks(
-        self, prompts: Sequence[tuple[list[int], SamplingParams]], way: DraftingChoice
+        self, prompts: Sequence[tuple[list[int], SamplingParams]], drafting: DraftingChoice
     ) -> AsyncGenerator[tuple[int, Chunk], None]:
-        """(place, chunk) of all prompts as they come; closing this frees their rows before the next step.
+        """Yield (output index, chunk) as chunks arrive. Closing the generator frees the rows before the next step.
 
-        Raises ApiError when the request has taken too long, and when the server ends before it.
+        Raises ApiError after the request's time limit, and when the server shuts down first.
         """
-        with self._limited() as limit:
+        with self._time_limit() as limit:
             clocks, waiting = [Clock(self.metrics) for _ in prompts], set(range(len(prompts)))
             try:
-                async with aclosing(self._thread.chunks(prompts, kind=way)) as chunks:
+                async with aclosing(self._thread.chunks(prompts, kind=drafting)) as chunks:
                     while waiting:
-                        place, chunk = await limit.wait(anext(chunks))
-                        clocks[place].take(chunk.step, len(prompts[place][0]))
+                        index, chunk = await limit.wait(anext(chunks))
+                        clocks[index].take(chunk.step, len(prompts[index][0]))
                         if chunk.finish_reason is not None:
-                            waiting.discard(place)
-                            clocks[place].ended(chunk.finish_reason)
-                        yield place, chunk
+                            waiting.discard(index)
+                            clocks[index].ended(chunk.finish_reason)
+                        yield index, chunk
             finally:
-                for place in waiting:
-                    clocks[place].ended(FinishReason.CANCELLED)
+                for index in waiting:
+                    clocks[index].ended(FinishReason.CANCELLED)
 
     async def sessions(self) -> list[Session]:
-        """Those there are."""
+        """Return the open sessions."""
         return await asyncio.wrap_future(self._thread.sessions())
 
     async def warm(self) -> None:
-        """Decode a few tokens, so that the first request finds everything allocated."""
+        """Decode a few tokens, so that buffers and caches are allocated before the first request."""
         first = [self.generator.target.model.vocab_size // 2] * 8
         async for _ in self.chunks([(first, SamplingParams(max_new_tokens=8, ignore_eos=True))], DraftingChoice()):
             pass
 
     async def drain(self) -> None:
-        """Take no more requests; let those there are end, and end those that take too long."""
+        """Accept no more requests; wait for the open ones up to the drain limit, then end them."""
         self.draining = True
         if self._compiler is not None:
             self._compiler.close()
-        until = perf_counter() + self.settings.drain_s
-        while self._open and perf_counter() < until:
+        deadline = perf_counter() + self.settings.drain_s
+        while self._open_limits and perf_counter() < deadline:
             await asyncio.sleep(0.02)
-        for limit in self._open:
+        for limit in self._open_limits:
             limit.end()
 
 
-def _ending() -> ApiError:
-    return ApiError(503, "the server is about to end", code="shutting_down", retry_after=5)
+def _shutdown_error() -> ApiError:
+    return ApiError(503, "the server is shutting down", code="shutting_down", retry_after=5)
 
 
-class _Limit:
-    """How long one request may take, all waiting for its chunks together."""
+class _TimeLimit:
+    """Time limit of one request, over all its waits."""
 
     def __init__(self, seconds: float) -> None:
-        self._until = asyncio.get_running_loop().time() + seconds
+        self._deadline = asyncio.get_running_loop().time() + seconds
         self._timeout: asyncio.Timeout | None = None
         self.ended = False
-        """Whether it was ended before its time."""
+        """True if the request was ended before its limit."""
 
     async def wait(self, chunk: Awaitable[T]) -> T:
-        """Raises TimeoutError when it is over."""
-        async with asyncio.timeout_at(self._until) as self._timeout:
+        """Wait for a chunk. Raises TimeoutError after the limit."""
+        async with asyncio.timeout_at(self._deadline) as self._timeout:
             return await chunk
 
     def end(self) -> None:
-        """Now."""
-        self.ended, self._until = True, 0.0
+        """End the request now."""
+        self.ended, self._deadline = True, 0.0
         if self._timeout is not None and not self._timeout.expired():
-            with suppress(RuntimeError):  # nobody waits
+            with suppress(RuntimeError):  # no task waits
                 self._timeout.reschedule(0.0)

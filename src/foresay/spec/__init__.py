@@ -1,1 +1,1 @@
-"""What a user writes, made into objects: expressions, the names they know, the settings file."""
+"""User settings as objects: expressions, the names that they may use, and the settings file."""

@@ -1,12 +1,12 @@
-"""Readable settings: `name`, `name(value, key=value)`, nested as deep as one likes.
+"""Expressions: `name` or `name(value, key=value)`, nested to any depth.
 
     max_gram
     prompt_lookup(max_ngram=6)
     cascade(model=A, model=B, max_gram; k=[[5, 14, 10], [0, 1, 10], [0, 0, 10]], lenience=2)
 
-Owns the grammar and how a call meets a function's parameters; knows none of the names. Values are numbers, true, false,
-none, quoted or bare words (a path needs no quotes unless it holds one of , ; ( ) [ ] = or white space), lists and calls. A
-comma and a semicolon mean the same.
+Owns the grammar and the binding of a call to a function's parameters; knows none of the names. Values are numbers, true, false,
+none, quoted or bare words (a path needs quotes only if it contains one of , ; ( ) [ ] = or white space), lists and calls. Commas
+and semicolons are equivalent.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A name with the values it was given, in order: (key or None, value)."""
+    """A name with its values in order: (key, value), where key is None for a positional value."""
 
     name: str
     values: tuple[tuple[str | None, Any], ...] = ()
@@ -44,7 +44,7 @@ def _shown(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, Call) and not value.values:
-        return f"{value.name}()"  # without parentheses it would be a word
+        return f"{value.name}()"  # without parentheses it would be read as a word
     if isinstance(value, str) and not _is_bare(value):
         return _quoted(value)
     return str(value)
@@ -55,7 +55,7 @@ def _quoted(value: str) -> str:
 
 
 def _is_bare(value: str) -> bool:
-    """Whether a text is read as itself without quotes."""
+    """Return True if a text without quotes is read as the same text."""
     found = _TOKEN.fullmatch(value)
     return found is not None and found["word"] == value and _read(value) == value
 
@@ -67,21 +67,21 @@ class _Parser:
         self._next = 0
 
     def _split(self) -> Iterable[tuple[str, str, int]]:
-        place, end = 0, len(self._text.rstrip())
-        while place < end:
-            found = _TOKEN.match(self._text, place)
+        position, end = 0, len(self._text.rstrip())
+        while position < end:
+            found = _TOKEN.match(self._text, position)
             if found is None:
-                quote = end - len(self._text[place:end].lstrip())
-                raise ConfigError(f"{self._text!r} has a quote without an end at character {quote + 1}")
+                quote = end - len(self._text[position:end].lstrip())
+                raise ConfigError(f"{self._text!r} has an unterminated quote at character {quote + 1}")
             kind = str(found.lastgroup)
             yield kind, found[kind], found.start(kind)
-            place = found.end()
+            position = found.end()
 
     def _fail(self, wanted: str) -> ConfigError:
         if self._next < len(self._tokens):
-            _, text, place = self._tokens[self._next]
-            return ConfigError(f"{self._text!r}: {text!r} at character {place + 1}, where {wanted} should be")
-        return ConfigError(f"{self._text!r} ends where {wanted} should be")
+            _, text, position = self._tokens[self._next]
+            return ConfigError(f"{self._text!r}: expected {wanted} at character {position + 1}, found {text!r}")
+        return ConfigError(f"{self._text!r}: expected {wanted} at the end")
 
     def _peek(self, mark: str) -> bool:
         return self._next < len(self._tokens) and self._tokens[self._next][:2] == ("mark", mark)
@@ -100,7 +100,7 @@ class _Parser:
         if value is None:
             return Call("none")
         if not isinstance(value, Call):
-            raise ConfigError(f"{self._text!r} is not a name, nor a name with settings in parentheses")
+            raise ConfigError(f"{self._text!r} is neither a name nor a name with settings in parentheses")
         return value
 
     def _value(self) -> Any:
@@ -155,30 +155,30 @@ def _read(word: str) -> Any:
 
 
 def parse(text: str) -> Call:
-    """An expression as a Call; ConfigError says where it goes wrong."""
+    """Parse an expression. Raises ConfigError naming the position of a syntax error."""
     if not text.strip():
-        raise ConfigError("an empty text names nothing")
+        raise ConfigError("the expression is empty; give a name, such as suffix or suffix(keep=true)")
     return _Parser(text).whole()
 
 
 def apply(kind: str, call: Call, known: Mapping[str, Callable[..., T]]) -> T:
-    """Call the function of that name with the call's values.
+    """Call the function `known[call.name]` with the call's values. kind: noun for error messages, such as "drafter".
 
-    UnknownNameError for a name or setting nobody knows, ConfigError for a value given twice, too many or missing.
+    Raises UnknownNameError for an unknown name or setting, ConfigError for values that are duplicate, missing or too many.
     """
     if call.name not in known:
         raise UnknownNameError(kind, call.name, known)
     parameters = inspect.signature(known[call.name]).parameters
     free = [p.name for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
-    anything = any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
+    variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
     names = [p.name for p in parameters.values() if p.kind is not p.VAR_POSITIONAL]
     positional: list[Any] = []
     named: dict[str, Any] = {}
     for key, value in call.values:
-        if anything and key not in names:
+        if variadic and key not in names:
             positional.append((key, value))
         elif key is None and len(positional) >= len(free):
-            raise ConfigError(f"{call}: {kind} {call.name!r} takes {len(free)} values without a name at most")
+            raise ConfigError(f"{call}: {kind} {call.name!r} takes at most {len(free)} values without a name")
         elif key is None:
             positional.append(value)
         elif key not in names:
@@ -200,9 +200,9 @@ def apply(kind: str, call: Call, known: Mapping[str, Callable[..., T]]) -> T:
 
 
 def written(value: object, known: Mapping[str, Callable[..., Any]]) -> str:
-    """An object as an expression that makes one like it: its name and the settings that are not as usual.
+    """Return an expression that creates an equal object: its name and the settings that differ from their defaults.
 
-    Settings are looked for in attributes of the same name; an object of a class that is not known is called by its class.
+    Settings are read from attributes of the same name. An object of an unknown class is represented by its class name.
     """
     name = next((name for name, maker in known.items() if maker is type(value)), None)
     if name is None:

@@ -1,6 +1,6 @@
-"""What an expression of a drafter comes to: how it is made once the target is there, and the length it drafts.
+"""Recipes: how to build the drafter that an expression names once the target is loaded, and its default draft length.
 
-Owns what was loaded to draft for a target, each model and table once. Knows no drafter by name.
+Owns the models and tables loaded to draft for a target, each loaded once. Knows no drafter by name.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ import torch
 from foresay.decoding.protocols import Drafter, Rule
 from foresay.drafters.ngram_table import NgramTable
 from foresay.errors import ConfigError, UnsupportedModelError
-from foresay.lengths.throughput import LONGEST
+from foresay.lengths.throughput import DEFAULT_HIGH
 from foresay.models.sources.catalog import LoadedModel, is_gguf
 from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.resolve import resolve
 from foresay.spec.expressions import Call
 from foresay.text.tokenizer import own_size, tokenizer_fingerprint
 
-if TYPE_CHECKING:  # which would bring transformers
+if TYPE_CHECKING:  # at run time this would import transformers
     from foresay.models.heads.model import HeadModel
     from foresay.models.huggingface.causal import CausalModel
 
 DrafterBuilder = Callable[[], Drafter | None]
-"""Makes a drafter for one engine."""
+"""Builder of a drafter for one engine; returns None for plain decoding."""
 
 
 @dataclass(slots=True)
 class Resources:
-    """A target, and what was loaded to draft for it; each model and table is loaded once."""
+    """A target, and the models and tables loaded to draft for it, each loaded once."""
 
     target: LoadedModel
     options: LoadOptions = field(default_factory=LoadOptions)
@@ -41,7 +41,7 @@ class Resources:
 
     @property
     def device(self) -> torch.device:
-        """The target's."""
+        """Device of the target."""
         return self.target.model.device
 
     @property
@@ -50,57 +50,64 @@ class Resources:
         return self.target.model.vocab_size
 
     def model(self, name: str) -> LoadedModel:
-        """A draft model by name."""
+        """Return a draft model by name."""
         if name not in self.models:
-            # a revision names one repository's version: the target's
+            # `revision` is that of the target's repository
             self.models[name] = resolve(name, self.options.for_draft(gguf=is_gguf(name)), None)
         return self.models[name]
 
     def head(self, name: str) -> HeadModel:
-        """A head on the target's hidden states by name. Raises UnsupportedModelError for a target that shows none."""
+        """Return a head by name. Raises UnsupportedModelError if the target does not output hidden states."""
         from foresay.models.heads.model import HeadModel
         from foresay.models.huggingface.causal import CausalModel
-        from foresay.models.huggingface.linears import in_bits, unchanged
+        from foresay.models.huggingface.linears import quantizer, unquantized
         from foresay.models.sources.heads import load_head
 
         if name not in self.heads:
             target = self.target.model
             if not isinstance(target, CausalModel):
                 raise UnsupportedModelError(
-                    f"a head reads the hidden states of a decoder-only transformers model, and {self.target.name!r} is none"
+                    f"a head reads the hidden states of a decoder-only transformers model, but {self.target.name!r} is not one; "
+                    'draft with a model or "suffix"'
                 )
             options = self._options_of_heads(target)
             bits = options.bits or (8 if self._rounds_heads(target) else None)
-            make = unchanged if bits is None else in_bits(bits)
+            make = unquantized if bits is None else quantizer(bits)
             self.heads[name] = HeadModel(load_head(name, options), target, name=self.target.name, make=make)
         return self.heads[name]
 
     def _options_of_heads(self, target: CausalModel) -> LoadOptions:
-        """Raises ConfigError and UnsupportedModelError where a head's target would have to be elsewhere or in one piece."""
+        """Return the options to load heads with.
+
+        Raises UnsupportedModelError for a target split by tp_plan, ConfigError for another draft_device than the target's.
+        """
         if target.is_shared:
             raise UnsupportedModelError(
-                f"a head reads the hidden states of one process, and {self.target.name!r} is shared out by tp_plan; "
+                f"a head needs a target in one process, but {self.target.name!r} is split by tp_plan; "
                 'draft with a model or "suffix"'
             )
-        asked = self.options.draft_device
-        if asked is not None and not _is_same(torch.device(asked), target.device):
+        wanted = self.options.draft_device
+        if wanted is not None and not _is_same(torch.device(wanted), target.device):
             raise ConfigError(
-                f"draft_device={str(asked)!r}: a head reads the target's hidden states where they are, on {target.device}; "
-                "drop draft_device, or draft with models alone"
+                f"draft_device={str(wanted)!r}: a head must be on the target's device, {target.device}; "
+                "remove draft_device, or draft with a model"
             )
         return self.options.for_draft()
 
     def _rounds_heads(self, target: CausalModel) -> bool:
-        """Whether a head's weights are rounded to 8 bits unasked, which halves their bytes; its laws are what it computes."""
+        """Return True if heads are rounded to 8 bits by default, which halves their size; the output stays exact."""
         from foresay.models.cpu.build import library
 
-        asked = self.options.draft_weights is not None or self.options.weights != "auto"
+        is_set = self.options.draft_weights is not None or self.options.weights != "auto"
         return (
-            not asked and target.device.type == "cpu" and target.model.dtype == torch.bfloat16 and library() is not None
+            not is_set
+            and target.device.type == "cpu"
+            and target.model.dtype == torch.bfloat16
+            and library() is not None
         )
 
     def table(self, path: str) -> NgramTable:
-        """An n-gram table over the target's tokens."""
+        """Return an n-gram table over the target's tokens by path."""
         if path not in self.tables:
             table = NgramTable.load(path)
             check_table(table, self.target)
@@ -109,7 +116,7 @@ class Resources:
 
 
 def check_table(table: NgramTable, target: LoadedModel) -> None:
-    """Raise VocabularyMismatchError for a table that was made for another vocabulary than a target's."""
+    """Raise VocabularyMismatchError if a table was built for another vocabulary than the target's."""
     tokenizer, size = target.tokenizer, target.model.vocab_size
     if tokenizer is None:
         table.check(None, size, size)
@@ -117,34 +124,34 @@ def check_table(table: NgramTable, target: LoadedModel) -> None:
         table.check(tokenizer_fingerprint(tokenizer), size, own_size(tokenizer))
 
 
-def _is_same(asked: torch.device, device: torch.device) -> bool:
-    """Whether a device that may lack a number is meant by one."""
-    return asked.type == device.type and asked.index in (None, device.index or 0)
+def _is_same(wanted: torch.device, device: torch.device) -> bool:
+    """Return True if the devices are the same; `wanted` may lack an index."""
+    return wanted.type == device.type and wanted.index in (None, device.index or 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A drafter that can be made once the target is there."""
+    """A drafter that can be built once the target is loaded."""
 
     prepare: Callable[[Resources], DrafterBuilder]
     num_draft_tokens: int
-    """The length of its drafts where that must not adapt."""
+    """The draft length if it does not adapt."""
     forget: Callable[[], None] = lambda: None
-    """Clears what it keeps between requests."""
+    """Clears the data that the drafter keeps between requests."""
     reads_target: bool = False
-    """Whether it needs the target's layers or tokenizer, and not only its tokens."""
+    """True if the drafter needs the target's layers or tokenizer, not only its tokens."""
     loads_model: bool = False
-    """Whether it loads a model by name, which `LoadOptions.draft_weights` is for."""
+    """True if the drafter loads a model by name, to which `LoadOptions.draft_weights` applies."""
     samples: bool = False
-    """Whether its guesses may be drawn from laws, so that a sampled text depends on how many there are."""
+    """True if draft tokens may be sampled, so that a sampled text depends on the draft length."""
     fixed: bool = False
-    """Whether the expression itself sets the draft length, as a cascade's matrix does, so that it never adapts by default."""
+    """True if the expression sets the draft length, as a cascade's matrix does; it then does not adapt by default."""
 
     def length(self, rule: Rule) -> str:
-        """The length it drafts by default, as an expression: one that adapts, where no seed's text changes by it."""
+        """Return the default length policy as an expression: one that adapts, except where that could change a seed's text."""
         if self.num_draft_tokens == 0 or self.fixed or not rule.exact:
             return str(self.num_draft_tokens)
-        settings = {"high": self.num_draft_tokens} if self.num_draft_tokens > LONGEST else {}
+        settings = {"high": self.num_draft_tokens} if self.num_draft_tokens > DEFAULT_HIGH else {}
         if self.samples:
             settings |= {"sampled": self.num_draft_tokens}
         return str(Call("throughput", tuple(settings.items())))

@@ -1,7 +1,7 @@
-"""Expressions to drafters, rules and length policies.
+"""Drafters, rules and length policies from expressions.
 
-Owns the names that users may write, and what each drafter needs before it can be made: other models, tables of n-grams,
-stores that outlive a request. Settings are checked when an expression is read; models are loaded afterwards.
+Owns the names that expressions may use, and the resources that each drafter needs: other models, n-gram tables, stores that
+outlive a request. Settings are checked when an expression is read; models are loaded later.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from foresay.errors import ConfigError, UnsupportedModelError, VocabularyMismatc
 from foresay.lengths import LENGTHS, ConstantLength
 from foresay.lengths.constant import MAX_DRAFT_TOKENS
 from foresay.models.sources.catalog import LoadedModel
+from foresay.spec import third_party
 from foresay.spec.expressions import Call, apply, parse
 from foresay.spec.recipe import DrafterBuilder, Recipe, Resources
 from foresay.text.tokenizer import check_vocabularies
@@ -49,7 +50,7 @@ def _none() -> Recipe:
 
 
 def _prompt_lookup(max_ngram: int = 4, min_ngram: int = 2) -> Recipe:
-    PromptLookup(max_ngram=max_ngram, min_ngram=min_ngram)  # a bad range must fail before weights are read
+    PromptLookup(max_ngram=max_ngram, min_ngram=min_ngram)  # checks the settings before weights are loaded
     make = partial(PromptLookup, max_ngram=max_ngram, min_ngram=min_ngram)
     return Recipe(lambda resources: lambda: make(device=resources.device), 8)
 
@@ -154,14 +155,14 @@ def _model(
 
 
 def draft_model(loaded: LoadedModel) -> Recipe:
-    """The recipe of a draft model that is there already."""
+    """Return the recipe of a draft model that is already loaded."""
     return Recipe(lambda resources: _draft_with(resources, loaded, None), 5, reads_target=True, samples=True)
 
 
 def _refuse_encoder(resources: Resources, draft: LoadedModel) -> None:
     if draft.model.capabilities.reads_source and not resources.target.model.capabilities.reads_source:
         raise UnsupportedModelError(
-            f"{draft.name!r} is an encoder-decoder model and cannot draft for a decoder-only one; give it another draft"
+            f"{draft.name!r} is an encoder-decoder model and cannot draft for a decoder-only one; choose another draft model"
         )
 
 
@@ -170,7 +171,7 @@ def _draft_with(resources: Resources, draft: LoadedModel, trim: _Trim | None) ->
     try:
         check_vocabularies(resources.target.tokenizer, draft.tokenizer, (resources.target.name, draft.name))
     except VocabularyMismatchError:
-        reads = draft.model.capabilities.reads_source  # its encoder is given the source in the target's tokens
+        reads = draft.model.capabilities.reads_source  # its encoder reads the source in the target's tokens
         if resources.target.tokenizer is None or draft.tokenizer is None or trim is not None or reads:
             raise
         from foresay.text.cross_tokenizer import TokenizerPair
@@ -195,7 +196,7 @@ def _self(
         target = resources.target.model
         if not isinstance(target, CausalModel | Seq2SeqModel):
             raise UnsupportedModelError(
-                f"self-speculation needs a transformers model, and {resources.target.name!r} is none"
+                f"self-speculation needs a transformers model, but {resources.target.name!r} is not one; choose another drafter"
             )
         model: Any = (
             first_decoder_layers(target, layers) if isinstance(target, Seq2SeqModel) else first_layers(target, layers)
@@ -208,13 +209,13 @@ def _self(
 
 
 def _trim(vocabulary: str | None, size: int | None, coverage: float) -> _Trim | None:
-    """What cuts a draft's head down to the tokens most frequent in a table's corpus; None cuts nothing."""
+    """Return a function that trims a draft model's LM head to the most frequent tokens of a table, or None."""
     if size is not None:
         check_int("vocabulary_size", size, 1, 1 << 24)
     check_float("coverage", coverage, 0.01, 1.0)
     if vocabulary is None:
         if size is not None:
-            raise ConfigError(f"vocabulary_size={size} needs vocabulary=, a table that `foresay ngram build` made")
+            raise ConfigError(f"vocabulary_size={size} needs vocabulary=, a table built with `foresay ngram build`")
         return None
     path = _path("vocabulary", vocabulary)
 
@@ -223,7 +224,9 @@ def _trim(vocabulary: str | None, size: int | None, coverage: float) -> _Trim | 
         from foresay.models.huggingface.early_exit import trimmed_head
 
         if not isinstance(model, CausalModel):
-            raise UnsupportedModelError("only a decoder-only transformers model's head can be trimmed")
+            raise UnsupportedModelError(
+                "vocabulary= trims the LM head of a decoder-only transformers model only; remove it or choose another draft model"
+            )
         ends = resources.target.eos_token_ids
         return trimmed_head(model, resources.table(path).draft_vocabulary(size, coverage, ends, model.vocab_size))
 
@@ -241,7 +244,7 @@ def _cascade(*drafters: tuple[str | None, Any], k: Sequence[Sequence[int]], leni
         def build() -> Drafter:
             return Cascade([_made(builder) for builder in builders], k, lenience=lenience)
 
-        build()  # whether each may review is known only now
+        build()  # checks which members can verify, now that they are loaded
         return build
 
     def forget() -> None:
@@ -254,7 +257,7 @@ def _cascade(*drafters: tuple[str | None, Any], k: Sequence[Sequence[int]], leni
 
 def _hybrid(*drafters: tuple[str | None, Any], min_match: int = 3, k: int = 5) -> Recipe:
     if len(drafters) != 2:
-        raise ConfigError(f"a hybrid has two drafters, a look-up and another, not {len(drafters)}")
+        raise ConfigError(f"a hybrid has two drafters, an n-gram drafter and another one, not {len(drafters)}")
     recipes = [_member(key, value) for key, value in drafters]
     check_int("min_match", min_match, 1)
     check_int("k", k, 1, MAX_DRAFT_TOKENS)
@@ -266,7 +269,7 @@ def _hybrid(*drafters: tuple[str | None, Any], min_match: int = 3, k: int = 5) -
             first, other = (_made(builder) for builder in builders)
             return Hybrid(first, other, min_match=min_match, k=k)  # type: ignore[arg-type]
 
-        build()  # what the first is, is known only now
+        build()  # checks the class of the first, now that it is loaded
         return build
 
     def forget() -> None:
@@ -280,12 +283,12 @@ def _hybrid(*drafters: tuple[str | None, Any], min_match: int = 3, k: int = 5) -
 def _made(builder: DrafterBuilder) -> Drafter:
     drafter = builder()
     if drafter is None:
-        raise ConfigError("'none' drafts nothing and cannot be part of a cascade")
+        raise ConfigError("'none' drafts nothing and cannot be part of a cascade; remove it")
     return drafter
 
 
 def _member(key: str | None, value: Any) -> Recipe:
-    """One drafter of a cascade: `max_gram`, `suffix(scale=3)`, or `model=NAME`."""
+    """Return the recipe of one drafter of a cascade or hybrid: `max_gram`, `suffix(scale=3)` or `model=NAME`."""
     if key is None:
         call = value if isinstance(value, Call) else Call("none" if value is None else str(value))
     elif key in ("model", "head", "self"):
@@ -294,7 +297,7 @@ def _member(key: str | None, value: Any) -> Recipe:
         raise ConfigError(
             f"cascade: {key}={value} is neither a setting (k, lenience) nor a drafter (model=NAME, head=NAME, self=LAYERS)"
         )
-    return apply("drafter", call, _MAKERS)
+    return apply("drafter", call, _makers(call.name))
 
 
 def _path(name: str, value: Any) -> str:
@@ -305,79 +308,101 @@ def _path(name: str, value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class DrafterSpec:
-    """One drafter by name: all that commands, benchmarks, cost models and the documentation know of it."""
+    """A drafter's entry for commands, benchmarks, cost models and documentation."""
 
     make: Callable[..., Recipe]
-    """Its parameters are the settings."""
+    """Function whose parameters are the settings."""
     summary: str
-    """What it guesses from, in a sentence."""
+    """Source of the draft tokens, in a sentence."""
     kind: Literal["none", "lookup", "model", "cascade"]
-    """What drafting costs: nothing, look-ups, passes of a model, or those of its members."""
+    """Cost of drafting: nothing, n-gram matching, passes of a model, or that of its members."""
     compared: bool = False
-    """Whether `bench`, `replay`, `compare` and `tune` try it unless told otherwise."""
+    """True if `bench`, `replay`, `compare` and `tune` try it by default."""
 
 
 DRAFTERS: dict[str, DrafterSpec] = {
-    "none": DrafterSpec(_none, "Nothing: plain decoding.", "none"),
+    "none": DrafterSpec(_none, "No drafts: plain decoding.", "none"),
     "prompt_lookup": DrafterSpec(
-        _prompt_lookup, "What followed the last few tokens earlier in the text.", "lookup", compared=True
+        _prompt_lookup, "The tokens that followed the last few tokens earlier in the text.", "lookup", compared=True
     ),
     "max_gram": DrafterSpec(
         _max_gram,
-        "What followed the longest match in the text, whatever its length; then a table of n-grams, if one is given.",
+        "The tokens after the longest match in the text, of any length; then an n-gram table, if one is given.",
         "lookup",
         compared=True,
     ),
     "ngram_store": DrafterSpec(
         _ngram_store,
-        "Counts of what followed the last few tokens, learned while decoding; keep=true shares them among answers.",
+        "The most frequent next tokens, counted while decoding; keep=true shares the counts between requests.",
         "lookup",
         compared=True,
     ),
     "suffix": DrafterSpec(
         _suffix,
-        "What followed the longest match in the text or (keep=true) in earlier answers, more of it the longer the match.",
+        "The tokens after the longest match in the text or (keep=true) in earlier requests; longer drafts for longer matches.",
         "lookup",
         compared=True,
     ),
     "suffix_tree": DrafterSpec(
-        _suffix_tree, "A tree of what followed the longest matches: several continuations at once.", "lookup"
+        _suffix_tree, "A tree of the tokens after the longest matches: several continuations at once.", "lookup"
     ),
-    "model": DrafterSpec(_model, "A smaller model, named as --model is.", "model"),
-    "tree": DrafterSpec(_tree, "A tree of a smaller model's likeliest continuations, named as --model is.", "model"),
+    "model": DrafterSpec(_model, "A smaller model, named like --model.", "model"),
+    "tree": DrafterSpec(_tree, "A tree of a smaller model's likeliest continuations, named like --model.", "model"),
     "head": DrafterSpec(_head, "A head on the target's hidden states (EAGLE-3): its folder or hub id.", "model"),
     "head_tree": DrafterSpec(_head_tree, "A tree of such a head's likeliest continuations.", "model"),
     "self": DrafterSpec(_self, "The target's own first layers.", "model"),
     "hybrid": DrafterSpec(
-        _hybrid, "A look-up where its match is long, else a head or a draft model of its own.", "cascade"
+        _hybrid, "An n-gram drafter where its match is long, else a head or a draft model.", "cascade"
     ),
     "cascade": DrafterSpec(
-        _cascade, "Several drafters: the cheap ones draft for the better ones, and continue their drafts.", "cascade"
+        _cascade, "Several drafters: cheap ones draft for better ones, and continue their drafts.", "cascade"
     ),
 }
-"""Drafters by name. A new one is a file, a test and an entry here."""
+"""Drafters by name. A new drafter is a file, a test and an entry here."""
 
 
 def named(kind: str | None = None, *, compared: bool = False) -> tuple[str, ...]:
-    """Drafters of a kind, of any when None; `compared`: those that are tried unless told otherwise."""
+    """Return the names of the drafters of a kind (None: any). compared: only those that are compared by default."""
     return tuple(name for name, one in DRAFTERS.items() if kind in (None, one.kind) and (one.compared or not compared))
 
 
 _MAKERS = {name: one.make for name, one in DRAFTERS.items()}
 
 
+def drafter_spec(name: str) -> DrafterSpec:
+    """The drafter of this name, foresay's own or another package's. Raises ConfigError for one that cannot be loaded."""
+    if name in DRAFTERS:
+        return DRAFTERS[name]
+    make = third_party.recipe_maker(name)
+    return DrafterSpec(make, (make.__doc__ or "No description.").split("\n")[0], "model")
+
+
+def third_party_names() -> list[str]:
+    """Names of the drafters of other packages that are not foresay's own names."""
+    return [name for name in third_party.names() if name not in DRAFTERS]
+
+
+def _makers(name: str) -> dict[str, Callable[..., Recipe]]:
+    """The makers that an expression of this name chooses from; another package's drafter is imported only if it is named."""
+    if name in DRAFTERS:
+        return _MAKERS
+    others = third_party_names()
+    return _MAKERS | dict.fromkeys(others, _none) | ({name: drafter_spec(name).make} if name in others else {})
+
+
 def read_drafter(text: str) -> Recipe:
-    """The drafter an expression names."""
-    return apply("drafter", parse(text), _MAKERS)
+    """Return the recipe of the drafter that an expression names. Raises ConfigError or UnknownNameError for a wrong one."""
+    call = parse(text)
+    return apply("drafter", call, _makers(call.name))
 
 
 def read_rule(rule: str | Rule) -> Rule:
-    """The rule an expression names; a Rule is taken as it is."""
+    """Return the acceptance rule that an expression names; a Rule is returned unchanged."""
     return apply("rule", parse(rule), RULES) if isinstance(rule, str) else rule
 
 
 def read_length(length: str | int | LengthPolicy) -> LengthPolicy:
-    """The policy an expression or a number names; a LengthPolicy is taken as it is."""
+    """Return the length policy of an expression or a number of tokens; a LengthPolicy is returned unchanged."""
     if isinstance(length, str) and re.fullmatch(r"-?\d+", length.strip(), re.ASCII):
         length = int(length)
     if isinstance(length, int):

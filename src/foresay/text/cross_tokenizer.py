@@ -1,6 +1,6 @@
-"""Between a draft's tokenizer and the target's: the tokens of a text in one vocabulary, given those in the other.
+"""Conversion of token ids between a draft model's tokenizer and the target's.
 
-Owns which tokens both share, where a text may be cut, and the text of special tokens. Knows no model and no law.
+Owns the shared tokens, the points where a text may be cut, and the text of special tokens. Knows no model and no distribution.
 """
 
 from __future__ import annotations
@@ -11,37 +11,37 @@ from typing import Any
 import torch
 
 _INCOMPLETE = "\ufffd"
-_SETTLE = 96
-"""Committed tokens in the tail after which its beginning is settled, so that a long text is not tokenized anew each time."""
+_FIX_AFTER = 96
+"""Committed tokens in the tail beyond which its beginning is fixed, so that a long text is not retokenized on every call."""
 _KEEP = 32
-"""Tokens of the tail that may still be tokenized differently when more text follows."""
+"""Last tokens of the tail, which may still be tokenized differently when more text follows."""
 
 
 class TokenizerPair:
-    """A draft's tokenizer and the target's; a Retokenizer for `CrossTokenizerDrafter`."""
+    """The draft model's tokenizer and the target's; the Retokenizer of `CrossTokenizerDrafter`."""
 
     def __init__(self, target: Any, draft: Any) -> None:
         self.target, self.draft = target, draft
-        ours, theirs = draft.get_vocab(), target.get_vocab()
-        common = sorted((ours[token], theirs[token]) for token in ours.keys() & theirs.keys())
+        draft_vocab, target_vocab = draft.get_vocab(), target.get_vocab()
+        common = sorted((draft_vocab[token], target_vocab[token]) for token in draft_vocab.keys() & target_vocab.keys())
         pairs = torch.tensor(common, dtype=torch.int64).view(-1, 2)
         self.shared = (pairs[:, 0].contiguous(), pairs[:, 1].contiguous())
-        added = getattr(target, "added_tokens_decoder", {})  # a chat's marks may be named nowhere else
+        added = getattr(target, "added_tokens_decoder", {})  # chat markers may be listed only here
         special = {*target.all_special_ids, *(i for i, token in added.items() if token.special)}
-        self._special = {i: token for token, i in theirs.items() if i in special}
-        self._known = ours
+        self._special = {i: token for token, i in target_vocab.items() if i in special}
+        self._known = draft_vocab
 
     def opening(self) -> list[int]:
-        """The token ids that the draft's tokenizer puts before every text: [bos] or []."""
+        """Return the token ids that the draft's tokenizer puts before every text: [bos] or []."""
         bos = self.draft.bos_token_id
         return [bos] if bos is not None and self.draft("a").input_ids[:1] == [bos] else []
 
     def reader(self) -> TextReader:
-        """A reader of one row's growing text."""
+        """Return a reader for the growing text of one row."""
         return TextReader(self)
 
     def text(self, tokens: Sequence[int]) -> str:
-        """The text of the target's tokens; special ones only where the draft has them too."""
+        """Decode target tokens; special tokens are kept only if the draft's vocabulary has them too."""
         parts: list[str] = []
         plain: list[int] = []
         for token in tokens:
@@ -63,15 +63,15 @@ class TokenizerPair:
         return text
 
     def text_from(self, tokens: Sequence[int], start: int) -> str:
-        """The text of tokens[start:] as it follows the token before: alone, some decoders drop the space it begins with."""
+        """Decode tokens[start:] as a continuation: decoded alone, some decoders drop the leading space."""
         if start == 0 or tokens[start - 1] in self._special:
             return self.text(tokens[start:])
         before, both = self.text(tokens[start - 1 : start]), self.text(tokens[start - 1 :])
         return both[len(before) :] if both.startswith(before) else self.text(tokens[start:])
 
-    def draft_tokens(self, text: str, *, behind: bool) -> list[int]:
-        """The draft's tokens of a text. behind: it follows other text, so that no space may be put before it."""
-        if behind:
+    def draft_tokens(self, text: str, *, continues: bool) -> list[int]:
+        """Encode a text with the draft's tokenizer. continues: the text follows other text, so no space may be put before it."""
+        if continues:
             letter: list[int] = self.draft("a", add_special_tokens=False).input_ids
             both: list[int] = self.draft("a" + text, add_special_tokens=False).input_ids
             if both[: len(letter)] == letter:
@@ -80,9 +80,9 @@ class TokenizerPair:
         return ids
 
     def to_target(self, context: Sequence[int], drafted: Sequence[int]) -> list[int]:
-        """The target's tokens of the drafted text, split as it would split context and draft together.
+        """Convert draft tokens to target tokens, split as the target's tokenizer splits context and draft together.
 
-        context: the target's tokens. drafted: the draft's tokens that follow it.
+        context: target token ids. drafted: draft token ids that follow it.
         """
         new = self._decoded(self.draft, drafted).rstrip(_INCOMPLETE)
         if not new:
@@ -97,18 +97,18 @@ class TokenizerPair:
         return alone
 
     def _boundary(self, tokens: Sequence[int]) -> int:
-        """An index into the tokens where a word begins, so that the text from there splits as it does in the whole text."""
-        for place in range(max(0, len(tokens) - 8), 0, -1):
-            if self.begins_word(tokens[place]):
-                return place
+        """Return an index where a word begins, so that the text from there is split as it is within the whole text."""
+        for index in range(max(0, len(tokens) - 8), 0, -1):
+            if self.begins_word(tokens[index]):
+                return index
         return 0
 
-    def may_cut(self, tokens: Sequence[int], place: int) -> bool:
-        """Whether a word or a run of white space begins at tokens[place]: such runs are split as a whole."""
-        return self.begins_word(tokens[place]) and not self.text(tokens[place - 1 : place])[-1:].isspace()
+    def may_cut(self, tokens: Sequence[int], index: int) -> bool:
+        """True if a word or a run of white space begins at tokens[index]; a run is always tokenized as a whole."""
+        return self.begins_word(tokens[index]) and not self.text(tokens[index - 1 : index])[-1:].isspace()
 
     def begins_word(self, token: int) -> bool:
-        """Whether a target token begins with white space (or is special), so that texts may be cut before it."""
+        """True if a target token begins with white space or is special, so that a text may be cut before it."""
         if token in self._special:
             return True
         piece = str(self.target.convert_ids_to_tokens(token))
@@ -116,23 +116,23 @@ class TokenizerPair:
 
 
 class TextReader:
-    """One row's text in the draft's tokens: the beginning is settled, the tail is tokenized anew as it grows."""
+    """The text of one row in draft tokens: its beginning is fixed, its tail is retokenized as it grows."""
 
-    def __init__(self, retokenizer: TokenizerPair) -> None:
-        self._translator = retokenizer
-        self._settled: list[int] = retokenizer.opening()
-        self._place = 0
+    def __init__(self, pair: TokenizerPair) -> None:
+        self._pair = pair
+        self._fixed: list[int] = pair.opening()
+        self._start = 0
 
     def read(self, tokens: Sequence[int], committed: int) -> list[int]:
-        """The draft's tokens of the whole text. tokens: the target's, of which the first `committed` never change."""
-        retokenizer = self._translator
-        while committed - self._place > _SETTLE:
-            stop = max(self._place + 1, min(committed - _KEEP, self._place + 4 * _SETTLE))
-            cut = next((i for i in range(stop, self._place, -1) if retokenizer.may_cut(tokens, i)), stop)
-            chunk = retokenizer.text_from(tokens[:cut], self._place)
-            self._settled += retokenizer.draft_tokens(chunk, behind=self._place > 0)
-            self._place = cut
-        tail = retokenizer.text_from(tokens, self._place).rstrip(_INCOMPLETE)
-        out = self._settled + retokenizer.draft_tokens(tail, behind=self._place > 0)
-        # a context cannot be empty: the first shared token stands in for a text without tokens
-        return out or [int(retokenizer.shared[0][0]) if len(retokenizer.shared[0]) else 0]
+        """Return the draft tokens of the whole text. tokens: target token ids; the first `committed` of them never change."""
+        pair = self._pair
+        while committed - self._start > _FIX_AFTER:
+            stop = max(self._start + 1, min(committed - _KEEP, self._start + 4 * _FIX_AFTER))
+            cut = next((i for i in range(stop, self._start, -1) if pair.may_cut(tokens, i)), stop)
+            chunk = pair.text_from(tokens[:cut], self._start)
+            self._fixed += pair.draft_tokens(chunk, continues=self._start > 0)
+            self._start = cut
+        tail = pair.text_from(tokens, self._start).rstrip(_INCOMPLETE)
+        out = self._fixed + pair.draft_tokens(tail, continues=self._start > 0)
+        # a context cannot be empty: the first shared token replaces an empty text
+        return out or [int(pair.shared[0][0]) if len(pair.shared[0]) else 0]

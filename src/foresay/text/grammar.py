@@ -1,7 +1,7 @@
-"""Output that keeps to a grammar: a processor of logits that leaves only the tokens that may come next.
+"""Structured output: a logits processor that masks every token the grammar does not allow next.
 
-Owns how a grammar library's state follows a context that grows, is guessed and taken back. A mask depends on the context alone,
-so that it is the same for the target and for whatever drafts, and speculation stays exact. Knows no engine and no API.
+Owns the synchronization of the grammar library's state with a context that grows by draft tokens and is rewound. A mask depends
+on the context alone, so target and drafter get the same mask and speculative decoding stays exact. Knows no engine and no API.
 """
 
 from __future__ import annotations
@@ -23,42 +23,42 @@ ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 """The schema of any JSON object."""
 MAX_BYTES, MAX_DEPTH = 1 << 16, 32
 MAX_MULTIPLE = 10_000
-"""The largest `multipleOf`, powers of ten apart: the library makes a state of an automaton for each remainder."""
+"""The largest `multipleOf`, ignoring powers of ten: the library makes one automaton state for each remainder."""
 _DATA = ("enum", "const", "default", "examples")
-"""Keywords whose values are no schemas."""
+"""Keywords whose values are not schemas."""
 _tokenizers: WeakKeyDictionary[Any, dict[tuple[int, tuple[int, ...]], Any]] = WeakKeyDictionary()
 
 
 class JsonSchema:
-    """A schema, compiled for a tokenizer. What keeps an output to it is made by `behind`, as often as outputs are wanted."""
+    """A JSON schema compiled for a tokenizer. `behind` makes the logits processor of one output; call it once per output."""
 
     def __init__(self, schema: Mapping[str, Any], tokenizer: Any, vocab_size: int, eos: Sequence[int]) -> None:
-        """vocab_size: width of the scores. eos: what ends an output, allowed where the grammar may end.
+        """Compile a schema.
 
-        Nothing bounds the time and memory that this takes: for schemas from strangers see `grammar_trials.SchemaCompiler`.
-        Raises ConfigError for a schema that is too large, that the library does not understand or that no text fits, and
-        without the library.
+        vocab_size: width of the scores. eos: token ids that end an output, allowed where the grammar may end. Time and memory
+        are not bounded: use `schema_compiler.SchemaCompiler` for untrusted schemas. Raises ConfigError for a schema that is too
+        large, that the library does not support or that matches no text, and if the library is not installed.
         """
         text = checked(schema)
-        self._matcher = compiled(_inner(tokenizer, vocab_size, tuple(sorted(eos))), text)
+        self._matcher = compiled(_library_tokenizer(tokenizer, vocab_size, tuple(sorted(eos))), text)
         self._vocab_size = vocab_size
 
     def behind(self, prompt_length: int) -> JsonMask:
-        """For one output behind a prompt of so many tokens."""
+        """Return the processor for one output. prompt_length: tokens of its prompt."""
         return JsonMask(self._matcher.deep_copy(), self._vocab_size, prompt_length)
 
 
 class JsonMask:
-    """Keeps one output to a schema. A LogitsProcessor: it counts what comes after the prompt."""
+    """A LogitsProcessor that constrains the tokens after the prompt to a schema."""
 
     def __init__(self, matcher: Any, vocab_size: int, prompt_length: int) -> None:
-        """matcher: the library's, before its first token; nobody else's."""
+        """matcher: a library matcher before its first token, not shared with another output."""
         self._matcher, self._vocab_size, self._prompt_length = matcher, vocab_size, prompt_length
         self._consumed: list[int] = []
 
     def __call__(self, token_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """token_ids: [1, L]. scores: [1, V]. Behind tokens that break the grammar, as guesses may, nothing is changed."""
-        if not self._follow(token_ids[0, self._prompt_length :].tolist()):
+        """Mask scores [1, V] after token_ids [1, L]. Unchanged if the tokens (draft tokens) violate the grammar."""
+        if not self._advance(token_ids[0, self._prompt_length :].tolist()):
             self._check()
             return scores
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
@@ -71,43 +71,45 @@ class JsonMask:
         return out
 
     def _check(self) -> None:
-        """A matcher that has given up, at a limit of its own, ends the output: nothing would hold it to the grammar."""
+        """Raise ConfigError if the matcher stopped at one of its own limits: the output would no longer follow the grammar."""
         if self._matcher.is_error():
-            raise ConfigError(f"the schema cannot be followed further: {one_line(self._matcher.get_error())}")
+            raise ConfigError(f"the output can no longer follow the schema: {one_line(self._matcher.get_error())}")
 
-    def _follow(self, written: list[int]) -> bool:
-        """Bring the matcher behind these tokens; whether the grammar takes all of them."""
-        common = min(len(self._consumed), len(written))
-        while self._consumed[:common] != written[:common]:  # what differs are guesses, at the end
+    def _advance(self, output: list[int]) -> bool:
+        """Move the matcher to the end of the output. Return True if the grammar accepts all of its tokens."""
+        common = min(len(self._consumed), len(output))
+        while self._consumed[:common] != output[:common]:  # only draft tokens, at the end, can differ
             common -= 1
         if common < len(self._consumed):
             self._matcher.rollback(len(self._consumed) - common)
             del self._consumed[common:]
-        taken = self._matcher.try_consume_tokens(written[common:])
-        self._consumed += written[common : common + taken]
-        return len(self._consumed) == len(written)
+        accepted = self._matcher.try_consume_tokens(output[common:])
+        self._consumed += output[common : common + accepted]
+        return len(self._consumed) == len(output)
 
 
 def checked(schema: Mapping[str, Any]) -> str:
-    """A schema as text. Raises ConfigError for one that is too large or too deep, and for a `multipleOf` above MAX_MULTIPLE."""
+    """Return a schema as JSON text. Raises ConfigError if it is too large or deep, or has a `multipleOf` above MAX_MULTIPLE."""
     text = json.dumps(schema)
     depth = _depth(schema)
     if len(text) > MAX_BYTES or depth > MAX_DEPTH:
-        raise ConfigError(f"the schema has {len(text)} bytes, {depth} deep; {MAX_BYTES} and {MAX_DEPTH} are taken")
+        raise ConfigError(
+            f"the schema has {len(text)} bytes and depth {depth}; at most {MAX_BYTES} bytes and depth {MAX_DEPTH} are allowed"
+        )
     for path, value in _multiples(schema):
-        if _digits(value) > MAX_MULTIPLE:
+        if _significant_digits(value) > MAX_MULTIPLE:
             raise ConfigError(
-                f"the schema's {path}={value} has too many remainders; give at most {MAX_MULTIPLE}, times any power of ten"
+                f"the schema's {path}={value} has too many remainders; use at most {MAX_MULTIPLE}, times any power of ten"
             )
     return text
 
 
 def tokenizer_json(tokenizer: Any) -> str:
-    """A tokenizer as the text of a tokenizer.json, without padding and truncation. Raises ConfigError for one in Python."""
+    """Return the text of tokenizer.json, without padding and truncation. Raises ConfigError for a tokenizer written in Python."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise ConfigError(
-            f"this tokenizer ({type(tokenizer).__name__}) cannot be used for structured output: it needs a fast one"
+            f"this tokenizer ({type(tokenizer).__name__}) cannot be used for structured output; use a fast tokenizer"
         )
     backend = copy(backend)
     backend.no_padding()
@@ -115,38 +117,38 @@ def tokenizer_json(tokenizer: Any) -> str:
     return str(backend.to_str())
 
 
-def _inner(tokenizer: Any, vocab_size: int, eos: tuple[int, ...]) -> Any:
-    """The library's own tokenizer, which takes a second to make."""
-    made = _tokenizers.setdefault(tokenizer, {})
-    if (vocab_size, eos) not in made:
-        made[vocab_size, eos] = vocabulary(tokenizer_json(tokenizer), vocab_size, eos)
-    return made[vocab_size, eos]
+def _library_tokenizer(tokenizer: Any, vocab_size: int, eos: tuple[int, ...]) -> Any:
+    """Return the library's tokenizer, cached because it takes a second to build."""
+    cached = _tokenizers.setdefault(tokenizer, {})
+    if (vocab_size, eos) not in cached:
+        cached[vocab_size, eos] = vocabulary(tokenizer_json(tokenizer), vocab_size, eos)
+    return cached[vocab_size, eos]
 
 
 def _multiples(schema: Any) -> Iterator[tuple[str, int | float]]:
-    """Each number that a `multipleOf` gives, and where it stands; a property of that name has a schema instead."""
-    open_: list[tuple[tuple[Any, ...], Any]] = [((), schema)]
-    while open_:
-        path, one = open_.pop()
-        inside = one.items() if isinstance(one, Mapping) else enumerate(one) if isinstance(one, list) else ()
-        for name, value in inside:
+    """Yield (path, number) for each `multipleOf`; a property of that name has a schema instead of a number."""
+    pending: list[tuple[tuple[Any, ...], Any]] = [((), schema)]
+    while pending:
+        path, node = pending.pop()
+        children = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
+        for name, value in children:
             if name == "multipleOf" and isinstance(value, int | float) and not isinstance(value, bool):
                 yield ".".join(map(str, (*path, name))), value
             elif name not in _DATA:
-                open_.append(((*path, name), value))
+                pending.append(((*path, name), value))
 
 
-def _digits(number: float) -> int:
-    """The significant digits of a number, as a whole number: 25 of 0.25 and of 2500."""
+def _significant_digits(number: float) -> int:
+    """Return the significant digits of a number as an integer: 25 for 0.25 and for 2500."""
     return int("".join(map(str, Decimal(str(number)).normalize().as_tuple().digits)) or "0")
 
 
 def _depth(value: Any) -> int:
-    """Levels of objects and lists; counted without calls within calls, since clients write schemas."""
-    deepest, open_ = 0, [(value, 1)]
-    while open_:
-        one, depth = open_.pop()
+    """Count the levels of objects and lists, without recursion, because schemas come from clients."""
+    deepest, pending = 0, [(value, 1)]
+    while pending:
+        node, depth = pending.pop()
         deepest = max(deepest, depth)
-        inside = one.values() if isinstance(one, Mapping) else one if isinstance(one, list) else ()
-        open_ += [(child, depth + 1) for child in inside]
+        children = node.values() if isinstance(node, Mapping) else node if isinstance(node, list) else ()
+        pending += [(child, depth + 1) for child in children]
     return deepest

@@ -1,10 +1,10 @@
-"""A process that tries schemas: reads them as lines of JSON, compiles each in a process of its own, under limits, and reports.
+"""A process that compiles untrusted schemas on trial: each in a forked process with limits on time and memory.
 
     python -m foresay.text.grammar_process
 
-The first line is {"tokenizer": text, "vocab_size": n, "eos": [...]}, then come {"schema": text, "cpu_s": s, "wall_s": s,
-"memory_bytes": n}. Each is answered {"ok": true}, with "refused": reason for a schema that cannot be used. It ends with its
-input.
+The first input line is {"tokenizer": text, "vocab_size": n, "eos": [...]}; each later line is {"schema": text, "cpu_s": s,
+"wall_s": s, "memory_bytes": n}. The reply to each is {"ok": true}, with "refused": reason for a schema that cannot be used. The
+process ends when its input ends.
 """
 
 from __future__ import annotations
@@ -23,45 +23,45 @@ from foresay.errors import ConfigError
 from foresay.text.grammar_library import compiled, vocabulary
 
 STACK_BYTES = 1 << 20
-"""Less than any thread of the process that compiles the schema for use has."""
+"""Stack limit of a trial: less than any thread of the process that then compiles the schema for use."""
 
 
-def tried(known: Any, job: Mapping[str, Any]) -> dict[str, Any]:
-    """Compile a schema in a fork of this process, which has one thread and the tokenizer ready."""
+def try_schema(tokenizer: Any, job: Mapping[str, Any]) -> dict[str, Any]:
+    """Compile a schema in a fork of this process, which has a single thread and the tokenizer loaded."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
             _limit(job)
-            os.write(write, json.dumps(_outcome(known, job["schema"])).encode())
+            os.write(write, json.dumps(_outcome(tokenizer, job["schema"])).encode())
         finally:
-            os._exit(1)  # at once, and whatever was raised: nothing of the parent's is to be run here
+            os._exit(1)  # immediately, even after an error: no cleanup code of the parent may run here
     os.close(write)
     with os.fdopen(read, "rb") as pipe:
-        answer = pipe.read()
+        reply = pipe.read()
     _, status = os.waitpid(pid, 0)
-    if answer:
-        return dict(json.loads(answer))
-    return {"ok": True, "refused": _limit_met(os.WTERMSIG(status) if os.WIFSIGNALED(status) else None, job)}
+    if reply:
+        return dict(json.loads(reply))
+    return {"ok": True, "refused": _limit_reached(os.WTERMSIG(status) if os.WIFSIGNALED(status) else None, job)}
 
 
-def _outcome(known: Any, schema: str) -> dict[str, Any]:
+def _outcome(tokenizer: Any, schema: str) -> dict[str, Any]:
     try:
-        compiled(known, schema)
+        compiled(tokenizer, schema)
     except ConfigError as error:
         return {"ok": True, "refused": str(error)}
     return {"ok": True}
 
 
 def _limit(job: Mapping[str, Any]) -> None:
-    """Limits of this process; what meets one is ended by a signal."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)  # the library says there that it ran out of memory
+    """Set the limits of this process; a signal ends it at the first limit it reaches."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)  # the library prints out-of-memory messages there
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _lower(resource.RLIMIT_STACK, STACK_BYTES)
     _lower(resource.RLIMIT_CPU, math.ceil(job["cpu_s"]))
     pages = Path("/proc/self/statm")
-    if pages.exists():  # macOS does not enforce a limit of memory; there that of time bounds it
+    if pages.exists():  # macOS enforces no memory limit; the time limit bounds memory there
         used = int(pages.read_text().split()[0]) * resource.getpagesize()
         _lower(resource.RLIMIT_AS, used + job["memory_bytes"])
     signal.setitimer(signal.ITIMER_REAL, job["wall_s"])
@@ -72,38 +72,38 @@ def _lower(which: int, limit: int) -> None:
     resource.setrlimit(which, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
 
 
-def _limit_met(by: int | None, job: Mapping[str, Any]) -> str:
-    """The limit that ended a process. by: the signal; None where Python itself ran out of memory."""
+def _limit_reached(by: int | None, job: Mapping[str, Any]) -> str:
+    """Describe the limit that ended a process. by: the signal; None if Python itself ran out of memory."""
     if by == signal.SIGXCPU:
         return f"the schema needs more than {job['cpu_s']:g} s of processor time to compile; give a simpler one"
     if by == signal.SIGALRM:
         return f"the schema needs more than {job['wall_s']:g} s to compile; give a simpler one"
-    most = job["memory_bytes"] >> 20
-    return f"the schema needs more than {most} MiB of memory, or too deep a stack, to compile; give a simpler one"
+    limit_mib = job["memory_bytes"] >> 20
+    return f"the schema needs more than {limit_mib} MiB of memory, or too deep a stack, to compile; give a simpler one"
 
 
 def main() -> None:
-    """Try what the standard input names until it ends; whatever is printed goes to standard error."""
+    """Try the schemas on standard input until it ends; anything printed goes to standard error."""
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
 
-    def answer(message: Mapping[str, Any]) -> None:
+    def reply(message: Mapping[str, Any]) -> None:
         out.write(json.dumps(message).encode() + b"\n")
         out.flush()
 
-    known: Any = None
+    tokenizer: Any = None
     for line in sys.stdin.buffer:
         job = json.loads(line)
         if job.get("op") == "close":
             return
-        if known is not None:
-            answer(tried(known, job))
+        if tokenizer is not None:
+            reply(try_schema(tokenizer, job))
             continue
         try:
-            known = vocabulary(job["tokenizer"], job["vocab_size"], job["eos"])
-            answer({"ok": True})
+            tokenizer = vocabulary(job["tokenizer"], job["vocab_size"], job["eos"])
+            reply({"ok": True})
         except ConfigError as error:
-            answer({"ok": False, "error": str(error)})
+            reply({"ok": False, "error": str(error)})
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""What a caller may pass as a prompt, and its token ids.
+"""Prompts as callers may pass them, and their token ids.
 
 A prompt is a text, a list of chat messages, or token ids (a list, a NumPy array or a tensor); a list of prompts is a batch.
-Owns these checks and the use of the chat template. Does not know the model's vocabulary or context length.
+Owns the checks of prompts and the use of the chat template. Does not know the model's vocabulary or context length.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ROLES = ("system", "user", "assistant", "tool", "developer")
 
 
 def is_batch(prompt: Any) -> bool:
-    """Whether this is a list of prompts, or token ids [B, T], rather than one prompt.
+    """True for a list of prompts or token ids [B, T], False for one prompt.
 
     Raises PromptError for an empty list and for a type that is neither.
     """
@@ -30,7 +30,7 @@ def is_batch(prompt: Any) -> bool:
         return prompt.ndim > 1
     if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
         raise PromptError(
-            f"a prompt of type {type(prompt).__name__} is neither a text, nor messages, nor token ids, nor a list of those"
+            f"a prompt of type {type(prompt).__name__} is not supported; give a text, messages, token ids or a list of these"
         )
     if not prompt:
         raise PromptError("the prompt is empty; give a text, messages or token ids")
@@ -38,15 +38,15 @@ def is_batch(prompt: Any) -> bool:
 
 
 def encode(prompt: Any, tokenizer: Any) -> list[int]:
-    """One prompt's token ids; a text is encoded as it is, messages go through the chat template. Token ids: [T] integers.
+    """Return one prompt's token ids. A text is encoded unchanged, messages use the chat template, token ids are [T] integers.
 
-    Raises PromptError for an empty prompt, ids of another shape or type, messages that are malformed or refused by the
-    template, and texts or messages without a tokenizer or template.
+    Raises PromptError for an empty prompt, ids of another shape or type, messages that are malformed or that the template
+    refuses, and texts or messages without a tokenizer or template.
     """
     if isinstance(prompt, str):
         if not prompt:
             raise PromptError("the prompt is empty; give at least one character")
-        ids: list[int] = _need(tokenizer, "a text prompt")(prompt).input_ids
+        ids: list[int] = _require(tokenizer, "a text prompt")(prompt).input_ids
         return ids
     if isinstance(prompt, torch.Tensor | np.ndarray):
         if prompt.ndim != 1 or "int" not in str(prompt.dtype):
@@ -60,10 +60,10 @@ def encode(prompt: Any, tokenizer: Any) -> list[int]:
     if not items:
         raise PromptError("the prompt is empty; give a text, messages or token ids")
     if all(isinstance(item, Mapping) for item in items):
-        return _chat(items, _need(tokenizer, "chat messages"))
+        return _chat(items, _require(tokenizer, "chat messages"))
     for item in items:
         if isinstance(item, bool) or not isinstance(item, int | np.integer):
-            raise PromptError(f"prompt item {item!r} of type {type(item).__name__} is neither a token id nor a message")
+            raise PromptError(f"prompt item {item!r} of type {type(item).__name__} must be a token id or a message")
     return [int(item) for item in items]
 
 
@@ -77,20 +77,20 @@ def _chat(messages: Sequence[Message], tokenizer: Any) -> list[int]:
         raise PromptError("this tokenizer has no chat template; pass a text instead of messages")
     try:
         out = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=True)
-    except Exception as error:  # a template is a program of its own and may raise anything
+    except Exception as error:  # a template is a program and may raise anything
         raise PromptError(f"the chat template refused the messages: {error}") from error
     ids: list[int] = out["input_ids"]
     return ids
 
 
-def _need(tokenizer: Any, what: str) -> Any:
+def _require(tokenizer: Any, purpose: str) -> Any:
     if tokenizer is None:
-        raise PromptError(f"{what} needs a tokenizer, and this model was loaded without one; pass token ids")
+        raise PromptError(f"{purpose} needs a tokenizer, and this model was loaded without one; pass token ids")
     return tokenizer
 
 
 def as_chat(text: str, tokenizer: Any, *, raw: bool) -> Any:
-    """A user's message where the tokenizer has a chat template and `raw` is not set, else the text itself."""
+    """Return a user message if the tokenizer has a chat template and `raw` is False, else the text itself."""
     if raw or not getattr(tokenizer, "chat_template", None):
         return text
     return [{"role": "user", "content": text}]

@@ -1,7 +1,7 @@
-"""Schemas from strangers, compiled after a trial in another process, which limits time and memory and can be killed.
+"""Compilation of untrusted schemas after a trial in another process, which limits time and memory and can be killed.
 
-The library's own limits leave out what a few bytes can cost: `multipleOf` makes an automaton with a state for each remainder. A
-schema that passes its trial is compiled here, where the same work is then known to be small. Owns the processes of the trials.
+The library's own limits do not cover the cost of a short schema: `multipleOf` makes an automaton with one state per remainder. A
+schema that passes its trial is compiled here, because the cost is then known to be small. Owns the processes of the trials.
 """
 
 from __future__ import annotations
@@ -21,42 +21,42 @@ from foresay.errors import ConfigError, ForesayError
 from foresay.text.grammar import JsonSchema, checked, tokenizer_json
 
 PROCESSES = 2
-"""Trials at a time: one schema that takes long keeps nobody waiting, two do so until their time is over."""
+"""Concurrent trials: one slow schema delays no other, two slow ones delay others until their time limit."""
 _COMMAND = [sys.executable, "-m", "foresay.text.grammar_process"]
 _START_S = 60.0
-_SPARE_S = 5.0
+_GRACE_S = 5.0
 _POLL_S = 0.05
-_REMEMBERED = 4096
+_CACHE_SIZE = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class TrialLimits:
-    """What compiling a schema and computing its first mask may take."""
+    """Limits for compiling a schema and computing its first mask."""
 
     cpu_s: float = 2.0
-    """Seconds of processor time, rounded up to whole ones."""
+    """Processor time, rounded up to whole seconds."""
     wall_s: float = 10.0
     memory_bytes: int = 64 << 20
-    """Beyond what a process with the tokenizer has."""
+    """Memory in addition to that of a process with the tokenizer loaded."""
 
 
 class SchemaCompiler:
-    """Compiles schemas for one model's outputs. `compile` may be called on PROCESSES threads at a time."""
+    """Compiler of schemas for one model's outputs. At most PROCESSES threads may call `compile` at a time."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos: Sequence[int], limits: TrialLimits | None = None) -> None:
-        """See JsonSchema. Nothing is started before the first schema."""
+        """See JsonSchema for the arguments. Processes start with the first schema."""
         self._tokenizer, self._vocab_size, self._eos = tokenizer, vocab_size, list(eos)
         self._limits = TrialLimits() if limits is None else limits
         self._closed = threading.Event()
         self._lock = threading.Lock()
         self._idle: list[ChildProcess] = []
-        self._good: OrderedDict[bytes, None] = OrderedDict()
-        """Digests of schemas that passed, the one used last at the end."""
+        self._known_good: OrderedDict[bytes, None] = OrderedDict()
+        """Digests of schemas that passed, in order of last use."""
 
     def compile(self, schema: Mapping[str, Any], cancelled: threading.Event | None = None) -> JsonSchema:
-        """A schema, compiled here once it has passed its trial. cancelled: ends the trial when set.
+        """Compile a schema in this process once it has passed its trial. cancelled: ends the trial when set.
 
-        Raises ConfigError for a schema that is refused (see JsonSchema) or meets a limit, ForesayError when it was cancelled.
+        Raises ConfigError for a schema that is refused (see JsonSchema) or reaches a limit, ForesayError when cancelled.
         """
         text = checked(schema)
         key = sha256(text.encode()).digest()
@@ -66,7 +66,7 @@ class SchemaCompiler:
         return JsonSchema(schema, self._tokenizer, self._vocab_size, self._eos)
 
     def close(self) -> None:
-        """Cancel the trials under way and end the processes; no schema is tried any more."""
+        """Cancel running trials and end the processes; later schemas are refused."""
         self._closed.set()
         with self._lock:
             ended, self._idle = self._idle, []
@@ -75,55 +75,55 @@ class SchemaCompiler:
 
     def _passed(self, key: bytes) -> bool:
         with self._lock:
-            if key in self._good:
-                self._good.move_to_end(key)
-            return key in self._good
+            if key in self._known_good:
+                self._known_good.move_to_end(key)
+            return key in self._known_good
 
     def _remember(self, key: bytes) -> None:
         with self._lock:
-            self._good[key] = None
-            if len(self._good) > _REMEMBERED:
-                self._good.popitem(last=False)
+            self._known_good[key] = None
+            if len(self._known_good) > _CACHE_SIZE:
+                self._known_good.popitem(last=False)
 
     def _try(self, text: str, cancelled: threading.Event) -> None:
         if self._closed.is_set():
             raise ForesayError("the schema was not compiled: the compiler is closed")
         with self._lock:
             child = self._idle.pop() if self._idle else None
-        child = child or self._started(cancelled)
+        child = child or self._start_process(cancelled)
         limits = self._limits
         job = {"schema": text, "cpu_s": limits.cpu_s, "wall_s": limits.wall_s, "memory_bytes": limits.memory_bytes}
-        answer = self._answer(child, job, limits.wall_s + _SPARE_S, cancelled)
+        reply = self._request(child, job, limits.wall_s + _GRACE_S, cancelled)
         with self._lock:
             if not self._closed.is_set():
                 self._idle.append(child)
         if self._closed.is_set():
             child.end("it was closed")
-        if "refused" in answer:
-            raise ConfigError(str(answer["refused"]))
+        if "refused" in reply:
+            raise ConfigError(str(reply["refused"]))
 
-    def _started(self, cancelled: threading.Event) -> ChildProcess:
-        """A process with the tokenizer ready."""
+    def _start_process(self, cancelled: threading.Event) -> ChildProcess:
+        """Start a process and load the tokenizer in it."""
         setup = {"tokenizer": tokenizer_json(self._tokenizer), "vocab_size": self._vocab_size, "eos": self._eos}
         child = ChildProcess("schemas", _COMMAND, os.environ)
-        answer = self._answer(child, setup, _START_S, cancelled)
-        if not answer.get("ok"):
+        reply = self._request(child, setup, _START_S, cancelled)
+        if not reply.get("ok"):
             child.end("it refused the tokenizer")
-            raise ConfigError(str(answer.get("error")))
+            raise ConfigError(str(reply.get("error")))
         return child
 
-    def _answer(
+    def _request(
         self, child: ChildProcess, message: Mapping[str, Any], limit_s: float, cancelled: threading.Event
     ) -> dict[str, Any]:
-        """Send a message and wait for its answer. The child is ended when there is none in time, or nobody waits for it."""
-        until = monotonic() + limit_s
+        """Send a message and wait for the reply. End the child if no reply comes in time or the request is cancelled."""
+        deadline = monotonic() + limit_s
         child.send(message)
-        while not (answers := child.read()):
+        while not (replies := child.read()):
             if cancelled.is_set() or self._closed.is_set():
-                child.end("nobody waits for its answer")
+                child.end("its request was cancelled")
                 raise ForesayError("the schema was not compiled: its request was cancelled")
-            if monotonic() > until:
-                child.end("it did not answer in time")
-                raise ForesayError(f"the schema was not compiled: no answer within {limit_s:g} s")
+            if monotonic() > deadline:
+                child.end("it did not reply in time")
+                raise ForesayError(f"the schema was not compiled: no reply within {limit_s:g} s")
             child.wait_ready(_POLL_S)
-        return dict(answers[0])
+        return dict(replies[0])

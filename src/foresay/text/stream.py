@@ -1,6 +1,6 @@
-"""Incremental detokenization: tokens to text as they are committed, stop strings, and the origin of each piece of text.
+"""Incremental detokenization: text of tokens as they are committed, stop strings, and the origin of each piece of text.
 
-Owns when text is final. Knows nothing of models or of how tokens were drafted and accepted.
+Decides when text is final. Knows nothing about models or about how tokens were drafted and accepted.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ _INCOMPLETE = "\ufffd"
 
 
 class Piece(NamedTuple):
-    """Some text, and the origin of the token that completed it: draft, residual or bonus."""
+    """A piece of text, and the origin of the token that completed it: draft, residual or bonus."""
 
     text: str
     origin: Origin
 
 
 class Detokenizer:
-    """Turns tokens into text one at a time, holding back characters whose bytes are not complete yet."""
+    """Decoder of one token at a time, which withholds characters whose bytes are incomplete."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -36,7 +36,7 @@ class Detokenizer:
         return text
 
     def push(self, token_id: int) -> str:
-        """The text that this token completes, possibly none."""
+        """Return the text that this token completes, possibly empty."""
         self._ids.append(token_id)
         known = self._decode(self._prefix, self._read)
         text = self._decode(self._prefix, len(self._ids))
@@ -46,11 +46,11 @@ class Detokenizer:
         return text[len(known) :]
 
     def all(self, token_ids: Sequence[int]) -> str:
-        """The text of all these tokens: `push` for each, then `flush`."""
+        """Return the text of all tokens: `push` for each, then `flush`."""
         return "".join(map(self.push, token_ids)) + self.flush()
 
     def flush(self) -> str:
-        """The text that was held back, incomplete characters as U+FFFD."""
+        """Return the withheld text, with incomplete characters as U+FFFD."""
         known = self._decode(self._prefix, self._read)
         text = self._decode(self._prefix, len(self._ids))
         self._prefix = self._read = len(self._ids)
@@ -59,10 +59,10 @@ class Detokenizer:
 
 @dataclass(slots=True)
 class StopStrings:
-    """A stop condition: ends the output with the token that completes one of the strings.
+    """A stop condition that ends the output with the token that completes one of the strings.
 
-    `cut_at` is then the index in the text of the first of them. Strings completed within the first `min_new_tokens`
-    tokens do not stop.
+    `cut_at` is then the index in the text where the first of them begins. A string completed within the first
+    `min_new_tokens` tokens does not stop the output.
     """
 
     tokenizer: Any
@@ -74,7 +74,7 @@ class StopStrings:
     _detokenizer: Detokenizer | None = None
 
     def __call__(self, token_ids: Sequence[int]) -> int | None:
-        """How many of the tokens about to be committed to keep, if the output ends within them; else None."""
+        """Return how many of these uncommitted tokens to keep if the output ends within them, else None."""
         if self._detokenizer is None:
             self._detokenizer = Detokenizer(self.tokenizer)
         for i, token in enumerate(token_ids):
@@ -84,52 +84,52 @@ class StopStrings:
             if self._count < self.min_new_tokens:
                 continue
             found = [self.text.find(s, max(0, before - len(s) + 1)) for s in self.strings]
-            places = [place for place in found if place >= 0]
-            if places:
-                self.cut_at = min(places)
+            indices = [index for index in found if index >= 0]
+            if indices:
+                self.cut_at = min(indices)
                 return i + 1
         return None
 
 
 class TextStream:
-    """Committed tokens to pieces of final text.
+    """Pieces of final text from committed tokens.
 
-    With stop strings, characters that may begin one are held until it is clear that they do not.
+    With stop strings, characters that may begin one are withheld until it is clear that they do not.
     """
 
     def __init__(self, tokenizer: Any, stops: Sequence[str] = ()) -> None:
         self._detokenizer = Detokenizer(tokenizer)
         self._stops = tuple(stops)
-        self._held: list[Piece] = []
+        self._pending: list[Piece] = []
         self._last = Origin.BONUS
         self._before = 0
 
     def push(self, token_ids: Sequence[int], origins: Sequence[Origin]) -> list[Piece]:
-        """The pieces that become final with these tokens. origins: of each token."""
+        """Return the pieces that become final with these tokens. origins: one per token."""
         for token, origin in zip(token_ids, origins, strict=True):
             self._last = origin
-            self._before = sum(len(piece.text) for piece in self._held)
+            self._before = sum(len(piece.text) for piece in self._pending)
             if text := self._detokenizer.push(token):
-                self._held.append(Piece(text, origin))
+                self._pending.append(Piece(text, origin))
         if not self._stops:
-            out, self._held = self._held, []
+            out, self._pending = self._pending, []
             return out
-        return self._release(self._certain())
+        return self._release(self._releasable())
 
     def finish(self, *, stopped: bool) -> list[Piece]:
-        """The rest; cut before the first stop string when one ended the output."""
+        """Return the remaining pieces, cut before the first stop string if one ended the output."""
         if text := self._detokenizer.flush():
-            self._held.append(Piece(text, self._last))
-        whole = "".join(piece.text for piece in self._held)
+            self._pending.append(Piece(text, self._last))
+        whole = "".join(piece.text for piece in self._pending)
         end = len(whole)
         if stopped:
-            places = [p for s in self._stops if (p := whole.find(s, max(0, self._before - len(s) + 1))) >= 0]
-            end = min(places, default=end)
+            indices = [p for s in self._stops if (p := whole.find(s, max(0, self._before - len(s) + 1))) >= 0]
+            end = min(indices, default=end)
         return self._release(end)
 
-    def _certain(self) -> int:
-        """Characters of the held text that cannot belong to a stop string."""
-        whole = "".join(piece.text for piece in self._held)
+    def _releasable(self) -> int:
+        """Count the withheld characters that cannot belong to a stop string."""
+        whole = "".join(piece.text for piece in self._pending)
         for start in range(max(0, self._before - max(map(len, self._stops)) + 1), len(whole)):
             if any(s.startswith(whole[start:]) or whole.startswith(s, start) for s in self._stops):
                 return start
@@ -138,10 +138,10 @@ class TextStream:
     def _release(self, count: int) -> list[Piece]:
         out: list[Piece] = []
         self._before = max(0, self._before - count)
-        while self._held and count > 0:
-            piece = self._held.pop(0)
+        while self._pending and count > 0:
+            piece = self._pending.pop(0)
             if len(piece.text) > count:
-                self._held.insert(0, Piece(piece.text[count:], piece.origin))
+                self._pending.insert(0, Piece(piece.text[count:], piece.origin))
                 piece = Piece(piece.text[:count], piece.origin)
             count -= len(piece.text)
             out.append(piece)

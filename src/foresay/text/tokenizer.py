@@ -1,6 +1,6 @@
-"""What foresay needs of a tokenizer, and whether two tokenizers have the same ids.
+"""The tokenizer protocols, and the comparison of two tokenizers' vocabularies.
 
-Owns the protocols, the fingerprint and the check of a draft's vocabulary. Encodes no prompts and decodes no output.
+Owns the protocols, the fingerprint and the check of a draft model's vocabulary. Encodes no prompts and decodes no output.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ class Encoded(Protocol):
 
 
 class Tokenizer(Protocol):
-    """The methods of a tokenizer that foresay uses; those of transformers have them all."""
+    """The methods of a tokenizer that foresay uses; every transformers tokenizer has them."""
 
     def __call__(self, text: str) -> Encoded:
-        """A text's ids, with the special tokens that the tokenizer is configured to add."""
+        """Return a text's ids, with the special tokens that the tokenizer is configured to add."""
         ...
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str:
-        """The ids' text."""
+        """Return the text of the ids."""
         ...
 
     def get_vocab(self) -> Mapping[str, int]:
-        """token -> id."""
+        """Return the mapping of tokens to ids."""
         ...
 
 
@@ -45,22 +45,22 @@ class ChatTokenizer(Tokenizer, Protocol):
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, return_dict: bool
     ) -> Mapping[str, Any]:
-        """The prompt's ids under "input_ids"."""
+        """Return the prompt's ids under "input_ids"."""
         ...
 
 
 def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:
-    """The sha256 of the tokenizer's (token, id) pairs, as hex: equal where ids mean the same, however it is implemented."""
+    """Return the sha256 of the (token, id) pairs in hexadecimal: equal if ids mean the same, whatever the implementation."""
     pairs = sorted((str(token), int(i)) for token, i in tokenizer.get_vocab().items())
     return hashlib.sha256(json.dumps(pairs).encode("ascii")).hexdigest()
 
 
 def token_bytes(tokenizer: Any, token_id: int) -> bytes:
-    """What a token writes, also where that is not whole characters: a tokenizer of bytes names each byte by a character."""
+    """Return the bytes of a token, which may be incomplete UTF-8: a byte-level tokenizer names each byte by a character."""
     text: str = tokenizer.decode([token_id], clean_up_tokenization_spaces=False)
     name = str(tokenizer.convert_ids_to_tokens(token_id))
-    if _NO_CHARACTER not in text:  # a decoder may strip the blank that a text of one token begins with
-        stripped = name.startswith(_BLANK) and not text.startswith(" ")
+    if _REPLACEMENT not in text:  # a decoder may strip the leading space of a single token
+        stripped = name.startswith(_SPACE_MARK) and not text.startswith(" ")
         return (" " * stripped + text).encode("utf-8", "replace")
     if len(name) == 6 and name.startswith("<0x"):
         return bytes([int(name[3:5], 16)])
@@ -70,58 +70,59 @@ def token_bytes(tokenizer: Any, token_id: int) -> bytes:
 
 
 def _named_bytes() -> dict[str, int]:
-    """Character -> byte in the names of byte-level tokenizers: printable bytes name themselves, the others follow from 256 on."""
+    """Map characters to bytes in byte-level token names: printable bytes name themselves, the others use characters from 256."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     rest = [byte for byte in range(256) if byte not in set(plain)]
     return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(rest)}
 
 
-_NO_CHARACTER, _BLANK = "\ufffd", "\u2581"
+_REPLACEMENT, _SPACE_MARK = "\ufffd", "\u2581"
 _BYTES = _named_bytes()
 
 
 def check_usable(tokenizer: Tokenizer) -> None:
-    """Encode and decode a text, so that a tokenizer whose files disagree fails where it is loaded, with whatever it raises."""
+    """Encode and decode a sample text, so that a tokenizer with inconsistent files fails when loaded. Raises any exception."""
     ids = tokenizer(_SAMPLE).input_ids
     tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
 def tokenizer_size(tokenizer: Tokenizer) -> int:
-    """One more than the tokenizer's highest id: ids may have gaps, and its own length counts names."""
+    """Return the highest token id plus one. Ids may have gaps, and the tokenizer's own length counts names."""
     return int(max(tokenizer.get_vocab().values())) + 1
 
 
 def own_size(tokenizer: Tokenizer) -> int:
-    """Tokens of the vocabulary without those that were added to it later."""
+    """Return the vocabulary size without added tokens."""
     size = getattr(tokenizer, "vocab_size", None)
     return min(size, tokenizer_size(tokenizer)) if isinstance(size, int) else tokenizer_size(tokenizer)
 
 
 def check_vocabularies(target: Tokenizer | None, draft: Tokenizer | None, names: tuple[str, str]) -> None:
-    """Raise VocabularyMismatchError when the same id or text means different tokens to target and draft.
+    """Raise VocabularyMismatchError if an id or a text means different tokens to target and draft.
 
-    Embeddings may be padded to different sizes; the ids that both tokenizers name must agree. names: of the two models, for
-    the message. Without one of the tokenizers nothing is checked.
+    Embeddings may be padded to different sizes; the ids that both tokenizers name must agree. names: target and draft, for the
+    error message. Nothing is checked if a tokenizer is missing.
     """
     if target is None or draft is None:
         return
-    ours = {i: token for token, i in target.get_vocab().items()}
-    theirs = {i: token for token, i in draft.get_vocab().items()}
+    target_tokens = {i: token for token, i in target.get_vocab().items()}
+    draft_tokens = {i: token for token, i in draft.get_vocab().items()}
     advice = "a draft must share the target's tokenizer"
-    for i in sorted(ours.keys() & theirs.keys()):
-        if ours[i] != theirs[i]:
+    for i in sorted(target_tokens.keys() & draft_tokens.keys()):
+        if target_tokens[i] != draft_tokens[i]:
             raise VocabularyMismatchError(
-                f"token {i} is {ours[i]!r} to the target {names[0]!r} and {theirs[i]!r} to the draft {names[1]!r}; {advice}"
+                f"token {i} is {target_tokens[i]!r} to the target {names[0]!r} and {draft_tokens[i]!r} "
+                f"to the draft {names[1]!r}; {advice}"
             )
-    common = len(ours.keys() & theirs.keys())
-    if common < 0.9 * max(len(ours), len(theirs)):
+    common = len(target_tokens.keys() & draft_tokens.keys())
+    if common < 0.9 * max(len(target_tokens), len(draft_tokens)):
         raise VocabularyMismatchError(
-            f"the target {names[0]!r} names {len(ours)} tokens, the draft {names[1]!r} {len(theirs)}; {advice}"
+            f"the target {names[0]!r} names {len(target_tokens)} tokens, the draft {names[1]!r} {len(draft_tokens)}; {advice}"
         )
     a, b = target(_SAMPLE).input_ids, draft(_SAMPLE).input_ids
     if a != b:
-        place = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+        first = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
         raise VocabularyMismatchError(
-            f"the tokenizers of {names[0]!r} and {names[1]!r} split the same text differently from token {place} on "
-            f"({a[place : place + 3]} against {b[place : place + 3]}); {advice}"
+            f"the tokenizers of {names[0]!r} and {names[1]!r} split the same text differently from token {first} on "
+            f"({a[first : first + 3]} and {b[first : first + 3]}); {advice}"
         )

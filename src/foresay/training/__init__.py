@@ -1,1 +1,1 @@
-"""What drafts are made of: corpora, n-gram tables."""
+"""Training of drafts: n-gram tables, pruning, distillation, heads."""

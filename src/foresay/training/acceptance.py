@@ -1,7 +1,7 @@
-"""Training and judging the acceptance head (SpecDec++, Huang et al. 2024).
+"""Training and evaluation of the acceptance head (SpecDec++, Huang et al. 2024).
 
-Owns the loss, weighted binary cross-entropy on soft labels, and what says how good a head is: the mean divergence of label to
-prediction, and its calibration. The draft is frozen; its hidden states come from files. Knows no decoding.
+Owns the loss, weighted binary cross-entropy on soft labels, and the quality measures: mean KL divergence of labels from
+predictions, and calibration. The draft is frozen; its hidden states come from files. Knows no decoding.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _BINS = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AcceptancePlan:
-    """How to train an acceptance head. Raises ConfigError for values out of range."""
+    """Hyperparameters for training an acceptance head. Raises ConfigError for values out of range."""
 
     blocks: int = 3
     rejection_weight: float = 6.0
-    """Of the side of the loss that says "rejected"."""
+    """Weight of the loss term of rejection."""
     mixing: float = 0.15
-    """Weight of a token behind others that would have been rejected for sure; one behind accepted ones weighs 1."""
+    """Loss weight of a token whose predecessors are certainly rejected; the weight is 1 if they are certainly accepted."""
     epochs: int = 3
     batch_size: int = 256
     rate: float = 1e-3
@@ -48,20 +48,20 @@ class AcceptancePlan:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """How good an acceptance head is, over N tokens."""
+    """Quality of an acceptance head over N tokens."""
 
     divergence: float
-    """Mean KL of label to prediction, in nats."""
+    """Mean KL(label || prediction), in nats."""
     without: float
-    """The same of a head that always says the mean label."""
+    """The same for a head that always predicts the mean label."""
     error: float
-    """Mean distance of prediction and label over bins of the prediction, weighted by their tokens."""
+    """Expected calibration error: mean |prediction - label| over bins of the prediction, weighted by their tokens."""
     bins: tuple[tuple[float, float, int], ...]
-    """(mean prediction, mean label, tokens) of each bin that has some."""
+    """(mean prediction, mean label, tokens) of each bin that is not empty."""
 
 
 def weighted_loss(scores: torch.Tensor, labels: torch.Tensor, rejection_weight: float) -> torch.Tensor:
-    """-(label log c + weight (1 - label) log(1 - c)), [N, 2] and [N] -> [N]; c is the softmax of the second score."""
+    """Return -(label log c + weight (1 - label) log(1 - c)), [N, 2] and [N] -> [N]; c is the softmax of the second score."""
     logs = F.log_softmax(scores.float(), -1)
     return -(labels * logs[:, 1] + rejection_weight * (1 - labels) * logs[:, 0])
 
@@ -69,10 +69,10 @@ def weighted_loss(scores: torch.Tensor, labels: torch.Tensor, rejection_weight: 
 def train_acceptance(
     examples: Examples, plan: AcceptancePlan, on_progress: Callable[[float, str], None] = lambda share, note: None
 ) -> AcceptanceHead:
-    """A head that predicts the labels of `examples`. Raises ConfigError where there are none."""
+    """Train a head that predicts the labels of `examples`. Raises ConfigError for empty examples."""
     count = len(examples)
     if count == 0:
-        raise ConfigError("there are no drafted tokens to learn from")
+        raise ConfigError("no drafted tokens to train on; collect data with another draft or more prompts")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(plan.seed)
         head = AcceptanceHead(int(examples.hidden.shape[1]), plan.blocks)
@@ -100,9 +100,9 @@ def train_acceptance(
 
 
 def unshifted(predictions: torch.Tensor, rejection_weight: float) -> torch.Tensor:
-    """Predictions without the shift by a rejection weight w, elementwise: c -> w c / (1 - c + w c).
+    """Invert the shift by a rejection weight w, elementwise: c -> w c / (1 - c + w c).
 
-    The weighted loss is least where c = a / (a + w (1 - a)), a the chance of acceptance: below a for w > 1.
+    The weighted loss is minimal at c = a / (a + w (1 - a)) for acceptance probability a, which is below a for w > 1.
     """
     weighted = rejection_weight * predictions
     return weighted / (1 - predictions + weighted)
@@ -110,33 +110,32 @@ def unshifted(predictions: torch.Tensor, rejection_weight: float) -> torch.Tenso
 
 @torch.no_grad()
 def evaluate_acceptance(head: AcceptanceHead, examples: Examples, rejection_weight: float = 1.0) -> Calibration:
-    """How well a head's predictions fit the labels. Raises ConfigError for hidden states of another draft.
+    """Compare a head's predictions with the labels. Raises ConfigError for hidden states of another draft.
 
-    rejection_weight: the one that the head was trained with, whose shift is taken out of the predictions first; with 1 they are
-    compared as they are.
+    rejection_weight: the weight used in training, whose shift is first removed from the predictions; 1 leaves them unchanged.
     """
     if examples.hidden.shape[1] != head.hidden_size:
         raise ConfigError(
-            f"the head reads hidden states of {head.hidden_size}, and the data's are of {examples.hidden.shape[1]}"
+            f"the head takes hidden states of size {head.hidden_size}, and the data has size {examples.hidden.shape[1]}"
         )
     labels = examples.labels.double()
-    found = torch.cat([head.accepted(part.float()) for part in examples.hidden.split(4096)]).double()  # type: ignore[no-untyped-call]
-    found = unshifted(found, rejection_weight)
-    which = (found * _BINS).long().clamp(max=_BINS - 1)
+    predicted = torch.cat([head.accepted(part.float()) for part in examples.hidden.split(4096)]).double()  # type: ignore[no-untyped-call]
+    predicted = unshifted(predicted, rejection_weight)
+    bin_of = (predicted * _BINS).long().clamp(max=_BINS - 1)
     bins = []
-    for one in range(_BINS):
-        inside = which == one
+    for bin_index in range(_BINS):
+        inside = bin_of == bin_index
         if bool(inside.any()):
-            bins.append((float(found[inside].mean()), float(labels[inside].mean()), int(inside.sum())))
+            bins.append((float(predicted[inside].mean()), float(labels[inside].mean()), int(inside.sum())))
     error = sum(abs(a - b) * n for a, b, n in bins) / len(labels)
     return Calibration(
-        _divergence(labels, found), _divergence(labels, labels.mean().expand_as(labels)), error, tuple(bins)
+        _divergence(labels, predicted), _divergence(labels, labels.mean().expand_as(labels)), error, tuple(bins)
     )
 
 
-def _divergence(labels: torch.Tensor, found: torch.Tensor) -> float:
-    """Mean KL of Bernoulli(label) to Bernoulli(found)."""
-    q = found.clamp(1e-6, 1 - 1e-6)
+def _divergence(labels: torch.Tensor, predicted: torch.Tensor) -> float:
+    """Return the mean KL of Bernoulli(label) from Bernoulli(predicted)."""
+    q = predicted.clamp(1e-6, 1 - 1e-6)
     p = labels
     terms = torch.xlogy(p, p) - p * q.log() + torch.xlogy(1 - p, 1 - p) - (1 - p) * (1 - q).log()
     return float(terms.mean())

@@ -1,8 +1,8 @@
-"""Data for the acceptance head: what a draft thought when it drew a token, and the chance that the target accepts it.
+"""Training data for the acceptance head: a draft's hidden states, and the probability that the target accepts each token.
 
-Four stages for every few prompts, whose result is one file: the target decodes (sampled or greedy), the draft draws chains
-behind what is committed, the target's pass over them gives the laws p, and a token x drawn from q is labelled min(1, p(x) /
-q(x)). Tokens behind one that was rejected are labelled too: the target scored them. What has a file is not made again. Knows no
+One file for every few prompts, made in four stages: the target decodes (sampled or greedy), the draft proposes chains after the
+committed tokens, the target's forward pass gives the distributions p, and a token x drawn from q gets the label min(1, p(x) /
+q(x)). Tokens after a rejected one are labelled too, since the target scored them. Existing files are not made again. Knows no
 head.
 """
 
@@ -31,16 +31,16 @@ from foresay.generation.generator import Generator
 from foresay.json_files import parse_object, read_limited
 from foresay.tensor_files import check_shapes, load_tensors, stored_tensors
 
-AT_ONCE = 16
-"""Prompts of a file."""
+PROMPTS_PER_FILE = 16
+"""Prompts per file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Examples:
     """N drafted tokens.
 
-    hidden: [N, H], the draft's after it consumed each. labels: [N], the chance of acceptance. reached: [N], the chance that
-    all before it were accepted. drafted: [N] int64, tokens drafted before it.
+    hidden: [N, H], the draft's hidden state after it consumed the token. labels: [N], acceptance probability. reached: [N],
+    probability that all earlier draft tokens of its step were accepted. drafted: [N] int64, number of earlier draft tokens.
     """
 
     hidden: torch.Tensor
@@ -50,30 +50,30 @@ class Examples:
 
     @staticmethod
     def joined(parts: Sequence[Examples]) -> Examples:
-        """All of them. Raises ConfigError for none, or of different widths."""
+        """Concatenate examples. Raises ConfigError for an empty list and for different hidden sizes."""
         if not parts:
-            raise ConfigError("there are no drafted tokens to learn from")
+            raise ConfigError("no drafted tokens to train on; collect data with another draft or more prompts")
         if len({part.hidden.shape[1] for part in parts}) > 1:
-            raise ConfigError("the files hold hidden states of different drafts")
+            raise ConfigError("the files contain hidden states of different drafts")
         return Examples(*(torch.cat([getattr(part, name) for part in parts]) for name in Examples.__slots__))
 
     def __len__(self) -> int:
         return len(self.labels)
 
-    def part(self, some: slice) -> Examples:
-        """Some of them."""
-        return Examples(*(getattr(self, name)[some] for name in Examples.__slots__))
+    def part(self, chunk: slice) -> Examples:
+        """Return a slice of the examples."""
+        return Examples(*(getattr(self, name)[chunk] for name in Examples.__slots__))
 
 
-class _Watch(LengthPolicy):
-    """Drafts chains of one length, and keeps what the draft thought."""
+class _FixedLengthPolicy(LengthPolicy):
+    """A policy that drafts chains of a fixed length and records the draft's hidden states."""
 
     needs_hidden, remembers = True, False
 
     def __init__(self, length: int) -> None:
         self._length = length
         self.hidden: list[torch.Tensor] = []
-        """[B, H] of each draft token of a step: of the pass that drew it."""
+        """[B, H] for each draft token of a step: the output of the forward pass that drew it."""
 
     def budget(self, rows: Rows) -> list[int]:
         self.hidden.clear()
@@ -85,11 +85,11 @@ class _Watch(LengthPolicy):
         return None
 
 
-class _Labels:
+class _LabelObserver:
     """A step observer that pairs hidden states with labels: the pass that drew token j + 1 had consumed token j."""
 
-    def __init__(self, watch: _Watch) -> None:
-        self._watch = watch
+    def __init__(self, policy: _FixedLengthPolicy) -> None:
+        self._policy = policy
         self.parts: list[Examples] = []
 
     def __call__(
@@ -100,21 +100,21 @@ class _Labels:
         verification: Verification,
         output: ModelOutput,
     ) -> None:
-        hidden = self._watch.hidden
+        hidden = self._policy.hidden
         if len(hidden) < 2 or proposal.width == 0:
             return
         labels = acceptance_chances(proposal, distributions)
         reached = torch.ones(len(rows), device=labels.device)
         for j in range(min(len(hidden) - 1, proposal.width)):
-            # the chain's last token is consumed by no pass of the draft
-            there = torch.tensor([n > j + 1 for n in proposal.num_tokens], device=labels.device)
+            # no forward pass of the draft consumes the chain's last token
+            consumed = torch.tensor([n > j + 1 for n in proposal.num_tokens], device=labels.device)
             part = (hidden[j + 1], labels[:, j], reached, torch.full_like(labels[:, j], j, dtype=torch.int64))
-            self.parts.append(Examples(*(one[there].cpu() for one in part)))
+            self.parts.append(Examples(*(one[consumed].cpu() for one in part)))
             reached = reached * labels[:, j]
 
 
 def acceptance_chances(proposal: Proposal, distributions: Distributions) -> torch.Tensor:
-    """[B, K]: min(1, p / q) of each draft token; of a greedy row, whether the target writes it."""
+    """Return min(1, p / q) of each draft token, [B, K]. In a greedy row it is 1 for the target's token and 0 for others."""
     ids = proposal.token_ids
     p = distributions.prob_of(ids)
     if proposal.distributions is None or proposal.distribution_index is None:
@@ -133,23 +133,22 @@ def collect(
     length: int = 8,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> int:
-    """Make the files of `folder` that are missing, one for every AT_ONCE prompts; returns how many were there.
+    """Make the missing files of `folder`, one for every PROMPTS_PER_FILE prompts. Return the number of files that existed.
 
-    generator: with the draft as its drafter. length: tokens of each chain. Raises ConfigError for a drafter without hidden
-    states.
+    generator: its drafter is the draft. length: tokens of each chain. Raises ConfigError for a drafter without hidden states.
     """
     check_int("length", length, 2, 64)
-    place = Path(folder)
-    place.mkdir(parents=True, exist_ok=True)
-    _check_settings(place, generator, prompts, params, length)
-    total, found = -(-len(prompts) // AT_ONCE), 0
+    directory = Path(folder)
+    directory.mkdir(parents=True, exist_ok=True)
+    _check_settings(directory, generator, prompts, params, length)
+    total, found = -(-len(prompts) // PROMPTS_PER_FILE), 0
     for number in range(total):
-        path = place / f"{number:06}.safetensors"
+        path = directory / f"{number:06}.safetensors"
         if path.is_file():
             found += 1
         else:
-            some = prompts[number * AT_ONCE : (number + 1) * AT_ONCE]
-            _write(path, _of_prompts(generator, some, params, length))
+            chunk = prompts[number * PROMPTS_PER_FILE : (number + 1) * PROMPTS_PER_FILE]
+            _write(path, _collect_chunk(generator, chunk, params, length))
         on_progress(number + 1, total)
     return found
 
@@ -157,78 +156,82 @@ def collect(
 def _check_settings(
     folder: Path, generator: Generator, prompts: Sequence[Any], params: SamplingParams, length: int
 ) -> None:
-    """Files that are there must be of the same prompts, draft and parameters."""
+    """Raise ConfigError if the folder's files were made with other prompts, another draft or other parameters."""
     path = folder / "settings.json"
-    made_of = sha256(repr([list(prompt) for prompt in prompts]).encode()).hexdigest()[:16]
+    digest = sha256(repr([list(prompt) for prompt in prompts]).encode()).hexdigest()[:16]
     settings = {
         "target": generator.target.name,
         "drafter": generator.drafter_name,
         "length": length,
-        "prompts": made_of,
+        "prompts": digest,
         "params": str(params),
     }
-    if path.is_file() and (before := _object(path)) != settings:
-        name = next((key for key in settings if before.get(key) != settings[key]), "settings")
+    if path.is_file() and (existing := _read_settings(path)) != settings:
+        name = next((key for key in settings if existing.get(key) != settings[key]), "settings")
         raise ConfigError(
-            f"the folder {str(folder)!r} was begun with other {name}; give the same, or name another folder"
+            f"the folder {str(folder)!r} contains data for another value of {name}; use the same or another folder"
         )
-    with atomic_write(path) as whole:
-        whole.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    with atomic_write(path) as temporary:
+        temporary.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
-def _object(path: Path) -> dict[str, Any]:
+def _read_settings(path: Path) -> dict[str, Any]:
     try:
         return parse_object(read_limited(path), str(path))
     except OSError as error:
         raise ConfigError(f"cannot read {str(path)!r}: {error.strerror}") from None
 
 
-def _of_prompts(generator: Generator, prompts: Sequence[Any], params: SamplingParams, length: int) -> Examples:
-    watch = _Watch(length)
-    labels = _Labels(watch)
-    session = generator.with_settings(policy=watch).session(observers=[labels])
+def _collect_chunk(generator: Generator, prompts: Sequence[Any], params: SamplingParams, length: int) -> Examples:
+    policy = _FixedLengthPolicy(length)
+    labels = _LabelObserver(policy)
+    session = generator.with_settings(policy=policy).session(observers=[labels])
     for i, prompt in enumerate(prompts):
         session.submit(prompt, params if params.seed is None else SamplingParams.of(params, seed=params.seed + i))
     while session.has_work:
         session.step()
     if not labels.parts:
-        raise ConfigError("the drafter drew no chains with hidden states; give it a draft model or a head")
+        raise ConfigError("the drafter proposed no chains with hidden states; use a draft model or a head")
     return Examples.joined(labels.parts)
 
 
 def _write(path: Path, examples: Examples) -> None:
-    with atomic_write(path) as whole:
-        save_file({name: getattr(examples, name).contiguous() for name in Examples.__slots__}, whole)
+    with atomic_write(path) as temporary:
+        save_file({name: getattr(examples, name).contiguous() for name in Examples.__slots__}, temporary)
 
 
 def split_examples(parts: Sequence[Examples], share: float = 0.1) -> tuple[Examples, Examples]:
-    """(to learn from, held out): `share` of the tokens, those at the end.
+    """Return (training, held out): the last `share` of the tokens is held out.
 
-    They are whole files, whose prompts are then in no other, where those come to the share give or take half of it; else a
-    file is cut. Raises ConfigError for fewer than two tokens.
+    Whole files are held out, so that no prompt is on both sides, if that gives the share within a factor of 1.5. Otherwise
+    a file is cut. Raises ConfigError for fewer than two tokens.
     """
     total = sum(map(len, parts))
     if total < 2:
-        raise ConfigError(f"{total} drafted tokens cannot be split into some to learn from and some to hold out")
-    wanted = max(1, round(share * total))
-    learn, held_out = list(parts), list[Examples]()
-    held = 0
-    while 1.5 * held < wanted:
-        last = learn.pop()
-        if held + len(last) > 1.5 * wanted or not learn:
-            cut = len(last) - (wanted - held)
-            learn.append(last.part(slice(None, cut)))
+        raise ConfigError(
+            f"{total} drafted tokens cannot be split into training and held-out data; at least 2 are needed"
+        )
+    target_tokens = max(1, round(share * total))
+    training, held_out = list(parts), list[Examples]()
+    num_held_out = 0
+    while 1.5 * num_held_out < target_tokens:
+        last = training.pop()
+        if num_held_out + len(last) > 1.5 * target_tokens or not training:
+            cut = len(last) - (target_tokens - num_held_out)
+            training.append(last.part(slice(None, cut)))
             last = last.part(slice(cut, None))
         held_out.insert(0, last)
-        held += len(last)
-    return Examples.joined(learn), Examples.joined(held_out)
+        num_held_out += len(last)
+    return Examples.joined(training), Examples.joined(held_out)
 
 
 def load_examples(folder: str | os.PathLike[str]) -> list[Examples]:
-    """What `collect` wrote, file by file. Raises ConfigError for a folder without any, and for files that are none."""
+    """Load the files written by `collect`. Raises ConfigError for a folder without any, and for invalid files."""
     files = sorted(Path(folder).glob("*.safetensors"))
     if not files:
-        raise ConfigError(f"the folder {os.fspath(folder)!r} holds no data for an acceptance head (foresay head data)")
+        raise ConfigError(
+            f"the folder {os.fspath(folder)!r} has no data for an acceptance head; make it with foresay acceptance-head data"
+        )
     out = []
     for file in files:
         try:
@@ -236,12 +239,12 @@ def load_examples(folder: str | os.PathLike[str]) -> list[Examples]:
             rows = stored["labels"].shape if "labels" in stored else ()
             hidden = stored["hidden"].shape if "hidden" in stored else ()
             if len(rows) != 1 or len(hidden) != 2 or len(stored) != len(Examples.__slots__):
-                raise ModelLoadError("labels [N], hidden [N, H], reached [N] and drafted [N] are needed")
-            wanted = {"labels": rows, "reached": rows, "hidden": (rows[0], hidden[1])}
-            check_shapes({name: stored[name] for name in wanted}, wanted, "it", "its labels give")
+                raise ModelLoadError("required are labels [N], hidden [N, H], reached [N] and drafted [N]")
+            shapes = {"labels": rows, "reached": rows, "hidden": (rows[0], hidden[1])}
+            check_shapes({name: stored[name] for name in shapes}, shapes, "it", "its labels give")
             if (stored["drafted"].shape, stored["drafted"].dtype) != (rows, "I64"):
-                raise ModelLoadError(f"drafted must be {rows[0]} integers")
+                raise ModelLoadError(f"drafted must have {rows[0]} integers")
             out.append(Examples(**load_tensors(stored)))
         except ModelLoadError as error:
-            raise ConfigError(f"{str(file)!r} holds no data for an acceptance head: {error}") from None
+            raise ConfigError(f"{str(file)!r} has no valid data for an acceptance head: {error}") from None
     return out

@@ -1,7 +1,7 @@
-"""Batches of texts with what the target showed of them.
+"""Batches of texts with the target's outputs for them.
 
-Owns the order of texts and how they are padded. Texts of like length share a batch; which ones, and when, depends on the seed
-and the epoch alone, so that a run that was killed goes on where it ended.
+Owns the order of texts and their padding. Texts of similar length share a batch. The batches and their order depend only on the
+seed and the epoch, so that an interrupted run resumes exactly.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from dataclasses import dataclass, fields
 import torch
 
 from foresay.training.outputs import Text
-from foresay.training.teacher import Shown
+from foresay.training.teacher import TargetOutputs
 
 _WINDOW = 16
-"""Batches among which texts are sorted by length."""
+"""Number of batches among which texts are sorted by length."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
     """B texts of at most S tokens.
 
-    tokens: [B, S]. starts, sizes: [B], as Text.start and its length. Else as in Shown, [B, S, ...].
+    tokens: [B, S]. starts, sizes: [B], each text's `start` and length. Other fields: as in TargetOutputs, [B, S, ...].
     """
 
     tokens: torch.Tensor
@@ -33,17 +33,17 @@ class Batch:
     log_sum: torch.Tensor
 
     def to(self, device: torch.device) -> Batch:
-        """The same on a device."""
+        """Return a copy on a device."""
         return Batch(*(getattr(self, one.name).to(device, non_blocking=True) for one in fields(self)))
 
-    def taught(self) -> torch.Tensor:
-        """[B, S] bool: places whose law predicts a token that counts."""
-        place = torch.arange(self.tokens.shape[1], device=self.tokens.device)
-        return (place >= self.starts[:, None] - 1) & (place < self.sizes[:, None] - 1)
+    def loss_mask(self) -> torch.Tensor:
+        """Return the loss mask [B, S] bool: positions whose distribution predicts a token from `start` on."""
+        position = torch.arange(self.tokens.shape[1], device=self.tokens.device)
+        return (position >= self.starts[:, None] - 1) & (position < self.sizes[:, None] - 1)
 
 
-def make_batch(texts: Sequence[Text], shown: Sequence[Shown]) -> Batch:
-    """One batch, padded with zeros."""
+def make_batch(texts: Sequence[Text], outputs: Sequence[TargetOutputs]) -> Batch:
+    """Return one batch, padded with zeros."""
 
     def padded(parts: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.nn.utils.rnn.pad_sequence(list(parts), batch_first=True)
@@ -52,14 +52,14 @@ def make_batch(texts: Sequence[Text], shown: Sequence[Shown]) -> Batch:
         padded([torch.from_numpy(text.tokens) for text in texts]),
         torch.tensor([text.start for text in texts]),
         torch.tensor([len(text.tokens) for text in texts]),
-        padded([one.states for one in shown]),
-        padded([one.last for one in shown]),
-        padded([one.log_sum for one in shown]),
+        padded([one.states for one in outputs]),
+        padded([one.last for one in outputs]),
+        padded([one.log_sum for one in outputs]),
     )
 
 
-def in_order(texts: Sequence[Text], tokens: int, seed: int, epoch: int) -> list[list[int]]:
-    """Indices of the texts of each batch of an epoch, of about `tokens` tokens, pads included."""
+def epoch_batches(texts: Sequence[Text], tokens: int, seed: int, epoch: int) -> list[list[int]]:
+    """Return the text indices of each batch of an epoch; a batch has about `tokens` tokens, including padding."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
     shuffled = torch.randperm(len(texts), generator=generator).tolist()
     average = sum(len(text.tokens) for text in texts) / max(1, len(texts))
@@ -72,7 +72,7 @@ def in_order(texts: Sequence[Text], tokens: int, seed: int, epoch: int) -> list[
 
 def _packed(order: Sequence[int], texts: Sequence[Text], tokens: int) -> list[list[int]]:
     out: list[list[int]] = []
-    for index in order:  # ascending by length: the newcomer is the longest
+    for index in order:  # ascending by length: the new text is the longest
         if out and (len(out[-1]) + 1) * len(texts[index].tokens) <= tokens:
             out[-1].append(index)
         else:
@@ -80,6 +80,6 @@ def _packed(order: Sequence[int], texts: Sequence[Text], tokens: int) -> list[li
     return out
 
 
-def batch_of(indices: Sequence[int], texts: Sequence[Text], show: Callable[[int], Shown]) -> Batch:
-    """The texts of these indices as a batch."""
-    return make_batch([texts[i] for i in indices], [show(i) for i in indices])
+def batch_of(indices: Sequence[int], texts: Sequence[Text], outputs_of: Callable[[int], TargetOutputs]) -> Batch:
+    """Return the texts of these indices as a batch."""
+    return make_batch([texts[i] for i in indices], [outputs_of(i) for i in indices])

@@ -1,6 +1,6 @@
-"""The state of a training run on disk, in safetensors and JSON, so that one that was killed goes on where it was.
+"""Checkpoints of a training run in safetensors and JSON, from which an interrupted run resumes.
 
-Owns the files. A checkpoint is a folder that is there whole or not at all.
+Owns the files. A checkpoint folder is replaced atomically.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ _WEIGHTS, _OPTIMISER, _STATE = "weights.safetensors", "optimiser.safetensors", "
 
 @dataclass(slots=True)
 class State:
-    """How far a run is."""
+    """Progress of a run."""
 
     epoch: int = 0
     batch: int = 0
-    """Of the epoch, the next one."""
+    """Index of the next batch of the epoch."""
     step: int = 0
     """Optimiser steps."""
     tokens: int = 0
-    """Distributions compared so far, over all processes."""
+    """Target distributions trained on so far, over all processes."""
     elapsed_s: float = 0.0
     best: float = -1.0
     """Tokens per pass of the best evaluation."""
     best_step: int = 0
     batch_tokens: int = 0
-    """Tokens of a batch, once settled; 0 before."""
+    """Tokens of a batch once chosen; 0 before."""
 
 
 @dataclass(slots=True)
 class _Stored(State):
-    """The file: how far the run is, and what a later run must agree with."""
+    """Contents of the file: progress, and settings that must not change on resumption."""
 
     __pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -57,7 +57,7 @@ class _Stored(State):
 
     @property
     def state(self) -> State:
-        """How far the run is."""
+        """Progress of the run."""
         return State(**{one.name: getattr(self, one.name) for one in fields(State)})
 
 
@@ -71,108 +71,110 @@ def save_checkpoint(
     model: torch.nn.Module,
     optimisers: Sequence[torch.optim.Optimizer],
 ) -> None:
-    """Write a checkpoint in the place of the one before. plan: what a later run must agree with.
+    """Replace the checkpoint. plan: settings that must not change on resumption.
 
-    Raises ConfigError where it cannot be written; the one before is left as it was.
+    Raises ConfigError if it cannot be written; the previous checkpoint then remains.
     """
-    work, old = folder.with_name(folder.name + ".new"), folder.with_name(folder.name + ".old")
+    temporary, previous = folder.with_name(folder.name + ".new"), folder.with_name(folder.name + ".old")
     with writing(folder):
-        for one in (work, old):
+        for one in (temporary, previous):
             shutil.rmtree(one, ignore_errors=True)
         try:
-            work.mkdir(parents=True)
-            weights, kept = learned(model), _flat(optimisers)
-            save_file({name: weight.detach().cpu().contiguous() for name, weight in weights.items()}, work / _WEIGHTS)
-            save_file(kept, work / _OPTIMISER)
-            values = {"plan": dict(plan), "optimiser": sorted(kept), **asdict(state)}
-            (work / _STATE).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-            usual_modes(work)
+            temporary.mkdir(parents=True)
+            weights, tensors = trainable_parameters(model), _flat(optimisers)
+            save_file(
+                {name: weight.detach().cpu().contiguous() for name, weight in weights.items()}, temporary / _WEIGHTS
+            )
+            save_file(tensors, temporary / _OPTIMISER)
+            values = {"plan": dict(plan), "optimiser": sorted(tensors), **asdict(state)}
+            (temporary / _STATE).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+            usual_modes(temporary)
             if folder.exists():
-                os.replace(folder, old)
-            os.replace(work, folder)
+                os.replace(folder, previous)
+            os.replace(temporary, folder)
         except BaseException:
-            shutil.rmtree(work, ignore_errors=True)
+            shutil.rmtree(temporary, ignore_errors=True)
             raise
-    shutil.rmtree(old, ignore_errors=True)
+    shutil.rmtree(previous, ignore_errors=True)
 
 
 def load_checkpoint(
     folder: Path, plan: Mapping[str, Any], model: torch.nn.Module, optimisers: Sequence[torch.optim.Optimizer]
 ) -> State | None:
-    """Fill a model and its optimisers, and say how far the run was; None where there is no checkpoint.
+    """Load a checkpoint into a model and its optimisers. Return the progress, or None without a checkpoint.
 
-    Raises ConfigError for a checkpoint of another plan, naming what differs, and for one that cannot be read.
+    Raises ConfigError for a checkpoint of another plan, naming the difference, and for an unreadable one.
     """
-    old = folder.with_name(folder.name + ".old")
-    if not folder.exists() and old.exists():  # killed between two renames
-        os.replace(old, folder)
+    previous = folder.with_name(folder.name + ".old")
+    if not folder.exists() and previous.exists():  # killed between the two renames
+        os.replace(previous, folder)
     if not (folder / _STATE).is_file():
         return None
     try:
-        found = _STORED.read(read_limited(folder / _STATE), _STATE)
-        weights, kept = stored_tensors([folder / _WEIGHTS]), stored_tensors([folder / _OPTIMISER])
+        stored = _STORED.read(read_limited(folder / _STATE), _STATE)
+        weights, tensors = stored_tensors([folder / _WEIGHTS]), stored_tensors([folder / _OPTIMISER])
     except (OSError, ForesayError) as error:
         raise _unreadable(folder, error) from None
-    theirs = {"processes": 1, **found.plan}
+    theirs = {"processes": 1, **stored.plan}
     ours = json.loads(json.dumps(dict(plan)))
     for name in sorted(theirs.keys() | ours.keys()):
         if theirs.get(name) != ours.get(name):
             raise ConfigError(
-                f"{str(folder)!r} was begun with {name}={theirs.get(name)!r}, not {ours.get(name)!r}; "
-                "give the same, or remove the folder to start again"
+                f"{str(folder)!r} was started with {name}={theirs.get(name)!r}, not {ours.get(name)!r}; "
+                "use the same value, or remove the folder to start again"
             )
     try:
-        wanted = {name: tuple(weight.shape) for name, weight in learned(model).items()}
-        check_shapes(weights, wanted, _WEIGHTS, "the draft has")
-        read = load_tensors(weights)
+        shapes = {name: tuple(weight.shape) for name, weight in trainable_parameters(model).items()}
+        check_shapes(weights, shapes, _WEIGHTS, "the draft has")
+        loaded = load_tensors(weights)
         with torch.no_grad():
-            for name, weight in learned(model).items():
-                weight.copy_(read[name])
-        if found.optimiser is not None and (differing := kept.keys() ^ found.optimiser):
+            for name, weight in trainable_parameters(model).items():
+                weight.copy_(loaded[name])
+        if stored.optimiser is not None and (differing := tensors.keys() ^ stored.optimiser):
             raise ModelLoadError(f"{_OPTIMISER} and {_STATE} disagree about {min(differing)!r}")
-        _fill(optimisers, kept)
+        _fill(optimisers, tensors)
     except ForesayError as error:
         raise _unreadable(folder, error) from None
-    return found.state
+    return stored.state
 
 
 def _unreadable(folder: Path, error: Exception) -> ConfigError:
     return ConfigError(f"cannot read the checkpoint {str(folder)!r}: {error}; remove it to start again")
 
 
-def learned(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """A model's parameters that are trained, by name."""
+def trainable_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """Return a model's trainable parameters by name."""
     return {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
 
 
 def _flat(optimisers: Sequence[torch.optim.Optimizer]) -> dict[str, torch.Tensor]:
     out = {}
-    for which, optimiser in enumerate(optimisers):
+    for optimiser_index, optimiser in enumerate(optimisers):
         for number, values in optimiser.state_dict()["state"].items():
             for name, value in values.items():
-                out[f"{which}.{number}.{name}"] = torch.as_tensor(value).detach().cpu().contiguous()
+                out[f"{optimiser_index}.{number}.{name}"] = torch.as_tensor(value).detach().cpu().contiguous()
     return out
 
 
-def _fill(optimisers: Sequence[torch.optim.Optimizer], kept: Mapping[str, StoredTensor]) -> None:
-    """Give the optimisers their state. Raises ModelLoadError for a tensor that none of their parameters can have."""
+def _fill(optimisers: Sequence[torch.optim.Optimizer], tensors: Mapping[str, StoredTensor]) -> None:
+    """Load the optimisers' state. Raises ModelLoadError for a tensor that fits none of their parameters."""
     states: list[dict[int, dict[str, torch.Tensor]]] = [{} for _ in optimisers]
     weights = [[weight for group in one.param_groups for weight in group["params"]] for one in optimisers]
-    tensors = load_tensors({name: one for name, one in kept.items() if _fits(one, weights)})
-    if unknown := sorted(kept.keys() - tensors.keys()):
+    loaded = load_tensors({name: one for name, one in tensors.items() if _fits(one, weights)})
+    if unknown := sorted(tensors.keys() - loaded.keys()):
         raise ModelLoadError(
-            f"{_OPTIMISER} has {unknown[0]!r} of shape {list(kept[unknown[0]].shape)}, which fits no parameter"
+            f"{_OPTIMISER} has {unknown[0]!r} of shape {list(tensors[unknown[0]].shape)}, which fits no parameter"
         )
-    for name, value in tensors.items():
-        which, number, field = name.split(".", 2)
-        states[int(which)].setdefault(int(number), {})[field] = value
+    for name, value in loaded.items():
+        optimiser_index, number, field = name.split(".", 2)
+        states[int(optimiser_index)].setdefault(int(number), {})[field] = value
     for optimiser, state in zip(optimisers, states, strict=True):
         optimiser.load_state_dict({"state": state, "param_groups": optimiser.state_dict()["param_groups"]})
 
 
-def _fits(stored: StoredTensor, weights: Sequence[Sequence[torch.Tensor]]) -> bool:
-    """True if the name is "optimiser.parameter.field" of a parameter that is there, and the shape is its own or a scalar's."""
-    found = re.fullmatch(r"([0-9]{1,9})\.([0-9]{1,9})\.(\w+)", stored.name, re.ASCII)
-    if found is None or int(found[1]) >= len(weights) or int(found[2]) >= len(weights[int(found[1])]):
+def _fits(tensor: StoredTensor, weights: Sequence[Sequence[torch.Tensor]]) -> bool:
+    """True if the name is "optimiser.parameter.field" of an existing parameter, and the shape is its own or a scalar's."""
+    match = re.fullmatch(r"([0-9]{1,9})\.([0-9]{1,9})\.(\w+)", tensor.name, re.ASCII)
+    if match is None or int(match[1]) >= len(weights) or int(match[2]) >= len(weights[int(match[1])]):
         return False
-    return stored.floats and stored.shape in ((), tuple(weights[int(found[1])][int(found[2])].shape))
+    return tensor.floats and tensor.shape in ((), tuple(weights[int(match[1])][int(match[2])].shape))

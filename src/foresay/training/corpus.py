@@ -1,6 +1,6 @@
 """Text corpora, read as a stream: plain text or JSON lines, from files, gzip files or standard input.
 
-Owns what is a document and how much is read at a time. Knows no tokenizer.
+Owns the splitting into documents and the amount read at once. Knows no tokenizer.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from foresay.text.text_files import (
 )
 
 SEPARATORS = ("file", "line", "blank-line")
-"""What ends a document besides the end of a file or of a JSON record: nothing, every line, or a line of white space."""
+"""Separators of documents within a file: nothing, every line break, or a blank line. A JSON record is always a document."""
 DEFAULT_FIELD = "text"
 STDIN = "-"
 
 
 class CorpusPiece(NamedTuple):
-    """Some text of a document; `more` of the document follows, or it ends here."""
+    """A piece of a document's text. more: True if another piece of the document follows."""
 
     text: str
     more: bool
 
 
 class CorpusReader:
-    """The documents of several files, in order. What can be checked before reading is checked when it is made."""
+    """The documents of several files, in order. The constructor checks everything that can be checked before reading."""
 
     def __init__(self, files: Sequence[str], *, separator: str = "file", field: str | None = None) -> None:
-        """Check the files and how they are to be read.
+        """Check the files and the settings.
 
-        files: .jsonl files hold JSON records, others text; both may be gzip files (.gz); "-" is standard input.
-        separator: one of SEPARATORS. field: where a record has its text; with it standard input is JSON lines. Raises
-        ConfigError for files that cannot be read, UnknownNameError for another separator.
+        files: .jsonl files contain JSON records, others text; both may be gzip files (.gz); "-" is standard input.
+        separator: one of SEPARATORS. field: name of a record's text field; if set, standard input is read as JSON lines. Raises
+        ConfigError for unreadable files, UnknownNameError for an unknown separator.
         """
         if separator not in SEPARATORS:
             raise UnknownNameError("separator", separator, SEPARATORS)
@@ -58,19 +58,19 @@ class CorpusReader:
             name for name in files if ending(name) == ".jsonl" or (name == STDIN and field is not None)
         )
         if not files:
-            raise ConfigError("no files to read; '-' is standard input")
+            raise ConfigError("no files to read; name files, or '-' for standard input")
         if field is not None and (text := [name for name in files if name not in self._records]):
-            raise ConfigError(f"field={field!r} belongs to .jsonl files, and {text[0]!r} is none")
+            raise ConfigError(f"field={field!r} applies to .jsonl files only, and {text[0]!r} is not one")
         if self.files.count(STDIN) > 1:
             raise ConfigError("standard input can be read only once")
         self.position = 0
-        """Bytes read so far, of gzip files as they are compressed."""
+        """Bytes read so far; compressed bytes for gzip files."""
         sizes = [_size(name) for name in files]
         self.size = None if None in sizes else sum(cast(list[int], sizes))
-        """Bytes in all; None where that is not known, as for a pipe."""
+        """Total size in bytes; None if unknown, as for a pipe."""
 
     def pieces(self) -> Generator[CorpusPiece, None, None]:
-        """The pieces of all documents, read lazily. Raises ConfigError for what is no UTF-8 text or JSON."""
+        """Yield the pieces of all documents lazily. Raises ConfigError for invalid UTF-8 or JSON."""
         self.position = 0
         for name in self.files:
             label = _label(name)
@@ -79,15 +79,15 @@ class CorpusReader:
                     texts: Iterator[Iterator[str]] = (iter([text]) for text in _records(stream, label, self._field))
                 else:
                     texts = iter([read_blocks(stream, label)])
-                yield from self._followed(texts, raw)
+                yield from self._tracked(texts, raw)
 
-    def _followed(self, texts: Iterable[Iterator[str]], raw: BinaryIO) -> Iterator[CorpusPiece]:
-        """The pieces of one file's texts; `position` follows."""
-        before, seekable = self.position, raw.seekable()
+    def _tracked(self, texts: Iterable[Iterator[str]], raw: BinaryIO) -> Iterator[CorpusPiece]:
+        """Yield the pieces of one file's texts and update `position`."""
+        start, seekable = self.position, raw.seekable()
         for text in texts:
             for piece in _SPLIT[self.separator](text):
                 if seekable:
-                    self.position = before + raw.tell()
+                    self.position = start + raw.tell()
                 yield piece
 
 
@@ -131,22 +131,25 @@ def _label(name: str) -> str:
 
 
 def _size(name: str) -> int | None:
-    """Bytes of a file that can be read, None of a pipe."""
+    """Return the bytes of a readable file, or None for a pipe."""
     if name == STDIN:
         if sys.stdin is None:
             raise ConfigError("standard input is closed")
         return None
     with reading(_label(name)):
         status = os.stat(name)
-        for wrong, code in ((stat.S_ISDIR(status.st_mode), errno.EISDIR), (not os.access(name, os.R_OK), errno.EACCES)):
-            if wrong:
+        for failed, code in (
+            (stat.S_ISDIR(status.st_mode), errno.EISDIR),
+            (not os.access(name, os.R_OK), errno.EACCES),
+        ):
+            if failed:
                 raise OSError(code, os.strerror(code))
     return status.st_size if stat.S_ISREG(status.st_mode) else None
 
 
 @contextmanager
 def _opened(name: str) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """The file as it is stored, and as it is read."""
+    """Yield the file as stored, and as decompressed."""
     if name == STDIN:
         yield sys.stdin.buffer, sys.stdin.buffer
         return
@@ -155,7 +158,7 @@ def _opened(name: str) -> Iterator[tuple[BinaryIO, BinaryIO]]:
 
 
 def _records(stream: BinaryIO, label: str, field: str) -> Iterator[str]:
-    """The texts of JSON lines; empty lines are passed over."""
+    """Yield the texts of JSON lines. Empty lines are skipped."""
     for line in numbered(read_lines(stream, label), label):
         value = parse_json(line.text, line.place)
         fields = check_object(value, line.place, f"a JSON object with the field {field!r}")

@@ -1,4 +1,4 @@
-"""How training went, read from its log and drawn."""
+"""Training curves, read from the log and drawn."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CURVES = "curves.png"
 
 
 class _Evaluation(BaseModel):
-    """One line of the log; what else it has are numbers, as acceptance_1 and loss."""
+    """One line of the log. Extra fields are numbers, such as acceptance_1 and loss."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
     __pydantic_extra__: dict[str, float | int | str | None]
@@ -31,14 +31,14 @@ _EVALUATION: Schema[_Evaluation] = Schema(_Evaluation, "an evaluation")
 
 
 def read_log(folder: Path) -> dict[int, Mapping[str, Any]]:
-    """Evaluations by step; of those that a killed run made again, the last."""
+    """Return the evaluations by step. If a resumed run repeated one, the last counts."""
     with read_lines(folder / LOG, "foresay-training", 1, _EVALUATION) as (_, lines):
         found = {line.step: line.model_dump() for _, line in lines}
     return dict(sorted(found.items()))
 
 
 def draw_curves(folder: Path, lines: Mapping[int, Mapping[str, Any]]) -> bool:
-    """Draw tokens per pass, acceptance and loss over the tokens learned; False without matplotlib."""
+    """Draw tokens per pass, acceptance and loss over the training tokens. Return False without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -50,16 +50,16 @@ def draw_curves(folder: Path, lines: Mapping[int, Mapping[str, Any]]) -> bool:
     left.set_title("tokens per pass, held out")
     names = sorted({name for line in lines.values() for name in line if name.startswith("acceptance_")})
     for name in names:
-        middle.plot(tokens, [line[name] for line in lines.values()], marker=".", label=f"guess {name[11:]}")
-    middle.set_title("chance of acceptance")
+        middle.plot(tokens, [line[name] for line in lines.values()], marker=".", label=f"draft token {name[11:]}")
+    middle.set_title("acceptance probability")
     middle.set_ylim(0, 1)
     middle.legend(fontsize="small")
     losses = [(n, line["loss"]) for n, line in zip(tokens, lines.values(), strict=True) if "loss" in line]
     right.plot([n for n, _ in losses], [loss for _, loss in losses], marker=".")
     right.set_title("loss")
     for axes in (left, middle, right):
-        axes.set_xlabel("thousand tokens learned")
+        axes.set_xlabel("thousand training tokens")
         axes.grid(alpha=0.3)
-    with atomic_write(folder / CURVES) as whole:
-        figure.savefig(whole, dpi=120)
+    with atomic_write(folder / CURVES) as temporary:
+        figure.savefig(temporary, dpi=120)
     return True

@@ -1,7 +1,7 @@
-"""Making a draft that writes what a target writes.
+"""Distillation of a draft from a target.
 
-Owns how the parts of training are put together for each kind of draft: its first weights, the tokens it can write, what is
-saved. The loop is fitting.py's, the losses are losses.py's.
+Owns the setup of training for each kind of draft: initial weights, draft vocabulary, saved files. The loop is in fitting.py, the
+losses in losses.py.
 """
 
 from __future__ import annotations
@@ -32,54 +32,54 @@ from foresay.training.losses import Objective
 from foresay.training.outputs import Text, digest, frequent_tokens
 from foresay.training.processes import Processes
 from foresay.training.students import HeadStudent, ModelStudent
-from foresay.training.teacher import KeptPasses, TargetPasses, TeacherHead
+from foresay.training.teacher import CachedPasses, TargetPasses, TeacherHead
 
 NOTE = "foresay.json"
-"""What a folder says of how its draft was made."""
+"""Name of the file that describes how a folder's draft was made."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadShape:
-    """A head that is to be trained; None takes what suits the target."""
+    """Shape of a new head; None selects a default that suits the target."""
 
     hidden_layers: tuple[int, ...] | None = None
     vocabulary_size: int | None = None
-    """Tokens that it can write; None: a sixth of the target's, 4,096 at least."""
+    """Draft vocabulary size; None: a sixth of the target's, at least 4,096."""
     feed_forward: int | None = None
     heads: tuple[int, int] | None = None
-    """Query and key heads."""
+    """(query heads, key heads)."""
     own_head: bool = False
-    """Whether it learns rows of its own for the tokens it can write, in place of the target's."""
+    """True to train output rows for the draft vocabulary instead of using the target's."""
 
 
 def causal(target: LoadedModel) -> CausalModel:
-    """The target as drafts are trained for it. Raises UnsupportedModelError for one that shows no hidden states."""
+    """Return the target's model. Raises UnsupportedModelError for a model without hidden states."""
     if not isinstance(target.model, CausalModel):
         raise UnsupportedModelError(
-            f"drafts are trained for decoder-only transformers models, and {target.name!r} is none"
+            f"drafts are trained only for decoder-only transformers models, and {target.name!r} is not one"
         )
     return target.model
 
 
 def new_head(target: LoadedModel, texts: Sequence[Text], shape: HeadShape, seed: int) -> Head:
-    """A head with random weights, of the target's width, that writes the tokens most frequent in `texts`."""
+    """Return a head with random weights and the target's width, whose vocabulary is the most frequent tokens of `texts`."""
     model = causal(target)
     config = model.model.config.get_text_config(decoder=True)
     width, vocab = int(config.hidden_size), model.vocab_size
     size = shape.vocabulary_size or min(vocab, max(4096, vocab // 6))
     check_int("vocabulary_size", size, 1, vocab)
-    many = int(config.num_attention_heads)
-    heads, key_heads = shape.heads or (many, int(getattr(config, "num_key_value_heads", None) or many))
+    num_heads = int(config.num_attention_heads)
+    heads, key_heads = shape.heads or (num_heads, int(getattr(config, "num_key_value_heads", None) or num_heads))
     layers = shape.hidden_layers or usual_layers(model.num_layers)
     if not all(0 <= layer <= model.num_layers for layer in layers):
-        raise ConfigError(f"layers={list(layers)} must be 0 to {model.num_layers}, what the target has")
+        raise ConfigError(f"layers={list(layers)} must be 0 to {model.num_layers}, the layers of the target")
     rope = getattr(config, "rope_parameters", None) or {}
-    made = HeadConfig(
+    new_config = HeadConfig(
         {
             "hidden_size": width,
             "num_attention_heads": heads,
             "num_key_value_heads": key_heads,
-            "head_dim": int(getattr(config, "head_dim", None) or width // many),
+            "head_dim": int(getattr(config, "head_dim", None) or width // num_heads),
             "intermediate_size": shape.feed_forward or int(getattr(config, "intermediate_size", None) or 4 * width),
             "hidden_act": "silu",
             "rms_norm_eps": float(getattr(config, "rms_norm_eps", 1e-5)),
@@ -97,18 +97,18 @@ def new_head(target: LoadedModel, texts: Sequence[Text], shape: HeadShape, seed:
     ids = None if size == vocab else frequent_tokens(texts, size, target.eos_token_ids)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        module = HeadModule(made, len(layers))
-    with torch.no_grad():  # what its output layer expects, which no learning rate would reach from one
+        module = HeadModule(new_config, len(layers))
+    with torch.no_grad():  # the scale that the output layer expects; training would not reach it from ones
         module.norm.weight.copy_(final_norm(model))
     if shape.own_head:
         module.lm_head = nn.Linear(width, size, bias=False)
         with torch.no_grad():
             module.lm_head.weight.copy_(target_rows(model, ids))
-    return Head(made, module, ids)
+    return Head(new_config, module, ids)
 
 
-def begun_head(target: LoadedModel, head: Head) -> Head:
-    """A head that was trained before, to be trained on. Raises ConfigError for one of another target."""
+def resumed_head(target: LoadedModel, head: Head) -> Head:
+    """Return a trained head for further training. Raises ConfigError for a head of another target."""
     model = causal(target)
     width = int(model.model.config.get_text_config(decoder=True).hidden_size)
     check_target(head.config, model.vocab_size, width, model.num_layers, target.name)
@@ -116,7 +116,7 @@ def begun_head(target: LoadedModel, head: Head) -> Head:
 
 
 def final_norm(model: CausalModel) -> torch.Tensor:
-    """What a target's last norm multiplies by, [H]; ones for a family that keeps it elsewhere."""
+    """Return the weight of the target's final norm, [H]; ones for a family that stores it elsewhere."""
     norm = getattr(model.model.base_model, "norm", None)
     weight = getattr(norm, "weight", None)
     width = int(model.model.config.get_text_config(decoder=True).hidden_size)
@@ -130,7 +130,7 @@ def final_norm(model: CausalModel) -> torch.Tensor:
 def distil_head(
     target: LoadedModel,
     head: Head,
-    learn: Sequence[Text],
+    training: Sequence[Text],
     held_out: Sequence[Text],
     plan: Plan,
     objective: Objective,
@@ -143,17 +143,17 @@ def distil_head(
     on_progress: Callable[[str, float, str], None] = lambda what, share, note: None,
     tracker: str | None = None,
 ) -> Report:
-    """Train a head on what the target shows of texts, and keep the best in `folder`.
+    """Train a head on the target's outputs for texts, and save the best one in `folder`.
 
-    steps: tokens that it drafts in a row while it learns. decay: weight of each step's loss, as a share of that of the one
-    before. states: a folder that keeps what the target shows, so that it is computed once; None computes it whenever it is
-    looked at. on_progress: called with what is going on and the share of it that is done.
+    steps: tokens drafted in a row during training. decay: ratio of a step's loss weight to that of the previous step.
+    states: a folder that caches the target's outputs; None computes them at each use. on_progress: called with the current
+    activity, the share of it that is done, and a note.
     """
     model = causal(target)
     passes = TargetPasses(model, head.config.hidden_layers or usual_layers(model.num_layers))
-    corpora = [_corpus(passes, texts, states, on_progress) for texts in (learn, held_out)]
+    corpora = [_corpus(passes, texts, states, on_progress) for texts in (training, held_out)]
     student = HeadStudent(head, model, steps=steps, decay=decay).to(model.device)
-    TeacherHead(model, None).check(corpora[1].show(0))
+    TeacherHead(model, None).check(corpora[1].outputs_of(0))
     settings = {
         "steps": steps,
         "decay": decay,
@@ -162,11 +162,11 @@ def distil_head(
         "shape": {k: v for k, v in head.config.as_plain().items() if k != "eagle_config"},
         "own_head": head.module.lm_head is not None,
         "tokens": _digest(head.token_ids),
-        "texts": digest(learn),
+        "texts": digest(training),
     }
 
-    def keep() -> None:
-        saved = Head(head.config, _in_half(head.module), head.token_ids)
+    def save() -> None:
+        saved = Head(head.config, _in_bf16(head.module), head.token_ids)
         write_head(saved, folder)
         _write_note(folder, {"made_by": "foresay distill", "kind": "head", "target": target.name, **(note or {})})
 
@@ -177,7 +177,7 @@ def distil_head(
         corpora[1],
         plan,
         folder,
-        keep,
+        save,
         settings=settings,
         on_progress=lambda share, text: on_progress("Training", share, text),
         tracker=tracker,
@@ -189,7 +189,7 @@ def distil_model(
     target: LoadedModel,
     draft: Any,
     tokenizer: Any,
-    learn: Sequence[Text],
+    training: Sequence[Text],
     held_out: Sequence[Text],
     plan: Plan,
     objective: Objective,
@@ -202,30 +202,33 @@ def distil_model(
     on_progress: Callable[[str, float, str], None] = lambda what, share, note: None,
     tracker: str | None = None,
 ) -> Report:
-    """Train a draft model of the target's vocabulary on its laws, and keep the best in `folder`, as transformers reads it.
+    """Train a draft model with the target's vocabulary on the target's distributions, and save the best one in `folder`.
 
-    draft: transformers' own model. freeze_embeddings: leave embeddings and head, most of a small draft, as they are.
-    token_ids: [K], the tokens that its head is cut down to when it drafts: only they are learned, and the folder holds all.
+    draft: a transformers model, saved in transformers' format. freeze_embeddings: do not train embeddings and output layer, most
+    of a small draft's weights. token_ids: [K], the draft vocabulary of decoding: training compares only these tokens, and the
+    saved model has all.
     """
     model = causal(target)
     config = draft.config.get_text_config(decoder=True)
     if int(config.vocab_size) < model.vocab_size:
-        raise ConfigError(f"the draft knows {config.vocab_size} tokens, and the target writes {model.vocab_size}")
+        raise ConfigError(
+            f"the draft's vocabulary has {config.vocab_size} tokens, fewer than the target's {model.vocab_size}"
+        )
     draft = draft.float().to(model.device)
     for layer in (draft.get_input_embeddings(), draft.get_output_embeddings()):
         if freeze_embeddings and layer is not None:
             layer.requires_grad_(False)
     passes = TargetPasses(model, ())
-    corpora = [_corpus(passes, texts, states, on_progress) for texts in (learn, held_out)]
-    TeacherHead(model, None).check(corpora[1].show(0))
+    corpora = [_corpus(passes, texts, states, on_progress) for texts in (training, held_out)]
+    TeacherHead(model, None).check(corpora[1].outputs_of(0))
 
-    def keep() -> None:
+    def save() -> None:
         with quiet_transformers():
             weights = {name: weight.to(torch.bfloat16) for name, weight in draft.state_dict().items()}
-            with atomic_files(folder) as work:
-                draft.save_pretrained(work, state_dict=weights)
+            with atomic_files(folder) as temporary:
+                draft.save_pretrained(temporary, state_dict=weights)
                 if tokenizer is not None:
-                    tokenizer.save_pretrained(work)
+                    tokenizer.save_pretrained(temporary)
         _write_note(folder, {"made_by": "foresay distill", "kind": "model", "target": target.name, **(note or {})})
 
     fitting = Fitting(
@@ -235,9 +238,9 @@ def distil_model(
         corpora[1],
         plan,
         folder,
-        keep,
+        save,
         settings={
-            "texts": digest(learn),
+            "texts": digest(training),
             "target": target.name,
             "shape": {k: v for k, v in config.to_dict().items() if isinstance(v, int | float)},
             "freeze_embeddings": freeze_embeddings,
@@ -257,22 +260,22 @@ def _corpus(
 ) -> Corpus:
     if states is None:
         return Corpus(texts, lambda index: passes(texts[index]))
-    kept = KeptPasses(states, passes)
+    cached = CachedPasses(states, passes)
     processes = Processes(passes.target.device)
     for number in range(processes.index, len(texts), processes.count):
-        kept.prepare(texts[number])
+        cached.prepare(texts[number])
         on_progress("Reading", (number + 1) / len(texts), f"{len(texts)} texts")
     processes.wait()
-    return Corpus(texts, lambda index: kept(texts[index]))
+    return Corpus(texts, lambda index: cached(texts[index]))
 
 
 def _digest(token_ids: torch.Tensor | None) -> str | None:
-    """Names a choice of tokens; None for all of them."""
+    """Return an identifier of a choice of tokens; None for all tokens."""
     return None if token_ids is None else sha256(token_ids.numpy().tobytes()).hexdigest()[:16]
 
 
-def _in_half(module: HeadModule) -> HeadModule:
-    """A copy in bf16, what passes compute in."""
+def _in_bf16(module: HeadModule) -> HeadModule:
+    """Return a copy in bf16, the dtype of forward passes."""
     with torch.device("meta"):
         out = HeadModule(module.config, module.num_states)
         if module.lm_head is not None:
@@ -285,5 +288,5 @@ def _in_half(module: HeadModule) -> HeadModule:
 
 def _write_note(folder: Path, note: dict[str, Any]) -> None:
     text = json.dumps({**note, "log": LOG, "provenance": provenance()}, indent=2)
-    with atomic_write(folder / NOTE) as whole:
-        whole.write_text(text + "\n", encoding="utf-8")
+    with atomic_write(folder / NOTE) as temporary:
+        temporary.write_text(text + "\n", encoding="utf-8")

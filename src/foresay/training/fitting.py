@@ -1,7 +1,7 @@
-"""The training loop: batches in, steps of the optimiser, evaluations in the terms of decoding, the best draft kept.
+"""The training loop: batches, optimiser steps, evaluations by decoding measures, and saving of the best draft.
 
-Owns the order of these, the budget of time, and what a run that was killed goes on with. accelerate carries precision,
-accumulation and several processes. Knows neither what a draft is made of nor where its texts come from.
+Owns their order, the time budget and resumption. accelerate handles precision, accumulation and several processes. Knows neither
+a draft's structure nor the origin of its texts.
 """
 
 from __future__ import annotations
@@ -22,51 +22,51 @@ from accelerate import Accelerator
 from foresay.checks import check_float, check_int
 from foresay.errors import ConfigError
 from foresay.records.lines import LineWriter
-from foresay.training.batches import batch_of, in_order
-from foresay.training.checkpoints import State, learned, load_checkpoint, save_checkpoint
+from foresay.training.batches import batch_of, epoch_batches
+from foresay.training.checkpoints import State, load_checkpoint, save_checkpoint, trainable_parameters
 from foresay.training.evaluation import evaluate
 from foresay.training.losses import Objective
 from foresay.training.optimisers import OPTIMISERS, make_optimisers
 from foresay.training.outputs import Text
 from foresay.training.processes import Processes
-from foresay.training.teacher import Shown
+from foresay.training.teacher import TargetOutputs
 
 LOG = "metrics.jsonl"
 CHECKPOINT = "checkpoint"
 BATCH_TOKENS = 4096
-"""Tokens of a batch by default."""
+"""Default tokens of a batch."""
 MIN_STEPS = 50
-"""Steps that a run of limited time should make, for which its default batch is made smaller."""
+"""Steps for which a run of limited time reduces its default batch."""
 _PRECISIONS = {"fp32": "no", "bf16": "bf16"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """How to train. Raises ConfigError for values out of range."""
+    """Training hyperparameters. Raises ConfigError for values out of range."""
 
     epochs: float = 1.0
     minutes: float | None = None
-    """Ends the run, whatever the epochs; the learning rate falls towards whichever end is nearer."""
+    """Time limit, which applies in addition to the epochs. The learning rate falls towards whichever end comes first."""
     rate: float = 1e-3
-    """The learning rate at its height."""
+    """Peak learning rate."""
     warmup: float = 0.03
     """Share of the run in which the rate rises."""
     floor: float = 0.05
-    """What is left of the rate in the end, as a share of its height."""
+    """Final rate as a share of the peak."""
     batch_tokens: int | None = None
-    """Tokens of a batch and process, pads included; None: BATCH_TOKENS, or fewer so that `minutes` allow MIN_STEPS steps."""
+    """Tokens per batch and process, including padding. None: BATCH_TOKENS, or fewer so that `minutes` allow MIN_STEPS steps."""
     accumulate: int = 1
-    """Batches of a step."""
+    """Batches per optimiser step."""
     clip: float = 0.5
-    """Longest gradient."""
+    """Largest gradient norm."""
     weight_decay: float = 0.0
     optimiser: str = "muon"
-    """"muon" for the matrices between hidden states, or "adamw" for everything."""
+    """"muon" for the matrices between hidden states and AdamW for the rest, or "adamw" for all weights."""
     seed: int = 0
     precision: str = "fp32"
-    """"fp32" or "bf16", what matrix products are computed in."""
+    """"fp32" or "bf16": the dtype of matrix products."""
     evaluate_minutes: float = 5.0
-    """Between two evaluations, each of which is kept if it is the best, and writes a checkpoint."""
+    """Minutes between two evaluations. Each evaluation writes a checkpoint, and saves the draft if it is the best so far."""
 
     def __post_init__(self) -> None:
         check_float("epochs", self.epochs, 0.0, 1e6)
@@ -87,93 +87,94 @@ class Plan:
         if self.precision not in _PRECISIONS:
             raise ConfigError(f"precision={self.precision!r} must be 'fp32' or 'bf16'")
 
-    def binding(self) -> dict[str, Any]:
-        """What a run that goes on must agree with: all but its budget."""
+    def resume_settings(self) -> dict[str, Any]:
+        """Return the settings that must not change on resumption: all but the budget."""
         return {k: v for k, v in asdict(self).items() if k not in ("epochs", "minutes", "evaluate_minutes")}
 
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Texts, and what the target shows of each by its index."""
+    """Texts, and a function from a text's index to the target's outputs for it."""
 
     texts: Sequence[Text]
-    show: Callable[[int], Shown]
+    outputs_of: Callable[[int], TargetOutputs]
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """How a run ended."""
+    """Result of a run."""
 
     state: State
     resumed_at: int
-    """Optimiser steps that an earlier run had made."""
+    """Optimiser steps made by earlier runs."""
 
 
 def affordable_batch(seconds_per_token: float, seconds: float) -> int:
-    """Tokens of a batch, BATCH_TOKENS at most, of which MIN_STEPS take no longer than `seconds`; 2 at least."""
+    """Return the batch size in tokens, 2 to BATCH_TOKENS, for which MIN_STEPS steps take at most `seconds`."""
     return max(2, min(BATCH_TOKENS, int(max(0.0, seconds) / MIN_STEPS / seconds_per_token)))
 
 
-class _TornError(KeyboardInterrupt):
-    """Ctrl-C in the middle of a step, from which nothing can go on."""
+class _InterruptedStepError(KeyboardInterrupt):
+    """Ctrl-C in the middle of a step, after which the state is inconsistent and not saved."""
 
 
 @contextmanager
-def _whole() -> Iterator[None]:
-    """Within, Ctrl-C waits for the end, since half a step would be in the weights of one optimiser, and half a draft on disk.
+def _deferred_interrupt() -> Iterator[None]:
+    """Defer Ctrl-C to the end of the block, since half a step would leave inconsistent weights, and half a save a broken draft.
 
-    A second one does not wait, and leaves the last checkpoint as it is.
+    A second Ctrl-C is not deferred, and leaves the last checkpoint unchanged.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    pressed = False
+    interrupted = False
 
-    def note(*_: object) -> None:
-        nonlocal pressed
-        if pressed:
-            raise _TornError
-        pressed = True
+    def on_signal(*_: object) -> None:
+        nonlocal interrupted
+        if interrupted:
+            raise _InterruptedStepError
+        interrupted = True
 
-    before = signal.signal(signal.SIGINT, note)
+    previous = signal.signal(signal.SIGINT, on_signal)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
-    if pressed:
+        signal.signal(signal.SIGINT, previous)
+    if interrupted:
         raise KeyboardInterrupt
 
 
 class Fitting:
-    """One run."""
+    """One training run."""
 
     def __init__(
         self,
         student: Any,
         objective: Objective,
-        learn: Corpus,
+        training: Corpus,
         held_out: Corpus,
         plan: Plan,
         folder: Path,
-        keep: Callable[[], None],
+        save: Callable[[], None],
         *,
         settings: dict[str, Any] | None = None,
         on_progress: Callable[[float, str], None] = lambda share, note: None,
         tracker: str | None = None,
     ) -> None:
-        """student: a module and a Student, whose parameters that want gradients are trained.
+        """student: a module and a Student; its parameters that require gradients are trained.
 
-        keep: writes the draft as it is, called whenever it is the best so far. settings: what else a run that goes on must agree
-        with. on_progress: called with the share of the run that is done. tracker: "tensorboard" also logs to folder/tensorboard.
+        save: saves the current draft; called whenever it is the best so far. settings: further settings that must not change on
+        resumption. on_progress: called with the share of the run that is done, and a note. tracker: "tensorboard" also logs to
+        folder/tensorboard.
         """
-        self.objective, self.learn, self.held_out, self.plan = objective, learn, held_out, plan
-        self.folder, self.keep, self.on_progress = folder, keep, on_progress
+        self.objective, self.training, self.held_out, self.plan = objective, training, held_out, plan
+        self.folder, self.save, self.on_progress = folder, save, on_progress
         self.device = next(student.parameters()).device
         self.processes = Processes(self.device)
         self.settings = {
             "objective": str(objective),
             **(settings or {}),
-            **plan.binding(),
+            **plan.resume_settings(),
             "processes": self.processes.count,
         }
         self.accelerator = Accelerator(
@@ -186,22 +187,25 @@ class Fitting:
         if tracker:
             self.accelerator.init_trackers("foresay")
         self.plain = student
-        optimisers = make_optimisers(plan.optimiser, student, learned(student), plan.rate, plan.weight_decay)
+        optimisers = make_optimisers(
+            plan.optimiser, student, trainable_parameters(student), plan.rate, plan.weight_decay
+        )
         with self.accelerator.main_process_first():
             self.state = load_checkpoint(folder / CHECKPOINT, self.settings, student, optimisers) or State()
         self.resumed_at = self.state.step
-        self.student = self.accelerator.prepare_model(student, evaluation_mode=True)  # gradients are summed here
+        # no DistributedDataParallel: gradients are summed over processes in _mean_gradients
+        self.student = self.accelerator.prepare_model(student, evaluation_mode=True)
         self.optimisers = [self.accelerator.prepare_optimizer(one) for one in optimisers]
-        self._began = perf_counter() - self.state.elapsed_s
+        self._start = perf_counter() - self.state.elapsed_s
         self._losses: list[float] = []
-        self._known: tuple[int, list[list[int]]] = (-1, [])
-        """An epoch, and the order of its batches."""
+        self._epoch: tuple[int, list[list[int]]] = (-1, [])
+        """An epoch, and its batches in order."""
 
     def run(self) -> Report:
-        """Train to the end of the plan; Ctrl-C leaves a checkpoint, and is raised again."""
-        writes = self.processes.writes
+        """Train to the end of the plan. Ctrl-C writes a checkpoint and is raised again."""
+        is_main = self.processes.is_main
         header = {"settings": self.settings}
-        with LineWriter(self.folder / LOG, "foresay-training", 1, header) if writes else nullcontext() as log:
+        with LineWriter(self.folder / LOG, "foresay-training", 1, header) if is_main else nullcontext() as log:
             self._log = log
             if self.state.step == 0:
                 self._evaluate()
@@ -209,13 +213,13 @@ class Fitting:
             evaluated = perf_counter()
             try:
                 while (share := self._share()) < 1:
-                    with _whole():
+                    with _deferred_interrupt():
                         self._step(share)
                     if self.processes.broadcast_first(perf_counter() - evaluated) >= 60 * self.plan.evaluate_minutes:
-                        with _whole():
+                        with _deferred_interrupt():
                             self._evaluate()
                         evaluated = perf_counter()
-            except _TornError:
+            except _InterruptedStepError:
                 raise
             except KeyboardInterrupt:
                 self._checkpoint()
@@ -227,33 +231,33 @@ class Fitting:
         return Report(self.state, self.resumed_at)
 
     def _choose_batch(self) -> None:
-        """Settle the tokens of a batch, by the time that one text takes where the plan leaves them open and limits the time."""
+        """Choose the tokens of a batch: by the plan, or else by the measured time per token and the time limit."""
         plan, chosen = self.plan, self.plan.batch_tokens or BATCH_TOKENS
         if plan.batch_tokens is None and plan.minutes is not None:
-            each = self.seconds_per_token()
-            left = 60 * plan.minutes - (perf_counter() - self._began)
-            chosen = affordable_batch(each, left / plan.accumulate)
+            seconds_per_token = self.seconds_per_token()
+            remaining = 60 * plan.minutes - (perf_counter() - self._start)
+            chosen = affordable_batch(seconds_per_token, remaining / plan.accumulate)
         self.state.batch_tokens = int(self.processes.broadcast_first(chosen))
 
     def seconds_per_token(self) -> float:
-        """Seconds that a token of a middling text takes to be learned, by a pass whose gradients are dropped."""
-        texts = self.learn.texts
+        """Return the training time per token of a text of median length, measured by a pass whose gradients are dropped."""
+        texts = self.training.texts
         index = sorted(range(len(texts)), key=lambda i: len(texts[i].tokens))[len(texts) // 2]
         seconds = 0.0
-        for _ in range(2):  # the first one also allocates
-            began = perf_counter()
-            total, _ = self.student(batch_of([index], texts, self.learn.show).to(self.device), self.objective)
+        for _ in range(2):  # the first pass also allocates memory
+            start = perf_counter()
+            total, _ = self.student(batch_of([index], texts, self.training.outputs_of).to(self.device), self.objective)
             self.accelerator.backward(total)
             float(total.detach())  # waits for the device
-            seconds = perf_counter() - began
+            seconds = perf_counter() - start
         for one in self.optimisers:
             one.zero_grad()
         return seconds / len(texts[index].tokens)
 
     def _share(self) -> float:
-        """How much of the run is done."""
+        """Return the share of the run that is done."""
         state, plan = self.state, self.plan
-        state.elapsed_s = perf_counter() - self._began
+        state.elapsed_s = perf_counter() - self._start
         batches = max(1, self._batches_of_epoch())
         shares = [(state.epoch + state.batch / batches) / plan.epochs if plan.epochs else 1.0]
         if plan.minutes is not None:
@@ -265,18 +269,18 @@ class Fitting:
         return self.plan.batch_tokens or self.state.batch_tokens or BATCH_TOKENS
 
     def _batches_of_epoch(self) -> int:
-        found = len(self._order(self.state.epoch)) // self.processes.count
-        if not found:
-            raise ConfigError(f"there are fewer batches than the {self.processes.count} processes; make them smaller")
-        return found
+        count = len(self._order(self.state.epoch)) // self.processes.count
+        if not count:
+            raise ConfigError(f"there are fewer batches than the {self.processes.count} processes; reduce batch_tokens")
+        return count
 
     def _order(self, epoch: int) -> list[list[int]]:
-        if self._known[0] != epoch:
-            self._known = epoch, in_order(self.learn.texts, self._batch_tokens, self.plan.seed, epoch)
-        return self._known[1]
+        if self._epoch[0] != epoch:
+            self._epoch = epoch, epoch_batches(self.training.texts, self._batch_tokens, self.plan.seed, epoch)
+        return self._epoch[1]
 
     def rate(self, share: float) -> float:
-        """The learning rate after a share of the run: up in a line, down in half a cosine."""
+        """Return the learning rate after a share of the run: linear warmup, then half a cosine."""
         plan = self.plan
         if share < plan.warmup:
             return plan.rate * share / plan.warmup
@@ -284,9 +288,9 @@ class Fitting:
         return plan.rate * (plan.floor + (1 - plan.floor) * (1 + math.cos(math.pi * min(1.0, fall))) / 2)
 
     def _step(self, share: float) -> None:
-        """One step of the optimiser, over as many batches as the plan accumulates and every process has.
+        """Make one optimiser step over the accumulated batches of all processes.
 
-        The loss is the mean over all of their laws, however many each batch and process holds.
+        The loss is the mean over all their distributions, independent of how many each batch and process has.
         """
         rate = self.rate(share)
         for group in (group for one in self.optimisers for group in one.param_groups):
@@ -295,7 +299,7 @@ class Fitting:
         for _ in range(self.plan.accumulate):
             batch = self._next_batch()
             total, weight = self.student(batch, self.objective)
-            sums += torch.tensor([float(total.detach()), float(weight), float(batch.taught().sum())])
+            sums += torch.tensor([float(total.detach()), float(weight), float(batch.loss_mask().sum())])
             self.accelerator.backward(total)
         sums = self.processes.summed(sums)
         self._mean_gradients(1.0 / max(1.0, float(sums[1])))
@@ -306,34 +310,34 @@ class Fitting:
         self._losses.append(float(sums[0] / sums[1].clamp(min=1.0)))
         self.state.tokens += int(sums[2])
         self.state.step += 1
-        if self.processes.writes:
+        if self.processes.is_main:
             latest = self._losses[-50:]
             self.on_progress(share, f"loss {sum(latest) / len(latest):.3f}, best {self.state.best:.2f}")
 
     def _mean_gradients(self, factor: float) -> None:
-        """The sum of all processes' gradients, times a factor."""
+        """Multiply the gradients by a factor and sum them over all processes."""
         gradients = [one.grad for one in self.student.parameters() if one.grad is not None]
         torch._foreach_mul_(gradients, factor)
-        self.processes.add_up(gradients)
+        self.processes.sum_in_place(gradients)
 
     def _next_batch(self) -> Any:
-        state, here, many = self.state, self.processes.index, self.processes.count
+        state, index, count = self.state, self.processes.index, self.processes.count
         if state.batch >= self._batches_of_epoch():
             state.epoch, state.batch = state.epoch + 1, 0
-        indices = self._order(state.epoch)[state.batch * many + here]
+        indices = self._order(state.epoch)[state.batch * count + index]
         state.batch += 1
-        return batch_of(indices, self.learn.texts, self.learn.show).to(self.device)
+        return batch_of(indices, self.training.texts, self.training.outputs_of).to(self.device)
 
     def _evaluate(self) -> None:
-        """Evaluate on what is held out; keep the draft if it is the best, and write a checkpoint."""
+        """Evaluate on the held-out texts, save the draft if it is the best, and write a checkpoint."""
         self.plain.eval()
         texts = self.held_out.texts
-        order = in_order(texts, self._batch_tokens, 0, 0)[self.processes.index :: self.processes.count]
-        batches = (batch_of(indices, texts, self.held_out.show) for indices in order)
+        order = epoch_batches(texts, self._batch_tokens, 0, 0)[self.processes.index :: self.processes.count]
+        batches = (batch_of(indices, texts, self.held_out.outputs_of) for indices in order)
         quality = evaluate(self.plain, batches, self.device, self.processes.summed)
         self.plain.train()
         state = self.state
-        state.elapsed_s = perf_counter() - self._began
+        state.elapsed_s = perf_counter() - self._start
         loss = sum(self._losses) / len(self._losses) if self._losses else None
         values = {
             "step": state.step,
@@ -346,14 +350,14 @@ class Fitting:
         if self._log is not None:
             self._log.append(values)
             self.accelerator.log({k: v for k, v in values.items() if k != "step"}, step=state.step)
-        if better and self.processes.writes:
-            self.keep()
+        if better and self.processes.is_main:
+            self.save()
         if better:
             state.best, state.best_step = quality.best, state.step
         self._losses.clear()
         self._checkpoint()
 
     def _checkpoint(self) -> None:
-        if self.processes.writes:
+        if self.processes.is_main:
             inner = [getattr(one, "optimizer", one) for one in self.optimisers]
             save_checkpoint(self.folder / CHECKPOINT, self.state, self.settings, self.plain, inner)

@@ -1,8 +1,8 @@
-"""How much each layer, dimension, head and neuron of a Llama-like model does, measured on text.
+"""Importance of each layer, dimension, head and neuron of a Llama-like model, measured on text.
 
-Owns the measures and how they are taken off a transformers model while it reads. Layers: one less the cosine between what a layer
-reads and what it gives (Men et al. 2024). Dimensions: the mean size of what the norms give there; heads and neurons: the
-mean size of what they give to the products behind them (Muralidharan et al. 2024).
+Owns the measures and the hooks that collect them. Layers: 1 - cosine similarity of a layer's input and output (Men et al. 2024).
+Dimensions: mean magnitude of the norms' outputs. Heads and neurons: mean magnitude of the inputs of the projections after them
+(Muralidharan et al. 2024).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from foresay.errors import ConfigError, UnsupportedModelError
 
 @dataclass(frozen=True, slots=True)
 class Importance:
-    """What was measured; larger is more important. L layers, H dimensions, Q query heads, F neurons."""
+    """Measured importance; larger is more important. L layers, H dimensions, Q query heads, F neurons."""
 
     layers: torch.Tensor
     """[L]."""
@@ -33,16 +33,16 @@ class Importance:
 
 @torch.no_grad()
 def measure(model: Any, batches: Iterable[torch.Tensor], on_batch: Callable[[int], None] | None = None) -> Importance:
-    """Read token ids, [B, T] int64 each, all real, and measure.
+    """Run the model on token ids, [B, T] int64 each and without padding, and measure importance.
 
-    on_batch: told how many tokens have been read. Raises ConfigError for no text, and UnsupportedModelError for a family whose
-    layers are kept elsewhere.
+    on_batch: called with the number of tokens processed. Raises ConfigError for no text, and UnsupportedModelError for a family
+    with another layer structure.
     """
     config, body = model.config, model.base_model
     layers = getattr(body, "layers", None)
-    if layers is None or not all(_known(one) for one in layers):
+    if layers is None or not all(_is_supported(one) for one in layers):
         raise UnsupportedModelError(
-            f"models of the family {config.model_type!r} cannot be measured: their layers are not Llama's"
+            f"models of the family {config.model_type!r} cannot be measured: their layers differ from Llama's"
         )
     sums = _Sums(len(layers), config)
     handles = []
@@ -67,18 +67,18 @@ def measure(model: Any, batches: Iterable[torch.Tensor], on_batch: Callable[[int
             handle.remove()
         model.train(training)
     if not sums.tokens:
-        raise ConfigError("there is no text to measure the model on")
+        raise ConfigError("there is no text to measure importance on")
     return Importance(
         sums.layers / sums.tokens,
         sums.hidden / sums.tokens,
         sums.heads / sums.tokens,
-        sums.model_input / sums.tokens,
+        sums.feed_forward / sums.tokens,
         sums.tokens,
     )
 
 
-def _known(layer: Any) -> bool:
-    """Whether a layer has attention and one feed-forward where Llama's has them."""
+def _is_supported(layer: Any) -> bool:
+    """True if a layer has attention and one feed-forward network under Llama's names."""
     return hasattr(getattr(layer, "self_attn", None), "o_proj") and hasattr(getattr(layer, "mlp", None), "down_proj")
 
 
@@ -90,29 +90,29 @@ class _Sums:
         self.layers = torch.zeros(count, dtype=torch.float64)
         self.hidden = torch.zeros(config.hidden_size, dtype=torch.float64)
         self.heads = torch.zeros(count, config.num_attention_heads, dtype=torch.float64)
-        self.model_input = torch.zeros(count, config.intermediate_size, dtype=torch.float64)
+        self.feed_forward = torch.zeros(count, config.intermediate_size, dtype=torch.float64)
 
     def layer(self, index: int) -> Callable[..., None]:
-        def seen(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-            before = args[0] if args else kwargs["hidden_states"]
-            after = out[0] if isinstance(out, tuple) else out
-            near = torch.nn.functional.cosine_similarity(before.float(), after.float(), dim=-1)
-            self.layers[index] += (1 - near).double().sum().cpu()
+        def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+            layer_input = args[0] if args else kwargs["hidden_states"]
+            layer_output = out[0] if isinstance(out, tuple) else out
+            similarity = torch.nn.functional.cosine_similarity(layer_input.float(), layer_output.float(), dim=-1)
+            self.layers[index] += (1 - similarity).double().sum().cpu()
 
-        return seen
+        return hook
 
     def heads_of(self, index: int) -> Callable[..., None]:
-        def seen(module: Any, args: tuple[Any, ...]) -> None:
-            given = args[0].float().flatten(0, -2)
-            self.heads[index] += given.unflatten(-1, (self.heads.shape[1], -1)).norm(dim=-1).double().sum(0).cpu()
+        def hook(module: Any, args: tuple[Any, ...]) -> None:
+            inputs = args[0].float().flatten(0, -2)
+            self.heads[index] += inputs.unflatten(-1, (self.heads.shape[1], -1)).norm(dim=-1).double().sum(0).cpu()
 
-        return seen
+        return hook
 
     def neurons_of(self, index: int) -> Callable[..., None]:
-        def seen(module: Any, args: tuple[Any, ...]) -> None:
-            self.model_input[index] += args[0].float().flatten(0, -2).abs().double().sum(0).cpu()
+        def hook(module: Any, args: tuple[Any, ...]) -> None:
+            self.feed_forward[index] += args[0].float().flatten(0, -2).abs().double().sum(0).cpu()
 
-        return seen
+        return hook
 
     def dimensions(self, module: Any, args: tuple[Any, ...], out: torch.Tensor) -> None:
         self.hidden += out.float().flatten(0, -2).abs().double().sum(0).cpu()

@@ -1,8 +1,8 @@
-"""How far a draft's law is from the target's, as losses to train a draft on.
+"""Losses that measure the distance of a draft's distribution from the target's.
 
-Owns the distances and what stands for a law: all its probabilities, those of some tokens, or the likeliest k and what is left.
-The total variation is one less the chance that a drafted token is accepted (METHODS: sum of min(p, q)), so it trains acceptance
-itself; the divergences have gradients where it has none yet. Knows no model.
+Owns the distances and the representation of a distribution: all probabilities, those of some tokens, or the k most probable and
+the rest. The total variation equals 1 - sum of min(p, q), the rejection probability of a draft token, so it trains acceptance
+directly; the divergences have gradients where the supports do not overlap yet. Knows no model.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import torch
 
 from foresay.errors import ConfigError, UnknownNameError
 
-_LEAST = 1e-9
-"""Probabilities below this are taken for this in logarithms."""
+_MIN_PROB = 1e-9
+"""Lower bound of probabilities in logarithms."""
 
 
 @dataclass(frozen=True, slots=True)
 class Teacher:
-    """The target's laws of N next tokens, as far as they are known.
+    """The known part of the target's distributions of N next tokens.
 
-    probs: [N, m] of the tokens `ids` ([m] the same for all, [N, m] each its own; None: all in order). Probability that they
-    leave over belongs to tokens of which no more is known.
+    probs: [N, m], probabilities of the tokens `ids` ([m] shared by all rows, or [N, m] per row; None: all in order). The
+    remaining probability belongs to tokens about which nothing more is known.
     """
 
     probs: torch.Tensor
@@ -31,47 +31,49 @@ class Teacher:
 
     @staticmethod
     def of_logits(logits: torch.Tensor, ids: torch.Tensor | None = None) -> Teacher:
-        """From the target's logits [N, V]; ids: [m], the tokens that the draft can write."""
+        """Return the distributions of target logits [N, V]. ids: [m], the draft vocabulary."""
         probs = torch.softmax(logits.float(), -1)
         return Teacher(probs if ids is None else probs[:, ids], ids)
 
     @staticmethod
-    def likeliest(logits: torch.Tensor, count: int) -> Teacher:
-        """The `count` likeliest tokens of each law, for laws that are kept on disk."""
+    def top_k(logits: torch.Tensor, count: int) -> Teacher:
+        """Return the `count` most probable tokens of each distribution, for storage on disk."""
         probs, ids = torch.softmax(logits.float(), -1).topk(min(count, logits.shape[-1]))
         return Teacher(probs, ids)
 
     def rest(self) -> torch.Tensor:
-        """What the known tokens leave over, [N]."""
+        """Return the probability outside the known tokens, [N]."""
         return (1 - self.probs.sum(-1)).clamp(min=0)
 
-    def both(self, logits: torch.Tensor, columns: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """The target's and the draft's probabilities of the known tokens and of the rest as one, [N, m + 1] each.
+    def aligned_probs(
+        self, logits: torch.Tensor, columns: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the target's and the draft's probabilities of the known tokens and of the rest combined, [N, m + 1] each.
 
-        logits: the draft's, [N, W]. columns: [V] int64, the column of each token, -1 for those that the draft cannot write;
-        None where column i is token i.
+        logits: the draft's, [N, W]. columns: [V] int64, the logits' column of each token, -1 for tokens outside the draft
+        vocabulary; None if column i is token i.
         """
         q = torch.softmax(logits.float(), -1)
         known = q
         if self.ids is not None:
-            places = (self.ids if columns is None else columns[self.ids]).expand(len(q), -1)
-            known = q.gather(1, places.clamp(min=0)) * (places >= 0)
-        left = (1 - known.sum(-1)).clamp(min=0)
-        return torch.cat([self.probs, self.rest()[:, None]], -1), torch.cat([known, left[:, None]], -1)
+            indices = (self.ids if columns is None else columns[self.ids]).expand(len(q), -1)
+            known = q.gather(1, indices.clamp(min=0)) * (indices >= 0)
+        rest = (1 - known.sum(-1)).clamp(min=0)
+        return torch.cat([self.probs, self.rest()[:, None]], -1), torch.cat([known, rest[:, None]], -1)
 
 
 def forward_kl(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """sum of p log(p / q), [N, m] each -> [N]: the draft must not miss what the target writes."""
-    return (p * (p.clamp(min=_LEAST).log() - q.clamp(min=_LEAST).log())).sum(-1)
+    """Return sum of p log(p / q), [N, m] each -> [N]. It is large where the draft misses tokens that the target generates."""
+    return (p * (p.clamp(min=_MIN_PROB).log() - q.clamp(min=_MIN_PROB).log())).sum(-1)
 
 
 def reverse_kl(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """sum of q log(q / p): the draft must not write what the target does not."""
+    """Return sum of q log(q / p). It is large where the draft proposes tokens that the target does not generate."""
     return forward_kl(q, p)
 
 
 def total_variation(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """Half the sum of |p - q|: one less the chance that a drafted token is accepted."""
+    """Return half the sum of |p - q|: the rejection probability of a draft token."""
     return (p - q).abs().sum(-1) / 2
 
 
@@ -84,13 +86,13 @@ LOSSES: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """A mixture of distances, each with its share."""
+    """A weighted sum of distances."""
 
     shares: tuple[tuple[str, float], ...]
 
     @staticmethod
     def parse(text: str) -> Objective:
-        """From "forward_kl", or "forward_kl=0.5, tv=0.5". Raises UnknownNameError and ConfigError."""
+        """Parse "forward_kl" or "forward_kl=0.5, tv=0.5". Raises UnknownNameError and ConfigError."""
         shares = []
         for part in text.split(","):
             name, mark, value = (one.strip() for one in part.partition("="))
@@ -101,14 +103,14 @@ class Objective:
             except ValueError:
                 raise ConfigError(f"the share of {name} must be a number, not {value!r}") from None
             if not 0 < share < float("inf"):
-                raise ConfigError(f"the share of {name} must be above zero, not {value}")
+                raise ConfigError(f"the share of {name} must be positive and finite, not {value}")
             shares.append((name, share))
         if len({name for name, _ in shares}) < len(shares):
-            raise ConfigError(f"a loss is named twice in {text!r}")
+            raise ConfigError(f"{text!r} names a loss twice; name each once")
         return Objective(tuple(shares))
 
     def __call__(self, p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-        """The target's and the draft's probabilities, [N, m] each -> [N]."""
+        """Return the loss of target and draft probabilities, [N, m] each -> [N]."""
         return torch.stack([share * LOSSES[name](p, q) for name, share in self.shares]).sum(0)
 
     def __str__(self) -> str:
@@ -117,18 +119,18 @@ class Objective:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """How well a draft would do, over N tokens."""
+    """Agreement of a draft with the target over N tokens."""
 
     acceptance: float
-    """Mean of sum of min(p, q): the chance that a sampled draft token is accepted."""
+    """Mean of sum of min(p, q): the acceptance probability of a sampled draft token."""
     greedy: float
-    """Share of tokens that both find likeliest."""
+    """Share of tokens at which both have the same most probable token."""
     divergence: float
     """Mean forward KL."""
 
     @staticmethod
     def of(p: torch.Tensor, q: torch.Tensor) -> Agreement:
-        """From the probabilities that `Teacher.both` gives."""
+        """Compute from the probabilities that `Teacher.aligned_probs` returns."""
         return Agreement(
             float(torch.minimum(p, q)[:, :-1].sum(-1).mean()),
             float((p.argmax(-1) == q.argmax(-1)).double().mean()),

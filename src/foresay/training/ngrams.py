@@ -1,8 +1,8 @@
-"""Counting n-grams of a token stream in bounded memory, and the n-gram table made from the counts.
+"""Counting of n-grams in a token stream in bounded memory, and the n-gram table built from the counts.
 
-Owns the counts; reads no files. Tokens gather in a buffer of fixed size; a full buffer becomes sorted, distinct n-grams with
-their counts, and those are merged, so that the result does not depend on how the stream was cut into pieces. Letters: C columns
-of packed tokens, N n-grams.
+Owns the counts; reads no files. Tokens are collected in a buffer of fixed size. A full buffer is turned into sorted, distinct
+n-grams with counts, which are merged, so that the result does not depend on how the stream was split. Letters: C columns of
+packed tokens, N n-grams.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from foresay.errors import ConfigError
 from foresay.training.corpus import CorpusPiece, CorpusReader
 
 MAX_ENTRIES = 10_000_000
-"""Distinct n-grams held by default: some 0.3 GB, three times that while they are merged."""
+"""Default limit on distinct n-grams: about 0.3 GB, and three times that during a merge."""
 CHUNK_TOKENS = 1 << 20
-"""Tokens that are sorted at a time."""
+"""Tokens that are sorted at once."""
 BATCH_CHARS = 1 << 20
-"""Characters that are tokenized at a time."""
+"""Characters that are tokenized at once."""
 _BREAK = -1
 
 KeyArray = npt.NDArray[np.uint64]
@@ -42,8 +42,8 @@ def count_corpus(
 ) -> None:
     """Tokenize and count a reader's text, without special tokens, up to max_tokens.
 
-    on_progress: called with (bytes read, tokens counted), a few times a second with a fast tokenizer. Raises ConfigError for
-    max_tokens below 1, and what the reader raises.
+    on_progress: called with (bytes read, tokens counted), a few times per second with a fast tokenizer. Raises ConfigError for
+    max_tokens below 1, and the reader's errors.
     """
     check_counting(counter.order, max_tokens=max_tokens)
     with closing(reader.pieces()) as pieces:
@@ -61,7 +61,7 @@ def count_corpus(
 
 
 def _batches(pieces: Iterable[CorpusPiece]) -> Iterator[list[CorpusPiece]]:
-    """Batches of pieces, large enough to keep a fast tokenizer's threads busy."""
+    """Yield batches of pieces, large enough to keep a fast tokenizer's threads busy."""
     batch: list[CorpusPiece] = []
     characters = 0
     for piece in pieces:
@@ -78,7 +78,7 @@ class _Grams(NamedTuple):
     """Distinct n-grams in order, with their counts."""
 
     columns: KeyArray
-    """[C, N]: the context's last token, the tokens before it in reading order, the token that follows; packed."""
+    """[C, N]: the context's last token, the tokens before it in reading order, the next token; packed."""
     counts: IntArray
     """[N]."""
 
@@ -86,7 +86,7 @@ class _Grams(NamedTuple):
 def check_counting(
     order: int, min_count: int = 1, max_entries: int = MAX_ENTRIES, max_tokens: int | None = None
 ) -> None:
-    """Raise ConfigError for what NgramCounter and count_corpus would refuse, before anything is read."""
+    """Raise ConfigError for values that NgramCounter and count_corpus reject, before anything is read."""
     check_int("order", order, 2, MAX_ORDER)
     check_int("min_count", min_count, 1)
     check_int("max_entries", max_entries, 1)
@@ -95,7 +95,7 @@ def check_counting(
 
 
 class NgramCounter:
-    """Counts n-grams of 2 to `order` tokens. No n-gram spans two documents."""
+    """A counter of n-grams of 2 to `order` tokens. No n-gram spans two documents."""
 
     def __init__(
         self,
@@ -106,11 +106,11 @@ class NgramCounter:
         *,
         chunk_tokens: int = CHUNK_TOKENS,
     ) -> None:
-        """Prepare to count.
+        """Allocate the buffer.
 
-        min_count: rarer n-grams are left out of the table. max_entries: distinct n-grams held at a time; when there are
-        more, the rarest are dropped, and the table keeps their number. chunk_tokens: tokens sorted at a time. Raises ConfigError
-        for values outside their bounds.
+        min_count: rarer n-grams are omitted from the table. max_entries: limit on distinct n-grams in memory; above it the
+        rarest are dropped, and the table records their number. chunk_tokens: tokens sorted at once. Raises ConfigError for values
+        out of range.
         """
         check_counting(order, min_count, max_entries)
         check_int("vocab_size", vocab_size, 1, MAX_VOCAB_SIZE)
@@ -126,7 +126,7 @@ class NgramCounter:
         self._open = False
 
     def add(self, token_ids: Sequence[int] | IntArray | TokenArray, *, more: bool = False) -> None:
-        """Count a document, or, with `more`, a piece of one that the next call continues.
+        """Count a document, or, with `more`, a piece of a document that the next call continues.
 
         token_ids: [T] integers. Raises ConfigError for another shape or type, and for ids outside the vocabulary.
         """
@@ -148,7 +148,7 @@ class NgramCounter:
             self._open = False
 
     def _append(self, tokens: npt.NDArray[np.integer]) -> None:
-        """Put tokens into the buffer; the positions where it is full depend on the stream alone."""
+        """Append tokens to the buffer. The positions at which it is flushed depend only on the stream."""
         while len(tokens):
             room = len(self._buffer) - self._size
             part, tokens = tokens[:room], tokens[room:]
@@ -158,10 +158,11 @@ class NgramCounter:
                 self._flush()
 
     def _flush(self) -> None:
-        """Count the n-grams that end in the uncounted part of the buffer; keep what later ones may begin with."""
+        """Count the n-grams that end in the uncounted part of the buffer. Keep the tokens with which later ones may start."""
         tokens = self._buffer[: self._size]
-        places = np.arange(self._size)
-        run = places - np.maximum.accumulate(np.where(tokens == _BREAK, places, -1))  # tokens since the document began
+        positions = np.arange(self._size)
+        # run: tokens since the document's start
+        run = positions - np.maximum.accumulate(np.where(tokens == _BREAK, positions, -1))
         run[: self._counted] = 0
         self._unigrams += np.bincount(tokens[run > 0], minlength=self.vocab_size)
         for level in self._levels:
@@ -173,10 +174,10 @@ class NgramCounter:
             self._prune()
 
     def _prune(self) -> None:
-        """Drop all n-grams up to the lowest count that brings the rest down to max_entries."""
-        held = [level.merge().counts for level in self._levels]
-        values, numbers = np.unique(np.concatenate(held), return_counts=True)
-        above = int(numbers.sum()) - np.cumsum(numbers)  # n-grams seen more often than each count
+        """Drop the rarest n-grams: all up to the lowest count that leaves at most max_entries."""
+        counts_by_level = [level.merge().counts for level in self._levels]
+        values, numbers = np.unique(np.concatenate(counts_by_level), return_counts=True)
+        above = int(numbers.sum()) - np.cumsum(numbers)  # n-grams more frequent than each count
         if numbers.sum() <= self.max_entries:
             return
         limit = int(values[np.argmax(above <= self.max_entries)])
@@ -184,15 +185,15 @@ class NgramCounter:
         self._pruned_count = max(self._pruned_count, limit)
 
     def table(self, *, fingerprint: str | None = None, files: Sequence[str] = ()) -> NgramTable:
-        """The table of what was counted so far, an open document included.
+        """Return the table of all n-grams counted so far, including those of an unfinished document.
 
-        fingerprint: of the tokenizer (`tokenizer_fingerprint` of text/tokenizer.py). files: the corpus, kept by name without
-        folders.
+        fingerprint: the tokenizer's (`tokenizer_fingerprint` of text/tokenizer.py). files: the corpus, recorded by file name
+        without folders.
         """
         if self._size > self._counted:
             self._flush()
         successor: TokenArray = np.full(self.vocab_size, -1, dtype=np.int32)
-        contexts, successor_2 = self._levels[0].likeliest(self.min_count)
+        contexts, successor_2 = self._levels[0].most_frequent(self.min_count)
         successor[contexts[0]] = successor_2
         names = tuple(PurePath(name).name or name for name in files)
         distinct = tuple(len(level.merge().counts) for level in self._levels)
@@ -202,16 +203,16 @@ class NgramCounter:
         return NgramTable(successor, self._unigrams.copy(), levels, fingerprint, corpus)
 
     def _level(self, merged: _Merged) -> Level:
-        (last, *older), successor = merged.likeliest(self.min_count)
+        (last, *older), successor = merged.most_frequent(self.min_count)
         keys = np.zeros(len(last), dtype=np.int64)
-        for token in older:  # in reading order, so that the nearest takes the lowest bits
+        for token in older:  # in reading order, so that the nearest token has the lowest bits
             keys = keys << TOKEN_BITS | token
         starts = np.concatenate([[0], np.cumsum(np.bincount(last, minlength=self.vocab_size))])
         return Level(starts, keys, successor)
 
 
 class _Merged:
-    """The distinct n-grams of one length: a large sorted part, and smaller ones that wait to be merged into it."""
+    """The distinct n-grams of one length: a large sorted part, and smaller parts to be merged into it."""
 
     def __init__(self, length: int, bits: int) -> None:
         self.length, self._bits = length, np.uint64(bits)
@@ -220,7 +221,7 @@ class _Merged:
 
     @property
     def size(self) -> int:
-        """N-grams held; those that wait in several parts count several times."""
+        """N-grams in memory. An n-gram in several unmerged parts counts several times."""
         return sum(len(part.counts) for part in self._parts)
 
     def add(self, tokens: TokenArray, ends: IntArray) -> None:
@@ -230,11 +231,11 @@ class _Merged:
         digits = [tokens[ends - back].astype(np.uint64) for back in [1, *range(self.length - 1, 1, -1), 0]]
         columns = np.stack([self._packed(digits[i : i + self._per_column]) for i in self._column_starts()])
         self._parts.append(_distinct(_Grams(columns, np.ones(len(ends), dtype=np.int64))))
-        if 2 * len(self._parts[0].counts) <= self.size:  # each n-gram is moved a logarithmic number of times
+        if 2 * len(self._parts[0].counts) <= self.size:  # each n-gram is moved O(log n) times
             self.merge()
 
     def merge(self) -> _Grams:
-        """All parts as one."""
+        """Merge all parts into one and return it."""
         if not self._parts:
             self._parts = [_Grams(np.empty((len(self._column_starts()), 0), np.uint64), np.empty(0, np.int64))]
         if len(self._parts) > 1:
@@ -243,30 +244,30 @@ class _Merged:
         return self._parts[0]
 
     def keep_above(self, count: int) -> int:
-        """Drop the n-grams seen at most `count` times; returns how many they were."""
+        """Drop the n-grams with at most `count` occurrences. Return the number dropped."""
         columns, counts = self.merge()
         kept = counts > count
         self._parts = [_Grams(columns[:, kept], counts[kept])]
         return len(counts) - int(kept.sum())
 
-    def likeliest(self, min_count: int) -> tuple[list[IntArray], TokenArray]:
-        """(contexts, the likeliest next token of each [N]), in order of the contexts.
+    def most_frequent(self, min_count: int) -> tuple[list[IntArray], TokenArray]:
+        """Return (contexts, the most frequent next token of each [N]), in order of the contexts.
 
-        contexts: for each of the length - 1 tokens of a context its column [N]; the last token first, then the others in
-        reading order. Of two next tokens that are equally frequent the smaller id wins. N-grams seen less often than min_count
-        are left out.
+        contexts: a column [N] for each of the length - 1 tokens of a context: the last token first, then the others in reading
+        order. Of equally frequent next tokens, the smallest id is chosen. N-grams with fewer than min_count occurrences are
+        omitted.
         """
         columns, counts = self.merge()
-        often = counts >= min_count
-        columns, counts = columns[:, often], counts[often]
+        frequent = counts >= min_count
+        columns, counts = columns[:, frequent], counts[frequent]
         if not len(counts):
             return [np.empty(0, np.int64)] * (self.length - 1), np.empty(0, np.int32)
         context = columns.copy()
         context[-1] >>= self._bits
         starts = _starts(context)
         best = np.repeat(np.maximum.reduceat(counts, starts), np.diff(starts, append=len(counts)))
-        places = np.arange(len(counts))
-        first = np.minimum.reduceat(np.where(counts == best, places, len(counts)), starts)
+        positions = np.arange(len(counts))
+        first = np.minimum.reduceat(np.where(counts == best, positions, len(counts)), starts)
         *contexts, successor = self._unpacked(columns[:, first])
         return contexts, successor.astype(np.int32)
 
@@ -280,19 +281,20 @@ class _Merged:
         return column
 
     def _unpacked(self, columns: KeyArray) -> list[IntArray]:
-        """The tokens of each n-gram, in the order in which they were packed."""
+        """Return the tokens of each n-gram, in packing order."""
         mask = (np.uint64(1) << self._bits) - np.uint64(1)
         digits = []
         for start, column in zip(self._column_starts(), columns, strict=True):
             width = min(self._per_column, self.length - start)
             digits += [
-                (column >> np.uint64(place) * self._bits & mask).astype(np.int64) for place in range(width - 1, -1, -1)
+                (column >> np.uint64(digit_index) * self._bits & mask).astype(np.int64)
+                for digit_index in range(width - 1, -1, -1)
             ]
         return digits
 
 
 def _distinct(grams: _Grams) -> _Grams:
-    """Sort n-grams and add up the counts of equal ones."""
+    """Sort n-grams and add the counts of equal ones."""
     columns, counts = grams
     order = np.argsort(columns[0], kind="stable") if len(columns) == 1 else np.lexsort(columns[::-1])
     columns = columns[:, order]
@@ -301,6 +303,6 @@ def _distinct(grams: _Grams) -> _Grams:
 
 
 def _starts(columns: KeyArray) -> IntArray:
-    """The positions in sorted columns [C, N >= 1] where a new key begins."""
+    """Return the positions in sorted columns [C, N >= 1] where a new key starts."""
     changed = (columns[:, 1:] != columns[:, :-1]).any(axis=0)
     return np.concatenate([[0], np.flatnonzero(changed) + 1])

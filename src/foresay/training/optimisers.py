@@ -1,7 +1,7 @@
-"""Optimisers by name: which of a draft's weights each of them changes.
+"""Optimisers by name, and the weights that each one updates.
 
-Muon (Jordan et al. 2024) makes each step's matrices orthogonal, which is worth several times as many steps of AdamW where a draft
-has seen little; what is no matrix between hidden states (norms, embeddings, output layers) is AdamW's. Knows no schedule.
+Muon (Jordan et al. 2024) orthogonalizes the update of each matrix, which is worth several times as many AdamW steps early in
+training. Weights that are not matrices between hidden states (norms, embeddings, output layers) use AdamW. Knows no schedule.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ OPTIMISERS = ("muon", "adamw")
 _BETAS = (0.9, 0.95)
 _OUTPUTS = ("lm_head", "embed_out")
 _QUINTIC = (3.4445, -4.7750, 2.0315)
-"""a x + b x^3 + c x^5, which brings singular values of (0, 1] near 1 when it is applied a few times."""
+"""a x + b x^3 + c x^5, which moves singular values of (0, 1] towards 1 when applied a few times."""
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum, made orthogonal, over matrices.
+    """Orthogonalized momentum for matrices.
 
-    Steps have the root mean square of AdamW's, 0.2 (Liu et al. 2025, "Muon is scalable"), so that one rate does for both.
-    On a CPU the iteration is computed in float32: not every processor multiplies in 16 bits.
+    Updates have the root mean square of AdamW's, 0.2 (Liu et al. 2025, "Muon is scalable"), so that both use one learning rate.
+    On a CPU the iteration runs in float32, since not every processor multiplies in 16 bits.
     """
 
     def __init__(
         self, matrices: Iterable[nn.Parameter], lr: float, *, weight_decay: float = 0.0, momentum: float = 0.95
     ) -> None:
-        """matrices: [A, B] each."""
+        """matrices: parameters of shape [A, B]."""
         super().__init__(matrices, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """One step."""
+        """Update the parameters."""
         assert closure is None
         for group in self.param_groups:
             for weight in group["params"]:
@@ -45,14 +45,14 @@ class Muon(torch.optim.Optimizer):
                 state = self.state[weight]
                 if not state:
                     state["momentum"] = torch.zeros_like(weight.grad)
-                held = state["momentum"].lerp_(weight.grad, 1 - group["momentum"])
-                update = orthogonal(weight.grad.lerp(held, group["momentum"]))
+                momentum = state["momentum"].lerp_(weight.grad, 1 - group["momentum"])
+                update = orthogonal(weight.grad.lerp(momentum, group["momentum"]))
                 weight.mul_(1 - group["lr"] * group["weight_decay"])
                 weight.add_(update.to(weight.dtype), alpha=-group["lr"] * 0.2 * max(weight.shape) ** 0.5)
 
 
 def orthogonal(matrix: torch.Tensor, iterations: int = 5) -> torch.Tensor:
-    """About U V^T of a matrix U S V^T [A, B], by Newton and Schulz: singular values come to lie between 0.7 and 1.2."""
+    """Approximate U V^T of a matrix U S V^T [A, B] by a Newton-Schulz iteration: singular values end between 0.7 and 1.2."""
     a, b, c = _QUINTIC
     x = matrix.float() if matrix.device.type == "cpu" else matrix.bfloat16()
     tall = x.shape[0] > x.shape[1]
@@ -65,14 +65,14 @@ def orthogonal(matrix: torch.Tensor, iterations: int = 5) -> torch.Tensor:
 
 
 def make_optimisers(
-    name: str, model: nn.Module, learned: Mapping[str, nn.Parameter], rate: float, weight_decay: float
+    name: str, model: nn.Module, trainable: Mapping[str, nn.Parameter], rate: float, weight_decay: float
 ) -> list[torch.optim.Optimizer]:
-    """What changes the weights `learned` of a model; each weight is one optimiser's. Raises ConfigError for an unknown name."""
+    """Return the optimisers of the parameters `learned`; each parameter has one. Raises ConfigError for an unknown name."""
     if name not in OPTIMISERS:
         raise ConfigError(f"optimiser={name!r} must be one of {', '.join(OPTIMISERS)}")
     hidden = _between_hidden_states(model) if name == "muon" else frozenset()
-    matrices = [weight for weight in learned.values() if id(weight) in hidden]
-    others = [weight for weight in learned.values() if id(weight) not in hidden]
+    matrices = [weight for weight in trainable.values() if id(weight) in hidden]
+    others = [weight for weight in trainable.values() if id(weight) not in hidden]
     out: list[torch.optim.Optimizer] = []
     if matrices:
         out.append(Muon(matrices, rate, weight_decay=weight_decay))
@@ -82,7 +82,7 @@ def make_optimisers(
 
 
 def _between_hidden_states(model: nn.Module) -> frozenset[int]:
-    """Identities of the matrices that neither take nor give tokens."""
+    """Return the ids of the matrices whose input and output are both hidden states."""
     tokens = {id(one.weight) for one in model.modules() if isinstance(one, nn.Embedding)}
     tokens |= {id(weight) for name, weight in model.named_parameters() if any(part in name for part in _OUTPUTS)}
     return frozenset(id(weight) for weight in model.parameters() if weight.ndim == 2) - tokens

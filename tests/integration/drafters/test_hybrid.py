@@ -139,7 +139,7 @@ def test_what_is_kept_by_a_member_of_a_member_is_known() -> None:
 
 def test_what_cannot_be_a_hybrid() -> None:
     model = ModelDrafter(DRAFT, SIZE)
-    with pytest.raises(ConfigError, match="looks guesses up"):
+    with pytest.raises(ConfigError, match="must be an n-gram drafter"):
         Hybrid(model, model)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="trees"):
         Hybrid(MaxGram(), ModelTreeDrafter(CausalModel(make("llama")), 97))

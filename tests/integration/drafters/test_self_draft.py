@@ -260,13 +260,13 @@ def test_layers_of_a_target_that_lost_its_fused_passes_draft_all_the_same() -> N
     """A watched model that is changed goes back to its family's own code, whose cache the fused layers cannot read."""
     loaded = foresay.load(make("llama"), drafter="none")
     target = loaded.target.model
-    assert isinstance(target, CausalModel) and target.one_row_at_a_time
+    assert isinstance(target, CausalModel) and target.batch_invariant
     short = first_layers(target, 1)
-    assert short.one_row_at_a_time
+    assert short.batch_invariant
     params = SamplingParams(max_new_tokens=12)
     plain, _, _ = run(target, [[5, 6, 7]], params)
-    target.lean = None  # as `CausalModel.new_cache` leaves it
+    target.fused = None  # as `CausalModel.new_cache` leaves it
     ours, steps, engine = run(target, [[5, 6, 7]], params, drafter=SelfDrafter(short, target.vocab_size))
     assert engine.draft_failures == 0, engine.drafter and engine.drafter.last_error
-    assert any(step.num_drafted for step in steps) and not short.one_row_at_a_time
+    assert any(step.num_drafted for step in steps) and not short.batch_invariant
     assert ours == plain

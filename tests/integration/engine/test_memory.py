@@ -108,7 +108,7 @@ def test_a_large_cache_grows_by_what_is_asked_for(monkeypatch: pytest.MonkeyPatc
             cache.add_rows(1)
             cache.begin_pass(len(cache.lengths) - 1, 1, length, torch.device("cpu"), None)
             assert isinstance(cache.tensors, Stores)
-            cache.tensors.held(0, torch.empty(0), (2, 4), (2, 4))
+            cache.tensors.layer_tensors(0, torch.empty(0), (2, 4), (2, 4))
         return cache.tensors.rows * cache.tensors.slots
 
     assert slots([100, 100, 100]) == 4 * 128, "a small one grows by doubling"
@@ -127,7 +127,7 @@ def test_what_a_cache_takes_is_foretold() -> None:
             heads = config.num_key_value_heads
             shape = (heads, config.hidden_size // config.num_attention_heads)
             assert isinstance(cache.tensors, Stores)
-            cache.tensors.held(layer, torch.empty(0), shape, shape)
+            cache.tensors.layer_tensors(layer, torch.empty(0), shape, shape)
         assert model.cache_bytes([length, *[1] * (rows - 1)]) == cache.nbytes
 
 

@@ -100,7 +100,7 @@ def test_streams_side_by_side_do_not_mix(generator: Generator) -> None:
 def test_bad_arguments_raise(generator: Generator) -> None:
     with pytest.raises(foresay.ConfigError, match="max_new_tokens=0"):
         asyncio.run(_collect(generator, PROMPT, max_new_tokens=0))
-    with pytest.raises(foresay.UnknownNameError, match="Did you mean 'temperature'"):
+    with pytest.raises(foresay.errors.UnknownNameError, match="Did you mean 'temperature'"):
         asyncio.run(_collect(generator, PROMPT, temprature=0))
 
 

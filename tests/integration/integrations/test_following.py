@@ -14,7 +14,7 @@ from foresay.decoding.proposal import Proposal
 from foresay.decoding.protocols import LengthPolicy
 from foresay.decoding.rows import Rows
 from foresay.drafters import MaxGram, NgramStoreDrafter, PastRequests, PromptLookup, SuffixDrafter
-from foresay.integrations.following import Follower, Shown
+from foresay.integrations.following import EngineText, Follower
 from foresay.lengths import ConstantLength, ThroughputLength
 
 VOCAB = 50
@@ -84,8 +84,8 @@ class Engine:
             self.drafted.append(sum(len(request.draft_tokens) for request in running))
             self.seconds += 1.0 + self.column_s * self.drafted[-1] + 0.5 * len(reading)
             self.passes += 1
-            shown: list[Shown | None] = [
-                Shown(np.array(request.tokens[: request.size], dtype=np.int32), new)
+            shown: list[EngineText | None] = [
+                EngineText(np.array(request.tokens[: request.size], dtype=np.int32), new)
                 for request, new in zip(running, counts, strict=True)
             ]
             drafts = self.follower.propose([*shown, *[None] * len(reading)])
@@ -97,7 +97,7 @@ class Engine:
 
 
 def follower(drafter: Any, policy: LengthPolicy | None = None, **settings: Any) -> Follower:
-    return Follower(drafter, policy or ConstantLength(8), VOCAB, most=8, limit=120, **settings)
+    return Follower(drafter, policy or ConstantLength(8), VOCAB, max_draft_tokens=8, max_length=120, **settings)
 
 
 def alone(make: Any, text: Sequence[int], prompt: int) -> tuple[int, int]:
@@ -160,7 +160,7 @@ def test_a_broken_match_of_texts_is_noticed(monkeypatch: pytest.MonkeyPatch) -> 
     """Control: a follower that goes by places alone drafts for the wrong texts once they change places."""
     import foresay.integrations.following as module
 
-    def by_place(text: Shown, row: Any) -> bool:
+    def by_place(text: EngineText, row: Any) -> bool:
         return True
 
     requests = [Request(text_of(seed), 10 + seed % 7) for seed in range(40)]
@@ -194,10 +194,10 @@ def test_a_drafter_that_raises_never_shows() -> None:
 
 def test_no_guess_runs_past_the_longest_text_or_what_the_engine_takes() -> None:
     tokens = text_of(7, 119)
-    follows = Follower(SuffixDrafter(), ConstantLength(16), VOCAB, most=5, limit=119)
+    follows = Follower(SuffixDrafter(), ConstantLength(16), VOCAB, max_draft_tokens=5, max_length=119)
     longest = 0
     for size in range(20, 119):
-        [draft_tokens] = follows.propose([Shown(np.array(tokens[:size]), 1)])
+        [draft_tokens] = follows.propose([EngineText(np.array(tokens[:size]), 1)])
         longest = max(longest, len(draft_tokens))
         assert len(draft_tokens) <= min(5, 119 - size - 1)
     assert longest == 5
@@ -245,11 +245,11 @@ def test_passes_that_read_prompts_measure_nothing() -> None:
 
     policy, tokens = Watching(4), np.array(text_of(9))
     follows = follower(SuffixDrafter(), policy)
-    follows.propose([Shown(tokens[:20], 1)])
+    follows.propose([EngineText(tokens[:20], 1)])
     assert policy.seen == 0, "a pass that read its prompt"
-    follows.propose([Shown(tokens[:21], 1)])
+    follows.propose([EngineText(tokens[:21], 1)])
     assert policy.seen == 1
-    follows.propose([Shown(tokens[:22], 1), None])
+    follows.propose([EngineText(tokens[:22], 1), None])
     assert policy.seen == 1, "beside a prompt"
-    follows.propose([Shown(tokens[:23], 1), Shown(np.array(text_of(10)[:9]), 1)])
+    follows.propose([EngineText(tokens[:23], 1), EngineText(np.array(text_of(10)[:9]), 1)])
     assert policy.seen == 1, "the end of that prompt"

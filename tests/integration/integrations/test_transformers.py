@@ -342,7 +342,7 @@ def test_unsupported_settings_are_refused_by_name(model: PreTrainedModel, name: 
 def test_unknown_arguments_are_refused(model: PreTrainedModel) -> None:
     with pytest.raises((ValueError, ConfigError), match="num_draft_token"):
         model.generate(**_one(), do_sample=False, custom_generate=foresay.generate, num_draft_token=3)
-    with pytest.raises(foresay.UnknownNameError, match="unknown drafter 'lookup'"):
+    with pytest.raises(foresay.errors.UnknownNameError, match="unknown drafter 'lookup'"):
         model.generate(**_one(), do_sample=False, custom_generate=foresay.generate, drafter="lookup")
 
 
@@ -401,9 +401,9 @@ def test_it_is_restored_after_an_error_while_decoding(model: PreTrainedModel) ->
     ("ours", "error"),
     [
         ({"draft": "./no-such-folder"}, foresay.ModelNotFoundError),
-        ({"drafter": "nothing"}, foresay.UnknownNameError),
+        ({"drafter": "nothing"}, foresay.errors.UnknownNameError),
         ({"num_draft_tokens": -1}, ConfigError),
-        ({"rule": "nothing"}, foresay.UnknownNameError),
+        ({"rule": "nothing"}, foresay.errors.UnknownNameError),
         ({"drafter": lambda: 1 / 0}, ZeroDivisionError),
     ],
     ids=["draft", "drafter", "num_draft_tokens", "rule", "builder"],

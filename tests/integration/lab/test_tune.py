@@ -209,7 +209,7 @@ def test_what_cannot_be_replayed_is_left_out_and_named() -> None:
 
 def test_tuning_refuses_other_recordings() -> None:
     one = recording(repeats=True)
-    with pytest.raises(ConfigError, match="tuning replays greedy recordings; this one was sampled"):
+    with pytest.raises(ConfigError, match="tuning needs a greedy recording, and this one was sampled"):
         Tuner(repeating(), dataclasses.replace(one, params={"temperature": 1.0}))
     with pytest.raises(ConfigError, match="the recording is of 'other', and the target is 'TableModel'"):
         Tuner(repeating(), dataclasses.replace(one, model="other"))
@@ -247,7 +247,9 @@ def test_confirming_refuses_a_method_that_writes_something_else(monkeypatch: pyt
         return honest(self, loaded(cycle(7), tokenizer=Numbers(SIZE)), size)
 
     monkeypatch.setattr(Method, "generator", other)
-    with pytest.raises(ConfigError, match="suffix, 4 wrote something else than plain decoding; please report this"):
+    with pytest.raises(
+        ConfigError, match="suffix, 4 generated different output than plain decoding; please report this"
+    ):
         tuner.confirm(tuner.tuning.candidates)
 
 
@@ -344,13 +346,13 @@ def test_a_length_without_a_drafter_is_honoured(folder: Path) -> None:
     ("text", "message"),
     [
         ('target = "a"\ndraftre = "x"', "unknown setting 'draftre'. Did you mean 'drafter'"),
-        ('drafter = "x"', "no target: it must name a model"),
-        ("target = 3", "target=3 must be a text"),
-        ('target = ""', "target='' must be a text"),
-        ('target = "a"\nlength = true', "length=True must be a number or the name of a policy"),
+        ('drafter = "x"', "the key target is missing; it must name a model"),
+        ("target = 3", "target=3 must be a non-empty string"),
+        ('target = ""', "target='' must be a non-empty string"),
+        ('target = "a"\nlength = true', "length=True must be an integer or an expression of a length policy"),
         ('target = "a"\nlength = 1.5', "length=1.5"),
         ('target = "a"\nmax_batch_size = 0', "max_batch_size=0 must be an integer at least 1"),
-        ('target = "a', "not TOML"),
+        ('target = "a', "not valid TOML"),
         ('target = "a"\n[measured]\nx = 1\n[other]\ny = 2', "unknown setting 'other'"),
     ],
 )
@@ -367,7 +369,7 @@ def test_settings_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot read .*No such file"):
         foresay.load(tmp_path / "none.toml")
     (tmp_path / "x.toml").write_bytes(b'target = "\xff"')
-    with pytest.raises(ConfigError, match="not TOML"):
+    with pytest.raises(ConfigError, match="not valid TOML"):
         foresay.load(tmp_path / "x.toml")
 
 
@@ -542,7 +544,7 @@ def test_other_outputs_are_flagged(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(MethodRunner, "run", differing)
     results = Bench(generator, settings(generator, repeats=1)).run(tmp_path / "r.jsonl")
     flags = {run.cell.method: (run.identical, run.note) for run in results.runs}
-    assert flags["suffix, 4"] == (False, "3 of 4 outputs as plain decoding writes them")
+    assert flags["suffix, 4"] == (False, "3 of 4 outputs equal those of plain decoding")
     assert flags["max_gram, 4"] == (True, "")
 
 
@@ -560,7 +562,7 @@ def test_plain_decoding_that_does_not_repeat_itself_ends_the_benchmark(
         return out
 
     monkeypatch.setattr(MethodRunner, "run", drifting)
-    with pytest.raises(AssertionError, match="plain decoding does not repeat itself"):
+    with pytest.raises(AssertionError, match="plain decoding is not deterministic"):
         Bench(generator, settings(generator)).run(tmp_path / "r.jsonl")
 
 
@@ -593,17 +595,20 @@ def test_bad_benchmarks(tmp_path: Path) -> None:
         ({"datasets": {"d": []}}, "no prompts to run"),
         ({"repeats": 0}, "repeats=0 must be at least 1"),
         ({"batch_sizes": (1, 0)}, "batch_size=0 must be at least 1"),
-        ({"params": (GREEDY, SamplingParams(max_new_tokens=3))}, "two of the params are 'greedy' in the results"),
+        (
+            {"params": (GREEDY, SamplingParams(max_new_tokens=3))},
+            "two of the params have the name 'greedy' in the results",
+        ),
         ({"params": (SamplingParams(processors=(lambda ids, scores: scores,)),)}, "processors cannot be written"),
     ]:
         with pytest.raises(ConfigError, match=message):
             settings(generator, **changes)
     path = tmp_path / "r.jsonl"
     Bench(generator, settings(generator, repeats=1)).run(path)
-    with pytest.raises(ConfigError, match=r"begun with settings.datasets.d.digest="):
+    with pytest.raises(ConfigError, match=r"started with settings.datasets.d.digest="):
         Bench(generator, settings(generator, datasets={"d": asks(generator, 3)})).run(path)
     other = settings(generator, params=(SamplingParams(max_new_tokens=24, banned_token_ids=(3,)),))
-    with pytest.raises(ConfigError, match=r"begun with settings\.params="):
+    with pytest.raises(ConfigError, match=r"started with settings\.params="):
         Bench(generator, other).run(path)
 
 

@@ -228,24 +228,24 @@ REFUSED: list[tuple[dict[str, Any], str, str | None]] = [
     ({"messages": TALK, "max_tokens": 0}, "max_tokens=0 must be", "max_tokens"),
     ({"messages": TALK, "n": 5}, "n=5 must be 1 to 4", "n"),
     ({"messages": TALK, "user": 7}, "user", "user"),
-    ({"messages": TALK, "top_logprobs": 2}, "needs logprobs", "top_logprobs"),
+    ({"messages": TALK, "top_logprobs": 2}, "requires logprobs", "top_logprobs"),
     ({"messages": TALK, "logit_bias": {"x": 1}}, "'x' is not a token id", "logit_bias"),
     ({"messages": TALK, "stream_options": {"include_usage": True}}, "needs stream=true", "stream_options"),
     ({"messages": TALK, "response_format": {"type": "xml"}}, "response_format.type", "response_format.type"),
-    ({"messages": TALK, "response_format": {"type": "json_schema"}}, "json_schema is given", "response_format.json_schema"),
-    ({"messages": TALK, "response_format": schema({"type": "nothing"})}, "the schema is not understood", "response_format"),
+    ({"messages": TALK, "response_format": {"type": "json_schema"}}, "json_schema and type", "response_format.json_schema"),
+    ({"messages": TALK, "response_format": schema({"type": "nothing"})}, "the schema is not supported", "response_format"),
     ({"messages": TALK, "response_format": schema(nested(40))}, "40 deep", "response_format"),
     ({"messages": []}, "messages", "messages"),
     ({"messages": [{"role": "king", "content": "x"}]}, "messages.0.role", "messages.0.role"),
-    ({"messages": TALK, "foresay": {"drafter": "model(/etc)"}}, "not among those", "foresay.drafter"),
-    ({"messages": TALK, "foresay": {"drafter": "max_gram(table='/etc/passwd')"}}, "not among those", "foresay.drafter"),
+    ({"messages": TALK, "foresay": {"drafter": "model(/etc)"}}, "not available", "foresay.drafter"),
+    ({"messages": TALK, "foresay": {"drafter": "max_gram(table='/etc/passwd')"}}, "not available", "foresay.drafter"),
     ({"messages": TALK, "foresay": {"drafter": "suffix(" }}, "suffix(", "foresay.drafter"),
-    ({"messages": TALK, "foresay": {"length": "acceptance(/etc)"}}, "not among those", "foresay.length"),
-    ({"messages": TALK, "foresay": {"drafter": "suffix(keep=true)"}}, "not among those", "foresay.drafter"),
-    ({"messages": TALK, "foresay": {"drafter": "ngram_store(max_contexts=99999999)"}}, "not among those", "foresay.drafter"),
+    ({"messages": TALK, "foresay": {"length": "acceptance(/etc)"}}, "not available", "foresay.length"),
+    ({"messages": TALK, "foresay": {"drafter": "suffix(keep=true)"}}, "not available", "foresay.drafter"),
+    ({"messages": TALK, "foresay": {"drafter": "ngram_store(max_contexts=99999999)"}}, "not available", "foresay.drafter"),
     ({"messages": TALK, "foresay": {"drafter": "[" * 5000}}, "200 characters", "foresay.drafter"),
-    ({"messages": TALK, "min_tokens": 5, "response_format": {"type": "json_object"}}, "contradict", "min_tokens"),
-    ({"messages": TALK, "foresay": {"rule": "blok"}}, "rule='blok' is not among those", "foresay.rule"),
+    ({"messages": TALK, "min_tokens": 5, "response_format": {"type": "json_object"}}, "cannot be combined", "min_tokens"),
+    ({"messages": TALK, "foresay": {"rule": "blok"}}, "rule='blok' is not available", "foresay.rule"),
     ({"messages": [{"role": "user", "content": "x" * 5000}]}, "the model's context is 4096", "messages"),
 ]  # fmt: skip
 
@@ -291,7 +291,7 @@ class TestRefusals:
             running.close()
 
     def test_addresses_beyond_this_machine_need_keys(self) -> None:
-        with pytest.raises(foresay.ConfigError, match="reached from other machines"):
+        with pytest.raises(foresay.ConfigError, match="reachable from other machines"):
             ServerSettings(host="0.0.0.0")
         assert ServerSettings(host="0.0.0.0", keys=frozenset({"x"})).host == "0.0.0.0"
         assert ServerSettings(host="0.0.0.0", open_to_all=True).open_to_all
@@ -528,7 +528,7 @@ def test_what_the_command_refuses(
 ) -> None:
     shell = tiny.Shell(monkeypatch, capsys)
     for args, said in (
-        (["--host", "0.0.0.0"], "reached from other machines"),
+        (["--host", "0.0.0.0"], "reachable from other machines"),
         (["--keys-file", str(tmp_path / "none")], "cannot read keys"),
         (["--port", "70000"], "port=70000"),
     ):

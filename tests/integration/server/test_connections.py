@@ -53,7 +53,7 @@ class TestTheHeadOfARequest:
             answer = until_closed(held)
         assert b" 408 " in answer.split(b"\r\n")[0]
         error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
-        assert error["code"] == "timeout" and "0.3 seconds" in error["message"]
+        assert error["code"] == "timeout" and "0.3 s" in error["message"]
 
     def test_a_connection_that_sends_nothing_is_closed(self, serve: Any) -> None:
         with connected(serve(head_s=0.3)) as held:

@@ -193,7 +193,7 @@ class TestWho:
         ):  # fmt: skip
             assert httpx.get(f"{running.url}/v1/models", headers={"Host": name}).status_code == status, name
         for wrong in ("https://x", "x:80", ""):
-            with pytest.raises(foresay.ConfigError, match="no name of a host"):
+            with pytest.raises(foresay.ConfigError, match="is not a host name"):
                 ServerSettings(hosts=(wrong,))
         for settings in ({"keys": frozenset({"k"})}, {"host": "0.0.0.0", "open_to_all": True}):
             with pytest.raises(foresay.ConfigError, match="drop --allow-host"):
@@ -228,7 +228,7 @@ class TestWho:
         path.write_text("# mine\nthree\n\n")
         assert read_keys(path) == {"one", "two", "three"} and read_keys(None) == {"one", "two"}
         path.write_text("# none\n\n")
-        with pytest.raises(foresay.ConfigError, match="has no keys"):
+        with pytest.raises(foresay.ConfigError, match="contains no keys"):
             read_keys(path)
 
 

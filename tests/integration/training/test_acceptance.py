@@ -104,9 +104,9 @@ def test_known_chances_are_recovered(examples: Examples, blocks: int) -> None:
     for pair in range(V * V):
         if seen[pair] > 40:
             assert found[pair] == pytest.approx(chance(pair // V, pair % V), abs=0.06)
-    found = evaluate_acceptance(head, examples)
-    assert found.divergence < 0.02 < found.without and found.error < 0.03
-    assert sum(n for _, _, n in found.bins) == len(examples)
+    measured = evaluate_acceptance(head, examples)
+    assert measured.divergence < 0.02 < measured.without and measured.error < 0.03
+    assert sum(n for _, _, n in measured.bins) == len(examples)
 
 
 def of(*sizes: int) -> list[Examples]:
@@ -184,9 +184,9 @@ def test_data_that_is_there_is_not_made_again(tmp_path: Path) -> None:
     made.clear()
     assert collect(generator, prompts, params, tmp_path, length=3) == 2 and len(made) == 1
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == whole
-    with pytest.raises(ConfigError, match="other length"):
+    with pytest.raises(ConfigError, match="another value of length"):
         collect(generator, prompts, params, tmp_path, length=4)
-    with pytest.raises(ConfigError, match="other prompts"):
+    with pytest.raises(ConfigError, match="another value of prompts"):
         collect(generator, prompts[:20], params, tmp_path, length=3)
 
 
@@ -283,27 +283,30 @@ def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     prompts.write_text("".join(f"line {i}\n" for i in range(40)))
     data, head = str(tmp_path / "data"), str(tmp_path / "head")
     asked = ("--model", str(target), "--prompts", str(prompts), "-n", "24", "-t", "1", "--seed", "3")
-    made = ("head", "data", data, "--drafter", f"model({draft})", *asked)
+    made = ("acceptance-head", "data", data, "--drafter", f"model({draft})", *asked)
     code, out, err = shell(*made)
-    assert (code, err) == (0, "") and "drafted tokens" in out
-    assert "3 files were there" in shell(*made)[1]
-    code, out, err = shell("head", "train", head, data, "--epochs", "2")
+    assert (code, err) == (0, "") and "draft tokens, mean acceptance" in out
+    assert "3 files from an earlier run" in shell(*made)[1]
+    code, out, err = shell("acceptance-head", "train", head, data, "--epochs", "2")
     assert (code, err) == (0, "") and "divergence" in out and f"acceptance({head})" in out
     assert (
-        "held out " in out and "trained with rejection weight 6, it predicts a / (a + 6 (1 - a)) for a chance a" in out
+        " held out" in out
+        and "trained with rejection weight 6: it predicts a / (a + 6 (1 - a)) for a probability a" in out
     )
     tokens, held_out = (
-        int(one.replace(",", "")) for one in re.findall(r"([\d,]+) drafted tokens, held out ([\d,]+)", out)[0]
+        int(one.replace(",", "")) for one in re.findall(r"([\d,]+) draft tokens, ([\d,]+) held out", out)[0]
     )
     assert 0.09 < held_out / (tokens + held_out) < 0.11
-    code, out, _ = shell("head", "eval", head, data)
+    code, out, _ = shell("acceptance-head", "eval", head, data)
     assert code == 0 and "accepted" in out and "trained with rejection weight 6" in out
     (Path(head) / "foresay.json").unlink()
-    assert "which its folder does not name" in shell("head", "eval", head, data)[1]
-    assert shell("head", "train", str(tmp_path / "even"), data, "--rejection-weight", "1")[0] == 0
-    assert "weight" not in shell("head", "eval", str(tmp_path / "even"), data)[1]
+    assert "does not record the rejection weight" in shell("acceptance-head", "eval", head, data)[1]
+    assert shell("acceptance-head", "train", str(tmp_path / "even"), data, "--rejection-weight", "1")[0] == 0
+    assert "weight" not in shell("acceptance-head", "eval", str(tmp_path / "even"), data)[1]
     plain = ("generate", "x", "--model", str(target), "-n", "16")
     code, out, _ = shell(*plain, "--draft", str(draft), "--length", f"acceptance({head}, 0.5)")
     assert code == 0 and out == shell(*plain, "--drafter", "none")[1]
-    assert "holds no data" in shell.refused("head", "train", str(tmp_path / "h"), str(target / "nothing"))
-    assert "hidden states" in shell.refused("head", "data", str(tmp_path / "other"), "--drafter", "suffix", *asked)
+    assert "has no data" in shell.refused("acceptance-head", "train", str(tmp_path / "h"), str(target / "nothing"))
+    assert "hidden states" in shell.refused(
+        "acceptance-head", "data", str(tmp_path / "other"), "--drafter", "suffix", *asked
+    )

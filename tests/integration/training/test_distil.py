@@ -23,7 +23,7 @@ from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.early_exit import trimmed_head
 from foresay.models.sources.catalog import LoadedModel
 from foresay.training import fitting
-from foresay.training.batches import batch_of, in_order
+from foresay.training.batches import batch_of, epoch_batches
 from foresay.training.curves import draw_curves, read_log
 from foresay.training.distil import HeadShape, distil_head, distil_model, new_head
 from foresay.training.evaluation import evaluate
@@ -31,7 +31,7 @@ from foresay.training.fitting import Plan
 from foresay.training.losses import Objective
 from foresay.training.outputs import Text, frequent_tokens, split, texts_of
 from foresay.training.students import HeadStudent, ModelStudent
-from foresay.training.teacher import KeptPasses, TargetPasses, TeacherHead
+from foresay.training.teacher import CachedPasses, TargetPasses, TeacherHead
 from helpers.families import make
 from helpers.heads import random_head
 from helpers.support import run
@@ -93,10 +93,10 @@ class TestOutputs:
 
     def test_an_epoch_holds_each_text_once_and_depends_on_the_seed_alone(self) -> None:
         texts = [Text(np.arange(2 + i % 30), 1) for i in range(100)]
-        order = in_order(texts, 64, 3, 1)
+        order = epoch_batches(texts, 64, 3, 1)
         assert sorted(i for batch in order for i in batch) == list(range(100))
         assert all(len(b) * max(len(texts[i].tokens) for i in b) <= 64 for b in order)
-        assert order == in_order(texts, 64, 3, 1) != in_order(texts, 64, 3, 2)
+        assert order == epoch_batches(texts, 64, 3, 1) != epoch_batches(texts, 64, 3, 2)
 
 
 class TestTeacher:
@@ -111,19 +111,19 @@ class TestTeacher:
         for some, head in ((wanted, TeacherHead(model, None)), (wanted[:, ids], TeacherHead(model, ids))):
             torch.testing.assert_close(head.probs(shown.last, shown.log_sum), some, atol=1e-5, rtol=1e-3)
         assert shown.states.shape == (len(text.tokens), 64)
-        kept = KeptPasses(tmp_path, TargetPasses(model, (1, 3)))
+        kept = CachedPasses(tmp_path, TargetPasses(model, (1, 3)))
         for _ in range(2):
             again = kept(text)
             assert torch.equal(again.states, shown.states) and torch.equal(again.log_sum, shown.log_sum)
-        other = KeptPasses(tmp_path, TargetPasses(model, (1, 2)))
+        other = CachedPasses(tmp_path, TargetPasses(model, (1, 2)))
         assert torch.equal(other(text).states[:, :32], shown.states[:, :32]), "the first of both"
         assert torch.equal(other(text).states, TargetPasses(model, (1, 2))(text).states), "of other layers"
         assert torch.equal(kept(text).states, shown.states), "which did not replace these"
-        assert KeptPasses(tmp_path, TargetPasses(model, ()))(text).states.shape == (len(text.tokens), 0)
+        assert CachedPasses(tmp_path, TargetPasses(model, ()))(text).states.shape == (len(text.tokens), 0)
         assert len(list(tmp_path.rglob("*.safetensors"))) == 1
         with torch.no_grad():
             model.model.get_input_embeddings().weight[3] += 0.01
-        KeptPasses(tmp_path, TargetPasses(model, ()))(text)
+        CachedPasses(tmp_path, TargetPasses(model, ()))(text)
         assert len(list(tmp_path.rglob("*.safetensors"))) == 2, "other weights under the same name"
 
     def test_texts_that_were_read_are_not_read_again_beside_new_ones(
@@ -138,21 +138,21 @@ class TestTeacher:
                 return super().__call__(text)
 
         for some in (texts[:2], texts[::-1]):
-            kept = KeptPasses(tmp_path, Counted(target.model, (1,)))  # type: ignore[arg-type]
+            kept = CachedPasses(tmp_path, Counted(target.model, (1,)))  # type: ignore[arg-type]
             for text in some:
                 assert kept(text).last.shape[0] == len(text.tokens)
         assert asked == texts
-        monkeypatch.setattr(KeptPasses, "_read", lambda *_: pytest.fail("what is there is read when it is looked at"))
+        monkeypatch.setattr(CachedPasses, "_read", lambda *_: pytest.fail("what is there is read when it is looked at"))
         kept.prepare(texts[0])
 
     def test_a_file_that_was_cut_short_is_named(self, tmp_path: Path) -> None:
         target = loaded()
         texts = written(target, 1)
-        KeptPasses(tmp_path, TargetPasses(target.model, ())).prepare(texts[0])  # type: ignore[arg-type]
+        CachedPasses(tmp_path, TargetPasses(target.model, ())).prepare(texts[0])  # type: ignore[arg-type]
         path = next(tmp_path.rglob("*.safetensors"))
         path.write_bytes(path.read_bytes()[:50])
         with pytest.raises(ConfigError, match=path.name):
-            KeptPasses(tmp_path, TargetPasses(target.model, ()))(texts[0])  # type: ignore[arg-type]
+            CachedPasses(tmp_path, TargetPasses(target.model, ()))(texts[0])  # type: ignore[arg-type]
 
 
 class TestQuality:
@@ -396,9 +396,9 @@ class TestDistilling:
 
         def order(texts: Any, tokens: int, seed: int, epoch: int) -> list[list[int]]:
             sizes.append(tokens)
-            return in_order(texts, tokens, seed, epoch)
+            return epoch_batches(texts, tokens, seed, epoch)
 
-        monkeypatch.setattr(fitting, "in_order", order)
+        monkeypatch.setattr(fitting, "epoch_batches", order)
         monkeypatch.setattr(fitting.Fitting, "seconds_per_token", lambda self: 3600 / 50 / 90)
 
         def go(folder: str, **changes: Any) -> int:

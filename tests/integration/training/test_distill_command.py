@@ -43,7 +43,17 @@ def shell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
 
 
 def options(target: Path, recorded: Path, *more: str) -> list[str]:
-    return ["--model", str(target), "--outputs", str(recorded), "--batch-tokens", "400", "--length", "96", *more]
+    return [
+        "--model",
+        str(target),
+        "--outputs",
+        str(recorded),
+        "--batch-tokens",
+        "400",
+        "--sequence-length",
+        "96",
+        *more,
+    ]
 
 
 def test_a_head_is_written_that_drafts(target: Path, recorded: Path, shell: tiny.Shell, tmp_path: Path) -> None:
@@ -52,11 +62,20 @@ def test_a_head_is_written_that_drafts(target: Path, recorded: Path, shell: tiny
         "distill",
         str(out),
         *options(
-            target, recorded, "--epochs", "4", "--layers", "1,2,3", "--steps", "3", "--states", str(tmp_path / "s")
+            target,
+            recorded,
+            "--epochs",
+            "4",
+            "--hidden-layers",
+            "1,2,3",
+            "--draft-steps",
+            "3",
+            "--states",
+            str(tmp_path / "s"),
         ),
     )
     assert (code, err) == (0, "")
-    assert f"head({out})" in said and "learned on 39 texts" in said and "tokens per pass" in said
+    assert f"head({out})" in said and "trained on 39 texts" in said and "tokens per pass" in said
     assert {"config.json", "model.safetensors", "foresay.json", "metrics.jsonl", "curves.png"} <= {
         p.name for p in out.iterdir()
     }
@@ -80,7 +99,7 @@ def test_a_head_is_written_that_drafts(target: Path, recorded: Path, shell: tiny
 def test_a_head_is_exported_whole(layout: str, target: Path, recorded: Path, shell: tiny.Shell, tmp_path: Path) -> None:
     """With the output layer that it shares; what comes back drafts alike. A folder that holds something is left."""
     head, out = tmp_path / "head", tmp_path / "out"
-    made = options(target, recorded, "--layers", "1,3", "--steps", "2", "--vocabulary-size", "64")
+    made = options(target, recorded, "--hidden-layers", "1,3", "--draft-steps", "2", "--vocabulary-size", "64")
     assert shell("distill", str(head), *made)[0] == 0
     asked = ("export", str(head), str(out), "--model", str(target), "--layout", layout, "--verifier", "org/name")
     code, said, err = shell(*asked)
@@ -92,7 +111,7 @@ def test_a_head_is_exported_whole(layout: str, target: Path, recorded: Path, she
     plain = ("generate", "the number 7", "--model", str(target), "-n", "16", "--num-draft-tokens", "2", "--json")
     found = [json.loads(shell(*plain, "--drafter", f"head({one})")[1]) for one in (head, out)]
     assert found[0]["text"] == found[1]["text"]
-    assert "left as it is" in shell.refused(*asked)
+    assert "contains something else, and is not changed" in shell.refused(*asked)
     assert "--layout" in shell.refused(*asked[:2], str(tmp_path / "x"), *asked[3:5], "--layout", "onnx")
 
 
@@ -133,7 +152,16 @@ def test_on_text_alone(target: Path, shell: tiny.Shell, tmp_path: Path) -> None:
     text.write_text("\n".join(f"line {i} of some text that is read" for i in range(200)))
     out = tmp_path / "head"
     code, said, _ = shell(
-        "distill", str(out), "--model", str(target), "--text", str(text), "--length", "64", "--steps", "2"
+        "distill",
+        str(out),
+        "--model",
+        str(target),
+        "--text",
+        str(text),
+        "--sequence-length",
+        "64",
+        "--draft-steps",
+        "2",
     )
     assert code == 0 and "tokens per pass" in said
 
@@ -143,7 +171,18 @@ def test_several_processes_take_the_steps_of_one(
 ) -> None:
     """Two that train side by side make the steps of one that takes both of their batches; what they evaluate is the same."""
     two, one, less = (tmp_path / name for name in ("two", "one", "less"))
-    more = ["--batch-tokens", "330", "--epochs", "3", "--layers", "1,2,3", "--steps", "2", "--held-out", "0.1"]
+    more = [
+        "--batch-tokens",
+        "330",
+        "--epochs",
+        "3",
+        "--hidden-layers",
+        "1,2,3",
+        "--draft-steps",
+        "2",
+        "--held-out",
+        "0.1",
+    ]
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*launch, "-m", "foresay", "distill", str(two)]
     command += options(target, recorded, "--states", str(tmp_path / "s"), *more)
@@ -170,17 +209,20 @@ def test_several_processes_take_the_steps_of_one(
 
 def test_a_head_goes_on_with_another_schedule(target: Path, recorded: Path, shell: tiny.Shell, tmp_path: Path) -> None:
     first, then = tmp_path / "first", tmp_path / "then"
-    shape = ["--layers", "1,2,3", "--steps", "2", "--vocabulary-size", "64", "--feed-forward", "40"]
-    assert shell("distill", str(first), *options(target, recorded, "--epochs", "12", "--rate", "1e-2", *shape))[0] == 0
-    again = ["--from", str(first), "--steps", "2", "--rate", "1e-4"]
+    shape = ["--hidden-layers", "1,2,3", "--draft-steps", "2", "--vocabulary-size", "64", "--feed-forward", "40"]
+    assert (
+        shell("distill", str(first), *options(target, recorded, "--epochs", "12", "--learning-rate", "1e-2", *shape))[0]
+        == 0
+    )
+    again = ["--from", str(first), "--draft-steps", "2", "--learning-rate", "1e-4"]
     assert shell("distill", str(then), *options(target, recorded, *again))[0] == 0
     ended, began = read_log(first), read_log(then)
     kept = max(ended.values(), key=lambda line: line["tokens_per_pass"])  # the first of the best
     assert began[0]["divergence"] == pytest.approx(kept["divergence"], abs=0.05)
     assert began[0]["divergence"] < 0.7 * ended[0]["divergence"], "not anew"
     assert json.loads((then / "foresay.json").read_text())["from"] == str(first)
-    assert "--from takes the shape" in shell.refused(
-        "distill", str(tmp_path / "x"), *options(target, recorded, *again, "--layers", "1")
+    assert "--from sets the shape" in shell.refused(
+        "distill", str(tmp_path / "x"), *options(target, recorded, *again, "--hidden-layers", "1")
     )
     other = tiny.save(tmp_path / "other", tiny.llama(hidden_size=48))
     assert "head" in shell.refused("distill", str(tmp_path / "y"), *options(other, recorded, *again))
@@ -212,15 +254,15 @@ def test_a_run_that_ended_before_its_first_evaluation_goes_on(
     target: Path, recorded: Path, shell: tiny.Shell, tmp_path: Path
 ) -> None:
     out = tmp_path / "head"
-    assert shell("distill", str(out), *options(target, recorded, "--layers", "1,2,3", "--epochs", "0.2"))[0] == 0
+    assert shell("distill", str(out), *options(target, recorded, "--hidden-layers", "1,2,3", "--epochs", "0.2"))[0] == 0
     for path in list(out.iterdir()):
         if path.name == "checkpoint":
             shutil.rmtree(path)
         elif path.name != "metrics.jsonl":
             path.unlink()
-    assert shell("distill", str(out), *options(target, recorded, "--layers", "1,2,3", "--epochs", "0.2"))[0] == 0
+    assert shell("distill", str(out), *options(target, recorded, "--hidden-layers", "1,2,3", "--epochs", "0.2"))[0] == 0
     assert "steps=5" in shell.refused(
-        "distill", str(out), *options(target, recorded, "--layers", "1,2,3", "--steps", "4")
+        "distill", str(out), *options(target, recorded, "--hidden-layers", "1,2,3", "--draft-steps", "4")
     )
 
 
@@ -254,14 +296,18 @@ def test_what_is_refused(target: Path, recorded: Path, shell: tiny.Shell, tmp_pa
     out = str(tmp_path / "head")
     assert "--outputs" in shell.refused("distill", out, "--model", str(target))
     assert "loss 'kl'" in shell.refused("distill", out, *options(target, recorded, "--loss", "kl"))
-    assert "--layers '1,x'" in shell.refused("distill", out, *options(target, recorded, "--layers", "1,x"))
-    assert "layers=[1, 9]" in shell.refused("distill", out, *options(target, recorded, "--layers", "1,9"))
-    assert "vocabulary_size" in shell.refused("distill", out, *options(target, recorded, "--vocabulary-size", "9999"))
+    assert "--hidden-layers '1,x'" in shell.refused(
+        "distill", out, *options(target, recorded, "--hidden-layers", "1,x")
+    )
+    assert "layers=[1, 9]" in shell.refused("distill", out, *options(target, recorded, "--hidden-layers", "1,9"))
+    assert "vocabulary-size" in shell.refused("distill", out, *options(target, recorded, "--vocabulary-size", "9999"))
     assert "nothing.jsonl" in shell.refused("distill", out, *options(target, tmp_path / "nothing.jsonl"))
     other = tmp_path / "other"
     other.mkdir()
     (other / "mine.txt").write_text("mine")
-    assert "left as it is" in shell.refused("distill", str(other), *options(target, recorded))
+    assert "contains something else, and is not changed" in shell.refused(
+        "distill", str(other), *options(target, recorded)
+    )
     assert "tokenizer" in shell.refused(
         "distill",
         out,
@@ -286,7 +332,7 @@ def _renamed(recorded: Path, folder: Path) -> Path:
 def test_a_full_disk_is_one_line(draft: str, target: Path, recorded: Path, shell: tiny.Shell, tmp_path: Path) -> None:
     """A limit on the size of files stands in for it."""
     out, small = tmp_path / "draft", tmp_path / "small"
-    given = ["--layers", "1,2,3"]
+    given = ["--hidden-layers", "1,2,3"]
     if draft == "model":
         assert shell("prune", str(target), str(small), "--layers", "1")[0] == 0
         given = ["--draft", str(small), "--all-weights"]

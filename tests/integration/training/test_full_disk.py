@@ -24,7 +24,7 @@ from foresay.records.lines import LineWriter
 from foresay.training.checkpoints import State, load_checkpoint, save_checkpoint
 from foresay.training.curves import CURVES, draw_curves
 from foresay.training.outputs import texts_of
-from foresay.training.teacher import KeptPasses, TargetPasses
+from foresay.training.teacher import CachedPasses, TargetPasses
 from helpers import tiny
 from helpers.heads import random_head
 
@@ -97,7 +97,7 @@ def test_checkpoints(tmp_path: Path) -> None:
 
 
 def test_what_a_target_showed(target: Any, tmp_path: Path) -> None:
-    kept = KeptPasses(tmp_path, TargetPasses(target.model, ()))
+    kept = CachedPasses(tmp_path, TargetPasses(target.model, ()))
     (text,) = texts_of([list(range(5, 60))], 100)
     refused(lambda: kept(text), kept._path(text))
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]

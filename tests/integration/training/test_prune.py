@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from foresay.errors import ConfigError, UnknownNameError, UnsupportedModelError
 from foresay.training.importance import Importance, measure
-from foresay.training.prune import Shape, layers_to_keep, pruned, what_to_keep
+from foresay.training.prune import Shape, choose_kept, layers_to_keep, pruned
 from helpers import tiny
 from helpers.families import make
 
@@ -34,7 +34,7 @@ def cut(model: Any, keep: Any = "first", **sizes: int) -> tuple[Any, Any]:
     """The pruned model, and what was kept."""
     whole = Shape.of(model.config)
     shape, found = whole.smaller(**sizes), importance_of(model)
-    kept = what_to_keep(whole, shape, layers_to_keep(keep, shape.layers, whole.layers, found), found)
+    kept = choose_kept(whole, shape, layers_to_keep(keep, shape.layers, whole.layers, found), found)
     return pruned(model, shape, kept), kept
 
 
@@ -135,12 +135,12 @@ def test_shapes_that_cannot_be_cut_out_are_refused() -> None:
         ({"layers": 4}, "layers=4 must be 1 to 3"),
         ({"hidden": 0}, "hidden=0 must be 1 to 32"),
         ({"heads": 3}, "must be a multiple of kv_heads=2"),
-        ({"kv_heads": 1, "heads": 3}, "needs 3 heads a group"),
+        ({"kv_heads": 1, "heads": 3}, "needs 3 heads per group"),
     ):
         with pytest.raises(ConfigError, match=said):
             whole.smaller(**sizes)
     with pytest.raises(ConfigError, match="needs text"):
-        what_to_keep(whole, whole.smaller(hidden=16), [0, 1, 2], None)
+        choose_kept(whole, whole.smaller(hidden=16), [0, 1, 2], None)
     with pytest.raises(ConfigError, match="must be 2 different ones of 0 to 2"):
         layers_to_keep([0, 3], 2, 3, None)
     with pytest.raises(UnknownNameError):
@@ -168,7 +168,7 @@ def test_the_command_writes_a_folder_that_transformers_loads(
     text = tmp_path / "text.txt"
     text.write_text("hello world, hello world\n" * 40)
     whole = Shape.of(tiny.llama().config)
-    sizes = ("--layers", "2", "--hidden", "16", "--heads", "1", "--kv-heads", "1", "--feed-forward", "24")
+    sizes = ("--layers", "2", "--hidden", "16", "--attention-heads", "1", "--kv-heads", "1", "--feed-forward", "24")
     code, said, _ = foresay("prune", str(source), str(out), *sizes, "--text", str(text), "--tokens", "100")
     assert code == 0
     assert "layers: 0, 5 of 6" in said
@@ -186,7 +186,7 @@ def test_the_command_writes_a_folder_that_transformers_loads(
     assert AutoModelForCausalLM.from_pretrained(out).config.num_hidden_layers == 3
     assert "not made by foresay" in foresay.refused("prune", str(source), str(source), "--layers", "1", "--force")
     other = str(tmp_path / "other")
-    assert "hidden=" in foresay.refused("prune", str(source), other, "--hidden", str(whole.hidden + 1))
+    assert "--hidden 33" in foresay.refused("prune", str(source), other, "--hidden", str(whole.hidden + 1))
     assert not Path(other).exists()
     code, said, _ = foresay("prune", str(source), other, "--layers", "3", "--keep", "important")
     assert code == 0

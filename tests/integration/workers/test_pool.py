@@ -18,7 +18,7 @@ from foresay.workers.pool import TRIES, Pool, Worker, WorkerDiedError, check_wor
 
 class Played(Worker):
     def __init__(self, name: str, room: int, described: Plain) -> None:
-        self.name, self.room, self.described = name, room, described
+        self.name, self.capacity, self.described = name, room, described
         self.held: list[tuple[int, Plain]] = []
         self.most = 0
         self.closed = False
@@ -44,7 +44,7 @@ class Stage:
         self.started.append(Played(f"worker {index + 1}", self.room, {"by": len(self.started)}))
         return self.started[-1]
 
-    def heard(self, workers: Sequence[Worker]) -> Iterator[tuple[Worker, int, Plain | ForesayError]]:
+    def poll(self, workers: Sequence[Worker]) -> Iterator[tuple[Worker, int, Plain | ForesayError]]:
         self.turn += 1
         which, dies = self.script.pop(0) if self.script else (self.turn, False)
         worker: Any = workers[which % len(workers)]
@@ -87,7 +87,7 @@ def test_the_last_tasks_are_shared_out() -> None:
 def test_a_task_over_which_all_die_is_an_error() -> None:
     with (
         Pool(Stage(cursed=5), 2) as pool,
-        pytest.raises(ForesayError, match=f"task 5 was given to {TRIES} workers.*killed"),
+        pytest.raises(ForesayError, match=f"task 5 was assigned to {TRIES} workers.*killed"),
     ):
         list(pool.run(tasks(10)))
 
@@ -133,11 +133,11 @@ def test_a_worker_that_would_do_something_else_is_refused() -> None:
             return worker
 
     stage = Mixed()
-    with pytest.raises(ConfigError, match=r"would do something else than the first: .*fp32"):
+    with pytest.raises(ConfigError, match=r"differ from those of the first worker: .*fp32"):
         Pool(stage, 3)
     assert all(worker.closed for worker in stage.started)
     stage = Mixed([(0, True)])
-    with Pool(stage, 2) as pool, pytest.raises(ConfigError, match="something else"):
+    with Pool(stage, 2) as pool, pytest.raises(ConfigError, match="differ from"):
         list(pool.run(tasks(6)))
     assert all(worker.closed for worker in stage.started)
 

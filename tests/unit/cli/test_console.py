@@ -71,11 +71,14 @@ def test_commands_may_be_cut_short() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("dra", "/dra may be /drafter or /draft"),
-        ("tem", "/tem may be /temperature or /template"),
-        ("s", "/s may be /seed, /system, /store, /settings, /stats or /save"),
-        ("histroy", "unknown command /histroy. Did you mean /history? /help lists them; //histroy sends it as text"),
-        ("", "unknown command /. /help lists them"),
+        ("dra", "/dra is ambiguous: /drafter or /draft"),
+        ("tem", "/tem is ambiguous: /temperature or /template"),
+        ("s", "/s is ambiguous: /seed, /system, /store, /settings, /stats or /save"),
+        (
+            "histroy",
+            "unknown command /histroy. Did you mean /history? /help lists the commands; //histroy sends it as text",
+        ),
+        ("", "unknown command /. /help lists the commands"),
     ],
 )
 def test_what_is_no_command_says_what_is(name: str, message: str) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, ClassVar, get_args
 
 import pytest
+import typer
 
 from foresay.cli.lab_options import numbers
 from foresay.cli.option_groups import flatten_groups
@@ -41,7 +42,29 @@ def test_a_command_without_groups_is_itself() -> None:
 
 def test_numbers() -> None:
     assert numbers("1,4,4,8", "--batch") == [1, 4, 8]
-    with pytest.raises(ConfigError, match=r"--batch '1,x' must be numbers separated by commas, as 1,4,8"):
+    with pytest.raises(ConfigError, match=r"--batch '1,x' must be integers separated by commas, such as 1,4,8"):
         numbers("1,x", "--batch")
-    with pytest.raises(ConfigError, match="--batch '0' must be numbers of at least 1"):
+    assert numbers("0,2", "--batch", 0) == [0, 2]
+    with pytest.raises(ConfigError, match="--batch '0' must be integers of at least 1"):
         numbers("0", "--batch")
+
+
+SHARED = Annotated[int, typer.Option(help="Shared by groups.")]
+OWN = Annotated[int, typer.Option(rich_help_panel="Own")]
+
+
+@dataclass(frozen=True)
+class Panelled:
+    PANEL: ClassVar[str] = "Size"
+    shared: SHARED = 1
+    own: OWN = 2
+
+
+def run(*, group: Panelled) -> None: ...
+
+
+def test_a_groups_options_are_in_its_panel_unless_they_have_their_own() -> None:
+    parameters = inspect.signature(flatten_groups(run)).parameters
+    panels = {name: get_args(parameter.annotation)[1].rich_help_panel for name, parameter in parameters.items()}
+    assert panels == {"shared": "Size", "own": "Own"}
+    assert get_args(SHARED)[1].rich_help_panel is None, "the shared option itself is not changed"

@@ -118,8 +118,10 @@ def said(accepted: Sequence[int], extra: Sequence[int]) -> Verification:
 
 def committed(row: Row, drafted: Sequence[int], accepted: int, extra: int) -> tuple[list[int], tuple[Origin, ...]]:
     proposal = Proposal(torch.tensor([drafted], dtype=torch.int64), [len(drafted)])
-    [one] = commit(Rows([row]), proposal, said([accepted], [extra]), ModelOutput(torch.zeros(1, 5, 10)), NO_LAWS)
-    kept, origins = one.token_ids, one.origins
+    output = ModelOutput(torch.zeros(1, 5, 10))
+    [one], [path] = commit(Rows([row]), proposal, said([accepted], [extra]), output, NO_LAWS)
+    kept, origins = list(one.token_ids), one.origins
+    assert path == list(range(one.num_accepted))
     after_a_stop = len(kept) <= accepted  # and counted nowhere
     counted = (len(kept),) * 2 if after_a_stop else (len(drafted), accepted)
     assert (one.num_drafted, one.num_accepted) == counted
@@ -144,15 +146,15 @@ def test_nothing_behind_a_stop_is_committed() -> None:
 def test_a_padded_column_of_a_ragged_batch_is_never_committed() -> None:
     rows = Rows([make_row(), make_row()])
     proposal = Proposal(torch.tensor([[1, 2, 3], [4, 0, 0]]), [3, 1])
-    out = commit(rows, proposal, said([2, 1], [7, 8]), ModelOutput(torch.zeros(2, 4, 10)), NO_LAWS)
-    assert [(one.token_ids, one.origins) for one in out] == [([1, 2, 7], (D, D, R)), ([4, 8], (D, B))]
+    out, _ = commit(rows, proposal, said([2, 1], [7, 8]), ModelOutput(torch.zeros(2, 4, 10)), NO_LAWS)
+    assert [(one.token_ids, one.origins) for one in out] == [((1, 2, 7), (D, D, R)), ((4, 8), (D, B))]
 
 
 def test_logprobs_are_of_the_raw_logits() -> None:
     scores = torch.randn(2, 3, 6)
     rows = Rows([make_row(logprobs=2, temperature=0.5, banned_token_ids=(0,)), make_row()])
     proposal = Proposal(torch.tensor([[1, 2], [1, 2]]), [2, 2])
-    first, second = commit(rows, proposal, said([2, 2], [3, 3]), ModelOutput(scores), NO_LAWS)
+    (first, second), _ = commit(rows, proposal, said([2, 2], [3, 3]), ModelOutput(scores), NO_LAWS)
     assert second.logprobs is None
     entries = first.logprobs
     assert entries is not None and len(entries) == 3
@@ -168,7 +170,7 @@ def test_logprobs_are_of_the_raw_logits() -> None:
 def test_no_more_logprobs_than_tokens(asked: int, given: int) -> None:
     proposal = Proposal.empty(1, torch.device("cpu"))
     rows, output = Rows([make_row(logprobs=asked)]), ModelOutput(torch.randn(1, 1, 6))
-    [one] = commit(rows, proposal, said([0], [3]), output, NO_LAWS)
+    [one], _ = commit(rows, proposal, said([0], [3]), output, NO_LAWS)
     assert one.logprobs is not None and len(one.logprobs[0].top) == given
 
 

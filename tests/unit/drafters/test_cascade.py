@@ -190,7 +190,7 @@ def test_no_shape_of_matrix_exceeds_a_budget(data: st.DataObject) -> None:
         ([[1, 65], [0, 0]], 2, "k[0][1]=65 must be an integer in [0, 64]"),
         ([[1, 2], [0, True]], 2, "k[1][1]=True must be an integer in [0, 64]"),
         ([[1, 2], [3, 1]], 2, "k[1][0]=3 must be 0: k is upper triangular, drafter 1 does not draft for drafter 1"),
-        ([[0, 0], [0, 1]], 2, "k[0] is all zeros: nobody drafts for the target"),
+        ([[0, 0], [0, 1]], 2, "k[0] is all zeros: no drafter drafts for the target; set an entry above zero"),
     ],
     ids=str,
 )
@@ -204,7 +204,7 @@ def test_only_models_review() -> None:
     with pytest.raises(ConfigError) as caught:
         Cascade([Asked(), Asked()], [[1, 2], [0, 3]])
     assert str(caught.value) == (
-        "k[1]=[0, 3] asks drafter 1 (Asked) to review what others draft, which only a model can; make that row zero"
+        "k[1]=[0, 3]: drafter 1 (Asked) cannot verify other drafters' tokens, which needs a draft model; set that row to zero"
     )
     with pytest.raises(ConfigError, match=r"lenience=0.5 must be a finite number in \[1, 1e\+06\]"):
         Cascade([Asked()], [[1]], lenience=0.5)

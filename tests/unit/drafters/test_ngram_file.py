@@ -82,10 +82,10 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     path = tmp_path / "table.safetensors"
     for content in (b"", b"hello", b"\xff" * 100, b"\x80\x02]."):
         path.write_bytes(content)
-        assert refusal(path).startswith("it is no sound safetensors file")
+        assert refusal(path).startswith("it is not a valid safetensors file")
     small().save(path)
     path.write_bytes(path.read_bytes()[:-8])
-    assert refusal(path).startswith("it is no sound safetensors file")
+    assert refusal(path).startswith("it is not a valid safetensors file")
     for metadata in (None, {"format": "pt"}, {"kind": '"another"'}):
         save_file({"successor": np.zeros(3, dtype=np.int32)}, path, metadata)
         assert refusal(path) == "it is a safetensors file, but not an n-gram table"
@@ -106,7 +106,7 @@ def say(**values: Any) -> Change:
 
 CORPUS = {"files": [], "num_tokens": 1, "num_documents": 1, "min_count": 1, "num_ngrams": []}
 BROKEN: list[tuple[Change, str]] = [
-    (say(format=2), "its format is 2, this foresay reads 1; build it again"),
+    (say(format=2), "its format is 2, this version of foresay reads 1; build the table again"),
     (lambda arrays, facts: facts.pop("fingerprint"), "its metadata has no fingerprint"),
     (say(order=1), "order=1 must be an integer in [2, 5]"),
     (say(order="3"), "order='3' must be an integer in [2, 5]"),
@@ -129,21 +129,21 @@ BROKEN: list[tuple[Change, str]] = [
     (say(corpus={**CORPUS, "num_ngrams": [0.5]}), "num_ngrams=0.5 must be an integer at least 0"),
     (put("successor", [0.0] * 6), "successor must be a list of integers, not float64 of shape (6,)"),
     (put("successor", [[1, 2]] * 6), "successor must be a list of integers, not int64 of shape (6, 2)"),
-    (put("successor", [0, 1, 2, 3, 4, 6]), "successor holds 6, which is not in [-1, 5]"),
-    (put("successor", [0, 1, 2, 3, 4, -2]), "successor holds -2, which is not in [-1, 5]"),
+    (put("successor", [0, 1, 2, 3, 4, 6]), "successor contains 6, which is not in [-1, 5]"),
+    (put("successor", [0, 1, 2, 3, 4, -2]), "successor contains -2, which is not in [-1, 5]"),
     (put("counts", [1, 2, 3]), "counts has 3 entries instead of 6"),
-    (put("counts", [1, 2, 3, 4, 5, -1]), "counts holds -1, which is not in"),
+    (put("counts", [1, 2, 3, 4, 5, -1]), "counts contains -1, which is not in"),
     (put("level_3.starts", [0, 0, 3]), "level_3.starts has 3 entries instead of 7"),
-    (put("level_3.starts", [0, 0, 2, 2, 3, 3, 4]), "level_3.starts holds 4, which is not in [0, 3]"),
+    (put("level_3.starts", [0, 0, 2, 2, 3, 3, 4]), "level_3.starts contains 4, which is not in [0, 3]"),
     (put("level_3.starts", [0, 2, 1, 2, 3, 3, 3]), "level_3.starts must ascend from 0 to 3"),
     (put("level_3.starts", [0, 0, 2, 2, 2, 2, 2]), "level_3.starts must ascend from 0 to 3"),
     (put("level_3.starts", [1, 1, 2, 2, 3, 3, 3]), "level_3.starts must ascend from 0 to 3"),
     (put("level_3.keys", [5, 0, 2]), "level_3.keys must ascend within each last token"),
     (put("level_3.keys", [5, 5, 2]), "level_3.keys must ascend within each last token"),
-    (put("level_3.keys", [-1, 5, 2]), "level_3.keys holds -1, which is not in [0, 2097151]"),
-    (put("level_3.keys", [0, 6, 2]), "level_3.keys holds a token beyond the vocabulary of 6"),
-    (put("level_4.keys", [2, 7 << TOKEN_BITS]), "level_4.keys holds a token beyond the vocabulary of 6"),
-    (put("level_3.successor", [3, 4, -1]), "level_3.successor holds -1, which is not in [0, 5]"),
+    (put("level_3.keys", [-1, 5, 2]), "level_3.keys contains -1, which is not in [0, 2097151]"),
+    (put("level_3.keys", [0, 6, 2]), "level_3.keys contains a token beyond the vocabulary of 6"),
+    (put("level_4.keys", [2, 7 << TOKEN_BITS]), "level_4.keys contains a token beyond the vocabulary of 6"),
+    (put("level_3.successor", [3, 4, -1]), "level_3.successor contains -1, which is not in [0, 5]"),
     (put("level_3.successor", [3, 4]), "level_3.successor has 2 entries instead of 3"),
 ]
 

@@ -140,7 +140,7 @@ def test_frequent_refuses(arguments: dict[str, Any], message: str) -> None:
 
 @pytest.mark.parametrize("counts", [None, np.zeros(6, dtype=np.int64)])
 def test_frequent_needs_counts(counts: Any) -> None:
-    with pytest.raises(ConfigError, match="the table holds no token counts; build one with `foresay ngram build`"):
+    with pytest.raises(ConfigError, match="the table has no token counts; build one with `foresay ngram build`"):
         small(counts=counts).frequent(2)
 
 
@@ -158,7 +158,7 @@ def test_another_tokenizer_is_refused() -> None:
     with pytest.raises(VocabularyMismatchError) as caught:
         small().check(OTHER, 9)
     assert str(caught.value) == (
-        "the n-gram table was made with another tokenizer (fingerprint 0123456789ab, 6 tokens) than the one in use "
+        "the n-gram table was built with another tokenizer (fingerprint 0123456789ab, 6 tokens) than the one in use "
         "(ffffffffffff, 9 tokens); build a table with this tokenizer: foresay ngram build FILE... --model NAME --output TABLE"
     )
 
@@ -169,13 +169,15 @@ def test_a_table_without_a_fingerprint_must_have_the_vocabularys_size() -> None:
         with pytest.raises(VocabularyMismatchError) as caught:
             table.check(mark, 9, 9)
         assert str(caught.value).startswith(
-            "the n-gram table was made for a vocabulary of 6 tokens, and the one in use has 9; build a table"
+            "the n-gram table was built for a vocabulary of 6 tokens, but the one in use has 9; build a table"
         )
         table.check(mark, 9, 6)  # 3 ids are padding, or were added
     small().check(MARK, 9, 9)  # the same tokenizer: ids without a name at its end
 
 
 def test_ids_beyond_the_vocabulary_are_refused() -> None:
-    with pytest.raises(VocabularyMismatchError, match="holds token 5, but the vocabulary in use has 5 tokens; build a"):
+    with pytest.raises(
+        VocabularyMismatchError, match="contains token 5, but the vocabulary in use has 5 tokens; build a"
+    ):
         small(fingerprint=None).check(OTHER, 5)
     NgramTable(np.array([0, UNKNOWN])).check(None, 1)  # the second id does not occur

@@ -71,7 +71,7 @@ def test_a_drafter_that_raises_changes_nothing(
     assert outputs == plain
     assert 1 <= engine.draft_failures <= 3, "tried again when a row joins, three times at most"
     assert engine.drafter is not None and engine.drafter.last_error is error
-    message = f"the drafter failed ({type(error).__name__}: {error}); decoding goes on without it"
+    message = f"the drafter failed ({type(error).__name__}: {error}); decoding continues without it"
     assert warnings_of(caplog) == [message]
     assert steps[-1].num_drafted == 0, "the rest is plain decoding"
 

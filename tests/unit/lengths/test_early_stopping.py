@@ -25,12 +25,12 @@ def rows_of(count: int, *, ragged: bool = True) -> Rows:
 
 
 def said(gate: EarlyStopping, rows: Rows, index: int, q: Sequence[float]) -> list[bool]:
-    return gate.goes_on(rows, np.full(len(q), index), np.array(q)).tolist()  # type: ignore[no-any-return]
+    return gate.continuing(rows, np.full(len(q), index), np.array(q)).tolist()  # type: ignore[no-any-return]
 
 
 def learn(gate: EarlyStopping, rows: Rows, drawn: Sequence[int], held: Sequence[int]) -> None:
     steps = [Step(0, (0,) * (h + 1), (), d, h) for d, h in zip(drawn, held, strict=True)]
-    gate.learn(rows, steps, [d > 0 for d in drawn])
+    gate.observe(rows, steps, [d > 0 for d in drawn])
 
 
 def test_chances_are_multiplied_along_a_draft() -> None:
@@ -73,8 +73,8 @@ def test_what_is_said_is_compared_with_what_happens() -> None:
 
 def budgets(gate: EarlyStopping, *args: Any) -> list[int] | None:
     """Of the rows that are worth it."""
-    found = gate.worth(*args)
-    return None if found is None else found.most
+    found = gate.plan(*args)
+    return None if found is None else found.budgets
 
 
 @pytest.mark.parametrize("ragged", [True, False])
@@ -102,7 +102,7 @@ def test_a_row_that_was_left_out_is_tried_again() -> None:
         for _ in range(200):
             out.append(budgets(gate, rows, [True] * 2, [None] * 2, passes, line(0.05, 0.15), StepContext(2.0)))
             if forgets:
-                gate.forget(rows, [i for i, n in enumerate(out[-1] or [0, 0]) if not n])
+                gate.decay(rows, [i for i, n in enumerate(out[-1] or [0, 0]) if not n])
         return out
 
     assert asked(False)[-1] == [0, 8], "to ask changes nothing"
@@ -115,7 +115,7 @@ def test_rows_that_are_held_keep_their_lengths() -> None:
     found = budgets(gate, rows, [True] * 3, [None, 5, None], line(1.0, 0.02), line(0.05, 0.02), StepContext(3.0))
     assert found == [8, 5, 8]
     assert (
-        gate.worth(rows, [True, False, False], [3, None, None], line(1, 0.02), line(0.05, 0.02), StepContext(3.0))
+        gate.plan(rows, [True, False, False], [3, None, None], line(1, 0.02), line(0.05, 0.02), StepContext(3.0))
         is None
     )
 
@@ -142,16 +142,16 @@ def test_drafts_with_parts_of_which_nothing_was_heard() -> None:
     gate.begin(rows, TokenCost(0.0, 0.0), [8])
     said(gate, rows, 0, [0.9])
     learn(gate, rows, [1], [1])
-    assert gate.is_whole
+    assert gate.sees_all_tokens
     gate.begin(rows, TokenCost(0.0, 0.0), [8])
     said(gate, rows, 1, [0.9])
     learn(gate, rows, [2], [2])
-    assert not gate.is_whole
+    assert not gate.sees_all_tokens
 
 
 def test_a_first_draft_is_one_of_a_row_that_drafted() -> None:
     gate, rows = EarlyStopping(8, "own"), rows_of(2)
-    assert gate.is_first(rows, [2, 0])
+    assert gate.is_first_draft(rows, [2, 0])
     learn(gate, rows, [2, 0], [1, 0])
-    assert not gate.is_first(rows, [2, 0]), "who drafted nothing is nobody's first"
-    assert gate.is_first(rows, [2, 1])
+    assert not gate.is_first_draft(rows, [2, 0]), "who drafted nothing is nobody's first"
+    assert gate.is_first_draft(rows, [2, 1])

@@ -106,7 +106,7 @@ def test_what_a_draft_says_of_itself_is_not_believed(monkeypatch: pytest.MonkeyP
         globals(), "distributions", lambda says, **more: known([SURE + UNSURE - q for q in says], **more)
     )
     assert rate(settled(), 1, True, 800) > 0.97 * honest
-    monkeypatch.setattr(EarlyStopping, "_chances", lambda self: (np.arange(10) + 0.5) / 10)
+    monkeypatch.setattr(EarlyStopping, "_accept_probs", lambda self: (np.arange(10) + 0.5) / 10)
     assert rate(settled(), 1, True, 800) < 0.9 * honest
 
 

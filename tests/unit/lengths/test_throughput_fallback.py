@@ -170,8 +170,8 @@ class Unlucky(World):
 def test_a_few_failures_are_chance(monkeypatch: pytest.MonkeyPatch) -> None:
     """A first trial whose guesses all fail goes on while hope is left; control: one that ends there drafts nothing for long."""
     drafted = {}
-    for hoped in (measured_drafter._HOPED, 0.0):
-        monkeypatch.setattr(measured_drafter, "_HOPED", hoped)
+    for hoped in (measured_drafter._OPTIMISM, 0.0):
+        monkeypatch.setattr(measured_drafter, "_OPTIMISM", hoped)
         world = Unlucky(0.0, 0.75, 0.05, 0.05)
         world.rate(ThroughputLength(), 100, most=2)
         drafted[hoped] = sum(n > 0 for n in world.asked)
@@ -201,8 +201,8 @@ def test_a_look_up_that_is_not_free(accept: float, pays: bool, batch: int) -> No
 def test_hope_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guesses that never hold but cost next to nothing are not tried for ever; control: they were, without a bound."""
     tried = {}
-    for most in (trials._FURTHER, 1 << 30):
-        monkeypatch.setattr(trials, "_FURTHER", most)
+    for most in (trials._MAX_EXTRA_STEPS, 1 << 30):
+        monkeypatch.setattr(trials, "_MAX_EXTRA_STEPS", most)
         world, policy = World(0.0, 0.0, 0.004, 0.01), ThroughputLength()
         world.rate(policy, 300)
         world.rate(policy, 600)

@@ -9,7 +9,7 @@ import pytest
 
 from foresay.decoding.outcome import Step
 from foresay.decoding.rows import Rows
-from foresay.lengths.budgets import StepContext, best_for_all
+from foresay.lengths.budgets import StepContext, best_shared_length
 from foresay.lengths.costs import Curve
 from foresay.lengths.token_rate import TokenRate
 from helpers.making import make_row
@@ -81,7 +81,9 @@ def test_no_lengths_write_more_per_second(case: str) -> None:
     rate, chosen = 1.0, (0, 0)
     for _ in range(20):  # it settles: what is chosen at a rate writes at least at that rate
         ground = StepContext(rate)
-        chosen = tuple(best_for_all(p**index, np.ones(HIGH), passes, draft * index, ground) for _, p, draft in kinds)
+        chosen = tuple(
+            best_shared_length(p**index, np.ones(HIGH), passes, draft * index, ground) for _, p, draft in kinds
+        )
         rate = max(1.0, rate_of(chosen))
     assert rate_of(chosen) == pytest.approx(best, rel=1e-9), chosen
     alone = tuple(

@@ -132,8 +132,8 @@ def test_another_header_keeps_an_unfinished_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model": "other"}, 'was begun with model="tiny", and this run has "other"'),
-        ({"vocab_size": 51}, "was begun with vocab_size=50, and this run has 51"),
+        ({"model": "other"}, 'was started with model="tiny", and this run has "other"'),
+        ({"vocab_size": 51}, "was started with vocab_size=50, and this run has 51"),
         ({"params": {**HEADER["params"], "max_new_tokens": 9}}, "with params.max_new_tokens=8, and this run has 9"),
         ({"params": {"max_new_tokens": 8, "stop": ["x", "yz"]}}, "params.logit_bias=[[3, 1.5]], and this run has null"),
         ({"settings": {"chat": True, "dtype": "bfloat16"}}, 'settings.dtype="float32", and this run has "bfloat16"'),
@@ -143,7 +143,7 @@ def test_another_header_keeps_an_unfinished_line(tmp_path: Path) -> None:
 )
 def test_another_header_names_what_differs(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     path = write(tmp_path / "r.jsonl")
-    refused(lambda: write(path, **changes), message, "give the same settings to go on, or another file")
+    refused(lambda: write(path, **changes), message, "give the same settings to resume it, or name another file")
     assert len(Recording.load(path).records) == 2
 
 
@@ -189,7 +189,7 @@ def test_a_line_is_there_whole_when_append_returns(tmp_path: Path) -> None:
         ("{", "line 3: not JSON"),
         ("", "line 3: not JSON"),
         ("[1]", "line 3: not an output: it should be an object, not [1]"),
-        ('{"id": "a", "prompt": [1], "output": [2]}', "line 3: id='a' is there twice"),
+        ('{"id": "a", "prompt": [1], "output": [2]}', "line 3: id='a' is not unique"),
         ('{"prompt": [1], "output": [2]}', "line 3: not an output: id: field required"),
         (
             '{"id": "c", "prompt": [1], "output": [2], "colour": 3}',
@@ -219,7 +219,7 @@ def test_a_line_is_there_whole_when_append_returns(tmp_path: Path) -> None:
         ),
         (
             '{"id": "c", "prompt": [1], "output": [1, 2], "token_probs": [0.5]}',
-            "line 3: 1 values of token_probs for 2 tokens",
+            "line 3: token_probs has 1 values for 2 tokens",
         ),
         (
             '{"id": "c", "prompt": [1], "output": [1], "logprobs": ["a"]}',
@@ -273,10 +273,10 @@ def test_files_that_are_no_recordings(tmp_path: Path) -> None:
     refused(lambda: Recording.load(tmp_path), "Is a directory")
     for data in (b"", b"hello", b"[1, 2]", b"\xff\xfe"):
         path.write_bytes(data)
-        refused(lambda: Recording.load(path), "is no recording: neither foresay-recording")
+        refused(lambda: Recording.load(path), "is not a recording: neither foresay-recording")
     path.write_text(json.dumps({"format": "foresay-recording", "version": 1, "vocab_size": 5}) + "\n")
-    refused(lambda: Recording.load(path), "the recording holds no outputs yet")
-    refused(lambda: Recording.load(write(tmp_path / "r"), prompts=[[1]]), "holds its own prompts")
+    refused(lambda: Recording.load(path), "the recording contains no outputs yet")
+    refused(lambda: Recording.load(write(tmp_path / "r"), prompts=[[1]]), "contains its own prompts")
     refused(lambda: LineWriter(tmp_path / "no" / "such", "kind", 1, {}), "cannot write", "No such file or directory")
     refused(lambda: read_lines(tmp_path / "none", "kind", 1, ANY).__enter__(), "cannot read")
     path.write_bytes(b"")
@@ -309,12 +309,12 @@ def test_a_log_of_tensors(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("tensor([[1, 2]])\n\ntensor([[3,\n ..., 4]])\n", "line 3: the tensor was printed shortened ('...')"),
+        ("tensor([[1, 2]])\n\ntensor([[3,\n ..., 4]])\n", "line 3: the tensor was printed abbreviated ('...')"),
         ("tensor([[1, 2.5]])\n", "line 1: not a list of token ids"),
         ("tensor([[1, 2]])\ntensor([[-3]])\n", "line 2: not a list of token ids (token=-3"),
         ("tensor([[1, 2]])\ntensor([[]])\n", "line 2: the output is empty"),
-        ("tensor(5)\n", "holds no outputs"),
-        (LOG, "holds 3 outputs, and there are 2 prompts"),
+        ("tensor(5)\n", "contains no outputs"),
+        (LOG, "contains 3 outputs for 2 prompts"),
     ],
 )
 def test_logs_that_cannot_be_read(tmp_path: Path, text: str, message: str) -> None:
@@ -326,7 +326,7 @@ def test_logs_that_cannot_be_read(tmp_path: Path, text: str, message: str) -> No
 def test_a_log_needs_its_prompts(tmp_path: Path) -> None:
     path = tmp_path / "log.txt"
     path.write_text(LOG)
-    refused(lambda: Recording.load(path), "is a log of tensors, which holds outputs alone; give the prompts")
+    refused(lambda: Recording.load(path), "is a log of tensors, which contains outputs alone; give the prompts")
 
 
 # -- CS-Drafting's cache -----------------------------------------------------------------------------------------------
@@ -356,14 +356,14 @@ def test_a_cache_of_an_encoder_decoder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("pairs", "message"),
     [
-        ({"1_2": "1_2_3", "5_6": "0_7"}, "mixes outputs that begin with their prompts and such that do not"),
+        ({"1_2": "1_2_3", "5_6": "0_7"}, "mixes outputs that begin with their prompts and outputs that do not"),
         ({"1_2": "1_2"}, "entry 1: the output is empty"),
         ({"1_2": "1_2_3", "4": "0"}, "entry 2: the output is empty"),
-        ({"1_x": "1_2"}, "entry 1: token ids joined by '_' are needed"),
-        ({"1": "1_-2"}, "entry 1: token ids joined by '_' are needed (token=-2"),
-        ({"1": ""}, "entry 1: token ids"),
-        ({"1": [1, 2]}, "entry 1: token ids"),
-        ({}, "holds no outputs"),
+        ({"1_x": "1_2"}, "entry 1: must be token ids joined by '_'"),
+        ({"1": "1_-2"}, "entry 1: must be token ids joined by '_' (token=-2"),
+        ({"1": ""}, "entry 1: must be token ids"),
+        ({"1": [1, 2]}, "entry 1: must be token ids"),
+        ({}, "contains no outputs"),
     ],
 )
 def test_caches_that_cannot_be_read(tmp_path: Path, pairs: Any, message: str) -> None:

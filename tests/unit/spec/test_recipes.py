@@ -170,7 +170,7 @@ def test_a_table_for_another_vocabulary_is_refused(resources: Resources, tmp_pat
     path = tmp_path / "bigrams.json"
     path.write_text(json.dumps([1] * 100))
     with pytest.raises(
-        VocabularyMismatchError, match=rf"for a vocabulary of 100 tokens, and the one in use has {VOCAB}"
+        VocabularyMismatchError, match=rf"for a vocabulary of 100 tokens, but the one in use has {VOCAB}"
     ):
         built(resources, drafter.format(path))
     path.write_text(json.dumps([1] * VOCAB))
@@ -270,7 +270,7 @@ def test_a_change_forgets_and_remembers_with_the_one_it_came_from(generator: Gen
     ("text", "error", "message"),
     [
         ("sufix", UnknownNameError, "unknown drafter 'sufix'. Did you mean 'suffix'?"),
-        ("none(1)", ConfigError, "none(1): drafter 'none' takes 0 values without a name at most"),
+        ("none(1)", ConfigError, "none(1): drafter 'none' takes at most 0 values without a name"),
         ("prompt_lookup(max_ngram=1)", ConfigError, "min_ngram=2, max_ngram=1 must satisfy"),
         ("max_gram(table=3)", ConfigError, "table=3 must be a name or a path"),
         ("ngram_store(n=1)", ConfigError, "n=1 must be an integer in [2, 32]"),
@@ -333,7 +333,7 @@ def test_what_drafts_for_an_encoder_decoder(table: str, head: str) -> None:
     theirs = Resources(t5)
     for text in ("self(2)", "cascade(self=1, max_gram; k=[[2, 2], [0, 2]])", "hybrid(suffix, self=1)"):
         assert built(theirs, text) is not None
-    with pytest.raises(UnsupportedModelError, match="only a decoder-only transformers model's head can be trimmed"):
+    with pytest.raises(UnsupportedModelError, match="trims the LM head of a decoder-only transformers model only"):
         built(theirs, f"self(1, {table}, 4)")
     for text in (f"head({head})", f"head_tree({head})"):
         with pytest.raises(
@@ -375,7 +375,7 @@ def test_rules_and_lengths_by_expression() -> None:
         ("-1", "num_draft_tokens=-1 must be an integer in [0, 64]"),
         ("--5", "unknown length '--5'"),
         ("²", "unknown length '²'"),
-        ("2.5", "'2.5' is not a name, nor a name with settings in parentheses"),
+        ("2.5", "'2.5' is neither a name nor a name with settings in parentheses"),
         (True, "num_draft_tokens=True must be an integer in [0, 64]"),
         ("heuristic(low=0)", "low=0 must be an integer in [1, 20]"),
         ("constant", "length 'constant' needs num_draft_tokens"),

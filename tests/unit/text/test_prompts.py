@@ -56,7 +56,9 @@ def test_a_batch(prompt: Any) -> None:
 
 @pytest.mark.parametrize(("prompt", "kind"), [(5, "int"), (None, "NoneType"), (USER, "dict"), ({1}, "set")])
 def test_what_is_no_prompt_is_named(prompt: Any, kind: str) -> None:
-    with pytest.raises(PromptError, match=f"a prompt of type {kind} is neither a text, nor messages, nor token ids"):
+    with pytest.raises(
+        PromptError, match=f"a prompt of type {kind} is not supported; give a text, messages, token ids"
+    ):
         is_batch(prompt)
 
 
@@ -102,10 +104,10 @@ def test_numpy_integers_in_a_list_are_token_ids() -> None:
         (torch.tensor(1), "token ids of shape () and dtype torch.int64; give one row of integers"),
         (torch.tensor([1.0]), "token ids of shape (1,) and dtype torch.float32; give one row of integers"),
         (np.array([True]), "token ids of shape (1,) and dtype bool; give one row of integers"),
-        ([1, 2.0], "prompt item 2.0 of type float is neither a token id nor a message"),
-        ([True], "prompt item True of type bool is neither a token id nor a message"),
-        ([1, USER], f"prompt item {USER!r} of type dict is neither a token id nor a message"),
-        ([None], "prompt item None of type NoneType is neither a token id nor a message"),
+        ([1, 2.0], "prompt item 2.0 of type float must be a token id or a message"),
+        ([True], "prompt item True of type bool must be a token id or a message"),
+        ([1, USER], f"prompt item {USER!r} of type dict must be a token id or a message"),
+        ([None], "prompt item None of type NoneType must be a token id or a message"),
         (np.array([], np.int64), "the prompt is empty; give a text, messages or token ids"),
     ],
     ids=lambda value: "" if isinstance(value, str) else repr(value),

@@ -140,7 +140,7 @@ def test_readers_that_cannot_be(tmp_path: Path) -> None:
         CorpusReader([text], separator="lines")
     with pytest.raises(ConfigError, match="no files to read"):
         CorpusReader([])
-    with pytest.raises(ConfigError, match=r"field='text' belongs to \.jsonl files, and '.*a\.txt' is none"):
+    with pytest.raises(ConfigError, match=r"field='text' applies to \.jsonl files only, and '.*a\.txt' is not one"):
         CorpusReader([text], field="text")
     with pytest.raises(ConfigError, match="standard input can be read only once"):
         CorpusReader(["-", "-"])

@@ -39,13 +39,13 @@ def test_gradients_are_those_of_finite_differences(text: str, known: str) -> Non
     elif known == "some":
         teacher, width = Teacher.of_logits(target, ids), 4
     else:
-        teacher, width = Teacher.likeliest(target, 3), 7
+        teacher, width = Teacher.top_k(target, 3), 7
     logits = logits[:, :width].float().requires_grad_()
     columns = torch.full((7,), -1)
     columns[ids] = torch.arange(4)
 
     def value(x: torch.Tensor) -> torch.Tensor:
-        return loss(*teacher.both(x, columns if known == "some" else None)).sum()
+        return loss(*teacher.aligned_probs(x, columns if known == "some" else None)).sum()
 
     value(logits).backward()
     for place in [(0, 0), (1, 2), (2, 3)]:
@@ -60,7 +60,7 @@ def test_gradients_are_those_of_finite_differences(text: str, known: str) -> Non
 def test_one_less_the_total_variation_is_the_chance_of_acceptance() -> None:
     torch.manual_seed(1)
     target, draft = torch.randn(20, 50), torch.randn(20, 50)
-    p, q = Teacher.of_logits(target).both(draft)
+    p, q = Teacher.of_logits(target).aligned_probs(draft)
     assert Agreement.of(p, q).acceptance == pytest.approx(1 - float(LOSSES["tv"](p, q).mean()), abs=1e-6)
     assert Agreement.of(p, p).greedy == 1
     assert Agreement.of(p, p).acceptance == pytest.approx(1, abs=1e-5)
@@ -70,8 +70,8 @@ def test_what_is_not_known_is_one_outcome() -> None:
     """Distances over fewer outcomes are never larger; acceptance of a trimmed draft counts what it cannot write as lost."""
     torch.manual_seed(2)
     target, draft = torch.randn(20, 50), torch.randn(20, 50)
-    whole = Teacher.of_logits(target).both(draft)
-    part = Teacher.likeliest(target, 8).both(draft)
+    whole = Teacher.of_logits(target).aligned_probs(draft)
+    part = Teacher.top_k(target, 8).aligned_probs(draft)
     for loss in LOSSES.values():
         assert bool((loss(*part) <= loss(*whole) + 1e-6).all())
     assert part[0].shape == (20, 9)
@@ -82,14 +82,14 @@ def test_what_is_not_known_is_one_outcome() -> None:
     columns = torch.full((50,), -1)
     columns[ids] = torch.arange(25)
     trimmed = draft[:, ids]
-    p, q = Teacher.of_logits(target, ids).both(trimmed, columns)
+    p, q = Teacher.of_logits(target, ids).aligned_probs(trimmed, columns)
     wanted = torch.minimum(torch.softmax(target, -1)[:, ids], torch.softmax(trimmed, -1)).sum(-1).mean()
     assert Agreement.of(p, q).acceptance == pytest.approx(float(wanted), abs=1e-6)
-    mixed = Teacher.of_logits(target, torch.tensor([1, 4, 7])).both(trimmed, columns)[1]
+    mixed = Teacher.of_logits(target, torch.tensor([1, 4, 7])).aligned_probs(trimmed, columns)[1]
     assert not bool(mixed[:, [0, 2]].any()), "tokens that the draft cannot write"
     torch.testing.assert_close(mixed[:, 1], torch.softmax(trimmed, -1)[:, 2])
-    likeliest = Teacher.likeliest(target, 8).both(trimmed, columns)
-    absent = Teacher.likeliest(target, 8).ids % 2 == 1  # type: ignore[operator]
+    likeliest = Teacher.top_k(target, 8).aligned_probs(trimmed, columns)
+    absent = Teacher.top_k(target, 8).ids % 2 == 1  # type: ignore[operator]
     assert not bool(likeliest[1][:, :-1][absent].any())
 
 

@@ -1,1 +1,1 @@
-"""The console of `foresay chat`: what is read, what the commands do, what is written."""
+"""The console of `foresay chat`: reading entries, acting on commands, showing answers."""

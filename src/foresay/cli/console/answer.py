@@ -1,4 +1,4 @@
-"""One answer: streamed, ended by Ctrl-C, kept as an Exchange."""
+"""One answer: streamed, ended by Ctrl-C, returned as an Exchange."""
 
 from __future__ import annotations
 
@@ -19,24 +19,23 @@ from foresay.generation.result import Chunk, Generation
 
 
 @contextmanager
-def interruptible(enabled: bool, begun: Callable[[], bool]) -> Iterator[Callable[[], bool]]:
-    """Within, once the answer has begun, the first Ctrl-C only answers the question that is yielded.
+def interruptible(enabled: bool, started: Callable[[], bool]) -> Iterator[Callable[[], bool]]:
+    """Yield a function that returns True after Ctrl-C, so that an answer ends between two passes and no drafter state is damaged.
 
-    So an answer ends between two passes, and nothing a drafter keeps is left half written. A second Ctrl-C, or one before
-    the first word, is a KeyboardInterrupt.
+    started: returns True once the answer has its first word. A Ctrl-C before it, and a second one, raise KeyboardInterrupt.
     """
     pressed = False
 
-    def note(*_: object) -> None:
+    def on_signal(*_: object) -> None:
         nonlocal pressed
-        if pressed or not begun():
+        if pressed or not started():
             raise KeyboardInterrupt
         pressed = True
 
     if not enabled or threading.current_thread() is not threading.main_thread():
         yield lambda: False
         return
-    before = signal.signal(signal.SIGINT, note)
+    before = signal.signal(signal.SIGINT, on_signal)
     try:
         with unechoed(True):
             yield lambda: pressed
@@ -44,8 +43,8 @@ def interruptible(enabled: bool, begun: Callable[[], bool]) -> Iterator[Callable
         signal.signal(signal.SIGINT, before)
 
 
-class _Written:
-    """The text and counts of an answer so far."""
+class _Answer:
+    """Text and steps of an answer so far."""
 
     def __init__(self, session: ChatSession) -> None:
         self._session = session
@@ -57,25 +56,25 @@ class _Written:
         self.steps.append(chunk.step)
         self.text += chunk.text
         self.whole = chunk.generation or self.whole
-        self._session.screen.written(chunk.pieces, trace=self._session.trace)
+        self._session.screen.stream(chunk.pieces, trace=self._session.trace)
 
 
-def write(session: ChatSession, user: str, before: Sequence[Exchange]) -> Exchange | None:
-    """Answer a message that follows some exchanges; None after Ctrl-C before the first word.
+def generate(session: ChatSession, user: str, before: Sequence[Exchange]) -> Exchange | None:
+    """Generate the answer to a message after earlier exchanges. Return None after Ctrl-C before the first word.
 
-    Raises what `Generator.stream` raises for a message that cannot be answered.
+    Raises the errors of `Generator.stream` for a message that cannot be answered.
     """
     prompt, left_out = session.fitted(before, user)
     params = session.seeded()
-    written = _Written(session)
+    answer = _Answer(session)
     stream: Any = session.generator.stream(prompt, params)
     if left_out:
         session.screen.note(_left_out(left_out))
     began = perf_counter()
     try:
-        with interruptible(session.interactive, lambda: bool(written.steps)) as interrupted:
+        with interruptible(session.interactive, lambda: bool(answer.steps)) as interrupted:
             for chunk in stream:
-                written.show(chunk)
+                answer.show(chunk)
                 if interrupted():
                     break
     except KeyboardInterrupt:
@@ -85,24 +84,24 @@ def write(session: ChatSession, user: str, before: Sequence[Exchange]) -> Exchan
     stream.close()
     seconds = perf_counter() - began
     session.screen.line()
-    if not written.text and written.whole is None:
-        session.screen.note("interrupted before the first word; the message was not kept")
+    if not answer.text and answer.whole is None:
+        session.screen.note("interrupted before the first word; the message is dropped")
         return None
-    one = _exchange(session, user, params, written, seconds, left_out)
+    one = _exchange(session, user, params, answer, seconds, left_out)
     if session.screen.notes.is_terminal:
         session.screen.note(_sum_up(session, one))
     return one
 
 
 def _exchange(
-    session: ChatSession, user: str, params: SamplingParams, written: _Written, seconds: float, left_out: int
+    session: ChatSession, user: str, params: SamplingParams, answer: _Answer, seconds: float, left_out: int
 ) -> Exchange:
-    whole = written.whole
+    whole = answer.whole
     return Exchange(
         user=user,
-        answer=written.text if whole is None else whole.text,
+        answer=answer.text if whole is None else whole.text,
         ended=INTERRUPTED if whole is None else whole.finish_reason.value,
-        stats=Stats.of(written.steps),
+        stats=Stats.of(answer.steps),
         seconds=seconds,
         seed=None if params.greedy else params.seed,
         exact=session.generator.rule.exact,
@@ -114,8 +113,8 @@ def _exchange(
 
 
 def _left_out(count: int) -> str:
-    what = "the oldest exchange is" if count == 1 else f"the {count} oldest exchanges are"
-    return f"({what} left out: the model's context is full)"
+    exchanges = "the oldest exchange is" if count == 1 else f"the {count} oldest exchanges are"
+    return f"({exchanges} left out: the model's context is full)"
 
 
 def _sum_up(session: ChatSession, one: Exchange) -> str:

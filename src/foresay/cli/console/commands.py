@@ -1,4 +1,4 @@
-"""The commands by name, and how a line becomes one."""
+"""The console's commands by name, and how a line becomes one."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from rich.text import Text
 from foresay.cli.console import conversation, settings
 from foresay.cli.console.input import Entry, Words
 from foresay.cli.console.session import ChatSession
-from foresay.cli.console.settings import Command, nothing
+from foresay.cli.console.settings import Command, no_argument
 from foresay.cli.methods import catalogue
 from foresay.decoding.acceptance import RULES
 from foresay.errors import ConfigError
 from foresay.lengths import LENGTHS
 from foresay.models.sources.packaged import ALIASES
-from foresay.spec.recipes import DRAFTERS
+from foresay.spec.recipes import DRAFTERS, third_party_names
 
 
 def help_(session: ChatSession, argument: str) -> None:
-    """/help COMMAND: what a command does; without one, all of them."""
+    """/help COMMAND: describe a command; without one, list all."""
     if argument:
         _help_on(session, resolve(argument.removeprefix("/")))
         return
     session.screen.pairs([_documented(command) for command in COMMANDS.values()])
-    session.screen.note("A name may be cut short: /temp 0.7. A message that begins with a slash: //like this.")
-    session.screen.note('A line ending in \\ goes on; """ begins and ends a message of many lines.')
+    session.screen.note("Names may be abbreviated: /temp 0.7. To send a message that begins with a slash: //like this.")
+    session.screen.note('A line ending in \\ continues on the next; """ begins and ends a message of many lines.')
 
 
 def _help_on(session: ChatSession, name: str) -> None:
@@ -35,13 +35,13 @@ def _help_on(session: ChatSession, name: str) -> None:
     session.screen.line(Text.assemble((usage, "bold"), f": {purpose}"))
     kinds = {"drafter": 0, "rule": 1, "length": 2}
     if name in kinds:
-        for signature, what in catalogue()[kinds[name]][2]:
-            session.screen.line(f"  {signature}: {what}")
+        for signature, summary in catalogue()[kinds[name]][2]:
+            session.screen.line(f"  {signature}: {summary}")
 
 
 def quit_(session: ChatSession, argument: str) -> None:
-    """/quit: leave; so does Ctrl-D."""
-    nothing("quit", argument)
+    """/quit: leave, as Ctrl-D does."""
+    no_argument("quit", argument)
     session.running = False
 
 
@@ -75,17 +75,19 @@ COMMANDS: dict[str, Command] = {
     "quit": quit_,
 }
 SYNONYMS = {"temp": "temperature", "exit": "quit"}
-"""Shorter or other names, which no list shows."""
+"""Other names, which no list shows."""
+FLAGS = {name.replace("-", "_"): f"/{name}" for name in COMMANDS} | {"num_draft_tokens": "/gamma"}
+"""Names of Python arguments, and the commands that set them, for errors."""
 
 
 def _documented(command: Command) -> tuple[str, str]:
-    """(usage, what it does), from the docstring."""
+    """(usage, description), from the docstring."""
     usage, _, purpose = cleandoc(command.__doc__ or "").partition(": ")
     return usage, purpose
 
 
 def resolve(name: str) -> str:
-    """The command of this name, or the only one that begins so."""
+    """Return the full name of a command. Raises ConfigError for a name that is unknown or an ambiguous abbreviation."""
     name = SYNONYMS.get(name, name)
     if name in COMMANDS:
         return name
@@ -93,29 +95,29 @@ def resolve(name: str) -> str:
     if len(found) == 1:
         return found[0]
     if found:
-        raise ConfigError(f"/{name} may be {', '.join('/' + one for one in found[:-1])} or /{found[-1]}")
+        raise ConfigError(f"/{name} is ambiguous: {', '.join('/' + one for one in found[:-1])} or /{found[-1]}")
     near = get_close_matches(name, COMMANDS, n=1)
     hint = f" Did you mean /{near[0]}?" if near else ""
-    raise ConfigError(f"unknown command /{name}.{hint} /help lists them; //{name} sends it as text")
+    raise ConfigError(f"unknown command /{name}.{hint} /help lists the commands; //{name} sends it as text")
 
 
 def handle(session: ChatSession, entered: Entry) -> None:
-    """Do what was entered: a command, or a message to answer. Raises ForesayError when that cannot be done."""
+    """Run a command, or answer a message. Raises ForesayError if that fails."""
     text = entered.text
     if entered.block or not text.startswith("/"):
-        conversation.say(session, text)
+        conversation.answer(session, text)
     elif text.startswith("//"):
-        conversation.say(session, text[1:])
+        conversation.answer(session, text[1:])
     else:
         name, *argument = text[1:].split(None, 1)[:2] or [""]
         COMMANDS[resolve(name)](session, argument[0].strip() if argument else "")
 
 
 def words() -> Words:
-    """What Tab completes: command names, and what each of them may be given."""
+    """Completions for Tab: command names, and the values of each."""
     switch: Callable[[], Iterable[str]] = lambda: ("on", "off")  # noqa: E731
     given: dict[str, Callable[[], Iterable[str]]] = {
-        "drafter": lambda: ["auto", *DRAFTERS],
+        "drafter": lambda: ["auto", *DRAFTERS, *third_party_names()],
         "draft": lambda: ALIASES,
         "rule": lambda: RULES,
         "length": lambda: LENGTHS,

@@ -1,4 +1,4 @@
-"""The commands that show the conversation, change it, measure it and save it."""
+"""Commands that show, change, measure and save the conversation."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 from foresay import __version__
 from foresay.cli.common import model_expression
 from foresay.cli.console import table
-from foresay.cli.console.answer import write
+from foresay.cli.console.answer import generate
 from foresay.cli.console.screen import unechoed
 from foresay.cli.console.session import INTERRUPTED, ChatSession, Exchange
-from foresay.cli.console.settings import nothing
+from foresay.cli.console.settings import no_argument
 from foresay.cli.progress import loading
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.engine import Stats
@@ -27,47 +27,47 @@ from foresay.spec.expressions import parse, written
 from foresay.text.formatting import percent, yes_no
 
 
-def say(session: ChatSession, text: str) -> None:
-    """Answer a message, and keep both."""
+def answer(session: ChatSession, text: str) -> None:
+    """Answer a message; append both to the conversation."""
     if not text.strip():
         return
-    one = write(session, text, session.exchanges)
+    one = generate(session, text, session.exchanges)
     if one is not None:
         session.exchanges.append(one)
 
 
 def retry(session: ChatSession, argument: str) -> None:
-    """/retry: write the last answer again, as things are set now."""
-    nothing("retry", argument)
-    one = write(session, session.last().user, session.exchanges[:-1])
+    """/retry: generate the last answer again, with the present settings."""
+    no_argument("retry", argument)
+    one = generate(session, session.last().user, session.exchanges[:-1])
     if one is not None:
         session.exchanges[-1] = one
 
 
 def undo(session: ChatSession, argument: str) -> None:
-    """/undo: take the last message and its answer back."""
-    nothing("undo", argument)
-    gone = session.last()
+    """/undo: remove the last message and its answer."""
+    no_argument("undo", argument)
+    removed = session.last()
     session.exchanges.pop()
-    session.screen.line(f"taken back: {_short(gone.user)}")
+    session.screen.line(f"removed: {_short(removed.user)}")
 
 
 def clear(session: ChatSession, argument: str) -> None:
-    """/clear: begin a new conversation; settings and the system message stay."""
-    nothing("clear", argument)
+    """/clear: start a new conversation; settings and system message stay."""
+    no_argument("clear", argument)
     session.exchanges.clear()
     session.screen.line("a new conversation")
 
 
 def history(session: ChatSession, argument: str) -> None:
     """/history: show the conversation."""
-    nothing("history", argument)
+    no_argument("history", argument)
     if session.system is not None:
         session.screen.line(f"system: {session.system}")
     left_out = session.exchanges[-1].left_out if session.exchanges else 0
     for i, one in enumerate(session.exchanges):
         if i == left_out and left_out:
-            session.screen.note("(up to here the model no longer saw it)")
+            session.screen.note("(left out above: the model's context was full)")
         session.screen.line(f"you: {one.user}")
         session.screen.line(f"answer{f' ({INTERRUPTED})' if one.ended == INTERRUPTED else ''}: {one.answer}")
     if not session.exchanges:
@@ -75,8 +75,8 @@ def history(session: ChatSession, argument: str) -> None:
 
 
 def stats(session: ChatSession, argument: str) -> None:
-    """/stats: what the last answer and the conversation took."""
-    nothing("stats", argument)
+    """/stats: counts and times of the last answer and of the conversation."""
+    no_argument("stats", argument)
     last = session.last()
     session.screen.line(f"last answer: {_figures(last.stats, last.seconds)}, exact {yes_no(last.exact)}")
     exact = all(one.exact for one in session.exchanges)
@@ -95,7 +95,7 @@ def _figures(counts: Stats, seconds: float) -> str:
 
 
 def compare(session: ChatSession, argument: str) -> None:
-    """/compare PROMPT: decode it plainly and with each method, one table; without PROMPT the last message again."""
+    """/compare PROMPT: decode it without speculation and with each method; without PROMPT, the last message."""
     user, before = (argument, session.exchanges) if argument else (session.last().user, session.exchanges[:-1])
     prompt: Any = session.fitted(before, user)[0]
     raw = isinstance(prompt, str)
@@ -106,11 +106,11 @@ def compare(session: ChatSession, argument: str) -> None:
     for line in table.differences(rows, session.generator.tokenizer):
         session.screen.line(line)
     if not session.generator.rule.exact:
-        session.screen.note(f"(the rule {session.generator.rule.name} is lossy: a different output is allowed)")
+        session.screen.note(f"(the rule {session.generator.rule.name} is lossy: its output may differ)")
 
 
 def _methods(session: ChatSession) -> list[Method]:
-    """The look-ups, the draft model, and the one in use at its own length; each drafts as it would by itself."""
+    """The n-gram drafters, the draft model, and the drafter in use at its present length; the others at their own length."""
     own = session.generator.drafter_name
     known = [*DRAFTERS, *([] if session.draft is None else [model_expression(session.draft)])]
     named = [Method(name) for name in known if parse(name) != parse(own)]
@@ -119,18 +119,18 @@ def _methods(session: ChatSession) -> list[Method]:
 
 
 def save(session: ChatSession, argument: str) -> None:
-    """/save FILE: write settings, messages and what each answer took as JSON; /save! FILE replaces a file."""
+    """/save FILE: write settings, messages, counts and times as JSON; /save! FILE replaces a file."""
     _save(session, argument, replace=False)
 
 
 def save_over(session: ChatSession, argument: str) -> None:
-    """/save! FILE: as /save, and replace the file if there is one."""
+    """/save! FILE: as /save, replacing an existing file."""
     _save(session, argument, replace=True)
 
 
 def _save(session: ChatSession, argument: str, *, replace: bool) -> None:
     if not argument:
-        raise ConfigError("/save needs the name of a file")
+        raise ConfigError("/save needs a file name")
     path = Path(argument).expanduser()
     text = json.dumps(record(session), ensure_ascii=False, indent=2) + "\n"
     if path.exists() and not replace:
@@ -141,7 +141,7 @@ def _save(session: ChatSession, argument: str, *, replace: bool) -> None:
 
 
 def record(session: ChatSession) -> dict[str, Any]:
-    """What /save keeps."""
+    """Content of the file that /save writes."""
     generator = session.generator
     settings = {
         "model": generator.target.name,
@@ -160,7 +160,7 @@ def record(session: ChatSession) -> dict[str, Any]:
 
 
 def _params(params: SamplingParams) -> dict[str, Any]:
-    """Those that differ from the defaults, and what an answer always depends on."""
+    """Parameters that differ from their defaults, and those that every answer depends on."""
     kept = ("max_new_tokens", "temperature", "seed")
     fields = [f for f in dataclasses.fields(params) if f.name != "processors"]
     differ = {f.name for f in fields if getattr(params, f.name) != getattr(SamplingParams(), f.name)}
@@ -168,7 +168,7 @@ def _params(params: SamplingParams) -> dict[str, Any]:
 
 
 def _answer(one: Exchange) -> dict[str, Any]:
-    """All of an exchange but its text, which is among the messages."""
+    """An exchange without its text, which is among the messages."""
     return {
         **one.method,
         "params": _params(one.params),

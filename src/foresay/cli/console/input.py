@@ -1,7 +1,7 @@
-"""What the user enters: lines joined to messages, with editing and history on a terminal, plainly elsewhere.
+"""Reading entries: lines joined to messages, with editing and history on a terminal, plainly elsewhere.
 
-A line that ends in a backslash goes on; a block from a line that begins with three double quotes to one that ends with them
-is a message as it stands, commands included.
+A line that ends in a backslash continues on the next. A block between three double quotes is a message as it is, even if it
+looks like a command.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from foresay.errors import PromptError
 PROMPT, MORE = "> ", ". "
 _BLOCK = '"""'
 Words = Mapping[str, Callable[[], Iterable[str]]]
-"""What may follow each command, for completion."""
+"""Values of each command, for completion."""
 
 
 class Entry(NamedTuple):
@@ -39,14 +39,14 @@ class Entry(NamedTuple):
 
 
 def is_open(text: str) -> bool:
-    """Whether another line belongs to this."""
+    """True if the text continues on another line."""
     if text.lstrip().startswith(_BLOCK):
         return not text.strip()[len(_BLOCK) :].endswith(_BLOCK)
     return text.endswith("\\") and not text.endswith("\\\\")
 
 
 def entry(text: str) -> Entry:
-    """Lines that belong together, without the marks that joined them; what the input's end left open ends there."""
+    """Return the entry of joined lines, without the marks that joined them. The end of the input closes a block."""
     bare = text.strip()
     if bare.startswith(_BLOCK):
         inner = bare[len(_BLOCK) :].removesuffix(_BLOCK)
@@ -55,20 +55,20 @@ def entry(text: str) -> Entry:
 
 
 class LineReader(Protocol):
-    """Gives what the user enters, one message or command at a time."""
+    """Reads one message or command at a time."""
 
     def read(self) -> Entry:
-        """Raises EOFError at the end, KeyboardInterrupt on Ctrl-C, PromptError for what is not UTF-8."""
+        """Return the next entry. Raises EOFError at the end, KeyboardInterrupt on Ctrl-C, PromptError unless it is UTF-8."""
         ...
 
     @property
     def left(self) -> str:
-        """What was typed before Ctrl-C."""
+        """Text typed before Ctrl-C."""
         ...
 
 
 class PlainReader:
-    """Lines of standard input; prompts only when somebody types them."""
+    """Reads lines of standard input; prompts only if it is a terminal."""
 
     left = ""
 
@@ -76,7 +76,7 @@ class PlainReader:
         self._typed = sys.stdin is not None and sys.stdin.isatty()
 
     def read(self) -> Entry:
-        """Lines up to one that ends the message."""
+        """Return the lines up to the end of a message."""
         text = self._line(PROMPT)
         if text is None:
             raise EOFError
@@ -101,10 +101,10 @@ class PlainReader:
 
 
 class TerminalReader:
-    """A line editor: history, Ctrl-R, completion with Tab, Alt-Enter for a new line."""
+    """Line editor: history, Ctrl-R, completion with Tab, Alt-Enter for a new line."""
 
     def __init__(self, history: Path | None, words: Words) -> None:
-        """history: the file that keeps what was entered; None keeps it for this session."""
+        """history: the file of earlier entries; None remembers the entries of this session only."""
         self._session: PromptSession[str] = PromptSession(
             PROMPT,
             multiline=True,
@@ -118,17 +118,17 @@ class TerminalReader:
         )
 
     def read(self) -> Entry:
-        """One entry, edited."""
+        """Return an edited entry."""
         text = self._session.prompt()
         try:
             text.encode("utf-8")
         except UnicodeEncodeError:
-            raise PromptError("this is not UTF-8 text") from None
+            raise PromptError("the text is not UTF-8") from None
         return entry(text)
 
     @property
     def left(self) -> str:
-        """What was typed before Ctrl-C."""
+        """Text typed before Ctrl-C."""
         return self._session.default_buffer.text
 
 
@@ -160,7 +160,7 @@ class _Completer(Completer):
 
 
 def completions(text: str, words: Words) -> list[tuple[str, int]]:
-    """(word, how much of it is typed): command names, then what may follow a command."""
+    """Return (word, number of its characters already typed): command names, then values of a command."""
     if not text.startswith("/") or text.startswith("//") or "\n" in text:
         return []
     name, space, argument = text[1:].partition(" ")
@@ -173,14 +173,14 @@ def completions(text: str, words: Words) -> list[tuple[str, int]]:
 
 
 def history_file() -> Path:
-    """Where a user's entries are kept: $XDG_STATE_HOME/foresay/history."""
+    """Return the file of a user's entries: $XDG_STATE_HOME/foresay/history."""
     state = os.environ.get("XDG_STATE_HOME", "")
     folder = Path(state) if os.path.isabs(state) else Path.home() / ".local" / "state"
     return folder / "foresay" / "history"
 
 
 def _history(path: Path | None) -> History:
-    """The history in a file that only its user can read; in memory where there is none, or it cannot be written."""
+    """The history in a file that only its user can read; in memory if there is no file, or it cannot be written."""
     if path is None:
         return InMemoryHistory()
     try:
@@ -193,7 +193,7 @@ def _history(path: Path | None) -> History:
 
 
 def reader(words: Words, *, keep_history: bool) -> LineReader:
-    """What fits the terminal, or the want of one."""
+    """Return a reader for the terminal, or for other input."""
     typed = sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty()
     if typed and os.environ.get("TERM") not in ("dumb", "unknown"):
         return TerminalReader(history_file() if keep_history else None, words)

@@ -1,4 +1,4 @@
-"""Where the console writes: answers and tables to standard output, notes and errors to standard error."""
+"""Output of the console: answers and tables on standard output, notes and errors on standard error."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _TWO_COLUMNS = 62
 
 
 class Screen:
-    """A pair of consoles that wrap at words on a terminal and nowhere else."""
+    """Two consoles that wrap at words on a terminal, and only there."""
 
     def __init__(self) -> None:
         self.out, self.notes = console(), notes()
 
-    def written(self, pieces: Iterable[Piece], *, trace: bool) -> None:
-        """Some of an answer, at once; what would steer the terminal is shown as U+FFFD there."""
+    def stream(self, pieces: Iterable[Piece], *, trace: bool) -> None:
+        """Print a part of an answer at once; on a terminal, control characters are shown as U+FFFD."""
         pieces = list(pieces)
         if self.out.is_terminal:
             pieces = [piece._replace(text=piece.text.translate(_CONTROLS)) for piece in pieces]
@@ -35,12 +35,12 @@ class Screen:
         sys.stdout.flush()
 
     def line(self, text: RenderableType = "") -> None:
-        """A line of a command's output."""
+        """Print a line of a command's output."""
         self.out.print(text, soft_wrap=not self.out.is_terminal)
         sys.stdout.flush()
 
     def pairs(self, rows: Iterable[tuple[str, str]]) -> None:
-        """Names and the first line of what they mean: two columns, or one under the other where that is narrow."""
+        """Print names with the first line of their meanings: in two columns, or a line each on a narrow screen."""
         rows = [(name, meaning.split("\n")[0]) for name, meaning in rows]
         if self.out.is_terminal and self.out.width >= _TWO_COLUMNS:
             grid = Table.grid(padding=(0, 2))
@@ -52,20 +52,20 @@ class Screen:
                 self.line(Text.assemble((name, "bold"), f": {meaning}"))
 
     def note(self, text: str) -> None:
-        """An aside."""
+        """Print a note."""
         self.notes.print(text, style="dim", soft_wrap=not self.notes.is_terminal)
 
     def error(self, message: str) -> None:
-        """Why something was not done, in one line."""
+        """Print an error in one line."""
         self.notes.print(" ".join(message.split()), style="red", soft_wrap=not self.notes.is_terminal)
 
 
 @contextmanager
 def unechoed(typed: bool) -> Iterator[None]:
-    """Keys pressed within are not shown among what is written; the next prompt has them. typed: standard input is typed."""
+    """Do not echo keys pressed meanwhile; the next prompt gets them. typed: True if standard input is a terminal."""
     try:
         import termios
-    except ImportError:  # no such terminals here
+    except ImportError:  # not a POSIX system
         typed = False
     if not typed:
         yield

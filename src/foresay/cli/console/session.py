@@ -1,4 +1,4 @@
-"""The state of a console: a model and how it decodes, what may be set, and the conversation."""
+"""State of a console: the model, its settings, and the conversation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ INTERRUPTED = "interrupted"
 
 @dataclass(slots=True)
 class Exchange:
-    """A message and its answer, with all that is needed to write it again."""
+    """A message and its answer, with everything needed to generate it again."""
 
     user: str
     answer: str
@@ -36,7 +36,7 @@ class Exchange:
     """Drafter, length and rule."""
     params: SamplingParams
     left_out: int = 0
-    """Exchanges before it that the model did not see."""
+    """Number of oldest exchanges that the model did not see."""
     draft_error: str | None = None
 
     @property
@@ -47,19 +47,19 @@ class Exchange:
 
 @dataclass(slots=True)
 class ChatSession:
-    """A console. Commands read and change it; it prints nothing by itself."""
+    """A console, which commands read and change. It prints nothing."""
 
     generator: Generator
     params: SamplingParams
     screen: Screen
     interactive: bool
-    """Whether somebody types: Ctrl-C then ends an answer, not the program."""
+    """True on a terminal: Ctrl-C then ends an answer, not the program."""
     system: str | None = None
     template: bool = False
     trace: bool = False
     rule: str = "speculative"
     length: str | None = None
-    """Rule and length policy as they were given; None is the drafter's own length, or a number."""
+    """Length policy as it was given; None for the drafter's own length, or a number."""
     draft: str | None = None
     """The draft model last named."""
     exchanges: list[Exchange] = field(default_factory=list)
@@ -68,10 +68,10 @@ class ChatSession:
     def __post_init__(self) -> None:
         self.note_draft()
 
-    # -- how it decodes
+    # -- settings
 
     def change(self, **settings: Any) -> None:
-        """`foresay.change` on the model in use; nothing changes when that raises."""
+        """Call `foresay.change` on the model in use. Nothing changes if that raises."""
         self.generator = change(self.generator, **settings)
         self.rule = settings.get("rule", self.rule)
         if "length" in settings:
@@ -82,7 +82,7 @@ class ChatSession:
             self.note_draft()
 
     def note_draft(self) -> None:
-        """Remember the model that drafts, for what compares with it."""
+        """Remember the draft model, for /compare."""
         call = parse(self.generator.drafter_name)
         if call.name == "model" and call.values:
             self.draft = next((str(v) for k, v in call.values if k in (None, "name")), self.draft)
@@ -93,13 +93,13 @@ class ChatSession:
 
     @property
     def method(self) -> dict[str, str]:
-        """Drafter, length and rule in words."""
+        """Drafter, length and rule as text."""
         gamma = getattr(self.generator.policy, "num_draft_tokens", None)
         length = f"{gamma} tokens" if gamma is not None else self.length or written(self.generator.policy, LENGTHS)
         return {"drafter": self.generator.drafter_name, "length": length, "rule": self.rule}
 
     def seeded(self) -> SamplingParams:
-        """The parameters, with a seed of their own where sampling has none."""
+        """The parameters, with a new seed if sampling has none."""
         if self.params.greedy or self.params.seed is not None:
             return self.params
         return SamplingParams.of(self.params, seed=fresh_seed())
@@ -108,25 +108,25 @@ class ChatSession:
 
     @property
     def has_template(self) -> bool:
-        """Whether the model's tokenizer has a chat template."""
+        """True if the model's tokenizer has a chat template."""
         return bool(getattr(self.generator.tokenizer, "chat_template", None))
 
     def messages(self, exchanges: Sequence[Exchange] | None = None, user: str | None = None) -> list[dict[str, str]]:
-        """System message, exchanges (all unless given), and perhaps one more message of the user's."""
+        """System message, exchanges (default: all), and a further message of the user if given."""
         out = [] if self.system is None else [{"role": "system", "content": self.system}]
         for one in self.exchanges if exchanges is None else exchanges:
             out += [{"role": "user", "content": one.user}, {"role": "assistant", "content": one.answer}]
         return out + ([] if user is None else [{"role": "user", "content": user}])
 
     def prompt(self, exchanges: Sequence[Exchange], user: str) -> Prompt:
-        """What the model is to continue: messages, or without a template one text, a new line before each message."""
+        """The prompt: messages, or without a template one text with each message on a new line."""
         if self.template:
             return self.messages(exchanges, user)
         parts = ([] if self.system is None else [self.system]) + [one.user + one.answer for one in exchanges]
         return "\n".join([*parts, user])
 
     def fitted(self, exchanges: Sequence[Exchange], user: str) -> tuple[Prompt, int]:
-        """The prompt with as many of the latest exchanges as fit beside an answer, and how many were left out."""
+        """Return (the prompt with the latest exchanges that fit next to an answer, number of exchanges left out)."""
         longest, room = self._space()
         low, high = 0, len(exchanges)
         while low < high:  # fewer exchanges never take more tokens
@@ -136,16 +136,16 @@ class ChatSession:
         return self.prompt(exchanges[low:], user), low
 
     def _space(self) -> tuple[int, int]:
-        """(tokens the model can hold, tokens kept free for the answer: a quarter at most)."""
+        """(longest context in tokens, tokens reserved for the answer: at most a quarter)."""
         model = self.generator.target.model
         if model.capabilities.reads_source:
             return model.capabilities.max_source_length or 1 << 62, 0
         return model.max_length, max(1, min(self.params.max_new_tokens, model.max_length // 4))
 
-    # -- what it has written
+    # -- answers
 
     def totals(self) -> tuple[Stats, float]:
-        """The counts of all answers, and their seconds."""
+        """Return (counts of all answers, their seconds)."""
         stats = Stats()
         for one in self.exchanges:
             stats.merge(one.stats)
@@ -154,5 +154,5 @@ class ChatSession:
     def last(self) -> Exchange:
         """The latest exchange."""
         if not self.exchanges:
-            raise ConfigError("there is no answer yet; write a message first")
+            raise ConfigError("there is no answer yet; enter a message first")
         return self.exchanges[-1]

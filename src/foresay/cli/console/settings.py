@@ -1,6 +1,6 @@
-"""The commands that show and change how the console decodes.
+"""Commands that show and change the settings of the console.
 
-A command is a function of the session and of what follows its name; its docstring is its help: "/usage: what it does."
+A command is a function of the session and of the text after its name. Its docstring is its help: "/usage: description."
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ Command = Callable[[ChatSession, str], None]
 
 
 def show(session: ChatSession, *names: str) -> None:
-    """The settings of these names, all unless some are given, a line each."""
+    """Print the settings of these names, or all settings, a line each."""
     settings = described(session)
     for name in names or settings:
         session.screen.line(f"{name}: {settings[name]}")
 
 
 def described(session: ChatSession) -> dict[str, str]:
-    """Every setting in words, by the command that changes it."""
+    """Every setting as text, by the command that changes it."""
     params, exact = session.params, session.generator.rule.exact
     method = session.method
     sampling = "greedy" if params.greedy else f"{params.temperature:g}"
@@ -39,7 +39,7 @@ def described(session: ChatSession) -> dict[str, str]:
         "model": session.generator.target.name,
         "drafter": method["drafter"],
         "length": method["length"],
-        "rule": f"{session.rule} ({'exact' if exact else 'lossy: the output may differ from the model alone'})",
+        "rule": f"{session.rule} ({'exact' if exact else 'lossy: the output may differ from plain decoding'})",
         "temperature": sampling,
         "top-k": str(params.top_k or "all"),
         "top-p": f"{params.top_p:g}",
@@ -51,7 +51,7 @@ def described(session: ChatSession) -> dict[str, str]:
         "trace": "on" if session.trace else "off",
     }
     extra = ("min_new_tokens", "repetition_penalty", "presence_penalty", "frequency_penalty", "stop", "ignore_eos")
-    for name in extra:  # options of the program: they are shown when they do something
+    for name in extra:  # options of the program, shown if they are set
         value, default = getattr(params, name), type(params).__dataclass_fields__[name].default
         if value != default:
             out[name.replace("_", "-")] = shown(list(value) if isinstance(value, tuple) else value)
@@ -60,12 +60,12 @@ def described(session: ChatSession) -> dict[str, str]:
 
 def settings(session: ChatSession, argument: str) -> None:
     """/settings: show every setting."""
-    nothing("settings", argument)
+    no_argument("settings", argument)
     show(session)
 
 
 def drafter(session: ChatSession, argument: str) -> None:
-    """/drafter EXPRESSION: use another drafter, such as suffix(scale=3); it drafts at its own length.
+    """/drafter EXPRESSION: use another drafter, such as suffix(scale=3), at its own length.
 
     none is plain decoding, model(NAME) a draft model, auto the default.
     """
@@ -84,14 +84,14 @@ def draft(session: ChatSession, argument: str) -> None:
 
 
 def rule(session: ChatSession, argument: str) -> None:
-    """/rule EXPRESSION: accept by another rule; lenience(2) and typical are lossy."""
+    """/rule EXPRESSION: use another acceptance rule; lenience(2) and typical are lossy."""
     if argument:
         session.change(rule=argument)
     show(session, "rule")
 
 
 def length(session: ChatSession, argument: str) -> None:
-    """/length EXPRESSION: how many tokens to draft: a number, heuristic, confidence(0.4), entropy, throughput."""
+    """/length EXPRESSION: set the draft length: a number, heuristic, confidence(0.4), entropy, throughput."""
     if argument:
         session.change(length=argument)
     show(session, "length")
@@ -105,8 +105,8 @@ def gamma(session: ChatSession, argument: str) -> None:
 
 
 def greedy(session: ChatSession, argument: str) -> None:
-    """/greedy: always write the likeliest token (temperature 0)."""
-    nothing("greedy", argument)
+    """/greedy: always generate the most likely token (temperature 0)."""
+    no_argument("greedy", argument)
     session.set(temperature=0.0)
     show(session, "temperature")
 
@@ -132,11 +132,11 @@ def warn_if_idle(session: ChatSession, name: str, changed: bool) -> None:
 
 
 temperature = _sampling(
-    "temperature", float, "X: sample, from the law sharpened below 1 and flattened above; 0 is greedy."
+    "temperature", float, "X: sample, from a distribution sharper below 1 and flatter above; 0 is greedy."
 )
-top_k = _sampling("top-k", int, "N: sample among the N likeliest tokens; 0 is all.")
-top_p = _sampling("top-p", float, "X: sample among the likeliest tokens of this mass, up to 1.")
-min_p = _sampling("min-p", float, "X: sample among tokens at least this share as likely as the likeliest.")
+top_k = _sampling("top-k", int, "N: sample from the N most likely tokens; 0 is all.")
+top_p = _sampling("top-p", float, "X: sample from the most likely tokens of this total probability, up to 1.")
+min_p = _sampling("min-p", float, "X: sample from tokens at least this fraction as likely as the most likely.")
 max_new_tokens = _sampling("max-new-tokens", int, "N: end an answer after N tokens.")
 
 
@@ -165,34 +165,35 @@ def system(session: ChatSession, argument: str) -> None:
 
 
 def trace(session: ChatSession, argument: str) -> None:
-    """/trace on|off: colour each token by who wrote it."""
+    """/trace on|off: colour each token by its origin."""
     session.trace = switch("trace", argument, session.trace)
     show(session, "trace")
     if session.trace:
         session.screen.line(legend())
         if session.screen.out.color_system is None:
-            session.screen.note("(there are no colours here, so nothing will look different)")
+            session.screen.note("(this terminal shows no colours)")
 
 
 def store(session: ChatSession, argument: str) -> None:
-    """/store: what the drafter keeps from earlier answers; /store reset forgets it."""
+    """/store: show which drafters learn from earlier answers; /store reset makes them forget."""
     if argument not in ("", "reset"):
-        raise ConfigError(f"/store {argument}: reset is the only value it takes")
+        raise ConfigError(f"/store {argument!r} must be reset, or nothing")
     kept = [entry for entry in leaves(parse(session.generator.drafter_name)) if entry[1]]
     if argument:
         session.generator.forget()
-        session.screen.line("forgotten" if kept else "nothing was kept")
+        session.screen.line("forgotten" if kept else "nothing to forget")
         return
     for text, _ in kept:
-        session.screen.line(f"{text}: keeps what it learns from one answer to the next")
+        session.screen.line(f"{text}: learns from earlier answers")
     if not kept:
         session.screen.line(
-            f"{session.generator.drafter_name} keeps nothing between answers; suffix(keep=true) and ngram_store(keep=true) do"
+            f"{session.generator.drafter_name} learns nothing from earlier answers; "
+            "suffix(keep=true) and ngram_store(keep=true) do"
         )
 
 
 def leaves(call: Call) -> list[tuple[str, bool]]:
-    """(the drafter with all its settings, whether it keeps anything between requests), of each member of a cascade."""
+    """(drafter with all its settings, True if it learns across requests) of each member of a cascade."""
     if call.name == "cascade":
         members = [v if isinstance(v, Call) else Call(str(v)) for k, v in call.values if k is None]
         return [leaf for member in members for leaf in leaves(member)]
@@ -206,25 +207,25 @@ def leaves(call: Call) -> list[tuple[str, bool]]:
 
 
 def number(name: str, text: str, kind: type, otherwise: str = "") -> Any:
-    """A value as an int or a float; SamplingParams and the policies know its bounds."""
+    """Return the value as an int or a float; its range is checked where it is used."""
     try:
         value = kind(text)
     except ValueError:
-        what = "a whole number" if kind is int else "a number"
-        raise ConfigError(f"/{name} takes {what}{otherwise}, not {text!r}") from None
+        allowed = "an integer" if kind is int else "a number"
+        raise ConfigError(f"/{name} {text!r} must be {allowed}{otherwise}") from None
     if isinstance(value, float) and not math.isfinite(value):
-        raise ConfigError(f"/{name} takes a finite number, not {text!r}")
+        raise ConfigError(f"/{name} {text!r} must be a finite number")
     return value
 
 
 def switch(name: str, text: str, now: bool) -> bool:
     """True for on, False for off, `now` for an empty text. Raises ConfigError for other texts."""
     if text not in ("", "on", "off"):
-        raise ConfigError(f"/{name} takes on or off, not {text!r}")
+        raise ConfigError(f"/{name} {text!r} must be on or off")
     return now if not text else text == "on"
 
 
-def nothing(name: str, argument: str) -> None:
-    """Refuse a value where none belongs."""
+def no_argument(name: str, argument: str) -> None:
+    """Raise ConfigError for a value of a command that takes none."""
     if argument:
-        raise ConfigError(f"/{name} takes no value, but {argument!r} was given")
+        raise ConfigError(f"/{name} takes no value; drop {argument!r}")

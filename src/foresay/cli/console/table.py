@@ -1,6 +1,6 @@
 """Methods side by side on one prompt: a benchmark of a single request, as a table.
 
-Owns the rows and what is said of them; `lab.bench.turns` runs them.
+Owns the rows and their figures; `lab.bench.turns` runs them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _WARM_UP = 4
 
 
 class DraftAlone(MethodRunner):
-    """A draft model decoding by itself, from the prompt as its own tokenizer reads it."""
+    """A draft model that decodes alone, from the prompt in its own tokens."""
 
     def __init__(self, target: Generator, draft: str) -> None:
         assert target.resources is not None
@@ -61,7 +61,7 @@ class DraftAlone(MethodRunner):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A method, and what came of its runs."""
+    """A method and its runs."""
 
     name: str
     runner: MethodRunner
@@ -71,9 +71,9 @@ class Row:
 
     @property
     def identical(self) -> bool | None:
-        """Whether every output is plain decoding's; None where it need not be."""
-        told = {run.identical for run in self.runs}
-        return None if self.name == ALONE or None in told else all(told)
+        """True if every output is plain decoding's; None if outputs may differ."""
+        identical = {run.identical for run in self.runs}
+        return None if self.name == ALONE or None in identical else all(identical)
 
 
 def compare(
@@ -85,7 +85,7 @@ def compare(
     repeats: int,
     progress: Callable[[str], None],
 ) -> list[Row]:
-    """Run plain decoding, a draft model by itself and the methods under the target's rule; one that cannot be made raises."""
+    """Run plain decoding, the draft model alone, and the methods under the target's rule. Raises if one cannot be made."""
     if not params.greedy and params.seed is None:
         params = replace(params, seed=fresh_seed())
     block = PromptBlock("", RequestBuilder(target).first([item]), 1, params)
@@ -97,13 +97,13 @@ def compare(
         row.runner.prepare(block)
     by_runner = {row.runner.name: row for row in rows}
 
-    def tell(runner: Runner, repeat: int | None) -> None:
+    def report(runner: Runner, repeat: int | None) -> None:
         turn = "warm-up" if repeat is None else f"{repeat + 1} of {repeats}"
         progress(f"Decoding: {by_runner[runner.name].name} ({turn})")
 
     warm = replace(block, params=SamplingParams(max_new_tokens=min(_WARM_UP, params.max_new_tokens)))
     turns = [(repeat, row.runner) for repeat in range(repeats) for row in rows[1:]]
-    for run, outcome in take_turns(rows[0].runner, turns, block, warm=warm, between=len(rows) - 1, starting=tell):
+    for run, outcome in take_turns(rows[0].runner, turns, block, warm=warm, between=len(rows) - 1, starting=report):
         row = by_runner[run.cell.method]
         if isinstance(run, Failure):
             row.failures.append(run.error)
@@ -114,7 +114,7 @@ def compare(
 
 
 def differences(rows: Sequence[Row], tokenizer: Any) -> list[str]:
-    """Methods that failed, and where outputs that should be plain decoding's part from it, a line each."""
+    """A line for each method that failed, or whose output differs from plain decoding's though it must not."""
     lines = [f"{row.name} failed: {row.failures[0]}" for row in rows if row.failures]
     for row in [row for row in rows if row.identical is False]:
         found = [tables.first_difference(rows[0].generations[0], one, tokenizer) for one in row.generations]
@@ -123,16 +123,16 @@ def differences(rows: Sequence[Row], tokenizer: Any) -> list[str]:
 
 
 def broken(rows: Sequence[Row]) -> bool:
-    """Whether an exact rule gave something else than plain decoding."""
+    """True if a method's output differs from plain decoding's under an exact rule."""
     return any(row.runner.exact and row.identical is False for row in rows)
 
 
 def record(row: Row) -> dict[str, Any]:
-    """The row as --json tells it. exact: plain decoding is the target's law, and a draft by itself has its own."""
+    """The row as JSON data. exact: None for the draft model alone, whose distribution is not the target's."""
     if row.failures:
         return {"method": row.name, "failed": row.failures[0]}
     seconds, policy = statistics.median(run.seconds for run in row.runs), row.runner.generator.policy
-    told = {
+    figures = {
         "exact": None if row.name == ALONE else row.runner.exact,
         "seconds": seconds,
         "all_seconds": [run.seconds for run in row.runs],
@@ -141,28 +141,28 @@ def record(row: Row) -> dict[str, Any]:
         "identical": row.identical,
         "length": getattr(policy, "num_draft_tokens", type(policy).__name__),
     }
-    return {"method": row.name, "failed": None} | row.generations[-1].as_record() | told
+    return {"method": row.name, "failed": None} | row.generations[-1].as_record() | figures
 
 
 def _cells(row: Row) -> tuple[str, ...]:
     if row.failures:
         return (row.name, *["-"] * 7, "failed", "-")
-    told, stats = record(row), row.generations[-1].stats
+    figures, stats = record(row), row.generations[-1].stats
     other = {PLAIN: "-", ALONE: "another"}.get(row.name, "sampled")
     return (
         row.name,
         str(stats.num_tokens),
-        f"{told['seconds']:.2f}",
-        f"{told['tokens_per_s']:.1f}",
-        f"{told['speed_up']:.2f}x",
+        f"{figures['seconds']:.2f}",
+        f"{figures['tokens_per_s']:.1f}",
+        f"{figures['speed_up']:.2f}x",
         f"{stats.block_efficiency or 0:.2f}",
         percent(stats.acceptance_rate),
         percent(stats.draft_utilization),
         other if row.identical is None else yes_no(row.identical),
-        yes_no(told["exact"]),
+        yes_no(figures["exact"]),
     )
 
 
 def table(rows: Sequence[Row], console: Console) -> RenderableType:
-    """The figures, a row for each method."""
+    """Return the table, with a row for each method."""
     return tables.table(_WIDE, list(map(_cells, rows)), console, short=_SHORT)

@@ -1,1 +1,1 @@
-"""Contenders on the same prompts, in turn."""
+"""Benchmarks: methods and other engines take turns on the same prompts."""

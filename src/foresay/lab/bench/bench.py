@@ -1,6 +1,7 @@
 """Benchmarks: methods and other engines on the same prompts, interleaved with plain decoding, into a results file.
 
-Owns what is repeated after a stop, and what is written down; who runs it is the stage's to know, here or in other processes.
+Owns the results file: the turns that are missing from it and the lines written to it. An executor runs the turns, in this
+process or in others.
 """
 
 from __future__ import annotations
@@ -11,24 +12,24 @@ from dataclasses import dataclass
 
 from foresay.generation.generator import Generator
 from foresay.generation.method import PLAIN
+from foresay.lab.bench.executor import BenchExecutor, BenchPlan, Turn, TurnResult
 from foresay.lab.bench.peers.base import Peer
 from foresay.lab.bench.settings import BenchSettings
-from foresay.lab.bench.stage import Outline, Stage, Told, Turn
 from foresay.records.lines import LineWriter
 from foresay.records.results import Failure, Prediction, Results, Run, read_result, results_writer
 
 Missing = Mapping[int, Sequence[Turn]]
-"""By a block's number, the turns that are still to be run."""
+"""Block index -> turns that are not in the results file yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a benchmark is, after every run."""
+    """The progress of a benchmark after a run."""
 
     last: Run | Failure
     done: int
     total: int
-    """Runs of methods and other engines; plain decoding is not counted."""
+    """Number of runs of methods and other engines, without plain decoding."""
 
 
 class Bench:
@@ -40,42 +41,42 @@ class Bench:
         settings: BenchSettings,
         peers: Sequence[Peer] = (),
         *,
-        on_run: Callable[[Progress], None] = lambda told: None,
+        on_run: Callable[[Progress], None] = lambda progress: None,
     ) -> None:
         self.settings, self._on_run = settings, on_run
-        self._stage = Stage(target, settings, peers)
+        self._executor = BenchExecutor(target, settings, peers)
 
     @property
     def total(self) -> int:
-        """Runs, plain decoding not counted."""
-        return len(list(self._stage.outline.turns()))
+        """Number of runs, without plain decoding."""
+        return len(list(self._executor.plan.turns()))
 
     def run(self, path: str | os.PathLike[str], predictions: Sequence[Prediction] = ()) -> Results:
-        """Run what the file does not hold yet. predictions: written before anything is run."""
-        return keep(path, self._stage.outline, self._perform, predictions=predictions, on_run=self._on_run)
+        """Run the turns that the file does not contain yet. predictions: written before the first run."""
+        return write_results(path, self._executor.plan, self._perform, predictions=predictions, on_run=self._on_run)
 
-    def _perform(self, missing: Missing) -> Iterator[Told]:
+    def _perform(self, missing: Missing) -> Iterator[TurnResult]:
         for block, turns in missing.items():
-            yield from self._stage.run(block, turns)
+            yield from self._executor.run(block, turns)
 
 
-def keep(
+def write_results(
     path: str | os.PathLike[str],
-    outline: Outline,
-    perform: Callable[[Missing], Iterator[Told]],
+    plan: BenchPlan,
+    perform: Callable[[Missing], Iterator[TurnResult]],
     *,
     predictions: Sequence[Prediction] = (),
-    on_run: Callable[[Progress], None] = lambda told: None,
+    on_run: Callable[[Progress], None] = lambda progress: None,
 ) -> Results:
-    """Have what a file does not hold yet performed, write each result as it comes, and return all of them."""
-    with results_writer(path, outline.settings, outline.provenance) as writer:
-        so_far = Results.of(dict(outline.settings), {}, map(read_result, writer.lines))
+    """Perform the turns that a results file does not contain yet, append each result, and return all of them."""
+    with results_writer(path, plan.settings, plan.provenance) as writer:
+        so_far = Results.of(dict(plan.settings), {}, map(read_result, writer.lines))
         _predict(writer, so_far, predictions)
         known = {(run.cell, run.repeat) for run in so_far.runs}
         missing: dict[int, list[Turn]] = {}
-        every = list(outline.turns())
+        every = list(plan.turns())
         for block, turn in every:
-            if (outline.cell(block, turn[1]), turn[0]) not in known:
+            if (plan.cell(block, turn[1]), turn[0]) not in known:
                 missing.setdefault(block, []).append(turn)
         done = len(every) - sum(map(len, missing.values()))
         traced = {trace.cell for trace in so_far.traces}
@@ -93,7 +94,7 @@ def keep(
 
 
 def _predict(writer: LineWriter, so_far: Results, predictions: Sequence[Prediction]) -> None:
-    """Write down the predictions that are not there."""
+    """Append the predictions that the file does not contain."""
     predicted = {one.cell for one in so_far.predictions}
     for one in predictions:
         if one.cell not in predicted:

@@ -1,4 +1,4 @@
-"""What a benchmark runs, in one shape: methods of ours and other engines over one block of requests."""
+"""Runners of a benchmark, with one interface: foresay's methods and other engines on one block of requests."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from foresay.generation.generator import Generator
 from foresay.generation.method import PLAIN, Method
 from foresay.lab.bench.peers.base import Peer, check_params
 from foresay.lab.data.requests import PromptRequest
-from foresay.lab.measure.live_run import Live, run_live
+from foresay.lab.measure.live_run import LiveRun, run_live
 from foresay.records.results import Cell
 
 
 @dataclass(frozen=True, slots=True)
 class PromptBlock:
-    """What is run together: one data set in one setting."""
+    """The requests of one data set with one batch size and sampling."""
 
     dataset: str
     asks: Sequence[PromptRequest]
@@ -25,12 +25,12 @@ class PromptBlock:
     params: SamplingParams
 
     def cell(self, method: str) -> Cell:
-        """A method's cell here."""
+        """Return the cell of a method in this block."""
         return Cell(method, self.dataset, self.batch_size, sampling_name(self.params))
 
 
 def sampling_name(params: SamplingParams) -> str:
-    """As a cell calls it: "greedy", or "t=0.8 top_p=0.9"."""
+    """Return the name of a sampling setting in cells: "greedy", or "t=0.8 top_p=0.9"."""
     if params.greedy:
         return "greedy"
     cut = {"top_k": params.top_k, "top_p": params.top_p, "min_p": params.min_p}
@@ -40,63 +40,63 @@ def sampling_name(params: SamplingParams) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one run wrote, and how long it took."""
+    """The outputs of a run and its duration in seconds."""
 
     seconds: float
     outputs: list[list[int]]
-    live: Live | None = None
-    """The Steps, where foresay ran it."""
+    live: LiveRun | None = None
+    """The run with its Steps; None for other engines."""
 
     @property
     def tokens(self) -> int:
-        """How many were written."""
+        """Number of output tokens."""
         return sum(map(len, self.outputs))
 
 
 class Runner(Protocol):
-    """Something that decodes a block."""
+    """A method or engine that decodes a block."""
 
     name: str
     exact: bool
     shares_noise: bool
-    """Whether samples are plain decoding's too."""
+    """True if samples equal those of plain decoding, because both use the same noise."""
 
     def prepare(self, block: PromptBlock) -> None:
-        """Get ready for a block; what is loaded stays."""
+        """Prepare for a block; models stay loaded between blocks."""
         ...
 
-    def run(self, block: PromptBlock, asks: Sequence[PromptRequest]) -> Outcome:
+    def run(self, block: PromptBlock, requests: Sequence[PromptRequest]) -> Outcome:
         """Decode some of the block's requests."""
         ...
 
 
 class MethodRunner:
-    """A method of ours over one target."""
+    """A foresay method on one target."""
 
     def __init__(self, target: Generator, method: Method) -> None:
         self.name, self.exact, self.shares_noise = method.name, True, False
         self._target, self._method = target, method
-        self._ready: Generator | None = None
+        self._generator: Generator | None = None
 
     def prepare(self, block: PromptBlock) -> None:
-        """Load what drafts."""
-        if self._ready is None and self._method.name == PLAIN:
-            self._ready = self._target.plain()
-        elif self._ready is None:
-            self._ready = self._method.generator(self._target, block.batch_size)
-            self.exact = self._ready.rule.exact
-            self.shares_noise = all(one.rule.needs.shares_noise for one in (self._target, self._ready))
-        self._ready = self.generator.with_settings(max_batch_size=block.batch_size)
+        """Load the drafter on first use and set the batch size."""
+        if self._generator is None and self._method.name == PLAIN:
+            self._generator = self._target.plain()
+        elif self._generator is None:
+            self._generator = self._method.generator(self._target, block.batch_size)
+            self.exact = self._generator.rule.exact
+            self.shares_noise = all(one.rule.needs.shares_noise for one in (self._target, self._generator))
+        self._generator = self.generator.with_settings(max_batch_size=block.batch_size)
 
     @property
     def generator(self) -> Generator:
-        """What decodes, once prepared."""
-        assert self._ready is not None
-        return self._ready
+        """The generator, after `prepare`."""
+        assert self._generator is not None
+        return self._generator
 
-    def run(self, block: PromptBlock, asks: Sequence[PromptRequest]) -> Outcome:
-        """Decode through the engine."""
-        live = run_live(self.generator, asks, block.params)
+    def run(self, block: PromptBlock, requests: Sequence[PromptRequest]) -> Outcome:
+        """Decode with foresay's engine."""
+        live = run_live(self.generator, requests, block.params)
         return Outcome(live.seconds, live.outputs, live)
 
 
@@ -108,15 +108,15 @@ class PeerRunner:
         self._peer, self._eos = peer, eos
 
     def prepare(self, block: PromptBlock) -> None:
-        """Refuse what other engines are not told."""
+        """Raise ConfigError for sampling parameters that other engines do not receive."""
         check_params(self.name, block.params)
 
-    def run(self, block: PromptBlock, asks: Sequence[PromptRequest]) -> Outcome:
-        """Decode the same token ids."""
-        done = self._peer.run([ask.token_ids for ask in asks], block.params, block.batch_size)
+    def run(self, block: PromptBlock, requests: Sequence[PromptRequest]) -> Outcome:
+        """Decode the same token ids with the other engine."""
+        done = self._peer.run([request.token_ids for request in requests], block.params, block.batch_size)
         return Outcome(done.seconds, [self._cut(output) for output in done.outputs])
 
     def _cut(self, output: list[int]) -> list[int]:
-        """Without pads behind the end token."""
+        """Remove padding after the end token."""
         ends = [i for i, token in enumerate(output) if token in self._eos]
         return output[: ends[0] + 1] if ends else output

@@ -1,4 +1,4 @@
-"""What a benchmark compares, on what, and how often."""
+"""The settings of a benchmark: methods, data sets, sampling, batch sizes and repeats."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from foresay.lab.data.requests import PromptRequest, digest, recorded_params_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchSettings:
-    """What is compared, on what, and how often."""
+    """The settings of a benchmark. Raises ConfigError for empty data sets, invalid numbers and duplicate sampling settings."""
 
     methods: Sequence[Method]
     datasets: Mapping[str, Sequence[PromptRequest]]
@@ -24,13 +24,13 @@ class BenchSettings:
     batch_sizes: Sequence[int] = (1,)
     repeats: int = 3
     between: int = 3
-    """Runs between two of plain decoding."""
+    """Maximum number of runs between two runs of plain decoding."""
     warm_up: int = 1
-    """Prompts that everyone decodes before being timed."""
+    """Number of prompts that each method and engine decodes before it is timed."""
 
     def __post_init__(self) -> None:
-        if not self.datasets or any(not asks for asks in self.datasets.values()):
-            raise ConfigError("no prompts to run")
+        if not self.datasets or any(not requests for requests in self.datasets.values()):
+            raise ConfigError("there are no prompts to run; every data set needs at least one")
         for name, value in (
             ("repeats", self.repeats),
             ("between", self.between),
@@ -39,24 +39,26 @@ class BenchSettings:
             if value < 1:
                 raise ConfigError(f"{name}={value} must be at least 1")
         if any(params.processors for params in self.params):
-            raise ConfigError("processors cannot be written into a results file; run without them")
+            raise ConfigError("processors cannot be stored in a results file; run without them")
         names = [sampling_name(params) for params in self.params]
         for name in names:
             if names.count(name) > 1:
-                raise ConfigError(f"two of the params are {name!r} in the results; run them into files of their own")
+                raise ConfigError(
+                    f"two of the params have the name {name!r} in the results; write each to a separate file"
+                )
 
     def blocks(self) -> Iterator[PromptBlock]:
-        """Every data set in every setting."""
+        """Yield a block for every combination of sampling, data set and batch size."""
         for params in self.params:
-            for name, asks in self.datasets.items():
+            for name, requests in self.datasets.items():
                 for size in self.batch_sizes:
-                    yield PromptBlock(name, asks, size, params)
+                    yield PromptBlock(name, requests, size, params)
 
     def header(self, target: Generator) -> dict[str, Any]:
-        """What must be the same for a file to go on. Methods, other engines and repeats may grow."""
+        """Return the settings that must be equal to resume a file. Methods, engines and repeats may be added."""
         return {
             "model": target.target.name,
             "dtype": target.target.precision,
-            "datasets": {name: {"prompts": len(asks), "digest": digest(asks)} for name, asks in self.datasets.items()},
+            "datasets": {name: {"prompts": len(some), "digest": digest(some)} for name, some in self.datasets.items()},
             "params": [recorded_params_of(params) for params in self.params],
         }

@@ -1,7 +1,7 @@
-"""The result record of SpecDec++ (Huang et al. 2024), with the source's field names and meanings.
+"""The result record of SpecDec++ (Huang et al. 2024), with the field names and meanings of its source code.
 
-Owns one JSON object per prompt: speculative decoding, the target alone and the draft model alone, each timed by itself at batch
-size 1, and per token of the target's output the draft model's own token after the same prefix and its acceptance probability.
+Owns one JSON object per prompt: speculative decoding, the target alone and the draft model alone, each timed separately at batch
+size 1, and for each token of the target's output the draft model's token after the same prefix and its acceptance probability.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ from foresay.training.accepted import acceptance_chances
 def specdec_records(
     generator: Generator, requests: Sequence[PromptRequest], params: SamplingParams
 ) -> Iterator[dict[str, Any]]:
-    """The record of each prompt, in order; the first prompt is decoded once beforehand, untimed.
+    """Yield the record of each prompt, in order, after an untimed warm-up with the first prompt.
 
-    generator: a target that a draft model drafts for. Sampled prompts have seeds of their own, derived from params.seed, and all
-    runs of a prompt use the same. Times are seconds of wall clock, prompt processing included; lengths are output tokens.
-    `tokens` are those of the target alone; `draft` and `p_acc` are as long: the draft model's token after the same prefix, and
-    min(1, p/q) under the sampling parameters (greedy: 1 or 0), None past the draft model's context. Raises ConfigError for a
-    drafter that is no draft model, and without a tokenizer.
+    generator: a target with a draft model as drafter. Each sampled prompt has a seed derived from params.seed, which all of its
+    runs share. Times are wall-clock seconds, including prompt processing; lengths are output tokens. `tokens` is the output of
+    the target alone. `draft` and `p_acc` have the same length: the draft model's token after the same prefix, and min(1, p/q)
+    under the sampling parameters (greedy: 1 or 0), None beyond the draft model's context. Raises ConfigError for a drafter that
+    is not a draft model, and without a tokenizer.
     """
     one_row = generator.with_settings(max_batch_size=1)
     plain, draft = one_row.plain(), draft_alone(one_row)
     if generator.tokenizer is None:
-        raise ConfigError("the record holds texts, and this model was loaded without a tokenizer")
+        raise ConfigError("the record contains texts, and this model was loaded without a tokenizer; load it with one")
     for run in (one_row, plain, draft):
         run_live(run, requests[:1], params)
     for number, request in enumerate(requests):
-        own = params if params.greedy else dataclasses.replace(params, seed=derive(params.seed or 0, number))
-        speculative, alone, drafted = (run_live(run, [request], own) for run in (one_row, plain, draft))
+        request_params = params if params.greedy else dataclasses.replace(params, seed=derive(params.seed or 0, number))
+        speculative, alone, drafted = (run_live(run, [request], request_params) for run in (one_row, plain, draft))
         stats, tokens = speculative.stats, alone.outputs[0]
-        per_token = draft_tokens(one_row, request.token_ids, tokens, own)
+        per_token = draft_tokens(one_row, request.token_ids, tokens, request_params)
         yield {
             "id": number,
             "prompt": _prompt(request, generator.tokenizer),
@@ -78,11 +78,11 @@ def _prompt(request: PromptRequest, tokenizer: Any) -> str:
 
 
 def draft_alone(generator: Generator) -> Generator:
-    """Plain decoding by a generator's draft model. Raises ConfigError for a drafter that is no such model."""
+    """Return a generator that decodes with the draft model alone. Raises ConfigError for a drafter that is not a draft model."""
     drafter, target = generator.make_drafter(), generator.target
     if not isinstance(drafter, ModelDrafter) or isinstance(drafter, ModelTreeDrafter) or drafter.hidden_layers:
         raise ConfigError(
-            f"SpecDec++'s record times a draft model by itself, and {generator.drafter_name!r} is none with the target's tokens; "
+            f"SpecDec++'s record times a draft model alone, and {generator.drafter_name!r} is not one with the target's tokens; "
             "give --drafter 'model(NAME)' or 'self(LAYERS)'"
         )
     loaded = LoadedModel(generator.drafter_name, drafter.context.model.inner, target.tokenizer, target.eos_token_ids)
@@ -92,7 +92,7 @@ def draft_alone(generator: Generator) -> Generator:
 def draft_tokens(
     generator: Generator, prompt: Sequence[int], tokens: Sequence[int], params: SamplingParams
 ) -> list[tuple[int | None, float | None]]:
-    """(the draft model's token, its acceptance probability) after the prompt and each prefix of `tokens`.
+    """Return (draft token, acceptance probability) after the prompt and each prefix of `tokens`.
 
     The engine decodes with one draft token per step, and a rule that commits the given tokens instead of the target's.
     """
@@ -128,7 +128,7 @@ class _DraftTokens:
 
 
 class _Forced(Rule):
-    """Commit the given tokens, one per step, whatever was drafted; for a single row."""
+    """A rule that commits the given tokens, one per step, for any draft of a single row."""
 
     name, exact = "forced", True
 

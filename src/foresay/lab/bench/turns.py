@@ -1,7 +1,7 @@
-"""Contenders taking turns over one block of requests, between runs of plain decoding.
+"""Turns of methods and engines on one block of requests, between runs of plain decoding.
 
-Plain decoding runs before and after every few runs, so that a ratio compares neighbours in time: machines are shared and
-drift. Owns the order of runs, and that one that fails does not lose the others. Keeps nothing.
+Plain decoding runs before and after every few runs, so that a ratio compares runs next to each other in time: the speed of a
+machine drifts. Owns the order of runs and isolates failures, so that a failed run does not stop the others. Stores nothing.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ def take_turns(
     between: int,
     starting: Callable[[Runner, int | None], None] = lambda runner, repeat: None,
 ) -> Iterator[tuple[Run | Failure, Outcome | None]]:
-    """Run each (repeat, contender), after everyone decoded `warm`; plain decoding's runs are among what comes.
+    """Run each (repeat, runner) after all runners decoded `warm`; yield their results and those of plain decoding.
 
-    between: runs between two of plain decoding; they come when it has run again. starting: called before each run, with
-    None before a warm-up. What plain decoding raises comes through.
+    between: runs between two runs of plain decoding; their results are yielded after the second one. starting: called before
+    each run with the runner and the repeat, or with None before a warm-up. Errors of plain decoding are raised.
     """
 
-    def ready(runner: Runner) -> None:
+    def prepare(runner: Runner) -> None:
         starting(runner, None)
         runner.prepare(block)
         if warm.asks:
@@ -42,33 +42,33 @@ def take_turns(
 
     if not turns:
         return
-    ready(plain)
-    broken = {name: _guarded(partial(ready, runner)) for name, runner in {r.name: r for _, r in turns}.items()}
+    prepare(plain)
+    errors = {name: _guarded(partial(prepare, runner)) for name, runner in {r.name: r for _, r in turns}.items()}
     before = run(plain, turns[0][0])
-    wanted = before.outputs
+    expected = before.outputs
     yield _as_run(block, turns[0][0], plain, before), before
     for first in range(0, len(turns), between):
         some = turns[first : first + between]
-        done = [broken[runner.name] or _guarded(partial(run, runner, repeat)) for repeat, runner in some]
+        done = [errors[runner.name] or _guarded(partial(run, runner, repeat)) for repeat, runner in some]
         after = run(plain, some[-1][0])
-        assert not block.params.greedy or after.outputs == wanted, "plain decoding does not repeat itself"
+        assert not block.params.greedy or after.outputs == expected, "plain decoding is not deterministic"
         yield _as_run(block, some[-1][0], plain, after), after
         rate = (before.tokens + after.tokens) / (before.seconds + after.seconds)
         for (repeat, runner), outcome in zip(some, done, strict=True):
             if isinstance(outcome, Outcome):
-                same = _compared(outcome.outputs, wanted) if block.params.greedy or runner.shares_noise else {}
-                told = _as_run(block, repeat, runner, outcome, plain_seconds=outcome.tokens / rate, **same)
-                yield told, outcome
+                same = _compared(outcome.outputs, expected) if block.params.greedy or runner.shares_noise else {}
+                result = _as_run(block, repeat, runner, outcome, plain_seconds=outcome.tokens / rate, **same)
+                yield result, outcome
             else:
                 yield Failure(block.cell(runner.name), repeat, str(outcome)), None
         before = after
 
 
 def _guarded(work: Callable[[], Outcome | None]) -> Outcome | str | None:
-    """What it gives, or in one line why it failed."""
+    """Return the result of `work`, or its error on one line."""
     try:
         return work()
-    except Exception as error:  # whatever it is, the others go on
+    except Exception as error:  # any error: the other runs continue
         kind = "" if isinstance(error, ForesayError) else f"{type(error).__name__}: "
         return " ".join(f"{kind}{error}".split())[:500]
 
@@ -79,8 +79,8 @@ def _as_run(block: PromptBlock, repeat: int, runner: Runner, outcome: Outcome, *
     return Run(block.cell(runner.name), repeat, outcome.seconds, outcome.tokens, exact=runner.exact, **more)
 
 
-def _compared(outputs: Sequence[list[int]], wanted: Sequence[list[int]]) -> dict[str, Any]:
-    """Whether every output is the wanted one, as a Run tells it."""
-    same = sum(a == b for a, b in zip(outputs, wanted, strict=True))
-    note = "" if same == len(wanted) else f"{same} of {len(wanted)} outputs as plain decoding writes them"
-    return {"identical": same == len(wanted), "note": note}
+def _compared(outputs: Sequence[list[int]], expected: Sequence[list[int]]) -> dict[str, Any]:
+    """Compare outputs with the expected ones and return the fields of a Run."""
+    same = sum(a == b for a, b in zip(outputs, expected, strict=True))
+    note = "" if same == len(expected) else f"{same} of {len(expected)} outputs equal those of plain decoding"
+    return {"identical": same == len(expected), "note": note}

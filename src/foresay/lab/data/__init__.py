@@ -1,1 +1,1 @@
-"""Data sets, their prompts, and the requests made of them."""
+"""Data sets, their prompts, and the requests built from them."""

@@ -1,4 +1,4 @@
-"""Data sets as items: what the fields of each format mean, its prompt template, and subsets that are balanced.
+"""Data sets as items: the fields and the prompt template of each format, and balanced subsets.
 
 Owns the formats, the checks of their fields and the choice of items. Does not know how records are read (readers.py).
 """
@@ -17,7 +17,7 @@ from foresay.lab.data.readers import DataRecord, file_records, hub_records, is_f
 from foresay.text.text_files import check_encodable
 
 SHIPPED = "shipped"
-"""The name of foresay's own set: 60 prompts in six categories."""
+"""The name of foresay's own data set: 60 prompts in six categories."""
 ROLES = ("system", "user", "assistant", "tool", "developer")
 _SHIPPED_FILE = str(Path(__file__).with_name("shipped.jsonl"))
 _MMLU_COLUMNS = ("question", "A", "B", "C", "D", "answer")
@@ -34,46 +34,48 @@ def load_items(
     count: int | None = None,
     seed: int = 0,
 ) -> list[PromptItem]:
-    """The items of a data set, in its order. Raises ConfigError, with the line, for whatever cannot be honoured.
+    """Load the items of a data set, in order. Raises ConfigError, with the line, for invalid data or options.
 
-    source: "shipped"; a file that ends in .jsonl, .json, .csv (with a header row) or .txt (a prompt per line that is not
-    empty), each also with .gz; or a set of the Hugging Face hub: "owner/name", with ":config" where it needs one.
-    format: one of FORMATS; without it a record has `prompt`, `messages` or Alpaca's `instruction`, and may have `id`,
-    `category`, `raw` and `followups`. field: where the text or the messages are instead. split: of a set of the hub; test,
-    validation or train without it. category: only the items of this one. count: so many of them, chosen by `seed` and
-    balanced over the categories (see `subset`).
+    source: "shipped"; a file that ends in .jsonl, .json, .csv (with a header row) or .txt (one prompt per non-empty
+    line), each also with .gz; or a data set of the Hugging Face hub: "owner/name", with ":config" if it needs one.
+    format: one of FORMATS; by default a record has `prompt`, `messages` or Alpaca's `instruction`, and may have `id`,
+    `category`, `raw` and `followups`. field: the field with the text or the messages instead. split: of a data set of the hub;
+    by default the first existing one of test, validation and train. category: load only the items of this category. count: load
+    only this many items, chosen by `seed` and balanced over the categories (see `subset`).
     """
     if format is not None and format not in FORMATS:
         raise UnknownNameError("format", format, FORMATS)
     if format is not None and field is not None:
-        raise ConfigError(f"field={field!r} does not go with format={format!r}, which knows its fields")
+        raise ConfigError(
+            f"field={field!r} cannot be combined with format={format!r}, which defines its fields; give one of them"
+        )
     records = _records(source, format, field, split)
     items = _items(records, format, field, stem(source))
     if not items:
-        raise ConfigError(f"{source!r} holds no prompts")
+        raise ConfigError(f"{source!r} contains no prompts")
     if category is not None:
         items = _of_category(items, category, source)
     return items if count is None else subset(items, count, seed)
 
 
 def subset(items: Sequence[PromptItem], count: int, seed: int = 0) -> list[PromptItem]:
-    """`count` of the items in their order, the same ones on every machine; their categories differ by one at most.
+    """Choose `count` items, in order and equal on every machine; the numbers per category differ by at most one.
 
-    A category that has fewer than its share gives all it has. A smaller subset of the same seed lies in a larger one.
-    Raises ConfigError where there are fewer items.
+    All items of a category with fewer than its share are chosen. With the same seed, a smaller subset is part of a larger one.
+    Raises ConfigError if there are fewer items.
     """
     checks.check_int("count", count, 1)
     if count > len(items):
-        raise ConfigError(f"count={count}, and there are {len(items)} prompts to choose from")
+        raise ConfigError(f"count={count} must be at most {len(items)}, the number of prompts")
     ranked = [(rank, _digest(items[i], seed), i) for group in _shuffled(items, seed) for rank, i in enumerate(group)]
     return [items[i] for i in sorted(i for _, _, i in sorted(ranked)[:count])]
 
 
 def halves(items: Sequence[PromptItem], seed: int = 0) -> tuple[list[PromptItem], list[PromptItem]]:
-    """Two disjoint halves, each in the order of the items: one to tune on and one to measure on.
+    """Split items into two disjoint halves, each in order: one for tuning and one for measuring.
 
-    The halves differ in size by one item at most, within each category too. A category is sorted by prompt length and split
-    in pairs of neighbours, one of each pair to each half. Raises ConfigError for fewer than two items.
+    The sizes of the halves differ by at most one item, also within each category. A category is sorted by prompt length, and the
+    two items of each consecutive pair go to different halves. Raises ConfigError for fewer than two items.
     """
     if len(items) < 2:
         raise ConfigError(f"two halves need at least 2 prompts, not {len(items)}")
@@ -90,12 +92,12 @@ def halves(items: Sequence[PromptItem], seed: int = 0) -> tuple[list[PromptItem]
 
 
 def _length(item: PromptItem) -> int:
-    """Characters of the prompt."""
+    """Return the number of characters of the prompt."""
     return len(item.prompt) if isinstance(item.prompt, str) else sum(len(str(m["content"])) for m in item.prompt)
 
 
 def _shuffled(items: Sequence[PromptItem], seed: int) -> list[list[int]]:
-    """The positions of the items of each category, in an order that depends on the seed and the ids alone."""
+    """Return the indices of each category's items, in an order that depends only on the seed and the ids."""
     checks.check_int("seed", seed, 0)
     groups: dict[str, list[int]] = {}
     for i, item in enumerate(items):
@@ -110,44 +112,46 @@ def _digest(item: PromptItem, seed: int) -> bytes:
 def _of_category(items: Sequence[PromptItem], category: str, source: str) -> list[PromptItem]:
     known = {item.category for item in items} - {""}
     if not known:
-        raise ConfigError(f"category={category!r}, and the prompts of {source!r} have no categories")
+        raise ConfigError(f"category={category!r}: the prompts of {source!r} have no categories; leave it out")
     if category not in known:
         raise UnknownNameError("category", category, known)
     return [item for item in items if item.category == category]
 
 
 def _records(source: str, format: str | None, field: str | None, split: str | None) -> Iterator[DataRecord]:
-    """The source's records. Raises ConfigError for options that do not apply to this kind of source."""
+    """Read the records of a source. Raises ConfigError for options that do not apply to this kind of source."""
     options = {"format": format, "field": field, "split": split}
     given = [f"{name}={value!r}" for name, value in options.items() if value is not None]
     if source == SHIPPED:
         if given:
-            raise ConfigError(f"{given[0]} does not go with the shipped set")
+            raise ConfigError(f"{given[0]} does not apply to the shipped data set; leave it out")
         return file_records(_SHIPPED_FILE)
     if not is_file(source):
         return hub_records(source, split)
     if split is not None:
-        raise ConfigError(f"split={split!r} belongs to a set of the Hugging Face hub, and {source!r} is a file")
+        raise ConfigError(
+            f"split={split!r} applies to data sets of the Hugging Face hub, and {source!r} is a file; leave it out"
+        )
     if given and source.lower().removesuffix(".gz").endswith(".txt"):
-        raise ConfigError(f"{given[0]} does not go with {source!r}: lines of text have no fields")
+        raise ConfigError(f"{given[0]} does not apply to {source!r}: lines of text have no fields; leave it out")
     return file_records(source, _MMLU_COLUMNS if format == "mmlu" else ())
 
 
 def _items(records: Iterable[DataRecord], format: str | None, field: str | None, name: str) -> list[PromptItem]:
-    """The records as items whose ids differ; an id that is not given is made of the name and the record's number."""
+    """Convert records to items with unique ids; a missing id is built from the name and the record's number."""
     items: list[PromptItem] = []
-    places: dict[str, str] = {}
+    positions: dict[str, str] = {}
     for record in records:
-        own = f"{format or name}-{record.number}"
-        item = _generic(record, own, field) if format is None else FORMATS[format](record, own)
-        if item.id in places:
-            raise ConfigError(f"{record.place}: the id {item.id!r} is taken by {places[item.id]}")
-        places[item.id] = record.place
+        default_id = f"{format or name}-{record.number}"
+        item = _generic(record, default_id, field) if format is None else FORMATS[format](record, default_id)
+        if item.id in positions:
+            raise ConfigError(f"{record.place}: the id {item.id!r} is already used in {positions[item.id]}")
+        positions[item.id] = record.place
         items.append(item)
     return items
 
 
-def _generic(record: DataRecord, own: str, field: str | None) -> PromptItem:
+def _generic(record: DataRecord, default_id: str, field: str | None) -> PromptItem:
     fields = record.fields
     name = field if field is not None else _prompt_field(record)
     if field is None and name == "instruction":
@@ -158,39 +162,41 @@ def _generic(record: DataRecord, own: str, field: str | None) -> PromptItem:
         prompt = _text(record, name)
     raw, followups = _raw(record), _texts(record, "followups") if fields.get("followups") else ()
     if raw and (followups or not isinstance(prompt, str)):
-        raise ConfigError(f"{record.place}: raw is for a text to be continued, not for messages or followups")
-    return PromptItem(_id(record, "id") or own, prompt, _category(record, "category"), followups, raw)
+        raise ConfigError(f"{record.place}: raw applies to a text to be continued, not to messages or followups")
+    return PromptItem(_id(record, "id") or default_id, prompt, _category(record, "category"), followups, raw)
 
 
 def _prompt_field(record: DataRecord) -> str:
-    there = [name for name in ("prompt", "messages", "instruction") if record.fields.get(name) is not None]
-    if len(there) > 1:
-        raise ConfigError(f"{record.place}: both {there[0]!r} and {there[1]!r} are there; say which one with field")
-    if not there:
+    present = [name for name in ("prompt", "messages", "instruction") if record.fields.get(name) is not None]
+    if len(present) > 1:
+        raise ConfigError(
+            f"{record.place}: the record has both {present[0]!r} and {present[1]!r}; choose one with field"
+        )
+    if not present:
         known = f"the record has: {_names(record)}"
         raise ConfigError(
             f"{record.place}: no field 'prompt', 'messages' or 'instruction'; {known}; see field and format"
         )
-    return there[0]
+    return present[0]
 
 
-def _gsm8k(record: DataRecord, own: str) -> PromptItem:
+def _gsm8k(record: DataRecord, default_id: str) -> PromptItem:
     task = "Work it out step by step, and end with a line that says only: Answer: <number>"
-    return PromptItem(own, f"{_text(record, 'question')}\n\n{task}")
+    return PromptItem(default_id, f"{_text(record, 'question')}\n\n{task}")
 
 
-def _mmlu(record: DataRecord, own: str) -> PromptItem:
+def _mmlu(record: DataRecord, default_id: str) -> PromptItem:
     question, subject = _text(record, "question"), _category(record, "subject")
     options = "\n".join(f"{letter}. {text}" for letter, text in zip(_OPTIONS, _choices(record), strict=True))
     about = (
         f"A multiple-choice question about {subject.replace('_', ' ')}:" if subject else "A multiple-choice question:"
     )
     task = "Which option is right? Answer with its letter first, and then say why in a sentence or two."
-    return PromptItem(own, f"{about}\n\n{question}\n\n{options}\n\n{task}", subject)
+    return PromptItem(default_id, f"{about}\n\n{question}\n\n{options}\n\n{task}", subject)
 
 
 def _choices(record: DataRecord) -> Sequence[str]:
-    """The four options: a list as on the hub, or columns named by letters or by numbers."""
+    """Return the four options: from a list as on the hub, or from columns named by letters or numbers."""
     if "choices" in record.fields:
         options = _texts(record, "choices")
         if len(options) != len(_OPTIONS):
@@ -202,24 +208,26 @@ def _choices(record: DataRecord) -> Sequence[str]:
     return [_text(record, f"choice{i}" if numbered else letter) for i, letter in enumerate(_OPTIONS)]
 
 
-def _humaneval(record: DataRecord, own: str) -> PromptItem:
-    return PromptItem(_id(record, "task_id") or own, _text(record, "prompt"), raw=True)
+def _humaneval(record: DataRecord, default_id: str) -> PromptItem:
+    return PromptItem(_id(record, "task_id") or default_id, _text(record, "prompt"), raw=True)
 
 
-def _mt_bench(record: DataRecord, own: str) -> PromptItem:
+def _mt_bench(record: DataRecord, default_id: str) -> PromptItem:
     hub = "turns" not in record.fields and "prompt" in record.fields
     turns = _texts(record, "prompt" if hub else "turns")
     number = _id(record, "prompt_id" if hub else "question_id")
-    return PromptItem(f"mt_bench-{number}" if number else own, turns[0], _category(record, "category"), turns[1:])
+    return PromptItem(
+        f"mt_bench-{number}" if number else default_id, turns[0], _category(record, "category"), turns[1:]
+    )
 
 
-def _hellaswag(record: DataRecord, own: str) -> PromptItem:
+def _hellaswag(record: DataRecord, default_id: str) -> PromptItem:
     name = "ctx" if "ctx" in record.fields else "prompt"
-    return PromptItem(own, _text(record, name), _category(record, "activity_label"), raw=True)
+    return PromptItem(default_id, _text(record, name), _category(record, "activity_label"), raw=True)
 
 
-def _alpaca(record: DataRecord, own: str) -> PromptItem:
-    return PromptItem(own, _instruction(record))
+def _alpaca(record: DataRecord, default_id: str) -> PromptItem:
+    return PromptItem(default_id, _instruction(record))
 
 
 FORMATS: dict[str, Callable[[DataRecord, str], PromptItem]] = {
@@ -230,31 +238,31 @@ FORMATS: dict[str, Callable[[DataRecord, str], PromptItem]] = {
     "mmlu": _mmlu,
     "mt_bench": _mt_bench,
 }
-"""What makes a record of each format an item; the second argument is the id of an item whose record has none."""
+"""Format -> function (record, default id) -> item; the default id is used if the record has none."""
 
 
 def _instruction(record: DataRecord) -> str:
     text = _text(record, "instruction")
-    material = record.fields.get("input")
-    blank = material is None or (isinstance(material, str) and not material.strip())
+    context = record.fields.get("input")
+    blank = context is None or (isinstance(context, str) and not context.strip())
     return text if blank else f"{text}\n\n{_text(record, 'input')}"
 
 
 def _text(record: DataRecord, name: str) -> str:
-    """The text of a field that must be there and not be empty."""
+    """Return the text of a required field that must not be empty."""
     if name not in record.fields:
         raise ConfigError(f"{record.place}: no field {name!r}; the record has: {_names(record)}")
-    return _sound(record, name, record.fields[name])
+    return _checked(record, name, record.fields[name])
 
 
 def _texts(record: DataRecord, name: str) -> tuple[str, ...]:
-    """The texts of a field that must be a list of at least one."""
+    """Return the texts of a required field that must be a non-empty list."""
     values = record.fields.get(name)
     if name not in record.fields:
         raise ConfigError(f"{record.place}: no field {name!r}; the record has: {_names(record)}")
     if not isinstance(values, list) or not values:
         raise ConfigError(f"{record.place}: the field {name!r} must be a list of texts, not {_shown(values)}")
-    return tuple(_sound(record, f"{name}[{i}]", value) for i, value in enumerate(values))
+    return tuple(_checked(record, f"{name}[{i}]", value) for i, value in enumerate(values))
 
 
 def _messages(record: DataRecord, name: str) -> tuple[Mapping[str, str], ...]:
@@ -268,14 +276,16 @@ def _messages(record: DataRecord, name: str) -> tuple[Mapping[str, str], ...]:
         if message["role"] not in ROLES:
             raise ConfigError(f"{record.place}: {where} has role={message['role']!r}; known roles: {', '.join(ROLES)}")
         for key, value in message.items():
-            _sound(record, f"{where}.{key}", value)
+            _checked(record, f"{where}.{key}", value)
     if messages[-1]["role"] == "assistant":
-        raise ConfigError(f"{record.place}: the field {name!r} ends with the assistant's answer; nothing is asked")
+        raise ConfigError(
+            f"{record.place}: the field {name!r} ends with an assistant message; it must end with another role"
+        )
     return tuple(messages)
 
 
-def _sound(record: DataRecord, name: str, value: Any) -> str:
-    """`value` if it is a text with something in it that UTF-8 can hold."""
+def _checked(record: DataRecord, name: str, value: Any) -> str:
+    """Return `value` if it is a text that is not blank and that UTF-8 can encode. Raises ConfigError otherwise."""
     if not isinstance(value, str):
         raise ConfigError(f"{record.place}: the field {name!r} must be a text, not {_shown(value)}")
     if not value.strip():
@@ -286,19 +296,19 @@ def _sound(record: DataRecord, name: str, value: Any) -> str:
 
 def _category(record: DataRecord, name: str) -> str:
     value = record.fields.get(name)
-    return "" if value in (None, "") else _sound(record, name, value)
+    return "" if value in (None, "") else _checked(record, name, value)
 
 
 def _id(record: DataRecord, name: str) -> str:
-    """A text or a whole number as a text; empty where there is none."""
+    """Return a text, or an integer as text; empty if missing."""
     value = record.fields.get(name)
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
-    return "" if value in (None, "") else _sound(record, name, value)
+    return "" if value in (None, "") else _checked(record, name, value)
 
 
 def _raw(record: DataRecord) -> bool:
-    """Whether a record's text is to be continued as it is; in CSV files that is the word true or false."""
+    """True if a record's text is to be continued without a chat template; in CSV files the word true or false."""
     value = record.fields.get("raw")
     words = {None: False, "": False, "true": True, "false": False}
     if isinstance(value, bool):

@@ -1,6 +1,6 @@
-"""Records of a data set: files of JSON, CSV or text, each also as .gz, and sets of the Hugging Face hub.
+"""Records of a data set: files of JSON, CSV or text, each also as .gz, and data sets of the Hugging Face hub.
 
-Owns which bytes are a record and the place that an error names. Does not know what a record's fields mean.
+Owns the division into records and the positions in error messages. Does not know the meaning of a record's fields.
 """
 
 from __future__ import annotations
@@ -20,40 +20,40 @@ from foresay.errors import ConfigError
 from foresay.text.text_files import bare_name, check_object, decode, ending, is_packed, numbered, parse_json, read_bytes
 
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(:\S+)?")
-"""A set of the hub: "owner/name" or "name", with ":config" where it has several configurations."""
+"""A data set of the hub: "owner/name" or "name", with ":config" if it has several configurations."""
 SPLITS = ("test", "validation", "train")
-"""The splits of a set of the hub that are tried when no split is given, in this order."""
+"""The splits that are tried in this order if no split is given."""
 ENDINGS = (".jsonl", ".json", ".csv", ".txt")
 ARCHIVES = (".tar", ".tgz", ".tar.gz", ".tar.bz2", ".tar.xz", ".zip")
 
 
 class DataRecord(NamedTuple):
-    """The fields of one record, its number and its place as an error names it."""
+    """The fields of one record, its number, and its position (file and line) for error messages."""
 
     place: str
     number: int
-    """Counted from 1: the line where it begins, or which record of a JSON list or row of a set of the hub it is."""
+    """Counted from 1: the line where it begins, its index in a JSON list, or its row in a data set of the hub."""
     fields: Mapping[str, Any]
 
 
 def is_file(source: str) -> bool:
-    """Whether a source means a file rather than a set of the hub."""
+    """True if a source names a file, False if it names a data set of the hub."""
     named = is_packed(source) or ending(source) in ENDINGS or source.lower().endswith(ARCHIVES)
     return named or Path(source).exists() or not HUB_NAME.fullmatch(source)
 
 
 def stem(source: str) -> str:
-    """What a set is called in the ids of its items: "data/prompts.jsonl.gz" -> prompts, "owner/name:config" -> name."""
+    """Return the name of a data set in its item ids: "data/prompts.jsonl.gz" -> prompts, "owner/name:config" -> name."""
     if not is_file(source):
         return PurePath(source.partition(":")[0]).name
     return PurePath(bare_name(source)).stem
 
 
 def file_records(source: str, columns: Sequence[str] = ()) -> Iterator[DataRecord]:
-    """The records of a file; the one field of a line of text is `prompt`. Raises ConfigError for what cannot be read.
+    """Yield the records of a file; a line of text has the single field `prompt`. Raises ConfigError if it cannot be read.
 
-    columns: what the columns of a CSV file without header row are called; a header row is recognised by the first of
-    these names. Where there are none, the first row is the header row.
+    columns: names of the columns of a CSV file without header row; a row that contains the first of these names is a header
+    row. If empty, the first row is the header row.
     """
     if source.lower().endswith(ARCHIVES):
         raise ConfigError(f"{source!r} is an archive; unpack it first and name one of its files")
@@ -69,22 +69,22 @@ def file_records(source: str, columns: Sequence[str] = ()) -> Iterator[DataRecor
 
 
 def hub_records(source: str, split: str | None) -> Iterator[DataRecord]:
-    """The rows of one split of a set of the hub. Raises ConfigError when it cannot be had, whatever the reason."""
+    """Yield the rows of one split of a data set of the hub. Raises ConfigError for any reason that it cannot be loaded."""
     try:
         datasets = importlib.import_module("datasets")
     except ImportError:
         raise ConfigError(
-            f"{source!r} is no file, and to read it from the Hugging Face hub takes: pip install 'foresay[lab]'"
+            f"{source!r} is not a file; to read it from the Hugging Face hub: pip install 'foresay[lab]'"
         ) from None
     name, _, config = source.partition(":")
     try:
         data = datasets.load_dataset(name, config or None)
-    except Exception as error:  # the library has errors of its own, of its file systems and of its network
+    except Exception as error:  # the library, its file systems and its network raise many kinds of errors
         raise _unread(source, error) from error
     chosen = split if split is not None else next((known for known in SPLITS if known in data), None)
     if chosen not in data:
-        lacks = f"no split {split!r}" if split is not None else f"none of the splits {', '.join(SPLITS)}"
-        raise ConfigError(f"{source!r} has {lacks}; it has: {', '.join(map(str, data))}")
+        missing = f"no split {split!r}" if split is not None else f"none of the splits {', '.join(SPLITS)}"
+        raise ConfigError(f"{source!r} has {missing}; it has: {', '.join(map(str, data))}")
     return _rows(data[chosen], source, f"{source} ({chosen})")
 
 
@@ -92,13 +92,13 @@ def _rows(rows: Any, source: str, label: str) -> Iterator[DataRecord]:
     try:
         for number, row in enumerate(rows, 1):
             yield DataRecord(f"{label}, row {number}", number, row)
-    except Exception as error:  # decoding a row may need libraries that are not there
+    except Exception as error:  # decoding a row may need libraries that are not installed
         raise _unread(source, error) from error
 
 
 def _unread(source: str, error: Exception) -> ConfigError:
     reason = textwrap.shorten(str(error), 300) or type(error).__name__
-    return ConfigError(f"{source!r} is no file and cannot be read from the Hugging Face hub: {reason}")
+    return ConfigError(f"{source!r} is not a file and cannot be read from the Hugging Face hub: {reason}")
 
 
 def _text(text: str, source: str) -> Iterator[DataRecord]:
@@ -113,7 +113,7 @@ def _json_lines(text: str, source: str) -> Iterator[DataRecord]:
 
 
 def _json(text: str, source: str) -> Iterator[DataRecord]:
-    """A list of records, or lines of them as some sets are distributed under this ending."""
+    """Yield the records of a list, or of JSON lines, which some data sets use with this suffix."""
     if not text.lstrip().startswith("["):
         yield from _json_lines(text, source)
         return
@@ -124,27 +124,27 @@ def _json(text: str, source: str) -> Iterator[DataRecord]:
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{source}: not JSON: {error}") from None
     for number, value in enumerate(values, 1):
-        place = f"{source}, record {number}"
-        yield DataRecord(place, number, check_object(value, place))
+        position = f"{source}, record {number}"
+        yield DataRecord(position, number, check_object(value, position))
 
 
 def _csv(text: str, source: str, columns: Sequence[str]) -> Iterator[DataRecord]:
     names: Sequence[str] = ()
-    for number, place, row in _csv_rows(text, source):
+    for number, position, row in _csv_rows(text, source):
         if not names:
-            headed = not columns or columns[0] in row
-            names = row if headed else columns
-            if (twice := next((name for name, times in Counter(names).items() if times > 1), None)) is not None:
-                raise ConfigError(f"{place}: the header row has the column {twice!r} twice")
-            if headed:
+            has_header = not columns or columns[0] in row
+            names = row if has_header else columns
+            if (repeated := next((name for name, times in Counter(names).items() if times > 1), None)) is not None:
+                raise ConfigError(f"{position}: the header row has the column {repeated!r} twice")
+            if has_header:
                 continue
         if len(row) != len(names):
-            raise ConfigError(f"{place}: {len(row)} columns instead of {len(names)}: {', '.join(names)}")
-        yield DataRecord(place, number, dict(zip(names, row, strict=True)))
+            raise ConfigError(f"{position}: {len(row)} columns instead of {len(names)}: {', '.join(names)}")
+        yield DataRecord(position, number, dict(zip(names, row, strict=True)))
 
 
 def _csv_rows(text: str, source: str) -> Iterator[tuple[int, str, list[str]]]:
-    """Number and place of the line where a row begins, and the row; empty lines are passed over."""
+    """Yield (line number, position, row) for each row, skipping empty lines."""
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     begin = 1
     try:

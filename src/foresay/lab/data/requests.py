@@ -1,7 +1,7 @@
 """Prompts of a data set as requests to a model: token ids, turn by turn.
 
-Owns how a PromptItem becomes token ids, and that a later turn of a conversation waits for the answer to the one before.
-Decodes only what later turns need, and measures nothing.
+Owns the conversion of a PromptItem to token ids and the order of a conversation's turns: each needs the earlier answers.
+Decodes only these answers, and measures nothing.
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ class PromptRequest:
     """The item's id; later turns append "/2", "/3", ..."""
     category: str
     token_ids: tuple[int, ...]
-    """The prompt of this turn, earlier turns and their answers included."""
+    """The prompt of this turn, including earlier turns and answers."""
     item: PromptItem
     turn: int = 0
     """Counted from 0."""
 
 
 class RequestBuilder:
-    """Tokenizes the turns of PromptItems for one model.
+    """Tokenizer of the turns of PromptItems for one model.
 
-    The first turn of an item needs the item alone (`first`), a later one the answers so far (`following`). `all` decodes
-    those answers itself.
+    The first turn of an item needs only the item (`first`), a later turn also the earlier answers (`following`). `all` decodes
+    these answers itself.
     """
 
     def __init__(self, generator: Generator, *, chat: bool = True) -> None:
-        """chat: apply the model's chat template to texts, where it has one and the item is not raw."""
+        """chat: apply the model's chat template, if it has one, to items that are not raw."""
         self.generator, self.chat = generator, chat
 
     def first(self, items: Iterable[PromptItem]) -> list[PromptRequest]:
-        """The first turn of each item. Raises PromptError, naming the item, for a prompt that cannot be encoded."""
+        """Return the first turn of each item. Raises PromptError, naming the item, for a prompt that cannot be encoded."""
         return [self._request(item, 0, as_prompt(item, self.generator.tokenizer, chat=self.chat)) for item in items]
 
     def following(self, request: PromptRequest, answers: Sequence[str]) -> PromptRequest | None:
-        """The turn after this one, None after the last.
+        """Return the turn after this one, or None after the last.
 
-        answers: the texts written to all turns so far. Raises PromptError as `first` does.
+        answers: the texts generated for all turns so far. Raises PromptError as `first` does.
         """
         turn = request.turn + 1
         if turn > len(request.item.followups):
@@ -61,9 +61,9 @@ class RequestBuilder:
         return self._request(request.item, turn, as_prompt(item, self.generator.tokenizer, chat=self.chat))
 
     def all(self, items: Iterable[PromptItem], params: SamplingParams) -> list[PromptRequest]:
-        """Every turn of every item. Later turns hold the answers of plain greedy decoding to the earlier ones.
+        """Return every turn of every item. Later turns contain the earlier answers by plain greedy decoding.
 
-        params: only max_new_tokens is used, as the limit of each answer. Raises PromptError as `first` does.
+        params: only max_new_tokens is used, as the length limit of each answer. Raises PromptError as `first` does.
         """
         requests = self.first(items)
         greedy = SamplingParams(max_new_tokens=params.max_new_tokens)
@@ -90,18 +90,18 @@ class RequestBuilder:
 
 
 def digest(requests: Sequence[PromptRequest]) -> str:
-    """A fingerprint of ids, token ids and follow-ups: a file that is resumed must have been begun with the same requests."""
+    """Return a fingerprint of ids, token ids and follow-ups, which must match for a file to be resumed."""
     text = json.dumps([[one.id, one.token_ids, one.item.followups] for one in requests])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def changed_params(params: SamplingParams) -> Mapping[str, Any]:
-    """The sampling parameters that are not at their defaults, for a file's header."""
+    """Return the sampling parameters that differ from their defaults, for a file's header."""
     default = SamplingParams()
     names = [f.name for f in dataclasses.fields(params)]
     return {n: getattr(params, n) for n in names if getattr(params, n) != getattr(default, n)}
 
 
 def recorded_params_of(params: SamplingParams) -> dict[str, Any]:
-    """The same with the number of tokens whether changed or not, which everyone who reads of a run asks for."""
+    """Return the changed sampling parameters and always max_new_tokens, which every reader of a file needs."""
     return {**changed_params(params), "max_new_tokens": params.max_new_tokens}

@@ -1,1 +1,1 @@
-"""What this machine's passes cost."""
+"""Measurement of forward passes and runs on this machine."""

@@ -1,8 +1,8 @@
-"""The shape study: latency of draft models with equal parameters, from deep and narrow to shallow and wide.
+"""The shape study: latency of draft models with equal numbers of parameters, from deep and narrow to shallow and wide.
 
-Random weights take as long as trained ones. "Decoding Speculative Decoding" (Yan et al. 2024) finds that a draft's depth
-sets its latency: each layer is a handful of kernel launches and waits, whatever its width. Owns which shapes are compared.
-Knows nothing of acceptance: how good a draft of such a shape would be is not measured.
+Random weights take as long as trained ones. "Decoding Speculative Decoding" (Yan et al. 2024) finds that the depth of a draft
+model determines its latency: each layer costs several kernel launches and waits, at any width. Owns the compared shapes. Does
+not measure acceptance.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ _VOCAB = 32000
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A decoder of some depth and width, and how long it takes to write a token."""
+    """The depth and width of a decoder, and its time per token."""
 
     layers: int
     hidden: int
     intermediate: int
     parameters: int
-    """Without embeddings and head."""
+    """Number of parameters without embeddings and head."""
     seconds: float = 0.0
-    """A pass over one token, batch 1: median."""
+    """Median time of a forward pass over one token at batch size 1; low and high are the quartiles."""
     low: float = 0.0
     high: float = 0.0
 
 
 def shapes(parameters: float, depths: Sequence[int] = DEPTHS) -> list[Shape]:
-    """Decoders of about this many parameters, 12 * hidden^2 a layer, one for each depth.
+    """Return one decoder per depth with about this many parameters, 12 * hidden^2 per layer.
 
-    Raises ConfigError for a depth at which no width comes within 20% of the parameters.
+    Raises ConfigError for a depth at which no width is within 20% of the parameters.
     """
     check_float("parameters", parameters, 1e5, 1e12)
     out = []
@@ -55,7 +55,7 @@ def shapes(parameters: float, depths: Sequence[int] = DEPTHS) -> list[Shape]:
         count = layers * (4 * hidden**2 + 3 * hidden * intermediate)
         if abs(count / parameters - 1) > 0.2:
             raise ConfigError(
-                f"depth={layers} cannot hold {parameters:.3g} parameters in heads of {_HEAD}; leave it out"
+                f"depth={layers} does not allow {parameters:.3g} parameters with attention heads of width {_HEAD}; leave it out"
             )
         out.append(Shape(layers, hidden, intermediate, count))
     return out
@@ -70,18 +70,18 @@ def study(
     context: int = 128,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Shape]:
-    """Time every shape on this machine, as foresay decodes with it.
+    """Time every shape on this machine, with foresay's engine.
 
-    context: tokens of the row before a timed pass. on_progress: called with (shapes done, shapes in all). Raises ConfigError
-    as `shapes` does, and for a device that is not there.
+    context: tokens of the row before a timed pass. on_progress: called with (shapes done, total shapes). Raises ConfigError
+    as `shapes` does, and for a device that does not exist.
     """
     check_device(device)
-    wanted = shapes(parameters, depths)
+    planned = shapes(parameters, depths)
     out = []
-    for done, shape in enumerate(wanted):
-        on_progress(done, len(wanted))
+    for done, shape in enumerate(planned):
+        on_progress(done, len(planned))
         out.append(_timed(shape, torch.device(device), repeats, context))
-    on_progress(len(wanted), len(wanted))
+    on_progress(len(planned), len(planned))
     return out
 
 
@@ -99,7 +99,7 @@ def _timed(shape: Shape, device: torch.device, repeats: int, context: int) -> Sh
 
 
 def random_model(shape: Shape, device: torch.device) -> torch.nn.Module:
-    """A Llama of this shape with random weights, in the device's own dtype."""
+    """Return a Llama of this shape with random weights, in the device's native dtype."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -118,8 +118,8 @@ def random_model(shape: Shape, device: torch.device) -> torch.nn.Module:
 
 
 def depth_share(timed: Sequence[Shape]) -> float:
-    """R^2 in [0, 1] of latency as a linear function of depth. Raises ConfigError for fewer than three shapes."""
+    """Return R^2 in [0, 1] of latency as a linear function of depth. Raises ConfigError for fewer than three shapes."""
     if len(timed) < 3:
-        raise ConfigError("three depths or more are needed to tell what they explain")
+        raise ConfigError("at least three depths are needed to relate latency to depth")
     correlation = statistics.correlation([s.layers for s in timed], [s.seconds for s in timed])
     return correlation**2

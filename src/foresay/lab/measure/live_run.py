@@ -1,4 +1,4 @@
-"""One live run of a method over some requests, on the clock."""
+"""One timed live run of a method on some requests."""
 
 from __future__ import annotations
 
@@ -19,63 +19,63 @@ from foresay.records.results import PromptResult
 
 
 class DraftFailedError(ForesayError):
-    """The drafter failed while it was measured: what went on was plain decoding."""
+    """The drafter failed during a measurement, which continued with plain decoding."""
 
 
 @dataclass(frozen=True, slots=True)
-class Live:
-    """What a run did."""
+class LiveRun:
+    """The outputs and the time of a run."""
 
     seconds: float
-    """Wall-clock from the first request to the last token, prompt processing included."""
+    """Wall-clock time from the first request to the last token, including prompt processing."""
     generations: tuple[Generation, ...]
-    """By request."""
+    """One per request, in order."""
 
     @property
     def outputs(self) -> list[list[int]]:
-        """The tokens written."""
+        """The output token ids of each request."""
         return [list(one.token_ids) for one in self.generations]
 
     @property
     def tokens(self) -> int:
-        """How many were written."""
+        """Number of output tokens."""
         return sum(len(one.token_ids) for one in self.generations)
 
     @property
     def stats(self) -> Stats:
-        """All Steps added up."""
+        """The sum of all Steps."""
         return Stats.of(step for one in self.generations for step in one.steps)
 
-    def prompts(self, asks: Sequence[PromptRequest]) -> tuple[PromptResult, ...]:
-        """A record of each request."""
-        pairs = zip(asks, self.generations, strict=True)
-        return tuple(PromptResult.of(ask.id, ask.category, one.steps) for ask, one in pairs)
+    def prompts(self, requests: Sequence[PromptRequest]) -> tuple[PromptResult, ...]:
+        """Return the results of each request."""
+        pairs = zip(requests, self.generations, strict=True)
+        return tuple(PromptResult.of(request.id, request.category, one.steps) for request, one in pairs)
 
 
-def run_live(generator: Generator, asks: Sequence[PromptRequest], params: SamplingParams) -> Live:
-    """Decode every request. Sampled ones get seeds of their own, as in `generate`; the same in every run.
+def run_live(generator: Generator, requests: Sequence[PromptRequest], params: SamplingParams) -> LiveRun:
+    """Decode every request and time the run. Each sampled request has its own seed as in `generate`, equal in every run.
 
-    What a drafter keeps between requests is cleared first. Raises DraftFailedError when the drafter failed.
+    The state that a drafter keeps between requests is cleared first. Raises DraftFailedError if the drafter fails.
     """
     generator.forget()
     session = generator.session(prefill_wait_s=OFFLINE_WAIT_S)
-    places: dict[int, int] = {}
-    for place, ask in enumerate(asks):
+    indices: dict[int, int] = {}
+    for index, request in enumerate(requests):
         seed = params.seed or 0
-        one = params if params.greedy else dataclasses.replace(params, seed=derive(seed, place) if place else seed)
+        one = params if params.greedy else dataclasses.replace(params, seed=derive(seed, index) if index else seed)
         try:
-            places[session.submit(list(ask.token_ids), one, text=False)] = place
+            indices[session.submit(list(request.token_ids), one, text=False)] = index
         except ForesayError as error:
-            raise (error.about(f"prompt {ask.id!r}") if ask.id else error) from None
+            raise (error.about(f"prompt {request.id!r}") if request.id else error) from None
     done: dict[int, Generation] = {}
-    began = perf_counter()
+    start = perf_counter()
     while session.has_work:
         for chunk in session.step():
             if chunk.error is not None:
                 raise chunk.error
             if chunk.generation is not None:
-                done[places[chunk.index]] = chunk.generation
-    seconds = perf_counter() - began
+                done[indices[chunk.index]] = chunk.generation
+    seconds = perf_counter() - start
     if session.engine.draft_failures:
         raise DraftFailedError(f"the drafter failed: {session.draft_error}")
-    return Live(seconds, tuple(done[place] for place in range(len(asks))))
+    return LiveRun(seconds, tuple(done[index] for index in range(len(requests))))

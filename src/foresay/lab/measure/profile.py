@@ -1,7 +1,7 @@
-"""Measuring how long a model's passes take on this machine, over batch, columns and context, and how long drafting takes.
+"""Measurement of a model's pass times on this machine, by batch, tokens per pass and context, and of drafting times.
 
-Owns how a pass is timed: through the engine, with random drafts of a set length, which are nearly always rejected, widths
-interleaved, medians. Knows nothing of prompts or of acceptance rates.
+Owns the method: engine steps with random drafts of a fixed length, which are nearly always rejected; draft lengths are
+interleaved and medians reported. Knows nothing about prompts or acceptance rates.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ BATCHES, COLUMNS, CONTEXTS = (1, 2, 4, 8), (1, 2, 3, 4, 5, 6, 7, 9), (128, 512)
 FILLS = (8, 32, 128, PREFILL_CHUNK)
 LENGTHS = (1, 2, 4, 8)
 _WARM_UP = 2
-_FEW = 128
-"""Tokens of a cache whose size is asked for: longer ones have room to grow."""
+_CACHE_TOKENS = 128
+"""Length of the cache whose size is measured, in tokens; longer caches reserve additional memory."""
 
 
-class Noise(Stateless):
-    """Drafts random tokens, as many as its budget allows."""
+class RandomDrafter(Stateless):
+    """A drafter of random tokens, as many as the budget allows."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._vocab_size, self._device = vocab_size, device
         self._generator = torch.Generator().manual_seed(0)
 
     def propose(self, rows: Rows, budget: Sequence[int], policy: LengthPolicy) -> Proposal:
-        """Random tokens, [B, max(budget)]."""
+        """Return random tokens, [B, max(budget)] int64."""
         shape = (len(rows), max(budget))
         tokens = torch.randint(0, self._vocab_size, shape, generator=self._generator)
         return Proposal(tokens.to(self._device), list(budget))
 
 
 class _Stepwise(LengthPolicy):
-    """Drafts `count` tokens a row, which is set before each timed step."""
+    """A policy that drafts `count` tokens per row; `count` is set before each timed step."""
 
     remembers = False
     count = 0
@@ -62,7 +62,7 @@ class _Stepwise(LengthPolicy):
 
 
 class _Bench:
-    """An engine with `batch` rows of about `context` tokens, which is stepped and timed."""
+    """An engine with `batch` rows of about `context` tokens, whose steps are timed."""
 
     def __init__(self, target: LanguageModel, drafter: Drafter, batch: int, context: int, steps: int) -> None:
         self.policy = _Stepwise()
@@ -76,11 +76,11 @@ class _Bench:
             self.first = self.engine.step()
 
     def step(self, count: int) -> tuple[float, float]:
-        """(seconds of drafting, seconds of the rest) of one step with drafts of `count` tokens."""
+        """Run a step with drafts of `count` tokens. Return (seconds of drafting, seconds of the rest)."""
         self.policy.count = count
-        began = perf_counter()
+        start = perf_counter()
         steps = self.engine.step()
-        seconds = perf_counter() - began
+        seconds = perf_counter() - start
         return steps[0].draft_s, seconds - steps[0].draft_s
 
 
@@ -94,11 +94,11 @@ def measure(
     fills: Sequence[int] = FILLS,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Profile:
-    """Time the target's passes.
+    """Time the target's forward passes.
 
-    batches, columns, contexts: the first context is timed with all columns, the others with the fewest and the most.
-    fills: lengths of prompts whose prefill is timed. on_progress: called with (cells done, cells in all). Raises ConfigError
-    for sizes below their bounds, and where context and timed steps together exceed the model's context length.
+    columns: tokens per pass and row; all are timed at the first context, the smallest and the largest at the other contexts.
+    fills: lengths of prompts whose prefill is timed. on_progress: called with (cells done, total cells). Raises ConfigError
+    for sizes below their bounds, and if context and timed steps together exceed the model's context length.
     """
     _check(batches, columns, contexts, repeats, generator.target.model.max_length)
     target: Any = generator.target.model
@@ -107,30 +107,30 @@ def measure(
     for done, (batch, context) in enumerate(cells):
         on_progress(done, len(cells) + 1)
         widths = sorted(columns) if context == contexts[0] else sorted({min(columns), max(columns)})
-        timings += _widths(target, batch, widths, context, repeats)
+        timings += _time_widths(target, batch, widths, context, repeats)
     on_progress(len(cells), len(cells) + 1)
     filled = tuple((tokens, _fill(target, tokens, repeats)) for tokens in fills if tokens < target.max_length)
     on_progress(len(cells) + 1, len(cells) + 1)
     floor = floors.floor(target)
     name, precision = generator.target.name, generator.target.precision
-    return Profile(name, precision, machine(), tuple(timings), filled, floor, **_said_by(target))
+    return Profile(name, precision, machine(), tuple(timings), filled, floor, **_reported_by(target))
 
 
-def _said_by(target: LanguageModel) -> dict[str, Any]:
-    """What a model says of its passes and its cache, which no file that is kept has to be believed about."""
-    can = target.capabilities
+def _reported_by(target: LanguageModel) -> dict[str, Any]:
+    """Return the properties that a model itself reports; they replace the values in a saved profile."""
+    capabilities = target.capabilities
     return {
-        "ragged": can.ragged,
-        "column_cost": can.column_cost,
-        "token_bytes": target.cache_bytes([_FEW]) / _FEW,
+        "ragged": capabilities.ragged,
+        "column_cost": capabilities.column_cost,
+        "token_bytes": target.cache_bytes([_CACHE_TOKENS]) / _CACHE_TOKENS,
     }
 
 
 def medians(profiles: Sequence[Profile]) -> Profile:
-    """The medians of profiles that timed the same cells at different moments.
+    """Return the medians of profiles that timed the same cells at different times.
 
-    On a shared machine a slow phase lasts seconds, and a cell timed once within it would look slow itself. Each cell's low and
-    high become the outermost of its quartiles.
+    On a shared machine a slow phase lasts seconds, and a cell timed only during it would appear slow. The low and high of each
+    cell become the minimum and maximum of its quartiles.
     """
     timings = [
         Timing(
@@ -153,15 +153,17 @@ def _check(batches: Sequence[int], columns: Sequence[int], contexts: Sequence[in
             raise ConfigError(f"{name}={list(values)} must be numbers of at least {low}")
     if repeats < 1:
         raise ConfigError(f"repeats={repeats} must be at least 1")
-    most = max(contexts) + (repeats + _WARM_UP) * len(columns) * 2
-    if most > longest:
+    needed = max(contexts) + (repeats + _WARM_UP) * len(columns) * 2
+    if needed > longest:
         raise ConfigError(
-            f"context={max(contexts)} and what is decoded behind it do not fit the model's {longest} tokens"
+            f"context={max(contexts)} and the timed steps need {needed} tokens, and the model's context has {longest}; use less"
         )
 
 
-def _widths(target: Any, batch: int, widths: Sequence[int], context: int, repeats: int) -> list[Timing]:
-    bench = _Bench(target, Noise(target.vocab_size, target.device), batch, context, (repeats + _WARM_UP) * len(widths))
+def _time_widths(target: Any, batch: int, widths: Sequence[int], context: int, repeats: int) -> list[Timing]:
+    bench = _Bench(
+        target, RandomDrafter(target.vocab_size, target.device), batch, context, (repeats + _WARM_UP) * len(widths)
+    )
     seconds: dict[int, list[float]] = {width: [] for width in widths}
     for turn in range(repeats + _WARM_UP):
         for width in widths:
@@ -172,7 +174,7 @@ def _widths(target: Any, batch: int, widths: Sequence[int], context: int, repeat
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """(median, first quartile, third quartile)."""
+    """Return (median, first quartile, third quartile)."""
     if len(values) < 2:
         return values[0], values[0], values[0]
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -180,7 +182,7 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def _fill(target: LanguageModel, tokens: int, repeats: int) -> float:
-    """Seconds of the prefill of a prompt of this many tokens, one of several that join the batch together."""
+    """Return the prefill seconds per prompt of this many tokens, if FILLED_TOGETHER prompts are prefilled together."""
     numbers = random.Random(tokens)
     times = []
     for turn in range(min(repeats, 3) + 1):
@@ -189,11 +191,11 @@ def _fill(target: LanguageModel, tokens: int, repeats: int) -> float:
         rows = Rows([Row(i, prompt, params, limit=tokens + 2) for i, prompt in enumerate(prompts)])
         cache = target.new_cache()
         target.admit(rows, 0, cache)
-        began = perf_counter()
+        start = perf_counter()
         while prefill_chunk(target, cache, rows, 0):
             pass
         if turn:
-            times.append((perf_counter() - began) / FILLED_TOGETHER)
+            times.append((perf_counter() - start) / FILLED_TOGETHER)
     return statistics.median(times)
 
 
@@ -205,9 +207,9 @@ def measure_drafting(
     context: int = CONTEXTS[0],
     repeats: int = 5,
 ) -> tuple[list[tuple[int, int, float]], float]:
-    """Time a generator's drafter: (batch, tokens drafted, seconds), and its seconds per token of a prompt.
+    """Time a generator's drafter. Return ([(batch, tokens drafted, seconds), ...], seconds per prompt token).
 
-    Raises ConfigError where there is no drafter, and when it fails.
+    Raises ConfigError if there is no drafter or it fails.
     """
     target = generator.target.model
     out: list[tuple[int, int, float]] = []
@@ -215,7 +217,7 @@ def measure_drafting(
     for batch in batches:
         drafter = generator.make_drafter()
         if drafter is None:
-            raise ConfigError("drafter='none' has nothing to time")
+            raise ConfigError("drafter='none' drafts nothing that can be timed; give a drafter")
         bench = _Bench(target, drafter, batch, context, (repeats + 1) * len(lengths))
         first, _ = bench.step(min(lengths))
         seconds: dict[int, list[float]] = {count: [] for count in lengths}
@@ -230,20 +232,20 @@ def measure_drafting(
 
 
 def profile(generator: Generator, *, fresh: bool = False, **settings: Any) -> Profile:
-    """The target's profile on this machine: the one kept from before, or a new one, which is kept.
+    """Return the target's saved profile on this machine, or measure and save a new one.
 
-    fresh: measure again. settings: as `measure`; a kept profile that lacks some of these batches, columns or contexts is
-    measured anew. Raises ConfigError as `measure` does, and for a kept file that cannot be read.
+    fresh: measure again. settings: arguments of `measure`; a saved profile without some of these batches, columns or contexts
+    is measured again. Raises ConfigError as `measure` does, and for a saved file that cannot be read.
     """
     model = generator.target
     path = profile_path(model.name, model.precision, machine())
     if path.exists() and not fresh:
-        kept = Profile.load(path)
-        wanted = {(b, c) for b in settings.get("batches", BATCHES) for c in settings.get("columns", COLUMNS)}
+        saved = Profile.load(path)
+        required = {(b, c) for b in settings.get("batches", BATCHES) for c in settings.get("columns", COLUMNS)}
         longest = max(settings.get("contexts", CONTEXTS))
-        have = {(t.batch, t.columns) for t in kept.timings}
-        if wanted <= have and longest <= max(t.context for t in kept.timings):
-            return replace(kept, **_said_by(generator.target.model))
-    made = measure(generator, **settings)
-    made.save(path)
-    return made
+        available = {(t.batch, t.columns) for t in saved.timings}
+        if required <= available and longest <= max(t.context for t in saved.timings):
+            return replace(saved, **_reported_by(generator.target.model))
+    measured = measure(generator, **settings)
+    measured.save(path)
+    return measured

@@ -1,6 +1,6 @@
-"""The roofline of a pass: the bytes it must read over the memory bandwidth of this machine.
+"""The roofline of a forward pass: the bytes that it must read / the memory bandwidth of this machine.
 
-Owns how bandwidth is measured and which bytes count (weights, keys and values). Times no pass of a model.
+Owns the measurement of bandwidth and the count of bytes (weights, keys and values). Times no forward pass.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from foresay.models.huggingface.linears import weight_bytes
 from foresay.records.profile import Floor
 
 _BLOCK_BYTES = 1 << 28
-"""Far larger than any cache."""
+"""Far larger than any processor cache."""
 
 
 def bandwidth(device: torch.device, repeats: int = 5) -> float:
-    """Bytes per second at which the device reads memory: the best of some sums over a large block."""
+    """Measure the memory bandwidth in bytes per second: the best of `repeats` sums over a large block."""
     block = torch.ones(_BLOCK_BYTES // 4, dtype=torch.float32, device=device)
     best = 0.0
     for _ in range(repeats):
-        _wait(device)
-        began = perf_counter()
+        _synchronize(device)
+        start = perf_counter()
         block.sum()
-        _wait(device)
-        best = max(best, _BLOCK_BYTES / (perf_counter() - began))
+        _synchronize(device)
+        best = max(best, _BLOCK_BYTES / (perf_counter() - start))
     return best
 
 
-def _wait(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def floor(model: Any) -> Floor | None:
-    """The Floor of a transformers model on its device; None for a model of another kind, such as a table."""
+    """Return the Floor of a transformers model on its device, or None for other models, such as a table."""
     inner = getattr(model, "model", None)
     if not isinstance(inner, torch.nn.Module):
         return None

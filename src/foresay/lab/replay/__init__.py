@@ -1,1 +1,1 @@
-"""Recordings decoded again without the target, and what they predict."""
+"""Replay of recordings without the target, and predictions from it."""

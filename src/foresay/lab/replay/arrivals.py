@@ -1,6 +1,6 @@
-"""When requests come: at random, in bursts, or as a file says.
+"""Arrival times of requests: random, in bursts, or from a file.
 
-Owns the times alone, in seconds from 0, in order. Knows neither what is asked nor who answers.
+Owns the times, in seconds from 0, in order. Knows neither the requests nor the engine.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from foresay.json_files import Schema
 
 
 def poisson(rate: float, count: int, seed: int = 0) -> list[float]:
-    """`count` arrivals at `rate` a second, each independent of the others: exponential gaps."""
+    """Return `count` arrivals of a Poisson process with `rate` requests per second, i.e. with exponential gaps."""
     check_float("rate", rate, 1e-6, 1e6)
     check_int("count", count, 1)
     rng, now, out = random.Random(seed), 0.0, []
@@ -27,16 +27,16 @@ def poisson(rate: float, count: int, seed: int = 0) -> list[float]:
 
 
 def bursts(rate: float, count: int, size: int, seed: int = 0) -> list[float]:
-    """As many a second, but `size` at once: bursts come at random."""
+    """Return `count` arrivals at `rate` requests per second, in bursts of `size`; bursts are a Poisson process."""
     check_int("size", size, 1)
     times = poisson(rate / size, math.ceil(check_int("count", count, 1) / size), seed)
     return [time for time in times for _ in range(size)][:count]
 
 
 def from_trace(path: str | os.PathLike[str]) -> list[float]:
-    """The times of a file: a number on each line, or JSON objects with a `timestamp` in seconds; the first one becomes 0.
+    """Read times from a file: a number per line, or JSON objects with a `timestamp` in seconds; the first becomes 0.
 
-    Raises ConfigError, with the line, for what is neither, and for a file without any.
+    Raises ConfigError, with the line, for any other content, and for a file without times.
     """
     name, out = os.fspath(path), []
     try:
@@ -47,9 +47,9 @@ def from_trace(path: str | os.PathLike[str]) -> list[float]:
     except OSError as error:
         raise ConfigError(f"cannot read {name!r}: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"{name} is no text") from None
+        raise ConfigError(f"{name} is not UTF-8 text") from None
     if not out:
-        raise ConfigError(f"{name}: no arrivals")
+        raise ConfigError(f"{name}: the file contains no arrivals")
     first = min(out)
     return sorted(time - first for time in out)
 

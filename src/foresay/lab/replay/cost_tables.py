@@ -1,7 +1,7 @@
-"""Cost tables by name or file, and how many passes each draft model of a method makes.
+"""Cost tables by name or file, and the number of passes of each draft model of a method.
 
-Owns how a table is read, which names it uses for the drafters of an expression, and how passes are counted. Does not know
-what a cost means or how SWI is computed (theory.py).
+Owns reading tables, the names of an expression's drafters in a table, and counting passes. Does not know the meaning of a cost
+or the formula of SWI (theory.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _COSTS: Schema[dict[str, float]] = Schema(dict[str, float], "an object of model 
 
 
 def read_costs(name: str) -> CostModel:
-    """A published table by name (see COST_TABLES), or a JSON file with an object of model name -> cost of a pass.
+    """Read a published table by name (see COST_TABLES), or a JSON file with an object of model name -> cost of a pass.
 
     Raises ConfigError for a file that cannot be read or is not such an object, and for a negative cost.
     """
@@ -30,11 +30,13 @@ def read_costs(name: str) -> CostModel:
         return CostModel(_COSTS.read(read_limited(name), repr(name)))
     except OSError as error:
         known = ", ".join(COST_TABLES)
-        raise ConfigError(f"cost table {name!r} is none of {known}, and cannot be read: {error.strerror}") from None
+        raise ConfigError(
+            f"cost table {name!r} is not one of {known}, and cannot be read as a file: {error.strerror}"
+        ) from None
 
 
 def drafter_names(drafter: str) -> list[str]:
-    """The names in a cost table of the drafters of an expression, in their order: "max_gram", a model's name, "self(6)".
+    """Return the cost table names of an expression's drafters, in order: "max_gram", a model's name, "self(6)".
 
     Raises ConfigError for an expression that does not parse.
     """
@@ -59,21 +61,23 @@ def _name(call: Call) -> str:
 
 
 class PassCounter:
-    """Counts the passes in which each draft model of a drafter scores something, row by row; prompts are not counted."""
+    """Counter of each draft model's passes per row, without prompt passes."""
 
     def __init__(self, drafter: Drafter | None, names: Sequence[str]) -> None:
-        """names: of the drafters, in order. Raises ConfigError for a drafter that is neither a draft model nor a look-up."""
+        """names: of the drafters, in order. Raises ConfigError for other drafters than draft models and n-gram drafters."""
         members = drafter.drafters if isinstance(drafter, Cascade) else [] if drafter is None else [drafter]
         self._counted: list[tuple[str, ModelDrafter, int]] = []
         for member, name in zip(members, names, strict=False):
             if isinstance(member, ModelDrafter):
                 self._counted.append((name, member, member.context.model.row_passes))
             elif name not in NO_COST:
-                raise ConfigError(f"the passes of {name!r} cannot be counted; SWI needs look-ups and draft models")
+                raise ConfigError(
+                    f"the passes of {name!r} cannot be counted; SWI supports n-gram drafters and draft models"
+                )
 
     @property
     def passes(self) -> Counter[str]:
-        """Passes since this counter was made, by name."""
+        """Passes since this counter was created, by name."""
         out: Counter[str] = Counter()
         for name, member, before in self._counted:
             out[name] += member.context.model.row_passes - before

@@ -1,6 +1,6 @@
-"""Replays of methods over recordings, one after the other or shared out: what each comes to, as plain data.
+"""Replays of methods on recordings, in one process or distributed over workers, with results as plain data.
 
-Owns the facts of a replay and what several of them share. Knows neither how they are shown nor who runs them.
+Owns the results of a replay and the objects that several replays share. Knows neither the presentation nor the workers.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from foresay.spec.recipe import Resources
 from foresay.spec.recipes import read_drafter, read_length, read_rule
 
 Span = tuple[float, float | None, float | None]
-"""A value and its interval, as `_finite` writes it."""
+"""(value, low, high) from `_finite`."""
 
 
-def stand_in(recorded: Recording) -> Resources:
-    """What drafters get that need nothing of the target but its tokens."""
+def token_only_resources(recorded: Recording) -> Resources:
+    """Return the resources of drafters that need only the target's tokens."""
     model = RecordingModel([recorded.records[0].text], recorded.vocab_size)
     return Resources(LoadedModel(recorded.model, model, None, recorded.eos))
 
 
 def digest_of(path: str | os.PathLike[str]) -> str:
-    """Names what a file holds. Raises ConfigError for one that cannot be read."""
+    """Return a digest of a file's contents. Raises ConfigError for a file that cannot be read."""
     try:
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
     except OSError as error:
@@ -55,28 +55,28 @@ def digest_of(path: str | os.PathLike[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A method over a recording."""
+    """One method on one recording."""
 
     recording: int
-    """Its number."""
+    """Index of the recording."""
     method: Method
 
     def key(self, digests: Sequence[str]) -> tuple[str, str]:
-        """What a file of results knows it by: what is in the recording, by its number, and the method."""
+        """Return the key in a results file: the digest of the recording and the method's name. digests: by recording index."""
         return digests[self.recording], self.method.name
 
 
-class KeptGrid:
-    """Results by recording and method, in a file where one is named."""
+class ReplayFile:
+    """Replay results by recording and method, stored in a file if one is given."""
 
     def __init__(self, writer: LineWriter | None) -> None:
         self._writer = writer
         lines = [] if writer is None else writer.lines
         self.there: dict[tuple[str, str], dict[str, Any]] = {(one["digest"], one["method"]): one for one in lines}
-        """Those of earlier runs."""
+        """Results of earlier runs, by (digest, method)."""
 
     def add(self, path: str, digest: str, facts: Mapping[str, Any]) -> dict[str, Any]:
-        """Keep a result; what is kept."""
+        """Append a result and return its line."""
         line = {"recording": os.path.basename(path), "digest": digest, **facts}
         if self._writer is not None:
             self._writer.append(line)
@@ -84,17 +84,17 @@ class KeptGrid:
 
 
 @contextmanager
-def open_grid(path: str | os.PathLike[str] | None, by: Mapping[str, Any]) -> Iterator[KeptGrid]:
-    """A file of results to go on with. by: what must be the same for that. Raises ConfigError as LineWriter does."""
+def open_grid(path: str | os.PathLike[str] | None, by: Mapping[str, Any]) -> Iterator[ReplayFile]:
+    """Open or resume a file of replay results. by: settings that must be equal. Raises ConfigError as LineWriter does."""
     if path is None:
-        yield KeptGrid(None)
+        yield ReplayFile(None)
         return
     with LineWriter(path, "foresay-replays", 1, {"by": dict(by), "provenance": provenance()}, _REPLAY) as writer:
-        yield KeptGrid(writer)
+        yield ReplayFile(writer)
 
 
 class _Replay(BaseModel):
-    """One line of a grid's file, as `_facts` makes it."""
+    """One line of a file of replay results, from `_results`."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
@@ -117,17 +117,17 @@ _REPLAY: Schema[_Replay] = Schema(_Replay, "a replay")
 
 @dataclass(slots=True)
 class Measures:
-    """What replays are told and judged by."""
+    """The settings of replays: batch size, profile and cost table."""
 
     batch_size: int = 1
     profile: Profile | None = None
     costs: CostModel | None = None
     target_cost: str | None = None
     _plain: dict[int, float] = field(default_factory=dict)
-    """By a recording's id, tokens per second to expect of plain decoding."""
+    """id() of a recording -> expected tokens per second of plain decoding."""
 
     def plain(self, recorded: Recording, known: Profile) -> float:
-        """Tokens per second to expect of plain decoding."""
+        """Return the expected tokens per second of plain decoding."""
         if id(recorded) not in self._plain:
             done = replay(recorded, None, ConstantLength(0), batch_size=self.batch_size)
             self._plain[id(recorded)] = expect(done, recorded, known).tokens_per_s
@@ -135,13 +135,13 @@ class Measures:
 
     @classmethod
     def read(cls, batch_size: int, profile: str | None, costs: str | None, target_cost: str | None) -> Measures:
-        """From names of files and tables."""
+        """Load the profile and the cost table by file or table name."""
         known = None if profile is None else Profile.load(profile)
         return cls(batch_size, known, None if costs is None else read_costs(costs), target_cost)
 
 
 def replayed(method: Method, recorded: Recording, resources: Resources, by: Measures) -> dict[str, Any]:
-    """What a method makes of a recording."""
+    """Replay a method on a recording and return the results."""
     recipe, known = read_drafter(method.drafter), by.profile
     rule, policy = read_rule(method.rule), read_length(method.own_length)
     drafter = recipe.prepare(resources)()
@@ -154,39 +154,39 @@ def replayed(method: Method, recorded: Recording, resources: Resources, by: Meas
         batch_size=by.batch_size,
         profile=known,
     )
-    return _facts(method, done, recorded, by) | _swi(done, by, {} if counter is None else counter.passes)
+    return _results(method, done, recorded, by) | _swi(done, by, {} if counter is None else counter.passes)
 
 
 @dataclass(slots=True)
 class Grid:
-    """Methods x recordings, each cell a call; what a cell needs is loaded once."""
+    """Methods x recordings. Each cell is one call; recordings and models are loaded once."""
 
     paths: Sequence[str]
     loading: Mapping[str, Any]
-    """The target's arguments of `foresay.load`, where drafters need it."""
+    """Arguments of `foresay.load` for the target, for drafters that need it."""
     by: Measures
     _recordings: dict[int, Recording] = field(default_factory=dict)
     _resources: dict[str, Resources] = field(default_factory=dict)
-    """By the target's name."""
+    """Target name -> its resources."""
 
     @classmethod
     def of(cls, setup: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-        """From plain data: recordings, load, batch_size, profile, costs, target_cost."""
+        """Build a Grid from plain data: recordings, load, batch_size, profile, costs, target_cost."""
         by = Measures.read(*(setup[name] for name in ("batch_size", "profile", "costs", "target_cost")))
         return cls(setup["recordings"], setup["load"], by)
 
     def __call__(self, task: Mapping[str, Any]) -> dict[str, Any]:
-        """A task {recording: its number, method: {drafter, length, rule}}."""
+        """Perform a task {recording: index, method: {drafter, length, rule}}."""
         number, method = task["recording"], Method(**task["method"])
         if number not in self._recordings:
             self._recordings[number] = Recording.load(self.paths[number])
         recorded = self._recordings[number]
         if not read_drafter(method.drafter).reads_target:
-            return replayed(method, recorded, stand_in(recorded), self.by)
+            return replayed(method, recorded, token_only_resources(recorded), self.by)
         arguments = {"target": recorded.model, **self.loading}
         name = str(arguments["target"] or "")
         if not name:
-            raise ConfigError(f"{self.paths[number]!r} does not say which model wrote it; give --model")
+            raise ConfigError(f"{self.paths[number]!r} does not name the model that generated it; give --model")
         if name not in self._resources:
             found = load(**arguments).resources
             assert found is not None
@@ -194,7 +194,7 @@ class Grid:
         return replayed(method, recorded, self._resources[name], self.by)
 
 
-def _facts(method: Method, done: Replay, recorded: Recording, by: Measures) -> dict[str, Any]:
+def _results(method: Method, done: Replay, recorded: Recording, by: Measures) -> dict[str, Any]:
     stats, rate, known = done.stats, done.rate(), by.profile
     out: dict[str, Any] = {
         "method": method.name,
@@ -220,14 +220,14 @@ def _facts(method: Method, done: Replay, recorded: Recording, by: Measures) -> d
 
 
 def _finite(values: Sequence[float]) -> list[float | None]:
-    """For JSON, which has no infinity: one prompt alone gives no interval."""
+    """Replace infinite bounds by None for JSON; a single prompt has no finite interval."""
     return [value if math.isfinite(value) else None for value in values]
 
 
 def _swi(done: Replay, by: Measures, passes: Mapping[str, int]) -> dict[str, Any]:
-    """Standardised walltime improvement with a cost table; look-ups cost nothing in it."""
+    """Return the standardised walltime improvement with a cost table, in which n-gram drafters cost nothing."""
     if by.costs is None or by.target_cost is None:
         return {}
     spent = Counter(passes)
-    spent[by.target_cost] += done.stats.num_passes  # a draft may have the target's name
+    spent[by.target_cost] += done.stats.num_passes  # a draft model may have the same name as the target
     return {"swi": by.costs.swi(by.target_cost, done.stats.num_tokens, spent)}

@@ -1,9 +1,9 @@
 """A greedy draft model in a replay, computed once: its argmax after every recorded token serves every draft length.
 
-A greedy draft continues its own tokens, and is tested only up to its first token that differs from the recording. Up to
-there its draft tokens are its argmax after each recorded token, so one teacher-forced pass over each text gives them all, and
-a sweep over draft lengths costs no further passes. Draft tokens after a mismatch are never tested, and hold other values
-than live. Nothing is trained.
+A greedy draft continues its own tokens and is tested only up to the first token that differs from the recording. Up to that
+token, the draft tokens are the argmax after each recorded token. One teacher-forced pass over each text therefore yields all of
+them, and a sweep over draft lengths needs no further passes. Draft tokens after a mismatch differ from live ones, but are never
+tested. Nothing is trained.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from foresay.lab.replay.replay import recorded_params
 from foresay.records.recording import Recording
 
 _CHUNK = 32
-"""Columns of a pass: no more than a scoring pass may have, so that the logits are bit for bit the live ones."""
+"""Tokens per pass: at most the size of a scoring pass, so that the logits equal the live ones bit for bit."""
 
 
 class PrecomputedDrafter(Stateless):
-    """Drafts the precomputed argmax of a draft model over the recorded texts."""
+    """A drafter that proposes a draft model's precomputed argmax over the recorded texts."""
 
     def __init__(self, argmax: Sequence[IntArray], max_length: int) -> None:
-        """argmax: for each text [size], the draft's likeliest token after each position. max_length: the draft's context."""
+        """argmax: for each text, the most probable token after each position, [size]. max_length: context length of the draft."""
         self._argmax, self._max_length = argmax, max_length
 
     def propose(self, rows: Rows, budget: Sequence[int], policy: LengthPolicy) -> Proposal:
-        """The draft tokens after each row's last token, [B, K], as many as the draft's context allows."""
+        """Return the draft tokens after each row's last token, [B, K] int64, limited by the draft's context length."""
         counts = [max(0, min(n, self._max_length - row.size)) for n, row in zip(budget, rows, strict=True)]
         out = np.zeros((len(rows), max(counts)), dtype=np.int64)
         for i, (row, count) in enumerate(zip(rows, counts, strict=True)):
@@ -49,10 +49,10 @@ class PrecomputedDrafter(Stateless):
 
 
 def can_precompute(drafter: Any, policy: LengthPolicy, recording: Recording) -> bool:
-    """Whether a PrecomputedDrafter gives the same Steps: one greedy draft model, and a length policy that ignores its logits.
+    """True if a PrecomputedDrafter gives the same Steps: one greedy draft model and a length policy that ignores its logits.
 
-    But for one count: after a miss the two drafts hold other tokens, and either may come upon an end token and stop there where
-    the other drafts on; what is accepted and written is the same.
+    The number of draft tokens may differ: after a mismatch the two drafts differ, and either may stop earlier at an end token.
+    The accepted tokens and the output are the same.
     """
     from foresay.lengths import ConstantLength, HeuristicLength
 
@@ -64,7 +64,7 @@ def can_precompute(drafter: Any, policy: LengthPolicy, recording: Recording) -> 
 
 @torch.inference_mode()
 def precompute(drafter: ModelDrafter, recording: Recording) -> PrecomputedDrafter:
-    """The argmax of a draft model after every recorded token, from one teacher-forced pass over each text."""
+    """Compute a draft model's argmax after every recorded token, with one teacher-forced pass over each text."""
     model = drafter.context.model
     params = recorded_params(recording, 1 << 30)
     argmax = []
@@ -77,7 +77,7 @@ def precompute(drafter: ModelDrafter, recording: Recording) -> PrecomputedDrafte
 
 
 def _argmax_after(model: LanguageModel, row: Row, begin: int) -> IntArray:
-    """[size] the likeliest token after each position, from the prompt's last token on; zeros before."""
+    """Return the most probable token after each position, [size], from the prompt's last token on; zeros before."""
     context = DraftCache(model, model.vocab_size)
     rows = Rows([row])
     context.admit(rows, 0)

@@ -1,6 +1,6 @@
-"""From a replay and a profile to the throughput to expect: each replayed pass is charged its measured time.
+"""Expected throughput from a replay and a profile: each replayed pass takes its measured time.
 
-Owns the sum of prefill, drafting and target passes. Runs no model, and does not know how the times were measured.
+Owns the sum of prefill, drafting and target passes. Runs no model and does not measure times.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ class Expected:
     passes: int
     """Target passes, each over a batch."""
     row_passes: int
-    """Target passes counted once for each row of their batch."""
+    """Sum of the batch sizes of all target passes."""
     seconds: float
-    """Prompt processing included."""
+    """Total time, including prompt processing."""
     draft_s: float
     fill_s: float
 
     @property
     def tokens_per_s(self) -> float:
-        """Throughput."""
+        """Output tokens per second."""
         return self.tokens / self.seconds
 
     @property
@@ -38,15 +38,15 @@ class Expected:
 
     @property
     def latency_s(self) -> float:
-        """Seconds between two tokens of a request, while it decodes."""
+        """Mean seconds between two tokens of a request while it decodes."""
         return (self.seconds - self.fill_s) / self.passes / self.tokens_per_pass
 
 
 def expect(replay: Replay, recording: Recording, profile: Profile, drafter: str | None = None) -> Expected:
     """Predict the time of a live run from a replay's passes.
 
-    drafter: the name under which the profile holds the drafter's times; None takes the drafting times of the replay, where
-    the drafter ran as it does live. Raises ConfigError for a profile without timings.
+    drafter: the key of the drafter's times in the profile; by default the drafting times of the replay are used, in which the
+    drafter runs as it does live. Raises ConfigError for a profile without timings.
     """
     clock = profile.clock()
     fill = sum(profile.fill_seconds(len(record.prompt) - 1) for record in recording.records)

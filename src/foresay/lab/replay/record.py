@@ -1,7 +1,7 @@
-"""Recording: the target's outputs to many prompts, batched, into one file; a run that was killed resumes where it ended.
+"""Recording: the target's outputs for many prompts, batched, in one file; an interrupted run is resumed.
 
-Owns what is decoded again after a stop, the seeds of sampled outputs, and the order of a conversation's turns. Drafts nothing;
-the file's format is records.recording's.
+Owns the choice of prompts to decode on resumption, the seeds of sampled outputs, and the order of a conversation's turns. Drafts
+nothing; records.recording owns the file format.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from foresay.text.tokenizer import tokenizer_fingerprint
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a recording is: outputs and tokens so far."""
+    """The progress of a recording: outputs and tokens so far."""
 
     done: int
     total: int
-    """Outputs in all, as far as known: a later turn counts once it has been submitted."""
+    """Known number of outputs: a later turn counts once it is submitted."""
     resumed: int
-    """Outputs that the file held when this run began."""
+    """Outputs in the file at the start of this run."""
     tokens: int
     """Output tokens of this run."""
 
 
 class _Probabilities:
-    """A step observer: the probability of each committed token under the target's law. Plain decoding commits one per row."""
+    """A step observer of each committed token's probability under the target; plain decoding commits one per row."""
 
     def __init__(self) -> None:
         self.latest: list[float] = []
@@ -62,7 +62,7 @@ class _Probabilities:
 
 
 @dataclass(slots=True)
-class _Open:
+class _ActiveRequest:
     """A request that is being decoded."""
 
     request: PromptRequest
@@ -71,7 +71,7 @@ class _Open:
     token_probs: list[float] = field(default_factory=list)
 
     def record(self, reason: FinishReason, index: int) -> Record:
-        """The finished request as a Record for the file. index: of its item in the data set."""
+        """Return the finished request as a Record. index: of its item in the data set."""
         params, source = self.prepared.params, self.prepared.source
         output = tuple(token for step in self.steps for token in step.token_ids)
         entries = [entry for step in self.steps for entry in step.logprobs or ()]
@@ -99,11 +99,11 @@ def record(
     chat: bool = True,
     on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> Recording:
-    """Write the target's outputs to `items` into `path`, and return them.
+    """Record the target's outputs for `items` in `path` and return the recording.
 
-    The target decodes plainly, `generator.max_batch_size` prompts at a time. A sampled output's seed is derived from
-    params.seed (0 where there is none) and the item's index, so that a resumed run writes what an uninterrupted one would
-    have. on_progress: called with the Progress after every step. Raises ConfigError for a file that was prepared with other
+    The target uses plain decoding with `generator.max_batch_size` prompts at a time. The seed of a sampled output is derived
+    from params.seed (0 if None) and the item's index, so that a resumed run generates the same outputs as an uninterrupted
+    one. on_progress: called with the Progress after every step. Raises ConfigError for a file that was started with other
     prompts, parameters or weights, for prompt ids that are not unique, for no items, and for params with processors.
     """
     builder = RequestBuilder(generator, chat=chat)
@@ -127,22 +127,22 @@ def record(
 
 
 def check_unique(ids: Sequence[str]) -> None:
-    """ConfigError where there are no prompts, and for one that is there twice."""
+    """Raise ConfigError if there are no prompts or their ids are not unique."""
     if not ids:
-        raise ConfigError("no prompts to record")
+        raise ConfigError("there are no prompts to record; give at least one")
     repeated = [name for name, times in Counter(ids).items() if times > 1]
     if repeated:
-        raise ConfigError(f"prompt id {min(repeated)!r} is there twice")
+        raise ConfigError(f"prompt id {min(repeated)!r} is not unique; rename one of the prompts")
 
 
 def header(
     generator: Generator, requests: Sequence[PromptRequest], params: SamplingParams, chat: bool
 ) -> Mapping[str, Any]:
-    """What a recording of these begins with. Raises ConfigError for params that it cannot hold."""
+    """Return the header of a recording. Raises ConfigError for params that it cannot contain."""
     if params.processors:
-        raise ConfigError("processors cannot be written into a recording; record without them")
+        raise ConfigError("processors cannot be stored in a recording; record without them")
     if generator.target.tokenizer is None and params.stop:
-        raise ConfigError("stop strings need a tokenizer, and this model was loaded without one")
+        raise ConfigError("stop strings need a tokenizer, and this model was loaded without one; leave them out")
     tokenizer = generator.tokenizer
     changed = {k: v for k, v in changed_params(params).items() if k != "seed"}
     return {
@@ -164,7 +164,7 @@ def header(
 
 
 class Recorder:
-    """One run: requests that are not done are decoded, and each output is written when it ends."""
+    """One recording run: decodes the unfinished requests and writes each output when it ends."""
 
     def __init__(
         self,
@@ -174,45 +174,45 @@ class Recorder:
         done: dict[str, Any],
         write: Callable[[PromptRequest, Mapping[str, Any]], None],
     ) -> None:
-        """requests: all first turns, whose places their seeds are derived from. done: by id, the lines of those that are."""
+        """requests: all first turns; seeds are derived from their indices. done: id -> line of each finished request."""
         self.builder, self.params, self.done, self._write = builder, params, done, write
         self.tokens = 0
         """Output tokens of this run."""
         self.probabilities = _Probabilities()
         self.session = builder.generator.plain().session(prefill_wait_s=OFFLINE_WAIT_S, observers=[self.probabilities])
         self.indices = {request.id: i for i, request in enumerate(requests)}
-        self.open: dict[int, _Open] = {}
+        self.active: dict[int, _ActiveRequest] = {}
         self.answers: dict[str, list[str]] = {}
 
     @property
     def has_work(self) -> bool:
-        """Whether something is being decoded."""
+        """True if a request is being decoded."""
         return self.session.has_work
 
     @property
     def total(self) -> int:
-        """Outputs that are done or being decoded."""
-        return len(self.done) + len(self.open)
+        """Number of outputs that are finished or being decoded."""
+        return len(self.done) + len(self.active)
 
     def step(self) -> bool:
-        """One pass; whether it wrote anything."""
+        """Run one engine step. Return True if it generated tokens."""
         chunks = self.session.step()
         for chunk, prob in zip(chunks, self.probabilities.latest, strict=False):
-            one = self.open[chunk.index]
+            one = self.active[chunk.index]
             if chunk.error is not None:
                 raise chunk.error
             one.steps.append(chunk.step)
             one.token_probs.append(prob)
             self.tokens += len(chunk.step.token_ids)
             if chunk.finish_reason is not None:
-                self._finish(self.open.pop(chunk.index), chunk.finish_reason)
+                self._finish(self.active.pop(chunk.index), chunk.finish_reason)
         return bool(chunks)
 
     def submit(self, request: PromptRequest) -> None:
-        """Begin a turn, or take its answer from what is done."""
+        """Start a turn, or reuse its output if it is finished."""
         known = self.done.get(request.id)
         if known is not None:
-            self._answered(request, known["output"])
+            self._submit_next_turn(request, known["output"])
             return
         params = self.params
         if not params.greedy:
@@ -223,16 +223,16 @@ class Recorder:
             number = self.session.submit(list(request.token_ids), params, text=False)
         except ForesayError as error:
             raise error.about(f"prompt {request.id!r}") from None
-        self.open[number] = _Open(request, self.session.prepared(number))
+        self.active[number] = _ActiveRequest(request, self.session.prepared(number))
 
-    def _finish(self, one: _Open, reason: FinishReason) -> None:
-        made = one.record(reason, self.indices[one.request.item.id])
+    def _finish(self, one: _ActiveRequest, reason: FinishReason) -> None:
+        finished = one.record(reason, self.indices[one.request.item.id])
         self.done[one.request.id] = {}
-        self._write(one.request, made.as_line())
-        self._answered(one.request, made.output)
+        self._write(one.request, finished.as_line())
+        self._submit_next_turn(one.request, finished.output)
 
-    def _answered(self, request: PromptRequest, output: Sequence[int]) -> None:
-        """Submit the turn that follows an answer, if there is one."""
+    def _submit_next_turn(self, request: PromptRequest, output: Sequence[int]) -> None:
+        """Submit the turn that follows an output, if there is one."""
         if request.turn >= len(request.item.followups):
             return
         answers = self.answers.setdefault(request.item.id, [])

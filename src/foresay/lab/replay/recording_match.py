@@ -1,6 +1,6 @@
-"""A check that the outputs of a log belong to the prompts they are given, for logs that contain outputs alone.
+"""A check that the outputs of a log match their prompts, for logs that contain outputs alone.
 
-Owns the comparison of their beginnings. Reads no file, and warns nobody itself.
+Owns the comparison of the first tokens. Reads no file and prints no warning.
 """
 
 from __future__ import annotations
@@ -12,38 +12,38 @@ from foresay.generation.generator import Generator
 from foresay.records.recording import Recording
 
 PROMPTS, TOKENS = 4, 4
-"""How many prompts are decoded for the comparison, spread over the log, and how many tokens of each."""
+"""Number of prompts that are decoded for the comparison, spread over the log, and tokens of each."""
 
 
 def doubt(recording: Recording, generator: Generator) -> str | None:
-    """Reason to doubt that outputs and prompts belong together, in one sentence; None where they agree.
+    """Return a warning in one sentence if outputs and prompts do not seem to match, or None if they match.
 
-    recording: outputs with the prompts of the same index. generator: a model whose answers are compared with the log; where
-    another model generated the log, their beginnings differ too.
+    recording: outputs with the prompts of the same index. generator: a model whose outputs are compared with the log. If
+    another model generated the log, the outputs differ too.
     """
     records = recording.records
     chosen = [i * len(records) // PROMPTS for i in range(PROMPTS)] if len(records) > PROMPTS else range(len(records))
     params = SamplingParams(max_new_tokens=TOKENS, ignore_eos=True)
-    begun = generator.plain().generate([list(records[i].prompt) for i in chosen], params)
+    generations = generator.plain().generate([list(records[i].prompt) for i in chosen], params)
     outputs = [record.output for record in records]
-    own = [_shared(one.token_ids, outputs[i]) for i, one in zip(chosen, begun, strict=True)]
-    if 2 * sum(count > 0 for count in own) >= len(own):
+    matched = [_shared(one.token_ids, outputs[i]) for i, one in zip(chosen, generations, strict=True)]
+    if 2 * sum(count > 0 for count in matched) >= len(matched):
         return None
-    for i, one, count in zip(chosen, begun, own, strict=True):
+    for i, one, count in zip(chosen, generations, matched, strict=True):
         best = max(range(len(outputs)), key=lambda j: _shared(one.token_ids, outputs[j]))
         if _shared(one.token_ids, outputs[best]) >= max(2, count + 1):
             return (
-                f"{generator.target.name!r} answers prompt {i + 1} as output {best + 1} of the log begins: "
+                f"the output of {generator.target.name!r} for prompt {i + 1} begins like output {best + 1} of the log: "
                 "the prompts are in another order"
             )
     return (
-        f"{generator.target.name!r} begins its answers to {len(own)} prompts otherwise than the log: another model generated it, "
-        "or the prompts are in another order or format (--no-template, --raw)"
+        f"the outputs of {generator.target.name!r} for {len(matched)} prompts differ from the log: another model generated it, "
+        "or the prompts are in another order or format (--raw)"
     )
 
 
 def _shared(first: Sequence[int], second: Sequence[int]) -> int:
-    """Length of the common beginning."""
+    """Return the length of the common prefix."""
     return next(
         (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
     )

@@ -1,9 +1,8 @@
-"""Replaying: any drafter, policy and cascade against recorded outputs, without the target, through the engine's own loop.
+"""Replay: any drafter, length policy and cascade on recorded outputs, without the target, with the engine's own loop.
 
-For a greedy recording the Steps are exactly those of live decoding: a draft token is accepted if and only if it is the
-recorded next token. For a sampled one acceptance is an estimate (see foresay.lab.replay.sampled). Owns which methods can be
-replayed, and what a replay reports. How long live passes take only a profile knows, for lengths that adapt to it and for
-predict.py.
+For a greedy recording the Steps equal those of live decoding: a draft token is accepted if and only if it is the recorded
+next token. For a sampled recording, acceptance is an estimate (see foresay.lab.replay.sampled). Owns the choice of methods
+that can be replayed, and the results. The times of live passes come from a profile; time-based policies and predict.py use it.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from foresay.engine import Engine, Stats
 from foresay.errors import ConfigError
 from foresay.lab.replay.sampled import PROBABILITY_FIELDS, members, replay_sampled
 from foresay.lengths import ThroughputLength
-from foresay.lengths.throughput import forget_own_time
+from foresay.lengths.throughput import exclude_policy_time
 from foresay.models.recording import RecordingModel
 from foresay.records.profile import Profile
 from foresay.records.recording import Record, Recording, read_params
@@ -36,17 +35,17 @@ from foresay.records.recording import Record, Recording, read_params
 
 @dataclass(frozen=True, slots=True)
 class PassCost:
-    """One pass of the target over a batch as it would run live, for a cost model."""
+    """One target pass over a batch as it would run live, for a cost model."""
 
     batch: int
     width: float
-    """Columns of a row: 1 + the longest draft, or the mean draft where passes take the time of their real tokens."""
+    """Tokens per row: 1 + the longest draft, or 1 + the mean draft if the pass time depends on the real tokens."""
     context: int
-    """Tokens of the longest row before the pass, which sets the width of attention."""
+    """Tokens of the longest row before the pass, which determine the cost of attention."""
     tokens: int
-    """Tokens committed by all rows together."""
+    """Tokens committed in all rows."""
     drafted: int
-    """The longest draft."""
+    """Length of the longest draft."""
     draft_s: float
     """Seconds spent drafting, in the replay."""
 
@@ -56,32 +55,32 @@ class Replay:
     """The Steps and passes of a replay."""
 
     steps: tuple[tuple[Step, ...], ...]
-    """By record, in the recording's order. Their times are the replay's own."""
+    """Steps of each record, in the recording's order. Their times are those of the replay."""
     passes: tuple[PassCost, ...]
     seconds: float
-    """Wall-clock of the replay itself."""
+    """Wall-clock time of the replay itself."""
     exact: bool
-    """Whether live decoding gives the same Steps; otherwise acceptance is an estimate."""
+    """True if live decoding gives the same Steps; otherwise acceptance is an estimate."""
 
     @property
     def stats(self) -> Stats:
-        """All Steps added up."""
+        """The sum of all Steps."""
         return Stats.of(step for steps in self.steps for step in steps)
 
     def rate(self, confidence: float = 0.95) -> tuple[float, float, float] | None:
-        """(acceptance rate, low, high); see `ratio`. None when nothing was tested."""
+        """Return (acceptance rate, low, high), or None if nothing was tested; see `ratio`."""
         counts = [(float(s.num_accepted), float(s.num_tested)) for s in map(Stats.of, self.steps)]
         return ratio(counts, confidence) if any(tested for _, tested in counts) else None
 
     def efficiency(self, confidence: float = 0.95) -> tuple[float, float, float]:
-        """(tokens per pass, low, high); see `ratio`."""
+        """Return (tokens per pass, low, high); see `ratio`."""
         return ratio([(float(s.num_tokens), float(s.num_passes)) for s in map(Stats.of, self.steps)], confidence)
 
 
 def ratio(counts: Sequence[tuple[float, float]], confidence: float = 0.95) -> tuple[float, float, float]:
-    """(ratio, low, high): a ratio of sums over prompts, and its confidence interval with prompts, not tokens, as independent.
+    """Return (ratio, low, high): a ratio of sums over prompts, and its confidence interval with prompts as independent units.
 
-    counts: (numerator, denominator) of each prompt. The normal approximation of the linearised ratio; with one prompt the
+    counts: (numerator, denominator) of each prompt. Uses the normal approximation of the linearised ratio; with one prompt the
     interval is (-inf, inf).
     """
     total = sum(b for _, b in counts)
@@ -90,53 +89,53 @@ def ratio(counts: Sequence[tuple[float, float]], confidence: float = 0.95) -> tu
     if n < 2:
         return value, -math.inf, math.inf
     variance = n / (n - 1) * sum((a - value * b) ** 2 for a, b in counts) / total**2
-    reach = NormalDist().inv_cdf(0.5 + confidence / 2) * math.sqrt(variance)
-    return value, value - reach, value + reach
+    margin = NormalDist().inv_cdf(0.5 + confidence / 2) * math.sqrt(variance)
+    return value, value - margin, value + margin
 
 
 Clock = Callable[[int, float, float], float]
-"""(batch, columns, context) -> seconds of a pass of the target."""
+"""(batch, tokens per row, context) -> seconds of a target pass."""
 
 
 def width_of(steps: Sequence[Step], ragged: bool) -> float:
-    """See PassCost.width."""
+    """Return PassCost.width for the Steps of a pass."""
     drafted = [step.num_drafted for step in steps]
     return 1 + (sum(drafted) / len(drafted) if ragged else max(drafted))
 
 
 class Timed(LengthPolicy):
-    """A policy that decides by measured times, given the times that live passes would take."""
+    """A time-based policy that observes the times of live passes instead of those of the replay."""
 
     def __init__(self, inner: LengthPolicy, clock: Clock, drafting: Callable[[int, int], float] | None = None) -> None:
-        """drafting: (batch, longest draft) -> seconds; None takes those of the replay."""
+        """drafting: (batch, longest draft) -> seconds; by default the drafting times of the replay."""
         self._inner, self._clock, self._drafting = inner, clock, drafting
         self.spent_s = 0.0
-        """Seconds of all steps so far."""
+        """Total seconds of all steps so far."""
         self.needs_hidden, self.remembers = inner.needs_hidden, inner.remembers
 
     def budget(self, rows: Rows) -> list[int]:
-        """The inner policy's."""
+        """Delegate to the inner policy."""
         return self._inner.budget(rows)
 
     def keep_drafting(self, step: DraftStep) -> torch.Tensor | None:
-        """The inner policy's."""
+        """Delegate to the inner policy."""
         return self._inner.keep_drafting(step)
 
     def num_to_score(self, rows: Rows, counts: Sequence[int], matched: Sequence[int]) -> Sequence[int]:
-        """The inner policy's."""
+        """Delegate to the inner policy."""
         return self._inner.num_to_score(rows, counts, matched)
 
     def fallback_budget(self, rows: Rows, most: Sequence[int]) -> Sequence[int]:
-        """The inner policy's."""
+        """Delegate to the inner policy."""
         return self._inner.fallback_budget(rows, most)
 
     def observe(self, rows: Rows, steps: Sequence[Step]) -> None:
-        """Pass on the steps, with the times that they would take."""
+        """Pass the steps to the inner policy with their live times."""
         seconds = self._clock(len(steps), width_of(steps, rows.ragged), max(row.size for row in rows))
         draft = steps[0].draft_s
         if self._drafting is not None:
             draft = self._drafting(len(steps), max(step.num_drafted for step in steps))
-            forget_own_time(rows)
+            exclude_policy_time(rows)
         self.spent_s += draft + seconds
         timed = [dataclasses.replace(s, draft_s=draft, target_s=seconds, total_s=draft + seconds) for s in steps]
         self._inner.observe(rows, timed)
@@ -153,17 +152,17 @@ def replay(
 ) -> Replay:
     """Decode the recorded outputs again with a drafter.
 
-    rule: None takes "speculative"; on a greedy recording all exact rules accept the same tokens. profile: how long passes of
-    the target take, for a policy that decides by time.
-    Raises ConfigError for what needs the target's logits (a lossy rule, a drafter that learns from them), for another
-    rule than "speculative" on a sampled recording, for `throughput` without a profile, and when the drafter fails.
+    rule: by default "speculative"; on a greedy recording all exact rules accept the same tokens. profile: the times of target
+    passes, for time-based policies.
+    Raises ConfigError for methods that need the target's logits (a lossy rule, a drafter that learns from them), for any
+    other rule than "speculative" on a sampled recording, for `throughput` without a profile, and if the drafter fails.
     """
     rule = rule or Speculative()
     check_method(recording, drafter, rule)
     if isinstance(policy, ThroughputLength):
         if profile is None:
             raise ConfigError(
-                "length 'throughput' decides by the time passes take; replay it with a profile of the target"
+                "length 'throughput' needs the times of target passes; replay it with a profile of the target"
             )
         policy = Timed(policy, profile.clock())
     if drafter is not None and not recording.greedy:
@@ -176,7 +175,7 @@ def replay(
 
 
 def model_settings(recording: Recording, profile: Profile | None) -> dict[str, Any]:
-    """What a RecordingModel is told of the recorded one and, where it was profiled, of its passes."""
+    """Return the arguments of a RecordingModel: properties of the recorded model and, from a profile, of its passes."""
     return {
         "vocab_size": recording.vocab_size,
         "max_length": check_int("max_length", recording.settings.get("max_length", 1 << 30), 1),
@@ -186,61 +185,63 @@ def model_settings(recording: Recording, profile: Profile | None) -> dict[str, A
 
 
 def check_method(recording: Recording, drafter: Drafter | None, rule: Rule) -> None:
-    """ConfigError for what needs the target's scores, which a recording lacks, and for what a sampled one does not tell."""
+    """Raise ConfigError for methods that need the target's logits, and for those that a sampled recording cannot replay."""
     if not rule.exact:
-        raise ConfigError(f"rule={rule.name!r} looks at the target's scores, which a recording lacks; run it live")
+        raise ConfigError(f"rule={rule.name!r} needs the target's logits, which a recording lacks; run it live")
     if any(getattr(one, "filler_top_k", 1) > 1 for one in members(drafter)):
-        raise ConfigError("filler_top_k above 1 learns from the target's scores, which a recording lacks; run it live")
+        raise ConfigError("filler_top_k above 1 learns from the target's logits, which a recording lacks; run it live")
     if drafter is not None and drafter.hidden_layers:
-        raise ConfigError("a head reads the target's hidden states, which a recording lacks; run it live")
+        raise ConfigError("a draft head reads the target's hidden states, which a recording lacks; run it live")
     if not recording.greedy and rule.name != "speculative":
-        raise ConfigError(f"a sampled recording tells what 'speculative' accepts, not rule={rule.name!r}; run it live")
+        raise ConfigError(
+            f"a sampled recording can replay rule='speculative' only, not rule={rule.name!r}; run it live"
+        )
 
 
 def submit(engine: Engine, record: Record, recording: Recording) -> None:
-    """Submit a request that ends where the recorded one did, for the same reason."""
+    """Submit a request that ends at the same token as the recorded one, for the same reason."""
     count = len(record.output)
     stopped = record.finish_reason == FinishReason.STOP
-    most = max(int(recording.params.get("max_new_tokens", 0)), count) if stopped else count
-    params = recorded_params(recording, most)
+    limit = max(int(recording.params.get("max_new_tokens", 0)), count) if stopped else count
+    params = recorded_params(recording, limit)
     ends = recording.eos | set(params.stop_token_ids)
-    stop = _Ended(count) if stopped and record.output[-1] not in ends else None
+    stop = _StopAfter(count) if stopped and record.output[-1] not in ends else None
     engine.submit(record.prompt, params, eos=recording.eos, stop=stop, source=record.source)
 
 
 def recorded_params(recording: Recording, max_new_tokens: int) -> SamplingParams:
-    """The recording's sampling parameters for a replayed request, always greedy: the recorded tokens are not drawn again.
+    """Return the sampling parameters of a replayed request. They are greedy: the recorded tokens are not sampled again.
 
-    The draft tokens of a sampled draft model are drawn by SampledReplayModel, which makes them the argmax.
+    SampledReplayModel samples the draft tokens of a draft model and makes them the argmax.
     """
     values = {k: v for k, v in recording.params.items() if recording.greedy or k not in PROBABILITY_FIELDS}
-    least = min(int(values.get("min_new_tokens", 0)), max_new_tokens)
-    return read_params(values, max_new_tokens=max_new_tokens, min_new_tokens=least, logprobs=None, stop=())
+    minimum = min(int(values.get("min_new_tokens", 0)), max_new_tokens)
+    return read_params(values, max_new_tokens=max_new_tokens, min_new_tokens=minimum, logprobs=None, stop=())
 
 
 def check_drafter(engine: Engine) -> None:
-    """ConfigError when the drafter failed: what was replayed was not what it does."""
+    """Raise ConfigError if the drafter failed, because the replay then does not describe it."""
     if engine.draft_failures and engine.drafter is not None:
         error = engine.drafter.last_error
         raise ConfigError(f"the drafter failed in the replay: {type(error).__name__}: {error}")
 
 
-class _Ended:
-    """A stop condition: the output ends with its `count`-th token."""
+class _StopAfter:
+    """A stop condition that ends the output after `count` tokens."""
 
     def __init__(self, count: int) -> None:
         self._left = count
 
     def __call__(self, token_ids: Sequence[int]) -> int | None:
-        kept, self._left = self._left, self._left - len(token_ids)
-        return kept if self._left <= 0 else None
+        remaining, self._left = self._left, self._left - len(token_ids)
+        return remaining if self._left <= 0 else None
 
 
 def _run(engine: Engine, recording: Recording) -> Replay:
     steps: list[list[Step]] = [[] for _ in recording.records]
     sizes = [len(record.prompt) for record in recording.records]
     passes: list[PassCost] = []
-    began = perf_counter()
+    start = perf_counter()
     while engine.has_work:
         done = engine.step()
         if not done:
@@ -253,13 +254,13 @@ def _run(engine: Engine, recording: Recording) -> Replay:
         for step in done:
             steps[step.request_id].append(step)
             sizes[step.request_id] += len(step.token_ids)
-    seconds = perf_counter() - began
+    seconds = perf_counter() - start
     check_drafter(engine)
-    for record, made in zip(recording.records, steps, strict=True):
-        written = [token for step in made for token in step.token_ids]
-        if written != list(record.output):
+    for record, record_steps in zip(recording.records, steps, strict=True):
+        output = [token for step in record_steps for token in step.token_ids]
+        if output != list(record.output):
             raise ConfigError(
                 f"{record.id} was not replayed as recorded: its output does not end where the recording's end tokens, "
-                "stop tokens and context length say"
+                "stop tokens and context length require; record it again"
             )
     return Replay(tuple(map(tuple, steps)), tuple(passes), seconds, recording.greedy)

@@ -1,10 +1,10 @@
-"""Draft models against a sampled recording: what they would have drafted, given the tokens that the target wrote.
+"""Draft models on a sampled recording: their draft tokens, conditioned on the tokens that the target generated.
 
-Speculative sampling is a maximal coupling of the draft token x ~ q and the written token y ~ p: they are equal with the
-greatest possible probability. Conditioned on y, the draft token was y with probability min(1, q(y) / p(y)), and another
-token otherwise. p(y) is in the recording, and q(y) is the draft model's law after the recorded tokens before y. So a replay
-accepts each recorded token with that probability, by one uniform number for each position of each text, and the number of
-accepted tokens has the law that it has live. Not the rule `coupled`, which shares Gumbel noise.
+Speculative sampling is a maximal coupling of the draft token x ~ q and the output token y ~ p: they are equal with the
+greatest possible probability. Conditioned on y, the draft token is y with probability min(1, q(y) / p(y)), and a different
+token otherwise. p(y) is in the recording, and q(y) comes from the draft model's distribution after the recorded tokens before y.
+A replay accepts each recorded token with that probability, using one uniform number per position of each text, so the number
+of accepted tokens has the same distribution as live. This does not apply to the rule `coupled`, which shares Gumbel noise.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from foresay.models.vocabulary import VocabularyAdapter
 from foresay.records.recording import Recording
 
 PROBABILITY_FIELDS = ("temperature", "top_k", "top_p", "min_p")
-"""The parameters that turn logits into a law; a recording sampled with others cannot be replayed with a draft model."""
+"""Parameters that may shape the distribution; a recording with others cannot be replayed with a draft model."""
 
 
 class _TextCache(KVCache):
-    """A draft's cache that knows which text each row is."""
+    """A draft model's cache with the text index of each row."""
 
     def __init__(self, inner: KVCache) -> None:
         self.inner = inner
@@ -51,16 +51,16 @@ class _TextCache(KVCache):
 
 
 class SampledReplayModel(VocabularyAdapter):
-    """A draft model whose argmax at each position is the token it would have drafted live, given the recorded one.
+    """A draft model whose argmax at each position is the token it would have drafted live, conditioned on the recorded one.
 
-    Its other logits stay as they are, for policies that use them. Request i of an engine must be the recording's text i.
+    Other logits are unchanged, for policies that use them. Request i of an engine must be the recording's text i.
     Raises ConfigError for a recording without token probabilities.
     """
 
     def __init__(self, inner: LanguageModel, recording: Recording, *, seed: int = 0) -> None:
         if any(record.token_probs is None for record in recording.records):
             raise ConfigError(
-                "the recording lacks the probabilities of its tokens, which a draft model is held against"
+                "the recording lacks token probabilities, which the replay of a draft model needs; record it again"
             )
         super().__init__(inner, inner.vocab_size)
         self._records, self._seed = recording.records, seed
@@ -68,64 +68,64 @@ class SampledReplayModel(VocabularyAdapter):
         self._params = SamplingParams(**known)
 
     def new_cache(self) -> KVCache:
-        """A cache without rows."""
+        """Return a cache without rows."""
         return _TextCache(super().new_cache())
 
     def admit(self, rows: Rows, first: int, cache: KVCache) -> None:
-        """Add empty cache rows for the rows from index `first` on, and note which texts they are."""
+        """Add empty cache rows for the rows from index `first` on, and store their text indices."""
         assert isinstance(cache, _TextCache)
         super().admit(rows, first, cache.inner)
         cache.texts += [rows[i].request_id for i in range(first, len(rows))]
 
     def forward(self, model_input: ModelInput, cache: KVCache) -> ModelOutput:
-        """One pass, logits [B, T, V]; see LanguageModel.forward."""
+        """Run one forward pass with logits [B, T, V]; see LanguageModel.forward."""
         assert isinstance(cache, _TextCache)
         before = list(cache.lengths[model_input.first_row : model_input.first_row + len(model_input.num_tokens)])
         out = super().forward(model_input, cache.inner)
         if out.logits is None:
             return out
         last = model_input.logits is Logits.LAST
-        scores = out.scores().to(torch.float32, copy=True)  # in bf16 the greatest logit plus 1e-3 may round to itself
+        scores = out.scores().to(torch.float32, copy=True)  # in bf16 the maximum logit plus 1e-3 may round to itself
         for i, (start, count) in enumerate(zip(before, model_input.num_tokens, strict=True)):
             columns = range(count - 1, count) if last else range(count)
-            for place, column in enumerate(columns):
-                self._choose(scores[i, place], cache.texts[model_input.first_row + i], start + column + 1)
+            for index, column in enumerate(columns):
+                self._choose(scores[i, index], cache.texts[model_input.first_row + i], start + column + 1)
         return ModelOutput(scores, out.hidden)
 
     def _choose(self, scores: torch.Tensor, text: int, position: int) -> None:
-        """Make the token drafted at an absolute position of a text the argmax. scores: [V], changed in place."""
+        """Make the draft token at an absolute position of a text the argmax. scores: [V], modified in place."""
         record = self._records[text]
         reads_source = self.capabilities.reads_source
         lead = 0 if reads_source or record.source is None else len(record.source) - len(record.prompt)
-        place = position - lead - len(record.prompt)
-        if not 0 <= place < len(record.output) or record.token_probs is None:
+        index = position - lead - len(record.prompt)
+        if not 0 <= index < len(record.output) or record.token_probs is None:
             return
-        written, p = record.output[place], max(record.token_probs[place], 1e-12)
+        token, p = record.output[index], max(record.token_probs[index], 1e-12)
         distribution = build_distributions(scores[None, None], Rows([Row(text, [0], self._params, limit=1 << 40)]))
         q = (
-            float(distribution.prob_of(torch.tensor([[written]], device=scores.device))[0, 0])
-            if written < len(scores)
+            float(distribution.prob_of(torch.tensor([[token]], device=scores.device))[0, 0])
+            if token < len(scores)
             else 0.0
         )
         keys = torch.tensor([self._seed]), torch.tensor([text])
         number = Streams(*keys).uniform(Purpose.ACCEPT, torch.tensor([position]))
         if float(number) * p < q:
-            scores[written] = scores.max() + 1e-3
-        elif written < len(scores) and int(scores.argmax()) == written:
-            scores[written] = -torch.inf
+            scores[token] = scores.max() + 1e-3
+        elif token < len(scores) and int(scores.argmax()) == token:
+            scores[token] = -torch.inf
 
 
 def members(drafter: Drafter | None) -> list[Any]:
-    """The single drafters of a drafter: those of a cascade, nested ones too, else the drafter itself; [] for None."""
+    """Return the drafters of a cascade, including nested ones, or the drafter itself; [] for None."""
     if isinstance(drafter, Cascade):
         return [one for inner in drafter.drafters for one in members(inner)]
     return [] if drafter is None else [drafter]
 
 
 def replay_sampled(drafter: Drafter, recording: Recording) -> None:
-    """Replace every draft model in a drafter by its SampledReplayModel, in place; look-ups stay as they are.
+    """Replace every draft model in a drafter by a SampledReplayModel, in place; n-gram drafters are unchanged.
 
-    Raises ConfigError for a draft with another tokenizer, and for a recording sampled with parameters beyond PROBABILITY_FIELDS.
+    Raises ConfigError for a draft model with another tokenizer, and for sampling parameters beyond PROBABILITY_FIELDS.
     """
     others = set(recording.params) - {
         *PROBABILITY_FIELDS,
@@ -137,11 +137,13 @@ def replay_sampled(drafter: Drafter, recording: Recording) -> None:
     }
     for one in members(drafter):
         if isinstance(one, CrossTokenizerDrafter):
-            raise ConfigError("a draft with another tokenizer cannot be held against a sampled recording; run it live")
+            raise ConfigError(
+                "a draft model with another tokenizer cannot be replayed on a sampled recording; run it live"
+            )
         if isinstance(one, ModelDrafter):
             if others:
                 raise ConfigError(
-                    f"a draft model cannot be held against a recording sampled with {min(others)}; run it live"
+                    f"a draft model cannot be replayed on a recording sampled with {min(others)}; run it live"
                 )
             _wrap(one, recording)
 

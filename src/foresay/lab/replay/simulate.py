@@ -1,8 +1,8 @@
-"""Load foreseen: requests arrive, the engine's own loop answers them from a recording, and a profile says what each pass takes.
+"""Simulation of load: the engine's own loop serves arriving requests from a recording, with pass times from a profile.
 
-Nothing is simulated but time: admission, prefill between steps, batches, drafting, acceptance and lengths are those of a live
-engine. Owns the clock and what requests see of it: queueing, the first token, gaps between tokens. Knows no server, whose own
-milliseconds come on top, and no machine but the profile's.
+Only time is simulated: admission, prefill between steps, batches, drafting, acceptance and draft lengths are those of a live
+engine. Owns the clock and the latencies of requests: queueing, first token, gaps between tokens. Does not include the overhead
+of a server, and knows only the profile's machine.
 """
 
 from __future__ import annotations
@@ -32,56 +32,56 @@ Drafting = Callable[[int, int], float]
 
 
 @dataclass(slots=True)
-class Answered:
-    """One request, in seconds of the simulated clock."""
+class SimulatedRequest:
+    """The times of one request, in seconds of the simulated clock."""
 
     arrived: float
-    began: float | None = None
-    """When it was given a row."""
+    started: float | None = None
+    """Time when the request got a row."""
     events: list[float] = field(default_factory=list)
-    """When tokens came, one step's together."""
+    """Times of the steps that generated tokens."""
     tokens: int = 0
 
     @property
     def queue_s(self) -> float:
-        """Before it had a row."""
-        assert self.began is not None
-        return self.began - self.arrived
+        """Seconds before the request got a row."""
+        assert self.started is not None
+        return self.started - self.arrived
 
     @property
     def first_s(self) -> float:
-        """To its first token."""
+        """Seconds to the first token."""
         return self.events[0] - self.arrived
 
     @property
     def latency_s(self) -> float:
-        """To its end."""
+        """Seconds to the last token."""
         return self.events[-1] - self.arrived
 
     @property
     def gaps(self) -> list[float]:
-        """Between one event of its stream and the next, in seconds."""
+        """Seconds between consecutive events."""
         return [b - a for a, b in pairwise(self.events)]
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What came and how it was answered."""
+    """The result of a simulation: all requests and the totals of the engine."""
 
-    requests: tuple[Answered, ...]
+    requests: tuple[SimulatedRequest, ...]
     busy_s: float
-    """Time in which anything was done."""
+    """Seconds in which the engine worked."""
     passes: int
     row_passes: int
 
     @property
     def seconds(self) -> float:
-        """From the first arrival to the last token."""
+        """Seconds from the first arrival to the last token."""
         return max(one.events[-1] for one in self.requests) - min(one.arrived for one in self.requests)
 
     @property
     def tokens_per_s(self) -> float:
-        """Throughput over that time."""
+        """Output tokens per second over that time."""
         return sum(one.tokens for one in self.requests) / self.seconds
 
     @property
@@ -91,11 +91,11 @@ class Load:
 
     @property
     def mean_batch(self) -> float:
-        """Rows of a pass."""
+        """Mean number of rows per pass."""
         return self.row_passes / self.passes
 
     def percentile(self, of: str, share: float) -> float:
-        """A percentile of "queue", "first", "latency" or "gap", in seconds; share in [0, 1]."""
+        """Return a percentile of "queue", "first", "latency" or "gap", in seconds. share: in [0, 1]."""
         if of == "gap":
             values = [gap for one in self.requests for gap in one.gaps]
         else:
@@ -103,55 +103,55 @@ class Load:
         return float(np.quantile(values, share, method="inverted_cdf")) if values else 0.0
 
     def mean(self, of: str) -> float:
-        """The mean of "queue", "first" or "latency", in seconds."""
+        """Return the mean of "queue", "first" or "latency", in seconds."""
         return statistics.fmean(getattr(one, f"{of}_s") for one in self.requests)
 
 
-class _Beginnings(RecordingCache):
-    """A cache in which a text that is played again shares no more of its prompt than other texts begin with."""
+class _PrefixLimitedCache(RecordingCache):
+    """A cache in which a repeated text shares only the part of its prompt that another text begins with."""
 
-    def __init__(self, most: Sequence[int], token_bytes: float) -> None:
-        """most: of each text's prompt, what another one begins with."""
+    def __init__(self, limits: Sequence[int], token_bytes: float) -> None:
+        """limits: for each text, the number of its prompt tokens that another text begins with."""
         super().__init__(token_bytes)
-        self._most = most
+        self._limits = limits
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
-        super().copy_prefix(source, target, min(length, self._most[int(self.texts[target])]))
+        super().copy_prefix(source, target, min(length, self._limits[int(self.texts[target])]))
 
     def load_prefix(self, row: int, saved: SavedSize, length: int) -> None:
-        super().load_prefix(row, saved, min(length, self._most[int(self.texts[row])]))
+        super().load_prefix(row, saved, min(length, self._limits[int(self.texts[row])]))
 
 
-def _alike(texts: Sequence[RecordedText]) -> list[int]:
-    """How much of each prompt another text begins with, what was written to it included: a chat's next turn begins so."""
-    held = [(*text.prompt, *text.output[:-1]) for text in texts]
-    order = sorted(range(len(texts)), key=held.__getitem__)  # whose beginnings are alike are neighbours
+def _common_prefixes(texts: Sequence[RecordedText]) -> list[int]:
+    """Return, for each prompt, how many of its tokens another text with its output begins with, as in a chat's next turn."""
+    whole = [(*text.prompt, *text.output[:-1]) for text in texts]
+    order = sorted(range(len(texts)), key=whole.__getitem__)  # texts with long common prefixes are neighbours
     out = []
     for i, text in enumerate(texts):
         prompt = tuple(text.prompt)
-        place = bisect_left(order, prompt, key=held.__getitem__)
-        near = order[max(0, place - 1) : place + 2]  # with a place to spare for its own, which begins with the prompt
-        out.append(max((common_prefix(np.asarray(held[j]), np.asarray(prompt)) for j in near if j != i), default=0))
+        index = bisect_left(order, prompt, key=whole.__getitem__)
+        near = order[max(0, index - 1) : index + 2]  # may include the text itself, which begins with the prompt
+        out.append(max((common_prefix(np.asarray(whole[j]), np.asarray(prompt)) for j in near if j != i), default=0))
     return out
 
 
 class _Clocked(RecordingModel):
-    """A recording whose passes take a profile's time."""
+    """A RecordingModel whose prefill takes the time in a profile."""
 
     def __init__(self, records: Sequence[Record], recording: Recording, profile: Profile) -> None:
         super().__init__([record.text for record in records], **model_settings(recording, profile))
         self._fill, self._token_bytes = profile.fill_seconds, profile.token_bytes
-        known = _alike([record.text for record in recording.records[: len(records)]])
-        self._most = [known[i % len(known)] for i in range(len(records))]
+        known = _common_prefixes([record.text for record in recording.records[: len(records)]])
+        self._limits = [known[i % len(known)] for i in range(len(records))]
         self.fill_s = 0.0
-        """Seconds of all prefill so far."""
+        """Total seconds of prefill so far."""
 
     def new_cache(self) -> RecordingCache:
-        return _Beginnings(self._most, self._token_bytes)
+        return _PrefixLimitedCache(self._limits, self._token_bytes)
 
     def forward(self, model_input: ModelInput, cache: KVCache) -> ModelOutput:
         if model_input.logits is Logits.NONE:
-            # rows of one pass read the weights once, as where the profile was measured
+            # the rows of one pass read the weights once, as in the measurement of the profile
             if self.capabilities.ragged:
                 self.fill_s += FILLED_TOGETHER * self._fill(sum(model_input.num_tokens) / FILLED_TOGETHER)
             else:
@@ -172,18 +172,19 @@ def simulate(
     share_prefixes: bool = True,
     prefix_bytes: int = 0,
 ) -> Load:
-    """Answer requests that arrive at these times, in order, with the recording's texts one after the other, again from the first
-    when there are more.
+    """Simulate requests that arrive at these times and are answered by the recording's texts in order, repeated if needed.
 
-    drafting: None takes the time that drafting takes here, which is right for look-ups. share_prefixes: whether a prompt
-    starts from the slots of a row that begins alike, as `foresay.load` does it; a text that is played again is another request
-    there, but takes the place of the first where rows that ended are kept. prefix_bytes: what they may keep, as in a server;
-    nothing where the profile does not say what a token takes. Raises ConfigError for a sampled recording, whose drafts a
-    replay can only estimate, and as `replay` does.
+    drafting: by default the drafting times measured here, which is right for n-gram drafters. share_prefixes: a prompt reuses
+    the slots of a row with the same prefix, as `foresay.load` does. A repeated text is a different request there, but replaces
+    the first one among the saved rows of finished requests. prefix_bytes: memory limit of these saved rows, as in a server; 0
+    if the profile does not contain token_bytes. Raises ConfigError for a sampled recording, whose drafts a replay can only
+    estimate, and as `replay` does.
     """
     rule = rule or Speculative()
     if not recording.greedy:
-        raise ConfigError("load is foreseen over a greedy recording; a sampled one tells too little of its drafts")
+        raise ConfigError(
+            "load is simulated over a greedy recording, and this one was sampled; record with temperature 0"
+        )
     check_method(recording, drafter, rule)
     if drafter is None:
         drafting = _no_time
@@ -192,7 +193,7 @@ def simulate(
     prefixes = PrefixStore(prefix_bytes if profile.token_bytes else 0) if share_prefixes else None
     clock = lambda: model.fill_s  # noqa: E731
     engine = Engine(model, drafter, rule, timed, max_batch_size=batch_size, prefixes=prefixes, prefill_clock=clock)
-    return _Run(engine, model, timed, recording, records).over(sorted(arrivals))
+    return _Run(engine, model, timed, recording, records).simulate(sorted(arrivals))
 
 
 class _Run:
@@ -205,36 +206,36 @@ class _Run:
         self._recording, self._records = recording, records
         self._now = 0.0
         self._passes = self._row_passes = 0
-        self._answers: list[Answered] = []
+        self._requests: list[SimulatedRequest] = []
 
-    def over(self, arrivals: Sequence[float]) -> Load:
-        """Answer them all."""
-        while len(self._answers) < len(arrivals) or self._engine.has_work:
+    def simulate(self, arrivals: Sequence[float]) -> Load:
+        """Run the engine until all requests are finished."""
+        while len(self._requests) < len(arrivals) or self._engine.has_work:
             if not self._engine.has_work:
-                self._now = max(self._now, arrivals[len(self._answers)])
-            while len(self._answers) < len(arrivals) and arrivals[len(self._answers)] <= self._now:
-                submit(self._engine, self._records[len(self._answers)], self._recording)
-                self._answers.append(Answered(arrivals[len(self._answers)]))
+                self._now = max(self._now, arrivals[len(self._requests)])
+            while len(self._requests) < len(arrivals) and arrivals[len(self._requests)] <= self._now:
+                submit(self._engine, self._records[len(self._requests)], self._recording)
+                self._requests.append(SimulatedRequest(arrivals[len(self._requests)]))
             self._step()
         check_drafter(self._engine)
-        return Load(tuple(self._answers), self._busy_s, self._passes, self._row_passes)
+        return Load(tuple(self._requests), self._busy_s, self._passes, self._row_passes)
 
     @property
     def _busy_s(self) -> float:
         return self._model.fill_s + self._timed.spent_s
 
     def _step(self) -> None:
-        busy, began = self._busy_s, self._now
+        busy, start = self._busy_s, self._now
         steps = self._engine.step()
         self._now += self._busy_s - busy
         self._passes += bool(steps)
         self._row_passes += len(steps)
         for request_id in (*(row.request_id for row in self._engine.rows), *(step.request_id for step in steps)):
-            if self._answers[request_id].began is None:
-                self._answers[request_id].began = began
+            if self._requests[request_id].started is None:
+                self._requests[request_id].started = start
         for step in steps:
-            self._answers[step.request_id].events.append(self._now)
-            self._answers[step.request_id].tokens += len(step.token_ids)
+            self._requests[step.request_id].events.append(self._now)
+            self._requests[step.request_id].tokens += len(step.token_ids)
 
 
 def _no_time(batch: int, count: int) -> float:
@@ -243,21 +244,21 @@ def _no_time(batch: int, count: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a service promises; None promises nothing of that kind."""
+    """Latency targets of a service: 99th percentiles in seconds; None sets no target."""
 
     first_p99_s: float | None = None
     gap_p99_s: float | None = None
 
     def met(self, load: Load) -> bool:
-        """Whether this load was answered so."""
+        """True if the load meets all targets."""
         pairs = ((self.first_p99_s, "first"), (self.gap_p99_s, "gap"))
-        return all(most is None or load.percentile(of, 0.99) <= most for most, of in pairs)
+        return all(limit is None or load.percentile(of, 0.99) <= limit for limit, of in pairs)
 
 
 def highest_rate(at: Callable[[float], Load], target: Target, *, low: float, high: float, steps: int = 7) -> float:
-    """The highest arrival rate whose load meets the target, between `low` and `high` requests a second; 0 where `low` does not.
+    """Return the highest arrival rate in [low, high] requests per second whose load meets the target, or 0 if `low` does not.
 
-    at: the load at a rate. By bisection on a logarithmic scale, to within a factor of (high / low) ** 2 ** -steps.
+    at: function rate -> load. Uses bisection on a logarithmic scale, to within a factor of (high / low) ** 2 ** -steps.
     """
     if not target.met(at(low)):
         return 0.0
@@ -270,6 +271,6 @@ def highest_rate(at: Callable[[float], Load], target: Target, *, low: float, hig
     return low
 
 
-def replicas(rate: float, of_one: float) -> int | None:
-    """How many engines of this rate share `rate` requests a second, each sent to one at random; None where none would do."""
-    return None if of_one <= 0 else math.ceil(rate / of_one)
+def replicas(rate: float, rate_per_engine: float) -> int | None:
+    """Return the number of engines for `rate` requests per second, assigned at random; None if `rate_per_engine` is 0."""
+    return None if rate_per_engine <= 0 else math.ceil(rate / rate_per_engine)

@@ -1,1 +1,1 @@
-"""Results as a table, figures and a page."""
+"""Reports of benchmark results: a table, figures and a page."""

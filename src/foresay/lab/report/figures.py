@@ -1,7 +1,7 @@
-"""Pictures of a benchmark's numbers.
+"""Figures of a benchmark's numbers.
 
-Owns what is drawn and how it looks. Knows neither files nor pages; matplotlib is imported when something is drawn, and none
-of its global settings is changed.
+Owns the contents and the style of figures. Knows neither files nor pages. Imports matplotlib when a figure is drawn and changes
+none of its global settings.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ Drawing = tuple["Figure", str]
 """A figure and its caption."""
 
 INK = "#16202a"
-"""Axes, labels and error bars; a page replaces it by its own text colour."""
+"""Colour of axes, labels and error bars; a page replaces it by its text colour."""
 BLUE, ORANGE, GREY = "#0072b2", "#d55e00", "#8a8f98"
 SERIES = (BLUE, ORANGE, "#009e73", "#cc79a7", "#56b4e9", "#e69f00", GREY, "#8c5a2b")
-"""Okabe and Ito's colours, distinct to the colour-blind, without those that are invisible on white or on black."""
+"""Okabe and Ito's colours for colour-blind readers, without the ones that are invisible on white or black."""
 MARKERS = "os^Dv<P>"
 WIDTH, TALLEST, MOST, MOST_ERRORS, FEWEST_TESTS = 9.0, 150.0, 8, 40, 20
 
 
 def family(method: str) -> tuple[str, int] | None:
-    """("NAME", 8) of a method called "NAME, 8"; None where no draft length is part of the name."""
+    """Split a method name "NAME, 8" into ("NAME", 8); None if the name contains no draft length."""
     found = re.fullmatch(r"(.+),\s*(\d{1,4})", method, re.DOTALL)
     return (found[1], int(found[2])) if found else None
 
 
 def drawings(table: Sequence[TableRow]) -> Iterator[tuple[str, str, Figure, str]]:
-    """(name, title, figure, caption) of every figure for which the rows hold data. Raises ConfigError without matplotlib."""
+    """Yield (name, title, figure, caption) of every figure with data in the rows. Raises ConfigError without matplotlib."""
     for name, (title, draw) in FIGURES.items():
         if (drawn := draw(table)) is not None:
             yield name, title, *drawn
@@ -58,12 +58,12 @@ def _speed_ups(table: Sequence[TableRow]) -> Drawing | None:
     figure, panels, note = _grid(groups, 0.25 * len(order) + 0.8, sharex=True, sharey=True)
     for axes, group in panels:
         for row in (row for row in known if row.group == group):
-            median, least, greatest = row.speed_up or (0.0, 0.0, 0.0)
+            median, low, high = row.speed_up or (0.0, 0.0, 0.0)
             at, (_, colour, hatch) = order.index(row.cell.method), _kind(row)
             axes.barh(at, median, 0.7, color=colour, edgecolor="white", linewidth=0, hatch=hatch)
-            whisker = [[median - least], [greatest - median]]
+            whisker = [[median - low], [high - median]]
             axes.errorbar(median, at, xerr=whisker, ecolor=INK, capsize=2.5, elinewidth=1)
-            _note(axes, f"{median:.2f}x", (max(greatest, 1.0), at), (5, 0), ha="left")
+            _note(axes, f"{median:.2f}x", (max(high, 1.0), at), (5, 0), ha="left")
         axes.axvline(1.0, color=INK, linestyle="--", linewidth=1)
         _style(axes, "{}, batch {}, {}".format(*group), "speed-up over plain decoding")
         axes.set_yticks(range(len(order)), [names[method] for method in order])
@@ -71,7 +71,7 @@ def _speed_ups(table: Sequence[TableRow]) -> Drawing | None:
         axes.set_xlim(0, 1.2 * max(row.speed_up[2] for row in known if row.speed_up))
     kinds = dict.fromkeys(map(_kind, known))
     _legend(figure, [(word, {"fc": colour, "ec": "white", "hatch": hatch}) for word, colour, hatch in kinds])
-    return figure, f"Median over repeats; whiskers are the least and the greatest repeat. Dashed: plain decoding.{note}"
+    return figure, f"Median over repeats; whiskers show minimum and maximum. Dashed: plain decoding.{note}"
 
 
 def _draft_lengths(table: Sequence[TableRow]) -> Drawing | None:
@@ -85,48 +85,48 @@ def _draft_lengths(table: Sequence[TableRow]) -> Drawing | None:
         return None
     figure, panels, note = _grid(sorted(key for key, families in pooled.items() if families), 3.4)
     for axes, key in panels:
-        for place, name in enumerate(shown):
+        for index, name in enumerate(shown):
             if not (lengths := pooled[key].get(name)):
                 continue
             gammas = sorted(lengths)
             measured = [lengths[gamma].block_efficiency for gamma in gammas]
-            axes.plot(gammas, measured, color=SERIES[place], marker=MARKERS[place], markersize=5)  # type: ignore[arg-type]
+            axes.plot(gammas, measured, color=SERIES[index], marker=MARKERS[index], markersize=5)  # type: ignore[arg-type]
             tested = sum(stats.num_tested for stats in lengths.values())
             if tested:
                 alpha = sum(stats.num_accepted for stats in lengths.values()) / tested
                 whole = range(gammas[0], gammas[-1] + 1)
                 curve = [expected_tokens(alpha, gamma) for gamma in whole]
-                axes.plot(whole, curve, "--", color=SERIES[place], alpha=0.7)
+                axes.plot(whole, curve, "--", color=SERIES[index], alpha=0.7)
         _style(axes, ", ".join(key), "draft length", "tokens per target pass", "both")
         axes.locator_params(axis="x", integer=True)
     _legend(figure, _lines(_short(shown).values()))
     return figure, (
-        "Solid: measured, pooled over batch sizes. Dashed: what independent acceptance at the family's pooled rate would "
-        f"give, (1 - a^(k+1)) / (1 - a).{_left_out(left_out, 'family', 'families')}{note}"
+        "Solid: measured, pooled over batch sizes. Dashed: independent acceptance at the pooled rate a of the method, "
+        f"(1 - a^(k+1)) / (1 - a).{_left_out(left_out, 'family', 'families')}{note}"
     )
 
 
 def _positions(table: Sequence[TableRow]) -> Drawing | None:
     counts = _pooled(table, lambda row: (*_setting(row), row.cell.method))
     pooled = {
-        key: places
+        key: positions
         for key, stats in counts.items()
-        if (places := [k for k in sorted(stats.tested_at) if stats.tested_at[k] >= FEWEST_TESTS])
+        if (positions := [k for k in sorted(stats.tested_at) if stats.tested_at[k] >= FEWEST_TESTS])
     }
     shown, left_out = _top(table, {method for _, _, method in pooled})
     if not shown:
         return None
     figure, panels, note = _grid(sorted({key[:2] for key in pooled if key[2] in shown}), 3.4, sharey=True)
     for axes, key in panels:
-        for place, method in enumerate(shown):
+        for index, method in enumerate(shown):
             if (*key, method) not in pooled:
                 continue
-            stats, places = counts[*key, method], pooled[*key, method]
-            bounds = [wilson(stats.accepted_at[k], stats.tested_at[k]) for k in places]
-            shares = [stats.accepted_at[k] / stats.tested_at[k] for k in places]
-            at, low, high = [k + 1 for k in places], [bound[0] for bound in bounds], [bound[1] for bound in bounds]
-            axes.fill_between(at, low, high, color=SERIES[place], alpha=0.15, linewidth=0)
-            axes.plot(at, shares, color=SERIES[place], marker=MARKERS[place], markersize=4)
+            stats, positions = counts[*key, method], pooled[*key, method]
+            bounds = [wilson(stats.accepted_at[k], stats.tested_at[k]) for k in positions]
+            shares = [stats.accepted_at[k] / stats.tested_at[k] for k in positions]
+            at, low, high = [k + 1 for k in positions], [bound[0] for bound in bounds], [bound[1] for bound in bounds]
+            axes.fill_between(at, low, high, color=SERIES[index], alpha=0.15, linewidth=0)
+            axes.plot(at, shares, color=SERIES[index], marker=MARKERS[index], markersize=4)
         axes.set_ylim(0, 1.03)
         _style(axes, ", ".join(key), "position in the draft", "accepted / tested", "both")
         axes.locator_params(axis="x", integer=True)
@@ -178,20 +178,20 @@ def _rates(table: Sequence[TableRow]) -> Drawing | None:
         _number(*spot)
     return (
         figure,
-        f"Smaller is better. The line is the Pareto front: what no other method undercuts on both axes.{note}",
+        f"Smaller is better. The line is the Pareto front: no other method is better on both axes.{note}",
     )
 
 
 def _number(axes: Axes, points: Sequence[Point], labels: Sequence[str], front: Sequence[Point]) -> None:
-    """Label each point, at the nearest spot where the label covers no point, no other label and not the front."""
+    """Label each point at the nearest position where the label overlaps no point, no other label and not the front."""
     corners = [corner for (x, y), (a, b) in pairwise(front) for corner in ((x, y), (a, y), (a, b))]
-    there, bends = (axes.transData.transform(of) * 72 / axes.figure.dpi for of in (points, corners or points))
-    taken = [(x, y, 4.0, 4.0) for x, y in there]
+    spots, bends = (axes.transData.transform(of) * 72 / axes.figure.dpi for of in (points, corners or points))
+    taken = [(x, y, 4.0, 4.0) for x, y in spots]
     taken += [
         (x, y, 1.5, 1.5) for a, b in pairwise(bends) for x, y in (a + (b - a) * i / 40 for i in range(41)) if corners
     ]
     tries = [(r, turn * math.pi / 8) for r in (9, 14, 20, 27, 35, 44, 54) for turn in range(16)]
-    for point, (x, y), label in zip(points, there, labels, strict=True):
+    for point, (x, y), label in zip(points, spots, labels, strict=True):
         wide, high = 3.0 * len(label), 5.0
         for radius, angle in tries:
             dx, dy = radius * math.cos(angle), radius * math.sin(angle)
@@ -223,7 +223,7 @@ def _times(table: Sequence[TableRow]) -> Drawing | None:
         axes.set_yticks(range(len(order)), [names[method] for method in order])
         axes.set_ylim(len(order) - 0.4, -0.6)
     _legend(figure, [(label, {"color": colour}) for label, colour in parts.items()])
-    return figure, f"Pooled over data sets. The rest: judging, sampling, bookkeeping.{note}"
+    return figure, f"Pooled over data sets. The rest: verification, sampling, bookkeeping.{note}"
 
 
 def _predictions(table: Sequence[TableRow]) -> Drawing | None:
@@ -236,11 +236,11 @@ def _predictions(table: Sequence[TableRow]) -> Drawing | None:
     low = 0.2 * len(shown) + 0.8
     figure = _figure(4.4 + low)
     upper, lower = (half.subplots() for half in figure.subfigures(2, 1, height_ratios=[4.4, low]))
-    most = 1.08 * max(max(row.expected or 0.0, row.tokens_per_s[0]) for row in known)
-    upper.fill_between([0, most], [0, 0.9 * most], [0, 1.1 * most], color=INK, alpha=0.1, linewidth=0)
-    upper.plot([0, most], [0, most], "--", color=INK, linewidth=1)
+    limit = 1.08 * max(max(row.expected or 0.0, row.tokens_per_s[0]) for row in known)
+    upper.fill_between([0, limit], [0, 0.9 * limit], [0, 1.1 * limit], color=INK, alpha=0.1, linewidth=0)
+    upper.plot([0, limit], [0, limit], "--", color=INK, linewidth=1)
     upper.scatter([row.expected or 0.0 for row in known], [row.tokens_per_s[0] for row in known], s=22, color=BLUE)
-    upper.set(xlim=(0, most), ylim=(0, most))
+    upper.set(xlim=(0, limit), ylim=(0, limit))
     _style(upper, "", "predicted tokens/s", "measured tokens/s", "both")
     names, groups = _names(known, 26), _short([_group(row) for row in known], 26)
     for at, row in enumerate(shown):
@@ -251,25 +251,25 @@ def _predictions(table: Sequence[TableRow]) -> Drawing | None:
     lower.axvline(0, color=INK, linewidth=1)
     _style(lower, "", "predicted / measured - 1, %")
     left = (
-        f"the greatest errors; {len(known) - len(shown)} smaller ones are left out." if len(known) > len(shown) else ""
+        f"the largest errors; {len(known) - len(shown)} smaller ones are left out." if len(known) > len(shown) else ""
     )
-    return figure, f"Dashed: as predicted; the band is 10% to either side. Below, {left or 'each error.'}"
+    return figure, f"Dashed: prediction equals measurement; the band is ±10%. Below: {left or 'the error of each row.'}"
 
 
 FIGURES: Mapping[str, tuple[str, Callable[[Sequence[TableRow]], Drawing | None]]] = {
     "speed-up": ("Speed-up by method", _speed_ups),
     "draft-length": ("Tokens per pass by draft length", _draft_lengths),
     "acceptance": ("Acceptance by position in the draft", _positions),
-    "accepted-lengths": ("How many draft tokens a pass accepts", _accepted_lengths),
-    "pareto": ("Drafting in vain against verifying often", _rates),
-    "time": ("Where time goes", _times),
-    "predictions": ("Predicted against measured", _predictions),
+    "accepted-lengths": ("Accepted draft tokens per pass", _accepted_lengths),
+    "pareto": ("Discarded draft tokens and target passes", _rates),
+    "time": ("Time per token by part", _times),
+    "predictions": ("Predicted and measured throughput", _predictions),
 }
-"""Each figure by the name of its file."""
+"""File name of a figure -> (title, function that draws it)."""
 
 
 def _pooled(table: Iterable[TableRow], key: Callable[[TableRow], Key]) -> dict[Key, Stats]:
-    """The rows' counts added up by a key."""
+    """Sum the counts of rows with the same key."""
     out: dict[Key, Stats] = {}
     for row in table:
         if row.stats is not None:
@@ -290,7 +290,7 @@ def _family(method: str) -> str:
 
 
 def _ranked(table: Iterable[TableRow]) -> list[str]:
-    """Methods by their mean speed-up, the greatest first."""
+    """Return the methods by decreasing mean speed-up."""
     gains: dict[str, list[float]] = {}
     for row in table:
         gains.setdefault(row.cell.method, []).append(row.speed_up[0] if row.speed_up else 0.0)
@@ -298,7 +298,7 @@ def _ranked(table: Iterable[TableRow]) -> list[str]:
 
 
 def _top(table: Iterable[TableRow], among: Collection[str], name: Callable[[str], str] = str) -> tuple[list[str], int]:
-    """The MOST fastest of some names, and how many are left out."""
+    """Return the fastest MOST of the names `among`, and the number of the others."""
     order = [one for one in dict.fromkeys(map(name, _ranked(table))) if one in among]
     return order[:MOST], len(order[MOST:])
 
@@ -308,19 +308,19 @@ def _left_out(count: int, one: str, more: str) -> str:
 
 
 def _short(names: Iterable[str], size: int = 34) -> dict[str, str]:
-    """The label of each name: shortened, and without mathtext."""
+    """Return the label of each name: shortened, without mathtext."""
     return {name: text.replace("$", r"\$") for name, text in shortened(names, size).items()}
 
 
 def _names(table: Sequence[TableRow], size: int = 34) -> dict[str, str]:
-    """The label of each method: shortened, and marked where the method is lossy."""
+    """Return the label of each method: shortened, and marked if the method is lossy."""
     short = _short({row.cell.method: None for row in table}, size)
     lossy = {row.cell.method for row in table if not row.exact}
     return {name: f"{text} (lossy)" if name in lossy else text for name, text in short.items()}
 
 
 def _kind(row: TableRow) -> tuple[str, str, str | None]:
-    """(what sort of method it is, its colour, its hatch)."""
+    """Return (kind of the method, colour, hatch)."""
     if row.cell.method == PLAIN:
         return "plain decoding", INK, None
     if row.stats is None:
@@ -333,7 +333,7 @@ def _figure(height: float) -> Figure:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise ConfigError("a report's figures take matplotlib: pip install 'foresay[lab]'") from None
+        raise ConfigError("a report's figures need matplotlib: pip install 'foresay[lab]'") from None
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure
@@ -342,10 +342,10 @@ def _figure(height: float) -> Figure:
 def _grid(
     keys: Sequence[Key], height: float, head: float = 0.6, sharex: bool = False, sharey: bool = False
 ) -> tuple[Figure, list[tuple[Axes, Key]], str]:
-    """(figure, a panel for each key, a note for the caption): two panels in a line, further ones than fit left out."""
+    """Return (figure, a panel per key, a note for the caption), with two panels per line; panels that do not fit are left out."""
     columns = min(2, len(keys))
-    most = columns * max(1, int(TALLEST / height))
-    shown, left = keys[:most], len(keys[most:])
+    capacity = columns * max(1, int(TALLEST / height))
+    shown, left = keys[:capacity], len(keys[capacity:])
     lines = -(-len(shown) // columns)
     figure = _figure(height * lines + max(head, 0.6))
     grid = figure.subplots(lines, columns, squeeze=False, sharex=sharex, sharey=sharey).ravel().tolist()
@@ -357,7 +357,7 @@ def _grid(
 
 
 def _style(axes: Axes, title: str, x: str, y: str = "", grid: Literal["x", "y", "both"] = "x") -> None:
-    """Title, labels, grid and spines, the same for every panel."""
+    """Set title, labels, grid and spines, equally for every panel."""
     axes.set_title(_short([title], 60)[title] if title else "", color=INK, size=9.5, weight="bold")
     axes.set_xlabel(x, color=INK, size=9)
     axes.set_ylabel(y, color=INK, size=9)
@@ -370,23 +370,23 @@ def _style(axes: Axes, title: str, x: str, y: str = "", grid: Literal["x", "y", 
 
 
 def _legend(figure: Figure, entries: Iterable[tuple[str, Mapping[str, Any]]], **more: Any) -> None:
-    """A legend above all panels. entries: (label, properties of its patch or, with a marker, of its line)."""
+    """Add a legend above all panels. entries: (label, properties of its patch or, with a marker, of its line)."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
     looks = dict(entries)
     handles = [Line2D([], [], **look) if "marker" in look else Patch(**look) for look in looks.values()]
-    labels = [f" {label}" if label.startswith("_") else label for label in looks]  # "_" would hide it
+    labels = [f" {label}" if label.startswith("_") else label for label in looks]  # a leading "_" would hide the label
     columns = max(1, min(4, int(72 * WIDTH / (45 + 5.4 * max(map(len, labels))))))
     common: dict[str, Any] = {"fontsize": 8.5, "frameon": False, "labelcolor": INK, "ncols": columns}
     figure.legend(handles, labels, loc="outside upper left", **common, **more)
 
 
 def _lines(labels: Iterable[str]) -> list[tuple[str, Mapping[str, Any]]]:
-    """The legend of a line for each label."""
+    """Return the legend entries of lines, one per label."""
     return [(label, {"color": SERIES[i], "marker": MARKERS[i], "markersize": 5}) for i, label in enumerate(labels)]
 
 
 def _note(axes: Axes, text: str, point: tuple[float, float], offset: tuple[float, float], **more: Any) -> None:
-    """A small text beside a point."""
+    """Add a small text next to a point."""
     axes.annotate(text, point, offset, textcoords="offset points", va="center", size=8, color=INK, **more)

@@ -1,7 +1,7 @@
-"""A report of a benchmark as an HTML page and as Markdown: report.html.j2 and report.md.j2, filled in.
+"""A benchmark report as an HTML page and as Markdown, from the templates report.html.j2 and report.md.j2.
 
-Owns the columns of the table and how Markdown is escaped. The page is self-contained: it loads nothing from outside. Knows
-neither files nor how figures are drawn, and draws no conclusions.
+Owns the columns of the table and the escaping of Markdown. The page is self-contained: it loads no other resources. Knows
+neither files nor the drawing of figures, and draws no conclusions.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ MOST_TRACES = 12
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """One figure as bytes."""
+    """One rendered figure."""
 
     name: str
     title: str
     caption: str
     png: bytes
     svg: str
-    """For inlining in a page: ids are unique across figures, and ink is `currentColor`."""
+    """For inlining in a page: ids are unique across figures, and the text colour is `currentColor`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,26 +46,26 @@ class Source:
 
     @property
     def summary(self) -> str:
-        """The file's name, with the commit and the time of its runs."""
+        """The file name, with the commit and the time of its runs."""
         origin = [f"{name} {self.provenance[name]}" for name in ("commit", "time") if self.provenance.get(name)]
         return ", ".join([self.name, *origin])
 
     @property
     def as_json(self) -> str:
-        """Settings and provenance, indented."""
+        """Settings and provenance as indented JSON."""
         known = {"settings": self.settings, "provenance": self.provenance}
         return json.dumps(known, indent=1, ensure_ascii=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The content of a page or a Markdown file, figures aside."""
+    """The content of a page or a Markdown file, without figures."""
 
     title: str
     summary: Sequence[str]
-    """A sentence for each data set, batch and sampling: which exact method was fastest, and whether it pays."""
+    """A sentence per data set, batch size and sampling: the fastest exact method, and if it pays."""
     warnings: Sequence[str]
-    """Sentences on what makes the numbers doubtful: unlike machines, unsteady plain decoding, differing or lossy outputs."""
+    """Sentences with reasons to distrust the numbers: different machines, unsteady plain decoding, differing or lossy outputs."""
     table: Sequence[TableRow]
     failures: Sequence[Failure]
     traces: Sequence[Trace]
@@ -73,14 +73,14 @@ class Report:
 
 
 def times(span: Span | None) -> str:
-    """A speed-up with its spread, as a table has it."""
+    """Format a speed-up with its spread for a table."""
     if span is None:
         return "-"
-    median, least, greatest = span
-    return f"{median:.2f}x" if least == greatest else f"{median:.2f}x ({least:.2f} to {greatest:.2f})"
+    median, low, high = span
+    return f"{median:.2f}x" if low == high else f"{median:.2f}x ({low:.2f} to {high:.2f})"
 
 
-def _rate_of(value: float | None) -> str:
+def _two_decimals(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
@@ -91,36 +91,36 @@ COLUMNS: Mapping[str, Callable[[TableRow], str]] = {
     "sampling": lambda row: row.cell.sampling,
     "tokens/s": lambda row: f"{row.tokens_per_s[0]:.1f}",
     "speed-up": lambda row: times(row.speed_up),
-    "tokens per pass": lambda row: _rate_of(row.stats.block_efficiency if row.stats else None),
+    "tokens per pass": lambda row: _two_decimals(row.stats.block_efficiency if row.stats else None),
     "acceptance rate": lambda row: percent(row.stats.acceptance_rate if row.stats else None),
     "draft utilization": lambda row: percent(row.stats.draft_utilization if row.stats else None),
-    "discard rate": lambda row: _rate_of(row.discard_rate),
-    "verification rate": lambda row: _rate_of(row.verification_rate),
+    "discard rate": lambda row: _two_decimals(row.discard_rate),
+    "verification rate": lambda row: _two_decimals(row.verification_rate),
     "identical": lambda row: yes_no(row.identical),
     "exact": lambda row: "yes" if row.exact else "lossy",
 }
-"""The table, column by column."""
+"""Column of the table -> its text for a row."""
 NAMES = ("method", "data set", "sampling")
-"""Columns of words; the others are figures."""
+"""Columns of text; the others are numbers."""
 TABLE_NOTE = (
-    "tokens/s and speed-up: medians over repeats, with the least and the greatest in parentheses. Acceptance rate: accepted "
-    "/ tested. Draft utilization: accepted / drafted. Discard rate: drafted in vain / tokens. Verification rate: passes of "
-    "the target / tokens. Identical: every output was that of plain decoding."
+    "tokens/s and speed-up: medians over repeats, with minimum and maximum in parentheses. Acceptance rate: accepted "
+    "/ tested. Draft utilization: accepted / drafted. Discard rate: draft tokens not accepted / tokens. Verification rate: "
+    "target passes / tokens. Identical: every output equals that of plain decoding."
 )
 
 
 def html(report: Report, pictures: Sequence[Picture]) -> str:
-    """The whole page."""
+    """Render the page."""
     return _HTML.get_template("report.html.j2").render(_context(report, pictures))
 
 
 def markdown(report: Report, pictures: Sequence[Picture]) -> str:
-    """The report for a README or an issue; figures are named by their files."""
+    """Render the report for a README or an issue, with links to the files of the figures."""
     return _MARKDOWN.get_template("report.md.j2").render(_context(report, pictures))
 
 
 def _context(report: Report, pictures: Sequence[Picture]) -> dict[str, Any]:
-    """The variables of both templates."""
+    """Return the variables of both templates."""
     return {
         "report": report,
         "pictures": pictures,
@@ -131,7 +131,7 @@ def _context(report: Report, pictures: Sequence[Picture]) -> dict[str, Any]:
         ],
         "table_note": TABLE_NOTE,
         "failures": [f"{one.cell}, repeat {one.repeat}: {one.error}" for one in report.failures],
-        "traces": _mixed(report.traces)[:MOST_TRACES],
+        "traces": _interleaved(report.traces)[:MOST_TRACES],
         "num_traces_left": max(0, len(report.traces) - MOST_TRACES),
         "meanings": {str(origin): meaning for origin, meaning in MEANINGS.items()},
     }
@@ -141,8 +141,8 @@ def _kind(row: TableRow) -> str:
     return "plain" if row.cell.method == PLAIN else "ours" if row.exact else "lossy"
 
 
-def _mixed(traces: Sequence[Trace]) -> list[Trace]:
-    """Every cell's first trace, then every cell's second, and so on."""
+def _interleaved(traces: Sequence[Trace]) -> list[Trace]:
+    """Order traces: the first of every cell, then the second of every cell, and so on."""
     seen: Counter[Cell] = Counter()
     turns = []
     for trace in traces:
@@ -151,8 +151,8 @@ def _mixed(traces: Sequence[Trace]) -> list[Trace]:
     return [trace for _, trace in sorted(zip(turns, traces, strict=True), key=lambda pair: pair[0])]
 
 
-def _plain(value: Any) -> str:
-    """Text with everything escaped that Markdown would interpret."""
+def _escape_markdown(value: Any) -> str:
+    """Escape all Markdown syntax in a text."""
     text = escape(" ".join(str(value).split()), quote=False)
     text = re.sub(r"([\\`*\[\]|~]|(?<!\w)_|_(?!\w))", r"\\\1", text)
     return re.sub(r"^(?=[#+-])", r"\\", text) if text != "-" else text
@@ -166,4 +166,4 @@ _HTML = Environment(
     lstrip_blocks=True,
     keep_trailing_newline=True,
 )
-_MARKDOWN = _HTML.overlay(autoescape=False, finalize=_plain)
+_MARKDOWN = _HTML.overlay(autoescape=False, finalize=_escape_markdown)

@@ -1,7 +1,7 @@
-"""A report of benchmarks: results files in, a page, its Markdown and its figures out.
+"""Benchmark reports: reads results files and writes a page, its Markdown and its figures.
 
-Owns which results may be pooled, what is concluded from them, how a figure becomes bytes, and that files are written
-atomically. Knows neither what is drawn nor what the page looks like.
+Owns the check that results may be pooled, the conclusions, the rendering of figures to bytes, and the atomic writing of files.
+Knows neither the contents of figures nor the layout of the page.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ if TYPE_CHECKING:
 Path_ = str | os.PathLike[str]
 TITLE = "Speculative decoding, measured"
 UNSTEADY = 0.10
-"""The spread of plain decoding beyond which a report warns."""
+"""Spread of plain decoding above which a report warns."""
 
 
 def write_report(results: Sequence[Path_], output: Path_, *, title: str | None = None) -> list[Path]:
-    """Write report.html, report.md and the figures as PNG into a folder; returns the paths written.
+    """Write report.html, report.md and the figures as PNG into a folder and return their paths.
 
-    results: files of JSON lines. Those of several are merged; a cell that two of them hold is pooled, if their settings are
-    the same. Raises ConfigError where they are not, for a file without runs, and where the folder cannot be written.
+    results: files of JSON lines, which are merged; a cell in two files is pooled if their settings are equal. Raises ConfigError
+    if they differ, for a file without runs, and if the folder cannot be written.
     """
     return write(read_report(results, title=title), output)
 
 
 def read_report(results: Sequence[Path_], *, title: str | None = None) -> Report:
-    """The files' results merged into one Report. Raises ConfigError as `write_report` does, folder aside."""
+    """Merge the results of all files into one Report. Raises ConfigError as `write_report` does."""
     if not results:
-        raise ConfigError("a report takes at least one results file")
+        raise ConfigError("a report needs at least one results file")
     whole, sources, owners = Results({}, {}), list[Source](), dict[Cell, Source]()
     seen: dict[str, Path_] = {}
     for path in results:
@@ -59,8 +59,8 @@ def read_report(results: Sequence[Path_], *, title: str | None = None) -> Report
     ran = {(run.cell, run.repeat) for run in whole.runs}
     failures = [one for one in whole.failures if (one.cell, one.repeat) not in ran]
     table = rows(whole)
-    doubts = [*_remarks(sources), *_unsteady(table), *_differing(table), *_lossy(table)]
-    return Report(title or TITLE, summary(table), doubts, table, failures, whole.traces, sources)
+    warnings_ = [*_source_differences(sources), *_unsteady(table), *_differing(table), *_lossy(table)]
+    return Report(title or TITLE, summary(table), warnings_, table, failures, whole.traces, sources)
 
 
 def _loaded(path: Path_) -> Results:
@@ -68,7 +68,7 @@ def _loaded(path: Path_) -> Results:
     if not results.runs:
         failed = [f"{one.cell}: {one.error}" for one in results.failures]
         reason = f"; {len(failed)} failed, the first with: {failed[0]}" if failed else ""
-        raise ConfigError(f"{os.fspath(path)!r} holds no run{reason}; a report takes at least one that ended")
+        raise ConfigError(f"{os.fspath(path)!r} contains no run{reason}; a report needs at least one finished run")
     return results
 
 
@@ -76,12 +76,12 @@ def _check_poolable(cell: Cell, first: Source, second: Source) -> None:
     if differing := _disagreeing(first.settings, second.settings):
         raise ConfigError(
             f"{cell} is in {first.name!r} and in {second.name!r}, whose settings differ ({differing}); "
-            "report them apart, or rename the method in one of them"
+            "report them separately, or rename the method in one of them"
         )
 
 
 def _disagreeing(first: Any, second: Any) -> str:
-    """The settings in which two files differ, as text; empty where they agree."""
+    """Return the settings in which two files differ, as text; empty if they agree."""
     names = sorted(name for name in {*first, *second} if first.get(name) != second.get(name))
     shown = [f"{name}={_brief(first.get(name))} and {_brief(second.get(name))}" for name in names]
     return "; ".join(shown[:4]) + ("; ..." if len(shown) > 4 else "")
@@ -92,23 +92,23 @@ def _brief(value: Any) -> str:
     return text if len(text) <= 40 else text[:37] + "..."
 
 
-def _remarks(sources: Sequence[Source]) -> list[str]:
-    """What differs between the files, which makes comparing them doubtful."""
+def _source_differences(sources: Sequence[Source]) -> list[str]:
+    """Return warnings about differences between the files that limit their comparison."""
     first, out = sources[0], []
     for other in sources[1:]:
         machines = [source.provenance.get("machine") or {} for source in (first, other)]
-        for what, differing in (
+        for kind, differing in (
             ("settings", _disagreeing(first.settings, other.settings)),
             ("machines", _disagreeing(*machines) if all(isinstance(one, dict) for one in machines) else ""),
         ):
             if differing:
-                out.append(f"{first.name} and {other.name} come from different {what} ({differing}).")
+                out.append(f"{first.name} and {other.name} come from different {kind} ({differing}).")
     return out
 
 
 def summary(table: Sequence[TableRow]) -> list[str]:
-    """A sentence for each data set, batch and sampling: which exact method was fastest, and whether it pays."""
-    return [_verification(group, of) for group, of in _grouped(table).items()]
+    """Return a sentence per data set, batch size and sampling: the fastest exact method, and if it pays."""
+    return [_conclusion(group, of) for group, of in _grouped(table).items()]
 
 
 def _grouped(table: Sequence[TableRow]) -> dict[Group, list[TableRow]]:
@@ -119,23 +119,23 @@ def _in_words(group: Group) -> str:
     return "{} (batch {}, {})".format(*group)
 
 
-def _verification(group: Group, of: Sequence[TableRow]) -> str:
+def _conclusion(group: Group, of: Sequence[TableRow]) -> str:
     where = f"On {_in_words(group)}"
-    ours = [row for row in of if row.exact and row.stats is not None and row.cell.method != PLAIN and row.speed_up]
-    if not ours:
+    methods = [row for row in of if row.exact and row.stats is not None and row.cell.method != PLAIN and row.speed_up]
+    if not methods:
         return f"{where} no exact method was compared with plain decoding."
     noise = _plain_spread(of) or 0.0
-    spans = [row.speed_up for row in ours if row.speed_up]
-    paying = [row for row, span in zip(ours, spans, strict=True) if span[0] - 1 > max(span[2] - span[1], noise)]
-    best = (paying or ours)[0]
+    spans = [row.speed_up for row in methods if row.speed_up]
+    paying = [row for row, span in zip(methods, spans, strict=True) if span[0] - 1 > max(span[2] - span[1], noise)]
+    best = (paying or methods)[0]
     assert best.speed_up is not None
-    gain, name = f"{times(best.speed_up)} plain decoding's speed", best.cell.method
+    gain, name = f"{times(best.speed_up)} the speed of plain decoding", best.cell.method
     if paying:
         assert best.plain_per_s is not None
         text = f"{where} {name} was the fastest exact method: {gain}"
         text += f", {best.tokens_per_s[0]:.1f} tokens/s instead of {best.plain_per_s[0]:.1f}."
     else:
-        text = f"{where} no draft pays here: the best exact method, {name}, had {gain}, within the spread or below."
+        text = f"{where} drafting does not pay: the best exact method, {name}, had {gain}, not above the spread."
     faster = [row for row in of if row.stats is None and row.speed_up and row.speed_up[0] > best.speed_up[0]]
     if best.repeats == 1:
         text += " It was measured once, so its spread is unknown."
@@ -143,7 +143,7 @@ def _verification(group: Group, of: Sequence[TableRow]) -> str:
 
 
 def _plain_spread(of: Sequence[TableRow]) -> float | None:
-    """(greatest - least) / median of plain decoding's tokens per second within a group; None where it was not run."""
+    """Return (maximum - minimum) / median of plain decoding's tokens per second in a group, or None if it was not run."""
     spans = [row.plain_per_s for row in of if row.plain_per_s]
     if not spans or not (middle := median_and_spread(span[0] for span in spans)[0]):
         return None
@@ -153,26 +153,26 @@ def _plain_spread(of: Sequence[TableRow]) -> float | None:
 def _unsteady(table: Sequence[TableRow]) -> list[str]:
     spreads = {group: _plain_spread(of) or 0.0 for group, of in _grouped(table).items()}
     found = [f"{_in_words(group)}: {spread:.0%}" for group, spread in spreads.items() if spread > UNSTEADY]
-    return [f"Plain decoding itself spreads, and smaller gains mean nothing: {'; '.join(found)}."] if found else []
+    return [f"Plain decoding itself varies, so smaller gains are not significant: {'; '.join(found)}."] if found else []
 
 
 def _differing(table: Sequence[TableRow]) -> list[str]:
     found = [str(row.cell) for row in table if row.exact and row.identical is False]
-    return [f"Outputs that should be plain decoding's were not: {'; '.join(found)}."] if found else []
+    return [f"Outputs differ from plain decoding, although the method is exact: {'; '.join(found)}."] if found else []
 
 
 def _lossy(table: Sequence[TableRow]) -> list[str]:
     found = sorted({row.cell.method for row in table if not row.exact})
-    return [f"Lossy, so that the output may not be the target's own: {'; '.join(found)}."] if found else []
+    return [f"Lossy, so the output may differ from the target's: {'; '.join(found)}."] if found else []
 
 
 def write(report: Report, output: Path_) -> list[Path]:
-    """Write a report into a folder, which is made where there is none; returns the paths written.
+    """Write a report into a folder, which is created if needed, and return the paths.
 
-    Raises ConfigError where the folder cannot be written.
+    Raises ConfigError if the folder cannot be written.
     """
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph")  # a name in a script that the font does not have
+        warnings.filterwarnings("ignore", message="Glyph")  # a name in a script that the font lacks
         pictures = [_picture(*drawn) for drawn in figures.drawings(report.table)]
     files = {"report.html": html(report, pictures).encode("utf-8", "replace")}
     files["report.md"] = markdown(report, pictures).encode("utf-8", "replace")
@@ -185,19 +185,19 @@ def write(report: Report, output: Path_) -> list[Path]:
 
 
 def _picture(name: str, title: str, figure: Figure, caption: str) -> Picture:
-    """A figure as bytes, for a file and for a page."""
+    """Render a figure as PNG for a file and as SVG for a page."""
     from matplotlib import rc_context
 
     png, svg = io.BytesIO(), io.StringIO()
-    nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    no_metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
     figure.savefig(png, format="png", dpi=130, facecolor="white")
-    # Words stay words, and ids that something refers to differ between figures and not between runs.
+    # Text stays text; ids that are referenced differ between figures, but not between runs.
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
-        figure.savefig(svg, format="svg", facecolor="none", metadata=nothing)
+        figure.savefig(svg, format="svg", facecolor="none", metadata=no_metadata)
     return Picture(name, title, caption, png.getvalue(), _inline(svg.getvalue()))
 
 
 def _inline(svg: str) -> str:
-    """An SVG for inlining in a page, in the page's text colour; the ids of its groups, which nothing refers to, are removed."""
+    """Prepare an SVG for inlining: use the page's text colour and remove the unreferenced ids of groups."""
     svg = re.sub(r'<g id="[^"]*"', "<g", svg[svg.index("<svg") :])
     return svg.replace(figures.INK, "currentColor").strip()

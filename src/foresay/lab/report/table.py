@@ -1,7 +1,7 @@
-"""A benchmark's cells as rows of numbers: counts are pooled over repeats, then divided.
+"""Numbers per cell of a benchmark: counts are pooled over repeats before they are divided.
 
-Owns how runs become medians, spreads and rates, intervals, the Pareto front, and how names are shortened to fit. Knows
-neither figures nor pages, and draws no conclusions.
+Owns medians, spreads, rates, intervals, the Pareto front, and the shortening of names. Knows neither figures nor pages, and
+draws no conclusions.
 """
 
 from __future__ import annotations
@@ -17,38 +17,37 @@ from foresay.generation.method import PLAIN
 from foresay.records.results import Cell, Results, Run, median_and_spread, merged
 
 Span = tuple[float, float, float]
-"""(median, least, greatest)."""
-
+"""(median, minimum, maximum)."""
 
 Group = tuple[str, int, str]
-"""What methods are compared within: data set, batch, sampling."""
+"""(data set, batch size, sampling): methods are compared within a group."""
 
 
 @dataclass(frozen=True, slots=True)
 class TableRow:
-    """The numbers of one cell, over all its repeats."""
+    """The numbers of one cell over all its repeats."""
 
     cell: Cell
     repeats: int
     tokens_per_s: Span
     plain_per_s: Span | None
-    """Tokens per second of plain decoding run next to it in time."""
+    """Tokens per second of the plain decoding next to the runs in time."""
     speed_up: Span | None
     stats: Stats | None
-    """Counts of all repeats added up; None for another engine, which reports none."""
+    """Sum of the counts of all repeats; None for other engines, which report none."""
     identical: bool | None
     exact: bool
     expected: float | None
-    """Tokens per second that were predicted."""
+    """Predicted tokens per second."""
 
     @property
     def group(self) -> Group:
-        """Data set, batch size and sampling: rows of one group are compared with each other."""
+        """The group of the row; rows of one group are compared with each other."""
         return self.cell.dataset, self.cell.batch_size, self.cell.sampling
 
     @property
     def discard_rate(self) -> float | None:
-        """Drafted and not used / tokens."""
+        """Draft tokens that were not accepted / tokens."""
         return self.stats.discard_rate if self.stats else None
 
     @property
@@ -58,9 +57,9 @@ class TableRow:
 
 
 def rows(results: Results) -> list[TableRow]:
-    """A row for each cell that was run, the greatest speed-up first, those without one last.
+    """Return a row for each cell with runs, sorted by decreasing speed-up, rows without speed-up last.
 
-    Raises ConfigError for results whose numbers cannot be used.
+    Raises ConfigError for results with unusable numbers.
     """
     cells = results.by_cell()
     plain = {
@@ -101,18 +100,18 @@ def _group(cell: Cell) -> Group:
 
 
 def wilson(hits: int, tries: int) -> tuple[float, float]:
-    """Wilson's interval of a share, at 95%; at least one try. Raises ConfigError without the extra `lab`."""
+    """Return the 95% Wilson interval of hits / tries, with tries >= 1. Raises ConfigError without the extra `lab`."""
     try:
         from scipy.stats import binomtest
     except ImportError:
-        raise ConfigError("intervals take scipy: pip install 'foresay[lab]'") from None
+        raise ConfigError("intervals need scipy: pip install 'foresay[lab]'") from None
     check_int("tries", tries, 1)
     low, high = binomtest(check_int("hits", hits, 0, tries), tries).proportion_ci(method="wilson")
     return float(low), float(high)
 
 
 def pareto_front(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The points that no other one equals or undercuts on both axes, from left to right."""
+    """Return the points for which no other point is at most as large on both axes, from left to right."""
     front: list[tuple[float, float]] = []
     for x, y in sorted(set(points)):
         if not front or y < front[-1][1]:
@@ -121,9 +120,9 @@ def pareto_front(points: Iterable[tuple[float, float]]) -> list[tuple[float, flo
 
 
 def shortened(names: Iterable[str], size: int) -> dict[str, str]:
-    """name -> a label of one line and about `size` characters; labels of different names differ.
+    """Map each name to a unique label of one line and about `size` characters.
 
-    A long name loses its middle. Where labels would then be equal, they keep the part in which the names differ.
+    The middle of a long name is removed. If labels would then be equal, they keep the part in which the names differ.
     """
     whole = {name: " ".join(name.encode("utf-8", "replace").decode().split()) or "?" for name in names}
     cut = {name: text if len(text) <= size else f"{text[: size - 13]}…{text[-12:]}" for name, text in whole.items()}

@@ -1,1 +1,1 @@
-"""Keys and values of each row, in slots at absolute positions."""
+"""Key-value caches whose slots are absolute positions of each row."""

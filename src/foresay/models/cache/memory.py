@@ -1,6 +1,6 @@
-"""How much memory keys and values will take, and how much there is.
+"""Memory that keys and values need, and memory that is free.
 
-Owns the sizes by configuration and what the machine, its container or its GPU has left. Decides nothing.
+Owns cache sizes by configuration and the free memory of the machine, its container or its GPU. Makes no decisions.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import psutil
 import torch
 
 _CGROUP = Path("/sys/fs/cgroup")
-_KEPT_FREE = 0.1
-"""Share of what is left that is left: a pass needs room for its own numbers."""
+_RESERVED_SHARE = 0.1
+"""Share of the free memory that caches may not use: a forward pass needs room for its activations."""
 
 
 def kv_bytes(config: Any, element_size: int) -> int:
-    """Keys and values of one token over all layers, in bytes."""
+    """Return the bytes of one token's keys and values over all layers."""
     layers = int(getattr(config, "num_hidden_layers", 0))
     heads = int(getattr(config, "num_attention_heads", 1))
     kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
@@ -28,18 +28,18 @@ def kv_bytes(config: Any, element_size: int) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that may still be taken on a device: nine tenths of what is left."""
+    """Return the bytes that caches may still allocate on a device: nine tenths of its free memory."""
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
-        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int((1 - _KEPT_FREE) * (free + held))
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int((1 - _RESERVED_SHARE) * (free + unused))
     left = psutil.virtual_memory().available
     bound = _container_left()
-    return int((1 - _KEPT_FREE) * (left if bound is None else min(left, bound)))
+    return int((1 - _RESERVED_SHARE) * (left if bound is None else min(left, bound)))
 
 
 def trim() -> None:
-    """Give memory that was freed back to the system; glibc keeps much of it otherwise. Does nothing with another C library."""
+    """Return freed memory to the system, much of which glibc keeps otherwise. Does nothing with another C library."""
     try:
         ctypes.CDLL(None).malloc_trim(0)
     except (OSError, AttributeError, TypeError):
@@ -47,7 +47,7 @@ def trim() -> None:
 
 
 def _container_left() -> int | None:
-    """What the limit of a container leaves; None without one."""
+    """Return the bytes left below the container's memory limit, or None without a limit."""
     try:
         most = (_CGROUP / "memory.max").read_text().strip()
         used = int((_CGROUP / "memory.current").read_text())

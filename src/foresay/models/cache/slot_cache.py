@@ -1,8 +1,8 @@
-"""The slot cache: keys and values at absolute slots, a row per request.
+"""The slot cache: keys and values at absolute slots, one row per request.
 
-Owns the tensors and the lengths. A pass writes each row's tokens, pads included, at the row's own positions; rewinding
-only lowers a length, and what was not accepted is overwritten. Nothing is copied per step, and nothing is left-padded.
-Knows no model: layers appear when they are first written.
+Owns the tensors and the lengths. A forward pass writes each row's tokens, padding included, at the row's own positions.
+Rewinding only lowers a length, and rejected entries are overwritten later. Nothing is copied per step and nothing is
+left-padded. Knows no model: a layer is created when it is first written.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ import torch
 
 from foresay.decoding.proposal import depths_of
 from foresay.decoding.protocols import Move
-from foresay.models.cache.stores import WIDTH, KeyValues, RowStores, SavedSlots, Spare, Stores, round_up
+from foresay.models.cache.stores import WIDTH, KeyValues, RowStores, SavedSlots, SpareStores, Stores, round_up
 
 
 def spans(width: int) -> list[tuple[int, int]]:
-    """The ranges in which the first `width` slots are attended to on a CPU: 128, 128, 256, 256, 512, 512, ... slots.
+    """Split the first `width` slots into fixed ranges for attention on a CPU: 128, 128, 256, 256, 512, 512, ... slots.
 
-    A matrix product over 192 keys and one over 256 sum in different orders, even where the further ones weigh nothing, so
-    what a query sees must not depend on how far the longest row of its batch, or its own draft, reaches. Spans depend on
-    nothing. They grow, so that a long context takes few of them, and slowly, so that little of the last one is wasted.
+    A matrix product over 192 keys and one over 256 sum in different orders, even where the additional keys have weight zero.
+    The bits of a query's output would then depend on the longest row of its batch, or on its own draft. The ranges returned
+    here depend on neither. They grow, so that a long context needs few of them, and slowly, so that little of the last one is
+    wasted.
     """
     out: list[tuple[int, int]] = []
     start, size = 0, WIDTH
@@ -35,19 +36,19 @@ def spans(width: int) -> list[tuple[int, int]]:
 
 
 def visible_width(needed: int, device: torch.device) -> int:
-    """Slots that a pass looks at so that `needed` are among them."""
+    """Return the number of slots that attention reads, so that at least `needed` are included."""
     return spans(needed)[-1][1] if device.type == "cpu" else round_up(needed)
 
 
 class Placement:
-    """Where the tokens of one pass go: row `first_row + i`, column t into slot slots[i, t], with `width` slots in sight.
+    """Slots of the tokens of one forward pass: column t of row `first_row + i` is stored in slot slots[i, t].
 
-    In a chain a token's position is its slot. In a tree it is the row's length plus the token's depth; several columns share
-    one position, and a column sees only the columns on its own path.
+    In a chain a token's position is its slot. In a tree it is the row's length plus the token's depth: several columns share
+    one position, and a column attends only to the columns on its own path. Attention reads `width` slots of each row.
     """
 
     __slots__ = (
-        "_placed",
+        "_indices",
         "_slot_positions",
         "ancestors",
         "batch",
@@ -67,26 +68,26 @@ class Placement:
         positions: torch.Tensor | None = None,
         ancestors: torch.Tensor | None = None,
     ) -> None:
-        """slots, positions: [B, T] int64 on any device. ancestors: [B, T, T] bool, whether column t sees column s; None for
-        chains, where a position sees those before it."""
+        """slots, positions: [B, T] int64 on any device. ancestors: [B, T, T] bool, True if column t attends to column s; None for
+        chains, where a token attends to every position up to its own."""
         self.slots, self.first_row, self.width = slots, first_row, width
         self.positions = slots if positions is None else positions
         self.ancestors = ancestors
         self.batch = int(slots.shape[0])
         self.folded: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor | None, list[torch.Tensor]]] = {}
-        self._placed: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._indices: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
         self._slot_positions: torch.Tensor | None = None
 
     @property
     def columns(self) -> int:
-        """T, tokens of each row."""
+        """T, the number of tokens per row."""
         return int(self.slots.shape[1])
 
     @staticmethod
     def after(
         starts: torch.Tensor, columns: int, first_row: int, width: int, parents: torch.Tensor | None = None
     ) -> Placement:
-        """`columns` tokens behind rows of the lengths `starts` [B] int64. parents: [B, T] as `ModelInput.parents`."""
+        """Return the placement of `columns` tokens after rows of lengths `starts` [B]. parents: see `ModelInput.parents`."""
         slots = starts[:, None] + torch.arange(columns, device=starts.device)
         if parents is None:
             return Placement(slots, first_row, width)
@@ -94,15 +95,15 @@ class Placement:
             slots, first_row, width, positions=slots[:, :1] + depths_of(parents), ancestors=ancestors_of(parents)
         )
 
-    def place(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Row and slot indices of the pass on a device, [B, 1] and [B, T]."""
-        if device not in self._placed:
+    def indices(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return row and slot indices of the tokens on a device, [B, 1] and [B, T] int64."""
+        if device not in self._indices:
             rows = torch.arange(self.first_row, self.first_row + self.batch, device=device)[:, None]
-            self._placed[device] = (rows, self.slots.to(device, non_blocking=True))
-        return self._placed[device]
+            self._indices[device] = (rows, self.slots.to(device, non_blocking=True))
+        return self._indices[device]
 
     def slot_positions(self) -> torch.Tensor:
-        """The position of the token in each slot in sight, [B or 1, width] int64."""
+        """Return the position of the token in each of the `width` slots, [B or 1, width] int64."""
         if self._slot_positions is None:
             line = torch.arange(self.width, device=self.slots.device)[None]
             if self.ancestors is not None:
@@ -110,8 +111,11 @@ class Placement:
             self._slot_positions = line
         return self._slot_positions
 
-    def hides(self, seen: torch.Tensor) -> torch.Tensor:
-        """The mask `seen`, less the columns on other paths of a tree. seen: [B or 1, 1, T, width] bool -> the same."""
+    def mask_other_paths(self, seen: torch.Tensor) -> torch.Tensor:
+        """Clear the columns on other paths of a tree from the mask `seen`, [B or 1, 1, T, width] bool -> [B, 1, T, width].
+
+        Returns `seen` unchanged for chains.
+        """
         if self.ancestors is None:
             return seen
         columns = self.slots[:, None, None, :].expand(-1, 1, seen.shape[2], -1)
@@ -120,7 +124,10 @@ class Placement:
 
 
 def ancestors_of(parents: torch.Tensor) -> torch.Tensor:
-    """Which columns lie on the path to each column, itself included. parents: [B, T] int64, -1 a root -> [B, T, T] bool."""
+    """Return [B, T, T] bool, True at [:, t, s] if column s lies on the path to column t, t included.
+
+    parents: [B, T] int64, -1 for a root.
+    """
     batch, width = parents.shape
     out = torch.eye(width, dtype=torch.bool, device=parents.device).repeat(batch, 1, 1)
     rows = torch.arange(batch, device=parents.device)
@@ -131,10 +138,10 @@ def ancestors_of(parents: torch.Tensor) -> torch.Tensor:
 
 
 class SlotCache:
-    """Lengths of rows, and the keys and values of their slots in all layers."""
+    """Lengths of rows, with the keys and values of their slots in all layers."""
 
-    def __init__(self, stores: KeyValues | None = None, *, spare: Spare | None = None) -> None:
-        """stores: where keys and values are; None makes a rectangle, from `spare` and back to it where that is given."""
+    def __init__(self, stores: KeyValues | None = None, *, spare: SpareStores | None = None) -> None:
+        """stores: the memory of keys and values; None makes a rectangle, or takes one from `spare` and returns it at the end."""
         self.lengths: list[int] = []
         self.guest: object | None = None
         """The draft cache that last wrote to these slots; see BorrowedSlots."""
@@ -146,17 +153,17 @@ class SlotCache:
 
     @staticmethod
     def over(stores: KeyValues) -> SlotCache:
-        """A cache without rows over tensors that are another's too, for passes that are placed elsewhere."""
+        """Return a cache without rows over existing tensors, for passes whose placement is computed elsewhere."""
         return SlotCache(stores)
 
     @property
     def tensors(self) -> KeyValues:
-        """Where the keys and values are."""
+        """The memory of keys and values."""
         return self._own
 
     @property
     def rows_in_use(self) -> int:
-        """Rows from this on hold nothing."""
+        """Number of rows in use; rows from this index on are empty."""
         return len(self.lengths)
 
     def add_rows(self, count: int) -> None:
@@ -166,7 +173,7 @@ class SlotCache:
     def begin_pass(
         self, first_row: int, batch: int, columns: int, device: torch.device, parents: torch.Tensor | None = None
     ) -> Placement:
-        """Place `columns` tokens after each of `batch` rows, growing the capacity when they do not fit.
+        """Assign slots to `columns` tokens after each of `batch` rows, and reserve memory for them.
 
         parents: [B, T] as `ModelInput.parents`.
         """
@@ -176,21 +183,21 @@ class SlotCache:
         return Placement.after(torch.tensor(starts, device=device), columns, first_row, width, parents)
 
     def reserve(self, first_row: int, slots: Sequence[int], width: int) -> None:
-        """Make room for so many slots of the rows from `first_row` on. width: those that a pass over them looks at."""
+        """Make room for `slots[i]` slots of row `first_row + i`. width: the number of slots that attention over them reads."""
         stores = self.tensors
         stores.reserve(self.rows_in_use, first_row, slots if isinstance(stores, RowStores) else [width] * len(slots))
 
     def write(
         self, layer: int, keys: torch.Tensor, values: torch.Tensor, at: Placement
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store keys, values [B, heads, T, dim] of a pass and return all that its rows see, [B, heads, width, dim]."""
-        self.tensors.write(layer, keys, values, *at.place(keys.device))
+        """Store keys and values [B, heads, T, dim] of a pass; return all that its rows attend to, [B, heads, width, dim] each."""
+        self.tensors.write(layer, keys, values, *at.indices(keys.device))
         ends = [start + at.columns for start in self.lengths[at.first_row : at.first_row + at.batch]]
         ends += [at.width] * (at.batch - len(ends))  # a captured pass may have more rows than there are
         return self.tensors.read(layer, at.first_row, ends, at.width)
 
     def read(self, layer: int, first_row: int, batch: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values that rows see, [B, heads, width, dim]."""
+        """Return the first `width` keys and values of rows, [B, heads, width, dim] each."""
         return self.tensors.read(layer, first_row, self.lengths[first_row : first_row + batch], width)
 
     def truncate(self, lengths: Sequence[int]) -> None:
@@ -220,7 +227,7 @@ class SlotCache:
 
     @torch.inference_mode()
     def save_prefix(self, row: int, length: int) -> SavedSlots:
-        """A copy of a row's first `length` slots."""
+        """Return a copy of a row's first `length` slots."""
         return self._own.save(row, length)
 
     @torch.inference_mode()
@@ -238,7 +245,7 @@ class SlotCache:
 
     @torch.inference_mode()
     def rearrange(self, moves: Sequence[Move], count: int) -> None:
-        """Carry out the moves of rows, then drop the rows from `count` on and free what they took."""
+        """Apply the moves of rows, then drop the rows from index `count` on and free their memory."""
         for source, target in moves:
             self._own.move(source, target, self.lengths[source])
             self.lengths[target] = self.lengths[source]
@@ -247,15 +254,15 @@ class SlotCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory used."""
+        """Bytes of memory in use."""
         return self._own.nbytes
 
 
 class BorrowedSlots(SlotCache):
-    """Another cache's slots, read and written at lengths of its own.
+    """A view of another cache's slots with separate lengths.
 
-    For a draft that is the first layers of the target: the target's cache of those layers is the draft's. What the draft
-    writes after it is overwritten by the target's next pass, with the same values or with those of other tokens.
+    For a draft model that consists of the target's first layers and shares the target's cache of these layers. The entries
+    that the draft writes are overwritten by the target's next pass, with the same values or with those of other tokens.
     """
 
     def __init__(self, owner: SlotCache) -> None:
@@ -264,16 +271,16 @@ class BorrowedSlots(SlotCache):
 
     @property
     def tensors(self) -> KeyValues:
-        """The owner's."""
+        """The owner's memory of keys and values."""
         return self._owner.tensors
 
     @property
     def rows_in_use(self) -> int:
-        """The owner's too."""
+        """Number of rows in use by this cache or its owner."""
         return max(len(self.lengths), self._owner.rows_in_use)
 
     def rearrange(self, moves: Sequence[Move], count: int) -> None:
-        """Follow the moves; the owner moves what is cached."""
+        """Apply the moves to the lengths; the owner moves the keys and values."""
         for source, target in moves:
             self.lengths[target] = self.lengths[source]
         del self.lengths[count:]

@@ -1,8 +1,8 @@
 """The memory of a slot cache: keys and values of all layers.
 
-Two layouts with one interface. `RowStores` gives each row a block of its own, so that memory follows tokens and a row that ends
-gives its memory back; our kernels read it. `Stores` is one rectangle of rows by slots per layer, which PyTorch's operations and
-captured passes need. Which slots contain something is the cache's matter.
+Two layouts share one interface. `RowStores` allocates a block per row, so that memory grows with tokens and is freed when a row
+ends; our CPU kernels read it. `Stores` is one rectangle of rows by slots per layer, which PyTorch's operations and captured
+forward passes need. Does not know which slots are valid; the cache does.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ from foresay.models.cache.memory import trim
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 WIDTH = 128
-"""Slots grow in multiples of this."""
+"""Slots are allocated in multiples of this."""
 _GENEROUS = 1 << 28
-"""Bytes up to which stores grow beyond what is asked for, so that they are copied less often."""
+"""Stores up to this many bytes grow beyond the requested size, so that they are copied less often."""
 _SHRINK = 4
-"""A rectangle is copied to a smaller one where that takes a quarter of the memory or less."""
+"""A rectangle is copied to a smaller one if that needs at most a quarter of the memory."""
 _SMALL = 1 << 26
-"""Bytes below which freed memory is kept for the next rows."""
+"""Freed memory below this many bytes is kept for the next rows."""
 
 
 def round_up(value: int, unit: int = WIDTH) -> int:
-    """The least multiple of `unit` that is at least `value`."""
+    """Round `value` up to a multiple of `unit`."""
     return -(-value // unit) * unit
 
 
 class KeyValues(Protocol):
-    """Keys and values of rows. A saved prefix has its bytes in `nbytes`."""
+    """Keys and values of rows."""
 
-    made: int
-    """Counts the times that tensors were made, moved or freed: while it stays the same, so do their addresses."""
+    version: int
+    """Incremented whenever tensors are allocated, moved or freed: addresses are valid while it is unchanged."""
 
     @property
     def num_layers(self) -> int:
-        """Layers with keys and values."""
+        """Number of layers with keys and values."""
         ...
 
     def reserve(self, rows: int, first_row: int, slots: Sequence[int]) -> None:
-        """Make room for `rows` rows, of which those from `first_row` on get so many slots."""
+        """Make room for `rows` rows, and for `slots[i]` slots of row `first_row + i`."""
         ...
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, rows: Any, slots: torch.Tensor) -> None:
@@ -50,7 +50,7 @@ class KeyValues(Protocol):
         ...
 
     def read(self, layer: int, first_row: int, slots: Sequence[int], width: int) -> Pair:
-        """Keys and values of rows, [B, heads, width, dim] each. slots: B, how many of each row are real."""
+        """Return keys and values of the rows from `first_row` on, [B, heads, width, dim] each. slots: the B rows' valid slots."""
         ...
 
     def keep(self, moves: Sequence[tuple[int, int, int]]) -> None:
@@ -58,7 +58,7 @@ class KeyValues(Protocol):
         ...
 
     def move(self, source: int, target: int, length: int) -> None:
-        """Let row `target` be row `source`, of `length` slots."""
+        """Move row `source`, of `length` slots, to row `target`."""
         ...
 
     def swap(self, one: int, other: int, length: int) -> None:
@@ -66,7 +66,7 @@ class KeyValues(Protocol):
         ...
 
     def drop(self, lengths: Sequence[int]) -> None:
-        """Free the rows after the first ones, of these lengths, and memory that is no longer needed."""
+        """Free all rows but the first len(lengths), which have these lengths, and memory that is no longer needed."""
         ...
 
     def copy(self, source: int, target: int, length: int) -> None:
@@ -74,7 +74,7 @@ class KeyValues(Protocol):
         ...
 
     def save(self, row: int, length: int) -> SavedSlots:
-        """A copy of a row's first `length` slots."""
+        """Return a copy of a row's first `length` slots."""
         ...
 
     def load(self, row: int, saved: SavedSlots, length: int) -> None:
@@ -83,33 +83,33 @@ class KeyValues(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory used."""
+        """Bytes of memory in use."""
         ...
 
 
 class SavedSlots:
-    """A row's first slots in all layers, copied."""
+    """A copy of a row's first slots in all layers."""
 
     def __init__(self, parts: Sequence[Pair | None]) -> None:
-        """parts: keys and values of each layer, [slots, heads, dim]; None of a layer that was never written."""
+        """parts: keys and values of each layer, [slots, heads, dim] each; None for a layer that was never written."""
         self.parts = tuple(parts)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory used."""
+        """Bytes of memory in use."""
         return sum(store.nbytes for part in self.parts for store in part or ())
 
 
 class RowStores:
-    """A block [2 * layers, slots, heads, dim] for each row: a layer's keys, its values, the next layer's keys, ..."""
+    """A block [2 * layers, slots, heads, dim] per row: the keys of a layer, its values, the keys of the next layer, ..."""
 
     def __init__(self, layers: int, heads: int, dim: int, dtype: torch.dtype) -> None:
         self._layers, self.heads, self.dim, self.dtype = layers, heads, dim, dtype
         self.blocks: list[torch.Tensor | None] = []
-        """None of a row that has no slots yet."""
+        """The block of each row; None for a row without slots."""
         self._used: list[int] = []
-        """Slots reserved for each row; memory beyond them was never touched."""
-        self.made = 0
+        """Slots reserved for each row; memory after them was never touched."""
+        self.version = 0
         self._freed = 0
 
     @property
@@ -119,7 +119,7 @@ class RowStores:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of one token's keys and values."""
+        """Bytes of one token's keys and values over all layers."""
         return 2 * self._layers * self.heads * self.dim * self.dtype.itemsize
 
     @property
@@ -128,11 +128,11 @@ class RowStores:
         return sum(self._used) * self.slot_bytes
 
     def reserve(self, rows: int, first_row: int, slots: Sequence[int]) -> None:
-        """See KeyValues. A row that outgrows its block gets one of twice its slots, at least."""
+        """See KeyValues. A row that outgrows its block gets a larger one: twice its slots, or 5/4 of them from 1024 on."""
         if rows > len(self.blocks):
             self._used += [0] * (rows - len(self.blocks))
             self.blocks += [None] * (rows - len(self.blocks))
-            self.made += 1
+            self.version += 1
         for row, needed in enumerate(slots, first_row):
             old = self.blocks[row]
             if old is None or needed > old.shape[1]:
@@ -147,7 +147,7 @@ class RowStores:
             new[:, :used] = old[:, :used]
             self._freed += used * self.slot_bytes
         self.blocks[row] = new
-        self.made += 1
+        self.version += 1
 
     def _block(self, row: int) -> torch.Tensor:
         block = self.blocks[row]
@@ -162,7 +162,7 @@ class RowStores:
             block[2 * layer + 1, slots[i]] = values[i].transpose(0, 1)
 
     def read(self, layer: int, first_row: int, slots: Sequence[int], width: int) -> Pair:
-        """See KeyValues. A copy, zeros after the real slots: zero times what is there by chance may be NaN."""
+        """See KeyValues. Returns a copy with zeros after the valid slots: weight zero times uninitialized memory may be NaN."""
         out = torch.zeros(2, len(slots), width, self.heads, self.dim, dtype=self.dtype)
         for i, count in enumerate(slots):
             if count:
@@ -182,14 +182,14 @@ class RowStores:
         self._freed += self._used[target] * self.slot_bytes
         self.blocks[target], self._used[target] = self.blocks[source], self._used[source]
         self.blocks[source], self._used[source] = None, 0
-        self.made += 1
+        self.version += 1
 
     def swap(self, one: int, other: int, length: int) -> None:
         """See KeyValues. Nothing is copied."""
         self.reserve(max(one, other) + 1, 0, ())
         self.blocks[one], self.blocks[other] = self.blocks[other], self.blocks[one]
         self._used[one], self._used[other] = self._used[other], self._used[one]
-        self.made += 1
+        self.version += 1
 
     def drop(self, lengths: Sequence[int]) -> None:
         """See KeyValues."""
@@ -197,7 +197,7 @@ class RowStores:
         self._freed += sum(self._used[count:]) * self.slot_bytes
         if len(self.blocks) > count:
             del self.blocks[count:], self._used[count:]
-            self.made += 1
+            self.version += 1
         if not count and self._freed >= _SMALL:
             self._freed = 0
             trim()
@@ -220,14 +220,14 @@ class RowStores:
 
 
 class Stores:
-    """Keys and values [rows, slots, heads, dim] of each layer, made when a layer is first written."""
+    """Keys and values [rows, slots, heads, dim] of each layer, allocated when a layer is first written."""
 
     def __init__(self) -> None:
         self.layers: list[Pair | None] = []
-        """None of a layer not written yet."""
+        """Keys and values of each layer; None for a layer that was not written yet."""
         self.rows = self.slots = 0
-        """What there is room for."""
-        self.made = 0
+        """Allocated rows, and allocated slots of each row."""
+        self.version = 0
 
     @property
     def num_layers(self) -> int:
@@ -235,52 +235,55 @@ class Stores:
         return len(self.layers)
 
     def reserve(self, rows: int, first_row: int, slots: Sequence[int]) -> None:
-        """See KeyValues. All rows get the slots of the longest, a layer at a time."""
+        """See KeyValues. All rows get as many slots as the longest; layers are resized one after another."""
         rows, needed = max(rows, first_row + len(slots)), max(slots, default=0)
         if rows <= self.rows and needed <= self.slots:
             return
-        generous = max(rows, 2 * self.rows) if rows > self.rows else self.rows
-        longer = max(needed, round_up(3 * self.slots // 2)) if needed > self.slots else self.slots
-        if self.nbytes * generous * longer > _GENEROUS * max(1, self.rows * self.slots):
-            generous, longer = max(rows, self.rows), max(needed, self.slots)
-        self._resize(generous, longer)
+        new_rows = max(rows, 2 * self.rows) if rows > self.rows else self.rows
+        new_slots = max(needed, round_up(3 * self.slots // 2)) if needed > self.slots else self.slots
+        if self.nbytes * new_rows * new_slots > _GENEROUS * max(1, self.rows * self.slots):
+            new_rows, new_slots = max(rows, self.rows), max(needed, self.slots)
+        self._resize(new_rows, new_slots)
 
     def _resize(self, rows: int, slots: int) -> None:
         self.rows, self.slots = rows, slots
         for i, layer in enumerate(self.layers):
             if layer is not None:
                 self.layers[i] = (self._resized(layer[0]), self._resized(layer[1]))
-        self.made += 1
+        self.version += 1
 
     def _resized(self, old: torch.Tensor) -> torch.Tensor:
-        # zeros, not empty: a masked slot still meets a weight of zero, and zero times NaN is NaN
+        # zeros instead of empty: a masked slot is still multiplied by a weight of zero, and zero times NaN is NaN
         new = old.new_zeros(self.rows, self.slots, *old.shape[2:])
         new[: old.shape[0], : old.shape[1]] = old[: self.rows, : self.slots]
         return new
 
-    def held(self, layer: int, like: torch.Tensor, keys: tuple[int, int], values: tuple[int, int]) -> Pair:
-        """A layer's tensors, made like `like` where there are none. keys, values: (heads, dim)."""
+    def layer_tensors(self, layer: int, like: torch.Tensor, keys: tuple[int, int], values: tuple[int, int]) -> Pair:
+        """Return a layer's keys and values, allocated if missing with the dtype and device of `like`.
+
+        keys, values: (heads, dim) of each.
+        """
         while len(self.layers) <= layer:
             self.layers.append(None)
-        held = self.layers[layer]
-        if held is None:
-            made = [like.new_zeros(self.rows, self.slots, *shape) for shape in (keys, values)]
-            held = self.layers[layer] = (made[0], made[1])
-            self.made += 1
-        return held
+        tensors = self.layers[layer]
+        if tensors is None:
+            new = [like.new_zeros(self.rows, self.slots, *shape) for shape in (keys, values)]
+            tensors = self.layers[layer] = (new[0], new[1])
+            self.version += 1
+        return tensors
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, rows: Any, slots: torch.Tensor) -> None:
         """See KeyValues."""
-        held = self.held(layer, keys, (keys.shape[1], keys.shape[3]), (values.shape[1], values.shape[3]))
-        for store, new in zip(held, (keys, values), strict=True):
+        tensors = self.layer_tensors(layer, keys, (keys.shape[1], keys.shape[3]), (values.shape[1], values.shape[3]))
+        for store, new in zip(tensors, (keys, values), strict=True):
             store[rows, slots] = new.transpose(1, 2)
 
     def read(self, layer: int, first_row: int, slots: Sequence[int], width: int) -> Pair:
-        """See KeyValues. Views."""
-        held = self.layers[layer]
-        assert held is not None
+        """See KeyValues. Returns views."""
+        tensors = self.layers[layer]
+        assert tensors is not None
         end = first_row + len(slots)
-        return held[0][first_row:end, :width].transpose(1, 2), held[1][first_row:end, :width].transpose(1, 2)
+        return tensors[0][first_row:end, :width].transpose(1, 2), tensors[1][first_row:end, :width].transpose(1, 2)
 
     def keep(self, moves: Sequence[tuple[int, int, int]]) -> None:
         """See KeyValues."""
@@ -290,7 +293,7 @@ class Stores:
                 store[rows, targets] = store[rows, sources]
 
     def move(self, source: int, target: int, length: int) -> None:
-        """See KeyValues. A row that is empty may lie beyond the rows there is room for."""
+        """See KeyValues. An empty row may lie outside the allocated rows."""
         if length:
             self.copy(source, target, length)
 
@@ -310,11 +313,11 @@ class Stores:
                 store[target, :length] = store[source, :length]
 
     def drop(self, lengths: Sequence[int]) -> None:
-        """See KeyValues. The rectangle becomes smaller where most of it is no longer needed."""
+        """See KeyValues. Shrinks the rectangle if most of it is no longer needed."""
         rows, slots = len(lengths), round_up(max(lengths, default=0))
         on_cpu = any(layer is not None and layer[0].device.type == "cpu" for layer in self.layers)
-        # a captured pass is lost when its tensors move
-        if self.nbytes >= (_SMALL if on_cpu else Spare.MOST) and _SHRINK * rows * slots <= self.rows * self.slots:
+        # shrinking moves the tensors, which invalidates captured passes: on a GPU only very large stores shrink
+        if self.nbytes >= (_SMALL if on_cpu else SpareStores.MOST) and _SHRINK * rows * slots <= self.rows * self.slots:
             self._resize(rows, slots)
             trim()
 
@@ -333,8 +336,8 @@ class Stores:
             if part is None:
                 continue
             (heads, dim), values = part[0].shape[1:], part[1].shape[1:]
-            held = self.held(i, part[0], (heads, dim), (values[0], values[1]))
-            for store, new in zip(held, part, strict=True):
+            tensors = self.layer_tensors(i, part[0], (heads, dim), (values[0], values[1]))
+            for store, new in zip(tensors, part, strict=True):
                 store[row, :length] = new[:length]
 
     @property
@@ -343,22 +346,22 @@ class Stores:
         return sum(store.nbytes for layer in self.layers for store in layer or ())
 
 
-class Spare:
-    """The stores of a cache that nobody uses any more, for the next one: what is recorded over them stays good."""
+class SpareStores:
+    """The stores of a discarded cache, kept for the next one so that graphs captured over them stay valid."""
 
     MOST = 1 << 30
-    """Bytes above which stores are let go."""
+    """Stores above this many bytes are freed instead."""
 
     def __init__(self) -> None:
         self._stores: Stores | None = None
 
     def take(self) -> Stores:
-        """Stores that nobody else uses."""
+        """Return unused stores: the kept ones, or new ones."""
         found, self._stores = self._stores, None
         return Stores() if found is None else found
 
     def give(self, stores: Stores) -> None:
-        """Stores that are free again; the larger ones are kept."""
+        """Take back stores that are no longer used; of two, keep the larger."""
         kept = 0 if self._stores is None else self._stores.nbytes
         if kept <= stores.nbytes <= self.MOST:
             self._stores = stores

@@ -1,1 +1,1 @@
-"""What lies between a layer's matrix products, in C++ made for the machine at hand."""
+"""C++ kernels compiled for this machine: matrix products, and the operations between them."""

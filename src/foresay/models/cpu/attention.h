@@ -1,10 +1,10 @@
-// Attention of a Llama-like layer: rotary positions, the cache, and what each token gathers from it.
+// Attention of a Llama-like layer: head norms, rotary positions, writing the cache, and attention over it.
 //
-// A token's sums run over positions in one fixed order, whatever else the pass holds: its bits depend neither on the batch, nor on the
-// columns beside it, nor on how many threads there are. Scores are sums over the dimensions, in order; a token's weights are summed by
-// their positions modulo a vector's lanes, then over the lanes; values are summed position by position. So tokens of one row can share
-// the keys and values that are read, widened and turned for them, some positions at a time: what one of them does not see weighs
-// nothing, and adding nothing changes no bit. Numbers are float32; T is the type of the cache in memory, float32 or bfloat16.
+// A token's sums run over positions in a fixed order, so its bits depend neither on the batch, nor on the other columns, nor on the
+// number of threads. Scores are sums over the dimensions, in order. A token's weights are summed by position modulo the lanes of a
+// vector, then over the lanes. Values are summed position by position. Tokens of one row can therefore share keys and values that are
+// read, converted and transposed once, a block of positions at a time: a position that a token does not attend to has weight zero, and
+// adding zero changes no bit. Numbers are float32; T is the type of the cache in memory, float32 or bfloat16.
 // Shapes: N tokens, Q query heads, K key heads, D dimensions of a head.
 
 #pragma once
@@ -21,21 +21,21 @@ namespace foresay {
 struct Attention {
     int64_t tokens, columns, queries, keys, dim, rotated, wide, window;
     int64_t layer, store_rows; // of the cache
-    void *const *blocks;       // [store_rows] each row's keys and values, [2 * layers, slots, K, D]; null: it has no slots
+    void *const *blocks;       // [store_rows] each row's keys and values, [2 * layers, slots, K, D]; null for a row without slots
     const int64_t *capacities; // [store_rows] slots of each block
     const int64_t *rows;      // [N] the cache row of each token
     const int64_t *slots;     // [N] its slot
     const int64_t *starts;    // [N] the slot of the first token of its row in this pass
     const int64_t *positions; // [N] its position
-    const uint8_t *ancestors; // [N, columns] whether it sees each column of its row; null: those before it, as in any chain
-    const float *cosines;     // [N, rotated]; null: nothing is rotated
+    const uint8_t *ancestors; // [N, columns] nonzero if it attends to a column of its row; null for chains, which attend to all before them
+    const float *cosines;     // [N, rotated]; null without rotary positions
     const float *sines;       // [N, rotated]
-    const float *query_norm;  // [D], or [Q * D] where all heads are one vector; null: none
+    const float *query_norm;  // [D], or [Q * D] if all heads are one vector (wide); null for none
     const float *key_norm;
-    float eps, scaling, softcap; // softcap 0: none
+    float eps, scaling, softcap; // softcap 0 for none
 };
 
-// A layer's keys of a row of the cache, [slots, K, D]; its values follow them.
+// The keys of a layer in a row of the cache, [slots, K, D]; its values follow them.
 template <class T> inline T *keys_of_row(const Attention &a, int64_t row) {
     return static_cast<T *>(a.blocks[row]) + 2 * a.layer * a.capacities[row] * a.keys * a.dim;
 }
@@ -69,7 +69,7 @@ inline void rotate_heads(float *x, int64_t heads, const Attention &a, int64_t n)
     }
 }
 
-// Queries [N, Q * D] of the joint product, normed and rotated; keys and values go to the cache.
+// Writes the queries [N, Q * D] of the joint product, normalized and rotated; stores the keys and values in the cache.
 template <class T>
 void place(const Attention &a, const float *joint, float *queries, int64_t n) {
     int64_t q = a.queries * a.dim, k = a.keys * a.dim;
@@ -88,15 +88,15 @@ void place(const Attention &a, const float *joint, float *queries, int64_t n) {
 }
 
 constexpr int VECTORS_AT_ONCE = 4, QUERIES_AT_ONCE = LANES == 16 ? 4 : 2;
-constexpr int64_t POSITIONS = VECTORS_AT_ONCE * LANES; // that are looked at together
-constexpr int64_t MOST_TOKENS = 16, MOST_SCORES = 1 << 16; // of a span, and of its heads
+constexpr int64_t POSITIONS = VECTORS_AT_ONCE * LANES; // positions processed as a block
+constexpr int64_t MOST_TOKENS = 16, MOST_SCORES = 1 << 16; // of a span, and of all its heads
 
-// Tokens of one row, one behind the other, that look at the cache together; a token of a tree is alone.
+// Consecutive tokens of one row that share the reading of the cache; a token of a tree forms its own span.
 struct Span {
     int64_t first, count;
 };
 
-// The first and the last position that a token sees.
+// The first position that a token attends to; the last is its own.
 inline int64_t first_in_sight(const Attention &a, int64_t n) {
     int64_t first = a.window > 0 ? a.positions[n] - a.window + 1 : 0;
     return first > 0 ? first : 0;
@@ -114,7 +114,7 @@ inline void spans_of(const Attention &a, std::vector<Span> &out) {
     }
 }
 
-// Where a token's positions lie, from the first of its row in this pass on; a chain's lie where they say.
+// Slots of the positions that a token attends to, from the first of its row in this pass on. Empty for chains, where slot = position.
 inline void slots_of_path(const Attention &a, int64_t n, std::vector<int64_t> &path) {
     path.clear();
     if (a.ancestors == nullptr) return;
@@ -124,7 +124,7 @@ inline void slots_of_path(const Attention &a, int64_t n, std::vector<int64_t> &p
     }
 }
 
-// Which lanes of two vectors change places when blocks of SIZE are turned.
+// Lane indices that exchange blocks of SIZE lanes between two vectors, one step of a transposition.
 template <int SIZE> struct Exchange {
     int32_t low[LANES], high[LANES];
     constexpr Exchange() : low{}, high{} {
@@ -135,7 +135,7 @@ template <int SIZE> struct Exchange {
     }
 };
 
-// LANES vectors become those of their lanes.
+// Transposes LANES vectors of LANES lanes.
 template <int SIZE = 1> inline void turned(Floats *v) {
     static constexpr Exchange<SIZE> at;
     Ints low = load<Ints>(at.low), high = load<Ints>(at.high);
@@ -148,7 +148,7 @@ template <int SIZE = 1> inline void turned(Floats *v) {
     if constexpr (2 * SIZE < LANES) turned<2 * SIZE>(v);
 }
 
-// What is read once for all heads and tokens of a span: keys [D, POSITIONS] and values [POSITIONS, padded D], in float32.
+// A block of the cache read once for all heads and tokens of a span: keys [D, POSITIONS] and values [POSITIONS, padded D], float32.
 template <class T> struct Read {
     const T *keys, *values; // of the row and head
     int64_t stride, dim, padded, start;
@@ -160,7 +160,7 @@ template <class T> struct Read {
         return path->empty() || position < start ? position : (*path)[position - start];
     }
 
-    // Ask for what is read next: rows of one head lie too far apart for the processor to foresee them.
+    // Prefetches the next block: the rows of one head are too far apart for the hardware prefetcher.
     void ahead(const T *place, int64_t from, int64_t to) const {
         for (int64_t p = from; p < to; p++) {
             const char *row = reinterpret_cast<const char *>(place + slot(p) * stride);
@@ -168,7 +168,7 @@ template <class T> struct Read {
         }
     }
 
-    // Keys of positions [from, to), of which there are POSITIONS at most; the others' are zeros.
+    // Keys of positions [from, to), at most POSITIONS of them, padded with zeros.
     const float *keys_of(int64_t from, int64_t to) {
         float *out = room.data();
         int64_t whole = dim / LANES * LANES;
@@ -207,7 +207,7 @@ template <class T> struct Read {
     }
 };
 
-// sums[r] [V vectors] += weights[r] [count] times rows [count, stride]: queries times keys, and weights times values
+// sums[r] [V vectors] += weights[r] [count] times rows [count, stride]. Used for queries times keys and for weights times values.
 template <int R, int V> inline void add_rows(const float *const *weights, const float *rows, int64_t stride, int64_t count, float *const *sums) {
     Floats sum[R][V];
     for (int r = 0; r < R; r++)
@@ -238,7 +238,7 @@ template <int R> inline void add_all_values(const float *const *weights, const f
     }
 }
 
-// Sums of products [first, last] become weights that sum to one; what lies around them, [0, width), weighs nothing.
+// Replaces the scores of positions [first, last] by their softmax; all others in [0, width) get weight zero.
 inline void weights_of(float *scores, int64_t first, int64_t last, int64_t width, float scaling, float softcap) {
     for (int64_t p = first; p <= last; p++) scores[p] *= scaling;
     if (softcap > 0.0f) {
@@ -263,7 +263,7 @@ inline void weights_of(float *scores, int64_t first, int64_t last, int64_t width
     for (int64_t p = from; p < to; p++) scores[p] *= inverse;
 }
 
-// Run `body` over queries, some at a time: body(how many as a constant, the first of them).
+// Runs `body` over groups of queries: body(group size as a compile-time constant, index of the first).
 template <class F> inline void some_queries(int64_t count, const F &body) {
     int64_t r = 0;
     for (; r + QUERIES_AT_ONCE <= count; r += QUERIES_AT_ONCE) body(std::integral_constant<int, QUERIES_AT_ONCE>(), r);
@@ -272,7 +272,7 @@ template <class F> inline void some_queries(int64_t count, const F &body) {
     for (; r < count; r++) body(std::integral_constant<int, 1>(), r);
 }
 
-// What the heads that share a key head gather for the tokens of a span, out [N, Q * D].
+// Computes attention of the query heads that share one key head for the tokens of a span, out [N, Q * D].
 template <class T>
 void gather(const Attention &a, const float *queries, float *out, Span span, int64_t head) {
     static thread_local Read<T> source;
@@ -307,7 +307,7 @@ void gather(const Attention &a, const float *queries, float *out, Span span, int
         int64_t token = n + r / group;
         weights_of(scores[r], first_in_sight(a, token) - from, a.positions[token] - from, width, a.scaling, a.softcap);
     }
-    std::memset(source.room.data(), 0, source.room.size() * sizeof(float)); // no number of a key stands behind a short value
+    std::memset(source.room.data(), 0, source.room.size() * sizeof(float)); // clear keys in the padding of values
     for (int64_t p = from; p <= last; p += POSITIONS) {
         int64_t end = std::min(p + POSITIONS, last + 1);
         source.ahead(source.values, end, std::min(end + POSITIONS, last + 1));

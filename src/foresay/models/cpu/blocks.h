@@ -1,5 +1,5 @@
-// The 4-bit blocks of a GGUF file, row after row, packed as products.h reads them. Levels are moved; scales are those of the file, or
-// products of two numbers of it rounded to float16.
+// Packing of a GGUF file's 4-bit blocks into the layout of products.h, row by row. Levels are only rearranged. Scales are copied, or are
+// products of two numbers in the file, rounded to float16.
 
 #pragma once
 
@@ -11,13 +11,13 @@ namespace foresay {
 
 enum Block { Q4_0 = 0, Q4_1 = 1, Q4_K = 2 };
 
-// To the nearest, halves to even; what is too large becomes infinite.
+// Converts float32 to float16: rounds to nearest, ties to even; too large numbers become infinite.
 inline uint16_t half_of(float value) {
     uint32_t bits;
     std::memcpy(&bits, &value, sizeof bits);
     uint32_t sign = bits >> 16 & 0x8000u, size = bits & 0x7fffffffu;
     if (size >= 0x47800000u) return static_cast<uint16_t>(sign | (size > 0x7f800000u ? 0x7e00u : 0x7c00u));
-    if (size < 0x38800000u) { // counts in steps of 2^-24
+    if (size < 0x38800000u) { // multiples of 2^-24
         float steps;
         std::memcpy(&steps, &size, sizeof steps);
         return static_cast<uint16_t>(sign | static_cast<uint32_t>(std::nearbyintf(steps * 16777216.0f)));
@@ -27,8 +27,8 @@ inline uint16_t half_of(float value) {
 }
 
 struct Group {
-    uint16_t scale, least; // float16: a level's, and what a level of 0 stands for
-    uint32_t fours[8];     // levels of four depths each, a byte apiece
+    uint16_t scale, least; // float16: the scale, and the offset (the weight at level 0)
+    uint32_t fours[8];     // the levels at four depths each, one per byte
 };
 
 inline uint32_t word_at(const uint8_t *place) {
@@ -45,7 +45,7 @@ inline float half_at(const uint8_t *place) {
 
 constexpr uint32_t NIBBLES = 0x0f0f0f0fu;
 
-// Group g of a row of blocks of 32: a scale, of Q4_1 the least weight, and 16 bytes of two levels each.
+// Group g of a row of 32-weight blocks: a scale, for Q4_1 an offset (`shifted`), and 16 bytes of two levels each.
 inline Group small_group(const uint8_t *row, int64_t g, bool shifted) {
     const uint8_t *block = row + g * (shifted ? 20 : 18), *levels = block + (shifted ? 4 : 2);
     Group out;
@@ -59,7 +59,7 @@ inline Group small_group(const uint8_t *row, int64_t g, bool shifted) {
     return out;
 }
 
-// Group g of a row of blocks of 256: eight groups whose scales and offsets are 6-bit multiples of two numbers.
+// Group g of a row of 256-weight blocks: eight groups per block, whose scales and offsets are 6-bit multiples of two numbers.
 inline Group group_of_eight(const uint8_t *row, int64_t g) {
     const uint8_t *block = row + g / 8 * 144, *six = block + 4, *levels = block + 16 + g % 8 / 2 * 32;
     int i = static_cast<int>(g % 8), j = i % 4;
@@ -72,7 +72,8 @@ inline Group group_of_eight(const uint8_t *row, int64_t g) {
     return out;
 }
 
-// One panel: words [depth / 4, 16], scales [depth / 32, 2, 32], zeros before. rows: where each row's blocks begin, and their kinds.
+// Packs one panel: words [depth / 4, 16] and scales [depth / 32, 2, 32], which must be zero before. rows: the address of each row's
+// blocks; kinds: their types.
 inline void pack_panel(const uint8_t *const *rows, const uint8_t *kinds, int64_t count, int64_t depth, uint32_t *words, uint16_t *scales) {
     for (int64_t r = 0; r < count; r++) {
         uint32_t *place = words + r % 16;

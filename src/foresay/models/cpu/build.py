@@ -1,7 +1,7 @@
-"""The kernels compiled for this machine, once, and kept.
+"""Compilation of the kernels for this machine, cached on disk.
 
-Owns finding a compiler, its flags, and where the result is kept. What goes wrong is said once, in a line, and passes are
-then made of PyTorch's operations; nothing here is an error.
+Owns the choice of a compiler, its flags, and the path of the result. A failure is logged once, in one line, and forward passes
+then run on PyTorch's operations; no failure is an error for the caller.
 """
 
 from __future__ import annotations
@@ -18,8 +18,14 @@ import subprocess
 from pathlib import Path
 
 from foresay.files import cache_dir
-from foresay.models.cpu.library_files import DamagedLibraryError, UntrustedLibraryError, make_private, opened, written
-from foresay.models.cpu.structs import declared
+from foresay.models.cpu.library_files import (
+    DamagedLibraryError,
+    UntrustedLibraryError,
+    make_private,
+    open_library,
+    write_library,
+)
+from foresay.models.cpu.structs import declare_functions
 
 logger = logging.getLogger("foresay")
 
@@ -37,53 +43,53 @@ SOURCES = tuple(
         "products.h",
     )
 )
-"""The first is compiled; the others are what it includes."""
+"""Source files; the first is compiled and includes the others."""
 COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-pthread", "-fno-math-errno", "-fno-trapping-math", "-fopenmp-simd")
 _GCC_FLAGS = ("--param", "vect-max-peeling-for-alignment=0", "--param", "avoid-fma-max-bits=0")
-"""A sum depends neither on where its numbers lie, nor on which copy of a loop computes it: tuned for some processors (Zen, Alder
-Lake), GCC would round between product and sum in one copy and not in the other."""
+"""Flags that make sums independent of alignment and of which copy of a loop computes them. Tuning for some processors (Zen, Alder
+Lake), GCC would fuse multiply and add in one copy of a loop and round between them in the other."""
 _TIMEOUT_S = 300.0
 SWITCH = "FORESAY_NATIVE"
-"""Environment variable: "0" leaves the kernels alone."""
+"""Environment variable: "0" disables the compiled kernels."""
 
 
 _reasons: list[str] = []
 
 
 class BuildError(Exception):
-    """Why there are no kernels."""
+    """The kernels cannot be compiled; the message is the reason."""
 
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The compiled kernels; None where there are none, which is logged the first time."""
+    """Return the compiled kernels, or None if there are none; the first call compiles them and logs a failure."""
     if os.environ.get(SWITCH) == "0":
         _reasons.append(f"{SWITCH}=0 is set")
         return None
     try:
-        path = kept()
+        path = library_path()
         make_private(path.parent)
-        found = _kept_library(path)
+        found = _load_cached(path)
         if found is None:
             _compile(path)
-            found = declared(opened(path))
+            found = declare_functions(open_library(path))
         return found
     except UntrustedLibraryError as error:
-        why = f"{error}; set FORESAY_CACHE to a folder that only you can write to"
+        reason = f"{error}; set FORESAY_CACHE to a folder that only you can write to"
     except (BuildError, DamagedLibraryError, AttributeError, RuntimeError) as error:
-        why = str(error)  # RuntimeError: nobody's home folder; AttributeError: no such function
+        reason = str(error)  # RuntimeError: no home folder; AttributeError: a function is missing
     except OSError as error:
-        why = f"cannot write {str(error.filename or path)!r}: {error.strerror or error}"
-    _reasons.append(why)
-    logger.warning("passes are made without compiled kernels: %s", why)
+        reason = f"cannot write {str(error.filename or path)!r}: {error.strerror or error}"
+    _reasons.append(reason)
+    logger.warning("forward passes run without compiled kernels: %s", reason)
     return None
 
 
-def _kept_library(path: Path) -> ctypes.CDLL | None:
-    """The kernels that were compiled before; None where they are to be compiled."""
+def _load_cached(path: Path) -> ctypes.CDLL | None:
+    """Return the kernels compiled earlier; None if they must be compiled."""
     try:
-        return declared(opened(path))
+        return declare_functions(open_library(path))
     except FileNotFoundError:
         return None
     except UntrustedLibraryError as error:
@@ -93,22 +99,22 @@ def _kept_library(path: Path) -> ctypes.CDLL | None:
     return None
 
 
-def is_kept() -> bool:
-    """Whether the kernels of this machine are compiled already."""
+def is_compiled() -> bool:
+    """True if the kernels for this machine are already compiled."""
     try:
-        return kept().is_file()
+        return library_path().is_file()
     except (BuildError, OSError, RuntimeError):
         return False
 
 
-def why_not() -> str:
-    """Why there are no kernels, once `library` gave none; "" where it gave some."""
+def failure_reason() -> str:
+    """Return the reason why `library` returned None; "" if it did not."""
     return _reasons[-1] if _reasons else ""
 
 
-def kept() -> Path:
-    """Where the compiled kernels of this source, this processor and this compiler are kept. Raises BuildError without one."""
-    said = "\n".join(
+def library_path() -> Path:
+    """Return the path of the kernels for this source, processor and compiler. Raises BuildError if there is no compiler."""
+    key = "\n".join(
         [
             *(one.read_text(encoding="utf-8") for one in SOURCES),
             _processor(),
@@ -118,17 +124,17 @@ def kept() -> Path:
             *_GCC_FLAGS,
         ]
     )
-    return cache_dir() / "native" / f"kernels-{hashlib.sha256(said.encode()).hexdigest()[:16]}.so"
+    return cache_dir() / "native" / f"kernels-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
 
 
 def _compiler() -> list[str]:
-    """A compiler and the arguments that $CXX brings."""
-    own = shlex.split(os.environ.get("CXX", ""))
-    for name in own[:1] or COMPILERS:
-        found = shutil.which(name)
-        if found is not None:
-            return [found, *own[1:]]
-    raise BuildError(f"no C++ compiler ({own[0] if own else ', '.join(COMPILERS)}) was found")
+    """Return the path of a compiler, followed by the arguments in $CXX."""
+    command = shlex.split(os.environ.get("CXX", ""))
+    for name in command[:1] or COMPILERS:
+        path = shutil.which(name)
+        if path is not None:
+            return [path, *command[1:]]
+    raise BuildError(f"no C++ compiler ({command[0] if command else ', '.join(COMPILERS)}) was found")
 
 
 @functools.cache
@@ -144,7 +150,7 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def _processor() -> str:
-    """What tells processors with other instructions apart."""
+    """Return a description of the processor that differs between instruction sets."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())
@@ -157,8 +163,8 @@ def _compile(path: Path) -> None:
     machine = ["-march=native"] if platform.machine() in ("x86_64", "AMD64") else ["-mcpu=native"]
     if "clang" not in _version(tuple(compiler)).lower():
         machine += _GCC_FLAGS
-    with written(path) as place:
-        done = _run([*compiler, *_FLAGS, *machine, "-o", str(place), str(SOURCES[0])])
+    with write_library(path) as output:
+        done = _run([*compiler, *_FLAGS, *machine, "-o", str(output), str(SOURCES[0])])
         if done.returncode != 0:
             first = next(iter(done.stderr.strip().splitlines()), "no message")
             raise BuildError(f"{' '.join(compiler)} failed: {first}")

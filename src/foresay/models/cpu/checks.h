@@ -1,7 +1,7 @@
-// Sizes and indices compared with one another at each entry, before any memory is read by them.
+// Checks at each entry point that sizes and indices are consistent, before any memory is accessed with them.
 //
-// Every struct states the memory of its pointers; Python takes those numbers from the tensors (structs.address). Checked here
-// is that they fit together: a few integer comparisons for each layer and each token, none for a weight.
+// Every struct states the sizes of the memory at its pointers; Python takes them from the tensors (structs.address). The checks take a
+// few integer comparisons per layer and per token, and none per weight.
 
 #pragma once
 
@@ -15,7 +15,7 @@
 
 namespace foresay {
 
-constexpr int64_t MOST = (int64_t{1} << 31) - 1; // of a width: products of two do not overflow
+constexpr int64_t MOST = (int64_t{1} << 31) - 1; // of a width: the product of two does not overflow
 constexpr int64_t MOST_ROWS = 1 << 26, MOST_LAYERS = 1 << 16, MOST_THREADS = 1 << 12;
 
 [[noreturn, gnu::cold, gnu::noinline]] inline void refuse(const char *name, int64_t value, const char *allowed) {
@@ -55,26 +55,26 @@ inline void check_pack(const uint8_t *const *rows, const uint8_t *kinds, int64_t
     check_pointer("kinds", kinds);
     for (int64_t i = 0; i < outputs; i++) {
         require(kinds[i] <= Q4_K, "kind", kinds[i], "in [0, 2]");
-        require(depth % (kinds[i] == Q4_K ? 8 * GROUP : GROUP) == 0, "depth", depth, "whole blocks");
+        require(depth % (kinds[i] == Q4_K ? 8 * GROUP : GROUP) == 0, "depth", depth, "a multiple of the block size");
         check_pointer("row", rows[i]);
     }
 }
 
-// Heads, and how much of them is rotated.
+// Numbers of heads and rotated dimensions.
 inline void check_heads(const Attention &a) {
     check_width("queries", a.queries);
     check_width("keys", a.keys);
     check_width("dim", a.dim);
     require(a.queries % a.keys == 0, "queries", a.queries, "a multiple of keys");
     require((a.queries + 2 * a.keys) <= MOST / a.dim, "dim", a.dim, "below 2^31 with all heads");
-    require((a.cosines == nullptr) == (a.sines == nullptr), "sines", a.sines != nullptr, "there with cosines alone");
+    require((a.cosines == nullptr) == (a.sines == nullptr), "sines", a.sines != nullptr, "given if and only if cosines are");
     if (a.cosines != nullptr) {
         require(a.rotated >= 0 && a.rotated <= a.dim && a.rotated % 2 == 0, "rotated", a.rotated, "even, and at most dim");
     }
     require(a.window >= 0 && a.window <= int64_t{1} << 62, "window", a.window, "in [0, 2^62]");
 }
 
-// The cache's rows have blocks of a size that can be addressed. layers: of each block.
+// Each row of the cache has a block of an addressable size. layers: number of layers in a block.
 inline void check_store(const Attention &a, int64_t layers) {
     int64_t end;
     check_rows("store_rows", a.store_rows);
@@ -85,32 +85,32 @@ inline void check_store(const Attention &a, int64_t layers) {
     for (int64_t row = 0; row < a.store_rows; row++) {
         int64_t slots = a.capacities[row];
         require(slots >= 0 && slots <= MOST, "capacity", slots, "in [0, 2^31)");
-        require(slots == 0 || a.blocks[row] != nullptr, "capacity", slots, "0 where there is no block");
-        require(!__builtin_mul_overflow(2 * layers * slots, a.keys * a.dim, &end), "capacity", slots, "smaller");
+        require(slots == 0 || a.blocks[row] != nullptr, "capacity", slots, "0 for a row without a block");
+        require(!__builtin_mul_overflow(2 * layers * slots, a.keys * a.dim, &end), "capacity", slots, "smaller: the block is too large to address");
     }
 }
 
-// Each token's row, slot and position lie within the cache, and what it sees of its own row within this pass.
+// Each token's row, slot and position are inside the cache, and the columns that it attends to inside this pass.
 inline void check_tokens(const Attention &a) {
     check_rows("tokens", a.tokens);
     if (a.tokens == 0) return;
-    for (const int64_t *one : {a.rows, a.slots, a.starts, a.positions}) check_pointer("tokens' places", one);
+    for (const int64_t *one : {a.rows, a.slots, a.starts, a.positions}) check_pointer("indices of tokens", one);
     if (a.ancestors != nullptr) check_rows("columns", a.columns);
     for (int64_t n = 0; n < a.tokens; n++) {
         int64_t slot = a.slots[n], start = a.starts[n], position = a.positions[n];
         require(a.rows[n] >= 0 && a.rows[n] < a.store_rows, "row", a.rows[n], "a row of the cache");
         int64_t slots = a.capacities[a.rows[n]];
-        require(slot >= 0 && slot < slots, "slot", slot, "a slot of its row");
+        require(slot >= 0 && slot < slots, "slot", slot, "a slot of the token's row");
         require(start >= 0 && start <= slot, "start", start, "at most the token's slot");
         require(position >= 0 && position < slots, "position", position, "below the slots of a row");
         if (a.ancestors == nullptr) {
             bool follows = n == 0 || a.rows[n - 1] != a.rows[n] || a.positions[n - 1] <= position;
-            require(follows, "position", position, "at least that of the token before it in its row");
+            require(follows, "position", position, "at least that of the previous token in its row");
         } else {
             int64_t column = slot - start, seen = 0;
             require(column < a.columns, "column", column, "below columns");
             for (int64_t c = 0; c <= column; c++) seen += a.ancestors[n * a.columns + c] != 0;
-            require(position < start + seen, "position", position, "below its start and the columns that it sees");
+            require(position < start + seen, "position", position, "below its start plus the number of columns that it attends to");
         }
     }
 }

@@ -1,7 +1,7 @@
-// Matrix products with weights that lie where a model keeps them, row after row: nothing is packed, nothing is held twice.
+// Matrix products that read weights row by row from a model's own memory, without packing or copying them.
 //
-// A vector of one output's weights meets one of x, so that each sum has an accumulator of its own, whose lanes are put together in one
-// order at the end: the bits of a row depend neither on the rows beside it nor on how many threads there are.
+// A vector of one output's weights is multiplied by a vector of x. Each sum has its own accumulator, whose lanes are added in a fixed
+// order at the end, so the bits of a row depend neither on other rows nor on the number of threads.
 
 #pragma once
 
@@ -12,20 +12,20 @@
 
 namespace foresay {
 
-constexpr int64_t DECODED_ROWS = 8; // from which on weights are first widened: that changes no bit
+constexpr int64_t DECODED_ROWS = 8; // from this many rows on, weights are first converted to float32, with the same bits as a result
 
 inline Floats vector_of(const float *place) { return load<Floats>(place); }
 
 inline Floats vector_of(const bf16 *place) { return widened(reinterpret_cast<const uint16_t *>(place)); }
 
-// The last numbers of a row, filled up with zeros to a vector.
+// Loads the last numbers of a row as a vector padded with zeros.
 template <class T> inline Floats rest_of(const T *place, int64_t count) {
     T padded[LANES] = {};
     std::memcpy(padded, place, count * sizeof(T));
     return vector_of(padded);
 }
 
-// Where the lower and upper halves lie of the segments of G lanes of two vectors.
+// Lane indices of the lower and upper halves of the segments of G lanes in two vectors.
 template <int G> struct Segments {
     int32_t low[LANES], high[LANES];
     constexpr Segments() : low{}, high{} {
@@ -47,7 +47,7 @@ inline Floats chosen(Floats x, Floats y, Ints places) {
 #endif
 }
 
-// The sums of the lanes of LANES vectors, each in its place: halves of segments onto halves, until a segment is one lane.
+// Returns the sum of the lanes of each of LANES vectors, in one lane per vector: adds halves of segments until each is one lane.
 template <int G = LANES> inline Floats together(const Floats *sums) {
     static constexpr Segments<G> at;
     Floats half[G / 2];
@@ -59,7 +59,7 @@ template <int G = LANES> inline Floats together(const Floats *sums) {
     else return together<G / 2>(half);
 }
 
-// out [ROWS, .] = x [ROWS, stride] times the weights of OUTPUTS outputs; at most LANES sums.
+// Computes out [ROWS, .] = x [ROWS, stride] times the weights of OUTPUTS outputs; ROWS * OUTPUTS is at most LANES.
 template <class T, int ROWS, int OUTPUTS>
 inline void dots(const T *const *weights, const float *x, int64_t stride, int64_t depth, float *out, int64_t width) {
     Floats sum[LANES] = {};
@@ -87,7 +87,7 @@ inline void dots(const T *const *weights, const float *x, int64_t stride, int64_
 
 constexpr int FOURS = LANES / 4, TWOS = LANES / 2;
 
-// As `dots`, of any number of rows and `outputs` outputs.
+// The same as `dots` for any number of rows and outputs.
 template <class T>
 inline void dots_of_rows(const T *const *weights, int64_t outputs, const float *x, int64_t stride, int64_t depth, int64_t rows, float *out, int64_t width) {
 #define DOTS(ROWS, OUTPUTS)                                                                                        \
@@ -103,7 +103,7 @@ inline void dots_of_rows(const T *const *weights, int64_t outputs, const float *
 #undef DOTS
 }
 
-// out[m, n] for the outputs of one panel and some rows of x. weights: of each output; bias: likewise, null for none.
+// Computes out[m, n] for the outputs of one panel and `rows` rows of x; see FLOAT32_ROWS and BFLOAT16_ROWS of Product.
 template <class T> void row_product(const Product &p, const float *x, int64_t stride, int64_t rows, int64_t panel, float *out) {
     int64_t first = panel * PANEL, count = p.outputs - first < PANEL ? p.outputs - first : PANEL;
     const T *const *weights = static_cast<const T *const *>(p.weights) + first;

@@ -1,7 +1,7 @@
-"""What a layer of a Llama-like decoder is made of.
+"""The parts of a layer of a Llama-like decoder.
 
-Owns the words for its parts and the norm's definition. Who reads them off a family's modules is lean.py; who computes, lean.py
-and native/layers.py. Knows no family.
+Owns the names of the parts and the definition of the norm. huggingface/fused.py reads the parts from a family's modules;
+huggingface/operations.py and cpu/layers.py compute them. Knows no family.
 """
 
 from __future__ import annotations
@@ -13,47 +13,47 @@ import torch
 import torch.nn.functional as F
 
 Product = Callable[[torch.Tensor], torch.Tensor]
-"""x [..., in] -> [..., out]."""
+"""A function x [..., in] -> [..., out]."""
 
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """x / rms(x) times the weight [H], or times one plus it."""
+    """RMSNorm: x / rms(x) times the weight [H], or times one plus the weight if `from_one`."""
 
     weight: torch.Tensor
     eps: float
     from_one: bool = False
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [..., H] -> the same shape and dtype."""
+        """Normalize x [..., H]; the result has the same shape and dtype."""
         shape = tuple(self.weight.shape)
         if self.from_one:
             return F.rms_norm(x.float(), shape, self.float32(), self.eps).to(x.dtype)
         return F.rms_norm(x, shape, self.weight, self.eps)
 
     def float32(self) -> torch.Tensor:
-        """What is multiplied by, [H] in float32."""
+        """Return the factors, [H] float32, with the one added if `from_one`."""
         return (1.0 + self.weight.float() if self.from_one else self.weight.float()).contiguous()
 
 
 @dataclass(frozen=True, slots=True)
 class GatedLayer:
-    """Attention and a gated feed-forward, each with a norm before it, after it or both."""
+    """A layer of attention and a gated feed-forward, each with a norm before it, after it, or both."""
 
     kind: str
-    """Layers of a kind share cosines and sines."""
+    """Name of the layer type; layers of one kind share cosines and sines."""
     before_attention: Norm | None
     qkv: Product
     heads: tuple[int, int]
-    """Heads of the queries, and of the keys."""
+    """Number of query heads and of key heads."""
     dim: int
     q_norm: Norm | None
     k_norm: Norm | None
     wide_norm: bool
-    """Whether q_norm and k_norm take all heads as one vector (OLMo-2)."""
+    """True if q_norm and k_norm normalize all heads as one vector (OLMo-2)."""
     rotates: bool
     window: int | None
-    """Positions that a token sees, its own included; None: all before it."""
+    """Number of positions that a token attends to, its own included; None for all up to its own."""
     scaling: float
     softcap: float | None
     output: Product
@@ -66,6 +66,6 @@ class GatedLayer:
 
     @property
     def norms(self) -> tuple[Norm, ...]:
-        """Those that it has."""
+        """The norms of this layer, without the missing ones."""
         names = ("before_attention", "q_norm", "k_norm", "after_attention", "before_mlp", "after_mlp")
         return tuple(one for one in (getattr(self, name) for name in names) if one is not None)

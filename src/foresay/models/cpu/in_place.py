@@ -1,7 +1,7 @@
-"""Matrix products with weights that stay where a model keeps them.
+"""Matrix products that read weights directly from a model's tensors.
 
-For a model that is somebody else's too: nothing is copied, and what changes in its weights is seen. Owns where each output's
-weights lie, which dots.h reads. Knows nothing of models.
+For a model that the caller also uses: nothing is copied, and changes of the weights take effect. Owns the address of each
+output's weights, which dots.h reads. Knows nothing of models.
 """
 
 from __future__ import annotations
@@ -17,35 +17,35 @@ _FORMATS = {torch.float32: FLOAT32_ROWS, torch.bfloat16: BFLOAT16_ROWS}
 
 
 class InPlaceProduct(CompiledProduct):
-    """As NativeProduct, of several weights one below the other. Sums run in another order than there."""
+    """The product with several weights stacked vertically. Sums run in another order than in NativeProduct."""
 
     def __init__(self, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]) -> None:
-        """weights: [out, in] each, float32 or bf16. biases: [out] each in the same dtype, or None for all.
+        """weights: [out, in] each, float32 or bf16 on the CPU. biases: [out] each in the same dtype, or None for all.
 
-        Raises LookupError for others, and without kernels.
+        Raises LookupError for other weights or biases, and without compiled kernels.
         """
         with_bias = [one for one in biases if one is not None]
         dtype = weights[0].dtype
         if len(with_bias) not in (0, len(weights)) or not all(_plain(one, dtype) for one in (*weights, *with_bias)):
-            raise LookupError(f"no kernels for weights of {dtype} as they lie")
+            raise LookupError(f"the kernels cannot read weights of {dtype} in their current layout")
         if len({one.shape[1:] for one in weights}) > 1 or weights[0].dim() != 2:
             raise LookupError(
-                f"no kernels for weights of {', '.join(str(list(one.shape)) for one in weights)} together"
+                f"weights of shapes {', '.join(str(list(one.shape)) for one in weights)} cannot be multiplied together"
             )
         if with_bias and [one.shape for one in with_bias] != [one.shape[:1] for one in weights]:
-            raise LookupError("no kernels for biases of other lengths than their weights")
-        self._weights = [one.detach() for one in weights]  # their memory lives as long as this does
+            raise LookupError("the lengths of the biases differ from those of their weights")
+        self._weights = [one.detach() for one in weights]  # keep the memory alive
         self._biases = [one.detach() for one in with_bias]
         self._rows = torch.cat([_addresses(one) for one in weights])
-        self._numbers = torch.cat([_addresses(one[:, None]) for one in with_bias]) if with_bias else None
+        self._bias_addresses = torch.cat([_addresses(one[:, None]) for one in with_bias]) if with_bias else None
         shape = (len(self._rows), int(weights[0].shape[1]))
-        bias = None if self._numbers is None else self._numbers.data_ptr()
+        bias = None if self._bias_addresses is None else self._bias_addresses.data_ptr()
         super().__init__(structs.Product(_FORMATS[dtype], *shape, self._rows.data_ptr(), None, bias))
         self.bits = 8.0 * weights[0].element_size()
 
     @property
     def bias(self) -> torch.Tensor | None:
-        """The biases as they are now, [out]."""
+        """The current values of the biases, [out]; None without biases."""
         return torch.cat(self._biases) if self._biases else None
 
     @property
@@ -59,12 +59,12 @@ class InPlaceProduct(CompiledProduct):
 
 
 def _plain(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether its memory holds the numbers of its rows side by side, and nothing stands between."""
+    """True for a plain CPU tensor of this dtype whose last dimension is contiguous."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
         return False
     return tensor.dtype == dtype and dtype in _FORMATS and tensor.device.type == "cpu" and tensor.stride(-1) == 1
 
 
 def _addresses(weight: torch.Tensor) -> torch.Tensor:
-    """Where each row of [rows, columns] begins, [rows] int64."""
+    """Return the address of each row of [rows, columns], [rows] int64."""
     return row_addresses(weight.data_ptr(), weight.stride(0) * weight.element_size(), len(weight))

@@ -1,4 +1,4 @@
-// A pass over a Llama-like decoder's layers on a CPU, and products by themselves.
+// Entry points: a forward pass over a Llama-like decoder's layers on a CPU, and single matrix products.
 
 #include "attention.h"
 #include "blocks.h"
@@ -17,7 +17,7 @@ static Pool *threads_of_this_process = nullptr;
 Pool &pool() {
     static const bool ready = [] {
         threads_of_this_process = new Pool;
-        // a child has none of its parent's threads
+        // a forked child process has none of its parent's threads
         pthread_atfork(nullptr, nullptr, [] { threads_of_this_process = new Pool; });
         return true;
     }();
@@ -25,14 +25,14 @@ Pool &pool() {
     return *threads_of_this_process;
 }
 
-// Run body(i) for all i < count.
+// Runs body(i) for all i < count.
 template <class F> void each(int64_t count, int threads, const F &body) {
     pool().run([](const void *what, int64_t i) { (*static_cast<const F *>(what))(i); }, &body, count, threads);
 }
 
 constexpr int64_t TOKENS_AT_ONCE = 8;
 
-// Run body(n) for all tokens, some at a time.
+// Runs body(n) for all tokens, in blocks of TOKENS_AT_ONCE.
 template <class F> void each_token(int64_t tokens, int threads, const F &body) {
     each((tokens + TOKENS_AT_ONCE - 1) / TOKENS_AT_ONCE, threads, [&](int64_t block) {
         int64_t first = block * TOKENS_AT_ONCE, last = first + TOKENS_AT_ONCE < tokens ? first + TOKENS_AT_ONCE : tokens;
@@ -40,7 +40,7 @@ template <class F> void each_token(int64_t tokens, int threads, const F &body) {
     });
 }
 
-// For the outputs of one panel and at most ROWS_AT_ONCE rows.
+// Multiplies at most ROWS_AT_ONCE rows by the weights of one panel.
 void panel_product(const Product &p, const float *x, int64_t stride, int64_t rows, int64_t panel, float *out) {
     switch (p.format) {
         case FLOAT32: return panel_product<FLOAT32>(p, x, stride, rows, panel, out);
@@ -61,20 +61,20 @@ void multiply(const Product &p, const float *x, int64_t stride, int64_t rows, fl
     });
 }
 
-// A norm's weight where a model keeps it.
+// A norm's weight in the model's own memory.
 struct Vector {
-    const void *values; // null: nothing is normed there
+    const void *values; // null without a norm
     int64_t size, is_bf16, from_one;
 };
 
 struct Layer {
     Product qkv, output, gate_up, down;
     Vector before_attention, after_attention, before_mlp, after_mlp, query_norm, key_norm;
-    Attention attention; // what does not change from pass to pass
-    int64_t turn;        // whose cosines it takes; -1: none
+    Attention attention; // fields that are the same in all passes
+    int64_t turn;        // index of its cosines and sines; -1 for none
 };
 
-// What a layer's norms multiply by, in float32.
+// Weights of a layer's norms as float32 factors.
 struct Norms {
     const float *before_attention, *after_attention, *before_mlp, *after_mlp, *query_norm, *key_norm;
     std::vector<float> room;
@@ -106,23 +106,23 @@ struct Model {
     float eps, residual_scale;
     Vector last_norm;
     const Layer *layer;
-    Vector beside[2]; // norms of what the first layer reads, side by side; null: it reads x normed
-    int64_t from_beside; // x begins as the second of these, normed
+    Vector beside[2]; // norms of the two vectors that the first layer reads; null if it reads x normalized
+    int64_t from_beside; // nonzero if x starts as the second of these vectors, normalized
 };
 
 struct Pass {
     int64_t tokens, columns, threads, cache_is_bf16, turns, store_rows, store_layers;
     const int64_t *rows, *slots, *starts, *positions;
     const uint8_t *ancestors;
-    const float *const *cosines; // of each turn, [N, rotated]
+    const float *const *cosines; // for each turn, [N, rotated]
     const float *const *sines;
     const int64_t *rotated;
-    void *const *blocks; // of each row of the cache; see Attention
+    void *const *blocks; // for each row of the cache; see Attention
     const int64_t *capacities;
     float *x;             // [N, H], overwritten
     float *normed;        // [N, H]
-    float *const *states; // before each layer, [N, H]; null: not wanted
-    const float *read;    // [N, 2 H] what the first layer reads, before it is normed; null: x normed
+    float *const *states; // hidden states before each layer, [N, H]; null if not requested
+    const float *read;    // [N, 2 H] input of the first layer before its norms; null for x normalized
 };
 
 template <class T>
@@ -130,7 +130,7 @@ void attend(const Attention &a, const float *joint, float *queries, float *out, 
     each_token(a.tokens, threads, [&](int64_t n) { place<T>(a, joint, queries, n); });
     static thread_local std::vector<Span> found;
     spans_of(a, found);
-    const std::vector<Span> &spans = found; // the caller's, not the worker's
+    const std::vector<Span> &spans = found; // the caller's vector, not a worker's
     each(static_cast<int64_t>(spans.size()) * a.keys, threads, [&, list = spans.data()](int64_t task) {
         gather<T>(a, queries, out, list[task / a.keys], task % a.keys);
     });
@@ -153,15 +153,15 @@ Attention at_layer(const Layer &layer, const Norms &norms, const Pass &pass, int
     return a;
 }
 
-// Sizes of a model and a pass; see checks.h.
+// Checks of a model and a pass; see checks.h.
 inline void check_norm(const char *name, const Vector &v, int64_t width) {
-    require(v.size == (v.values == nullptr ? 0 : width), name, v.size, "as long as what it norms");
+    require(v.size == (v.values == nullptr ? 0 : width), name, v.size, "the size of the normalized vector");
 }
 
 inline void check_shape(const char *name, const Product &p, int64_t outputs, int64_t depth) {
     check(p);
-    require(p.outputs == outputs, name, p.outputs, "as wide as what reads it");
-    require(p.depth == depth && depth % 4 == 0, name, p.depth, "as deep as its input, by fours");
+    require(p.outputs == outputs, name, p.outputs, "the width of the next input");
+    require(p.depth == depth && depth % 4 == 0, name, p.depth, "the width of its input, a multiple of 4");
 }
 
 inline void check(const Layer &layer, int64_t hidden, int64_t inner, int64_t read) {
@@ -189,18 +189,18 @@ inline void check(const Model &model) {
     bool two = model.beside[0].values != nullptr;
     for (const Vector &one : model.beside) {
         check_norm("beside", one, model.hidden);
-        require((one.values != nullptr) == two, "beside", one.size, "two norms, or none");
+        require((one.values != nullptr) == two, "beside", one.size, "given for both vectors or for neither");
     }
     for (int64_t i = 0; i < model.layers; i++) {
         check(model.layer[i], model.hidden, model.inner, i == 0 && two ? 2 * model.hidden : model.hidden);
         const Attention &a = model.layer[i].attention, &first = model.layer[0].attention;
-        require(a.keys == first.keys && a.dim == first.dim, "keys", a.keys, "those of the first layer, of its dimensions");
+        require(a.keys == first.keys && a.dim == first.dim, "keys", a.keys, "the same in all layers, as dim");
     }
 }
 
 inline void check(const Model &model, const Pass &pass) {
     check_threads(pass.threads);
-    require((pass.read != nullptr) == (model.beside[0].values != nullptr), "read", pass.read != nullptr, "there with its norms alone");
+    require((pass.read != nullptr) == (model.beside[0].values != nullptr), "read", pass.read != nullptr, "given if and only if its norms are");
     require(pass.turns >= 0 && pass.turns <= MOST_LAYERS, "turns", pass.turns, "in [0, 2^16]");
     check_pointer("x", pass.x);
     check_pointer("normed", pass.normed);
@@ -215,7 +215,7 @@ inline void check(const Model &model, const Pass &pass) {
     }
 }
 
-// What the first layer reads in place of x normed, [N, 2 H]: both parts normed, each by its own weights.
+// Input of the first layer instead of x normalized, [N, 2 H]: two vectors, each normalized by its own weights.
 const float *beside(const Model &model, const Pass &pass, std::vector<float> &room) {
     int64_t hidden = model.hidden;
     room.resize((pass.tokens * 2 + 2) * hidden);
@@ -223,7 +223,7 @@ const float *beside(const Model &model, const Pass &pass, std::vector<float> &ro
     for (int part = 0; part < 2; part++) Norms::widened(model.beside[part], weights[part]);
     each_token(pass.tokens, static_cast<int>(pass.threads), [&](int64_t n) {
         for (int64_t part = 0; part < 2; part++) {
-            float *read = const_cast<float *>(pass.read) + (2 * n + part) * hidden; // nothing is added to what is read
+            float *read = const_cast<float *>(pass.read) + (2 * n + part) * hidden; // read only: nothing is added to it
             add_norm(read, nullptr, nullptr, 1.0f, weights[part], out + (2 * n + part) * hidden, hidden, model.eps);
         }
         if (model.from_beside) std::memcpy(pass.x + n * hidden, out + (2 * n + 1) * hidden, hidden * sizeof(float));
@@ -283,7 +283,7 @@ void run(const Model &model, const Pass &pass) {
 
 using namespace foresay;
 
-// The return value of an entry; foresay_message has the details.
+// The return value of an entry point; foresay_message returns the details.
 enum Status : int64_t { DONE = 0, OUT_OF_MEMORY = 1, BAD_SIZE = 2, FAILED = 3 };
 
 static thread_local char message[256];
@@ -293,7 +293,7 @@ static int64_t failed(Status status, const char *what) {
     return status;
 }
 
-// The status of the exception that is being handled.
+// Returns the status of the exception being handled.
 static int64_t caught() noexcept {
     try {
         throw;
@@ -310,7 +310,7 @@ static int64_t caught() noexcept {
     }
 }
 
-// Run an entry's body: no exception leaves it, whichever thread it was thrown in.
+// Runs the body of an entry point and converts any exception, from any thread, to a status.
 template <class F> int64_t guarded(const F &body) noexcept {
     try {
         body();
@@ -320,10 +320,10 @@ template <class F> int64_t guarded(const F &body) noexcept {
     }
 }
 
-// The message of the last entry that failed on this thread.
+// The message of the last failed entry point on this thread.
 extern "C" const char *foresay_message() { return message; }
 
-// Whether the sizes of a model fit each other.
+// Checks that the sizes of a model are consistent.
 extern "C" int64_t foresay_check(const Model *model) {
     return guarded([&] { check(*model); });
 }
@@ -336,7 +336,7 @@ extern "C" int64_t foresay_pass(const Model *model, const Pass *pass) {
     });
 }
 
-// out [rows, outputs] bfloat16 = x [rows, depth] times the weights; or both float32, where a row of x is no multiple of 4
+// out [rows, outputs] = x [rows, depth] times the weights, for bfloat16, or for float32 with a depth that is no multiple of 4
 static void multiply_widened(const Product &p, const void *x, void *out, int64_t rows, bool is_bf16, int threads) {
     int64_t stride = (p.depth + 3) / 4 * 4;
     std::vector<float> wide(rows * stride, 0.0f), product(is_bf16 ? rows * p.outputs : 0);
@@ -365,7 +365,7 @@ extern "C" int64_t foresay_multiply(const Product *p, const void *x, void *out, 
     });
 }
 
-// words [panels, depth / 4, 16] and scales [panels, depth / 32, 2, 32], zeros before, of the blocks of `outputs` rows
+// Packs the blocks of `outputs` rows into words [panels, depth / 4, 16] and scales [panels, depth / 32, 2, 32], which must be zero
 extern "C" int64_t foresay_pack(const uint8_t *const *rows, const uint8_t *kinds, int64_t outputs, int64_t depth, uint32_t *words,
                                 uint16_t *scales, int64_t threads) {
     return guarded([&] {
@@ -377,7 +377,7 @@ extern "C" int64_t foresay_pack(const uint8_t *const *rows, const uint8_t *kinds
     });
 }
 
-// For tests of one part alone.
+// Entry points for tests of single parts.
 extern "C" int64_t foresay_add_norm(float *x, const float *added, const float *after, float scale, const float *before, float *out,
                                     int64_t tokens, int64_t width, float eps) {
     return guarded([&] {
@@ -398,7 +398,7 @@ extern "C" int64_t foresay_gate(const float *joint, float *out, int64_t tokens, 
     });
 }
 
-// Over a cache of one layer.
+// Attention over a cache of one layer.
 extern "C" int64_t foresay_attend(const Attention *a, const float *joint, float *queries, float *out, int64_t is_bf16, int64_t threads) {
     return guarded([&] {
         check_heads(*a);

@@ -1,4 +1,4 @@
-// What lies between the matrix products and attention of a Llama-like layer: norms and gates. One token at a time, in float32.
+// Norms and gated activations of a Llama-like layer, between its matrix products and attention. One token at a time, in float32.
 
 #pragma once
 
@@ -13,7 +13,8 @@ inline float mean_square(const float *x, int64_t width) {
     return sum / static_cast<float>(width);
 }
 
-// One token: x += scale * added, normed by `after` first where that is given; then out = x normed by `before`, or x itself.
+// One token: x += scale * added, where `added` is first normalized by `after` if given; then out = x normalized by `before`, or x
+// itself without `before`.
 inline void add_norm(float *x, const float *added, const float *after, float scale, const float *before, float *out,
                      int64_t width, float eps) {
     if (added != nullptr) {

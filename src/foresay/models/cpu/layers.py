@@ -1,7 +1,7 @@
-"""All layers of a lean model by one call of kernels compiled for this machine.
+"""All layers of a fused model in one call of the compiled kernels.
 
-Owns what is passed to them: each address with a check of its memory. A pass contains its real tokens alone, flat,
-[N, width], in float32; the cache keeps its dtype. Knows nothing of families.
+Owns the structs passed to them, with a check of the memory at each address. A forward pass contains only real tokens, without
+padding, as [N, width] float32; the cache keeps its own dtype. Knows nothing of families.
 """
 
 from __future__ import annotations
@@ -23,26 +23,28 @@ from foresay.models.cpu.gated_layer import GatedLayer, Norm
 from foresay.models.cpu.product import CompiledProduct
 
 CACHES = {torch.float32: 0, torch.bfloat16: 1}
-"""Dtypes that a cache may have."""
+"""Supported dtypes of a cache, and their numbers in the kernels."""
 ACTIVATIONS = {"silu": 0, "swish": 0, "gelu_pytorch_tanh": 1, "gelu_tanh": 1, "gelu_new": 1, "gelu": 2}
-"""transformers' names of the activations that the kernels know."""
+"""transformers' names of the supported activations, and their numbers in the kernels."""
 _NORMS = ("before_attention", "after_attention", "before_mlp", "after_mlp")
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
-    """What a first layer reads in the place of its input: two vectors of its width, each normed by its own weights."""
+class FirstLayerNorms:
+    """Norms of a first layer that reads two vectors of the hidden size instead of its input, as an EAGLE-3 draft head does."""
 
     norms: tuple[Norm, Norm]
     is_input: bool
-    """Whether the second one, normed, is also what the layer adds to."""
+    """True if the second vector, normalized, is also the layer's residual input."""
 
 
 @dataclass(frozen=True, slots=True)
 class FlatTokens:
-    """The real tokens of a pass, row after row: where each goes, and where its row begins, [N] int64 each.
+    """The N real tokens of a pass, row after row.
 
-    ancestors: [N, T] bool, the columns of its row that each token sees; None for chains.
+    rows, slots, positions: cache row, slot and position of each token, [N] int64 each. starts: the slot of the first token of its
+    row in this pass, [N] int64. ancestors: [N, T] uint8, nonzero for the columns of its row that a token attends to; None for
+    chains. columns: T.
     """
 
     rows: torch.Tensor
@@ -54,11 +56,11 @@ class FlatTokens:
 
     @staticmethod
     def of(at: Placement, real: torch.Tensor | None) -> FlatTokens:
-        """real: [B, T] bool, the tokens that are no pads; None: all."""
-        rows, slots = at.place(torch.device("cpu"))
+        """Flatten a placement. real: [B, T] bool, False for padding; None if there is no padding."""
+        rows, slots = at.indices(torch.device("cpu"))
         shape = slots.shape
-        every = [rows.expand(shape), slots, slots[:, :1].expand(shape), at.positions.expand(shape)]
-        flat = [(one.reshape(-1) if real is None else one[real]).contiguous() for one in every]
+        tables = [rows.expand(shape), slots, slots[:, :1].expand(shape), at.positions.expand(shape)]
+        flat = [(one.reshape(-1) if real is None else one[real]).contiguous() for one in tables]
         seen = at.ancestors
         if seen is not None:
             seen = (seen.reshape(-1, shape[1]) if real is None else seen[real]).to(torch.uint8).contiguous()
@@ -68,7 +70,7 @@ class FlatTokens:
         return len(self.rows)
 
     def addresses(self) -> dict[str, int | None]:
-        """Where each is in memory."""
+        """Return the address of each tensor, by its name in the struct Pass."""
         count, seen = len(self.rows), self.ancestors
         return {
             "rows": structs.address(self.rows, (count,), torch.int64),
@@ -80,25 +82,26 @@ class FlatTokens:
 
 
 class _Addresses:
-    """Where the kernels find the keys and values of each row.
+    """Addresses of the keys and values of each row.
 
-    The blocks are the cache's alone, so that a row that grows can let go of its old one; they are there while `made` is the same.
+    Only the cache references the blocks, so that a growing row can free its old block. The addresses are valid while the stores'
+    `version` is unchanged.
     """
 
     def __init__(self, stores: RowStores) -> None:
-        self.made, self.rows, self.layers = stores.made, len(stores.blocks), stores.num_layers
+        self.version, self.rows, self.layers = stores.version, len(stores.blocks), stores.num_layers
         capacities = [0 if block is None else int(block.shape[1]) for block in stores.blocks]
         shape = (2 * stores.num_layers, stores.heads, stores.dim)
-        places = [
+        addresses = [
             None if block is None else structs.address(block, (shape[0], slots, *shape[1:]), stores.dtype)
             for block, slots in zip(stores.blocks, capacities, strict=True)
         ]
-        self.blocks = (ctypes.c_void_p * self.rows)(*places)
+        self.blocks = (ctypes.c_void_p * self.rows)(*addresses)
         self.capacities = (ctypes.c_int64 * self.rows)(*capacities)
 
 
 class NativeLayers:
-    """All layers of a model and its last norm."""
+    """All layers of a model and its last norm, computed by the kernels."""
 
     def __init__(
         self,
@@ -108,22 +111,24 @@ class NativeLayers:
         residual_scale: float,
         dtype: torch.dtype,
         *,
-        beside: Beside | None = None,
+        beside: FirstLayerNorms | None = None,
     ) -> None:
-        """dtype: of the cache. beside: what the first layer reads, where `run` is given that apart.
+        """dtype: of the cache. `beside`: norms of the first layer's input, if `run` gets that separately.
 
-        Raises LookupError where the kernels are not there, or do not know what the layers are made of.
+        Raises LookupError if the kernels are missing or do not support the layers.
         """
         found = library()
         norms = [norm for layer in layers for norm in layer.norms] + [*(beside.norms if beside else ())]
-        alike = all(norm.eps == last_norm.eps for norm in norms)
-        if found is None or dtype not in CACHES or activation not in ACTIVATIONS or not alike:
-            raise LookupError(f"no kernels for {dtype} and {activation}")
+        same_eps = all(norm.eps == last_norm.eps for norm in norms)
+        if found is None or dtype not in CACHES or activation not in ACTIVATIONS or not same_eps:
+            raise LookupError(
+                f"the kernels do not support a {dtype} cache with the activation {activation!r}, or norms with different eps"
+            )
         self._run, self._dtype, self._layers = found.foresay_pass, dtype, list(layers)
         self._turns = sorted({layer.kind for layer in layers})
         self._caches: WeakKeyDictionary[SlotCache, _Addresses] = WeakKeyDictionary()
-        self._held: list[Any] = []
-        """What the structs point to."""
+        self._referenced: list[Any] = []
+        """Objects whose memory the structs point to."""
         gate = _native(layers[0].gate_up)
         self._hidden, self._inner = gate.in_features, gate.out_features // 2
         self._beside = beside
@@ -145,7 +150,7 @@ class NativeLayers:
         try:
             found.foresay_check(ctypes.byref(self._model))
         except ValueError as error:
-            raise LookupError(f"no kernels for layers of such sizes: {error}") from None
+            raise LookupError(f"the kernels do not support layers of these sizes: {error}") from None
 
     def run(
         self,
@@ -156,34 +161,38 @@ class NativeLayers:
         wanted: Sequence[int],
         read: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-        """x: [N, H] float32, which becomes the output before the last norm -> that normed [N, H], and the states asked for.
+        """Run all layers. Return the output after the last norm, [N, H] float32, and the hidden states of the layers in `wanted`.
 
-        turns: by kind of layer, cosines and sines [N, R] in float32. read: [N, 2 * H] float32 of a model that was made with
-        `beside`, before it is normed; where that is also the layer's input, what x holds does not matter.
+        x: [N, H] float32, overwritten with the output before the last norm. turns: cosines and sines [N, R] float32 by layer
+        kind. read: [N, 2 * H] float32, the first layer's input before its norms; only for a model made with `beside`. If the
+        second of these vectors is also the residual input, the values in x are ignored.
         """
         count = len(tokens)
-        given = structs.address(x, (count, self._hidden), torch.float32)
-        apart = None if read is None else structs.address(read, (count, 2 * self._hidden), torch.float32)
+        x_address = structs.address(x, (count, self._hidden), torch.float32)
+        read_address = None if read is None else structs.address(read, (count, 2 * self._hidden), torch.float32)
         normed = torch.empty_like(x)
         states = {n: torch.empty_like(x) for n in wanted if n < len(self._layers)}
         stores = self._stores_of(cache)
-        waves = [turns[kind] for kind in self._turns]
-        widths = [int(cos.shape[-1]) for cos, _ in waves]
+        rotary = [turns[kind] for kind in self._turns]
+        widths = [int(cos.shape[-1]) for cos, _ in rotary]
         tables = [
-            [structs.address(wave[i], (count, width), torch.float32) for wave, width in zip(waves, widths, strict=True)]
+            [
+                structs.address(pair[i], (count, width), torch.float32)
+                for pair, width in zip(rotary, widths, strict=True)
+            ]
             for i in (0, 1)
         ]
-        # read by the kernels until they return
-        cosines, sines = ((ctypes.c_void_p * len(waves))(*table) for table in tables)
-        rotated = (ctypes.c_int64 * len(waves))(*widths)
-        places = [states[n].data_ptr() if n in states else None for n in range(len(self._layers))]
-        kept = (ctypes.c_void_p * len(places))(*places)
-        asked = structs.Pass(
+        # local names keep these arrays alive until the kernels return
+        cosines, sines = ((ctypes.c_void_p * len(rotary))(*table) for table in tables)
+        rotated = (ctypes.c_int64 * len(rotary))(*widths)
+        addresses = [states[n].data_ptr() if n in states else None for n in range(len(self._layers))]
+        state_addresses = (ctypes.c_void_p * len(addresses))(*addresses)
+        call = structs.Pass(
             tokens=count,
             columns=tokens.columns,
             threads=threads.num_threads(),
             cache_is_bf16=CACHES[self._dtype],
-            turns=len(waves),
+            turns=len(rotary),
             store_rows=stores.rows,
             store_layers=stores.layers,
             **tokens.addresses(),
@@ -192,41 +201,47 @@ class NativeLayers:
             rotated=ctypes.addressof(rotated),
             blocks=ctypes.addressof(stores.blocks),
             capacities=ctypes.addressof(stores.capacities),
-            x=given,
+            x=x_address,
             normed=normed.data_ptr(),
-            states=ctypes.addressof(kept),
-            read=apart,
+            states=ctypes.addressof(state_addresses),
+            read=read_address,
         )
-        self._run(ctypes.byref(self._model), ctypes.byref(asked))
+        self._run(ctypes.byref(self._model), ctypes.byref(call))
         if len(self._layers) in wanted:
             states[len(self._layers)] = normed
         return normed, states
 
     def new_cache(self) -> SlotCache:
-        """A cache without rows, laid out as the kernels read it."""
+        """Return a cache without rows, in the layout of the kernels."""
         one = self._layers[0]
         return SlotCache(RowStores(len(self._layers), one.heads[1], one.dim, self._dtype))
 
     def _stores_of(self, cache: SlotCache) -> _Addresses:
-        """The addresses in a cache, looked up again whenever it made or freed blocks."""
+        """Return the addresses in a cache, collected again whenever it allocated or freed blocks."""
         stores, one = cache.tensors, self._layers[0]
-        known = self._caches.get(cache)
-        if known is not None and known.made == stores.made:
-            return known
+        cached = self._caches.get(cache)
+        if cached is not None and cached.version == stores.version:
+            return cached
         fits = isinstance(stores, RowStores) and stores.num_layers >= len(self._layers)
         if not isinstance(stores, RowStores) or not fits or (stores.heads, stores.dim) != (one.heads[1], one.dim):
-            raise ValueError("the cache was not made by these layers")
+            raise ValueError(
+                "the cache was not created by new_cache() of these layers or of a model that contains them"
+            )
         found = self._caches[cache] = _Addresses(stores)
         return found
 
     def _struct(self, layer: GatedLayer, eps: float) -> structs.Layer:
         products = {name: _native(getattr(layer, name)) for name in ("qkv", "output", "gate_up", "down")}
-        self._held.extend(products.values())
+        self._referenced.extend(products.values())
         sizes = dict.fromkeys(_NORMS, self._hidden)
         for name, heads in zip(("query_norm", "key_norm"), layer.heads, strict=True):
             sizes[name] = heads * layer.dim if layer.wide_norm else layer.dim
-        own = {"query_norm": layer.q_norm, "key_norm": layer.k_norm, **{name: getattr(layer, name) for name in _NORMS}}
-        norms = {name: self._vector(own[name], size) for name, size in sizes.items()}
+        parts = {
+            "query_norm": layer.q_norm,
+            "key_norm": layer.k_norm,
+            **{name: getattr(layer, name) for name in _NORMS},
+        }
+        norms = {name: self._vector(parts[name], size) for name, size in sizes.items()}
         attention = structs.Attention(
             queries=layer.heads[0],
             keys=layer.heads[1],
@@ -242,20 +257,20 @@ class NativeLayers:
         return structs.Layer(**fields, **norms, attention=attention, turn=turn)
 
     def _vector(self, norm: Norm | None, size: int) -> structs.Vector:
-        """A norm's weight where it lies."""
+        """Return a struct that points to a norm's weight."""
         if norm is None:
             return structs.Vector(None, 0, 0, 0)
         if norm.weight.dtype not in CACHES:
-            raise LookupError(f"no kernels for norms in {norm.weight.dtype}")
+            raise LookupError(f"the kernels do not support norms in {norm.weight.dtype}")
         try:
             values = structs.address(norm.weight, (size,), norm.weight.dtype)
         except ValueError as error:
-            raise LookupError(f"no kernels for such norms: {error}") from None
-        self._held.append(norm.weight)
+            raise LookupError(f"the kernels do not support these norms: {error}") from None
+        self._referenced.append(norm.weight)
         return structs.Vector(values, size, norm.weight.dtype is torch.bfloat16, norm.from_one)
 
 
 def _native(product: Any) -> CompiledProduct:
     if not isinstance(product, CompiledProduct):
-        raise LookupError(f"no kernels for a {type(product).__name__}")
+        raise LookupError(f"the kernels do not support a {type(product).__name__}")
     return product

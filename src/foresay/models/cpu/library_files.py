@@ -1,6 +1,6 @@
-"""A shared library that is opened only where it is whole and nobody else could have written it.
+"""Shared libraries that are opened only if they are intact and no other user could have written them.
 
-Owns which users may own a kept library and its folder, and the digest next to a library. Knows nothing of what is in it.
+Owns which users may own a cached library and its folder, and the digest file next to a library. Knows nothing of its contents.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from foresay.files import work_folder
 
 _OTHERS = stat.S_IWGRP | stat.S_IWOTH
-"""Rights by which a group or anybody may write."""
+"""Permission bits that let the group or other users write."""
 _DESCRIPTORS = Path("/proc/self/fd")
 
 
@@ -25,13 +25,14 @@ class UntrustedLibraryError(Exception):
 
 
 class DamagedLibraryError(Exception):
-    """A library that is not the one that was compiled."""
+    """A library that differs from the compiled one, by its digest."""
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder for this user alone, or check the one that is there.
+    """Create a folder for this user only, or check an existing one.
 
-    Raises UntrustedLibraryError for a folder in which another user could put files; one of our own is taken back instead.
+    Raises UntrustedLibraryError if another user could create files in the folder. If this user owns it, the permissions of other
+    users are removed instead.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.stat()
@@ -39,12 +40,12 @@ def make_private(folder: Path) -> None:
         folder.chmod(0o700)
         return
     if found.st_uid not in (os.getuid(), 0):
-        raise UntrustedLibraryError(_belongs(folder, found.st_uid))
+        raise UntrustedLibraryError(_wrong_owner(folder, found.st_uid))
     if found.st_mode & _OTHERS and not found.st_mode & stat.S_ISVTX:
         raise UntrustedLibraryError(_writable(folder, found.st_mode))
 
 
-def opened(path: Path) -> ctypes.CDLL:
+def open_library(path: Path) -> ctypes.CDLL:
     """Open the compiled library at a path.
 
     Raises FileNotFoundError if there is none, UntrustedLibraryError if another user could have written it, DamagedLibraryError if
@@ -52,11 +53,12 @@ def opened(path: Path) -> ctypes.CDLL:
     """
     file = _checked(path)
     try:
-        with open(file, "rb", closefd=False) as whole:
-            found = hashlib.file_digest(whole, "sha256").hexdigest()
+        with open(file, "rb", closefd=False) as binary:
+            found = hashlib.file_digest(binary, "sha256").hexdigest()
         if found != _digest(path):
-            raise DamagedLibraryError(f"{path} does not have its digest")
-        # the file that was checked, whatever has its name by now; its number stays taken, since the loader knows files by name
+            raise DamagedLibraryError(f"{path} does not match its digest")
+        # open the checked file by its descriptor, since another file may have its name by now; the descriptor stays open
+        # because the loader identifies libraries by name
         return ctypes.CDLL(f"{_DESCRIPTORS}/{file}" if _DESCRIPTORS.is_dir() else str(path))
     except BaseException:
         os.close(file)
@@ -64,27 +66,27 @@ def opened(path: Path) -> ctypes.CDLL:
 
 
 @contextmanager
-def written(path: Path) -> Iterator[Path]:
-    """Where to write the library that becomes `path`, with its digest, when the block ends well; see `opened`."""
+def write_library(path: Path) -> Iterator[Path]:
+    """Yield a path to write a library to; it becomes `path`, with its digest, if the block succeeds. See `open_library`."""
     with work_folder(path.name, path.parent) as work:
-        library, digest = work / path.name, work / _beside(path).name
+        library, digest = work / path.name, work / _digest_path(path).name
         yield library
         digest.write_text(hashlib.sha256(library.read_bytes()).hexdigest(), encoding="ascii")
         for one in (digest, library):
             one.chmod(0o644)
             with one.open("rb") as file:
                 os.fsync(file.fileno())
-        os.replace(digest, _beside(path))
+        os.replace(digest, _digest_path(path))
         os.replace(library, path)
 
 
-def _beside(path: Path) -> Path:
+def _digest_path(path: Path) -> Path:
     return path.with_suffix(".sha256")
 
 
 def _digest(path: Path) -> str:
     try:
-        file = _checked(_beside(path))
+        file = _checked(_digest_path(path))
     except FileNotFoundError:
         raise DamagedLibraryError(f"{path} has no digest") from None
     with open(file, encoding="ascii", errors="replace") as text:
@@ -92,23 +94,23 @@ def _digest(path: Path) -> str:
 
 
 def _checked(path: Path) -> int:
-    """A file opened for reading that only we or root could have written."""
+    """Open a file for reading and return its descriptor. Raises UntrustedLibraryError if others could have written it."""
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     found = os.fstat(file)
-    why = None
+    reason = None
     if not stat.S_ISREG(found.st_mode):
-        why = f"{path} is no file"
+        reason = f"{path} is not a regular file and is not used"
     elif found.st_uid not in (os.getuid(), 0):
-        why = _belongs(path, found.st_uid)
+        reason = _wrong_owner(path, found.st_uid)
     elif found.st_mode & _OTHERS:
-        why = _writable(path, found.st_mode)
-    if why is not None:
+        reason = _writable(path, found.st_mode)
+    if reason is not None:
         os.close(file)
-        raise UntrustedLibraryError(why)
+        raise UntrustedLibraryError(reason)
     return file
 
 
-def _belongs(path: Path, user: int) -> str:
+def _wrong_owner(path: Path, user: int) -> str:
     return f"{path} belongs to user {user}, not to user {os.getuid()} or root, and is not used"
 
 

@@ -1,4 +1,4 @@
-// Numbers as they lie in memory, and functions that compilers make vectors of.
+// Number formats in memory, and functions that compilers can vectorize.
 
 #pragma once
 
@@ -23,14 +23,14 @@ inline float read(bf16 value) {
 
 inline void write(float &place, float value) { place = value; }
 
-inline void write(bf16 &place, float value) {  // to the nearest, halves to even; what is not a number stays none
+inline void write(bf16 &place, float value) {  // rounds to nearest, ties to even; NaN stays NaN
     uint32_t wide;
     std::memcpy(&wide, &value, sizeof wide);
     uint32_t rounded = (wide + 0x7fffu + ((wide >> 16) & 1u)) >> 16;
     place.bits = static_cast<uint16_t>((wide & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
 }
 
-// e^x by 2^n (1 + f + ...): no call, so that loops over it are vectors. Relative error below 3e-7.
+// e^x as 2^n (1 + f + ...), without a function call, so that loops over it are vectorized. Relative error below 3e-7.
 inline float exponential(float x) {
     x = x < -87.0f ? -87.0f : (x > 88.0f ? 88.0f : x);
     float n = std::nearbyintf(x * 1.44269504088896341f);

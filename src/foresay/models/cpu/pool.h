@@ -1,7 +1,7 @@
-// Threads that share the tasks of one stage after another.
+// A pool of threads that share the tasks of one stage after another.
 //
-// Whoever is free takes the next task; the caller works along and waits only for tasks that somebody has begun. A thread that the
-// machine is not running holds nobody up, which is what barriers between all threads do on a machine that is busy.
+// Each free thread takes the next task. The caller takes tasks too, and waits only for tasks that another thread has started. A thread
+// that the operating system has not scheduled delays no other, unlike with barriers between all threads on a busy machine.
 
 #pragma once
 
@@ -27,7 +27,7 @@ class Pool {
   public:
     typedef void (*Task)(const void *what, int64_t index);
 
-    // Run task(what, i) for all i < count, on `threads` threads with the caller. An exception of one of them is thrown here, when all
+    // Runs task(what, i) for all i < count on `threads` threads, the caller included. Rethrows an exception of a task after all tasks
     // have ended.
     void run(Task task, const void *what, int64_t count, int threads) {
         if (threads <= 1 || count <= 1 || count >= LIMIT || !mine_.try_lock()) {
@@ -46,22 +46,22 @@ class Pool {
         while (take()) {}
         for (int spins = 0; done_.load(std::memory_order_acquire) < count; spins++) spins < 256 ? relax() : std::this_thread::yield();
         std::exception_ptr thrown;
-        std::swap(thrown, thrown_); // the workers are done with it
+        std::swap(thrown, thrown_); // no worker accesses it any more
         mine_.unlock();
         if (thrown) std::rethrow_exception(thrown);
     }
 
   private:
     static constexpr int64_t LIMIT = 1 << 20;
-    static constexpr int SPINS = 4000; // of a worker that waits for the next stage
+    static constexpr int SPINS = 4000; // while a worker waits for the next stage
 
-    // Ticket: 24 bits of the stage's number, 20 of its tasks, 20 of the next of them.
+    // Ticket: 24 bits for the number of the stage, 20 for its number of tasks, 20 for the index of the next task.
     bool take() {
         uint64_t ticket = ticket_.load(std::memory_order_acquire);
         while ((ticket & (LIMIT - 1)) < (ticket >> 20 & (LIMIT - 1))) {
             if (!ticket_.compare_exchange_weak(ticket, ticket + 1, std::memory_order_acq_rel)) continue;
             try {
-                task_(what_, static_cast<int64_t>(ticket & (LIMIT - 1))); // the stage lasts until this is done
+                task_(what_, static_cast<int64_t>(ticket & (LIMIT - 1))); // the stage does not end before this task
             } catch (...) {
                 std::lock_guard<std::mutex> hold(door_);
                 thrown_ = std::current_exception();
@@ -72,14 +72,14 @@ class Pool {
         return false;
     }
 
-    // How many workers take part from now on; the others lie down until they are wanted.
+    // Sets the number of active workers; all others sleep until they are activated again.
     void wanted(int workers) {
         while (count_ < workers) {
             int index = count_;
             try {
                 std::thread([this, index] { work(index); }).detach();
             } catch (const std::exception &) {
-                break; // the machine gives no more threads, or no memory for one
+                break; // no more threads, or no memory for one
             }
             count_++;
         }
@@ -91,7 +91,7 @@ class Pool {
 
     void work(int index) {
         for (;;) {
-            uint64_t seen = ticket_.load() >> 40; // before the tasks are looked for: a stage that begins then is not missed
+            uint64_t seen = ticket_.load() >> 40; // read before taking tasks, so that no new stage is missed
             while (take()) {}
             bool again = false;
             for (int spins = 0; spins < SPINS && !again; spins++) {
@@ -118,7 +118,7 @@ class Pool {
     int count_ = 0;
     Task task_ = nullptr;
     const void *what_ = nullptr;
-    std::exception_ptr thrown_; // by a task of the stage under way
+    std::exception_ptr thrown_; // by a task of the current stage
 };
 
 Pool &pool();

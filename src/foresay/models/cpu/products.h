@@ -1,8 +1,8 @@
 // Matrix products with frozen weights: out[m, n] = sum over k of x[m, k] * w[n, k], in float32.
 //
-// Every sum runs over k in one order, in one accumulator, whatever else the product holds: the bits of a row depend neither on
-// the rows beside it nor on how many threads there are. Weights lie in panels of 32 outputs, so that one vector of them meets one
-// number of x. With few rows a panel is decoded in registers, with many once into float32, which changes no bit of it.
+// Every sum runs over k in a fixed order, in one accumulator, so the bits of a row depend neither on other rows nor on the number of
+// threads. Weights are stored in panels of 32 outputs, so that a vector of them is multiplied by one number of x. For few rows a panel
+// is decoded in registers, for many rows once into float32; both give the same bits.
 
 #pragma once
 
@@ -15,8 +15,8 @@
 namespace foresay {
 
 constexpr int64_t PANEL = 32, GROUP = 32;
-// FEW, MANY: rows whose sums are kept in registers, where a panel is decoded there and where it was decoded before. From SPLIT rows on
-// a tile is half a panel wide: more sums of one width would not leave room for the weights among 16 registers.
+// FEW, MANY: most rows whose sums are kept in registers, if the panel is decoded in registers (FEW) or was decoded before (MANY).
+// From SPLIT rows on a tile is half a panel wide, because the sums of a whole width would leave none of 16 registers for the weights.
 #if defined(__AVX512F__)
 constexpr int LANES = 16, FEW = 8, MANY = 12, SPLIT = 1 << 20;
 constexpr int64_t DEPTH_AT_ONCE = 256;
@@ -38,27 +38,27 @@ typedef int8_t Bytes __attribute__((vector_size(LANES), may_alias));
 
 enum Format { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, INT4 = 3, FLOAT32_ROWS = 4, BFLOAT16_ROWS = 5 };
 
-// Rows up to which a panel is decoded in registers, again for every tile. With short vectors that costs less than writing it out,
-// unless a level takes many instructions.
+// Most rows for which a panel is decoded in registers, once per tile. With short vectors this is cheaper than storing the decoded
+// panel, unless decoding takes many instructions.
 constexpr int64_t in_registers(int format) { return LANES == 8 ? (format == INT4 ? 8 : ROWS_AT_ONCE) : 2 * FEW; }
 
-// Weights [outputs, depth]. Panels follow one another; depth is filled up to a multiple of 4, outputs to one of 32.
+// Weights [outputs, depth]. Panels are stored consecutively; depth is padded to a multiple of 4, outputs to a multiple of 32.
 //   float32, bfloat16, int8: [panel, depth, 32]; int8 has `scales` [outputs], float32.
 //   int4: [panel, depth / 4, 16] words of 8 levels; level j of word l is output l + 16 * (j % 2) at depth j / 2.
-//         `scales` [panel, depth / 32, 2, 32] float16: the scale of a group, and what a level of 0 stands for.
-//   float32_rows, bfloat16_rows: where the weights of each output lie, [outputs] addresses of rows of `depth`; the bias likewise,
+//         `scales` [panel, depth / 32, 2, 32] float16: the scale of each group, and its offset (the weight at level 0).
+//   float32_rows, bfloat16_rows: [outputs] addresses of the weights of each output, rows of `depth` numbers; the bias likewise,
 //         [outputs] addresses of numbers. See dots.h.
 struct Product {
     int64_t format, outputs, depth;
     const void *weights;
     const void *scales;
-    const void *bias; // [outputs] float32; null: none
+    const void *bias; // [outputs] float32; null for none
 };
 
-// A float16 number, as processors widen it: what is not a number becomes a quiet one.
+// Converts float16 to float32 as processors do: a NaN becomes a quiet NaN.
 inline float wide_half(uint16_t half) {
     uint32_t sign = static_cast<uint32_t>(half) >> 15 << 31, power = half >> 10 & 31, digits = half & 1023;
-    // numbers too small for a power of two of their own count in steps of 2^-24
+    // subnormal numbers are multiples of 2^-24
     if (power == 0) return (sign ? -1.0f : 1.0f) * static_cast<float>(digits) * 5.9604644775390625e-8f;
     uint32_t bits = sign | (power == 31 ? 255 : power + 112) << 23 | digits << 13;
     if (power == 31 && digits != 0) bits |= 1u << 22;
@@ -94,7 +94,7 @@ inline Ints widened(const int8_t *place) {
 #endif
 }
 
-// LANES bfloat16 numbers as float32.
+// Converts LANES bfloat16 numbers to float32.
 inline Floats widened(const uint16_t *place) {
 #if defined(__AVX512F__)
     __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(place)));
@@ -107,7 +107,7 @@ inline Floats widened(const uint16_t *place) {
 #endif
 }
 
-// A panel's weights at four depths in a row: `at` gives its vectors from FIRST on, COUNT of them.
+// Decodes a panel's weights at four consecutive depths; `at` returns COUNT vectors from the FIRST on.
 template <int FORMAT> struct Decoder;
 
 template <> struct Decoder<FLOAT32> {
@@ -175,7 +175,7 @@ inline void weights_at(const D &decoder, int64_t k, int step, const float *one, 
     }
 }
 
-// Adds the products of ROWS rows with COUNT vectors of one panel over depths [from, to), a multiple of 4, to sums [rows, 32].
+// Adds the products of ROWS rows with COUNT vectors of one panel to sums [rows, 32], over depths [from, to), a multiple of 4 of them.
 template <class D, int ROWS, int FIRST, int COUNT>
 inline void tile(D &decoder, const float *x, int64_t stride, int64_t from, int64_t to, float *sums, bool fresh) {
     Floats sum[ROWS][COUNT];
@@ -185,7 +185,7 @@ inline void tile(D &decoder, const float *x, int64_t stride, int64_t from, int64
         decoder.group(k);
 #pragma GCC unroll 4
         for (int step = 0; step < 4; step++) {
-            if constexpr (COUNT > ROWS) { // fewer numbers than vectors: those are held, and each vector is met once
+            if constexpr (COUNT > ROWS) { // fewer rows than vectors: keep the numbers of x in registers and decode each vector once
                 float one[ROWS];
                 for (int r = 0; r < ROWS; r++) one[r] = x[r * stride + k + step];
                 weights_at<D, 0, FIRST, COUNT, ROWS>(decoder, k + step, step, one, sum);
@@ -204,7 +204,7 @@ inline void tile(D &decoder, const float *x, int64_t stride, int64_t from, int64
         for (int v = 0; v < COUNT; v++) std::memcpy(sums + r * PANEL + (FIRST + v) * LANES, &sum[r][v], sizeof(Floats));
 }
 
-// As `tile`, of any number of rows and a whole panel: MOST rows at a time, then fewer.
+// The same as `tile` for any number of rows and a whole panel, in tiles of at most MOST rows.
 template <class D, int MOST> inline void tiles(D &decoder, const float *x, int64_t stride, int64_t rows, int64_t from, int64_t to, float *sums, bool fresh) {
 #define TILE(N)                                                                                     \
     if constexpr (N <= MOST) {                                                                      \
@@ -222,7 +222,7 @@ template <class D, int MOST> inline void tiles(D &decoder, const float *x, int64
 #undef TILE
 }
 
-// out[m, n] for the outputs of one panel and at most ROWS_AT_ONCE rows of x [rows, stride], filled up with zeros.
+// Computes out[m, n] for the outputs of one panel and at most ROWS_AT_ONCE rows of x [rows, stride], padded with zeros.
 template <int FORMAT> void panel_product(const Product &p, const float *x, int64_t stride, int64_t rows, int64_t panel, float *out) {
     int64_t padded = (p.depth + 3) / 4 * 4;
     alignas(64) float sums[ROWS_AT_ONCE * PANEL];

@@ -1,7 +1,7 @@
-"""The structs of kernels.cpp, the types of its functions, and the errors they return.
+"""The structs of kernels.cpp, the types of its functions, and the conversion of their errors.
 
-Owns the addresses of tensors: each is returned after a check of its memory. That the sizes in a struct fit each
-other is checked by checks.h at each call. Knows nothing of what the functions are for.
+Owns the addresses of tensors, which are returned only after a check of shape, dtype and layout. checks.h verifies at each call
+that the sizes in a struct are consistent. Knows nothing of the purpose of the functions.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Product(ctypes.Structure):
 
 
 class Attention(ctypes.Structure):
-    """The struct of the same name in layer.h."""
+    """The struct of the same name in attention.h."""
 
     _fields_ = [
         *_fields(_NUMBER, "tokens columns queries keys dim rotated wide window layer store_rows"),
@@ -78,7 +78,7 @@ class Pass(ctypes.Structure):
 
 
 def address(tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """The address of a tensor in one piece of the CPU's memory. Raises ValueError for another shape, dtype or layout."""
+    """Return the address of a contiguous CPU tensor. Raises ValueError for another shape, dtype, layout or device."""
     if (
         tensor.shape != shape
         or tensor.dtype is not dtype
@@ -87,19 +87,19 @@ def address(tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) ->
         or not tensor.is_contiguous()
     ):
         found = f"{list(tensor.shape)} of {tensor.dtype} on {tensor.device}"
-        raise ValueError(f"the kernels need {list(shape)} of {dtype} in one piece on the CPU, not {found}")
+        raise ValueError(f"the kernels need a contiguous CPU tensor {list(shape)} of {dtype}, not {found}")
     return tensor.data_ptr()
 
 
 _OUT_OF_MEMORY, _BAD_SIZE = 1, 2
-"""Values of Status in kernels.cpp."""
+"""Values of the enum Status in kernels.cpp."""
 
 
-def declared(found: ctypes.CDLL) -> ctypes.CDLL:
-    """The library with the types of its functions.
+def declare_functions(library: ctypes.CDLL) -> ctypes.CDLL:
+    """Declare the types of the library's functions and return it. Raises AttributeError if a function is missing.
 
-    They raise OutOfMemoryError where memory ran out, ValueError for sizes that do not fit together, and RuntimeError for any
-    other failure. Raises AttributeError where a function is missing.
+    The functions raise OutOfMemoryError if memory runs out, ValueError for inconsistent sizes, and RuntimeError for any other
+    failure.
     """
     p, n, r = _POINTER, _NUMBER, _REAL
     functions: dict[str, list[type]] = {
@@ -111,12 +111,12 @@ def declared(found: ctypes.CDLL) -> ctypes.CDLL:
         "gate": [p, p, n, n, n],
         "attend": [ctypes.POINTER(Attention), p, p, p, n, n],
     }
-    found.foresay_message.argtypes, found.foresay_message.restype = [], ctypes.c_char_p
+    library.foresay_message.argtypes, library.foresay_message.restype = [], ctypes.c_char_p
 
-    def checked(status: int, function: Any, arguments: Any) -> None:
+    def check_status(status: int, function: Any, arguments: Any) -> None:
         if status == 0:
             return
-        message = found.foresay_message().decode(errors="replace")
+        message = library.foresay_message().decode(errors="replace")
         if status == _OUT_OF_MEMORY:
             raise OutOfMemoryError(
                 f"memory ran out in the compiled kernels ({message}); decode fewer or shorter rows at once"
@@ -124,6 +124,6 @@ def declared(found: ctypes.CDLL) -> ctypes.CDLL:
         raise (ValueError if status == _BAD_SIZE else RuntimeError)(f"the compiled kernels refused a call: {message}")
 
     for name, types in functions.items():
-        function = getattr(found, f"foresay_{name}")
-        function.argtypes, function.restype, function.errcheck = types, n, checked
-    return found
+        function = getattr(library, f"foresay_{name}")
+        function.argtypes, function.restype, function.errcheck = types, n, check_status
+    return library

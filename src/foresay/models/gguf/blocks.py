@@ -13,14 +13,14 @@ import torch
 from torch import nn
 
 from foresay.models.cpu.product import NativeProduct
-from foresay.models.cpu.rounding import rounded_int8
+from foresay.models.cpu.rounding import quantize_int8
 from foresay.models.gguf.header import GgufHeader
 from foresay.models.gguf.positions import scale_positions
 from foresay.models.gguf.shapes import Name, check_tensors, empty_model, namer
 from foresay.models.gguf.types import Blocks, Eights, Numbers, Weight, joined, unpacked
 from foresay.models.gguf.values import refused_tensor
 from foresay.models.huggingface.linears import (
-    TOGETHER,
+    JOINT_LAYERS,
     FrozenEmbedding,
     FrozenLinear,
     Table,
@@ -81,7 +81,7 @@ def _fill(model: Any, file: _File) -> None:
     model.tie_weights = lambda *args, **kwargs: None  # they may be kept in two ways
     _fill_ends(model, file)
     for name, module in list(model.named_modules()):
-        for together in TOGETHER:
+        for together in JOINT_LAYERS:
             _fill_together(module, name, together, file)
         for short, child in list(module.named_children()):
             if isinstance(child, nn.Linear) and child.weight.device.type == "meta":
@@ -122,7 +122,7 @@ def _table(weight: Weight, dtype: torch.dtype) -> Table:
         blocks = weight.product(dtype, None)
         if isinstance(blocks, NativeProduct):
             return blocks
-    return of_rows(*rounded_int8(weight.dense(dtype), torch.float32), dtype, None)
+    return of_rows(*quantize_int8(weight.dense(dtype), torch.float32), dtype, None)
 
 
 def _fill_linear(

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from foresay.errors import ModelLoadError
-from foresay.models.cpu.rounding import Groups, restored, rounded_int8
+from foresay.models.cpu.rounding import Groups, quantize_int8, restored
 from foresay.models.gguf.header import Bytes, StoredTensor
 from foresay.models.huggingface.linears import Table, of_blocks, of_groups, of_rows
 from foresay.models.huggingface.products import Product
@@ -49,7 +49,7 @@ class Blocks:
 
     def in_eights(self) -> Eights:
         """Rounded once more, to 8 bits a row."""
-        return Eights(*rounded_int8(self.dense(torch.float32), torch.float32))
+        return Eights(*quantize_int8(self.dense(torch.float32), torch.float32))
 
     def product(self, dtype: torch.dtype, bias: torch.Tensor | None) -> Product:
         """The product of these weights for inputs of a dtype."""
@@ -204,7 +204,7 @@ def _eights(data: Bytes, kind: str, columns: int) -> Eights:
     step = max(1, _AT_ONCE // columns)
     for first in range(0, len(data), step):
         some = slice(first, first + step)
-        levels[some], scales[some] = rounded_int8(_numbers(data[some], kind), torch.float32)
+        levels[some], scales[some] = quantize_int8(_numbers(data[some], kind), torch.float32)
     return Eights(levels, scales)
 
 

@@ -19,15 +19,15 @@ from foresay.decoding.rows import Rows
 from foresay.errors import ConfigError, UnsupportedModelError
 from foresay.models.cache.slot_cache import Placement, SlotCache
 from foresay.models.cpu.gated_layer import GatedLayer, Norm
-from foresay.models.cpu.layers import Beside, FlatTokens, NativeLayers
+from foresay.models.cpu.layers import FirstLayerNorms, FlatTokens, NativeLayers
 from foresay.models.cpu.product import CompiledProduct
 from foresay.models.heads.config import LAST, NEXT
 from foresay.models.heads.files import Head, check_target
 from foresay.models.huggingface import attention, linears
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.fused import padded
-from foresay.models.huggingface.linears import MakeProduct, unchanged
-from foresay.models.huggingface.operations import TurnTable, attend, causal_mask, feed_forward, turn_of
+from foresay.models.huggingface.linears import MakeProduct, unquantized
+from foresay.models.huggingface.operations import RotaryTable, attend, causal_mask, feed_forward, rotary_of
 from foresay.models.huggingface.products import Product
 from foresay.threads import all_threads
 
@@ -42,7 +42,7 @@ class HeadModel(LanguageModel):
     states at the token before, or the head's own output there.
     """
 
-    def __init__(self, head: Head, target: CausalModel, *, name: str = "", make: MakeProduct = unchanged) -> None:
+    def __init__(self, head: Head, target: CausalModel, *, name: str = "", make: MakeProduct = unquantized) -> None:
         """name: the target's. make: the products, of more or fewer bits. Raises ConfigError for a head of another target."""
         config, self.target = head.config, target
         width = int(target.model.config.get_text_config(decoder=True).hidden_size)
@@ -64,7 +64,7 @@ class HeadModel(LanguageModel):
         self._of_token, self._of_features = self._norm_of(first.input_layernorm), self._norm_of(first.hidden_norm)
         self._normed_around = config.norm_before_residual
         self._rotary = module.rotary.to(self.device)
-        self._turns = TurnTable(self._rotary)
+        self._turns = RotaryTable(self._rotary)
         self._embed = (
             target.model.get_input_embeddings()
             if module.embed_tokens is None
@@ -76,7 +76,7 @@ class HeadModel(LanguageModel):
 
     def _product(self, *weights: torch.Tensor) -> Product:
         weight = torch.cat([one.detach().to(self.device, self.dtype) for one in weights])
-        rounded = self._make is not unchanged
+        rounded = self._make is not unquantized
         if self.device.type == "cpu" and (rounded or linears.available(self.dtype, self.device)):
             return self._make(weight, None)
         return _Plain(weight)
@@ -119,7 +119,7 @@ class HeadModel(LanguageModel):
         if self.device.type != "cpu" or not isinstance(self._head, CompiledProduct):
             return None
         try:
-            beside = Beside((self._of_token, self._of_features), self._normed_around)
+            beside = FirstLayerNorms((self._of_token, self._of_features), self._normed_around)
             return NativeLayers([self._layer], self._norm, activation, 1.0, self.dtype, beside=beside)
         except LookupError:
             return None
@@ -232,7 +232,7 @@ class HeadModel(LanguageModel):
         read = torch.cat([self._of_token(embedded), beside], -1)
         x = beside if self._normed_around else features
         positions = at.positions if at.positions.shape[0] == x.shape[0] else at.positions.expand(x.shape[0], -1)
-        turn = turn_of(*self._rotary(x, positions))
+        turn = rotary_of(*self._rotary(x, positions))
         write = partial(cache.write, 0, at=at)
         x = attend(self._layer, x, read, write, turn, causal_mask(None, x.dtype))
         x = feed_forward(self._layer, x)

@@ -1,1 +1,1 @@
-"""Any transformers model over the slot cache."""
+"""Transformers models over the slot cache."""

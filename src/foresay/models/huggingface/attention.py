@@ -1,9 +1,9 @@
-"""The attention and the masks that plain and speculative passes share, registered with transformers as "foresay".
+"""Attention and masks of all forward passes, registered with transformers as "foresay".
 
-Owns how a query sees the slots of its row. A mask is built from the family's own mask function (causal, sliding, chunked)
-evaluated at each row's absolute positions, so ragged rows need no padding. Grouped query heads are folded into query
-rows and padded to a multiple of four: PyTorch's CPU kernel takes another path for fewer, and bits would depend on whether a
-pass speculates. Outside a foresay pass both functions hand over to transformers' own.
+Owns which slots of its row a query attends to. A mask evaluates the family's own mask function (causal, sliding, chunked) at
+each row's absolute positions, so ragged rows need no padding. Grouped query heads are folded into query rows and padded to a
+multiple of four: PyTorch's CPU kernel takes another code path for fewer, and bits would depend on whether a pass contains draft
+tokens. Outside a foresay pass both functions call those of transformers.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from foresay.models.cache.slot_cache import Placement, spans
 
 NAME = "foresay"
 QUERY_ROWS = 4
-"""Query rows come in multiples of this: PyTorch's CPU kernel works on blocks of 32 of them (64 from 192 on) and takes another
-path for a block, also the last, of fewer than 4."""
+"""Query rows are padded to a multiple of this. PyTorch's CPU kernel works on blocks of 32 rows (64 from 192 on) and takes another
+code path for any block, also the last one, of fewer than 4."""
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 _current: ContextVar[Placement | None] = ContextVar("foresay_pass", default=None)
@@ -29,7 +29,7 @@ _current: ContextVar[Placement | None] = ContextVar("foresay_pass", default=None
 
 @contextmanager
 def during(at: Placement) -> Iterator[None]:
-    """Set the placement of the current pass's tokens, which masks and attention read, for the block."""
+    """Set the token placement that masks and attention read inside the `with` block."""
     token = _current.set(at)
     try:
         yield
@@ -38,12 +38,12 @@ def during(at: Placement) -> Iterator[None]:
 
 
 def current_pass() -> Placement | None:
-    """The placement of the pass that is running in this context; None outside a pass."""
+    """Return the placement of the pass running in this context, or None outside a pass."""
     return _current.get()
 
 
 def register() -> None:
-    """Make the implementation known to transformers; harmless when repeated."""
+    """Register the implementation with transformers; repeated calls have no effect."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -54,7 +54,7 @@ def register() -> None:
 def additive_mask(
     *args: Any, mask_function: Callable[..., Any], dtype: torch.dtype = torch.float32, **kwargs: Any
 ) -> Any:
-    """[B, 1, T, width]: 0 where the family's mask function lets a position see a slot, the dtype's least number elsewhere."""
+    """Return the additive mask [B, 1, T, width]: 0 where the family's mask function is true, the dtype's minimum elsewhere."""
     at = _current.get()
     if at is None:
         from transformers.masking_utils import eager_mask
@@ -64,7 +64,7 @@ def additive_mask(
     batch = torch.arange(at.batch, device=device)[:, None, None, None]
     head = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=device)
     seen = mask_function(batch, head, at.positions[:, None, :, None], at.slot_positions()[:, None, None, :])
-    seen = at.hides(seen)
+    seen = at.mask_other_paths(seen)
     mask = torch.zeros(seen.shape, dtype=dtype, device=device)
     return mask.masked_fill_(~seen, torch.finfo(dtype).min)
 
@@ -82,7 +82,7 @@ def attention(
     position_bias: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """query [B, Hq, T, D], key and value [B, Hk, S, D] -> [B, T, Hq, D].
+    """Compute attention: query [B, Hq, T, D], key and value [B, Hk, S, D] -> ([B, T, Hq, D], None).
 
     softcap: scores become softcap * tanh(scores / softcap) (Gemma 2). s_aux: [Hq] sink logits (gpt-oss). position_bias:
     [B or 1, Hq, T, S], added to the scores (T5).
@@ -95,7 +95,7 @@ def attention(
         out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
         return out, None
     if softcap is not None or s_aux is not None:
-        attention_mask = _biased(attention_mask, position_bias)
+        attention_mask = _add_bias(attention_mask, position_bias)
         return _explicit(query, key, value, attention_mask, scaling, softcap, s_aux), None
     assert at is not None and attention_mask is not None
     batch, heads, columns, dim = query.shape
@@ -103,7 +103,7 @@ def attention(
     rows = group * columns
     folded = query.reshape(batch, key.shape[1], rows, dim)
     folded = _padded(folded, rows)
-    whole = query.device.type != "cpu" or key.shape[-1] != value.shape[-1]  # what the CPU kernel does not take
+    whole = query.device.type != "cpu" or key.shape[-1] != value.shape[-1]  # not supported by the CPU kernel
     masks = _folded_masks(at, attention_mask.to(query.device), position_bias, group, rows, whole)
     if len(masks) == 1:
         out = F.scaled_dot_product_attention(folded, key, value, attn_mask=masks[0], scale=scaling)
@@ -114,7 +114,7 @@ def attention(
 
 
 def _padded(folded: torch.Tensor, rows: int) -> torch.Tensor:
-    """[..., rows, D] padded with zero rows to a multiple of QUERY_ROWS."""
+    """Pad [..., rows, D] with zero rows to a multiple of QUERY_ROWS."""
     missing = -rows % QUERY_ROWS
     return F.pad(folded, (0, 0, 0, missing)) if missing else folded
 
@@ -122,15 +122,15 @@ def _padded(folded: torch.Tensor, rows: int) -> torch.Tensor:
 def _folded_masks(
     at: Placement, mask: torch.Tensor, bias: torch.Tensor | None, group: int, rows: int, whole: bool
 ) -> list[torch.Tensor]:
-    """The mask of each span with the bias added, as a group of query heads sees it, padded; once per pass, not per layer.
+    """Return the mask of each span with the bias added, folded like the query heads and padded; computed once per pass.
 
-    [B, 1, rows, S] where all heads see alike, else [B, Hk, rows, S].
+    Each is [B, 1, rows, S], or [B, Hk, rows, S] if the bias differs between heads. whole: return a single mask over all spans.
     """
     key = (id(mask), id(bias))
-    known = at.folded.get(key)
-    if known is not None and known[0] is mask and known[1] is bias:
-        return known[2]
-    folded = _biased(mask, bias)
+    cached = at.folded.get(key)
+    if cached is not None and cached[0] is mask and cached[1] is bias:
+        return cached[2]
+    folded = _add_bias(mask, bias)
     assert folded is not None
     if folded.shape[1] > 1:
         folded = folded.reshape(folded.shape[0], -1, rows, folded.shape[3])
@@ -142,8 +142,8 @@ def _folded_masks(
     return masks
 
 
-def _biased(mask: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor | None:
-    """Mask and bias together; what is masked stays at the dtype's least number, since less would be minus infinity."""
+def _add_bias(mask: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor | None:
+    """Add the bias to the mask; masked entries stay at the dtype's minimum, since less would be minus infinity."""
     if mask is None or bias is None:
         return bias if mask is None else mask
     return (mask + bias).clamp_(min=torch.finfo(mask.dtype).min)
@@ -152,9 +152,9 @@ def _biased(mask: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tenso
 def _in_spans(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, masks: list[torch.Tensor], scaling: float | None
 ) -> torch.Tensor:
-    """Attention span by span, put together by their log-sum-exps in float32 (Milakov & Gimelshein 2018).
+    """Compute attention span by span and combine the results by their log-sum-exps in float32 (Milakov & Gimelshein 2018).
 
-    A span in which a row sees nothing has a log-sum-exp near the dtype's least number and weighs exactly nothing.
+    A span that is masked for a row has a log-sum-exp near the dtype's minimum, so its weight is exactly zero.
     """
     start, parts = 0, []
     for mask in masks:
@@ -185,7 +185,7 @@ def _explicit(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention written out in float32, for what the fused kernel does not offer."""
+    """Compute attention in float32 by separate operations, for soft caps and sinks, which the fused kernel does not support."""
     batch, heads, columns, dim = query.shape
     group = heads // key.shape[1]
     folded = query.float().reshape(batch, key.shape[1], group * columns, dim)

@@ -1,7 +1,7 @@
 """Any Hugging Face decoder-only model over the slot cache.
 
-Owns the adapter between transformers' model and cache classes and ours, and the knowledge of which models can be
-rewound. Does not know what the tokens mean or why they are scored.
+Owns the adapter between transformers' model and cache classes and ours, and the rules for which models can be rewound. Does not
+know what the tokens mean or why they are scored.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from foresay.decoding.protocols import KVCache, Logits, ModelInput
 from foresay.decoding.rows import Rows
 from foresay.errors import UnsupportedModelError
 from foresay.models.cache.slot_cache import Placement, SlotCache
-from foresay.models.cache.stores import RowStores, Spare
+from foresay.models.cache.stores import RowStores, SpareStores
 from foresay.models.huggingface.fused import FusedDecoder, state_of
 from foresay.models.huggingface.graphs import GraphedPasses, cuda_graphs
 from foresay.models.huggingface.model import UNLIMITED, TransformersModel
@@ -30,7 +30,7 @@ _BOUNDED_ROPE = ("dynamic", "longrope")
 
 
 class TransformersCache(Cache):
-    """The slot cache, as transformers' attention layers expect to find it."""
+    """An adapter that gives transformers' attention layers access to the slot cache."""
 
     def __init__(self, slots: SlotCache, at: Placement | None = None) -> None:
         super().__init__(layers=[])
@@ -39,23 +39,23 @@ class TransformersCache(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store a layer's keys and values [B, heads, T, dim]; returns all that the rows see, [B, heads, width, dim]."""
+        """Store a layer's keys and values [B, heads, T, dim]; return all that the rows attend to, [B, heads, width, dim] each."""
         assert self.at is not None
         return self.slots.write(layer_idx, key_states, value_states, self.at)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """(slots in sight, 0): slots are absolute."""
+        """Return (number of slots read, offset 0): slots are absolute."""
         assert self.at is not None
         return self.at.width, 0
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """The past length for families that build their own bias: slots in sight less the pass's columns."""
+        """Return the past length for families that build their own bias: slots read minus the pass's columns."""
         assert self.at is not None
         return self.at.width - int(self.at.slots.shape[1])
 
 
 def unsupported_reasons(model: PreTrainedModel) -> list[str]:
-    """Why this model cannot be decoded exactly; empty when it can."""
+    """Return the reasons why this model cannot be decoded exactly; empty if it can."""
     config = model.config.get_text_config(decoder=True)
     kinds = set(getattr(config, "layer_types", None) or ())
     recurrent = sorted(k for k in kinds if any(name in k for name in _RECURRENT_LAYERS))
@@ -74,10 +74,10 @@ def unsupported_reasons(model: PreTrainedModel) -> list[str]:
 
 
 def context_limit(model: PreTrainedModel) -> int:
-    """Most tokens a row may hold.
+    """Return the maximal number of tokens per row.
 
-    Position encodings whose frequencies depend on the longest row (dynamic, longrope) are served up to the length
-    below which they do not: beyond it a draft token's position would change what its predecessors meant.
+    Position encodings whose frequencies depend on the longest row (dynamic, longrope) are limited to the original length, up to
+    which they do not: beyond it a draft token's position would change the encoding of earlier tokens.
     """
     config = model.config.get_text_config(decoder=True)
     names = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
@@ -99,60 +99,62 @@ def _rope_parameters(config: Any) -> list[dict[str, Any]]:
 
 
 class CausalModel(TransformersModel):
-    """A decoder-only transformers model, scored over ragged rows."""
+    """A decoder-only transformers model that scores ragged rows."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Raises UnsupportedModelError when the model's state cannot be rewound. `model` is put in eval mode."""
+        """Put `model` in eval mode. Raises UnsupportedModelError if it cannot be decoded exactly."""
         reasons = unsupported_reasons(model)
         if reasons:
             raise UnsupportedModelError(f"{type(model).__name__} cannot be decoded: {'; '.join(reasons)}")
         super().__init__(model, pluggable=getattr(model, "_supports_attention_backend", False))
         config = model.config.get_text_config(decoder=True)
         self.max_length = context_limit(model)
-        # also the bound below which the frequencies of a longrope model stay what they are, pads included
+        # also the bound up to which a longrope model's frequencies do not change, padding included
         self.position_limit = min(
             self.max_length, int(getattr(config, "max_position_embeddings", None) or self.max_length)
         )
         self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         self._body = model.base_model
-        self.lean: FusedDecoder | None = None
-        """What passes are made by, in place of the family's own code; see `use_fused`."""
+        self.fused: FusedDecoder | None = None
+        """Runs forward passes instead of the family's own code; see `use_fused`."""
         self.graphs: GraphedPasses | None = None
-        """Lean passes captured on a GPU."""
-        self._spare = Spare()
-        self._watched: list[tuple[int, bool]] | None = None
+        """Fused passes captured as CUDA graphs."""
+        self._spare = SpareStores()
+        self._watched_state: list[tuple[int, bool]] | None = None
         self.num_layers = int(getattr(config, "num_hidden_layers", 0))
-        # ALiBi is counted from slots
+        # ALiBi is computed from slots, not from positions
         self.takes_trees = self._takes_positions and not getattr(config, "alibi", False)
 
     def use_fused(self) -> None:
-        """Make passes by `FusedDecoder`. Raises NotFusedError for a model that it does not read, which keeps its own code."""
-        self.lean = FusedDecoder(self.model)
+        """Run passes through `FusedDecoder`. Raises NotFusedError, and keeps the family's own code, for an unsupported model."""
+        self.fused = FusedDecoder(self.model)
         if self.device.type == "cuda":
-            self.graphs = GraphedPasses(self.lean.by_operations, cuda_graphs(self.device), self.device)
+            self.graphs = GraphedPasses(self.fused.by_operations, cuda_graphs(self.device), self.device)
 
     def watch(self) -> None:
-        """From now on compare the model with what it is now whenever decoding begins: it is somebody else's too."""
-        self._watched = state_of(self.model)
+        """Compare the model with its current state at each new cache: a caller who owns it may change it in between."""
+        self._watched_state = state_of(self.model)
 
     @property
-    def one_row_at_a_time(self) -> bool:
-        """See TransformersModel: the compiled kernels compute each token by itself."""
-        return self.lean is not None and self.lean.compiled
+    def batch_invariant(self) -> bool:
+        """See TransformersModel. The compiled kernels compute each token independently of the others."""
+        return self.fused is not None and self.fused.compiled
 
     def new_cache(self) -> SlotCache:
-        """A cache without rows."""
-        if self.lean is not None and self._watched is not None and state_of(self.model) != self._watched:
-            logger.warning("the model was changed since it was given: its passes are made by its family's own code now")
-            self.lean = None
+        """Return a cache without rows."""
+        if self.fused is not None and self._watched_state is not None and state_of(self.model) != self._watched_state:
+            logger.warning(
+                "the model was changed after it was loaded: its passes are made by its family's own code now"
+            )
+            self.fused = None
         if self.graphs is not None:
             return SlotCache(spare=self._spare)
-        return (None if self.lean is None else self.lean.new_cache()) or SlotCache()
+        return (None if self.fused is None else self.fused.new_cache()) or SlotCache()
 
     def borrowed(self, owner: SlotCache) -> SlotCache:
-        """See TransformersModel. The owner's passes may be made by its family's own code since these layers were taken."""
-        if self.one_row_at_a_time and not isinstance(owner.tensors, RowStores):
-            self.lean = None
+        """See TransformersModel. Drops the fused layers if the owner's cache no longer has the layout of the compiled kernels."""
+        if self.batch_invariant and not isinstance(owner.tensors, RowStores):
+            self.fused = None
         return super().borrowed(owner)
 
     def admit(self, rows: Rows, first: int, cache: KVCache) -> None:
@@ -163,21 +165,21 @@ class CausalModel(TransformersModel):
     def _replayed(
         self, model_input: ModelInput, cache: SlotCache
     ) -> tuple[torch.Tensor | None, Mapping[int, torch.Tensor]] | None:
-        return None if self.graphs is None or self.lean is None else self.graphs(model_input, cache)
+        return None if self.graphs is None or self.fused is None else self.graphs(model_input, cache)
 
     def _call(
         self, model_input: ModelInput, token_ids: torch.Tensor, at: Placement, cache: SlotCache
     ) -> tuple[torch.Tensor | None, Mapping[int, torch.Tensor]]:
         logits, hidden = model_input.logits, model_input.hidden_layers
-        if self.lean is not None:
-            return self.lean(token_ids, at, cache, model_input)
+        if self.fused is not None:
+            return self.fused(token_ids, at, cache, model_input)
         adapter = TransformersCache(cache, at)
         kwargs: dict[str, Any] = {"input_ids": token_ids, "past_key_values": adapter, "use_cache": True}
         if self._takes_positions:
-            # pads may lie past the last position the model has; they are never read
+            # padding may exceed the model's last position; it is never read
             kwargs["position_ids"] = at.positions.clamp(max=self.position_limit - 1)
         if hidden:
             kwargs["output_hidden_states"] = True
-        silent = logits is Logits.NONE
-        out = self._body(**kwargs) if silent else self.model(**kwargs)
-        return None if silent else out.logits, {layer: out.hidden_states[layer] for layer in hidden}
+        cache_only = logits is Logits.NONE
+        out = self._body(**kwargs) if cache_only else self.model(**kwargs)
+        return None if cache_only else out.logits, {layer: out.hidden_states[layer] for layer in hidden}

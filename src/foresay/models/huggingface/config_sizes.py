@@ -1,7 +1,7 @@
-"""The sizes and factors of a transformers configuration: the range of each, whatever families call it.
+"""Allowed ranges of the sizes and factors in a transformers configuration, under the names that all families use.
 
-A size that no model has would become a list of layers or a module for each, or reach kernels that read memory by it. Knows no
-files and no weights.
+An absurd size would otherwise allocate that many layers or modules, or reach kernels that index memory with it. Knows no files
+and no weights.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from foresay.errors import UnsupportedModelError
 
-_DEEPEST = 32
-"""Objects within objects."""
+_MAX_DEPTH = 32
+"""Deepest allowed nesting of objects."""
 _LAYERS, _WIDTH, _HEADS, _LENGTH = (1, 1024), (1, 1 << 24), (1, 1 << 16), (1, (1 << 31) - 1)
 _SIZES = {
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers"), _LAYERS),
@@ -28,7 +28,7 @@ _SIZES = {
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "vocab_size"), _LENGTH),
     "sliding_window": (0, (1 << 31) - 1),
 }
-"""The range of whole numbers; a list gives one for each layer, null is the family's own."""
+"""Allowed ranges of integers. A list has one value per layer; null means the family's default."""
 _EPSILON, _FACTOR = (1e-20, 1.0), (1e-6, 1e15)
 _FACTORS = {
     **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon"), _EPSILON),
@@ -38,64 +38,66 @@ _FACTORS = {
     **dict.fromkeys(("partial_rotary_factor", "rotary_pct"), (1e-6, 1.0)),
     **dict.fromkeys(("final_logit_softcapping", "attn_logit_softcapping", "query_pre_attn_scalar"), (1e-3, 1e9)),
 }
-"""The range of numbers, which are finite."""
+"""Allowed ranges of finite numbers."""
 
 
-class Wrong(NamedTuple):
-    """A value that no model has."""
+class InvalidValue(NamedTuple):
+    """A value outside its allowed range."""
 
     name: str
-    """Its field; fields of objects within have the objects' names before them."""
+    """Name of the field, prefixed with the names of the objects around it."""
     value: Any
     allowed: str
 
 
-def wrong_value(values: Mapping[str, Any]) -> Wrong | None:
-    """The first value of a configuration that is out of range; None if all are in theirs."""
-    for where, part in _objects(values):
+def find_invalid(values: Mapping[str, Any]) -> InvalidValue | None:
+    """Return the first value of a configuration that is out of its range, or None."""
+    for prefix, part in _objects(values):
         if part is None:
-            return Wrong(where, "an object", f"{_DEEPEST} objects within each other")
+            return InvalidValue(prefix, "an object", f"at most {_MAX_DEPTH} nested objects")
         for key, value in part.items():
             for one in value if isinstance(value, list) else [value]:
                 allowed = None if one is None else _allowed(key, one)
                 if allowed is not None:
-                    return Wrong(f"{where}{key}", one, allowed)
+                    return InvalidValue(f"{prefix}{key}", one, allowed)
         heads, shared = part.get("num_attention_heads"), part.get("num_key_value_heads")
         if type(heads) is int and type(shared) is int and heads % shared:
-            return Wrong(f"{where}num_key_value_heads", shared, f"a divisor of the {heads} heads")
+            return InvalidValue(f"{prefix}num_key_value_heads", shared, f"a divisor of the {heads} heads")
     return None
 
 
 def check_sizes(config: Any) -> None:
-    """Raise UnsupportedModelError for a transformers configuration with a value that no model has."""
-    wrong = wrong_value(config.to_dict())
-    if wrong is not None:
-        raise UnsupportedModelError(f"the configuration has {wrong.name}={wrong.value!r}; allowed is {wrong.allowed}")
+    """Raise UnsupportedModelError for a transformers configuration with a value outside its allowed range."""
+    invalid = find_invalid(config.to_dict())
+    if invalid is not None:
+        raise UnsupportedModelError(
+            f"the configuration has {invalid.name}={invalid.value!r}; allowed is {invalid.allowed}"
+        )
 
 
 def _allowed(key: str, value: object) -> str | None:
-    """The values that are allowed, where this is none of them."""
+    """Describe the allowed values if this value is not one of them; None if it is allowed."""
     if key in _SIZES:
         low, high = _SIZES[key]
-        fits = type(value) is int and low <= value <= high
-        return None if fits else f"a whole number from {low} to {high}"
+        valid = type(value) is int and low <= value <= high
+        return None if valid else f"a whole number from {low} to {high}"
     if key in _FACTORS:
-        smallest, largest = _FACTORS[key]
-        fits = type(value) in (int, float) and smallest <= value <= largest  # type: ignore[operator]
-        return None if fits else f"a finite number from {smallest:g} to {largest:g}"
+        lowest, highest = _FACTORS[key]
+        valid = type(value) in (int, float) and lowest <= value <= highest  # type: ignore[operator]
+        return None if valid else f"a finite number from {lowest:g} to {highest:g}"
     return "a number" if isinstance(value, float) and math.isnan(value) else None
 
 
 def _objects(values: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any] | None]]:
-    """(the beginning of its fields' names, the object) for the whole and each object in it; None for one that is too deep."""
-    waiting: list[tuple[str, Any, int]] = [("", values, 0)]
-    while waiting:
-        where, value, depth = waiting.pop()
-        if depth > _DEEPEST:
-            yield where, None
+    """Yield (prefix of its field names, object) for the configuration and each object in it; None for one nested too deep."""
+    pending: list[tuple[str, Any, int]] = [("", values, 0)]
+    while pending:
+        prefix, value, depth = pending.pop()
+        if depth > _MAX_DEPTH:
+            yield prefix, None
             return
         if isinstance(value, Mapping):
-            yield where, value
-            waiting += [(f"{where}{name}.", one, depth + 1) for name, one in value.items()]
+            yield prefix, value
+            pending += [(f"{prefix}{name}.", one, depth + 1) for name, one in value.items()]
         elif isinstance(value, list):
-            waiting += [(where, one, depth + 1) for one in value]
+            pending += [(prefix, one, depth + 1) for one in value]

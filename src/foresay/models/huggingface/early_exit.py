@@ -1,7 +1,7 @@
-"""Early exit and trimmed heads: a model's first layers, or its head over fewer tokens, as a draft that shares its weights.
+"""Draft models that share the target's weights: its first layers (early exit), or its head over fewer tokens (trimmed head).
 
-Owns the shallow copy of the module tree: containers on the path to the part that changes are copied, everything else is the
-same modules and tensors. Knows nothing of drafting.
+Owns the shallow copy of the module tree: only containers on the path to the changed part are copied; all other modules and
+tensors are shared. Knows nothing of drafting.
 """
 
 from __future__ import annotations
@@ -23,82 +23,84 @@ from foresay.models.huggingface.seq2seq import Seq2SeqModel, layers_within
 
 
 def first_layers(model: CausalModel, count: int) -> CausalModel:
-    """The model of the first `count` layers, followed by the whole model's final norm and head; weights are shared.
+    """Return the model's first `count` layers followed by its final norm and head; weights are shared.
 
-    Raises ConfigError for a count outside [1, layers - 1], and UnsupportedModelError where the layers cannot be located.
+    Raises ConfigError for a count outside [1, layers - 1], and UnsupportedModelError if the layers cannot be located.
     """
-    short, path = _shortened(model.model, count)
-    config = _shorter(model.model.config, count)
+    short, path = _shorten(model.model, count)
+    config = _shorten_config(model.model.config, count)
     for name in ("", *_prefixes(path)):
         part = short.get_submodule(name)
         if hasattr(part, "config"):
             part.config = config
-    return _like(model, short, model.subset)
+    return _wrap(model, short, model.subset)
 
 
 def first_decoder_layers(model: Seq2SeqModel, count: int) -> Seq2SeqModel:
-    """The same of an encoder-decoder's decoder, whose layers read the whole encoder's output. Raises as `first_layers`."""
-    # the configuration stays: decoders go through the layers they have, and encoders count theirs by the same names
-    out = Seq2SeqModel(_shortened(model.model, count)[0], part_of=model)
+    """Return an encoder-decoder with its first `count` decoder layers and the whole encoder. Raises as `first_layers`."""
+    # the configuration stays: decoders iterate over their list of layers, and encoders read their number from the same fields
+    out = Seq2SeqModel(_shorten(model.model, count)[0], part_of=model)
     out.num_layers = count
     return out
 
 
-def _shortened(model: nn.Module, count: int) -> tuple[Any, str]:
-    """A copy of a model with its first `count` decoder layers, and the path of the list of them."""
+def _shorten(model: nn.Module, count: int) -> tuple[Any, str]:
+    """Return a copy of a model with its first `count` decoder layers, and the dotted path of their list."""
     path = _layers_path(model)
     layers = list(model.get_submodule(path).children())
     total = len(layers)
     if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count < total:
         raise ConfigError(f"layers={count!r} must be an integer in [1, {total - 1}]: the target has {total} layers")
-    short = _copied(model, path.split(".")[:-1])
+    short = _copy_path(model, path.split(".")[:-1])
     _replace(short, path, nn.ModuleList(layers[:count]))
     return short, path
 
 
 def trimmed_head(model: CausalModel, ids: Sequence[int] | torch.Tensor) -> CausalModel:
-    """The model whose head scores only the given tokens; all others have probability zero.
+    """Return the model with a head that scores only the given tokens; all others have probability zero.
 
-    ids: [m] integers in any order, of which the head keeps the rows; other weights are shared. Raises ConfigError for ids that
-    are empty, outside the vocabulary or trimmed away before, and UnsupportedModelError for a model without an output layer of
-    its own.
+    ids: [m] integers in any order; the new head copies their rows, all other weights are shared. Raises ConfigError if ids are
+    empty, outside the vocabulary or not in an already trimmed head, and UnsupportedModelError for a model without a linear
+    output layer.
     """
     head = model.model.get_output_embeddings()
     weight = None if head is None else linears.weight_of(head)
     if weight is None:
         raise UnsupportedModelError(
-            f"{type(model.model).__name__} has no output embeddings of its own that could be trimmed"
+            f"the head of {type(model.model).__name__} cannot be trimmed: it is not a linear output layer"
         )
     wanted = torch.as_tensor(ids, dtype=torch.int64)
     width = int(weight.shape[0]) if model.subset is None else model.vocab_size
     if wanted.ndim != 1 or not len(wanted) or int(wanted.min()) < 0 or int(wanted.max()) >= width:
-        raise ConfigError(f"a draft vocabulary needs token ids in [0, {width - 1}]")
+        raise ConfigError(f"the draft vocabulary must be a non-empty list of token ids in [0, {width - 1}]")
     kept = columns = torch.unique(wanted).to(weight.device)
-    if model.subset is not None:  # what was trimmed away is gone
+    if model.subset is not None:  # tokens that were trimmed before have no row
         columns = torch.nonzero(torch.isin(model.subset.token_ids, kept))[:, 0]
         kept = model.subset.token_ids[columns]
         if not len(kept):
-            raise ConfigError("none of the draft vocabulary is left in a head that was trimmed before")
+            raise ConfigError(
+                "the head was trimmed before and has none of the draft vocabulary's tokens; choose ids that it scores"
+            )
     path: str = next(name for name, module in model.model.named_modules() if module is head)
-    short = _copied(model.model, path.split(".")[:-1])
+    short = _copy_path(model.model, path.split(".")[:-1])
     rows, frozen = weight[columns].to(model.model.dtype), isinstance(head, linears.FrozenLinear)
     _replace(short, path, _linear(rows, None if head.bias is None else head.bias[columns], frozen=frozen))
-    return _like(model, short, VocabularySubset.of(kept, model.vocab_size))
+    return _wrap(model, short, VocabularySubset.of(kept, model.vocab_size))
 
 
-def _like(model: CausalModel, part: Any, subset: VocabularySubset | None) -> CausalModel:
-    """A part of a model, whose passes are made as the whole model's are."""
+def _wrap(model: CausalModel, part: Any, subset: VocabularySubset | None) -> CausalModel:
+    """Wrap a part of a model, with fused layers if the model has them."""
     out = CausalModel(part)
     out.subset = subset
-    if model.lean is not None:
+    if model.fused is not None:
         out.use_fused()
     return out
 
 
 def _linear(weight: torch.Tensor, bias: torch.Tensor | None, *, frozen: bool) -> nn.Module:
-    """A linear layer of these weights."""
+    """Return a linear layer with these weights."""
     if frozen:
-        return linears.FrozenLinear(linears.unchanged(weight, bias))
+        return linears.FrozenLinear(linears.unquantized(weight, bias))
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     layer.weight = nn.Parameter(weight.detach(), requires_grad=False)
     if bias is not None:
@@ -107,7 +109,7 @@ def _linear(weight: torch.Tensor, bias: torch.Tensor | None, *, frozen: bool) ->
 
 
 def _layers_path(model: nn.Module) -> str:
-    """The dotted path of the list of decoder layers. Raises UnsupportedModelError where there is none."""
+    """Return the dotted path of the list of decoder layers. Raises UnsupportedModelError if there is none."""
     config: Any = model.config
     found: list[str] = []
     if config.is_encoder_decoder:
@@ -121,7 +123,7 @@ def _layers_path(model: nn.Module) -> str:
         found = [name for name, part in lists if len(part) == count]
     if not found:
         raise UnsupportedModelError(
-            f"{type(model).__name__} keeps its layers where they cannot be told from other parts"
+            f"{type(model).__name__} has no list of decoder layers, so its first layers cannot draft; use another drafter"
         )
     return sorted(found, key=len)[0]
 
@@ -131,16 +133,16 @@ def _prefixes(path: str) -> list[str]:
     return [".".join(parts[:i]) for i in range(1, len(parts))]
 
 
-def _copied(model: nn.Module, path: Sequence[str]) -> Any:
-    """A copy of a module in which the containers along `path` are copies too."""
+def _copy_path(model: nn.Module, path: Sequence[str]) -> Any:
+    """Return a shallow copy of a module in which the containers along `path` are copied too."""
     out = copy.copy(model)
     out._modules = dict(model._modules)
-    hooked = vars(out).get("forward")
-    if isinstance(hooked, partial):  # by accelerate, and bound to the original
-        own = MethodType(type(out).forward, out)
-        vars(out).update(_old_forward=own, forward=update_wrapper(partial(hooked.func, out), own))
+    wrapped = vars(out).get("forward")
+    if isinstance(wrapped, partial):  # wrapped by accelerate and bound to the original
+        forward = MethodType(type(out).forward, out)
+        vars(out).update(_old_forward=forward, forward=update_wrapper(partial(wrapped.func, out), forward))
     if path:
-        out._modules[path[0]] = _copied(model._modules[path[0]], path[1:])  # type: ignore[arg-type]
+        out._modules[path[0]] = _copy_path(model._modules[path[0]], path[1:])  # type: ignore[arg-type]
     return out
 
 
@@ -149,7 +151,7 @@ def _replace(model: nn.Module, path: str, part: nn.Module) -> None:
     model.get_submodule(parent)._modules[name] = part
 
 
-def _shorter(config: Any, count: int) -> Any:
+def _shorten_config(config: Any, count: int) -> Any:
     out = copy.copy(config)
     out.num_hidden_layers = count
     if getattr(out, "layer_types", None):

@@ -1,9 +1,9 @@
-"""A Llama-like decoder run without its modules: what lies between two matrix products in as few operations as can be.
+"""A Llama-like decoder run without its modules, with as few operations as possible between matrix products.
 
-On a CPU most of a small model's pass is spent between its products, on some forty small operations a layer and the Python
-around them. Owns which families are alike enough, where their modules keep what a layer is made of, and the pass over it. The
-weights are those of the transformers model, whatever their format; masks, attention and cache are those of any other pass.
-What it computes is what the family's own code computes, rounded in other places: `self_check` compares the two.
+On a CPU a small model spends most of a forward pass between its matrix products, on about forty small operations per layer and
+the Python around them. Owns the list of supported families, the extraction of layers from their modules, and the pass over
+them. Weights, in any format, are shared with the transformers model; masks, attention and cache are the same as in any other
+pass. Results equal those of the family's own code up to rounding, which `self_check` verifies.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from foresay.models.cpu.gated_layer import GatedLayer, Norm, Product
 from foresay.models.cpu.layers import FlatTokens, NativeLayers
 from foresay.models.cpu.product import CompiledProduct
 from foresay.models.huggingface.linears import product_of
-from foresay.models.huggingface.operations import attend, causal_mask, feed_forward, turn_of
+from foresay.models.huggingface.operations import attend, causal_mask, feed_forward, rotary_of
 
 logger = logging.getLogger("foresay")
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 _BY_LAYER = frozenset({"qwen2", "qwen3", "gemma2", "gemma3_text", "smollm3"})
-_ALL_ALIKE = frozenset({"mistral", "phi3"})
-"""Families in which every layer slides where the configuration has a window."""
-FAMILIES = _BY_LAYER | _ALL_ALIKE | {"llama", "gemma", "olmo2", "granite"}
-"""model_type of the families whose layers are read here; the tests compare each with its own code."""
-_WRITTEN_IN = ("transformers.", "torch.nn.", "foresay.")
-"""Where the code of modules is that are what their families say."""
+_ALL_SLIDING = frozenset({"mistral", "phi3"})
+"""Families in which every layer uses a sliding window if the configuration has one."""
+FAMILIES = _BY_LAYER | _ALL_SLIDING | {"llama", "gemma", "olmo2", "granite"}
+"""model_type of the supported families; the tests compare each with its own code."""
+_TRUSTED_PACKAGES = ("transformers.", "torch.nn.", "foresay.")
+"""Packages whose modules are known to compute what their family defines."""
 
 
 class FusedDecoder:
-    """The body and head of a Llama-like model, over the modules' own weights."""
+    """The layers and output head of a Llama-like model, over the weights of its modules."""
 
     def __init__(self, model: Any) -> None:
-        """Raises NotFusedError for a model that cannot be read so."""
+        """Raises NotFusedError if the model is not supported."""
         config = model.config
         if config.model_type not in FAMILIES:
-            raise NotFusedError(f"family {config.model_type!r} has code of its own")
+            raise NotFusedError(f"fused layers do not support the family {config.model_type!r}")
         for part in model.modules():
-            if (why := _not_as_written(part)) is not None:
-                raise NotFusedError(why)
+            if (reason := _customization(part)) is not None:
+                raise NotFusedError(reason)
         body = model.base_model
         kinds = _kinds(config)
         try:
@@ -55,7 +55,7 @@ class FusedDecoder:
             raise NotFusedError(str(error)) from error
         self._embed, self._rotary = model.get_input_embeddings(), body.rotary_emb
         self._head = product_of(model.get_output_embeddings())
-        self._by_kind = config.model_type == "gemma3_text"  # which rotates by layer type
+        self._by_kind = config.model_type == "gemma3_text"  # its rotary embedding depends on the layer type
         self._windows = {layer.kind: layer.window for layer in self._layers}
         self._embedding_scale = float(getattr(config, "embedding_multiplier", 1.0))
         self._residual_scale = float(getattr(config, "residual_multiplier", 1.0))
@@ -68,9 +68,9 @@ class FusedDecoder:
     def __call__(
         self, token_ids: torch.Tensor, at: Placement, cache: SlotCache, model_input: ModelInput
     ) -> tuple[torch.Tensor | None, dict[int, torch.Tensor]]:
-        """One pass over token_ids [B, T], as `TransformersModel._call`."""
+        """Run one forward pass over token_ids [B, T]; see `TransformersModel._call`."""
         if self._native is not None:
-            return self._in_one_call(self._native, token_ids, at, cache, model_input)
+            return self._run_compiled(self._native, token_ids, at, cache, model_input)
         return self.by_operations(
             token_ids, at, cache, model_input.hidden_layers, model_input.logits is not Logits.NONE
         )
@@ -78,12 +78,15 @@ class FusedDecoder:
     def by_operations(
         self, token_ids: torch.Tensor, at: Placement, cache: SlotCache, wanted: Sequence[int], head: bool
     ) -> tuple[torch.Tensor | None, dict[int, torch.Tensor]]:
-        """The pass by PyTorch's operations, none of which depends on a number in a tensor. head: whether scores are wanted."""
+        """Run the pass by PyTorch's operations, none of which depends on a value in a tensor.
+
+        wanted: layers whose hidden states are returned. head: True to compute scores.
+        """
         x = self._embed(token_ids)
         if self._embedding_scale != 1.0:
             x = x * self._embedding_scale
         positions = at.positions if at.positions.shape[0] == x.shape[0] else at.positions.expand(x.shape[0], -1)
-        turns = {kind: turn_of(*self._waves(x, positions, kind)) for kind in self._windows}
+        turns = {kind: rotary_of(*self._cos_sin(x, positions, kind)) for kind in self._windows}
         masks = {kind: causal_mask(window, x.dtype) for kind, window in self._windows.items()}
         states = {}
         for i, layer in enumerate(self._layers):
@@ -105,33 +108,33 @@ class FusedDecoder:
             states[len(self._layers)] = x
         return (self._scores(x) if head else None), states
 
-    def _in_one_call(
+    def _run_compiled(
         self, native: NativeLayers, token_ids: torch.Tensor, at: Placement, cache: SlotCache, model_input: ModelInput
     ) -> tuple[torch.Tensor | None, dict[int, torch.Tensor]]:
-        """The pass by compiled kernels: over the real tokens alone, and scores where they are asked for."""
+        """Run the pass by compiled kernels, over real tokens only; compute scores only where requested."""
         shape = tuple(token_ids.shape)
-        if not any(model_input.num_tokens):  # a part of a batch in which nobody goes on
-            return self._nothing(shape, model_input)
+        if not any(model_input.num_tokens):  # part of a batch in which no row continues
+            return self._empty_outputs(shape, model_input)
         counts = torch.tensor(model_input.num_tokens)
         real = None if min(model_input.num_tokens) == shape[1] else torch.arange(shape[1]) < counts[:, None]
         tokens = FlatTokens.of(at, real)
         x = self._embed(token_ids.reshape(-1) if real is None else token_ids[real]).float()
         if self._embedding_scale != 1.0:
             x = x * self._embedding_scale
-        waves = {kind: self._waves(x[:0], tokens.positions[None], kind) for kind in self._windows}
-        turns = {kind: (cos[0].contiguous(), sin[0].contiguous()) for kind, (cos, sin) in waves.items()}
-        normed, seen = native.run(x, tokens, cache, turns, model_input.hidden_layers)
-        states = {n: padded(state.to(self._dtype), real, shape) for n, state in seen.items()}
+        rotary = {kind: self._cos_sin(x[:0], tokens.positions[None], kind) for kind in self._windows}
+        turns = {kind: (cos[0].contiguous(), sin[0].contiguous()) for kind, (cos, sin) in rotary.items()}
+        normed, hidden = native.run(x, tokens, cache, turns, model_input.hidden_layers)
+        states = {n: padded(state.to(self._dtype), real, shape) for n, state in hidden.items()}
         if model_input.logits is Logits.NONE:
             return None, states
         if model_input.logits is Logits.LAST:
             return self._scores(normed[(counts.cumsum(0) - 1).clamp(min=0)])[:, None], states
         return padded(self._scores(normed), real, shape), states
 
-    def _nothing(
+    def _empty_outputs(
         self, shape: tuple[int, ...], model_input: ModelInput
     ) -> tuple[torch.Tensor | None, dict[int, torch.Tensor]]:
-        """What a pass over no token gives: zeros."""
+        """Return the outputs of a pass without tokens: zeros."""
         state = self._embed(torch.zeros(shape, dtype=torch.int64)).zero_()
         states = {n: state.to(self._dtype) for n in model_input.hidden_layers}
         if model_input.logits is Logits.NONE:
@@ -140,41 +143,41 @@ class FusedDecoder:
         return (scores[:, :1] if model_input.logits is Logits.LAST else scores), states
 
     def new_cache(self) -> SlotCache | None:
-        """A cache laid out for the compiled kernels; None without them."""
+        """Return a cache in the layout of the compiled kernels; None without them."""
         return None if self._native is None else self._native.new_cache()
 
     @property
     def compiled(self) -> bool:
-        """Whether the layers run over kernels compiled for this machine."""
+        """True if the layers run on kernels compiled for this machine."""
         return self._native is not None
 
     def _compiled(self, config: Any) -> NativeLayers | None:
-        """The layers over the compiled kernels, where there are kernels for them."""
+        """Return the layers over the compiled kernels; None if the kernels do not support them."""
         weight = self._norm.weight
         if weight.device.type != "cpu":
             return None
         activation = getattr(config, "hidden_activation", None) or config.hidden_act
         try:
             native = NativeLayers(self._layers, self._norm, str(activation), self._residual_scale, self._dtype)
-            if not isinstance(self._head, CompiledProduct):  # its bits would depend on the rows beside
-                raise LookupError(f"no kernels for a head of {type(self._head).__name__}")
+            if not isinstance(self._head, CompiledProduct):  # its bits would depend on the other rows
+                raise LookupError(f"the kernels do not support an output head of type {type(self._head).__name__}")
             return native
         except LookupError as error:
-            logger.info("lean passes are made of PyTorch's operations: %s", error)
+            logger.info("fused layers run on PyTorch's operations instead of compiled kernels: %s", error)
             return None
 
     def _check_rotary(self, model: Any) -> None:
-        """Raise ValueError where rotary positions turn more than a head, or an odd number of dimensions."""
-        place = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+        """Raise ValueError if rotary positions cover more dimensions than a head has, or an odd number."""
+        position = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
         for layer in {layer.kind: layer for layer in self._layers if layer.rotates}.values():
-            width = self._waves(place.float(), place, layer.kind)[0].shape[-1]
+            width = self._cos_sin(position.float(), position, layer.kind)[0].shape[-1]
             if width % 2 or width > layer.dim:
                 raise ValueError(
-                    f"rotary positions turn {width} dimensions of each head; head_dim={layer.dim} allows an even number up to it"
+                    f"rotary positions cover {width} dimensions of a head; allowed is an even number up to head_dim={layer.dim}"
                 )
 
-    def _waves(self, like: torch.Tensor, positions: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines of positions [B, T] for a kind of layer, [B, T, R] in the dtype of `like`."""
+    def _cos_sin(self, like: torch.Tensor, positions: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cosines and sines of positions [B, T] for a kind of layer, [B, T, R] in the dtype of `like`."""
         found: tuple[torch.Tensor, torch.Tensor] = (
             self._rotary(like, positions, kind) if self._by_kind else self._rotary(like, positions)
         )
@@ -190,7 +193,7 @@ class FusedDecoder:
 
 
 def padded(flat: torch.Tensor, real: torch.Tensor | None, shape: tuple[int, ...]) -> torch.Tensor:
-    """[N, width] of the real tokens -> [B, T, width], zeros elsewhere."""
+    """Scatter rows [N, width] of the real tokens to [B, T, width], with zeros elsewhere."""
     if real is None:
         return flat.view(*shape, flat.shape[-1])
     out = flat.new_zeros(*shape, flat.shape[-1])
@@ -199,28 +202,31 @@ def padded(flat: torch.Tensor, real: torch.Tensor | None, shape: tuple[int, ...]
 
 
 class NotFusedError(Exception):
-    """Why a model is left to its own code."""
+    """Fused layers do not support a model; the message is the reason."""
 
 
-def _not_as_written(part: Any) -> str | None:
-    """Why calling a module may do something else than its family's code says; None where it does not."""
-    if part._forward_hooks or part._forward_pre_hooks or hasattr(part, "_hf_hook"):  # PyTorch's, and accelerate's
+def _customization(part: Any) -> str | None:
+    """Return why a module may compute something else than its family's code, or None."""
+    if (
+        part._forward_hooks or part._forward_pre_hooks or hasattr(part, "_hf_hook")
+    ):  # hooks of PyTorch and of accelerate
         return "it has hooks on its modules"
     if "forward" in vars(part):
-        return f"a forward of its own was given to one of its {type(part).__name__}"
-    if not type(part).__module__.startswith(_WRITTEN_IN):
-        return f"{type(part).__name__} is code of its own"
+        return f"the forward of one of its {type(part).__name__} modules was replaced"
+    if not type(part).__module__.startswith(_TRUSTED_PACKAGES):
+        return f"its {type(part).__name__} is a custom module"
     return None
 
 
 def state_of(model: Any) -> list[tuple[int, bool]]:
-    """What changes when a model is hooked, patched, moved, or has a part or a weight replaced, but not when weights are trained.
+    """Return a fingerprint of a model's structure.
 
-    Lean passes go around a model's modules, so one that is somebody else's too is compared with what it was.
+    It changes if the model is hooked, patched or moved, or if a module or weight is replaced, but not if weights are trained.
+    Fused passes bypass a model's modules, so a model that the caller may change is compared with its earlier state.
     """
     out = []
     for part in model.modules():
-        out.append((id(part), _not_as_written(part) is None))
+        out.append((id(part), _customization(part) is None))
         out += [
             (weight.data_ptr(), weight.device.type == "cpu")
             for weight in part._parameters.values()
@@ -234,17 +240,19 @@ def _kinds(config: Any) -> list[str]:
     if config.model_type in _BY_LAYER:
         kinds = list(config.layer_types)
         if set(kinds) - {FULL, SLIDING}:
-            raise NotFusedError(f"its layers are of the kinds {', '.join(sorted(set(kinds)))}")
+            raise NotFusedError(
+                f"it has layers of the kinds {', '.join(sorted(set(kinds)))}; fused layers have full or sliding attention"
+            )
         return kinds
-    slides = config.model_type in _ALL_ALIKE and getattr(config, "sliding_window", None) is not None
+    slides = config.model_type in _ALL_SLIDING and getattr(config, "sliding_window", None) is not None
     return [SLIDING if slides else FULL] * count
 
 
 def _read(layer: Any, kind: str, config: Any) -> GatedLayer:
     attn, mlp = layer.self_attn, layer.mlp
-    four = hasattr(layer, "pre_feedforward_layernorm")
+    four_norms = hasattr(layer, "pre_feedforward_layernorm")
     first = getattr(layer, "input_layernorm", None)
-    two = four or first is None  # norms after attention and feed-forward
+    after = four_norms or first is None  # norms after attention and feed-forward
     return GatedLayer(
         kind=kind,
         before_attention=None if first is None else _norm_of(first),
@@ -259,24 +267,24 @@ def _read(layer: Any, kind: str, config: Any) -> GatedLayer:
         scaling=float(attn.scaling),
         softcap=getattr(attn, "attn_logit_softcapping", None),
         output=product_of(attn.o_proj),
-        after_attention=_norm_of(layer.post_attention_layernorm) if two else None,
-        before_mlp=_norm_of(layer.pre_feedforward_layernorm if four else layer.post_attention_layernorm)
-        if four or not two
+        after_attention=_norm_of(layer.post_attention_layernorm) if after else None,
+        before_mlp=_norm_of(layer.pre_feedforward_layernorm if four_norms else layer.post_attention_layernorm)
+        if four_norms or not after
         else None,
         gate_up=_joint(mlp, "gate_up_proj", ("gate_proj", "up_proj")),
         activation=getattr(mlp, "act_fn", None) or mlp.activation_fn,
         down=product_of(mlp.down_proj),
-        after_mlp=_norm_of(layer.post_feedforward_layernorm) if two else None,
+        after_mlp=_norm_of(layer.post_feedforward_layernorm) if after else None,
     )
 
 
 def _joint(parent: Any, whole: str, parts: Sequence[str]) -> Product:
-    """One product for layers that read the same input."""
+    """Return one product for layers that read the same input."""
     return product_of(*([getattr(parent, whole)] if hasattr(parent, whole) else [getattr(parent, n) for n in parts]))
 
 
 def _norm_of(module: Any) -> Norm:
-    """A family's root-mean-square norm. Gemma's weights are what is added to one."""
+    """Read a root-mean-square norm. Gemma's norms multiply by one plus their weight."""
     eps = getattr(module, "variance_epsilon", None)
     return Norm(
         module.weight.detach(),

@@ -1,9 +1,9 @@
-"""Passes of few columns captured once for each shape and replayed: no Python, and no launch by launch, between the layers.
+"""Small forward passes captured once per shape and replayed, without Python and separate kernel launches between layers.
 
-A GPU takes a few microseconds for most of a small pass's operations and Python takes more to ask for each. Here a pass reads its
-tokens and lengths from buffers that stay where they are, so that what was recorded once runs for other tokens and lengths. Owns
-the shapes, the buffers and the trust in a recording. How one is made is a function: a CUDA graph's, or in tests another's. Knows
-no model: what a pass computes is given.
+A GPU needs a few microseconds for most operations of a small pass, and Python takes longer to launch each. A captured pass reads
+its tokens and lengths from buffers at fixed addresses, so that one recording runs for other tokens and lengths. Owns the shapes,
+the buffers and the comparison of recordings with ordinary passes. The capture function is an argument: CUDA graphs, or a
+replacement in tests. Knows no model: the function to capture is an argument too.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from foresay.models.huggingface import attention
 logger = logging.getLogger("foresay")
 
 SWITCH = "FORESAY_GRAPHS"
-"""Environment variable: "0" captures nothing."""
+"""Environment variable: "1" captures passes. Off by default: no published figure was measured with captured passes."""
 COLUMNS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-"""Columns of captured passes; one with others is filled up with pads, one with more is not captured."""
+"""Columns of captured passes. A pass is padded to the next of these; one with more columns is not captured."""
 ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
-"""Rows of captured passes, likewise."""
-HELD = 48
-"""Recordings of a cache; the one that was not used for longest makes room."""
+"""Rows of captured passes, padded likewise."""
+MAX_RECORDINGS = 48
+"""Most recordings per cache; the least recently used one is dropped."""
 _TOLERANCE = 2e-2
-"""Largest difference to the same pass unrecorded, as a share of its scores' spread."""
+"""Largest allowed difference from the same pass without a graph, as a share of the range of its scores."""
 
 Outputs = tuple[torch.Tensor | None, Mapping[int, torch.Tensor]]
-"""Scores [B, T, V], or None, and hidden states [B, T, H] by layer."""
+"""Scores [B, T, V] or None, and hidden states [B, T, H] by layer."""
 Replay = Callable[[], Outputs]
 Capture = Callable[[Replay], Replay]
-"""Makes of a pass something that repeats it over whatever its buffers hold then; the pass may be run some times first."""
+"""Turn a pass into a function that repeats it with the current contents of its buffers; may run the pass a few times first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a recording is good for."""
+    """The shape of the passes that a recording can replay."""
 
     rows: int
     columns: int
@@ -56,12 +56,11 @@ class Shape:
 
     @staticmethod
     def of(model_input: ModelInput, cache: SlotCache) -> Shape | None:
-        """The shape that a pass is captured in; None where it is not: it fills a prompt, or is too large."""
+        """Return the shape that a pass is padded to, or None if it is not captured (a prefill, or a large pass)."""
         batch, width = model_input.token_ids.shape
-        last = (
-            model_input.first_row + batch >= cache.rows_in_use
-        )  # no row but one that holds nothing may be filled up with
-        rows, columns = _least(ROWS, batch) if last else batch, _least(COLUMNS, width)
+        # padding rows overwrite the rows after the batch, so these must be empty
+        last = model_input.first_row + batch >= cache.rows_in_use
+        rows, columns = _smallest(ROWS, batch) if last else batch, _smallest(COLUMNS, width)
         if rows is None or columns is None or rows > ROWS[-1]:
             return None
         longest = max(cache.lengths[model_input.first_row : model_input.first_row + batch])
@@ -74,7 +73,7 @@ class Shape:
 
 
 class Buffers:
-    """What a captured pass reads: tokens [B, T], the length of each row before them [B], and the parents [B, T] of a tree."""
+    """Inputs of a captured pass: token ids [B, T], row lengths before them [B], and the parents [B, T] of a draft tree."""
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
         self.shape = shape
@@ -84,7 +83,7 @@ class Buffers:
         self.parents = torch.full(size, -1, dtype=torch.int64, device=device) if shape.tree else None
 
     def fill(self, model_input: ModelInput, cache: SlotCache) -> None:
-        """The pass to come. Nothing here waits for the device."""
+        """Copy the inputs of the next pass into the buffers, without waiting for the device."""
         batch, columns = model_input.token_ids.shape
         starts = cache.lengths[model_input.first_row : model_input.first_row + batch]
         pinned = self.starts.device.type == "cuda"
@@ -96,7 +95,7 @@ class Buffers:
             self.parents[:batch, :columns].copy_(model_input.parents, non_blocking=True)
 
     def placement(self) -> Placement:
-        """Where the tokens go, computed from the buffers alone."""
+        """Return the placement of the tokens, computed from the buffers only."""
         return Placement.after(self.starts, self.shape.columns, self.shape.first_row, self.shape.width, self.parents)
 
 
@@ -105,28 +104,28 @@ class _Recording:
     buffers: Buffers
     replay: Replay
     compared: int = 0
-    """Replays that were compared with the pass itself: the first, and one of other tokens."""
+    """Number of replays compared with an ordinary pass: the first two, the second one with other tokens."""
 
 
 class _Recordings:
-    """Those over the tensors of one cache, while they stay where they are."""
+    """Recordings over the tensors of one cache, valid while their addresses do not change."""
 
-    def __init__(self, made: int) -> None:
-        self.made = made
+    def __init__(self, version: int) -> None:
+        self.version = version
         self.by_shape: OrderedDict[Shape, _Recording | None] = OrderedDict()
-        """None: the shape was seen once."""
+        """Recordings in order of use; None for a shape that occurred only once."""
 
-    def found(self, shape: Shape) -> _Recording | None:
-        """The recording; None for a shape that has none."""
+    def get(self, shape: Shape) -> _Recording | None:
+        """Return the recording of a shape, which becomes the most recently used; None if there is none yet."""
         self.by_shape.setdefault(shape, None)
         self.by_shape.move_to_end(shape)
-        while len(self.by_shape) > HELD:
+        while len(self.by_shape) > MAX_RECORDINGS:
             self.by_shape.popitem(last=False)
         return self.by_shape[shape]
 
 
 class GraphedPasses:
-    """Passes over a cache, captured when their shape comes a second time."""
+    """Forward passes over a cache, captured when their shape occurs for the second time."""
 
     def __init__(
         self,
@@ -134,87 +133,89 @@ class GraphedPasses:
         capture: Capture,
         device: torch.device,
     ) -> None:
-        """run: a pass over token_ids [B, T] at a placement, of which hidden layers, and the scores where asked for."""
+        """run: computes a pass from (token_ids [B, T], placement, cache, hidden layers to return, True to compute scores)."""
         self._run, self._capture, self._device = run, capture, device
-        self._held: WeakKeyDictionary[Stores, _Recordings] = WeakKeyDictionary()
-        self.off: str | None = "0" if os.environ.get(SWITCH) == "0" else None
-        """Why nothing is captured any more."""
+        self._recordings: WeakKeyDictionary[Stores, _Recordings] = WeakKeyDictionary()
+        self.off: str | None = None if os.environ.get(SWITCH) == "1" else f"{SWITCH}=1 is not set"
+        """Reason why nothing is captured, or None."""
         self.replays = 0
-        """Passes that were replayed."""
+        """Number of replayed passes."""
 
     def __call__(self, model_input: ModelInput, cache: SlotCache) -> Outputs | None:
-        """The pass, if it can be replayed, [B, T, .] of the feed's rows and columns; None where it is to be made as ever.
+        """Replay the pass and return its outputs [B, T, .]; None if the caller must run it without a graph.
 
-        Writes to the cache; the lengths are the caller's.
+        Writes to the cache but does not change its lengths.
         """
         shape = None if self.off is not None else Shape.of(model_input, cache)
         stores = cache.tensors
         if shape is None or not isinstance(stores, Stores) or not stores.layers:
             return None
         stores.reserve(shape.first_row + shape.rows, shape.first_row, [shape.width] * shape.rows)
-        held = self._held.get(stores)
-        if held is None or held.made != stores.made:
-            held = self._held[stores] = _Recordings(stores.made)
-        known, recording = shape in held.by_shape, held.found(shape)
-        if not known:
+        recordings = self._recordings.get(stores)
+        if recordings is None or recordings.version != stores.version:
+            recordings = self._recordings[stores] = _Recordings(stores.version)
+        seen_before, recording = shape in recordings.by_shape, recordings.get(shape)
+        if not seen_before:
             return None
         try:
             if recording is None:
-                recording = held.by_shape[shape] = self._recorded(shape, model_input, cache)
+                recording = recordings.by_shape[shape] = self._record(shape, model_input, cache)
             recording.buffers.fill(model_input, cache)
             out = recording.replay()
             if recording.compared < 2:
-                self._compare(out, self._bare(recording.buffers, cache))
+                self._compare(out, self._run_eagerly(recording.buffers, cache))
                 recording.compared += 1
-        except Exception as error:  # whatever a model's operations cannot do while they are recorded
+        except Exception as error:  # a model's operations may fail to be captured in any way
             self.off = f"{type(error).__name__}: {error}"
-            self._held.clear()
-            logger.warning("passes are not captured as graphs: %s", self.off)
+            self._recordings.clear()
+            logger.warning("passes are not captured as CUDA graphs: %s", self.off)
             return None
         self.replays += 1
         return _cut(out, *model_input.token_ids.shape)
 
-    def _recorded(self, shape: Shape, model_input: ModelInput, cache: SlotCache) -> _Recording:
+    def _record(self, shape: Shape, model_input: ModelInput, cache: SlotCache) -> _Recording:
         assert isinstance(cache.tensors, Stores)
-        buffers, held = Buffers(shape, self._device), ref(cache.tensors)
+        buffers, stores_ref = Buffers(shape, self._device), ref(cache.tensors)
         buffers.fill(model_input, cache)
 
-        def one() -> Outputs:
-            stores = held()
+        def run() -> Outputs:
+            stores = stores_ref()
             assert stores is not None
-            return self._bare(buffers, SlotCache.over(stores))
+            return self._run_eagerly(buffers, SlotCache.over(stores))
 
-        return _Recording(buffers, self._capture(one))
+        return _Recording(buffers, self._capture(run))
 
-    def _bare(self, buffers: Buffers, cache: SlotCache) -> Outputs:
-        """The pass itself, over what the buffers hold."""
+    def _run_eagerly(self, buffers: Buffers, cache: SlotCache) -> Outputs:
+        """Run the pass without a graph, with the current contents of the buffers."""
         at, shape = buffers.placement(), buffers.shape
         with attention.during(at):
             return self._run(buffers.token_ids, at, cache, shape.hidden, shape.head)
 
     @staticmethod
-    def _compare(out: Outputs, wanted: Outputs) -> None:
-        """Raises ValueError for scores that are not those of the pass itself."""
-        if out[0] is None or wanted[0] is None:
+    def _compare(out: Outputs, expected: Outputs) -> None:
+        """Raise ValueError if the scores differ from those of the pass without a graph."""
+        if out[0] is None or expected[0] is None:
             return
-        ours, theirs = out[0].float(), wanted[0].float()
-        spread = (theirs.amax() - theirs.amin()).clamp(min=1e-6)
-        difference = float((ours - theirs).abs().amax() / spread)
+        replayed, eager = out[0].float(), expected[0].float()
+        spread = (eager.amax() - eager.amin()).clamp(min=1e-6)
+        difference = float((replayed - eager).abs().amax() / spread)
         if not difference <= _TOLERANCE:
-            raise ValueError(f"a captured pass differs from itself by {difference:.1e} of its scores' spread")
+            raise ValueError(
+                f"scores of a captured pass differ from those without a graph by {difference:.1e} of their range"
+            )
 
 
 def cuda_graphs(device: torch.device) -> Capture:
-    """Captures by CUDA graphs that share their scratch memory."""
+    """Return a capture function by CUDA graphs that share one memory pool."""
     pool = torch.cuda.graph_pool_handle()
 
     def capture(run: Replay) -> Replay:
-        aside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        aside.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(aside):  # what is set up in a first run must not be recorded
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):  # warm-up: one-time initialization must not be recorded
             for _ in range(2):
                 run()
-        torch.cuda.current_stream(device).wait_stream(aside)
+        torch.cuda.current_stream(device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             out = run()
@@ -228,17 +229,17 @@ def cuda_graphs(device: torch.device) -> Capture:
     return capture
 
 
-def _least(sizes: Sequence[int], needed: int) -> int | None:
+def _smallest(sizes: Sequence[int], needed: int) -> int | None:
     return next((size for size in sizes if size >= needed), None)
 
 
 def _width(needed: int) -> int:
-    """Slots in sight: an eighth more than needed at most, so that a growing row changes its shape seldom."""
+    """Round the number of slots read up by at most about an eighth, so that a growing row rarely changes its shape."""
     return round_up(needed, max(128, 1 << max(0, needed.bit_length() - 4)))
 
 
 def _cut(out: Outputs, batch: int, columns: int) -> Outputs:
-    """The feed's rows and columns, copied: the next replay writes to the same place."""
+    """Copy the input's rows and columns out: the next replay overwrites the buffers."""
     scores, states = out
     return (
         None if scores is None else scores[:batch, :columns].clone(),

@@ -1,7 +1,7 @@
-"""Linear layers of a transformers model replaced by frozen products.
+"""Replacement of a transformers model's linear layers by frozen products.
 
-Owns which layers are replaced, which are multiplied as one, and what a model's weights weigh. Knows nothing of models but that
-they hold `nn.Linear`.
+Owns which layers are replaced, which are multiplied jointly, and the sizes of a model's weights. Knows nothing of models except
+that they contain `nn.Linear`.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from foresay.models.cpu.product import NativeProduct
 from foresay.models.cpu.rounding import GROUP, Groups
 from foresay.models.huggingface.products import Int4Product, Int8Product, PackedProduct, Product
 
-TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q", "k", "v"), ("wi_0", "wi_1"))
-"""Names of layers that most families apply to one and the same input."""
+JOINT_LAYERS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q", "k", "v"), ("wi_0", "wi_1"))
+"""Names of layers that most families apply to the same input."""
 _CROSS = ("encoder_attn", "EncDecAttention")
-"""Names of attention that reads an encoder's output: its query layer is used without the two others."""
+"""Names of cross-attention modules, whose query layer reads another input than the key and value layers."""
 Table = Int8Product | NativeProduct
-"""A product whose rows can be looked up."""
+"""A product whose weight rows can be read, as an embedding needs."""
 MakeProduct = Callable[[torch.Tensor, torch.Tensor | None], Product]
 
 
 class FrozenLinear(nn.Module):
-    """A linear layer by a frozen product."""
+    """A linear layer computed by a frozen product."""
 
     weight: torch.Tensor | None = None
-    """None: T5 reads the dtype of its layers' weights where they have any."""
+    """None, so that T5 does not read a dtype from it."""
 
     def __init__(self, product: Product) -> None:
         super().__init__()
@@ -43,12 +43,12 @@ class FrozenLinear(nn.Module):
         self.product, self.bias = product, product.bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [..., in] -> [..., out]."""
+        """Multiply x [..., in] -> [..., out]."""
         return self.product(x)
 
 
 class FrozenEmbedding(nn.Module):
-    """An embedding in 8 or 4 bits: a row is made when it is looked up. Its product may also be the head's."""
+    """An embedding over a frozen product, which decodes rows when they are read. The output head may share the product."""
 
     def __init__(self, product: Table, dtype: torch.dtype) -> None:
         super().__init__()
@@ -57,42 +57,42 @@ class FrozenEmbedding(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """[V, H] on the meta device: what asks for a shape gets one."""
+        """An empty tensor [V, H] on the meta device, for callers that read the shape."""
         return torch.empty(self.num_embeddings, self.embedding_dim, dtype=self._dtype, device="meta")
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """token_ids: [...] -> [..., H]."""
+        """Return embeddings, token_ids [...] -> [..., H]."""
         return self.product.rows(token_ids, self._dtype)
 
 
 class _Joint:
-    """Linear layers that read the same input, multiplied as one: fewer, wider products reach more of the bandwidth.
+    """Linear layers that read the same input, multiplied jointly: fewer, wider products reach more of the memory bandwidth.
 
-    The first layer to be called with an input computes for all and keeps the others' outputs for them. A layer that is called
-    with another input, or twice, computes again, so the result does not depend on the order of the calls.
+    The first layer called with an input computes the outputs of all layers and keeps them until the others are called. A layer
+    called with another input, or twice, computes again, so results do not depend on the order of the calls.
     """
 
     def __init__(self, product: Product, sizes: Sequence[int]) -> None:
         self.product, self._sizes = product, list(sizes)
-        # (input, outputs not taken yet); one attribute, so that threads see the two together
-        self._waiting: tuple[torch.Tensor, dict[int, torch.Tensor]] | None = None
+        # (input, outputs not taken yet); a single attribute, so that threads read both consistently
+        self._pending: tuple[torch.Tensor, dict[int, torch.Tensor]] | None = None
 
     def joins(self, layers: Sequence[nn.Module]) -> bool:
-        """Whether these are all its layers, in order."""
-        own = [layer._index for layer in layers if isinstance(layer, JointLinear) and layer._joint is self]
-        return own == list(range(len(self._sizes)))
+        """True if these are all its layers, in order."""
+        indices = [layer._index for layer in layers if isinstance(layer, JointLinear) and layer._joint is self]
+        return indices == list(range(len(self._sizes)))
 
     def output(self, x: torch.Tensor, index: int) -> torch.Tensor:
-        waiting = self._waiting
-        if waiting is None or waiting[0] is not x or index not in waiting[1]:
-            waiting = (x, dict(enumerate(torch.split(self.product(x), self._sizes, -1))))
-        out = waiting[1].pop(index)
-        self._waiting = waiting if waiting[1] else None
+        pending = self._pending
+        if pending is None or pending[0] is not x or index not in pending[1]:
+            pending = (x, dict(enumerate(torch.split(self.product(x), self._sizes, -1))))
+        out = pending[1].pop(index)
+        self._pending = pending if pending[1] else None
         return out
 
 
 class JointLinear(nn.Module):
-    """One of several linear layers that are multiplied together."""
+    """One of several linear layers that are multiplied jointly."""
 
     def __init__(self, joint: _Joint, index: int, linear: nn.Linear) -> None:
         super().__init__()
@@ -101,16 +101,16 @@ class JointLinear(nn.Module):
 
     @property
     def product(self) -> Product:
-        """The product of all of them."""
+        """The product of all joint layers."""
         return self._joint.product
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [..., in] -> [..., out]."""
+        """Multiply x [..., in] -> [..., out]."""
         return self._joint.output(x, self._index)
 
 
 def product_of(*layers: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-    """One function [..., in] -> [..., sum of out] for layers that read the same input."""
+    """Return one function [..., in] -> [..., sum of out] for layers that read the same input."""
     first = layers[0]
     joint = [layer._joint for layer in layers if isinstance(layer, JointLinear)]
     if len(joint) == len(layers) and joint[0].joins(layers):
@@ -127,9 +127,9 @@ def product_of(*layers: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def weight_of(layer: nn.Module) -> torch.Tensor | None:
-    """A linear layer's weight in plain layout, [out, in]; None for a layer of another kind.
+    """Return a linear layer's weight in plain layout, [out, in]; None for a layer of another kind.
 
-    Raises UnsupportedModelError for weights that accelerate keeps elsewhere between passes.
+    Raises UnsupportedModelError for weights that accelerate offloads between passes.
     """
     if isinstance(layer, FrozenLinear):
         return layer.product.dense()
@@ -142,37 +142,37 @@ def weight_of(layer: nn.Module) -> torch.Tensor | None:
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Bytes of weights that one pass reads: everything but embeddings, of which it reads a few rows.
+    """Return the bytes of weights that one forward pass reads: all except embeddings, of which it reads only a few rows.
 
-    An embedding that is also the head's weight counts, once.
+    An embedding tied to the output head counts once.
     """
-    sizes, looked_up = _sizes(model)
-    return sum(size for key, size in sizes.items() if key not in looked_up or _is_head(model, key))
+    sizes, embeddings = _sizes(model)
+    return sum(size for key, size in sizes.items() if key not in embeddings or _is_head(model, key))
 
 
 def resident_bytes(model: nn.Module) -> int:
-    """Bytes that the weights take, each counted once."""
+    """Return the bytes of all weights, each counted once."""
     sizes, _ = _sizes(model)
     sizes |= {id(m.product): m.product.nbytes for m in model.modules() if isinstance(m, FrozenEmbedding)}
     return sum(sizes.values())
 
 
 def _sizes(model: nn.Module) -> tuple[dict[int, int], set[int]]:
-    """(bytes of each weight, which of them rows are looked up in)."""
+    """Return the bytes of each weight by id, and the ids of embedding weights."""
     sizes: dict[int, int] = {}
-    looked_up: set[int] = set()
+    embeddings: set[int] = set()
     for module in model.modules():
         if isinstance(module, nn.Embedding):
-            looked_up.add(id(module.weight))
+            embeddings.add(id(module.weight))
         if isinstance(module, FrozenLinear | JointLinear):
             sizes[id(module.product)] = module.product.nbytes
         for weight in module.parameters(recurse=False):
             sizes[id(weight)] = weight.numel() * weight.element_size()
-    return sizes, looked_up
+    return sizes, embeddings
 
 
 def device_of(embedding: nn.Module) -> torch.device:
-    """The device that an embedding computes on: where its weights are, or where accelerate loads offloaded ones for a pass."""
+    """Return the device that an embedding computes on: that of its weights, or the one accelerate loads offloaded weights to."""
     if isinstance(embedding, FrozenEmbedding):
         return torch.device("cpu")
     weight: torch.Tensor = embedding.weight  # type: ignore[assignment]
@@ -185,7 +185,7 @@ def device_of(embedding: nn.Module) -> torch.device:
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Weights of a model, whatever their format; those of a head that is tied to an embedding once."""
+    """Return the number of parameters, in any format; those of a head tied to the embedding count once."""
     sizes = {id(weight): weight.numel() for weight in model.parameters()}
     for module in model.modules():
         product = getattr(module, "product", None)
@@ -204,7 +204,7 @@ def _is_head(model: nn.Module, key: int) -> bool:
 
 
 def available(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether freezing helps: on a CPU, by kernels compiled for it, or else in bf16 by oneDNN's."""
+    """True if frozen products are faster: on a CPU with compiled kernels, or in bf16 with oneDNN's."""
     if device.type != "cpu":
         return False
     if library() is not None and dtype in (torch.float32, torch.bfloat16):
@@ -215,100 +215,102 @@ def available(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def compiled() -> bool:
-    """Whether there are kernels of our own for this machine."""
+    """True if our compiled kernels are available on this machine."""
     return library() is not None
 
 
-def unchanged(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
-    """The product of weights that are not rounded."""
+def unquantized(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
+    """Return the product of unquantized weights."""
     native = library() is not None and weight.dtype in (torch.float32, torch.bfloat16)
     return (NativeProduct.of_numbers if native else PackedProduct)(weight, bias)
 
 
 def int8(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
-    """The product of weights rounded to 8 bits."""
+    """Return the product of weights quantized to 8 bits."""
     return (Int8Product if library() is None else NativeProduct.int8)(weight, bias)
 
 
 def int4(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
-    """The product of weights rounded to 4 bits; rows that are not whole groups take 8."""
+    """Return the product of weights quantized to 4 bits, or to 8 bits if rows are not multiples of a group."""
     if not int4_fits(weight):
         return int8(weight, bias)
     return (Int4Product if library() is None else NativeProduct.int4)(weight, bias)
 
 
 def of_rows(levels: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, bias: torch.Tensor | None) -> Table:
-    """The product of weights that are rounded to 8 bits already: see `rounded_int8`."""
+    """Return the product of weights already quantized to 8 bits; see `quantize_int8`."""
     if library() is None:
         return Int8Product.of_rows(levels, scales.to(dtype), bias)
     return NativeProduct.of_rows(levels, scales, bias)
 
 
 def of_groups(pieces: Iterable[Groups], dtype: torch.dtype, bias: torch.Tensor | None) -> Product:
-    """The product of weights that are rounded to 4 bits already: see `rounded_int4`."""
+    """Return the product of weights already quantized to 4 bits; see `quantize_int4`."""
     if library() is None:
         return Int4Product.of_groups(pieces, dtype, bias)
     return NativeProduct.of_groups(pieces, bias)
 
 
 def of_blocks(stored: Sequence[tuple[str, npt.NDArray[np.uint8]]], bias: torch.Tensor | None) -> NativeProduct | None:
-    """The product of a GGUF file's 4-bit blocks, see `NativeProduct.of_blocks`; None without kernels."""
+    """Return the product of a GGUF file's 4-bit blocks, or None without compiled kernels; see `NativeProduct.of_blocks`."""
     return None if library() is None else NativeProduct.of_blocks(stored, bias)
 
 
 def int4_fits(weight: torch.Tensor) -> bool:
-    """Whether the rows of a weight [out, in] are whole groups."""
+    """True if the rows of a weight [out, in] divide into whole groups."""
     return weight.shape[1] % GROUP == 0
 
 
-def in_bits(bits: int) -> MakeProduct:
-    """What makes products of 8 or 4 bits a weight."""
+def quantizer(bits: int) -> MakeProduct:
+    """Return the function that makes products with 8 or 4 bits per weight."""
     return int8 if bits == 8 else int4
 
 
-def freeze_linears(model: nn.Module, make: MakeProduct = unchanged, *, all_dtypes: bool = False) -> int:
-    """Replace every `nn.Linear` of `model` on a CPU by a frozen product, freeing its weight where nothing else uses it.
+def freeze_linears(model: nn.Module, make: MakeProduct = unquantized, *, all_dtypes: bool = False) -> int:
+    """Replace every `nn.Linear` of `model` on a CPU by a frozen product, and free weights that nothing else uses.
 
-    all_dtypes: also those whose dtype packing would not help. Returns how many were replaced. A weight tied to an embedding
-    stays, since the embedding reads it in plain layout.
+    all_dtypes: replace also layers whose dtype packing does not speed up. Returns the number of replaced layers. A weight tied
+    to an embedding stays in memory, since the embedding reads it in plain layout.
     """
 
-    def fits(module: object) -> TypeGuard[nn.Linear]:
+    def replaceable(module: object) -> TypeGuard[nn.Linear]:
         if type(module) is not nn.Linear or module.weight.device.type != "cpu":
             return False
         return all_dtypes or available(module.weight.dtype, module.weight.device)
 
     count = 0
     for path, parent in list(model.named_modules()):
-        for names in () if path.endswith(_CROSS) else TOGETHER:
+        for names in () if path.endswith(_CROSS) else JOINT_LAYERS:
             layers = [getattr(parent, name, None) for name in names]
-            count += _join(parent, names, [layer for layer in layers if fits(layer)], make)
+            count += _join(parent, names, [layer for layer in layers if replaceable(layer)], make)
         for name, child in list(parent.named_children()):
-            if fits(child):
+            if replaceable(child):
                 bias = None if child.bias is None else child.bias.detach().clone()
                 setattr(parent, name, FrozenLinear(make(child.weight.detach(), bias)))
                 count += 1
     return count
 
 
-def freeze_model(model: Any, make: MakeProduct = unchanged, *, all_dtypes: bool = False) -> None:
-    """Freeze a whole model as `freeze_linears` does, so that its weights are in memory once, and the mapped files not at all.
+def freeze_model(model: Any, make: MakeProduct = unquantized, *, all_dtypes: bool = False) -> None:
+    """Freeze a whole model by `freeze_linears`, so that its weights are in memory once and the checkpoint is not mapped.
 
-    The product of a head that is tied to the embedding becomes the embedding's table where its numbers are kept as they are.
-    Weights that are not packed are copied: a view of one keeps the whole checkpoint mapped, and the pages of the packed weights
-    in memory. A model of mostly such weights is left where it is.
+    If the head is tied to the embedding and its weights are not quantized, the embedding reads the head's product. Weights that
+    are not packed are copied, since a view of one keeps the whole checkpoint mapped and the pages of packed weights in memory.
+    They are not copied if most of the model consists of them.
     """
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     tied = type(head) is nn.Linear and type(embedding) is nn.Embedding and head.weight is embedding.weight
-    tied = tied and not model.config.is_encoder_decoder and embedding.max_norm is None  # an encoder's may be scaled too
+    tied = (
+        tied and not model.config.is_encoder_decoder and embedding.max_norm is None
+    )  # an encoder-decoder may scale its embedding
     if not freeze_linears(model, make, all_dtypes=all_dtypes):
         return
     product = getattr(model.get_output_embeddings(), "product", None)
     if tied and isinstance(product, NativeProduct) and product.bits >= 16:
         model.set_input_embeddings(FrozenEmbedding(product, embedding.weight.dtype))
-    left = [weight for weight in model.parameters() if weight.device.type == "cpu"]
-    if sum(weight.nbytes for weight in left) <= resident_bytes(model) / 2:
-        for weight in left:
+    unpacked = [weight for weight in model.parameters() if weight.device.type == "cpu"]
+    if sum(weight.nbytes for weight in unpacked) <= resident_bytes(model) / 2:
+        for weight in unpacked:
             weight.data = weight.data.clone()
 
 
@@ -322,9 +324,9 @@ def _join(parent: nn.Module, names: Sequence[str], layers: Sequence[nn.Linear], 
 
 
 def replace_jointly(parent: nn.Module, names: Sequence[str], product: Product) -> None:
-    """Put one product in the place of layers of `parent` that read the same input.
+    """Replace layers of `parent` that read the same input by one product.
 
-    Raises UnsupportedModelError where its shape is not theirs.
+    Raises UnsupportedModelError if its shape does not match theirs.
     """
     layers = [parent.get_submodule(name) for name in names]
     sizes = [layer.out_features for layer in layers if isinstance(layer, nn.Linear)]

@@ -1,7 +1,7 @@
-"""A layer of a Llama-like decoder by PyTorch's operations, in as few as can be.
+"""A layer of a Llama-like decoder in a minimal number of PyTorch operations.
 
-Owns the two halves of a layer, rotary positions and the masks they look through. None of them depends on a number in a tensor, so
-that a pass over them can be captured. Knows no family and no model.
+Owns the attention and feed-forward halves of a layer, rotary positions and causal masks. No operation depends on a value in a
+tensor, so that a forward pass can be captured in a CUDA graph. Knows no family and no model.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from foresay.models.cpu.gated_layer import GatedLayer, Norm
 from foresay.models.huggingface import attention
 
 Turn = tuple[torch.Tensor, torch.Tensor]
-"""Cosines and sines [B, T, 1, rotated dimensions]; the sines of the first half negated."""
+"""Cosines and sines [B, T, 1, rotated dimensions]; the first half of the sines is negated."""
 Write = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""Keys and values [B, heads, T, dim] of a pass -> all that its rows see, [B, heads, width, dim]."""
+"""Store keys and values [B, heads, T, dim] of a pass; return all that its rows attend to, [B, heads, width, dim] each."""
 
 
 def attend(
@@ -29,79 +29,86 @@ def attend(
     mask: torch.Tensor,
     scale: float = 1.0,
 ) -> torch.Tensor:
-    """x [B, T, H] and `scale` times what attention gathers. read: what queries, keys and values are made of."""
+    """Return x [B, T, H] plus `scale` times the attention output. read: the input of queries, keys and values."""
     batch, columns = x.shape[:2]
-    many, few = layer.heads
+    query_heads, key_heads = layer.heads
     joint = layer.qkv(read)
     if layer.q_norm is not None and layer.k_norm is not None:
-        joint = _normed(layer, joint)
-    joint = joint.view(batch, columns, many + 2 * few, layer.dim)
-    turned = joint[:, :, : many + few]
+        joint = _normalize_heads(layer, joint)
+    joint = joint.view(batch, columns, query_heads + 2 * key_heads, layer.dim)
+    rotated = joint[:, :, : query_heads + key_heads]
     if layer.rotates:
-        turned = _rotated(turned, *turn)
-    keys, values = write(turned[:, :, many:].transpose(1, 2), joint[:, :, many + few :].transpose(1, 2))
-    query = turned[:, :, :many].transpose(1, 2)
-    seen, _ = attention.attention(None, query, keys, values, mask, layer.scaling, softcap=layer.softcap)
-    return _added(x, layer.output(seen.reshape(batch, columns, many * layer.dim)), layer.after_attention, scale)
+        rotated = _rotate(rotated, *turn)
+    keys, values = write(
+        rotated[:, :, query_heads:].transpose(1, 2), joint[:, :, query_heads + key_heads :].transpose(1, 2)
+    )
+    query = rotated[:, :, :query_heads].transpose(1, 2)
+    attended, _ = attention.attention(None, query, keys, values, mask, layer.scaling, softcap=layer.softcap)
+    return _add_residual(
+        x, layer.output(attended.reshape(batch, columns, query_heads * layer.dim)), layer.after_attention, scale
+    )
 
 
 def feed_forward(layer: GatedLayer, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-    """x [B, T, H] and `scale` times its feed-forward."""
+    """Return x [B, T, H] plus `scale` times the feed-forward output."""
     gate, up = layer.gate_up(x if layer.before_mlp is None else layer.before_mlp(x)).chunk(2, -1)
-    return _added(x, layer.down(layer.activation(gate) * up), layer.after_mlp, scale)
+    return _add_residual(x, layer.down(layer.activation(gate) * up), layer.after_mlp, scale)
 
 
-def turn_of(cos: torch.Tensor, sin: torch.Tensor) -> Turn:
-    """From cosines and sines [B, T, rotated dimensions]."""
+def rotary_of(cos: torch.Tensor, sin: torch.Tensor) -> Turn:
+    """Build a Turn from cosines and sines [B, T, rotated dimensions]."""
     half = sin.shape[-1] // 2
     return cos[:, :, None], torch.cat([-sin[..., :half], sin[..., half:]], -1)[:, :, None]
 
 
-class TurnTable:
-    """A rotary module's cosines and sines, computed once for all positions up to the highest that was asked for."""
+class RotaryTable:
+    """A rotary module's cosines and sines, cached for all positions up to the highest requested."""
 
     STATIC = frozenset({"default", "linear", "llama3", "yarn"})
-    """Kinds whose frequencies do not depend on how long the text is."""
+    """RoPE types whose frequencies do not depend on the sequence length."""
 
     def __init__(self, rotary: Any) -> None:
-        """rotary: transformers' own, whose buffers are on the CPU."""
+        """rotary: a rotary embedding module of transformers with its buffers on the CPU."""
         self._rotary, self._static = rotary, getattr(rotary, "rope_type", "") in self.STATIC
         self._table = torch.empty(0, 0), torch.empty(0, 0)
 
     def __call__(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """positions: [N] int64 -> [N, R] float32 each, in one piece."""
+        """Return cosines and sines of positions, [N] int64 -> [N, R] float32 each, contiguous."""
         if not self._static:
-            return self._of(positions)
+            return self._compute(positions)
         needed = int(positions.max()) + 1
         if needed > len(self._table[0]):
-            self._table = self._of(torch.arange(max(1024, 2 * needed)))
+            self._table = self._compute(torch.arange(max(1024, 2 * needed)))
         cos, sin = self._table
         return cos[positions], sin[positions]
 
-    def _of(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _compute(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         cos, sin = self._rotary(torch.empty(0), positions[None])
         return cos[0].contiguous(), sin[0].contiguous()
 
 
 def causal_mask(window: int | None, dtype: torch.dtype) -> torch.Tensor:
-    """The additive mask of the pass under way, [B, 1, T, width]. window: positions that a token sees; None: all before it."""
+    """Return the additive mask of the current pass, [B, 1, T, width].
+
+    window: number of positions that a token attends to, its own included; None for all up to its own.
+    """
 
     def seen(batch: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        near = key <= query
-        return near if window is None else near & (key > query - window)
+        causal = key <= query
+        return causal if window is None else causal & (key > query - window)
 
     out: torch.Tensor = attention.additive_mask(mask_function=seen, dtype=dtype)
     return out
 
 
-def _added(x: torch.Tensor, out: torch.Tensor, after: Norm | None, scale: float) -> torch.Tensor:
-    if after is not None:
-        out = after(out)
+def _add_residual(x: torch.Tensor, out: torch.Tensor, norm: Norm | None, scale: float) -> torch.Tensor:
+    if norm is not None:
+        out = norm(out)
     return x + out if scale == 1.0 else torch.add(x, out, alpha=scale)
 
 
-def _normed(layer: GatedLayer, joint: torch.Tensor) -> torch.Tensor:
-    """Queries and keys normed: each head by itself, or all heads of a token together. joint: [B, T, heads * dim]."""
+def _normalize_heads(layer: GatedLayer, joint: torch.Tensor) -> torch.Tensor:
+    """Normalize queries and keys, per head or over all heads of a token (wide_norm). joint: [B, T, heads * dim]."""
     assert layer.q_norm is not None and layer.k_norm is not None
     sizes = [layer.heads[0] * layer.dim, layer.heads[1] * layer.dim, layer.heads[1] * layer.dim]
     query, key, value = torch.split(joint, sizes, -1)
@@ -113,10 +120,10 @@ def _normed(layer: GatedLayer, joint: torch.Tensor) -> torch.Tensor:
     return torch.cat([query, key, value], -1)
 
 
-def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary positions. x: [B, T, heads, D]; cos, sin: [B, T, 1, R], of which D - R dimensions are left as they are."""
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Apply rotary positions to the first R of D dimensions. x: [B, T, heads, D]; cos, sin: [B, T, 1, R]."""
     size = cos.shape[-1]
-    turned = x[..., :size]
-    rolled = turned.roll(size // 2, -1)
-    out = torch.addcmul(turned * cos, rolled, sin)
+    part = x[..., :size]
+    rolled = part.roll(size // 2, -1)
+    out = torch.addcmul(part * cos, rolled, sin)
     return out if size == x.shape[-1] else torch.cat([out, x[..., size:]], -1)

@@ -1,7 +1,7 @@
 """Matrix products with frozen weights by PyTorch's own kernels: packed bf16, 8 bits, 4 bits.
 
-A decoding step on a CPU reads every weight once, so its floor is bytes / bandwidth: fewer bits are a lower floor. Where the
-kernels of native/ are there, linears.py takes those instead. Knows nothing of models.
+A decoding step on a CPU reads every weight once, so it takes at least bytes / bandwidth: fewer bits lower this bound. If the
+compiled kernels of models/cpu are available, linears.py uses these instead. Knows nothing of models.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Protocol
 import torch
 
 from foresay.models.cpu.product import in_tiles
-from foresay.models.cpu.rounding import GROUP, Groups, rounded_int4, rounded_int8
+from foresay.models.cpu.rounding import GROUP, Groups, quantize_int4, quantize_int8
 
 _ROWS = 64
-"""The 4-bit kernel takes output features by multiples of this; missing ones are filled up."""
+"""The 4-bit kernel needs a multiple of this many output features; weights are padded to it."""
 _PACKED = 1 << 21
-"""Weights that are packed at a time."""
+"""Number of weights packed at once."""
 _PACKED_LINEAR = torch.ops.mkldnn._linear_pointwise.default
 _INT8 = torch.ops.aten._weight_int8pack_mm.default
 _INT4 = torch.ops.aten._weight_int4pack_mm_for_cpu.default
@@ -31,26 +31,27 @@ class Product(Protocol):
     out_features: int
     bias: torch.Tensor | None
     bits: float
-    """Bits a weight takes in memory, scales included."""
+    """Bits per weight in memory, scales included."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., in] -> [..., out], both in the dtype the product was made for."""
+        """Multiply x [..., in] -> [..., out], both in the dtype that the product was made for."""
         ...
 
     @property
     def nbytes(self) -> int:
-        """Bytes that one product reads of its weights."""
+        """Bytes of weights that one call reads."""
         ...
 
     def dense(self) -> torch.Tensor:
-        """The weights in plain layout, [out, in]."""
+        """Return the weights in plain layout, [out, in]."""
         ...
 
 
 class PackedProduct:
-    """bf16 or float32 weights in oneDNN's own layout, made once.
+    """bf16 or float32 weights, converted once to oneDNN's packed layout.
 
-    PyTorch's bf16 linear re-derives a layout on every call and reaches about half of the bandwidth; this reaches most of it.
+    PyTorch's bf16 linear packs weights again on every call and reaches about half of the memory bandwidth; this reaches most
+    of it.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -75,57 +76,57 @@ class PackedProduct:
 
 
 class _Quantized:
-    """What the products of quantized weights have in common."""
+    """Base class of products with quantized weights."""
 
     in_features: int
     out_features: int
     _dtype: torch.dtype
     bias: torch.Tensor | None
 
-    def _multiplied(self, rows: torch.Tensor) -> torch.Tensor:
+    def _multiply(self, rows: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """See Product."""
-        out = self._multiplied(x.reshape(-1, self.in_features))
+        out = self._multiply(x.reshape(-1, self.in_features))
         if self.bias is not None:
             out = out + self.bias
         return out.view(*x.shape[:-1], self.out_features)
 
     def dense(self) -> torch.Tensor:
-        """See Product: products with unit vectors are the weights."""
+        """See Product. Multiplies unit vectors, whose products are the weights."""
         parts = torch.split(torch.eye(self.in_features, dtype=self._dtype), 256)
-        return torch.cat([self._multiplied(part) for part in parts]).t().contiguous()
+        return torch.cat([self._multiply(part) for part in parts]).t().contiguous()
 
 
 class Int8Product(_Quantized):
-    """8 bits a weight, one scale for each output feature."""
+    """8 bits per weight, one scale per output feature."""
 
     bits = 8.0
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self._hold(*rounded_int8(weight.detach(), weight.dtype), bias)
+        self._set_weights(*quantize_int8(weight.detach(), weight.dtype), bias)
 
     @classmethod
     def of_rows(cls, levels: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None = None) -> Int8Product:
-        """From levels [out, in] of -127 to 127 in int8 and the scales [out] of their rows, in the inputs' dtype."""
+        """Build from int8 levels [out, in] in [-127, 127] and row scales [out] in the inputs' dtype."""
         out = cls.__new__(cls)
-        out._hold(levels, scales, bias)
+        out._set_weights(levels, scales, bias)
         return out
 
-    def _hold(self, levels: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def _set_weights(self, levels: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> None:
         self.out_features, self.in_features = levels.shape
         self._weight, self._scales, self._dtype, self.bias = levels.contiguous(), scales, scales.dtype, bias
 
     def rows(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Rows of the weights, [...] int64 -> [..., in]."""
+        """Return rows of the weights, [...] int64 -> [..., in]."""
         return (self._weight[ids] * self._scales[ids][..., None]).to(dtype)
 
     def dense(self) -> torch.Tensor:
         """See Product."""
         return self._weight.to(self._dtype) * self._scales[:, None]
 
-    def _multiplied(self, rows: torch.Tensor) -> torch.Tensor:
+    def _multiply(self, rows: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = _INT8(rows.contiguous(), self._weight, self._scales)
         return out
 
@@ -136,27 +137,27 @@ class Int8Product(_Quantized):
 
 
 class Int4Product(_Quantized):
-    """4 bits a weight; each group of 32 has a scale and an offset."""
+    """4 bits per weight; each group of 32 has a scale and an offset."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         rows = max(_ROWS, _PACKED // weight.shape[1])
-        pieces = (rounded_int4(part, weight.dtype) for part in torch.split(weight.detach(), rows))
-        self._hold(pieces, weight.dtype, bias)
+        pieces = (quantize_int4(part, weight.dtype) for part in torch.split(weight.detach(), rows))
+        self._set_weights(pieces, weight.dtype, bias)
 
     @classmethod
     def of_groups(cls, pieces: Iterable[Groups], dtype: torch.dtype, bias: torch.Tensor | None = None) -> Int4Product:
-        """From 4-bit weights, some rows at a time, for inputs of a dtype, in which scales are kept."""
+        """Build from 4-bit weights in pieces of rows. dtype: of the inputs and of the stored scales."""
         out = cls.__new__(cls)
-        out._hold(pieces, dtype, bias)
+        out._set_weights(pieces, dtype, bias)
         return out
 
-    def _hold(self, pieces: Iterable[Groups], dtype: torch.dtype, bias: torch.Tensor | None) -> None:
+    def _set_weights(self, pieces: Iterable[Groups], dtype: torch.dtype, bias: torch.Tensor | None) -> None:
         weights, groups, rows = [], [], 0
-        for levels, scales, least in in_tiles(pieces, _ROWS):
+        for levels, scales, offsets in in_tiles(pieces, _ROWS):
             missing = -len(levels) % _ROWS
             weights.append(_PACK_INT4(torch.nn.functional.pad(levels.to(torch.int32), (0, 0, 0, missing)), 1))
-            # the kernel's offset is what a level of 8 stands for
-            groups.append(torch.stack([scales.float(), least.float() + 8 * scales.float()], -1).to(dtype))
+            # the kernel's offset is the weight at level 8
+            groups.append(torch.stack([scales.float(), offsets.float() + 8 * scales.float()], -1).to(dtype))
             rows += len(scales)
         self._weight = torch.cat(weights)
         joined = torch.cat(groups)
@@ -166,7 +167,7 @@ class Int4Product(_Quantized):
         self._dtype, self.bias = dtype, bias
         self.bits = 8.0 * self.nbytes / (self.out_features * self.in_features)
 
-    def _multiplied(self, rows: torch.Tensor) -> torch.Tensor:
+    def _multiply(self, rows: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = _INT4(rows.contiguous(), self._weight, GROUP, self._groups)
         return out if out.shape[1] == self.out_features else out[:, : self.out_features].contiguous()
 

@@ -1,7 +1,7 @@
-"""A self-check: does a model, cached in ragged rows and rewound, score what it scores without a cache?
+"""A self-check that a model gives the same scores over a rewound cache of ragged rows as without a cache.
 
-Families that the tests cover are trusted; any other is checked once when it is loaded, and refused when it fails, so that
-an unknown attention implementation gives an error instead of a wrong output. Owns the list of covered families.
+Families covered by the tests are trusted. Any other is checked once when it is loaded and rejected if it fails, so that an
+unknown attention implementation causes an error instead of wrong output. Owns the list of covered families.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ VERIFIED = frozenset(
         "bloom",
     }
 )
-"""model_type of the decoder-only families whose greedy output the tests compare with transformers."""
+"""model_type of the decoder-only families whose greedy output the tests compare with transformers'."""
 
 VERIFIED_SEQ2SEQ = frozenset({"t5", "bart", "marian", "mbart", "m2m_100"})
-"""model_type of the encoder-decoder families. Some have decoder-only variants, which the tests do not cover."""
+"""model_type of the covered encoder-decoder families. Some have decoder-only variants, which the tests do not cover."""
 
 _LENGTHS = (3, 9)
 _SOURCES = (7, 4)
@@ -56,15 +56,15 @@ _DRAFT = 3
 
 
 def verified(model: CausalModel | Seq2SeqModel) -> bool:
-    """Whether the tests cover the model's family."""
+    """True if the tests cover the model's family."""
     return model.model.config.model_type in (VERIFIED_SEQ2SEQ if model.reads_source else VERIFIED)
 
 
 @torch.inference_mode()
 def probe(model: CausalModel | Seq2SeqModel) -> float:
-    """Largest difference between cached and uncached logits, as a share of the uncached logits' spread.
+    """Return the largest difference between cached and uncached logits, as a share of the range of the uncached logits.
 
-    Two ragged rows are filled, fed tokens that are then rejected, rewound, and fed again.
+    Two ragged rows are prefilled, fed draft tokens, rewound as if these were rejected, and fed again.
     """
     generator = torch.Generator().manual_seed(0)
     total = max(_LENGTHS) + _DRAFT
@@ -91,40 +91,40 @@ def probe(model: CausalModel | Seq2SeqModel) -> float:
     return worst
 
 
-def _difference(wanted: torch.Tensor, found: torch.Tensor) -> float:
-    """The largest difference as a share of the spread of what is wanted; NaN where one of them is not a number."""
-    finite = wanted[wanted.isfinite()]
+def _difference(expected: torch.Tensor, actual: torch.Tensor) -> float:
+    """Return the largest difference as a share of the expected values' range; NaN if any value is NaN."""
+    finite = expected[expected.isfinite()]
     spread = float(finite.max() - finite.min()) if len(finite) else 0.0
-    apart = torch.where(wanted == found, 0.0, (wanted - found).abs())  # equal infinities do not differ
-    return float(apart.amax()) / max(spread, 1e-6)
+    differences = torch.where(expected == actual, 0.0, (expected - actual).abs())  # equal infinities do not differ
+    return float(differences.amax()) / max(spread, 1e-6)
 
 
 @torch.inference_mode()
 def fused_difference(model: CausalModel) -> float:
-    """Largest difference between the logits of lean passes and of the family's own, as a share of the latter's spread.
+    """Return the largest difference between fused logits and those of the family's code, as a share of the latter's range.
 
-    Two ragged rows over one cache each; both passes use the same weights, whatever their format.
+    Each decoder runs two ragged rows over its own cache; both use the same weights, in any format.
     """
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(2, max(3, min(model.vocab_size, 30000)), (2, max(_LENGTHS) + _DRAFT), generator=generator)
     tokens = tokens.to(model.device)
-    lean, scores = model.lean, []
+    fused, scores = model.fused, []
     try:
-        for made_by in (None, lean):
-            model.lean = made_by
+        for decoder in (None, fused):
+            model.fused = decoder
             cache = model.new_cache()
             cache.add_rows(2)
             model.forward(ModelInput(tokens[:, : max(_LENGTHS)], _LENGTHS, logits=Logits.NONE), cache)
             fed = tokens[:, -_DRAFT:]
             scores.append(model.forward(ModelInput(fed, (_DRAFT,) * 2), cache).scores().float())
     finally:
-        model.lean = lean
+        model.fused = fused
     return _difference(scores[0], scores[1])
 
 
 @dataclass(frozen=True, slots=True)
-class OwnCode:
-    """Why a model's passes are made by its family's own code. expected: it is one that nobody promised lean passes for."""
+class UnfusedReason:
+    """The reason why a model runs its family's own code. expected: True if fused layers do not support such a model."""
 
     reason: str
     expected: bool
@@ -133,27 +133,27 @@ class OwnCode:
         return self.reason
 
 
-def use_fused_layers(model: CausalModel, *, compiled: bool = False) -> OwnCode | None:
-    """Make a model's passes lean where that computes what its own code does; else say why not, and leave it.
+def use_fused_layers(model: CausalModel, *, compiled: bool = False) -> UnfusedReason | None:
+    """Use fused layers if they compute the same scores as the model's own code; otherwise leave the model and return the reason.
 
-    compiled: on a CPU, only where that is by kernels compiled for it.
+    compiled: on a CPU, use them only with kernels compiled for this machine.
     """
     try:
         model.use_fused()
-        if compiled and model.device.type == "cpu" and not model.one_row_at_a_time:
-            raise NotFusedError("there are no kernels for it as it is")
+        if compiled and model.device.type == "cpu" and not model.batch_invariant:
+            raise NotFusedError("the compiled kernels do not support it in its current format")
         difference = fused_difference(model)
     except NotFusedError as error:
-        model.lean = None
-        return OwnCode(str(error), expected=True)
-    except Exception as error:  # whatever a family's modules lack: its own code runs
-        model.lean = None
-        return OwnCode(f"{type(error).__name__}: {error}", expected=False)
+        model.fused = None
+        return UnfusedReason(str(error), expected=True)
+    except Exception as error:  # modules may lack anything: the family's own code runs then
+        model.fused = None
+        return UnfusedReason(f"{type(error).__name__}: {error}", expected=False)
     allowed = _allowed(model)
-    if not difference <= allowed:  # NaN is refused
-        model.lean = None
-        differ = f"its scores differ from its own code's by {difference:.1e} of their spread, {allowed:.0e} allowed"
-        return OwnCode(differ, expected=False)
+    if not difference <= allowed:  # rejects NaN, too
+        model.fused = None
+        reason = f"its scores differ from its own code's by {difference:.1e} of their range, {allowed:.0e} allowed"
+        return UnfusedReason(reason, expected=False)
     return None
 
 
@@ -162,14 +162,14 @@ def _allowed(model: CausalModel | Seq2SeqModel) -> float:
 
 
 def _row(index: int, source: torch.Tensor | None) -> Row:
-    """A row to be admitted; its tokens are fed by the probe itself. source: [1, S]."""
+    """Return a row to admit; `probe` feeds its tokens itself. source: [1, S]."""
     return Row(index, [0], SamplingParams(), limit=1, source=None if source is None else source[0].tolist())
 
 
 def check(model: CausalModel | Seq2SeqModel) -> None:
-    """Check the sizes of a model's configuration, and probe a model of a family the tests do not cover.
+    """Check the sizes in a model's configuration, and probe the model if the tests do not cover its family.
 
-    Raises UnsupportedModelError for sizes that cannot be, and when cached and uncached scores differ.
+    Raises UnsupportedModelError for sizes out of range, and if cached and uncached scores differ.
     """
     check_sizes(model.model.config)
     if not verified(model):
@@ -177,24 +177,25 @@ def check(model: CausalModel | Seq2SeqModel) -> None:
 
 
 def confirm(model: CausalModel | Seq2SeqModel, doubt: str = "") -> None:
-    """Probe a model, of whatever family; raises UnsupportedModelError when cached and uncached differ.
+    """Probe a model of any family.
 
-    doubt: why a covered family is probed, for the error.
+    doubt: the reason for probing a covered family, for the error message. Raises UnsupportedModelError if the model does not run
+    over a cache of ragged rows or scores differently there, and ModelLoadError if its scores are not finite.
     """
     allowed, kind = _allowed(model), str(model.model.config.model_type)
     name = f"{type(model.model).__name__} (model_type {kind!r})"
-    because = f" ({doubt})" if doubt else ""
+    suffix = f" ({doubt})" if doubt else ""
     try:
         difference = probe(model)
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
         raise UnsupportedModelError(
-            f"{name} does not run over a cache of ragged rows: {why}{'' if doubt == why else because}"
+            f"{name} does not run over a cache of ragged rows: {why}{'' if doubt == why else suffix}"
         ) from error
     if math.isnan(difference):
-        raise ModelLoadError(f"{name} gives scores that are not finite; get its files again")
+        raise ModelLoadError(f"{name} gives scores that are not finite; download its files again")
     if not difference <= allowed:
         raise UnsupportedModelError(
             f"{name} scores differently over ragged rows than without a cache (difference {difference:.1e} of the logits' "
-            f"spread, {allowed:.0e} allowed), so it would not be exact{because}"
+            f"range, {allowed:.0e} allowed), so it would not be exact{suffix}"
         )

@@ -1,9 +1,9 @@
 """Any Hugging Face encoder-decoder model over the slot cache.
 
-A row's encoder source is encoded once, when the row is admitted, by itself, so that no other row's padding changes it; its
-cross-attention keys and values are cached beside the decoder's own. Owns the patches that give families with one past length
-for a whole batch (position embeddings, T5's position bias) each row's own positions, and removes them on release. Does not
-know what the tokens mean or why they are scored.
+A row's source is encoded once, when the row is admitted, and alone, so that no other row's padding changes it. Its
+cross-attention keys and values are cached next to the decoder's. Owns the patches that give each row its own positions in
+families with one past length per batch (position embeddings, T5's position bias), and their removal on release. Does not know
+what the tokens mean or why they are scored.
 """
 
 from __future__ import annotations
@@ -33,46 +33,46 @@ from foresay.models.huggingface import attention
 from foresay.models.huggingface.causal import TransformersCache
 from foresay.models.huggingface.model import UNLIMITED, TransformersModel
 
-_HARMLESS: dict[str, object] = {
+_NEUTRAL: dict[str, object] = {
     "encoder_no_repeat_ngram_size": 0,
     "encoder_repetition_penalty": 1.0,
     "begin_suppress_tokens": None,
     "sequence_bias": None,
     "exponential_decay_length_penalty": None,
 }
-"""Settings of a generation config that would change greedy output and are not honoured, with the value that changes nothing."""
+"""Unsupported settings of a generation config that change greedy output, each with its neutral value."""
 
 
 class Seq2SeqCache(SlotCache):
-    """The decoder's slots, and the cross-attention's keys and values of each row's source in `sources`."""
+    """The decoder's slots, and in `sources` the cross-attention keys and values of each row's source."""
 
     def __init__(self) -> None:
         super().__init__()
         self.sources = SlotCache()
 
     def add_rows(self, count: int) -> None:
-        """Append empty rows, without sources yet."""
+        """Append empty rows whose sources are not encoded yet."""
         super().add_rows(count)
         self.sources.add_rows(count)
 
     def swap(self, one: int, other: int) -> None:
-        """Exchange two rows with their sources."""
+        """Exchange two rows and their sources."""
         super().swap(one, other)
         self.sources.swap(one, other)
 
     def rearrange(self, moves: Sequence[Move], count: int) -> None:
-        """Carry out the moves of rows with their sources, then drop the rows from `count` on."""
+        """Apply the moves of rows and their sources, then drop the rows from index `count` on."""
         super().rearrange(moves, count)
         self.sources.rearrange(moves, count)
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
+        """Bytes of memory in use."""
         return super().nbytes + self.sources.nbytes
 
 
 class BorrowedSources(BorrowedSlots):
-    """Another cache's slots, and the sources that its model encoded."""
+    """A view of another cache's slots with the sources that its model encoded."""
 
     def __init__(self, owner: Seq2SeqCache) -> None:
         super().__init__(owner)
@@ -80,7 +80,7 @@ class BorrowedSources(BorrowedSlots):
 
 
 def unsupported_reasons(model: PreTrainedModel) -> list[str]:
-    """Why this encoder-decoder model cannot be decoded exactly; empty when it can."""
+    """Return the reasons why this encoder-decoder model cannot be decoded exactly; empty if it can."""
     config, accepted = model.config, inspect.signature(model.forward).parameters
     reasons = []
     if not config.is_encoder_decoder:
@@ -93,7 +93,7 @@ def unsupported_reasons(model: PreTrainedModel) -> list[str]:
     if decoder_vocab != config.get_text_config(encoder=True).vocab_size or not getattr(
         config, "share_encoder_decoder_embeddings", True
     ):
-        reasons.append("its encoder and decoder have vocabularies of their own")
+        reasons.append("its encoder and decoder have different vocabularies")
     if getattr(model, "_is_stateful", False):
         reasons.append("its recurrent state cannot be rewound to before a rejected token")
     if not reasons and _start_token(model) is None:
@@ -102,13 +102,13 @@ def unsupported_reasons(model: PreTrainedModel) -> list[str]:
 
 
 def layers_within(decoder: nn.Module) -> str | None:
-    """The dotted path of a decoder's list of layers: the list nearest to its top; None without any."""
+    """Return the dotted path of a decoder's list of layers, the outermost module list; None if there is none."""
     lists = [name for name, part in decoder.named_modules() if isinstance(part, nn.ModuleList)]
     return min(lists, key=lambda name: name.count("."), default=None)
 
 
 def _start_token(model: PreTrainedModel) -> int | None:
-    """The decoder start token, looked up as transformers does; None where there is none."""
+    """Return the decoder start token, found as transformers does; None if there is none."""
     generation = model.generation_config
     for value in (generation.decoder_start_token_id, getattr(model.config, "decoder_start_token_id", None)):
         if value is not None:
@@ -117,20 +117,20 @@ def _start_token(model: PreTrainedModel) -> int | None:
 
 
 def _limit(config: Any, own: str) -> int | None:
-    """The number of positions of encoder or decoder, under a name of its own (LED) or one for both."""
+    """Return the number of positions of the encoder or decoder, from its own field `own` (LED) or the common one."""
     limit = getattr(config, own, None) or getattr(config, "max_position_embeddings", None)
     return None if limit is None else int(limit)
 
 
 class Seq2SeqModel(TransformersModel):
-    """An encoder-decoder transformers model, scored over ragged rows; `Row.source` is the encoder source."""
+    """An encoder-decoder transformers model that scores ragged rows; `Row.source` is the encoder source."""
 
     reads_source = True
 
     def __init__(self, model: PreTrainedModel, *, part_of: Seq2SeqModel | None = None) -> None:
-        """Raises UnsupportedModelError when rows cannot be decoded exactly. `model` is put in eval mode.
+        """Put `model` in eval mode. Raises UnsupportedModelError if it cannot be decoded exactly.
 
-        part_of: the model whose modules these are, and which owns their patches.
+        part_of: the model that shares these modules and owns their patches.
         """
         reasons = unsupported_reasons(model)
         if reasons:
@@ -138,7 +138,7 @@ class Seq2SeqModel(TransformersModel):
         super().__init__(model, pluggable=model._supports_attention_backend or model._can_set_attn_implementation())
         self._encoder, self._decoder = model.get_encoder(), model.get_decoder()
         path = layers_within(self._decoder)
-        self.num_layers = (  # a configuration may name the encoder's
+        self.num_layers = (  # the configuration may give the encoder's number
             int(model.config.get_text_config(decoder=True).num_hidden_layers)
             if path is None
             else len(list(self._decoder.get_submodule(path).children()))
@@ -147,7 +147,7 @@ class Seq2SeqModel(TransformersModel):
         self._undo: list[Callable[[], None]] = []
         relative = [module for module in self._decoder.modules() if getattr(module, "relative_attention_bias", None)]
         absolute = [module for module in self._decoder.modules() if _embeds_positions(module)]
-        # positions counted from each other have no bound
+        # relative positions have no bound
         most = None if relative else _limit(model.config, "max_decoder_position_embeddings")
         self.max_length = most or UNLIMITED
         self.max_source_length = None if relative else _limit(model.config, "max_encoder_position_embeddings")
@@ -160,47 +160,47 @@ class Seq2SeqModel(TransformersModel):
 
     @property
     def decoder_start_token_id(self) -> int:
-        """The token that every row's decoder side begins with."""
+        """The token that the decoder side of every row begins with."""
         token = _start_token(self.model)
         assert token is not None
         return token
 
     def release(self) -> Any:
-        """Give the model its own attention, positions and mode back and return it."""
+        """Restore the model's attention, positions and training mode and return it."""
         while self._undo:
             self._undo.pop()()
         return super().release()
 
     def prepare_prompt(self, prompt: Sequence[int], params: SamplingParams) -> PreparedPrompt:
-        """The decoder start tokens, the parameters with the generation config's settings added, and the prompt as source.
+        """Return the decoder start tokens, the parameters merged with the generation config, and the prompt as source.
 
         A forced first token belongs to the start tokens, not to the output. Raises ConfigError for a setting of the generation
         config that changes greedy output and is not supported.
         """
         config = self.model.generation_config
-        for name, harmless in _HARMLESS.items():
+        for name, neutral in _NEUTRAL.items():
             value = getattr(config, name, None)
-            if value is not None and value != harmless:
+            if value is not None and value != neutral:
                 raise ConfigError(
-                    f"the model's generation config has {name}={value!r}, which is not supported; set it to {harmless!r}"
+                    f"the model's generation config has {name}={value!r}, which is not supported; set it to {neutral!r}"
                 )
         forced = config.forced_bos_token_id
-        begun = [self.decoder_start_token_id, *([] if forced is None else [int(forced)])]
-        merged = SamplingParams.of(params, **_from_config(config, params, len(begun), self.max_length))
-        return PreparedPrompt(begun, merged, prompt)
+        start_tokens = [self.decoder_start_token_id, *([] if forced is None else [int(forced)])]
+        merged = SamplingParams.of(params, **_from_config(config, params, len(start_tokens), self.max_length))
+        return PreparedPrompt(start_tokens, merged, prompt)
 
     def new_cache(self) -> Seq2SeqCache:
-        """A cache without rows."""
+        """Return a cache without rows."""
         return Seq2SeqCache()
 
     def borrowed(self, owner: SlotCache) -> SlotCache:
-        """A cache over another's slots and encoded sources, for a model of the owner's first decoder layers."""
+        """Return a cache over the owner's slots and encoded sources, for a model of the owner's first decoder layers."""
         assert isinstance(owner, Seq2SeqCache)
         return BorrowedSources(owner)
 
     @torch.inference_mode()
     def admit(self, rows: Rows, first: int, cache: KVCache) -> None:
-        """Encode the sources of the rows from index `first` on, unless the cache's owner did.
+        """Add the rows from index `first` on and encode their sources, unless the cache's owner encoded them.
 
         Raises PromptError for a row without a source.
         """
@@ -214,17 +214,17 @@ class Seq2SeqModel(TransformersModel):
             self._encode(source, index, cache)
 
     def _source(self, row: Row) -> torch.Tensor:
-        """A row's source, [1, S]. Cut to its beginning where it exceeds this model's encoder, as a draft's may."""
+        """Return a row's source, [1, S], truncated to the limit of this model's encoder: a draft model's may be shorter."""
         if row.source is None:
-            raise PromptError("an encoder-decoder model needs a source, and this request has none")
+            raise PromptError("an encoder-decoder model needs a source, and this request has none; pass source=")
         source = row.source[: self.max_source_length]
         return torch.from_numpy(np.minimum(source, self.vocab_size - 1))[None].to(self.device)
 
     def _encode(self, source: torch.Tensor, index: int, cache: Seq2SeqCache) -> None:
-        """Encode one source [1, S] and cache every layer's cross-attention keys and values of it, for row `index`.
+        """Encode one source [1, S] and cache its cross-attention keys and values of every layer for row `index`.
 
-        The layers compute them while the decoder reads its start token, which is fed again in the row's first pass: where a
-        family's layers keep them need not be known.
+        The decoder runs over its start token, so that each layer computes and caches its own keys and values without knowledge of
+        the family's modules. The start token is fed again in the row's first pass.
         """
         states = self._encoder(input_ids=source).last_hidden_state
         length = source.shape[1]
@@ -244,7 +244,7 @@ class Seq2SeqModel(TransformersModel):
         cache.sources.lengths[index] = length
 
     def _cross_mask(self, lengths: Sequence[int], columns: int, width: int) -> torch.Tensor:
-        """[B, 1, T, width]: 0 at the slots of each row's source, the dtype's least number after them."""
+        """Return the additive mask [B, 1, T, width]: 0 at the slots of each row's source, the dtype's minimum after them."""
         ends = torch.tensor(lengths, device=self.device)[:, None, None, None]
         past_end = torch.arange(width, device=self.device) >= ends
         mask = torch.zeros(len(lengths), 1, columns, width, dtype=self.model.dtype, device=self.device)
@@ -266,7 +266,7 @@ class Seq2SeqModel(TransformersModel):
         memory.cross_attention_cache.layers = [SimpleNamespace(keys=k, values=v) for k, v in seen]
         memory.is_updated = dict.fromkeys(range(len(seen)), True)
         mask = self._cross_mask(lengths, token_ids.shape[1], width)
-        # nothing reads the encoder's states any more, but families look whether there are any
+        # the encoder's states are not read any more, but families check that they exist
         states = torch.zeros(at.batch, 1, self._width, dtype=self.model.dtype, device=self.device)
         common: dict[str, Any] = {"past_key_values": memory, "use_cache": True}
         if hidden:
@@ -279,10 +279,10 @@ class Seq2SeqModel(TransformersModel):
         return out.logits, {layer: out.decoder_hidden_states[layer] for layer in hidden}
 
 
-def _from_config(config: Any, params: SamplingParams, begun: int, max_length: int) -> dict[str, Any]:
-    """Fields of SamplingParams that a generation config changes, as transformers' `generate` heeds it by default.
+def _from_config(config: Any, params: SamplingParams, num_start: int, max_length: int) -> dict[str, Any]:
+    """Return the fields of SamplingParams that a generation config changes, as in transformers' `generate`.
 
-    begun: number of decoder start tokens.
+    num_start: number of decoder start tokens.
     """
     eos = [] if config.eos_token_id is None else np.atleast_1d(config.eos_token_id).tolist()
     words = [list(word) for word in config.bad_words_ids or () if list(word) not in [[token] for token in eos]]
@@ -294,9 +294,9 @@ def _from_config(config: Any, params: SamplingParams, begun: int, max_length: in
     if phrases:
         processors.append(NoBadWordsLogitsProcessor(phrases))
     if config.forced_eos_token_id is not None:
-        end = min(begun + params.max_new_tokens, max_length)
+        end = min(num_start + params.max_new_tokens, max_length)
         processors.append(ForcedEOSTokenLogitsProcessor(end, config.forced_eos_token_id))
-    least = config.min_new_tokens or max(0, (config.min_length or 0) - begun)
+    least = config.min_new_tokens or max(0, (config.min_length or 0) - num_start)
     changes: dict[str, Any] = {}
     if banned:
         changes["banned_token_ids"] = (*params.banned_token_ids, *banned)
@@ -310,7 +310,7 @@ def _from_config(config: Any, params: SamplingParams, begun: int, max_length: in
 
 
 def _embeds_positions(module: nn.Module) -> bool:
-    """Whether this is a position embedding that counts from one past length, and accepts positions or ids instead."""
+    """True for a position embedding that counts from one past length per batch, and also accepts positions or ids."""
     names = set(inspect.signature(module.forward).parameters)
     return "past_key_values_length" in names and ("position_ids" in names or {"input_ids", "inputs_embeds"} <= names)
 
@@ -318,41 +318,41 @@ def _embeds_positions(module: nn.Module) -> bool:
 def _positions_per_row(module: Any, limit: int, undo: list[Callable[[], None]]) -> None:
     """Make a position embedding use each row's own positions during a pass. limit: number of positions.
 
-    Families disagree on the shape of position_ids, but all of them embed a list [B * T]. One that takes none (M2M-100) is
-    evaluated for all positions from 0 on, of which each row takes its own. Pads may lie after the last position; they are
-    never read.
+    Families disagree on the shape of position_ids, but all of them embed a flat list [B * T]. A module without position_ids
+    (M2M-100) is evaluated for all positions from 0 on, from which each row takes its own. Padding may exceed the last position;
+    it is never read.
     """
     signature = inspect.signature(module.forward)
-    listed = "position_ids" in signature.parameters
+    takes_positions = "position_ids" in signature.parameters
 
-    def give(module: Any, args: Any, kwargs: Any) -> Any:
+    def set_positions(module: Any, args: Any, kwargs: Any) -> Any:
         at = attention.current_pass()
         if at is None:
             return None
         bound = signature.bind(*args, **kwargs)
         bound.arguments["past_key_values_length"] = 0
-        if listed:
+        if takes_positions:
             bound.arguments["position_ids"] = at.positions.clamp(max=limit - 1).flatten()
         return bound.args, bound.kwargs
 
-    def shape(module: Any, args: Any, kwargs: Any, output: torch.Tensor) -> torch.Tensor:
+    def select_rows(module: Any, args: Any, kwargs: Any, output: torch.Tensor) -> torch.Tensor:
         at = attention.current_pass()
         if at is None:
             return output
-        if listed:
+        if takes_positions:
             return output.reshape(*at.positions.shape, -1)
         ids = signature.bind(*args, **kwargs).arguments["input_ids"]
-        line = ids.new_full((1, min(at.width, limit)), module.padding_idx + 1)
-        own = type(module).forward(module, line)[0][at.positions.clamp(max=limit - 1)]
-        # the padding token has no position wherever it is read
+        one_row = ids.new_full((1, min(at.width, limit)), module.padding_idx + 1)
+        own = type(module).forward(module, one_row)[0][at.positions.clamp(max=limit - 1)]
+        # the padding token has the same embedding everywhere, without a position
         return torch.where(ids[..., None] == module.padding_idx, output, own)
 
-    undo.append(module.register_forward_pre_hook(give, with_kwargs=True).remove)
-    undo.append(module.register_forward_hook(shape, with_kwargs=True).remove)
+    undo.append(module.register_forward_pre_hook(set_positions, with_kwargs=True).remove)
+    undo.append(module.register_forward_hook(select_rows, with_kwargs=True).remove)
 
 
 def _bias_per_row(module: Any, undo: list[Callable[[], None]]) -> None:
-    """Let a layer with T5's relative position bias count from each row's own positions during a pass."""
+    """Make a layer with T5's relative position bias use each row's own positions during a pass."""
     module.compute_bias = MethodType(_row_bias, module)
     undo.append(lambda: delattr(module, "compute_bias"))
 
@@ -360,15 +360,15 @@ def _bias_per_row(module: Any, undo: list[Callable[[], None]]) -> None:
 def _row_bias(
     layer: Any, query_length: int, key_length: int, device: torch.device | None = None, past_seen_tokens: int = 0
 ) -> torch.Tensor:
-    """[B, H, T, S]: the bias of slot s for each row's column t; outside a pass what the family computes.
+    """Return the bias of slot s for column t of each row, [B, H, T, S]; outside a pass, the family's own result.
 
-    The family computes one line, what the last slot sees; an earlier position sees the end of it.
+    The family computes the bias of the last position towards all slots; an earlier position uses the end of this line.
     """
-    own, at = type(layer).compute_bias, attention.current_pass()
+    compute_bias, at = type(layer).compute_bias, attention.current_pass()
     if at is None:
-        shared: torch.Tensor = own(layer, query_length, key_length, device, past_seen_tokens)
+        shared: torch.Tensor = compute_bias(layer, query_length, key_length, device, past_seen_tokens)
         return shared
-    line: torch.Tensor = own(layer, 1, key_length, device, key_length - 1)[0, :, 0]  # [H, S]
+    line: torch.Tensor = compute_bias(layer, 1, key_length, device, key_length - 1)[0, :, 0]  # [H, S]
     slots = at.slot_positions().to(line.device)[:, None]
-    distance = at.positions.to(line.device)[:, :, None] - slots  # [B, T, S], negative where nothing is seen
+    distance = at.positions.to(line.device)[:, :, None] - slots  # [B, T, S], negative for masked slots
     return line[:, key_length - 1 - distance.clamp(min=0)].transpose(0, 1)

@@ -198,7 +198,7 @@ def wrap(name: str, weights: Any, tokenizer: Any, *, optimise: bool, bits: int |
         if bits is None:
             linears.freeze_model(weights)
         else:
-            linears.freeze_model(weights, linears.in_bits(bits), all_dtypes=True)
+            linears.freeze_model(weights, linears.quantizer(bits), all_dtypes=True)
     if isinstance(model, CausalModel):
         if (why := use_fused_layers(model, compiled=not optimise)) is not None:
             if not why.expected:  # its own code has to be right then, of a family that is otherwise trusted too

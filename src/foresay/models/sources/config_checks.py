@@ -14,7 +14,7 @@ import torch
 
 from foresay.errors import ModelLoadError
 from foresay.models.gguf.header import shortened
-from foresay.models.huggingface.config_sizes import wrong_value
+from foresay.models.huggingface.config_sizes import find_invalid
 
 _LARGEST_FILE = 16 << 20
 """Bytes of a config.json; the largest ones known have some hundred thousand."""
@@ -32,7 +32,7 @@ def check_config(folder: str, common: Mapping[str, Any]) -> None:
     if path.is_file() and path.stat().st_size > _LARGEST_FILE:
         raise ModelLoadError(f"{str(path)!r} has {path.stat().st_size} bytes; allowed are {_LARGEST_FILE}")
     values, _ = PreTrainedConfig.get_config_dict(folder, **common)
-    wrong = wrong_value(values)
+    wrong = find_invalid(values)
     if wrong is not None:
         shown = wrong.value if wrong.value == "an object" else shortened(wrong.value)
         raise ModelLoadError(

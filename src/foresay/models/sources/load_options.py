@@ -9,7 +9,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
@@ -162,6 +162,26 @@ class LoadOptions:
         if self.backend == LLAMA_CPP and not gguf:
             changes |= {"backend": TRANSFORMERS, "gpu_layers": None}
         return dataclasses.replace(self, **changes)
+
+
+class LoadKeywords(TypedDict, total=False):
+    """The fields of LoadOptions as keyword arguments of `foresay.load`, so that editors complete and type checkers check them."""
+
+    dtype: str | torch.dtype
+    device: str | torch.device | None
+    weights: str
+    draft_weights: str | None
+    device_map: str | Mapping[str, Any] | None
+    max_memory: Mapping[int | str, int | str] | None
+    offload_folder: str | None
+    draft_device: str | torch.device | None
+    quantization_config: Any
+    tp_plan: str | None
+    revision: str | None
+    trust_remote_code: bool
+    backend: str
+    gpu_layers: int | None
+    progress: Callable[[str], None] | None
 
 
 def check_device(device: str | torch.device) -> None:

@@ -67,7 +67,7 @@ def test_an_interpreter_may_have_parentheses(tmp_path: Path) -> None:
         ("llama.cpp=", "names no interpreter; write llama.cpp=PYTHON"),
         ("transformers=python", "transformers runs in this process and takes no interpreter"),
         ("transformers(lookup=10", "has no ')' at its end"),
-        ("transformers(lookup)", "'lookup' is no key=value"),
+        ("transformers(lookup)", "'lookup' is not key=value"),
         ("transformers(look=3)", "unknown setting of transformers 'look'. Did you mean 'lookup'?"),
         ("transformers(lookup=3, lookup=4)", "gives lookup twice"),
         ("llama.cpp=python(ngram=3)", "unknown setting of llama.cpp 'ngram'. Known: lookup."),
@@ -118,7 +118,7 @@ def test_a_folder_needs_configuration_and_weights(tmp_path: Path) -> None:
 
 
 def test_a_gguf_file_is_found_or_its_lack_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="the folder holds 0; give the"):
+    with pytest.raises(ConfigError, match="the folder contains 0; give the"):
         base.gguf_file(str(tmp_path))
     with pytest.raises(ConfigError, match="'a/b' a hub id names none"):
         base.gguf_file("a/b")
@@ -186,7 +186,7 @@ def test_load_run_close() -> None:
     ("messages", "error"),
     [
         ([RUN], "no engine is loaded; send a load first"),
-        ([LOAD, LOAD], "an engine is loaded already; start another worker"),
+        ([LOAD, LOAD], "an engine is already loaded; start another worker"),
         ([{"op": "load", "engine": "x"}], "unknown engine 'x'; known: adding"),
         ([{"op": "dance"}], "unknown op 'dance'; known: load, run, close"),
         (["[1]"], "unknown op None; known: load, run, close"),
@@ -469,7 +469,7 @@ def test_a_peer_runs_and_closes(peer: WorkerPeer, gguf: str) -> None:
     peer.close()
     peer.close()
     assert_gone(peer.pid)
-    with pytest.raises(ForesayError, match="the worker is gone"):
+    with pytest.raises(ForesayError, match="the worker has ended"):
         peer.run([[1]], WRITE, 1)
 
 
@@ -487,7 +487,7 @@ def test_a_request_larger_than_a_pipe(peer: WorkerPeer) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"batch_size": 2}, "llama.cpp is run one prompt at a time, not 2; use batch size 1"),
+        ({"batch_size": 2}, "llama.cpp runs one prompt at a time, not 2; use batch size 1"),
         ({"prompts": []}, "at least one prompt"),
         ({"prompts": [[]]}, "at least one token"),
         ({"batch_size": 0}, "batch_size=0 must be an integer at least 1"),
@@ -495,7 +495,7 @@ def test_a_request_larger_than_a_pipe(peer: WorkerPeer) -> None:
         ({"seed": 2**32 - 1}, "seed=4294967295 must be"),
         (
             {"min_p": 0.1},
-            "llama.cpp is told max_new_tokens, temperature, top_k, top_p, seed, ignore_eos alone, not min_p=0.1",
+            "llama.cpp does not support min_p=0.1; it supports only max_new_tokens",
         ),
         ({"stop": ("x",)}, "not stop=('x',); leave it out"),
         ({"banned_token_ids": (7,)}, "not banned_token_ids=(7,); leave it out"),
@@ -525,10 +525,10 @@ def test_vllm_has_a_largest_batch(tmp_path: Path) -> None:
 def test_a_worker_that_hangs_is_ended(start: Start) -> None:
     child = start("import time\ntime.sleep(600)")
     with pytest.raises(ForesayError, match=r"^peer: no answer within 0\.3 s, so it was ended$"):
-        child.ask({"op": "run"}, 0.3)
+        child.request({"op": "run"}, 0.3)
     assert_gone(child.pid)
-    with pytest.raises(ForesayError, match=r"the worker is gone \(peer: no answer within 0\.3 s"):
-        child.ask({"op": "run"}, 0.3)
+    with pytest.raises(ForesayError, match=r"the worker has ended \(peer: no answer within 0\.3 s"):
+        child.request({"op": "run"}, 0.3)
 
 
 def test_a_worker_that_hears_no_signal_is_killed(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -541,30 +541,32 @@ def test_a_worker_that_hears_no_signal_is_killed(start: Start, monkeypatch: pyte
         print('{"ok": true}', flush=True)
         time.sleep(600)
     """)
-    child.ask({"op": "load"}, 60)
-    with pytest.raises(ForesayError, match="its last words: deaf"):
-        child.ask({"op": "run"}, 0.3)
+    child.request({"op": "load"}, 60)
+    with pytest.raises(ForesayError, match="its last error line: deaf"):
+        child.request({"op": "run"}, 0.3)
     assert_gone(child.pid)
 
 
 def test_a_worker_that_dies_is_reported_with_its_last_words(start: Start) -> None:
     child = start("import sys\nsys.stdin.readline()\nsys.exit('first\\nout of luck\\n')")
-    with pytest.raises(ForesayError, match=r"^peer: the worker ended with exit code 1; its last words: out of luck$"):
-        child.ask({"op": "run"}, 60)
+    with pytest.raises(
+        ForesayError, match=r"^peer: the worker ended with exit code 1; its last error line: out of luck$"
+    ):
+        child.request({"op": "run"}, 60)
     assert_gone(child.pid)
 
 
 def test_a_worker_that_is_killed_is_reported(start: Start) -> None:
     child = start("import os\ninput()\nos.kill(os.getpid(), 9)")
     with pytest.raises(ForesayError, match=r"^peer: the worker was killed by signal 9$"):
-        child.ask({"op": "run"}, 60)
+        child.request({"op": "run"}, 60)
     assert_gone(child.pid)
 
 
 def test_a_worker_that_babbles_is_ended(start: Start) -> None:
     child = start("input()\nprint('Hello there')")
     with pytest.raises(ForesayError, match=r"the worker answered 'Hello there'; is .* a Python"):
-        child.ask({"op": "run"}, 60)
+        child.request({"op": "run"}, 60)
     assert_gone(child.pid)
 
 
@@ -578,10 +580,10 @@ def test_the_workers_children_end_with_it(start: Start) -> None:
         input()
         os._exit(3)
     """)
-    kept = child.ask({"op": "run"}, 60)["kept"]
+    kept = child.request({"op": "run"}, 60)["kept"]
     os.kill(kept, 0)
     with pytest.raises(ForesayError, match="ended with exit code 3"):
-        child.ask({"op": "run"}, 60)
+        child.request({"op": "run"}, 60)
     assert_gone(child.pid)
     wait_until(lambda: has_ended(kept), "the worker's child ends with it")
 
@@ -609,7 +611,7 @@ def test_what_a_worker_said_is_heard_before_its_end(start: Start) -> None:
     with pytest.raises(ForesayError, match="ended with exit code 4"):
         wait_until(hear, "the worker's end")
     assert said == [0, 1, 2]
-    with pytest.raises(ForesayError, match=r"the worker is gone \(.*exit code 4"):
+    with pytest.raises(ForesayError, match=r"the worker has ended \(.*exit code 4"):
         child.read()
     assert_gone(child.pid)
 
@@ -622,7 +624,7 @@ def test_an_interrupt_ends_the_worker(start: Start, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(child, "_exchange", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        child.ask({"op": "run"}, 60)
+        child.request({"op": "run"}, 60)
     assert_gone(child.pid)
 
 
@@ -633,7 +635,7 @@ def test_the_worker_ends_at_the_hosts_exit(tmp_path: Path) -> None:
         import os, sys
         from foresay.child_process import ChildProcess
         child = ChildProcess("peer", [sys.executable, {str(script)!r}], os.environ)
-        child.ask({{"op": "load", "engine": "x", "context": 1}}, 60)
+        child.request({{"op": "load", "engine": "x", "context": 1}}, 60)
         print(child.pid)
     """)
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)

@@ -108,7 +108,7 @@ def test_the_acceptance_probabilities_of_a_sampled_record() -> None:
 @pytest.mark.parametrize("drafter", ["suffix", "none"])
 def test_a_drafter_that_cannot_decode_alone_is_refused(drafter: str) -> None:
     generator = loaded(drafter=drafter)
-    with pytest.raises(ConfigError, match=f"times a draft model by itself, and '{drafter}' is none"):
+    with pytest.raises(ConfigError, match=f"times a draft model alone, and '{drafter}' is not one"):
         next(specdec_records(generator, RequestBuilder(generator).first(ITEMS), PARAMS))
 
 
@@ -122,5 +122,5 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     records = json.loads(Path("s.json").read_text())
     assert [len(one["p_acc"]) for one in records] == [8, 8]
     assert [one["prompt"] for one in records] == ["hello world", "one two"]
-    for more in (["--length", "2", "--length", "3"], ["--length", "3", "--batch", "2"]):
+    for more in (["--length", "2", "--length", "3"], ["--length", "3", "--batch-size", "2"]):
         assert "--specdec records one method on one set of prompts" in shell.refused(*command, *more)

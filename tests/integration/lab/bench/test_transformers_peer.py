@@ -133,7 +133,7 @@ def test_threads_are_its_own_for_a_run_only(folder: Path, monkeypatch: pytest.Mo
 
 
 def test_what_it_cannot_do_is_one_line(peer: Peer, folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="prompt and output have 129 tokens, the context 128; ask for fewer"):
+    with pytest.raises(ConfigError, match="prompt and output have 129 tokens, the context 128; use fewer"):
         peer.run([[1] * 100], replace(WRITE, max_new_tokens=29), 1)
     with pytest.raises(ForesayError, match=r"^transformers failed: IndexError") as caught:
         peer.run([[100_000]], replace(WRITE, max_new_tokens=4), 1)

@@ -267,9 +267,9 @@ def test_bad_requests(tmp_path: Path) -> None:
     twice = numbered(1200)
     twice[1100] = PromptItem("p3", "5")
     for items in (twice, [PromptItem("p3", "6"), PromptItem("p3", "5")]):
-        with pytest.raises(ConfigError, match="prompt id 'p3' is there twice"):
+        with pytest.raises(ConfigError, match="prompt id 'p3' is not unique"):
             record(loaded(), items, path, params)
-    with pytest.raises(ConfigError, match="processors cannot be written into a recording"):
+    with pytest.raises(ConfigError, match="processors cannot be stored in a recording"):
         record(loaded(), numbered(1), path, SamplingParams(processors=(lambda ids, scores: scores,)))
     with pytest.raises(PromptError, match="prompt 'p0': a text prompt needs a tokenizer"):
         record(loaded(tokenizer=None), numbered(1), path, params)

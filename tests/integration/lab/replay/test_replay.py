@@ -318,13 +318,13 @@ class Failing(Fake):
 
 
 def test_what_no_recording_can_answer(plain: Recording, caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(ConfigError, match="rule='lenience' looks at the target's scores, which a recording lacks"):
+    with pytest.raises(ConfigError, match="rule='lenience' needs the target's logits, which a recording lacks"):
         replay(plain, MaxGram(), ConstantLength(4), rule=make_rule("lenience"))
     filler = NgramStoreDrafter(3, filler_top_k=2)
     for drafter in (filler, Cascade([filler, MaxGram()], [[2, 2], [0, 0]])):
-        with pytest.raises(ConfigError, match="filler_top_k above 1 learns from the target's scores"):
+        with pytest.raises(ConfigError, match="filler_top_k above 1 learns from the target's logits"):
             replay(plain, drafter, ConstantLength(4))
-    with pytest.raises(ConfigError, match="'throughput' decides by the time passes take; replay it with a profile"):
+    with pytest.raises(ConfigError, match="'throughput' needs the times of target passes; replay it with a profile"):
         replay(plain, MaxGram(), ThroughputLength())
     with pytest.raises(ConfigError, match="the drafter failed in the replay: RuntimeError: no more"):
         replay(plain, Failing(), ConstantLength(4))
@@ -565,13 +565,15 @@ def test_a_decoder_only_draft_of_an_encoder_decoder_is_held_against_the_right_pl
 def test_sampled_recordings_that_tell_too_little(sampled: Recording) -> None:
     made, policy = SAMPLING["model"], ConstantLength(4)
     bare = dataclasses.replace(sampled, records=(dataclasses.replace(sampled.records[0], token_probs=None),))
-    with pytest.raises(ConfigError, match="the recording lacks the probabilities of its tokens"):
+    with pytest.raises(ConfigError, match="the recording lacks token probabilities"):
         replay(bare, made(), policy)
     assert replay(bare, MaxGram(), policy).stats.num_tokens == 30, "look-ups need none"
     penalised = dataclasses.replace(sampled, params={**sampled.params, "presence_penalty": 1.0})
-    with pytest.raises(ConfigError, match="cannot be held against a recording sampled with presence_penalty"):
+    with pytest.raises(ConfigError, match="cannot be replayed on a recording sampled with presence_penalty"):
         replay(penalised, made(), policy)
-    with pytest.raises(ConfigError, match="a draft with another tokenizer cannot be held against a sampled recording"):
+    with pytest.raises(
+        ConfigError, match="a draft model with another tokenizer cannot be replayed on a sampled recording"
+    ):
         replay(sampled, CrossTokenizerDrafter(DRAFT, SIZE, Renumbered(SIZE)), policy)
     with pytest.raises(ConfigError, match="tells what 'speculative' accepts, not rule='coupled'"):
         replay(sampled, made(), policy, rule=make_rule("coupled"))

@@ -144,7 +144,7 @@ def throw_and_go_on(library: ctypes.CDLL, threads: int) -> None:
 def test_an_address_is_given_out_for_memory_of_the_stated_shape_alone(tensor: torch.Tensor) -> None:
     right = torch.ones(5, 4)
     assert structs.address(right, (5, 4), torch.float32) == right.data_ptr()
-    with pytest.raises(ValueError, match=r"the kernels need \[5, 4\] of torch\.float32 in one piece on the CPU"):
+    with pytest.raises(ValueError, match=r"the kernels need a contiguous CPU tensor \[5, 4\] of torch\.float32"):
         structs.address(tensor, (5, 4), torch.float32)
 
 
@@ -244,8 +244,8 @@ def test_sizes_that_no_attention_has_are_named(changes: dict[str, object], messa
 def test_an_odd_head_is_left_to_transformers_where_that_can_run_it() -> None:
     """One dimension it can, three it cannot."""
     found = wrap("one", make("llama", head_dim=1), None, optimise=True)
-    assert isinstance(found.model, CausalModel) and found.model.lean is None
-    with pytest.raises(UnsupportedModelError, match="head_dim=3 allows an even number"):
+    assert isinstance(found.model, CausalModel) and found.model.fused is None
+    with pytest.raises(UnsupportedModelError, match="an even number up to head_dim=3"):
         wrap("three", make("llama", head_dim=3), None, optimise=True)
 
 

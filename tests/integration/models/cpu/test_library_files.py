@@ -26,13 +26,13 @@ from pathlib import Path
 from foresay.models.cpu import build
 build.SOURCES = (Path(sys.argv[1]),)
 assert build.library() is not None
-whole = build.kept().read_bytes()
+whole = build.library_path().read_bytes()
 for share in (0.9, 0.5, 0.1, 0.0):
-    build.kept().unlink()  # what is loaded stays as it is
-    build.kept().write_bytes(whole[: int(share * len(whole))])
+    build.library_path().unlink()  # what is loaded stays as it is
+    build.library_path().write_bytes(whole[: int(share * len(whole))])
     build.library.cache_clear()
-    assert build.library() is not None, build.why_not()
-    assert build.kept().read_bytes() == whole
+    assert build.library() is not None, build.failure_reason()
+    assert build.library_path().read_bytes() == whole
 print("mended")
 """
 
@@ -84,7 +84,7 @@ def test_a_torn_library_is_compiled_anew(tmp_path: Path) -> None:
 @pytest.mark.parametrize("lost", ["the digest", "a byte of the library", "a byte of the digest"])
 def test_a_library_without_its_digest_is_compiled_anew(lost: str) -> None:
     assert build.library() is not None
-    kept = build.kept()
+    kept = build.library_path()
     digest, whole = kept.with_suffix(".sha256"), kept.read_bytes()
     if lost == "the digest":
         digest.unlink()
@@ -102,7 +102,7 @@ def test_a_library_without_its_digest_is_compiled_anew(lost: str) -> None:
 def test_a_library_that_lacks_a_function_is_compiled_anew(lacking: str, tmp_path: Path) -> None:
     old = tmp_path / "old.cpp"
     old.write_text(source(*(name for name in FUNCTIONS if name != lacking)))
-    kept = build.kept()
+    kept = build.library_path()
     kept.parent.mkdir(mode=0o700, parents=True)
     subprocess.run([*build._compiler(), "-shared", "-fPIC", "-o", str(kept), str(old)], check=True)
     kept.chmod(0o644)
@@ -110,7 +110,7 @@ def test_a_library_that_lacks_a_function_is_compiled_anew(lacking: str, tmp_path
     kept.with_suffix(".sha256").chmod(0o644)
     before = kept.read_bytes()
     found = build.library()
-    assert found is not None, build.why_not()
+    assert found is not None, build.failure_reason()
     assert getattr(found, f"foresay_{lacking}") is not None
     assert kept.read_bytes() != before
 
@@ -118,41 +118,41 @@ def test_a_library_that_lacks_a_function_is_compiled_anew(lacking: str, tmp_path
 @pytest.mark.parametrize("mode", [0o664, 0o646])
 def test_a_library_that_others_may_write_is_named_and_not_opened(mode: int, caplog: pytest.LogCaptureFixture) -> None:
     assert build.library() is not None
-    build.kept().chmod(mode)
+    build.library_path().chmod(mode)
     with caplog.at_level(logging.WARNING, "foresay"):
         assert again() is not None
     [said] = caplog.messages
-    assert said.startswith(f"{build.kept()} can be written by other users (mode {mode:o}) and is not used")
-    assert stat.S_IMODE(build.kept().stat().st_mode) == 0o644, "compiled anew"
+    assert said.startswith(f"{build.library_path()} can be written by other users (mode {mode:o}) and is not used")
+    assert stat.S_IMODE(build.library_path().stat().st_mode) == 0o644, "compiled anew"
 
 
 def test_a_strangers_library_is_named_and_not_opened(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert build.library() is not None
-    planted = build.kept().stat().st_ino
-    give_away(build.kept(), monkeypatch)
+    planted = build.library_path().stat().st_ino
+    give_away(build.library_path(), monkeypatch)
     with caplog.at_level(logging.WARNING, "foresay"):
         assert again() is not None
     [said] = caplog.messages
-    assert said.startswith(f"{build.kept()} belongs to user {STRANGER}")
-    assert build.kept().stat().st_ino != planted, "compiled anew"
+    assert said.startswith(f"{build.library_path()} belongs to user {STRANGER}")
+    assert build.library_path().stat().st_ino != planted, "compiled anew"
 
 
 def test_a_strangers_folder_is_named_and_nothing_is_read_from_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert build.library() is not None
-    give_away(build.kept().parent, monkeypatch)
+    give_away(build.library_path().parent, monkeypatch)
     with caplog.at_level(logging.WARNING, "foresay"):
         assert again() is None
     [said] = caplog.messages
-    assert f"{build.kept().parent} belongs to user {STRANGER}" in said and "FORESAY_CACHE" in said
+    assert f"{build.library_path().parent} belongs to user {STRANGER}" in said and "FORESAY_CACHE" in said
 
 
 def test_our_folder_is_for_us_alone() -> None:
     assert build.library() is not None
-    folder = build.kept().parent
+    folder = build.library_path().parent
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     folder.chmod(0o777)
     assert again() is not None
@@ -173,7 +173,7 @@ def test_what_is_kept_is_opened_again_under_any_mask(mask: int, monkeypatch: pyt
 @pytest.mark.parametrize("planted", ["a link", "a folder", "a pipe"])
 def test_what_is_no_file_is_not_opened(planted: str, tmp_path: Path) -> None:
     assert build.library() is not None
-    kept = build.kept()
+    kept = build.library_path()
     kept.rename(tmp_path / "other.so")
     if planted == "a link":
         kept.symlink_to(tmp_path / "other.so")
@@ -203,7 +203,7 @@ def test_whoever_has_no_kernels_is_told_once(tmp_path: Path) -> None:
     shown = done.stderr.decode().splitlines()
     assert done.returncode == 0, shown
     [line] = [line for line in shown if "compiled kernels" in line]
-    assert line.startswith("passes are made without compiled kernels: ") and "No space left" in line
+    assert line.startswith("forward passes run without compiled kernels: ") and "No space left" in line
 
 
 def test_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -211,15 +211,15 @@ def test_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch, caplog: pytest
     with caplog.at_level(logging.WARNING, "foresay"):
         assert build.library() is None
     [said] = caplog.messages
-    assert said.startswith("passes are made without compiled kernels: cannot write ") and "No space left" in said
-    assert not list(build.kept().parent.iterdir()), "nothing is left behind"
+    assert said.startswith("forward passes run without compiled kernels: cannot write ") and "No space left" in said
+    assert not list(build.library_path().parent.iterdir()), "nothing is left behind"
 
 
 def test_they_are_compiled_once_or_where_damaged_and_may_be_left_alone(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("FORESAY_CACHE", str(tmp_path))
-    kept = build.kept()
+    kept = build.library_path()
     kept.parent.mkdir()
     kept.write_bytes(b"\x7fELF and no more")
     assert build.library() is not None

@@ -325,8 +325,8 @@ def compiled(family: str, dtype: torch.dtype = torch.float32, **changes: Any) ->
     freeze_linears(weights)
     model = CausalModel(weights)
     assert use_fused_layers(model) is None
-    assert model.lean is not None
-    assert model.lean.compiled
+    assert model.fused is not None
+    assert model.fused.compiled
     return model
 
 
@@ -379,8 +379,8 @@ def test_a_head_by_another_kernel_is_not_trusted_with_single_rows() -> None:
     weights.lm_head = head
     model = CausalModel(weights)
     assert use_fused_layers(model) is None
-    assert model.lean is not None
-    assert not model.one_row_at_a_time
+    assert model.fused is not None
+    assert not model.batch_invariant
     assert not model.capabilities.prefill_together
     assert compiled("llama").capabilities.prefill_together, "control"
 
@@ -401,8 +401,8 @@ def test_a_pass_over_no_token(logits: Logits) -> None:
 
 def found(model: CausalModel) -> bool:
     """Whether the kernels are given the stores that a cache has after it grew, in length and in rows."""
-    assert model.lean is not None
-    native = model.lean._native
+    assert model.fused is not None
+    native = model.fused._native
     assert native is not None
     cache = model.new_cache()
     cache.add_rows(1)
@@ -445,7 +445,7 @@ def test_a_cache_that_grows_is_found_again(monkeypatch: pytest.MonkeyPatch) -> N
         model.forward(ModelInput(tokens[:, start : start + 60], (60,)), cache)
     wanted = model.forward(ModelInput(tokens[:, :310], (310,)), whole).scores()[:, 300:]
     assert torch.equal(model.forward(ModelInput(tokens[:, 300:310], (10,)), cache).scores(), wanted)
-    monkeypatch.setattr(RowStores, "made", property(lambda self: 1, lambda self, count: None), raising=False)
+    monkeypatch.setattr(RowStores, "version", property(lambda self: 1, lambda self, count: None), raising=False)
     assert not found(model), "control: what does not count its stores is not looked at again"
 
 
@@ -515,11 +515,11 @@ def test_what_is_lacking_is_said_once_and_passes_go_on(
         for _ in range(2):
             model = CausalModel(make("llama"))
             assert use_fused_layers(model) is None
-            assert model.lean is not None
-            assert not model.lean.compiled
+            assert model.fused is not None
+            assert not model.fused.compiled
             assert run(model, prompts, params, gamma=0)[0] == wanted
     [said] = caplog.messages
-    assert said.startswith("passes are made without compiled kernels: ")
+    assert said.startswith("forward passes run without compiled kernels: ")
     assert {"compiler": "no-such-compiler", "room": "cannot write", "success": "failed: "}[lacking] in said
 
 
@@ -532,9 +532,9 @@ def test_a_compiler_may_have_arguments(
     with caplog.at_level(logging.WARNING, "foresay"):
         assert build.library() is None
     assert "--no-such-option" in caplog.text, "it was given"
-    with_arguments = build.kept()
+    with_arguments = build.library_path()
     monkeypatch.setenv("CXX", "g++")
-    assert build.kept() != with_arguments
+    assert build.library_path() != with_arguments
 
 
 @pytest.mark.usefixtures("fresh")

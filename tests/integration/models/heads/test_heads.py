@@ -23,7 +23,7 @@ from foresay.models.heads.config import LAST, NEXT, HeadConfig, usual_layers
 from foresay.models.heads.files import Head, read_head, write_head
 from foresay.models.heads.model import HeadModel, target_rows
 from foresay.models.huggingface.causal import CausalModel
-from foresay.models.huggingface.linears import in_bits, unchanged
+from foresay.models.huggingface.linears import quantizer
 from foresay.models.sources.load_options import LoadOptions
 from helpers import tiny
 from helpers.families import VOCAB, make
@@ -371,7 +371,7 @@ def test_a_head_is_rounded_unless_its_weights_are_named(
     write_head(random_head(model), out)
     drafted = load(str(folder), drafter=f"head({out})", **{"dtype": "bfloat16", **options})
     (head,) = drafted.resources.heads.values()  # type: ignore[union-attr]
-    plain = HeadModel(read_head(out), model, make=unchanged if bits is None else in_bits(bits))
+    plain = HeadModel(read_head(out), model, make=unquantized if bits is None else quantizer(bits))
     text = torch.arange(10, 30)
     drafts = torch.tensor([40, 41])
     wanted, found = (torch.stack(chain(model, one, text, drafts)) for one in (plain, head))
@@ -405,5 +405,5 @@ def test_a_head_is_where_its_target_is_in_one_piece(tmp_path: Path, monkeypatch:
             change(generator, drafter=one)
     generator.resources.options = LoadOptions(dtype="fp32")
     model.is_shared = True
-    with pytest.raises(UnsupportedModelError, match="shared out by tp_plan"):
+    with pytest.raises(UnsupportedModelError, match="split by tp_plan"):
         change(generator, drafter=heads[0])

@@ -73,7 +73,7 @@ def test_the_self_check_sees_a_broken_mask(family: str, monkeypatch: pytest.Monk
 
     def shifted(self: SlotCache, *args: Any) -> Any:
         at = intact(self, *args)
-        at.place(at.positions.device)  # the slots written stay right, the positions seen do not
+        at.indices(at.positions.device)  # the slots written stay right, the positions seen do not
         at.positions = at.positions + 1
         return at
 

@@ -15,7 +15,7 @@ from foresay.models.huggingface import fused, operations
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.early_exit import first_layers
 from foresay.models.huggingface.linears import freeze_linears
-from foresay.models.huggingface.self_check import OwnCode, use_fused_layers
+from foresay.models.huggingface.self_check import UnfusedReason, use_fused_layers
 from foresay.models.sources.catalog import wrap
 from helpers.families import FAMILIES, VOCAB, make
 from helpers.support import Sometimes, run
@@ -51,8 +51,8 @@ def test_lean_passes_write_what_the_familys_own_code_writes(family: str) -> None
 @pytest.mark.parametrize("family", ["mixtral", "gpt2", "falcon", "deepseek_v3"])
 def test_other_families_keep_their_own_code(family: str) -> None:
     model = CausalModel(make(family))
-    assert "has code of its own" in str(use_fused_layers(model))
-    assert model.lean is None
+    assert "do not support the family" in str(use_fused_layers(model))
+    assert model.fused is None
 
 
 @pytest.mark.parametrize("counts", [(5, 5), (3, 5)])
@@ -80,7 +80,7 @@ def test_trees_and_hidden_states_are_those_of_the_familys_own_code(
 
     own = outputs(other)
     assert use_fused_layers(frozen(model)) is None
-    assert model.lean is not None
+    assert model.fused is not None
     assert model.fused.compiled == kernels
     torch.testing.assert_close(outputs(model), own, atol=2e-4, rtol=2e-4)
     parents[1, 3] = 0
@@ -94,24 +94,24 @@ def test_a_model_with_hooks_keeps_its_own_code() -> None:
     assert "hooks" in str(use_fused_layers(CausalModel(weights)))
     weights = make("llama")
     weights.model.layers[0].register_forward_hook(lambda *_: None)
-    assert use_fused_layers(CausalModel(weights)) == OwnCode("it has hooks on its modules", expected=True)
+    assert use_fused_layers(CausalModel(weights)) == UnfusedReason("it has hooks on its modules", expected=True)
 
 
 def test_the_first_layers_of_a_lean_model_are_lean() -> None:
     model = CausalModel(make("llama"))
     assert use_fused_layers(frozen(model)) is None
     short = first_layers(model, 2)
-    assert short.lean is not None
+    assert short.fused is not None
     lean_out = run(short, PROMPTS, PARAMS, gamma=0)[0]
-    short.lean = None
+    short.fused = None
     assert run(short, PROMPTS, PARAMS, gamma=0)[0] == lean_out
 
 
 BROKEN: dict[str, tuple[Any, str, Any]] = {
-    "no rotation": (operations, "_rotated", lambda x, cos, sin: x),
+    "no rotation": (operations, "_rotate", lambda x, cos, sin: x),
     "the wrong half negated": (
         operations,
-        "_rotated",
+        "_rotate",
         lambda x, cos, sin: x * cos + x.roll(x.shape[-1] // 2, -1) * -sin,
     ),
     "norms that do nothing": (fused, "_norm_of", lambda module: lambda x: x),
@@ -125,7 +125,7 @@ def test_passes_that_compute_something_else_are_not_used(broken: str, monkeypatc
     monkeypatch.setattr(fused.FusedDecoder, "_compiled", lambda *_: None)
     model = CausalModel(make("llama"))
     assert "its scores differ from its own code's" in str(use_fused_layers(model))
-    assert model.lean is None
+    assert model.fused is None
 
 
 @pytest.mark.parametrize("wrong", [{"scaling": 1.0}, {"rotates": False}, {"heads": (4, 2), "window": 2}])
@@ -136,7 +136,7 @@ def test_kernels_that_are_told_something_else_are_not_used(
     monkeypatch.setattr(fused, "_read", lambda *args: dataclasses.replace(intact(*args), **wrong))
     model = CausalModel(make("llama"))
     assert "its scores differ from its own code's" in str(use_fused_layers(model))
-    assert model.lean is None
+    assert model.fused is None
 
 
 def test_a_fallback_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -147,7 +147,7 @@ def test_a_fallback_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogC
         wrap("yours", make("llama"), None, optimise=True)
     [(_, first, one), (_, second, two)] = caplog.record_tuples
     assert (first, second) == (logging.INFO, logging.WARNING)
-    assert one == "passes of mine are made by its family's own code: family 'gpt2' has code of its own"
+    assert one == "passes of mine are made by its family's own code: fused layers do not support the family 'gpt2'"
     assert two.startswith("passes of yours are made by its family's own code: ")
 
 
@@ -156,7 +156,7 @@ def test_a_layer_that_lacks_something_is_no_error() -> None:
     del weights.model.layers[1].mlp.gate_proj
     model = CausalModel(weights)
     assert "gate_proj" in str(use_fused_layers(model))
-    assert model.lean is None
+    assert model.fused is None
 
 
 def test_sampled_texts_are_the_same_for_a_seed() -> None:

@@ -20,7 +20,7 @@ from foresay.drafters.model import ModelDrafter
 from foresay.models.cache.slot_cache import SlotCache
 from foresay.models.huggingface import fused, linears
 from foresay.models.huggingface.causal import CausalModel
-from foresay.models.huggingface.graphs import HELD, GraphedPasses, Replay, Shape
+from foresay.models.huggingface.graphs import MAX_RECORDINGS, SWITCH, GraphedPasses, Replay, Shape
 from helpers.families import FAMILIES, VOCAB, make
 from helpers.support import Sometimes, run
 
@@ -63,6 +63,11 @@ def recorded(run: Replay) -> Replay:
 
 
 @pytest.fixture(autouse=True)
+def _capturing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SWITCH, "1")
+
+
+@pytest.fixture(autouse=True)
 def _operations(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch's alone, as on a GPU: a tape hears of nothing else."""
 
@@ -76,7 +81,7 @@ def _operations(monkeypatch: pytest.MonkeyPatch) -> None:
 def graphed(family: str = "llama", capture: Any = recorded) -> CausalModel:
     model = CausalModel(make(family))
     model.use_fused()
-    assert model.lean is not None
+    assert model.fused is not None
     model.graphs = GraphedPasses(model.fused.by_operations, capture, torch.device("cpu"))
     return model
 
@@ -224,8 +229,8 @@ def test_few_recordings_are_held() -> None:
             for columns in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32):
                 passes(model, cache, ModelInput(torch.full((1, columns), 7), [columns], first_row=first), 2)
     assert model.graphs is not None
-    (held,) = model.graphs._held.values()
-    assert len(held.by_shape) == HELD
+    (recordings,) = model.graphs._recordings.values()
+    assert len(recordings.by_shape) == MAX_RECORDINGS
 
 
 def frozen_lengths(run: Replay) -> Replay:
@@ -260,9 +265,10 @@ def test_prompts_are_not_captured() -> None:
     assert model.graphs.off is None
 
 
-def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FORESAY_GRAPHS", "0")
+@pytest.mark.parametrize("value", [None, "", "0"])
+def test_passes_are_captured_only_on_request(monkeypatch: pytest.MonkeyPatch, value: str | None) -> None:
+    monkeypatch.delenv(SWITCH) if value is None else monkeypatch.setenv(SWITCH, value)
     model = graphed(capture=refused)
     run(model, PROMPTS, PARAMS, gamma=0)
     assert model.graphs is not None
-    assert model.graphs.replays == 0
+    assert (model.graphs.off, model.graphs.replays) == ("FORESAY_GRAPHS=1 is not set", 0)

@@ -34,7 +34,7 @@ def test_an_object_writes_what_its_own_code_writes(family: str) -> None:
     weights = make(family)
     before = {name: (value.data_ptr(), value.clone()) for name, value in weights.named_parameters()}
     model = wrapped(weights)
-    assert model.one_row_at_a_time
+    assert model.batch_invariant
     assert run(model, PROMPTS, PARAMS, gamma=0)[0] == own
     model.release()
     assert all(before[name][0] == value.data_ptr() for name, value in weights.named_parameters())
@@ -85,7 +85,7 @@ def test_weights_that_are_trained_on_are_seen(family: str, change: Callable[[Any
     before = scores(model)
     change(weights)
     after = scores(model)
-    assert model.one_row_at_a_time, "and passes are still compiled"
+    assert model.batch_invariant, "and passes are still compiled"
     assert not torch.allclose(before, after, atol=1e-3)
     wanted = model.uncached(torch.tensor([[5, 9, 17, 3]]))
     torch.testing.assert_close(after, wanted, atol=2e-4, rtol=2e-4)
@@ -125,7 +125,7 @@ def test_what_changes_more_than_weights_gives_the_model_its_own_code_back(
     assert not torch.allclose(before, after, atol=1e-4)
     torch.testing.assert_close(after, model.uncached(torch.tensor([[5, 9, 17, 3]])), atol=2e-4, rtol=2e-4)
     assert sum("was changed" in record.getMessage() for record in caplog.records) == 1
-    assert not model.one_row_at_a_time
+    assert not model.batch_invariant
 
 
 def test_code_of_ones_own_is_kept() -> None:
@@ -138,9 +138,9 @@ def test_code_of_ones_own_is_kept() -> None:
 
     weights.model.layers[0].mlp.__class__ = Louder
     model = wrapped(weights)
-    assert model.lean is None
+    assert model.fused is None
     torch.testing.assert_close(scores(model), model.uncached(torch.tensor([[5, 9, 17, 3]])), atol=2e-4, rtol=2e-4)
-    assert wrapped(make("llama")).lean is not None, "control"
+    assert wrapped(make("llama")).fused is not None, "control"
 
 
 def test_every_family_can_be_an_object() -> None:

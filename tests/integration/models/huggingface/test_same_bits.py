@@ -191,7 +191,7 @@ def test_prefilling_in_pieces_gives_the_bits_of_whole_chunks(
 ) -> None:
     """Pieces follow a clock. `test_keys_taken_in_one_range_of_any_width_are_seen_to_differ` is the control."""
     if not fused:
-        monkeypatch.setattr(model, "lean", None)
+        monkeypatch.setattr(model, "fused", None)
     row = [Row(0, tokens[0, :300].tolist(), SamplingParams(), limit=999)]
     whole = _filled(model, row).save_prefix(0, 299)
     for most in (16, 37, 150):

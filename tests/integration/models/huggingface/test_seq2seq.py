@@ -279,7 +279,7 @@ def test_a_decoder_taken_out_of_a_tested_family_is_probed() -> None:
         (lambda: make("llama"), "it has no encoder"),
         (
             lambda: MarianMTModel(MarianConfig(**{**SEQ2SEQ["marian"][1], "share_encoder_decoder_embeddings": False})),
-            "vocabularies of their own",
+            "different vocabularies",
         ),
         (lambda: make_seq2seq("t5", decoder_start_token_id=None), "its decoder_start_token_id is not set"),
     ],

@@ -165,7 +165,7 @@ def test_processes_that_wrote_different_tokens_are_stopped(monkeypatch: pytest.M
     others = Others(monkeypatch, first=True, told=[])
     BroadcastLength(Policy()).observe(Rows([make_row()]), [wrote((1, 2))])  # type: ignore[arg-type]
     Others(monkeypatch, first=False, told=[others.heard[0]])
-    with pytest.raises(RuntimeError, match="wrote different tokens"):
+    with pytest.raises(RuntimeError, match="generated different tokens"):
         BroadcastLength(Policy()).observe(Rows([make_row()]), [wrote((1, 3))])  # type: ignore[arg-type]
 
 

@@ -95,7 +95,7 @@ def test_each_node_is_scored_after_its_own_path(family: str) -> None:
 
 
 def test_a_mask_that_lets_siblings_see_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Placement, "hides", lambda self, seen: seen)
+    monkeypatch.setattr(Placement, "mask_other_paths", lambda self, seen: seen)
     with pytest.raises(AssertionError):
         test_each_node_is_scored_after_its_own_path("llama")
 

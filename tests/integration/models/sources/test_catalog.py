@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import foresay
-from foresay import ConfigError, ModelLoadError, ModelNotFoundError, UnknownNameError
+from foresay import ConfigError, ModelLoadError, ModelNotFoundError
+from foresay.errors import UnknownNameError
 from foresay.models.huggingface import linears
 from foresay.models.sources import packaged
 from foresay.models.sources.catalog import load_model

@@ -98,7 +98,7 @@ def test_sizes_that_disagree_with_the_weights(folder: Path, values: dict[str, in
 def test_a_configuration_that_nests(folder: Path) -> None:
     path = folder / "config.json"
     sound = path.read_text()
-    for depth, wanted in ((40, "allowed is 32 objects within each other"), (100_000, "RecursionError")):
+    for depth, wanted in ((40, "allowed is at most 32 nested objects"), (100_000, "RecursionError")):
         path.write_text(f'{{"x": {"[" * depth}{"]" * depth}, {sound[1:]}')
         assert wanted in refusal(folder)
 

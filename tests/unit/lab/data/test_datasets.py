@@ -187,8 +187,8 @@ def test_a_record_of_another_format(tmp_path: Path, format: str) -> None:
         (None, {"prompt": "a", "category": ["b"]}, "the field 'category' must be a text, not ['b']"),
         (None, {"prompt": "a", "id": True}, "the field 'id' must be a text, not True"),
         (None, {"prompt": "a", "followups": "b"}, "the field 'followups' must be a list of texts, not 'b'"),
-        (None, {"prompt": "a", "followups": ["b"], "raw": True}, "raw is for a text to be continued, not"),
-        (None, {"prompt": "a", "messages": []}, "both 'prompt' and 'messages' are there; say which one with field"),
+        (None, {"prompt": "a", "followups": ["b"], "raw": True}, "raw applies to a text to be continued, not"),
+        (None, {"prompt": "a", "messages": []}, "the record has both 'prompt' and 'messages'; choose one with field"),
         (None, {"body": "a"}, "no field 'prompt', 'messages' or 'instruction'; the record has: body; see field and"),
         (None, {}, "no field 'prompt', 'messages' or 'instruction'; the record has: no fields; see field and format"),
         (None, {"messages": []}, "the field 'messages' is an empty list"),
@@ -197,7 +197,11 @@ def test_a_record_of_another_format(tmp_path: Path, format: str) -> None:
         (None, {"messages": [{"role": "user"}]}, "messages[0] must be a message with 'role' and 'content'"),
         (None, {"messages": [{"role": "me", "content": "a"}]}, "messages[0] has role='me'; known roles: system, user,"),
         (None, {"messages": [{"role": "user", "content": ""}]}, "the field 'messages[0].content' is empty"),
-        (None, {"messages": [{"role": "assistant", "content": "a"}]}, "the field 'messages' ends with the assistant's"),
+        (
+            None,
+            {"messages": [{"role": "assistant", "content": "a"}]},
+            "the field 'messages' ends with an assistant message",
+        ),
         (None, {"messages": [{"role": "user", "content": "a", "n": 1}]}, "the field 'messages[0].n' must be a text"),
     ],
 )
@@ -234,10 +238,10 @@ def test_fields_that_are_wrong(
         ("a.csv", "prompt,id\na,1\n\nb\n", "a.csv, line 4: 1 columns instead of 2: prompt, id"),
         ("a.csv", "prompt,id,prompt\na,1,b\n", "a.csv, line 1: the header row has the column 'prompt' twice"),
         ("a.csv", "a\nb\n", "a.csv, line 2: no field 'prompt', 'messages' or 'instruction'; the record has: a; see"),
-        ("a.csv", 'id,prompt\n1,"a\nb"\n1,c\n', "a.csv, line 4: the id '1' is taken by "),
-        ("a.csv", "prompt\n", "'{}' holds no prompts"),
-        ("a.txt", " \n\n", "'{}' holds no prompts"),
-        ("a.json", "", "'{}' holds no prompts"),
+        ("a.csv", 'id,prompt\n1,"a\nb"\n1,c\n', "a.csv, line 4: the id '1' is already used in "),
+        ("a.csv", "prompt\n", "'{}' contains no prompts"),
+        ("a.txt", " \n\n", "'{}' contains no prompts"),
+        ("a.json", "", "'{}' contains no prompts"),
         ("a.md", "a", "'{}' must end in .jsonl, .json, .csv or .txt, each with or without .gz"),
         ("a.parquet", b"\xff", "'{}' must end in .jsonl, .json, .csv or .txt, each with or without .gz"),
         ("a", "a", "'{}' must end in .jsonl, .json, .csv or .txt, each with or without .gz"),
@@ -274,7 +278,7 @@ def test_mmlu_rows_of_another_length(tmp_path: Path) -> None:
 
 def test_ids_that_clash(tmp_path: Path) -> None:
     source = written(tmp_path, "a.jsonl", jsonl({"prompt": "x", "id": "a-3"}, {"prompt": "y"}, {"prompt": "z"}))
-    assert refusal(source) == f"{source}, line 3: the id 'a-3' is taken by {source}, line 1"
+    assert refusal(source) == f"{source}, line 3: the id 'a-3' is already used in {source}, line 1"
 
 
 def test_options_that_do_not_go_together(tmp_path: Path) -> None:
@@ -282,13 +286,19 @@ def test_options_that_do_not_go_together(tmp_path: Path) -> None:
     with pytest.raises(UnknownNameError, match=r"unknown format 'gsm8'\. Did you mean 'gsm8k'\? Known: alpaca, gsm8k,"):
         load_items(lines, format="gsm8")
     assert (
-        refusal(lines, format="gsm8k", field="x") == "field='x' does not go with format='gsm8k', which knows its fields"
+        refusal(lines, format="gsm8k", field="x")
+        == "field='x' cannot be combined with format='gsm8k', which defines its fields; give one of them"
     )
-    assert refusal(lines, split="test").startswith("split='test' belongs to a set of the Hugging Face hub, and '")
+    assert refusal(lines, split="test").startswith("split='test' applies to data sets of the Hugging Face hub, and '")
     for options in ({"format": "gsm8k"}, {"field": "x"}, {"split": "test"}):
-        assert refusal("shipped", **options).endswith(" does not go with the shipped set")
-    assert refusal(text, field="x") == f"field='x' does not go with {text!r}: lines of text have no fields"
-    assert refusal(text, format="gsm8k") == f"format='gsm8k' does not go with {text!r}: lines of text have no fields"
+        assert refusal("shipped", **options).endswith(" does not apply to the shipped data set; leave it out")
+    assert (
+        refusal(text, field="x") == f"field='x' does not apply to {text!r}: lines of text have no fields; leave it out"
+    )
+    assert (
+        refusal(text, format="gsm8k")
+        == f"format='gsm8k' does not apply to {text!r}: lines of text have no fields; leave it out"
+    )
 
 
 def test_categories(tmp_path: Path) -> None:
@@ -297,7 +307,7 @@ def test_categories(tmp_path: Path) -> None:
     with pytest.raises(UnknownNameError, match=r"unknown category 'z'\. Known: x, y\."):
         load_items(source, category="z")
     plain = written(tmp_path, "b.txt", "a")
-    assert refusal(plain, category="x") == f"category='x', and the prompts of {plain!r} have no categories"
+    assert refusal(plain, category="x") == f"category='x': the prompts of {plain!r} have no categories; leave it out"
 
 
 # The Hugging Face hub
@@ -337,12 +347,12 @@ def test_a_set_of_the_hub(hub: Any) -> None:
 def test_a_set_of_the_hub_without_a_usual_split(hub: Any) -> None:
     hub({"dev": []})
     assert refusal("o/set") == "'o/set' has none of the splits test, validation, train; it has: dev"
-    assert refusal("o/set", split="dev") == "'o/set' holds no prompts"
+    assert refusal("o/set", split="dev") == "'o/set' contains no prompts"
 
 
 def test_a_hub_that_cannot_be_reached(hub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     hub(ConnectionError("no route\n to host"))
-    assert refusal("o/set") == "'o/set' is no file and cannot be read from the Hugging Face hub: no route to host"
+    assert refusal("o/set") == "'o/set' is not a file and cannot be read from the Hugging Face hub: no route to host"
     hub(RuntimeError())
     assert refusal("o/set").endswith("the Hugging Face hub: RuntimeError")
 
@@ -351,10 +361,10 @@ def test_a_hub_that_cannot_be_reached(hub: Any, monkeypatch: pytest.MonkeyPatch)
         raise OSError("gone")
 
     hub({"test": rows()})
-    assert refusal("o/set") == "'o/set' is no file and cannot be read from the Hugging Face hub: gone"
+    assert refusal("o/set") == "'o/set' is not a file and cannot be read from the Hugging Face hub: gone"
     monkeypatch.setitem(sys.modules, "datasets", None)
     assert refusal("o/set") == (
-        "'o/set' is no file, and to read it from the Hugging Face hub takes: pip install 'foresay[lab]'"
+        "'o/set' is not a file; to read it from the Hugging Face hub: pip install 'foresay[lab]'"
     )
 
 
@@ -365,6 +375,6 @@ def test_a_subset_of_a_file(tmp_path: Path) -> None:
         item.id for item in subset(load_items(source), 5, seed=1)
     ]
     assert len(load_items(source, category="b", count=6)) == 6
-    assert refusal(source, category="b", count=7) == "count=7, and there are 6 prompts to choose from"
+    assert refusal(source, category="b", count=7) == "count=7 must be at most 6, the number of prompts"
     assert refusal(source, count=0) == "count=0 must be an integer at least 1"
     assert refusal(source, count=1, seed=-1) == "seed=-1 must be an integer at least 0"

@@ -77,7 +77,7 @@ def test_turns() -> None:
     [
         (2, ["1", "2"], r"turn=2 of item 'a' must be in \[0, 1\]"),
         (-1, [], r"turn=-1 of item 'a' must be in \[0, 1\]"),
-        (1, [], "turn 1 of item 'a' needs 1 earlier answers, and got 0"),
+        (1, [], "turn 1 of item 'a' needs 1 earlier answers, not 0"),
     ],
 )
 def test_turns_that_are_not_there(turn: int, answers: list[str], message: str) -> None:

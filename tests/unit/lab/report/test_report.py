@@ -114,10 +114,10 @@ def test_the_summary_names_the_fastest_exact_method_and_its_gain(tmp_path):
     lines = [plain(), suffix(5.0), suffix(4.9, repeat=1), lossy, run("vllm", 2.5)]
     report = read_report([write(tmp_path / "r", *lines)])
     assert report.summary == [
-        "On chat (batch 1, greedy) suffix, 4 was the fastest exact method: 2.02x (2.00 to 2.04) plain decoding's speed, "
+        "On chat (batch 1, greedy) suffix, 4 was the fastest exact method: 2.02x (2.00 to 2.04) the speed of plain decoding, "
         "20.2 tokens/s instead of 10.0. vllm, another engine, had 4.00x."
     ]
-    assert report.warnings == ["Lossy, so that the output may not be the target's own: typical."]
+    assert report.warnings == ["Lossy, so the output may differ from the target's: typical."]
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_the_summary_is_honest_where_no_draft_pays(tmp_path, methods, plains):
     lines += [plain(seconds, repeat=i) for i, seconds in enumerate(plains)]
     lines = [line | {"plain_seconds": None} for line in lines]
     (sentence,) = read_report([write(tmp_path / "r", *lines)]).summary
-    assert "no draft pays here" in sentence and "suffix, 4" in sentence
+    assert "drafting does not pay" in sentence and "suffix, 4" in sentence
 
 
 def test_the_summary_where_there_is_nothing_to_compare(tmp_path):
@@ -142,12 +142,14 @@ def test_the_summary_where_there_is_nothing_to_compare(tmp_path):
 def test_a_warning_where_plain_itself_spreads(tmp_path, last, warned):
     report = read_report([write(tmp_path / "r", plain(10.0), plain(10.5, repeat=1), plain(last, repeat=2))])
     assert bool(report.warnings) is warned
-    assert all("Plain decoding itself spreads" in line and "chat (batch 1, greedy)" in line for line in report.warnings)
+    assert all("Plain decoding itself varies" in line and "chat (batch 1, greedy)" in line for line in report.warnings)
 
 
 def test_a_warning_where_exact_outputs_differ(tmp_path):
     report = read_report([write(tmp_path / "r", suffix(), suffix(identical=False, repeat=1))])
-    assert report.warnings == ["Outputs that should be plain decoding's were not: suffix, 4 on chat, batch 1, greedy."]
+    assert report.warnings == [
+        "Outputs differ from plain decoding, although the method is exact: suffix, 4 on chat, batch 1, greedy."
+    ]
     assert columns(report.table[0])["identical"] == "no"
 
 
@@ -286,7 +288,7 @@ class Page(HTMLParser):
     def __init__(self, text):
         super().__init__()
         self.tags, self.open, self.texts = [], [], []
-        self.model_input(text)
+        self.feed(text)
         self.close()
         assert not self.open
 
@@ -350,8 +352,8 @@ def test_the_page_tells_who_wrote_each_piece_and_where_it_came_from(whole):
     page = Page(whole[0].read_text())
     titled = {attributes["class"]: attributes["title"] for _, attributes in page.tags if "title" in attributes}
     assert titled["draft"] == "drafted and accepted"
-    assert titled["residual"] == "the target's, in place of a rejected draft token"
-    assert titled["bonus"] == "the target's, after a draft that was accepted whole, or without a draft"
+    assert titled["residual"] == "from the target, in place of a rejected draft token"
+    assert titled["bonus"] == "from the target, after a fully accepted draft or without a draft"
     assert titled[""] == f"by {NASTY}"
     words = "".join(page.texts)
     assert '"processor": "abacus"' in words and "max_gram on chat, batch 1, greedy, repeat 0: OutOfMemory" in words
@@ -394,7 +396,7 @@ def test_a_cell_of_two_files_with_other_settings_is_refused(tmp_path):
     a = write(tmp_path / "a", suffix())
     b = write(tmp_path / "b", suffix(), settings={"model": "n"})
     with pytest.raises(
-        ConfigError, match=r"suffix, 4 on chat.* settings differ \(model='m' and 'n'\); report them apart"
+        ConfigError, match=r"suffix, 4 on chat.* settings differ \(model='m' and 'n'\); report them separately"
     ):
         read_report([a, b])
 
@@ -416,9 +418,11 @@ def test_files_without_runs_are_refused(tmp_path):
     (tmp_path / "empty").touch()
     with pytest.raises(ConfigError, match="empty"):
         read_report([tmp_path / "empty"])
-    with pytest.raises(ConfigError, match="holds no run; a report takes"):
+    with pytest.raises(ConfigError, match="contains no run; a report needs"):
         read_report([write(tmp_path / "header")])
-    with pytest.raises(ConfigError, match="holds no run; 2 failed, the first with: a on chat, batch 1, greedy: boom"):
+    with pytest.raises(
+        ConfigError, match="contains no run; 2 failed, the first with: a on chat, batch 1, greedy: boom"
+    ):
         read_report([write(tmp_path / "failed", failed("a", "boom"), failed("b", "bang"))])
     with pytest.raises(ConfigError, match="at least one results file"):
         read_report([])
@@ -465,7 +469,7 @@ def test_traces_of_many_cells_come_before_many_of_one(tmp_path):
     lines = [trace(method, i) for method in ("a", "b") for i in range(10)]
     text = html(read_report([write(tmp_path / "r", suffix(), *lines)]), [])
     assert re.findall(r"<h3>(p\d): (\w)", text)[:3] == [("p0", "a"), ("p0", "b"), ("p1", "a")]
-    assert "8 more are in the file." in text
+    assert "The results files contain 8 more outputs." in text
 
 
 def test_markdown_shows_text_as_it_is(tmp_path):

@@ -127,13 +127,13 @@ def test_a_trimmed_head_is_all_that_is_copied(family: str) -> None:
 def test_bad_ids_are_refused(ids: Any) -> None:
     with pytest.raises(ConfigError) as caught:
         trimmed_head(CausalModel(make("llama")), ids)
-    assert str(caught.value) == f"a draft vocabulary needs token ids in [0, {VOCAB - 1}]"
+    assert str(caught.value) == f"the draft vocabulary must be a non-empty list of token ids in [0, {VOCAB - 1}]"
 
 
 def test_a_model_without_a_head_of_its_own_is_refused() -> None:
     target = CausalModel(make("llama"))
     target.model.lm_head = torch.nn.Identity()
-    with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM has no output embeddings of its own"):
+    with pytest.raises(UnsupportedModelError, match="the head of LlamaForCausalLM cannot be trimmed"):
         trimmed_head(target, IDS)
 
 

@@ -15,14 +15,14 @@ import torch
 from foresay.models.cpu import build, product
 from foresay.models.cpu.in_place import InPlaceProduct
 from foresay.models.cpu.product import NativeProduct
-from foresay.models.cpu.rounding import restored, rounded_int4
+from foresay.models.cpu.rounding import quantize_int4, restored
 from foresay.models.huggingface import linears, products
 from foresay.models.huggingface.linears import (
     FrozenLinear,
     JointLinear,
     freeze_linears,
-    in_bits,
     product_of,
+    quantizer,
     weight_bytes,
 )
 from foresay.models.huggingface.products import Int4Product, Int8Product, PackedProduct
@@ -51,7 +51,7 @@ def weights(rows: int = 96, columns: int = 128) -> torch.Tensor:
 
 
 def rounded(weight: torch.Tensor) -> torch.Tensor:
-    return restored(rounded_int4(weight, torch.bfloat16))
+    return restored(quantize_int4(weight, torch.bfloat16))
 
 
 def error(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -77,7 +77,7 @@ def test_rows_that_are_packed_in_pieces_are_packed_as_a_whole(native: bool, monk
     for module in (products, product):
         monkeypatch.setattr(module, "_PACKED", 1)
     assert torch.equal(make(weight, None)(x), whole(x))
-    levels, scales, least = rounded_int4(weight, torch.float16 if native else torch.bfloat16)
+    levels, scales, least = quantize_int4(weight, torch.float16 if native else torch.bfloat16)
     cuts = torch.tensor([0, 100, 350, 351, 600, 640])
     pieces = [(levels[a:b], scales[a:b], least[a:b]) for a, b in itertools.pairwise(cuts)]
     cut: Any = NativeProduct.of_groups(pieces) if native else Int4Product.of_groups(pieces, torch.bfloat16)
@@ -267,7 +267,7 @@ class Block(torch.nn.Module):
 
 def test_layers_that_read_one_input_are_one_product(native: bool) -> None:
     block, x = Block(), torch.randn(3, 64, generator=SEEDED).to(torch.bfloat16)
-    assert freeze_linears(block, in_bits(4), all_dtypes=True) == 4
+    assert freeze_linears(block, quantizer(4), all_dtypes=True) == 4
     together = product_of(block.q_proj, block.k_proj, block.v_proj)
     assert isinstance(together, NativeProduct if native else Int4Product)
     assert together.bits == 5.0
@@ -279,7 +279,7 @@ def test_layers_that_read_one_input_are_one_product(native: bool) -> None:
 
 def test_rows_that_are_not_whole_groups_take_eight_bits(native: bool) -> None:
     block = Block()
-    freeze_linears(block, in_bits(4), all_dtypes=True)
+    freeze_linears(block, quantizer(4), all_dtypes=True)
     assert isinstance(block.odd, FrozenLinear)
     assert isinstance(block.odd.product, NativeProduct if native else Int8Product)
     assert 8 <= block.odd.product.bits < 9

@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from foresay.models.huggingface.operations import TurnTable
+from foresay.models.huggingface.operations import RotaryTable
 
 SMALL, LONG = 32, 200
 KINDS: dict[str, dict[str, Any]] = {
@@ -43,7 +43,7 @@ def asked(module: Any, positions: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_table_gives_what_the_module_gives(kind: str) -> None:
     """Short texts, long ones, and short ones after those; every text is asked about from its first position on."""
-    table, alone = TurnTable(rotary(kind)), rotary(kind)
+    table, alone = RotaryTable(rotary(kind)), rotary(kind)
     for last in (5, SMALL, LONG, 3000, 7, LONG):
         positions = torch.arange(last)
         torch.testing.assert_close(torch.stack(table(positions)), asked(alone, positions), rtol=0, atol=0)
@@ -53,4 +53,4 @@ def test_a_table_gives_what_the_module_gives(kind: str) -> None:
 def test_kinds_that_are_kept_do_not_depend_on_the_length(kind: str) -> None:
     short = asked(rotary(kind), torch.arange(4))
     long = asked(rotary(kind), torch.arange(3000))[:, :4]
-    assert torch.equal(short, long) == (kind in TurnTable.STATIC)
+    assert torch.equal(short, long) == (kind in RotaryTable.STATIC)

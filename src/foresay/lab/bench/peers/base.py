@@ -1,7 +1,7 @@
-"""What a peer is, how one is written down, and where its weights are.
+"""Peers (other engines): their interface, their expressions and the location of their weights.
 
-Owns the expressions (`vllm=PYTHON(ngram=5)`), the checks common to all peers, and the way from foresay's name of a model to
-the folder or file that another engine reads. Knows nothing of how an engine is called.
+Owns the expressions (`vllm=PYTHON(ngram=5)`), the checks common to all peers, and the mapping from foresay's name of a model
+to the folder or file that another engine reads. Knows nothing about calling an engine.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "llama.cpp": ("lookup",),
     "economize": ("lookup",),
 }
-"""The peers and the settings that each takes."""
+"""Peer -> its settings."""
 PASSED_ON = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "ignore_eos")
-"""The sampling parameters that are passed on to every peer."""
+"""The sampling parameters that every peer receives."""
 _WITH_PYTHON = ("vllm", "llama.cpp", "economize")
 _FORMS = "transformers, transformers(assistant=MODEL), transformers(lookup=10), vllm=PYTHON, vllm=PYTHON(ngram=5), "
 _FORMS += "vllm=PYTHON(arguments=FILE.json), "
@@ -39,31 +39,31 @@ _FORMS += "economize=PYTHON, economize=PYTHON(lookup=5)"
 
 @dataclass(frozen=True, slots=True)
 class PeerRun:
-    """What a peer wrote, and how long it took."""
+    """The outputs of a peer and the time that it took."""
 
     outputs: list[list[int]]
     """New token ids per prompt, in the order of the prompts."""
     seconds: float
-    """Wall-clock of decoding all prompts, the processing of the prompts included, loading not."""
+    """Wall-clock time of decoding all prompts, including prompt processing, without loading."""
     passes: int | None = None
-    """Steps of the engine, where it tells them: passes of the target, those over prompts included, unless it schedules ahead."""
+    """Number of engine steps, if reported. They are target passes, including prompt passes, unless the engine schedules ahead."""
 
 
 class Peer(Protocol):
-    """Another engine over the same weights."""
+    """Another engine with the same weights."""
 
     name: str
 
     def describe(self) -> dict[str, str]:
-        """Versions, dtype and settings, for the record."""
+        """Return versions, dtype and settings, for the results file."""
         ...
 
     def run(self, prompts: Sequence[Sequence[int]], params: SamplingParams, batch_size: int) -> PeerRun:
-        """Decode the prompts, at most `batch_size` at a time. Raises ConfigError for what this peer cannot do."""
+        """Decode the prompts, at most `batch_size` at a time. Raises ConfigError for settings that the peer does not support."""
         ...
 
     def close(self) -> None:
-        """Let go of the model and end every process started for it; harmless when repeated."""
+        """Release the model and end its processes; later calls have no effect."""
         ...
 
 
@@ -104,8 +104,8 @@ def parse(expression: str) -> PeerSpec:
 def _check_python(kind: str, python: str | None, expression: str) -> None:
     if kind in _WITH_PYTHON and not python:
         raise ConfigError(
-            f"peer {expression!r} names no interpreter; write {kind}=PYTHON with the one it is installed in, such as "
-            f"{kind}=/path/to/venv/bin/python (docs/peers.md says how)"
+            f"peer {expression!r} names no interpreter; write {kind}=PYTHON with the one that has it installed, such as "
+            f"{kind}=/path/to/venv/bin/python (see docs/peers.md)"
         )
     if kind not in _WITH_PYTHON and python is not None:
         raise ConfigError(f"peer {expression!r}: {kind} runs in this process and takes no interpreter; write {kind}")
@@ -116,7 +116,7 @@ def _settings(kind: str, inner: str, expression: str) -> dict[str, str]:
     for part in inner.split(",") if inner.strip() else ():
         key, mark, value = (piece.strip() for piece in part.partition("="))
         if not mark or not value:
-            raise ConfigError(f"peer {expression!r}: {part.strip()!r} is no key=value; write one of {_FORMS}")
+            raise ConfigError(f"peer {expression!r}: {part.strip()!r} is not key=value; write one of {_FORMS}")
         if key not in KNOWN[kind]:
             raise UnknownNameError(f"setting of {kind}", key, KNOWN[kind])
         if key in out:
@@ -126,7 +126,7 @@ def _settings(kind: str, inner: str, expression: str) -> dict[str, str]:
 
 
 def count_setting(spec: PeerSpec, key: str) -> int | None:
-    """A setting that is a number of tokens in [1, 1000]; None where it is not given. Raises ConfigError for other values."""
+    """Return a setting that is a number of tokens in [1, 1000], or None if not given. Raises ConfigError for other values."""
     if key not in spec.settings:
         return None
     text = spec.settings[key]
@@ -134,16 +134,18 @@ def count_setting(spec: PeerSpec, key: str) -> int | None:
 
 
 def check_params(name: str, params: SamplingParams) -> None:
-    """Raise a ConfigError for a sampling parameter that is not passed on to other engines."""
+    """Raise ConfigError for a sampling parameter that other engines do not receive."""
     default = SamplingParams()
     for one in fields(SamplingParams):
         value = getattr(params, one.name)
         if one.name not in PASSED_ON and value != getattr(default, one.name):
-            raise ConfigError(f"{name} is told {', '.join(PASSED_ON)} alone, not {one.name}={value!r}; leave it out")
+            raise ConfigError(
+                f"{name} does not support {one.name}={value!r}; it supports only {', '.join(PASSED_ON)}; leave it out"
+            )
 
 
 def check_run(name: str, prompts: Sequence[Sequence[int]], params: SamplingParams, batch_size: int) -> None:
-    """Raise a ConfigError for what no peer can do."""
+    """Raise ConfigError for requests that no peer supports."""
     if not prompts or not all(len(prompt) for prompt in prompts):
         raise ConfigError("a peer needs at least one prompt, each with at least one token; leave empty ones out")
     check_int("batch_size", batch_size, 1)
@@ -155,14 +157,14 @@ def check_run(name: str, prompts: Sequence[Sequence[int]], params: SamplingParam
 def check_length(
     name: str, prompts: Sequence[Sequence[int]], max_new_tokens: int, context: int | None, why: str = ""
 ) -> None:
-    """Raise a ConfigError when a prompt with its output would not fit."""
+    """Raise ConfigError if a prompt with its output exceeds the context length."""
     longest = max(map(len, prompts)) + max_new_tokens
     if context is not None and longest > context:
-        raise ConfigError(f"{name}: prompt and output have {longest} tokens, the context {context}{why}; ask for fewer")
+        raise ConfigError(f"{name}: prompt and output have {longest} tokens, the context {context}{why}; use fewer")
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The dtype of a name; "auto" is what the processor computes in natively. Raises UnknownNameError for other names."""
+    """Return the dtype of a name; "auto" is the processor's native one. Raises UnknownNameError for unknown names."""
     if name == "auto":
         return native_dtype(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     if name not in DTYPES:
@@ -171,7 +173,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def transformers_source(model: str) -> tuple[str, dict[str, Any]]:
-    """(folder or hub id, extra arguments) with which transformers loads a model; it reads GGUF files too.
+    """Return (folder or hub id, extra arguments) with which transformers loads a model, possibly a GGUF file.
 
     Raises ModelNotFoundError for a name that is neither a path, an alias nor a hub id, ModelLoadError for a broken GGUF file.
     """
@@ -181,33 +183,33 @@ def transformers_source(model: str) -> tuple[str, dict[str, Any]]:
     if path.is_file():
         check_gguf(path)
         return str(path.parent), {"gguf_file": path.name}
-    _check_there(model, path)
+    _check_exists(model, path)
     return (str(path) if path.is_dir() else model), {}
 
 
 def model_folder(model: str) -> str:
-    """A folder with configuration, tokenizer and safetensors, as vLLM wants it; a hub id is looked up in the hub's cache.
+    """Return a folder with configuration, tokenizer and safetensors, as vLLM needs it; a hub id is resolved in the hub's cache.
 
-    Raises ModelNotFoundError where there is none, and ConfigError for a single file.
+    Raises ModelNotFoundError if there is no such folder, and ConfigError for a single file.
     """
     if model in ALIASES:
         return str(converted(model, LoadOptions()))
     path = Path(model).expanduser()
     if path.is_file():
         raise ConfigError(f"vllm reads a transformers folder, and {model!r} is a file; give the folder, or an alias")
-    _check_there(model, path)
+    _check_exists(model, path)
     folder = path if path.is_dir() else _downloaded(model)
     names = [file.name for file in folder.iterdir()]
-    for what, suffix in (("config.json", "config.json"), ("weights (*.safetensors)", ".safetensors")):
+    for part, suffix in (("config.json", "config.json"), ("weights (*.safetensors)", ".safetensors")):
         if not any(name.endswith(suffix) for name in names):
-            raise ModelNotFoundError(f"vllm needs {what} in {str(folder)!r}, which holds none; save the model there")
+            raise ModelNotFoundError(f"vllm needs {part}, which {str(folder)!r} does not contain; save the model there")
     return str(folder)
 
 
 def gguf_file(model: str) -> str:
-    """The GGUF file of a model: an alias's packaged one, the file itself, or the only one in a folder.
+    """Return the GGUF file of a model: the packaged file of an alias, the file itself, or the only one in a folder.
 
-    Raises ModelNotFoundError for an unknown name, ModelLoadError for another kind of file, and ConfigError where there is not
+    Raises ModelNotFoundError for an unknown name, ModelLoadError for another kind of file, and ConfigError unless there is
     exactly one GGUF file.
     """
     if model in ALIASES:
@@ -216,24 +218,24 @@ def gguf_file(model: str) -> str:
     if path.is_file():
         check_gguf(path)
         return str(path)
-    _check_there(model, path)
+    _check_exists(model, path)
     files = sorted(path.glob("*.gguf"))
     if len(files) != 1:
-        found = f"the folder holds {len(files)}" if path.is_dir() else "a hub id names none"
+        found = f"the folder contains {len(files)}" if path.is_dir() else "a hub id names none"
         raise ConfigError(f"llama.cpp needs one GGUF file, and for {model!r} {found}; give the .gguf file itself")
     return str(files[0])
 
 
 def context_of(folder: str) -> int | None:
-    """The context length that a model folder's config.json gives; None where it gives none."""
+    """Return the context length in a model folder's config.json, or None if it has none."""
     config = json.loads((Path(folder) / "config.json").read_text())
     config = config.get("text_config", config)
     length = config.get("max_position_embeddings", config.get("n_positions"))
     return length if isinstance(length, int) else None
 
 
-def _check_there(model: str, path: Path) -> None:
-    """Raise ModelNotFoundError for a name that is neither a path nor looks like a hub id."""
+def _check_exists(model: str, path: Path) -> None:
+    """Raise ModelNotFoundError for a name that is neither an existing path nor a possible hub id."""
     if not path.exists() and (model.count("/") != 1 or model.startswith((".", "/", "~"))):
         raise ModelNotFoundError(
             f"no model {model!r}: no such file or folder, nor an alias ({', '.join(ALIASES)}), nor a hub id (org/name)"
@@ -245,5 +247,5 @@ def _downloaded(model: str) -> Path:
 
     try:
         return Path(snapshot_download(model, local_files_only=True))
-    except Exception as error:  # whatever the hub's library raises
+    except Exception as error:  # the hub's library may raise anything
         raise ModelNotFoundError(f"{model!r} is not in the hub's cache; get it with: hf download {model}") from error

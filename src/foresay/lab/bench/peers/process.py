@@ -1,7 +1,7 @@
 """The host's side of a peer in another interpreter: starts `worker.py` there, sends it jobs, and ends it.
 
-Owns what is sent and the time limits; `child_process.py` owns the process. The child stays between runs, so that repeats can be
-interleaved with ours; idle, it waits for a line and takes no processor time.
+Owns the messages and the time limits; `child_process.py` owns the process. The child lives on between runs, so that repeats can
+be interleaved with foresay's runs; while idle it uses no processor time.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ WORKER = Path(__file__).with_name("worker.py")
 LOAD_LIMIT_S = 600.0
 RUN_LIMIT_S = 3600.0
 CONTEXT = 8192
-"""The longest context an engine is loaded with, or the model's where that is shorter: each keeps memory for all of it."""
+"""Maximum context length of an engine, limited further by the model: engines allocate memory for the whole context."""
 MAX_BATCH = 128
-"""The most sequences that vLLM is loaded for."""
+"""Maximum number of concurrent sequences in vLLM."""
 
 
 class WorkerPeer:
@@ -57,25 +57,25 @@ class WorkerPeer:
         return self._worker.pid
 
     def describe(self) -> dict[str, str]:
-        """Versions, dtype and settings, as the worker reported them after loading."""
+        """Return versions, dtype and settings, as the worker reported them after loading."""
         return dict(self._about)
 
     def run(self, prompts: Sequence[Sequence[int]], params: SamplingParams, batch_size: int) -> PeerRun:
-        """Decode the prompts; timed in the worker, so that inter-process communication does not count.
+        """Decode the prompts. The worker measures the time, so that inter-process communication does not count.
 
-        Raises ConfigError for what this peer cannot do, and ForesayError when the worker fails.
+        Raises ConfigError for settings that the peer does not support, and ForesayError if the worker fails.
         """
         check_run(self.name, prompts, params, batch_size)
         if self._single and batch_size > 1:
-            raise ConfigError(f"{self.name} is run one prompt at a time, not {batch_size}; use batch size 1")
+            raise ConfigError(f"{self.name} runs one prompt at a time, not {batch_size}; use batch size 1")
         if batch_size > MAX_BATCH:
             raise ConfigError(
                 f"{self.name} is loaded for {MAX_BATCH} prompts at a time, not {batch_size}; use a smaller batch"
             )
-        check_length(self.name, prompts, params.max_new_tokens, self._context, " it was loaded with")
+        check_length(self.name, prompts, params.max_new_tokens, self._context, " that it was loaded with")
         job = {"op": "run", "batch_size": batch_size, **{name: getattr(params, name) for name in PASSED_ON}}
         ids = [[int(token) for token in prompt] for prompt in prompts]
-        reply = self._worker.ask({**job, "prompts": ids}, RUN_LIMIT_S)
+        reply = self._worker.request({**job, "prompts": ids}, RUN_LIMIT_S)
         return PeerRun(reply["outputs"], reply["seconds"], reply.get("passes"))
 
     def close(self) -> None:
@@ -88,8 +88,8 @@ def open_worker(
 ) -> WorkerPeer:
     """Start a worker in the interpreter that the expression names, and load the model there.
 
-    limit_s: seconds that loading may take. Raises ConfigError, ModelNotFoundError or ForesayError when the interpreter or the
-    model cannot be used; the worker is then ended.
+    limit_s: time limit of loading, in seconds. Raises ConfigError, ModelNotFoundError or ForesayError if the interpreter or the
+    model cannot be used, after ending the worker.
     """
     count = torch.get_num_threads() if threads is None else check_int("threads", threads, 1)
     files = {"arguments": Path(spec.settings["arguments"]).stem} if "arguments" in spec.settings else {}
@@ -98,29 +98,29 @@ def open_worker(
     job = load_job(spec, model, dtype, count)
     worker = ChildProcess(name, [python, str(script)], environment(spec.kind, count))
     try:
-        about = worker.ask({"op": "load", **job}, limit_s)["about"]
+        about = worker.request({"op": "load", **job}, limit_s)["about"]
     except BaseException:
         worker.close()
         raise
-    kept = {key: str(job[key]) for key in ("model", "dtype", "threads")}
-    return WorkerPeer(name, worker, job, {**about, **kept, "interpreter": python})
+    reported = {key: str(job[key]) for key in ("model", "dtype", "threads")}
+    return WorkerPeer(name, worker, job, {**about, **reported, "interpreter": python})
 
 
 def interpreter(spec: PeerSpec) -> str:
-    """The path of the interpreter that an expression names. Raises ConfigError where it cannot be run."""
+    """Return the path of the interpreter in an expression. Raises ConfigError if it cannot be run."""
     given = os.path.expanduser(spec.python or "")
     if found := shutil.which(given):
         return os.path.abspath(found)
     if os.path.isdir(given):
         raise ConfigError(f"{spec.kind}: {given!r} is a folder; name the interpreter, such as {given}/bin/python")
-    there = "cannot be executed" if os.path.exists(given) else "does not exist"
+    reason = "cannot be executed" if os.path.exists(given) else "does not exist"
     raise ConfigError(
-        f"{spec.kind}: the interpreter {given!r} {there}; name the one it is installed in (docs/peers.md)"
+        f"{spec.kind}: the interpreter {given!r} {reason}; name the interpreter that it is installed in (see docs/peers.md)"
     )
 
 
 def load_job(spec: PeerSpec, model: str, dtype: str, threads: int) -> dict[str, Any]:
-    """The load message for the worker. Raises ConfigError or ModelNotFoundError for a model that it cannot read."""
+    """Return the load message for the worker. Raises ConfigError or ModelNotFoundError for a model that it cannot read."""
     job: dict[str, Any] = {"engine": spec.kind, "threads": threads}
     if spec.kind == "llama.cpp":
         torch_dtype(dtype)
@@ -135,7 +135,7 @@ def load_job(spec: PeerSpec, model: str, dtype: str, threads: int) -> dict[str, 
 
 
 def _arguments(spec: PeerSpec) -> dict[str, Any]:
-    """Further arguments of vLLM's LLM, out of a file such as `foresay vllm-config --json` prints."""
+    """Return additional arguments of vLLM's LLM from a file in the format of `foresay vllm-config --json`."""
     if "arguments" not in spec.settings:
         return {}
     path = spec.settings["arguments"]
@@ -144,12 +144,12 @@ def _arguments(spec: PeerSpec) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{spec.kind}: arguments={path!r} cannot be read: {error}") from None
     if not isinstance(found, dict):
-        raise ConfigError(f"{spec.kind}: arguments={path!r} must hold a JSON object")
+        raise ConfigError(f"{spec.kind}: arguments={path!r} must contain a JSON object")
     return {key: value for key, value in found.items() if key != "model"}
 
 
 def environment(kind: str, threads: int) -> dict[str, str]:
-    """The worker's environment: ours without what would mislead another interpreter, with its threads and no network."""
+    """Return the worker's environment: ours without the variables of this interpreter, with its threads and no network."""
     out = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
     out |= {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
     if kind == "vllm":
@@ -157,19 +157,16 @@ def environment(kind: str, threads: int) -> dict[str, str]:
         for key, value in (
             ("VLLM_CPU_KVCACHE_SPACE", "2"),
             ("VLLM_LOGGING_LEVEL", "WARNING"),
-            (
-                "VLLM_ENABLE_V1_MULTIPROCESSING",
-                "0",
-            ),  # the engine in the worker itself: 1.5 times faster on two cores
+            ("VLLM_ENABLE_V1_MULTIPROCESSING", "0"),  # engine within the worker: 1.5 times faster on two cores
         ):
             out.setdefault(key, value)
     return out
 
 
 def _cores(threads: int) -> str:
-    """The processors that vLLM's own processes, if it is set to start any, bind their threads to.
+    """Return the processors that the threads of vLLM's own processes, if it starts any, are bound to.
 
-    Left to itself it takes one of two siblings only.
+    By default vLLM uses only one of two sibling processors.
     """
     usable = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
     return ",".join(map(str, usable[:threads]))

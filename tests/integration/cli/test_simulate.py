@@ -1,4 +1,4 @@
-"""`foresay load` as a user meets it."""
+"""`foresay simulate` as a user meets it."""
 
 from __future__ import annotations
 
@@ -29,11 +29,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     here = tmp_path_factory.mktemp("load")
     folder = tiny.save(here / "tiny")
     (here / "p.txt").write_text("hello world, hello\none two three one two\nabc abc abc\n")
-    done = tiny.foresay(
+    tiny.printed(
         *["record", str(here / "r.jsonl"), "--model", str(folder), "--dtype", "fp32"],
         *["--prompts", str(here / "p.txt"), "-n", "24"],
     )
-    assert done.returncode == 0, done.stderr
     timings = tuple(
         Timing(b, c, 40, s := 0.01 * (1 + 0.02 * (c - 1) * b + 0.05 * (b - 1)), s, s)
         for b in (1, 4, 16)
@@ -44,7 +43,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def command(made: Path, *args: str) -> list[str]:
-    return ["load", str(made / "r.jsonl"), "--profile", str(made / "profile.json"), "--requests", "40", *args]
+    return ["simulate", str(made / "r.jsonl"), "--profile", str(made / "profile.json"), "--requests", "40", *args]
 
 
 def test_a_table_of_loads(shell: tiny.Shell, made: Path) -> None:
@@ -52,11 +51,23 @@ def test_a_table_of_loads(shell: tiny.Shell, made: Path) -> None:
     assert (code, err) == (0, "")
     lines = out.splitlines()
     assert [line.split()[0] for line in lines[-5:-1]] == ["plain", "plain", "suffix,", "suffix,"]
-    assert lines[-1].startswith("3 outputs of ") and lines[-1].endswith("tiny, on a profile's clock")
+    assert lines[-1].startswith("simulated with 3 outputs of ") and lines[-1].endswith("tiny")
 
 
 def test_the_figures_as_json_and_how_many_engines_it_takes(shell: tiny.Shell, made: Path) -> None:
-    args = ["--rate", "1,60", "--length", "4", "--batch-size", "4", "--first-p99", "0.5", "--total", "100", "--json"]
+    args = [
+        "--rate",
+        "1,60",
+        "--length",
+        "4",
+        "--batch-size",
+        "4",
+        "--first-p99",
+        "0.5",
+        "--total-rate",
+        "100",
+        "--json",
+    ]
     code, out, _ = shell(*command(made, *args))
     lines: list[dict[str, Any]] = [json.loads(line) for line in out.splitlines()]
     assert code == 0 and len(lines) == 6
@@ -68,7 +79,7 @@ def test_the_figures_as_json_and_how_many_engines_it_takes(shell: tiny.Shell, ma
     for one in (plain, drafting):
         assert one["replicas"] == -(-100 // one["highest_rate"]) and one["total_rate"] == 100
     code, out, _ = shell(*command(made, *args[:-1]))
-    assert "keeps the promise up to" in out and "100 a second take" in out
+    assert "meets the latency targets up to" in out and "100 requests/s need" in out
 
 
 def test_bursts_and_traces(shell: tiny.Shell, made: Path) -> None:
@@ -79,7 +90,14 @@ def test_bursts_and_traces(shell: tiny.Shell, made: Path) -> None:
 
     assert waits("--rate", "2", "--burst", "20") > 2 * waits("--rate", "2")
     (made / "trace.txt").write_text("5\n5\n5\n5\n5\n5\n")
-    args = ["load", str(made / "r.jsonl"), "--profile", str(made / "profile.json"), "--trace", str(made / "trace.txt")]
+    args = [
+        "simulate",
+        str(made / "r.jsonl"),
+        "--profile",
+        str(made / "profile.json"),
+        "--trace",
+        str(made / "trace.txt"),
+    ]
     code, out, _ = shell(*args, "--batch-size", "2", "--drafter", "none", "--json")
     assert code == 0 and float(json.loads(out)["queue_p90_s"]) > 0.2, "six at once, by twos"
 
@@ -87,14 +105,14 @@ def test_bursts_and_traces(shell: tiny.Shell, made: Path) -> None:
 def test_what_it_refuses(shell: tiny.Shell, made: Path) -> None:
     assert "--rate 'x' must be numbers" in shell.refused(*command(made, "--rate", "x"))
     assert "rate" in shell.refused(*command(made, "--rate", "0"))
-    assert "--total needs a promise" in shell.refused(*command(made, "--total", "5"))
-    plain = ["load", str(made / "r.jsonl"), "--profile", str(made / "profile.json"), "--trace", "none.txt"]
+    assert "--total-rate needs a latency target" in shell.refused(*command(made, "--total-rate", "5"))
+    plain = ["simulate", str(made / "r.jsonl"), "--profile", str(made / "profile.json"), "--trace", "none.txt"]
     assert "cannot read" in shell.refused(*plain)
     for name in ("rate", "burst", "requests", "seed", "first-p99", "gap-p99"):
         assert f"drop --{name}" in shell.refused(*plain, f"--{name}", "3")
     assert "drafts nothing" in shell.refused(*command(made, "--drafter", "none", "--length", "3"))
-    assert "the profile does not hold" in shell.refused(
+    assert "the profile does not contain the drafting times" in shell.refused(
         *command(made, "--drafter", f"model({made / 'tiny'})", "--model", str(made / "tiny"))
     )
     assert "unknown drafter" in shell.refused(*command(made, "--drafter", "sufix"))
-    assert "is no profile" in shell.refused("load", str(made / "r.jsonl"), "--profile", str(made / "p.txt"))
+    assert "is not a profile" in shell.refused("simulate", str(made / "r.jsonl"), "--profile", str(made / "p.txt"))

@@ -1,6 +1,6 @@
-"""One target and who decodes with it: the turns of a block to runs and traces.
+"""Execution of a benchmark's turns on one target, which yields runs and traces.
 
-Owns the runners, and what a benchmark consists of. Keeps nothing, and does not know what has been run before.
+Owns the runners and the plan of a benchmark. Writes nothing and does not know earlier results.
 """
 
 from __future__ import annotations
@@ -19,51 +19,52 @@ from foresay.records.provenance import provenance
 from foresay.records.results import Cell, Failure, Run, Trace
 
 _TRACES = 2
-"""Outputs of each run that are told piece by piece."""
+"""Number of outputs per run whose traces are reported."""
 
 Turn = tuple[int, str]
-"""A repeat, and who decodes."""
-Told = tuple[Run | Failure, Sequence[Trace]]
-"""What came of a turn, and its first outputs with who wrote what."""
+"""(repeat, runner name)."""
+TurnResult = tuple[Run | Failure, Sequence[Trace]]
+"""A run or failure, and the traces of its first outputs."""
 
 
 @dataclass(frozen=True, slots=True)
-class Outline:
-    """What a benchmark consists of; plain data, but for the cells."""
+class BenchPlan:
+    """The blocks, runners and repeats of a benchmark."""
 
     settings: Mapping[str, Any]
-    """What must be the same for a file to go on."""
+    """Settings that must be equal for a results file to be resumed."""
     provenance: Mapping[str, Any]
     blocks: Sequence[Cell]
-    """Plain decoding's cell in each."""
-    contenders: Sequence[str]
+    """The cell of plain decoding in each block."""
+    runner_names: Sequence[str]
+    """Methods and other engines, without plain decoding."""
     repeats: int
     between: int
-    """Turns between two of plain decoding."""
+    """Maximum number of turns between two runs of plain decoding."""
 
-    def cell(self, block: int, contender: str) -> Cell:
-        """A contender's cell in a block."""
-        return replace(self.blocks[block], method=contender)
+    def cell(self, block: int, runner_name: str) -> Cell:
+        """Return the cell of a runner in a block."""
+        return replace(self.blocks[block], method=runner_name)
 
     def turns(self) -> Iterator[tuple[int, Turn]]:
-        """(block, turn), in the order in which they are run."""
+        """Yield (block, turn) in the order of execution."""
         for block in range(len(self.blocks)):
             for repeat in range(self.repeats):
-                for name in self.contenders:
+                for name in self.runner_names:
                     yield block, (repeat, name)
 
     def as_plain(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the plan as JSON-compatible data."""
         return asdict(self)
 
     @classmethod
-    def read(cls, plain: Mapping[str, Any]) -> Outline:
-        """From `as_plain`, after JSON."""
+    def from_plain(cls, plain: Mapping[str, Any]) -> BenchPlan:
+        """Invert `as_plain` after a round trip through JSON."""
         return cls(**{**plain, "blocks": [Cell(**one) for one in plain["blocks"]]})
 
 
-class Stage:
-    """A target, methods and other engines over blocks of prompts."""
+class BenchExecutor:
+    """Runs methods and other engines on blocks of prompts, for one target."""
 
     def __init__(self, target: Generator, settings: BenchSettings, peers: Sequence[Peer] = ()) -> None:
         self._settings, self._tokenizer = settings, target.tokenizer
@@ -72,29 +73,29 @@ class Stage:
         runners: list[Runner] = [MethodRunner(target, method) for method in settings.methods]
         runners += [PeerRunner(peer, target.target.eos_token_ids) for peer in peers]
         self._runners = {runner.name: runner for runner in runners}
-        came = provenance() | ({"peers": {peer.name: peer.describe() for peer in peers}} if peers else {})
-        self.outline = Outline(
+        origin = provenance() | ({"peers": {peer.name: peer.describe() for peer in peers}} if peers else {})
+        self.plan = BenchPlan(
             settings.header(target),
-            came,
+            origin,
             [block.cell(PLAIN) for block in self._blocks],
             list(self._runners),
             settings.repeats,
             settings.between,
         )
 
-    def run(self, block: int, turns: Sequence[Turn]) -> Iterator[Told]:
-        """The runs of these turns, and plain decoding's around them, each as soon as its neighbours are there."""
+    def run(self, block: int, turns: Sequence[Turn]) -> Iterator[TurnResult]:
+        """Run the turns and plain decoding around them; yield each result once the next run of plain decoding is done."""
         chosen = self._blocks[block]
-        given = [(repeat, self._runners[name]) for repeat, name in turns]
+        pairs = [(repeat, self._runners[name]) for repeat, name in turns]
         warm = replace(chosen, asks=chosen.asks[: self._settings.warm_up])
-        for result, outcome in take_turns(self._plain, given, chosen, warm=warm, between=self._settings.between):
+        for result, outcome in take_turns(self._plain, pairs, chosen, warm=warm, between=self._settings.between):
             yield result, self._traces(chosen, result.cell, outcome)
 
     def _traces(self, block: PromptBlock, cell: Cell, outcome: Outcome | None) -> list[Trace]:
         if outcome is None or outcome.live is None or self._tokenizer is None or cell.method == PLAIN:
             return []
         out = []
-        for ask, one in list(zip(block.asks, outcome.live.generations, strict=True))[:_TRACES]:
+        for request, one in list(zip(block.asks, outcome.live.generations, strict=True))[:_TRACES]:
             pieces = one.pieces(self._tokenizer)
-            out.append(Trace(cell, ask.id, tuple((piece.text, piece.origin.value) for piece in pieces)))
+            out.append(Trace(cell, request.id, tuple((piece.text, piece.origin.value) for piece in pieces)))
         return out

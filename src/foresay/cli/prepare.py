@@ -1,14 +1,14 @@
-"""`foresay compile MODEL`: what loading a model would compile and keep, done beforehand."""
+"""`foresay prepare [MODEL]`: fill the caches that loading a model would fill."""
 
 from __future__ import annotations
 
 from time import perf_counter
-from typing import Annotated
 
 import typer
 
+from foresay.cli.common import target_name
 from foresay.cli.info import passes
-from foresay.cli.options import DeviceOption, DtypeOption, TrustOption, WeightsOption
+from foresay.cli.options import DeviceOption, DtypeOption, ModelChoice, TrustOption, WeightsOption
 from foresay.cli.progress import loading
 from foresay.models.cpu import build
 from foresay.models.huggingface.causal import CausalModel
@@ -18,19 +18,21 @@ from foresay.models.sources.load_options import LoadOptions
 
 
 def run(
-    model: Annotated[str, typer.Argument(help="Alias, hub id, folder or GGUF file.")] = "smollm2-135m",
+    *,
+    which: ModelChoice,
     dtype: DtypeOption = "auto",
     weights: WeightsOption = "auto",
     device: DeviceOption = None,
     trust_remote_code: TrustOption = False,
 ) -> int:
-    """Compile what a model's passes run on, convert its weights, and keep that for later.
+    """Compile kernels and convert a model's weights in advance.
 
-    Exit code 1: its passes run without compiled kernels.
+    Later commands load from the caches. Exit code 1 if the model's forward passes do not use compiled kernels.
     """
+    model = target_name(which.name)
     began = perf_counter()
     with loading("Compiling the kernels") as progress:
-        there = build.is_kept()
+        cached = build.is_compiled()
         kernels = build.library()
         took = perf_counter() - began
         progress(f"Loading {model}")
@@ -40,10 +42,12 @@ def run(
         began = perf_counter()
         scorer = load_model(model, options).model
     assert isinstance(scorer, CausalModel | Seq2SeqModel)
-    how = "kept" if there else f"compiled in {took:.1f} s, kept"
+    state = "cached" if cached else f"compiled in {took:.1f} s, cached"
     typer.echo(model)
-    typer.echo(f"  kernels: {'none: ' + build.why_not() if kernels is None else f'{how} as {build.kept()}'}")
+    typer.echo(
+        f"  kernels: {'none: ' + build.failure_reason() if kernels is None else f'{state} as {build.library_path()}'}"
+    )
     typer.echo(f"  model: loads in {perf_counter() - began:.1f} s")
-    typer.echo(f"  passes: {passes(scorer)}")
-    compiled = isinstance(scorer, CausalModel) and scorer.lean is not None and scorer.lean.compiled
+    typer.echo(f"  forward pass: {passes(scorer)}")
+    compiled = isinstance(scorer, CausalModel) and scorer.fused is not None and scorer.fused.compiled
     return 0 if compiled else 1

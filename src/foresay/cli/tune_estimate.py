@@ -1,0 +1,92 @@
+"""The duration of `foresay tune`, estimated from a few forward passes before it starts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+from foresay.decoding.sampling_params import SamplingParams
+from foresay.generation.generator import Generator
+from foresay.generation.method import Method
+from foresay.lab.data.items import PromptItem
+from foresay.lab.data.requests import RequestBuilder
+from foresay.records.recording import Recording
+from foresay.spec.recipes import read_drafter
+
+_ROWS = 16
+"""Rows of the batch that is timed."""
+_PASSES = 4
+"""Forward passes that are timed."""
+_PROFILE_PASSES = 3 * 11 * 6
+"""Passes of a profile for each batch size: rounds, draft lengths, and repeats over contexts."""
+_REPLAY_S = 1e-4
+"""Seconds that replaying a token takes, for each candidate."""
+_LIVE_PASSES = 2 * 2 * 64
+"""Passes of a live run: repeats, with plain decoding next to each, of 64 tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Seconds of each part of a run."""
+
+    parts: dict[str, float]
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of the whole run."""
+        return sum(self.parts.values())
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} {_duration(seconds)}" for name, seconds in self.parts.items())
+        return f"tuning takes about {_duration(self.total_s)}: {parts}"
+
+
+def estimate(
+    target: Generator,
+    items: Sequence[PromptItem],
+    recorded: Recording | None,
+    *,
+    methods: Sequence[Method],
+    params: SamplingParams,
+    sizes: Sequence[int],
+    finalists: int,
+    chat: bool,
+) -> Estimate:
+    """Time a few passes over the first prompts, and return what they imply for the whole run.
+
+    items: prompts to record, unless there is a recording. chat: True if prompts go through the chat template.
+    """
+    if recorded is None:
+        prompts = [list(one.token_ids) for one in RequestBuilder(target, chat=chat).first(items[:_ROWS])]
+        count, tokens = len(items), params.max_new_tokens
+    else:
+        prompts = [list(one.prompt) for one in recorded.records[:_ROWS]]
+        count, tokens = len(recorded.records), recorded.num_tokens // max(1, len(recorded.records))
+    prefill_s, pass_s = _timed(target, prompts)
+    recording_s = 0.0 if recorded is not None else math.ceil(count / _ROWS) * (prefill_s + tokens * pass_s)
+    loading = {method.drafter for method in methods if read_drafter(method.drafter).loads_model}
+    parts = {
+        "recording": recording_s,
+        "timing passes": len(sizes) * _PROFILE_PASSES * pass_s,
+        f"replaying {len(methods) * len(sizes)} candidates": (
+            len(methods) * len(sizes) * count * tokens * _REPLAY_S + len(loading) * count * tokens * pass_s / _ROWS
+        ),
+        f"running {finalists} live": finalists * _LIVE_PASSES * pass_s * math.ceil(8 / max(sizes)),
+    }
+    return Estimate({name: seconds for name, seconds in parts.items() if seconds})
+
+
+def _timed(target: Generator, prompts: Sequence[list[int]]) -> tuple[float, float]:
+    """Return (seconds of prefilling the prompts, seconds of a forward pass over one token of each)."""
+    seconds = []
+    for tokens in (1, 1, 1 + _PASSES):  # the first run warms up
+        began = perf_counter()
+        target.generate(list(prompts), SamplingParams(max_new_tokens=tokens, ignore_eos=True))
+        seconds.append(perf_counter() - began)
+    return seconds[1], max(1e-6, seconds[2] - seconds[1]) / _PASSES
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 99.5 else f"{seconds / 60:.0f} min"

@@ -1,0 +1,77 @@
+"""Errors in the words of the command line: flags in place of Python's argument names, plain words for wrong types."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+_TYPES = {"int_parsing": "an integer", "int_from_float": "an integer", "float_parsing": "a number"}
+"""Kinds of pydantic's errors, and what was expected."""
+_ALIASES = {
+    "max_batch_size": "batch_size",
+    "batch_size": "batch_tokens",
+    "rate": "learning_rate",
+    "steps": "draft_steps",
+    "heads": "attention_heads",
+}
+"""Names of Python arguments, and of the options that set them in commands without an option of the same name."""
+
+
+def as_typed(message: str, flags: Mapping[str, str]) -> str:
+    """Return the message with `name=value` and names with underscores replaced by flags: `top_k=-1` -> `--top-k -1`.
+
+    flags: flag of each parameter. Text in brackets, after a dot or about a settings file is left as it is: a name there is a
+    setting of an expression or of the file.
+    """
+    if re.match(r"\S*\.toml\b", message):
+        return message
+    known = {python: flags[name] for python, name in _ALIASES.items() if name in flags} | dict(flags)
+    return "".join(_translated(part, known) if outside else part for part, outside in _parts(message))
+
+
+def _translated(text: str, flags: Mapping[str, str]) -> str:
+    for name, flag in flags.items():
+        text = re.sub(rf"(?<![\w.\-]){name}=(?=[^\s,;.)])", f"{flag} ", text)
+        text = re.sub(rf"(?<![\w.\-]){name}=", flag, text)
+        if "_" in name:
+            text = re.sub(rf"(?<![\w.\-'\"/]){name}\b(?![=.'\"/])", flag, text)
+    return text
+
+
+def _parts(message: str) -> Iterator[tuple[str, bool]]:
+    """Split a message at its brackets: (part, True outside of all brackets)."""
+    depth = 0
+    for part in re.split(r"([(\[)\]])", message):
+        depth += part in ("(", "[")
+        yield part, depth == 0
+        depth = max(0, depth - (part in (")", "]")))
+
+
+def usage_message(error: Any, args: Sequence[str]) -> str:
+    """Return typer's message about wrong usage as one plain line that names what was typed.
+
+    error: typer's exception. args: the whole command line.
+    """
+    parameter, command = getattr(error, "param", None), getattr(getattr(error, "ctx", None), "command_path", "foresay")
+    if parameter is None:
+        formatted = getattr(error, "format_message", lambda: str(error))()
+        extra = re.fullmatch(r"Got unexpected extra argument\(s\) \((.*)\)", formatted, re.DOTALL)
+        return formatted if extra is None else f"unexpected argument {extra[1]!r}; see {command} -h"
+    name = _typed_name(parameter, args)
+    problem: list[Any] = getattr(error.__cause__, "errors", list)()
+    if problem:
+        [first, *_] = problem
+        allowed = _TYPES.get(first["type"], first["msg"].removeprefix("Input should be ").lower())
+        return f"{name} {first['input']!r} must be {allowed}"
+    if type(error).__name__ == "MissingParameter":
+        return f"{name} is missing; see {command} -h"
+    return f"{name}: {error.message}"
+
+
+def _typed_name(parameter: Any, args: Sequence[str]) -> str:
+    """The flag of an option as it stands in the arguments, else its longest; the name of an argument in capitals."""
+    if parameter.param_type_name == "argument":
+        return str(parameter.metavar or parameter.name.upper())
+    given = [flag for flag in parameter.opts if any(arg.startswith(flag) for arg in args)]
+    return str(max(given or parameter.opts, key=len))
