@@ -474,7 +474,7 @@ def test_a_terminal_of_40_columns_without_colours(folder: Path, tmp_path: Path) 
         assert "tokens: 12 plain, 12 prompt_lookup" in compared and "identical: - plain, yes prompt_lookup" in compared
         lines = plain("".join(printed[1:])).splitlines()
         assert max(len(line) for line in lines if "Decoding" not in line and "Preparing" not in line) <= 40
-        assert "/top-k N: sample among the N likeliest\ntokens; 0 is all." in plain(printed[2]).replace(" \n", "\n")
+        assert "/top-k N: sample from the N most likely\ntokens; 0 is all." in plain(printed[2]).replace(" \n", "\n")
         assert terminal.leave() == 0
     finally:
         terminal.child.close(force=True)
