@@ -35,7 +35,7 @@ LAYERS = [
 """Packages and modules, the lowest layer first; those of one layer do not import each other."""
 INSIDE = {
     "decoding": [
-        {"sampling_params", "randomness", "outcome", "proposal", "residuals"},
+        {"sampling_params", "randomness", "outcome", "proposal", "residuals", "state"},
         {"rows", "proposal_checks"},
         {"processors", "truncation"},
         {"distributions"},
@@ -54,9 +54,9 @@ INSIDE = {
     ],
     "models/cache": [{"memory"}, {"stores"}, {"slot_cache"}],
     "models/cpu": [
-        {"structs", "library_files", "gated_layer", "rounding"},
+        {"structs", "library_files", "gated_layer", "rounding", "levels"},
         {"build"},
-        {"product"},
+        {"product", "__main__"},
         {"in_place"},
         {"layers"},
     ],

@@ -95,6 +95,18 @@ def test_a_head_is_written_that_drafts(target: Path, recorded: Path, shell: tiny
     )
 
 
+def test_a_log_for_tensorboard(
+    target: Path, recorded: Path, shell: tiny.Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "head"
+    given = options(target, recorded, "--epochs", "1", "--layers", "1", "--steps", "2", "--tensorboard")
+    assert shell("distill", str(out), *given)[0] == 0
+    assert list((out / "tensorboard").rglob("events.*"))
+    monkeypatch.setattr("foresay.cli.distill.is_tensorboard_available", lambda: False)
+    assert "--tensorboard needs tensorboard: pip install" in shell.refused("distill", str(tmp_path / "x"), *given)
+    assert not (tmp_path / "x").exists()
+
+
 @pytest.mark.parametrize("layout", ["plain", "speculators"])
 def test_a_head_is_exported_whole(layout: str, target: Path, recorded: Path, shell: tiny.Shell, tmp_path: Path) -> None:
     """With the output layer that it shares; what comes back drafts alike. A folder that holds something is left."""

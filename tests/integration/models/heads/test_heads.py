@@ -23,7 +23,7 @@ from foresay.models.heads.config import LAST, NEXT, HeadConfig, usual_layers
 from foresay.models.heads.files import Head, read_head, write_head
 from foresay.models.heads.model import HeadModel, target_rows
 from foresay.models.huggingface.causal import CausalModel
-from foresay.models.huggingface.linears import quantizer
+from foresay.models.huggingface.linears import quantizer, unquantized
 from foresay.models.sources.load_options import LoadOptions
 from helpers import tiny
 from helpers.families import VOCAB, make
