@@ -67,7 +67,7 @@ def history(session: ChatSession, argument: str) -> None:
     left_out = session.exchanges[-1].left_out if session.exchanges else 0
     for i, one in enumerate(session.exchanges):
         if i == left_out and left_out:
-            session.screen.note("(left out above: the model's context was full)")
+            session.screen.note("(the model no longer sees the lines above)")
         session.screen.line(f"you: {one.user}")
         session.screen.line(f"answer{f' ({INTERRUPTED})' if one.ended == INTERRUPTED else ''}: {one.answer}")
     if not session.exchanges:
