@@ -23,7 +23,7 @@ from foresay.models.heads.config import LAST, NEXT, HeadConfig, usual_layers
 from foresay.models.heads.files import Head, read_head, write_head
 from foresay.models.heads.model import HeadModel, target_rows
 from foresay.models.huggingface.causal import CausalModel
-from foresay.models.huggingface.linears import quantizer
+from foresay.models.huggingface.linears import quantizer, unquantized
 from foresay.models.sources.load_options import LoadOptions
 from helpers import tiny
 from helpers.families import VOCAB, make
@@ -401,7 +401,7 @@ def test_a_head_is_where_its_target_is_in_one_piece(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     generator.resources.options = LoadOptions(dtype="fp32", device="cpu", draft_device="cuda:1")
     for one in heads:
-        with pytest.raises(ConfigError, match="draft_device='cuda:1': a head reads the target's hidden states"):
+        with pytest.raises(ConfigError, match="draft_device='cuda:1': a head must be on the target's device"):
             change(generator, drafter=one)
     generator.resources.options = LoadOptions(dtype="fp32")
     model.is_shared = True
