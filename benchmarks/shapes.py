@@ -42,9 +42,11 @@ from foresay.drafters.ngram_table import NgramTable
 from foresay.generation.method import Method
 from foresay.lab.bench.runners import MethodRunner, PromptBlock
 from foresay.lab.data.requests import RequestBuilder
+from foresay.models.sources.load_options import LoadOptions
+from foresay.models.sources.packaged import converted
 from foresay.text.tokenizer import tokenizer_fingerprint
 from foresay.training.curves import read_log
-from foresay.training.distil import causal, distil_model, final_norm
+from foresay.training.distil import distil_model
 from foresay.training.fitting import Plan
 from foresay.training.losses import Objective
 from foresay.training.ngrams import NgramCounter
@@ -71,9 +73,9 @@ class Shape:
     speed: dict[int, float] = field(default_factory=dict)
 
 
-def shaped(target: foresay.Generator, layers: int, seed: int) -> Any:
+def shaped(layers: int, seed: int) -> Any:
     """A draft model with random layers between the embeddings and the output layer of the target."""
-    model = causal(target.target).model
+    model = AutoModelForCausalLM.from_pretrained(converted(MODEL, LoadOptions()), dtype=torch.float32)
     config = copy.deepcopy(model.config)
     width, heads, keys = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
     attention = 2 * width * width * (heads + keys) // heads
@@ -83,7 +85,7 @@ def shaped(target: foresay.Generator, layers: int, seed: int) -> Any:
         draft = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config.to_dict()), dtype=torch.float32)
     with torch.no_grad():
         draft.get_input_embeddings().weight.copy_(model.get_input_embeddings().weight)
-        draft.base_model.norm.weight.copy_(final_norm(causal(target.target)))
+        draft.base_model.norm.weight.copy_(model.base_model.norm.weight)
     return draft
 
 
@@ -126,7 +128,7 @@ def train(target: foresay.Generator, args: argparse.Namespace) -> list[Shape]:
     plan = Plan(epochs=1000, minutes=args.minutes, rate=2e-3, batch_tokens=2048, evaluate_minutes=1000)
     out = []
     for layers in LAYERS:
-        draft, folder = shaped(target, layers, 0), args.work / f"layers-{layers}"
+        draft, folder = shaped(layers, 0), args.work / f"layers-{layers}"
         folder.mkdir(parents=True, exist_ok=True)
         report = distil_model(
             target.target,

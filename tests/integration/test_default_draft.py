@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import foresay
+from foresay import ModelNotFoundError
 from foresay.lab.data.datasets import load_items, subset
 from foresay.lab.data.requests import RequestBuilder
 from foresay.lab.measure.live_run import run_live
 from foresay.models.heads.files import read_head
+from foresay.models.sources import packaged
+from foresay.models.sources.heads import load_head
 from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.packaged import DEFAULT_DRAFTERS, default_drafter, packaged_head
 
@@ -64,6 +69,34 @@ def test_it_drafts_by_the_targets_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert model.drafter_name == chosen
     assert foresay.change(foresay.change(model, drafter="none"), drafter="auto").drafter_name == chosen
     assert foresay.load(ALIAS, drafter="suffix").drafter_name == "suffix"
+
+
+def test_without_its_package_the_model_has_its_default_without_a_head(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(packaged, "find_spec", lambda name: None)
+    packaged._warn_without_head.cache_clear()
+    assert packaged_head(ALIAS) is None
+    assert [default_drafter(ALIAS, LoadOptions()) for _ in range(2)] == ["suffix", "suffix"]
+    assert caplog.messages == [
+        "the draft head for smollm2-135m is not installed, so drafter='suffix' is used; "
+        "install foresay-smollm2, which is in foresay's repository: pip install packages/foresay-smollm2"
+    ], "once"
+    with pytest.raises(ModelNotFoundError, match=r"head for 'smollm2-135m' is not installed; install foresay-smollm2"):
+        load_head(ALIAS)
+    assert default_drafter("org/name", LoadOptions()) == "suffix" and len(caplog.messages) == 1
+
+
+def test_the_head_is_found_without_importing_its_package(folder: Path) -> None:
+    code = "from foresay.models.sources.packaged import packaged_head as find; import sys; print(find(sys.argv[1]))"
+    code += "; assert 'foresay_smollm2' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code, ALIAS], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(folder)
+
+
+def test_the_package_of_foresay_itself_is_small() -> None:
+    files = [path for path in Path(foresay.__file__).parent.rglob("*") if "__pycache__" not in path.parts]
+    assert sum(path.stat().st_size for path in files if path.is_file()) < 4e6
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
 import sys
@@ -109,6 +110,18 @@ def check_draft_weights(machine: MachineOptions, methods: Sequence[Method]) -> N
         raise ConfigError(
             f"--draft-weights {machine.draft_weights!r} applies to a draft model, and no method loads one; drop it"
         )
+
+
+def check_output(output: Path, *, force: bool) -> None:
+    """Raise ConfigError for a file that could not be written in the end."""
+    if output.is_dir():
+        raise ConfigError(f"--output {str(output)!r} is a folder; name a file")
+    if output.exists() and not force:
+        raise ConfigError(f"--output {str(output)!r} exists; add --force to replace it, or name another file")
+    if not output.parent.is_dir():
+        raise ConfigError(f"--output {str(output)!r}: the folder {str(output.parent)!r} does not exist")
+    if not os.access(output.parent, os.W_OK):
+        raise ConfigError(f"--output {str(output)!r}: the folder {str(output.parent)!r} is not writable")
 
 
 def model_name(given: str | None) -> str:

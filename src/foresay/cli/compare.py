@@ -74,6 +74,8 @@ def _methods(named: list[str], models: ModelOptions, options: MethodOptions) -> 
     number, length = options.num_draft_tokens, options.length
     if number is not None and length is not None:
         raise ConfigError(f"--num-draft-tokens {number} and --length {length} contradict; drop one")
+    if "none" in named:
+        raise ConfigError("--drafter none is plain decoding, which is always compared; drop it")
     draft = [] if models.draft is None else [model_expression(models.draft)]
     names = [str(parse(name)) for name in (*DRAFTERS, *named, *draft) if name != "auto"]  # auto is one of the others
     lengths = [str(one) for one in (number, length) if one is not None]

@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar
 
 import torch
 import typer
+from accelerate.utils import is_tensorboard_available
 
 from foresay.checks import check_float, check_int
 from foresay.cli.common import target_name, use_threads
@@ -173,6 +174,8 @@ def run(
     always contains the best draft so far. A later run continues where the last one ended.
     """
     plan, objective = plans.plan(), Objective.parse(student.loss)
+    if tensorboard and not is_tensorboard_available():  # accelerate would log nothing, without a word
+        raise ConfigError("--tensorboard needs tensorboard: pip install 'foresay[train]'")
     student.check()
     texts.check()
     _check_folder(folder)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from time import perf_counter
 from typing import Annotated, Any
@@ -11,6 +10,7 @@ import typer
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
 
 from foresay.checks import check_int
+from foresay.cli.common import check_output
 from foresay.cli.options import ForceOption, TrustOption
 from foresay.cli.progress import loading, progress_bar
 from foresay.drafters.ngram_table import Corpus, NgramTable
@@ -70,7 +70,9 @@ def build(
     entries = ngrams.MAX_ENTRIES if max_entries is None else max_entries
     ngrams.check_counting(order, min_count, entries, max_tokens)
     reader = CorpusReader(files, separator=separator, field=field)
-    _check_output(output, force=force)
+    if output.suffix != ".safetensors":
+        raise ConfigError(f"--output {str(output)!r} must end in .safetensors")
+    check_output(output, force=force)
     names = _tokenizer(model, tokenizer, trust_remote_code)
     columns = (BarColumn(), DownloadColumn(), TextColumn("{task.fields[speed]:,.0f} tokens/s"), TimeRemainingColumn())
     counter = ngrams.NgramCounter(order, tokenizer_size(names), min_count, entries)
@@ -122,20 +124,6 @@ def _tokenizer(model: str | None, tokenizer: str | None, trust_remote_code: bool
         raise ConfigError("no tokenizer: name the one of the table with --model or --tokenizer")
     with loading(f"Loading the tokenizer of {name}") as progress:
         return load_tokenizer(name, LoadOptions(trust_remote_code=trust_remote_code, progress=progress))
-
-
-def _check_output(output: Path, *, force: bool) -> None:
-    """Raise ConfigError for an output that could not be written in the end."""
-    if output.suffix != ".safetensors":
-        raise ConfigError(f"--output {str(output)!r} must end in .safetensors")
-    if output.is_dir():
-        raise ConfigError(f"--output {str(output)!r} is a folder")
-    if output.exists() and not force:
-        raise ConfigError(f"{str(output)!r} exists; add --force to replace it")
-    if not output.parent.is_dir():
-        raise ConfigError(f"--output {str(output)!r}: the folder {str(output.parent)!r} does not exist")
-    if not os.access(output.parent, os.W_OK):
-        raise ConfigError(f"--output {str(output)!r}: the folder {str(output.parent)!r} is not writable")
 
 
 def _print(path: Path, lines: dict[str, str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 from dataclasses import dataclass
@@ -67,6 +68,11 @@ class ServingOptions:
                 raise ConfigError(
                     f"--cors {origin!r} must be an origin such as https://example.org, without a path, or *"
                 )
+        for name in self.allow_host or ():
+            if not re.fullmatch(r"[\w.-]+|\[[0-9a-fA-F:]+\]", name):
+                raise ConfigError(
+                    f"--allow-host {name!r} must be a host name such as example.org, without scheme and port"
+                )
         return ServerSettings(
             host=self.host,
             port=self.port,
@@ -108,7 +114,11 @@ def run(
     settings = serving.settings()
     sockets = bind(settings)  # fail before the model is loaded, which takes longer
     more: dict[str, Any] = {} if batch_size is None else {"max_batch_size": batch_size}
-    generator = load_generator(ModelOptions(which.name, draft), drafter, methods, machine, **more)
+    with contextlib.ExitStack() as opened:
+        for one in sockets:
+            opened.callback(one.close)
+        generator = load_generator(ModelOptions(which.name, draft), drafter, methods, machine, **more)
+        opened.pop_all()  # from here on the server closes them
     service = Service(generator, settings, serving.name or [served_name(generator.target.name)])
     if log_requests:
         logging.basicConfig(format="%(message)s")

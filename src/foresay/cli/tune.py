@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from foresay.checks import check_float, check_int
-from foresay.cli.common import load_generator, model_expression
+from foresay.cli.common import check_output, load_generator, model_expression
 from foresay.cli.lab_options import DataOptions, numbers
 from foresay.cli.options import (
     BatchSizesOption,
@@ -30,7 +30,7 @@ from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ConfigError
 from foresay.files import work_folder
 from foresay.generation.generator import Generator
-from foresay.generation.method import PLAIN, Method, methods
+from foresay.generation.method import PLAIN, methods
 from foresay.lab.replay.record import record
 from foresay.lab.tune import DRAFTERS, LENGTHS, Tuner, Tuning, pick, with_draft
 from foresay.models.sources.load_options import LLAMA_CPP, WEIGHTS
@@ -70,7 +70,9 @@ def run(
     estimate_only: Annotated[
         bool, typer.Option("--estimate", help="Print how long the run would take, and end.")
     ] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before a run of more than a minute.")] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", "-y", help="Start a run of more than a minute without confirmation.")
+    ] = False,
     machine: MachineOptions,
 ) -> int:
     """Find the fastest settings here; write foresay.toml.
@@ -81,11 +83,12 @@ def run(
     sizes = numbers(batch_size, "--batch-size")
     if len(sizes) > 1 and latency is None:
         raise ConfigError(f"--batch-size {batch_size} has several sizes, and without --latency it takes one")
-    check_float("latency", math.inf if latency is None else latency, 0.0, math.inf, open_low=True)
+    if latency is not None:
+        check_float("latency", latency, 0.0, math.inf, open_low=True)
     check_int("finalists", finalists, 1, 100)
     params = SamplingParams(max_new_tokens=max_new_tokens)
-    if output.exists() and not force and not estimate_only:
-        raise ConfigError(f"{str(output)!r} exists; --force replaces it, --output names another file")
+    if not estimate_only:
+        check_output(output, force=force)
     named = methods(drafter or DRAFTERS, length or LENGTHS)
     named += [] if draft is None else with_draft(model_expression(draft) if "(" not in draft else draft)
     recorded = None if recording is None else Recording.load(recording)
@@ -93,6 +96,7 @@ def run(
     size = max(16, *sizes)
     model = ModelOptions(which.name)
     target = load_generator(model, "none", MethodOptions(), machine, later=named, max_batch_size=size)
+    tuner = None if recorded is None else Tuner(target, recorded)
     with loading("Estimating the duration"):
         expected = estimate(
             target,
@@ -108,16 +112,16 @@ def run(
         sys.stdout.write(f"{expected}\n")
         return 0
     _agree(expected, yes=yes)
-    if recorded is None:
-        recorded = _recorded(target, items, params, data)
-    tuner = _searched(target, recorded, named, sizes)
+    tuner = tuner or Tuner(target, _recorded(target, items, params, data))
+    with loading("Timing passes, replaying candidates"):
+        tuner.search(named, sizes)
     size = _finish(tuner, latency, finalists)
     _show(tuner.tuning)
     return _write(tuner.tuning, size, target, output, data.name if recording is None else recording.name)
 
 
 def _agree(expected: Estimate, *, yes: bool) -> None:
-    """Print the estimate on stderr. On a terminal ask before a long run; typer.Abort if the answer is no."""
+    """Print the estimate on stderr. On a terminal, require confirmation of a long run; raise typer.Abort without it."""
     typer.echo(f"foresay: {expected}", err=True)
     if expected.total_s > 60 and not yes and sys.stdin is not None and sys.stdin.isatty():
         typer.confirm("Start?", default=True, abort=True, err=True)
@@ -133,13 +137,6 @@ def _recorded(target: Generator, items: Any, params: SamplingParams, data: DataO
             chat=not data.no_template,
             on_progress=lambda progress: advance(progress.done, progress.total, f"{progress.tokens} tokens"),
         )
-
-
-def _searched(target: Generator, recorded: Recording, named: list[Method], sizes: list[int]) -> Tuner:
-    with loading("Timing passes, replaying candidates"):
-        tuner = Tuner(target, recorded)
-        tuner.search(named, sizes)
-    return tuner
 
 
 def _finish(tuner: Tuner, latency: float | None, count: int) -> int:

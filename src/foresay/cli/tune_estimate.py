@@ -21,6 +21,8 @@ _PASSES = 4
 """Forward passes that are timed."""
 _PROFILE_PASSES = 3 * 11 * 6
 """Passes of a profile for each batch size: rounds, draft lengths, and repeats over contexts."""
+_BANDWIDTH_S = 3.0
+"""Seconds of measuring the memory bandwidth, for a profile."""
 _REPLAY_S = 1e-4
 """Seconds that replaying a token takes, for each candidate."""
 _LIVE_PASSES = 2 * 2 * 64
@@ -69,7 +71,7 @@ def estimate(
     loading = {method.drafter for method in methods if read_drafter(method.drafter).loads_model}
     parts = {
         "recording": recording_s,
-        "timing passes": len(sizes) * _PROFILE_PASSES * pass_s,
+        "timing passes": _BANDWIDTH_S + len(sizes) * _PROFILE_PASSES * pass_s,
         f"replaying {len(methods) * len(sizes)} candidates": (
             len(methods) * len(sizes) * count * tokens * _REPLAY_S + len(loading) * count * tokens * pass_s / _ROWS
         ),

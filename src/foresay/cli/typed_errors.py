@@ -14,6 +14,9 @@ _ALIASES = {
     "rate": "learning_rate",
     "steps": "draft_steps",
     "heads": "attention_heads",
+    "timeout_s": "timeout",
+    "drain_s": "drain",
+    "prefill_wait_s": "prefill_wait",
 }
 """Names of Python arguments, and of the options that set them in commands without an option of the same name."""
 
@@ -21,10 +24,10 @@ _ALIASES = {
 def as_typed(message: str, flags: Mapping[str, str]) -> str:
     """Return the message with `name=value` and names with underscores replaced by flags: `top_k=-1` -> `--top-k -1`.
 
-    flags: flag of each parameter. Text in brackets, after a dot or about a settings file is left as it is: a name there is a
-    setting of an expression or of the file.
+    flags: flag of each parameter. Text in brackets, after a dot or about a line of a file is left as it is: a name there is a
+    setting of an expression or a key of the file.
     """
-    if re.match(r"\S*\.toml\b", message):
+    if re.match(r"\S*\.toml\b|.*?, line \d+: ", message):
         return message
     known = {python: flags[name] for python, name in _ALIASES.items() if name in flags} | dict(flags)
     return "".join(_translated(part, known) if outside else part for part, outside in _parts(message))

@@ -14,6 +14,7 @@ import torch
 
 from foresay.decoding.rows import Row
 from foresay.decoding.sampling_params import LogitsProcessor, SamplingParams
+from foresay.decoding.state import StateKey
 from foresay.errors import ConfigError, RequestError
 
 STATEFUL_PROCESSORS = frozenset(
@@ -32,6 +33,10 @@ STATEFUL_PROCESSORS = frozenset(
     }
 )
 """transformers processors that are not functions of (ids, scores): they keep state, or need the encoder's input or the beam."""
+
+
+_VECTORS = StateKey[dict[tuple[torch.device, int], torch.Tensor]](dict)
+"""Biases and masks of a row, by device and vocabulary size."""
 
 
 def check_processors(processors: Sequence[LogitsProcessor]) -> None:
@@ -151,11 +156,10 @@ def _constants(row: Row, scores: torch.Tensor) -> torch.Tensor | None:
     params, vocab = row.params, scores.shape[1]
     if not params.logit_bias and params.allowed_token_ids is None and not params.banned_token_ids:
         return None
-    key = f"constants {scores.device} {vocab}"
-    if key not in row.extras:
-        row.extras[key] = _constant_vector(params, vocab).to(scores.device)
-    vector: torch.Tensor = row.extras[key]
-    return vector
+    vectors, key = _VECTORS.of(row), (scores.device, vocab)
+    if key not in vectors:
+        vectors[key] = _constant_vector(params, vocab).to(scores.device)
+    return vectors[key]
 
 
 def _constant_vector(params: SamplingParams, vocab: int) -> torch.Tensor:

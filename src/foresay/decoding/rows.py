@@ -15,6 +15,7 @@ import torch
 
 from foresay.decoding.randomness import Streams, derive
 from foresay.decoding.sampling_params import SamplingParams
+from foresay.decoding.state import StateKey
 
 IntArray = npt.NDArray[np.int64]
 
@@ -31,7 +32,6 @@ class Row:
         "_buffer",
         "committed",
         "eos",
-        "extras",
         "limit",
         "num_cached",
         "params",
@@ -42,6 +42,7 @@ class Row:
         "seed",
         "size",
         "source",
+        "state",
         "stop",
     )
 
@@ -69,7 +70,7 @@ class Row:
         self.prompt_length = self.size = len(prompt)
         self._buffer = np.empty(max(self.size + 64, 128), dtype=np.int64)
         self._buffer[: self.size] = prompt
-        self.extras: dict[str, Any] = {}
+        self.state: dict[StateKey[Any], Any] = {}
         self.num_cached = 0
         """Prompt tokens whose keys and values were copied from another row."""
         self.prompt_hidden: Mapping[int, torch.Tensor] = {}
@@ -117,7 +118,7 @@ class Row:
         out = Row.__new__(Row)
         out.request_id, out.params, out.seed, out.limit = self.request_id, self.params, self.seed, self.limit
         out.stop, out.source, out.rng_key, out.committed = None, self.source, key, self.committed
-        out.eos, out.prompt_length, out.extras, out.prompt_hidden = self.eos, self.prompt_length, {}, {}
+        out.eos, out.prompt_length, out.state, out.prompt_hidden = self.eos, self.prompt_length, {}, {}
         out._buffer = np.empty(self.size + len(token_ids) + 64, dtype=np.int64)
         out._buffer[: self.size] = self.tokens
         out.size = self.size
@@ -149,16 +150,17 @@ class RuleNeeds:
 
 
 NO_NEEDS = RuleNeeds()
+_SEEDS = StateKey[dict[torch.device, torch.Tensor]](dict)
 
 
 class Rows:
     """The active rows of one step, in cache order, with their random streams.
 
-    Membership is fixed: the engine builds new Rows when rows join or leave, so that `memo` may cache anything that depends on the
-    membership and the parameters alone.
+    Membership is fixed: the engine builds new Rows when rows join or leave, so that `state` may cache anything that depends on
+    the membership and the parameters alone.
     """
 
-    __slots__ = ("column_cost", "level", "memo", "needs", "ragged", "rows")
+    __slots__ = ("column_cost", "level", "needs", "ragged", "rows", "state")
 
     def __init__(
         self,
@@ -176,7 +178,7 @@ class Rows:
         """
         self.rows, self.column_cost = tuple(rows), column_cost
         self.needs, self.level, self.ragged = needs, level, ragged
-        self.memo: dict[str, Any] = {}
+        self.state: dict[StateKey[Any], Any] = {}
 
     def with_draft(self, drafted: Sequence[Sequence[int]], tag: int) -> Rows:
         """Return the rows extended by draft tokens, one level deeper, with independent random streams.
@@ -197,10 +199,10 @@ class Rows:
         return self.like([row.as_decoder_only() for row in self.rows])
 
     def like(self, rows: Sequence[Row], *, confidence: bool | None = None) -> Rows:
-        """Return Rows of other rows with the same settings and memo; optionally for a rule that needs confidence."""
+        """Return Rows of other rows with the same settings and state; optionally for a rule that needs confidence."""
         needs = self.needs if confidence is None else replace(self.needs, confidence=confidence)
         out = Rows(rows, needs=needs, level=self.level, ragged=self.ragged, column_cost=self.column_cost)
-        out.memo = self.memo
+        out.state = self.state
         return out
 
     def __len__(self) -> int:
@@ -214,12 +216,12 @@ class Rows:
 
     def streams(self, device: torch.device) -> Streams:
         """Return the rows' random streams at their present lengths."""
-        key = f"seeds {device}"
-        if key not in self.memo:
-            self.memo[key] = torch.tensor([row.seed for row in self], device=device)
+        seeds = _SEEDS.of(self)
+        if device not in seeds:
+            seeds[device] = torch.tensor([row.seed for row in self], device=device)
         starts = torch.tensor([row.size for row in self], device=device)
         keys = torch.tensor([row.rng_key for row in self], device=device)
-        return Streams(self.memo[key], starts, keys=keys, level=self.level, shares_noise=self.needs.shares_noise)
+        return Streams(seeds[device], starts, keys=keys, level=self.level, shares_noise=self.needs.shares_noise)
 
 
 def common_prefix(a: IntArray, b: IntArray) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from foresay.decoding.rows import Rows
+from foresay.decoding.state import StateKey
 
 NUCLEUS = 256
 """Number of heaviest tokens in which the nucleus is searched first."""
@@ -36,12 +37,14 @@ class Plan:
     """Largest top-k, 0 if there is none."""
 
 
+_PLANS = StateKey[dict[torch.device, Plan]](dict)
+
+
 def plan_of(rows: Rows, device: torch.device) -> Plan:
     """Return the rows' plan on a device; it is built once per batch membership."""
-    key = f"plan {device}"
-    if key in rows.memo:
-        plan: Plan = rows.memo[key]
-        return plan
+    plans = _PLANS.of(rows)
+    if device in plans:
+        return plans[device]
     params = [row.params for row in rows]
     sampled = [i for i, p in enumerate(params) if not p.greedy]
     cut = [j for j, i in enumerate(sampled) if params[i].top_k or params[i].top_p < 1]
@@ -49,7 +52,7 @@ def plan_of(rows: Rows, device: torch.device) -> Plan:
     def column(name: str) -> torch.Tensor:
         return torch.tensor([float(getattr(params[i], name)) for i in sampled], device=device)
 
-    rows.memo[key] = plan = Plan(
+    plans[device] = plan = Plan(
         sampled=torch.tensor(sampled, device=device) if sampled else None,
         index_of={i: j for j, i in enumerate(sampled)},
         temperature=column("temperature"),

@@ -16,6 +16,7 @@ from foresay.decoding.proposal import Proposal
 from foresay.decoding.protocols import DraftStep, LengthPolicy
 from foresay.decoding.randomness import Purpose
 from foresay.decoding.rows import Rows
+from foresay.decoding.state import StateKey
 from foresay.drafters.proposal_builder import Interruptible
 
 
@@ -85,12 +86,14 @@ class DraftChain(Interruptible):
         return Proposal(self.ids, counts, torch.cat(sampled), torch.cat(indices, 1), confidence, failure=self.failure)
 
 
+_END_TOKENS = StateKey[dict[torch.device, torch.Tensor | None]](dict)
+
+
 def _end_tokens(rows: Rows, device: torch.device) -> torch.Tensor | None:
     """Return the token ids that end each row's output, [B, E] int64 padded with -1; None if no row has any."""
-    key = f"end tokens {device}"
-    if key not in rows.memo:
+    by_device = _END_TOKENS.of(rows)
+    if device not in by_device:
         width = max(len(row.eos) for row in rows)
         padded = [[*sorted(row.eos), *[-1] * (width - len(row.eos))] for row in rows]
-        rows.memo[key] = torch.tensor(padded, device=device) if width else None
-    end_ids: torch.Tensor | None = rows.memo[key]
-    return end_ids
+        by_device[device] = torch.tensor(padded, device=device) if width else None
+    return by_device[device]

@@ -16,7 +16,7 @@ from foresay.errors import ConfigError, UnknownNameError, UnsupportedModelError
 from foresay.integrations.vllm import check_settings
 from foresay.lengths import ConstantLength
 from foresay.models.sources.load_options import DTYPES, TRANSFORMERS
-from foresay.models.sources.packaged import packaged_head
+from foresay.models.sources.packaged import ALIASES
 from foresay.spec.expressions import Call, parse
 from foresay.spec.recipes import read_drafter, read_length
 from foresay.spec.settings_file import Settings
@@ -89,7 +89,7 @@ def _own_method(call: Call, settings: Settings) -> dict[str, Any]:
     others = [str(key) for key, value in call.values if key is not None and (key != "sample" or value)]
     if others or len(names) != 1:
         raise UnsupportedModelError(f"{call}: vLLM supports no {', '.join(others) or 'name'} for a draft; remove it")
-    if call.name == "head" and packaged_head(str(names[0])) is not None:
+    if call.name == "head" and str(names[0]) in ALIASES:
         raise ConfigError(
             f"{call}: vLLM reads a head from a folder; write it with foresay export, and give that folder"
         )

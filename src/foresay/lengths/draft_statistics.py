@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from foresay.decoding.outcome import Step
 from foresay.decoding.rows import Rows
+from foresay.decoding.state import StateKey
 from foresay.lengths.costs import FloatArray
 
 _DECAY = 0.98
@@ -45,9 +46,11 @@ def match_bucket(matched: int) -> int:
 class DraftStatistics:
     """Counts of requested, drafted and accepted tokens by length from 0 to `high`."""
 
-    def __init__(self, high: int, key: str) -> None:
-        """high: longest draft. key: key of a row's own counts in `Row.extras`."""
-        self._size, self._key = high + 1, key
+    def __init__(self, high: int) -> None:
+        """high: longest draft."""
+        self._size = high + 1
+        self._row = StateKey[tuple[float, float, float]](lambda: (0.0, 0.0, 0.0))
+        """A row's accepted tokens, tested tokens, and accepted tokens as expected by match bucket."""
         self._requested, self._drafted = np.zeros(high + 1), np.zeros(high + 1)
         """Rows with a budget of at least k tokens, and rows with at least k draft tokens."""
         self._batch_requested, self._batch_drafted = np.zeros(high + 1), np.zeros(high + 1)
@@ -86,9 +89,16 @@ class DraftStatistics:
                 self._drafts[bucket, : d + 1] += 1
                 self._accepted[bucket, : a + 1] += 1
                 self._tokens[:, bucket] += (a, num_tested)
-            before = row.extras.get(self._key, (0.0, 0.0, 0.0))
-            new = (a, num_tested, num_tested * token_probs[bucket])
-            row.extras[self._key] = tuple(x * _ROW_DECAY + y for x, y in zip(before, new, strict=True))
+            old_accepted, old_tested, old_expected = self._row.of(row)
+            expected = num_tested * token_probs[bucket]
+            self._row.put(
+                row,
+                (
+                    old_accepted * _ROW_DECAY + a,
+                    old_tested * _ROW_DECAY + num_tested,
+                    old_expected * _ROW_DECAY + expected,
+                ),
+            )
 
     def _count_requests(self, budgets: npt.NDArray[np.int64], drafted: npt.NDArray[np.int64]) -> None:
         for counts in (self._requested, self._drafted, self._batch_requested, self._batch_drafted):
@@ -129,9 +139,7 @@ class DraftStatistics:
         matter while there are few others; only without buckets.
         """
         weight = _ROW_PRIOR_WEIGHT if buckets is None else _ROW_PRIOR_WEIGHT_MATCHED
-        exponents = np.array([_row_exponent(row.extras.get(self._key, (0.0, 0.0, 0.0)), weight) for row in rows])[
-            :, None
-        ]
+        exponents = np.array([_row_exponent(self._row.of(row), weight) for row in rows])[:, None]
         if buckets is None:
             probs = _survival(self._accepted.sum(0) + optimism, self._drafts.sum(0) + optimism)[None]
         else:

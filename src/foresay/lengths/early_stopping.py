@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from foresay.decoding.outcome import Step
 from foresay.decoding.rows import IntArray, Rows
+from foresay.decoding.state import StateKey
 from foresay.lengths.budgets import StepContext
 from foresay.lengths.costs import Curve, FloatArray
 
@@ -84,9 +85,13 @@ class _Count(IntEnum):
 class EarlyStopping:
     """Acceptance by confidence for one drafter, and the decisions that follow from it."""
 
-    def __init__(self, high: int, key: str) -> None:
-        """high: longest draft. key: key of a row's counts in `Row.extras`."""
-        self._high, self._key, self._memo = high, key, f"{key} of a step"
+    def __init__(self, high: int) -> None:
+        """high: longest draft."""
+        self._high = high
+        self._row = StateKey[tuple[float, float]](lambda: (0.0, 0.0))
+        """Drafts and accepted tokens of a row; none before its first draft."""
+        self._active = StateKey[_ActiveDrafts | None](lambda: None)
+        """The drafts of the current step, if they stop early."""
         self._accepted, self._tested = np.zeros(_BUCKETS), np.zeros(_BUCKETS)
         """Accepted tokens and tested tokens by bucket of confidence."""
         self._further = np.zeros(2)
@@ -137,9 +142,9 @@ class EarlyStopping:
     def decay(self, rows: Rows, indices: Iterable[int]) -> None:
         """Decay the counts of rows that got no draft, so that they are eventually tried again."""
         for i in indices:
-            extras = rows.rows[i].extras
-            if self._key in extras:
-                extras[self._key] = tuple(_ROW_DECAY * count for count in extras[self._key])
+            counts = self._row.find(rows[i])
+            if counts is not None:
+                self._row.put(rows[i], (_ROW_DECAY * counts[0], _ROW_DECAY * counts[1]))
 
     def _token_cost(
         self, count: int, scored: float, passes: Curve, drafting: Curve, rate: float, *, ragged: bool
@@ -160,12 +165,12 @@ class EarlyStopping:
         """Begin drafts that stop once a token is not worth its cost. budgets: [B], largest number of tokens of each draft."""
         max_tokens = np.array([min(n, row.remaining - 1) for n, row in zip(budgets, rows, strict=True)])
         confidence = np.full((len(rows), self._high), np.nan)
-        rows.memo[self._memo] = _ActiveDrafts(cost, max_tokens, max_tokens > 0, np.ones(len(rows)), confidence)
+        self._active.put(rows, _ActiveDrafts(cost, max_tokens, max_tokens > 0, np.ones(len(rows)), confidence))
 
     def limit(self, rows: Rows, budgets: Sequence[int]) -> None:
         """Reduce the largest number of tokens of each draft to `budgets`, [B]."""
-        if self.is_active(rows):
-            drafts: _ActiveDrafts = rows.memo[self._memo]
+        drafts = self._active.find(rows)
+        if drafts is not None:
             drafts.max_tokens = np.minimum(drafts.max_tokens, np.array(budgets))
             drafts.active = drafts.active & (drafts.max_tokens > 0)
 
@@ -174,7 +179,8 @@ class EarlyStopping:
 
         index: [B], draft positions of the tokens just drawn. confidence: [B], their probabilities q under the draft model.
         """
-        drafts: _ActiveDrafts = rows.memo[self._memo]
+        drafts = self._active.find(rows)
+        assert drafts is not None
         drafts.confidence[np.arange(len(confidence)), np.minimum(index, self._high - 1)] = confidence
         drafts.accept_prob = drafts.accept_prob * self._accept_probs()[_bucket(confidence)]
         able = drafts.active & (index + 1 < drafts.max_tokens)  # only these rows share the cost of a draft pass
@@ -187,19 +193,19 @@ class EarlyStopping:
 
     def is_active(self, rows: Rows) -> bool:
         """Return True if drafts of these rows stop early."""
-        return self._memo in rows.memo
+        return self._active.find(rows) is not None
 
     def deactivate(self, rows: Rows) -> None:
         """Let drafts of these rows use their whole budgets."""
-        rows.memo.pop(self._memo, None)
+        self._active.drop(rows)
 
     def is_first_draft(self, rows: Rows, drafted: Sequence[int]) -> bool:
         """Return True if any of the rows drafted for the first time, so that its draft included the prefill of its prompt."""
-        return any(n and self._key not in row.extras for row, n in zip(rows, drafted, strict=True))
+        return any(n and self._row.find(row) is None for row, n in zip(rows, drafted, strict=True))
 
     def observe(self, rows: Rows, steps: Sequence[Step], is_own: Sequence[bool]) -> None:
         """Count the accepted tokens of a step. is_own: rows whose draft came from this drafter."""
-        drafts: _ActiveDrafts | None = rows.memo.get(self._memo)
+        drafts = self._active.find(rows)
         self._drafts *= _DECAY
         self._further *= _DECAY
         self._accepted *= _DECAY
@@ -213,8 +219,8 @@ class EarlyStopping:
             tested = min(accepted + 1, drafted)
             self._drafts += (1, accepted, drafted)
             self._further += (max(0, accepted - 1), tested - 1)
-            num_drafts, num_accepted = row.extras.get(self._key, (0.0, 0.0))
-            row.extras[self._key] = (num_drafts * _ROW_DECAY + 1, num_accepted * _ROW_DECAY + accepted)
+            num_drafts, num_accepted = self._row.find(row) or (0.0, 0.0)
+            self._row.put(row, (num_drafts * _ROW_DECAY + 1, num_accepted * _ROW_DECAY + accepted))
             if drafts is not None:
                 confidence = drafts.confidence[i, :tested]
                 known = ~np.isnan(confidence)
@@ -230,7 +236,7 @@ class EarlyStopping:
     def _expected(self, rows: Rows, optimism: float) -> FloatArray:
         """Return the expected accepted tokens of each row's next draft, [B]."""
         mean = self._mean(_Count.ACCEPTED, _ACCEPTED_PRIOR, optimism)
-        own = np.array([row.extras.get(self._key, (0.0, 0.0)) for row in rows])
+        own = np.array([self._row.find(row) or (0.0, 0.0) for row in rows])
         out: FloatArray = (own[:, 1] + _ROW_PRIOR_WEIGHT * mean) / (own[:, 0] + _ROW_PRIOR_WEIGHT)
         return out
 

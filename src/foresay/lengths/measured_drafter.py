@@ -13,6 +13,7 @@ import numpy as np
 
 from foresay.decoding.outcome import Step
 from foresay.decoding.rows import Rows
+from foresay.decoding.state import StateKey
 from foresay.lengths.budgets import StepContext, best_row_lengths, best_shared_length
 from foresay.lengths.costs import Curve, DraftCosts
 from foresay.lengths.draft_statistics import DraftStatistics
@@ -40,12 +41,12 @@ class _CachedBudgets:
 class MeasuredDrafter:
     """The measurements of one drafter, and the budgets that follow from them."""
 
-    def __init__(self, start: int, high: int, key: str) -> None:
-        """start: draft length of the first trial. high: longest draft. key: prefix of keys in `Row.extras` and `Rows.memo`."""
+    def __init__(self, start: int, high: int) -> None:
+        """start: draft length of the first trial. high: longest draft."""
         self.start, self.high = start, high
-        self.costs, self.statistics, self.trials = DraftCosts(), DraftStatistics(high, key), Trials()
-        self._memo = f"{key} cached"
-        self.early_stopping = EarlyStopping(high, f"{key} of early stopping")
+        self.costs, self.statistics, self.trials = DraftCosts(), DraftStatistics(high), Trials()
+        self._cached = StateKey[_CachedBudgets | None](lambda: None)
+        self.early_stopping = EarlyStopping(high)
         """Used if the drafter reports a confidence for each token."""
 
     def best(
@@ -157,9 +158,10 @@ class MeasuredDrafter:
     ) -> list[int] | None:
         """Return `best`, computed in this step or in one of the last few with the same rows and arguments."""
         key = (*eligible, *fixed, context.base_tokens)
-        cached: _CachedBudgets | None = rows.memo.get(self._memo)
+        cached = self._cached.find(rows)
         if cached is None or cached.key != key or not cached.steps_left or self.trials.just_ended:
-            cached = rows.memo[self._memo] = _CachedBudgets(key, self.best(rows, eligible, fixed, passes, context))
+            cached = _CachedBudgets(key, self.best(rows, eligible, fixed, passes, context))
+            self._cached.put(rows, cached)
         cached.steps_left -= 1
         return None if cached.budgets is None else list(cached.budgets)
 

@@ -34,6 +34,7 @@ from foresay.checks import check_int
 from foresay.decoding.outcome import Step
 from foresay.decoding.protocols import DraftStep, LengthPolicy
 from foresay.decoding.rows import Rows
+from foresay.decoding.state import StateKey
 from foresay.lengths.budgets import StepContext, best_row_lengths, best_shared_length
 from foresay.lengths.constant import MAX_DRAFT_TOKENS
 from foresay.lengths.costs import Curve, PassCosts
@@ -43,8 +44,6 @@ from foresay.lengths.token_rate import TokenRate
 
 DEFAULT_HIGH = 16
 """Default longest draft."""
-_STATE = "throughput length"
-"""Key of a _StepState in `Rows.memo`; not kept in the policy, which several engines may share."""
 _CHEAP = 0.05
 """Share of a plain pass below which n-gram drafting counts as free."""
 _REMEASURE_PLAIN = 64
@@ -80,9 +79,13 @@ class _StepState:
     """Seconds of the drafting time that the policy itself took."""
 
 
+_STATE = StateKey[_StepState | None](lambda: None)
+"""State of the current step; not kept in the policy, which several engines may share."""
+
+
 def exclude_policy_time(rows: Rows) -> None:
     """Exclude the policy's own run time from the current step. For simulated step times, which do not include it."""
-    state: _StepState | None = rows.memo.get(_STATE)
+    state = _STATE.find(rows)
     if state is not None:
         state.policy_s = 0.0
 
@@ -104,9 +107,9 @@ class ThroughputLength(LengthPolicy):
         self.remembers = self.sampled is None
         self._lock = Lock()
         self._passes, self._token_rate = PassCosts(_INITIAL_SLOPE), TokenRate()
-        self._primary = MeasuredDrafter(self.start, self.high, "throughput length: primary")
+        self._primary = MeasuredDrafter(self.start, self.high)
         """Measurements of the drafter, or of a hybrid's n-gram drafter."""
-        self._fallback = MeasuredDrafter(self.start, self.high, "throughput length: fallback")
+        self._fallback = MeasuredDrafter(self.start, self.high)
         """Measurements of a hybrid's drafter for rows without an n-gram match."""
         self._steps_since_plain = self._num_plain = self._steps_since_selected = 0
         self._model_drafter = self._primary
@@ -121,8 +124,8 @@ class ThroughputLength(LengthPolicy):
     def budget(self, rows: Rows) -> list[int]:
         """Return each row's own budget in ragged passes, else the same one for all rows."""
         nothing = [0] * len(rows)
-        state = _StepState(nothing, _STATE not in rows.memo, False, nothing, nothing, nothing)
-        rows.memo[_STATE] = state
+        state = _StepState(nothing, _STATE.find(rows) is None, False, nothing, nothing, nothing)
+        _STATE.put(rows, state)
         with self._timed(rows):
             state.is_selected, fixed = self._selects(len(rows)), self._fixed_lengths(rows)
             state.budgets = (
@@ -174,7 +177,8 @@ class ThroughputLength(LengthPolicy):
             self._state(rows).policy_s += perf_counter() - start
 
     def _state(self, rows: Rows) -> _StepState:
-        state: _StepState = rows.memo[_STATE]
+        state = _STATE.find(rows)
+        assert state is not None
         return state
 
     def _choose_fallback(self, rows: Rows, eligible: Sequence[bool], fixed: Sequence[int | None]) -> list[int]:
@@ -187,7 +191,7 @@ class ThroughputLength(LengthPolicy):
     def keep_drafting(self, step: DraftStep) -> torch.Tensor | None:
         """Return the rows whose next token pays, by the confidence in their draft so far; rows with a fixed length continue."""
         distributions, stopping, rows = step.distributions, self._model_drafter.early_stopping, step.rows
-        state: _StepState | None = None if rows is None else rows.memo.get(_STATE)
+        state = None if rows is None else _STATE.find(rows)
         if rows is None or state is None:  # a tree, or rows without a budget from this policy
             return None
         state.model_drafted = True
@@ -259,7 +263,7 @@ class ThroughputLength(LengthPolicy):
         """Measure a step: its times, its generated tokens and the acceptance of its drafts."""
         with self._lock:
             self._count_pass(rows, steps)
-            state = rows.memo.get(_STATE)
+            state = _STATE.find(rows)
             if state is not None and any(state.budgets):
                 self._count_drafts(rows, steps, state)
 

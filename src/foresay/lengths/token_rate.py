@@ -16,9 +16,8 @@ from collections.abc import Sequence
 
 from foresay.decoding.outcome import Step
 from foresay.decoding.rows import Rows
+from foresay.decoding.state import StateKey
 
-_KEY = "throughput length: token rate"
-"""Key of a row's tokens and time in `Row.extras`."""
 _DECAY = 0.99
 """Factor per step of the counts over all rows."""
 _ROW_DECAY = 0.97
@@ -31,6 +30,8 @@ class TokenRate:
     """Generated tokens by time, for each row and for all rows; in units of plain passes, so that the machine's speed cancels."""
 
     def __init__(self) -> None:
+        self._row = StateKey[tuple[float, float]](lambda: (0.0, 0.0))
+        """Tokens and time of a row."""
         self._tokens = self._passes = float(_PRIOR_WEIGHT)
         """Tokens per row and time over all rows; initially the rate of plain decoding."""
 
@@ -42,14 +43,14 @@ class TokenRate:
         self._tokens = self._tokens * _DECAY + sum(len(step.token_ids) for step in steps) / len(steps)
         self._passes = self._passes * _DECAY + passes
         for row, step in zip(rows, steps, strict=True):
-            tokens, time = row.extras.get(_KEY, (0.0, 0.0))
-            row.extras[_KEY] = (tokens * _ROW_DECAY + len(step.token_ids), time * _ROW_DECAY + passes)
+            tokens, time = self._row.of(row)
+            self._row.put(row, (tokens * _ROW_DECAY + len(step.token_ids), time * _ROW_DECAY + passes))
 
     def rate(self, rows: Rows, plain_s: float) -> float:
         """Return the tokens per second of all rows together, at least those of plain decoding; 0 if plain_s is 0."""
         average = max(1.0, self._tokens / self._passes)
         total = 0.0
         for row in rows:
-            tokens, time = row.extras.get(_KEY, (0.0, 0.0))
+            tokens, time = self._row.of(row)
             total += max(1.0, (tokens + _PRIOR_WEIGHT * average) / (time + _PRIOR_WEIGHT))
         return total / plain_s if plain_s > 0 else 0.0

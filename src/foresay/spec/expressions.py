@@ -165,6 +165,7 @@ def apply(kind: str, call: Call, known: Mapping[str, Callable[..., T]]) -> T:
     """Call the function `known[call.name]` with the call's values. kind: noun for error messages, such as "drafter".
 
     Raises UnknownNameError for an unknown name or setting, ConfigError for values that are duplicate, missing or too many.
+    An error of the function itself begins with the call.
     """
     if call.name not in known:
         raise UnknownNameError(kind, call.name, known)
@@ -196,7 +197,10 @@ def apply(kind: str, call: Call, known: Mapping[str, Callable[..., T]]) -> T:
     ]
     if missing:
         raise ConfigError(f"{kind} {call.name!r} needs {', '.join(missing)}, for example {call.name}({missing[0]}=...)")
-    return known[call.name](*positional, **named)
+    try:
+        return known[call.name](*positional, **named)
+    except ConfigError as error:
+        raise error.about(str(call)) from None
 
 
 def written(value: object, known: Mapping[str, Callable[..., Any]]) -> str:

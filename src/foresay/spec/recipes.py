@@ -406,5 +406,5 @@ def read_length(length: str | int | LengthPolicy) -> LengthPolicy:
     if isinstance(length, str) and re.fullmatch(r"-?\d+", length.strip(), re.ASCII):
         length = int(length)
     if isinstance(length, int):
-        return ConstantLength(length)
+        return ConstantLength(check_int("length", length, 0, MAX_DRAFT_TOKENS))
     return apply("length", parse(length), LENGTHS) if isinstance(length, str) else length

@@ -86,7 +86,7 @@ def read_settings(path: str | os.PathLike[str]) -> Settings:
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from None  # not an UnknownNameError, which names an argument
     except (ValueError, RecursionError) as error:  # too long numbers and invalid UTF-8 are ValueErrors
-        raise ConfigError(f"{name} is not valid TOML: {error}") from None
+        raise ConfigError(f"{name}: not valid TOML ({error})") from None
 
 
 def write_settings(path: str | os.PathLike[str], settings: Settings, measured: Mapping[str, Any]) -> None:

@@ -17,7 +17,7 @@ from foresay.spec.recipes import read_drafter
 from helpers import tiny
 
 READY = "\x1b[?2004h"
-"""What the line editor sends when it waits for a line."""
+"""Sequence that the line editor sends when it waits for a line."""
 SGR = re.compile(r"\x1b\[([0-9;]*)m")
 
 
@@ -72,7 +72,7 @@ def default_length(drafter: str) -> str:
 
 
 def answers(model: foresay.Generator, *users: str, system: str | None = None, new: int = 8) -> list[str]:
-    """What the library writes in the same conversation."""
+    """Output of the library in the same conversation."""
     messages = [] if system is None else [{"role": "system", "content": system}]
     out = []
     for user in users:
@@ -223,7 +223,7 @@ def test_the_store_is_shown_and_forgotten(piped: Piped) -> None:
 
 
 def test_a_forgetful_store_guesses_as_at_first(piped: Piped) -> None:
-    """Asked again, suffix has seen the answer; after a reset it has not."""
+    """With the same message again, suffix has seen the answer; after a reset it has not."""
     lines = ("hello", "/stats", "/retry", "/stats", "/store reset", "/retry", "/stats")
     out, _ = piped(*lines, args=("--drafter", "suffix(keep=true)", "--length", "12"))
     passes = [line.split(", ")[2] for line in out if line.startswith("last answer")]
@@ -372,7 +372,7 @@ class Terminal:
         self.ready()
 
     def ready(self) -> str:
-        """What came before the next prompt, without the echo of what was typed."""
+        """Output before the next prompt, without the echo of the typed text."""
         self.child.expect_exact(READY)
         return str(self.child.before)
 

@@ -1,4 +1,4 @@
-"""`foresay compare`, `foresay methods`, and what `foresay generate` shares with them."""
+"""`foresay compare`, `foresay methods`, and their common parts with `foresay generate`."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_sampled_outputs_need_not_be_the_same(shell: tiny.Shell, base: list[str]
 
 
 def tampered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plain decoding that samples, whatever is asked for."""
+    """Make plain decoding sample, whatever its parameters."""
     honest = Generator.session
 
     def other(generator: Generator, **options: Any) -> Any:
@@ -141,7 +141,7 @@ def test_a_difference_under_an_exact_rule_is_1(
     code, out, _ = shell(*base, PROMPT)
     assert code == 1
     assert {cells[-2] for name, cells in rows(out).items() if name in DEFAULT} == {"no"}
-    assert sum(": token " in line and "plain wrote" in line for line in out.splitlines()) == 4
+    assert sum(": token " in line and "plain decoding has" in line for line in out.splitlines()) == 4
 
 
 def test_a_difference_under_a_lossy_rule_is_allowed(
@@ -163,7 +163,7 @@ def test_a_drafter_that_fails_is_told_in_its_row(
     def broken(*args: object) -> None:
         raise ValueError("out of order")
 
-    monkeypatch.setattr(MaxGram, "guess", broken)
+    monkeypatch.setattr(MaxGram, "draft_tokens", broken)
     code, out, _ = shell(*base, PROMPT)
     assert code == 0
     assert rows(out)["max_gram"][-2:] == ["failed", "-"] and rows(out)["suffix"][-2:] == ["yes", "yes"]
@@ -200,9 +200,9 @@ def test_a_narrow_terminal_has_a_line_per_figure(
         (["--drafter", "suffix(scale=0)"], "scale=0 must be"),
         (["--rule", "exact"], "unknown rule 'exact'"),
         (["--length", "long"], "unknown length 'long'"),
-        (["--length", "5", "--num-draft-tokens", "5"], "num_draft_tokens=5 and length='5' contradict"),
-        (["--repeats", "0"], "repeats=0 must be an integer"),
-        (["--seed", "1"], "--seed changes nothing at temperature 0"),
+        (["--length", "5", "--num-draft-tokens", "5"], "--num-draft-tokens 5 and --length 5 contradict; drop one"),
+        (["--repeats", "0"], "--repeats 0 must be an integer"),
+        (["--seed", "1"], "--seed has no effect at temperature 0"),
         (["--draft", "./nowhere"], "no such file or folder: './nowhere'"),
         (["--drafter", "model"], "drafter 'model' needs name"),
     ],

@@ -1,7 +1,8 @@
-"""The lab's commands as a user meets them: tables, JSON, exit codes, wrong input, and what Ctrl-C leaves."""
+"""The lab's commands in use: tables, JSON, exit codes, wrong input, and files after Ctrl-C."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -27,7 +28,7 @@ from foresay.spec.settings_file import read_settings
 from helpers import tiny
 
 ESTIMATE = r"foresay: tuning takes about \d+ s: (\w[\w ]* \d+ s(, )?)+\n"
-"""What `foresay tune` prints before it starts."""
+"""Line that `foresay tune` prints before it starts."""
 TEXTS = ["hello world, hello", "one two three one two", "abc abc abc", "hello", "x = 1\ny = 2"]
 
 
@@ -174,7 +175,7 @@ def test_replay(shell: tiny.Shell, made: Path) -> None:
 
 
 def test_replay_as_json_is_what_generate_does(shell: tiny.Shell, made: Path, folder: Path) -> None:
-    """Look-ups, and drafters for which the model is loaded; live decoding makes the same counts."""
+    """N-gram drafters, and drafters for which the model is loaded; live decoding has the same counts."""
     args = ["--drafter", "max_gram", "--drafter", "self(1)", "--drafter", f"model({folder})", "--length", "3"]
     code, out, err = shell("replay", str(made), "--json", "--dtype", "fp32", *args)
     lines = [json.loads(line) for line in out.splitlines()]
@@ -197,7 +198,7 @@ def test_replay_as_json_is_what_generate_does(shell: tiny.Shell, made: Path, fol
 
 
 def test_a_cascades_matrix_is_its_length_live_and_in_a_replay(shell: tiny.Shell, made: Path, folder: Path) -> None:
-    """Without a length both draft the 6 tokens of the first row, where the look-up finds its 3, and make the same steps."""
+    """Without a length both draft the 6 tokens of the first row, where the n-gram drafter finds its 3, with the same steps."""
     cascade = f"cascade(model={folder}, self=1, max_gram; k=[[1, 2, 3], [0, 1, 1], [0, 0, 1]])"
     code, out, err = shell("replay", str(made), "--json", "--dtype", "fp32", "--drafter", cascade)
     assert (code, err) == (0, "")
@@ -413,7 +414,7 @@ def test_bench_says_what_failed(
 
 
 def profiled(monkeypatch: pytest.MonkeyPatch, columns: float) -> None:
-    """Passes as the tuner is told they are; live runs stay what they are."""
+    """Give the tuner these pass times; live runs are real."""
 
     def measured(target: Any, *, batches: Any, columns: Any = (), **_: Any) -> Profile:
         timings = [Timing(b, c, 40, 1.0 + cost * (c - 1), 1.0, 1.0) for b in batches for c in columns]
@@ -463,7 +464,8 @@ def test_tune_writes_settings_that_are_picked_up(
     plain = json.loads(shell("generate", *which, "--drafter", "none", "-n", "8", "--json", TEXTS[0])[1])
     assert json.loads(out)["token_ids"] == plain["token_ids"] and json.loads(out)["stats"]["num_drafted"] > 0
     assert shell("generate", *which, "-n", "8", TEXTS[0])[2] == "", "a model that is named needs no settings"
-    assert "'foresay.toml' exists; --force replaces it" in shell.refused(*command)
+    assert "--output 'foresay.toml' exists; add --force to replace it" in shell.refused(*command)
+    assert "the folder 'nowhere' does not exist" in shell.refused(*command, "-o", "nowhere/foresay.toml")
     assert shell(*command, "--force", "--recording", "r.jsonl")[0] == 2, "no such recording"
     assert read_settings("foresay.toml") == said
 
@@ -510,6 +512,13 @@ def test_settings_in_another_folder_find_their_model(
     assert shell("generate", "-n", "3", "x")[0] == 0
 
 
+class Terminal(io.TextIOWrapper):
+    """Standard input that is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
 def test_the_duration_of_tune_is_estimated(shell: tiny.Shell, here: Path, which: list[str]) -> None:
     command = ["tune", *which, "--prompts", "p.jsonl", "-n", "12", "--drafter", "suffix", "--length", "4", "--estimate"]
     code, out, err = shell(*command)
@@ -534,7 +543,7 @@ def test_a_long_run_is_confirmed_on_a_terminal(
 
     profiled(monkeypatch, 9.0)
     monkeypatch.setattr(tune, "estimate", lambda *_, **__: Estimate({"recording": 600.0}))
-    monkeypatch.setattr("io.TextIOWrapper.isatty", lambda self: True, raising=False)
+    monkeypatch.setattr("io.TextIOWrapper", Terminal)
     command = ["tune", *which, "--prompts", "p.jsonl", "-n", "8", "--drafter", "suffix", "--length", "4", *args]
     code, _, err = shell(*command, stdin=f"{answer}\n".encode())
     assert "tuning takes about 10 min: recording 10 min" in err
@@ -544,8 +553,12 @@ def test_a_long_run_is_confirmed_on_a_terminal(
 def test_tune_with_a_latency(shell: tiny.Shell, here: Path, which: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     profiled(monkeypatch, 9.0)
     command = ["tune", *which, "--prompts", "p.jsonl", "-n", "12", "--drafter", "suffix", "--length", "4"]
-    message = shell.refused(*command, "--latency", "1")
-    assert message.startswith("--latency 1 cannot be met: the fastest candidate takes 1000.0 ms per token")
+    code, _, err = shell(*command, "--latency", "1")
+    estimate, message = err.splitlines()
+    assert code == 2 and re.fullmatch(ESTIMATE, estimate + "\n")
+    assert re.fullmatch(
+        r"foresay: --latency 1 cannot be met: the fastest candidate takes 1000\.\d ms per token", message
+    )
     assert shell(*command, "--latency", "1500", "--batch-size", "1,2")[0] == 0
     assert read_settings("foresay.toml").max_batch_size == 2, "the larger batch writes more, and is as quick"
 
@@ -553,7 +566,7 @@ def test_tune_with_a_latency(shell: tiny.Shell, here: Path, which: list[str], mo
 def test_the_batch_size_is_that_of_what_won(
     shell: tiny.Shell, here: Path, which: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the replay put first may lose live: then the other's batch size is written."""
+    """A candidate that the replay ranks first may lose live: then the other's batch size is written."""
     from foresay.lab import tune as lab
 
     profiled(monkeypatch, 0.0)

@@ -1,4 +1,4 @@
-"""`foresay ngram` as a user meets it: what it writes, what it says, how it refuses, and what Ctrl-C leaves."""
+"""`foresay ngram` in use: tables, output, errors, and files after Ctrl-C."""
 
 from __future__ import annotations
 
@@ -129,17 +129,17 @@ def test_separators(shell: tiny.Shell, base: list[str]) -> None:
 
 def test_limits(shell: tiny.Shell, base: list[str]) -> None:
     code, out, _ = shell(*base, "--max-tokens", "7", "--min-count", "2")
-    assert code == 0 and "tokens: 7 in 1 documents" in out and "left out when seen less than 2 times" in out
+    assert code == 0 and "tokens: 7 in 1 documents" in out and "those that occur less than 2 times are dropped" in out
     table = NgramTable.load("t.safetensors")
     assert table.counts is not None and table.counts.sum() == 7 and table.num_contexts == (0,)
     code, out, _ = shell(*base, "--max-entries", "6", "--force")
     assert code == 0
-    assert " n-grams, seen up to 2 times when they were dropped for want of room (--max-entries)" in out
+    assert " n-grams, dropped by --max-entries after up to 2 occurrences" in out
 
 
 def test_an_output_is_replaced_only_by_force(shell: tiny.Shell, base: list[str]) -> None:
     Path("t.safetensors").write_text("precious")
-    assert shell.refused(*base) == "'t.safetensors' exists; add --force to replace it"
+    assert shell.refused(*base) == "--output 't.safetensors' exists; add --force to replace it, or name another file"
     assert Path("t.safetensors").read_text() == "precious"
     assert shell(*base, "--force")[0] == 0
     assert NgramTable.load("t.safetensors").order == 2
@@ -148,19 +148,19 @@ def test_an_output_is_replaced_only_by_force(shell: tiny.Shell, base: list[str])
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--order", "1"], "order=1 must be an integer in [2, 5]"),
-        (["--order", "6"], "order=6 must be an integer in [2, 5]"),
-        (["--order", "two"], "input should be a valid integer"),
-        (["--min-count", "0"], "min_count=0 must be an integer at least 1"),
-        (["--max-entries", "0"], "max_entries=0 must be an integer at least 1"),
-        (["--max-tokens", "0"], "max_tokens=0 must be an integer at least 1"),
+        (["--order", "1"], "--order 1 must be an integer in [2, 5]"),
+        (["--order", "6"], "--order 6 must be an integer in [2, 5]"),
+        (["--order", "two"], "--order 'two' must be an integer"),
+        (["--min-count", "0"], "--min-count 0 must be an integer at least 1"),
+        (["--max-entries", "0"], "--max-entries 0 must be an integer at least 1"),
+        (["--max-tokens", "0"], "--max-tokens 0 must be an integer at least 1"),
         (["--separator", "lin"], "unknown separator 'lin'. Did you mean 'line'?"),
-        (["--field", "text"], "field='text' applies to .jsonl files only, and 'a.txt' is not one"),
-        (["--model", "smollm2-135m"], "--model and --tokenizer both name a tokenizer; give one of them"),
+        (["--field", "text"], "--field 'text' applies to .jsonl files only, and 'a.txt' is not one"),
+        (["--model", "smollm2-135m"], " both name a tokenizer; drop one"),
         (["nothing.txt"], "cannot read 'nothing.txt': No such file or directory"),
         (["."], "cannot read '.': Is a directory"),
         (["--output", "t.bin"], "--output 't.bin' must end in .safetensors"),
-        (["--output", "no/t.safetensors"], "--output 'no/t.safetensors': there is no folder 'no'"),
+        (["--output", "no/t.safetensors"], "--output 'no/t.safetensors': the folder 'no' does not exist"),
         (["--no-such-option"], "no such option: --no-such-option"),
     ],
 )
@@ -171,12 +171,15 @@ def test_wrong_parameters(shell: tiny.Shell, base: list[str], here: Path, args: 
 
 def test_what_is_missing(shell: tiny.Shell, here: Path) -> None:
     assert shell.refused("ngram", "build", "a.txt", "-o", "t.safetensors") == (
-        "a table is for one tokenizer: name it with --model, or with --tokenizer"
+        "no tokenizer: name the one of the table with --model or --tokenizer"
     )
-    assert "'--output'" in shell.refused("ngram", "build", "a.txt")
+    assert "--output is missing" in shell.refused("ngram", "build", "a.txt")
     assert "files" in shell.refused("ngram", "build", "-o", "t.safetensors").lower()
     Path("t.safetensors").mkdir()
-    assert shell.refused("ngram", "build", "a.txt", "-o", "t.safetensors") == "--output 't.safetensors' is a folder"
+    assert (
+        shell.refused("ngram", "build", "a.txt", "-o", "t.safetensors")
+        == "--output 't.safetensors' is a folder; name a file"
+    )
 
 
 def test_a_folder_that_is_not_writable(shell: tiny.Shell, base: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +191,7 @@ def test_a_folder_that_is_not_writable(shell: tiny.Shell, base: list[str], monke
 def test_texts_that_are_wrong(shell: tiny.Shell, base: list[str], here: Path) -> None:
     for content in (b"", b"\n\n"):
         Path("a.txt").write_bytes(content)
-        assert shell.refused(*base, "--separator", "line") == "there is no text in a.txt"
+        assert shell.refused(*base, "--separator", "line") == "no text in a.txt"
     Path("a.txt").write_bytes(b"caf\xe9")
     assert shell.refused(*base) == "a.txt is not UTF-8 text: byte 0xe9 at offset 3"
     Path("a.jsonl").write_text('{"text": "x"}\n{"txt": "y"}\n')
@@ -279,7 +282,7 @@ def _rest(terminal: int) -> bytes:
 
 
 def test_long_texts_draw_no_warning(base: list[str], here: Path, tmp_path: Path) -> None:
-    """A tokenizer that knows the model's context says so about longer texts."""
+    """A tokenizer with the model's context length warns about longer texts."""
     names = tiny.tokenizer()
     names.model_max_length = 8
     names.save_pretrained(tmp_path / "short")
@@ -351,7 +354,7 @@ def test_show_a_list_of_cs_drafting(shell: tiny.Shell, here: Path, names: str) -
         "bigram.json",
         "  order: 2",
         "  vocabulary: 264 tokens, no fingerprint",
-        "  corpus: not known",
+        "  corpus: unknown",
         "  contexts: 2 of 1 token",
     ]
     assert out.endswith("  token counts: none\n")
@@ -375,7 +378,7 @@ def test_tables_that_cannot_be_shown(shell: tiny.Shell, here: Path, table: str) 
     assert shell.refused("ngram", "show", "w.safetensors") == (
         "'w.safetensors' cannot be read as an n-gram table: it is a safetensors file, but not an n-gram table"
     )
-    assert shell.refused("ngram", "show", table, "--top", "-1") == "top=-1 must be an integer at least 0"
+    assert shell.refused("ngram", "show", table, "--top", "-1") == "--top -1 must be an integer at least 0"
 
 
 # -- the group -------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""`foresay simulate` as a user meets it."""
+"""`foresay simulate` in use."""
 
 from __future__ import annotations
 

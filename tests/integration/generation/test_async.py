@@ -30,7 +30,7 @@ def generator() -> Generator:
     return foresay.load(tiny.llama(), tokenizer=tiny.tokenizer(), num_draft_tokens=4)
 
 
-class EarlyStopping:
+class Gate:
     """Holds every target pass from the `after`-th on until it is opened; tells when one is under way."""
 
     def __init__(self, generator: Generator, monkeypatch: pytest.MonkeyPatch, after: int = 2) -> None:
@@ -105,7 +105,7 @@ def test_bad_arguments_raise(generator: Generator) -> None:
 
 
 def test_the_event_loop_stays_free(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = EarlyStopping(generator, monkeypatch)
+    gate = Gate(generator, monkeypatch)
 
     async def main() -> int:
         task = asyncio.create_task(_collect(generator, PROMPT, max_new_tokens=8))
@@ -120,7 +120,7 @@ def test_the_event_loop_stays_free(generator: Generator, monkeypatch: pytest.Mon
 
 
 def test_cancelling_in_mid_pass_leaves_the_loop_healthy(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = EarlyStopping(generator, monkeypatch)
+    gate = Gate(generator, monkeypatch)
     complaints: list[dict[str, Any]] = []
 
     async def main() -> None:
@@ -147,7 +147,7 @@ def test_cancelling_in_mid_pass_leaves_the_loop_healthy(generator: Generator, mo
 
 def test_cancelling_twice_is_cancelling(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second cancellation while the pass under way ends (a server shutting down) is no other error."""
-    gate = EarlyStopping(generator, monkeypatch)
+    gate = Gate(generator, monkeypatch)
 
     async def main() -> None:
         task = asyncio.create_task(_collect(generator, PROMPT, max_new_tokens=200))
@@ -172,7 +172,7 @@ def test_a_timeout_is_a_timeout(generator: Generator) -> None:
 
 
 def test_an_abandoned_async_iterator_stops_decoding(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = EarlyStopping(generator, monkeypatch, after=10**6)
+    gate = Gate(generator, monkeypatch, after=10**6)
     complaints: list[dict[str, Any]] = []
 
     async def main() -> None:

@@ -16,7 +16,7 @@ ROWS = [("plain", "24", "7.0"), ("suffix(scale=3, keep=true)", "24", "12.25")]
 def printed(
     width: int | None, monkeypatch: pytest.MonkeyPatch, rows: list[tuple[str, ...]] = ROWS, **more: object
 ) -> str:
-    """What is printed on a terminal of this width; None is no terminal."""
+    """Output on a terminal of this width; None for no terminal."""
     monkeypatch.delenv("COLUMNS", raising=False)
     out = io.StringIO()
     on = Console(file=out, width=width or 80, force_terminal=width is not None, color_system=None, soft_wrap=True)

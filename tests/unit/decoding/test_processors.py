@@ -241,7 +241,7 @@ def test_what_is_not_callable_is_refused() -> None:
     ids=["only the stop token allowed", "a processor that bans all", "a processor that makes NaN"],
 )
 def test_nothing_left_is_an_error(params: dict[str, Any]) -> None:
-    with pytest.raises(RequestError, match="leave no token to write"):
+    with pytest.raises(RequestError, match="leave no token to generate"):
         processed(**params)
 
 

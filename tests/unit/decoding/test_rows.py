@@ -56,11 +56,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"allowed_token_ids": 7}, "allowed_token_ids=7 must be a sequence of token ids"),
     (
         {"allowed_token_ids": ()},
-        "allowed_token_ids is empty, or all of it is in banned_token_ids: nothing can be written",
+        "allowed_token_ids is empty, or all of it is in banned_token_ids: no token can be generated",
     ),
     (
         {"allowed_token_ids": (1, 2), "banned_token_ids": (2, 1, 3)},
-        "allowed_token_ids is empty, or all of it is in banned_token_ids: nothing can be written",
+        "allowed_token_ids is empty, or all of it is in banned_token_ids: no token can be generated",
     ),
     ({"logit_bias": {-1: 0.5}}, "logit_bias key=-1 must be an integer at least 0"),
     ({"logit_bias": {"1": 0.5}}, "logit_bias key='1' must be an integer at least 0"),

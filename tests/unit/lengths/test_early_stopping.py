@@ -34,7 +34,7 @@ def learn(gate: EarlyStopping, rows: Rows, drawn: Sequence[int], held: Sequence[
 
 
 def test_chances_are_multiplied_along_a_draft() -> None:
-    gate, rows = EarlyStopping(8, "own"), rows_of(1)
+    gate, rows = EarlyStopping(8), rows_of(1)
     gate.begin(rows, TokenCost(0.0, 0.5), [8])
     # nothing is known of what it says: the middle of each tenth
     assert said(gate, rows, 0, [0.86]) == [True]
@@ -45,7 +45,7 @@ def test_chances_are_multiplied_along_a_draft() -> None:
 
 def test_rows_share_a_pass_of_the_draft() -> None:
     """The least sure of them goes on where others pay the pass, and not alone."""
-    gate = EarlyStopping(8, "own")
+    gate = EarlyStopping(8)
     for q, wanted in (([0.95, 0.95, 0.35], [True, True, True]), ([0.0, 0.0, 0.35], [False] * 3)):
         rows = rows_of(3)
         gate.begin(rows, TokenCost(0.5, 0.3), [8] * 3)
@@ -53,13 +53,13 @@ def test_rows_share_a_pass_of_the_draft() -> None:
 
 
 def test_who_was_not_asked_pays_for_nobody() -> None:
-    gate, rows = EarlyStopping(8, "own"), rows_of(2)
+    gate, rows = EarlyStopping(8), rows_of(2)
     gate.begin(rows, TokenCost(0.8, 0.1), [8, 0])
     assert said(gate, rows, 0, [0.75, 0.99]) == [False, False]
 
 
 def test_what_is_said_is_compared_with_what_happens() -> None:
-    gate, rows = EarlyStopping(8, "own"), rows_of(1)
+    gate, rows = EarlyStopping(8), rows_of(1)
     for _ in range(60):
         gate.begin(rows, TokenCost(0.0, 0.0), [8])
         said(gate, rows, 0, [0.95])
@@ -79,7 +79,7 @@ def budgets(gate: EarlyStopping, *args: Any) -> list[int] | None:
 
 @pytest.mark.parametrize("ragged", [True, False])
 def test_asked_for_where_it_pays(ragged: bool) -> None:
-    gate, rows, passes = EarlyStopping(8, "own"), rows_of(4, ragged=ragged), line(1.0, 0.02)
+    gate, rows, passes = EarlyStopping(8), rows_of(4, ragged=ragged), line(1.0, 0.02)
     every, free, ground = [True] * 4, [None] * 4, StepContext(4.0)
     assert budgets(gate, rows, every, free, passes, line(0.05, 0.02), ground) == [8] * 4
     assert budgets(gate, rows, every, free, passes, line(3.0, 0.02), ground) is None
@@ -93,7 +93,7 @@ def test_asked_for_where_it_pays(ragged: bool) -> None:
 
 
 def test_a_row_that_was_left_out_is_tried_again() -> None:
-    gate, rows, passes = EarlyStopping(8, "own"), rows_of(2), line(1.0, 0.2)
+    gate, rows, passes = EarlyStopping(8), rows_of(2), line(1.0, 0.2)
     for _ in range(60):
         learn(gate, rows, [2, 2], [0, 2])
 
@@ -111,7 +111,7 @@ def test_a_row_that_was_left_out_is_tried_again() -> None:
 
 
 def test_rows_that_are_held_keep_their_lengths() -> None:
-    gate, rows = EarlyStopping(8, "own"), rows_of(3)
+    gate, rows = EarlyStopping(8), rows_of(3)
     found = budgets(gate, rows, [True] * 3, [None, 5, None], line(1.0, 0.02), line(0.05, 0.02), StepContext(3.0))
     assert found == [8, 5, 8]
     assert (
@@ -123,7 +123,7 @@ def test_rows_that_are_held_keep_their_lengths() -> None:
 def test_who_has_no_room_left_shares_no_price() -> None:
     """Of three rows that would pay a pass together, one is at its limit; control: with room they go on."""
     for room, wanted in (([8, 8, 1], [False] * 3), ([8, 8, 8], [True] * 3)):
-        gate, rows = EarlyStopping(8, "own"), rows_of(3)
+        gate, rows = EarlyStopping(8), rows_of(3)
         gate.begin(rows, TokenCost(2.0, 0.0), [8] * 3)
         gate.limit(rows, room)
         assert said(gate, rows, 0, [0.85] * 3) == wanted
@@ -133,12 +133,12 @@ def test_held_rows_do_not_add_up_where_the_widest_counts() -> None:
     """Three tokens of four rows make a pass three wider, so that two of another row cost nothing."""
     passes, draft = line(1.0, 0.4), line(0.0, 0.05)
     rows = rows_of(5, ragged=False)
-    found = budgets(EarlyStopping(8, "own"), rows, [True] * 5, [3, 3, 3, 3, None], passes, draft, StepContext(5.0))
+    found = budgets(EarlyStopping(8), rows, [True] * 5, [3, 3, 3, 3, None], passes, draft, StepContext(5.0))
     assert found == [3, 3, 3, 3, 8]
 
 
 def test_drafts_with_parts_of_which_nothing_was_heard() -> None:
-    gate, rows = EarlyStopping(8, "own"), rows_of(1)
+    gate, rows = EarlyStopping(8), rows_of(1)
     gate.begin(rows, TokenCost(0.0, 0.0), [8])
     said(gate, rows, 0, [0.9])
     learn(gate, rows, [1], [1])
@@ -150,7 +150,7 @@ def test_drafts_with_parts_of_which_nothing_was_heard() -> None:
 
 
 def test_a_first_draft_is_one_of_a_row_that_drafted() -> None:
-    gate, rows = EarlyStopping(8, "own"), rows_of(2)
+    gate, rows = EarlyStopping(8), rows_of(2)
     assert gate.is_first_draft(rows, [2, 0])
     learn(gate, rows, [2, 0], [1, 0])
     assert not gate.is_first_draft(rows, [2, 0]), "who drafted nothing is nobody's first"

@@ -183,10 +183,10 @@ def test_heads_are_trimmed_to_a_tables_frequent_tokens(resources: Resources, fol
     for text in (f"self(2, vocabulary={table}, vocabulary_size=4)", f"model({folder}, {table}, 4)"):
         drafter: Any = built(resources, text)
         inner = drafter.context.model.inner
-        assert inner.columns.token_ids.tolist() == [*eos, 10, 11, 12, 13], text
+        assert inner.subset.token_ids.tolist() == [*eos, 10, 11, 12, 13], text
         assert inner.vocab_size == VOCAB
     covered: Any = built(resources, f"self(1, vocabulary={table}, coverage=0.5)")
-    assert covered.context.model.inner.columns.token_ids.tolist() == [*eos, 10, 11, 12, 13, 14], "20 + ... + 16 of 155"
+    assert covered.context.model.inner.subset.token_ids.tolist() == [*eos, 10, 11, 12, 13, 14], "20 + ... + 16 of 155"
 
 
 @pytest.mark.parametrize("drafter", [MaxGram, MaxGram(), lambda: MaxGram()])
@@ -287,7 +287,7 @@ def test_a_change_forgets_and_remembers_with_the_one_it_came_from(generator: Gen
         ("model", ConfigError, "drafter 'model' needs name, for example model(name=...)"),
         ("model(7)", ConfigError, "name=7 must be a name or a path"),
         ("model(A, vocabulary=7)", ConfigError, "vocabulary=7 must be a name or a path"),
-        ("model(A, vocabulary_size=7)", ConfigError, "vocabulary_size=7 needs vocabulary=, a table that"),
+        ("model(A, vocabulary_size=7)", ConfigError, "vocabulary_size=7 needs vocabulary=, a table built"),
         ("self(0)", ConfigError, "layers=0 must be an integer in [1, 10000]"),
         ("self(1, T, vocabulary_size=0)", ConfigError, "vocabulary_size=0 must be an integer in [1, 16777216]"),
         ("self(1, coverage=0)", ConfigError, "coverage=0 must be a finite number in [0.01, 1]"),
@@ -303,13 +303,13 @@ def test_a_change_forgets_and_remembers_with_the_one_it_came_from(generator: Gen
 def test_settings_are_checked_before_anything_is_loaded(text: str, error: type[Exception], message: str) -> None:
     with pytest.raises(error) as caught:
         read_drafter(text)
-    assert str(caught.value).startswith(message)
+    assert message in str(caught.value)
 
 
 def test_what_only_the_models_can_tell(resources: Resources, folder: Path, tmp_path: Path) -> None:
     for text, error, message in (
         ("self(3)", ConfigError, "layers=3 must be an integer in [1, 2]: the target has 3 layers"),
-        ("cascade(max_gram, suffix; k=[[1,1],[0,1]])", ConfigError, "which only a model can; make that row zero"),
+        ("cascade(max_gram, suffix; k=[[1,1],[0,1]])", ConfigError, "which needs a draft model; set that row to zero"),
         (
             "cascade(none, max_gram; k=[[1,1],[0,0]])",
             ConfigError,
@@ -320,7 +320,7 @@ def test_what_only_the_models_can_tell(resources: Resources, folder: Path, tmp_p
             built(resources, text)
         assert message in str(caught.value)
     NgramTable(np.arange(VOCAB), fingerprint="f" * 64).save(tmp_path / "foreign.safetensors")
-    with pytest.raises(VocabularyMismatchError, match="made with another tokenizer"):
+    with pytest.raises(VocabularyMismatchError, match="built with another tokenizer"):
         built(resources, f"max_gram({tmp_path}/foreign.safetensors)")
     wordy = dataclasses.replace(resources.target, model=object())
     with pytest.raises(UnsupportedModelError, match="self-speculation needs a transformers model"):
@@ -372,17 +372,17 @@ def test_rules_and_lengths_by_expression() -> None:
     assert isinstance(heuristic, HeuristicLength) and (heuristic.start, heuristic.high) == (3, 9)
     assert read_length(heuristic) is heuristic
     for bad, message in (
-        ("-1", "num_draft_tokens=-1 must be an integer in [0, 64]"),
+        ("-1", "length=-1 must be an integer in [0, 64]"),
         ("--5", "unknown length '--5'"),
         ("²", "unknown length '²'"),
         ("2.5", "'2.5' is neither a name nor a name with settings in parentheses"),
-        (True, "num_draft_tokens=True must be an integer in [0, 64]"),
-        ("heuristic(low=0)", "low=0 must be an integer in [1, 20]"),
+        (True, "length=True must be an integer in [0, 64]"),
+        ("heuristic(low=0)", "heuristic(low=0): low=0 must be an integer in [1, 20]"),
         ("constant", "length 'constant' needs num_draft_tokens"),
     ):
         with pytest.raises(ConfigError) as caught:
             read_length(bad)
-        assert str(caught.value).startswith(message)
+        assert message in str(caught.value)
 
 
 def test_a_self_draft_takes_no_memory(resources: Resources) -> None:

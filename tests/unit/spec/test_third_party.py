@@ -91,7 +91,7 @@ def test_a_drafter_by_its_name_drafts() -> None:
 
 @pytest.mark.usefixtures("_installed")
 def test_settings_are_those_of_its_parameters() -> None:
-    with pytest.raises(UnknownNameError, match=r"unknown setting of drafter 'repeat' 'tims'. Did you mean 'times'"):
+    with pytest.raises(UnknownNameError, match=r"unknown setting of drafter 'repeat' 'tims'\. Did you mean 'times'"):
         read_drafter("repeat(tims=3)")
     with pytest.raises(ConfigError, match="times=0 must be at least 1"):
         read_drafter("repeat(0)").prepare(resources())

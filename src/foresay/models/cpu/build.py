@@ -18,6 +18,7 @@ import subprocess
 from pathlib import Path
 
 from foresay.files import cache_dir
+from foresay.models.cpu import levels
 from foresay.models.cpu.library_files import (
     DamagedLibraryError,
     UntrustedLibraryError,
@@ -72,7 +73,9 @@ def library() -> ctypes.CDLL | None:
         make_private(path.parent)
         found = _load_cached(path)
         if found is None:
-            _compile(path)
+            if path.parent != _folder():
+                raise BuildError(f"{path} is damaged; compile it again, or unset {levels.FOLDER}")
+            _compile(path, _native())
             found = declare_functions(open_library(path))
         return found
     except UntrustedLibraryError as error:
@@ -113,18 +116,34 @@ def failure_reason() -> str:
 
 
 def library_path() -> Path:
-    """Return the path of the kernels for this source, processor and compiler. Raises BuildError if there is no compiler."""
-    key = "\n".join(
-        [
-            *(one.read_text(encoding="utf-8") for one in SOURCES),
-            _processor(),
-            _version(tuple(_compiler())),
-            *_compiler(),
-            *_FLAGS,
-            *_GCC_FLAGS,
-        ]
-    )
-    return cache_dir() / "native" / f"kernels-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
+    """Return the path of the kernels: precompiled ones in $FORESAY_KERNELS, else those of this machine's compiler in the cache.
+
+    Raises BuildError if there are none and no compiler.
+    """
+    processor = _processor()
+    if (found := levels.precompiled(_digest(), processor)) is not None:
+        return found
+    compiler = _compiler()
+    return _folder() / f"kernels-{_digest(processor, _version(tuple(compiler)), *compiler)}.so"
+
+
+def _folder() -> Path:
+    return cache_dir() / "native"
+
+
+def precompile(folder: Path) -> list[Path]:
+    """Compile the kernels into a folder for each named instruction set of this kind of machine. Raises BuildError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = {level: levels.path_of(folder, level, _digest()) for level in levels.levels()}
+    for level, path in paths.items():
+        _compile(path, f"-march={level}")
+    return list(paths.values())
+
+
+def _digest(*more: str) -> str:
+    """Digest of the sources, the compiler's arguments and further strings."""
+    key = "\n".join([*(one.read_text(encoding="utf-8") for one in SOURCES), *more, *_FLAGS, *_GCC_FLAGS])
+    return hashlib.sha256(key.encode()).hexdigest()[:16]
 
 
 def _compiler() -> list[str]:
@@ -158,13 +177,17 @@ def _processor() -> str:
         return f"{platform.machine()} {platform.processor()}"
 
 
-def _compile(path: Path) -> None:
+def _native() -> str:
+    """The compiler's argument for all instructions of this processor."""
+    return "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
+
+
+def _compile(path: Path, machine: str) -> None:
+    """Compile the kernels to a path. machine: the compiler's argument that selects the instruction set."""
     compiler = _compiler()
-    machine = ["-march=native"] if platform.machine() in ("x86_64", "AMD64") else ["-mcpu=native"]
-    if "clang" not in _version(tuple(compiler)).lower():
-        machine += _GCC_FLAGS
+    more = () if "clang" in _version(tuple(compiler)).lower() else _GCC_FLAGS
     with write_library(path) as output:
-        done = _run([*compiler, *_FLAGS, *machine, "-o", str(output), str(SOURCES[0])])
+        done = _run([*compiler, *_FLAGS, machine, *more, "-o", str(output), str(SOURCES[0])])
         if done.returncode != 0:
             first = next(iter(done.stderr.strip().splitlines()), "no message")
             raise BuildError(f"{' '.join(compiler)} failed: {first}")

@@ -37,7 +37,7 @@ from foresay.models.huggingface import linears
 from foresay.models.sources.config_checks import check_config, check_size
 from foresay.models.sources.llama_cpp import open_gguf
 from foresay.models.sources.load_options import DTYPES, LLAMA_CPP, LoadOptions
-from foresay.models.sources.packaged import ALIASES, check_gguf, converted, packaged_file
+from foresay.models.sources.packaged import ALIASES, check_gguf, converted, dequantize, packaged_file
 from foresay.models.sources.transformers_errors import load_errors, quiet_transformers
 from foresay.text.tokenizer import Tokenizer, check_usable
 
@@ -326,9 +326,7 @@ def _read(
     elif options.tp_plan is None and device.type != "cpu":
         kwargs["device_map"] = {"": device}
     if "gguf_file" in extra and options.quantization_config is None:
-        from transformers import GgufConfig
-
-        kwargs["quantization_config"] = GgufConfig(dequantize=True)
+        kwargs.update(dequantize())
     if "gguf_file" in extra:
         kwargs["config"] = dense_config(checked_header(Path(folder) / extra["gguf_file"]))
     tokenizer = _tokenizer(folder, extra, options)

@@ -11,7 +11,7 @@ from pathlib import Path
 from foresay.errors import ModelNotFoundError
 from foresay.models.heads.files import Head, read_head
 from foresay.models.sources.load_options import LoadOptions
-from foresay.models.sources.packaged import packaged_head
+from foresay.models.sources.packaged import ALIASES, packaged_head
 
 
 def load_head(name: str | os.PathLike[str], options: LoadOptions | None = None) -> Head:
@@ -25,6 +25,8 @@ def load_head(name: str | os.PathLike[str], options: LoadOptions | None = None) 
     path = Path(text).expanduser()
     if path.is_dir():
         return read_head(path)
+    if text in ALIASES:
+        raise ModelNotFoundError(f"the draft head for {text!r} is not installed; {ALIASES[text].head_hint}")
     if not text or path.exists() or text.startswith(("/", "./", "../", "~")) or text.count("/") != 1:
         raise ModelNotFoundError(f"no such folder: {text!r}; give the folder of a head, or org/name of one on the hub")
     return read_head(_fetched(text, (options or LoadOptions()).revision))

@@ -76,9 +76,9 @@ class LoadOptions:
             raise ConfigError(
                 f"dtype={self.dtype!r} must be 'auto', {', '.join(map(repr, DTYPES))} or such a torch.dtype"
             )
-        for device in (self.device, self.draft_device):
-            if device is not None:
-                check_device(device)
+        for name in ("device", "draft_device"):
+            if getattr(self, name) is not None:
+                check_device(getattr(self, name), name)
         self._check_plan()
         for name, weights in (("weights", self.weights), ("draft_weights", self.draft_weights)):
             if weights is not None:
@@ -184,20 +184,20 @@ class LoadKeywords(TypedDict, total=False):
     progress: Callable[[str], None] | None
 
 
-def check_device(device: str | torch.device) -> None:
-    """Raises ConfigError for a device that PyTorch does not know or has not got here."""
+def check_device(device: str | torch.device, name: str = "device") -> None:
+    """Raises ConfigError, naming the argument, for a device that PyTorch does not know or has not got here."""
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError):
         found = None
     if found is None or found.type not in DEVICES:
-        raise ConfigError(f"device={device!r} is not a device; known kinds: {', '.join(DEVICES)}")
+        raise ConfigError(f"{name}={device!r} is not a device; known kinds: {', '.join(DEVICES)}")
     if found.type == "cpu":
         return
     of_kind: Any = {"cuda": torch.cuda, "xpu": torch.xpu, "mps": torch.mps}[found.type]
     if not of_kind.is_available():
         what = "GPU" if found.type == "cuda" else f"device of the kind {found.type}"
-        raise ConfigError(f"device={str(device)!r} was asked for, but PyTorch sees no {what}; use device='cpu'")
+        raise ConfigError(f"{name}={str(device)!r} was asked for, but PyTorch sees no {what}; use {name}='cpu'")
     if found.index is not None and found.index >= of_kind.device_count():
         known = ", ".join(f"{found.type}:{number}" for number in range(of_kind.device_count()))
-        raise ConfigError(f"device={str(device)!r} was asked for, but PyTorch sees only {known}")
+        raise ConfigError(f"{name}={str(device)!r} was asked for, but PyTorch sees only {known}")

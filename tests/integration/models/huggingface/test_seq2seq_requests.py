@@ -108,10 +108,12 @@ def test_a_folder_from_a_text_to_a_text(tmp_path: Path) -> None:
         generator.generate([{"role": "user", "content": "hello"}])
 
 
-def test_foresay_info_on_an_encoder_decoder(tmp_path: Path) -> None:
+def test_foresay_info_on_an_encoder_decoder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     names = tiny.tokenizer()
     folder = tiny.save(tmp_path / "t5", make_seq2seq("t5", vocab_size=len(names)))
-    done = tiny.foresay("info", str(folder), "--dtype", "fp32")
-    assert done.returncode == 0, done.stderr
-    assert b"family: t5 (T5ForConditionalGeneration), tested" in done.stdout
-    assert b"context: unlimited" in done.stdout
+    code, out, err = tiny.Shell(monkeypatch, capsys)("info", str(folder), "--dtype", "fp32")
+    assert code == 0, err
+    assert "family: t5 (T5ForConditionalGeneration), tested" in out
+    assert "context: unlimited" in out

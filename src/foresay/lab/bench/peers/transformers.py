@@ -20,7 +20,7 @@ from foresay.errors import ConfigError, ForesayError
 from foresay.lab.bench.peers.base import PeerRun, PeerSpec, check_length, check_run, count_setting, torch_dtype
 from foresay.lab.bench.peers.base import transformers_source as source_of
 from foresay.models.sources.catalog import end_tokens
-from foresay.models.sources.packaged import ALIASES
+from foresay.models.sources.packaged import ALIASES, dequantize
 from foresay.models.sources.transformers_errors import load_errors, quiet_transformers
 
 
@@ -147,11 +147,11 @@ class TransformersPeer:
 
 def load(name: str, dtype: torch.dtype) -> Any:
     """Load a model with transformers alone, without foresay's changes. Raises ModelLoadError or ModelNotFoundError."""
-    from transformers import AutoModelForCausalLM, GgufConfig
+    from transformers import AutoModelForCausalLM
 
     source, extra = source_of(name)
     if extra:
-        extra["quantization_config"] = GgufConfig(dequantize=True)
+        extra.update(dequantize())
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with quiet_transformers(), load_errors(name, name in ALIASES), warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -1,0 +1,17 @@
+"""`python -m foresay.models.cpu FOLDER`: compile the kernels for named instruction sets, for $FORESAY_KERNELS."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from foresay.models.cpu.build import BuildError, precompile
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
+    try:
+        for path in precompile(Path(sys.argv[1])):
+            sys.stdout.write(f"{path}\n")
+    except BuildError as error:
+        sys.exit(str(error))

@@ -1,0 +1,45 @@
+"""Kernels that are precompiled for named instruction sets, for machines without a compiler, such as containers.
+
+Owns the instruction sets, the processor features that each requires, and the names of the files. Does not compile.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+
+FOLDER = "FORESAY_KERNELS"
+"""Environment variable: a folder of precompiled kernels, which are used if they match the source and the processor."""
+_AVX2 = frozenset({"abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"})
+_LEVELS: dict[str, dict[str, frozenset[str]]] = {
+    "x86_64": {
+        "x86-64-v4": _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
+        "x86-64-v3": _AVX2,
+    },
+    "aarch64": {"armv8-a": frozenset({"asimd"})},
+}
+"""By machine: values of GCC's -march, the best first, and the flags in /proc/cpuinfo that each requires."""
+
+
+def levels() -> list[str]:
+    """Return the instruction sets of this kind of machine, the best first."""
+    return list(_LEVELS.get(platform.machine(), {}))
+
+
+def supported(level: str, processor: str) -> bool:
+    """Return True if a processor can run an instruction set. processor: its line of flags in /proc/cpuinfo."""
+    return _LEVELS.get(platform.machine(), {})[level] <= set(processor.split())
+
+
+def precompiled(source: str, processor: str) -> Path | None:
+    """Return the best kernels in $FORESAY_KERNELS for this source and processor, or None."""
+    if not (folder := os.environ.get(FOLDER)):
+        return None
+    paths = (path_of(Path(folder), level, source) for level in levels() if supported(level, processor))
+    return next((path for path in paths if path.is_file()), None)
+
+
+def path_of(folder: Path, level: str, source: str) -> Path:
+    """Return the path for an instruction set. source: digest of the sources and the compiler's arguments."""
+    return folder / f"kernels-{level}-{source}.so"
