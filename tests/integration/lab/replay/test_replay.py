@@ -575,6 +575,6 @@ def test_sampled_recordings_that_tell_too_little(sampled: Recording) -> None:
         ConfigError, match="a draft model with another tokenizer cannot be replayed on a sampled recording"
     ):
         replay(sampled, CrossTokenizerDrafter(DRAFT, SIZE, Renumbered(SIZE)), policy)
-    with pytest.raises(ConfigError, match="tells what 'speculative' accepts, not rule='coupled'"):
+    with pytest.raises(ConfigError, match="can replay rule='speculative' only, not rule='coupled'"):
         replay(sampled, made(), policy, rule=make_rule("coupled"))
     assert set(coupled.PROBABILITY_FIELDS) == {"temperature", "top_k", "top_p", "min_p"}
