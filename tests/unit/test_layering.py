@@ -35,7 +35,7 @@ LAYERS = [
 """Packages and modules, the lowest layer first; those of one layer do not import each other."""
 INSIDE = {
     "decoding": [
-        {"sampling_params", "randomness", "outcome", "proposal", "residuals", "state"},
+        {"sampling_params", "randomness", "outcome", "proposal", "residuals", "state", "capabilities"},
         {"rows", "proposal_checks"},
         {"processors", "truncation"},
         {"distributions"},
@@ -77,7 +77,9 @@ INSIDE = {
     "models/sources": [
         {"load_options", "transformers_errors"},
         {"packaged", "config_checks", "llama_cpp"},
-        {"catalog"},
+        {"location", "wrapping"},
+        {"reading"},
+        {"loading"},
         {"resolve"},
         {"heads"},
     ],
@@ -114,7 +116,7 @@ INSIDE = {
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 MAY_IMPORT_TRANSFORMERS = {
     *(f"models/huggingface/{name}.py" for name in ("causal", "seq2seq", "attention")),
-    *(f"models/sources/{name}.py" for name in ("catalog", "packaged", "transformers_errors")),
+    *(f"models/sources/{name}.py" for name in ("reading", "packaged", "transformers_errors")),
     *(f"models/gguf/{name}.py" for name in ("blocks", "tokenizer")),
     "training/prune.py",
     "models/heads/module.py",

@@ -530,7 +530,7 @@ def test_what_the_command_refuses(
     for args, said in (
         (["--host", "0.0.0.0"], "reachable from other machines"),
         (["--keys-file", str(tmp_path / "none")], "cannot read keys"),
-        (["--port", "70000"], "port=70000"),
+        (["--port", "70000"], "--port 70000"),
     ):
         assert said in shell.refused("serve", "--model", "nowhere", *args)
 

@@ -156,7 +156,9 @@ def test_a_draft_model_is_cut_to_a_table_s_tokens(
     assert shell(*asked, "--drafter", drafter, "--num-draft-tokens", "3")[1] == shell(*asked, "--drafter", "none")[1]
     assert "needs --vocabulary" in shell.refused("distill", str(tmp_path / "x"), *given)
     head = options(target, recorded, "--vocabulary", str(table), "--vocabulary-size", "12")
-    assert "--vocabulary needs --draft MODEL and --vocabulary-size" in shell.refused("distill", str(tmp_path / "x"), *head)
+    assert "--vocabulary needs --draft MODEL and --vocabulary-size" in shell.refused(
+        "distill", str(tmp_path / "x"), *head
+    )
 
 
 def test_on_text_alone(target: Path, shell: tiny.Shell, tmp_path: Path) -> None:

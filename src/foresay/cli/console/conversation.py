@@ -23,7 +23,7 @@ from foresay.generation.method import Method
 from foresay.lab.data.items import PromptItem
 from foresay.lab.tune import DRAFTERS
 from foresay.lengths import LENGTHS
-from foresay.spec.expressions import parse, written
+from foresay.spec.expressions import parse, to_expression
 from foresay.text.formatting import percent, yes_no
 
 
@@ -114,7 +114,7 @@ def _methods(session: ChatSession) -> list[Method]:
     own = session.generator.drafter_name
     known = [*DRAFTERS, *([] if session.draft is None else [model_expression(session.draft)])]
     named = [Method(name) for name in known if parse(name) != parse(own)]
-    length = session.length or written(session.generator.policy, LENGTHS)
+    length = session.length or to_expression(session.generator.policy, LENGTHS)
     return named if own == "none" else [*named, Method(own, length)]
 
 

@@ -23,7 +23,7 @@ from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.config_sizes import check_sizes
 from foresay.models.huggingface.linears import freeze_linears
 from foresay.models.huggingface.self_check import use_fused_layers
-from foresay.models.sources.catalog import wrap
+from foresay.models.sources.wrapping import wrap
 from helpers import tiny
 from helpers.families import make
 

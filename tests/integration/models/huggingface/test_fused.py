@@ -16,7 +16,7 @@ from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.early_exit import first_layers
 from foresay.models.huggingface.linears import freeze_linears
 from foresay.models.huggingface.self_check import UnfusedReason, use_fused_layers
-from foresay.models.sources.catalog import wrap
+from foresay.models.sources.wrapping import wrap
 from helpers.families import FAMILIES, VOCAB, make
 from helpers.support import Sometimes, run
 

@@ -16,7 +16,7 @@ from foresay.models.cache.slot_cache import SlotCache
 from foresay.models.huggingface import attention
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.early_exit import first_layers
-from foresay.models.sources.catalog import LoadedModel
+from foresay.models.sources.wrapping import LoadedModel
 from helpers.chat_prompts import PROMPTS
 from helpers.support import PromptLookup, run
 

@@ -13,8 +13,8 @@ from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ConfigError, ContextLengthError, PromptError
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.seq2seq import Seq2SeqModel
-from foresay.models.sources.catalog import load_model
 from foresay.models.sources.load_options import LoadOptions
+from foresay.models.sources.loading import load_model
 from helpers import tiny
 from helpers.families import VOCAB, make, make_seq2seq
 from helpers.seq2seq import greedy, reference_of, some_sources, starts_of, target_of
