@@ -52,8 +52,8 @@ def load(
     (with `tokenizer`). A target may also be a settings file such as `foresay tune` writes (foresay.toml); what is given
     here beside it goes before what the file says. drafter: "auto" (the draft model when one is given, else the head that
     comes with the target, else "suffix"), an expression such as
-    "max_gram" or "cascade(model=A, max_gram; k=[[5, 10], [0, 10]])" (docs/drafters.md has all), a Drafter, or a function
-    that makes one. num_draft_tokens: tokens guessed per pass, 0 is plain decoding. length: instead, a policy such as
+    "max_gram" or "cascade(model=A, max_gram; k=[[5, 10], [0, 10]])" (docs/reference/expressions.md has all), a Drafter, or a
+    function that makes one. num_draft_tokens: tokens guessed per pass, 0 is plain decoding. length: instead, a policy such as
     "heuristic" or "confidence(0.5)". Unless told, lengths adapt to what pays ("throughput"), but not where a seed's text
     would change by it: rows that are sampled with a draft model, and lossy rules, have the drafter's own.
     rule: "speculative" (None), "block", "match", "coupled", or a lossy one, "lenience(2)" or "typical". max_batch_size:
