@@ -17,10 +17,10 @@ demo: $(READY)
 	$(VENV)/bin/foresay demo
 
 test: $(READY)
-	$(VENV)/bin/python -m pytest -n 2 --dist worksteal
+	$(VENV)/bin/python -m pytest -n 2 --dist worksteal --durations=40
 
 fast: $(READY)
-	$(VENV)/bin/python -m pytest -m "not slow"
+	$(VENV)/bin/python -m pytest -n 2 --dist worksteal -m "not slow"
 
 check: $(READY)
 	scripts/check

@@ -66,8 +66,8 @@ def smollm2_fp32(smollm2_folder: Path) -> Any:
 @pytest.fixture(scope="session")
 def smollm2_bf16(smollm2_folder: Path) -> Any:
     """SmolLM2 in bf16 as foresay loads it."""
-    from foresay.models.sources.catalog import load_model
     from foresay.models.sources.load_options import LoadOptions
+    from foresay.models.sources.loading import load_model
 
     return load_model(smollm2_folder, LoadOptions(dtype="bf16"))
 

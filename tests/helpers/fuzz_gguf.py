@@ -27,8 +27,8 @@ from foresay.decoding.protocols import ModelInput
 from foresay.decoding.rows import Row, Rows
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ForesayError
-from foresay.models.sources.catalog import load_model
 from foresay.models.sources.load_options import LoadOptions
+from foresay.models.sources.loading import load_model
 from helpers import tiny
 from helpers.families import make
 from helpers.gguf_files import write_gguf

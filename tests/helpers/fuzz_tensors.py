@@ -18,7 +18,7 @@ from foresay.lengths.acceptance_head import AcceptanceHead
 from foresay.models.heads.config import HeadConfig
 from foresay.models.heads.files import Head, read_head, write_head
 from foresay.models.heads.module import HeadModule
-from foresay.models.sources.catalog import load_tokenizer
+from foresay.models.sources.loading import load_tokenizer
 from foresay.text.prompts import encode
 from foresay.text.tokenizer import token_bytes, tokenizer_fingerprint
 from foresay.training.checkpoints import State, load_checkpoint, save_checkpoint

@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.util
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +13,24 @@ import pytest
 from foresay.cli.app import _run
 from foresay.lab import tune
 from foresay.lab.measure import profile
+from foresay.models.sources import packaged
+from helpers import tiny
+from helpers.small_alias import ALIAS, cache_with_small_model
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def small_cache(smollm2_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return cache_with_small_model(tmp_path_factory.mktemp("cache"), smollm2_folder)
+
+
+@pytest.fixture
+def small_alias(small_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pages' model is a small random one, which no head is packaged for: what the pages do is the same, in less time."""
+    monkeypatch.setenv("FORESAY_CACHE", str(small_cache))
+    monkeypatch.delitem(packaged.DEFAULT_DRAFTERS, ALIAS)
 
 
 def blocks(page: str, language: str) -> list[str]:
@@ -26,13 +39,23 @@ def blocks(page: str, language: str) -> list[str]:
     )
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/extending.md", "docs/drafters.md", "docs/engines.md"])
+def test_the_readmes_python_blocks_run(
+    smollm2_folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the real model, as a new user runs them."""
+    run_python_blocks("README.md", capsys, tmp_path, monkeypatch)
+
+
+@pytest.mark.usefixtures("small_alias")
+@pytest.mark.parametrize("page", ["docs/extending.md", "docs/drafters.md", "docs/engines.md"])
 def test_python_blocks_run(
-    page: str,
-    smollm2_folder: Path,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    page: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_python_blocks(page, capsys, tmp_path, monkeypatch)
+
+
+def run_python_blocks(
+    page: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # some write files
     found = blocks(page, "python")
@@ -50,8 +73,15 @@ def _commands() -> list[str]:
 
 @pytest.mark.parametrize("command", _commands())
 def test_commands_run(
-    command: str, smollm2_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    command: str,
+    smollm2_folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
+    """The one that shows a trace with the real model and what drafts for it by default, the others with the small one."""
+    if "--trace" not in command:
+        request.getfixturevalue("small_alias")
     monkeypatch.chdir(ROOT)
     assert _run(shlex.split(command)[1:]) == 0
     out, err = capsys.readouterr()
@@ -59,14 +89,27 @@ def test_commands_run(
     assert err == ""
 
 
-def test_the_page_of_workers(smollm2_folder: Path, tmp_path: Path) -> None:
-    """Its commands as written, in a shell."""
+def test_the_page_of_workers(
+    smollm2_folder: Path,
+    small_cache: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Its commands as written; those that record and replay with the small model."""
+    monkeypatch.chdir(tmp_path)
+    shell = tiny.Shell(monkeypatch, capsys)
     [block] = blocks("docs/machines.md", "console")
-    for line in block.splitlines():
-        command = line.removeprefix("$ ").replace("foresay ", f"{sys.executable} -m foresay ")
-        done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, check=False)
-        assert done.returncode == 0 and done.stdout.strip(), f"{line}: {done.stderr}"
+    *lines, last = [line.removeprefix("$ ") for line in block.splitlines()]
+    with monkeypatch.context() as small:
+        small.setenv("FORESAY_CACHE", str(small_cache))
+        for line in lines:
+            code, out, err = shell(*shlex.split(line)[1:])
+            assert code == 0 and out.strip(), f"{line}: {err}"
     assert len((tmp_path / "grid.jsonl").read_text().splitlines()) == 5
+    printed, command = last.removeprefix("printf ").split(" | ")
+    code, out, err = shell(*shlex.split(command)[1:], stdin=shlex.split(printed)[0].replace("\\n", "\n").encode())
+    assert code == 0 and out.strip(), f"{last}: {err}"
 
 
 def test_vllms_arguments_are_those_of_the_page(smollm2_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,6 +121,7 @@ def test_vllms_arguments_are_those_of_the_page(smollm2_folder: Path, capsys: pyt
     assert str(smollm2_folder) in capsys.readouterr().out, "an alias is ours"
 
 
+@pytest.mark.usefixtures("small_alias")
 @pytest.mark.parametrize(
     ("page", "languages", "said"),
     [
@@ -100,13 +144,13 @@ def test_pages_run_from_top_to_bottom(
     page: str,
     languages: list[str],
     said: list[str],
-    smollm2_folder: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
     """Blocks in order, in a folder of their own: each reads what those before it wrote."""
-    text = (ROOT / page).read_text(encoding="utf-8")
+    text = (ROOT / page).read_text(encoding="utf-8").replace("--minutes 0.2 ", "--minutes 0.04 ")
+    assert ("--minutes 0.04 " in text) == (page == "docs/training.md")
     monkeypatch.chdir(tmp_path)
     found = re.findall(r"^```(python|console)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     assert [language for language, _ in found] == languages
@@ -140,7 +184,7 @@ SHORTER = {"--count 6 -n 32": "--count 2 -n 16", "--count 6 -n 24": "--count 2 -
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.usefixtures("brief", "smollm2_folder")
+@pytest.mark.usefixtures("brief", "small_alias")
 def test_the_page_on_the_lab_runs(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

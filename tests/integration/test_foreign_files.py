@@ -23,7 +23,7 @@ from foresay.models.heads.config import HeadConfig
 from foresay.models.heads.files import Head, read_head, write_head
 from foresay.models.heads.module import HeadModule
 from foresay.models.recording import RecordedText, RecordingModel
-from foresay.models.sources.catalog import load_tokenizer
+from foresay.models.sources.loading import load_tokenizer
 from foresay.records.profile import Floor, Profile, Timing
 from foresay.records.recording import Recording
 from foresay.records.results import Results

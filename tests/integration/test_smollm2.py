@@ -11,8 +11,9 @@ import torch
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import ModelDrafter
 from foresay.models.huggingface.causal import CausalModel
-from foresay.models.sources.catalog import LoadedModel, load_model
 from foresay.models.sources.load_options import LoadOptions
+from foresay.models.sources.loading import load_model
+from foresay.models.sources.wrapping import LoadedModel
 from foresay.spec.recipe import Resources
 from foresay.spec.recipes import read_drafter, read_length
 from foresay.training.ngrams import NgramCounter

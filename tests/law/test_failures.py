@@ -27,7 +27,7 @@ from foresay.drafters import ModelDrafter, ModelTreeDrafter, model_tree
 from foresay.drafters.proposal_builder import Interruptible
 from foresay.drafters.shortening import Shortening
 from foresay.engine import Engine, guard
-from foresay.lengths import ConfidenceLength, ThroughputLength
+from foresay.lengths import ConfidenceLength, ConstantLength, ThroughputLength
 from foresay.models.table import TableModel
 from helpers.distribution_cells import ALPHA
 from helpers.failing import BUDGETS, CHAINS, EVEN, KINDS, PROMPT, SKEWED, TREES, VOCAB, FailingTable, Make, first_tokens
@@ -121,8 +121,15 @@ def wide(width: int, branches: int) -> ModelTreeDrafter:
     [(2, 2, 3), (2, 2, 4), (2, 2, 5), (2, 2, 7), (3, 2, 4), (3, 2, 6), (2, 3, 5), (4, 1, 4)],
 )
 def test_a_node_budget_that_ends_inside_a_level(width: int, branches: int, budget: int) -> None:
-    seen, failures = first_tokens(lambda: wide(width, branches), "speculative", SAMPLES, budget=budget)
-    assert failures == 0 and p_value(seen) > ALPHA
+    """In one batch: a drafter that never fails treats every row as it would alone."""
+    engine = Engine(
+        EVEN, wide(width, branches), make_rule("speculative"), ConstantLength(budget), max_batch_size=SAMPLES
+    )
+    for seed in range(SAMPLES):
+        engine.submit(PROMPT, SamplingParams(temperature=1.0, seed=seed, max_new_tokens=budget + 1))
+    steps = engine.step()
+    assert len(steps) == SAMPLES and all(step.num_drafted for step in steps)
+    assert engine.draft_failures == 0 and p_value(Counter(step.token_ids[0] for step in steps)) > ALPHA
 
 
 def test_a_tree_dropped_where_its_budget_ends(monkeypatch: Patch) -> None:

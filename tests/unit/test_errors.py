@@ -29,9 +29,8 @@ def test_the_tree_is_the_one_drawn() -> None:
     assert {name: kind.__bases__ for name, kind in _exceptions().items()} == {**PARENTS, "ForesayError": (Exception,)}
 
 
-@pytest.mark.parametrize("name", sorted(PARENTS))
-def test_every_error_is_in_the_docstring(name: str) -> None:
-    assert errors.__doc__ is not None and name in errors.__doc__
+def test_every_error_is_in_the_docstring() -> None:
+    assert [name for name in PARENTS if name not in (errors.__doc__ or "")] == []
 
 
 def test_the_nearest_name_is_offered() -> None:

@@ -41,7 +41,7 @@ from foresay.lab.bench.settings import BenchSettings
 from foresay.lab.bench.specdec import specdec_records
 from foresay.lab.data.requests import PromptRequest, RequestBuilder
 from foresay.lab.tune import DRAFTERS
-from foresay.models.sources.catalog import native_dtype
+from foresay.models.sources.reading import native_dtype
 from foresay.records.results import Results, Run, median_and_spread, merged
 from foresay.text.formatting import percent
 from foresay.workers import benching

@@ -19,9 +19,10 @@ from foresay.cli.options import DeviceOption, DtypeOption, TargetOption, Threads
 from foresay.cli.progress import advancing, loading
 from foresay.drafters.ngram_table import NgramTable
 from foresay.errors import ConfigError
-from foresay.models.sources.catalog import LoadedModel, load_model, load_weights
 from foresay.models.sources.heads import load_head
 from foresay.models.sources.load_options import LoadOptions
+from foresay.models.sources.loading import load_model, load_weights
+from foresay.models.sources.wrapping import LoadedModel
 from foresay.spec.recipe import check_table
 from foresay.text.tokenizer import check_vocabularies, tokenizer_fingerprint
 from foresay.training.corpus import CorpusReader

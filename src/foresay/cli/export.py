@@ -14,9 +14,9 @@ from foresay.cli.progress import loading
 from foresay.errors import ConfigError
 from foresay.models.heads.files import LAYOUTS, check_target, write_head
 from foresay.models.heads.model import target_rows
-from foresay.models.sources.catalog import load_model
 from foresay.models.sources.heads import load_head
 from foresay.models.sources.load_options import LoadOptions
+from foresay.models.sources.loading import load_model
 from foresay.training.distil import causal
 
 

@@ -29,8 +29,9 @@ from foresay.models.huggingface.self_check import probe, verified
 from foresay.models.huggingface.seq2seq import Seq2SeqModel
 from foresay.models.llama_cpp.binding import version
 from foresay.models.llama_cpp.model import LlamaCppModel, compared
-from foresay.models.sources.catalog import LoadedModel, load_model
 from foresay.models.sources.load_options import TRANSFORMERS, LoadOptions
+from foresay.models.sources.loading import load_model
+from foresay.models.sources.wrapping import LoadedModel
 
 
 def passes(model: CausalModel | Seq2SeqModel) -> str:

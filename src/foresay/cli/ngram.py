@@ -15,8 +15,8 @@ from foresay.cli.options import ForceOption, TrustOption
 from foresay.cli.progress import loading, progress_bar
 from foresay.drafters.ngram_table import Corpus, NgramTable
 from foresay.errors import ConfigError
-from foresay.models.sources.catalog import load_tokenizer
 from foresay.models.sources.load_options import LoadOptions
+from foresay.models.sources.loading import load_tokenizer
 from foresay.text.tokenizer import own_size, tokenizer_fingerprint, tokenizer_size
 from foresay.training import ngrams
 from foresay.training.corpus import CorpusReader

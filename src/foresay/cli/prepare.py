@@ -13,8 +13,8 @@ from foresay.cli.progress import loading
 from foresay.models.cpu import build
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.seq2seq import Seq2SeqModel
-from foresay.models.sources.catalog import load_model
 from foresay.models.sources.load_options import LoadOptions
+from foresay.models.sources.loading import load_model
 
 
 def run(

@@ -21,8 +21,8 @@ from foresay.cli.progress import advancing, loading
 from foresay.errors import ConfigError
 from foresay.files import usual_modes, work_folder, writing
 from foresay.lab.data.datasets import load_items
-from foresay.models.sources.catalog import load_weights
 from foresay.models.sources.load_options import LoadOptions
+from foresay.models.sources.loading import load_weights
 from foresay.models.sources.transformers_errors import quiet_transformers
 from foresay.records.provenance import provenance
 from foresay.training.corpus import CorpusReader

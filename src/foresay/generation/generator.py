@@ -28,7 +28,7 @@ from foresay.generation.session import Session
 from foresay.generation.session_thread import SessionThread
 from foresay.lengths import LENGTHS, ConstantLength
 from foresay.lengths.broadcast import BroadcastLength
-from foresay.models.sources.catalog import LoadedModel
+from foresay.models.sources.wrapping import LoadedModel
 from foresay.spec.expressions import written
 from foresay.spec.recipe import DrafterBuilder, Resources
 from foresay.text.prompts import Prompt, is_batch

@@ -18,7 +18,7 @@ from foresay.decoding.sampling_params import SamplingParams
 from foresay.engine import Engine, Stats
 from foresay.errors import ConfigError, QueueFullError, RequestError
 from foresay.generation.result import Chunk, Generation
-from foresay.models.sources.catalog import LoadedModel
+from foresay.models.sources.wrapping import LoadedModel
 from foresay.text.prompts import encode
 from foresay.text.stream import Detokenizer, StopStrings, TextStream
 

@@ -34,7 +34,7 @@ from foresay.decoding.processors import check_processors
 from foresay.decoding.sampling_params import LogitsProcessor, SamplingParams
 from foresay.errors import ConfigError, UnsupportedModelError
 from foresay.generation.load import load
-from foresay.models.sources.catalog import LoadedModel, wrap
+from foresay.models.sources.wrapping import LoadedModel, wrap
 
 _UNSUPPORTED: dict[str, Any] = {
     "num_beams": 1,

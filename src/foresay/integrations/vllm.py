@@ -23,7 +23,7 @@ from foresay.decoding.protocols import Drafter, ProposesTrees
 from foresay.errors import ConfigError, UnknownNameError, UnsupportedModelError
 from foresay.integrations.following import EngineText, Follower
 from foresay.models.recording import RecordedText, RecordingModel
-from foresay.models.sources.catalog import LoadedModel
+from foresay.models.sources.wrapping import LoadedModel
 from foresay.spec.recipe import Recipe, Resources
 from foresay.spec.recipes import read_drafter, read_length
 from foresay.text.tokenizer import Tokenizer

@@ -15,9 +15,10 @@ from foresay.decoding.protocols import Drafter, Rule
 from foresay.drafters.ngram_table import NgramTable
 from foresay.errors import ConfigError, UnsupportedModelError
 from foresay.lengths.throughput import DEFAULT_HIGH
-from foresay.models.sources.catalog import LoadedModel, is_gguf
 from foresay.models.sources.load_options import LoadOptions
+from foresay.models.sources.location import is_gguf
 from foresay.models.sources.resolve import resolve
+from foresay.models.sources.wrapping import LoadedModel
 from foresay.spec.expressions import Call
 from foresay.text.tokenizer import own_size, tokenizer_fingerprint
 

@@ -36,7 +36,7 @@ from foresay.drafters.cross_tokenizer import CrossTokenizerDrafter
 from foresay.errors import ConfigError, UnsupportedModelError, VocabularyMismatchError
 from foresay.lengths import LENGTHS, ConstantLength
 from foresay.lengths.constant import MAX_DRAFT_TOKENS
-from foresay.models.sources.catalog import LoadedModel
+from foresay.models.sources.wrapping import LoadedModel
 from foresay.spec import third_party
 from foresay.spec.expressions import Call, apply, parse
 from foresay.spec.recipe import DrafterBuilder, Recipe, Resources

@@ -24,8 +24,8 @@ from foresay.models.heads.files import Head, check_target, write_head
 from foresay.models.heads.model import target_rows
 from foresay.models.heads.module import HeadModule
 from foresay.models.huggingface.causal import CausalModel
-from foresay.models.sources.catalog import LoadedModel
 from foresay.models.sources.transformers_errors import quiet_transformers
+from foresay.models.sources.wrapping import LoadedModel
 from foresay.records.provenance import provenance
 from foresay.training.fitting import LOG, Corpus, Fitting, Plan, Report
 from foresay.training.losses import Objective

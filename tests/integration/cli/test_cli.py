@@ -293,7 +293,7 @@ def test_missing_path(shell: tiny.Shell, path: str) -> None:
         (["--lines", "--trace"], "--lines decodes a batch, and --trace shows one prompt; drop one"),
         (["--batch-size", "4"], "--batch-size needs --lines"),
         (["--max-memory", "all"], "--max-memory 'all' must be DEVICE=SIZE"),
-        (["--max-memory", "cpu=1GB"], "--max-memory is only heeded with a --device-map"),
+        (["--max-memory", "cpu=1GB"], "--max-memory only has an effect with --device-map"),
         (["--threads", "0"], "--threads 0 must be between 1 and 1024"),
         (["--workers", "2"], "--workers distributes many prompts; add --lines"),
         (["--ray"], "--ray needs --workers, the number of actors"),

@@ -198,7 +198,7 @@ def test_replay_as_json_is_what_generate_does(shell: tiny.Shell, made: Path, fol
 
 
 def test_a_cascades_matrix_is_its_length_live_and_in_a_replay(shell: tiny.Shell, made: Path, folder: Path) -> None:
-    """Without a length both draft the 6 tokens of the first row, where the n-gram drafter finds its 3, and make the same steps."""
+    """Without a length both draft the 6 tokens of the first row, where the n-gram drafter finds its 3, with the same steps."""
     cascade = f"cascade(model={folder}, self=1, max_gram; k=[[1, 2, 3], [0, 1, 1], [0, 0, 1]])"
     code, out, err = shell("replay", str(made), "--json", "--dtype", "fp32", "--drafter", cascade)
     assert (code, err) == (0, "")

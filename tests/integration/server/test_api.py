@@ -523,21 +523,33 @@ def test_the_page_of_the_docs(smollm2_folder: Path, capsys: pytest.CaptureFixtur
         running.close()
 
 
-def test_what_the_command_refuses(tmp_path: Path) -> None:
+def test_what_the_command_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shell = tiny.Shell(monkeypatch, capsys)
     for args, said in (
         (["--host", "0.0.0.0"], "reachable from other machines"),
         (["--keys-file", str(tmp_path / "none")], "cannot read keys"),
         (["--port", "70000"], "port=70000"),
     ):
-        done = tiny.foresay("serve", "--model", "nowhere", *args)
-        assert done.returncode == 2 and said in done.stderr.decode()
+        assert said in shell.refused("serve", "--model", "nowhere", *args)
 
 
-@pytest.mark.parametrize("missing", ["fastapi", "uvicorn", "prometheus_client"])
-def test_without_what_a_server_is_made_of(missing: str) -> None:
-    program = f"import sys; sys.modules[{missing!r}] = None; from foresay.cli.app import main; main()"
+WITHOUT = """
+import sys
+from foresay.cli.app import _run
+for missing in sys.argv[1:]:
+    sys.modules[missing] = None
+    print(_run(["serve", "--model", "nowhere"]))
+    del sys.modules[missing]
+"""
+
+
+def test_without_what_a_server_is_made_of() -> None:
+    names = ["fastapi", "uvicorn", "prometheus_client"]
     done = subprocess.run(
-        [sys.executable, "-c", program, "serve", "--model", "nowhere"],
-        env=tiny.environment(), capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
-    assert done.returncode == 2 and f"the server needs {missing}: pip install 'foresay[server]'" in done.stderr
+        [sys.executable, "-c", WITHOUT, *names], env=tiny.environment(), capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.split() == ["2", "2", "2"], done.stderr
+    for missing, line in zip(names, done.stderr.splitlines(), strict=True):
+        assert f"the server needs {missing}: pip install 'foresay[server]'" in line

@@ -207,12 +207,13 @@ class TestTheEventLoop:
 
 
 class TestWhereItListens:
-    def test_a_port_in_use_is_said_before_the_model_is_loaded(self) -> None:
+    def test_a_port_in_use_is_said_before_the_model_is_loaded(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        shell = tiny.Shell(monkeypatch, capsys)
         with socket.create_server(("127.0.0.1", 0)) as other:
             port = other.getsockname()[1]
-            done = tiny.foresay("serve", "--model", "no-such-model", "--port", str(port))
-        said = done.stderr.decode()
-        assert done.returncode == 2 and said.count("\n") == 1, said
+            said = shell.refused("serve", "--model", "no-such-model", "--port", str(port))
         assert f"port={port}" in said and "in use" in said and "--port" in said
 
     def test_addresses_that_cannot_be_listened_at(self) -> None:

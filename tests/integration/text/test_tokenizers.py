@@ -8,7 +8,7 @@ import pytest
 from transformers import ByT5Tokenizer
 
 from foresay.errors import ModelLoadError, ModelNotFoundError
-from foresay.models.sources.catalog import load_tokenizer
+from foresay.models.sources.loading import load_tokenizer
 from foresay.text.tokenizer import tokenizer_fingerprint, tokenizer_size
 from foresay.training.corpus import CorpusReader
 from foresay.training.ngrams import NgramCounter, count_corpus
@@ -23,7 +23,7 @@ def test_tokenizers_are_loaded_by_any_name(tmp_path: Path, smollm2_folder: Path)
     assert tokenizer_size(alias) == 49_152
     (tmp_path / "empty").mkdir()
     with pytest.raises(
-        ModelNotFoundError, match=r"empty' holds no tokenizer \(tokenizer\.json, tokenizer\.model, \.\.\.\)"
+        ModelNotFoundError, match=r"empty' has no tokenizer \(tokenizer\.json, tokenizer\.model, \.\.\.\)"
     ):
         load_tokenizer(tmp_path / "empty")
     (tmp_path / "empty" / "tokenizer.json").write_text("{}")

@@ -21,7 +21,7 @@ from foresay.models.heads.files import read_head
 from foresay.models.heads.model import HeadModel, target_rows
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.early_exit import trimmed_head
-from foresay.models.sources.catalog import LoadedModel
+from foresay.models.sources.wrapping import LoadedModel
 from foresay.training import fitting
 from foresay.training.batches import batch_of, epoch_batches
 from foresay.training.curves import draw_curves, read_log

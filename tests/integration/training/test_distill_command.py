@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import foresay as library
+from foresay.cli.app import _run
 from foresay.training.curves import read_log
 from helpers import tiny
 
@@ -32,8 +33,7 @@ def recorded(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("recorded")
     prompts, out = folder / "prompts.jsonl", folder / "outputs.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": one}) + "\n" for one in PROMPTS))
-    done = tiny.foresay("record", str(out), "--model", str(target), "--prompts", str(prompts), "-n", "32")
-    assert done.returncode == 0, done.stderr
+    assert _run(["record", str(out), "--model", str(target), "--prompts", str(prompts), "-n", "32"]) == 0
     return out
 
 
@@ -178,7 +178,9 @@ def test_on_text_alone(target: Path, shell: tiny.Shell, tmp_path: Path) -> None:
     assert code == 0 and "tokens per pass" in said
 
 
-def test_several_processes_take_the_steps_of_one(target: Path, recorded: Path, tmp_path: Path) -> None:
+def test_several_processes_take_the_steps_of_one(
+    target: Path, recorded: Path, shell: tiny.Shell, tmp_path: Path
+) -> None:
     """Two that train side by side make the steps of one that takes both of their batches; what they evaluate is the same."""
     two, one, less = (tmp_path / name for name in ("two", "one", "less"))
     more = [
@@ -200,10 +202,7 @@ def test_several_processes_take_the_steps_of_one(target: Path, recorded: Path, t
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("tokens per pass") == 1, "one of them speaks"
     for out, batches in ((one, "2"), (less, "1")):
-        assert (
-            tiny.foresay("distill", str(out), *options(target, recorded, *more, "--accumulate", batches)).returncode
-            == 0
-        )
+        assert shell("distill", str(out), *options(target, recorded, *more, "--accumulate", batches))[0] == 0
     theirs, ours, others = (read_log(out) for out in (two, one, less))
     assert theirs.keys() == ours.keys() != others.keys()
     for step, line in ours.items():
@@ -217,8 +216,7 @@ def test_several_processes_take_the_steps_of_one(target: Path, recorded: Path, t
         not torch.equal(weight, weights[0][name])
         for name, weight in load_file(less / "checkpoint" / "weights.safetensors").items()
     )
-    alone = tiny.foresay("distill", str(two), *options(target, recorded, *more))
-    assert alone.returncode == 2 and "processes=2, not 1" in alone.stderr.decode()
+    assert "processes=2, not 1" in shell.refused("distill", str(two), *options(target, recorded, *more))
 
 
 def test_a_head_goes_on_with_another_schedule(target: Path, recorded: Path, shell: tiny.Shell, tmp_path: Path) -> None:
@@ -242,7 +240,7 @@ def test_a_head_goes_on_with_another_schedule(target: Path, recorded: Path, shel
     assert "head" in shell.refused("distill", str(tmp_path / "y"), *options(other, recorded, *again))
 
 
-def test_a_killed_run_goes_on(target: Path, recorded: Path, tmp_path: Path) -> None:
+def test_a_killed_run_goes_on(target: Path, recorded: Path, shell: tiny.Shell, tmp_path: Path) -> None:
     out = tmp_path / "head"
     command = [
         *tiny.FORESAY,
@@ -259,9 +257,9 @@ def test_a_killed_run_goes_on(target: Path, recorded: Path, tmp_path: Path) -> N
     child.send_signal(signal.SIGKILL)
     child.communicate()
     before = json.loads(state.read_text())["step"]
-    done = tiny.foresay("distill", str(out), *options(target, recorded, "--minutes", "0.1", "--epochs", "100000"))
-    assert done.returncode == 0, done.stderr
-    assert f"{before} of them earlier" in done.stdout.decode()
+    done = shell("distill", str(out), *options(target, recorded, "--minutes", "0.03", "--epochs", "100000"))
+    assert done[0] == 0, done
+    assert f"{before} of them earlier" in done[1]
 
 
 def test_a_run_that_ended_before_its_first_evaluation_goes_on(
@@ -343,12 +341,12 @@ def _renamed(recorded: Path, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("draft", ["head", "model"])
-def test_a_full_disk_is_one_line(draft: str, target: Path, recorded: Path, tmp_path: Path) -> None:
+def test_a_full_disk_is_one_line(draft: str, target: Path, recorded: Path, shell: tiny.Shell, tmp_path: Path) -> None:
     """A limit on the size of files stands in for it."""
     out, small = tmp_path / "draft", tmp_path / "small"
     given = ["--hidden-layers", "1,2,3"]
     if draft == "model":
-        assert tiny.foresay("prune", str(target), str(small), "--layers", "1").returncode == 0
+        assert shell("prune", str(target), str(small), "--layers", "1")[0] == 0
         given = ["--draft", str(small), "--all-weights"]
     limit = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (20_000,) * 2); "
     asked = ["distill", str(out), *options(target, recorded, "--epochs", "0.2", *given)]
@@ -364,4 +362,4 @@ def test_a_full_disk_is_one_line(draft: str, target: Path, recorded: Path, tmp_p
     assert done.returncode == 2 and line == f"foresay: cannot write {str(out)!r}: File too large", done.stderr
     assert "Traceback" not in done.stderr
     assert not [path for path in out.rglob("*") if path.suffix in (".safetensors", ".work")]
-    assert tiny.foresay(*asked).returncode == 0
+    assert shell(*asked)[0] == 0

@@ -96,13 +96,15 @@ def test_few_turns_are_shared_too() -> None:
     assert benching._tasks({}, 3, 2) == {}
 
 
-def test_the_command(folder: Path, tmp_path: Path) -> None:
+def test_the_command(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shell = tiny.Shell(monkeypatch, capsys)
     asked = ("bench", str(tmp_path / "r.jsonl"), "--model", str(folder), "--dtype", "fp32", "--drafter", "suffix")
     asked += ("--length", "4", "--count", "3", "-n", "12", "--repeats", "2", "--workers", "2")
-    done = tiny.foresay(*asked)
-    assert done.returncode == 0, done.stderr
-    assert b"suffix, 4" in done.stdout and b"slow each other" in done.stderr
+    code, out, err = shell(*asked)
+    assert code == 0, err
+    assert "suffix, 4" in out and "slow each other" in err
     runs = Results.load(tmp_path / "r.jsonl").runs
     assert sorted(run.repeat for run in runs if run.cell.method == "suffix, 4") == [0, 1]
-    refused = tiny.foresay(*asked, "--against", "transformers")
-    assert refused.returncode == 2 and b"--against and --workers contradict" in refused.stderr
+    assert "--against and --workers contradict" in shell.refused(*asked, "--against", "transformers")

@@ -105,13 +105,13 @@ def test_a_worker_that_is_killed_loses_and_doubles_nothing(folder: Path, two: An
 
 def test_errors_of_workers_are_ours(folder: Path, two: Any) -> None:
     with pytest.raises(ModelNotFoundError, match="nowhere"):
-        two({"kind": "generate", "load": {"target": "./nowhere"}, "params": {}, "raw": True})
+        two({"kind": "generate", "load": {"target": "./nowhere"}, "params": {}, "raw": True}, 1)
     pool = two({"kind": "generate", "load": load(folder), "params": {"max_new_tokens": 4}, "raw": True}, 1)
     with pytest.raises(ForesayError, match="empty"):
         list(pool.run({0: {"prompt": ""}}))
 
 
-def test_errors_behind_the_first_step_are_ours_too(folder: Path, two: Any, tmp_path: Path) -> None:
+def test_errors_behind_the_first_step_are_ours_too(folder: Path, two: Any, tmp_path: Path, shell: tiny.Shell) -> None:
     """A turn that does not fit, a draft that is not there: one error each, and no worker dies over it."""
     long = [PromptItem("c-0", "short", followups=("long " * 4000,))]
     pool = two(recording.setup(load(folder), long, SamplingParams(max_new_tokens=4), chat=True), 1)
@@ -121,11 +121,11 @@ def test_errors_behind_the_first_step_are_ours_too(folder: Path, two: Any, tmp_p
     assert [worker.pid for worker in pool._workers] == pids
     record(foresay.load(**load(folder)), ITEMS[:2], tmp_path / "a.jsonl", SAMPLED)
     grid = ("replay", str(tmp_path / "a.jsonl"), "--workers", "1", "--drafter", "model(./nowhere)")
-    found = tiny.foresay(*grid)
-    assert found.returncode == 2 and b"nowhere" in found.stderr and b"died" not in found.stderr
+    found = shell.refused(*grid)
+    assert "nowhere" in found and "died" not in found
 
 
-def test_kept_results_are_of_what_is_in_the_file(folder: Path, tmp_path: Path) -> None:
+def test_kept_results_are_of_what_is_in_the_file(folder: Path, tmp_path: Path, shell: tiny.Shell) -> None:
     """A recording of the same name with other texts is another; so is another batch size, which is refused."""
     kept, path = tmp_path / "grid.jsonl", tmp_path / "a.jsonl"
     grid = ("replay", str(path), "--drafter", "suffix", "--json", "-o", str(kept))
@@ -133,11 +133,10 @@ def test_kept_results_are_of_what_is_in_the_file(folder: Path, tmp_path: Path) -
     for count in (2, 5):
         path.unlink(missing_ok=True)
         record(foresay.load(**load(folder)), ITEMS[:count], path, SamplingParams(max_new_tokens=12, ignore_eos=True))
-        outs.append(json.loads(tiny.foresay(*grid).stdout)["stats"]["num_tokens"])
+        outs.append(json.loads(shell(*grid)[1])["stats"]["num_tokens"])
     assert outs[0] < outs[1] and len(kept.read_text().splitlines()) == 3
-    for more, named in ((("--batch-size", "4"), b"batch_size"), (("--dtype", "fp32"), b"dtype")):
-        other = tiny.foresay(*grid, *more)
-        assert other.returncode == 2 and named in other.stderr
+    for more, named in ((("--batch-size", "4"), "batch_size"), (("--dtype", "fp32"), "dtype")):
+        assert named in shell.refused(*grid, *more)
 
 
 def test_kept_results_need_no_worker(
@@ -164,17 +163,18 @@ def test_commands(folder: Path, tmp_path: Path, shell: tiny.Shell) -> None:
     """generate --lines and replay print what they print alone, in order; record too. Wrong uses are refused."""
     prompts = "".join(f"prompt {i}\n" for i in range(7)).encode()
     asked = ("generate", "--lines", "--model", str(folder), "-n", "9", "--dtype", "fp32", "-t", "0.8", "--seed", "3")
-    alone, shared = shell(*asked, stdin=prompts), tiny.foresay(*asked, "--workers", "2", stdin=prompts)
-    assert (alone[0], shared.returncode) == (0, 0), shared.stderr
-    assert alone[1] == shared.stdout.decode() and shared.stderr == b""
-    as_json = tiny.foresay(*asked, "--workers", "2", "--json", stdin=prompts).stdout.splitlines()
-    assert [json.loads(line)["prompt"] for line in as_json] == [f"prompt {i}" for i in range(7)]
+    alone, shared = (shell(*asked, "--json", *more, stdin=prompts) for more in ((), ("--workers", "2")))
+    assert (alone[0], shared[0], shared[2]) == (0, 0, ""), shared
+    texts = [
+        [(one["prompt"], one["text"]) for one in map(json.loads, out.splitlines())] for out in (alone[1], shared[1])
+    ]
+    assert texts[0] == texts[1] and [prompt for prompt, _ in texts[0]] == [f"prompt {i}" for i in range(7)]
 
     one, other = tmp_path / "one.jsonl", tmp_path / "other.jsonl"
     asking = ("--model", str(folder), "--count", "6", "-n", "12", "--dtype", "fp32")
     assert shell("record", str(one), *asking)[0] == 0
-    made = tiny.foresay("record", str(other), *asking, "--workers", "2")
-    assert made.returncode == 0, made.stderr
+    made = shell("record", str(other), *asking, "--workers", "2")
+    assert made[0] == 0, made
     assert lines(one) == lines(other)
 
     grid = ("replay", str(one), str(other), "--drafter", "suffix", "--drafter", "prompt_lookup", "--json")
@@ -228,10 +228,9 @@ def test_an_interrupt_ends_the_workers(folder: Path, tmp_path: Path) -> None:
     wait_until(lambda: all(has_ended(pid) for pid in pids), "the workers end with the command")
 
 
-def test_a_number_of_workers_is_checked(folder: Path) -> None:
-    wrong = tiny.foresay("record", "x.jsonl", "--model", str(folder), "--workers", "1", "--threads", "-1")
-    assert wrong.returncode == 2 and b"--threads -1" in wrong.stderr
-    found = tiny.foresay("record", "x.jsonl", "--model", str(folder), "--workers", "0")
-    assert found.returncode == 2 and b"between 1 and 1024" in found.stderr
+def test_a_number_of_workers_is_checked(folder: Path, shell: tiny.Shell) -> None:
+    asked = ("record", "x.jsonl", "--model", str(folder), "--workers")
+    assert "--threads -1" in shell.refused(*asked, "1", "--threads", "-1")
+    assert "between 1 and 1024" in shell.refused(*asked, "0")
     with pytest.raises(ConfigError, match="kind of work"):
         Pool(Processes({"kind": "nothing"}, 1), 1)  # as the child says it

@@ -35,9 +35,9 @@ from foresay.generation.generator import Generator
 from foresay.lengths import LENGTHS, ConfidenceLength, ConstantLength, HeuristicLength, ThroughputLength
 from foresay.models.heads.files import write_head
 from foresay.models.huggingface.causal import CausalModel
-from foresay.models.sources.catalog import LoadedModel
 from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.resolve import resolve
+from foresay.models.sources.wrapping import LoadedModel
 from foresay.spec.recipe import Resources
 from foresay.spec.recipes import DRAFTERS, read_drafter, read_length, read_rule
 from foresay.text.tokenizer import tokenizer_fingerprint

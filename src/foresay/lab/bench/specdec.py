@@ -26,7 +26,7 @@ from foresay.generation.generator import Generator
 from foresay.lab.data.requests import PromptRequest
 from foresay.lab.measure.live_run import run_live
 from foresay.lengths import ConstantLength
-from foresay.models.sources.catalog import LoadedModel
+from foresay.models.sources.wrapping import LoadedModel
 from foresay.text.stream import Detokenizer
 from foresay.training.accepted import acceptance_chances
 

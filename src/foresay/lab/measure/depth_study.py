@@ -17,8 +17,9 @@ from foresay.checks import check_float, check_int
 from foresay.errors import ConfigError
 from foresay.generation.generator import Generator
 from foresay.lab.measure.profile import measure
-from foresay.models.sources.catalog import native_dtype, wrap
 from foresay.models.sources.load_options import check_device
+from foresay.models.sources.reading import native_dtype
+from foresay.models.sources.wrapping import wrap
 
 DEPTHS = (48, 24, 12, 6, 3)
 _HEAD = 64

@@ -27,7 +27,7 @@ from foresay.lab.replay.replay import Replay, replay
 from foresay.lab.replay.theory import CostModel
 from foresay.lengths import ConstantLength
 from foresay.models.recording import RecordingModel
-from foresay.models.sources.catalog import LoadedModel
+from foresay.models.sources.wrapping import LoadedModel
 from foresay.records.lines import LineWriter
 from foresay.records.profile import Profile
 from foresay.records.provenance import provenance

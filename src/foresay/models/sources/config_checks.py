@@ -1,7 +1,7 @@
-"""The configuration of a model folder, checked before transformers makes anything from it.
+"""Checks of a model folder's configuration, before transformers builds anything from it.
 
-Owns the size of the file, and the comparison of the model that it describes with the bytes there are: a larger model would be
-filled with noise before transformers refuses it. The range of each value is config_sizes.py's.
+Owns the size of the file, and the comparison of the described model with the size of the weight files: transformers would fill a
+larger model with noise before it refuses it. The range of each value is checked by config_sizes.py.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from foresay.models.gguf.header import shortened
 from foresay.models.huggingface.config_sizes import find_invalid
 
 _LARGEST_FILE = 16 << 20
-"""Bytes of a config.json; the largest ones known have some hundred thousand."""
+"""Maximum size of a config.json; the largest known ones have some hundred thousand bytes."""
 
 
 def check_config(folder: str, common: Mapping[str, Any]) -> None:
-    """Raise ModelLoadError for sizes and factors that no model has.
+    """Raise ModelLoadError for sizes and factors outside the range of known models.
 
-    folder: a folder or hub id. common: transformers' arguments for finding files. Raises what transformers raises for a file that
-    is missing or no JSON.
+    folder: a folder or hub id. common: transformers' arguments for finding files. Raises transformers' errors for a missing file
+    and for invalid JSON.
     """
     from transformers import PreTrainedConfig
 
@@ -41,9 +41,9 @@ def check_config(folder: str, common: Mapping[str, Any]) -> None:
 
 
 def check_size(folder: str, kind: Any, config: Any, *, trust_remote_code: bool) -> None:
-    """Raise ModelLoadError for a configuration of far more weights than the files of a folder can hold.
+    """Raise ModelLoadError if a configuration describes far more weights than the folder's files can contain.
 
-    kind: transformers' Auto class. The model is made without memory of its own (on the meta device).
+    kind: transformers' Auto class. The model is built on the meta device, without memory.
     """
     from transformers.initialization import no_init_weights
 

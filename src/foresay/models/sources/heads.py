@@ -1,6 +1,6 @@
-"""A folder or a hub id -> a head on hidden states.
+"""A folder or a hub id -> a draft head.
 
-Owns where its files are found. What they hold is heads/files.py's to know.
+Owns the location of its files; heads/files.py reads them.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from foresay.models.sources.packaged import ALIASES, packaged_head
 
 
 def load_head(name: str | os.PathLike[str], options: LoadOptions | None = None) -> Head:
-    """A head by alias of a target that comes with one, folder or hub id; nothing but JSON and safetensors is fetched or read.
+    """Load a draft head by the alias of its target, by folder or hub id; only JSON and safetensors are downloaded and read.
 
-    Raises as `read_head` does, and ModelNotFoundError for a name that is neither, or that the hub does not give.
+    Raises as `read_head` does, and ModelNotFoundError for a name that is neither, or that the hub does not have.
     """
     text = os.fspath(name)
     if (shipped := packaged_head(text)) is not None:
@@ -39,8 +39,8 @@ def _fetched(name: str, revision: str | None) -> str:
         found: str = snapshot_download(
             name, revision=revision, allow_patterns=["*.json", "*.safetensors"], etag_timeout=10.0
         )
-    except Exception as error:  # whatever the network library raises
+    except Exception as error:  # any exception of the network library
         raise ModelNotFoundError(
-            f"{name!r} is no folder here, and the hub did not give it: {error} (check your network)"
+            f"{name!r} is not a folder here, and the hub did not give it: {error} (check your network)"
         ) from error
     return found

@@ -1,34 +1,32 @@
-"""A GGUF file for llama.cpp: its options, and whether its kernels work here.
+"""A GGUF file for llama.cpp: its options, and a trial of its kernels on this machine.
 
-Owns what is read of a file before llama.cpp loads it. Does not know where files are (catalog.py).
+Owns the checks before llama.cpp loads a file. Does not know where files are (location.py).
 """
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
 from foresay.errors import UnsupportedModelError
-from foresay.models.gguf.values import checked_header
+from foresay.models.gguf.header import GgufHeader
 from foresay.models.llama_cpp import binding
 from foresay.models.llama_cpp.model import LlamaCppModel
 from foresay.models.llama_cpp.probe import extra_buffers_work, machine_mark
 from foresay.models.sources.load_options import LoadOptions
 
 
-def open_gguf(path: Path, options: LoadOptions) -> LlamaCppModel:
-    """The file's model. Raises ConfigError where llama-cpp-python is missing, and as `binding.Weights` does."""
+def open_gguf(header: GgufHeader, options: LoadOptions) -> LlamaCppModel:
+    """Return the file's model. Raises ConfigError if llama-cpp-python is missing, and as `binding.Weights` does."""
     binding.library()
-    head = checked_header(path)
-    if any(name.startswith("rope_factors") for name in head.tensors):
+    path = header.path
+    if any(name.startswith("rope_factors") for name in header.tensors):
         raise UnsupportedModelError(
-            f"{str(path)!r} turns positions by factors that depend on the size of llama.cpp's context, which grows with "
+            f"{str(path)!r} scales rotary positions by factors that depend on the size of llama.cpp's context, which grows with "
             "the rows; decode it without backend='llama.cpp'"
         )
-    kinds = " ".join(sorted({one.kind for one in head.tensors.values()}))
+    kinds = " ".join(sorted({one.kind for one in header.tensors.values()}))
     if options.progress is not None:
-        options.progress("Trying llama.cpp's kernels (once for a machine and a kind of file)")
+        options.progress("Testing llama.cpp's kernels (once per machine and file format)")
     extra = extra_buffers_work(path, kinds, f"llama-cpp-python {binding.version()}, {machine_mark()}")
     device = torch.device("cpu" if options.device == "cpu" else options.device or "cuda")
     if options.progress is not None:
@@ -39,5 +37,5 @@ def open_gguf(path: Path, options: LoadOptions) -> LlamaCppModel:
         main_gpu=device.index,
         extra_buffers=extra,
     )
-    size = head.values.get(f"{head.architecture}.attention.key_length")
+    size = header.values.get(f"{header.architecture}.attention.key_length")
     return LlamaCppModel(weights, head_size=None if size is None else int(size))

@@ -1,4 +1,4 @@
-"""How to load a model: the options, checked before anything is read.
+"""Options of loading a model, validated before any file is read.
 
 Owns the names of dtypes and devices. Loads nothing.
 """
@@ -19,48 +19,47 @@ from foresay.errors import ConfigError, UnknownNameError
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 DTYPES |= {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 WEIGHTS = {"auto": None, "bf16": None, "int8": 8, "int4": 4}
-"""Names of weight formats and the bits of those that are rounded to."""
+"""Weight formats, and the number of bits of rounded ones."""
 DEVICES = ("cpu", "cuda", "mps", "xpu")
 TRANSFORMERS, LLAMA_CPP = BACKENDS = ("transformers", "llama.cpp")
-"""Whose passes a model is decoded by."""
+"""Engines that compute the forward passes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """How to load a model; each field is passed to transformers as it is, except dtype, device and weights.
+    """Options of loading a model; each field but dtype, device and weights is passed to transformers unchanged.
 
-    Raises ConfigError for values that are unknown, contradict each other or need a GPU that is not there.
+    Raises ConfigError for values that are unknown, contradict each other or need a device that is not available.
     """
 
     dtype: str | torch.dtype = "auto"
-    """"auto": bf16 where the processor computes in it natively or our kernels decode whole passes, else float32."""
+    """"auto": bf16 if the processor computes in it natively or our kernels run whole passes, else float32."""
     device: str | torch.device | None = None
-    """The device of the model; None takes the GPU when there is one."""
+    """Device of the model; None uses the GPU if there is one."""
     weights: str = "auto"
-    """How the weights of linear layers are kept on a CPU: "auto" as `dtype` says, but for GGUF files, whose 4-bit blocks
-    stay what they are; "bf16" as that dtype, whatever the file; "int8" (a scale for each output
-    feature) and "int4" (a scale and an offset for each 32 weights) rounded, which is another model that writes other texts."""
+    """Format of the weights of linear layers on a CPU: "auto" as given by `dtype`, except for GGUF files, whose 4-bit blocks
+    are kept; "bf16" for any file; "int8" (one scale per output feature) and "int4" (scale and offset per 32 weights) round
+    them, which makes another model with other outputs."""
     draft_weights: str | None = None
-    """The same for draft models that are loaded by name; None: as the target's. They bring
-    their own dtype. Whatever they are, the output is the target's."""
+    """`weights` of draft models loaded by name; None: as the target's. Does not change the output, which is the target's."""
     device_map: str | Mapping[str, Any] | None = None
-    """How layers are spread over devices, as accelerate takes it: "auto", "balanced", or a device for each module."""
+    """Distribution of layers over devices, as in accelerate: "auto", "balanced", or a device per module."""
     max_memory: Mapping[int | str, int | str] | None = None
-    """With a device_map, the bytes of weights that each device may hold: {0: "20GB", "cpu": "60GB"}."""
+    """With device_map, the maximum bytes of weights per device: {0: "20GB", "cpu": "60GB"}."""
     offload_folder: str | None = None
-    """Where accelerate keeps the weights that a device_map sends to "disk", unless it reads them from the model's own files."""
+    """Folder for weights that device_map assigns to "disk", unless accelerate reads them from the model's own files."""
     draft_device: str | torch.device | None = None
-    """The device of draft models that are loaded by name; None: as the target's."""
+    """Device of draft models loaded by name; None: as the target's."""
     quantization_config: Any = None
     tp_plan: str | None = None
     revision: str | None = None
     trust_remote_code: bool = False
     backend: str = TRANSFORMERS
-    """"llama.cpp": a GGUF file, or an alias, by llama.cpp's own kernels, in the blocks it is stored in."""
+    """"llama.cpp" computes a GGUF file, or an alias, by llama.cpp's kernels in its stored blocks."""
     gpu_layers: int | None = None
-    """Layers that llama.cpp puts on GPUs; None: all of them where it was built for one and a GPU is there."""
+    """Number of layers that llama.cpp puts on GPUs; None: all, if it was built for GPUs and one is available."""
     progress: Callable[[str], None] | None = field(default=None, compare=False)
-    """Called with a message when something that may take long begins."""
+    """Called with a message before each operation that may take long."""
 
     def __post_init__(self) -> None:
         if isinstance(self.dtype, str) and self.dtype != "auto" and self.dtype not in DTYPES:
@@ -71,7 +70,7 @@ class LoadOptions:
             )
         for name in ("max_memory", "offload_folder"):
             if getattr(self, name) is not None and self.device_map is None:
-                raise ConfigError(f"{name} is only heeded with a device_map; add device_map='auto'")
+                raise ConfigError(f"{name} only has an effect with device_map; add device_map='auto'")
         if not isinstance(self.dtype, str) and self.dtype not in DTYPES.values():
             raise ConfigError(
                 f"dtype={self.dtype!r} must be 'auto', {', '.join(map(repr, DTYPES))} or such a torch.dtype"
@@ -86,7 +85,7 @@ class LoadOptions:
         self._check_backend()
 
     def _check_plan(self) -> None:
-        """A model that several processes compute is spread over them, and nowhere else."""
+        """Check that tp_plan is the only option that distributes the model, and that there are several processes."""
         if self.tp_plan is None:
             return
         for name in ("device", "device_map", "quantization_config"):
@@ -96,7 +95,7 @@ class LoadOptions:
             raise ConfigError(f"tp_plan={self.tp_plan!r} and weights={self.weights!r} contradict; give one of them")
         if int(os.environ.get("WORLD_SIZE", "1")) < 2:
             raise ConfigError(
-                f"tp_plan={self.tp_plan!r} shares a model out to processes, and this is one alone; "
+                f"tp_plan={self.tp_plan!r} needs several processes, and there is only this one; "
                 "start them with: torchrun --nproc-per-node N"
             )
 
@@ -114,7 +113,7 @@ class LoadOptions:
         for name in ("dtype", "weights", "device_map", "quantization_config", "tp_plan"):
             value = getattr(self, name)
             if value not in (None, "auto") or (name == "device_map" and value is not None):
-                raise ConfigError(f"{name}={value!r} is not llama.cpp's to honour: the file says it; drop it")
+                raise ConfigError(f"{name}={value!r} has no effect with llama.cpp, which follows the file; drop it")
 
     def _check_weights(self, name: str, weights: str) -> None:
         if weights not in WEIGHTS:
@@ -132,27 +131,27 @@ class LoadOptions:
             elsewhere = self.draft_device
         if elsewhere is not None and str(elsewhere).partition(":")[0] != "cpu":
             raise ConfigError(
-                f"{name}={weights!r} is for CPUs, but {str(elsewhere)!r} was asked for; there, load a checkpoint quantized "
+                f"{name}={weights!r} is for CPUs, but {str(elsewhere)!r} was requested; there, load a checkpoint quantized "
                 "by AWQ, GPTQ, bitsandbytes or torchao, or give quantization_config"
             )
 
     @property
     def computes_in(self) -> str | torch.dtype:
-        """The dtype that is asked for, by `dtype` or by `weights`."""
+        """The dtype requested by `dtype` or `weights`."""
         return self.dtype if self.weights == "auto" else torch.bfloat16
 
     @property
     def bits(self) -> int | None:
-        """Bits that the weights are rounded to; None where they are not."""
+        """Number of bits of rounded weights; None if they are not rounded."""
         return WEIGHTS[self.weights]
 
     @property
     def exposes_hidden_states(self) -> bool:
-        """Whether a target that is loaded so shows the hidden states that a head reads."""
+        """True if a target loaded with these options returns the hidden states that a draft head reads."""
         return self.backend == TRANSFORMERS and self.tp_plan is None
 
     def for_draft(self, *, gguf: bool = True) -> LoadOptions:
-        """The options for a draft model named beside the target. gguf: whether llama.cpp can read it, else transformers does."""
+        """Return the options of a draft model. gguf: True if llama.cpp can read it; otherwise transformers computes it."""
         changes: dict[str, Any] = {"revision": None, "draft_weights": None, "draft_device": None}
         if self.draft_device is not None:
             changes |= dict.fromkeys(("device_map", "max_memory", "offload_folder", "tp_plan", "gpu_layers"))
@@ -165,7 +164,7 @@ class LoadOptions:
 
 
 class LoadKeywords(TypedDict, total=False):
-    """The fields of LoadOptions as keyword arguments of `foresay.load`, so that editors complete and type checkers check them."""
+    """Fields of LoadOptions as keyword arguments of `foresay.load`, for editors and type checkers."""
 
     dtype: str | torch.dtype
     device: str | torch.device | None
@@ -185,7 +184,7 @@ class LoadKeywords(TypedDict, total=False):
 
 
 def check_device(device: str | torch.device, name: str = "device") -> None:
-    """Raises ConfigError, naming the argument, for a device that PyTorch does not know or has not got here."""
+    """Raise ConfigError, which names the argument, for a device that PyTorch does not know or that is not available."""
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError):
@@ -197,7 +196,7 @@ def check_device(device: str | torch.device, name: str = "device") -> None:
     of_kind: Any = {"cuda": torch.cuda, "xpu": torch.xpu, "mps": torch.mps}[found.type]
     if not of_kind.is_available():
         what = "GPU" if found.type == "cuda" else f"device of the kind {found.type}"
-        raise ConfigError(f"{name}={str(device)!r} was asked for, but PyTorch sees no {what}; use {name}='cpu'")
+        raise ConfigError(f"{name}={str(device)!r} was requested, but PyTorch sees no {what}; use {name}='cpu'")
     if found.index is not None and found.index >= of_kind.device_count():
         known = ", ".join(f"{found.type}:{number}" for number in range(of_kind.device_count()))
-        raise ConfigError(f"{name}={str(device)!r} was asked for, but PyTorch sees only {known}")
+        raise ConfigError(f"{name}={str(device)!r} was requested, but PyTorch sees only {known}")

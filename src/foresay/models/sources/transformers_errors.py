@@ -1,6 +1,6 @@
-"""transformers' errors and output while it loads a model: translated to foresay's errors, and silenced.
+"""transformers' errors and output while loading a model: translated to foresay's errors, and silenced.
 
-Owns the wording of load errors. Loads nothing.
+Owns the messages of load errors. Loads nothing.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from foresay.errors import ForesayError, ModelLoadError, ModelNotFoundError
 
 @contextmanager
 def load_errors(name: str, owned: bool) -> Iterator[None]:
-    """Turn any exception of transformers while loading into ModelNotFoundError or ModelLoadError, with what to do.
+    """Turn exceptions of transformers into ModelNotFoundError or ModelLoadError that name a remedy.
 
-    owned: the folder is a conversion of ours, so that a missing file is not a wrong name.
+    owned: True for foresay's own conversion, where a missing file is not a wrong name.
     """
     try:
         yield
@@ -37,16 +37,16 @@ def load_errors(name: str, owned: bool) -> Iterator[None]:
             ) from error
         if "trust_remote_code" in str(error):
             raise ModelLoadError(
-                f"{name!r} runs code of its own; pass trust_remote_code=True (--trust-remote-code) if you trust it"
+                f"{name!r} contains code to run; pass trust_remote_code=True (--trust-remote-code) if you trust it"
             ) from error
         raise ModelLoadError(f"{name!r} cannot be loaded: {type(error).__name__}: {first}") from error
 
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Keep transformers' notes and everybody's progress bars off the user's terminal while loading.
+    """Silence transformers' messages and all progress bars while loading.
 
-    foresay's own messages are emitted afterwards: a logger without handlers writes to the standard error of the moment.
+    foresay's own messages are emitted afterwards, because a logger without handlers writes to the redirected standard error.
     """
     from transformers.utils import logging as hf_logging
 
@@ -59,7 +59,7 @@ def quiet_transformers() -> Iterator[None]:
     own, later = logging.getLogger("foresay"), _Later()
     own.addFilter(later)
     try:
-        with redirect_stderr(io.StringIO()):  # some bars are drawn by tqdm itself, whatever the settings are
+        with redirect_stderr(io.StringIO()):  # some bars are drawn by tqdm itself, independent of the settings
             yield
     finally:
         own.removeFilter(later)

@@ -17,7 +17,7 @@ from foresay.decoding.protocols import LengthPolicy
 from foresay.drafters import SuffixDrafter
 from foresay.errors import ConfigError
 from foresay.lab.replay.arrivals import bursts, from_trace, poisson
-from foresay.lab.replay.simulate import Load, Target, _alike, highest_rate, replicas, simulate
+from foresay.lab.replay.simulate import Load, Target, _common_prefixes, highest_rate, replicas, simulate
 from foresay.lengths import ConstantLength, ThroughputLength
 from foresay.models.recording import RecordedText
 from foresay.records.profile import Profile, Timing
@@ -152,7 +152,7 @@ def test_what_prompts_share_is_what_comparing_all_of_them_finds() -> None:
             max((same_for(one.prompt, held[j]) for j in range(len(texts)) if j != i), default=0)
             for i, one in enumerate(texts)
         ]
-        assert _alike(texts) == wanted
+        assert _common_prefixes(texts) == wanted
 
 
 def test_a_text_that_is_played_again_is_another_request() -> None:

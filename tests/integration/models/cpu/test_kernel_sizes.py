@@ -23,7 +23,7 @@ from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.config_sizes import check_sizes
 from foresay.models.huggingface.linears import freeze_linears
 from foresay.models.huggingface.self_check import use_fused_layers
-from foresay.models.sources.catalog import wrap
+from foresay.models.sources.wrapping import wrap
 from helpers import tiny
 from helpers.families import make
 
@@ -52,8 +52,8 @@ def test_no_size_ends_the_process() -> None:
 # -- statuses ----------------------------------------------------------------------------------------------------------
 
 
-def called(body: str) -> subprocess.CompletedProcess[str]:
-    """Statements in a program of its own, over `library` and a product of one weight."""
+def called(*bodies: str) -> subprocess.CompletedProcess[str]:
+    """Statements in a program of its own, over `library` and a product of one weight; a line for each that raises."""
     return child(
         "-c",
         "import ctypes, torch\n"
@@ -63,22 +63,22 @@ def called(body: str) -> subprocess.CompletedProcess[str]:
         "    return structs.Product(0, outputs, depth, number.data_ptr(), None, None)\n"
         "def multiply(one, rows):\n"
         "    library.foresay_multiply(ctypes.byref(one), number.data_ptr(), number.data_ptr(), rows, 1, 1)\n"
-        f"try:\n    {body}\nexcept Exception as error:\n    print(type(error).__name__, error)",
+        + "\n".join(
+            f"try:\n    {body}\nexcept Exception as error:\n    print(type(error).__name__, error)" for body in bodies
+        ),
     )
 
 
-@pytest.mark.parametrize(
-    ("body", "error"),
-    [
-        ("multiply(product(), -1)", "ValueError the compiled kernels refused a call: rows = -1"),
-        ("multiply(product(depth=(1 << 31) - 1), 1 << 26)", "OutOfMemoryError memory ran out in the compiled kernels"),
-        ("multiply(product(depth=0), 1)", "ValueError the compiled kernels refused a call: depth = 0"),
-    ],
-)
-def test_an_exception_of_the_kernels_is_one_of_python(body: str, error: str) -> None:
-    done = called(body)
+def test_an_exception_of_the_kernels_is_one_of_python() -> None:
+    errors = {
+        "multiply(product(), -1)": "ValueError the compiled kernels refused a call: rows = -1",
+        "multiply(product(depth=(1 << 31) - 1), 1 << 26)": "OutOfMemoryError memory ran out in the compiled kernels",
+        "multiply(product(depth=0), 1)": "ValueError the compiled kernels refused a call: depth = 0",
+    }
+    done = called(*errors)
     assert done.returncode == 0, f"ended by {signal.Signals(-done.returncode).name}: {done.stderr[-300:]}"
-    assert done.stdout.startswith(error)
+    for line, error in zip(done.stdout.splitlines(), errors.values(), strict=True):
+        assert line.startswith(error)
 
 
 @pytest.fixture
@@ -100,10 +100,15 @@ def throwing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("throwing")
-@pytest.mark.parametrize("threads", [1, 2, 4])
-def test_what_a_worker_throws_reaches_the_caller_and_the_pool_goes_on(threads: int) -> None:
+def test_what_a_worker_throws_reaches_the_caller_and_the_pool_goes_on() -> None:
+    """By 1, 2 and 4 threads of one library, which takes a second to compile."""
     library = build.library()
     assert library is not None
+    for threads in (1, 2, 4):
+        throw_and_go_on(library, threads)
+
+
+def throw_and_go_on(library: ctypes.CDLL, threads: int) -> None:
     block = torch.zeros(64, dtype=torch.uint8)
     for panels in (8, 2, 8, 3, 5):
         rows = torch.full((panels * 32,), block.data_ptr())
@@ -193,18 +198,26 @@ ROPES = {
 }
 
 
-@pytest.mark.parametrize("kind", ROPES)
-def test_a_rotary_factor_beyond_the_head_is_refused_when_a_folder_is_loaded(kind: str, tmp_path: Path) -> None:
-    """In a process of its own, which it used to end."""
-    folder = tiny.save(tmp_path, tiny.llama(head_dim=1))
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"rope_parameters": ROPES[kind], "partial_rotary_factor": 1e6}
-    (folder / "config.json").write_text(json.dumps(config))
-    done = tiny.foresay("generate", "--model", str(folder), "--max-new-tokens", "2", "hello", timeout=60)
-    shown = done.stderr.decode()
-    assert (done.returncode, done.stdout) == (2, b"")
-    assert "partial_rotary_factor" in shown and "1000000.0" in shown and "to 1" in shown
-    assert shown.count("\n") == 1
+GENERATE = """
+import sys
+from foresay.cli.app import _run
+print([_run(["generate", "--model", folder, "--max-new-tokens", "2", "hello"]) for folder in sys.argv[1:]])
+"""
+
+
+def test_a_rotary_factor_beyond_the_head_is_refused_when_a_folder_is_loaded(tmp_path: Path) -> None:
+    """In a process of their own, which such folders used to end."""
+    for kind, values in ROPES.items():
+        folder = tiny.save(tmp_path / kind, tiny.llama(head_dim=1))
+        config = json.loads((folder / "config.json").read_text())
+        config |= {"rope_parameters": values, "partial_rotary_factor": 1e6}
+        (folder / "config.json").write_text(json.dumps(config))
+    done = child("-c", GENERATE, *(str(tmp_path / kind) for kind in ROPES))
+    assert (done.returncode, done.stdout) == (0, "[2, 2, 2, 2]\n"), done.stderr
+    lines = done.stderr.splitlines()
+    assert len(lines) == len(ROPES)
+    for shown in lines:
+        assert "partial_rotary_factor" in shown and "1000000.0" in shown and "to 1" in shown
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,10 @@ from foresay.models.gguf.header import StoredTensor, read_header
 from foresay.models.gguf.tokenizer import config_of, tokenizer_of
 from foresay.models.gguf.types import Blocks, Eights, Numbers, Weight, joined, unpacked
 from foresay.models.huggingface import linears
-from foresay.models.sources import catalog
-from foresay.models.sources.catalog import LoadedModel, load_model
+from foresay.models.sources import reading
 from foresay.models.sources.load_options import LoadOptions
+from foresay.models.sources.loading import load_model
+from foresay.models.sources.wrapping import LoadedModel
 from helpers import tiny
 from helpers.families import make
 from helpers.gguf_files import write_gguf
@@ -140,7 +141,7 @@ def test_an_architecture_that_is_not_read_is_left_to_transformers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_gguf(tmp_path / "tiny.gguf", llama(), dict.fromkeys(LAYERS, "Q4_1"))
-    monkeypatch.setattr(catalog, "ARCHITECTURES", frozenset())
+    monkeypatch.setattr(reading, "ARCHITECTURES", frozenset())
     assert load_model(path).weights == ""
 
 
@@ -364,14 +365,14 @@ def test_biases_lie_as_their_rows_do(tmp_path: Path, kind: str | None) -> None:
 def test_a_file_that_lacks_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its configuration has them: Qwen2's always has."""
     path = write_gguf(tmp_path / "tiny.gguf", llama(), dict.fromkeys(LAYERS, "Q4_1"))
-    head = catalog.config_of
+    head = reading.config_of
 
     def with_biases(*args: Any) -> Any:
         config = head(*args)
         config.attention_bias = True
         return config
 
-    monkeypatch.setattr(catalog, "config_of", with_biases)
+    monkeypatch.setattr(reading, "config_of", with_biases)
     with pytest.raises(ModelLoadError, match=r"lacks 12 of the model.s tensors \(model.layers.0.self_attn.q_proj.bias"):
         load_model(path)
 

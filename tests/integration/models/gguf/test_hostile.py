@@ -17,9 +17,9 @@ from foresay.errors import ModelLoadError
 from foresay.models.gguf import values
 from foresay.models.gguf.header import read_header
 from foresay.models.huggingface import self_check
-from foresay.models.sources import catalog
-from foresay.models.sources.catalog import load_model, load_tokenizer
+from foresay.models.sources import loading
 from foresay.models.sources.load_options import LoadOptions
+from foresay.models.sources.loading import load_model, load_tokenizer
 from helpers import fuzz_gguf, tiny
 from helpers.fuzz_gguf import Image, Tensor
 from helpers.gguf_files import write_gguf
@@ -384,7 +384,7 @@ def test_the_fuzz_finds_what_is_not_checked(monkeypatch: pytest.MonkeyPatch, tmp
     fuzz_gguf.check(path)
     monkeypatch.setattr(values, "_FACTORS", {})
     fuzz_gguf.check(path)  # seen by the pass after loading
-    monkeypatch.setattr(catalog, "_check_scores", lambda *_: None)
+    monkeypatch.setattr(loading, "check_scores", lambda *_: None)
     for check in ("check_sizes", "confirm"):
         monkeypatch.setattr(self_check, check, lambda *_: None)
     with pytest.raises(AssertionError, match="not finite"):

@@ -16,11 +16,11 @@ from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.early_exit import first_layers
 from foresay.models.huggingface.linears import freeze_linears
 from foresay.models.huggingface.self_check import UnfusedReason, use_fused_layers
-from foresay.models.sources.catalog import wrap
+from foresay.models.sources.wrapping import wrap
 from helpers.families import FAMILIES, VOCAB, make
 from helpers.support import Sometimes, run
 
-READ = sorted(name for name in FAMILIES if make(name).config.model_type in fused.FAMILIES)
+READ = sorted(name for name, (kind, _) in FAMILIES.items() if kind in fused.FAMILIES)
 PROMPTS = [[5, 9, 17, 5, 9], [7], [3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13]]
 PARAMS = SamplingParams(max_new_tokens=24)
 

@@ -13,7 +13,7 @@ import foresay
 from foresay.decoding.protocols import ModelInput
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.models.huggingface.causal import CausalModel
-from foresay.models.sources.catalog import wrap
+from foresay.models.sources.wrapping import wrap
 from helpers.families import FAMILIES, make
 from helpers.support import run
 

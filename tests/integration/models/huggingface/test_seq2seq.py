@@ -21,7 +21,7 @@ from foresay.models.huggingface import linears
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.self_check import check, probe, verified
 from foresay.models.huggingface.seq2seq import Seq2SeqCache, Seq2SeqModel
-from foresay.models.sources.catalog import wrap
+from foresay.models.sources.wrapping import wrap
 from helpers.comparing import assert_same
 from helpers.families import PROBED_SEQ2SEQ, SEQ2SEQ, VOCAB, make, make_seq2seq
 from helpers.seq2seq import NEW, greedy, reference_of, some_sources, starts_of, target_of

@@ -13,8 +13,8 @@ from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ConfigError, ContextLengthError, PromptError
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.seq2seq import Seq2SeqModel
-from foresay.models.sources.catalog import load_model
 from foresay.models.sources.load_options import LoadOptions
+from foresay.models.sources.loading import load_model
 from helpers import tiny
 from helpers.families import VOCAB, make, make_seq2seq
 from helpers.seq2seq import greedy, reference_of, some_sources, starts_of, target_of
@@ -108,10 +108,12 @@ def test_a_folder_from_a_text_to_a_text(tmp_path: Path) -> None:
         generator.generate([{"role": "user", "content": "hello"}])
 
 
-def test_foresay_info_on_an_encoder_decoder(tmp_path: Path) -> None:
+def test_foresay_info_on_an_encoder_decoder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     names = tiny.tokenizer()
     folder = tiny.save(tmp_path / "t5", make_seq2seq("t5", vocab_size=len(names)))
-    done = tiny.foresay("info", str(folder), "--dtype", "fp32")
-    assert done.returncode == 0, done.stderr
-    assert b"family: t5 (T5ForConditionalGeneration), tested" in done.stdout
-    assert b"context: unlimited" in done.stdout
+    code, out, err = tiny.Shell(monkeypatch, capsys)("info", str(folder), "--dtype", "fp32")
+    assert code == 0, err
+    assert "family: t5 (T5ForConditionalGeneration), tested" in out
+    assert "context: unlimited" in out

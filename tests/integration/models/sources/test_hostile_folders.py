@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from foresay.errors import ModelLoadError, UnsupportedModelError
-from foresay.models.sources.catalog import load_model, load_tokenizer, load_weights
 from foresay.models.sources.load_options import LoadOptions
+from foresay.models.sources.loading import load_model, load_tokenizer, load_weights
 from helpers import tiny
 from helpers.families import FAMILIES, SEQ2SEQ, make, make_seq2seq
 
@@ -145,7 +145,7 @@ BOMB = """
 import resource, sys
 from pathlib import Path
 from foresay.errors import ModelLoadError, UnsupportedModelError
-from foresay.models.sources.catalog import load_model
+from foresay.models.sources.loading import load_model
 folder = sys.argv[1]
 load_model(folder)
 size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

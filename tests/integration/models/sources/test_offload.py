@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 import foresay
 from foresay.errors import ConfigError, UnsupportedModelError
-from foresay.models.sources.catalog import load_model
 from foresay.models.sources.load_options import LoadOptions
+from foresay.models.sources.loading import load_model
 from helpers import tiny
 from helpers.families import make, make_seq2seq
 
@@ -88,7 +88,7 @@ def test_on_the_command_line(
     for bad in ("60KB", "cpu=60", "cpu=lots", "cpu=1GB;0=2GB", ""):
         message = f"--max-memory {bad!r} must be DEVICE=SIZE, separated by commas, as 0=20GB,cpu=60GB"
         assert shell.refused(*command, "--device-map", "auto", "--max-memory", bad) == message
-    assert "max_memory is only heeded with a device_map" in shell.refused(*command, "--max-memory", "cpu=1GB")
+    assert "max_memory only has an effect with device_map" in shell.refused(*command, "--max-memory", "cpu=1GB")
     assert "contradict; give one of them" in shell.refused(*command, "--device", "cpu", "--device-map", "auto")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ import torch
 
 import foresay
 from foresay.errors import ConfigError, UnknownNameError
-from foresay.models.sources import catalog
+from foresay.models.sources import loading, reading
 from foresay.models.sources.load_options import LoadOptions
+from foresay.models.sources.location import locate
 from helpers import tiny
 from helpers.families import make
 
@@ -104,8 +106,8 @@ def test_draft_weights_wait_for_a_change(folder: Path, small: Path) -> None:
 def test_bf16_weights_are_bf16_whatever_the_processor_likes(
     folder: Path, small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(catalog, "native_dtype", lambda device: torch.float32)
-    monkeypatch.setattr(catalog.linears, "compiled", lambda: False)
+    monkeypatch.setattr(reading, "native_dtype", lambda device: torch.float32)
+    monkeypatch.setattr(reading.linears, "compiled", lambda: False)
     assert foresay.load(folder, drafter="none").target.dtype == "float32"
     assert foresay.load(folder, drafter="none", weights="bf16").target.dtype == "bfloat16"
     drafted = foresay.load(folder, small, dtype="fp32", draft_weights="bf16")
@@ -128,11 +130,11 @@ def test_auto_is_bf16_where_kernels_of_ours_make_whole_passes(
 ) -> None:
     """On a processor that does not compute in it; a model that is trained keeps its float32."""
     tiny.save(tmp_path, make(family, 0))
-    monkeypatch.setattr(catalog, "native_dtype", lambda device: torch.float32)
-    monkeypatch.setattr(catalog.linears, "compiled", lambda: kernels)
+    monkeypatch.setattr(reading, "native_dtype", lambda device: torch.float32)
+    monkeypatch.setattr(reading.linears, "compiled", lambda: kernels)
     where = {} if "device_map" in options else {"device": "cpu"}
-    assert catalog.load_model(tmp_path, LoadOptions(**where, **options)).dtype == wanted
-    assert catalog.load_weights(tmp_path, LoadOptions(device="cpu"))[0].dtype == torch.float32
+    assert loading.load_model(tmp_path, LoadOptions(**where, **options)).dtype == wanted
+    assert loading.load_weights(tmp_path, LoadOptions(device="cpu"))[0].dtype == torch.float32
 
 
 @pytest.mark.parametrize("changes", [{"hidden_act": "relu"}, {"quantization_config": {"quant_method": "none"}}])
@@ -143,13 +145,15 @@ def test_auto_stays_float32_where_the_family_s_own_code_runs(
     folder = tiny.save(tmp_path, make("llama", 0))
     written = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(written | changes))
-    monkeypatch.setattr(catalog, "native_dtype", lambda device: torch.float32)
-    monkeypatch.setattr(catalog.linears, "compiled", lambda: True)
+    monkeypatch.setattr(reading, "native_dtype", lambda device: torch.float32)
+    monkeypatch.setattr(reading.linears, "compiled", lambda: True)
     options = LoadOptions(device="cpu")
-    assert catalog._decoding_dtype(str(folder), {}, options, torch.device("cpu")) == torch.float32
-    unreached = {"local_files_only": True}  # a hub that is not there decides nothing
+    assert reading.decoding_dtype(locate(folder, options), options, torch.device("cpu")) == torch.float32
+    unreached = dataclasses.replace(
+        locate(folder, options), only_cached=True
+    )  # without the hub the same dtype is chosen
     (folder / "config.json").write_text(json.dumps(written))
-    assert catalog._decoding_dtype(str(folder), unreached, options, torch.device("cpu")) == torch.bfloat16
+    assert reading.decoding_dtype(unreached, options, torch.device("cpu")) == torch.bfloat16
 
 
 def test_an_unknown_format_is_named() -> None:

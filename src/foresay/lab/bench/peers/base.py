@@ -17,9 +17,9 @@ import torch
 from foresay.checks import check_int
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ConfigError, ModelNotFoundError, UnknownNameError
-from foresay.models.sources.catalog import native_dtype
 from foresay.models.sources.load_options import DTYPES, LoadOptions
 from foresay.models.sources.packaged import ALIASES, check_gguf, converted, packaged_file
+from foresay.models.sources.reading import native_dtype
 
 KNOWN: dict[str, tuple[str, ...]] = {
     "transformers": ("assistant", "cache", "lookup"),

@@ -19,9 +19,9 @@ from foresay.decoding.sampling_params import SamplingParams
 from foresay.errors import ConfigError, ForesayError
 from foresay.lab.bench.peers.base import PeerRun, PeerSpec, check_length, check_run, count_setting, torch_dtype
 from foresay.lab.bench.peers.base import transformers_source as source_of
-from foresay.models.sources.catalog import end_tokens
 from foresay.models.sources.packaged import ALIASES, dequantize
 from foresay.models.sources.transformers_errors import load_errors, quiet_transformers
+from foresay.models.sources.wrapping import end_tokens
 
 
 class TransformersPeer:

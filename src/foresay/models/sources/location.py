@@ -1,0 +1,125 @@
+"""A model's name -> where its files are. A name is resolved once, and a GGUF file's header is read once.
+
+A name is an alias, a hub id, a local folder or a GGUF file. Reads no configuration, weights or tokenizer.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from foresay.errors import ModelLoadError, ModelNotFoundError, UnknownNameError
+from foresay.models.gguf.header import GgufHeader
+from foresay.models.gguf.values import checked_header
+from foresay.models.sources.load_options import LLAMA_CPP, LoadOptions
+from foresay.models.sources.packaged import ALIASES, check_gguf, converted, packaged_file
+
+_HUB_TIMEOUT_S = 10.0
+_TOKENIZER_FILES = ("tokenizer", "tokenization", "vocab", "spiece", "sentencepiece", "source.spm")
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Files of a model: a folder or hub id, or a GGUF file in a folder."""
+
+    name: str
+    """As the user gave it."""
+    folder: str
+    """A local folder, or a hub id."""
+    header: GgufHeader | None = None
+    """Checked header of a GGUF file; None for other formats."""
+    is_conversion: bool = False
+    """True for the dequantized copy of an alias, which foresay made."""
+    only_cached: bool = False
+    """True if the hub cannot be reached but has the model in its cache."""
+
+    @property
+    def is_local(self) -> bool:
+        """True unless the files are on the hub."""
+        return Path(self.folder).is_dir()
+
+    def arguments(self, options: LoadOptions) -> dict[str, Any]:
+        """Arguments by which every from_pretrained of transformers finds the files."""
+        found: dict[str, Any] = {
+            "trust_remote_code": options.trust_remote_code,
+            "revision": options.revision or "main",
+        }
+        if self.header is not None:
+            found["gguf_file"] = self.header.path.name
+        if self.only_cached:
+            found["local_files_only"] = True
+        return found
+
+
+def is_gguf(name: str | os.PathLike[str]) -> bool:
+    """True for a GGUF file or an alias of one, which llama.cpp can read."""
+    return os.fspath(name) in ALIASES or os.fspath(name).endswith(".gguf")
+
+
+def locate(name: str | os.PathLike[str], options: LoadOptions, *, weights: bool = True) -> Location:
+    """Find a model's files. weights: False if only the tokenizer is needed.
+
+    Raises ModelNotFoundError if there is no such model, and ModelLoadError for a damaged GGUF file.
+    """
+    text = os.fspath(name)
+    if not text:
+        raise ModelNotFoundError("the model's name is empty; give an alias, a hub id, a folder or a GGUF file")
+    if text in ALIASES:
+        if options.backend == LLAMA_CPP:
+            return _gguf(text, packaged_file(text))
+        return Location(text, str(converted(text, options)), is_conversion=True)
+    path = Path(text).expanduser()
+    if path.is_dir():
+        _check_folder(text, path, weights=weights)
+        return Location(text, str(path))
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise ModelLoadError(
+                f"{text!r} is a file, but not a .gguf file; give a model folder, a GGUF file or a hub id"
+            )
+        return _gguf(text, path)
+    looks_local = text.startswith(("/", "./", "../", "~")) or text.endswith(".gguf") or text.count("/") > 1
+    if looks_local:
+        raise ModelNotFoundError(f"no such file or folder: {text!r}")
+    if "/" not in text:
+        raise ModelNotFoundError(
+            str(UnknownNameError("model", text, ALIASES)) + " Or give org/name, a folder or a GGUF file."
+        )
+    return Location(text, text, only_cached=_is_only_cached(text, options))
+
+
+def _gguf(name: str, path: Path) -> Location:
+    check_gguf(path)
+    return Location(name, str(path.parent), checked_header(path))
+
+
+def _check_folder(name: str, path: Path, *, weights: bool) -> None:
+    if weights and not (path / "config.json").is_file():
+        raise ModelNotFoundError(f"the folder {name!r} has no config.json; is it a transformers model folder?")
+    if not weights and not any(file.name.startswith(_TOKENIZER_FILES) for file in path.iterdir()):
+        raise ModelNotFoundError(f"the folder {name!r} has no tokenizer (tokenizer.json, tokenizer.model, ...)")
+
+
+def _is_only_cached(name: str, options: LoadOptions) -> bool:
+    """Request a model's configuration from the hub once, with a short timeout; True if only the hub's cache has it.
+
+    transformers itself would retry every file for most of a minute. An error reply of the hub is left to transformers to report.
+    """
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    try:
+        get_hf_file_metadata(hf_hub_url(name, "config.json", revision=options.revision), timeout=_HUB_TIMEOUT_S)
+    except (HfHubHTTPError, ValueError):
+        return False
+    except Exception as error:  # any exception of the network library
+        if isinstance(try_to_load_from_cache(name, "config.json", revision=options.revision), str):
+            return True
+        raise ModelNotFoundError(
+            f"{name!r} is neither a file nor a folder here, and the hub did not give it: {error} (check your network)"
+        ) from error
+    return False

@@ -1,0 +1,186 @@
+"""Weights and tokenizers, as transformers reads them from a Location; checked before anything large is allocated.
+
+Owns the choice of dtype and device, and transformers' arguments. Knows nothing of decoding.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from foresay.errors import ModelLoadError, UnsupportedModelError
+from foresay.models.gguf.blocks import model_of_blocks
+from foresay.models.gguf.positions import refuse_unread
+from foresay.models.gguf.shapes import dense_config
+from foresay.models.gguf.tokenizer import config_of, tokenizer_of
+from foresay.models.gguf.values import ARCHITECTURES
+from foresay.models.huggingface import linears
+from foresay.models.sources.config_checks import check_config, check_size
+from foresay.models.sources.load_options import DTYPES, LoadOptions
+from foresay.models.sources.location import Location
+from foresay.models.sources.packaged import dequantize
+from foresay.text.tokenizer import check_usable
+
+_BF16 = ("bf16", "bfloat16", torch.bfloat16)
+
+
+def native_dtype(device: torch.device) -> torch.dtype:
+    """Return bf16 if the processor computes in it natively, else float32 (float16 on older GPUs)."""
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+    if device.type == "cpu" and linears.available(torch.bfloat16, device):
+        capability = torch.backends.cpu.get_cpu_capability()
+        if "AVX512" in capability or "AMX" in capability:
+            return torch.bfloat16
+    return torch.float32
+
+
+def device_of(options: LoadOptions) -> torch.device:
+    """Return the device of the options; by default a GPU if there is one."""
+    if options.device is not None:
+        return torch.device(options.device)
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def dtype_of(options: LoadOptions, device: torch.device) -> torch.dtype:
+    """Return the dtype of the options; for "auto" the processor's native one."""
+    dtype = options.computes_in
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    return native_dtype(device) if dtype == "auto" else DTYPES[dtype]
+
+
+def decoding_dtype(location: Location, options: LoadOptions, device: torch.device) -> torch.dtype:
+    """Return the dtype for decoding: as `dtype_of`, but bf16 if our kernels run whole passes, which then read half the bytes."""
+    dtype = dtype_of(options, device)
+    is_split = any(getattr(options, name) is not None for name in ("device_map", "quantization_config", "tp_plan"))
+    is_decided = options.computes_in != "auto" or dtype == torch.bfloat16 or device.type != "cpu"
+    if is_decided or is_split or location.header is not None or not linears.compiled():
+        return dtype
+    from transformers import AutoConfig
+
+    from foresay.models.cpu.layers import ACTIVATIONS
+    from foresay.models.huggingface.fused import FAMILIES
+
+    config = AutoConfig.from_pretrained(location.folder, **location.arguments(options))
+    activation = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
+    is_fused = config.model_type in FAMILIES and str(activation) in ACTIVATIONS
+    is_foreign = getattr(config, "quantization_config", None) or (
+        options.trust_remote_code and getattr(config, "auto_map", None)
+    )
+    return torch.bfloat16 if is_fused and not is_foreign else dtype
+
+
+def check_configuration(location: Location, options: LoadOptions) -> None:
+    """Check a folder's config.json; a GGUF file's configuration is made of checked values. Raises ModelLoadError."""
+    if location.header is None:
+        check_config(location.folder, location.arguments(options))
+
+
+def read_blocks(location: Location, options: LoadOptions, device: torch.device) -> tuple[Any, Any] | None:
+    """Return a GGUF file's model in its stored 4-bit blocks, and its tokenizer; None if transformers must dequantize it.
+
+    That is the case for other formats, on a GPU, with options that require it, and for unknown architectures.
+    """
+    header = location.header
+    if header is None or header.architecture not in ARCHITECTURES or device.type != "cpu":
+        return None
+    if any(getattr(options, name) is not None for name in ("quantization_config", "device_map", "tp_plan")):
+        return None
+    if options.weights != "auto" or options.dtype not in ("auto", *_BF16):
+        return None
+    refuse_unread(header, in_blocks=True)
+    config = config_of(header)
+    return model_of_blocks(header, config, torch.bfloat16), tokenizer_of(header.path, config)
+
+
+def read_tokenizer(location: Location, options: LoadOptions) -> Any:
+    """Return the tokenizer. Raises ModelLoadError if it cannot be used."""
+    from transformers import AutoTokenizer
+
+    header = location.header
+    if header is not None and header.architecture in ARCHITECTURES:
+        return tokenizer_of(header.path, config_of(header))
+    tokenizer = AutoTokenizer.from_pretrained(location.folder, **location.arguments(options))
+    check_usable(tokenizer)
+    return tokenizer
+
+
+def read_weights(location: Location, options: LoadOptions, dtype: torch.dtype, device: torch.device) -> tuple[Any, Any]:
+    """Return transformers' model and tokenizer. Raises ModelLoadError if weights are missing or have the wrong shape."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    folder, common = location.folder, location.arguments(options)
+    arguments = {"dtype": dtype, **common, **_placement(location, options, device)}
+    kind = AutoModelForCausalLM
+    if location.header is not None:  # always a decoder-only model
+        arguments["config"] = dense_config(location.header)
+        if options.quantization_config is None:
+            arguments.update(dequantize())
+        tokenizer = read_tokenizer(location, options)
+    else:
+        tokenizer = read_tokenizer(location, options)
+        config = AutoConfig.from_pretrained(folder, **common)
+        kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else kind
+        if location.is_local:
+            check_size(folder, kind, config, trust_remote_code=options.trust_remote_code)
+    model, report = kind.from_pretrained(folder, output_loading_info=True, **arguments)
+    absent = sorted([*report["missing_keys"], *(str(key) for key in report["mismatched_keys"])])
+    if absent:
+        raise ModelLoadError(
+            f"{len(absent)} weights are missing from {folder!r} or have the wrong shape ({', '.join(absent[:3])}, ...): "
+            "the model would generate noise; download its files again"
+        )
+    return model, tokenizer
+
+
+def _placement(location: Location, options: LoadOptions, device: torch.device) -> dict[str, Any]:
+    """transformers' arguments for the devices of the weights."""
+    found: dict[str, Any] = {}
+    if options.tp_plan is not None:
+        from transformers import AutoConfig
+        from transformers.distributed import DistributedConfig
+
+        config = AutoConfig.from_pretrained(location.folder, **location.arguments(options))
+        check_divisible(location.folder, config, int(os.environ["WORLD_SIZE"]))
+        found["distributed_config"] = DistributedConfig(tp_plan=options.tp_plan)
+    if options.max_memory is not None:  # a GPU is a number, also if JSON or a command line made it a string
+        found["max_memory"] = {int(k) if str(k).isdecimal() else k: size for k, size in options.max_memory.items()}
+    for key in ("offload_folder", "quantization_config"):
+        if (value := getattr(options, key)) is not None:
+            found[key] = value
+    if options.device_map is not None:
+        found["device_map"] = options.device_map
+    elif options.tp_plan is None and device.type != "cpu":
+        found["device_map"] = {"": device}
+    return found
+
+
+def check_divisible(name: str, config: Any, processes: int) -> None:
+    """Raise UnsupportedModelError if tensor parallelism splits attention heads whose number the processes do not divide."""
+    text_config = config.get_text_config(decoder=True)
+    plan = getattr(text_config, "base_model_tp_plan", None) or {}
+    split = [path for path, style in plan.items() if style == "colwise"]  # other styles gather the parts again
+    heads = [int(getattr(text_config, "num_attention_heads", 0) or 0)]
+    if any(path.endswith("k_proj") for path in split):
+        heads.append(int(getattr(text_config, "num_key_value_heads", 0) or heads[0]))
+    splits_heads = any(path.endswith(("q_proj", "query_key_value")) for path in split)
+    if not splits_heads or all(count % processes == 0 for count in heads):
+        return
+    most = math.gcd(*heads)
+    divisors = [count for count in range(2, most + 1) if most % count == 0]
+    hint = f"start {' or '.join(map(str, divisors))} processes" if divisors else "load it without tp_plan"
+    kinds = " and ".join(f"{n} {kind} heads" for n, kind in zip(heads, ("attention", "key-value"), strict=False))
+    raise UnsupportedModelError(
+        f"{name!r} has {kinds}, which {processes} processes (WORLD_SIZE) cannot share out evenly under tp_plan; {hint} "
+        "(a draft model that does not divide: give draft_device)"
+    )
+
+
+def has_config(location: Location) -> bool:
+    """True if a local folder has a config.json, from which transformers takes the class of the tokenizer."""
+    return (Path(location.folder) / "config.json").is_file()

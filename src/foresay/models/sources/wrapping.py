@@ -1,0 +1,121 @@
+"""A transformers model -> a LanguageModel that foresay decodes: checks, kernels, end tokens.
+
+Owns LoadedModel. Does not know where models come from.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from foresay.decoding.protocols import LanguageModel, ModelInput
+from foresay.decoding.rows import Row, Rows
+from foresay.decoding.sampling_params import SamplingParams
+from foresay.errors import ForesayError, ModelLoadError
+from foresay.models.huggingface import linears
+from foresay.text.tokenizer import Tokenizer
+
+logger = logging.getLogger("foresay")
+
+_NUM_PROBED = 4
+"""Tokens whose scores are checked after loading."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A LanguageModel with its tokenizer and end-of-sequence ids."""
+
+    name: str
+    model: LanguageModel
+    tokenizer: Tokenizer | None
+    eos_token_ids: frozenset[int]
+    weights: str = ""
+    """"int8" or "int4" for rounded weights, "GGUF" for weights in the blocks of such a file, "llama.cpp" for that backend."""
+
+    @property
+    def precision(self) -> str:
+        """Format of the weights, such as "bfloat16" or "bfloat16, int4 weights"."""
+        if not self.dtype:
+            return self.weights
+        return f"{self.dtype}, {self.weights} weights" if self.weights else self.dtype
+
+    @property
+    def dtype(self) -> str:
+        """dtype of the weights, such as "bfloat16"; empty for a model without weights."""
+        return str(getattr(getattr(self.model, "model", None), "dtype", "")).removeprefix("torch.")
+
+
+def wrap(name: str, weights: Any, tokenizer: Any, *, optimise: bool, bits: int | None = None) -> LoadedModel:
+    """Wrap a transformers model as a LanguageModel; it uses foresay's attention until `model.release()`.
+
+    optimise: arrange the linear layers for the processor, in `bits` bits if given, and fuse the layers; only for a model that
+    nothing else uses. Otherwise the weights stay where they are, and layers are fused where kernels can read them there. Raises
+    UnsupportedModelError for a model that cannot be decoded exactly, which is then restored.
+    """
+    from foresay.models.huggingface.causal import CausalModel
+    from foresay.models.huggingface.self_check import check
+    from foresay.models.huggingface.seq2seq import Seq2SeqModel
+
+    model = Seq2SeqModel(weights) if weights.config.is_encoder_decoder else CausalModel(weights)
+    try:
+        check(model)
+    except BaseException:
+        model.release()
+        raise
+    loaded = LoadedModel(name, model, tokenizer, end_tokens(weights, tokenizer))
+    if model.is_shared:  # by processes, each with a part of every product
+        return loaded
+    if optimise and bits is not None:
+        linears.freeze_model(weights, linears.quantizer(bits), all_dtypes=True)
+    elif optimise:
+        linears.freeze_model(weights)
+    if isinstance(model, CausalModel):
+        _fuse(name, model, optimise=optimise)
+        if not optimise:
+            model.watch()
+    return loaded
+
+
+def _fuse(name: str, model: Any, *, optimise: bool) -> None:
+    """Fuse the layers, or log why they cannot be fused; a family's own code is then checked where fusing was expected."""
+    from foresay.models.huggingface.self_check import confirm, use_fused_layers
+
+    unfused = use_fused_layers(model, compiled=not optimise)
+    if unfused is None:
+        return
+    if not unfused.expected:
+        try:
+            confirm(model, unfused.reason)
+        except ForesayError as error:
+            model.release()
+            raise error.about(repr(name)) from None
+    level = logging.INFO if unfused.expected or not optimise else logging.WARNING
+    logger.log(level, "passes of %s are made by its family's own code: %s", name, unfused)
+
+
+def end_tokens(weights: Any, tokenizer: Any) -> frozenset[int]:
+    """Return the end-of-sequence ids: of the generation config, else of the model's config, else of the tokenizer."""
+    eos = getattr(weights.generation_config, "eos_token_id", None) if weights.can_generate() else None
+    if eos is None:
+        eos = weights.config.get_text_config(decoder=True).eos_token_id
+    if eos is None and tokenizer is not None:
+        eos = tokenizer.eos_token_id
+    return frozenset() if eos is None else frozenset([eos] if isinstance(eos, int) else eos)
+
+
+def check_scores(name: str, model: LanguageModel) -> None:
+    """Score a few tokens, so that damaged weights are found at load and not by a request.
+
+    Raises ModelLoadError for scores that are not finite, and any exception of the pass.
+    """
+    ids = torch.arange(min(_NUM_PROBED, model.max_length)) % model.vocab_size
+    source = ids.tolist() if model.capabilities.reads_source else None
+    cache = model.new_cache()
+    model.admit(Rows([Row(0, ids.tolist(), SamplingParams(), limit=len(ids) + 1, source=source)]), 0, cache)
+    scores = model.forward(ModelInput(ids[None], [len(ids)]), cache).scores()
+    valid = torch.isfinite(scores) | (scores == -torch.inf)  # -inf: ids without an output
+    if not bool(valid.all()) or not bool(torch.isfinite(scores).any(-1).all()):
+        raise ModelLoadError(f"{name!r} cannot be used: it gives scores that are not finite; download its files again")
