@@ -49,7 +49,7 @@ def load(
     """Load a target model with its drafter.
 
     target, draft: an alias (`foresay info` lists them), a hub id, a folder, a GGUF file, or a transformers model (with
-    `tokenizer`). A target may also be a settings file (foresay.toml of `foresay tune`); arguments given here take precedence over it.
+    `tokenizer`). A target may also be a settings file (foresay.toml of `foresay tune`); arguments given here replace its values.
     drafter: "auto" (the draft model if one is given, else the target's packaged draft head, else "suffix"), an expression like
     "max_gram" or "cascade(model=A, max_gram; k=[[5, 10], [0, 10]])", a Drafter, or a function that makes one.
     num_draft_tokens: draft tokens per pass; 0 is plain decoding.
