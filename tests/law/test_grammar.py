@@ -72,7 +72,7 @@ def joint() -> np.ndarray:
 JOINT = joint()
 
 
-def sample(drafter: Any, rule: str, mask: Any = SCHEMA.behind, samples: int = 500) -> float:
+def sample(drafter: Any, rule: str, mask: Any = SCHEMA.mask_after, samples: int = 500) -> float:
     requests = [
         SamplingParams(temperature=1.0, max_new_tokens=LENGTH, seed=seed, processors=(mask(len(PROMPT)),))
         for seed in range(samples)
@@ -99,7 +99,7 @@ def test_output_has_the_targets_law_under_the_grammar(name: str, rule: str) -> N
 class Forgetful(JsonMask):
     """Does not take back what was only guessed."""
 
-    def _follow(self, written: list[int]) -> bool:
+    def _advance(self, written: list[int]) -> bool:
         self._consumed = self._consumed[: len(written)]
         taken = self._matcher.try_consume_tokens(written[len(self._consumed) :])
         self._consumed += written[len(self._consumed) :][:taken]
