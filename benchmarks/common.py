@@ -296,7 +296,7 @@ def mixed(target: foresay.Generator, batch: int, quick: bool) -> PromptBlock:
 
 
 def interpreters(parser: argparse.ArgumentParser) -> None:
-    """Add the options that name the Python interpreters of other engines (docs/peers.md)."""
+    """Add the options that name the Python interpreters of other engines (docs/how-to/other-engines.md)."""
     parser.add_argument("--vllm", help="Python interpreter of an environment with vLLM")
     parser.add_argument("--llamacpp", help="Python interpreter of an environment with llama-cpp-python")
 

@@ -5,8 +5,8 @@
 
 Shipped prompts, greedy, prompts included, with the same weights, threads and number of tokens. Methods and engines run in turn
 with plain decoding, and each figure is a median of ratios to those neighbours, because shared machines drift. Other engines
-run in environments of their own (docs/peers.md); engines that are not given are left out. `--peer-dtype fp32` is for
-processors without bf16 instructions, on which other engines emulate bf16.
+run in environments of their own (docs/how-to/other-engines.md); engines that are not given are left out. `--peer-dtype fp32`
+is for processors without bf16 instructions, on which other engines emulate bf16.
 """
 
 from __future__ import annotations

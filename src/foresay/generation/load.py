@@ -49,16 +49,17 @@ def load(
     """Load a target model with its drafter.
 
     target, draft: an alias (`foresay info` lists them), a hub id, a folder, a GGUF file, or a transformers model (with
-    `tokenizer`). A target may also be a settings file, such as foresay.toml of `foresay tune`; arguments given here take
-    precedence over it. drafter: "auto" (the draft model if one is given, else the target's packaged draft head, else "suffix"),
-    an expression such as "max_gram" or "cascade(model=A, max_gram; k=[[5, 10], [0, 10]])", a Drafter, or a function that makes
-    one. num_draft_tokens: draft tokens per pass; 0 is plain decoding. length: instead of a number, a length policy such as
-    "heuristic" or "confidence(0.5)". By default lengths adapt to the measured throughput ("throughput"), except where that
-    would change the text of a seed: rows sampled with a draft model, and lossy rules, use the drafter's default number. rule:
-    "speculative" (default), "block", "match", "coupled", or a lossy one, "lenience(2)" or "typical". max_batch_size: maximum
-    number of rows decoded at once, by default 32. eos_token_ids: end-of-sequence ids, by default the model's. share_prefixes:
-    copy keys and values of common prefixes instead of prefilling them (the same bits). options: fields of LoadOptions, for
-    target and draft alike.
+    `tokenizer`). A target may also be a settings file (foresay.toml of `foresay tune`); arguments given here take precedence over it.
+    drafter: "auto" (the draft model if one is given, else the target's packaged draft head, else "suffix"), an expression like
+    "max_gram" or "cascade(model=A, max_gram; k=[[5, 10], [0, 10]])", a Drafter, or a function that makes one.
+    num_draft_tokens: draft tokens per pass; 0 is plain decoding.
+    length: instead of a number, a length policy such as "heuristic" or "confidence(0.5)". By default lengths adapt to measured
+    throughput, except where that would change the text of a seed: rows sampled with a draft model, and lossy rules.
+    rule: "speculative" (default), "block", "match", "coupled", or a lossy one, "lenience(2)" or "typical".
+    max_batch_size: maximum number of rows decoded at once, by default 32.
+    eos_token_ids: end-of-sequence ids, by default the model's.
+    share_prefixes: copy keys and values of common prefixes instead of prefilling them (the same bits).
+    options: fields of LoadOptions, for target and draft alike.
 
     Raises ConfigError for wrong or contradicting arguments, ModelNotFoundError, ModelLoadError and UnsupportedModelError for the
     models, and VocabularyMismatchError for a draft model with other tokens.

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from html import escape
+from itertools import groupby
 from typing import Any
 
-from foresay.decoding.outcome import FinishReason, Step, TokenLogprob
+from foresay.decoding.outcome import FinishReason, Origin, Step, TokenLogprob
 from foresay.engine import Stats
-from foresay.errors import RequestError
+from foresay.errors import ConfigError, RequestError
+from foresay.text.formatting import MEANINGS
 from foresay.text.stream import Piece, TextStream
+
+_STYLES = {
+    Origin.DRAFT: "background:rgba(46,160,67,.25)",
+    Origin.RESIDUAL: "background:rgba(218,54,51,.25);text-decoration:underline",
+    Origin.BONUS: "background:rgba(56,139,253,.25);text-decoration:underline dotted",
+}
+"""Style of each origin in HTML; lines under the text tell origins apart without colour."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +44,8 @@ class Generation:
     """Error of the drafter, if it failed (the output is not affected)."""
     error: RequestError | None = None
     """Cause of FinishReason.ERROR; the output contains the tokens before it."""
+    tokenizer: Any = field(default=None, repr=False, compare=False)
+    """The target's tokenizer, from which `pieces` are computed; None without one."""
 
     @property
     def num_cached(self) -> int:
@@ -62,11 +75,43 @@ class Generation:
             record["logprobs"] = [{"logprob": e.logprob, "top": [list(pair) for pair in e.top]} for e in self.logprobs]
         return record
 
-    def pieces(self, tokenizer: Any) -> list[Piece]:
-        """Return the text token by token, with the origin of each."""
+    def pieces(self, tokenizer: Any = None) -> list[Piece]:
+        """Return the text token by token, with the origin of each; a stop string is included.
+
+        tokenizer: the target's, by default the one that the output was decoded with. Raises ConfigError without any.
+        """
+        tokenizer = self.tokenizer if tokenizer is None else tokenizer
+        if tokenizer is None:
+            raise ConfigError("pieces of text need a tokenizer, and the model was loaded without one; pass tokenizer=")
         stream = TextStream(tokenizer)
         out = [p for step in self.steps for p in stream.push(step.token_ids, step.origins)]
         return out + stream.finish(stopped=False)
+
+    def _repr_html_(self) -> str:
+        """Return the text for notebooks, coloured by the origin of its tokens; plain text without a tokenizer."""
+        spans = escape(self.text) if self.tokenizer is None else _spans(self.pieces(), len(self.text))
+        stats = self.stats
+        counts = f"{stats.num_tokens} tokens in {stats.num_passes} target passes; finish reason: {self.finish_reason}"
+        legend = " ".join(_span(origin.value, origin) for origin in Origin)
+        return (
+            f'<pre style="white-space:pre-wrap">{spans}</pre>'
+            f"<small>{escape(counts)}{'' if self.tokenizer is None else f' &middot; {legend}'}</small>"
+        )
+
+
+def _spans(pieces: Iterable[Piece], length: int) -> str:
+    """Return the first `length` characters of some pieces as HTML, one span per run of tokens with the same origin."""
+    out = []
+    for origin, run in groupby(pieces, key=lambda piece: piece.origin):
+        text = "".join(piece.text for piece in run)[:length]
+        length -= len(text)
+        out.append(_span(text, origin) if text else "")
+    return "".join(out)
+
+
+def _span(text: str, origin: Origin) -> str:
+    title = escape(f"{origin.value}: {MEANINGS[origin]}")
+    return f'<span title="{title}" style="{_STYLES[origin]}">{escape(text)}</span>'
 
 
 @dataclass(frozen=True, slots=True)

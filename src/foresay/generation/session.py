@@ -65,6 +65,7 @@ class _Request:
             exact=exact,
             draft_error=next((step.draft_error for step in self.steps if step.draft_error is not None), None),
             error=last.error,
+            tokenizer=self._tokenizer,
         )
 
     def _text(self, ids: list[int]) -> str:

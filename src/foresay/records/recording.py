@@ -1,4 +1,4 @@
-"""Recordings: a target's output for each prompt, in one file of JSON lines (described in docs/lab.md).
+"""Recordings: a target's output for each prompt, in one file of JSON lines (described in docs/reference/file-formats.md).
 
 Owns the format and the fields of its header. Runs no model; importers.py reads the logs of other projects.
 """

@@ -29,7 +29,7 @@ class Settings:
 
     target: str
     drafter: str | None = None
-    """An expression (docs/drafters.md)."""
+    """An expression (docs/reference/expressions.md)."""
     length: str | int | None = None
     """Draft tokens per step, or a length policy."""
     rule: str | None = None

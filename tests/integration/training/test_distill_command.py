@@ -99,7 +99,7 @@ def test_a_log_for_tensorboard(
     target: Path, recorded: Path, shell: tiny.Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "head"
-    given = options(target, recorded, "--epochs", "1", "--layers", "1", "--steps", "2", "--tensorboard")
+    given = options(target, recorded, "--epochs", "1", "--hidden-layers", "1", "--draft-steps", "2", "--tensorboard")
     assert shell("distill", str(out), *given)[0] == 0
     assert list((out / "tensorboard").rglob("events.*"))
     monkeypatch.setattr("foresay.cli.distill.is_tensorboard_available", lambda: False)

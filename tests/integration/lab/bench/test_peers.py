@@ -215,7 +215,7 @@ def test_a_missing_engine_names_interpreter_and_page() -> None:
         worker.RefusedError, match=re.escape(f"{sys.executable} cannot import no_such_engine")
     ) as caught:
         worker.imported("no_such_engine", "install it there")
-    assert "install it there, see docs/peers.md" in str(caught.value)
+    assert "install it there, see docs/how-to/other-engines.md" in str(caught.value)
 
 
 def test_the_worker_imports_only_the_standard_library() -> None:
@@ -673,7 +673,9 @@ def test_an_interpreter_without_the_engine(kind: str, tmp_path: Path, gguf: str)
     blocked = tmp_path / "python"
     blocked.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')  # -S: without what is installed
     blocked.chmod(0o755)
-    with pytest.raises(ConfigError, match=r"cannot import (vllm|llama_cpp).*No module named.*docs/peers.md"):
+    with pytest.raises(
+        ConfigError, match=r"cannot import (vllm|llama_cpp).*No module named.*docs/how-to/other-engines.md"
+    ):
         open_peer(f"{kind}={blocked}", model=str(tmp_path), dtype="bf16", threads=1)
 
 

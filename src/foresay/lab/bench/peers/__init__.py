@@ -4,8 +4,8 @@
     run = peer.run(prompts, SamplingParams(max_new_tokens=128), batch_size=8)
     peer.close()
 
-transformers runs in this process; vLLM, llama.cpp and economize run in separate interpreters. docs/peers.md describes their
-installation and the limits of a comparison.
+transformers runs in this process; vLLM, llama.cpp and economize run in separate interpreters. docs/how-to/other-engines.md
+describes their installation and the limits of a comparison.
 """
 
 from foresay.lab.bench.peers.base import Peer, PeerRun, PeerSpec, parse

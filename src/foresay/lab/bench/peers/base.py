@@ -105,7 +105,7 @@ def _check_python(kind: str, python: str | None, expression: str) -> None:
     if kind in _WITH_PYTHON and not python:
         raise ConfigError(
             f"peer {expression!r} names no interpreter; write {kind}=PYTHON with the one that has it installed, such as "
-            f"{kind}=/path/to/venv/bin/python (see docs/peers.md)"
+            f"{kind}=/path/to/venv/bin/python (see docs/how-to/other-engines.md)"
         )
     if kind not in _WITH_PYTHON and python is not None:
         raise ConfigError(f"peer {expression!r}: {kind} runs in this process and takes no interpreter; write {kind}")

@@ -115,7 +115,8 @@ def interpreter(spec: PeerSpec) -> str:
         raise ConfigError(f"{spec.kind}: {given!r} is a folder; name the interpreter, such as {given}/bin/python")
     reason = "cannot be executed" if os.path.exists(given) else "does not exist"
     raise ConfigError(
-        f"{spec.kind}: the interpreter {given!r} {reason}; name the interpreter that it is installed in (see docs/peers.md)"
+        f"{spec.kind}: the interpreter {given!r} {reason}; name the interpreter that it is installed in "
+        "(see docs/how-to/other-engines.md)"
     )
 
 

