@@ -88,7 +88,7 @@ def test_on_the_command_line(
     for bad in ("60KB", "cpu=60", "cpu=lots", "cpu=1GB;0=2GB", ""):
         message = f"--max-memory {bad!r} must be DEVICE=SIZE, several separated by commas, such as 0=20GB,cpu=60GB"
         assert shell.refused(*command, "--device-map", "auto", "--max-memory", bad) == message
-    assert "max_memory only has an effect with device_map" in shell.refused(*command, "--max-memory", "cpu=1GB")
+    assert "--max-memory only has an effect with --device-map" in shell.refused(*command, "--max-memory", "cpu=1GB")
     assert "contradict; give one of them" in shell.refused(*command, "--device", "cpu", "--device-map", "auto")
 
 
