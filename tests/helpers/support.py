@@ -131,7 +131,9 @@ def run(
     however busy the machine is.
     """
     chosen = make_rule(rule) if isinstance(rule, str) else rule
-    engine = Engine(target, drafter, chosen, policy or ConstantLength(gamma), max_batch_size=max_batch_size, prefill_clock=None)
+    engine = Engine(
+        target, drafter, chosen, policy or ConstantLength(gamma), max_batch_size=max_batch_size, prefill_clock=None
+    )
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
     outputs: dict[int, list[int]] = {}
     steps: list[Step] = []

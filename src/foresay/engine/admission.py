@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -91,33 +91,37 @@ def check_trees(target: LanguageModel, drafter: Drafter | None, rule: Rule) -> N
 
 
 class MemoryLimit:
-    """Number of requests whose keys and values fit in memory at their maximum lengths."""
+    """Number of requests whose keys and values fit in memory at their maximum lengths.
 
-    def __init__(self, target: LanguageModel, cached_bytes: Callable[[], int]) -> None:
-        """cached_bytes: returns the present size of the target's cache."""
-        self._target, self._cached_bytes = target, cached_bytes
+    cached_bytes in its methods is the present size of the target's cache. It is an argument and not a callback: a reference to
+    the engine would keep the cache until the garbage collector runs.
+    """
+
+    def __init__(self, target: LanguageModel) -> None:
+        self._target = target
         self._full_at: int | None = None
         """Number of rows at which the next request did not fit; None after a row has left."""
         self._warned = False
 
-    def _available(self) -> int:
+    def _available(self, cached_bytes: int) -> int:
         """Bytes that the target's cache may use, including those it uses already."""
-        return self._target.free_bytes() + self._cached_bytes()
+        return self._target.free_bytes() + cached_bytes
 
-    def check(self, limit: int) -> None:
+    def check(self, limit: int, cached_bytes: int) -> None:
         """Raise OutOfMemoryError if a row of `limit` tokens would not fit even alone."""
         needed = self._target.cache_bytes([limit])
-        if needed and needed > self._available():
+        available = self._available(cached_bytes) if needed else 0
+        if needed > available:
             raise OutOfMemoryError(
                 f"{limit} tokens of prompt and output would take {needed / 1e9:.1f} GB of keys and values, and "
-                f"{self._available() / 1e9:.1f} GB are free; request fewer with max_new_tokens, or shorten the prompt"
+                f"{available / 1e9:.1f} GB are free; request fewer with max_new_tokens, or shorten the prompt"
             )
 
     def row_left(self) -> None:
         """Note that a row has left, so that waiting requests are counted again."""
         self._full_at = None
 
-    def num_fitting(self, active: Sequence[Row], waiting: Iterable[Row], count: int) -> int:
+    def num_fitting(self, active: Sequence[Row], waiting: Iterable[Row], count: int, cached_bytes: int) -> int:
         """Return how many of the first `count` waiting requests fit in memory together with the active rows.
 
         Each counts with its maximum length. A request alone is always admitted: `check` has accepted it.
@@ -131,7 +135,7 @@ class MemoryLimit:
             needed = self._target.cache_bytes(limits)
             if not needed:
                 continue
-            available = self._available() if available is None else available
+            available = self._available(cached_bytes) if available is None else available
             if needed > available and len(active) + taken > 0:
                 self._warn(len(active) + taken, max(limits), available)
                 self._full_at = len(active) + taken

@@ -88,7 +88,7 @@ class Engine:
         self._waiting: deque[Row] = deque()
         self._items: list[Row] = []
         self._decoding, self._step_s = 0, 0.0
-        self._memory = MemoryLimit(target, lambda: self.cached_bytes)
+        self._memory = MemoryLimit(target)
         self._rows: Rows | None = None
         self._cancelled: set[int] = set()
         self._next_id = 0
@@ -111,7 +111,7 @@ class Engine:
         """
         ends = (frozenset() if params.ignore_eos else eos) | frozenset(params.stop_token_ids)
         limit = check_request(self.target, prompt, params, ends, source)
-        self._memory.check(limit)
+        self._memory.check(limit, self.cached_bytes)
         seed = params.seed if params.seed is not None else self._draw_seed()
         row = Row(self._next_id, prompt, params, seed=seed, limit=limit, eos=eos, stop=stop, source=source)
         if self._fresh_keys:
@@ -226,7 +226,7 @@ class Engine:
     def _admit(self) -> None:
         """Move waiting requests into free rows, sorted by length so that prefill pads little."""
         free = min(self.max_batch_size - len(self._items), len(self._waiting))
-        free = self._memory.num_fitting(self._items, self._waiting, free) if free > 0 else free
+        free = self._memory.num_fitting(self._items, self._waiting, free, self.cached_bytes) if free > 0 else free
         if free <= 0:
             return
         first = len(self._items)
