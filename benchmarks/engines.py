@@ -55,7 +55,7 @@ from foresay.lab.measure.profile import measure, medians
 from foresay.lab.replay.arrivals import poisson
 from foresay.lab.replay.record import record
 from foresay.lab.replay.replay import replay
-from foresay.lab.replay.simulate import Load, simulate
+from foresay.lab.replay.simulate import SimulatedLoad, simulate
 from foresay.lengths import ConstantLength
 from foresay.models.sources.packaged import packaged_file
 from foresay.records.profile import Profile
@@ -220,7 +220,7 @@ def both(
     saved: Recording,
     times: Sequence[float],
     params: foresay.SamplingParams,
-) -> tuple[Load, tuple[float, float]]:
+) -> tuple[SimulatedLoad, tuple[float, float]]:
     """A simulated load, and `live` of the same load, with passes measured before, during and after it."""
     method, profiles = Method(drafter), [profile(target)]
     generator = method.generator(target, ROWS)

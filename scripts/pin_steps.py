@@ -59,9 +59,9 @@ PROMPTS = [
 
 
 def digest(steps: Iterable[Step]) -> str:
-    """sha256 over what the Steps say, times left out."""
+    """Return the sha256 of the Steps of each request, without times."""
     out = hashlib.sha256()
-    for s in steps:
+    for s in sorted(steps, key=lambda step: step.request_id):  # when rows join depends on the time of prefill
         reason = None if s.finish_reason is None else s.finish_reason.value
         row = [s.request_id, list(s.token_ids), [o.value for o in s.origins], s.num_drafted, s.num_accepted, reason]
         out.update(json.dumps(row).encode())
@@ -128,11 +128,14 @@ def model_cells() -> Iterator[tuple[str, str]]:
     sampled = SamplingParams(max_new_tokens=16, temperature=0.8, top_p=0.95)
     for drafter in DRAFTERS:
         for batch in (1, 8):
-            generator = foresay.change(base, drafter=drafter, max_batch_size=batch)
+            length = (
+                None if drafter == "none" or drafter.startswith("cascade") else 6
+            )  # adaptive lengths depend on time
+            generator = foresay.change(base, drafter=drafter, length=length, max_batch_size=batch)
             yield f"smollm2 {drafter} batch {batch}", decoded(generator, batch, greedy)
     for rule in RULES:
         for drafter in ("suffix", "self(12)"):
-            generator = foresay.change(base, drafter=drafter, rule=rule, max_batch_size=8)
+            generator = foresay.change(base, drafter=drafter, rule=rule, length=6, max_batch_size=8)
             yield f"smollm2 sampled {drafter} {rule}", decoded(generator, 8, sampled)
 
 

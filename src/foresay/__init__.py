@@ -14,11 +14,11 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from foresay.decoding.acceptance import Speculative
+    from foresay.decoding.capabilities import Capabilities
     from foresay.decoding.distributions import Distributions
     from foresay.decoding.outcome import FinishReason, Step
     from foresay.decoding.proposal import Proposal, Verification
     from foresay.decoding.protocols import (
-        Capabilities,
         Drafter,
         KVCache,
         LanguageModel,
@@ -60,8 +60,8 @@ _WHERE = {
     "foresay.decoding.distributions": ["Distributions"],
     "foresay.decoding.outcome": ["FinishReason", "Step"],
     "foresay.decoding.proposal": ["Proposal", "Verification"],
+    "foresay.decoding.capabilities": ["Capabilities"],
     "foresay.decoding.protocols": [
-        "Capabilities",
         "Drafter",
         "KVCache",
         "LanguageModel",

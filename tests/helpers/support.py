@@ -127,10 +127,11 @@ def run(
 ) -> tuple[list[list[int]], list[Step], Engine]:
     """Decode prompts; the last `join_later` of them are submitted one by one while others decode.
 
-    sources: what an encoder-decoder's encoder reads, for each prompt.
+    sources: input of an encoder-decoder's encoder, for each prompt. Prefill has no clock, so that rows join at the same steps
+    however busy the machine is.
     """
     chosen = make_rule(rule) if isinstance(rule, str) else rule
-    engine = Engine(target, drafter, chosen, policy or ConstantLength(gamma), max_batch_size=max_batch_size)
+    engine = Engine(target, drafter, chosen, policy or ConstantLength(gamma), max_batch_size=max_batch_size, prefill_clock=None)
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
     outputs: dict[int, list[int]] = {}
     steps: list[Step] = []

@@ -236,12 +236,12 @@ def test_configurations_of_heads(head: Path, changes: dict[str, Any], message: s
 @pytest.mark.parametrize(
     ("name", "tensor", "message"),
     [
-        ("fc.weight", torch.zeros(16), "has no fc.weight of whole hidden states of 16 numbers"),
-        ("fc.weight", torch.zeros(16, 0), "has no fc.weight of whole hidden states of 16 numbers"),
-        ("norm.weight", torch.zeros(16, 1), r"is [16, 1], and its config.json says [16]"),
+        ("fc.weight", torch.zeros(16), "has no fc.weight [out, in] whose `in` is a multiple of 16"),
+        ("fc.weight", torch.zeros(16, 0), "has no fc.weight [out, in] whose `in` is a multiple of 16"),
+        ("norm.weight", torch.zeros(16, 1), r"is [16, 1], and its config.json gives [16]"),
         ("norm.weight", torch.zeros(16, dtype=torch.int64), "is I64, and weights are floating-point numbers"),
-        ("d2t", torch.zeros(3, dtype=torch.int64), "d2t must name 40 different tokens of 40"),
-        ("d2t", torch.zeros(40), "d2t must name 40 different tokens of 40"),
+        ("d2t", torch.zeros(3, dtype=torch.int64), "d2t must be integer offsets of 40 ascending token ids below 40"),
+        ("d2t", torch.zeros(40), "d2t must be integer offsets of 40 ascending token ids below 40"),
     ],
 )
 def test_weights_of_heads(head: Path, name: str, tensor: torch.Tensor, message: str) -> None:

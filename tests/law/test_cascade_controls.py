@@ -71,16 +71,16 @@ def test_streams_shared_by_the_levels(monkeypatch: Patch) -> None:
 
 def test_a_lenient_review_passed_off_as_exact(monkeypatch: Patch) -> None:
     """Tokens of a lenient review labelled with the reviewer's law, which they do not have."""
-    intact = cascade._reviewed
+    intact = cascade._as_proposal
     monkeypatch.setattr(
-        cascade, "_reviewed", lambda *args, lenient, confidence: intact(*args, lenient=False, confidence=confidence)
+        cascade, "_as_proposal", lambda *args, lenient, confidence: intact(*args, lenient=False, confidence=confidence)
     )
     assert value(two(4.0)) < ALPHA
 
 
 def test_a_review_that_hides_its_unlikely_tokens(monkeypatch: Patch) -> None:
     """Where a review ends may depend on what came before a token, never on the token."""
-    intact = cascade._reviewed
+    intact = cascade._as_proposal
 
     def choosy(steps: Sequence[Step], distributions: Distributions, **kwargs: bool) -> Proposal:
         full = intact(steps, distributions, **kwargs)
@@ -92,12 +92,12 @@ def test_a_review_that_hides_its_unlikely_tokens(monkeypatch: Patch) -> None:
         return Proposal(full.token_ids, kept.tolist(), full.distributions, full.distribution_index)
 
     assert value(overshooting()) > ALPHA
-    monkeypatch.setattr(cascade, "_reviewed", choosy)
+    monkeypatch.setattr(cascade, "_as_proposal", choosy)
     assert value(overshooting()) < ALPHA
 
 
 def test_tokens_labelled_with_the_law_one_place_on(monkeypatch: Patch) -> None:
-    intact = cascade._reviewed
+    intact = cascade._as_proposal
 
     def shifted(*args: object, **kwargs: bool) -> Proposal:
         full = intact(*args, **kwargs)  # type: ignore[arg-type]
@@ -105,7 +105,7 @@ def test_tokens_labelled_with_the_law_one_place_on(monkeypatch: Patch) -> None:
         index = torch.roll(full.distribution_index, -1, 1)
         return Proposal(full.token_ids, full.num_tokens, full.distributions, index)
 
-    monkeypatch.setattr(cascade, "_reviewed", shifted)
+    monkeypatch.setattr(cascade, "_as_proposal", shifted)
     assert value(two()) < ALPHA
 
 

@@ -99,7 +99,7 @@ def test_output_has_the_targets_law_under_the_grammar(name: str, rule: str) -> N
 class Forgetful(JsonMask):
     """Does not take back what was only guessed."""
 
-    def _follow(self, written: list[int]) -> bool:
+    def _advance(self, written: list[int]) -> bool:
         self._consumed = self._consumed[: len(written)]
         taken = self._matcher.try_consume_tokens(written[len(self._consumed) :])
         self._consumed += written[len(self._consumed) :][:taken]
@@ -116,6 +116,6 @@ class Blind(JsonMask):
 @pytest.mark.parametrize("broken", [Forgetful, Blind])
 def test_the_comparison_sees_a_broken_mask(broken: type[JsonMask]) -> None:
     def mask(length: int) -> JsonMask:
-        return broken(SCHEMA.behind(length)._matcher, SIZE, length)
+        return broken(SCHEMA.mask_after(length)._matcher, SIZE, length)
 
     assert sample(Mixed(SIZE), "speculative", mask) < ALPHA

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from foresay.decoding import step as step_module
-from foresay.decoding.protocols import Capabilities, LengthPolicy
+from foresay.decoding.capabilities import Capabilities
+from foresay.decoding.protocols import LengthPolicy
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import Hybrid, MaxGram, ModelDrafter, PastRequests, SuffixDrafter
 from foresay.lengths import ThroughputLength, budgets, throughput
@@ -70,7 +71,7 @@ def test_rows_none_of_which_may_choose(monkeypatch: pytest.MonkeyPatch) -> None:
     def empty(*args: object, **kwargs: object) -> None:
         np.zeros(0).argmax()
 
-    assert throughput.best_for_each is budgets.best_for_each
-    monkeypatch.setattr(throughput, "best_for_each", empty)
+    assert throughput.best_row_lengths is budgets.best_row_lengths
+    monkeypatch.setattr(throughput, "best_row_lengths", empty)
     _, failures = value("max_gram", "speculative", DEFAULTS["fixed for sampled rows"]())
     assert failures > 0

@@ -88,9 +88,7 @@ def test_a_file_is_read_up_to_its_bound(tmp_path: Path) -> None:
     path = tmp_path / "f"
     path.write_bytes(b"x" * 100)
     assert read_limited(path, 100) == b"x" * 100
-    assert refusal(lambda: read_limited(path, 99)).endswith(
-        "is larger than 99 bytes, the most that is read of such a file"
-    )
+    assert refusal(lambda: read_limited(path, 99)).endswith("is larger than 99 bytes, the maximum for such a file")
     with path.open("r+b") as file:
         file.truncate(1 << 40)  # takes no room on the disk, and would take a terabyte of memory
     assert "is larger than" in refusal(lambda: read_limited(path))

@@ -25,7 +25,7 @@ from foresay.cli.options import (
 from foresay.cli.typed_errors import as_typed
 from foresay.decoding.acceptance import RULES
 from foresay.errors import ForesayError, PromptError
-from foresay.spec.expressions import written
+from foresay.spec.expressions import to_expression
 
 
 def run(
@@ -47,7 +47,7 @@ def run(
     params = sampling.params()
     generator = load_generator(ModelOptions(which.name, draft), drafter, methods, machine)
     interactive = sys.stdin is not None and sys.stdin.isatty()
-    rule = written(generator.rule, RULES)
+    rule = to_expression(generator.rule, RULES)
     session = ChatSession(generator, params, Screen(), interactive, system, rule=rule, length=methods.length)
     session.trace = trace
     session.template = session.has_template

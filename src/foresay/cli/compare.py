@@ -29,7 +29,7 @@ from foresay.generation.method import Method
 from foresay.generation.method import methods as every
 from foresay.lab.data.items import PromptItem
 from foresay.lab.tune import DRAFTERS
-from foresay.spec.expressions import parse, written
+from foresay.spec.expressions import parse, to_expression
 
 
 def run(
@@ -58,7 +58,7 @@ def run(
     with loading("Preparing the drafters") as progress:
         rows = table.compare(generator, PromptItem("", text, raw=raw), named, models.draft, params, repeats, progress)
     if as_json:
-        rule = {"rule": written(generator.rule, RULES), "exact": generator.rule.exact}
+        rule = {"rule": to_expression(generator.rule, RULES), "exact": generator.rule.exact}
         head = {"model": generator.target.name, **rule, "repeats": repeats}
         typer.echo(json.dumps(head | {"methods": list(map(table.record, rows))}, ensure_ascii=False))
     else:

@@ -27,7 +27,7 @@ from foresay.models.sources.transformers_errors import quiet_transformers
 from foresay.records.provenance import provenance
 from foresay.training.corpus import CorpusReader
 from foresay.training.importance import Importance, measure
-from foresay.training.prune import KEEP, Shape, choose_kept, layers_to_keep, pruned
+from foresay.training.prune import LAYER_CHOICES, Shape, choose_kept, layers_to_keep, pruned
 
 NOTE = "foresay.json"
 """File in the folder that records how it was made."""
@@ -52,7 +52,7 @@ def run(
         typer.Option(
             metavar="WHICH",
             rich_help_panel=SHAPE,
-            help=f"Choice of layers: {', '.join(KEEP)}, or their numbers, such as 0,15,29.",
+            help=f"Choice of layers: {', '.join(LAYER_CHOICES)}, or their numbers, such as 0,15,29.",
         ),
     ] = "even",
     hidden: Annotated[

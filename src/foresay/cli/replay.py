@@ -31,8 +31,8 @@ from foresay.cli.tables import show_table
 from foresay.errors import ConfigError
 from foresay.generation.method import Method, methods
 from foresay.lab.data.requests import RequestBuilder
-from foresay.lab.replay.grid import Cell, Measures, digest_of, open_grid, replayed, token_only_resources
-from foresay.lab.replay.recording_match import doubt
+from foresay.lab.replay.grid import Cell, ReplaySettings, digest_of, open_grid, replay_method, token_only_resources
+from foresay.lab.replay.recording_match import prompt_mismatch_warning
 from foresay.lab.tune import DRAFTERS
 from foresay.records.recording import Recording
 from foresay.spec.recipe import Resources
@@ -95,7 +95,7 @@ def run(
         if sharing.wanted and missing:
             done = _shared(names, missing, measured, model, sharing, machine, seen)
         else:
-            done = _alone(recording, missing, Measures.read(**measured), (model, data, machine), seen)
+            done = _alone(recording, missing, ReplaySettings.read(**measured), (model, data, machine), seen)
         for i, facts in done:
             found[i] = grid.add(names[cells[i].recording], cells[i].key(digests)[0], facts)
     lines = [found[i] for i in sorted(found)]
@@ -122,7 +122,7 @@ def _same(
 def _alone(
     recordings: Sequence[Path],
     cells: Mapping[int, Cell],
-    measures: Measures,
+    measures: ReplaySettings,
     named: tuple[str | None, DataOptions, MachineOptions],
     seen: list[Recording],
 ) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -136,7 +136,7 @@ def _alone(
         seen.append(recorded)
         for i, cell in some.items():
             with loading(f"Replaying {cell.method.name}"):
-                facts = replayed(cell.method, recorded, resources, measures)
+                facts = replay_method(cell.method, recorded, resources, measures)
             yield i, facts
 
 
@@ -193,7 +193,7 @@ def open_recording(
     recorded = Recording.load(path, prompts=[ask.token_ids for ask in asks])
     if len(recorded.records) < len(asks):
         _warn(f"{path}: {len(recorded.records)} outputs and {len(asks)} prompts; the first prompts are used")
-    if (why := doubt(recorded, generator)) is not None:
+    if (why := prompt_mismatch_warning(recorded, generator)) is not None:
         _warn(f"{path}: {why}")
         recorded = replace(recorded, settings={**recorded.settings, "doubt": why})
     return generator.resources, recorded

@@ -124,5 +124,7 @@ def run(
         logging.basicConfig(format="%(message)s")
         logging.getLogger("foresay.server").setLevel(logging.INFO)
     typer.echo(generator.description, err=True)
-    serve(service, sockets, warm=warmup, say=lambda address: typer.echo(f"listening at {address}/v1", err=True))
+    serve(
+        service, sockets, warm=warmup, on_listening=lambda address: typer.echo(f"listening at {address}/v1", err=True)
+    )
     return 0

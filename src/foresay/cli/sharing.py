@@ -12,7 +12,7 @@ from foresay.cli.options import MachineOptions
 from foresay.cli.progress import loading
 from foresay.errors import ConfigError
 from foresay.workers.local import Processes
-from foresay.workers.pool import Place, Pool, check_workers
+from foresay.workers.pool import Pool, WorkerBackend, check_workers
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class SharingOptions:
         """Start the workers."""
         assert self.workers is not None
         count = check_workers(self.workers)
-        place: Place
+        place: WorkerBackend
         check_threads(machine.threads)
         if self.ray:
             from foresay.workers.ray import Actors

@@ -27,7 +27,7 @@ from foresay.errors import ConfigError
 from foresay.generation.generator import PREFIX_BYTES
 from foresay.generation.method import Method
 from foresay.lab.replay.arrivals import bursts, from_trace, poisson
-from foresay.lab.replay.simulate import Load, Target, highest_rate, replicas, simulate
+from foresay.lab.replay.simulate import LatencyTargets, SimulatedLoad, highest_rate, replicas, simulate
 from foresay.records.profile import Profile
 from foresay.records.recording import Recording
 from foresay.spec.recipe import Resources
@@ -108,8 +108,8 @@ def run(
     The engine's own loop decodes the recorded outputs, with and without speculation, and the profile gives the duration of each
     pass. A server's own overhead of some milliseconds is not included.
     """
-    targets = Target(first_p99, gap_p99)
-    if total_rate is not None and targets == Target():
+    targets = LatencyTargets(first_p99, gap_p99)
+    if total_rate is not None and targets == LatencyTargets():
         raise ConfigError("--total-rate needs a latency target: --first-p99, --gap-p99 or both")
     if trace is not None:
         _check_alone(rate=rate, burst=burst, requests=requests, seed=seed, first_p99=first_p99, gap_p99=gap_p99)
@@ -136,7 +136,7 @@ def run(
 class _Search:
     """Settings of the search for the highest rate. Without a target there is no search."""
 
-    targets: Target
+    targets: LatencyTargets
     arrivals: _Arrivals
     total_rate: float | None
 
@@ -150,7 +150,7 @@ def _simulated(
         for name, times in loads:
             with loading(f"{method.name} at {name}"):
                 lines.append(_figures(method, name, world.simulated(method, times)))
-        if search.targets != Target():
+        if search.targets != LatencyTargets():
             with loading(f"{method.name}: the highest rate"):
                 searched.append(_highest(world, method, search))
     return lines, searched
@@ -165,7 +165,7 @@ class _World:
     resources: Resources
     batch_size: int
 
-    def simulated(self, method: Method, times: Sequence[float]) -> Load:
+    def simulated(self, method: Method, times: Sequence[float]) -> SimulatedLoad:
         """Simulate requests at these times, with a new drafter."""
         recipe = read_drafter(method.drafter)
         if recipe.loads_model and method.drafter not in self.profile.drafts:
@@ -220,7 +220,7 @@ class _Arrivals:
         return [(f"{one:g}/s", self.at(one)) for one in some]
 
 
-def _figures(method: Method, name: str, load: Load) -> dict[str, Any]:
+def _figures(method: Method, name: str, load: SimulatedLoad) -> dict[str, Any]:
     out: dict[str, Any] = {"method": method.name, "arrivals": name, "requests": len(load.requests)}
     out |= {"tokens_per_s": load.tokens_per_s, "tokens_per_pass": load.tokens_per_pass, "mean_batch": load.mean_batch}
     out |= {"busy": load.busy_s / load.seconds, "mean_latency_s": load.mean("latency")}

@@ -12,14 +12,17 @@ import torch
 class Proposal:
     """Draft tokens of each row: a chain or a tree.
 
-    token_ids: [B, K] int64, right-padded. num_tokens: B ints, 0 <= n <= K. distributions: [N, V] float32, from which tokens
-    were sampled. distribution_index: [B, K] int64, rows of distributions, -1 for a point mass; None if no token was sampled.
+    token_ids: [B, K] int64, right-padded. num_tokens: B ints, 0 <= n <= K.
+    distributions: [N, V] float32, from which tokens were sampled. distribution_index: [B, K] int64, rows of distributions, -1 for
+    a point mass; None if no token was sampled.
     confidence: [B, K] float32, the draft model's softmax probability of each token at temperature 1, which no exact rule reads;
-    None without a draft model. parents: [B, K] int64, the node that each token follows, always an earlier one, -1 for the last
-    committed token; None for a chain. Children of one node differ; sampled ones share the distribution of their parent's
-    position and were drawn from it without replacement, in the order of the nodes. failure: the exception that ended drafting
-    after these tokens, or None. A drafter that fails after it has drawn tokens returns them, because dropping drawn tokens for
-    their values would change the output distribution.
+    None without a draft model.
+    parents: [B, K] int64, the node that each token follows, always an earlier one, -1 for the last committed token; None for a
+    chain. Children of one node differ; sampled ones share the distribution of their parent's position and were drawn from it
+    without replacement, in the order of the nodes.
+    failure: the exception that ended drafting after these tokens, or None. A drafter that fails after it has drawn tokens returns
+    them, because dropping drawn tokens for their values would change the output distribution.
+    matched: B ints, length of the n-gram match that each row's draft continues, 0 if unknown; None for other drafters.
     """
 
     token_ids: torch.Tensor
@@ -29,6 +32,7 @@ class Proposal:
     confidence: torch.Tensor | None = None
     parents: torch.Tensor | None = None
     failure: BaseException | None = None
+    matched: Sequence[int] | None = None
 
     @property
     def width(self) -> int:

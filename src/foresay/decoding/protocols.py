@@ -15,6 +15,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from foresay.decoding.capabilities import Capabilities
 from foresay.decoding.distributions import Distributions, VocabularySubset, build_distributions, subset_distributions
 from foresay.decoding.outcome import Step
 from foresay.decoding.proposal import Proposal, Verification
@@ -113,40 +114,6 @@ class ModelOutput:
         logits = None if self.logits is None else self.logits[batch, columns]
         tokens = None if self.token_ids is None else self.token_ids[batch, columns]
         return dataclasses.replace(self, logits=logits, token_ids=tokens, num_before=tuple(num_before))
-
-
-PREFILL_CHUNK = 256
-"""Tokens per row of a prefill pass, by default."""
-
-
-@dataclass(frozen=True, slots=True)
-class Capabilities:
-    """Features of a model beyond scoring chains, and how to prefill its cache."""
-
-    trees: bool = False
-    """The model accepts `ModelInput.parents`."""
-    num_layers: int | None = None
-    """Hidden states are available of layers 0 to num_layers; None if they are not."""
-    scores: bool = True
-    """The model returns logits, not only token ids."""
-    reads_source: bool = False
-    """Each row has a source for an encoder."""
-    max_source_length: int | None = None
-    """Maximum number of source tokens; None for no limit."""
-    prefill_chunk: int = PREFILL_CHUNK
-    """Tokens per row of a prefill pass."""
-    prefill_together: bool = True
-    """Rows may share a prefill pass. False if products over more rows sum in another order."""
-    prefill_in_any_pieces: bool = True
-    """Prompts that are prefilled in pieces of any size up to `prefill_chunk` give the same bits."""
-    ragged: bool = False
-    """The time of a pass depends on its real tokens; padding is free."""
-    column_cost: float | None = None
-    """Cost of one more token in one row as a fraction of a pass, for ragged passes, if known before any pass is timed."""
-    max_rows: int | None = None
-    """Maximum number of cache rows; None for no limit."""
-    own_threads: bool = False
-    """Passes run on their own threads, which PyTorch's threads would disturb between passes."""
 
 
 class KVCache(Protocol):
@@ -372,7 +339,6 @@ class Observer(Protocol):
 
 
 __all__ = [
-    "Capabilities",
     "DraftStep",
     "Drafter",
     "KVCache",

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from foresay.decoding.capabilities import Capabilities
 from foresay.decoding.randomness import Streams, derive
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.decoding.state import StateKey
@@ -150,6 +151,7 @@ class RuleNeeds:
 
 
 NO_NEEDS = RuleNeeds()
+NO_CAPABILITIES = Capabilities()
 _SEEDS = StateKey[dict[torch.device, torch.Tensor]](dict)
 
 
@@ -160,7 +162,7 @@ class Rows:
     the membership and the parameters alone.
     """
 
-    __slots__ = ("column_cost", "level", "needs", "ragged", "rows", "state")
+    __slots__ = ("capabilities", "level", "needs", "rows", "state")
 
     def __init__(
         self,
@@ -168,16 +170,14 @@ class Rows:
         *,
         needs: RuleNeeds = NO_NEEDS,
         level: int = 0,
-        ragged: bool = False,
-        column_cost: float | None = None,
+        capabilities: Capabilities = NO_CAPABILITIES,
     ) -> None:
         """needs: of the rule. level: 0 for the engine's rows, plus one for each drafter that runs the step itself.
 
-        ragged: the time of the target's passes depends on the number of real tokens, not on the longest row. column_cost: see
-        `Capabilities`.
+        capabilities: of the target.
         """
-        self.rows, self.column_cost = tuple(rows), column_cost
-        self.needs, self.level, self.ragged = needs, level, ragged
+        self.rows, self.capabilities = tuple(rows), capabilities
+        self.needs, self.level = needs, level
         self.state: dict[StateKey[Any], Any] = {}
 
     def with_draft(self, drafted: Sequence[Sequence[int]], tag: int) -> Rows:
@@ -201,7 +201,7 @@ class Rows:
     def like(self, rows: Sequence[Row], *, confidence: bool | None = None) -> Rows:
         """Return Rows of other rows with the same settings and state; optionally for a rule that needs confidence."""
         needs = self.needs if confidence is None else replace(self.needs, confidence=confidence)
-        out = Rows(rows, needs=needs, level=self.level, ragged=self.ragged, column_cost=self.column_cost)
+        out = Rows(rows, needs=needs, level=self.level, capabilities=self.capabilities)
         out.state = self.state
         return out
 

@@ -163,7 +163,7 @@ class SharedDraftCache(DraftCache):
             super()._keep_common(rows)
             return
         # a drafter of another depth may have overwritten this one's draft slots with padding
-        undisturbed, self._owner.guest = self._owner.guest is self, self
+        undisturbed, self._owner.last_writer = self._owner.last_writer is self, self
         for index, row in enumerate(rows):
             fed, length = self._fed[index], row.committed.size - 1
             if undisturbed and fed is not None and row.committed is not row:

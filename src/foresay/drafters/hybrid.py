@@ -25,7 +25,10 @@ from foresay.decoding.rows import Rows
 from foresay.drafters.ngram import NgramDrafter
 from foresay.drafters.proposal_builder import ProposalBuilder
 from foresay.errors import ConfigError
-from foresay.lengths.constant import MAX_DRAFT_TOKENS
+from foresay.lengths.constant import MAX_DRAFT_TOKENS, ConstantLength
+
+_ALL = ConstantLength(MAX_DRAFT_TOKENS)
+"""Policy that keeps every token that the n-gram drafter finds."""
 
 
 class Hybrid(Drafter):
@@ -84,47 +87,21 @@ class Hybrid(Drafter):
 
     def propose(self, rows: Rows, budget: Sequence[int], policy: LengthPolicy) -> Proposal:
         """Draft for each row with one of the two drafters."""
-        matches = _Matches()
-        proposal = self._lookup.propose(rows, budget, matches)
+        proposal = self._lookup.propose(rows, budget, _ALL)
         builder = ProposalBuilder(len(rows), proposal.token_ids.device)
         with builder.keeping():
-            self._extend(builder, proposal, matches, rows, budget, policy)
+            self._extend(builder, proposal, rows, budget, policy)
         return builder.proposal(confidence=rows.needs.confidence)
 
     def _extend(
-        self,
-        builder: ProposalBuilder,
-        proposal: Proposal,
-        matches: _Matches,
-        rows: Rows,
-        budget: Sequence[int],
-        policy: LengthPolicy,
+        self, builder: ProposalBuilder, proposal: Proposal, rows: Rows, budget: Sequence[int], policy: LengthPolicy
     ) -> None:
-        is_match = [
-            n > 0 and m >= self.min_match for n, m in zip(proposal.num_tokens, matches.of(len(rows)), strict=True)
-        ]
+        matched = proposal.matched or [0] * len(rows)
+        is_match = [n > 0 and m >= self.min_match for n, m in zip(proposal.num_tokens, matched, strict=True)]
         if any(is_match):
             counts = [n if on else 0 for n, on in zip(proposal.num_tokens, is_match, strict=True)]
-            builder.add(proposal, policy.num_to_score(rows, counts, matches.of(len(rows))))
+            builder.add(proposal, policy.num_to_score(rows, counts, matched))
         most = [0 if on else min(n, self.k) for n, on in zip(budget, is_match, strict=True)]
         fallback = policy.fallback_budget(rows, most) if any(most) else most
         if any(fallback):
             builder.add(self._other.propose(rows, fallback, policy))
-
-
-class _Matches(LengthPolicy):
-    """A policy that keeps all tokens and records the match length of each draft."""
-
-    def __init__(self) -> None:
-        self._matched: Sequence[int] = ()
-
-    def budget(self, rows: Rows) -> list[int]:
-        return [MAX_DRAFT_TOKENS] * len(rows)
-
-    def num_to_score(self, rows: Rows, counts: Sequence[int], matched: Sequence[int]) -> Sequence[int]:
-        self._matched = matched
-        return counts
-
-    def of(self, count: int) -> Sequence[int]:
-        """Return the match length of each of `count` rows; zeros if no row has a match."""
-        return self._matched or [0] * count

@@ -6,6 +6,7 @@ whole context, including draft tokens, so that it also works inside a cascade.
 
 from __future__ import annotations
 
+import dataclasses
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Generic, TypeVar
@@ -71,11 +72,12 @@ class NgramDrafter(Drafter, Generic[State]):
         """Draft for each row, and keep the tokens that the policy selects."""
         each = zip(rows, self._states, budget, strict=True)
         drafts = [self.draft_tokens(row, state, max(0, n))[: max(0, n)] for row, state, n in each]
-        if any(drafts):
-            matches = [int(getattr(state, "matched", 0)) for state in self._states]
-            kept = policy.num_to_score(rows, [len(draft_tokens) for draft_tokens in drafts], matches)
-            drafts = [draft_tokens[:n] for draft_tokens, n in zip(drafts, kept, strict=True)]
-        return as_proposal(drafts, self._device)
+        if not any(drafts):
+            return Proposal.empty(len(rows), self._device)
+        matched = [int(getattr(state, "matched", 0)) for state in self._states]
+        kept = policy.num_to_score(rows, [len(draft_tokens) for draft_tokens in drafts], matched)
+        drafts = [draft_tokens[:n] for draft_tokens, n in zip(drafts, kept, strict=True)]
+        return dataclasses.replace(as_proposal(drafts, self._device), matched=matched)
 
 
 def as_proposal(drafts: Sequence[Sequence[int]], device: torch.device) -> Proposal:

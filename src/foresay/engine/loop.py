@@ -209,8 +209,8 @@ class Engine:
 
     def _active(self) -> Rows:
         if self._rows is None:
-            features, items = self.target.capabilities, self._items[: self._decoding]
-            self._rows = Rows(items, needs=self.rule.needs, ragged=features.ragged, column_cost=features.column_cost)
+            items = self._items[: self._decoding]
+            self._rows = Rows(items, needs=self.rule.needs, capabilities=self.target.capabilities)
         return self._rows
 
     def _cancel(self) -> list[Step]:

@@ -29,7 +29,7 @@ from foresay.generation.session_thread import SessionThread
 from foresay.lengths import LENGTHS, ConstantLength
 from foresay.lengths.broadcast import BroadcastLength
 from foresay.models.sources.wrapping import LoadedModel
-from foresay.spec.expressions import written
+from foresay.spec.expressions import to_expression
 from foresay.spec.recipe import DrafterBuilder, Resources
 from foresay.text.prompts import Prompt, is_batch
 from foresay.text.tokenizer import Tokenizer
@@ -76,9 +76,9 @@ class Generator:
     def description(self) -> str:
         """Target, drafter, length and rule in one line."""
         gamma = getattr(self.policy, "num_draft_tokens", None)
-        length = f"gamma={gamma}" if gamma is not None else f"length={written(self.policy, LENGTHS)}"
+        length = f"gamma={gamma}" if gamma is not None else f"length={to_expression(self.policy, LENGTHS)}"
         lossy = "" if self.rule.exact else " (lossy)"
-        return f"target={self.target.name} drafter={self.drafter_name} {length} rule={written(self.rule, RULES)}{lossy}"
+        return f"target={self.target.name} drafter={self.drafter_name} {length} rule={to_expression(self.rule, RULES)}{lossy}"
 
     def forget(self) -> None:
         """Clear the drafter's state of earlier requests: n-gram stores, past texts."""

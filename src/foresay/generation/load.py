@@ -1,6 +1,6 @@
-"""`foresay.load`: names and options to a Generator.
+"""`foresay.load`: names and options -> a Generator.
 
-Owns the choice of drafter, rule and length, and how they are changed on a model that is loaded already.
+Owns the choice of drafter, rule and length, and their change on a loaded model.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from foresay.spec.settings_file import is_settings, read_settings
 from foresay.text.tokenizer import Tokenizer
 
 DEFAULT_LENGTH = 5
-"""Tokens a drafter of the caller's own is asked for."""
+"""Number of draft tokens of a drafter object of the caller."""
 DEFAULT_BATCH = 32
 
 
@@ -46,34 +46,35 @@ def load(
     share_prefixes: bool = True,
     **options: Unpack[LoadKeywords],
 ) -> Generator:
-    """Load a target, and what drafts for it.
+    """Load a target model with its drafter.
 
-    target, draft: an alias (`foresay info` lists them), a hub id, a folder, a GGUF file, or a transformers model
-    (with `tokenizer`). A target may also be a settings file such as `foresay tune` writes (foresay.toml); what is given
-    here beside it goes before what the file says. drafter: "auto" (the draft model when one is given, else the head that
-    comes with the target, else "suffix"), an expression such as
-    "max_gram" or "cascade(model=A, max_gram; k=[[5, 10], [0, 10]])" (docs/reference/expressions.md has all), a Drafter, or a
-    function that makes one. num_draft_tokens: tokens guessed per pass, 0 is plain decoding. length: instead, a policy such as
-    "heuristic" or "confidence(0.5)". Unless told, lengths adapt to what pays ("throughput"), but not where a seed's text
-    would change by it: rows that are sampled with a draft model, and lossy rules, have the drafter's own.
-    rule: "speculative" (None), "block", "match", "coupled", or a lossy one, "lenience(2)" or "typical". max_batch_size:
-    rows decoded at a time, 32 unless told otherwise. eos_token_ids: tokens that end a text, where the model does not say
-    so itself. share_prefixes: whether a prompt may start from the slots of a row that begins alike (the same bits as
-    filling it). options: fields of LoadOptions (dtype, weights, draft_weights, device, draft_device, device_map,
-    max_memory, offload_folder, quantization_config, tp_plan, revision, trust_remote_code, backend, gpu_layers), for target and
-    draft alike; draft_weights beside drafter="none" waits for what `change` names.
+    target, draft: an alias (`foresay info` lists them), a hub id, a folder, a GGUF file, or a transformers model (with
+    `tokenizer`). A target may also be a settings file (foresay.toml of `foresay tune`); arguments given here replace its values.
+    drafter: "auto" (the draft model if one is given, else the target's packaged draft head, else "suffix"), an expression like
+    "max_gram" or "cascade(model=A, max_gram; k=[[5, 10], [0, 10]])", a Drafter, or a function that makes one.
+    num_draft_tokens: draft tokens per pass; 0 is plain decoding.
+    length: instead of a number, a length policy such as "heuristic" or "confidence(0.5)". By default lengths adapt to measured
+    throughput, except where that would change the text of a seed: rows sampled with a draft model, and lossy rules.
+    rule: "speculative" (default), "block", "match", "coupled", or a lossy one, "lenience(2)" or "typical".
+    max_batch_size: maximum number of rows decoded at once, by default 32.
+    eos_token_ids: end-of-sequence ids, by default the model's.
+    share_prefixes: copy keys and values of common prefixes instead of prefilling them (the same bits).
+    options: fields of LoadOptions, for target and draft alike.
+
+    Raises ConfigError for wrong or contradicting arguments, ModelNotFoundError, ModelLoadError and UnsupportedModelError for the
+    models, and VocabularyMismatchError for a draft model with other tokens.
     """
     ngrams = {k: v for k, v in (("max_ngram", max_ngram), ("min_ngram", min_ngram)) if v is not None}
     given: dict[str, Any] = {**options}
     if is_settings(target):
-        said = read_settings(target)
+        stored = read_settings(target)
         if drafter == "auto" and draft is None and not ngrams:
-            drafter = said.drafter or drafter
-            length = said.length if length is None and num_draft_tokens is None else length
-        target, rule = _beside(target, said.target), rule if rule is not None else said.rule
-        max_batch_size = said.max_batch_size if max_batch_size is None else max_batch_size
+            drafter = stored.drafter or drafter
+            length = stored.length if length is None and num_draft_tokens is None else length
+        target, rule = _near(target, stored.target), rule if rule is not None else stored.rule
+        max_batch_size = stored.max_batch_size if max_batch_size is None else max_batch_size
         for option in ("dtype", "weights", "backend"):
-            value = getattr(said, option)
+            value = getattr(stored, option)
             if value is not None and given.get(option, "auto") == "auto":
                 given[option] = value
     settings = LoadOptions(**_known(given))
@@ -103,8 +104,8 @@ def _check_draft_weights(settings: LoadOptions, draft: Any, recipe: Recipe | Non
             raise ConfigError(f"{option}={value!r} is for a draft model that is loaded by name, and {given} is none")
 
 
-def _beside(file: Any, target: str) -> str:
-    """A settings file's target; a folder or file that lies beside it is meant from there."""
+def _near(file: Any, target: str) -> str:
+    """Return a settings file's target; a relative path is resolved from the file's folder if it exists there."""
     near = Path(os.fspath(file)).parent / target
     return str(near) if near.exists() else target
 
@@ -118,9 +119,9 @@ def change(
     rule: str | Rule | None = None,
     max_batch_size: int | None = None,
 ) -> Generator:
-    """A Generator over the same weights with some settings changed; arguments as `load`, None keeps what is.
+    """Return a Generator over the same weights with some settings changed. Arguments as in `load`; None keeps a setting.
 
-    A changed drafter drafts at its own default length unless one is given.
+    A changed drafter uses its default length unless one is given.
     """
     resources = generator.resources
     if resources is None:
@@ -176,7 +177,7 @@ def _generator(
 
 
 def _recipe(draft: Any, drafter: Any, ngrams: dict[str, int]) -> tuple[Recipe | None, str]:
-    """The recipe and its name; no recipe for a draft model that is still to be loaded."""
+    """Return the recipe and its name; no recipe for a draft model that is not loaded yet."""
     if draft is not None and drafter not in ("auto", "model"):
         raise ConfigError(
             f"drafter={drafter!r} does not use a draft model, but draft={str(draft)!r} was given; drop one"
@@ -203,7 +204,7 @@ def _recipe(draft: Any, drafter: Any, ngrams: dict[str, int]) -> tuple[Recipe | 
 
 
 def _recipe_of(make: DrafterBuilder) -> Recipe:
-    """Of a drafter of the caller's own, which may draw its guesses."""
+    """Return the recipe of the caller's own drafter, which may sample its tokens."""
     return Recipe(lambda resources: make, DEFAULT_LENGTH, samples=True)
 
 
@@ -212,7 +213,7 @@ def _name_of(maker: Any) -> str:
 
 
 def _policy(name: str, number: int | None, length: Any) -> LengthPolicy | None:
-    """The length that was asked for; None for the drafter's own."""
+    """Return the requested length policy; None for the drafter's default."""
     if number is not None and length is not None:
         raise ConfigError(f"num_draft_tokens={number} and length={length!r} contradict; give one of them")
     if name == "none" and (number or length is not None):

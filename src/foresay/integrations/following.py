@@ -14,6 +14,7 @@ from time import perf_counter
 import numpy as np
 import torch
 
+from foresay.decoding.capabilities import Capabilities
 from foresay.decoding.outcome import Step
 from foresay.decoding.protocols import Drafter, LengthPolicy
 from foresay.decoding.rows import IntArray, Row, Rows
@@ -28,6 +29,10 @@ class EngineText:
 
     tokens: IntArray
     new: int
+
+
+_RAGGED = Capabilities(ragged=True)
+"""vLLM's passes take the time of their real tokens."""
 
 
 class Follower:
@@ -51,7 +56,7 @@ class Follower:
             max_length,
             clock,
         )
-        self._rows = Rows((), ragged=True)
+        self._rows = Rows((), capabilities=_RAGGED)
         self._slots: dict[int, int] = {}
         """Request id -> the engine's slot of a row at the last call."""
         self._drafted: list[int] = []
@@ -158,7 +163,7 @@ class Follower:
                 rows.append(self._new_row(text))
                 order.append(slot)
         if len(rows) > num_kept or not all(alive):
-            self._rows = Rows(rows, ragged=True)
+            self._rows = Rows(rows, capabilities=_RAGGED)
         if len(rows) > num_kept:
             self._drafter.admit(self._rows, num_kept)
         return order

@@ -126,16 +126,22 @@ class EarlyStopping:
             return None
         numbers = np.arange(1, len(free) + 1)
         drafted = self._mean(_Count.DRAFTED, _DRAFTED_PRIOR)
-        base = context.base_tokens + sum(fixed_lengths) if rows.ragged else max(context.base_tokens, *fixed_lengths)
-        scored = base + numbers * drafted if rows.ragged else np.maximum(base, np.full(len(free), drafted))
+        base = (
+            context.base_tokens + sum(fixed_lengths)
+            if rows.capabilities.ragged
+            else max(context.base_tokens, *fixed_lengths)
+        )
+        scored = base + numbers * drafted if rows.capabilities.ragged else np.maximum(base, np.full(len(free), drafted))
         depths = np.array([self._depth(n) for n in numbers.tolist()])
         fixed_s = float(drafting.at(max(fixed_lengths))) if any(fixed_lengths) else 0.0
         seconds = np.maximum(drafting.at(depths) - fixed_s, 0.0) + passes.at(scored) - passes.at(base)
         gains = expected[free].cumsum() - context.rate * seconds
-        count = int(gains.argmax()) + 1 if rows.ragged else len(free)
+        count = int(gains.argmax()) + 1 if rows.capabilities.ragged else len(free)
         if gains[count - 1] <= 0:
             return None
-        cost = self._token_cost(count, float(scored[count - 1]), passes, drafting, context.rate, ragged=rows.ragged)
+        cost = self._token_cost(
+            count, float(scored[count - 1]), passes, drafting, context.rate, ragged=rows.capabilities.ragged
+        )
         chosen = set(free[:count])
         return DraftPlan([self._high if i in chosen else n for i, n in enumerate(fixed_lengths)], cost)
 

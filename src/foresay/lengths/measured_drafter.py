@@ -72,7 +72,7 @@ class MeasuredDrafter:
         draft_probs = self.statistics.draft_probs()[1 : most + 1] * mask
         accept_probs = self.statistics.accept_probs(rows, optimism=optimism)[:, 1 : most + 1] * mask
         drafting = costs.at(np.arange(1, most + 1))
-        if rows.ragged:
+        if rows.capabilities.ragged:
             out = best_row_lengths(accept_probs, draft_probs, passes, drafting, fixed, context)
         else:
             widths = self.statistics.width_probs()[1 : most + 1]
@@ -174,7 +174,11 @@ class MeasuredDrafter:
         probs = (
             self.statistics.accept_probs(rows, optimism=_OPTIMISM)[:, 1 : self.start + 1] * np.array(eligible)[:, None]
         )
-        scored = context.base_tokens + lengths * count if rows.ragged else np.maximum(context.base_tokens, lengths)
+        scored = (
+            context.base_tokens + lengths * count
+            if rows.capabilities.ragged
+            else np.maximum(context.base_tokens, lengths)
+        )
         pass_s = passes.at(scored) - passes.at(context.base_tokens)
         gains = probs.sum(0).cumsum() - context.rate * (pass_s + costs.at(lengths))
         return int(gains.argmax()) + 1

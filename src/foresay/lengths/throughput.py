@@ -207,7 +207,9 @@ class ThroughputLength(LengthPolicy):
     def _context(self, rows: Rows) -> StepContext:
         """Return the context of the fallback drafter's choice: the rate, and the n-gram drafter's tokens."""
         state = self._state(rows)
-        return StepContext(self._rate(rows), sum(state.num_selected) if rows.ragged else max(state.num_selected))
+        return StepContext(
+            self._rate(rows), sum(state.num_selected) if rows.capabilities.ragged else max(state.num_selected)
+        )
 
     def _rate(self, rows: Rows) -> float:
         """Return the tokens per second of these rows; 0 before a pass was measured."""
@@ -251,7 +253,7 @@ class ThroughputLength(LengthPolicy):
         drafted = (index <= np.array(counts)[:, None]).astype(np.float64)
         accept_probs = self._primary.statistics.accept_probs(rows, buckets)[:, 1 : most + 1]
         no_cost, context = np.zeros(most), StepContext(self._rate(rows))
-        if rows.ragged:
+        if rows.capabilities.ragged:
             found = best_row_lengths(accept_probs, drafted, passes, no_cost, fixed, context) or [0] * len(rows)
         else:
             found = [
@@ -269,8 +271,10 @@ class ThroughputLength(LengthPolicy):
 
     def _count_pass(self, rows: Rows, steps: Sequence[Step]) -> None:
         one, drafted = steps[0], [step.num_drafted for step in steps]
-        self._passes.column_cost = rows.column_cost
-        self._passes.add(len(steps), sum(drafted) if rows.ragged else max(drafted), one.total_s - one.draft_s)
+        self._passes.column_cost = rows.capabilities.column_cost
+        self._passes.add(
+            len(steps), sum(drafted) if rows.capabilities.ragged else max(drafted), one.total_s - one.draft_s
+        )
         passes = self._passes.curve(len(rows))
         if passes is not None:
             self._token_rate.add(rows, steps, float(passes.at(0)))
@@ -308,7 +312,7 @@ class ThroughputLength(LengthPolicy):
         if curve is None or not any(n for n, f in zip(budgets, self._fixed_lengths(rows), strict=True) if f is None):
             return None
         others = [step.num_drafted for step, n in zip(steps, budgets, strict=True) if not n]
-        without_s = float(curve.at(sum(others) if rows.ragged else max(others, default=0)))
+        without_s = float(curve.at(sum(others) if rows.capabilities.ragged else max(others, default=0)))
         gained = sum(step.num_accepted for step, n in zip(steps, budgets, strict=True) if n)
         rate = self._rate(rows)
         return one.total_s - without_s - (gained / rate if rate else 0.0)

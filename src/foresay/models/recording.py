@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from foresay.decoding.capabilities import Capabilities
 from foresay.decoding.proposal import depths_of
-from foresay.decoding.protocols import Capabilities, KVCache, LanguageModel, Logits, ModelInput, ModelOutput, Move
+from foresay.decoding.protocols import KVCache, LanguageModel, Logits, ModelInput, ModelOutput, Move
 from foresay.decoding.rows import IntArray, Rows
 from foresay.errors import ConfigError
 

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 import torch
 
-from foresay.decoding.protocols import Capabilities, KVCache, LanguageModel, Logits, ModelInput, ModelOutput, Move
+from foresay.decoding.capabilities import Capabilities
+from foresay.decoding.protocols import KVCache, LanguageModel, Logits, ModelInput, ModelOutput, Move
 from foresay.decoding.rows import Rows
 from foresay.errors import ConfigError
 

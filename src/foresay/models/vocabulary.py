@@ -13,8 +13,9 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 import torch.nn.functional as F
 
+from foresay.decoding.capabilities import Capabilities
 from foresay.decoding.distributions import VocabularySubset
-from foresay.decoding.protocols import Capabilities, KVCache, LanguageModel, Logits, ModelInput, ModelOutput
+from foresay.decoding.protocols import KVCache, LanguageModel, Logits, ModelInput, ModelOutput
 from foresay.decoding.rows import Rows
 from foresay.threads import all_threads
 

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field
 
-from foresay.decoding.protocols import PREFILL_CHUNK
+from foresay.decoding.capabilities import PREFILL_CHUNK
 from foresay.errors import ConfigError
 from foresay.files import atomic_write, cache_dir
 from foresay.json_files import Schema, parse_object, read_limited

@@ -56,7 +56,7 @@ class PreparedRequest:
     def _pair(self, prompt: list[int], params: SamplingParams) -> tuple[list[int], SamplingParams]:
         if self.schema is None:
             return prompt, params
-        return prompt, replace(params, processors=(self.schema.behind(len(prompt)),))
+        return prompt, replace(params, processors=(self.schema.mask_after(len(prompt)),))
 
 
 async def generate(

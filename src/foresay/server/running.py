@@ -32,9 +32,9 @@ _MAX_MS = (1 << 31) - 1
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, service: Service, say: Callable[[str], None]) -> None:
+    def __init__(self, config: uvicorn.Config, service: Service, on_listening: Callable[[str], None]) -> None:
         super().__init__(config)
-        self._service, self._on_listening = service, say
+        self._service, self._on_listening = service, on_listening
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
@@ -130,9 +130,9 @@ def serve(
     sockets: list[socket.socket],
     *,
     warm: bool = False,
-    say: Callable[[str], None] = lambda address: None,
+    on_listening: Callable[[str], None] = lambda address: None,
 ) -> None:
-    """Serve until a signal arrives. sockets: from `bind`. `say` is called with each address that is listened on.
+    """Serve until a signal arrives. sockets: from `bind`. `on_listening` is called with each address that is listened on.
 
     Raises ConfigError if another process has started to listen on the port since `bind`.
     """
@@ -142,4 +142,4 @@ def serve(
             one.listen(config.backlog)
     except OSError as error:
         raise _cannot_listen(service.settings, error) from None
-    _Server(config, service, say).run(sockets)
+    _Server(config, service, on_listening).run(sockets)

@@ -203,7 +203,7 @@ def apply(kind: str, call: Call, known: Mapping[str, Callable[..., T]]) -> T:
         raise error.about(str(call)) from None
 
 
-def written(value: object, known: Mapping[str, Callable[..., Any]]) -> str:
+def to_expression(value: object, known: Mapping[str, Callable[..., Any]]) -> str:
     """Return an expression that creates an equal object: its name and the settings that differ from their defaults.
 
     Settings are read from attributes of the same name. An object of an unknown class is represented by its class name.

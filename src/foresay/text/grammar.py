@@ -43,7 +43,7 @@ class JsonSchema:
         self._matcher = compiled(_library_tokenizer(tokenizer, vocab_size, tuple(sorted(eos))), text)
         self._vocab_size = vocab_size
 
-    def behind(self, prompt_length: int) -> JsonMask:
+    def mask_after(self, prompt_length: int) -> JsonMask:
         """Return the processor for one output. prompt_length: tokens of its prompt."""
         return JsonMask(self._matcher.deep_copy(), self._vocab_size, prompt_length)
 

@@ -16,7 +16,7 @@ import torch
 from foresay.errors import ConfigError, UnknownNameError, UnsupportedModelError
 from foresay.training.importance import Importance
 
-KEEP = ("first", "even", "important")
+LAYER_CHOICES = ("first", "even", "important")
 """How layers are chosen: the first, evenly spaced ones including both ends, or those that change their input most."""
 _JOINT = {"qkv_proj": ("q", "kv", "kv"), "gate_up_proj": ("feed", "feed")}
 _ROWS = {"q_proj": "q", "k_proj": "kv", "v_proj": "kv", "gate_proj": "feed", "up_proj": "feed"}
@@ -77,14 +77,15 @@ class Kept:
 
 
 def layers_to_keep(keep: str | Sequence[int], count: int, total: int, importance: Importance | None) -> tuple[int, ...]:
-    """Return the kept layers, ascending. keep: one of KEEP, or layer indices. Raises ConfigError for an impossible choice."""
+    """Return the kept layers, ascending. keep: one of LAYER_CHOICES, or layer indices. Raises ConfigError for an impossible
+    choice."""
     if not isinstance(keep, str):
         chosen = tuple(sorted(set(keep)))
         if len(chosen) != count or chosen[0] < 0 or chosen[-1] >= total:
             raise ConfigError(f"layers {list(keep)} must be {count} different ones of 0 to {total - 1}")
         return chosen
-    if keep not in KEEP:
-        raise UnknownNameError("choice of layers", keep, KEEP)
+    if keep not in LAYER_CHOICES:
+        raise UnknownNameError("choice of layers", keep, LAYER_CHOICES)
     if keep == "first":
         return tuple(range(count))
     if keep == "even":

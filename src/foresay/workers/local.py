@@ -16,7 +16,7 @@ import torch
 from foresay.child_process import ChildProcess
 from foresay.errors import ForesayError
 from foresay.workers.messages import Plain, parse_reply, parse_setup_reply
-from foresay.workers.pool import Place, Worker, WorkerDiedError
+from foresay.workers.pool import Worker, WorkerBackend, WorkerDiedError
 
 COMMAND = [sys.executable, "-m", "foresay.workers.child"]
 
@@ -46,7 +46,7 @@ class LocalWorker(ChildProcess, Worker):
         self.end("it was closed")
 
 
-class Processes(Place):
+class Processes(WorkerBackend):
     """`count` processes with one setup."""
 
     def __init__(self, setup: Plain, count: int, *, threads: int | None = None) -> None:

@@ -41,7 +41,7 @@ class Worker(Protocol):
         ...
 
 
-class Place(Protocol):
+class WorkerBackend(Protocol):
     """The backend that starts workers and receives their replies."""
 
     def start(self, index: int) -> Worker:
@@ -59,7 +59,9 @@ class Place(Protocol):
 class Pool:
     """A fixed number of workers on one backend."""
 
-    def __init__(self, backend: Place, count: int, *, on_start: Callable[[int], None] = lambda ready: None) -> None:
+    def __init__(
+        self, backend: WorkerBackend, count: int, *, on_start: Callable[[int], None] = lambda ready: None
+    ) -> None:
         """Start `count` workers. on_start: called with the number of workers that are ready."""
         self._backend = backend
         self._suspects: set[int] = set()

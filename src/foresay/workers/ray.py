@@ -11,7 +11,7 @@ from typing import Any, cast
 from foresay.errors import ConfigError, ForesayError
 from foresay.workers.jobs import Job, open_job
 from foresay.workers.messages import Plain, error_fields, parse_reply, parse_setup_reply, reply
-from foresay.workers.pool import Place, Worker, WorkerDiedError
+from foresay.workers.pool import Worker, WorkerBackend, WorkerDiedError
 
 
 class WorkerActor:
@@ -77,7 +77,7 @@ class RayWorker(Worker):
         ray.kill(self._actor)
 
 
-class Actors(Place):
+class Actors(WorkerBackend):
     """`count` actors with one setup."""
 
     def __init__(self, setup: Plain, count: int, *, threads: int | None = None) -> None:

@@ -142,30 +142,30 @@ def test_methods_change_and_the_text_does_not(piped: Piped, model: foresay.Gener
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("/nothing", "unknown command /nothing. /help lists them; //nothing sends it as text"),
+        ("/nothing", "unknown command /nothing. /help lists the commands; //nothing sends it as text"),
         ("/drafter sufix", "unknown drafter 'sufix'. Did you mean 'suffix'? Known: cascade,"),
         ("/drafter suffix(scal=3)", "unknown setting of drafter 'suffix' 'scal'. Did you mean 'scale'?"),
-        ("/drafter suffix(scale=0)", "scale=0 must be"),
+        ("/drafter suffix(scale=0)", "suffix(scale=0): scale=0 must be"),
         ("/draft ./nowhere", "no such file or folder: './nowhere'"),
         ("/rule exact", "unknown rule 'exact'"),
-        ("/rule lenience(0.5)", "lenience=0.5 must be"),
+        ("/rule lenience(0.5)", "lenience(0.5): lenience=0.5 must be"),
         ("/length heuristics", "unknown length 'heuristics'. Did you mean 'heuristic'?"),
-        ("/gamma 99", "num_draft_tokens=99 must be an integer in [0, 64]"),
-        ("/gamma two", "/gamma takes a whole number, not 'two'"),
-        ("/temperature warm", "/temperature takes a number, not 'warm'"),
-        ("/temperature nan", "/temperature takes a finite number, not 'nan'"),
-        ("/temperature -1", "temperature=-1.0 must be a finite number in [0, inf)"),
-        ("/top-p 2", "top_p=2.0 must be a finite number in (0, 1]"),
-        ("/seed x", "/seed takes a whole number or random, not 'x'"),
-        ("/max-new-tokens 0", "max_new_tokens=0 must be an integer at least 1"),
-        ("/trace maybe", "/trace takes on or off, not 'maybe'"),
-        ("/store rest", "/store rest: reset is the only value it takes"),
-        ("/greedy 1", "/greedy takes no value, but '1' was given"),
+        ("/gamma 99", "/gamma 99 must be an integer in [0, 64]"),
+        ("/gamma two", "/gamma 'two' must be an integer"),
+        ("/temperature warm", "/temperature 'warm' must be a number"),
+        ("/temperature nan", "/temperature 'nan' must be a finite number"),
+        ("/temperature -1", "/temperature -1.0 must be a finite number in [0, inf)"),
+        ("/top-p 2", "/top-p 2.0 must be a finite number in (0, 1]"),
+        ("/seed x", "/seed 'x' must be an integer or random"),
+        ("/max-new-tokens 0", "/max-new-tokens 0 must be an integer at least 1"),
+        ("/trace maybe", "/trace 'maybe' must be on or off"),
+        ("/store rest", "/store 'rest' must be reset, or nothing"),
+        ("/greedy 1", "/greedy takes no value; drop '1'"),
         ("/undo", "there is no answer yet"),
         ("/retry", "there is no answer yet"),
         ("/stats", "there is no answer yet"),
         ("/compare", "there is no answer yet"),
-        ("/save", "/save needs the name of a file"),
+        ("/save", "/save needs a file name"),
         ("/save /nowhere/at/all.json", "cannot write '/nowhere/at/all.json': No such file or directory"),
         ("/help gama", "unknown command /gama. Did you mean /gamma?"),
         ("x" * 5000, "the prompt has 5003 tokens; the model's context is 4096"),
@@ -201,7 +201,7 @@ def test_what_has_no_effect_yet_says_so(piped: Piped) -> None:
 
 def test_a_lossy_rule_is_marked(piped: Piped) -> None:
     out, _ = piped("hello", "/rule lenience(50)", "more", "/stats", args=("--drafter", "max_gram"))
-    assert "rule: lenience(50) (lossy: the output may differ from the model alone)" in out
+    assert "rule: lenience(50) (lossy: the output may differ from plain decoding)" in out
     assert out[-2].startswith("last answer: 8 tokens in ") and out[-2].endswith("of the time, exact no")
     assert out[-1].startswith("conversation: 2 answers, 16 tokens in ") and out[-1].endswith("exact no")
 
@@ -210,16 +210,16 @@ def test_undo_clear_and_history(piped: Piped, model: foresay.Generator) -> None:
     one, two = answers(model, "one", "two")
     out, _ = piped("one", "two", "/history", "/undo", "two", "/clear", "/history", "one")
     told = ["you: one", f"answer: {one}", "you: two", f"answer: {two}"]
-    assert out == [one, two, *told, "taken back: two", two, "a new conversation", "no messages yet", one]
+    assert out == [one, two, *told, "removed: two", two, "a new conversation", "no messages yet", one]
 
 
 def test_the_store_is_shown_and_forgotten(piped: Piped) -> None:
     lines = ("/store", "hello", "/store reset", "/drafter max_gram", "/store", "/store reset")
     out, _ = piped(*lines, args=("--drafter", "suffix(keep=true)"))
     assert out[0].startswith("suffix(") and "keep=true" in out[0]
-    assert out[0].endswith("): keeps what it learns from one answer to the next")
+    assert out[0].endswith("): learns from earlier answers")
     assert out[2] == "forgotten"
-    assert out[-2].startswith("max_gram keeps nothing between answers; ") and out[-1] == "nothing was kept"
+    assert out[-2].startswith("max_gram learns nothing from earlier answers; ") and out[-1] == "nothing to forget"
 
 
 def test_a_forgetful_store_guesses_as_at_first(piped: Piped) -> None:
@@ -275,7 +275,7 @@ def test_the_oldest_exchanges_make_room(shell: tiny.Shell, tmp_path: Path) -> No
     assert left_out[-1] > 1 and 1 in left_out
     told = [line for line in err if "left out" in line]
     assert told == [note(n) for n in left_out if n]
-    assert "(up to here the model no longer saw it)" in err
+    assert "(the model no longer sees the lines above)" in err
     assert out[-1] == model.generate([*head([]), {"role": "user", "content": "hi"}], max_new_tokens=8).text
 
 
@@ -321,17 +321,17 @@ def test_trace_explains_its_colours(piped: Piped) -> None:
     out, err = piped("/trace on", "/trace", "/trace off")
     assert out[0] == "trace: on" and out[-1] == "trace: off"
     assert [line.split()[0] for line in out[1:4]] == ["draft", "residual", "bonus"]
-    assert "(there are no colours here, so nothing will look different)" in err
+    assert "(this terminal shows no colours)" in err
 
 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
         (["--drafter", "sufix"], "unknown drafter 'sufix'. Did you mean 'suffix'?"),
-        (["--length", "5", "--num-draft-tokens", "4"], "num_draft_tokens=4 and length='5' contradict"),
-        (["--seed", "3"], "--seed changes nothing at temperature 0; add --temperature"),
-        (["--draft", "x/y/z", "--drafter", "none"], "drafter='none' does not use a draft model"),
-        (["-n", "0"], "max_new_tokens=0 must be an integer at least 1"),
+        (["--length", "5", "--num-draft-tokens", "4"], "--num-draft-tokens 4 and --length '5' contradict"),
+        (["--seed", "3"], "--seed has no effect at temperature 0; add --temperature"),
+        (["--draft", "x/y/z", "--drafter", "none"], "--drafter 'none' does not use a draft model"),
+        (["-n", "0"], "--max-new-tokens 0 must be an integer at least 1"),
     ],
 )
 def test_wrong_options(shell: tiny.Shell, piped: Piped, args: list[str], message: str) -> None:
@@ -474,7 +474,7 @@ def test_a_terminal_of_40_columns_without_colours(folder: Path, tmp_path: Path) 
         assert "tokens: 12 plain, 12 prompt_lookup" in compared and "identical: - plain, yes prompt_lookup" in compared
         lines = plain("".join(printed[1:])).splitlines()
         assert max(len(line) for line in lines if "Decoding" not in line and "Preparing" not in line) <= 40
-        assert "/top-k N: sample among the N likeliest\ntokens; 0 is all." in plain(printed[2]).replace(" \n", "\n")
+        assert "/top-k N: sample from the N most likely\ntokens; 0 is all." in plain(printed[2]).replace(" \n", "\n")
         assert terminal.leave() == 0
     finally:
         terminal.child.close(force=True)

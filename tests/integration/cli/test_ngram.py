@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import os
-import pty
 import resource
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from foresay.cli.app import _run
 from foresay.drafters.ngram_table import NgramTable
 from foresay.text.tokenizer import tokenizer_fingerprint
 from helpers import tiny
@@ -252,33 +254,26 @@ def test_ctrl_c_while_the_table_is_written(
     assert sorted(os.listdir(here)) == ["a.txt", "t.safetensors"] and Path("t.safetensors").read_text() == "old"
 
 
+class Terminal(io.StringIO):
+    """Standard error that is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
 @pytest.mark.parametrize("source", ["a.txt", "-"])
-def test_a_terminal_sees_progress(base: list[str], here: Path, source: str) -> None:
-    """With the size known there is a share and a time; of standard input only what was read so far."""
-    ours, theirs = pty.openpty()
-    process = subprocess.Popen(
-        [*tiny.FORESAY, "ngram", "build", source, *base[3:]],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=theirs,
-        env=tiny.environment(TERM="xterm", COLUMNS="100"),
-    )
-    out, _ = process.communicate(TEXT.encode() * 50, timeout=60)
-    os.close(theirs)
-    shown = b""
-    while part := _rest(ours):
-        shown += part
-    os.close(ours)
-    assert process.returncode == 0 and out.startswith(b"t.safetensors\n")
-    assert b"tokens/s" in shown and (b"bytes" in shown or b"kB" in shown)
-    assert b"Traceback" not in shown
-
-
-def _rest(terminal: int) -> bytes:
-    try:
-        return os.read(terminal, 65536)
-    except OSError:  # the other end is closed
-        return b""
+def test_a_terminal_sees_progress(
+    base: list[str], here: Path, source: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file's size is known: a percentage and a time are shown. For standard input, only the bytes read so far."""
+    shown = Terminal()
+    monkeypatch.setattr(sys, "stderr", shown)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(TEXT.encode() * 50)))
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    assert _run(["ngram", "build", source, *base[3:]]) == 0
+    assert capsys.readouterr().out.startswith("t.safetensors\n")
+    assert "tokens/s" in shown.getvalue() and ("bytes" in shown.getvalue() or "kB" in shown.getvalue())
 
 
 def test_long_texts_draw_no_warning(base: list[str], here: Path, tmp_path: Path) -> None:

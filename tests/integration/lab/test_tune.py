@@ -599,7 +599,7 @@ def test_bad_benchmarks(tmp_path: Path) -> None:
             {"params": (GREEDY, SamplingParams(max_new_tokens=3))},
             "two of the params have the name 'greedy' in the results",
         ),
-        ({"params": (SamplingParams(processors=(lambda ids, scores: scores,)),)}, "processors cannot be written"),
+        ({"params": (SamplingParams(processors=(lambda ids, scores: scores,)),)}, "processors cannot be stored"),
     ]:
         with pytest.raises(ConfigError, match=message):
             settings(generator, **changes)

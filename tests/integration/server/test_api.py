@@ -234,7 +234,7 @@ REFUSED: list[tuple[dict[str, Any], str, str | None]] = [
     ({"messages": TALK, "response_format": {"type": "xml"}}, "response_format.type", "response_format.type"),
     ({"messages": TALK, "response_format": {"type": "json_schema"}}, "json_schema and type", "response_format.json_schema"),
     ({"messages": TALK, "response_format": schema({"type": "nothing"})}, "the schema is not supported", "response_format"),
-    ({"messages": TALK, "response_format": schema(nested(40))}, "40 deep", "response_format"),
+    ({"messages": TALK, "response_format": schema(nested(40))}, "depth 40", "response_format"),
     ({"messages": []}, "messages", "messages"),
     ({"messages": [{"role": "king", "content": "x"}]}, "messages.0.role", "messages.0.role"),
     ({"messages": TALK, "foresay": {"drafter": "model(/etc)"}}, "not available", "foresay.drafter"),
@@ -530,7 +530,7 @@ def test_what_the_command_refuses(
     for args, said in (
         (["--host", "0.0.0.0"], "reachable from other machines"),
         (["--keys-file", str(tmp_path / "none")], "cannot read keys"),
-        (["--port", "70000"], "port=70000"),
+        (["--port", "70000"], "--port 70000"),
     ):
         assert said in shell.refused("serve", "--model", "nowhere", *args)
 

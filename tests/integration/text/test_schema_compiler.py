@@ -79,7 +79,7 @@ def test_each_limit_is_met(limits: dict[str, Any], message: str, make: Make) -> 
     before, compiler = processes(), make(**limits)
     with pytest.raises(ConfigError, match=message):
         compiler.compile(PRODUCT)
-    assert not compiler._good, "what was refused is tried again"
+    assert not compiler._known_good, "what was refused is tried again"
     (process,) = processes() - before
     with pytest.raises(ConfigError, match=message):
         compiler.compile(PRODUCT)
@@ -99,7 +99,7 @@ def test_a_schema_that_passed_is_not_tried_again(make: Make) -> None:
 
 
 def test_passed_schemas_are_forgotten_in_the_order_of_their_use(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(schema_compiler, "_REMEMBERED", 2)
+    monkeypatch.setattr(schema_compiler, "_CACHE_SIZE", 2)
     compiler, tried = make(), list[str]()
     monkeypatch.setattr(compiler, "_try", lambda text, cancelled: tried.append(text))
     for number in (1, 2, 1, 3, 1, 2):

@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import foresay
-from foresay.decoding.protocols import Capabilities, KVCache, Logits, ModelInput, ModelOutput
+from foresay.decoding.capabilities import Capabilities
+from foresay.decoding.protocols import KVCache, Logits, ModelInput, ModelOutput
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import ModelDrafter
 from foresay.errors import ConfigError, ModelLoadError, ModelNotFoundError

@@ -99,7 +99,7 @@ def test_a_log_for_tensorboard(
     target: Path, recorded: Path, shell: tiny.Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "head"
-    given = options(target, recorded, "--epochs", "1", "--layers", "1", "--steps", "2", "--tensorboard")
+    given = options(target, recorded, "--epochs", "1", "--hidden-layers", "1", "--draft-steps", "2", "--tensorboard")
     assert shell("distill", str(out), *given)[0] == 0
     assert list((out / "tensorboard").rglob("events.*"))
     monkeypatch.setattr("foresay.cli.distill.is_tensorboard_available", lambda: False)
@@ -123,7 +123,7 @@ def test_a_head_is_exported_whole(layout: str, target: Path, recorded: Path, she
     plain = ("generate", "the number 7", "--model", str(target), "-n", "16", "--num-draft-tokens", "2", "--json")
     found = [json.loads(shell(*plain, "--drafter", f"head({one})")[1]) for one in (head, out)]
     assert found[0]["text"] == found[1]["text"]
-    assert "contains something else, and is not changed" in shell.refused(*asked)
+    assert "exists and is not empty; name another folder" in shell.refused(*asked)
     assert "--layout" in shell.refused(*asked[:2], str(tmp_path / "x"), *asked[3:5], "--layout", "onnx")
 
 
@@ -156,7 +156,9 @@ def test_a_draft_model_is_cut_to_a_table_s_tokens(
     assert shell(*asked, "--drafter", drafter, "--num-draft-tokens", "3")[1] == shell(*asked, "--drafter", "none")[1]
     assert "needs --vocabulary" in shell.refused("distill", str(tmp_path / "x"), *given)
     head = options(target, recorded, "--vocabulary", str(table), "--vocabulary-size", "12")
-    assert "is a table for a draft model" in shell.refused("distill", str(tmp_path / "x"), *head)
+    assert "--vocabulary needs --draft MODEL and --vocabulary-size" in shell.refused(
+        "distill", str(tmp_path / "x"), *head
+    )
 
 
 def test_on_text_alone(target: Path, shell: tiny.Shell, tmp_path: Path) -> None:
@@ -273,7 +275,7 @@ def test_a_run_that_ended_before_its_first_evaluation_goes_on(
         elif path.name != "metrics.jsonl":
             path.unlink()
     assert shell("distill", str(out), *options(target, recorded, "--hidden-layers", "1,2,3", "--epochs", "0.2"))[0] == 0
-    assert "steps=5" in shell.refused(
+    assert "--draft-steps 5" in shell.refused(
         "distill", str(out), *options(target, recorded, "--hidden-layers", "1,2,3", "--draft-steps", "4")
     )
 

@@ -220,3 +220,12 @@ def test_the_completion_script_is_shown(
     with pytest.raises(SystemExit) as ended:
         _run(["--show-completion"])
     assert ended.value.code == 0 and "_FORESAY_COMPLETE" in capsys.readouterr().out
+
+
+def test_every_command_starts_in_a_fresh_interpreter() -> None:
+    """Smoke test outside of pytest's process: each command is imported and prints its page."""
+    names = [name.split() for name, entry in entries() if entry.function]
+    code = f"import sys\nfrom foresay.cli.app import _run\nsys.exit(sum(_run([*name, '-h']) for name in {names}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.count("\nExamples:\n") == len(names) == 24

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from foresay.decoding.capabilities import Capabilities
 from foresay.decoding.outcome import Step
 from foresay.decoding.rows import Rows
 from foresay.lengths.budgets import StepContext
@@ -21,7 +22,7 @@ def line(begin: float, slope: float) -> Curve:
 
 
 def rows_of(count: int, *, ragged: bool = True) -> Rows:
-    return Rows([make_row() for _ in range(count)], ragged=ragged)
+    return Rows([make_row() for _ in range(count)], capabilities=Capabilities(ragged=ragged))
 
 
 def said(gate: EarlyStopping, rows: Rows, index: int, q: Sequence[float]) -> list[bool]:

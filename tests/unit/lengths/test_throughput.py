@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from foresay.decoding.capabilities import Capabilities
 from foresay.decoding.outcome import Step
 from foresay.decoding.rows import Rows, RuleNeeds
 from foresay.decoding.sampling_params import SamplingParams
@@ -226,7 +227,7 @@ class Ragged:
 
     def run(self, policy: ThroughputLength, steps: int) -> tuple[float, list[list[int]]]:
         """(tokens per second, the budgets of each step)."""
-        rows = Rows([make_row() for _ in self.accepts], ragged=True)
+        rows = Rows([make_row() for _ in self.accepts], capabilities=Capabilities(ragged=True))
         tokens, seconds, chosen = 0, 0.0, []
         for _ in range(steps):
             budgets = policy.budget(rows)
@@ -315,7 +316,10 @@ def test_a_row_recovers() -> None:
 def test_sampled_rows_keep_one_length_where_their_text_depends_on_it() -> None:
     sampled = make_row(temperature=1.0)
     for needs, wanted in ((RuleNeeds(), {5}), (RuleNeeds(ignores_drafts=True), None)):
-        rows, policy = Rows([make_row(), sampled], needs=needs, ragged=True), ThroughputLength(sampled=5)
+        rows, policy = (
+            Rows([make_row(), sampled], needs=needs, capabilities=Capabilities(ragged=True)),
+            ThroughputLength(sampled=5),
+        )
         seen: list[list[int]] = []
         for _ in range(60):
             budgets = policy.budget(rows)
@@ -338,7 +342,7 @@ class Matches:
 
     def run(self, policy: ThroughputLength, steps: int) -> tuple[float, dict[int, float]]:
         """(tokens per second over plain decoding's, mean tokens kept of a guess by its match)."""
-        rows = Rows([make_row() for _ in range(self.batch)], ragged=self.ragged)
+        rows = Rows([make_row() for _ in range(self.batch)], capabilities=Capabilities(ragged=self.ragged))
         tokens, seconds = 0, 0.0
         kept: dict[int, list[int]] = {length: [] for length in self.sure}
         for _ in range(steps):
@@ -395,7 +399,7 @@ def test_one_slow_pass_stops_no_drafts() -> None:
     """A machine that stands still while the first draft is scored, and halves its pace later, is no reason to stop drafting."""
     policy, world = ThroughputLength(), Matches(1, 0.02)
     world.run(policy, 3)
-    rows = Rows([make_row()], ragged=True)
+    rows = Rows([make_row()], capabilities=Capabilities(ragged=True))
     assert policy.budget(rows)[0] and policy.num_to_score(rows, [16], [12])[0]
     policy.observe(rows, [Step(0, (0,), (), 16, 0, total_s=30.0)])
     gain, kept = world.run(policy, 300)
@@ -404,7 +408,7 @@ def test_one_slow_pass_stops_no_drafts() -> None:
 
 def test_slow_look_ups_are_not_asked_for_all_they_find() -> None:
     """A look-up that takes a third of a pass is drafting that must pay, as a draft model's is."""
-    policy, rows = ThroughputLength(), Rows([make_row()], ragged=True)
+    policy, rows = ThroughputLength(), Rows([make_row()], capabilities=Capabilities(ragged=True))
     asked = 0
     for _ in range(1500):
         budget = policy.budget(rows)[0]

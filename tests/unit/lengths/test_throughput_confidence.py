@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from foresay.decoding.capabilities import Capabilities
 from foresay.decoding.distributions import Distributions
 from foresay.decoding.outcome import Step
 from foresay.decoding.protocols import DraftStep
@@ -31,7 +32,7 @@ def distributions(confidences: list[float], *, sampled: bool = False) -> Distrib
 
 def rate(policy: Any, batch: int, ragged: bool, steps: int, *, token_s: float = 0.08, column: float = 0.05) -> float:
     """Tokens per second and row; tokens hold as often as the draft is sure of them."""
-    rows = Rows([make_row() for _ in range(batch)], ragged=ragged)
+    rows = Rows([make_row() for _ in range(batch)], capabilities=Capabilities(ragged=ragged))
     seconds = tokens = 0.0
     for step in range(steps):
         rng = random.Random(step)
@@ -169,5 +170,5 @@ def test_a_row_that_is_held_to_more_than_others_ever_drafted(ragged: bool, behin
             )
         return asked
 
-    assert 0 < max(go(Rows(greedy, ragged=ragged), 300)) < 4
-    assert go(Rows([*greedy, make_row(temperature=1.0)], ragged=ragged), 60)[2] == 8
+    assert 0 < max(go(Rows(greedy, capabilities=Capabilities(ragged=ragged)), 300)) < 4
+    assert go(Rows([*greedy, make_row(temperature=1.0)], capabilities=Capabilities(ragged=ragged)), 60)[2] == 8

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from foresay.decoding.capabilities import Capabilities
 from foresay.decoding.outcome import Step
 from foresay.decoding.rows import Rows, RuleNeeds
 from foresay.lengths import ConstantLength, ThroughputLength, measured_drafter, trials
@@ -36,7 +37,7 @@ class World:
 
     def rate(self, policy: Any, steps: int, most: int = FOUND) -> float:
         """Tokens per second and row. most: of the other drafter."""
-        rows = Rows([make_row() for _ in range(self.batch)], ragged=self.ragged)
+        rows = Rows([make_row() for _ in range(self.batch)], capabilities=Capabilities(ragged=self.ragged))
         seconds = tokens = 0.0
         self.asked.clear()
         for step in range(steps):
@@ -134,7 +135,7 @@ def test_where_it_never_pays_the_look_up_alone_goes_on(case: str, ragged: bool) 
 
 
 def test_a_row_that_is_held_keeps_its_length() -> None:
-    rows = Rows([make_row(temperature=1.0, seed=0), make_row()], ragged=True)
+    rows = Rows([make_row(temperature=1.0, seed=0), make_row()], capabilities=Capabilities(ragged=True))
     rows.needs = RuleNeeds()
     policy = ThroughputLength(sampled=3)
     for _ in range(80):

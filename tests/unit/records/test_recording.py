@@ -280,7 +280,7 @@ def test_files_that_are_no_recordings(tmp_path: Path) -> None:
     refused(lambda: LineWriter(tmp_path / "no" / "such", "kind", 1, {}), "cannot write", "No such file or directory")
     refused(lambda: read_lines(tmp_path / "none", "kind", 1, ANY).__enter__(), "cannot read")
     path.write_bytes(b"")
-    refused(lambda: read_lines(path, "kind", 1, ANY).__enter__(), "is empty: no kind")
+    refused(lambda: read_lines(path, "kind", 1, ANY).__enter__(), "is empty, not a kind")
 
 
 # -- logs of tensors ---------------------------------------------------------------------------------------------------

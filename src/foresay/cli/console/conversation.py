@@ -23,7 +23,7 @@ from foresay.generation.method import Method
 from foresay.lab.data.items import PromptItem
 from foresay.lab.tune import DRAFTERS
 from foresay.lengths import LENGTHS
-from foresay.spec.expressions import parse, written
+from foresay.spec.expressions import parse, to_expression
 from foresay.text.formatting import percent, yes_no
 
 
@@ -67,7 +67,7 @@ def history(session: ChatSession, argument: str) -> None:
     left_out = session.exchanges[-1].left_out if session.exchanges else 0
     for i, one in enumerate(session.exchanges):
         if i == left_out and left_out:
-            session.screen.note("(left out above: the model's context was full)")
+            session.screen.note("(the model no longer sees the lines above)")
         session.screen.line(f"you: {one.user}")
         session.screen.line(f"answer{f' ({INTERRUPTED})' if one.ended == INTERRUPTED else ''}: {one.answer}")
     if not session.exchanges:
@@ -114,7 +114,7 @@ def _methods(session: ChatSession) -> list[Method]:
     own = session.generator.drafter_name
     known = [*DRAFTERS, *([] if session.draft is None else [model_expression(session.draft)])]
     named = [Method(name) for name in known if parse(name) != parse(own)]
-    length = session.length or written(session.generator.policy, LENGTHS)
+    length = session.length or to_expression(session.generator.policy, LENGTHS)
     return named if own == "none" else [*named, Method(own, length)]
 
 

@@ -14,7 +14,7 @@ from foresay.errors import ConfigError
 from foresay.generation.generator import Generator
 from foresay.generation.load import change
 from foresay.lengths import LENGTHS
-from foresay.spec.expressions import parse, written
+from foresay.spec.expressions import parse, to_expression
 from foresay.text.prompts import Prompt, encode
 
 INTERRUPTED = "interrupted"
@@ -95,7 +95,9 @@ class ChatSession:
     def method(self) -> dict[str, str]:
         """Drafter, length and rule as text."""
         gamma = getattr(self.generator.policy, "num_draft_tokens", None)
-        length = f"{gamma} tokens" if gamma is not None else self.length or written(self.generator.policy, LENGTHS)
+        length = (
+            f"{gamma} tokens" if gamma is not None else self.length or to_expression(self.generator.policy, LENGTHS)
+        )
         return {"drafter": self.generator.drafter_name, "length": length, "rule": self.rule}
 
     def seeded(self) -> SamplingParams:

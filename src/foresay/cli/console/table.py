@@ -25,7 +25,7 @@ from foresay.lab.data.items import PromptItem
 from foresay.lab.data.requests import PromptRequest, RequestBuilder
 from foresay.lengths import ConstantLength
 from foresay.records.results import Failure, Run
-from foresay.spec.expressions import written
+from foresay.spec.expressions import to_expression
 from foresay.text.formatting import percent, yes_no
 
 ALONE = "draft alone"
@@ -89,7 +89,7 @@ def compare(
     if not params.greedy and params.seed is None:
         params = replace(params, seed=fresh_seed())
     block = PromptBlock("", RequestBuilder(target).first([item]), 1, params)
-    rule = written(target.rule, RULES)
+    rule = to_expression(target.rule, RULES)
     rows = [Row(PLAIN, MethodRunner(target, Method("none")))]
     rows += [] if draft is None else [Row(ALONE, DraftAlone(target, draft))]
     rows += [Row(one.drafter, MethodRunner(target, replace(one, rule=rule))) for one in methods]

@@ -17,9 +17,10 @@ import torch
 
 import foresay.lab.measure.roofline as floors
 from foresay.decoding.acceptance import Speculative
+from foresay.decoding.capabilities import PREFILL_CHUNK
 from foresay.decoding.prefill import prefill_chunk
 from foresay.decoding.proposal import Proposal
-from foresay.decoding.protocols import PREFILL_CHUNK, Drafter, LanguageModel, LengthPolicy
+from foresay.decoding.protocols import Drafter, LanguageModel, LengthPolicy
 from foresay.decoding.rows import Row, Rows
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters.stateless import Stateless

@@ -116,7 +116,7 @@ _REPLAY: Schema[_Replay] = Schema(_Replay, "a replay")
 
 
 @dataclass(slots=True)
-class Measures:
+class ReplaySettings:
     """The settings of replays: batch size, profile and cost table."""
 
     batch_size: int = 1
@@ -134,13 +134,13 @@ class Measures:
         return self._plain[id(recorded)]
 
     @classmethod
-    def read(cls, batch_size: int, profile: str | None, costs: str | None, target_cost: str | None) -> Measures:
+    def read(cls, batch_size: int, profile: str | None, costs: str | None, target_cost: str | None) -> ReplaySettings:
         """Load the profile and the cost table by file or table name."""
         known = None if profile is None else Profile.load(profile)
         return cls(batch_size, known, None if costs is None else read_costs(costs), target_cost)
 
 
-def replayed(method: Method, recorded: Recording, resources: Resources, by: Measures) -> dict[str, Any]:
+def replay_method(method: Method, recorded: Recording, resources: Resources, by: ReplaySettings) -> dict[str, Any]:
     """Replay a method on a recording and return the results."""
     recipe, known = read_drafter(method.drafter), by.profile
     rule, policy = read_rule(method.rule), read_length(method.own_length)
@@ -164,7 +164,7 @@ class Grid:
     paths: Sequence[str]
     loading: Mapping[str, Any]
     """Arguments of `foresay.load` for the target, for drafters that need it."""
-    by: Measures
+    by: ReplaySettings
     _recordings: dict[int, Recording] = field(default_factory=dict)
     _resources: dict[str, Resources] = field(default_factory=dict)
     """Target name -> its resources."""
@@ -172,7 +172,7 @@ class Grid:
     @classmethod
     def of(cls, setup: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
         """Build a Grid from plain data: recordings, load, batch_size, profile, costs, target_cost."""
-        by = Measures.read(*(setup[name] for name in ("batch_size", "profile", "costs", "target_cost")))
+        by = ReplaySettings.read(*(setup[name] for name in ("batch_size", "profile", "costs", "target_cost")))
         return cls(setup["recordings"], setup["load"], by)
 
     def __call__(self, task: Mapping[str, Any]) -> dict[str, Any]:
@@ -182,7 +182,7 @@ class Grid:
             self._recordings[number] = Recording.load(self.paths[number])
         recorded = self._recordings[number]
         if not read_drafter(method.drafter).reads_target:
-            return replayed(method, recorded, token_only_resources(recorded), self.by)
+            return replay_method(method, recorded, token_only_resources(recorded), self.by)
         arguments = {"target": recorded.model, **self.loading}
         name = str(arguments["target"] or "")
         if not name:
@@ -191,10 +191,10 @@ class Grid:
             found = load(**arguments).resources
             assert found is not None
             self._resources[name] = found
-        return replayed(method, recorded, self._resources[name], self.by)
+        return replay_method(method, recorded, self._resources[name], self.by)
 
 
-def _results(method: Method, done: Replay, recorded: Recording, by: Measures) -> dict[str, Any]:
+def _results(method: Method, done: Replay, recorded: Recording, by: ReplaySettings) -> dict[str, Any]:
     stats, rate, known = done.stats, done.rate(), by.profile
     out: dict[str, Any] = {
         "method": method.name,
@@ -224,7 +224,7 @@ def _finite(values: Sequence[float]) -> list[float | None]:
     return [value if math.isfinite(value) else None for value in values]
 
 
-def _swi(done: Replay, by: Measures, passes: Mapping[str, int]) -> dict[str, Any]:
+def _swi(done: Replay, by: ReplaySettings, passes: Mapping[str, int]) -> dict[str, Any]:
     """Return the standardised walltime improvement with a cost table, in which n-gram drafters cost nothing."""
     if by.costs is None or by.target_cost is None:
         return {}

@@ -15,7 +15,7 @@ PROMPTS, TOKENS = 4, 4
 """Number of prompts that are decoded for the comparison, spread over the log, and tokens of each."""
 
 
-def doubt(recording: Recording, generator: Generator) -> str | None:
+def prompt_mismatch_warning(recording: Recording, generator: Generator) -> str | None:
     """Return a warning in one sentence if outputs and prompts do not seem to match, or None if they match.
 
     recording: outputs with the prompts of the same index. generator: a model whose outputs are compared with the log. If

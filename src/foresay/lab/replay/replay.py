@@ -131,7 +131,7 @@ class Timed(LengthPolicy):
 
     def observe(self, rows: Rows, steps: Sequence[Step]) -> None:
         """Pass the steps to the inner policy with their live times."""
-        seconds = self._clock(len(steps), width_of(steps, rows.ragged), max(row.size for row in rows))
+        seconds = self._clock(len(steps), width_of(steps, rows.capabilities.ragged), max(row.size for row in rows))
         draft = steps[0].draft_s
         if self._drafting is not None:
             draft = self._drafting(len(steps), max(step.num_drafted for step in steps))

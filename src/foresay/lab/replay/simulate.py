@@ -65,7 +65,7 @@ class SimulatedRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class SimulatedLoad:
     """The result of a simulation: all requests and the totals of the engine."""
 
     requests: tuple[SimulatedRequest, ...]
@@ -171,7 +171,7 @@ def simulate(
     drafting: Drafting | None = None,
     share_prefixes: bool = True,
     prefix_bytes: int = 0,
-) -> Load:
+) -> SimulatedLoad:
     """Simulate requests that arrive at these times and are answered by the recording's texts in order, repeated if needed.
 
     drafting: by default the drafting times measured here, which is right for n-gram drafters. share_prefixes: a prompt reuses
@@ -208,7 +208,7 @@ class _Run:
         self._passes = self._row_passes = 0
         self._requests: list[SimulatedRequest] = []
 
-    def simulate(self, arrivals: Sequence[float]) -> Load:
+    def simulate(self, arrivals: Sequence[float]) -> SimulatedLoad:
         """Run the engine until all requests are finished."""
         while len(self._requests) < len(arrivals) or self._engine.has_work:
             if not self._engine.has_work:
@@ -218,7 +218,7 @@ class _Run:
                 self._requests.append(SimulatedRequest(arrivals[len(self._requests)]))
             self._step()
         check_drafter(self._engine)
-        return Load(tuple(self._requests), self._busy_s, self._passes, self._row_passes)
+        return SimulatedLoad(tuple(self._requests), self._busy_s, self._passes, self._row_passes)
 
     @property
     def _busy_s(self) -> float:
@@ -243,19 +243,21 @@ def _no_time(batch: int, count: int) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class LatencyTargets:
     """Latency targets of a service: 99th percentiles in seconds; None sets no target."""
 
     first_p99_s: float | None = None
     gap_p99_s: float | None = None
 
-    def met(self, load: Load) -> bool:
+    def met(self, load: SimulatedLoad) -> bool:
         """True if the load meets all targets."""
         pairs = ((self.first_p99_s, "first"), (self.gap_p99_s, "gap"))
         return all(limit is None or load.percentile(of, 0.99) <= limit for limit, of in pairs)
 
 
-def highest_rate(at: Callable[[float], Load], target: Target, *, low: float, high: float, steps: int = 7) -> float:
+def highest_rate(
+    at: Callable[[float], SimulatedLoad], target: LatencyTargets, *, low: float, high: float, steps: int = 7
+) -> float:
     """Return the highest arrival rate in [low, high] requests per second whose load meets the target, or 0 if `low` does not.
 
     at: function rate -> load. Uses bisection on a logarithmic scale, to within a factor of (high / low) ** 2 ** -steps.

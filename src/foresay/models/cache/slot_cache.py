@@ -143,7 +143,7 @@ class SlotCache:
     def __init__(self, stores: KeyValues | None = None, *, spare: SpareStores | None = None) -> None:
         """stores: the memory of keys and values; None makes a rectangle, or takes one from `spare` and returns it at the end."""
         self.lengths: list[int] = []
-        self.guest: object | None = None
+        self.last_writer: object | None = None
         """The draft cache that last wrote to these slots; see BorrowedSlots."""
         if stores is None:
             stores = rectangle = Stores() if spare is None else spare.take()

@@ -111,14 +111,14 @@ class NativeLayers:
         residual_scale: float,
         dtype: torch.dtype,
         *,
-        beside: FirstLayerNorms | None = None,
+        first_norms: FirstLayerNorms | None = None,
     ) -> None:
-        """dtype: of the cache. `beside`: norms of the first layer's input, if `run` gets that separately.
+        """dtype: of the cache. `first_norms`: norms of the first layer's input, if `run` gets that separately.
 
         Raises LookupError if the kernels are missing or do not support the layers.
         """
         found = library()
-        norms = [norm for layer in layers for norm in layer.norms] + [*(beside.norms if beside else ())]
+        norms = [norm for layer in layers for norm in layer.norms] + [*(first_norms.norms if first_norms else ())]
         same_eps = all(norm.eps == last_norm.eps for norm in norms)
         if found is None or dtype not in CACHES or activation not in ACTIVATIONS or not same_eps:
             raise LookupError(
@@ -131,7 +131,7 @@ class NativeLayers:
         """Objects whose memory the structs point to."""
         gate = _native(layers[0].gate_up)
         self._hidden, self._inner = gate.in_features, gate.out_features // 2
-        self._beside = beside
+        self._first_norms = first_norms
         structs_ = [self._struct(layer, last_norm.eps) for layer in layers]
         self._model = structs.Model(
             layers=len(layers),
@@ -143,9 +143,9 @@ class NativeLayers:
             last_norm=self._vector(last_norm, self._hidden),
             layer=(structs.Layer * len(layers))(*structs_),
             beside=(structs.Vector * 2)(
-                *(self._vector(one, self._hidden) for one in (beside.norms if beside else (None, None)))
+                *(self._vector(one, self._hidden) for one in (first_norms.norms if first_norms else (None, None)))
             ),
-            from_beside=int(beside is not None and beside.is_input),
+            from_beside=int(first_norms is not None and first_norms.is_input),
         )
         try:
             found.foresay_check(ctypes.byref(self._model))
@@ -164,7 +164,7 @@ class NativeLayers:
         """Run all layers. Return the output after the last norm, [N, H] float32, and the hidden states of the layers in `wanted`.
 
         x: [N, H] float32, overwritten with the output before the last norm. turns: cosines and sines [N, R] float32 by layer
-        kind. read: [N, 2 * H] float32, the first layer's input before its norms; only for a model made with `beside`. If the
+        kind. read: [N, 2 * H] float32, the first layer's input before its norms; only for a model made with `first_norms`. If the
         second of these vectors is also the residual input, the values in x are ignored.
         """
         count = len(tokens)

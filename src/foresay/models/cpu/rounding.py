@@ -36,7 +36,7 @@ def quantize_int4(weight: torch.Tensor, dtype: torch.dtype) -> Groups:
     return levels, scales, offsets
 
 
-def restored(groups: Groups) -> torch.Tensor:
+def dequantized(groups: Groups) -> torch.Tensor:
     """Dequantize 4-bit groups to weights [out, in] float32."""
     levels, scales, offsets = groups
     wide = levels.float().view(len(levels), -1, GROUP)

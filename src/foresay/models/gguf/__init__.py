@@ -1,1 +1,1 @@
-"""GGUF files: header, values, shapes and weights."""
+"""GGUF files: header, values, shapes, tokenizer and weights."""

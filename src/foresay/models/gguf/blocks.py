@@ -1,7 +1,7 @@
-"""A GGUF file's weights in the blocks they are stored in, without dequantising them first.
+"""Loads a GGUF file's weights into a model in their quantized blocks, without dequantizing them.
 
-Owns the names of tensors, their order of rows, and which module holds what. Architectures whose tensors are rearranged in ways
-that are not known here are left to transformers, which dequantises them. What a type becomes is types.py's.
+Owns the mapping from tensors to modules and the order of rows. transformers loads and dequantizes architectures whose tensors
+are rearranged in ways unknown here. types.py decides the representation of each tensor type.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from foresay.models.cpu.product import NativeProduct
 from foresay.models.cpu.rounding import quantize_int8
 from foresay.models.gguf.header import GgufHeader
 from foresay.models.gguf.positions import scale_positions
-from foresay.models.gguf.shapes import Name, check_tensors, empty_model, namer
-from foresay.models.gguf.types import Blocks, Eights, Numbers, Weight, joined, unpacked
-from foresay.models.gguf.values import refused_tensor
+from foresay.models.gguf.shapes import Name, check_tensors, empty_model, gguf_namer
+from foresay.models.gguf.types import BlockWeight, DenseWeight, Int8Weight, Weight, concatenated, read_weight
+from foresay.models.gguf.values import invalid_tensor
 from foresay.models.huggingface.linears import (
     JOINT_LAYERS,
     FrozenEmbedding,
@@ -30,65 +30,65 @@ from foresay.models.huggingface.linears import (
 )
 
 
-def model_of_blocks(head: GgufHeader, config: Any, dtype: torch.dtype) -> Any:
-    """A transformers model whose linear layers hold a file's blocks. Activations and all else are in `dtype`.
+def model_of_blocks(header: GgufHeader, config: Any, dtype: torch.dtype) -> Any:
+    """Return a transformers model whose linear layers use the file's blocks. Activations and all other weights are in `dtype`.
 
-    head: of one of ARCHITECTURES, whose values are checked. Raises ModelLoadError for a file whose tensors are not the model's,
-    or contain numbers that are not finite.
+    header: checked by `check_values`, of one of ARCHITECTURES. Raises ModelLoadError if the tensors do not match the model or
+    contain numbers that are not finite.
     """
-    model, name = empty_model(config, dtype), namer(head, config)
-    check_tensors(head, model, name)
-    _fill(model, _File(head, config, dtype, name))
-    scale_positions(model, head)
+    model, name = empty_model(config, dtype), gguf_namer(header, config)
+    check_tensors(header, model, name)
+    _fill(model, _File(header, config, dtype, name))
+    scale_positions(model, header)
     return model.eval()
 
 
 class _File:
-    """The tensors of a file by transformers' names."""
+    """The tensors of a file, by transformers' parameter names."""
 
-    def __init__(self, head: GgufHeader, config: Any, dtype: torch.dtype, name: Name) -> None:
-        self._head, self._name, self.dtype = head, name, dtype
+    def __init__(self, header: GgufHeader, config: Any, dtype: torch.dtype, name: Name) -> None:
+        self._header, self._name, self.dtype = header, name, dtype
         self._heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
 
     def get(self, name: str) -> Weight | None:
-        """A parameter by transformers' name; None where the file has none. Raises ModelLoadError for numbers not finite."""
-        own = self._name(name)
-        tensor = self._head.tensors.get(own)
+        """Return a parameter, or None if the file lacks it. Raises ModelLoadError for numbers that are not finite."""
+        tensor_name = self._name(name)
+        tensor = self._header.tensors.get(tensor_name)
         if tensor is None:
             return None
-        weight, kind = unpacked(tensor), own.split(".")[-2]
+        weight, kind = read_weight(tensor), tensor_name.split(".")[-2]
         if not weight.is_finite():
-            raise refused_tensor(self._head, own, "has numbers that are not finite")
-        if self._head.architecture == "llama" and kind in self._heads:  # biases too
-            return weight.rows(_interleaved(tensor.shape[0], self._heads[kind]))
-        if self._head.architecture.startswith("gemma") and "norm" in own:
-            return Numbers(weight.dense(torch.float32) - 1)
+            raise invalid_tensor(self._header, tensor_name, "contains numbers that are not finite")
+        if self._header.architecture == "llama" and kind in self._heads:  # biases too
+            return weight.reordered(_row_order(tensor.shape[0], self._heads[kind]))
+        if self._header.architecture.startswith("gemma") and "norm" in tensor_name:
+            return DenseWeight(weight.dense(torch.float32) - 1)  # transformers adds the 1 in the norm
         return weight
 
     def dense(self, name: str) -> torch.Tensor | None:
-        """A parameter as numbers."""
+        """Return a parameter in `dtype`, or None if the file lacks it."""
         weight = self.get(name)
         return None if weight is None else weight.dense(self.dtype)
 
 
-def _interleaved(rows: int, heads: int) -> torch.Tensor:
-    """For each row as transformers wants it, its index in a Llama's file, where the two halves of a head alternate."""
+def _row_order(rows: int, heads: int) -> torch.Tensor:
+    """Return the file's row index of each of transformers' rows; Llama's files interleave the two halves of a head."""
     return torch.arange(rows).view(heads, rows // heads // 2, 2).transpose(1, 2).reshape(-1)
 
 
 def _fill(model: Any, file: _File) -> None:
-    """Put the file's weights into a model on the meta device."""
-    model.tie_weights = lambda *args, **kwargs: None  # they may be kept in two ways
-    _fill_ends(model, file)
+    """Load the file's weights into a model on the meta device."""
+    model.tie_weights = lambda *args, **kwargs: None  # tied layers may use two representations of one weight
+    _fill_embeddings(model, file)
     for name, module in list(model.named_modules()):
-        for together in JOINT_LAYERS:
-            _fill_together(module, name, together, file)
+        for joint in JOINT_LAYERS:
+            _fill_joint(module, name, joint, file)
         for short, child in list(module.named_children()):
             if isinstance(child, nn.Linear) and child.weight.device.type == "meta":
                 path = f"{name}.{short}" if name else short
                 _fill_linear(module, short, file.get(path + ".weight"), file.dense(path + ".bias"), file.dtype)
         if isinstance(module, nn.Linear):
-            continue  # its parent has replaced it
+            continue  # replaced through its parent
         for short, parameter in list(module.named_parameters(recurse=False)):
             found = file.dense(f"{name}.{short}") if parameter.device.type == "meta" else None
             if found is not None:
@@ -96,29 +96,37 @@ def _fill(model: Any, file: _File) -> None:
     freeze_linears(model)
 
 
-def _fill_ends(model: Any, file: _File) -> None:
-    """The embedding and the head: both are one product where they are tied, and rows of it can be looked up."""
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+def _fill_embeddings(model: Any, file: _File) -> None:
+    """Load the embedding and the output layer, which share one product if they are tied and its rows can be read."""
+    output, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     names = {module: name for name, module in model.named_modules()}
-    own, looked_up = file.get(names[head] + ".weight"), file.get(names[embedding] + ".weight")
-    if looked_up is None:
+    output_weight, embedding_weight = file.get(names[output] + ".weight"), file.get(names[embedding] + ".weight")
+    if embedding_weight is None:
         return
     table = None
-    if not isinstance(looked_up, Numbers) and type(embedding) is nn.Embedding:
-        table = _table(looked_up, file.dtype)
+    if not isinstance(embedding_weight, DenseWeight) and type(embedding) is nn.Embedding:
+        table = _embedding_table(embedding_weight, file.dtype)
         model.set_input_embeddings(FrozenEmbedding(table, file.dtype))
-    parent, _, short = names[head].rpartition(".")
-    if own is None and (isinstance(table, NativeProduct) or (table is not None and isinstance(looked_up, Eights))):
+    parent, _, short = names[output].rpartition(".")
+    if output_weight is None and (
+        isinstance(table, NativeProduct) or (table is not None and isinstance(embedding_weight, Int8Weight))
+    ):
         setattr(model.get_submodule(parent), short, FrozenLinear(table))
     else:
-        _fill_linear(model.get_submodule(parent), short, looked_up if own is None else own, None, file.dtype)
+        _fill_linear(
+            model.get_submodule(parent),
+            short,
+            embedding_weight if output_weight is None else output_weight,
+            None,
+            file.dtype,
+        )
 
 
-def _table(weight: Weight, dtype: torch.dtype) -> Table:
-    """What an embedding's rows are looked up in: the file's own blocks where there are kernels for them, else 8 bits."""
-    if isinstance(weight, Eights):
+def _embedding_table(weight: Weight, dtype: torch.dtype) -> Table:
+    """Return a product whose rows an embedding can read: the file's blocks if the kernels support them, else 8 bits."""
+    if isinstance(weight, Int8Weight):
         return weight.product(dtype, None)
-    if isinstance(weight, Blocks):
+    if isinstance(weight, BlockWeight):
         blocks = weight.product(dtype, None)
         if isinstance(blocks, NativeProduct):
             return blocks
@@ -128,10 +136,10 @@ def _table(weight: Weight, dtype: torch.dtype) -> Table:
 def _fill_linear(
     parent: nn.Module, name: str, weight: Weight | None, bias: torch.Tensor | None, dtype: torch.dtype
 ) -> None:
-    """A layer's weights: as a product where the file holds them rounded, else as they are."""
+    """Load a linear layer: as a product if the file's weights are quantized, else as a plain layer."""
     if weight is None:
         return
-    if not isinstance(weight, Numbers):
+    if not isinstance(weight, DenseWeight):
         setattr(parent, name, FrozenLinear(weight.product(dtype, bias)))
         return
     rows, columns = weight.values.shape
@@ -142,14 +150,14 @@ def _fill_linear(
     setattr(parent, name, layer)
 
 
-def _fill_together(parent: Any, path: str, names: Sequence[str], file: _File) -> None:
-    """Replace layers that read the same input by one product, where their weights are rounded in one way."""
+def _fill_joint(parent: Any, path: str, names: Sequence[str], file: _File) -> None:
+    """Replace layers that read the same input by one product, if their weights share a quantized representation."""
     layers = [getattr(parent, name, None) for name in names]
     if not all(isinstance(layer, nn.Linear) and layer.weight.device.type == "meta" for layer in layers):
         return
-    weight = joined([file.get(f"{path}.{name}.weight") for name in names])
+    weight = concatenated([file.get(f"{path}.{name}.weight") for name in names])
     biases = [file.dense(f"{path}.{name}.bias") for name in names]
     if weight is None or len({bias is None for bias in biases}) > 1:
-        return  # the configuration need not say that there are biases: the file does
+        return
     bias = None if biases[0] is None else torch.cat([one for one in biases if one is not None])
     replace_jointly(parent, names, weight.product(file.dtype, bias))

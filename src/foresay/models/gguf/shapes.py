@@ -1,7 +1,7 @@
-"""The tensors of a GGUF file, compared with the model that its values describe before any of them is read.
+"""Checks of a GGUF file's tensors against the model that its values describe, before any tensor is read.
 
-The model is transformers' own, without memory of its own (on the meta device), so that what is expected of each tensor needs no
-table: its parameters under llama.cpp's names. llama.cpp, too, refuses tensors that are missing, of another shape, or left over.
+The expected shapes come from the parameters of transformers' model on the meta device, mapped to llama.cpp's names. Like
+llama.cpp, it rejects missing tensors, tensors of another shape, and unknown tensors.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from foresay.errors import ModelLoadError
 from foresay.models.gguf.header import GgufHeader, StoredTensor
 from foresay.models.gguf.positions import refuse_unread
 from foresay.models.gguf.tokenizer import config_of
-from foresay.models.gguf.values import ARCHITECTURES, refused, refused_tensor
+from foresay.models.gguf.values import ARCHITECTURES, invalid_tensor, invalid_value
 
 PLAIN = ("F32", "F16", "BF16")
-"""Types that are not rounded."""
-_NEEDED = (
+"""Types that are not quantized."""
+_REQUIRED = (
     "block_count",
     "context_length",
     "embedding_length",
@@ -29,15 +29,15 @@ _NEEDED = (
     "attention.head_count",
     "attention.layer_norm_rms_epsilon",
 )
-"""Values without which transformers would take those of some model of the family."""
+"""Values that transformers would replace by those of some model of the family if they were missing."""
 _POSITIONS = ("rope_freqs", "rope_factors")
-"""Tensors that positions.py reads or refuses."""
+"""Prefixes of tensors that positions.py reads or rejects."""
 Name = Callable[[str], str]
-"""llama.cpp's name of a parameter, from transformers' name."""
+"""Map transformers' name of a parameter to llama.cpp's."""
 
 
 def empty_model(config: Any, dtype: Any) -> Any:
-    """A transformers model of a configuration, on the meta device."""
+    """Return a transformers model of a configuration, on the meta device."""
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
@@ -46,71 +46,71 @@ def empty_model(config: Any, dtype: Any) -> Any:
         return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
-def namer(head: GgufHeader, config: Any) -> Name:
-    """The names of a file's architecture, which is one of ARCHITECTURES."""
+def gguf_namer(header: GgufHeader, config: Any) -> Name:
+    """Return the name mapping of a file's architecture, which must be one of ARCHITECTURES."""
     import gguf
 
     known = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
-    names = gguf.get_tensor_name_map(known[head.architecture], config.num_hidden_layers)
+    names = gguf.get_tensor_name_map(known[header.architecture], config.num_hidden_layers)
 
-    def name(theirs: str) -> str:
-        stem, _, suffix = theirs.rpartition(".")
+    def name(parameter: str) -> str:
+        stem, _, suffix = parameter.rpartition(".")
         return f"{names.get_name(stem)}.{suffix}"
 
     return name
 
 
-def dense_config(head: GgufHeader) -> Any:
-    """The configuration of a file that transformers is to dequantise, compared with the file's tensors. Raises ModelLoadError."""
+def dense_config(header: GgufHeader) -> Any:
+    """Return the configuration of a file that transformers dequantizes. Raises ModelLoadError if the tensors do not match it."""
     from transformers import AutoConfig
 
-    refuse_unread(head, in_blocks=False)
-    if head.architecture in ARCHITECTURES:
-        config = config_of(head)
-        check_tensors(head, empty_model(config, torch.float32), namer(head, config))
+    refuse_unread(header, in_blocks=False)
+    if header.architecture in ARCHITECTURES:
+        config = config_of(header)
+        check_tensors(header, empty_model(config, torch.float32), gguf_namer(header, config))
     else:
-        config = AutoConfig.from_pretrained(head.path.parent, gguf_file=head.path.name)
-        check_amount(head, empty_model(config, torch.float32))
+        config = AutoConfig.from_pretrained(header.path.parent, gguf_file=header.path.name)
+        check_size(header, empty_model(config, torch.float32))
     return config
 
 
-def check_tensors(head: GgufHeader, model: Any, name: Name) -> None:
-    """Raise ModelLoadError for a tensor that is missing, of another shape or type than the model's, or none of it.
+def check_tensors(header: GgufHeader, model: Any, name: Name) -> None:
+    """Raise ModelLoadError for a missing or unknown tensor, or one whose shape or type does not match the model.
 
-    model: of the file's configuration, on the meta device.
+    model: built from the file's configuration, on the meta device.
     """
-    _check_supposed(head, model.config)
+    _check_unread_values(header, model.config)
     shapes, missing = {}, []
-    for theirs, shape, needed in _parameters(model):
-        own = name(theirs)
-        shapes[own] = shape
-        if needed and own not in head.tensors:
-            missing.append(theirs)
+    for parameter, shape, needed in _parameters(model):
+        tensor_name = name(parameter)
+        shapes[tensor_name] = shape
+        if needed and tensor_name not in header.tensors:
+            missing.append(parameter)
     if missing:
-        part = "; it is one of several files, which backend='llama.cpp' reads" if head.is_part else ""
+        part = "; it is one of several files, which only backend='llama.cpp' supports" if header.is_part else ""
         raise ModelLoadError(
-            f"{str(head.path)!r} lacks {len(missing)} of the model's tensors ({', '.join(missing[:3])}, ...){part}"
+            f"{str(header.path)!r} lacks {len(missing)} of the model's tensors ({', '.join(missing[:3])}, ...){part}"
         )
-    for own, tensor in head.tensors.items():
-        if not own.startswith(_POSITIONS) and not own.endswith("attn_rot_embd.weight"):
-            _check_tensor(head, own, tensor, shapes)
+    for tensor_name, tensor in header.tensors.items():
+        if not tensor_name.startswith(_POSITIONS) and not tensor_name.endswith("attn_rot_embd.weight"):
+            _check_tensor(header, tensor_name, tensor, shapes)
 
 
-def check_amount(head: GgufHeader, model: Any) -> None:
-    """Raise ModelLoadError for a model on the meta device that has far more weights than the file.
+def check_size(header: GgufHeader, model: Any) -> None:
+    """Raise ModelLoadError if a model on the meta device has over twice as many weights as the file.
 
-    For architectures whose names are not known here: transformers would create what is missing before it reports it.
+    For architectures without a name mapping: transformers would allocate missing weights before it reports them.
     """
-    stored = sum(math.prod(tensor.shape) for tensor in head.tensors.values())
+    stored = sum(math.prod(tensor.shape) for tensor in header.tensors.values())
     wanted = sum(one.numel() for one in model.parameters())
     if wanted > 2 * stored:
         raise ModelLoadError(
-            f"{str(head.path)!r} cannot be read: its values describe a model of {wanted} weights, and its tensors have {stored}"
+            f"{str(header.path)!r} cannot be read: its values describe a model of {wanted} weights, but its tensors have {stored}"
         )
 
 
 def _parameters(model: Any) -> list[tuple[str, tuple[int, ...], bool]]:
-    """(name, shape, whether the file must have it) of each parameter, and of the biases that linear layers may have."""
+    """Return (name, shape, whether it is required) of each parameter and of each linear layer's optional bias."""
     tied = model.config.tie_word_embeddings
     output = model.get_output_embeddings()
     found = []
@@ -118,42 +118,44 @@ def _parameters(model: Any) -> list[tuple[str, tuple[int, ...], bool]]:
         for short, one in module.named_parameters(recurse=False):
             found.append((f"{path}.{short}", tuple(one.shape), not (tied and module is output)))
         if isinstance(module, nn.Linear) and module.bias is None and module is not output:
-            # a configuration need not say that there are biases: the file does
+            # some configurations do not state whether there are biases; the file decides
             found.append((f"{path}.bias", (module.out_features,), False))
     return found
 
 
-def _check_tensor(head: GgufHeader, own: str, tensor: StoredTensor, shapes: Mapping[str, tuple[int, ...]]) -> None:
+def _check_tensor(
+    header: GgufHeader, tensor_name: str, tensor: StoredTensor, shapes: Mapping[str, tuple[int, ...]]
+) -> None:
     import gguf
 
-    shape = shapes.get(own)
+    shape = shapes.get(tensor_name)
     if shape is None:
-        why = f"is none of the {len(shapes)} that its values describe ({head.architecture}.block_count, ...)"
+        problem = f"is not among the {len(shapes)} that its values describe ({header.architecture}.block_count, ...)"
     elif tensor.shape != shape:
-        why = f"has the shape {list(tensor.shape)}; its values describe {list(shape)}"
+        problem = f"has shape {list(tensor.shape)}, but its values describe {list(shape)}"
     elif len(shape) == 1 and tensor.kind not in PLAIN:
-        why = f"is of type {tensor.kind}; allowed are {', '.join(PLAIN)}"
+        problem = f"is of type {tensor.kind}; it must be one of {', '.join(PLAIN)}"
     elif tensor.kind not in PLAIN and gguf.GGMLQuantizationType[tensor.kind] not in gguf.quants._type_traits:
-        why = f"is of type {tensor.kind}, which weights are not read from"
+        problem = f"is of type {tensor.kind}, which is not supported for weights"
     else:
         return
-    raise refused_tensor(head, own, why)
+    raise invalid_tensor(header, tensor_name, problem)
 
 
-def _check_supposed(head: GgufHeader, config: Any) -> None:
-    """Refuse values that transformers does not read, where they are not what it takes them for."""
-    for name in _NEEDED:
-        if f"{head.architecture}.{name}" not in head.values:
-            raise refused(head, f"{head.architecture}.{name}", "a number, which nothing else gives")
+def _check_unread_values(header: GgufHeader, config: Any) -> None:
+    """Raise ModelLoadError if a value that transformers ignores differs from the one it assumes."""
+    for name in _REQUIRED:
+        if f"{header.architecture}.{name}" not in header.values:
+            raise invalid_value(header, f"{header.architecture}.{name}", "a number; it has no default")
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    supposed = {
+    assumed = {
         "attention.key_length": size,
         "attention.value_length": size,
         "rope.dimension_count": size,
         "attn_logit_softcapping": getattr(config, "attn_logit_softcapping", None),
         "final_logit_softcapping": getattr(config, "final_logit_softcapping", None),
     }
-    for name, value in supposed.items():
-        key = f"{head.architecture}.{name}"
-        if head.values.get(key, value) != value:
-            raise refused(head, key, f"{value}: nothing else is read from such files")
+    for name, value in assumed.items():
+        key = f"{header.architecture}.{name}"
+        if header.values.get(key, value) != value:
+            raise invalid_value(header, key, f"{value}; no other value is supported for this architecture")

@@ -1,6 +1,6 @@
-"""What a head on hidden states is, and the two ways of writing it down that others read (METHODS.md section 8).
+"""Configuration of a draft head (EAGLE-3, Li et al. 2025), in the two layouts of config.json that other engines read.
 
-Owns the names of both layouts of config.json and the defaults of either. Knows no tensor.
+Owns the field names and defaults of both layouts. Knows no tensor.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from foresay.errors import ConfigError
 from foresay.json_files import Schema, short
 
 NEXT, LAST = 0, 1
-"""Hidden states of a head's pass: what its next one reads in place of the target's, and what scores are made of."""
+"""Keys of a pass's hidden states: NEXT replaces the target's features in the next pass, LAST is the output layer's input."""
 _LAYER = (
     "hidden_size",
     "num_attention_heads",
@@ -31,13 +31,13 @@ _LAYER = (
     "max_position_embeddings",
     "attention_bias",
 )
-_NEEDED = ("hidden_size", "num_attention_heads", "intermediate_size")
-_UNREAD = ("norm_before_fc", "fc_norm", "norm_output", "attention_bias", "mlp_bias")
-"""Parts that some heads have beyond the layout."""
+_REQUIRED = ("hidden_size", "num_attention_heads", "intermediate_size")
+_UNSUPPORTED = ("norm_before_fc", "fc_norm", "norm_output", "attention_bias", "mlp_bias")
+"""Switches of parts that some heads have and that are not supported here."""
 MAX_WIDTH, MAX_HEADS, MAX_VOCAB_SIZE = 1 << 18, 1 << 12, 1 << 24
-"""Larger than any model's, and small enough that every product of two sizes can be computed."""
-_GUESSES = 5
-"""Tokens that other engines draft with a head unless told otherwise."""
+"""Larger than any model's, and small enough that a product of two sizes does not overflow."""
+_DRAFT_TOKENS = 5
+"""Draft length that an exported configuration recommends to other engines."""
 
 Width = Annotated[int, Field(ge=1, le=MAX_WIDTH)]
 Heads = Annotated[int, Field(ge=1, le=MAX_HEADS)]
@@ -46,7 +46,7 @@ Factors = Annotated[list[Positive], Field(max_length=MAX_WIDTH)]
 
 
 class _Rotary(BaseModel):
-    """Parameters of the rotary embedding; either name of its kind is read."""
+    """Parameters of the rotary embedding. The kind may be named `rope_type` or `type`."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -69,7 +69,7 @@ class _Rotary(BaseModel):
 
 
 class _Layer(BaseModel):
-    """Fields of the layer; what else a configuration has is not read."""
+    """Fields of the layer that are validated; all others are ignored."""
 
     model_config = ConfigDict(allow_inf_nan=False)
 
@@ -91,8 +91,8 @@ class _Verifier(BaseModel):
     architectures: list[str] | None = None
 
 
-class _Whole(BaseModel):
-    """Fields other than the layer's, in either layout."""
+class _Fields(BaseModel):
+    """Fields other than the layer's, common to both layouts."""
 
     vocab_size: Annotated[int, Field(ge=1, le=MAX_VOCAB_SIZE)]
     draft_vocab_size: Annotated[int, Field(ge=1, le=MAX_VOCAB_SIZE)] | None = None
@@ -101,7 +101,7 @@ class _Whole(BaseModel):
 
 
 _LAYER_SCHEMA: Schema[_Layer] = Schema(_Layer, "the layer of a head")
-_WHOLE: Schema[_Whole] = Schema(_Whole, "a head's configuration")
+_FIELDS: Schema[_Fields] = Schema(_Fields, "a head's configuration")
 _LAYERS: Schema[tuple[int, ...] | None] = Schema(
     Annotated[tuple[Annotated[int, Field(ge=0, le=10_000)], ...], Field(min_length=1, max_length=1000)] | None,
     "a list of layers",
@@ -111,25 +111,25 @@ _VERIFIER: Schema[_Verifier] = Schema(_Verifier, "a verifier")
 
 @dataclass(frozen=True, slots=True)
 class HeadConfig:
-    """A head of one layer: its shape, what it reads and what it can write."""
+    """A head of one layer: its shape, the target's hidden states that it reads, and the tokens that it can draft."""
 
     layer: Mapping[str, Any]
     """Fields of a LlamaConfig."""
     vocab_size: int
-    """The target's."""
+    """Vocabulary size of the target."""
     draft_vocab_size: int
-    """Tokens that it can write."""
+    """Number of tokens that it can draft."""
     target_hidden_size: int
     hidden_layers: tuple[int, ...] | None
-    """The target's hidden states that it reads, 0 the embeddings; None: `usual_layers`."""
+    """Layers of the target whose hidden states it reads, 0 for the embeddings; None for `usual_layers`."""
     norm_before_residual: bool
-    """Whether what goes around attention is normed."""
+    """True if the residual around attention is the normalized input."""
     target: str = ""
-    """The target's name, as far as known."""
+    """Name of the target; "" if unknown."""
     target_architectures: tuple[str, ...] = field(default=())
 
     def __post_init__(self) -> None:
-        for name in _NEEDED:
+        for name in _REQUIRED:
             check_int(name, self.layer.get(name), 1)
         check_int("target_hidden_size", self.target_hidden_size, 1)
         check_int("draft_vocab_size", self.draft_vocab_size, 1, check_int("vocab_size", self.vocab_size, 1))
@@ -143,18 +143,18 @@ class HeadConfig:
 
     @property
     def hidden_size(self) -> int:
-        """Width of its own hidden states."""
+        """Size of the head's own hidden states."""
         return int(self.layer["hidden_size"])
 
     @staticmethod
     def read(values: Mapping[str, Any]) -> HeadConfig:
-        """From the object of either config.json. Raises ConfigError, naming the field, for what is missing or not read here."""
+        """Build from a config.json of either layout. Raises ConfigError that names a missing, invalid or unsupported field."""
         if "transformer_layer_config" in values or "speculators_model_type" in values:
             return _of_speculators(values)
         return _of_plain(values)
 
     def as_plain(self) -> dict[str, Any]:
-        """The plain layout."""
+        """Return the config.json of the plain layout."""
         return {
             "architectures": ["LlamaForCausalLMEagle3"],
             "model_type": "llama",
@@ -172,10 +172,10 @@ class HeadConfig:
         }
 
     def as_speculators(self) -> dict[str, Any]:
-        """The layout of vLLM's speculators."""
+        """Return the config.json of vLLM's speculators layout."""
         layer = {"model_type": "llama", **self.layer, "num_hidden_layers": 1, "vocab_size": self.vocab_size}
         verifier = {"name_or_path": self.target, "architectures": list(self.target_architectures)}
-        proposal = {"proposal_type": "greedy", "speculative_tokens": _GUESSES}
+        proposal = {"proposal_type": "greedy", "speculative_tokens": _DRAFT_TOKENS}
         return {
             "architectures": ["Eagle3Speculator"],
             "speculators_model_type": "eagle3",
@@ -195,26 +195,28 @@ class HeadConfig:
 
 
 def usual_layers(num_layers: int) -> tuple[int, ...]:
-    """Which hidden states a head reads where nobody says: those of an early, the middle and a late layer."""
+    """Return the default layers whose hidden states a head reads: an early, the middle and a late one."""
     return (2, num_layers // 2, num_layers - 3) if num_layers >= 6 else (0, num_layers // 2, num_layers - 1)
 
 
 def _of_plain(values: Mapping[str, Any]) -> HeadConfig:
     eagle = _object(values, "eagle_config")
-    _refuse_unread(values, eagle)
+    _reject_unsupported(values, eagle)
     if not eagle.get("use_aux_hidden_state", True):
-        raise ConfigError("use_aux_hidden_state=false: a head that reads the last hidden state alone is not read here")
-    return _made(values, values, eagle.get("eagle_aux_hidden_state_layer_ids"), before_residual=False)
+        raise ConfigError(
+            "use_aux_hidden_state=false: heads that read only the last hidden state are not supported; it must be true"
+        )
+    return _build(values, values, eagle.get("eagle_aux_hidden_state_layer_ids"), before_residual=False)
 
 
 def _of_speculators(values: Mapping[str, Any]) -> HeadConfig:
     kind = values.get("speculators_model_type")
     if kind != "eagle3":
-        raise ConfigError(f"speculators_model_type={kind!r}: only 'eagle3' is read here")
+        raise ConfigError(f"speculators_model_type={kind!r} is not supported; it must be 'eagle3'")
     layer = _object(values, "transformer_layer_config")
-    _refuse_unread(values, layer)
+    _reject_unsupported(values, layer)
     verifier = _VERIFIER.of(_object(_object(values, "speculators_config"), "verifier"), "verifier")
-    return _made(
+    return _build(
         layer,
         {"vocab_size": layer.get("vocab_size"), **values},
         values.get("eagle_aux_hidden_state_layer_ids"),
@@ -224,7 +226,7 @@ def _of_speculators(values: Mapping[str, Any]) -> HeadConfig:
     )
 
 
-def _made(
+def _build(
     layer: Mapping[str, Any],
     values: Mapping[str, Any],
     layers: Any,
@@ -233,35 +235,37 @@ def _made(
     target: str = "",
     architectures: Sequence[str] = (),
 ) -> HeadConfig:
-    """before_residual: whether the residual around attention is normed, if the file does not state it."""
-    place = "the head's config.json"
-    missing = [name for name in _NEEDED if layer.get(name) is None]
+    """Build a configuration. before_residual: `norm_before_residual` of a file that does not set it."""
+    source = "the head's config.json"
+    missing = [name for name in _REQUIRED if layer.get(name) is None]
     if missing or values.get("vocab_size") is None:
-        raise ConfigError(f"{place} has no {(missing or ['vocab_size'])[0]}")
+        raise ConfigError(f"{source} has no {(missing or ['vocab_size'])[0]}")
     kind = layer.get("model_type", "llama")
     if kind != "llama":
-        raise ConfigError(f"model_type={kind!r}: the layer of a head is a 'llama' layer here")
+        raise ConfigError(f"model_type={kind!r} is not supported for a head's layer; it must be 'llama'")
     if layer.get("num_hidden_layers", 1) != 1:
-        raise ConfigError(f"num_hidden_layers={layer['num_hidden_layers']}: a head has one layer here")
-    _LAYER_SCHEMA.of({name: layer.get(name) for name in _Layer.model_fields}, place)
-    whole = _WHOLE.of({name: values.get(name) for name in _Whole.model_fields}, place)
+        raise ConfigError(f"num_hidden_layers={layer['num_hidden_layers']}: only heads with one layer are supported")
+    _LAYER_SCHEMA.of({name: layer.get(name) for name in _Layer.model_fields}, source)
+    fields = _FIELDS.of({name: values.get(name) for name in _Fields.model_fields}, source)
     return HeadConfig(
         {name: layer[name] for name in _LAYER if layer.get(name) is not None},
-        whole.vocab_size,
-        whole.draft_vocab_size or whole.vocab_size,
-        whole.target_hidden_size or layer["hidden_size"],
-        _LAYERS.of(layers, f"{place}: eagle_aux_hidden_state_layer_ids={short(layers)}"),
-        before_residual if whole.norm_before_residual is None else whole.norm_before_residual,
+        fields.vocab_size,
+        fields.draft_vocab_size or fields.vocab_size,
+        fields.target_hidden_size or layer["hidden_size"],
+        _LAYERS.of(layers, f"{source}: eagle_aux_hidden_state_layer_ids={short(layers)}"),
+        before_residual if fields.norm_before_residual is None else fields.norm_before_residual,
         target,
         tuple(architectures),
     )
 
 
-def _refuse_unread(*places: Mapping[str, Any]) -> None:
-    for values in places:
-        for name in _UNREAD:
+def _reject_unsupported(*sections: Mapping[str, Any]) -> None:
+    for values in sections:
+        for name in _UNSUPPORTED:
             if values.get(name):
-                raise ConfigError(f"{name}={values[name]!r}: heads with this part are not read here")
+                raise ConfigError(
+                    f"{name}={values[name]!r}: heads with this part are not supported; it must be false or absent"
+                )
 
 
 def _object(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -1,6 +1,6 @@
-"""Heads on disk: config.json and safetensors, in the layout that other engines read.
+"""Draft heads on disk: config.json and safetensors, in the layouts that other engines read.
 
-Owns the tensors' names. What is there is compared with what the configuration says before anything is used. Knows no target.
+Owns the tensors' names. Tensors are checked against the configuration before their data is read. Knows no target model.
 """
 
 from __future__ import annotations
@@ -19,40 +19,42 @@ from foresay.errors import ConfigError, ModelLoadError, ModelNotFoundError
 from foresay.files import atomic_files
 from foresay.json_files import parse_object, read_limited
 from foresay.models.heads.config import HeadConfig, usual_layers
-from foresay.models.heads.module import HeadModule, rotary_of
+from foresay.models.heads.module import HeadModule, rotary_embedding
 from foresay.tensor_files import StoredTensor, check_shapes, load_tensors, stored_tensors
 
 WEIGHTS = "model.safetensors"
 Layout = Literal["plain", "speculators"]
 LAYOUTS: Mapping[str, Layout] = {"plain": "plain", "speculators": "speculators"}
-_OFFSETS, _WRITABLE = "d2t", "t2d"
+_OFFSETS, _DRAFTABLE = "d2t", "t2d"
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """A head as it is kept: its weights, and the tokens that it can write."""
+    """A stored head: its configuration, its weights and the tokens that it can draft."""
 
     config: HeadConfig
     module: HeadModule
     token_ids: torch.Tensor | None
-    """[K] int64, ascending; None: all of the target's."""
+    """[K] int64, ascending; None for the whole vocabulary of the target."""
 
 
 def read_head(folder: str | Path) -> Head:
-    """A head from a folder, its weights in the dtype they are kept in.
+    """Read a head from a folder, with its weights in the stored dtype.
 
-    Raises ModelNotFoundError without a config.json or safetensors, ModelLoadError for weights that are missing, of another shape
-    or unknown, and ConfigError for a configuration that is not read here.
+    Raises ModelNotFoundError if there is no config.json or no safetensors file, ModelLoadError for weights that are missing, of
+    another shape or unknown, and ConfigError for an invalid or unsupported configuration.
     """
     folder = Path(folder)
     config = HeadConfig.read(_json(folder / "config.json"))
     stored = {_own_name(name): tensor for name, tensor in _stored(folder).items()}
-    stored.pop(_WRITABLE, None)  # the offsets give the same
+    stored.pop(_DRAFTABLE, None)  # redundant: the offsets determine it
     ids = _token_ids(stored.pop(_OFFSETS, None), config)
     found = stored.get("fc.weight")
     width = config.target_hidden_size
     if found is None or len(found.shape) != 2 or not found.shape[1] or found.shape[1] % width:
-        raise ModelLoadError(f"the head in {str(folder)!r} has no fc.weight of whole hidden states of {width} numbers")
+        raise ModelLoadError(
+            f"the head in {str(folder)!r} has no fc.weight [out, in] whose `in` is a multiple of {width}"
+        )
     with torch.device("meta"):
         module = HeadModule(config, found.shape[1] // width)
         if "lm_head.weight" in stored:
@@ -60,32 +62,33 @@ def read_head(folder: str | Path) -> Head:
         if "embed_tokens.weight" in stored:
             module.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
     wanted = {name: tuple(weight.shape) for name, weight in module.named_parameters()}
-    check_shapes(stored, wanted, f"the head in {str(folder)!r}", "its config.json says")
+    check_shapes(stored, wanted, f"the head in {str(folder)!r}", "its config.json gives")
     if width != config.hidden_size and None in (module.lm_head, module.embed_tokens):
         raise ModelLoadError(
-            f"the head in {str(folder)!r} is {config.hidden_size} wide and its target {width}, so that it needs "
-            "embed_tokens and lm_head of its own"
+            f"the head in {str(folder)!r} has hidden size {config.hidden_size} and its target {width}, so its file must contain "
+            "embed_tokens and lm_head"
         )
     module.load_state_dict(load_tensors(stored), assign=True)
-    module.rotary = rotary_of(config)  # whose frequencies are no weights
+    module.rotary = rotary_embedding(config)  # its frequencies are buffers, not weights
     return Head(config, module, ids)
 
 
 def write_head(
     head: Head, folder: str | Path, *, layout: Layout = "plain", lm_head: torch.Tensor | None = None
 ) -> None:
-    """Write a head into a folder that exists; each file is replaced whole, once both are written.
+    """Write a head into an existing folder. Both files are written completely before either is replaced.
 
-    lm_head: [K, D], the target's rows, for engines that want them in the file. Raises ConfigError where it cannot be written.
+    lm_head: [K, D], rows of the target's output layer, for engines that require them in the file. Raises ConfigError if the
+    files cannot be written.
     """
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in head.module.state_dict().items()}
     if lm_head is not None and "lm_head.weight" not in tensors:
         tensors["lm_head.weight"] = lm_head.detach().cpu().to(tensors["fc.weight"].dtype).contiguous()
     if head.token_ids is not None:
         tensors[_OFFSETS] = head.token_ids - torch.arange(len(head.token_ids))
-        writable = torch.zeros(head.config.vocab_size, dtype=torch.bool)
-        writable[head.token_ids] = True
-        tensors[_WRITABLE] = writable
+        draftable = torch.zeros(head.config.vocab_size, dtype=torch.bool)
+        draftable[head.token_ids] = True
+        tensors[_DRAFTABLE] = draftable
     values = head.config.as_speculators() if layout == "speculators" else head.config.as_plain()
     values["torch_dtype"] = str(tensors["fc.weight"].dtype).removeprefix("torch.")
     with atomic_files(folder) as work:
@@ -97,7 +100,9 @@ def _json(path: Path) -> Mapping[str, Any]:
     try:
         return parse_object(read_limited(path), str(path))
     except FileNotFoundError:
-        raise ModelNotFoundError(f"the folder {str(path.parent)!r} holds no config.json; is it a head?") from None
+        raise ModelNotFoundError(
+            f"the folder {str(path.parent)!r} contains no config.json; give the folder of a draft head"
+        ) from None
     except (OSError, ConfigError) as error:
         raise ModelLoadError(f"cannot read {str(path)!r}: {error}") from None
 
@@ -106,8 +111,12 @@ def _stored(folder: Path) -> dict[str, StoredTensor]:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         pickled = any(folder.glob("*.bin"))
-        why = "only pickled weights, which can run code; convert them to safetensors" if pickled else "no safetensors"
-        raise ModelNotFoundError(f"the folder {str(folder)!r} holds {why}")
+        found = (
+            "only pickled weights, which can run code; convert them to safetensors"
+            if pickled
+            else "no safetensors file"
+        )
+        raise ModelNotFoundError(f"the folder {str(folder)!r} contains {found}")
     return stored_tensors(files)
 
 
@@ -119,7 +128,7 @@ def _token_ids(stored: StoredTensor | None, config: HeadConfig) -> torch.Tensor 
     if stored is None:
         if config.draft_vocab_size != config.vocab_size:
             raise ModelLoadError(
-                f"the head writes {config.draft_vocab_size} of {config.vocab_size} tokens and does not say which: it has no d2t"
+                f"the head drafts {config.draft_vocab_size} of {config.vocab_size} tokens, but its file has no d2t to list them"
             )
         return None
     if stored.shape == (config.draft_vocab_size,) and stored.dtype in ("I64", "I32"):
@@ -127,19 +136,21 @@ def _token_ids(stored: StoredTensor | None, config: HeadConfig) -> torch.Tensor 
         if bool((ids[1:] > ids[:-1]).all()) and int(ids[0]) >= 0 and int(ids[-1]) < config.vocab_size:
             return ids
     raise ModelLoadError(
-        f"the head's d2t must name {config.draft_vocab_size} different tokens of {config.vocab_size}, in order"
+        f"the head's d2t must be integer offsets of {config.draft_vocab_size} ascending token ids below {config.vocab_size}"
     )
 
 
 def check_target(config: HeadConfig, vocab_size: int, hidden_size: int, num_layers: int, name: str) -> tuple[int, ...]:
-    """The hidden states that a head reads of a target. Raises ConfigError where it was made for another one."""
-    for what, own, others in (
+    """Return the layers of a target whose hidden states a head reads. Raises ConfigError if the head does not fit the target."""
+    for quantity, expected, actual in (
         ("vocabulary", config.vocab_size, vocab_size),
         ("hidden size", config.target_hidden_size, hidden_size),
     ):
-        if own != others:
-            raise ConfigError(f"the head was made for a target with a {what} of {own}, and {name!r} has {others}")
+        if expected != actual:
+            raise ConfigError(
+                f"the head was made for a target with a {quantity} of {expected}, but {name!r} has {actual}"
+            )
     layers = config.hidden_layers or usual_layers(num_layers)
     if max(layers) > num_layers:
-        raise ConfigError(f"the head reads layer {max(layers)} of its target, and {name!r} has {num_layers}")
+        raise ConfigError(f"the head reads layer {max(layers)} of its target, but {name!r} has only {num_layers}")
     return layers

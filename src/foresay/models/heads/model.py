@@ -1,7 +1,7 @@
-"""A head as what drafts are made with: passes over a slot cache of its own, in the target's vocabulary.
+"""A draft head as a LanguageModel with its own slot cache, scoring the target's vocabulary.
 
-Owns the pass: over kernels compiled for this machine where there are some, else by PyTorch's operations. Whose hidden states go
-in, and where they come from, is the drafter's to know.
+Owns the forward pass, which uses the compiled CPU kernels if available and PyTorch operations otherwise. The drafter supplies the
+hidden states.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from foresay.decoding.capabilities import Capabilities
 from foresay.decoding.distributions import VocabularySubset
-from foresay.decoding.protocols import Capabilities, KVCache, LanguageModel, Logits, ModelInput, ModelOutput
+from foresay.decoding.protocols import KVCache, LanguageModel, Logits, ModelInput, ModelOutput
 from foresay.decoding.rows import Rows
 from foresay.errors import ConfigError, UnsupportedModelError
 from foresay.models.cache.slot_cache import Placement, SlotCache
@@ -31,26 +32,27 @@ from foresay.models.huggingface.operations import RotaryTable, attend, causal_ma
 from foresay.models.huggingface.products import Product
 from foresay.threads import all_threads
 
-_ROWS = 16
-"""Places whose features are computed together where kernels are PyTorch's."""
+_FEATURE_ROWS = 16
+"""Positions whose features one PyTorch product on the CPU computes; always the same number, see `HeadModel.features`."""
 
 
 class HeadModel(LanguageModel):
-    """A draft head with the target that it was trained for.
+    """A draft head, bound to the target that it was trained for.
 
     Its input at each position is a pair: a token, and in `ModelInput.features` [B, T, D] the features of the target's hidden
-    states at the token before, or the head's own output there.
+    states at the previous position, or the head's own output there.
     """
 
     def __init__(self, head: Head, target: CausalModel, *, name: str = "", make: MakeProduct = unquantized) -> None:
-        """name: the target's. make: the products, of more or fewer bits. Raises ConfigError for a head of another target."""
+        """name: of the target, for errors. make: builds the products. Raises ConfigError if the head does not fit the target."""
         config, self.target = head.config, target
         width = int(target.model.config.get_text_config(decoder=True).hidden_size)
         self.hidden_layers = check_target(config, target.vocab_size, width, target.num_layers, name)
-        """Of the target, which it reads."""
+        """Layers of the target whose hidden states it reads."""
         if len(self.hidden_layers) != head.module.num_states:
             raise ConfigError(
-                f"the head reads {head.module.num_states} hidden states, and its config.json names {len(self.hidden_layers)}"
+                f"the head's fc.weight reads {head.module.num_states} hidden states, but {len(self.hidden_layers)} layers are "
+                "configured; eagle_aux_hidden_state_layer_ids in its config.json must list one for each"
             )
         self.vocab_size, self.max_length, self.device = target.vocab_size, target.max_length, target.device
         self.dtype, self._make = target.model.dtype, make
@@ -59,12 +61,12 @@ class HeadModel(LanguageModel):
         )
         module = head.module
         self._fc = self._product(module.fc.weight)
-        self._layer, self._norm = self._read(head), self._norm_of(module.norm)
+        self._layer, self._norm = self._build_layer(head), self._norm_of(module.norm)
         first = module.layer
-        self._of_token, self._of_features = self._norm_of(first.input_layernorm), self._norm_of(first.hidden_norm)
-        self._normed_around = config.norm_before_residual
+        self._token_norm, self._feature_norm = self._norm_of(first.input_layernorm), self._norm_of(first.hidden_norm)
+        self._norm_before_residual = config.norm_before_residual
         self._rotary = module.rotary.to(self.device)
-        self._turns = RotaryTable(self._rotary)
+        self._rotary_table = RotaryTable(self._rotary)
         self._embed = (
             target.model.get_input_embeddings()
             if module.embed_tokens is None
@@ -76,16 +78,16 @@ class HeadModel(LanguageModel):
 
     def _product(self, *weights: torch.Tensor) -> Product:
         weight = torch.cat([one.detach().to(self.device, self.dtype) for one in weights])
-        rounded = self._make is not unquantized
-        if self.device.type == "cpu" and (rounded or linears.available(self.dtype, self.device)):
+        quantized = self._make is not unquantized
+        if self.device.type == "cpu" and (quantized or linears.available(self.dtype, self.device)):
             return self._make(weight, None)
-        return _Plain(weight)
+        return _DenseProduct(weight)
 
     def _norm_of(self, norm: torch.nn.Module) -> Norm:
         assert isinstance(norm, torch.nn.RMSNorm) and norm.weight is not None
         return Norm(norm.weight.detach().to(self.device, self.dtype).contiguous(), float(norm.eps or 0.0))
 
-    def _read(self, head: Head) -> GatedLayer:
+    def _build_layer(self, head: Head) -> GatedLayer:
         layer = head.module.layer
         attn, mlp = layer.self_attn, layer.mlp
         return GatedLayer(
@@ -119,25 +121,25 @@ class HeadModel(LanguageModel):
         if self.device.type != "cpu" or not isinstance(self._head, CompiledProduct):
             return None
         try:
-            beside = FirstLayerNorms((self._of_token, self._of_features), self._normed_around)
-            return NativeLayers([self._layer], self._norm, activation, 1.0, self.dtype, beside=beside)
+            first_norms = FirstLayerNorms((self._token_norm, self._feature_norm), self._norm_before_residual)
+            return NativeLayers([self._layer], self._norm, activation, 1.0, self.dtype, first_norms=first_norms)
         except LookupError:
             return None
 
     @property
     def width(self) -> int:
-        """Of its own hidden states."""
+        """Size D of the head's own hidden states."""
         return int(self._norm.weight.shape[0])
 
     @property
     def capabilities(self) -> Capabilities:
         """See LanguageModel."""
-        apart = self._native is not None
-        filled = apart or self.device.type != "cpu"
-        return Capabilities(trees=True, num_layers=LAST, prefill_together=filled, ragged=apart, own_threads=apart)
+        native = self._native is not None
+        joint = native or self.device.type != "cpu"
+        return Capabilities(trees=True, num_layers=LAST, prefill_together=joint, ragged=native, own_threads=native)
 
     def new_cache(self) -> SlotCache:
-        """A cache without rows."""
+        """Return a cache without rows."""
         return SlotCache() if self._native is None else self._native.new_cache()
 
     def admit(self, rows: Rows, first: int, cache: KVCache) -> None:
@@ -146,21 +148,21 @@ class HeadModel(LanguageModel):
         cache.add_rows(len(rows) - first)
 
     def features(self, hidden: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """What it reads of the target's hidden states, layer -> [..., H] each: [..., D]."""
+        """Return the features [..., D] of the target's hidden states, given as layer -> [..., H]."""
         joint = torch.cat([hidden[layer].to(self.device, self.dtype) for layer in self.hidden_layers], -1)
         if self._native is not None or self.device.type != "cpu":
             out: torch.Tensor = self._fc(joint)
             return out
-        # other kernels sum in another order for other numbers of rows: always as many
+        # PyTorch's summation order depends on the number of rows: a fixed number makes the bits independent of it
         flat = joint.reshape(-1, joint.shape[-1])
-        whole = F.pad(flat, (0, 0, 0, -len(flat) % _ROWS))
+        filled = F.pad(flat, (0, 0, 0, -len(flat) % _FEATURE_ROWS))
         with all_threads():
-            parts = [self._fc(part) for part in whole.view(-1, _ROWS, flat.shape[-1])]
+            parts = [self._fc(part) for part in filled.view(-1, _FEATURE_ROWS, flat.shape[-1])]
         return torch.cat([*parts, flat[:0, : self.width]])[: len(flat)].view(*joint.shape[:-1], self.width)
 
     @torch.inference_mode()
     def forward(self, model_input: ModelInput, cache: KVCache) -> ModelOutput:
-        """One pass over pairs, see LanguageModel.forward; hidden states NEXT and LAST are always given."""
+        """Run one pass over pairs; see LanguageModel.forward. The output always contains the hidden states NEXT and LAST."""
         assert isinstance(cache, SlotCache) and model_input.features is not None
         batch, columns = model_input.token_ids.shape
         if self._native is None and self.device.type == "cpu" and (batch > 1 or columns == 1):
@@ -182,7 +184,7 @@ class HeadModel(LanguageModel):
         return ModelOutput(self._head(normed), hidden, subset=self._subset)
 
     def _row_by_row(self, model_input: ModelInput, cache: SlotCache) -> ModelOutput:
-        """The same where a row's bits would depend on the others': each alone, and never one column."""
+        """Run a pass row by row with at least two columns, so that a row's bits do not depend on the batch or pass size."""
         outputs = []
         for i, count in enumerate(model_input.num_tokens):
             one = model_input.part(i, i + 1)
@@ -220,27 +222,27 @@ class HeadModel(LanguageModel):
             real = torch.arange(columns) < torch.tensor(model_input.num_tokens)[:, None]
         both = torch.cat([embedded, features], -1)
         read = (both.flatten(0, 1) if real is None else both[real]).float()
-        flat = read[:, self.width :].clone(memory_format=torch.contiguous_format)  # it is written to
+        flat = read[:, self.width :].clone(memory_format=torch.contiguous_format)  # the kernels overwrite it
         tokens = FlatTokens.of(at, real)
-        normed, _ = native.run(flat, tokens, cache, {self._layer.kind: self._turns(tokens.positions)}, (), read)
+        normed, _ = native.run(flat, tokens, cache, {self._layer.kind: self._rotary_table(tokens.positions)}, (), read)
         return padded(flat.to(self.dtype), real, shape), padded(normed, real, shape)
 
     def _by_operations(
         self, embedded: torch.Tensor, features: torch.Tensor, at: Placement, cache: SlotCache
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        beside = self._of_features(features)
-        read = torch.cat([self._of_token(embedded), beside], -1)
-        x = beside if self._normed_around else features
+        normed = self._feature_norm(features)
+        read = torch.cat([self._token_norm(embedded), normed], -1)
+        x = normed if self._norm_before_residual else features
         positions = at.positions if at.positions.shape[0] == x.shape[0] else at.positions.expand(x.shape[0], -1)
-        turn = rotary_of(*self._rotary(x, positions))
+        rotary = rotary_of(*self._rotary(x, positions))
         write = partial(cache.write, 0, at=at)
-        x = attend(self._layer, x, read, write, turn, causal_mask(None, x.dtype))
+        x = attend(self._layer, x, read, write, rotary, causal_mask(None, x.dtype))
         x = feed_forward(self._layer, x)
         return x, self._norm(x)
 
 
-class _Plain:
-    """A product by PyTorch, where nothing is packed."""
+class _DenseProduct:
+    """A product computed by PyTorch from the unpacked weight."""
 
     bias: torch.Tensor | None = None
 
@@ -257,9 +259,14 @@ class _Plain:
 
 
 def target_rows(target: CausalModel, token_ids: Sequence[int] | torch.Tensor | None) -> torch.Tensor:
-    """The rows [K, H] of a target's head for some tokens, all of them when None. Raises UnsupportedModelError without a head."""
+    """Return the rows [K, H] of a target's output layer for some tokens, or all rows for None.
+
+    Raises UnsupportedModelError if the target has no output layer over its whole vocabulary.
+    """
     layer = target.model.get_output_embeddings()
     weight = None if layer is None else linears.weight_of(layer)
     if weight is None or target.subset is not None:
-        raise UnsupportedModelError(f"{type(target.model).__name__} has no whole head whose rows a draft could share")
+        raise UnsupportedModelError(
+            f"{type(target.model).__name__} has no output layer over its whole vocabulary to share"
+        )
     return weight if token_ids is None else weight[torch.as_tensor(token_ids, device=weight.device)]

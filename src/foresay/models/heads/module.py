@@ -1,9 +1,9 @@
-"""A head as a module that can be trained: its parameters by the names of the layout, and what it computes over whole texts.
+"""A draft head as a trainable module, with parameters named as in the files, computed over whole texts.
 
-A pair is the hidden states of one place of a text and the token after it; from it the head predicts the token after that.
-Drafting goes on with its own output in the place of hidden states, so training unrolls it in the same way: in step j the pair
-that began at place i holds the token j places on and what the head put out in step j - 1, and sees the first pairs up to its own,
-and its own later ones. Knows no loss and no data.
+The head predicts token i + 2 from a pair: the target's hidden states at position i and token i + 1. Drafting continues with the
+head's own output instead of hidden states, and training unrolls it in the same way (EAGLE-3's training-time test): in step j, the
+chain that starts at position i reads token i + 1 + j and its output of step j - 1, and attends to the first step's pairs up to
+position i and to its own pairs of later steps. Knows no loss and no data.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from foresay.models.heads.config import HeadConfig
 
 
 class HeadModule(nn.Module):
-    """The layers of a head. B texts, P pairs, D its hidden size, K tokens that it can write."""
+    """The layers of a head. B texts, P pairs of each, hidden size D, K tokens that it can draft."""
 
     def __init__(self, config: HeadConfig, num_states: int) -> None:
-        """num_states: hidden states of the target that it reads side by side."""
+        """num_states: number of the target's hidden states whose concatenation it reads."""
         super().__init__()
         self.config, self.num_states = config, num_states
         shape = _shape(config)
@@ -33,23 +33,23 @@ class HeadModule(nn.Module):
         self.layers = nn.ModuleList([_Layer(shape, config.norm_before_residual)])
         self.norm = nn.RMSNorm(config.hidden_size, shape.rms_norm_eps)
         self.lm_head: nn.Linear | None = None
-        """[K, D]; None: the target's rows of the tokens it can write."""
+        """[K, D]; None to use the target's rows of the tokens that it can draft."""
         self.embed_tokens: nn.Embedding | None = None
-        """[V, D]; None: the target's."""
-        self.rotary = rotary_of(config)
+        """[V, D]; None to use the target's."""
+        self.rotary = rotary_embedding(config)
 
     @property
     def layer(self) -> _Layer:
-        """Its only layer."""
+        """The head's only layer."""
         found = self.layers[0]
         assert isinstance(found, _Layer)
         return found
 
     def unrolled(self, states: torch.Tensor, embedded: torch.Tensor, steps: int) -> list[torch.Tensor]:
-        """What its scores are made of, [B, P, D] for each step.
+        """Return the inputs of the output layer, [B, P, D] for each step.
 
-        states: [B, P, states * target hidden], the target's at each place. embedded: [B, P + steps - 1, D], the token after each
-        place; what lies behind a text may hold anything, and what is computed of it too.
+        states: [B, P, num_states * target hidden size], the target's at each position. embedded: [B, P + steps - 1, D], embedding
+        of the token after each position. Positions after the end of a text may have any values; their outputs are meaningless.
         """
         out: torch.Tensor = self.fc(states)
         count = states.shape[1]
@@ -58,47 +58,47 @@ class HeadModule(nn.Module):
         normed: list[torch.Tensor] = []
         for step in range(steps):
             positions = torch.arange(step, step + count, device=states.device)[None]
-            turn = self.rotary(out, positions)
-            out, key, value = self.layer(out, embedded[:, step : step + count], turn, keys, values)
+            cos_sin = self.rotary(out, positions)
+            out, key, value = self.layer(out, embedded[:, step : step + count], cos_sin, keys, values)
             keys.append(key)
             values.append(value)
             normed.append(self.norm(out))
         return normed
 
 
-def rotary_of(config: HeadConfig) -> LlamaRotaryEmbedding:
-    """The rotary embedding of a head's layer. Raises ConfigError for parameters that do not make one of the heads' width."""
+def rotary_embedding(config: HeadConfig) -> LlamaRotaryEmbedding:
+    """Return the rotary embedding of a head's layer. Raises ConfigError unless its parameters rotate all of `head_dim`."""
     shape = _shape(config)
     dim = int(shape.head_dim or shape.hidden_size // shape.num_attention_heads)
     try:
         rotary = LlamaRotaryEmbedding(shape)
-    except Exception as error:  # of transformers, in whatever class a parameter fails
-        raise ConfigError(f"the head's rotary embedding cannot be made: {_first_line(error)}") from error
+    except Exception as error:  # transformers raises many classes for invalid parameters
+        raise ConfigError(f"the head's rotary parameters are invalid: {_first_line(error)}") from error
     if 2 * rotary.inv_freq.numel() != dim:
         raise ConfigError(
-            f"the head's rotary embedding turns {2 * rotary.inv_freq.numel()} of {dim} numbers, not all of them"
+            f"the head's rotary embedding covers {2 * rotary.inv_freq.numel()} of head_dim={dim} dimensions; it must cover all"
         )
     return rotary
 
 
 def _shape(config: HeadConfig) -> LlamaConfig:
-    """transformers' configuration of the layer. Raises ConfigError where it refuses the fields, and for an unknown activation."""
+    """Return transformers' configuration of the layer. Raises ConfigError for invalid fields or an unknown activation."""
     try:
         shape = LlamaConfig(**config.layer)
-    except Exception as error:  # its checks have classes of their own
-        raise ConfigError(f"the head's layer is no 'llama' layer: {_first_line(error)}") from error
+    except Exception as error:  # transformers' validation raises its own classes
+        raise ConfigError(f"the head's layer is not a valid 'llama' layer: {_first_line(error)}") from error
     if shape.hidden_act not in ACT2FN:
         raise UnknownNameError("activation", shape.hidden_act, ACT2FN)
     return shape
 
 
 def _first_line(error: Exception) -> str:
-    """An error's text in one line."""
+    """Return an error's message in one line, or its class name if the message is empty."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
 class _Layer(nn.Module):
-    """One layer: attention over pairs, and a gated feed-forward."""
+    """Attention over pairs, followed by a gated feed-forward network."""
 
     def __init__(self, shape: LlamaConfig, norm_before_residual: bool) -> None:
         super().__init__()
@@ -114,19 +114,24 @@ class _Layer(nn.Module):
         self,
         hidden: torch.Tensor,
         embedded: torch.Tensor,
-        turn: tuple[torch.Tensor, torch.Tensor],
+        rotary: tuple[torch.Tensor, torch.Tensor],
         keys: Sequence[torch.Tensor],
         values: Sequence[torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """hidden, embedded: [B, P, D]. keys, values: of the steps before. Gives the output, and this step's keys and values."""
-        beside = self.hidden_norm(hidden)
-        seen, key, value = self.self_attn(torch.cat([self.input_layernorm(embedded), beside], -1), turn, keys, values)
-        x = (beside if self.norm_before_residual else hidden) + seen
+        """Return the output [B, P, D] and this step's keys and values.
+
+        hidden, embedded: [B, P, D]. rotary: cosines and sines. keys, values: of previous steps.
+        """
+        normed = self.hidden_norm(hidden)
+        attended, key, value = self.self_attn(
+            torch.cat([self.input_layernorm(embedded), normed], -1), rotary, keys, values
+        )
+        x = (normed if self.norm_before_residual else hidden) + attended
         return x + self.mlp(self.post_attention_layernorm(x)), key, value
 
 
 class _Attention(nn.Module):
-    """Attention of the pairs of one step: to the first step's up to their own place, and to their own later ones."""
+    """Attention of one step's pairs to the first step's pairs up to their position, and to their own chain's later pairs."""
 
     def __init__(self, shape: LlamaConfig) -> None:
         super().__init__()
@@ -140,21 +145,21 @@ class _Attention(nn.Module):
     def forward(
         self,
         x: torch.Tensor,
-        turn: tuple[torch.Tensor, torch.Tensor],
+        rotary: tuple[torch.Tensor, torch.Tensor],
         keys: Sequence[torch.Tensor],
         values: Sequence[torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """x: [B, P, 2 D]. Keys and values are [B, heads, P, dim], repeated for the query heads that share them."""
+        """Attend from x [B, P, 2 D]. Keys and values are [B, heads, P, dim], repeated for the query heads that share them."""
         batch, count = x.shape[:2]
         shared = self.heads // self.key_heads
-        query = _rotated(self._split(self.q_proj(x), self.heads), turn)
-        key = _rotated(self._split(self.k_proj(x), self.key_heads), turn).repeat_interleave(shared, 1)
+        query = _rotate(self._split(self.q_proj(x), self.heads), rotary)
+        key = _rotate(self._split(self.k_proj(x), self.key_heads), rotary).repeat_interleave(shared, 1)
         value = self._split(self.v_proj(x), self.key_heads).repeat_interleave(shared, 1)
         if not keys:
-            seen = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+            attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         else:
-            seen = self._over_steps(query, [*keys, key], [*values, value])
-        return self.o_proj(seen.transpose(1, 2).reshape(batch, count, -1)), key, value
+            attended = self._over_steps(query, [*keys, key], [*values, value])
+        return self.o_proj(attended.transpose(1, 2).reshape(batch, count, -1)), key, value
 
     def _split(self, x: torch.Tensor, heads: int) -> torch.Tensor:
         return x.view(*x.shape[:2], heads, self.dim).transpose(1, 2)
@@ -167,10 +172,10 @@ class _Attention(nn.Module):
         first = (query @ keys[0].transpose(2, 3) * scale).masked_fill(hidden, -torch.inf)
         own = [(query * key).sum(-1, keepdim=True) * scale for key in keys[1:]]
         weights = torch.softmax(torch.cat([first, *own], -1), -1)
-        seen = weights[..., :count] @ values[0]
+        attended = weights[..., :count] @ values[0]
         for step, value in enumerate(values[1:]):
-            seen = seen + weights[..., count + step, None] * value
-        return seen
+            attended = attended + weights[..., count + step, None] * value
+        return attended
 
 
 class _FeedForward(nn.Module):
@@ -183,13 +188,13 @@ class _FeedForward(nn.Module):
         self.activation = ACT2FN[shape.hidden_act]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [..., D] -> the same shape."""
+        """Transform x [..., D] to the same shape."""
         out: torch.Tensor = self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
         return out
 
 
-def _rotated(x: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """x: [B, heads, P, dim]; turn: cosines and sines [1, P, dim]."""
-    cos, sin = (one[:, None].to(x.dtype) for one in turn)
+def _rotate(x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Rotate x [B, heads, P, dim] by cosines and sines [1, P, dim]."""
+    cos, sin = (one[:, None].to(x.dtype) for one in rotary)
     low, high = x.chunk(2, -1)
     return x * cos + torch.cat([-high, low], -1) * sin

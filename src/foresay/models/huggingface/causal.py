@@ -131,7 +131,7 @@ class CausalModel(TransformersModel):
         if self.device.type == "cuda":
             self.graphs = GraphedPasses(self.fused.by_operations, cuda_graphs(self.device), self.device)
 
-    def watch(self) -> None:
+    def watch_for_changes(self) -> None:
         """Compare the model with its current state at each new cache: a caller who owns it may change it in between."""
         self._watched_state = state_of(self.model)
 

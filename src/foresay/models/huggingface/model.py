@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 
 from foresay import distributed
+from foresay.decoding.capabilities import Capabilities
 from foresay.decoding.distributions import VocabularySubset
-from foresay.decoding.protocols import Capabilities, KVCache, Logits, ModelInput, ModelOutput, PreparedPrompt
+from foresay.decoding.protocols import KVCache, Logits, ModelInput, ModelOutput, PreparedPrompt
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.models.cache.memory import free_bytes, kv_bytes
 from foresay.models.cache.slot_cache import BorrowedSlots, Placement, SlotCache, visible_width

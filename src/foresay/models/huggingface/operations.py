@@ -14,7 +14,7 @@ import torch
 from foresay.models.cpu.gated_layer import GatedLayer, Norm
 from foresay.models.huggingface import attention
 
-Turn = tuple[torch.Tensor, torch.Tensor]
+Rotary = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines [B, T, 1, rotated dimensions]; the first half of the sines is negated."""
 Write = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """Store keys and values [B, heads, T, dim] of a pass; return all that its rows attend to, [B, heads, width, dim] each."""
@@ -25,7 +25,7 @@ def attend(
     x: torch.Tensor,
     read: torch.Tensor,
     write: Write,
-    turn: Turn,
+    rotary: Rotary,
     mask: torch.Tensor,
     scale: float = 1.0,
 ) -> torch.Tensor:
@@ -38,7 +38,7 @@ def attend(
     joint = joint.view(batch, columns, query_heads + 2 * key_heads, layer.dim)
     rotated = joint[:, :, : query_heads + key_heads]
     if layer.rotates:
-        rotated = _rotate(rotated, *turn)
+        rotated = _rotate(rotated, *rotary)
     keys, values = write(
         rotated[:, :, query_heads:].transpose(1, 2), joint[:, :, query_heads + key_heads :].transpose(1, 2)
     )
@@ -55,8 +55,8 @@ def feed_forward(layer: GatedLayer, x: torch.Tensor, scale: float = 1.0) -> torc
     return _add_residual(x, layer.down(layer.activation(gate) * up), layer.after_mlp, scale)
 
 
-def rotary_of(cos: torch.Tensor, sin: torch.Tensor) -> Turn:
-    """Build a Turn from cosines and sines [B, T, rotated dimensions]."""
+def rotary_of(cos: torch.Tensor, sin: torch.Tensor) -> Rotary:
+    """Build a Rotary from cosines and sines [B, T, rotated dimensions]."""
     half = sin.shape[-1] // 2
     return cos[:, :, None], torch.cat([-sin[..., :half], sin[..., half:]], -1)[:, :, None]
 

@@ -1,1 +1,1 @@
-"""llama.cpp under foresay's loop: its kernels and its quantised files, with whatever drafter needs no hidden states."""
+"""The llama.cpp backend: its kernels and quantized files, with every drafter that needs no hidden states of the target."""

@@ -1,6 +1,6 @@
-"""One llama_context: so many sequences over so many cells, and passes over them.
+"""One llama_context: a fixed number of sequences over a fixed number of cells, and passes over them.
 
-Owns the pointers and the layout of a batch. Does not know which row is which sequence, nor when there are too few cells.
+Owns the pointers and the layout of a batch. Does not know the mapping from rows to sequences, and does not check for free cells.
 """
 
 from __future__ import annotations
@@ -15,54 +15,58 @@ import numpy.typing as npt
 
 from foresay import threads
 from foresay.errors import OutOfMemoryError, UnsupportedModelError
-from foresay.models.llama_cpp.binding import Weights, library, reason
+from foresay.models.llama_cpp.binding import Weights, last_error, library
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
-AT_ONCE = 256
-"""Tokens of one pass; of a longer one, parts."""
+MAX_PASS_TOKENS = 256
+"""Most tokens of one llama_decode call; longer passes are split."""
 MAX_SEQUENCES = 256
-"""That llama.cpp is built for."""
+"""Most sequences of a context; a constant of llama.cpp."""
 
 
 class PassError(RuntimeError):
-    """llama.cpp could not make a pass."""
+    """A forward pass of llama.cpp failed."""
 
 
 class Context:
-    """Sequences 0 to `sequences` - 1, which share `cells`."""
+    """Sequences 0 to `sequences` - 1, which share `cells` cells. Raises OutOfMemoryError if they do not fit into memory."""
 
     def __init__(self, weights: Weights, cells: int, sequences: int) -> None:
         c = library()
         params = c.llama_context_default_params()
         params.n_ctx, params.n_seq_max = cells, sequences
-        params.n_batch = params.n_ubatch = AT_ONCE
-        # one buffer: rows of different lengths in one pass would else be passes of their own, each over all weights
+        params.n_batch = params.n_ubatch = MAX_PASS_TOKENS
+        # with separate buffers, rows of different lengths would need separate passes, each over all weights
         params.kv_unified = True
-        params.swa_full = True  # a window that forgets cannot be rewound
+        params.swa_full = True  # a sliding window that drops old tokens cannot be rewound
         params.no_perf = True
         self._threads = threads.num_threads()
         params.n_threads = params.n_threads_batch = self._threads
         self.weights, self.cells, self.sequences = weights, cells, sequences
         self.pointer: int = c.llama_init_from_model(weights.pointer, params)
         if not self.pointer:
-            raise OutOfMemoryError(f"llama.cpp cannot hold {sequences} rows of {cells} tokens together: {reason()}")
+            raise OutOfMemoryError(
+                f"llama.cpp cannot allocate a cache of {sequences} rows with {cells} tokens in all: {last_error()}"
+            )
         weakref.finalize(self, _free, c.llama_free, self.pointer, weights)
         self._memory = c.llama_get_memory(self.pointer)
         self._width = int(c.llama_vocab_n_tokens(weights.vocab))
-        self._batch = _Batch(AT_ONCE)
+        self._batch = _Batch(MAX_PASS_TOKENS)
 
-    def cut(self, sequence: int, length: int) -> None:
-        """Forget a sequence's tokens from place `length` on. Raises UnsupportedModelError where that cannot be."""
+    def truncate(self, sequence: int, length: int) -> None:
+        """Remove a sequence's tokens from position `length` on. Raises UnsupportedModelError if llama.cpp cannot do that."""
         if not library().llama_memory_seq_rm(self._memory, sequence, length, -1):
-            raise UnsupportedModelError("llama.cpp cannot rewind this model's memory to before a rejected token")
+            raise UnsupportedModelError(
+                "llama.cpp cannot rewind this model's cache, so rejected tokens cannot be removed"
+            )
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """An empty sequence begins as another: the cells are both sequences'."""
+        """Set an empty sequence to the first `length` tokens of another; both share the cells."""
         library().llama_memory_seq_cp(self._memory, source, target, 0, length)
 
-    def saved(self, sequence: int) -> npt.NDArray[np.uint8]:
-        """What is held of a sequence, as bytes that `restore` takes."""
+    def save(self, sequence: int) -> npt.NDArray[np.uint8]:
+        """Return a sequence's state as bytes for `restore`."""
         c = library()
         size = c.llama_state_seq_get_size(self.pointer, sequence)
         out = np.empty(size, dtype=np.uint8)
@@ -70,22 +74,25 @@ class Context:
         return out[:written]
 
     def restore(self, sequence: int, saved: npt.NDArray[np.uint8]) -> bool:
-        """Make an empty sequence what was saved. False where there is no room for it in one piece."""
+        """Load a saved state into an empty sequence. Return False if there are not enough contiguous free cells."""
         c = library()
         return bool(c.llama_state_seq_set_data(self.pointer, _bytes(saved), len(saved), sequence))
 
     def decode(
         self, tokens: IntArray, positions: IntArray, sequences: IntArray, wanted: npt.NDArray[np.bool_]
     ) -> FloatArray:
-        """Append tokens to sequences, all [n], and score those that are wanted, in this order, [wanted, V]."""
+        """Append tokens to sequences, and return the logits [number of wanted tokens, V] after the wanted ones, in their order.
+
+        tokens, positions, sequences, wanted: [n]. Raises PassError, with a part of the tokens possibly appended.
+        """
         c = library()
         if self._threads != (now := threads.num_threads()):
             self._threads = now
             c.llama_set_n_threads(self.pointer, now, now)
         scores = np.empty((int(wanted.sum()), self._width), dtype=np.float32)
         done = 0
-        for start in range(0, len(tokens), AT_ONCE):
-            part = slice(start, start + AT_ONCE)
+        for start in range(0, len(tokens), MAX_PASS_TOKENS):
+            part = slice(start, start + MAX_PASS_TOKENS)
             count = int(wanted[part].sum())
             code = c.llama_decode(
                 self.pointer, self._batch.filled(tokens[part], positions[part], sequences[part], wanted[part])
@@ -100,7 +107,7 @@ class Context:
 
 
 class _Batch:
-    """The arrays of a llama_batch, made once."""
+    """The arrays of a llama_batch, allocated once."""
 
     def __init__(self, size: int) -> None:
         c = library()
@@ -123,7 +130,7 @@ class _Batch:
         )
 
     def filled(self, tokens: IntArray, positions: IntArray, sequences: IntArray, wanted: npt.NDArray[np.bool_]) -> Any:
-        """The batch with these tokens, one sequence each."""
+        """Return the batch, filled with tokens that belong to one sequence each."""
         count = len(tokens)
         self._tokens[:count], self._positions[:count] = tokens, positions
         self._sequences[:count], self._wanted[:count] = sequences, wanted
@@ -136,5 +143,5 @@ def _bytes(array: npt.NDArray[np.uint8]) -> Any:
 
 
 def _free(free: Callable[[int], None], pointer: int, weights: Weights) -> None:
-    """Free a context; its weights, held until here, after it."""
+    """Free a context. The argument `weights` keeps the weights alive until then."""
     free(pointer)

@@ -1,7 +1,7 @@
-"""A GGUF file under llama.cpp as a LanguageModel: laws from its logits, rows as its sequences.
+"""A GGUF file computed by llama.cpp, as a LanguageModel.
 
-Owns what a pass is asked for and what it gives. Shows no hidden states and takes no trees; its kernels sum differently for
-different numbers of columns, so that the last bits of a law depend on what else is in a pass.
+Owns the conversion of a pass's input and output. Supports neither hidden states nor draft trees. llama.cpp's summation order
+depends on the number of tokens per pass, so the last bits of the logits depend on the rest of the pass.
 """
 
 from __future__ import annotations
@@ -11,43 +11,42 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from foresay.decoding.protocols import Capabilities, KVCache, LanguageModel, Logits, ModelInput, ModelOutput
+from foresay.decoding.capabilities import Capabilities
+from foresay.decoding.protocols import KVCache, LanguageModel, Logits, ModelInput, ModelOutput
 from foresay.decoding.rows import Row, Rows
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.models.cache.memory import free_bytes
 from foresay.models.llama_cpp.binding import Weights, library
 from foresay.models.llama_cpp.cache import LlamaCache
-from foresay.models.llama_cpp.context import AT_ONCE, MAX_SEQUENCES
+from foresay.models.llama_cpp.context import MAX_PASS_TOKENS, MAX_SEQUENCES
 
-_CELL_BYTES = 2
-"""Of a number of a key or value, float16."""
-
-
+_NUMBER_BYTES = 2
+"""Size of a float16 number of a key or value."""
 _COLUMN_COST = 0.55
-"""Of a further token on a processor, where products of a few columns are made one by one: 0.4 to 0.7 on those that were timed."""
+"""Cost of one more token per pass on a CPU, where llama.cpp multiplies a few tokens one by one; 0.4 to 0.7 was measured."""
 
 
 class LlamaCppModel(LanguageModel):
-    """A decoder that llama.cpp computes, scored over ragged rows."""
+    """A decoder computed by llama.cpp, over rows of different lengths."""
 
     device = torch.device("cpu")
 
     def __init__(self, weights: Weights, *, head_size: int | None = None) -> None:
-        """head_size: numbers of a key of one head, where that is not hidden size / heads."""
+        """head_size: key size of one attention head; None for hidden size / heads."""
         c, pointer = library(), weights.pointer
         self.weights = weights
         self.vocab_size = int(c.llama_vocab_n_tokens(weights.vocab))
         self.max_length = int(c.llama_model_n_ctx_train(pointer))
         self.num_parameters = int(c.llama_model_n_params(pointer))
         size = head_size or c.llama_model_n_embd(pointer) // c.llama_model_n_head(pointer)
-        self._token_bytes = 2 * c.llama_model_n_layer(pointer) * c.llama_model_n_head_kv(pointer) * size * _CELL_BYTES
+        self._token_bytes = 2 * c.llama_model_n_layer(pointer) * c.llama_model_n_head_kv(pointer) * size * _NUMBER_BYTES
 
     @property
     def capabilities(self) -> Capabilities:
-        """Chains of ragged rows, on threads of its own."""
+        """See LanguageModel: ragged rows without draft trees, on llama.cpp's own threads."""
         cost = None if self.weights.offloaded else _COLUMN_COST
         return Capabilities(
-            prefill_chunk=AT_ONCE,
+            prefill_chunk=MAX_PASS_TOKENS,
             prefill_in_any_pieces=False,
             ragged=True,
             own_threads=True,
@@ -56,38 +55,38 @@ class LlamaCppModel(LanguageModel):
         )
 
     def new_cache(self) -> LlamaCache:
-        """A cache without rows."""
+        """Return a cache without rows."""
         return LlamaCache(self.weights, self._token_bytes)
 
     def cache_bytes(self, lengths: Sequence[int]) -> int:
-        """See LanguageModel. The slots of the longest row are every row's."""
+        """See LanguageModel. Estimates every row at the length of the longest."""
         return int(len(lengths) * max(lengths, default=0) * self._token_bytes)
 
     def free_bytes(self) -> int:
-        """See LanguageModel; of the machine's memory, not of its GPUs'."""
+        """See LanguageModel. Counts the machine's memory, not that of its GPUs."""
         return free_bytes(self.device)
 
     def admit(self, rows: Rows, first: int, cache: KVCache) -> None:
-        """Add an empty cache row for each row from place `first` on."""
+        """Add an empty cache row for each row from index `first` on."""
         assert isinstance(cache, LlamaCache) and len(cache.lengths) == first
         cache.add_rows(len(rows) - first)
 
     @torch.inference_mode()
     def forward(self, model_input: ModelInput, cache: KVCache) -> ModelOutput:
-        """One pass over the real tokens, logits [B, T, V] ([B, 1, V] with Logits.LAST), 0 of pads; see LanguageModel.forward."""
+        """Run one pass; see LanguageModel.forward. Logits are [B, T, V], or [B, 1, V] with Logits.LAST, and 0 at padding."""
         assert isinstance(cache, LlamaCache) and model_input.parents is None and not model_input.hidden_layers
         batch, columns = model_input.token_ids.shape
-        counts, places = np.array(model_input.num_tokens, dtype=np.int64), model_input.first_row + np.arange(batch)
-        lengths = np.array(cache.lengths, dtype=np.int64)[places]
+        counts, cache_rows = np.array(model_input.num_tokens, dtype=np.int64), model_input.first_row + np.arange(batch)
+        lengths = np.array(cache.lengths, dtype=np.int64)[cache_rows]
         real = np.arange(columns) < counts[:, None]
         wanted = real & (model_input.logits is not Logits.NONE)
         if model_input.logits is Logits.LAST:
             wanted = real & (np.arange(columns) == counts[:, None] - 1)
         rows, column = real.nonzero()
         tokens = model_input.token_ids.numpy()[real]
-        scores = torch.from_numpy(cache.decode(places[rows], tokens, lengths[rows] + column, wanted[real]))
-        for place, count in zip(places.tolist(), counts.tolist(), strict=True):
-            cache.lengths[place] += count
+        scores = torch.from_numpy(cache.decode(cache_rows[rows], tokens, lengths[rows] + column, wanted[real]))
+        for cache_row, count in zip(cache_rows.tolist(), counts.tolist(), strict=True):
+            cache.lengths[cache_row] += count
         if model_input.logits is Logits.NONE:
             return ModelOutput(None)
         shown = wanted if model_input.logits is Logits.ALL else wanted.any(1, keepdims=True)
@@ -99,23 +98,23 @@ class LlamaCppModel(LanguageModel):
 
 
 def compared(model: LlamaCppModel, *, tokens: int = 16, rows: int = 8) -> tuple[float, int]:
-    """How scores of so many tokens, one by one, differ from those of all in one pass, and of each beside other rows.
+    """Compare the logits of tokens fed one by one with those of all in one pass, and of a batch of `rows` equal rows.
 
-    (the greatest difference, over their spread; places whose bits agree): whoever wants the same text in every batch looks
-    here first.
+    Return the largest absolute difference, divided by the logits' standard deviation, and the number of positions with identical
+    bits. If the latter is less than `tokens`, a greedy text may depend on the batch.
     """
     prompt = [(5 + i) % model.vocab_size for i in range(tokens)]
     ids = torch.tensor([prompt] * rows)
-    alone, together, beside = (
+    single, joint, batched = (
         _scores(model, fed, widths)
         for fed, widths in ((ids[:1], [1] * tokens), (ids[:1], [tokens]), (ids, [1] * tokens))
     )
-    apart = torch.maximum((together - alone).abs(), (beside - alone).abs()).amax(-1)
-    return float(apart.max() / alone.std()), int((apart == 0).sum())
+    difference = torch.maximum((joint - single).abs(), (batched - single).abs()).amax(-1)
+    return float(difference.max() / single.std()), int((difference == 0).sum())
 
 
 def _scores(model: LlamaCppModel, token_ids: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
-    """The first row's scores [T, V] of rows [B, T] that are fed in passes of these widths."""
+    """Return the first row's logits [T, V] for rows [B, T] fed in passes of the given widths."""
     limit = model.max_length
     rows = Rows([Row(i, one.tolist(), SamplingParams(), limit=limit) for i, one in enumerate(token_ids)])
     cache, out = model.new_cache(), []

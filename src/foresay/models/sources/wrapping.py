@@ -75,7 +75,7 @@ def wrap(name: str, weights: Any, tokenizer: Any, *, optimise: bool, bits: int |
     if isinstance(model, CausalModel):
         _fuse(name, model, optimise=optimise)
         if not optimise:
-            model.watch()
+            model.watch_for_changes()
     return loaded
 
 

@@ -114,7 +114,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Recording:
     return record(loaded(), ITEMS, tmp_path_factory.mktemp("plain") / "r.jsonl", PARAMS)
 
 
-def replayed(done: Replay) -> list[list[Said]]:
+def replay_method(done: Replay) -> list[list[Said]]:
     return [said(steps) for steps in done.steps]
 
 
@@ -126,7 +126,7 @@ def replayed(done: Replay) -> list[list[Said]]:
 def test_the_steps_of_live_decoding(plain: Recording, drafter: str, length: str, batch: int) -> None:
     made, policy = DRAFTERS[drafter], LENGTHS[length]
     done = replay(plain, made(), policy(), batch_size=batch)
-    assert replayed(done) == live(make("llama"), plain, PARAMS, made(), policy(), batch)
+    assert replay_method(done) == live(make("llama"), plain, PARAMS, made(), policy(), batch)
     stats = done.stats
     assert done.exact and stats.num_tokens == plain.num_tokens
     assert stats.num_accepted < stats.num_drafted, "rejections"
@@ -170,7 +170,7 @@ def test_the_steps_whatever_ends_or_changes_the_output(tmp_path: Path, case: str
     for made in makers:
         policy = ConstantLength(gamma)
         done = replay(recording, made(), policy, batch_size=batch)
-        assert replayed(done) == live(make("llama", **changes), recording, params, made(), policy, batch)
+        assert replay_method(done) == live(make("llama", **changes), recording, params, made(), policy, batch)
         assert done.stats.num_accepted > 0
 
 
@@ -182,7 +182,7 @@ def test_the_ends_really_are_inside_blocks(tmp_path: Path) -> None:
     done = replay(recording, perfect(), ConstantLength(6))
     last = [steps[-1] for steps in done.steps]
     assert any(s.finish_reason is FinishReason.STOP and len(s.token_ids) == s.num_drafted < 6 for s in last)
-    assert replayed(done) == live(make("llama"), recording, params, perfect(), ConstantLength(6))
+    assert replay_method(done) == live(make("llama"), recording, params, perfect(), ConstantLength(6))
 
 
 @pytest.mark.slow
@@ -196,7 +196,7 @@ def test_the_steps_of_an_encoder_decoder(tmp_path: Path, family: str, batch: int
     accepted = 0
     for made in makers:
         done = replay(recording, made(), ConstantLength(4), batch_size=batch)
-        assert replayed(done) == live(make_seq2seq(family), recording, PARAMS, made(), ConstantLength(4), batch)
+        assert replay_method(done) == live(make_seq2seq(family), recording, PARAMS, made(), ConstantLength(4), batch)
         accepted += done.stats.num_accepted
     assert accepted > 20
 
@@ -204,7 +204,7 @@ def test_the_steps_of_an_encoder_decoder(tmp_path: Path, family: str, batch: int
 @pytest.mark.parametrize("rule", ["block", "match", "coupled"])
 def test_all_exact_rules_accept_the_same_of_a_greedy_recording(plain: Recording, rule: str) -> None:
     done = replay(plain, draft(), ConstantLength(4), rule=make_rule(rule))
-    assert replayed(done) == replayed(replay(plain, draft(), ConstantLength(4)))
+    assert replay_method(done) == replay_method(replay(plain, draft(), ConstantLength(4)))
 
 
 def test_plain_decoding_is_one_token_a_pass(plain: Recording) -> None:
@@ -226,7 +226,7 @@ def altered(recording: Recording, place: int = 7) -> Recording:
 
 def test_an_altered_recording_gives_other_steps(plain: Recording) -> None:
     wanted = live(make("llama"), plain, PARAMS, draft(), ConstantLength(4))
-    other = replayed(replay(altered(plain), draft(), ConstantLength(4)))
+    other = replay_method(replay(altered(plain), draft(), ConstantLength(4)))
     assert [a == b for a, b in zip(other, wanted, strict=True)] == [False] + [True] * (len(ITEMS) - 1)
 
 
@@ -285,7 +285,7 @@ def test_a_taught_draft_heeds_the_parameters(tmp_path: Path, case: str) -> None:
     recording = record(loaded(), ITEMS, tmp_path / "r.jsonl", params)
     done = replay(recording, precompute(draft(), recording), ConstantLength(4))
     wanted = live(make("llama"), recording, params, draft(), ConstantLength(4))
-    assert [[(one[:2], one[3:]) for one in some] for some in replayed(done)] == [
+    assert [[(one[:2], one[3:]) for one in some] for some in replay_method(done)] == [
         [(one[:2], one[3:]) for one in some] for some in wanted
     ]
 
@@ -293,7 +293,7 @@ def test_a_taught_draft_heeds_the_parameters(tmp_path: Path, case: str) -> None:
 def test_a_taught_draft_of_another_recording_would_be_noticed(plain: Recording) -> None:
     """Negative control: what was heard of altered texts makes other Steps."""
     done = replay(plain, precompute(draft(), altered(plain)), ConstantLength(4))
-    assert replayed(done) != replayed(replay(plain, draft(), ConstantLength(4)))
+    assert replay_method(done) != replay_method(replay(plain, draft(), ConstantLength(4)))
 
 
 def test_what_cannot_be_taught(plain: Recording) -> None:
@@ -519,18 +519,18 @@ def test_a_drafter_may_be_replayed_twice(sampled: Recording, plain: Recording) -
     some = dataclasses.replace(sampled, records=sampled.records[:40])
     drafter = SAMPLING["model"]()
     first = replay(some, drafter, ConstantLength(4), batch_size=8)
-    assert replayed(replay(some, drafter, ConstantLength(4), batch_size=8)) == replayed(first)
+    assert replay_method(replay(some, drafter, ConstantLength(4), batch_size=8)) == replay_method(first)
     other = dataclasses.replace(sampled, records=sampled.records[40:80])
     fresh = replay(other, SAMPLING["model"](), ConstantLength(4), batch_size=8)
-    assert replayed(replay(other, drafter, ConstantLength(4), batch_size=8)) == replayed(fresh)
+    assert replay_method(replay(other, drafter, ConstantLength(4), batch_size=8)) == replay_method(fresh)
     again = replay(plain, reused := draft(), ConstantLength(4))
-    assert replayed(replay(plain, reused, ConstantLength(4))) == replayed(again)
+    assert replay_method(replay(plain, reused, ConstantLength(4))) == replay_method(again)
 
 
 def test_an_estimate_does_not_depend_on_the_batch(sampled: Recording) -> None:
     some = dataclasses.replace(sampled, records=sampled.records[:20])
     one, many = (replay(some, SAMPLING["model"](), ConstantLength(4), batch_size=n) for n in (1, 7))
-    assert replayed(one) == replayed(many)
+    assert replay_method(one) == replay_method(many)
 
 
 @pytest.mark.slow
@@ -575,6 +575,6 @@ def test_sampled_recordings_that_tell_too_little(sampled: Recording) -> None:
         ConfigError, match="a draft model with another tokenizer cannot be replayed on a sampled recording"
     ):
         replay(sampled, CrossTokenizerDrafter(DRAFT, SIZE, Renumbered(SIZE)), policy)
-    with pytest.raises(ConfigError, match="tells what 'speculative' accepts, not rule='coupled'"):
+    with pytest.raises(ConfigError, match="can replay rule='speculative' only, not rule='coupled'"):
         replay(sampled, made(), policy, rule=make_rule("coupled"))
     assert set(coupled.PROBABILITY_FIELDS) == {"temperature", "top_k", "top_p", "min_p"}

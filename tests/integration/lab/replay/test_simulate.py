@@ -17,7 +17,14 @@ from foresay.decoding.protocols import LengthPolicy
 from foresay.drafters import SuffixDrafter
 from foresay.errors import ConfigError
 from foresay.lab.replay.arrivals import bursts, from_trace, poisson
-from foresay.lab.replay.simulate import Load, Target, _common_prefixes, highest_rate, replicas, simulate
+from foresay.lab.replay.simulate import (
+    LatencyTargets,
+    SimulatedLoad,
+    _common_prefixes,
+    highest_rate,
+    replicas,
+    simulate,
+)
 from foresay.lengths import ConstantLength, ThroughputLength
 from foresay.models.recording import RecordedText
 from foresay.records.profile import Profile, Timing
@@ -46,7 +53,7 @@ def recording(count: int = 12, *, repeating: bool = False, tokens: int = TOKENS,
     return Recording(tuple(map(text, range(count))), 512, params={"max_new_tokens": tokens, "ignore_eos": True})
 
 
-def plain(arrivals: Sequence[float], tokens: int = TOKENS, **settings: Any) -> Load:
+def plain(arrivals: Sequence[float], tokens: int = TOKENS, **settings: Any) -> SimulatedLoad:
     return simulate(recording(tokens=tokens), profile(), arrivals, None, ConstantLength(0), **settings)
 
 
@@ -196,16 +203,16 @@ def test_the_highest_rate_that_keeps_a_promise() -> None:
     """One row, constant service: beyond 1 / S the queue grows without bound."""
     service = 4 * PASS_S
 
-    def at(rate: float) -> Load:
+    def at(rate: float) -> SimulatedLoad:
         return plain(poisson(rate, 300, seed=5), 4, batch_size=1)
 
-    promise = Target(first_p99_s=10 * service)
+    promise = LatencyTargets(first_p99_s=10 * service)
     found = highest_rate(at, promise, low=1, high=200)
     assert 0.7 / service < found < 1.1 / service
     assert promise.met(at(found)) and not promise.met(at(1.5 * found))
-    assert highest_rate(at, Target(first_p99_s=service / 100), low=1, high=200) == 0.0
+    assert highest_rate(at, LatencyTargets(first_p99_s=service / 100), low=1, high=200) == 0.0
     assert replicas(10 * found, found) == 10 and replicas(1, 0.0) is None
-    assert Target().met(at(found))
+    assert LatencyTargets().met(at(found))
 
 
 def test_arrivals() -> None:

@@ -17,7 +17,7 @@ from foresay.models.cpu.product import NativeProduct
 from foresay.models.gguf import blocks, header, types
 from foresay.models.gguf.header import StoredTensor, read_header
 from foresay.models.gguf.tokenizer import config_of, tokenizer_of
-from foresay.models.gguf.types import Blocks, Eights, Numbers, Weight, joined, unpacked
+from foresay.models.gguf.types import BlockWeight, DenseWeight, Int8Weight, Weight, concatenated, read_weight
 from foresay.models.huggingface import linears
 from foresay.models.sources import reading
 from foresay.models.sources.load_options import LoadOptions
@@ -56,8 +56,8 @@ def test_blocks_are_unpacked_as_llama_cpp_unpacks_them(kind: str, size: int, hal
     data = dice.integers(0, 256, (5, 3 * size), dtype=np.uint8)
     scales = (dice.normal(size=(5, 3, halves)) * 0.1).astype(np.float16)
     data.reshape(5, 3, size)[..., : 2 * halves] = scales.view(np.uint8)
-    found = unpacked(StoredTensor((5, 3 * (256 if kind == "Q4_K" else 32)), kind, data))
-    assert isinstance(found, Blocks)
+    found = read_weight(StoredTensor((5, 3 * (256 if kind == "Q4_K" else 32)), kind, data))
+    assert isinstance(found, BlockWeight)
     wanted = gguf.dequantize(data, gguf.GGMLQuantizationType[kind])
     np.testing.assert_allclose(found.dense(torch.float32).numpy(), wanted, rtol=1e-5, atol=1e-5)
 
@@ -67,7 +67,7 @@ def test_other_types_are_rounded_to_8_bits_a_row(
     kind: str, size: int, scale: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A few rows at a time, from what llama.cpp's own package makes of them."""
-    monkeypatch.setattr(types, "_AT_ONCE", 1000)
+    monkeypatch.setattr(types, "_PIECE_NUMBERS", 1000)
     dice = np.random.default_rng(0)
     data = dice.integers(0, 256, (7, 2 * size), dtype=np.uint8)
     data.reshape(7, 2, size)[..., scale : scale + 2] = (
@@ -76,8 +76,8 @@ def test_other_types_are_rounded_to_8_bits_a_row(
     if kind == "Q5_1":
         data.reshape(7, 2, size)[..., 2:4] = 0
     wanted = torch.from_numpy(gguf.dequantize(data, gguf.GGMLQuantizationType[kind]))
-    found = unpacked(StoredTensor((7, wanted.shape[1]), kind, data))
-    assert isinstance(found, Eights)
+    found = read_weight(StoredTensor((7, wanted.shape[1]), kind, data))
+    assert isinstance(found, Int8Weight)
     error = (found.dense(torch.float32) - wanted).abs().amax(1)
     assert (error <= wanted.abs().amax(1) / 127 * 0.51 + 1e-6).all()
 
@@ -85,8 +85,8 @@ def test_other_types_are_rounded_to_8_bits_a_row(
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16"])
 def test_numbers_stay_numbers(kind: str) -> None:
     values = torch.randn(4, 64).to({"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[kind])
-    found = unpacked(StoredTensor((4, 64), kind, values.view(torch.uint8).numpy()))
-    assert isinstance(found, Numbers)
+    found = read_weight(StoredTensor((4, 64), kind, values.view(torch.uint8).numpy()))
+    assert isinstance(found, DenseWeight)
     assert torch.equal(found.values, values)
 
 
@@ -173,7 +173,7 @@ def test_a_file_that_lacks_a_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_configuration_and_tokenizer_are_those_that_transformers_reads(
     tmp_path: Path, tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(header, "_SHORT", 100)
+    monkeypatch.setattr(header, "_MAX_SHORT_BYTES", 100)
     if tied:  # older files leave it to be counted
         monkeypatch.setattr(gguf.GGUFWriter, "add_vocab_size", lambda *_: None)
     path = write_gguf(tmp_path / "tiny.gguf", llama(tied=tied))
@@ -187,7 +187,7 @@ def test_configuration_and_tokenizer_are_those_that_transformers_reads(
     assert ours.special_tokens_map == theirs.special_tokens_map
     text = "hello <eos> wörld\n"
     assert ours(text) == theirs(text)
-    assert len(head.short) < 1500, "without the vocabulary"
+    assert len(head.short_values) < 1500, "without the vocabulary"
 
 
 def test_the_head_is_what_the_gguf_package_reads(tmp_path: Path) -> None:
@@ -206,8 +206,10 @@ def test_the_head_is_what_the_gguf_package_reads(tmp_path: Path) -> None:
 def test_a_file_that_is_cut_short(tmp_path: Path, kept: int) -> None:
     path = write_gguf(tmp_path / "tiny.gguf", llama())
     path.write_bytes(path.read_bytes()[:kept])
-    where = "it ends within its head" if 0 < kept < 2000 else "ends past the end of the file|it ends within its head"
-    with pytest.raises(ModelLoadError, match=rf"damaged or cut short \(.*({where})"):
+    where = (
+        "it ends within its header" if 0 < kept < 2000 else "extends past the end of the file|it ends within its header"
+    )
+    with pytest.raises(ModelLoadError, match=rf"damaged or truncated \(.*({where})"):
         load_model(path)
 
 
@@ -217,7 +219,7 @@ def test_a_head_that_says_something_impossible(tmp_path: Path, place: int, value
     data = bytearray(path.read_bytes())
     data[place : place + 8] = value.to_bytes(8, "little")
     path.write_bytes(data)
-    with pytest.raises(ModelLoadError, match="damaged or cut short"):
+    with pytest.raises(ModelLoadError, match="damaged or truncated"):
         read_header(path)
 
 
@@ -320,14 +322,14 @@ def test_scaled_positions_are_those_of_the_model(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(blocks, "scale_positions", lambda *_: None)
     control = logits(load_model(path), ids)[0, -40:]
     assert float((control - wanted).square().mean().sqrt() / wanted.std()) > 0.2, "control: it matters"
-    with pytest.raises(ModelLoadError, match="as they are loaded here"):  # transformers reads neither
+    with pytest.raises(ModelLoadError, match="when transformers loads the file"):  # transformers reads neither
         load_model(path, LoadOptions(dtype="fp32"))
 
 
 def test_factors_of_another_size_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rescaled(monkeypatch, None, 1.0, torch.ones(5))
     path = write_gguf(tmp_path / "tiny.gguf", llama(), dict.fromkeys(LAYERS, "Q8_0"))
-    with pytest.raises(ModelLoadError, match="5 frequencies of 8"):
+    with pytest.raises(ModelLoadError, match="5 rotary frequencies, but its model has 8"):
         load_model(path)
 
 
@@ -391,9 +393,9 @@ def test_blocks_are_packed_as_their_numbers_are(kinds: tuple[str, ...]) -> None:
         ).astype(np.float16)
         data[..., : 2 if kind == "Q4_0" else 4] = scales.view(np.uint8)[..., : 2 if kind == "Q4_0" else 4]
         stored.append(StoredTensor((45, 512), kind, data.reshape(45, -1)))
-    blocks = Blocks(tuple(stored))
+    blocks = BlockWeight(tuple(stored))
     if len(kinds) == 1:
-        blocks = blocks.rows(torch.randperm(45, generator=torch.Generator().manual_seed(0)))
+        blocks = blocks.reordered(torch.randperm(45, generator=torch.Generator().manual_seed(0)))
     ours = blocks.product(torch.bfloat16, None)
     wanted = NativeProduct.of_groups(blocks._pieces())
     assert isinstance(ours, NativeProduct)
@@ -414,13 +416,13 @@ def test_tensors_of_different_widths_are_not_joined(
         data = np.zeros(
             (32, width // gguf.GGML_QUANT_SIZES[stored][0] * gguf.GGML_QUANT_SIZES[stored][1]), dtype=np.uint8
         )
-        return unpacked(StoredTensor((32, width), kind, data))
+        return read_weight(StoredTensor((32, width), kind, data))
 
-    same = joined([weights(kind, 512) for kind in kinds])
+    same = concatenated([weights(kind, 512) for kind in kinds])
     assert same is not None
     assert same.product(torch.float32, None).out_features == 64
     with pytest.raises(ModelLoadError, match="rows of 512, 256 weights; they must be equal"):
-        joined([weights(kinds[0], 512), weights(kinds[1], 256)])
+        concatenated([weights(kinds[0], 512), weights(kinds[1], 256)])
 
 
 @pytest.mark.parametrize("shape", [(32, 35), (32, 18, 1)])

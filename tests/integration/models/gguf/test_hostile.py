@@ -111,26 +111,29 @@ def _twice(what: str) -> Callable[[Image], None]:
 
 
 HEADS: dict[str, tuple[Callable[[Image], None], str]] = {
-    "tensors beyond the file": (_set(num_tensors=1 << 63), "number of tensors is 9223372036854775808, and the rest"),
-    "values beyond the file": (_set(num_values=LARGE), "number of values is 18446744073709551615, and the rest"),
+    "tensors beyond the file": (_set(num_tensors=1 << 63), "number of tensors is 9223372036854775808, but at most"),
+    "values beyond the file": (_set(num_values=LARGE), "number of values is 18446744073709551615, but at most"),
     "a text beyond the file": (_value("x", (TEXT, struct.pack("<Q", LARGE))), "length of the value of 'x' is 1844"),
     "a list beyond the file": (_value("x", (LIST, struct.pack("<IQ", UINT32, 1 << 62))), "length of the list 'x' is"),
     "texts beyond the file": (_value("x", (LIST, struct.pack("<IQ", TEXT, 1 << 62))), "length of the list 'x' is"),
     "nested lists": (_value("x", (LIST, struct.pack("<IQ", LIST, 1) * 5000)), "the list 'x' is of type 9; lists of"),
-    "an unknown type of value": (_value("x", (77, b"")), "the value 'x' is of type 77; types 0 to 12"),
-    "a value twice": (_twice("values"), r"the value 'llama.\w+' occurs twice"),
-    "a tensor twice": (_twice("tensors"), r"the tensor 'blk.0.\w+.weight' occurs twice"),
+    "an unknown type of value": (_value("x", (77, b"")), "the value 'x' is of type 77; types 0 to 12 are"),
+    "a value twice": (_twice("values"), r"the value 'llama.\w+' appears twice"),
+    "a tensor twice": (_twice("tensors"), r"the tensor 'blk.0.\w+.weight' appears twice"),
     "70,000 dimensions": (_dims("output_norm.weight", [1] * 70_000), "has 70000 dimensions; at most 4"),
     "2^31 dimensions": (_dims("output_norm.weight", [64], 1 << 31), "has 2147483648 dimensions; at most 4"),
-    "no dimension": (_dims("output_norm.weight", []), r"'output_norm.weight' has the shape \[\]"),
-    "an empty tensor": (_dims("output_norm.weight", [0]), r"'output_norm.weight' has the shape \[0\]"),
-    "2^126 numbers": (_dims("output_norm.weight", [1 << 63, 1 << 63]), "ends past the end of the file"),
-    "an alignment of 3": (_value("general.alignment", number(3)), "general.alignment is 3; a power of two"),
-    "an alignment of 0": (_value("general.alignment", number(0)), "general.alignment is 0; a power of two"),
-    "an alignment of words": (_value("general.alignment", text("32")), "general.alignment is '32'; a power of two"),
+    "no dimension": (_dims("output_norm.weight", []), r"'output_norm.weight' has shape \[\]"),
+    "an empty tensor": (_dims("output_norm.weight", [0]), r"'output_norm.weight' has shape \[0\]"),
+    "2^126 numbers": (_dims("output_norm.weight", [1 << 63, 1 << 63]), "extends past the end of the file"),
+    "an alignment of 3": (_value("general.alignment", number(3)), "general.alignment is 3; it must be a power of two"),
+    "an alignment of 0": (_value("general.alignment", number(0)), "general.alignment is 0; it must be a power of two"),
+    "an alignment of words": (
+        _value("general.alignment", text("32")),
+        "general.alignment is '32'; it must be a power of two",
+    ),
     "an unknown type of tensor": (
         lambda parts: setattr(tensor(parts, "output_norm.weight"), "kind", 999),
-        "'output_norm.weight' is of type 999, which ggml does not know",
+        "'output_norm.weight' is of type 999, which is unknown to ggml",
     ),
     "tensors that overlap": (
         lambda parts: setattr(tensor(parts, "output_norm.weight"), "offset", 64),
@@ -138,7 +141,7 @@ HEADS: dict[str, tuple[Callable[[Image], None], str]] = {
     ),
     "a place between": (
         lambda parts: setattr(tensor(parts, "output_norm.weight"), "offset", 7),
-        "begins at 7, which is no multiple of 32",
+        "begins at 7, which is not a multiple of 32",
     ),
 }
 
@@ -152,7 +155,7 @@ def test_a_head_that_disagrees_with_its_file(tmp_path: Path, kind: str) -> None:
     path.write_bytes(parts.written())
     with pytest.raises(ModelLoadError, match=wanted):
         read_header(path)
-    assert "damaged or cut short" in refusal(path, parts)
+    assert "damaged or truncated" in refusal(path, parts)
 
 
 # -- values ------------------------------------------------------------------------------------------------------------
@@ -233,7 +236,7 @@ def test_a_token_of_a_megabyte(tmp_path: Path) -> None:
     put(parts, "tokenizer.ggml.model", text("llama"))
     put(parts, "tokenizer.ggml.merges", None)
     path.write_bytes(parts.written())
-    with pytest.raises(ModelLoadError, match="has 1048576 bytes; allowed are 1024"):
+    with pytest.raises(ModelLoadError, match="has 1048576 bytes; allowed are at most 1024"):
         load_tokenizer(path)
 
 
@@ -269,7 +272,7 @@ def test_a_tensor_of_another_shape(tmp_path: Path, name: str, dims: list[int], d
     parts = image()
     _resized(parts, name, dims)
     message = refusal(tmp_path / "x.gguf", parts, dtype=dtype)
-    assert f"its tensor '{name}' has the shape {dims[::-1]}; its values describe [" in message
+    assert f"its tensor '{name}' has shape {dims[::-1]}, but its values describe [" in message
 
 
 def test_queries_wider_than_keys(tmp_path: Path) -> None:
@@ -277,7 +280,7 @@ def test_queries_wider_than_keys(tmp_path: Path) -> None:
     parts = image("llama-q4_0")
     _resized(parts, "blk.0.attn_q.weight", [1 << 20, 64])
     message = refusal(tmp_path / "x.gguf", parts)
-    assert "its tensor 'blk.0.attn_q.weight' has the shape [64, 1048576]; its values describe [64, 64]" in message
+    assert "its tensor 'blk.0.attn_q.weight' has shape [64, 1048576], but its values describe [64, 64]" in message
 
 
 @pytest.mark.parametrize(("name", "kind"), [("output_norm.weight", "F64"), ("blk.0.attn_norm.weight", "I8")])
@@ -287,14 +290,14 @@ def test_a_norm_of_another_type(tmp_path: Path, name: str, kind: str) -> None:
     parts, number_of = image(), gguf.GGMLQuantizationType[kind]
     one = tensor(parts, name)
     one.kind, one.data = int(number_of), bytes(64 * gguf.GGML_QUANT_SIZES[number_of][1])
-    assert f"'{name}' is of type {kind}; allowed are F32, F16, BF16" in refusal(tmp_path / "x.gguf", parts)
+    assert f"'{name}' is of type {kind}; it must be one of F32, F16, BF16" in refusal(tmp_path / "x.gguf", parts)
 
 
 def test_weights_of_whole_numbers(tmp_path: Path) -> None:
     parts = image()
     tensor(parts, "blk.0.attn_q.weight").kind = 26  # I32, as wide as F32
     message = refusal(tmp_path / "x.gguf", parts)
-    assert "'blk.0.attn_q.weight' is of type I32, which weights are not read from" in message
+    assert "'blk.0.attn_q.weight' is of type I32, which is not supported for weights" in message
 
 
 def test_a_tensor_too_many(tmp_path: Path) -> None:
@@ -302,7 +305,7 @@ def test_a_tensor_too_many(tmp_path: Path) -> None:
     parts = image()
     put(parts, "llama.block_count", number(1))
     message = refusal(tmp_path / "x.gguf", parts)
-    assert "its tensor 'blk.1." in message and "is none of the" in message
+    assert "its tensor 'blk.1." in message and "is not among the" in message
 
 
 @pytest.mark.parametrize(("base", "name"), [("llama", "blk.1.attn_q.weight"), ("llama-q4_0", "blk.1.attn_q.weight")])
@@ -312,7 +315,7 @@ def test_a_weight_that_is_not_finite(tmp_path: Path, base: str, name: str) -> No
     one.data = b"\xff\x7f" * 2 + one.data[4:]  # NaN in float16; with what follows it, in float32 too
     if base == "llama":
         one.data = struct.pack("<f", float("nan")) + one.data[4:]
-    assert f"its tensor '{name}' has numbers that are not finite" in refusal(tmp_path / "x.gguf", parts)
+    assert f"its tensor '{name}' contains numbers that are not finite" in refusal(tmp_path / "x.gguf", parts)
 
 
 def test_finite_weights_whose_sums_are_not(tmp_path: Path) -> None:
@@ -324,13 +327,15 @@ def test_finite_weights_whose_sums_are_not(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "wanted"), [(0.0, "has 0.0"), (float("nan"), "has nan"), (1e30, "has 1.0000000150474")]
+    ("value", "wanted"), [(0.0, "contains 0.0"), (float("nan"), "contains nan"), (1e30, "contains 1.0000000150474")]
 )
 def test_factors_of_positions(tmp_path: Path, value: float, wanted: str) -> None:
     parts = image()
     parts.tensors.append(Tensor(b"rope_freqs.weight", [8], 0, struct.pack("<8f", *[value] * 8)))
     message = refusal(tmp_path / "x.gguf", parts)
-    assert f"its tensor 'rope_freqs.weight' {wanted}" in message and "; allowed is 0.001 to 1e+06" in message
+    assert (
+        f"its tensor 'rope_freqs.weight' {wanted}" in message and "; its numbers must be from 0.001 to 1e+06" in message
+    )
 
 
 def test_an_architecture_that_transformers_dequantises(tmp_path: Path) -> None:
@@ -352,7 +357,10 @@ def test_one_of_several_files_says_what_reads_them(tmp_path: Path) -> None:
     put(parts, "split.count", number(2, 2))
     del parts.tensors[-3:]
     message = refusal(tmp_path / "x.gguf", parts)
-    assert "of the model's tensors" in message and "one of several files, which backend='llama.cpp' reads" in message
+    assert (
+        "of the model's tensors" in message
+        and "one of several files, which only backend='llama.cpp' supports" in message
+    )
 
 
 # -- at random ---------------------------------------------------------------------------------------------------------

@@ -401,7 +401,7 @@ def test_a_head_is_where_its_target_is_in_one_piece(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     generator.resources.options = LoadOptions(dtype="fp32", device="cpu", draft_device="cuda:1")
     for one in heads:
-        with pytest.raises(ConfigError, match="draft_device='cuda:1': a head reads the target's hidden states"):
+        with pytest.raises(ConfigError, match="draft_device='cuda:1': a head must be on the target's device"):
             change(generator, drafter=one)
     generator.resources.options = LoadOptions(dtype="fp32")
     model.is_shared = True

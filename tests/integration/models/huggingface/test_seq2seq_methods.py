@@ -188,6 +188,6 @@ def test_a_copy_may_come_from_the_source() -> None:
 
 
 def test_an_encoder_decoder_below_a_decoder_only_reviewer_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"k\[1\]\[1\]=2: drafter 2 has an encoder"):
+    with pytest.raises(ConfigError, match=r"k\[1\]\[1\]=2: drafter 2 is an encoder-decoder"):
         Cascade([decoder_only(), other("t5")], [[3, 0], [0, 2]])
     Cascade([decoder_only(), other("t5")], [[3, 2], [0, 0]])  # behind one another they are fine

@@ -61,7 +61,7 @@ def test_greedy_output_over_trees_of_encoder_decoders(family: str) -> None:
 @pytest.mark.parametrize("family", ["bloom", "falcon_alibi"])
 def test_the_others_refuse_trees_by_name(family: str) -> None:
     target = CausalModel(make(family))
-    with pytest.raises(UnsupportedModelError, match="RightTree proposes trees, and CausalModel does not take them"):
+    with pytest.raises(UnsupportedModelError, match="RightTree proposes trees, and CausalModel does not support them"):
         run(target, [[1, 2]], SamplingParams(max_new_tokens=4), drafter=RightTree([[1]], VOCAB))
     with pytest.raises(UnsupportedModelError, match="CausalModel does not take trees"):
         ModelTreeDrafter(target, VOCAB)

@@ -22,7 +22,7 @@ from foresay.decoding.rows import Rows
 from foresay.engine.prefixes import SharesPrefixes
 from foresay.errors import ConfigError, ModelLoadError, OutOfMemoryError, UnsupportedModelError
 from foresay.models.llama_cpp import binding
-from foresay.models.llama_cpp.context import AT_ONCE, PassError
+from foresay.models.llama_cpp.context import MAX_PASS_TOKENS, PassError
 from foresay.models.llama_cpp.model import LlamaCppModel, compared
 from foresay.models.table import TableModel
 from helpers.llama_library import Library
@@ -152,7 +152,7 @@ def test_a_context_grows_with_its_rows(library: Library) -> None:
     for _ in range(3):
         one.forward(ModelInput(ids, [700], first_row=1, logits=Logits.NONE), cache)
     sizes = [made.params.n_ctx for made in library.contexts]
-    assert len(sizes) > 1 and sizes == sorted(sizes) and max(library.contexts[-1].passes) <= AT_ONCE
+    assert len(sizes) > 1 and sizes == sorted(sizes) and max(library.contexts[-1].passes) <= MAX_PASS_TOKENS
     assert library.contexts[-1].of(1) == (ids[0].tolist() * 3)
     one.admit(Rows([make_row() for _ in range(20)]), 3, cache)
     assert library.contexts[-1].params.n_seq_max >= 20
@@ -257,7 +257,7 @@ def test_too_large_a_context_is_an_error_that_says_so(library: Library) -> None:
     one = model()
     cache = admitted(one, 1)
     library.most_cells = 1024
-    with pytest.raises(OutOfMemoryError, match="cannot hold 8 rows of 2048 tokens"):
+    with pytest.raises(OutOfMemoryError, match="cache of 8 rows with 2048 tokens"):
         one.forward(ModelInput(torch.zeros(1, 1500, dtype=torch.long), [1500]), cache)
 
 

@@ -73,7 +73,7 @@ def test_what_is_loaded_is_said(folder: Path) -> None:
     ("options", "said"),
     [
         ({"weights": "int4", "dtype": "fp32"}, "weights='int4' computes in bf16, but dtype='fp32' was given; drop one"),
-        ({"weights": "int8", "device_map": "cuda"}, "is for CPUs, but 'cuda' was asked for"),
+        ({"weights": "int8", "device_map": "cuda"}, "is for CPUs, but 'cuda' was requested"),
         ({"weights": "int4", "quantization_config": object()}, "contradict; give one of them"),
         ({"weights": "bf16", "dtype": "fp16"}, "weights='bf16' computes in bf16, but dtype='fp16' was given; drop one"),
     ],

@@ -15,7 +15,7 @@ import torch
 from foresay.models.cpu import build, product
 from foresay.models.cpu.in_place import InPlaceProduct
 from foresay.models.cpu.product import NativeProduct
-from foresay.models.cpu.rounding import quantize_int4, restored
+from foresay.models.cpu.rounding import dequantized, quantize_int4
 from foresay.models.huggingface import linears, products
 from foresay.models.huggingface.linears import (
     FrozenLinear,
@@ -51,7 +51,7 @@ def weights(rows: int = 96, columns: int = 128) -> torch.Tensor:
 
 
 def rounded(weight: torch.Tensor) -> torch.Tensor:
-    return restored(quantize_int4(weight, torch.bfloat16))
+    return dequantized(quantize_int4(weight, torch.bfloat16))
 
 
 def error(a: torch.Tensor, b: torch.Tensor) -> float:
