@@ -72,7 +72,7 @@ def joint() -> np.ndarray:
 JOINT = joint()
 
 
-def sample(drafter: Any, rule: str, mask: Any = SCHEMA.behind, samples: int = 500) -> float:
+def sample(drafter: Any, rule: str, mask: Any = SCHEMA.mask_after, samples: int = 500) -> float:
     requests = [
         SamplingParams(temperature=1.0, max_new_tokens=LENGTH, seed=seed, processors=(mask(len(PROMPT)),))
         for seed in range(samples)
