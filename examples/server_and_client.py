@@ -58,7 +58,7 @@ def chat(url: str, question: str, **fields: object) -> Iterator[str]:
 
 
 def main(model: str, tokens: int = 48) -> None:
-    """Ask one question with the server's drafter and once more without a drafter."""
+    """Send one question with the server's drafter and once more without a drafter."""
     with server(model) as url:
         for drafting in ({}, {"drafter": "none"}):
             for piece in chat(url, "Name three colours.", temperature=0, max_tokens=tokens, foresay=drafting):

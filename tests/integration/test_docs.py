@@ -1,4 +1,4 @@
-"""The documents do what they say: Python blocks run, commands run, and the help page is the program's."""
+"""Documentation is executed: Python blocks and commands run, and the page of the command line equals the program's help."""
 
 from __future__ import annotations
 
@@ -28,65 +28,125 @@ def small_cache(smollm2_folder: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture
 def small_alias(small_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pages' model is a small random one, which no head is packaged for: what the pages do is the same, in less time."""
+    """The pages' model is a small random one, for which no head is packaged: the pages do the same in less time."""
     monkeypatch.setenv("FORESAY_CACHE", str(small_cache))
     monkeypatch.delitem(packaged.DEFAULT_DRAFTERS, ALIAS)
 
 
-def blocks(page: str, language: str) -> list[str]:
-    return re.findall(
-        rf"^```{language}\n(.*?)^```$", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
-    )
+def read(page: str) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def blocks(text: str, languages: str) -> list[tuple[str, str]]:
+    """Language and content of each block in one of the languages, such as "python|console"."""
+    return re.findall(rf"^```({languages})\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+def commands(text: str) -> list[str]:
+    lines = [line for _, block in blocks(text, "console") for line in block.splitlines()]
+    return [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
+
+
+def run_line(shell: tiny.Shell, line: str) -> tuple[str, str]:
+    """Run a command of a page in this process; `printf TEXT | foresay ...` gives it standard input."""
+    printed, _, command = line.rpartition(" | ")
+    stdin = shlex.split(printed)[1].replace("\\n", "\n") if printed else ""
+    code, out, err = shell(*shlex.split(command)[1:], stdin=stdin.encode())
+    assert code == 0 and out.strip(), f"{line}: {err}"
+    return out, err
+
+
+def run_page(text: str, page: str, shell: tiny.Shell, capsys: pytest.CaptureFixture[str]) -> str:
+    """Run the blocks from top to bottom: each reads what earlier ones have made. Return everything that was printed."""
+    printed, namespace = "", dict[str, Any]()
+    for language, block in blocks(text, "python|console"):
+        if language == "python":
+            exec(compile(block, page, "exec"), namespace)
+            printed += capsys.readouterr().out
+            continue
+        for line in commands(f"```console\n{block}```"):
+            printed += run_line(shell, line)[0]
+    return printed
 
 
 def test_the_readmes_python_blocks_run(
     smollm2_folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the real model, as a new user runs them."""
-    run_python_blocks("README.md", capsys, tmp_path, monkeypatch)
-
-
-@pytest.mark.usefixtures("small_alias")
-@pytest.mark.parametrize("page", ["docs/extending.md", "docs/drafters.md", "docs/engines.md"])
-def test_python_blocks_run(
-    page: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run_python_blocks(page, capsys, tmp_path, monkeypatch)
-
-
-def run_python_blocks(
-    page: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)  # some write files
-    found = blocks(page, "python")
-    assert found
+    monkeypatch.chdir(tmp_path)
     namespace: dict[str, Any] = {}
-    for block in found:
-        exec(compile(block, page, "exec"), namespace)
-    assert capsys.readouterr().out.strip()
+    found = blocks(read("README.md"), "python")
+    for _, block in found:
+        exec(compile(block, "README.md", "exec"), namespace)
+    assert found and capsys.readouterr().out.strip()
 
 
-def _commands() -> list[str]:
-    lines = [line for block in blocks("README.md", "console") for line in block.splitlines()]
-    return [line.removeprefix("$ ") for line in lines if line.startswith("$ foresay")]
-
-
-@pytest.mark.parametrize("command", _commands())
-def test_commands_run(
+@pytest.mark.parametrize("command", commands(read("README.md")))
+def test_the_readmes_commands_run(
     command: str,
     smollm2_folder: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
 ) -> None:
-    """The one that shows a trace with the real model and what drafts for it by default, the others with the small one."""
+    """The one that shows a trace with the real model and its default drafter, the others with the small one."""
     if "--trace" not in command:
         request.getfixturevalue("small_alias")
     monkeypatch.chdir(ROOT)
-    assert _run(shlex.split(command)[1:]) == 0
-    out, err = capsys.readouterr()
-    assert out.strip()
-    assert err == ""
+    assert run_line(tiny.Shell(monkeypatch, capsys), command)[1] == ""
+
+
+PAGES = {
+    "docs/index.md": ["tokens per target pass"],
+    "docs/start/install.md": ["foresay 0.", "kernels"],
+    "docs/start/your-model.md": ["supported: yes", "target passes", "True\n"],
+    "docs/start/does-it-pay.md": ["plain", "max_gram"],
+    "docs/how-to/choose-a-drafter.md": [],
+    "docs/how-to/train-a-head.md": [
+        "measured on 2,048 tokens",
+        "True\n",
+        "draft tokens were accepted",
+        "tokens per pass",
+        "head(head)",
+        "calibration error",
+    ],
+    "docs/how-to/ngram-tables.md": ["most frequent: ", "tokens drafted"],
+    "docs/how-to/transformers.md": ["tensor("],
+    "docs/how-to/own-drafter.md": ["[6, 7, 8, 9]"],
+    "docs/how-to/chat.md": [],
+    "docs/reference/expressions.md": ["False\n"],
+    "docs/reference/errors.md": ["Did you mean 'suffix'?"],
+}
+"""Pages that run from top to bottom, and parts of what they print."""
+OTHERS = {
+    "docs/start/serve.md": "tests/integration/server/test_api.py",
+    "docs/how-to/vllm.md": "test_vllms_arguments_are_those_of_the_page",
+    "docs/how-to/several-machines.md": "test_the_page_of_workers",
+    "docs/how-to/reproduce-a-benchmark.md": "test_the_tour_of_measurements",
+}
+"""Pages with blocks that are run elsewhere."""
+
+
+def test_every_page_with_blocks_is_run() -> None:
+    pages = (path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rglob("*.md")))
+    assert {page for page in pages if blocks(read(page), "python|console")} == {*PAGES, *OTHERS}
+
+
+@pytest.mark.usefixtures("small_alias")
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_runs(
+    page: str,
+    small_cache: Path,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In a folder of its own, with a small model under the alias and under the name of a hub's model."""
+    monkeypatch.chdir(tmp_path)
+    [small] = (small_cache / "models").iterdir()
+    text = read(page).replace("Qwen/Qwen2.5-0.5B-Instruct", str(small)).replace("--minutes 0.2 ", "--minutes 0.04 ")
+    out = run_page(text, page, tiny.Shell(monkeypatch, capsys), capsys)
+    assert out.strip() and all(part in out for part in PAGES[page]), out
 
 
 def test_the_page_of_workers(
@@ -99,70 +159,22 @@ def test_the_page_of_workers(
     """Its commands as written; those that record and replay with the small model."""
     monkeypatch.chdir(tmp_path)
     shell = tiny.Shell(monkeypatch, capsys)
-    [block] = blocks("docs/machines.md", "console")
-    *lines, last = [line.removeprefix("$ ") for line in block.splitlines()]
+    *lines, last = commands(read("docs/how-to/several-machines.md"))
     with monkeypatch.context() as small:
         small.setenv("FORESAY_CACHE", str(small_cache))
         for line in lines:
-            code, out, err = shell(*shlex.split(line)[1:])
-            assert code == 0 and out.strip(), f"{line}: {err}"
+            run_line(shell, line)
     assert len((tmp_path / "grid.jsonl").read_text().splitlines()) == 5
-    printed, command = last.removeprefix("printf ").split(" | ")
-    code, out, err = shell(*shlex.split(command)[1:], stdin=shlex.split(printed)[0].replace("\\n", "\n").encode())
-    assert code == 0 and out.strip(), f"{last}: {err}"
+    run_line(shell, last)
 
 
 def test_vllms_arguments_are_those_of_the_page(smollm2_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    [block] = [block for block in blocks("docs/engines.md", "console") if "vllm-config" in block]
+    [(_, block)] = blocks(read("docs/how-to/vllm.md"), "console")
     command, _, wanted = block.partition("\n")
     assert _run(shlex.split(command.removeprefix("$ "))[1:]) == 0
-    assert capsys.readouterr() == (wanted, ""), "a hub's name is vLLM's to look up"
+    assert capsys.readouterr() == (wanted, ""), "vLLM resolves the name of a hub's model"
     assert _run(["vllm-config", "--drafter", "max_gram"]) == 0
-    assert str(smollm2_folder) in capsys.readouterr().out, "an alias is ours"
-
-
-@pytest.mark.usefixtures("small_alias")
-@pytest.mark.parametrize(
-    ("page", "languages", "said"),
-    [
-        ("docs/ngrams.md", ["python", "console", "python"], ["most frequent: ", "tokens are 90% of the corpus"]),
-        (
-            "docs/training.md",
-            ["console", "python", "console", "console", "python", "console", "python"],
-            [
-                "measured on 2,048 tokens",
-                "True\n",
-                "draft's tokens were accepted",
-                "tokens per pass",
-                "head(head)",
-                "calibration error",
-            ],
-        ),
-    ],
-)
-def test_pages_run_from_top_to_bottom(
-    page: str,
-    languages: list[str],
-    said: list[str],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
-    """Blocks in order, in a folder of their own: each reads what those before it wrote."""
-    text = (ROOT / page).read_text(encoding="utf-8").replace("--minutes 0.2 ", "--minutes 0.04 ")
-    assert ("--minutes 0.04 " in text) == (page == "docs/training.md")
-    monkeypatch.chdir(tmp_path)
-    found = re.findall(r"^```(python|console)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    assert [language for language, _ in found] == languages
-    for language, block in found:
-        if language == "python":
-            exec(compile(block, page, "exec"), {})
-            continue
-        for line in block.splitlines():
-            assert _run(shlex.split(line.removeprefix("$ "))[1:]) == 0
-    out, err = capsys.readouterr()
-    assert err == ""
-    assert all(one in out for one in said), out
+    assert str(smollm2_folder) in capsys.readouterr().out, "foresay resolves an alias"
 
 
 @pytest.fixture
@@ -185,33 +197,27 @@ SHORTER = {"--count 6 -n 32": "--count 2 -n 16", "--count 6 -n 24": "--count 2 -
 
 @pytest.mark.timeout(1800)
 @pytest.mark.usefixtures("brief", "small_alias")
-def test_the_page_on_the_lab_runs(
+def test_the_tour_of_measurements(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The tour in order but with fewer tokens, in a folder of its own; then the blocks of Python, which read what it wrote."""
+    """In order, with fewer tokens, in a folder of its own."""
     monkeypatch.chdir(tmp_path)
-    [tour] = blocks("docs/lab.md", "console")
+    shell = tiny.Shell(monkeypatch, capsys)
+    text = read("docs/how-to/reproduce-a-benchmark.md")
     for long, short in SHORTER.items():
-        assert tour.count(long) == 1, long
-        tour = tour.replace(long, short)
-    said = {}
-    for line in tour.splitlines():
-        assert _run(shlex.split(line.removeprefix("$ "))[1:]) == 0, line
-        said[line.split()[2]], err = capsys.readouterr()
-        assert err == "" or line.startswith(("$ foresay generate", "$ foresay tune"))
-    assert "2 outputs, 32 tokens" in said["record"]
-    assert "exact: live decoding takes the same steps" in said["replay"]
-    assert "MB of weights" in said["profile"]
-    assert "yes" in said["bench"] and "DIFFERENT" not in said["bench"]
-    assert "wrote foresay.toml" in said["tune"]
+        assert text.count(long) == 1, long
+        text = text.replace(long, short)
+    printed = {}
+    for line in commands(text):
+        out, err = run_line(shell, line)
+        printed.setdefault(line.split()[1], out)
+        assert err == "" or line.startswith(("foresay generate", "foresay tune"))
+    assert "2 outputs, 32 tokens" in printed["record"]
+    assert "exact: live decoding takes the same steps" in printed["replay"]
+    assert "MB of weights" in printed["profile"]
+    assert "yes" in printed["bench"] and "DIFFERENT" not in printed["bench"]
+    assert "wrote foresay.toml" in printed["tune"]
     assert (tmp_path / "report" / "report.html").stat().st_size > 10_000
-    for block in blocks("docs/lab.md", "python"):
-        exec(compile(block, "docs/lab.md", "exec"), {})
-    assert "tokens per pass" in capsys.readouterr().out
-
-
-def test_there_are_commands_to_run() -> None:
-    assert len(_commands()) >= 3
 
 
 def test_the_help_page_is_the_programs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,7 +228,7 @@ def test_the_help_page_is_the_programs(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, "")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    assert module.page() == (ROOT / "docs" / "cli.md").read_text(encoding="utf-8"), "run scripts/docs"
+    assert module.page() == (ROOT / "docs" / "reference" / "cli.md").read_text(encoding="utf-8"), "run scripts/docs"
 
 
 def test_the_demo_writes_the_same_both_ways(smollm2_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,7 @@ _STYLES = {
     Origin.RESIDUAL: "background:rgba(218,54,51,.25);text-decoration:underline",
     Origin.BONUS: "background:rgba(56,139,253,.25);text-decoration:underline dotted",
 }
-"""Style of each origin in HTML; lines under the text tell origins apart without colour."""
+"""Style of each origin in HTML; lines under the text distinguish origins without colour."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,126 @@
+"""The examples run on a tiny model. The one for vLLM needs vLLM; it is compiled, and its names are checked."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from foresay.generation.result import Generation
+from helpers import tiny
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save(tmp_path_factory.mktemp("model"), chat=True)
+
+
+def load(name: str) -> Any:
+    """The example as a module."""
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_own_model(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    load("own_model").main(str(folder), tokens=12)
+    out = capsys.readouterr().out
+    assert "target passes" in out and "same output without a drafter: True" in out
+
+
+def test_own_model_without_a_chat_template(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    load("own_model").main(str(tiny.save(tmp_path)), tokens=4)
+    assert "same output without a drafter: True" in capsys.readouterr().out
+
+
+def test_own_drafter(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    example = load("own_drafter")
+    example.on_a_table()
+    assert "of 2 draft tokens accepted" in capsys.readouterr().out
+    example.on_a_model(str(folder), tokens=16)
+    out = capsys.readouterr().out
+    assert "same output without a drafter: True" in out
+    assert "16 tokens in 16 target passes" not in out, "no draft token was accepted"
+
+
+def test_server_and_client(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    load("server_and_client").main(str(folder), tokens=8)
+    drafted, plain = capsys.readouterr().out.strip("\n").split("\n")
+    assert drafted and drafted == plain
+
+
+def test_train_head(folder: Path, tmp_path: Path) -> None:
+    """The whole script, on a few prompts of few tokens."""
+    program = tmp_path / "bin" / "foresay"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m foresay "$@"\n')
+    program.chmod(0o755)
+    size = {"COUNT": "12", "TOKENS": "16", "MINUTES": "0.03", "BENCH_COUNT": "1"}
+    path = f"{program.parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        [str(EXAMPLES / "train_head.sh"), "head"],
+        cwd=tmp_path,
+        env=tiny.environment(PATH=path, MODEL=str(folder), **size),
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "head" / "model.safetensors").is_file()
+    assert "hybrid(suffix, head=head)" in done.stdout
+
+
+def test_the_notebook(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its cells run in order, and those that end with a Generation show it coloured."""
+    cells = json.loads((EXAMPLES / "traces.ipynb").read_text(encoding="utf-8"))["cells"]
+    namespace: dict[str, Any] = {}
+    shown = 0
+    for cell in cells:
+        if cell["cell_type"] != "code":
+            continue
+        code = "".join(cell["source"]).replace('"smollm2-135m"', repr(str(folder))).replace("self(28)", "self(1)")
+        tree = ast.parse(code)
+        last = tree.body[-1]
+        if isinstance(last, ast.Expr):  # keep the value, which a notebook shows
+            tree.body[-1] = ast.copy_location(ast.Assign([ast.Name("shown_value", ast.Store())], last.value), last)
+            ast.fix_missing_locations(tree)
+        exec(compile(tree, "traces.ipynb", "exec"), namespace)
+        if isinstance(last, ast.Expr):
+            value = namespace["shown_value"]
+            if isinstance(value, Generation):
+                shown += 1
+                assert '<span title="' in value._repr_html_()
+                [output] = cell["outputs"]
+                assert '<span title="' in "".join(output["data"]["text/html"]), "the stored output is coloured too"
+    assert shown == 3
+    assert "tokens per target pass" in capsys.readouterr().out
+
+
+def test_the_example_for_vllm_uses_existing_arguments(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without vLLM: the command that it runs prints the arguments of vllm.LLM."""
+    from foresay.cli.app import _run
+
+    source = (EXAMPLES / "vllm_arguments.py").read_text(encoding="utf-8")
+    [command] = [
+        node.value
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Assign) and "vllm-config" in ast.dump(node)
+    ]
+    words = [item.value for item in command.elts if isinstance(item, ast.Constant)]  # type: ignore[attr-defined]
+    options = words[words.index("vllm-config") + 1 :]
+    assert _run(["vllm-config", str(folder), *options]) == 0
+    arguments = json.loads(capsys.readouterr().out)
+    assert arguments["model"] == str(folder) and arguments["speculative_config"]["method"] == "custom_class"
