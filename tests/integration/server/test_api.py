@@ -340,7 +340,7 @@ class TestTelling:
         assert ids <= set(re.findall(r'id="(\w+)"', page.text)), "what the script looks for is on the page"
 
     def test_the_dashboard_asks_for_what_is_counted(self, raw: httpx.Client) -> None:
-        page = json.loads((Path(__file__).parents[3] / "docs" / "grafana.json").read_text(encoding="utf-8"))
+        page = json.loads((Path(__file__).parents[3] / "docs" / "how-to" / "grafana.json").read_text(encoding="utf-8"))
         asked = {
             name
             for panel in page["panels"]
