@@ -3,10 +3,10 @@
     scripts/pin_steps.py --write FILE    decode everything, write {cell: sha256}
     scripts/pin_steps.py --check FILE    decode again, name the cells that differ, exit 1 if any does
 
-A cell's hash is over the Steps of each request: token ids, origins, counts drafted and accepted, finish reason. Cells: the matrix of
-the distribution tests at 50 seeds, every transformers family greedily, and SmolLM2 in bfloat16 at batch 1 and 8 with every drafter
-and rule. Nothing that depends on time counts: adaptive lengths are left out, and so is the order of Steps between requests, since
-prefill is scheduled by a clock. Compare on one machine only: kernels round differently elsewhere.
+A cell's hash is over the Steps of each request: token ids, origins, counts drafted and accepted, finish reason. Cells: the matrix
+of the distribution tests at 50 seeds, every transformers family greedily, and SmolLM2 in bfloat16 at batch 1 and 8 with every
+drafter and rule. Nothing that depends on time counts: adaptive lengths are left out, and so is the order of Steps between
+requests, since prefill is scheduled by a clock. Compare on one machine only: kernels round differently elsewhere.
 """
 
 from __future__ import annotations
