@@ -96,6 +96,32 @@ def test_sources_name_existing_pages() -> None:
     assert named_files("see docs/peers.md and docs/index.md") == ["docs/peers.md"], "negative control"
 
 
+def missing_paths(text: str) -> list[str]:
+    """Files of the repository that a text names and that do not exist."""
+    names = re.findall(
+        r"(?<![\w/.-])(?:src|tests|scripts|docs|packages|examples)/[\w/.-]*\w\.(?:py|md|h|cpp|json)\b", text
+    )
+    names += re.findall(r"(?<![\w/.-])benchmarks/[a-z_]+\.py\b", text)
+    return [name for name in names if not (ROOT / name).exists()]
+
+
+def test_named_files_exist() -> None:
+    documents = [
+        *sorted((ROOT / "docs").rglob("*.md")),
+        *ROOT.glob("*.md"),
+        *sorted((ROOT / "benchmarks").glob("*.md")),
+    ]
+    found = {str(path.relative_to(ROOT)): missing_paths(path.read_text(encoding="utf-8")) for path in documents}
+    assert not {name: missing for name, missing in found.items() if missing}
+
+
+def test_missing_files_are_found() -> None:
+    assert missing_paths("see `tests/law/test_loop_law.py`, tests/law/test_loop.py and benchmarks/gone.py") == [
+        "tests/law/test_loop_law.py",
+        "benchmarks/gone.py",
+    ]
+
+
 def test_every_page_is_in_the_navigation() -> None:
     listed = set(re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE))
     assert listed == {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
