@@ -97,7 +97,7 @@ INSIDE = {
         {"prompts", "stream", "cross_tokenizer", "grammar", "grammar_process"},
         {"schema_compiler"},
     ],
-    "spec": [{"expressions", "settings_file"}, {"recipe"}, {"third_party"}, {"recipes"}],
+    "spec": [{"expressions", "settings_file"}, {"recipe"}, {"third_party", "ngram_recipes"}, {"recipes"}],
     "generation": [{"result", "scoring"}, {"session"}, {"session_thread"}, {"generator"}, {"load"}, {"method"}],
     "server": [
         {"errors", "metrics", "settings"},

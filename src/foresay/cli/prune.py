@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import torch
 import typer
@@ -34,7 +34,32 @@ NOTE = "foresay.json"
 _LENGTH = 512
 """Tokens measured at a time."""
 Measure = Callable[[], Importance]
-SHAPE = "Shape"
+
+
+@dataclass(frozen=True)
+class ShapeOptions:
+    """Sizes of the pruned model."""
+
+    PANEL: ClassVar = "Shape"
+
+    layers: Annotated[int | None, typer.Option(help="Layers to keep.  [default: all]")] = None
+    keep: Annotated[
+        str,
+        typer.Option(
+            metavar="WHICH", help=f"Choice of layers: {', '.join(LAYER_CHOICES)}, or their numbers, such as 0,15,29."
+        ),
+    ] = "even"
+    hidden: Annotated[int | None, typer.Option(help="Dimensions of the hidden state to keep.")] = None
+    attention_heads: Annotated[int | None, typer.Option(help="Query heads to keep in each layer.")] = None
+    kv_heads: Annotated[int | None, typer.Option(help="Key-value heads to keep in each layer.")] = None
+    feed_forward: Annotated[int | None, typer.Option(help="Feed-forward neurons to keep in each layer.")] = None
+
+    def sizes(self) -> dict[str, int | None]:
+        """Return the sizes by the names of `Shape`, except the layers."""
+        return {
+            "hidden": self.hidden, "heads": self.attention_heads, "kv_heads": self.kv_heads,
+            "feed_forward": self.feed_forward,
+        }  # fmt: skip
 
 
 def run(
@@ -46,27 +71,7 @@ def run(
     model: Annotated[
         str | None, typer.Option("--model", "-m", metavar="MODEL", help="Alias, hub id, folder or GGUF file.")
     ] = None,
-    layers: Annotated[int | None, typer.Option(rich_help_panel=SHAPE, help="Layers to keep.  [default: all]")] = None,
-    keep: Annotated[
-        str,
-        typer.Option(
-            metavar="WHICH",
-            rich_help_panel=SHAPE,
-            help=f"Choice of layers: {', '.join(LAYER_CHOICES)}, or their numbers, such as 0,15,29.",
-        ),
-    ] = "even",
-    hidden: Annotated[
-        int | None, typer.Option(rich_help_panel=SHAPE, help="Dimensions of the hidden state to keep.")
-    ] = None,
-    attention_heads: Annotated[
-        int | None, typer.Option(rich_help_panel=SHAPE, help="Query heads to keep in each layer.")
-    ] = None,
-    kv_heads: Annotated[
-        int | None, typer.Option(rich_help_panel=SHAPE, help="Key-value heads to keep in each layer.")
-    ] = None,
-    feed_forward: Annotated[
-        int | None, typer.Option(rich_help_panel=SHAPE, help="Feed-forward neurons to keep in each layer.")
-    ] = None,
+    shape: ShapeOptions,
     text: Annotated[
         list[str] | None,
         typer.Option(
@@ -93,8 +98,8 @@ def run(
     with loading(f"Loading {name}") as progress:
         options = LoadOptions(dtype=dtype, device=device, trust_remote_code=trust_remote_code, progress=progress)
         whole_model, tokenizer = load_weights(name, options)
-    wanted = {"hidden": hidden, "heads": attention_heads, "kv_heads": kv_heads, "feed_forward": feed_forward}
-    cut = _cut(whole_model, layers, keep, wanted, lambda: _measured(whole_model, tokenizer, reader, tokens))
+    measure = lambda: _measured(whole_model, tokenizer, reader, tokens)  # noqa: E731
+    cut = _cut(whole_model, shape.layers, shape.keep, shape.sizes(), measure)
     note = {
         "made_by": "foresay prune",
         "model": name,

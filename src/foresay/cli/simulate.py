@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import typer
 
@@ -35,7 +35,74 @@ from foresay.spec.recipes import read_drafter, read_length, read_rule
 
 _LOWEST = 1e-3
 """Lowest rate of the search for the highest one, as a fraction of a full batch's throughput."""
-_ARRIVALS, _TARGETS = "Arrivals", "Latency targets"
+
+
+@dataclass(frozen=True)
+class ArrivalOptions:
+    """Arrival process of the requests."""
+
+    PANEL: ClassVar = "Arrivals"
+
+    rate: Annotated[
+        str | None,
+        typer.Option(metavar="X[,X...]", help="Requests per second, several separated by commas.  [default: 1,2,4,8]"),
+    ] = None
+    burst: Annotated[int | None, typer.Option(help="Requests that arrive at once.  [default: 1]")] = None
+    requests: Annotated[int | None, typer.Option(help="Requests of each load.  [default: 200]")] = None
+    seed: Annotated[int | None, typer.Option(help="Seed of the arrival times.  [default: 0]")] = None
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Arrival times in seconds, one a line, in place of the options above."),
+    ] = None
+
+    @property
+    def count(self) -> int:
+        """Number of requests of a load."""
+        return 200 if self.requests is None else self.requests
+
+    def at(self, rate: float) -> list[float]:
+        """Return the arrival times at a rate in requests per second."""
+        burst, seed = 1 if self.burst is None else self.burst, self.seed or 0
+        return poisson(rate, self.count, seed) if burst == 1 else bursts(rate, self.count, burst, seed)
+
+    def loads(self) -> list[tuple[str, Sequence[float]]]:
+        """Return (name, arrival times) of the trace, or of each rate."""
+        if self.trace is not None:
+            return [(self.trace.name, from_trace(self.trace))]
+        rates = self.rate or "1,2,4,8"
+        try:
+            some = [float(part) for part in rates.split(",")]
+        except ValueError:
+            raise ConfigError(f"--rate {rates!r} must be numbers separated by commas, such as 0.5,1,2") from None
+        return [(f"{one:g}/s", self.at(one)) for one in some]
+
+
+@dataclass(frozen=True)
+class LatencyOptions:
+    """Latency targets, for which the highest rate is searched."""
+
+    PANEL: ClassVar = "Latency targets"
+
+    first_p99: Annotated[
+        float | None, typer.Option("--first-p99", help="Seconds to the first token, for 99% of the requests.")
+    ] = None
+    gap_p99: Annotated[
+        float | None, typer.Option("--gap-p99", help="Seconds between two events of a stream, for 99% of them.")
+    ] = None
+    total_rate: Annotated[
+        float | None,
+        typer.Option(
+            "--total-rate",
+            help="Also print how many engines serve this many requests per second within the targets.",
+        ),
+    ] = None
+
+    def targets(self) -> LatencyTargets:
+        """Return the targets. Raises ConfigError for --total-rate without one."""
+        found = LatencyTargets(self.first_p99, self.gap_p99)
+        if self.total_rate is not None and found == LatencyTargets():
+            raise ConfigError("--total-rate needs a latency target: --first-p99, --gap-p99 or both")
+        return found
 
 
 def run(
@@ -53,51 +120,8 @@ def run(
     ] = None,
     length: LengthOption = None,
     batch_size: BatchSizeOption = 32,
-    rate: Annotated[
-        str | None,
-        typer.Option(
-            metavar="X[,X...]",
-            rich_help_panel=_ARRIVALS,
-            help="Requests per second, several separated by commas.  [default: 1,2,4,8]",
-        ),
-    ] = None,
-    burst: Annotated[
-        int | None, typer.Option(rich_help_panel=_ARRIVALS, help="Requests that arrive at once.  [default: 1]")
-    ] = None,
-    requests: Annotated[
-        int | None, typer.Option(rich_help_panel=_ARRIVALS, help="Requests of each load.  [default: 200]")
-    ] = None,
-    seed: Annotated[
-        int | None, typer.Option(rich_help_panel=_ARRIVALS, help="Seed of the arrival times.  [default: 0]")
-    ] = None,
-    trace: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            rich_help_panel=_ARRIVALS,
-            help="Arrival times in seconds, one a line, in place of the options above.",
-        ),
-    ] = None,
-    first_p99: Annotated[
-        float | None,
-        typer.Option(
-            "--first-p99", rich_help_panel=_TARGETS, help="Seconds to the first token, for 99% of the requests."
-        ),
-    ] = None,
-    gap_p99: Annotated[
-        float | None,
-        typer.Option(
-            "--gap-p99", rich_help_panel=_TARGETS, help="Seconds between two events of a stream, for 99% of them."
-        ),
-    ] = None,
-    total_rate: Annotated[
-        float | None,
-        typer.Option(
-            "--total-rate",
-            rich_help_panel=_TARGETS,
-            help="Also print how many engines serve this many requests per second within the targets.",
-        ),
-    ] = None,
+    arrivals: ArrivalOptions,
+    latency: LatencyOptions,
     model: ModelOption = None,
     data: DataOptions,
     as_json: JsonOption = False,
@@ -108,22 +132,20 @@ def run(
     The engine's own loop decodes the recorded outputs, with and without speculation, and the profile gives the duration of each
     pass. A server's own overhead of some milliseconds is not included.
     """
-    targets = LatencyTargets(first_p99, gap_p99)
-    if total_rate is not None and targets == LatencyTargets():
-        raise ConfigError("--total-rate needs a latency target: --first-p99, --gap-p99 or both")
-    if trace is not None:
-        _check_alone(rate=rate, burst=burst, requests=requests, seed=seed, first_p99=first_p99, gap_p99=gap_p99)
-    arrivals = _Arrivals(burst or 1, 200 if requests is None else requests, seed or 0)
+    search = _Search(latency.targets(), arrivals, latency.total_rate)
+    if arrivals.trace is not None:
+        others = {name: getattr(arrivals, name) for name in ("rate", "burst", "requests", "seed")}
+        _check_alone(**others, first_p99=latency.first_p99, gap_p99=latency.gap_p99)
     use_threads(machine.threads)
     if length and drafter and set(drafter) == {"none"}:
         raise ConfigError(f"--length {length} sets a draft length, and --drafter none drafts nothing; drop one")
     named = [Method("none"), *(Method(one, length or "") for one in drafter or ["suffix"] if one != "none")]
     check_draft_weights(machine, named)
     times = Profile.load(profile)
-    loads = arrivals.at_all(rate or "1,2,4,8") if trace is None else [(trace.name, from_trace(trace))]
+    loads = arrivals.loads()
     resources, recorded = open_recording(recording, model, named, data, machine)
     world = _World(recorded, times, resources, batch_size)
-    lines, searched = _simulated(world, named, loads, _Search(targets, arrivals, total_rate))
+    lines, searched = _simulated(world, named, loads, search)
     if as_json:
         for line in [*lines, *searched]:
             typer.echo(json.dumps(line))
@@ -137,7 +159,7 @@ class _Search:
     """Settings of the search for the highest rate. Without a target there is no search."""
 
     targets: LatencyTargets
-    arrivals: _Arrivals
+    arrivals: ArrivalOptions
     total_rate: float | None
 
 
@@ -197,29 +219,6 @@ def _check_alone(**others: Any) -> None:
             raise ConfigError(f"--trace sets the arrival times; drop --{name.replace('_', '-')}")
 
 
-@dataclass(frozen=True, slots=True)
-class _Arrivals:
-    """Arrival process of the requests, for any rate."""
-
-    burst: int
-    requests: int
-    seed: int
-
-    def at(self, rate: float) -> list[float]:
-        """Return the arrival times at a rate in requests per second."""
-        if self.burst == 1:
-            return poisson(rate, self.requests, self.seed)
-        return bursts(rate, self.requests, self.burst, self.seed)
-
-    def at_all(self, rates: str) -> list[tuple[str, list[float]]]:
-        """Return (name, arrival times) of each rate of a list separated by commas."""
-        try:
-            some = [float(part) for part in rates.split(",")]
-        except ValueError:
-            raise ConfigError(f"--rate {rates!r} must be numbers separated by commas, such as 0.5,1,2") from None
-        return [(f"{one:g}/s", self.at(one)) for one in some]
-
-
 def _figures(method: Method, name: str, load: SimulatedLoad) -> dict[str, Any]:
     out: dict[str, Any] = {"method": method.name, "arrivals": name, "requests": len(load.requests)}
     out |= {"tokens_per_s": load.tokens_per_s, "tokens_per_pass": load.tokens_per_pass, "mean_batch": load.mean_batch}
@@ -231,7 +230,7 @@ def _figures(method: Method, name: str, load: SimulatedLoad) -> dict[str, Any]:
 
 def _highest(world: _World, method: Method, search: _Search) -> dict[str, Any]:
     arrivals = search.arrivals
-    full = world.simulated(method, [0.0] * arrivals.requests)
+    full = world.simulated(method, [0.0] * arrivals.count)
     most = len(full.requests) / full.seconds  # the throughput of a full batch is an upper bound
     found = highest_rate(
         lambda rate: world.simulated(method, arrivals.at(rate)), search.targets, low=most * _LOWEST, high=most

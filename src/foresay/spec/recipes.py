@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 from foresay.checks import check_flag, check_float, check_int
@@ -20,16 +19,9 @@ from foresay.drafters import (
     HeadDrafter,
     HeadTreeDrafter,
     Hybrid,
-    MaxGram,
     ModelDrafter,
     ModelTreeDrafter,
-    NgramStore,
-    NgramStoreDrafter,
-    PastRequests,
-    PromptLookup,
     SelfDrafter,
-    SuffixDrafter,
-    SuffixTreeDrafter,
 )
 from foresay.drafters.cascade import check_matrix, drafted_at_most
 from foresay.drafters.cross_tokenizer import CrossTokenizerDrafter
@@ -37,76 +29,18 @@ from foresay.errors import ConfigError, UnsupportedModelError, VocabularyMismatc
 from foresay.lengths import LENGTHS, ConstantLength
 from foresay.lengths.constant import MAX_DRAFT_TOKENS
 from foresay.models.sources.wrapping import LoadedModel
+from foresay.spec import ngram_recipes as ngram
 from foresay.spec import third_party
 from foresay.spec.expressions import Call, apply, parse
+from foresay.spec.ngram_recipes import check_path
 from foresay.spec.recipe import DrafterBuilder, Recipe, Resources
 from foresay.text.tokenizer import check_vocabularies
 
 _Trim = Callable[[Resources, Any], Any]
 
 
-def _none() -> Recipe:
-    return Recipe(lambda resources: lambda: None, 0)
-
-
-def _prompt_lookup(max_ngram: int = 4, min_ngram: int = 2) -> Recipe:
-    PromptLookup(max_ngram=max_ngram, min_ngram=min_ngram)  # checks the settings before weights are loaded
-    make = partial(PromptLookup, max_ngram=max_ngram, min_ngram=min_ngram)
-    return Recipe(lambda resources: lambda: make(device=resources.device), 8)
-
-
-def _max_gram(table: str | None = None) -> Recipe:
-    path = None if table is None else _path("table", table)
-
-    def prepare(resources: Resources) -> DrafterBuilder:
-        continuation = None if path is None else resources.table(path)
-        return lambda: MaxGram(continuation, device=resources.device)
-
-    return Recipe(prepare, 10, reads_target=path is not None)
-
-
-def _ngram_store(
-    n: int = 6,
-    levels: str = "all",
-    filler_top_k: int = 1,
-    stop_unknown: bool = True,
-    keep: bool = False,
-    max_contexts: int = 1 << 18,
-) -> Recipe:
-    store = NgramStore(n, levels=levels, max_contexts=max_contexts) if check_flag("keep", keep) else None
-    make = partial(
-        NgramStoreDrafter,
-        n,
-        levels=levels,
-        filler_top_k=filler_top_k,
-        stop_unknown=stop_unknown,
-        max_contexts=max_contexts,
-    )
-    make()
-    forget = (lambda: None) if store is None else store.clear
-    return Recipe(lambda resources: lambda: make(store=store, device=resources.device), 8, forget)
-
-
-def _suffix(scale: float = 3.0, min_match: int = 1, keep: bool = False, max_tokens: int = 1 << 18) -> Recipe:
-    past = PastRequests(max_tokens) if check_flag("keep", keep) else None
-    make = partial(SuffixDrafter, past, scale=scale, min_match=min_match)
-    make()
-    forget = (lambda: None) if past is None else past.clear
-    return Recipe(lambda resources: lambda: make(device=resources.device), 12, forget)
-
-
-def _suffix_tree(
-    branches: int = 3, scale: float = 3.0, min_match: int = 1, keep: bool = False, max_tokens: int = 1 << 18
-) -> Recipe:
-    past = PastRequests(max_tokens) if check_flag("keep", keep) else None
-    make = partial(SuffixTreeDrafter, past, branches=branches, scale=scale, min_match=min_match)
-    make()
-    forget = (lambda: None) if past is None else past.clear
-    return Recipe(lambda resources: lambda: make(device=resources.device), 12, forget)
-
-
 def _tree(name: str, branches: int = 2, width: int = 1) -> Recipe:
-    name = _path("name", name)
+    name = check_path("name", name)
     check_int("branches", branches, 1, 16)
     check_int("width", width, 1, 16)
 
@@ -120,7 +54,7 @@ def _tree(name: str, branches: int = 2, width: int = 1) -> Recipe:
 
 
 def _head(name: str, sample: bool = True) -> Recipe:
-    name = _path("name", name)
+    name = check_path("name", name)
     check_flag("sample", sample)
 
     def prepare(resources: Resources) -> DrafterBuilder:
@@ -131,7 +65,7 @@ def _head(name: str, sample: bool = True) -> Recipe:
 
 
 def _head_tree(name: str, branches: int = 2, width: int = 1) -> Recipe:
-    name = _path("name", name)
+    name = check_path("name", name)
     check_int("branches", branches, 1, 16)
     check_int("width", width, 1, 16)
 
@@ -146,7 +80,7 @@ def _model(
     name: str, vocabulary: str | None = None, vocabulary_size: int | None = None, coverage: float = 0.98
 ) -> Recipe:
     trim = _trim(vocabulary, vocabulary_size, coverage)
-    name = _path("name", name)
+    name = check_path("name", name)
 
     def prepare(resources: Resources) -> DrafterBuilder:
         return _draft_with(resources, resources.model(name), trim)
@@ -217,7 +151,7 @@ def _trim(vocabulary: str | None, size: int | None, coverage: float) -> _Trim | 
         if size is not None:
             raise ConfigError(f"vocabulary_size={size} needs vocabulary=, a table built with `foresay ngram build`")
         return None
-    path = _path("vocabulary", vocabulary)
+    path = check_path("vocabulary", vocabulary)
 
     def trim(resources: Resources, model: Any) -> Any:
         from foresay.models.huggingface.causal import CausalModel
@@ -300,12 +234,6 @@ def _member(key: str | None, value: Any) -> Recipe:
     return apply("drafter", call, _makers(call.name))
 
 
-def _path(name: str, value: Any) -> str:
-    if not isinstance(value, str):
-        raise ConfigError(f"{name}={value!r} must be a name or a path")
-    return value
-
-
 @dataclass(frozen=True, slots=True)
 class DrafterSpec:
     """A drafter's entry for commands, benchmarks, cost models and documentation."""
@@ -321,30 +249,33 @@ class DrafterSpec:
 
 
 DRAFTERS: dict[str, DrafterSpec] = {
-    "none": DrafterSpec(_none, "No drafts: plain decoding.", "none"),
+    "none": DrafterSpec(ngram.none, "No drafts: plain decoding.", "none"),
     "prompt_lookup": DrafterSpec(
-        _prompt_lookup, "The tokens that followed the last few tokens earlier in the text.", "lookup", compared=True
+        ngram.prompt_lookup,
+        "The tokens that followed the last few tokens earlier in the text.",
+        "lookup",
+        compared=True,
     ),
     "max_gram": DrafterSpec(
-        _max_gram,
+        ngram.max_gram,
         "The tokens after the longest match in the text, of any length; then an n-gram table, if one is given.",
         "lookup",
         compared=True,
     ),
     "ngram_store": DrafterSpec(
-        _ngram_store,
+        ngram.ngram_store,
         "The most frequent next tokens, counted while decoding; keep=true shares the counts between requests.",
         "lookup",
         compared=True,
     ),
     "suffix": DrafterSpec(
-        _suffix,
+        ngram.suffix,
         "The tokens after the longest match in the text or (keep=true) in earlier requests; longer drafts for longer matches.",
         "lookup",
         compared=True,
     ),
     "suffix_tree": DrafterSpec(
-        _suffix_tree, "A tree of the tokens after the longest matches: several continuations at once.", "lookup"
+        ngram.suffix_tree, "A tree of the tokens after the longest matches: several continuations at once.", "lookup"
     ),
     "model": DrafterSpec(_model, "A smaller model, named like --model.", "model"),
     "tree": DrafterSpec(_tree, "A tree of a smaller model's likeliest continuations, named like --model.", "model"),
@@ -387,7 +318,7 @@ def _makers(name: str) -> dict[str, Callable[..., Recipe]]:
     if name in DRAFTERS:
         return _MAKERS
     others = third_party_names()
-    return _MAKERS | dict.fromkeys(others, _none) | ({name: drafter_spec(name).make} if name in others else {})
+    return _MAKERS | dict.fromkeys(others, ngram.none) | ({name: drafter_spec(name).make} if name in others else {})
 
 
 def read_drafter(text: str) -> Recipe:

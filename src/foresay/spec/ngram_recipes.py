@@ -1,0 +1,93 @@
+"""Recipes of the drafters without weights. Parameters are the settings of an expression, checked before a model is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from foresay.checks import check_flag
+from foresay.drafters import (
+    MaxGram,
+    NgramStore,
+    NgramStoreDrafter,
+    PastRequests,
+    PromptLookup,
+    SuffixDrafter,
+    SuffixTreeDrafter,
+)
+from foresay.errors import ConfigError
+from foresay.spec.recipe import DrafterBuilder, Recipe
+
+
+def check_path(name: str, value: Any) -> str:
+    """Return `value` if it is a string. Raises ConfigError, which names the setting."""
+    if not isinstance(value, str):
+        raise ConfigError(f"{name}={value!r} must be a name or a path")
+    return value
+
+
+def none() -> Recipe:
+    """Plain decoding."""
+    return Recipe(lambda resources: lambda: None, 0)
+
+
+def prompt_lookup(max_ngram: int = 4, min_ngram: int = 2) -> Recipe:
+    """Prompt lookup of the last max_ngram to min_ngram tokens."""
+    make = partial(PromptLookup, max_ngram=max_ngram, min_ngram=min_ngram)
+    make()
+    return Recipe(lambda resources: lambda: make(device=resources.device), 8)
+
+
+def max_gram(table: str | None = None) -> Recipe:
+    """The longest match of any length, then an n-gram table."""
+    path = None if table is None else check_path("table", table)
+
+    def prepare(resources: Any) -> DrafterBuilder:
+        continuation = None if path is None else resources.table(path)
+        return lambda: MaxGram(continuation, device=resources.device)
+
+    return Recipe(prepare, 10, reads_target=path is not None)
+
+
+def ngram_store(
+    n: int = 6,
+    levels: str = "all",
+    filler_top_k: int = 1,
+    stop_unknown: bool = True,
+    keep: bool = False,
+    max_contexts: int = 1 << 18,
+) -> Recipe:
+    """Counts of n-grams that are learned while decoding; keep shares them between requests."""
+    store = NgramStore(n, levels=levels, max_contexts=max_contexts) if check_flag("keep", keep) else None
+    make = partial(
+        NgramStoreDrafter,
+        n,
+        levels=levels,
+        filler_top_k=filler_top_k,
+        stop_unknown=stop_unknown,
+        max_contexts=max_contexts,
+    )
+    make()
+    forget = (lambda: None) if store is None else store.clear
+    return Recipe(lambda resources: lambda: make(store=store, device=resources.device), 8, forget)
+
+
+def suffix(scale: float = 3.0, min_match: int = 1, keep: bool = False, max_tokens: int = 1 << 18) -> Recipe:
+    """The longest suffix match in the text, and with keep in earlier requests."""
+    return _of_past(partial(SuffixDrafter, scale=scale, min_match=min_match), keep, max_tokens)
+
+
+def suffix_tree(
+    branches: int = 3, scale: float = 3.0, min_match: int = 1, keep: bool = False, max_tokens: int = 1 << 18
+) -> Recipe:
+    """A tree of continuations of the longest suffix matches."""
+    make = partial(SuffixTreeDrafter, branches=branches, scale=scale, min_match=min_match)
+    return _of_past(make, keep, max_tokens)
+
+
+def _of_past(make: Callable[..., Any], keep: bool, max_tokens: int) -> Recipe:
+    past = PastRequests(max_tokens) if check_flag("keep", keep) else None
+    make(past)
+    forget = (lambda: None) if past is None else past.clear
+    return Recipe(lambda resources: lambda: make(past, device=resources.device), 12, forget)
