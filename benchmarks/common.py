@@ -1,6 +1,6 @@
 """Runner shared by the benchmark scripts: arguments, runs in turn, medians, and tables in RESULTS.md.
 
-Every table states by itself what it was measured on: `publish` writes the processor, its instruction sets, the model, the date
+Every table names the conditions of its measurement: `publish` writes the processor, its instruction sets, the model, the date
 and the commit above the figures, and `--write` is refused where no commit is known. The last line that a script prints is one
 JSON object with its figures.
 """
@@ -135,7 +135,7 @@ def publish(
 
 
 def environment(model: str) -> str:
-    """What figures depend on: processor, instruction sets, threads, PyTorch, model, date and commit."""
+    """One line with everything that figures depend on: processor, instruction sets, threads, PyTorch, model, date and commit."""
     info, threads = machine(), torch.get_num_threads()
     devices = [f"{info['processor']} ({', '.join(instruction_sets()) or 'no vector extensions known'})"]
     devices += info.get("gpus", [])
@@ -275,7 +275,7 @@ def plain_of(target: foresay.Generator) -> MethodRunner:
 
 @dataclass(frozen=True)
 class OwnDrafter:
-    """A method under a name of its own, whose drafter may be a class of the benchmark's instead of an expression."""
+    """A method under a name of its own, whose drafter may be a class of the benchmark instead of an expression."""
 
     name: str
     drafter: str | Callable[[], Any]
@@ -330,7 +330,7 @@ def opened(expressions: Sequence[str], target: foresay.Generator, dtype: str) ->
 
 
 def filled(model: Any, token_ids: torch.Tensor, **more: Any) -> Any:
-    """A cache that holds token_ids [B, T]. more: further fields of the model's input."""
+    """A cache filled with token_ids [B, T]. more: further fields of the model's input."""
     batch, width = token_ids.shape
     cache = model.new_cache()
     cache.add_rows(batch)

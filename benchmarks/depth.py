@@ -2,7 +2,7 @@
 
     python benchmarks/depth.py [--parameters 1e8] [--depths 48,24,12,6,3] [--repeats 9] [--device cpu] [--threads N]
 
-A pass reads the same weights whatever the depth, so the floor is the same; what differs is the overhead of each layer. The last
+A pass reads the same weights whatever the depth, so the floor is the same; only the overhead of each layer differs. The last
 line is one JSON object; its depth_share is the R^2 of latency as a linear function of depth, null for fewer than three depths.
 """
 

@@ -155,7 +155,7 @@ def overhead(bench: Bench) -> Figures:
 
 
 def lookup(bench: Bench) -> Figures:
-    """Prompt lookup where the prompt holds much of the answer, and where it does not."""
+    """Prompt lookup where the prompt contains much of the answer, and where it does not."""
     out = Figures()
     method = Method("prompt_lookup").fixed
     for name, categories, every in (("edit", ("editing", "extraction"), 4), ("chat", ("chat",), 6)):

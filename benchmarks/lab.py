@@ -88,7 +88,7 @@ class Sweep:
         self.params = SamplingParams(max_new_tokens=self.new, ignore_eos=True)
         self.target = foresay.load(MODEL, drafter="none", dtype="bf16", max_batch_size=16)
         others = [replace(item, id=f"prompts/{item.id}") for item in load_items(str(HERE / "prompts.json"))]
-        # the same mix of categories and lengths in both: otherwise the prompts are what is compared
+        # the same mix of categories and lengths in both: otherwise the comparison would be one of prompts
         self.seen, self.unseen = halves([*load_items(), *others])
         # three quarters of half B, of every category and length, to save time
         ranked = sorted(self.unseen, key=lambda item: (item.category, len(str(item.prompt))))

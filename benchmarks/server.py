@@ -1,4 +1,4 @@
-"""The server against the library: what HTTP adds, many clients at once, and a second turn that starts from the first.
+"""The server against the library: the cost of HTTP, many clients at once, and a second turn that starts from the first.
 
     python benchmarks/server.py [--quick] [--vllm PYTHON] [--soak MINUTES] [--write]
 
@@ -53,7 +53,7 @@ LEGEND = {
 def serving(
     model: str = MODEL, environment: Mapping[str, str] = os.environ, dtype: str = ""
 ) -> Iterator[tuple[str, int]]:
-    """Start a server: its address and process id. dtype: bf16 unless given, but what a GGUF file holds."""
+    """Start a server: its address and process id. dtype: by default bf16, or the blocks of a GGUF file as they are."""
     dtype = dtype or ("auto" if model.endswith(".gguf") else "bf16")
     options = ["--model", model, "--dtype", dtype, "--port", "0", "--warmup", "--max-waiting", "256"]
     command = [sys.executable, "-m", "foresay", "serve", *options]
@@ -164,7 +164,7 @@ def clients_rate(url: str, texts: Sequence[str], new: int, clients: int) -> floa
 
 
 class Bench:
-    """The library and a server, and how much of each is measured."""
+    """The library and a server, and the size of the measurements."""
 
     def __init__(self, url: str, process: int, quick: bool) -> None:
         self.url, self.process, self.quick = url, process, quick
@@ -172,7 +172,7 @@ class Bench:
         self.generator.generate("Hello", max_new_tokens=4)
 
     def alone(self) -> Figures:
-        """What the server adds to one request at a time, in turn with the library.
+        """Time that the server adds to one request at a time, measured in turn with the library.
 
         Without drafts, whose lengths adapt in each process by itself, and so that each token is an event. No two chats begin
         alike, so that the server has no part of a prompt in its cache.

@@ -1,4 +1,4 @@
-"""Prints docs/reference/cli.md: the help of every command in the command table, as it is shown at 100 columns."""
+"""Print docs/reference/cli.md: the help of every command in the command table, as it is shown at 100 columns."""
 
 import contextlib
 import io

@@ -1,9 +1,9 @@
-"""Tokens a second of two source trees of foresay, in turns of one run.
+"""Tokens per second of two source trees of foresay, in turns of one run.
 
     python scripts/compare_trees.py OLD/src NEW/src [--turns 12] [--only "plain b1"]
 
-Each tree has a process of its own, which loads the model once and then waits. The turns alternate, so that what the
-machine does meanwhile meets both; the ratio is the median of the ratios of neighbouring turns. Nothing else may run.
+Each tree has a process of its own, which loads the model once and then waits. The turns alternate, so that
+other load on the machine affects both; the ratio is the median of the ratios of neighbouring turns. Nothing else may run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CASES = {  # name: (drafter, prompts, new tokens)
 
 
 def serve(model: str) -> None:
-    """Child: one line in names a case, one line out gives tokens a second of its steps (prefill left out)."""
+    """Child: each input line names a case, each output line has the tokens per second of its steps without prefill."""
     import foresay
 
     generator = foresay.load(model, drafter="none", max_batch_size=32)

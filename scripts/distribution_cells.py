@@ -1,4 +1,4 @@
-"""Writes tests/law/cells.json: cells of the law tests that together hold every pair of values of two axes.
+"""Write `tests/law/cells.json`: cells of the distribution tests that together cover every pair of values of two axes.
 
 Run it when an axis of tests/helpers/distribution_cells.py has changed.
 """
@@ -19,7 +19,7 @@ from helpers.distribution_cells import Cell, product
 
 
 def pairwise() -> list[Cell]:
-    """Cells that together hold every pair of values of two axes, chosen greedily, those stored first."""
+    """Cells that together cover every pair of values of two axes, chosen greedily, those stored first."""
     rng = np.random.default_rng(0)
     cells = product()
     order = rng.permutation(len(cells))

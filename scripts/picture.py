@@ -1,4 +1,4 @@
-"""Writes docs/trace.png with rsvg-convert: a real trace, coloured by who wrote what."""
+"""Write docs/trace.png with rsvg-convert: a real trace, each token coloured by its origin."""
 
 import os
 import subprocess

@@ -7,21 +7,52 @@ from pathlib import Path
 
 import pytest
 
-from helpers.language import INSTEAD_OF, in_cpp, in_file, in_python, in_text
+from helpers.language import INSTEAD_OF, Finding, in_cpp, in_file, in_python, in_text
 
 ROOT = Path(__file__).parents[2]
 SUFFIXES = {".py", ".h", ".cpp", ".md", ".j2", ".js", ".html"}
 PROMPTS = "src/foresay/lab/data/datasets.py"
 """Its prompts ask models to say something."""
-COVERED = ("src", "docs", "examples", "packages", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
+COVERED = (
+    "src",
+    "docs",
+    "examples",
+    "packages",
+    "benchmarks",
+    "scripts",
+    "README.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+)
+PYTHON, BASH = "#!/usr/bin/env python3\n", "#!/usr/bin/env bash\n"
+"""First lines of scripts whose names have no suffix."""
+
+
+def first_line(path: Path) -> str:
+    with path.open(encoding="utf-8") as file:
+        return file.readline()
+
+
+def findings_of(path: Path) -> list[Finding]:
+    """Words in one file. Of a bash script, the comments that fill a line are checked."""
+    if path.suffix:
+        return in_file(path)
+    text = path.read_text(encoding="utf-8")
+    if text.startswith(PYTHON):
+        return list(in_python(text))
+    return list(in_text("\n".join(line if line.lstrip().startswith("#") else "" for line in text.splitlines())))
 
 
 def covered() -> Iterator[Path]:
-    """Files whose prose is checked: sources, documentation (which has the help pages) and examples."""
+    """Files whose prose is checked: sources, documentation (which has the help pages), examples, benchmarks and scripts."""
     for name in COVERED:
         path = ROOT / name
         for file in [path] if path.is_file() else sorted(path.rglob("*")):
-            if file.suffix in SUFFIXES and not any(part.endswith(".egg-info") for part in file.parts):
+            if any(part.endswith(".egg-info") for part in file.parts) or not file.is_file():
+                continue
+            script = file.parent == ROOT / "scripts" and not file.suffix and first_line(file) in (PYTHON, BASH)
+            if script or file.suffix in SUFFIXES:
                 yield file
 
 
@@ -29,15 +60,16 @@ def test_no_file_has_a_word_of_the_list() -> None:
     findings = [
         f"{file.relative_to(ROOT)}:{one.line}: {one.words!r} in {one.text!r}"
         for file in covered()
-        for one in in_file(file)
+        for one in findings_of(file)
         if not (file == ROOT / PROMPTS and one.words in ("say", "says"))
     ]
     assert not findings, "\n".join(findings)
 
 
-def test_the_list_covers_sources_documentation_and_help_pages() -> None:
+def test_the_list_covers_sources_documentation_help_pages_benchmarks_and_scripts() -> None:
     names = {str(file.relative_to(ROOT)) for file in covered()}
     assert {"src/foresay/decoding/step.py", "src/foresay/models/cpu/kernels.cpp", "README.md", "CHANGELOG.md"} <= names
+    assert {"benchmarks/LOG.md", "benchmarks/common.py", "scripts/pins", "scripts/check"} <= names
     assert any("foresay generate" in file.read_text(encoding="utf-8") for file in covered() if "docs" in file.parts)
 
 
@@ -65,6 +97,18 @@ def test_a_planted_sentence_is_found(source: str, words: list[str]) -> None:
 )
 def test_names_and_code_spans_are_not_words(source: str) -> None:
     assert not list(in_python(source))
+
+
+@pytest.mark.parametrize(
+    ("source", "lines"),
+    [
+        (f'{PYTHON}"""What a script is told."""\nlaw = 1\n', [2, 2]),
+        (f"{BASH}# The law.\nlaw=1\n  # behind it\n", [2, 4]),
+    ],
+)
+def test_a_script_without_a_suffix_is_read_by_its_first_line(tmp_path: Path, source: str, lines: list[int]) -> None:
+    (tmp_path / "script").write_text(source, encoding="utf-8")
+    assert [one.line for one in findings_of(tmp_path / "script")] == lines
 
 
 def test_other_languages() -> None:
