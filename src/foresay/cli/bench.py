@@ -46,6 +46,24 @@ from foresay.records.results import Results, Run, median_and_spread, merged
 from foresay.text.formatting import percent
 from foresay.workers import benching
 
+AgainstOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="ENGINE",
+        help="Another engine, may be repeated: transformers, transformers(lookup=10), vllm=PYTHON, llama.cpp=PYTHON.",
+    ),
+]
+AlsoOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="SOURCE", help="Further prompts, may be repeated: FILE, or FORMAT@FILE such as gsm8k@test.jsonl."
+    ),
+]
+SpecdecOption = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Write SpecDec++'s result record: one method with a draft model, batch size 1."),
+]
+
 
 def run(
     output: Annotated[Path, typer.Argument(help="The results file to write; one that exists is continued.")],
@@ -54,30 +72,13 @@ def run(
     drafter: DraftersOption = None,
     length: LengthsOption = None,
     rule: RuleOption = None,
-    against: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="ENGINE",
-            help="Another engine, may be repeated: transformers, transformers(lookup=10), vllm=PYTHON, llama.cpp=PYTHON.",
-        ),
-    ] = None,
+    against: AgainstOption = None,
     data: DataOptions,
-    also: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="SOURCE",
-            help="Further prompts, may be repeated: FILE, or FORMAT@FILE such as gsm8k@test.jsonl.",
-        ),
-    ] = None,
+    also: AlsoOption = None,
     sampled: Annotated[list[float] | None, typer.Option(help="Also run at this temperature; may be repeated.")] = None,
     batch_size: BatchSizesOption = "1",
     repeats: Annotated[int, typer.Option(help="Runs of each method, in turns; the median is shown.")] = 3,
-    specdec: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Write SpecDec++'s result record: one method with a draft model, batch size 1."
-        ),
-    ] = None,
+    specdec: SpecdecOption = None,
     sampling: SamplingOptions,
     sharing: SharingOptions,
     machine: MachineOptions,

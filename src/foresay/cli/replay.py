@@ -39,6 +39,19 @@ from foresay.spec.recipe import Resources
 from foresay.spec.recipes import read_drafter
 from foresay.text.formatting import percent
 
+ProfileOption = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="A profile of the target: adds predicted speeds; --length throughput needs it."),
+]
+CostsOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TABLE",
+        help="Cost table of the standardized walltime improvement (SWI): model_parameters, previous_work or a JSON file.",
+    ),
+]
+TargetCostOption = Annotated[str | None, typer.Option(metavar="NAME", help="The target's name in the cost table.")]
+
 
 def run(
     recording: Annotated[
@@ -49,22 +62,9 @@ def run(
     length: LengthsOption = None,
     batch_size: BatchSizeOption = 1,
     model: ModelOption = None,
-    profile: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="A profile of the target: adds predicted speeds; --length throughput needs it."
-        ),
-    ] = None,
-    costs: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TABLE",
-            help="Cost table of the standardized walltime improvement (SWI): model_parameters, previous_work or a JSON file.",
-        ),
-    ] = None,
-    target_cost: Annotated[
-        str | None, typer.Option(metavar="NAME", help="The target's name in the cost table.")
-    ] = None,
+    profile: ProfileOption = None,
+    costs: CostsOption = None,
+    target_cost: TargetCostOption = None,
     output: OutputOption = None,
     data: DataOptions,
     as_json: JsonOption = False,

@@ -38,28 +38,34 @@ from foresay.records.provenance import provenance
 from foresay.records.recording import Recording
 from foresay.spec.settings_file import Settings, write_settings
 
+DraftOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MODEL",
+        rich_help_panel="Drafting",
+        help="Also try a draft model: lengths, confidence thresholds, and cascades with max_gram.",
+    ),
+]
+LatencyOption = Annotated[
+    float | None,
+    typer.Option(help="Latency target: milliseconds between two tokens of a request. Also chooses the batch size."),
+]
+RecordingOption = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="A recording of this model, in place of --prompts.")
+]
+EstimateOption = Annotated[bool, typer.Option("--estimate", help="Print how long the run would take, and end.")]
+YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Start a run of more than a minute without confirmation.")]
+
 
 def run(
     *,
     which: ModelChoice,
     drafter: DraftersOption = None,
     length: LengthsOption = None,
-    draft: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODEL",
-            rich_help_panel="Drafting",
-            help="Also try a draft model: lengths, confidence thresholds, and cascades with max_gram.",
-        ),
-    ] = None,
+    draft: DraftOption = None,
     batch_size: BatchSizesOption = "1",
-    latency: Annotated[
-        float | None,
-        typer.Option(help="Latency target: milliseconds between two tokens of a request. Also chooses the batch size."),
-    ] = None,
-    recording: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A recording of this model, in place of --prompts.")
-    ] = None,
+    latency: LatencyOption = None,
+    recording: RecordingOption = None,
     data: DataOptions,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", help="Tokens recorded of each output.")] = 96,
     finalists: Annotated[int, typer.Option(help="Candidates that are run live in the end.")] = 3,
@@ -67,12 +73,8 @@ def run(
         "foresay.toml"
     ),
     force: ForceOption = False,
-    estimate_only: Annotated[
-        bool, typer.Option("--estimate", help="Print how long the run would take, and end.")
-    ] = False,
-    yes: Annotated[
-        bool, typer.Option("--yes", "-y", help="Start a run of more than a minute without confirmation.")
-    ] = False,
+    estimate_only: EstimateOption = False,
+    yes: YesOption = False,
     machine: MachineOptions,
 ) -> int:
     """Find the fastest settings here; write foresay.toml.
@@ -97,17 +99,9 @@ def run(
     model = ModelOptions(which.name)
     target = load_generator(model, "none", MethodOptions(), machine, later=named, max_batch_size=size)
     tuner = None if recorded is None else Tuner(target, recorded)
+    given: dict[str, Any] = {"methods": named, "params": params, "sizes": sizes, "finalists": finalists}
     with loading("Estimating the duration"):
-        expected = estimate(
-            target,
-            items,
-            recorded,
-            methods=named,
-            params=params,
-            sizes=sizes,
-            finalists=finalists,
-            chat=not data.no_template,
-        )
+        expected = estimate(target, items, recorded, chat=not data.no_template, **given)
     if estimate_only:
         sys.stdout.write(f"{expected}\n")
         return 0

@@ -22,7 +22,7 @@ from foresay.models.sources.resolve import resolve
 from foresay.spec.expressions import Call
 from foresay.spec.recipe import DrafterBuilder, Recipe, Resources
 from foresay.spec.recipes import DRAFTERS, draft_model, read_drafter, read_length, read_rule
-from foresay.spec.settings_file import is_settings, read_settings
+from foresay.spec.settings_file import Settings, is_settings, read_settings
 from foresay.text.tokenizer import Tokenizer
 
 DEFAULT_LENGTH = 5
@@ -73,10 +73,7 @@ def load(
             length = stored.length if length is None and num_draft_tokens is None else length
         target, rule = _near(target, stored.target), rule if rule is not None else stored.rule
         max_batch_size = stored.max_batch_size if max_batch_size is None else max_batch_size
-        for option in ("dtype", "weights", "backend"):
-            value = getattr(stored, option)
-            if value is not None and given.get(option, "auto") == "auto":
-                given[option] = value
+        given = _filled(given, stored)
     settings = LoadOptions(**_known(given))
     if drafter == "auto" and draft is None and not ngrams:
         drafter = default_drafter(target, settings)
@@ -93,6 +90,15 @@ def load(
     elif recipe is None:
         recipe = draft_model(resolve(draft, LoadOptions(), None))
     return _generator(resources, recipe, name, chosen, policy, max_batch_size, share_prefixes)
+
+
+def _filled(options: dict[str, Any], stored: Settings) -> dict[str, Any]:
+    """Return the load options with those of a settings file where none, or "auto", is given."""
+    found = {name: getattr(stored, name) for name in ("dtype", "weights", "backend")}
+    missing = {
+        name: value for name, value in found.items() if value is not None and options.get(name, "auto") == "auto"
+    }
+    return options | missing
 
 
 def _check_draft_weights(settings: LoadOptions, draft: Any, recipe: Recipe | None, name: str) -> None:

@@ -215,20 +215,14 @@ def distil_model(
             f"the draft's vocabulary has {config.vocab_size} tokens, fewer than the target's {model.vocab_size}"
         )
     draft = draft.float().to(model.device)
-    for layer in (draft.get_input_embeddings(), draft.get_output_embeddings()):
-        if freeze_embeddings and layer is not None:
-            layer.requires_grad_(False)
+    if freeze_embeddings:
+        _freeze_embeddings(draft)
     passes = TargetPasses(model, ())
     corpora = [_corpus(passes, texts, states, on_progress) for texts in (training, held_out)]
     TeacherHead(model, None).check(corpora[1].outputs_of(0))
 
     def save() -> None:
-        with quiet_transformers():
-            weights = {name: weight.to(torch.bfloat16) for name, weight in draft.state_dict().items()}
-            with atomic_files(folder) as temporary:
-                draft.save_pretrained(temporary, state_dict=weights)
-                if tokenizer is not None:
-                    tokenizer.save_pretrained(temporary)
+        _save_model(draft, tokenizer, folder)
         _write_note(folder, {"made_by": "foresay distill", "kind": "model", "target": target.name, **(note or {})})
 
     fitting = Fitting(
@@ -250,6 +244,22 @@ def distil_model(
         tracker=tracker,
     )
     return fitting.run()
+
+
+def _freeze_embeddings(draft: Any) -> None:
+    for layer in (draft.get_input_embeddings(), draft.get_output_embeddings()):
+        if layer is not None:
+            layer.requires_grad_(False)
+
+
+def _save_model(draft: Any, tokenizer: Any, folder: Path) -> None:
+    """Save a transformers model in bf16, with its tokenizer if there is one."""
+    with quiet_transformers():
+        weights = {name: weight.to(torch.bfloat16) for name, weight in draft.state_dict().items()}
+        with atomic_files(folder) as temporary:
+            draft.save_pretrained(temporary, state_dict=weights)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(temporary)
 
 
 def _corpus(
