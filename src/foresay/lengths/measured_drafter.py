@@ -28,6 +28,20 @@ _OPTIMISM = 3.0
 """Fully accepted drafts added to the counts before a drafter is given up, since a few rejections may be chance."""
 
 
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """A step's rows, and the conditions under which one drafter's budgets are chosen."""
+
+    rows: Rows
+    eligible: Sequence[bool]
+    """Rows that this drafter may draft for."""
+    fixed: Sequence[int | None]
+    """Each row's fixed length; None for a length to choose."""
+    passes: Curve | None
+    """Seconds of a target pass by draft tokens; None before any was measured."""
+    context: StepContext
+
+
 @dataclass(slots=True)
 class _CachedBudgets:
     """The best budgets found for some rows."""
@@ -49,21 +63,12 @@ class MeasuredDrafter:
         self.early_stopping = EarlyStopping(high)
         """Used if the drafter reports a confidence for each token."""
 
-    def best(
-        self,
-        rows: Rows,
-        eligible: Sequence[bool],
-        fixed: Sequence[int | None],
-        passes: Curve | None,
-        context: StepContext,
-        *,
-        optimism: float = 0.0,
-    ) -> list[int] | None:
+    def best(self, now: Situation, *, optimism: float = 0.0) -> list[int] | None:
         """Return the budgets of the highest throughput; None if no draft pays, or before costs were measured.
 
-        eligible: rows that this drafter may draft for. fixed: each row's fixed length, None for a length to choose. optimism:
-        see `DraftStatistics.accept_probs`.
+        optimism: see `DraftStatistics.accept_probs`.
         """
+        rows, eligible, fixed, passes, context = now.rows, now.eligible, now.fixed, now.passes, now.context
         costs = self.costs.curve(sum(eligible))
         if passes is None or costs is None:
             return None
@@ -80,93 +85,71 @@ class MeasuredDrafter:
             out = [length * on if n is None else n for n, on in zip(fixed, eligible, strict=True)] if length else None
         return out
 
-    def choose(
-        self, rows: Rows, eligible: Sequence[bool], fixed: Sequence[int | None], passes: Curve | None, context: StepContext,
-        *, batch_changed: bool, stops_early: bool = False,
-    ) -> list[int]:  # fmt: skip
+    def choose(self, now: Situation, *, batch_changed: bool, stops_early: bool = False) -> list[int]:
         """Return each row's budget: the best one, that of a trial, or 0; rows with a fixed length keep it.
 
         batch_changed: see `Trials.begin`. stops_early: the drafter reports its confidence, so that drafts can be stopped early.
         """
         stops_early = stops_early and self.early_stopping.sees_all_tokens
         if not stops_early:
-            self.early_stopping.deactivate(rows)
+            self.early_stopping.deactivate(now.rows)
 
         if not self.trials.steps_left:
             find = self._begin_best if stops_early else self._cached_best
-            found = find(rows, eligible, fixed, passes, context)
+            found = find(now)
             if found is not None:
                 self.trials.succeed()
                 return found
-            inconclusive = self.trials.just_ended and self._is_inconclusive(
-                rows, eligible, fixed, passes, context, stops_early=stops_early
-            )
+            inconclusive = self.trials.just_ended and self._is_inconclusive(now, stops_early=stops_early)
             if not self.trials.extend(inconclusive):
                 self.trials.begin(batch_changed)
         length = 0
         if self.trials.steps_left:
-            length = self.start if stops_early else self._trial_length(rows, eligible, passes, context)
-        out = [length * on if n is None else n for n, on in zip(fixed, eligible, strict=True)]
+            length = self.start if stops_early else self._trial_length(now)
+        out = [length * on if n is None else n for n, on in zip(now.fixed, now.eligible, strict=True)]
         if stops_early:
-            self.early_stopping.begin(rows, TokenCost(0.0, _TRIAL_MIN_PROB), out)
+            self.early_stopping.begin(now.rows, TokenCost(0.0, _TRIAL_MIN_PROB), out)
         return out
 
-    def _plan(
-        self, rows: Rows, eligible: Sequence[bool], fixed: Sequence[int | None], passes: Curve | None, context: StepContext,
-        *, optimism: float = 0.0,
-    ) -> DraftPlan | None:  # fmt: skip
+    def _plan(self, now: Situation, *, optimism: float = 0.0) -> DraftPlan | None:
         """Return the plan of drafts that stop early; None if no draft pays, or before costs were measured."""
-        costs = self.costs.curve(sum(eligible))
-        if passes is None or costs is None:
+        costs = self.costs.curve(sum(now.eligible))
+        if now.passes is None or costs is None:
             return None
-        return self.early_stopping.plan(rows, eligible, fixed, passes, costs, context, optimism=optimism)
+        return self.early_stopping.plan(
+            now.rows, now.eligible, now.fixed, now.passes, costs, now.context, optimism=optimism
+        )
 
-    def _begin_best(
-        self,
-        rows: Rows,
-        eligible: Sequence[bool],
-        fixed: Sequence[int | None],
-        passes: Curve | None,
-        context: StepContext,
-    ) -> list[int] | None:
+    def _begin_best(self, now: Situation) -> list[int] | None:
         """Begin the drafts that pay with early stopping, and return their budgets; None if no draft pays."""
-        plan = self._plan(rows, eligible, fixed, passes, context)
-        budgets = [0] * len(eligible) if plan is None else plan.budgets
-        free = [on and n is None for on, n in zip(eligible, fixed, strict=True)]
-        self.early_stopping.decay(rows, [i for i, n in enumerate(budgets) if free[i] and not n])
+        plan = self._plan(now)
+        budgets = [0] * len(now.eligible) if plan is None else plan.budgets
+        free = [on and n is None for on, n in zip(now.eligible, now.fixed, strict=True)]
+        self.early_stopping.decay(now.rows, [i for i, n in enumerate(budgets) if free[i] and not n])
         if plan is None:
             return None
-        self.early_stopping.begin(rows, plan.cost, plan.budgets)
+        self.early_stopping.begin(now.rows, plan.cost, plan.budgets)
         return plan.budgets
 
-    def _is_inconclusive(
-        self, rows: Rows, eligible: Sequence[bool], fixed: Sequence[int | None], passes: Curve | None, context: StepContext,
-        *, stops_early: bool,
-    ) -> bool:  # fmt: skip
+    def _is_inconclusive(self, now: Situation, *, stops_early: bool) -> bool:
         """Return True if drafts would pay had a few more of them been accepted."""
         if stops_early:
-            return self._plan(rows, eligible, fixed, passes, context, optimism=_OPTIMISM) is not None
-        return self.best(rows, eligible, fixed, passes, context, optimism=_OPTIMISM) is not None
+            return self._plan(now, optimism=_OPTIMISM) is not None
+        return self.best(now, optimism=_OPTIMISM) is not None
 
-    def _cached_best(
-        self,
-        rows: Rows,
-        eligible: Sequence[bool],
-        fixed: Sequence[int | None],
-        passes: Curve | None,
-        context: StepContext,
-    ) -> list[int] | None:
+    def _cached_best(self, now: Situation) -> list[int] | None:
         """Return `best`, computed in this step or in one of the last few with the same rows and arguments."""
-        key = (*eligible, *fixed, context.base_tokens)
-        cached = self._cached.find(rows)
+        key = (*now.eligible, *now.fixed, now.context.base_tokens)
+        cached = self._cached.find(now.rows)
         if cached is None or cached.key != key or not cached.steps_left or self.trials.just_ended:
-            cached = _CachedBudgets(key, self.best(rows, eligible, fixed, passes, context))
-            self._cached.put(rows, cached)
+            cached = _CachedBudgets(key, self.best(now))
+            self._cached.put(now.rows, cached)
         cached.steps_left -= 1
         return None if cached.budgets is None else list(cached.budgets)
 
-    def _trial_length(self, rows: Rows, eligible: Sequence[bool], passes: Curve | None, context: StepContext) -> int:
+    def _trial_length(self, now: Situation) -> int:
         """Return the length that loses least by current estimates if it does not pay; `start` before there are any."""
+        rows, eligible, passes, context = now.rows, now.eligible, now.passes, now.context
         costs, count = self.costs.curve(sum(eligible)), sum(eligible)
         if passes is None or costs is None or not count:
             return self.start

@@ -39,7 +39,7 @@ from foresay.lengths.budgets import StepContext, best_row_lengths, best_shared_l
 from foresay.lengths.constant import MAX_DRAFT_TOKENS
 from foresay.lengths.costs import Curve, PassCosts
 from foresay.lengths.draft_statistics import match_bucket
-from foresay.lengths.measured_drafter import MeasuredDrafter
+from foresay.lengths.measured_drafter import MeasuredDrafter, Situation
 from foresay.lengths.token_rate import TokenRate
 
 DEFAULT_HIGH = 16
@@ -182,11 +182,9 @@ class ThroughputLength(LengthPolicy):
         return state
 
     def _choose_fallback(self, rows: Rows, eligible: Sequence[bool], fixed: Sequence[int | None]) -> list[int]:
-        passes, state = self._passes.curve(len(rows)), self._state(rows)
-        context = self._context(rows)
-        return self._fallback.choose(
-            rows, eligible, fixed, passes, context, batch_changed=state.batch_changed, stops_early=self._stops_early
-        )
+        now = Situation(rows, eligible, fixed, self._passes.curve(len(rows)), self._context(rows))
+        changed = self._state(rows).batch_changed
+        return self._fallback.choose(now, batch_changed=changed, stops_early=self._stops_early)
 
     def keep_drafting(self, step: DraftStep) -> torch.Tensor | None:
         """Return the rows whose next token pays, by the confidence in their draft so far; rows with a fixed length continue."""
@@ -227,10 +225,11 @@ class ThroughputLength(LengthPolicy):
         if self._selects(len(rows)) and not self._primary.trials.steps_left:
             return [self.high if n is None else n for n in fixed]  # `num_to_score` selects from the found tokens
         all_rows, stops_early = [True] * len(rows), self._stops_early and self._model_drafter is self._primary
-        context, changed = StepContext(self._rate(rows)), self._state(rows).batch_changed
-        out = self._primary.choose(
-            rows, all_rows, fixed, passes, context, batch_changed=changed, stops_early=stops_early
+        now, changed = (
+            Situation(rows, all_rows, fixed, passes, StepContext(self._rate(rows))),
+            self._state(rows).batch_changed,
         )
+        out = self._primary.choose(now, batch_changed=changed, stops_early=stops_early)
         if any(out) or self._model_drafter is self._primary:
             return out
         return self._choose_fallback(rows, all_rows, fixed)  # even if the n-gram drafter does not pay

@@ -123,7 +123,7 @@ def test_a_drafter_whose_guesses_fail_is_left_alone(monkeypatch: pytest.MonkeyPa
     policy = ThroughputLength()
     rate(policy, 1, True, 400, **world)
     assert rate(policy, 1, True, 800, **world) > 0.97
-    monkeypatch.setattr(MeasuredDrafter, "choose", lambda self, rows, asked, *_, **__: [4 * on for on in asked])
+    monkeypatch.setattr(MeasuredDrafter, "choose", lambda self, now, **_: [4 * on for on in now.eligible])
     assert rate(ThroughputLength(), 1, True, 800, **world) < 0.9
 
 
