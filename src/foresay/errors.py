@@ -24,11 +24,14 @@ from typing import Self
 class ForesayError(Exception):
     """Base of all of foresay's errors."""
 
+    subject: str | None = None
+    """Subject that `about` has put in front of the message."""
+
     def about(self, subject: str) -> Self:
         """Return the same error with `subject` in front of its message."""
         error = type(self).__new__(type(self))  # the constructors of subclasses take different arguments
         vars(error).update(vars(self))
-        error.args = (f"{subject}: {self}",)
+        error.args, error.subject = (f"{subject}: {self}",), subject
         return error
 
 

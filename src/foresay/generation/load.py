@@ -20,13 +20,11 @@ from foresay.models.sources.load_options import LoadKeywords, LoadOptions
 from foresay.models.sources.packaged import default_drafter
 from foresay.models.sources.resolve import resolve
 from foresay.spec.expressions import Call
-from foresay.spec.recipe import DrafterBuilder, Recipe, Resources
+from foresay.spec.recipe import Recipe, Resources, own_drafter_recipe
 from foresay.spec.recipes import DRAFTERS, draft_model, read_drafter, read_length, read_rule
 from foresay.spec.settings_file import Settings, is_settings, read_settings
 from foresay.text.tokenizer import Tokenizer
 
-DEFAULT_LENGTH = 5
-"""Number of draft tokens of a drafter object of the caller."""
 DEFAULT_BATCH = 32
 
 
@@ -203,15 +201,10 @@ def _recipe(draft: Any, drafter: Any, ngrams: dict[str, int]) -> tuple[Recipe | 
     if isinstance(drafter, str):
         return read_drafter(drafter), drafter
     if hasattr(drafter, "propose") and not isinstance(drafter, type):
-        return _recipe_of(lambda: cast(Drafter, drafter)), type(drafter).__name__
+        return own_drafter_recipe(lambda _: lambda: cast(Drafter, drafter)), type(drafter).__name__
     if callable(drafter):
-        return _recipe_of(lambda: cast(Drafter, drafter())), _name_of(drafter)
+        return own_drafter_recipe(lambda _: lambda: cast(Drafter, drafter())), _name_of(drafter)
     raise ConfigError(f"drafter={drafter!r} is neither a name, nor a Drafter, nor a function that makes one")
-
-
-def _recipe_of(make: DrafterBuilder) -> Recipe:
-    """Return the recipe of the caller's own drafter, which may sample its tokens."""
-    return Recipe(lambda resources: make, DEFAULT_LENGTH, samples=True)
 
 
 def _name_of(maker: Any) -> str:

@@ -200,6 +200,8 @@ def apply(kind: str, call: Call, known: Mapping[str, Callable[..., T]]) -> T:
     try:
         return known[call.name](*positional, **named)
     except ConfigError as error:
+        if error.subject is not None:  # the innermost expression is named
+            raise
         raise error.about(str(call)) from None
 
 

@@ -26,6 +26,8 @@ if TYPE_CHECKING:  # at run time this would import transformers
     from foresay.models.heads.model import HeadModel
     from foresay.models.huggingface.causal import CausalModel
 
+_OWN_DRAFT_TOKENS = 5
+"""Default number of draft tokens of drafters that are not foresay's own."""
 DrafterBuilder = Callable[[], Drafter | None]
 """Builder of a drafter for one engine; returns None for plain decoding."""
 
@@ -156,3 +158,8 @@ class Recipe:
         if self.samples:
             settings |= {"sampled": self.num_draft_tokens}
         return str(Call("throughput", tuple(settings.items())))
+
+
+def own_drafter_recipe(prepare: Callable[[Resources], DrafterBuilder]) -> Recipe:
+    """Return the recipe of a drafter that is not foresay's own, which may sample its tokens."""
+    return Recipe(prepare, _OWN_DRAFT_TOKENS, samples=True)

@@ -168,7 +168,7 @@ def _trim(vocabulary: str | None, size: int | None, coverage: float) -> _Trim | 
 
 
 def _cascade(*drafters: tuple[str | None, Any], k: Sequence[Sequence[int]], lenience: float = 1.0) -> Recipe:
-    recipes = [_member(key, value) for key, value in drafters]
+    recipes = [_member(key, value, "k, lenience") for key, value in drafters]
     check_matrix(k, len(recipes))
     check_float("lenience", lenience, 1.0, 1e6)
 
@@ -192,7 +192,7 @@ def _cascade(*drafters: tuple[str | None, Any], k: Sequence[Sequence[int]], leni
 def _hybrid(*drafters: tuple[str | None, Any], min_match: int = 3, k: int = 5) -> Recipe:
     if len(drafters) != 2:
         raise ConfigError(f"a hybrid has two drafters, an n-gram drafter and another one, not {len(drafters)}")
-    recipes = [_member(key, value) for key, value in drafters]
+    recipes = [_member(key, value, "min_match, k") for key, value in drafters]
     check_int("min_match", min_match, 1)
     check_int("k", k, 1, MAX_DRAFT_TOKENS)
 
@@ -217,19 +217,22 @@ def _hybrid(*drafters: tuple[str | None, Any], min_match: int = 3, k: int = 5) -
 def _made(builder: DrafterBuilder) -> Drafter:
     drafter = builder()
     if drafter is None:
-        raise ConfigError("'none' drafts nothing and cannot be part of a cascade; remove it")
+        raise ConfigError("'none' drafts nothing and cannot be a part of it; remove it")
     return drafter
 
 
-def _member(key: str | None, value: Any) -> Recipe:
-    """Return the recipe of one drafter of a cascade or hybrid: `max_gram`, `suffix(scale=3)` or `model=NAME`."""
+def _member(key: str | None, value: Any, settings: str) -> Recipe:
+    """Return the recipe of one drafter of a cascade or hybrid: `max_gram`, `suffix(scale=3)` or `model=NAME`.
+
+    settings: names of the cascade's or hybrid's own settings, for errors.
+    """
     if key is None:
         call = value if isinstance(value, Call) else Call("none" if value is None else str(value))
     elif key in ("model", "head", "self"):
         call = Call(key, ((None, value),))
     else:
         raise ConfigError(
-            f"cascade: {key}={value} is neither a setting (k, lenience) nor a drafter (model=NAME, head=NAME, self=LAYERS)"
+            f"{key}={value} is neither a setting ({settings}) nor a drafter (model=NAME, head=NAME, self=LAYERS)"
         )
     return apply("drafter", call, _makers(call.name))
 

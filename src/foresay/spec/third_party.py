@@ -13,12 +13,10 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, cast
 
 from foresay.decoding.protocols import Drafter
-from foresay.errors import ConfigError, ForesayError
-from foresay.spec.recipe import DrafterBuilder, Recipe, Resources
+from foresay.errors import ConfigError, ForesayError, UnknownNameError
+from foresay.spec.recipe import DrafterBuilder, Recipe, Resources, own_drafter_recipe
 
 GROUP = "foresay.drafters"
-_LENGTH = 5
-"""Draft tokens per pass unless a length is given."""
 
 
 def names() -> list[str]:
@@ -29,37 +27,56 @@ def names() -> list[str]:
 def recipe_maker(name: str) -> Callable[..., Recipe]:
     """Import a drafter and return the function from its settings to a recipe; its docstring is the drafter's.
 
-    Raises ConfigError, naming the distribution, for a drafter that cannot be imported, is not callable, or is registered twice.
+    Raises UnknownNameError if no package registers the name, and ConfigError, which names the package, for a drafter that
+    cannot be imported, whose parameters cannot be settings, or that is registered twice.
     """
     found = list(entry_points(group=GROUP, name=name))
+    if not found:
+        raise UnknownNameError("drafter", name, names())
     if len(found) != 1:
         packages = ", ".join(sorted(map(_package, found)))
         raise ConfigError(f"drafter {name!r} is registered by {packages}; uninstall all but one")
     [point] = found
     try:
         maker: Any = point.load()
-        signature = inspect.signature(maker)
+        signature = _signature(maker)
     except Exception as error:
         raise ConfigError(
             f"drafter {name!r} of {_package(point)} ({point.value}) cannot be loaded: {type(error).__name__}: {error}"
         ) from error
 
+    for parameter in signature.parameters.values():
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise ConfigError(
+                f"drafter {name!r} of {_package(point)}: its parameter {str(parameter)!r} cannot be a setting; "
+                "settings have names"
+            )
+
     def make(*values: Any, **settings: Any) -> Recipe:
         def build() -> Drafter:
-            return _built(point, lambda: maker(*values, **settings))
+            return _build(point, lambda: maker(*values, **settings))
 
         def prepare(resources: Resources) -> DrafterBuilder:
-            build()  # wrong settings must fail before the first request
-            return build
+            checked = [build()]  # wrong settings must fail before the first request
+            return lambda: checked.pop() if checked else build()
 
-        return Recipe(prepare, _LENGTH, samples=True)
+        return own_drafter_recipe(prepare)
 
     make.__signature__ = signature  # type: ignore[attr-defined]
     make.__doc__ = inspect.getdoc(maker)
     return make
 
 
-def _built(point: EntryPoint, make: Callable[[], Any]) -> Drafter:
+def _signature(maker: Any) -> inspect.Signature:
+    """Return the parameters of a class or function; a class without its own __init__ has none, though protocols accept any."""
+    if inspect.isclass(maker):
+        bases = [one for one in maker.__mro__ if one is not object and not getattr(one, "_is_protocol", False)]
+        if not any("__init__" in vars(one) for one in bases):
+            return inspect.Signature()
+    return inspect.signature(maker)
+
+
+def _build(point: EntryPoint, make: Callable[[], Any]) -> Drafter:
     try:
         drafter = make()
     except ForesayError:

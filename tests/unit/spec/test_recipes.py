@@ -297,7 +297,8 @@ def test_a_change_forgets_and_remembers_with_the_one_it_came_from(generator: Gen
         ("cascade(max_gram; k=[[1]], lenience=0)", ConfigError, "lenience=0 must be a finite number in [1, 1e+06]"),
         ("cascade(maxgram; k=[[1]])", UnknownNameError, "unknown drafter 'maxgram'. Did you mean 'max_gram'?"),
         ("cascade(suffix(scale=0); k=[[1]])", ConfigError, "scale=0 must be a finite number in [0.1, 64]"),
-        ("cascade(lenient=2, max_gram; k=[[1]])", ConfigError, "cascade: lenient=2 is neither a setting (k, lenience)"),
+        ("cascade(lenient=2, max_gram; k=[[1]])", ConfigError, "lenient=2 is neither a setting (k, lenience)"),
+        ("hybrid(lenient=2, max_gram)", ConfigError, "lenient=2 is neither a setting (min_match, k)"),
     ],
 )
 def test_settings_are_checked_before_anything_is_loaded(text: str, error: type[Exception], message: str) -> None:
@@ -313,7 +314,7 @@ def test_what_only_the_models_can_tell(resources: Resources, folder: Path, tmp_p
         (
             "cascade(none, max_gram; k=[[1,1],[0,0]])",
             ConfigError,
-            "'none' drafts nothing and cannot be part of a cascade",
+            "'none' drafts nothing and cannot be a part of it",
         ),
     ):
         with pytest.raises(error) as caught:
@@ -391,3 +392,9 @@ def test_a_self_draft_takes_no_memory(resources: Resources) -> None:
     own = {p.data_ptr() for p in resources.target.model.model.parameters()}
     assert {p.data_ptr() for p in drafter.context.model.inner.model.parameters()} <= own
     assert isinstance(drafter.context.model.device, torch.device)
+
+
+def test_an_error_names_the_innermost_expression_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_drafter("cascade(suffix(scale=0), max_gram; k=[[1, 1], [0, 1]])")
+    assert str(caught.value).startswith("suffix(scale=0): scale=0"), str(caught.value)

@@ -45,6 +45,23 @@ def nothing():
 
 def failing():
     raise OSError("no such device")
+
+
+class Unconfigured(Stateless):
+    """The smallest drafter: no constructor, so no settings."""
+
+    built = 0
+
+    def __new__(cls):
+        cls.built += 1
+        return super().__new__(cls)
+
+    def propose(self, rows, budget, policy):
+        return None
+
+
+def unnamed(**settings):
+    return Unconfigured()
 '''
 
 
@@ -64,6 +81,7 @@ def install(folder: Path, package: str, module: str, points: str, monkeypatch: p
 def _installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     points = (
         "repeat = drafts_a:Repeat\nnothing = drafts_a:nothing\nfailing = drafts_a:failing\nbroken = drafts_a:absent\n"
+        "unconfigured = drafts_a:Unconfigured\nunnamed = drafts_a:unnamed\n"
     )
     install(tmp_path / "a", "drafts_a", MODULE, points, monkeypatch)
 
@@ -95,6 +113,23 @@ def test_settings_are_those_of_its_parameters() -> None:
         read_drafter("repeat(tims=3)")
     with pytest.raises(ConfigError, match="times=0 must be at least 1"):
         read_drafter("repeat(0)").prepare(resources())
+
+
+@pytest.mark.usefixtures("_installed")
+def test_a_class_without_a_constructor_has_no_settings() -> None:
+    recipe = read_drafter("unconfigured")
+    builder = recipe.prepare(resources())
+    first, second = builder(), builder()
+    assert first is not second
+    assert type(first).built == 2, "the instance that was checked is the first engine's"  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match="unconfigured"):
+        read_drafter("unconfigured(times=1)")
+
+
+@pytest.mark.usefixtures("_installed")
+def test_settings_without_names_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"drafts_a 1\.2: its parameter '\*\*settings' cannot be a setting"):
+        read_drafter("unnamed")
 
 
 @pytest.mark.usefixtures("_installed")
