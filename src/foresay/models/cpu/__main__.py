@@ -13,5 +13,5 @@ if __name__ == "__main__":
     try:
         for path in precompile(Path(sys.argv[1])):
             sys.stdout.write(f"{path}\n")
-    except BuildError as error:
+    except (BuildError, OSError) as error:
         sys.exit(str(error))

@@ -22,6 +22,7 @@ from foresay.models.cpu import levels
 from foresay.models.cpu.library_files import (
     DamagedLibraryError,
     UntrustedLibraryError,
+    check_folder,
     make_private,
     open_library,
     write_library,
@@ -70,36 +71,44 @@ def library() -> ctypes.CDLL | None:
         return None
     try:
         path = library_path()
-        make_private(path.parent)
-        found = _load_cached(path)
-        if found is None:
-            if path.parent != _folder():
-                raise BuildError(f"{path} is damaged; compile it again, or unset {levels.FOLDER}")
-            _compile(path, _native())
-            found = declare_functions(open_library(path))
-        return found
+        return _precompiled(path) if path.parent != _folder() else _cached(path)
     except UntrustedLibraryError as error:
         reason = f"{error}; set FORESAY_CACHE to a folder that only you can write to"
     except (BuildError, DamagedLibraryError, AttributeError, RuntimeError) as error:
         reason = str(error)  # RuntimeError: no home folder; AttributeError: a function is missing
     except OSError as error:
-        reason = f"cannot write {str(error.filename or path)!r}: {error.strerror or error}"
+        reason = f"cannot use {str(error.filename or path)!r}: {error.strerror or error}"
     _reasons.append(reason)
     logger.warning("forward passes run without compiled kernels: %s", reason)
     return None
 
 
-def _load_cached(path: Path) -> ctypes.CDLL | None:
-    """Return the kernels compiled earlier; None if they must be compiled."""
+def _precompiled(path: Path) -> ctypes.CDLL:
+    """Return the kernels at a path in $FORESAY_KERNELS, which is only read. Raises BuildError if they cannot be used."""
+    try:
+        check_folder(path.parent)
+        return declare_functions(open_library(path))
+    except UntrustedLibraryError as error:
+        raise BuildError(f"{error}; change its owner or mode, or unset {levels.FOLDER}") from None
+    except (DamagedLibraryError, AttributeError) as error:
+        raise BuildError(f"{path} is damaged ({error}); compile it again, or unset {levels.FOLDER}") from None
+
+
+def _cached(path: Path) -> ctypes.CDLL:
+    """Return the kernels at a path in the cache, compiled if they are not there, damaged, or not of this user."""
+    if levels.unmatched():
+        logger.warning("%s; they are compiled for it", levels.unmatched())
+    make_private(path.parent)
     try:
         return declare_functions(open_library(path))
     except FileNotFoundError:
-        return None
+        pass
     except UntrustedLibraryError as error:
         logger.warning("%s; the kernels are compiled again", error)
     except (DamagedLibraryError, AttributeError, OSError) as error:
         logger.info("%s is damaged (%s) and compiled again", path, error)
-    return None
+    _compile(path, _native())
+    return declare_functions(open_library(path))
 
 
 def is_compiled() -> bool:
@@ -123,7 +132,10 @@ def library_path() -> Path:
     processor = _processor()
     if (found := levels.precompiled(_digest(), processor)) is not None:
         return found
-    compiler = _compiler()
+    try:
+        compiler = _compiler()
+    except BuildError as error:
+        raise BuildError("; ".join(filter(None, (str(error), levels.unmatched())))) from None
     return _folder() / f"kernels-{_digest(processor, _version(tuple(compiler)), *compiler)}.so"
 
 
@@ -133,6 +145,10 @@ def _folder() -> Path:
 
 def precompile(folder: Path) -> list[Path]:
     """Compile the kernels into a folder for each named instruction set of this kind of machine. Raises BuildError."""
+    if not levels.levels():
+        raise BuildError(
+            f"no instruction sets are named for a {platform.machine()} machine; a compiler makes the kernels there"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     paths = {level: levels.path_of(folder, level, _digest()) for level in levels.levels()}
     for level, path in paths.items():

@@ -40,6 +40,12 @@ def precompiled(source: str, processor: str) -> Path | None:
     return next((path for path in paths if path.is_file()), None)
 
 
+def unmatched() -> str:
+    """Return a sentence that $FORESAY_KERNELS has no kernels for this source and processor; "" if the variable is not set."""
+    folder = os.environ.get(FOLDER)
+    return f"{FOLDER}={folder} has no kernels for this version of foresay and this processor" if folder else ""
+
+
 def path_of(folder: Path, level: str, source: str) -> Path:
     """Return the path for an instruction set. source: digest of the sources and the compiler's arguments."""
     return folder / f"kernels-{level}-{source}.so"

@@ -39,6 +39,12 @@ def make_private(folder: Path) -> None:
     if found.st_uid == os.getuid() and found.st_mode & _OTHERS:
         folder.chmod(0o700)
         return
+    check_folder(folder)
+
+
+def check_folder(folder: Path) -> None:
+    """Raise UntrustedLibraryError if another user could replace files in an existing folder."""
+    found = folder.stat()
     if found.st_uid not in (os.getuid(), 0):
         raise UntrustedLibraryError(_wrong_owner(folder, found.st_uid))
     if found.st_mode & _OTHERS and not found.st_mode & stat.S_ISVTX:

@@ -211,7 +211,7 @@ def test_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch, caplog: pytest
     with caplog.at_level(logging.WARNING, "foresay"):
         assert build.library() is None
     [said] = caplog.messages
-    assert said.startswith("forward passes run without compiled kernels: cannot write ") and "No space left" in said
+    assert said.startswith("forward passes run without compiled kernels: cannot use ") and "No space left" in said
     assert not list(build.library_path().parent.iterdir()), "nothing is left behind"
 
 
@@ -277,9 +277,42 @@ def test_damaged_kernels_compiled_beforehand_are_named_and_left_alone(monkeypatc
     build.library_path().with_suffix(".sha256").write_text("0" * 64)
     before = build.library_path().read_bytes()
     assert build.library() is None and build.failure_reason().startswith(
-        f"{build.library_path()} is damaged; compile it again"
+        f"{build.library_path()} is damaged ({build.library_path()} does not match its digest); compile it again"
     )
     assert build.library_path().read_bytes() == before
+
+
+def test_the_folder_of_precompiled_kernels_is_only_read(prepared: list[Path]) -> None:
+    """It may be shared; the cache folder's permissions are foresay's own to change."""
+    folder = prepared[0].parent
+    folder.chmod(0o1777)
+    assert build.library() is not None
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o1777
+    folder.chmod(0o777)
+    assert again() is None
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o777
+    assert f"{folder} can be written by other users" in build.failure_reason()
+    assert "unset FORESAY_KERNELS" in build.failure_reason() and "FORESAY_CACHE" not in build.failure_reason()
+
+
+@pytest.mark.usefixtures("prepared")
+def test_precompiled_kernels_that_do_not_match_are_reported(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A misspelt folder; with a compiler a warning, without one the reason."""
+    monkeypatch.setenv("FORESAY_KERNELS", str(tmp_path / "preparde"))
+    assert build.library() is None
+    assert f"FORESAY_KERNELS={tmp_path / 'preparde'} has no kernels for this version" in build.failure_reason()
+    monkeypatch.delenv("CXX")
+    assert again() is not None
+    assert "preparde has no kernels for this version of foresay and this processor; they are compiled" in caplog.text
+
+
+def test_an_unknown_machine_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "riscv64")
+    with pytest.raises(build.BuildError, match="no instruction sets are named for a riscv64 machine"):
+        build.precompile(tmp_path / "none")
+    assert not (tmp_path / "none").exists()
 
 
 def test_the_command_that_compiles_them_names_what_is_missing(tmp_path: Path) -> None:

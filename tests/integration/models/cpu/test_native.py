@@ -520,7 +520,7 @@ def test_what_is_lacking_is_said_once_and_passes_go_on(
             assert run(model, prompts, params, gamma=0)[0] == wanted
     [said] = caplog.messages
     assert said.startswith("forward passes run without compiled kernels: ")
-    assert {"compiler": "no-such-compiler", "room": "cannot write", "success": "failed: "}[lacking] in said
+    assert {"compiler": "no-such-compiler", "room": "cannot use", "success": "failed: "}[lacking] in said
 
 
 @pytest.mark.usefixtures("fresh")
