@@ -12,8 +12,8 @@ from foresay.checks import check_float, check_int
 from foresay.cli.common import load_generator
 from foresay.cli.lab_options import DataOptions
 from foresay.cli.options import (
-    BatchSizeOption,
     MachineOptions,
+    MaxBatchOption,
     MethodOptions,
     ModelOption,
     ModelOptions,
@@ -41,7 +41,7 @@ def data(
     ],
     prompts: DataOptions,
     num_draft_tokens: Annotated[int, typer.Option(help="Draft tokens per pass.")] = 8,
-    batch_size: BatchSizeOption = 16,
+    batch_size: MaxBatchOption = None,
     sampling: SamplingOptions,
     machine: MachineOptions,
 ) -> int:

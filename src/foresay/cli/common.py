@@ -18,6 +18,7 @@ from foresay.errors import ConfigError, PromptError
 from foresay.generation.generator import Generator
 from foresay.generation.load import load
 from foresay.generation.method import Method
+from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.packaged import ALIASES
 from foresay.spec.expressions import Call, parse
 from foresay.spec.recipes import read_drafter
@@ -135,6 +136,15 @@ def model_name(given: str | None) -> str:
     if is_settings(name):
         print(f"foresay: settings from {name} ({read_settings(name)})", file=sys.stderr)  # noqa: T201
     return name
+
+
+def target_options(given: str | None, **options: Any) -> tuple[str, LoadOptions]:
+    """Return the target and its load options; those of a settings file where none, or "auto", is given."""
+    name = model_name(given)
+    if not is_settings(name):
+        return name, LoadOptions(**options)
+    settings = read_settings(name)
+    return settings.target_from(name), LoadOptions(**settings.filled(options))
 
 
 def target_name(given: str | None) -> str:

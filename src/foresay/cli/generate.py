@@ -13,11 +13,11 @@ from foresay.cli import generate_lines
 from foresay.cli.colours import coloured, console, legend, notes
 from foresay.cli.common import fresh_seed, load_arguments, load_generator, read_prompt
 from foresay.cli.options import (
-    BatchSizeOption,
     DrafterOption,
     FileOption,
     JsonOption,
     MachineOptions,
+    MaxBatchOption,
     MethodOptions,
     ModelOptions,
     PromptArgument,
@@ -48,7 +48,7 @@ def run(
         int | None, typer.Option(help="With --json: log-probabilities, and those of the N most likely tokens.")
     ] = None,
     lines: Annotated[bool, typer.Option("--lines", help="Decode each line as a prompt, all in one batch.")] = False,
-    batch_size: BatchSizeOption = 32,
+    batch_size: MaxBatchOption = None,
     raw: RawOption = False,
     trace: TraceOption = False,
     compare: Annotated[
@@ -72,7 +72,7 @@ def run(
             "--logprobs": logprobs is not None,
         }
     )
-    if batch_size != 32 and not lines:
+    if batch_size is not None and not lines:
         raise ConfigError("--batch-size needs --lines")
     if compare and not params.greedy and not read_rule(methods.rule_name).needs.shares_noise:
         raise ConfigError("--compare needs --temperature 0, or --rule coupled, under which a seed gives one output")

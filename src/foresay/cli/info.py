@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
 
 import typer
 
 from foresay.checks import check_int
 from foresay.cli import installation
-from foresay.cli.common import target_name
+from foresay.cli.common import target_options
 from foresay.cli.options import (
+    MODEL,
     BackendOption,
     DeviceOption,
     DtypeOption,
@@ -29,9 +31,18 @@ from foresay.models.huggingface.self_check import probe, verified
 from foresay.models.huggingface.seq2seq import Seq2SeqModel
 from foresay.models.llama_cpp.binding import version
 from foresay.models.llama_cpp.model import LlamaCppModel, compared
-from foresay.models.sources.load_options import TRANSFORMERS, LoadOptions
 from foresay.models.sources.loading import load_model
 from foresay.models.sources.wrapping import LoadedModel
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice(ModelChoice):
+    """The model of this command; without one it shows the installation."""
+
+    model: Annotated[
+        str | None,
+        typer.Option("--model", "-m", metavar="MODEL", help=f"{MODEL}  [default: none, show versions and caches]"),
+    ] = None
 
 
 def passes(model: CausalModel | Seq2SeqModel) -> str:
@@ -97,7 +108,7 @@ def _of_transformers(
         "family": f"{module.config.model_type} ({type(module).__name__}), {tested}",
         "parameters": f"{model.num_parameters / 1e6:.1f} M",
         "dtype, device": f"{str(module.dtype).removeprefix('torch.')}, {model.device}",
-        "weights": f"{weights}; a pass reads {weight_bytes(module) / 1e6:.0f} MB of them",
+        "weights": f"{weights}; one forward pass reads {weight_bytes(module) / 1e6:.0f} MB",
         "forward pass": passes(model),
         "context": "unlimited" if model.max_length == UNLIMITED else f"{model.max_length} tokens",
         "memory": _memory(model, resident_bytes(module), rows, length),
@@ -108,7 +119,7 @@ def _of_transformers(
 
 def run(
     *,
-    which: ModelChoice,
+    which: _Choice,
     dtype: DtypeOption = "auto",
     weights: WeightsOption = "auto",
     device: DeviceOption = None,
@@ -132,19 +143,19 @@ def run(
         for line in installation.described():
             typer.echo(line)
         return 0
-    model = target_name(which.name)
+    given: dict[str, Any] = {} if backend is None else {"backend": backend}  # None leaves it to a settings file
+    model, options = target_options(
+        which.name,
+        dtype=dtype,
+        weights=weights,
+        device=device,
+        trust_remote_code=trust_remote_code,
+        gpu_layers=gpu_layers,
+        **given,
+    )
     try:
         with loading(f"Loading {model}") as progress:
-            options = LoadOptions(
-                dtype=dtype,
-                weights=weights,
-                device=device,
-                trust_remote_code=trust_remote_code,
-                backend=backend or TRANSFORMERS,
-                gpu_layers=gpu_layers,
-                progress=progress,
-            )
-            loaded = load_model(model, options)
+            loaded = load_model(model, replace(options, progress=progress))
             scorer = loaded.model
             if isinstance(scorer, LlamaCppModel):
                 lines = _of_llama_cpp(loaded, scorer, batch_size, context)

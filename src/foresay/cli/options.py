@@ -17,7 +17,7 @@ DRAFTING, MACHINE, SAMPLING = "Drafting", "Machine", "Sampling"
 DEFAULT_MODEL = "smollm2-135m"
 _EXPRESSION = "an expression such as max_gram, suffix(scale=3), cascade(...); see foresay methods"
 _LENGTH = "a number, or a policy: heuristic, confidence(0.4), entropy, throughput"
-_MODEL = "Alias, hub id, folder, GGUF file or settings file (.toml)."
+MODEL = "Alias, hub id, folder, GGUF file or settings file (.toml)."
 _DEFAULT = f"[default: foresay.toml in this folder, else {DEFAULT_MODEL}]"
 
 PromptArgument = Annotated[
@@ -27,7 +27,7 @@ PromptArgument = Annotated[
     ),
 ]
 FileOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Read the prompt from a UTF-8 file.")]
-ModelOption = Annotated[str | None, typer.Option("--model", "-m", metavar="MODEL", help=f"{_MODEL}  {_DEFAULT}")]
+ModelOption = Annotated[str | None, typer.Option("--model", "-m", metavar="MODEL", help=f"{MODEL}  {_DEFAULT}")]
 TargetOption = Annotated[
     str | None,
     typer.Option(
@@ -69,6 +69,9 @@ RuleOption = Annotated[
         help="Acceptance rule: speculative, block, match, coupled; lossy, the output may differ: lenience(2), typical."
         "  [default: speculative]",
     ),
+]
+MaxBatchOption = Annotated[
+    int | None, typer.Option("--batch-size", help="Rows decoded at a time.  [default: the settings file's, else 32]")
 ]
 BatchSizeOption = Annotated[int, typer.Option(help="Rows decoded at a time.")]
 BatchSizesOption = Annotated[
@@ -123,7 +126,7 @@ class ModelChoice:
     """The model of a command, as its argument or with --model. Raises ConfigError if both are given on the command line."""
 
     invocation: typer.Context
-    model_argument: Annotated[str | None, typer.Argument(metavar="[MODEL]", show_default=False, help=_MODEL)] = None
+    model_argument: Annotated[str | None, typer.Argument(metavar="[MODEL]", show_default=False, help=MODEL)] = None
     model: ModelOption = None
 
     def __post_init__(self) -> None:
@@ -182,7 +185,7 @@ class SamplingOptions:
     frequency_penalty: Annotated[float, typer.Option(help="Subtracted per occurrence already generated.")] = 0.0
     seed: Annotated[int | None, typer.Option(help="Make a sampled output reproducible.")] = None
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be repeated.")] = None
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end token.")] = False
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Continue after the end-of-sequence token.")] = False
 
     def params(self, **more: Any) -> SamplingParams:
         """Return SamplingParams of these options. Raises ConfigError for one that has no effect on greedy output."""

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from time import perf_counter
 
 import typer
 
-from foresay.cli.common import target_name
+from foresay.cli.common import target_options
 from foresay.cli.info import passes
 from foresay.cli.options import DeviceOption, DtypeOption, ModelChoice, TrustOption, WeightsOption
 from foresay.cli.progress import loading
 from foresay.models.cpu import build
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.seq2seq import Seq2SeqModel
-from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.loading import load_model
 
 
@@ -29,18 +29,17 @@ def run(
 
     Later commands load from the caches. Exit code 1 if the model's forward passes do not use compiled kernels.
     """
-    model = target_name(which.name)
     began = perf_counter()
+    model, options = target_options(
+        which.name, dtype=dtype, weights=weights, device=device, trust_remote_code=trust_remote_code
+    )
     with loading("Compiling the kernels") as progress:
         cached = build.is_compiled()
         kernels = build.library()
         took = perf_counter() - began
         progress(f"Loading {model}")
-        options = LoadOptions(
-            dtype=dtype, weights=weights, device=device, trust_remote_code=trust_remote_code, progress=progress
-        )
         began = perf_counter()
-        scorer = load_model(model, options).model
+        scorer = load_model(model, replace(options, progress=progress)).model
     assert isinstance(scorer, CausalModel | Seq2SeqModel)
     state = "cached" if cached else f"compiled in {took:.1f} s, cached"
     typer.echo(model)

@@ -11,8 +11,8 @@ import typer
 from foresay.cli.common import load_arguments, load_generator
 from foresay.cli.lab_options import DataOptions
 from foresay.cli.options import (
-    BatchSizeOption,
     MachineOptions,
+    MaxBatchOption,
     MethodOptions,
     ModelOption,
     ModelOptions,
@@ -29,7 +29,7 @@ def run(
     *,
     model: ModelOption = None,
     data: DataOptions,
-    batch_size: BatchSizeOption = 16,
+    batch_size: MaxBatchOption = None,
     sampling: SamplingOptions,
     logprobs: Annotated[
         int | None, typer.Option(help="Record log-probabilities, and those of the N most likely tokens.")

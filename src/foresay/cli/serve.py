@@ -7,12 +7,20 @@ import logging
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 import typer
 
 from foresay.cli.common import load_generator
-from foresay.cli.options import DrafterOption, DraftOption, MachineOptions, MethodOptions, ModelChoice, ModelOptions
+from foresay.cli.options import (
+    DrafterOption,
+    DraftOption,
+    MachineOptions,
+    MaxBatchOption,
+    MethodOptions,
+    ModelChoice,
+    ModelOptions,
+)
 from foresay.errors import ConfigError
 from foresay.server.settings import ServerSettings, read_keys
 
@@ -94,7 +102,7 @@ def run(
     drafter: DrafterOption = "auto",
     methods: MethodOptions,
     serving: ServingOptions,
-    batch_size: Annotated[int | None, typer.Option(help="Rows decoded at a time.  [default: 32]")] = None,
+    batch_size: MaxBatchOption = None,
     warmup: Annotated[bool, typer.Option("--warmup", help="Decode a little before the first request.")] = False,
     log_requests: Annotated[
         bool, typer.Option("--log-requests", help="Log a line of JSON for each request, without its text.")
@@ -113,11 +121,12 @@ def run(
         raise ConfigError(f"the server needs {error.name}: pip install 'foresay[server]'") from None
     settings = serving.settings()
     sockets = bind(settings)  # fail before the model is loaded, which takes longer
-    more: dict[str, Any] = {} if batch_size is None else {"max_batch_size": batch_size}
     with contextlib.ExitStack() as opened:
         for one in sockets:
             opened.callback(one.close)
-        generator = load_generator(ModelOptions(which.name, draft), drafter, methods, machine, **more)
+        generator = load_generator(
+            ModelOptions(which.name, draft), drafter, methods, machine, max_batch_size=batch_size
+        )
         opened.pop_all()  # from here on the server closes them
     service = Service(generator, settings, serving.name or [served_name(generator.target.name)])
     if log_requests:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any, Unpack, cast
 
 from foresay.checks import check_int
@@ -22,7 +21,7 @@ from foresay.models.sources.resolve import resolve
 from foresay.spec.expressions import Call
 from foresay.spec.recipe import Recipe, Resources, own_drafter_recipe
 from foresay.spec.recipes import DRAFTERS, draft_model, read_drafter, read_length, read_rule
-from foresay.spec.settings_file import Settings, is_settings, read_settings
+from foresay.spec.settings_file import is_settings, read_settings
 from foresay.text.tokenizer import Tokenizer
 
 DEFAULT_BATCH = 32
@@ -69,9 +68,9 @@ def load(
         if drafter == "auto" and draft is None and not ngrams:
             drafter = stored.drafter or drafter
             length = stored.length if length is None and num_draft_tokens is None else length
-        target, rule = _near(target, stored.target), rule if rule is not None else stored.rule
+        target, rule = stored.target_from(target), rule if rule is not None else stored.rule
         max_batch_size = stored.max_batch_size if max_batch_size is None else max_batch_size
-        given = _filled(given, stored)
+        given = stored.filled(given)
     settings = LoadOptions(**_known(given))
     if drafter == "auto" and draft is None and not ngrams:
         drafter = default_drafter(target, settings)
@@ -90,15 +89,6 @@ def load(
     return _generator(resources, recipe, name, chosen, policy, max_batch_size, share_prefixes)
 
 
-def _filled(options: dict[str, Any], stored: Settings) -> dict[str, Any]:
-    """Return the load options with those of a settings file where none, or "auto", is given."""
-    found = {name: getattr(stored, name) for name in ("dtype", "weights", "backend")}
-    missing = {
-        name: value for name, value in found.items() if value is not None and options.get(name, "auto") == "auto"
-    }
-    return options | missing
-
-
 def _check_draft_weights(settings: LoadOptions, draft: Any, recipe: Recipe | None, name: str) -> None:
     loads = isinstance(draft, str | os.PathLike) if recipe is None else recipe.loads_model or name == "none"
     for option in ("draft_weights", "draft_device"):
@@ -106,12 +96,6 @@ def _check_draft_weights(settings: LoadOptions, draft: Any, recipe: Recipe | Non
         if value is not None and not loads:
             given = f"drafter={name!r}" if draft is None else "draft="
             raise ConfigError(f"{option}={value!r} is for a draft model that is loaded by name, and {given} is none")
-
-
-def _near(file: Any, target: str) -> str:
-    """Return a settings file's target; a relative path is resolved from the file's folder if it exists there."""
-    near = Path(os.fspath(file)).parent / target
-    return str(near) if near.exists() else target
 
 
 def change(

@@ -10,6 +10,7 @@ import os
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from foresay.checks import check_int
@@ -55,9 +56,24 @@ class Settings:
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "target"}
         return {name: value for name, value in values.items() if value is not None}
 
+    def filled(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return load options with those of the settings where none, or "auto", is given."""
+        found = {name: getattr(self, name) for name in ("dtype", "weights", "backend")}
+        missing = {
+            name: value
+            for name, value in found.items()
+            if value is not None and options.get(name, "auto") in (None, "auto")
+        }
+        return {**options, **missing}
+
+    def target_from(self, file: str | os.PathLike[str]) -> str:
+        """Return the target; a relative path is resolved from the file's folder if it exists there."""
+        near = Path(file).parent / self.target
+        return str(near) if near.exists() else self.target
+
     def __str__(self) -> str:
-        parts = [self.drafter or "auto", *([str(self.length)] if self.length is not None else [])]
-        return f"{self.target}, {', '.join(parts)}"
+        length = [] if self.length is None else [f"length {self.length}"]
+        return ", ".join([f"target {self.target}", f"drafter {self.drafter or 'auto'}", *length])
 
 
 def is_settings(source: object) -> bool:

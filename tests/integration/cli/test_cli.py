@@ -549,7 +549,7 @@ def test_info(shell: tiny.Shell, folder: Path) -> None:
     assert fields["family"] == "llama (LlamaForCausalLM), tested"
     assert fields["context"] == "4096 tokens"
     assert fields["dtype, device"] == "float32, cpu"
-    assert fields["weights"].startswith("in that dtype; a pass reads 0 MB")
+    assert fields["weights"].startswith("in that dtype; one forward pass reads 0 MB")
     assert re.fullmatch(
         r"weights \d+ MB; 32 rows of 2048 tokens \d+ MB \(\d+\.\d kB a token\): it fits", fields["memory"]
     )
@@ -605,3 +605,47 @@ def test_errors_are_foresays_own() -> None:
     """The errors that the command line prints in one line can be caught by users of the library."""
     with pytest.raises(ConfigError, match="max_new_tokens=0"):
         foresay.SamplingParams(max_new_tokens=0)
+
+
+def test_info_and_prepare_use_a_settings_file(
+    shell: tiny.Shell, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its target and number formats; an option replaces them, and `info` alone shows the installation."""
+    monkeypatch.chdir(tmp_path)
+    settings = tmp_path / "foresay.toml"
+    settings.write_text(f'target = "{folder}"\nweights = "int8"\nmax_batch_size = 2\n')
+    code, out, err = shell("prepare")
+    assert code == 0 and out.startswith(str(folder)) and err.startswith("foresay: settings from foresay.toml (target ")
+    assert "rounded to int8" in page(shell("info", "foresay.toml")[1])["weights"]
+    assert "in that dtype" in page(shell("info", "foresay.toml", "--weights", "bf16", "--dtype", "bf16")[1])["weights"]
+    assert shell("info")[1].startswith("foresay 0") and str(folder) not in shell("info")[1]
+
+
+def test_the_batch_size_of_a_settings_file_holds(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless one is given: the options' default used to replace it."""
+    import foresay.generation.load as loading
+    from foresay.cli.app import _run
+
+    sizes: list[int | None] = []
+
+    class Stopped(Exception):
+        pass
+
+    def stopped(
+        resources: object, recipe: object, name: str, rule: object, policy: object, size: int, share: bool
+    ) -> None:
+        sizes.append(size)
+        raise Stopped
+
+    monkeypatch.setattr(loading, "_generator", stopped)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "foresay.toml").write_text(f'target = "{folder}"\nmax_batch_size = 2\n')
+    (tmp_path / "lines.txt").write_text("one\ntwo\n")
+    for more in ([], ["--lines"], ["--lines", "--batch-size", "3"]):
+        with pytest.raises(Stopped):
+            _run(["generate", "--file", "lines.txt", *more])
+    assert sizes == [2, 2, 3]
+
+
+def test_a_batch_size_without_lines_is_refused(shell: tiny.Shell) -> None:
+    assert shell.refused("generate", "x", "--batch-size", "32") == "--batch-size needs --lines"

@@ -460,7 +460,10 @@ def test_tune_writes_settings_that_are_picked_up(
     assert (said.max_batch_size, said.dtype) == (1, "float32")
     assert "speed_up = 2.0" in Path("foresay.toml").read_text() and "prompts = " in Path("foresay.toml").read_text()
     code, out, err = shell("generate", "-n", "8", "--json", TEXTS[0])
-    assert code == 0 and err == f"foresay: settings from foresay.toml ({folder}, suffix, {said.length})\n"
+    assert (
+        code == 0
+        and err == f"foresay: settings from foresay.toml (target {folder}, drafter suffix, length {said.length})\n"
+    )
     plain = json.loads(shell("generate", *which, "--drafter", "none", "-n", "8", "--json", TEXTS[0])[1])
     assert json.loads(out)["token_ids"] == plain["token_ids"] and json.loads(out)["stats"]["num_drafted"] > 0
     assert shell("generate", *which, "-n", "8", TEXTS[0])[2] == "", "a model that is named needs no settings"
