@@ -1,4 +1,4 @@
-"""foresay: exact speculative decoding. Language models that write faster and write the same.
+"""foresay: exact speculative decoding. Language models that generate faster and write the same.
 
 import foresay
 model = foresay.load("smollm2-135m")

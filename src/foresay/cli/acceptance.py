@@ -52,9 +52,7 @@ def data(
     check_int("num_draft_tokens", num_draft_tokens, 1)
     params = sampling.params()
     generator = load_generator(ModelOptions(model), drafter, MethodOptions(), machine, max_batch_size=batch_size)
-    requests = [
-        list(one.token_ids) for one in RequestBuilder(generator, chat=not prompts.no_template).first(prompts.items())
-    ]
+    requests = [list(one.token_ids) for one in RequestBuilder(generator, chat=not prompts.raw).first(prompts.items())]
     with advancing("Drafting") as advance:
         found = collect(generator, requests, params, folder, length=num_draft_tokens, on_progress=advance)
     examples = Examples.joined(load_examples(folder))

@@ -101,14 +101,14 @@ def run(
             raise ConfigError("--against and --workers contradict: another engine needs the whole machine; drop one")
         check_draft_weights(machine, named)
         load = load_arguments(*loaded, max_batch_size=max(sizes))
-        chat = not data.no_template
+        chat = not data.raw
         setup = benching.setup(load, sets, every, named, chat=chat, batch_sizes=sizes, repeats=repeats)
         return show(_shared(setup, output, sharing, machine))
     target = load_generator(*loaded, later=named, max_batch_size=max(sizes))
     with contextlib.ExitStack() as peers:
         engines = _opened(peers, against or [], target, machine)
         with loading("Preparing the prompts"):
-            builder = RequestBuilder(target, chat=not data.no_template)
+            builder = RequestBuilder(target, chat=not data.raw)
             requests = {name: builder.all(items, params) for name, items in sets.items()}
         settings = BenchSettings(methods=named, datasets=requests, params=every, batch_sizes=sizes, repeats=repeats)
         with _running() as report:

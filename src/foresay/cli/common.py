@@ -7,6 +7,7 @@ import re
 import secrets
 import sys
 from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,13 @@ def memory_sizes(text: str) -> dict[str, str]:
             f"--max-memory {text!r} must be DEVICE=SIZE, several separated by commas, such as 0=20GB,cpu=60GB"
         )
     return dict(part.split("=") for part in text.split(","))
+
+
+def changed(options: object) -> list[str]:
+    """Return the flags of a group of options that differ from their defaults."""
+    assert is_dataclass(options)
+    differ = [one.name for one in fields(options) if getattr(options, one.name) != one.default]
+    return [f"--{name.replace('_', '-')}" for name in differ]
 
 
 def check_draft_weights(machine: MachineOptions, methods: Sequence[Method]) -> None:

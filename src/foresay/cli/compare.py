@@ -47,7 +47,7 @@ def run(
 ) -> int:
     """Decode one prompt with each method, side by side.
 
-    Exit code 1 if a method's output differs from plain decoding's under an exact rule.
+    Exit code 1 if a method's output differs from plain decoding's under an exact rule, or if every method failed.
     """
     params = sampling.params()
     check_int("repeats", repeats, 1, 1000)
@@ -66,7 +66,7 @@ def run(
         out.print(table.table(rows, out), soft_wrap=not out.is_terminal)
         for line in table.differences(rows, generator.tokenizer):
             typer.echo(line)
-    return 1 if table.broken(rows) else 0
+    return 1 if table.broken(rows) or not any(row.runs for row in rows[1:]) else 0
 
 
 def _methods(named: list[str], models: ModelOptions, options: MethodOptions) -> list[Method]:

@@ -38,9 +38,7 @@ class DataOptions:
     category: Annotated[str | None, typer.Option(metavar="NAME", help="Only prompts of this category.")] = None
     count: Annotated[int | None, typer.Option(help="Take N prompts, balanced over categories.")] = None
     subset_seed: Annotated[int, typer.Option(help="Seed of the choice that --count makes.")] = 0
-    no_template: Annotated[
-        bool, typer.Option("--raw", help="Continue each text as it is, without a chat template.")
-    ] = False
+    raw: Annotated[bool, typer.Option("--raw", help="Continue each text as it is, without a chat template.")] = False
 
     def items(self) -> list[PromptItem]:
         """Read the prompts."""

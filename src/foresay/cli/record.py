@@ -54,12 +54,12 @@ def run(
 
         if sharing.wanted:
             load = load_arguments(*named, max_batch_size=batch_size)
-            setup = recording.setup(load, items, params, chat=not data.no_template)
+            setup = recording.setup(load, items, params, chat=not data.raw)
             with sharing.pool(setup, machine) as pool:
                 made = recording.record(pool, items, output, on_progress=report)
         else:
             generator = load_generator(*named, max_batch_size=batch_size)
-            made = record(generator, items, output, params, chat=not data.no_template, on_progress=report)
+            made = record(generator, items, output, params, chat=not data.raw, on_progress=report)
     before = f", {resumed} of them from an earlier run" if resumed else ""
     sys.stdout.write(f"{output}: {len(made.records)} outputs, {made.num_tokens} tokens{before}\n")
     return 0

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from foresay.cli.common import check_draft_weights, load_arguments, load_generator, use_threads
+from foresay.cli.common import changed, check_draft_weights, load_arguments, load_generator, use_threads
 from foresay.cli.lab_options import DataOptions
 from foresay.cli.options import (
     BatchSizeOption,
@@ -81,6 +81,7 @@ def run(
         raise ConfigError("--costs and --target-cost need each other; give both, or drop one")
     named = methods(drafter or DRAFTERS, length or ())
     check_draft_weights(machine, named)
+    check_used(recording, named, data, machine)
     if profile is None:  # no length adapts without pass times
         named = [method.fixed for method in named]
     names = [str(path) for path in recording]
@@ -176,6 +177,18 @@ def is_printed(path: Path) -> bool:
         raise ConfigError(f"cannot read {str(path)!r}: {error.strerror}") from None
 
 
+def check_used(recordings: Sequence[Path], named: Sequence[Method], data: DataOptions, machine: MachineOptions) -> None:
+    """Raise ConfigError for options of the prompts without a log of tensors, and of the model if it is not loaded."""
+    printed = any(map(is_printed, recordings))
+    if not printed and (unused := changed(data)):
+        raise ConfigError(
+            f"{unused[0]} applies to the prompts of a log of tensors, and a recording has its own; drop it"
+        )
+    loaded = printed or any(read_drafter(method.drafter).reads_target for method in named)
+    if not loaded and (unused := changed(replace(machine, threads=None))):
+        raise ConfigError(f"{unused[0]} applies to the model, which these drafters do not need; drop it")
+
+
 def open_recording(
     path: Path, model: str | None, named: list[Method], data: DataOptions, machine: MachineOptions
 ) -> tuple[Resources, Recording]:
@@ -189,10 +202,10 @@ def open_recording(
     assert generator.resources is not None
     if not printed:
         return generator.resources, Recording.load(path)
-    asks = RequestBuilder(generator, chat=not data.no_template).first(data.items())
-    recorded = Recording.load(path, prompts=[ask.token_ids for ask in asks])
-    if len(recorded.records) < len(asks):
-        _warn(f"{path}: {len(recorded.records)} outputs and {len(asks)} prompts; the first prompts are used")
+    prompts = [one.token_ids for one in RequestBuilder(generator, chat=not data.raw).first(data.items())]
+    recorded = Recording.load(path, prompts=prompts)
+    if len(recorded.records) < len(prompts):
+        _warn(f"{path}: {len(recorded.records)} outputs and {len(prompts)} prompts; the first prompts are used")
     if (why := prompt_mismatch_warning(recorded, generator)) is not None:
         _warn(f"{path}: {why}")
         recorded = replace(recorded, settings={**recorded.settings, "doubt": why})

@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar
 
 import typer
 
+from foresay.checks import check_int
 from foresay.cli.common import check_draft_weights, use_threads
 from foresay.cli.lab_options import DataOptions
 from foresay.cli.options import (
@@ -21,7 +22,7 @@ from foresay.cli.options import (
     ModelOption,
 )
 from foresay.cli.progress import loading
-from foresay.cli.replay import open_recording
+from foresay.cli.replay import check_used, open_recording
 from foresay.cli.tables import show_table
 from foresay.errors import ConfigError
 from foresay.generation.generator import PREFIX_BYTES
@@ -58,7 +59,7 @@ class ArrivalOptions:
     @property
     def count(self) -> int:
         """Number of requests of a load."""
-        return 200 if self.requests is None else self.requests
+        return 200 if self.requests is None else check_int("requests", self.requests, 1)
 
     def at(self, rate: float) -> list[float]:
         """Return the arrival times at a rate in requests per second."""
@@ -141,11 +142,12 @@ def run(
         raise ConfigError(f"--length {length} sets a draft length, and --drafter none drafts nothing; drop one")
     named = [Method("none"), *(Method(one, length or "") for one in drafter or ["suffix"] if one != "none")]
     check_draft_weights(machine, named)
+    check_used([recording], named, data, machine)
     times = Profile.load(profile)
     loads = arrivals.loads()
     resources, recorded = open_recording(recording, model, named, data, machine)
-    world = _World(recorded, times, resources, batch_size)
-    lines, searched = _simulated(world, named, loads, search)
+    server = _SimulatedServer(recorded, times, resources, batch_size)
+    lines, searched = _simulated(server, named, loads, search)
     if as_json:
         for line in [*lines, *searched]:
             typer.echo(json.dumps(line))
@@ -164,22 +166,22 @@ class _Search:
 
 
 def _simulated(
-    world: _World, named: Sequence[Method], loads: Sequence[tuple[str, Sequence[float]]], search: _Search
+    server: _SimulatedServer, named: Sequence[Method], loads: Sequence[tuple[str, Sequence[float]]], search: _Search
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return (figures of each method under each load, highest rate of each method within the latency targets)."""
     lines, searched = [], []
     for method in named:
         for name, times in loads:
             with loading(f"{method.name} at {name}"):
-                lines.append(_figures(method, name, world.simulated(method, times)))
+                lines.append(_figures(method, name, server.simulated(method, times)))
         if search.targets != LatencyTargets():
             with loading(f"{method.name}: the highest rate"):
-                searched.append(_highest(world, method, search))
+                searched.append(_highest(server, method, search))
     return lines, searched
 
 
 @dataclass(frozen=True, slots=True)
-class _World:
+class _SimulatedServer:
     """Recording, profile and drafters that serve a simulated load."""
 
     recorded: Recording
@@ -228,12 +230,15 @@ def _figures(method: Method, name: str, load: SimulatedLoad) -> dict[str, Any]:
     return out
 
 
-def _highest(world: _World, method: Method, search: _Search) -> dict[str, Any]:
+def _highest(server: _SimulatedServer, method: Method, search: _Search) -> dict[str, Any]:
     arrivals = search.arrivals
-    full = world.simulated(method, [0.0] * arrivals.count)
-    most = len(full.requests) / full.seconds  # the throughput of a full batch is an upper bound
+    full = server.simulated(method, [0.0] * arrivals.count)
+    full_rate = len(full.requests) / full.seconds  # the throughput of a full batch is an upper bound
     found = highest_rate(
-        lambda rate: world.simulated(method, arrivals.at(rate)), search.targets, low=most * _LOWEST, high=most
+        lambda rate: server.simulated(method, arrivals.at(rate)),
+        search.targets,
+        low=full_rate * _LOWEST,
+        high=full_rate,
     )
     out: dict[str, Any] = {"method": method.name, "highest_rate": found}
     if search.total_rate is None:

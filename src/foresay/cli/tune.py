@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from foresay.checks import check_float, check_int
-from foresay.cli.common import check_output, load_generator, model_expression
+from foresay.cli.common import changed, check_output, load_generator, model_expression
 from foresay.cli.lab_options import DataOptions, numbers
 from foresay.cli.options import (
     BatchSizesOption,
@@ -93,15 +93,19 @@ def run(
         check_output(output, force=force)
     named = methods(drafter or DRAFTERS, length or LENGTHS)
     named += [] if draft is None else with_draft(model_expression(draft) if "(" not in draft else draft)
+    if recording is not None and (unused := [*changed(data), *(["--max-new-tokens"] if max_new_tokens != 96 else [])]):
+        raise ConfigError(
+            f"--recording and {unused[0]} contradict: a recording has its own prompts and outputs; drop one"
+        )
     recorded = None if recording is None else Recording.load(recording)
     items = data.items() if recorded is None else []
     size = max(16, *sizes)
     model = ModelOptions(which.name)
     target = load_generator(model, "none", MethodOptions(), machine, later=named, max_batch_size=size)
     tuner = None if recorded is None else Tuner(target, recorded)
-    given: dict[str, Any] = {"methods": named, "params": params, "sizes": sizes, "finalists": finalists}
+    given: dict[str, Any] = {"methods": named, "params": params, "sizes": sizes, "rows": size, "finalists": finalists}
     with loading("Estimating the duration"):
-        expected = estimate(target, items, recorded, chat=not data.no_template, **given)
+        expected = estimate(target, items, recorded, chat=not data.raw, **given)
     if estimate_only:
         sys.stdout.write(f"{expected}\n")
         return 0
@@ -128,7 +132,7 @@ def _recorded(target: Generator, items: Any, params: SamplingParams, data: DataO
             items,
             folder / "recording.jsonl",
             params,
-            chat=not data.no_template,
+            chat=not data.raw,
             on_progress=lambda progress: advance(progress.done, progress.total, f"{progress.tokens} tokens"),
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import cycle, islice
 from time import perf_counter
 
 from foresay.decoding.sampling_params import SamplingParams
@@ -15,8 +16,6 @@ from foresay.lab.data.requests import RequestBuilder
 from foresay.records.recording import Recording
 from foresay.spec.recipes import read_drafter
 
-_ROWS = 16
-"""Rows of the batch that is timed."""
 _PASSES = 4
 """Forward passes that are timed."""
 _PROFILE_PASSES = 3 * 11 * 6
@@ -53,29 +52,33 @@ def estimate(
     methods: Sequence[Method],
     params: SamplingParams,
     sizes: Sequence[int],
+    rows: int,
     finalists: int,
     chat: bool,
 ) -> Estimate:
     """Time a few passes over the first prompts, and return what they imply for the whole run.
 
-    items: prompts to record, unless there is a recording. chat: True if prompts go through the chat template.
+    items: prompts to record, unless there is a recording. sizes: batch sizes to tune for; rows: the one that records.
+    chat: True if prompts go through the chat template.
     """
     if recorded is None:
-        prompts = [list(one.token_ids) for one in RequestBuilder(target, chat=chat).first(items[:_ROWS])]
+        prompts = [list(one.token_ids) for one in RequestBuilder(target, chat=chat).first(items[:rows])]
         count, tokens = len(items), params.max_new_tokens
     else:
-        prompts = [list(one.prompt) for one in recorded.records[:_ROWS]]
+        prompts = [list(one.prompt) for one in recorded.records[:rows]]
         count, tokens = len(recorded.records), recorded.num_tokens // max(1, len(recorded.records))
-    prefill_s, pass_s = _timed(target, prompts)
-    recording_s = 0.0 if recorded is not None else math.ceil(count / _ROWS) * (prefill_s + tokens * pass_s)
+    timed = {size: _timed(target, list(islice(cycle(prompts), size))) for size in {rows, *sizes}}
+    prefill_s, pass_s = timed[rows]
+    passes_s = sum(timed[size][1] for size in sizes)
+    recording_s = 0.0 if recorded is not None else math.ceil(count / rows) * (prefill_s + tokens * pass_s)
     loading = {method.drafter for method in methods if read_drafter(method.drafter).loads_model}
     parts = {
         "recording": recording_s,
-        "timing passes": _BANDWIDTH_S + len(sizes) * _PROFILE_PASSES * pass_s,
+        "timing passes": _BANDWIDTH_S + _PROFILE_PASSES * passes_s,
         f"replaying {len(methods) * len(sizes)} candidates": (
-            len(methods) * len(sizes) * count * tokens * _REPLAY_S + len(loading) * count * tokens * pass_s / _ROWS
+            len(methods) * len(sizes) * count * tokens * _REPLAY_S + len(loading) * count * tokens * pass_s / rows
         ),
-        f"running {finalists} live": finalists * _LIVE_PASSES * pass_s * math.ceil(8 / max(sizes)),
+        f"running {finalists} live": finalists * _LIVE_PASSES * timed[max(sizes)][1] * math.ceil(8 / max(sizes)),
     }
     return Estimate({name: seconds for name, seconds in parts.items() if seconds})
 

@@ -30,12 +30,13 @@ def as_typed(message: str, flags: Mapping[str, str]) -> str:
     if re.match(r"\S*\.toml\b|.*?, line \d+: ", message):
         return message
     known = {python: flags[name] for python, name in _ALIASES.items() if name in flags} | dict(flags)
-    return "".join(_translated(part, known) if outside else part for part, outside in _parts(message))
+    parts = (_translated(part, known) if outside else part for part, outside in _parts(message))
+    return "".join(parts).rstrip()
 
 
 def _translated(text: str, flags: Mapping[str, str]) -> str:
     for name, flag in flags.items():
-        text = re.sub(rf"(?<![\w.\-]){name}=(?=[^\s,;.)])", f"{flag} ", text)
+        text = re.sub(rf"(?<![\w.\-]){name}=(?=[^\s,;.)]|$)", f"{flag} ", text)
         text = re.sub(rf"(?<![\w.\-]){name}=", flag, text)
         if "_" in name:
             text = re.sub(rf"(?<![\w.\-'\"/]){name}\b(?![=.'\"/])", flag, text)

@@ -95,8 +95,8 @@ class SamplingParams:
         """Copy the collections, so that later changes by the caller have no effect, and refuse contradictions."""
         put = object.__setattr__
         stop = (self.stop,) if isinstance(self.stop, str) else self._items("stop")
-        if any(not isinstance(s, str) or not s for s in stop):
-            raise ConfigError(f"stop={self.stop!r} must be non-empty strings")
+        if bad := [text for text in stop if not isinstance(text, str) or not text]:
+            raise ConfigError(f"stop={bad[0]!r} must be a non-empty string")
         put(self, "stop", stop)
         put(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
         put(self, "banned_token_ids", _token_ids("banned_token_ids", self.banned_token_ids))

@@ -30,7 +30,7 @@ _tokenizers: WeakKeyDictionary[Any, dict[tuple[int, tuple[int, ...]], Any]] = We
 
 
 class JsonSchema:
-    """A JSON schema compiled for a tokenizer. `behind` makes the logits processor of one output; call it once per output."""
+    """A JSON schema compiled for a tokenizer. `mask_after` masks the logits of one output; call it once per output."""
 
     def __init__(self, schema: Mapping[str, Any], tokenizer: Any, vocab_size: int, eos: Sequence[int]) -> None:
         """Compile a schema.

@@ -279,7 +279,7 @@ def test_missing_path(shell: tiny.Shell, path: str) -> None:
         (["--seed", "-1"], "--seed -1 must be an integer in [0,"),
         (["--seed", str(2**64)], "must be an integer in [0,"),
         (["--num-draft-tokens", "-1"], "--num-draft-tokens -1"),
-        (["--stop", ""], "must be non-empty strings"),
+        (["--stop", ""], "--stop '' must be a non-empty string"),
         (["--json", "--logprobs", "-1"], "--logprobs -1 must be an integer in [0, 1000]"),
         (["--logprobs", "2"], "--logprobs needs --json"),
         (["--trace", "--json"], "--trace and --json contradict"),
@@ -628,21 +628,21 @@ def test_the_batch_size_of_a_settings_file_holds(folder: Path, tmp_path: Path, m
 
     sizes: list[int | None] = []
 
-    class Stopped(Exception):
+    class StoppedError(Exception):
         pass
 
     def stopped(
         resources: object, recipe: object, name: str, rule: object, policy: object, size: int, share: bool
     ) -> None:
         sizes.append(size)
-        raise Stopped
+        raise StoppedError
 
     monkeypatch.setattr(loading, "_generator", stopped)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "foresay.toml").write_text(f'target = "{folder}"\nmax_batch_size = 2\n')
     (tmp_path / "lines.txt").write_text("one\ntwo\n")
     for more in ([], ["--lines"], ["--lines", "--batch-size", "3"]):
-        with pytest.raises(Stopped):
+        with pytest.raises(StoppedError):
             _run(["generate", "--file", "lines.txt", *more])
     assert sizes == [2, 2, 3]
 

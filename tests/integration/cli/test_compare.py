@@ -170,6 +170,19 @@ def test_a_drafter_that_fails_is_told_in_its_row(
     assert "max_gram failed: the drafter failed: ValueError: out of order" in out
 
 
+def test_no_method_that_runs_is_1(shell: tiny.Shell, base: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from foresay.drafters import MaxGram, NgramStoreDrafter, PromptLookup, SuffixDrafter
+
+    def broken(*args: object) -> None:
+        raise ValueError("out of order")
+
+    for drafter in (MaxGram, NgramStoreDrafter, PromptLookup, SuffixDrafter):
+        monkeypatch.setattr(drafter, "draft_tokens", broken)
+    code, out, _ = shell(*base, PROMPT)
+    assert code == 1
+    assert {cells[-2] for name, cells in rows(out).items() if name in DEFAULT} == {"failed"}
+
+
 def test_a_draft_that_cannot_read_the_prompt_is_told_in_its_row(
     shell: tiny.Shell, base: list[str], small: Path
 ) -> None:

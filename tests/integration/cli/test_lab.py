@@ -328,6 +328,8 @@ def test_replay_refuses(shell: tiny.Shell, made: Path, here: Path) -> None:
     assert "no methods to compare" in shell.refused("replay", str(made), "--drafter", "none")
     refused = ["replay", str(made), "--drafter", "suffix", "--costs", "previous_work", "--target-cost", "gpt"]
     assert "unknown model in this cost table 'gpt'" in shell.refused(*refused)
+    assert "--count applies to the prompts" in shell.refused("replay", str(made), "--count", "3")
+    assert "--weights applies to the model" in shell.refused("replay", str(made), "--weights", "int8")
     Path("x.json").write_text("hello")
     assert "'x.json' is not a recording" in shell.refused("replay", "x.json")
     assert "'x.json' is not a profile" in shell.refused("replay", str(made), "--profile", "x.json")
@@ -591,6 +593,8 @@ def test_tune_from_a_recording(
     args = ["--drafter", "suffix", "--length", "4", "--recording", str(made)]
     assert shell("tune", *which, *args)[0] == 0
     assert 'prompts = "r.jsonl"' in Path("foresay.toml").read_text()
+    for more in (["--count", "3"], ["-n", "20"]):
+        assert "contradict: a recording has its own prompts" in shell.refused("tune", *which, *args, *more, "-o", "x")
     other = tiny.save(here / "other")
     assert "the recording is of " in shell.refused("tune", "--model", str(other), *args, "-o", "x.toml")
     assert "--batch-size 1,2 has several sizes, and without --latency it takes one" in shell.refused(
