@@ -34,6 +34,7 @@ class Sizes:
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
         self._held: list[Any] = []
+        self._structs: list[Any] = []
 
     def one(self, *usual: int, odd: float = 0.08) -> int:
         """A size: one of the usual ones, or sometimes one that nothing has."""
@@ -59,26 +60,38 @@ class Sizes:
         found = [self._random.randint(low, max(low, high)) for _ in range(count)]
         return self.keep(torch.tensor(sorted(found) if self.often(0.9) else found))
 
+    def keep_struct(self, struct: Any) -> None:
+        self._structs = [*self._structs[-8:], struct]
+
     def keep(self, tensor: torch.Tensor) -> int:
         self._held.append(tensor)
         return int(tensor.data_ptr())
 
 
-def product(sizes: Sizes) -> structs.Product:
-    form = sizes.one(0, 1, 2, 3, 4, 5)
-    outputs, depth = sizes.one(1, 5, 32, 33, 70), sizes.one(1, 3, 4, 30, 32, 64, 96)
-    padded = (-(-outputs // 32) * 32, -(-depth // 4) * 4)
+def product(sizes: Sizes, parts: int = 2) -> structs.Product:
+    form, bits, scaling = sizes.one(0, 1, 2, 2, 2, 3, 4), sizes.one(4, 6, 8), sizes.one(0, 1, 2, 3)
+    outputs, depth = sizes.one(1, 5, 32, 33, 70), sizes.one(1, 3, 30, 32, 64, 256, 512)
+    padded = (-(-outputs // 32) * 32, -(-depth // 32) * 32)
     weights = sizes.floats(*padded)
-    if form in (4, 5) and weights is not None:
+    if form in (3, 4) and weights is not None:
         row = weights
         weights = sizes.keep(torch.tensor([row] * outputs))
     scales = sizes.floats(2, *padded) if sizes.often(0.9) else None
-    return structs.Product(form, outputs, depth, weights, scales, None)
+    activations = sizes.one({1: 1, 2: 2}.get(form, 0), 0)
+    out = structs.Product(form, outputs, depth, bits, scaling, activations, weights, scales)
+    if parts > 1 and sizes.often(0.2):
+        following = product(sizes, parts - 1)
+        if sizes.often(0.9):
+            following.depth = depth
+        sizes.keep_struct(following)
+        out.next = ctypes.addressof(following)
+    return out
 
 
 def multiply(sizes: Sizes, library: Any) -> None:
     one, rows = product(sizes), sizes.one(0, 1, 2, 7, 9, 50)
-    x, out = sizes.floats(max(rows, 1), one.depth), sizes.floats(max(rows, 1), one.outputs)
+    outputs = one.outputs + (structs.Product.from_address(one.next).outputs if one.next else 0)
+    x, out = sizes.floats(max(rows, 1), one.depth), sizes.floats(max(rows, 1), outputs)
     if x is None or out is None:
         rows = -1
     library.foresay_multiply(ctypes.byref(one), x, out, rows, sizes.one(0, 1, odd=0), sizes.one(1, 2, 3))
@@ -89,11 +102,20 @@ def pack(sizes: Sizes, library: Any) -> None:
     count = outputs if 0 < outputs <= LARGE else 1
     blocks = sizes.floats(max(1, min(depth, LARGE)))
     rows = sizes.keep(torch.tensor([blocks] * count))
-    kinds = sizes.keep(torch.tensor([sizes.one(0, 0, 1, 2, 3, odd=0)] * count, dtype=torch.uint8))
     panels = -(-count // 32)
-    words = sizes.keep(torch.zeros(panels * min(max(depth, 4), LARGE) * 4, dtype=torch.int32))
-    scales = sizes.keep(torch.zeros(panels * min(max(depth, 32), LARGE) * 2, dtype=torch.int16))
-    library.foresay_pack(rows, kinds, outputs, depth, words, scales, sizes.one(1, 2))
+    levels, scales = (
+        sizes.keep(torch.zeros(panels * min(max(depth, 32), LARGE) * 32, dtype=torch.uint8)) for _ in "ls"
+    )
+    library.foresay_pack(sizes.one(*range(8)), rows, outputs, depth, levels, scales, sizes.one(1, 2))
+
+
+def rows(sizes: Sizes, library: Any) -> None:
+    one, count = product(sizes), sizes.one(0, 1, 3)
+    out = sizes.floats(max(count, 1), max(one.depth, 1))
+    ids = sizes.integers(max(count, 1), 0, one.outputs - 1 if sizes.often(0.9) else one.outputs)
+    if out is None or ids is None:
+        count = -1
+    library.foresay_rows(ctypes.byref(one), ids, count, out)
 
 
 def add_norm(sizes: Sizes, library: Any) -> None:
@@ -186,7 +208,7 @@ def whole(sizes: Sizes, library: Any) -> None:
 
 
 ENTRIES: dict[str, Callable[[Sizes, Any], None]] = {
-    "multiply": multiply, "pack": pack, "add_norm": add_norm, "gate": gate, "attend": attend, "pass": whole,
+    "multiply": multiply, "pack": pack, "rows": rows, "add_norm": add_norm, "gate": gate, "attend": attend, "pass": whole,
 }  # fmt: skip
 
 

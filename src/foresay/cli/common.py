@@ -87,6 +87,7 @@ def load_arguments(
         "rule": methods.rule,
         "dtype": machine.dtype,
         "weights": machine.weights,
+        "activations": machine.activations,
         "draft_weights": machine.draft_weights,
         "device": machine.device,
         "draft_device": machine.draft_device,

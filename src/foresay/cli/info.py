@@ -12,6 +12,7 @@ from foresay.cli import installation
 from foresay.cli.common import target_options
 from foresay.cli.options import (
     MODEL,
+    ActivationsOption,
     BackendOption,
     DeviceOption,
     DtypeOption,
@@ -25,7 +26,7 @@ from foresay.decoding.protocols import LanguageModel
 from foresay.errors import UnsupportedModelError
 from foresay.models.cache.stores import WIDTH
 from foresay.models.huggingface.causal import CausalModel
-from foresay.models.huggingface.linears import resident_bytes, weight_bytes
+from foresay.models.huggingface.linears import activations_of, resident_bytes, weight_bytes
 from foresay.models.huggingface.model import UNLIMITED
 from foresay.models.huggingface.self_check import probe, verified
 from foresay.models.huggingface.seq2seq import Seq2SeqModel
@@ -109,6 +110,7 @@ def _of_transformers(
         "parameters": f"{model.num_parameters / 1e6:.1f} M",
         "dtype, device": f"{str(module.dtype).removeprefix('torch.')}, {model.device}",
         "weights": f"{weights}; one forward pass reads {weight_bytes(module) / 1e6:.0f} MB",
+        **_activations(module),
         "forward pass": passes(model),
         "context": "unlimited" if model.max_length == UNLIMITED else f"{model.max_length} tokens",
         "memory": _memory(model, resident_bytes(module), rows, length),
@@ -117,11 +119,18 @@ def _of_transformers(
     }
 
 
+def _activations(module: Any) -> dict[str, str]:
+    kinds = activations_of(module)
+    text = ", ".join("not rounded" if kind == "float32" else f"rounded to {kind}" for kind in kinds)
+    return {"activations": f"{text} before products"} if kinds else {}
+
+
 def run(
     *,
     which: _Choice,
     dtype: DtypeOption = "auto",
     weights: WeightsOption = "auto",
+    activations: ActivationsOption = "auto",
     device: DeviceOption = None,
     trust_remote_code: TrustOption = False,
     backend: BackendOption = None,
@@ -148,6 +157,7 @@ def run(
         which.name,
         dtype=dtype,
         weights=weights,
+        activations=activations,
         device=device,
         trust_remote_code=trust_remote_code,
         gpu_layers=gpu_layers,

@@ -95,6 +95,14 @@ WeightsOption = Annotated[
         help="Weight format on a CPU: auto, bf16, int8 or int4. Rounded weights are another model.",
     ),
 ]
+ActivationsOption = Annotated[
+    str,
+    typer.Option(
+        metavar="FORMAT",
+        rich_help_panel=MACHINE,
+        help="Round inputs of linear layers on a CPU: auto, float32 (none), bf16 or int8.",
+    ),
+]
 DeviceOption = Annotated[
     str | None,
     typer.Option(
@@ -215,6 +223,7 @@ class MachineOptions:
     PANEL: ClassVar[str] = MACHINE
     dtype: DtypeOption = "auto"
     weights: WeightsOption = "auto"
+    activations: ActivationsOption = "auto"
     draft_weights: Annotated[
         str | None,
         typer.Option(metavar="FORMAT", help="Weight format of draft models; never changes the target's output."),

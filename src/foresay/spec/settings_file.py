@@ -38,11 +38,13 @@ class Settings:
     dtype: str | None = None
     weights: str | None = None
     """A quantized weight format."""
+    activations: str | None = None
+    """Rounding of the inputs of linear layers in the CPU kernels."""
     backend: str | None = None
     """Backend of the forward passes; None uses transformers and foresay's own kernels."""
 
     def __post_init__(self) -> None:
-        for name in ("target", "drafter", "rule", "dtype", "weights", "backend"):
+        for name in ("target", "drafter", "rule", "dtype", "weights", "activations", "backend"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
                 raise ConfigError(f"{name}={value!r} must be a non-empty string")
@@ -58,7 +60,7 @@ class Settings:
 
     def filled(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return load options with those of the settings where none, or "auto", is given."""
-        found = {name: getattr(self, name) for name in ("dtype", "weights", "backend")}
+        found = {name: getattr(self, name) for name in ("dtype", "weights", "activations", "backend")}
         missing = {
             name: value
             for name, value in found.items()

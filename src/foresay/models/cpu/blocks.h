@@ -1,34 +1,22 @@
-// Packing of a GGUF file's 4-bit blocks into the layout of products.h, row by row. Levels are only rearranged. Scales are copied, or are
-// products of two numbers in the file, rounded to float16.
+// Packing of a GGUF file's blocks into the layout of quantized.h, row by row. Levels and scales are only rearranged.
 
 #pragma once
 
-#include "products.h"
-
-#include <cmath>
+#include "quantized.h"
 
 namespace foresay {
 
-enum Block { Q4_0 = 0, Q4_1 = 1, Q4_K = 2 };
+enum Block { Q4_0 = 0, Q4_1 = 1, Q4_K = 2, Q5_0 = 3, Q5_1 = 4, Q5_K = 5, Q6_K = 6, Q8_0 = 7 };
 
-// Converts float32 to float16: rounds to nearest, ties to even; too large numbers become infinite.
-inline uint16_t half_of(float value) {
-    uint32_t bits;
-    std::memcpy(&bits, &value, sizeof bits);
-    uint32_t sign = bits >> 16 & 0x8000u, size = bits & 0x7fffffffu;
-    if (size >= 0x47800000u) return static_cast<uint16_t>(sign | (size > 0x7f800000u ? 0x7e00u : 0x7c00u));
-    if (size < 0x38800000u) { // multiples of 2^-24
-        float steps;
-        std::memcpy(&steps, &size, sizeof steps);
-        return static_cast<uint16_t>(sign | static_cast<uint32_t>(std::nearbyintf(steps * 16777216.0f)));
-    }
-    uint32_t rounded = size + 0xfffu + (size >> 13 & 1u) - 0x38000000u;
-    return static_cast<uint16_t>(sign | rounded >> 13);
-}
+struct BlockLayout {
+    int64_t weights, bytes; // of a block
+    Levels bits;
+    Scaling scaling;
+};
 
-struct Group {
-    uint16_t scale, least; // float16: the scale, and the offset (the weight at level 0)
-    uint32_t fours[8];     // the levels at four depths each, one per byte
+constexpr BlockLayout LAYOUTS[] = {
+    {32, 18, LEVELS_4, SCALE},      {32, 20, LEVELS_4, SCALE_OFFSET}, {256, 144, LEVELS_4, MULTIPLES},    {32, 22, LEVELS_6, SCALE},
+    {32, 24, LEVELS_6, SCALE_OFFSET}, {256, 176, LEVELS_6, MULTIPLES},  {256, 210, LEVELS_6, MULTIPLES_16}, {32, 34, LEVELS_8, SCALE},
 };
 
 inline uint32_t word_at(const uint8_t *place) {
@@ -37,52 +25,114 @@ inline uint32_t word_at(const uint8_t *place) {
     return out;
 }
 
-inline float half_at(const uint8_t *place) {
-    uint16_t half;
-    std::memcpy(&half, place, sizeof half);
-    return wide_half(half);
-}
+constexpr uint32_t NIBBLES = 0x0f0f0f0fu, BITS = 0x01010101u, TWO_BITS = 0x03030303u;
 
-constexpr uint32_t NIBBLES = 0x0f0f0f0fu;
+// Spreads four bits to the lowest bits of four bytes.
+inline uint32_t spread(uint32_t bits) { return ((bits & 15u) * 0x00204081u) & BITS; }
 
-// Group g of a row of 32-weight blocks: a scale, for Q4_1 an offset (`shifted`), and 16 bytes of two levels each.
-inline Group small_group(const uint8_t *row, int64_t g, bool shifted) {
-    const uint8_t *block = row + g * (shifted ? 20 : 18), *levels = block + (shifted ? 4 : 2);
-    Group out;
-    float scale = half_at(block);
-    out.scale = half_of(scale);
-    out.least = half_of(shifted ? half_at(block + 2) : -8.0f * scale);
+// 16 bytes: the low halves are the first 16 levels, the high halves the last 16.
+inline void split_nibbles(const uint8_t *place, uint32_t *fours) {
     for (int i = 0; i < 4; i++) {
-        uint32_t two = word_at(levels + 4 * i);
-        out.fours[i] = two & NIBBLES, out.fours[4 + i] = two >> 4 & NIBBLES;
+        uint32_t two = word_at(place + 4 * i);
+        fours[i] = two & NIBBLES, fours[4 + i] = two >> 4 & NIBBLES;
     }
-    return out;
 }
 
-// Group g of a row of 256-weight blocks: eight groups per block, whose scales and offsets are 6-bit multiples of two numbers.
-inline Group group_of_eight(const uint8_t *row, int64_t g) {
-    const uint8_t *block = row + g / 8 * 144, *six = block + 4, *levels = block + 16 + g % 8 / 2 * 32;
-    int i = static_cast<int>(g % 8), j = i % 4;
-    uint32_t scale = i < 4 ? six[j] & 63u : (six[8 + j] & 15u) | (six[j] >> 6 << 4);
-    uint32_t least = i < 4 ? six[4 + j] & 63u : static_cast<uint32_t>(six[8 + j] >> 4) | (six[4 + j] >> 6 << 4);
-    Group out;
-    out.scale = half_of(half_at(block) * static_cast<float>(scale));
-    out.least = half_of(-(half_at(block + 2) * static_cast<float>(least)));
-    for (int k = 0; k < 8; k++) out.fours[k] = word_at(levels + 4 * k) >> (g % 2 * 4) & NIBBLES;
-    return out;
-}
-
-// Packs one panel: words [depth / 4, 16] and scales [depth / 32, 2, 32], which must be zero before. rows: the address of each row's
-// blocks; kinds: their types.
-inline void pack_panel(const uint8_t *const *rows, const uint8_t *kinds, int64_t count, int64_t depth, uint32_t *words, uint16_t *scales) {
-    for (int64_t r = 0; r < count; r++) {
-        uint32_t *place = words + r % 16;
-        int shift = r < 16 ? 0 : 4;
-        for (int64_t g = 0; g < depth / GROUP; g++) {
-            Group group = kinds[r] == Q4_K ? group_of_eight(rows[r], g) : small_group(rows[r], g, kinds[r] == Q4_1);
-            scales[g * 2 * PANEL + r] = group.scale, scales[g * 2 * PANEL + PANEL + r] = group.least;
-            for (int k = 0; k < 8; k++) place[(g * 8 + k) * 16] |= group.fours[k] << shift;
+// Reads the levels of group g of 32 weights of a row, four levels a word; those of signed types are shifted to be at least 0.
+inline void read_levels(int64_t kind, const uint8_t *row, int64_t g, uint32_t *fours) {
+    const BlockLayout &layout = LAYOUTS[kind];
+    int64_t groups = layout.weights / GROUP;
+    const uint8_t *block = row + g / groups * layout.bytes;
+    int j = static_cast<int>(g % groups);
+    switch (kind) {
+        case Q4_0: return split_nibbles(block + 2, fours);
+        case Q4_1: return split_nibbles(block + 4, fours);
+        case Q5_0:
+        case Q5_1: {
+            const uint8_t *upper = block + (kind == Q5_0 ? 2 : 4);
+            split_nibbles(upper + 4, fours);
+            for (int i = 0; i < 8; i++) {
+                fours[i] |= spread(word_at(upper) >> (4 * i)) << 4;
+                if (kind == Q5_0) fours[i] += 16 * BITS; // from -16 .. 15 to those of 6 bits, 32 + (-16 .. 15)
+            }
+            return;
         }
+        case Q4_K:
+        case Q5_K: {
+            const uint8_t *upper = block + 16, *lower = block + (kind == Q4_K ? 16 : 48) + j / 2 * 32;
+            for (int i = 0; i < 8; i++) {
+                fours[i] = word_at(lower + 4 * i) >> (j % 2 * 4) & NIBBLES;
+                if (kind == Q5_K) fours[i] |= (word_at(upper + 4 * i) >> j & BITS) << 4;
+            }
+            return;
+        }
+        case Q6_K: {
+            const uint8_t *lower = block + j / 4 * 64 + j % 2 * 32, *upper = block + 128 + j / 4 * 32;
+            for (int i = 0; i < 8; i++) {
+                fours[i] = word_at(lower + 4 * i) >> (j % 4 / 2 * 4) & NIBBLES;
+                fours[i] |= (word_at(upper + 4 * i) >> (j % 4 * 2) & TWO_BITS) << 4;
+            }
+            return;
+        }
+        default:
+            for (int i = 0; i < 8; i++) fours[i] = word_at(block + 2 + 4 * i) ^ 0x80808080u;
+    }
+}
+
+// Stores the levels of group g of output r. levels: those of the panel, zero before.
+inline void place_levels(Levels bits, const uint32_t *fours, int64_t g, int64_t r, uint8_t *levels) {
+    uint32_t *words = reinterpret_cast<uint32_t *>(levels);
+    int upper_output = r >= 16;
+    for (int64_t i = 0; i < 8; i++) {
+        int64_t unit = g * 8 + i;
+        if (bits == LEVELS_4) {
+            words[unit * 16 + r % 16] |= fours[i] << (4 * upper_output);
+        } else if (bits == LEVELS_6) {
+            uint32_t *three = words + unit / 2 * 48 + r % 16;
+            three[unit % 2 * 16] |= (fours[i] & NIBBLES) << (4 * upper_output);
+            three[32] |= (fours[i] >> 4 & TWO_BITS) << (2 * upper_output + 4 * (unit % 2));
+        } else {
+            words[unit * 32 + r] = fours[i];
+        }
+    }
+}
+
+inline void copy_half(const uint8_t *from, uint8_t *place, int64_t r) { std::memcpy(place + 2 * r, from, 2); }
+
+// Stores the scales of all blocks of output r. scales: those of the panel.
+inline void place_scales(int64_t kind, const uint8_t *row, int64_t blocks, int64_t r, uint8_t *scales) {
+    const BlockLayout &layout = LAYOUTS[kind];
+    for (int64_t b = 0; b < blocks; b++) {
+        const uint8_t *block = row + b * layout.bytes;
+        uint8_t *place = scales + b * scale_bytes(layout.scaling, layout.weights);
+        if (layout.scaling == MULTIPLES_16) {
+            copy_half(block + 208, place, r);
+            for (int i = 0; i < 16; i++) place[64 + 32 * i + r] = block[192 + i];
+            continue;
+        }
+        copy_half(block, place, r);
+        if (layout.scaling == SCALE) continue;
+        copy_half(block + 2, place + 64, r);
+        if (layout.scaling == SCALE_OFFSET) continue;
+        const uint8_t *six = block + 4; // 6-bit multiples of the scale and of the offset, for 8 groups
+        for (int j = 0; j < 4; j++) {
+            uint8_t *low = place + 128 + 64 * j + r, *high = low + 4 * 64;
+            low[0] = six[j] & 63, low[32] = six[4 + j] & 63;
+            high[0] = static_cast<uint8_t>((six[8 + j] & 15) | six[j] >> 6 << 4);
+            high[32] = static_cast<uint8_t>(six[8 + j] >> 4 | six[4 + j] >> 6 << 4);
+        }
+    }
+}
+
+// Packs `count` rows of blocks into a panel. rows: the address of each; levels, scales: those of the panel, zero before.
+inline void pack_panel(int64_t kind, const uint8_t *const *rows, int64_t count, int64_t depth, uint8_t *levels, uint8_t *scales) {
+    for (int64_t r = 0; r < count; r++) {
+        for (int64_t g = 0; g < depth / GROUP; g++) {
+            uint32_t fours[8];
+            read_levels(kind, rows[r], g, fours);
+            place_levels(LAYOUTS[kind].bits, fours, g, r, levels);
+        }
+        place_scales(kind, rows[r], depth / LAYOUTS[kind].weights, r, scales);
     }
 }
 

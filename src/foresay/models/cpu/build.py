@@ -39,15 +39,29 @@ SOURCES = tuple(
         "blocks.h",
         "checks.h",
         "dots.h",
+        "inputs.h",
+        "integers.h",
         "layer.h",
         "numbers.h",
         "pool.h",
         "products.h",
+        "quantized.h",
+        "vectors.h",
     )
 )
 """Source files; the first is compiled and includes the others."""
 COMPILERS = ("c++", "g++", "clang++")
-_FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-pthread", "-fno-math-errno", "-fno-trapping-math", "-fopenmp-simd")
+_FLAGS = (
+    "-O3",
+    "-std=c++17",
+    "-shared",
+    "-fPIC",
+    "-pthread",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fopenmp-simd",
+    "-Wno-psabi",
+)
 _GCC_FLAGS = ("--param", "vect-max-peeling-for-alignment=0", "--param", "avoid-fma-max-bits=0")
 """Flags that make sums independent of alignment and of which copy of a loop computes them. Tuning for some processors (Zen, Alder
 Lake), GCC would fuse multiply and add in one copy of a loop and round between them in the other."""

@@ -7,7 +7,7 @@
 
 #include "attention.h"
 #include "blocks.h"
-#include "products.h"
+#include "inputs.h"
 
 #include <cstdio>
 #include <initializer_list>
@@ -39,25 +39,41 @@ inline int check_threads(int64_t threads) {
     return static_cast<int>(threads);
 }
 
-inline void check(const Product &p) {
-    require(p.format >= FLOAT32 && p.format <= BFLOAT16_ROWS, "format", p.format, "in [0, 5]");
+inline void check_part(const Product &p) {
+    require(p.format >= FLOAT32 && p.format <= BFLOAT16_ROWS, "format", p.format, "in [0, 4]");
     check_width("outputs", p.outputs);
     check_width("depth", p.depth);
     check_pointer("weights", p.weights);
-    require(p.format != INT4 || p.depth % GROUP == 0, "depth", p.depth, "a multiple of 32 in 4 bits");
-    if (p.format == INT4 || p.format == INT8) check_pointer("scales", p.scales);
+    bool allowed = p.activations == AS_FLOAT32 || (p.activations == AS_BFLOAT16 && p.format == BFLOAT16) ||
+                   (p.activations == AS_INT8 && p.format == QUANTIZED);
+    require(allowed, "activations", p.activations, "0 for float32, or 1 for bfloat16 weights, or 2 for quantized weights");
+    if (p.format != QUANTIZED) return;
+    check_pointer("scales", p.scales);
+    require(p.bits == LEVELS_4 || p.bits == LEVELS_6 || p.bits == LEVELS_8, "bits", p.bits, "4, 6 or 8");
+    require(p.scaling >= SCALE && p.scaling <= MULTIPLES_16, "scaling", p.scaling, "in [0, 3]");
+    require(p.scaling != MULTIPLES_16 || p.bits == LEVELS_6, "bits", p.bits, "6 with scales for 16 weights");
+    require(p.scaling < MULTIPLES || p.depth % SUPER == 0, "depth", p.depth, "a multiple of 256 with multiples of scales");
 }
 
-inline void check_pack(const uint8_t *const *rows, const uint8_t *kinds, int64_t outputs, int64_t depth) {
+// A product and those that follow it, whose x is the same.
+inline void check(const Product &p) {
+    int64_t outputs = 0;
+    for (const Product *part = &p; part != nullptr; part = part->next) {
+        check_part(*part);
+        require(part->depth == p.depth, "depth", part->depth, "the same in all parts of a product");
+        require(part->activations == p.activations, "activations", part->activations, "the same in all parts of a product");
+        outputs += part->outputs;
+        require(outputs <= MOST, "outputs", outputs, "below 2^31 in all parts together");
+    }
+}
+
+inline void check_pack(int64_t kind, const uint8_t *const *rows, int64_t outputs, int64_t depth) {
+    require(kind >= Q4_0 && kind <= Q8_0, "kind", kind, "in [0, 7]");
     check_width("outputs", outputs);
     check_width("depth", depth);
     check_pointer("rows", rows);
-    check_pointer("kinds", kinds);
-    for (int64_t i = 0; i < outputs; i++) {
-        require(kinds[i] <= Q4_K, "kind", kinds[i], "in [0, 2]");
-        require(depth % (kinds[i] == Q4_K ? 8 * GROUP : GROUP) == 0, "depth", depth, "a multiple of the block size");
-        check_pointer("row", rows[i]);
-    }
+    require(depth % LAYOUTS[kind].weights == 0, "depth", depth, "a multiple of the block size");
+    for (int64_t i = 0; i < outputs; i++) check_pointer("row", rows[i]);
 }
 
 // Numbers of heads and rotated dimensions.

@@ -103,12 +103,12 @@ inline void dots_of_rows(const T *const *weights, int64_t outputs, const float *
 #undef DOTS
 }
 
-// Computes out[m, n] for the outputs of one panel and `rows` rows of x; see FLOAT32_ROWS and BFLOAT16_ROWS of Product.
-template <class T> void row_product(const Product &p, const float *x, int64_t stride, int64_t rows, int64_t panel, float *out) {
+// Computes out [rows, width] for the outputs of one panel and `rows` rows of x; see FLOAT32_ROWS and BFLOAT16_ROWS of Product.
+template <class T> void row_product(const Product &p, const float *x, int64_t stride, int64_t rows, int64_t panel, float *out, int64_t width) {
     int64_t first = panel * PANEL, count = p.outputs - first < PANEL ? p.outputs - first : PANEL;
     const T *const *weights = static_cast<const T *const *>(p.weights) + first;
     if (rows < DECODED_ROWS) {
-        dots_of_rows(weights, count, x, stride, p.depth, rows, out + first, p.outputs);
+        dots_of_rows(weights, count, x, stride, p.depth, rows, out + first, width);
     } else {
         static thread_local std::vector<float> room;
         room.resize(FOURS * p.depth);
@@ -120,13 +120,13 @@ template <class T> void row_product(const Product &p, const float *x, int64_t st
                 for (int64_t k = 0; k < p.depth; k++) place[k] = read(weights[o + i][k]);
                 decoded[i] = place;
             }
-            dots_of_rows(decoded, some, x, stride, p.depth, rows, out + first + o, p.outputs);
+            dots_of_rows(decoded, some, x, stride, p.depth, rows, out + first + o, width);
         }
     }
     if (p.bias == nullptr) return;
     const T *const *bias = static_cast<const T *const *>(p.bias) + first;
     for (int64_t r = 0; r < rows; r++)
-        for (int64_t i = 0; i < count; i++) out[r * p.outputs + first + i] += read(*bias[i]);
+        for (int64_t i = 0; i < count; i++) out[r * width + first + i] += read(*bias[i]);
 }
 
 } // namespace foresay

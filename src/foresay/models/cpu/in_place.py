@@ -40,7 +40,7 @@ class InPlaceProduct(CompiledProduct):
         self._bias_addresses = torch.cat([_addresses(one[:, None]) for one in with_bias]) if with_bias else None
         shape = (len(self._rows), int(weights[0].shape[1]))
         bias = None if self._bias_addresses is None else self._bias_addresses.data_ptr()
-        super().__init__(structs.Product(_FORMATS[dtype], *shape, self._rows.data_ptr(), None, bias))
+        super().__init__(structs.Product(_FORMATS[dtype], *shape, 0, 0, 0, self._rows.data_ptr(), None, bias))
         self.bits = 8.0 * weights[0].element_size()
 
     @property

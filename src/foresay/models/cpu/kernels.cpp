@@ -3,8 +3,8 @@
 #include "attention.h"
 #include "blocks.h"
 #include "checks.h"
+#include "inputs.h"
 #include "pool.h"
-#include "products.h"
 
 #include <cstdio>
 #include <new>
@@ -40,25 +40,34 @@ template <class F> void each_token(int64_t tokens, int threads, const F &body) {
     });
 }
 
-// Multiplies at most ROWS_AT_ONCE rows by the weights of one panel.
-void panel_product(const Product &p, const float *x, int64_t stride, int64_t rows, int64_t panel, float *out) {
-    switch (p.format) {
-        case FLOAT32: return panel_product<FLOAT32>(p, x, stride, rows, panel, out);
-        case BFLOAT16: return panel_product<BFLOAT16>(p, x, stride, rows, panel, out);
-        case INT8: return panel_product<INT8>(p, x, stride, rows, panel, out);
-        case INT4: return panel_product<INT4>(p, x, stride, rows, panel, out);
-        case FLOAT32_ROWS: return row_product<float>(p, x, stride, rows, panel, out);
-        default: return row_product<bf16>(p, x, stride, rows, panel, out);
-    }
+inline int64_t all_outputs(const Product &p) {
+    int64_t outputs = 0;
+    for (const Product *part = &p; part != nullptr; part = part->next) outputs += part->outputs;
+    return outputs;
 }
 
-// out [rows, outputs] = x [rows, stride] times the weights
-void multiply(const Product &p, const float *x, int64_t stride, int64_t rows, float *out, int threads) {
-    int64_t panels = (p.outputs + PANEL - 1) / PANEL, blocks = (rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
+inline int64_t panels_of(const Product &p) { return (p.outputs + PANEL - 1) / PANEL; }
+
+// out [rows, all outputs] = inputs times the weights. The inputs are rounded already if the product rounds them.
+void multiply_rounded(const Product &p, const Inputs &in, float *out, int threads) {
+    int64_t blocks = (in.rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE, panels = 0, width = all_outputs(p);
+    for (const Product *part = &p; part != nullptr; part = part->next) panels += panels_of(*part);
     each(panels * blocks, threads, [&](int64_t i) {
-        int64_t first = i / panels * ROWS_AT_ONCE, left = rows - first;
-        panel_product(p, x + first * stride, stride, left < ROWS_AT_ONCE ? left : ROWS_AT_ONCE, i % panels, out + first * p.outputs);
+        int64_t panel = i / blocks, first = i % blocks * ROWS_AT_ONCE, left = in.rows - first;
+        const Product *part = &p;
+        float *place = out;
+        for (; panel >= panels_of(*part); part = part->next) panel -= panels_of(*part), place += part->outputs;
+        panel_product(*part, in, first, left < ROWS_AT_ONCE ? left : ROWS_AT_ONCE, panel, place, width);
     });
+}
+
+// out [rows, all outputs] = x [rows, stride] times the weights
+void multiply(const Product &p, const float *x, int64_t stride, int64_t rows, float *out, int threads) {
+    static thread_local Inputs kept;
+    Inputs &in = kept; // the caller's, not a worker's
+    in.describe(p, x, stride, rows);
+    if (in.rounds()) each_token(rows, threads, [&](int64_t n) { in.round(n); });
+    multiply_rounded(p, in, out, threads);
 }
 
 // A norm's weight in the model's own memory.
@@ -160,8 +169,8 @@ inline void check_norm(const char *name, const Vector &v, int64_t width) {
 
 inline void check_shape(const char *name, const Product &p, int64_t outputs, int64_t depth) {
     check(p);
-    require(p.outputs == outputs, name, p.outputs, "the width of the next input");
-    require(p.depth == depth && depth % 4 == 0, name, p.depth, "the width of its input, a multiple of 4");
+    require(all_outputs(p) == outputs, name, all_outputs(p), "the width of the next input");
+    require(p.depth == depth, name, p.depth, "the width of its input");
 }
 
 inline void check(const Layer &layer, int64_t hidden, int64_t inner, int64_t read) {
@@ -235,7 +244,7 @@ void run(const Model &model, const Pass &pass) {
     int64_t tokens = pass.tokens, hidden = model.hidden, wide = 2 * model.inner, heads = 0;
     int threads = static_cast<int>(pass.threads);
     for (int64_t i = 0; i < model.layers; i++) {
-        if (model.layer[i].qkv.outputs > wide) wide = model.layer[i].qkv.outputs;
+        if (all_outputs(model.layer[i].qkv) > wide) wide = all_outputs(model.layer[i].qkv);
         if (model.layer[i].output.depth > heads) heads = model.layer[i].output.depth;
     }
     static thread_local std::vector<float> room;
@@ -336,46 +345,52 @@ extern "C" int64_t foresay_pass(const Model *model, const Pass *pass) {
     });
 }
 
-// out [rows, outputs] = x [rows, depth] times the weights, for bfloat16, or for float32 with a depth that is no multiple of 4
-static void multiply_widened(const Product &p, const void *x, void *out, int64_t rows, bool is_bf16, int threads) {
-    int64_t stride = (p.depth + 3) / 4 * 4;
-    std::vector<float> wide(rows * stride, 0.0f), product(is_bf16 ? rows * p.outputs : 0);
-    for (int64_t n = 0; n < rows; n++) {
-        float *row = wide.data() + n * stride;
-        if (is_bf16) {
-            const bf16 *source = static_cast<const bf16 *>(x) + n * p.depth;
-            for (int64_t i = 0; i < p.depth; i++) row[i] = read(source[i]);
-        } else {
-            std::memcpy(row, static_cast<const float *>(x) + n * p.depth, p.depth * sizeof(float));
-        }
-    }
-    float *result = is_bf16 ? product.data() : static_cast<float *>(out);
-    multiply(p, wide.data(), stride, rows, result, threads);
-    for (size_t i = 0; i < product.size(); i++) write(static_cast<bf16 *>(out)[i], product[i]);
+// The same with x and out in bfloat16.
+static void multiply_bf16(const Product &p, const bf16 *x, bf16 *out, int64_t rows, int threads) {
+    std::vector<float> wide(rows * p.depth), product(rows * all_outputs(p));
+    for (size_t i = 0; i < wide.size(); i++) wide[i] = read(x[i]);
+    multiply(p, wide.data(), p.depth, rows, product.data(), threads);
+    for (size_t i = 0; i < product.size(); i++) write(out[i], product[i]);
 }
 
-// x [rows, depth] and out [rows, outputs], float32 or both bfloat16
+// x [rows, depth] and out [rows, all outputs], float32 or both bfloat16
 extern "C" int64_t foresay_multiply(const Product *p, const void *x, void *out, int64_t rows, int64_t is_bf16, int64_t threads) {
     return guarded([&] {
         check(*p);
         check_rows("rows", rows);
         int workers = check_threads(threads);
-        if (is_bf16 || p->depth % 4 != 0) return multiply_widened(*p, x, out, rows, is_bf16 != 0, workers);
+        if (is_bf16) return multiply_bf16(*p, static_cast<const bf16 *>(x), static_cast<bf16 *>(out), rows, workers);
         multiply(*p, static_cast<const float *>(x), p->depth, rows, static_cast<float *>(out), workers);
     });
 }
 
-// Packs the blocks of `outputs` rows into words [panels, depth / 4, 16] and scales [panels, depth / 32, 2, 32], which must be zero
-extern "C" int64_t foresay_pack(const uint8_t *const *rows, const uint8_t *kinds, int64_t outputs, int64_t depth, uint32_t *words,
-                                uint16_t *scales, int64_t threads) {
+// Packs the blocks of `outputs` rows into levels and scales of panels, which must be zero; see quantized.h
+extern "C" int64_t foresay_pack(int64_t kind, const uint8_t *const *rows, int64_t outputs, int64_t depth, uint8_t *levels, uint8_t *scales,
+                                int64_t threads) {
     return guarded([&] {
-        check_pack(rows, kinds, outputs, depth);
+        check_pack(kind, rows, outputs, depth);
+        const BlockLayout &layout = LAYOUTS[kind];
         each((outputs + PANEL - 1) / PANEL, check_threads(threads), [&](int64_t panel) {
             int64_t first = panel * PANEL, count = outputs - first < PANEL ? outputs - first : PANEL;
-            pack_panel(rows + first, kinds + first, count, depth, words + panel * depth * 4, scales + panel * (depth / GROUP) * 2 * PANEL);
+            pack_panel(kind, rows + first, count, depth, levels + panel * level_bytes(layout.bits, depth),
+                       scales + panel * scale_bytes(layout.scaling, depth));
         });
     });
 }
+
+// out [count, depth] = rows of quantized weights, by their indices
+extern "C" int64_t foresay_rows(const Product *p, const int64_t *ids, int64_t count, float *out) {
+    return guarded([&] {
+        check_part(*p);
+        require(p->format == QUANTIZED, "format", p->format, "2, for quantized weights");
+        check_rows("count", count);
+        for (int64_t n = 0; n < count; n++) require(ids[n] >= 0 && ids[n] < p->outputs, "row", ids[n], "an output of the product");
+        for (int64_t n = 0; n < count; n++) read_row(*p, ids[n], out + n * p->depth);
+    });
+}
+
+// 1 if products with bfloat16 weights and activations use instructions for them.
+extern "C" int64_t foresay_bf16_dots() { return BF16_DOTS; }
 
 // Entry points for tests of single parts.
 extern "C" int64_t foresay_add_norm(float *x, const float *added, const float *after, float scale, const float *before, float *out,

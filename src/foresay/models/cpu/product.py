@@ -1,37 +1,55 @@
-"""Matrix products by the compiled kernels, for weights in 32, 16, 8 and 4 bits.
+"""Matrix products by the compiled kernels, for weights in 32, 16, 8, 6 and 4 bits.
 
-Owns the packing of weights into the layout that products.h reads. Sums have a fixed order, so a row's bits are the same alone, in
-any batch, and with any number of threads. Knows nothing of models.
+Owns the packing of weights into the layout that products.h and quantized.h read. Sums have a fixed order, so a row's bits are the
+same alone, in any batch, and with any number of threads. Knows nothing of models.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 
+from foresay.errors import ConfigError
 from foresay.models.cpu import structs
 from foresay.models.cpu.build import library
-from foresay.models.cpu.rounding import GROUP, Groups, quantize_int4, quantize_int8
+from foresay.models.cpu.rounding import q4_1_blocks, q8_0_blocks
 from foresay.threads import num_threads
 
-BLOCKS = {"Q4_0": (32, 18), "Q4_1": (32, 20), "Q4_K": (256, 144)}
-"""GGUF types that are packed without requantization, in the order of blocks.h's enum: (weights, bytes) of a block."""
+Bytes = npt.NDArray[np.uint8]
+ACTIVATIONS = ("float32", "bf16", "int8")
+"""Roundings of activations, in the order of the enum in products.h."""
 PANEL = 32
 """Number of outputs that are interleaved in memory."""
-_FLOAT32, _BFLOAT16, _INT8, _INT4, FLOAT32_ROWS, BFLOAT16_ROWS = range(6)
+_FLOAT32, _BFLOAT16, _QUANTIZED, FLOAT32_ROWS, BFLOAT16_ROWS = range(5)
 _FORMATS = {torch.float32: _FLOAT32, torch.bfloat16: _BFLOAT16}
-_STORED = {_FLOAT32: torch.float32, _BFLOAT16: torch.bfloat16, _INT8: torch.int8, _INT4: torch.int32}
-"""Dtypes of packed weights."""
-_PACKED = 1 << 21
-"""Number of weights packed at once."""
+_SCALE, _SCALE_OFFSET, _MULTIPLES, _MULTIPLES_16 = range(4)
+BLOCKS = {
+    "Q4_0": (32, 18, 4, _SCALE),
+    "Q4_1": (32, 20, 4, _SCALE_OFFSET),
+    "Q4_K": (256, 144, 4, _MULTIPLES),
+    "Q5_0": (32, 22, 6, _SCALE),
+    "Q5_1": (32, 24, 6, _SCALE_OFFSET),
+    "Q5_K": (256, 176, 6, _MULTIPLES),
+    "Q6_K": (256, 210, 6, _MULTIPLES_16),
+    "Q8_0": (32, 34, 8, _SCALE),
+}
+"""GGUF types that are packed without another rounding, in the order of blocks.h: weights and bytes of a block, bits, scaling."""
+_SCALE_BYTES = {_SCALE: (32, 64), _SCALE_OFFSET: (32, 128), _MULTIPLES: (256, 640), _MULTIPLES_16: (256, 576)}
+"""Depths that share a record of scales of a panel, and its bytes, by scaling; see quantized.h."""
+_DENSE = 1 << 21
+"""Number of weights dequantized at once."""
 
 
 class CompiledProduct:
     """x [..., in] W^T + b in float32 or bf16 by the kernels, with float32 sums. Subclasses own the memory of the weights."""
+
+    allowed: tuple[str, ...] = ("float32",)
+    """Possible values of `activations`, the default first."""
 
     bits: float
     """See Product."""
@@ -41,10 +59,23 @@ class CompiledProduct:
         found = library()
         if found is None:
             raise LookupError("there are no compiled kernels")
-        self.out_features, self.in_features = struct.outputs, struct.depth
+        self.in_features: int = struct.depth
+        self.out_features: int = struct.outputs
         self._multiply = found.foresay_multiply
         self.struct = struct
         """The argument of the kernels, valid while this object exists."""
+
+    @property
+    def activations(self) -> str:
+        """The dtype that inputs are rounded to before they are multiplied."""
+        return ACTIVATIONS[self.struct.activations]
+
+    @activations.setter
+    def activations(self, kind: str) -> None:
+        """Change the rounding of inputs. Raises ConfigError for a kind that these weights do not support."""
+        if kind not in self.allowed:
+            raise ConfigError(f"activations={kind!r} must be {' or '.join(map(repr, self.allowed))} for these weights")
+        self.struct.activations = ACTIVATIONS.index(kind)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """See Product. Inputs other than float32 and bf16 are converted. Raises ValueError for a wrong width or device."""
@@ -60,98 +91,75 @@ class CompiledProduct:
 
 
 class NativeProduct(CompiledProduct):
-    """A product with weights packed in panels, in 32, 16, 8 or 4 bits."""
+    """A product with weights packed in panels: float32, bf16, or a GGUF file's blocks."""
 
     def __init__(
-        self,
-        form: int,
-        weights: torch.Tensor,
-        scales: torch.Tensor | None,
-        shape: tuple[int, int],
-        bias: torch.Tensor | None,
+        self, struct: structs.Product, weights: torch.Tensor, scales: torch.Tensor | None, bias: torch.Tensor | None
     ) -> None:
-        """form, weights, scales: see products.h. shape: (out, in). bias: [out] in any dtype."""
+        """struct: without addresses. weights, scales: packed; see products.h and quantized.h. bias: [out] in any dtype."""
         self.bias, self._wide_bias = bias, None if bias is None else bias.detach().float().contiguous()
-        self._form, self._weights, self._scales = form, weights, scales
-        self.bits = {_FLOAT32: 32.0, _BFLOAT16: 16.0, _INT8: 8 + 32 / shape[1], _INT4: 4 + 32 / GROUP}[form]
-        rows, columns = shape
-        panels = -(-rows // PANEL)
-        packed = (panels, columns // 4, 16) if form == _INT4 else (panels, -(-columns // 4) * 4, PANEL)
-        addresses = [structs.address(weights, packed, _STORED[form]), None, None]
-        if scales is not None and form == _INT4:
-            addresses[1] = structs.address(scales, (panels, columns // GROUP, 2, PANEL), torch.float16)
-        elif scales is not None:
-            addresses[1] = structs.address(scales, (rows,), torch.float32)
+        self._weights, self._scales = weights, scales
+        struct.weights = weights.data_ptr()
+        struct.scales = None if scales is None else scales.data_ptr()
         if self._wide_bias is not None:
-            addresses[2] = structs.address(self._wide_bias, (rows,), torch.float32)
-        super().__init__(structs.Product(form, rows, columns, *addresses))
+            struct.bias = structs.address(self._wide_bias, (struct.outputs,), torch.float32)
+        self.allowed = _allowed(struct.format)
+        super().__init__(struct)
+        self.activations = self.allowed[0]
+        self.bits = 8.0 * self.nbytes / (-(-self.out_features // PANEL) * PANEL * self.in_features)
 
     @classmethod
     def of_numbers(cls, weight: torch.Tensor, bias: torch.Tensor | None) -> NativeProduct:
         """Pack weights [out, in] in float32 or bf16 without quantization. Raises LookupError for another dtype."""
         if weight.dtype not in _FORMATS:
             raise LookupError(f"the kernels do not support weights of {weight.dtype}")
-        return cls(_FORMATS[weight.dtype], _panels(weight.detach(), 4), None, _shape(weight), bias)
-
-    @classmethod
-    def of_rows(cls, levels: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None = None) -> NativeProduct:
-        """Pack int8 levels [out, in] in [-127, 127] with the scales [out] of their rows."""
-        return cls(_INT8, _panels(levels, 4), scales.float().contiguous(), _shape(levels), bias)
-
-    @classmethod
-    def of_groups(cls, pieces: Iterable[Groups], bias: torch.Tensor | None = None) -> NativeProduct:
-        """Pack 4-bit weights given in pieces of rows. Scales and offsets are rounded to float16."""
-        weights, scales, rows = [], [], 0
-        for levels, scale, offset in in_tiles(pieces, PANEL):
-            weights.append(_pack_words(levels))
-            both = [_panels(one.to(torch.float16), 1) for one in (scale, offset)]
-            scales.append(torch.stack(both, 2))
-            rows += len(scale)
-        joined = torch.cat(scales)
-        return cls(_INT4, torch.cat(weights), joined, (rows, joined.shape[1] * GROUP), bias)
+        rows, columns = map(int, weight.shape)
+        padded = F.pad(weight.detach(), (0, columns % 2, 0, -rows % PANEL))
+        panels = padded.view(-1, PANEL, padded.shape[1] // 2, 2).permute(0, 2, 1, 3)  # [panels, depth / 2, 32, 2]
+        if weight.dtype is torch.float32:
+            panels = panels.transpose(2, 3)
+        struct = structs.Product(_FORMATS[weight.dtype], rows, columns)
+        return cls(struct, panels.contiguous(), None, bias)
 
     @classmethod
     def of_blocks(
-        cls, stored: Sequence[tuple[str, npt.NDArray[np.uint8]]], bias: torch.Tensor | None = None
+        cls, kind: str, stored: Sequence[Bytes], bias: torch.Tensor | None = None, depth: int | None = None
     ) -> NativeProduct:
-        """Pack a GGUF file's blocks. stored: vertically stacked tensors, each a type in BLOCKS and bytes [rows, bytes] uint8.
+        """Pack blocks of a type in BLOCKS. stored: vertically stacked arrays [rows, bytes] uint8.
 
-        Raises ValueError if rows differ in their number of weights or do not consist of whole blocks, and LookupError without
-        compiled kernels.
+        depth: number of weights in a row without padding of the last block. Raises ValueError if rows differ in their number of
+        weights or do not consist of whole blocks, and LookupError without compiled kernels.
         """
         found = library()
         if found is None:
             raise LookupError("there are no compiled kernels")
-        depths = {_depth(kind, data) for kind, data in stored}
-        if len(depths) != 1:
-            raise ValueError(
-                f"rows of {', '.join(map(str, sorted(depths)))} weights are not one matrix; all rows need the same number"
-            )
-        [depth] = depths
-        addresses = torch.cat([row_addresses(data.ctypes.data, data.strides[0], len(data)) for _, data in stored])
-        numbers = [list(BLOCKS).index(kind) for kind, _ in stored]
-        kinds = torch.cat(
-            [torch.full((len(data),), n, dtype=torch.uint8) for n, (_, data) in zip(numbers, stored, strict=True)]
+        [whole] = (
+            {_depth(kind, data) for data in stored}
+            if len({data.shape[1] for data in stored}) == 1
+            else {_uneven(kind, stored)}
         )
-        count, panels = len(addresses), -(-len(addresses) // PANEL)
-        weights = torch.zeros(panels, depth // 4, 16, dtype=torch.int32)
-        scales = torch.zeros(panels, depth // GROUP, 2, PANEL, dtype=torch.float16)
+        _, _, bits, scaling = BLOCKS[kind]
+        step, size = _SCALE_BYTES[scaling]
+        addresses = torch.cat([row_addresses(data.ctypes.data, data.strides[0], len(data)) for data in stored])
+        rows, panels = len(addresses), -(-len(addresses) // PANEL)
+        weights = torch.zeros(panels, whole * PANEL * bits // 8, dtype=torch.uint8)
+        scales = torch.zeros(panels, whole // step * size, dtype=torch.uint8)
+        number = list(BLOCKS).index(kind)
         found.foresay_pack(
-            addresses.data_ptr(), kinds.data_ptr(), count, depth, weights.data_ptr(), scales.data_ptr(), num_threads()
+            number, addresses.data_ptr(), rows, whole, weights.data_ptr(), scales.data_ptr(), num_threads()
         )
-        return cls(_INT4, weights, scales, (count, depth), bias)
+        struct = structs.Product(_QUANTIZED, rows, whole if depth is None else depth, bits, scaling)
+        return cls(struct, weights, scales, bias)
 
     @classmethod
     def int8(cls, weight: torch.Tensor, bias: torch.Tensor | None) -> NativeProduct:
-        """Quantize weights [out, in] of any dtype to 8 bits and pack them."""
-        return cls.of_rows(*quantize_int8(weight.detach(), torch.float32), bias)
+        """Quantize weights [out, in] of any dtype to 8 bits in groups of 32 and pack them."""
+        return cls.of_blocks("Q8_0", [q8_0_blocks(weight.detach())], bias, int(weight.shape[1]))
 
     @classmethod
     def int4(cls, weight: torch.Tensor, bias: torch.Tensor | None) -> NativeProduct:
-        """Quantize weights [out, in] of any dtype to 4 bits and pack them; `in` must be a multiple of 32."""
-        rows = max(PANEL, _PACKED // weight.shape[1])
-        pieces = (quantize_int4(part, torch.float16) for part in torch.split(weight.detach(), rows))
-        return cls.of_groups(pieces, bias)
+        """Quantize weights [out, in] of any dtype to 4 bits in groups of 32 and pack them; `in` must be a multiple of 32."""
+        return cls.of_blocks("Q4_1", [q4_1_blocks(weight.detach())], bias)
 
     @property
     def nbytes(self) -> int:
@@ -160,27 +168,64 @@ class NativeProduct(CompiledProduct):
 
     def rows(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return rows of the weights, [...] int64 -> [..., in]."""
-        panel, output = ids // PANEL, ids % PANEL
-        if self._form == _INT4:
-            return self._dequantize_rows(panel, output).to(dtype)
-        levels = self._weights[panel, :, output][..., : self.in_features]
-        return (levels if self._scales is None else levels * self._scales[ids][..., None]).to(dtype)
-
-    def _dequantize_rows(self, panel: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-        """Return rows of 4-bit weights, [...] -> [..., in] float32. output: index within the panel."""
-        assert self._scales is not None
-        words = self._weights[panel, :, output % 16]
-        shifts = 8 * torch.arange(4, dtype=torch.int32) + (4 * (output // 16)).to(torch.int32)[..., None]
-        levels = (words[..., None] >> shifts[..., None, :] & 15).flatten(-2)
-        grouped = levels.view(*levels.shape[:-1], -1, GROUP)
-        scales, offsets = self._scales[panel, :, :, output].float().unbind(-1)
-        return (grouped * scales[..., None] + offsets[..., None]).flatten(-2)
+        if self._scales is None:
+            panel, output = ids // PANEL, ids % PANEL
+            wide = self._weights.transpose(2, 3) if self._weights.dtype is torch.float32 else self._weights
+            return wide[panel, :, output].flatten(-2)[..., : self.in_features].to(dtype)
+        flat = ids.reshape(-1).contiguous()
+        out = torch.empty(len(flat), self.in_features)
+        found = library()
+        assert found is not None
+        found.foresay_rows(ctypes.byref(self.struct), flat.data_ptr(), len(flat), out.data_ptr())
+        return out.view(*ids.shape, self.in_features).to(dtype)
 
     def dense(self) -> torch.Tensor:
         """See Product. bf16 for bf16 weights, else float32."""
-        dtype = torch.bfloat16 if self._form == _BFLOAT16 else torch.float32
-        parts = torch.split(torch.arange(self.out_features), max(PANEL, _PACKED // self.in_features))
+        dtype = torch.bfloat16 if self._weights.dtype is torch.bfloat16 else torch.float32
+        parts = torch.split(torch.arange(self.out_features), max(PANEL, _DENSE // self.in_features))
         return torch.cat([self.rows(part, dtype) for part in parts])
+
+
+class StackedProduct(CompiledProduct):
+    """Products of the same input, stacked vertically, whose weights may be in different formats."""
+
+    def __init__(self, parts: Sequence[NativeProduct]) -> None:
+        """parts: at least one, each with its own bias or without. Raises ValueError if their inputs differ in width."""
+        if len({part.in_features for part in parts}) > 1:
+            widths = ", ".join(str(part.in_features) for part in parts)
+            raise ValueError(f"rows of {widths} weights are not one matrix; all rows need the same number")
+        self.parts = list(parts)
+        self._chain = [structs.Product.from_buffer_copy(part.struct) for part in parts]
+        for one, following in zip(self._chain, self._chain[1:], strict=False):
+            one.next = ctypes.addressof(following)
+        super().__init__(self._chain[0])
+        self.out_features = sum(part.out_features for part in parts)
+        biases = [part.bias for part in parts if part.bias is not None]
+        self.bias = torch.cat(biases) if biases else None
+        shared = set.intersection(*(set(part.allowed) for part in parts))
+        self.allowed = tuple(one for one in parts[0].allowed if one in shared)
+        self.bits = 8.0 * self.nbytes / (self.out_features * self.in_features)
+        self.activations = self.allowed[0]
+
+    @property
+    def activations(self) -> str:
+        """See CompiledProduct."""
+        return ACTIVATIONS[self.struct.activations]
+
+    @activations.setter
+    def activations(self, kind: str) -> None:
+        for part, one in zip(self.parts, self._chain, strict=True):
+            part.activations = kind
+            one.activations = ACTIVATIONS.index(kind)
+
+    @property
+    def nbytes(self) -> int:
+        """See Product."""
+        return sum(part.nbytes for part in self.parts)
+
+    def dense(self) -> torch.Tensor:
+        """See Product."""
+        return torch.cat([part.dense() for part in self.parts])
 
 
 def row_addresses(start: int, step: int, count: int) -> torch.Tensor:
@@ -188,9 +233,19 @@ def row_addresses(start: int, step: int, count: int) -> torch.Tensor:
     return start + step * torch.arange(count)
 
 
-def _depth(kind: str, data: npt.NDArray[np.uint8]) -> int:
+def _allowed(form: int) -> tuple[str, ...]:
+    """Return the possible roundings of activations for a format of weights, the default first."""
+    if form == _QUANTIZED:
+        return ("int8", "float32")
+    if form == _BFLOAT16:
+        found = library()
+        return ("bf16", "float32") if found is not None and found.foresay_bf16_dots() else ("float32", "bf16")
+    return ("float32",)
+
+
+def _depth(kind: str, data: Bytes) -> int:
     """Return the number of weights in each row of blocks. data: [rows, bytes]."""
-    weights, size = BLOCKS[kind]
+    weights, size, _, _ = BLOCKS[kind]
     if data.dtype != np.uint8 or data.ndim != 2 or data.strides[1] != 1 or data.shape[1] % size:
         raise ValueError(
             f"rows of {kind} must consist of whole blocks of {size} bytes; got {data.shape} of {data.dtype}"
@@ -198,35 +253,6 @@ def _depth(kind: str, data: npt.NDArray[np.uint8]) -> int:
     return int(data.shape[1]) // size * weights
 
 
-def _shape(weight: torch.Tensor) -> tuple[int, int]:
-    return int(weight.shape[0]), int(weight.shape[1])
-
-
-def _panels(weight: torch.Tensor, step: int) -> torch.Tensor:
-    """Rearrange [out, in] to panels [panels, in, 32], padded with zeros; `in` is padded to a multiple of `step`."""
-    rows, columns = weight.shape
-    padded = torch.nn.functional.pad(weight, (0, -columns % step, 0, -rows % PANEL))
-    return padded.view(-1, PANEL, padded.shape[1]).transpose(1, 2).contiguous()
-
-
-def _pack_words(levels: torch.Tensor) -> torch.Tensor:
-    """Pack 4-bit levels [out, in] into words [panels, in / 4, 16] int32; `out` is padded to whole panels."""
-    missing = -len(levels) % PANEL
-    padded = torch.nn.functional.pad(levels, (0, 0, 0, missing)) if missing else levels.contiguous()
-    # view four levels of one row, a byte each, as one int32; the low half of each byte of word i is row i's, the high half
-    # row 16 + i's
-    fours = padded.view(torch.int32).view(-1, 2, 16, levels.shape[1] // 4)
-    return (fours[:, 0] | fours[:, 1] << 4).transpose(1, 2).contiguous()
-
-
-def in_tiles(pieces: Iterable[Groups], size: int) -> Iterable[Groups]:
-    """Regroup pieces of rows into multiples of `size` rows, so that packing in pieces equals packing as a whole."""
-    rest: Groups | None = None
-    for piece in pieces:
-        both = piece if rest is None else tuple(map(torch.cat, zip(rest, piece, strict=True)))
-        whole = len(both[0]) // size * size
-        if whole:
-            yield tuple(x[:whole] for x in both)  # type: ignore[misc]
-        rest = tuple(x[whole:] for x in both) if whole < len(both[0]) else None  # type: ignore[assignment]
-    if rest is not None:
-        yield rest
+def _uneven(kind: str, stored: Sequence[Bytes]) -> int:
+    found = ", ".join(sorted({str(_depth(kind, data)) for data in stored}))
+    raise ValueError(f"rows of {found} weights are not one matrix; all rows need the same number")

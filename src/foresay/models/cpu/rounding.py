@@ -1,8 +1,14 @@
-"""Quantization of weights to 8 and 4 bits: levels, scales and offsets. Knows nothing of kernels or models."""
+"""Quantization of weights to 8 and 4 bits: levels, scales and offsets, and blocks of GGUF's types of them.
+
+Knows nothing of kernels or models.
+"""
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 
 GROUP = 32
 """Number of consecutive weights in a row that share one 4-bit scale."""
@@ -36,11 +42,25 @@ def quantize_int4(weight: torch.Tensor, dtype: torch.dtype) -> Groups:
     return levels, scales, offsets
 
 
-def dequantized(groups: Groups) -> torch.Tensor:
-    """Dequantize 4-bit groups to weights [out, in] float32."""
-    levels, scales, offsets = groups
-    wide = levels.float().view(len(levels), -1, GROUP)
-    return wide.mul_(scales[..., None].float()).add_(offsets[..., None].float()).flatten(1)
+def q4_1_blocks(weight: torch.Tensor) -> npt.NDArray[np.uint8]:
+    """Quantize weights [out, in] to Q4_1 blocks, [out, in / 32 * 20]: scale, offset, and 16 bytes of two levels each."""
+    levels, scales, offsets = quantize_int4(weight, torch.float16)
+    grouped = levels.view(len(levels), -1, GROUP)
+    two = grouped[..., :16] | grouped[..., 16:] << 4
+    parts = [one[..., None].contiguous().view(torch.uint8) for one in (scales, offsets)]
+    return torch.cat([*parts, two], -1).flatten(1).numpy()
+
+
+def q8_0_blocks(weight: torch.Tensor) -> npt.NDArray[np.uint8]:
+    """Quantize weights [out, in] to Q8_0 blocks, [out, ceil(in / 32) * 34]: a scale and 32 levels in [-127, 127]."""
+    pieces = []
+    for rows in torch.split(weight, max(1, _AT_ONCE // weight.shape[1])):
+        groups = F.pad(rows.float(), (0, -weight.shape[1] % GROUP)).view(len(rows), -1, GROUP)
+        scales = (groups.abs().amax(2) / 127).to(torch.float16)
+        divisors = scales.float().clamp(min=torch.finfo(torch.float32).tiny)
+        levels = (groups / divisors[..., None]).round_().clamp_(-127, 127).to(torch.int8)
+        pieces.append(torch.cat([scales[..., None].view(torch.uint8), levels.view(torch.uint8)], -1).flatten(1))
+    return torch.cat(pieces).numpy()
 
 
 def _quantize_rows(groups: torch.Tensor, dtype: torch.dtype) -> Groups:

@@ -23,7 +23,10 @@ def _fields(kind: type, names: str) -> list[tuple[str, type]]:
 class Product(ctypes.Structure):
     """The struct of the same name in products.h."""
 
-    _fields_ = [*_fields(_NUMBER, "format outputs depth"), *_fields(_POINTER, "weights scales bias")]
+    _fields_ = [
+        *_fields(_NUMBER, "format outputs depth bits scaling activations"),
+        *_fields(_POINTER, "weights scales bias next"),
+    ]
 
 
 class Attention(ctypes.Structure):
@@ -106,11 +109,13 @@ def declare_functions(library: ctypes.CDLL) -> ctypes.CDLL:
         "check": [ctypes.POINTER(Model)],
         "pass": [ctypes.POINTER(Model), ctypes.POINTER(Pass)],
         "multiply": [ctypes.POINTER(Product), p, p, n, n, n],
-        "pack": [p, p, n, n, p, p, n],
+        "pack": [n, p, n, n, p, p, n],
+        "rows": [ctypes.POINTER(Product), p, n, p],
         "add_norm": [p, p, p, r, p, p, n, n, r],
         "gate": [p, p, n, n, n],
         "attend": [ctypes.POINTER(Attention), p, p, p, n, n],
     }
+    library.foresay_bf16_dots.argtypes, library.foresay_bf16_dots.restype = [], n
     library.foresay_message.argtypes, library.foresay_message.restype = [], ctypes.c_char_p
 
     def check_status(status: int, function: Any, arguments: Any) -> None:

@@ -13,19 +13,17 @@ import torch
 from torch import nn
 
 from foresay.models.cpu.product import NativeProduct
-from foresay.models.cpu.rounding import quantize_int8
 from foresay.models.gguf.header import GgufHeader
 from foresay.models.gguf.positions import scale_positions
 from foresay.models.gguf.shapes import Name, check_tensors, empty_model, gguf_namer
-from foresay.models.gguf.types import BlockWeight, DenseWeight, Int8Weight, Weight, concatenated, read_weight
+from foresay.models.gguf.types import BlockWeight, DenseWeight, Weight, concatenated, read_weight
 from foresay.models.gguf.values import invalid_tensor
 from foresay.models.huggingface.linears import (
     JOINT_LAYERS,
     FrozenEmbedding,
     FrozenLinear,
-    Table,
+    compiled,
     freeze_linears,
-    of_rows,
     replace_jointly,
 )
 
@@ -103,61 +101,46 @@ def _fill_embeddings(model: Any, file: _File) -> None:
     output_weight, embedding_weight = file.get(names[output] + ".weight"), file.get(names[embedding] + ".weight")
     if embedding_weight is None:
         return
-    table = None
-    if not isinstance(embedding_weight, DenseWeight) and type(embedding) is nn.Embedding:
-        table = _embedding_table(embedding_weight, file.dtype)
-        model.set_input_embeddings(FrozenEmbedding(table, file.dtype))
     parent, _, short = names[output].rpartition(".")
-    if output_weight is None and (
-        isinstance(table, NativeProduct) or (table is not None and isinstance(embedding_weight, Int8Weight))
-    ):
+    table = None
+    if isinstance(embedding_weight, BlockWeight) and type(embedding) is nn.Embedding and compiled():
+        table = embedding_weight.product(None)
+        assert isinstance(table, NativeProduct)  # of a single tensor
+        model.set_input_embeddings(FrozenEmbedding(table, file.dtype))
+    if output_weight is None and table is not None:
         setattr(model.get_submodule(parent), short, FrozenLinear(table))
     else:
-        _fill_linear(
-            model.get_submodule(parent),
-            short,
-            embedding_weight if output_weight is None else output_weight,
-            None,
-            file.dtype,
-        )
-
-
-def _embedding_table(weight: Weight, dtype: torch.dtype) -> Table:
-    """Return a product whose rows an embedding can read: the file's blocks if the kernels support them, else 8 bits."""
-    if isinstance(weight, Int8Weight):
-        return weight.product(dtype, None)
-    if isinstance(weight, BlockWeight):
-        blocks = weight.product(dtype, None)
-        if isinstance(blocks, NativeProduct):
-            return blocks
-    return of_rows(*quantize_int8(weight.dense(dtype), torch.float32), dtype, None)
+        weight = embedding_weight if output_weight is None else output_weight
+        _fill_linear(model.get_submodule(parent), short, weight, None, file.dtype)
 
 
 def _fill_linear(
     parent: nn.Module, name: str, weight: Weight | None, bias: torch.Tensor | None, dtype: torch.dtype
 ) -> None:
-    """Load a linear layer: as a product if the file's weights are quantized, else as a plain layer."""
+    """Load a linear layer: as a product if the kernels read the file's blocks, else as a plain layer."""
     if weight is None:
         return
-    if not isinstance(weight, DenseWeight):
-        setattr(parent, name, FrozenLinear(weight.product(dtype, bias)))
+    if isinstance(weight, BlockWeight) and compiled():
+        setattr(parent, name, FrozenLinear(weight.product(bias)))
         return
-    rows, columns = weight.values.shape
-    layer = nn.Linear(columns, rows, bias=bias is not None, device="meta")
-    layer.weight = nn.Parameter(weight.dense(dtype), requires_grad=False)
+    values = weight.dense(dtype)
+    layer = nn.Linear(values.shape[1], values.shape[0], bias=bias is not None, device="meta")
+    layer.weight = nn.Parameter(values, requires_grad=False)
     if bias is not None:
         layer.bias = nn.Parameter(bias, requires_grad=False)
     setattr(parent, name, layer)
 
 
 def _fill_joint(parent: Any, path: str, names: Sequence[str], file: _File) -> None:
-    """Replace layers that read the same input by one product, if their weights share a quantized representation."""
+    """Replace layers that read the same input by one product, if all their weights are quantized."""
     layers = [getattr(parent, name, None) for name in names]
-    if not all(isinstance(layer, nn.Linear) and layer.weight.device.type == "meta" for layer in layers):
+    if not compiled() or not all(
+        isinstance(layer, nn.Linear) and layer.weight.device.type == "meta" for layer in layers
+    ):
         return
     weight = concatenated([file.get(f"{path}.{name}.weight") for name in names])
     biases = [file.dense(f"{path}.{name}.bias") for name in names]
     if weight is None or len({bias is None for bias in biases}) > 1:
         return
     bias = None if biases[0] is None else torch.cat([one for one in biases if one is not None])
-    replace_jointly(parent, names, weight.product(file.dtype, bias))
+    replace_jointly(parent, names, weight.product(bias))

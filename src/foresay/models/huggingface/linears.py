@@ -6,20 +6,18 @@ that they contain `nn.Linear`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, TypeGuard
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import nn
 
-from foresay.errors import UnsupportedModelError
+from foresay.errors import ConfigError, UnsupportedModelError
 from foresay.models.cpu.build import library
 from foresay.models.cpu.in_place import InPlaceProduct
-from foresay.models.cpu.product import NativeProduct
-from foresay.models.cpu.rounding import GROUP, Groups
+from foresay.models.cpu.product import CompiledProduct, NativeProduct
+from foresay.models.cpu.rounding import GROUP
 from foresay.models.huggingface.products import Int4Product, Int8Product, PackedProduct, Product
 
 JOINT_LAYERS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q", "k", "v"), ("wi_0", "wi_1"))
@@ -184,6 +182,22 @@ def device_of(embedding: nn.Module) -> torch.device:
     return weight.device
 
 
+def set_activations(model: nn.Module, kind: str) -> None:
+    """Set the rounding of the inputs of all frozen products. Raises ConfigError for a kind that weights do not support."""
+    products = [m.product for m in model.modules() if isinstance(m, FrozenLinear | JointLinear)]
+    compiled_products = [one for one in products if isinstance(one, CompiledProduct)]
+    if not compiled_products:
+        raise ConfigError(f"activations={kind!r} applies to the compiled CPU kernels, which do not run this model")
+    for one in compiled_products:
+        one.activations = kind
+
+
+def activations_of(model: nn.Module) -> list[str]:
+    """Return the roundings of the inputs of frozen products by the compiled kernels, each once."""
+    products = (m.product for m in model.modules() if isinstance(m, FrozenLinear | JointLinear))
+    return sorted({one.activations for one in products if isinstance(one, CompiledProduct)})
+
+
 def count_parameters(model: nn.Module) -> int:
     """Return the number of parameters, in any format; those of a head tied to the embedding count once."""
     sizes = {id(weight): weight.numel() for weight in model.parameters()}
@@ -235,25 +249,6 @@ def int4(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
     if not int4_fits(weight):
         return int8(weight, bias)
     return (Int4Product if library() is None else NativeProduct.int4)(weight, bias)
-
-
-def of_rows(levels: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, bias: torch.Tensor | None) -> Table:
-    """Return the product of weights already quantized to 8 bits; see `quantize_int8`."""
-    if library() is None:
-        return Int8Product.of_rows(levels, scales.to(dtype), bias)
-    return NativeProduct.of_rows(levels, scales, bias)
-
-
-def of_groups(pieces: Iterable[Groups], dtype: torch.dtype, bias: torch.Tensor | None) -> Product:
-    """Return the product of weights already quantized to 4 bits; see `quantize_int4`."""
-    if library() is None:
-        return Int4Product.of_groups(pieces, dtype, bias)
-    return NativeProduct.of_groups(pieces, bias)
-
-
-def of_blocks(stored: Sequence[tuple[str, npt.NDArray[np.uint8]]], bias: torch.Tensor | None) -> NativeProduct | None:
-    """Return the product of a GGUF file's 4-bit blocks, or None without compiled kernels; see `NativeProduct.of_blocks`."""
-    return None if library() is None else NativeProduct.of_blocks(stored, bias)
 
 
 def int4_fits(weight: torch.Tensor) -> bool:

@@ -6,13 +6,11 @@ compiled kernels of models/cpu are available, linears.py uses these instead. Kno
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Protocol
 
 import torch
 
-from foresay.models.cpu.product import in_tiles
-from foresay.models.cpu.rounding import GROUP, Groups, quantize_int4, quantize_int8
+from foresay.models.cpu.rounding import GROUP, quantize_int4, quantize_int8
 
 _ROWS = 64
 """The 4-bit kernel needs a multiple of this many output features; weights are padded to it."""
@@ -105,16 +103,7 @@ class Int8Product(_Quantized):
     bits = 8.0
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self._set_weights(*quantize_int8(weight.detach(), weight.dtype), bias)
-
-    @classmethod
-    def of_rows(cls, levels: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None = None) -> Int8Product:
-        """Build from int8 levels [out, in] in [-127, 127] and row scales [out] in the inputs' dtype."""
-        out = cls.__new__(cls)
-        out._set_weights(levels, scales, bias)
-        return out
-
-    def _set_weights(self, levels: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> None:
+        levels, scales = quantize_int8(weight.detach(), weight.dtype)
         self.out_features, self.in_features = levels.shape
         self._weight, self._scales, self._dtype, self.bias = levels.contiguous(), scales, scales.dtype, bias
 
@@ -140,31 +129,20 @@ class Int4Product(_Quantized):
     """4 bits per weight; each group of 32 has a scale and an offset."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        rows = max(_ROWS, _PACKED // weight.shape[1])
-        pieces = (quantize_int4(part, weight.dtype) for part in torch.split(weight.detach(), rows))
-        self._set_weights(pieces, weight.dtype, bias)
-
-    @classmethod
-    def of_groups(cls, pieces: Iterable[Groups], dtype: torch.dtype, bias: torch.Tensor | None = None) -> Int4Product:
-        """Build from 4-bit weights in pieces of rows. dtype: of the inputs and of the stored scales."""
-        out = cls.__new__(cls)
-        out._set_weights(pieces, dtype, bias)
-        return out
-
-    def _set_weights(self, pieces: Iterable[Groups], dtype: torch.dtype, bias: torch.Tensor | None) -> None:
-        weights, groups, rows = [], [], 0
-        for levels, scales, offsets in in_tiles(pieces, _ROWS):
+        weights, groups, self._dtype = [], [], weight.dtype
+        rows = max(1, _PACKED // weight.shape[1] // _ROWS) * _ROWS
+        for part in torch.split(weight.detach(), rows):
+            levels, scales, offsets = quantize_int4(part, weight.dtype)
             missing = -len(levels) % _ROWS
             weights.append(_PACK_INT4(torch.nn.functional.pad(levels.to(torch.int32), (0, 0, 0, missing)), 1))
             # the kernel's offset is the weight at level 8
-            groups.append(torch.stack([scales.float(), offsets.float() + 8 * scales.float()], -1).to(dtype))
-            rows += len(scales)
+            groups.append(torch.stack([scales.float(), offsets.float() + 8 * scales.float()], -1).to(weight.dtype))
         self._weight = torch.cat(weights)
         joined = torch.cat(groups)
-        self.out_features, self.in_features = rows, joined.shape[1] * GROUP
-        missing = len(self._weight) - rows
+        self.out_features, self.in_features = map(int, weight.shape)
+        missing = len(self._weight) - self.out_features
         self._groups = torch.cat([joined, joined.new_zeros(missing, *joined.shape[1:])]).transpose(0, 1).contiguous()
-        self._dtype, self.bias = dtype, bias
+        self.bias = bias
         self.bits = 8.0 * self.nbytes / (self.out_features * self.in_features)
 
     def _multiply(self, rows: torch.Tensor) -> torch.Tensor:

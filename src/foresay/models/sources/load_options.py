@@ -20,6 +20,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 DTYPES |= {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 WEIGHTS = {"auto": None, "bf16": None, "int8": 8, "int4": 4}
 """Weight formats, and the number of bits of rounded ones."""
+ACTIVATIONS = ("float32", "bf16", "int8")
+"""Roundings of the inputs of linear layers in the CPU kernels."""
 DEVICES = ("cpu", "cuda", "mps", "xpu")
 TRANSFORMERS, LLAMA_CPP = BACKENDS = ("transformers", "llama.cpp")
 """Engines that compute the forward passes."""
@@ -38,8 +40,12 @@ class LoadOptions:
     """Device of the model; None uses the GPU if there is one."""
     weights: str = "auto"
     """Format of the weights of linear layers on a CPU: "auto" as given by `dtype`, except for GGUF files, whose 4-bit blocks
-    are kept; "bf16" for any file; "int8" (one scale per output feature) and "int4" (scale and offset per 32 weights) round
-    them, which makes another model with other outputs."""
+    are kept; "bf16" for any file; "int8" (a scale per 32 weights) and "int4" (scale and offset per 32 weights) round them, which
+    makes another model with other outputs."""
+    activations: str = "auto"
+    """Rounding of the inputs of linear layers in the compiled CPU kernels: "float32" for none; "bf16", the default for bf16
+    weights if the processor multiplies in it; "int8" (in groups of 32), the default for weights of 8 bits and fewer, as in other
+    engines. Does not apply to draft models."""
     draft_weights: str | None = None
     """`weights` of draft models loaded by name; None: as the target's. Does not change the output, which is the target's."""
     device_map: str | Mapping[str, Any] | None = None
@@ -78,6 +84,8 @@ class LoadOptions:
         for name in ("device", "draft_device"):
             if getattr(self, name) is not None:
                 check_device(getattr(self, name), name)
+        if self.activations not in ("auto", *ACTIVATIONS):
+            raise UnknownNameError("activations", self.activations, ("auto", *ACTIVATIONS))
         self._check_plan()
         for name, weights in (("weights", self.weights), ("draft_weights", self.draft_weights)):
             if weights is not None:
@@ -110,7 +118,7 @@ class LoadOptions:
             check_int("gpu_layers", self.gpu_layers, 0)
         if self.gpu_layers and self.device is not None and torch.device(self.device).type == "cpu":
             raise ConfigError(f"gpu_layers={self.gpu_layers} and device={str(self.device)!r} contradict; drop one")
-        for name in ("dtype", "weights", "device_map", "quantization_config", "tp_plan"):
+        for name in ("dtype", "weights", "activations", "device_map", "quantization_config", "tp_plan"):
             value = getattr(self, name)
             if value not in (None, "auto") or (name == "device_map" and value is not None):
                 raise ConfigError(f"{name}={value!r} has no effect with llama.cpp, which follows the file; drop it")
@@ -152,7 +160,7 @@ class LoadOptions:
 
     def for_draft(self, *, gguf: bool = True) -> LoadOptions:
         """Return the options of a draft model. gguf: True if llama.cpp can read it; otherwise transformers computes it."""
-        changes: dict[str, Any] = {"revision": None, "draft_weights": None, "draft_device": None}
+        changes: dict[str, Any] = {"revision": None, "draft_weights": None, "draft_device": None, "activations": "auto"}
         if self.draft_device is not None:
             changes |= dict.fromkeys(("device_map", "max_memory", "offload_folder", "tp_plan", "gpu_layers"))
             changes |= {"device": self.draft_device}
@@ -169,6 +177,7 @@ class LoadKeywords(TypedDict, total=False):
     dtype: str | torch.dtype
     device: str | torch.device | None
     weights: str
+    activations: str
     draft_weights: str | None
     device_map: str | Mapping[str, Any] | None
     max_memory: Mapping[int | str, int | str] | None

@@ -52,7 +52,7 @@ def load_model(name: str | os.PathLike[str], options: LoadOptions | None = None)
             found = read_weights(location, options, decoding_dtype(location, options, device), device)
             weights_format = "" if options.bits is None else options.weights
     with load_errors(location.name, location.is_conversion):
-        loaded = wrap(location.name, *found, optimise=True, bits=options.bits)
+        loaded = wrap(location.name, *found, optimise=True, bits=options.bits, activations=options.activations)
         check_scores(location.name, loaded.model)
     trim()  # memory of the weights before they were packed
     return dataclasses.replace(loaded, weights=weights_format)

@@ -48,12 +48,15 @@ class LoadedModel:
         return str(getattr(getattr(self.model, "model", None), "dtype", "")).removeprefix("torch.")
 
 
-def wrap(name: str, weights: Any, tokenizer: Any, *, optimise: bool, bits: int | None = None) -> LoadedModel:
+def wrap(
+    name: str, weights: Any, tokenizer: Any, *, optimise: bool, bits: int | None = None, activations: str = "auto"
+) -> LoadedModel:
     """Wrap a transformers model as a LanguageModel; it uses foresay's attention until `model.release()`.
 
-    optimise: arrange the linear layers for the processor, in `bits` bits if given, and fuse the layers; only for a model that
-    nothing else uses. Otherwise the weights stay where they are, and layers are fused where kernels can read them there. Raises
-    UnsupportedModelError for a model that cannot be decoded exactly, which is then restored.
+    optimise: arrange the linear layers for the processor, in `bits` bits and with `activations` (see LoadOptions) if given, and
+    fuse the layers; only for a model that nothing else uses. Otherwise the weights stay where they are, and layers are fused
+    where kernels can read them there. Raises UnsupportedModelError for a model that cannot be decoded exactly, which is then
+    restored.
     """
     from foresay.models.huggingface.causal import CausalModel
     from foresay.models.huggingface.self_check import check
@@ -72,6 +75,8 @@ def wrap(name: str, weights: Any, tokenizer: Any, *, optimise: bool, bits: int |
         linears.freeze_model(weights, linears.quantizer(bits), all_dtypes=True)
     elif optimise:
         linears.freeze_model(weights)
+    if activations != "auto":
+        linears.set_activations(weights, activations)
     if isinstance(model, CausalModel):
         _fuse(name, model, optimise=optimise)
         if not optimise:

@@ -44,9 +44,9 @@ def test_no_size_ends_the_process() -> None:
     done = child("-m", "helpers.kernel_fuzz", str(SEED), str(CALLS))
     assert done.returncode == 0, done.stderr[-500:]
     found = json.loads(done.stdout)
-    assert set(found) == {"multiply", "pack", "add_norm", "gate", "attend", "pass"}
+    assert set(found) == {"multiply", "pack", "rows", "add_norm", "gate", "attend", "pass"}
     assert all(ran + refused == CALLS for ran, refused in found.values())
-    assert all(ran > 10 and refused > 10 for ran, refused in found.values()), f"both have to happen: {found}"
+    assert all(ran > 5 and refused > 5 for ran, refused in found.values()), f"both have to happen: {found}"
 
 
 # -- statuses ----------------------------------------------------------------------------------------------------------
@@ -60,7 +60,7 @@ def called(*bodies: str) -> subprocess.CompletedProcess[str]:
         "from foresay.models.cpu import build, structs\n"
         "library, number = build.library(), torch.zeros(64)\n"
         "def product(outputs=1, depth=4):\n"
-        "    return structs.Product(0, outputs, depth, number.data_ptr(), None, None)\n"
+        "    return structs.Product(0, outputs, depth, 0, 0, 0, number.data_ptr())\n"
         "def multiply(one, rows):\n"
         "    library.foresay_multiply(ctypes.byref(one), number.data_ptr(), number.data_ptr(), rows, 1, 1)\n"
         + "\n".join(
@@ -87,7 +87,7 @@ def throwing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     for one in build.SOURCES:
         text = one.read_text()
         if one.name == "kernels.cpp":
-            intact = "int64_t first = panel * PANEL, count"
+            intact = "int64_t first = panel * PANEL, count"  # of foresay_pack
             assert text.count(intact) == 1
             text = text.replace(intact, f"if (panel == 3) throw std::bad_alloc();\n{intact}")
         (tmp_path / one.name).write_text(text)
@@ -112,14 +112,13 @@ def throw_and_go_on(library: ctypes.CDLL, threads: int) -> None:
     block = torch.zeros(64, dtype=torch.uint8)
     for panels in (8, 2, 8, 3, 5):
         rows = torch.full((panels * 32,), block.data_ptr())
-        kinds, words = torch.zeros(panels * 32, dtype=torch.uint8), torch.zeros(panels, 8, 16, dtype=torch.int32)
-        scales = torch.zeros(panels, 1, 2, 32, dtype=torch.float16)
-        given = [one.data_ptr() for one in (rows, kinds)], [one.data_ptr() for one in (words, scales)]
+        levels, scales = torch.zeros(panels * 512, dtype=torch.uint8), torch.zeros(panels * 64, dtype=torch.uint8)
+        given = (0, rows.data_ptr(), len(rows), 32, levels.data_ptr(), scales.data_ptr(), threads)
         if panels > 3:
             with pytest.raises(OutOfMemoryError):
-                library.foresay_pack(*given[0], len(rows), 32, *given[1], threads)
+                library.foresay_pack(*given)
         else:
-            library.foresay_pack(*given[0], len(rows), 32, *given[1], threads)
+            library.foresay_pack(*given)
     one = NativeProduct.of_numbers(torch.eye(640), None)
     x = torch.randn(200, 640)
     out = torch.empty(200, 640)

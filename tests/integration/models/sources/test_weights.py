@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 import foresay
 from foresay.errors import ConfigError, UnknownNameError
+from foresay.models.huggingface.linears import activations_of
 from foresay.models.sources import loading, reading
 from foresay.models.sources.load_options import LoadOptions
 from foresay.models.sources.location import locate
@@ -65,7 +67,7 @@ def test_what_is_loaded_is_said(folder: Path) -> None:
     eight = foresay.load(folder, drafter="none", weights="int8")
     assert eight.target.precision == "bfloat16, int8 weights"
     kept = {int(m.product.bits) for m in eight.target.model.model.modules() if hasattr(m, "product")}  # type: ignore[attr-defined]
-    assert kept <= {8, 9}, "with the scales of short rows"
+    assert kept <= {8, 11}, "a scale per 32 weights, and rows of 48 are padded to two groups"
     assert foresay.load(folder, drafter="none", dtype="fp32").target.precision == "float32"
 
 
@@ -166,3 +168,30 @@ def test_settings_keep_the_format(folder: Path, tmp_path: Path) -> None:
     settings.write_text(f'target = "{folder}"\ndrafter = "none"\nweights = "int4"\n')
     assert foresay.load(settings).target.weights == "int4"
     assert foresay.load(settings, weights="int8").target.weights == "int8"
+
+
+@pytest.mark.parametrize("activations", ["auto", "float32", "int8"])
+def test_inputs_are_rounded_as_requested(folder: Path, activations: str) -> None:
+    loaded = foresay.load(folder, drafter="none", weights="int8", activations=activations)
+    wanted = "int8" if activations == "auto" else activations
+    module = loaded.target.model.model  # type: ignore[attr-defined]
+    assert activations_of(module) == [wanted]
+    struct = loaded.target.model.fused._native._model.layer[0].qkv  # type: ignore[attr-defined]
+    assert struct.activations == ["float32", "bf16", "int8"].index(wanted), "in whole passes too"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            {"weights": "int8", "activations": "bf16"},
+            "activations='bf16' must be 'int8' or 'float32' for these weights",
+        ),
+        ({"dtype": "fp32", "activations": "int8"}, "activations='int8' must be 'float32' for these weights"),
+        ({"activations": "int9"}, "unknown activations 'int9'"),
+        ({"backend": "llama.cpp", "activations": "int8"}, "activations='int8' has no effect with llama.cpp"),
+    ],
+)
+def test_a_rounding_that_is_not_possible_is_refused(folder: Path, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        foresay.load(folder, drafter="none", **options)

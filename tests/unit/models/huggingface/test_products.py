@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from foresay.models.cpu import build, product
+from foresay.models.cpu import build
 from foresay.models.cpu.in_place import InPlaceProduct
 from foresay.models.cpu.product import NativeProduct
-from foresay.models.cpu.rounding import dequantized, quantize_int4
+from foresay.models.cpu.rounding import q4_1_blocks, quantize_int4
 from foresay.models.huggingface import linears, products
 from foresay.models.huggingface.linears import (
     FrozenLinear,
@@ -51,7 +51,16 @@ def weights(rows: int = 96, columns: int = 128) -> torch.Tensor:
 
 
 def rounded(weight: torch.Tensor) -> torch.Tensor:
-    return dequantized(quantize_int4(weight, torch.bfloat16))
+    levels, scales, offsets = quantize_int4(weight, torch.bfloat16)
+    groups = levels.float().view(len(levels), -1, 32)
+    return (groups * scales[..., None].float() + offsets[..., None].float()).flatten(1)
+
+
+def as_float32(product: Any) -> Any:
+    """The same product without a rounding of its inputs."""
+    if isinstance(product, NativeProduct):
+        product.activations = "float32"
+    return product
 
 
 def error(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -69,20 +78,16 @@ def test_four_bits_round_each_group_by_itself() -> None:
     assert error(ours, weight) < error(nearest.flatten(1), weight), "narrower ranges round more finely"
 
 
-@pytest.mark.parametrize("native", [True, False])
-def test_rows_that_are_packed_in_pieces_are_packed_as_a_whole(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_are_packed_in_pieces_are_packed_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, x = weights(640, 128), torch.randn(3, 128, generator=SEEDED).to(torch.bfloat16)
-    make: Any = NativeProduct.int4 if native else Int4Product
-    whole = make(weight, None)
-    for module in (products, product):
-        monkeypatch.setattr(module, "_PACKED", 1)
-    assert torch.equal(make(weight, None)(x), whole(x))
-    levels, scales, least = quantize_int4(weight, torch.float16 if native else torch.bfloat16)
-    cuts = torch.tensor([0, 100, 350, 351, 600, 640])
-    pieces = [(levels[a:b], scales[a:b], least[a:b]) for a, b in itertools.pairwise(cuts)]
-    cut: Any = NativeProduct.of_groups(pieces) if native else Int4Product.of_groups(pieces, torch.bfloat16)
-    assert torch.equal(cut(x), whole(x))
-    assert torch.equal(cut.dense(), whole.dense())
+    whole = Int4Product(weight, None)
+    monkeypatch.setattr(products, "_PACKED", 1)
+    assert torch.equal(Int4Product(weight, None)(x), whole(x))
+    blocks, native = q4_1_blocks(weight), NativeProduct.int4(weight, None)
+    pieces = [blocks[a:b] for a, b in itertools.pairwise([0, 100, 350, 351, 600, 640])]
+    cut = NativeProduct.of_blocks("Q4_1", pieces)
+    assert torch.equal(cut(x), native(x))
+    assert torch.equal(cut.dense(), native.dense())
     assert (cut.in_features, cut.out_features) == (128, 640)
 
 
@@ -98,7 +103,7 @@ def test_products_are_those_of_the_weights_kept(kind: str, rows: int) -> None:
     weight, x = weights(rows), torch.randn(2, 5, 128, generator=SEEDED).to(torch.bfloat16)
     bias = torch.randn(rows, generator=SEEDED).to(torch.bfloat16)
     make, most = KINDS[kind]
-    product = make(weight, bias)
+    product = as_float32(make(weight, bias))
     kept = product.dense()
     assert kept.shape == weight.shape
     assert error(kept, weight) < most
@@ -112,7 +117,7 @@ def test_products_are_those_of_the_weights_kept(kind: str, rows: int) -> None:
 def test_compiled_products_in_float32(kind: str, rows: int, columns: int) -> None:
     """To the last digits: whole panels and not, deeper than is decoded at once."""
     weight, x = weights(rows, columns), torch.randn(130, columns, generator=SEEDED)
-    product = KINDS[kind][0](weight, None)
+    product = as_float32(KINDS[kind][0](weight, None))
     out, wanted = product(x), x.double() @ product.dense().double().t()
     torch.testing.assert_close(out.double(), wanted, atol=2e-5, rtol=2e-5)
     wide = NativeProduct.of_numbers(
@@ -126,8 +131,11 @@ def test_compiled_products_in_float32(kind: str, rows: int, columns: int) -> Non
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "native" in kind])
 def test_a_row_of_a_compiled_product_has_its_bits_whatever_is_beside_it(kind: str, dtype: torch.dtype) -> None:
-    """Alone too, and whatever the number of threads: few rows are decoded in registers, many at once."""
-    assert not other_bits(KINDS[kind][0](weights(200, 576), None), dtype)
+    """Alone too, and whatever the number of threads: rows are taken in tiles of different sizes."""
+    product = KINDS[kind][0](weights(200, 576), None)
+    for activations in getattr(product, "allowed", ("float32",)):
+        product.activations = activations
+        assert not other_bits(product, dtype)
 
 
 def other_bits(product: Any, dtype: torch.dtype) -> int:
@@ -142,21 +150,82 @@ def other_bits(product: Any, dtype: torch.dtype) -> int:
     return count
 
 
+def rounded_inputs(x: torch.Tensor, activations: str) -> torch.Tensor:
+    """x [N, depth] as a product with these activations reads it, in float64."""
+    if activations == "bf16":
+        return x.to(torch.bfloat16).double()
+    if activations == "float32":
+        return x.double()
+    groups = torch.nn.functional.pad(x, (0, -x.shape[1] % 32)).view(len(x), -1, 32)
+    top = groups.abs().amax(2, keepdim=True)
+    levels = (groups * (127 / top)).nan_to_num(0, 0, 0).round()
+    return (levels.double() * (top / 127).double()).flatten(1)[:, : x.shape[1]]
+
+
+def check_exactly(product: NativeProduct, x: torch.Tensor) -> None:
+    """Compare with the product of the weights kept and the rounded inputs, to the last digits of float32."""
+    for activations in product.allowed:
+        product.activations = activations
+        inputs, dense = rounded_inputs(x, activations), product.dense().double()
+        torch.testing.assert_close(product(x).double(), inputs @ dense.t(), atol=1e-4, rtol=2e-5)
+        if activations != "float32":
+            assert error(product(x), x.double() @ dense.t()) > 1e-4, "control: inputs are rounded"
+        assert not other_bits(product, torch.float32)
+
+
 @pytest.mark.usefixtures("_threads_as_before")
-@pytest.mark.parametrize("without", ["avx512f", "avx2"] if platform.machine() in ("x86_64", "AMD64") else [])
-def test_shorter_vectors_than_this_machine_has(without: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Panels are cut otherwise there; what a processor has is not asked for at run time."""
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind in ("native", "native int8", "native int4")])
+def test_inputs_are_rounded_as_stated(kind: str) -> None:
+    check_exactly(KINDS[kind][0](weights(200, 576), None), torch.randn(300, 576, generator=SEEDED))
+
+
+def test_a_depth_that_is_no_whole_group() -> None:
+    x = torch.randn(9, 75, generator=SEEDED)
+    product = NativeProduct.int8(weights(40, 75), None)
+    wanted = rounded_inputs(x, "int8") @ product.dense().double().t()
+    torch.testing.assert_close(product(x).double(), wanted, atol=1e-4, rtol=2e-5)
+    assert product.dense().shape == (40, 75)
+
+
+@pytest.mark.parametrize("kind", ["native int8", "native int4"])
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
+def test_inputs_that_are_no_numbers_stay_noticed(kind: str, odd: float) -> None:
+    x = torch.randn(5, 128, generator=SEEDED)
+    x[1, 70] = odd
+    out = KINDS[kind][0](weights(), None)(x)
+    assert bool(out[1].isnan().all()) and bool(out[[0, 2, 3, 4]].isfinite().all())
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-42, 1e-30, 1e30])
+def test_inputs_of_any_size(scale: float) -> None:
+    x, product = torch.randn(3, 128, generator=SEEDED) * scale, NativeProduct.int8(weights(), None)
+    wanted = rounded_inputs(x, "int8") @ product.dense().double().t()
+    torch.testing.assert_close(product(x).double(), wanted, atol=1e-38, rtol=1e-4)
+
+
+WITHOUT = [["avx512vnni", "avx512bf16"], ["avx512f"], ["avx512f", "avxvnni"], ["avx512f", "avxvnni", "avx2"]]
+"""Instruction sets that a processor may lack, beside those of this machine."""
+
+
+@pytest.mark.usefixtures("_threads_as_before")
+@pytest.mark.parametrize("without", WITHOUT if platform.machine() in ("x86_64", "AMD64") else [], ids="+".join)
+def test_fewer_instructions_than_this_machine_has(
+    without: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Panels are cut otherwise there, and levels multiplied otherwise."""
     compiler = build._compiler()
-    monkeypatch.setenv("CXX", f"{compiler[0]} -mno-{without}")
+    monkeypatch.setenv("CXX", " ".join([compiler[0], *(f"-mno-{one}" for one in without)]))
     monkeypatch.setenv("FORESAY_CACHE", str(tmp_path))
     monkeypatch.setattr(build, "_FLAGS", tuple(flag.replace("-O3", "-O1") for flag in build._FLAGS))
     build.library.cache_clear()
     try:
-        for make in (NativeProduct.int4, NativeProduct.int8):
-            product, x = make(weights(200, 576), None), torch.randn(130, 576, generator=SEEDED)
-            wanted = x.double() @ product.dense().double().t()
-            torch.testing.assert_close(product(x).double(), wanted, atol=1e-4, rtol=2e-5)
-            assert not other_bits(product, torch.float32)
+        x = torch.randn(300, 576, generator=SEEDED)
+        for make in (NativeProduct.int4, NativeProduct.int8, NativeProduct.of_numbers):
+            check_exactly(make(weights(200, 576), None), x)
+        extreme = NativeProduct.int8(
+            torch.full((32, 576), 127.0), None
+        )  # sums of two products in 16 bits are at their ends
+        torch.testing.assert_close(extreme(torch.ones(2, 576)), torch.full((2, 32), 127.0 * 576), atol=0, rtol=1e-6)
     finally:
         build.library.cache_clear()
     assert len(list(tmp_path.rglob("*.so"))) == 1, "they were compiled for this"
@@ -167,8 +236,9 @@ def test_scales_are_widened_alike_without_instructions_for_it(monkeypatch: pytes
     scales = torch.tensor([math.inf, -math.inf, math.nan, 65504.0, -1.5, 2.0**-24, 3 * 2.0**-20, 0.0])
 
     def widened() -> torch.Tensor:
-        levels = torch.ones(len(scales), 32, dtype=torch.uint8)
-        product = NativeProduct.of_groups([(levels, scales[:, None], torch.zeros(len(scales), 1))])
+        halves = torch.stack([scales.half(), torch.zeros(len(scales), dtype=torch.float16)], 1).view(torch.uint8)
+        blocks = torch.cat([halves, torch.full((len(scales), 16), 0x11, dtype=torch.uint8)], 1).numpy()
+        product = as_float32(NativeProduct.of_blocks("Q4_1", [blocks]))
         return product(torch.full((1, 32), 1 / 32))[0]
 
     assert torch.equal(widened().nan_to_num(7), scales.nan_to_num(7))
@@ -186,25 +256,41 @@ def test_scales_are_widened_alike_without_instructions_for_it(monkeypatch: pytes
     assert len(list(tmp_path.rglob("*.so"))) == 1, "they were compiled for this"
 
 
+BROKEN = {
+    "rows beyond the first four are added in parts": (
+        "inputs.h",
+        "in.rounded(first, from, p.scaling == MULTIPLES_16), rows, sums);",
+        """in.rounded(first, from, p.scaling == MULTIPLES_16), rows < 5 ? rows : 4, sums);
+            float part[ROWS_AT_ONCE * PANEL] = {};
+            if (rows > 4) byte_products(p.bits, p.scaling, block, to - from, in.rounded(first + 4, from, false), rows - 4, part);
+            for (int64_t i = 0; i < (rows - 4) * PANEL; i++) sums[4 * PANEL + i] += part[i];""",
+    ),
+    "inputs are rounded for the whole row": (
+        "integers.h",
+        "for (int64_t g = 0; g < groups; g++) round_group(x + g * GROUP, g, out);",
+        "for (int64_t g = 0; g < groups; g++) round_group(x + g * GROUP, g, out), out.scales[g] = out.scales[0];",
+    ),
+}
+
+
 @pytest.mark.usefixtures("_threads_as_before")
-def test_kernels_that_decode_many_rows_otherwise_are_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Control: the same sources, but the sums of many rows begin anew where a panel is decoded in parts, and are then added."""
+@pytest.mark.parametrize("fault", BROKEN)
+def test_broken_kernels_are_noticed(fault: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Control: the same sources with one fault."""
+    file, intact, broken = BROKEN[fault]
     for source in build.SOURCES:
         text = source.read_text()
-        if source.name == "products.h":
-            intact = "tiles<Decoder<FLOAT32>, MANY>(decoded, x, stride, rows, from, to, sums, from == 0);"
+        if source.name == file:
             assert intact in text
-            anew = """float part[ROWS_AT_ONCE * PANEL];
-                tiles<Decoder<FLOAT32>, MANY>(decoded, x, stride, rows, from, to, part, true);
-                for (int64_t i = 0; i < rows * PANEL; i++) sums[i] = from == 0 ? part[i] : sums[i] + part[i];"""
-            text = text.replace(intact, anew)
+            text = text.replace(intact, broken)
         (tmp_path / source.name).write_text(text)
     monkeypatch.setenv("FORESAY_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(build, "SOURCES", tuple(tmp_path / source.name for source in build.SOURCES))
     monkeypatch.setattr(build, "_FLAGS", tuple(flag.replace("-O3", "-O1") for flag in build._FLAGS))
     build.library.cache_clear()
     try:
-        assert other_bits(NativeProduct.int4(weights(200, 576), None), torch.float32) > 0
+        with pytest.raises(AssertionError):
+            check_exactly(NativeProduct.int4(weights(200, 576), None), torch.randn(300, 576, generator=SEEDED))
     finally:
         build.library.cache_clear()
 
@@ -215,7 +301,7 @@ def test_rows_are_looked_up(kind: str) -> None:
     found = product.rows(ids, torch.bfloat16)
     assert (found.dtype, found.shape) == (torch.bfloat16, (2, 2, 64))
     one = torch.eye(64)  # the weights, as products with unit vectors have them
-    wanted = product.dense() if kind == "int8" else product(one).t()
+    wanted = product.dense() if kind == "int8" else as_float32(product)(one).t()
     torch.testing.assert_close(found, wanted[ids].to(torch.bfloat16))
 
 
@@ -223,7 +309,7 @@ def test_bytes() -> None:
     weight = weights(128, 256)
     assert NativeProduct.of_numbers(weight, None).nbytes == 128 * 256 * 2
     assert Int8Product(weight, None).nbytes == 128 * 256 + 128 * 2
-    assert NativeProduct.int8(weight, None).nbytes == 128 * 256 + 128 * 4
+    assert NativeProduct.int8(weight, None).nbytes == 128 * 256 + 128 * 8 * 2
     for four in (Int4Product(weight, None), NativeProduct.int4(weight, None)):
         assert four.nbytes == 128 * 256 // 2 + 128 * 8 * 2 * 2
         assert four.bits == 5.0
@@ -282,7 +368,7 @@ def test_rows_that_are_not_whole_groups_take_eight_bits(native: bool) -> None:
     freeze_linears(block, quantizer(4), all_dtypes=True)
     assert isinstance(block.odd, FrozenLinear)
     assert isinstance(block.odd.product, NativeProduct if native else Int8Product)
-    assert 8 <= block.odd.product.bits < 9
+    assert 8 <= block.odd.product.bits < 16  # of 40 weights in two groups
     assert weight_bytes(block) == block.q_proj.product.nbytes + block.odd.product.nbytes
 
 

@@ -1,0 +1,127 @@
+// Activations of the tokens of a pass, as a product reads them, and the product with one panel of weights.
+
+#pragma once
+
+#include "dots.h"
+#include "products.h"
+
+#include <vector>
+
+namespace foresay {
+
+constexpr int64_t rounded_up(int64_t depth, int64_t to) { return (depth + to - 1) / to * to; }
+
+// x [rows, stride], and the same rounded for products whose activations are not float32.
+class Inputs {
+  public:
+    const float *x = nullptr;
+    int64_t rows = 0, stride = 0;
+
+    // Describes the input of a product, and makes room for rounded numbers.
+    void describe(const Product &p, const float *place, int64_t row_stride, int64_t count) {
+        x = place, stride = row_stride, rows = count, depth_ = p.depth, kind_ = p.activations;
+        even_ = rounded_up(depth_, 2), whole_ = rounded_up(depth_, GROUP), groups_ = whole_ / GROUP;
+        if (kind_ == AS_BFLOAT16) pairs_.resize(rows * even_);
+        if (kind_ != AS_INT8) return;
+        levels_.resize(rows * whole_);
+        numbers_.resize(rows * groups_ * 4);
+    }
+
+    // Rounds the numbers of one row, if the product needs it.
+    void round(int64_t row) {
+        const float *numbers = x + row * stride;
+        if (kind_ == AS_BFLOAT16) {
+            bf16 *out = pairs_.data() + row * even_;
+            for (int64_t i = 0; i < depth_; i++) write(out[i], numbers[i]);
+            if (even_ > depth_) out[depth_] = bf16{0};
+        } else if (kind_ == AS_INT8) {
+            float *place = numbers_.data() + row * groups_ * 4;
+            round_row(numbers, depth_, RoundedRow{levels_.data() + row * whole_, place, place + groups_, place + 2 * groups_});
+        }
+    }
+
+    bool rounds() const { return kind_ != AS_FLOAT32; }
+
+    const bf16 *pairs(int64_t row) const { return pairs_.data() + row * even_; }
+    int64_t pair_stride() const { return even_; }
+
+    // Rounded numbers from a row and depth on. half_groups: the sums are those of 16 numbers.
+    RoundedBlock rounded(int64_t row, int64_t depth, bool half_groups) const {
+        const float *place = numbers_.data() + row * groups_ * 4;
+        int64_t group = depth / GROUP;
+        const float *sums = half_groups ? place + 2 * groups_ + 2 * group : place + groups_ + group;
+        return RoundedBlock{levels_.data() + row * whole_ + depth, place + group, sums, whole_, groups_ * 4, groups_ * 4};
+    }
+
+  private:
+    int64_t kind_ = AS_FLOAT32, depth_ = 0, even_ = 0, whole_ = 0, groups_ = 0;
+    std::vector<bf16> pairs_;
+    std::vector<int8_t> levels_;
+    std::vector<float> numbers_; // for each row: scales, sums of 32, sums of 16
+};
+
+// sums [rows, 32] of at most ROWS_AT_ONCE rows from `first` on with a panel of quantized weights.
+inline void quantized_sums(const Product &p, const Inputs &in, int64_t first, int64_t rows, int64_t panel, float *sums) {
+    static thread_local Decoded block;
+    static thread_local std::vector<float> room;
+    int64_t whole = rounded_up(p.depth, GROUP);
+    const uint8_t *weights = static_cast<const uint8_t *>(p.weights) + panel * level_bytes(p.bits, whole);
+    const uint8_t *scales = static_cast<const uint8_t *>(p.scales) + panel * scale_bytes(p.scaling, whole);
+    if (!in.rounds()) room.resize(SUPER * PANEL);
+    for (int64_t from = 0; from < whole; from += SUPER) {
+        int64_t to = from + SUPER < whole ? from + SUPER : whole;
+        decode(p.bits, p.scaling, weights, scales, from, to, block);
+        if (in.rounds()) {
+            byte_products(p.bits, p.scaling, block, to - from, in.rounded(first, from, p.scaling == MULTIPLES_16), rows, sums);
+        } else {
+            decode_floats(p.bits, p.scaling, block, to - from, room.data());
+            int64_t depth = to < p.depth ? to - from : p.depth - from;
+            float_tiles<float>(room.data(), in.x + first * in.stride + from, in.stride, rows, depth, sums);
+        }
+    }
+}
+
+// out [depth] = the weights of one output of a quantized product
+inline void read_row(const Product &p, int64_t output, float *out) {
+    static thread_local Decoded block;
+    static thread_local std::vector<float> room;
+    room.resize(SUPER * PANEL);
+    int64_t whole = rounded_up(p.depth, GROUP), panel = output / PANEL;
+    const uint8_t *weights = static_cast<const uint8_t *>(p.weights) + panel * level_bytes(p.bits, whole);
+    const uint8_t *scales = static_cast<const uint8_t *>(p.scales) + panel * scale_bytes(p.scaling, whole);
+    for (int64_t from = 0; from < p.depth; from += SUPER) {
+        int64_t to = from + SUPER < whole ? from + SUPER : whole;
+        decode(p.bits, p.scaling, weights, scales, from, to, block);
+        decode_floats(p.bits, p.scaling, block, to - from, room.data());
+        for (int64_t k = from; k < to && k < p.depth; k++) out[k] = room[(k - from) * PANEL + output % PANEL];
+    }
+}
+
+// out[m, n] for the outputs of one panel of p, and at most ROWS_AT_ONCE rows from `first` on. out: [rows, width] from the first of p's
+// outputs on.
+inline void panel_product(const Product &p, const Inputs &in, int64_t first, int64_t rows, int64_t panel, float *out, int64_t width) {
+    const float *x = in.x + first * in.stride;
+    out += first * width;
+    if (p.format == FLOAT32_ROWS) return row_product<float>(p, x, in.stride, rows, panel, out, width);
+    if (p.format == BFLOAT16_ROWS) return row_product<bf16>(p, x, in.stride, rows, panel, out, width);
+    alignas(64) float sums[ROWS_AT_ONCE * PANEL];
+    std::memset(sums, 0, rows * PANEL * sizeof(float));
+    int64_t even = rounded_up(p.depth, 2);
+    if (p.format == QUANTIZED) {
+        quantized_sums(p, in, first, rows, panel, sums);
+    } else if (p.format == FLOAT32) {
+        float_tiles(static_cast<const float *>(p.weights) + panel * even * PANEL, x, in.stride, rows, p.depth, sums);
+    } else if (in.rounds()) {
+        pair_tiles(static_cast<const bf16 *>(p.weights) + panel * even * PANEL, in.pairs(first), in.pair_stride(), rows, even, sums);
+    } else {
+        float_tiles(static_cast<const bf16 *>(p.weights) + panel * even * PANEL, x, in.stride, rows, p.depth, sums);
+    }
+    int64_t begin = panel * PANEL, count = p.outputs - begin < PANEL ? p.outputs - begin : PANEL;
+    const float *bias = static_cast<const float *>(p.bias);
+    for (int64_t r = 0; r < rows; r++) {
+        float *place = out + r * width + begin, *sum = sums + r * PANEL;
+        for (int64_t i = 0; i < count; i++) place[i] = bias == nullptr ? sum[i] : sum[i] + bias[begin + i];
+    }
+}
+
+} // namespace foresay

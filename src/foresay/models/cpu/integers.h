@@ -1,0 +1,225 @@
+// Products of quantized weights with activations that are rounded to 8 bits: sums of a group are exact integers, in any order.
+//
+// Activations of a token are rounded per group of 32: x = scale * level with levels in [-127, 127]. Then the sum over a group of
+// weight * x is (weight scale) * (x scale) * (sum of level * level) + (weight offset) * (sum of x). Groups are added in order, in float32.
+
+#pragma once
+
+#include "quantized.h"
+
+#include <cmath>
+
+namespace foresay {
+
+#if defined(__AVX512F__)
+constexpr int MOST_BYTE_ROWS = 12, WIDEST = VECTORS; // rows and vectors of a tile
+#elif defined(__AVX2__)
+constexpr int MOST_BYTE_ROWS = 4, WIDEST = 2;
+#else
+constexpr int MOST_BYTE_ROWS = 2, WIDEST = 4;
+#endif
+
+// Rounded activations of one token: levels [depth], scales [depth / 32], sums of the rounded numbers for each 32, [depth / 32], and for
+// each 16, [depth / 16]. depth is a multiple of 32.
+struct RoundedRow {
+    int8_t *levels;
+    float *scales, *sums, *half_sums;
+};
+
+// Rounds 32 numbers. A NaN or an infinite number makes the scale NaN, and so every product.
+inline void round_group(const float *x, int64_t group, const RoundedRow &out) {
+    float top = 0.0f, finite = 0.0f;
+#pragma omp simd reduction(max : top) reduction(+ : finite)
+    for (int i = 0; i < GROUP; i++) top = std::fabs(x[i]) > top ? std::fabs(x[i]) : top, finite += x[i] * 0.0f;
+    float scale = top / 127.0f + finite, inverse = 127.0f / top;
+    bool rounds = scale - scale == 0.0f && inverse - inverse == 0.0f; // finite, and not too small to divide by
+    int8_t *levels = out.levels + group * GROUP;
+    int32_t sums[2] = {0, 0};
+    for (int half = 0; half < 2; half++) {
+        int32_t sum = 0;
+#pragma omp simd reduction(+ : sum)
+        for (int i = 0; i < GROUP / 2; i++) {
+            float value = std::nearbyintf(x[half * 16 + i] * inverse);
+            int32_t level = rounds ? static_cast<int32_t>(value) : 0;
+            levels[half * 16 + i] = static_cast<int8_t>(level);
+            sum += level;
+        }
+        sums[half] = sum;
+        out.half_sums[2 * group + half] = scale * static_cast<float>(sum);
+    }
+    out.scales[group] = scale;
+    out.sums[group] = scale * static_cast<float>(sums[0] + sums[1]);
+}
+
+inline void round_row(const float *x, int64_t depth, const RoundedRow &out) {
+    int64_t groups = depth / GROUP, rest = depth % GROUP;
+    for (int64_t g = 0; g < groups; g++) round_group(x + g * GROUP, g, out);
+    if (rest == 0) return;
+    float padded[GROUP] = {};
+    std::memcpy(padded, x + groups * GROUP, rest * sizeof(float));
+    round_group(padded, groups, out);
+}
+
+// Adds the products of four levels each to the lanes of a sum of 32-bit integers.
+#if defined(FORESAY_BYTE_DOTS)
+#define FORESAY_DOTS(BITS) 8 // one kind of arithmetic for all levels
+inline Ints add_four(Ints sum, Words levels, Words x) {
+#if defined(__AVX512F__)
+    return reinterpret_cast<Ints>(_mm512_dpbusd_epi32(reinterpret_cast<__m512i>(sum), reinterpret_cast<__m512i>(levels), reinterpret_cast<__m512i>(x)));
+#else
+    return reinterpret_cast<Ints>(_mm256_dpbusd_avx_epi32(reinterpret_cast<__m256i>(sum), reinterpret_cast<__m256i>(levels), reinterpret_cast<__m256i>(x)));
+#endif
+}
+#elif defined(__ARM_FEATURE_DOTPROD)
+#define FORESAY_DOTS(BITS) 8
+inline Ints add_four(Ints sum, Words levels, Words x) {
+    return reinterpret_cast<Ints>(vdotq_s32(reinterpret_cast<int32x4_t>(sum), reinterpret_cast<int8x16_t>(levels), reinterpret_cast<int8x16_t>(x)));
+}
+#else
+#define FORESAY_DOTS(BITS) BITS
+#endif
+
+// Without one: sums of two products in 16 bits, which are then added in pairs.
+#if !defined(FORESAY_BYTE_DOTS) && defined(__AVX512BW__)
+#define FORESAY_SHORT_SUMS 1
+typedef __m512i Integers;
+inline Integers two_products(Integers levels, Integers x) { return _mm512_maddubs_epi16(levels, x); }
+inline Integers two_products_signed(Integers levels, Integers x) {
+    return _mm512_maddubs_epi16(_mm512_abs_epi8(levels), _mm512_mask_sub_epi8(x, _mm512_movepi8_mask(levels), _mm512_setzero_si512(), x));
+}
+inline Integers add_shorts(Integers x, Integers y) { return _mm512_add_epi16(x, y); }
+inline Ints add_in_pairs(Integers x) { return reinterpret_cast<Ints>(_mm512_madd_epi16(x, _mm512_set1_epi16(1))); }
+#elif !defined(FORESAY_BYTE_DOTS) && defined(__AVX2__) && !defined(__AVX512F__)
+#define FORESAY_SHORT_SUMS 1
+typedef __m256i Integers;
+inline Integers two_products(Integers levels, Integers x) { return _mm256_maddubs_epi16(levels, x); }
+inline Integers two_products_signed(Integers levels, Integers x) {
+    return _mm256_maddubs_epi16(_mm256_abs_epi8(levels), _mm256_sign_epi8(x, levels));
+}
+inline Integers add_shorts(Integers x, Integers y) { return _mm256_add_epi16(x, y); }
+inline Ints add_in_pairs(Integers x) { return reinterpret_cast<Ints>(_mm256_madd_epi16(x, _mm256_set1_epi16(1))); }
+#endif
+
+// Sum over a group of level * level, for ROWS tokens and COUNT vectors of outputs. levels: from the first of these outputs on.
+// BITS: of the levels.
+template <int BITS, int ROWS, int COUNT, int DEPTH>
+inline void group_sums(const uint8_t *levels, const int8_t *x, int64_t stride, Ints (&out)[ROWS][COUNT]) {
+#if defined(FORESAY_BYTE_DOTS) || defined(__ARM_FEATURE_DOTPROD)
+    for (int r = 0; r < ROWS; r++)
+        for (int v = 0; v < COUNT; v++) out[r][v] = Ints{};
+#pragma GCC unroll 8
+    for (int k = 0; k < DEPTH; k += 4) {
+        Words four[COUNT];
+#pragma GCC unroll 8
+        for (int v = 0; v < COUNT; v++) four[v] = load<Words>(levels + k * PANEL + v * LANES * 4);
+#pragma GCC unroll 12
+        for (int r = 0; r < ROWS; r++) {
+            Words one = repeated(x + r * stride + k);
+#pragma GCC unroll 8
+            for (int v = 0; v < COUNT; v++) out[r][v] = add_four(out[r][v], four[v], one);
+        }
+    }
+#elif defined(FORESAY_SHORT_SUMS)
+    // levels of 4 bits cannot overflow 16 bits within 32 depths, nor those of 6 bits within 8
+    constexpr int SAFE = BITS == LEVELS_4 ? DEPTH : BITS == LEVELS_6 ? 8 : 4;
+#pragma GCC unroll 8
+    for (int from = 0; from < DEPTH; from += SAFE) {
+        Integers narrow[ROWS][COUNT];
+#pragma GCC unroll 8
+        for (int k = from; k < from + SAFE; k += 4) {
+            Integers four[COUNT];
+#pragma GCC unroll 4
+            for (int v = 0; v < COUNT; v++) four[v] = load<Integers>(levels + k * PANEL + v * LANES * 4);
+#pragma GCC unroll 12
+            for (int r = 0; r < ROWS; r++) {
+                Integers one = reinterpret_cast<Integers>(repeated(x + r * stride + k));
+#pragma GCC unroll 4
+                for (int v = 0; v < COUNT; v++) {
+                    Integers two = BITS == LEVELS_8 ? two_products_signed(four[v], one) : two_products(four[v], one);
+                    narrow[r][v] = k == from ? two : add_shorts(narrow[r][v], two);
+                }
+            }
+        }
+#pragma GCC unroll 12
+        for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+            for (int v = 0; v < COUNT; v++) out[r][v] = from == 0 ? add_in_pairs(narrow[r][v]) : out[r][v] + add_in_pairs(narrow[r][v]);
+    }
+#else
+    for (int r = 0; r < ROWS; r++)
+        for (int v = 0; v < COUNT; v++) out[r][v] = Ints{};
+    for (int k = 0; k < DEPTH; k += 4) {
+        for (int v = 0; v < COUNT; v++) {
+            Words four = load<Words>(levels + k * PANEL + v * LANES * 4);
+            for (int d = 0; d < 4; d++) {
+                Words top = four << (24 - 8 * d);
+                Ints level = BITS == LEVELS_8 ? reinterpret_cast<Ints>(top) >> 24 : reinterpret_cast<Ints>(top >> 24);
+                for (int r = 0; r < ROWS; r++) out[r][v] += level * static_cast<int32_t>(x[r * stride + k + d]);
+            }
+        }
+    }
+#endif
+}
+
+// A block of tokens' rounded activations, from the first depth of a block on. Strides are those between tokens.
+struct RoundedBlock {
+    const int8_t *levels;
+    const float *scales, *sums;
+    int64_t stride, scale_stride, sum_stride;
+};
+
+// sums [ROWS, 32] += products of ROWS tokens with COUNT vectors of outputs, from vector FIRST on, over `groups` groups of DEPTH.
+template <int BITS, int DEPTH, int ROWS, int FIRST, int COUNT>
+inline void byte_tile(const Decoded &block, int64_t groups, const RoundedBlock &x, float *sums) {
+    for (int64_t g = 0; g < groups; g++) {
+        Ints dots[ROWS][COUNT];
+        group_sums<BITS, ROWS, COUNT, DEPTH>(block.levels + g * DEPTH * PANEL + FIRST * LANES * 4, x.levels + g * DEPTH, x.stride, dots);
+        const float *scales = block.scales + g * 2 * PANEL + FIRST * LANES;
+#pragma GCC unroll 8
+        for (int v = 0; v < COUNT; v++) {
+            Floats scale = load<Floats>(scales + v * LANES), offset = load<Floats>(scales + PANEL + v * LANES);
+#pragma GCC unroll 12
+            for (int r = 0; r < ROWS; r++) {
+                float *place = sums + r * PANEL + (FIRST + v) * LANES;
+                Floats sum = load<Floats>(place);
+                sum += __builtin_convertvector(dots[r][v], Floats) * scale * x.scales[r * x.scale_stride + g * DEPTH / GROUP];
+                sum += offset * x.sums[r * x.sum_stride + g];
+                store(place, sum);
+            }
+        }
+    }
+}
+
+template <int BITS, int DEPTH, int ROWS, int FIRST = 0>
+inline void byte_tile_of_panel(const Decoded &block, int64_t groups, const RoundedBlock &x, float *sums) {
+    if constexpr (FIRST < VECTORS) {
+        byte_tile<BITS, DEPTH, ROWS, FIRST, WIDEST>(block, groups, x, sums);
+        byte_tile_of_panel<BITS, DEPTH, ROWS, FIRST + WIDEST>(block, groups, x, sums);
+    }
+}
+
+// The same for any number of rows and a whole panel.
+template <int BITS, int DEPTH> inline void byte_tiles(const Decoded &block, int64_t groups, RoundedBlock x, int64_t rows, float *sums) {
+#define TILE(N)                                                                                                      \
+    if constexpr (N <= MOST_BYTE_ROWS) {                                                                             \
+        while (rows >= N) {                                                                                          \
+            byte_tile_of_panel<BITS, DEPTH, N>(block, groups, x, sums);                                              \
+            x.levels += N * x.stride, x.scales += N * x.scale_stride, x.sums += N * x.sum_stride;                    \
+            sums += N * PANEL, rows -= N;                                                                            \
+        }                                                                                                            \
+    }
+    TILE(12) TILE(8) TILE(4) TILE(3) TILE(2) TILE(1)
+#undef TILE
+}
+
+inline void byte_products(int64_t bits, int64_t scaling, const Decoded &block, int64_t depth, const RoundedBlock &x, int64_t rows, float *sums) {
+    if (scaling == MULTIPLES_16) return byte_tiles<FORESAY_DOTS(LEVELS_6), 16>(block, depth / 16, x, rows, sums);
+    int64_t groups = depth / GROUP;
+    switch (bits) {
+        case LEVELS_4: return byte_tiles<FORESAY_DOTS(LEVELS_4), 32>(block, groups, x, rows, sums);
+        case LEVELS_6: return byte_tiles<FORESAY_DOTS(LEVELS_6), 32>(block, groups, x, rows, sums);
+        default: return byte_tiles<FORESAY_DOTS(LEVELS_8), 32>(block, groups, x, rows, sums);
+    }
+}
+
+} // namespace foresay
