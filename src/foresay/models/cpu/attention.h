@@ -152,13 +152,11 @@ template <int SIZE = 1> inline void turned(Floats *v) {
 template <class T> struct Read {
     const T *keys, *values; // of the row and head
     int64_t stride, dim, padded, start;
-    const std::vector<int64_t> *path;
-    std::vector<float> room;
-    std::vector<T> zeros;
+    const int64_t *path; // slots of the positions from `start` on; null for chains
+    float *out;          // [POSITIONS, padded], zero where dimensions are padded
+    const T *zeros;      // [padded]
 
-    int64_t slot(int64_t position) const {
-        return path->empty() || position < start ? position : (*path)[position - start];
-    }
+    int64_t slot(int64_t position) const { return path == nullptr || position < start ? position : path[position - start]; }
 
     // Prefetches the next block: the rows of one head are too far apart for the hardware prefetcher.
     void ahead(const T *place, int64_t from, int64_t to) const {
@@ -169,15 +167,13 @@ template <class T> struct Read {
     }
 
     // Keys of positions [from, to), at most POSITIONS of them, padded with zeros.
-    const float *keys_of(int64_t from, int64_t to) {
-        float *out = room.data();
+    const float *keys_of(int64_t from, int64_t to) const {
         int64_t whole = dim / LANES * LANES;
-        const T *nothing = zeros.data();
         for (int64_t v = 0; v < VECTORS_AT_ONCE; v++) {
             const T *places[LANES];
             for (int64_t j = 0; j < LANES; j++) {
                 int64_t position = from + v * LANES + j;
-                places[j] = position < to ? keys + slot(position) * stride : nothing;
+                places[j] = position < to ? keys + slot(position) * stride : zeros;
             }
             for (int64_t d = 0; d < whole; d += LANES) {
                 Floats block[LANES];
@@ -191,8 +187,7 @@ template <class T> struct Read {
         return out;
     }
 
-    const float *values_of(int64_t from, int64_t to) {
-        float *out = room.data();
+    const float *values_of(int64_t from, int64_t to) const {
         for (int64_t p = from; p < to; p++) {
             const T *place = values + slot(p) * stride;
             float *row = out + (p - from) * padded;
@@ -275,23 +270,25 @@ template <class F> inline void some_queries(int64_t count, const F &body) {
 // Computes attention of the query heads that share one key head for the tokens of a span, out [N, Q * D].
 template <class T>
 void gather(const Attention &a, const float *queries, float *out, Span span, int64_t head) {
-    static thread_local Read<T> source;
-    static thread_local std::vector<float> room;
-    static thread_local std::vector<int64_t> path;
-    static thread_local std::vector<float *> scores, sums;
-    static thread_local std::vector<const float *> asked;
+    static thread_local std::vector<float> kept, block;
+    static thread_local std::vector<T> zeros;
+    static thread_local std::vector<int64_t> kept_path;
+    static thread_local std::vector<float *> rows;
     int64_t n = span.first, group = a.queries / a.keys, count = span.count * group;
     int64_t last = a.positions[n + span.count - 1], from = first_in_sight(a, n) / POSITIONS * POSITIONS;
     int64_t padded = (a.dim + LANES - 1) / LANES * LANES, width = (last - from) / POSITIONS * POSITIONS + POSITIONS;
-    slots_of_path(a, n, path);
-    source.keys = keys_of_row<T>(a, a.rows[n]) + head * a.dim, source.values = source.keys + to_values(a, a.rows[n]);
-    source.stride = a.keys * a.dim, source.dim = a.dim, source.padded = padded, source.start = a.starts[n], source.path = &path;
-    source.room.assign(POSITIONS * padded, 0.0f), source.zeros.assign(padded, T{});
-    room.assign(count * (width + padded), 0.0f);
-    scores.resize(count), sums.resize(count), asked.resize(count);
+    slots_of_path(a, n, kept_path);
+    block.assign(POSITIONS * padded, 0.0f), zeros.assign(padded, T{});
+    kept.assign(count * (width + padded), 0.0f), rows.resize(3 * count);
+    // addresses, so that no loop below looks up a variable of the thread
+    float *room = kept.data(), **scores = rows.data(), **sums = scores + count;
+    const float **asked = const_cast<const float **>(sums + count);
+    const T *keys_at = keys_of_row<T>(a, a.rows[n]) + head * a.dim;
+    const Read<T> source{keys_at, keys_at + to_values(a, a.rows[n]), a.keys * a.dim, a.dim, padded, a.starts[n],
+                         kept_path.empty() ? nullptr : kept_path.data(), block.data(), zeros.data()};
     for (int64_t r = 0; r < count; r++) {
         asked[r] = queries + ((n + r / group) * a.queries + head * group + r % group) * a.dim;
-        scores[r] = room.data() + r * width, sums[r] = room.data() + count * width + r * padded;
+        scores[r] = room + r * width, sums[r] = room + count * width + r * padded;
     }
     for (int64_t p = from; p <= last; p += POSITIONS) {
         source.ahead(source.keys, std::min(p + POSITIONS, last + 1), std::min(p + 2 * POSITIONS, last + 1));
@@ -300,14 +297,14 @@ void gather(const Attention &a, const float *queries, float *out, Span span, int
             constexpr int R = decltype(some)::value;
             float *place[R];
             for (int i = 0; i < R; i++) place[i] = scores[r + i] + (p - from);
-            add_rows<R, VECTORS_AT_ONCE>(asked.data() + r, keys, POSITIONS, a.dim, place);
+            add_rows<R, VECTORS_AT_ONCE>(asked + r, keys, POSITIONS, a.dim, place);
         });
     }
     for (int64_t r = 0; r < count; r++) {
         int64_t token = n + r / group;
         weights_of(scores[r], first_in_sight(a, token) - from, a.positions[token] - from, width, a.scaling, a.softcap);
     }
-    std::memset(source.room.data(), 0, source.room.size() * sizeof(float)); // clear keys in the padding of values
+    std::memset(source.out, 0, POSITIONS * padded * sizeof(float)); // clear keys in the padding of values
     for (int64_t p = from; p <= last; p += POSITIONS) {
         int64_t end = std::min(p + POSITIONS, last + 1);
         source.ahead(source.values, end, std::min(end + POSITIONS, last + 1));
@@ -316,7 +313,7 @@ void gather(const Attention &a, const float *queries, float *out, Span span, int
             constexpr int R = decltype(some)::value;
             const float *weights[R];
             for (int i = 0; i < R; i++) weights[i] = scores[r + i] + (p - from);
-            add_all_values<R>(weights, values, padded, end - p, sums.data() + r);
+            add_all_values<R>(weights, values, padded, end - p, sums + r);
         });
     }
     for (int64_t r = 0; r < count; r++) {

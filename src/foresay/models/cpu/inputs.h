@@ -62,18 +62,22 @@ class Inputs {
 
 // sums [rows, 32] of at most ROWS_AT_ONCE rows from `first` on with a panel of quantized weights.
 inline void quantized_sums(const Product &p, const Inputs &in, int64_t first, int64_t rows, int64_t panel, float *sums) {
-    static thread_local Decoded block;
+    static thread_local Decoded kept;
     static thread_local std::vector<float> room;
+    Decoded &block = kept;
     int64_t whole = rounded_up(p.depth, GROUP);
     const uint8_t *weights = static_cast<const uint8_t *>(p.weights) + panel * level_bytes(p.bits, whole);
     const uint8_t *scales = static_cast<const uint8_t *>(p.scales) + panel * scale_bytes(p.scaling, whole);
     if (!in.rounds()) room.resize(SUPER * PANEL);
     for (int64_t from = 0; from < whole; from += SUPER) {
         int64_t to = from + SUPER < whole ? from + SUPER : whole;
-        decode(p.bits, p.scaling, weights, scales, from, to, block);
+        const uint8_t *levels = weights + level_bytes(p.bits, from);
+        decode_scales(p.bits, p.scaling, scales, from, to - from, block.scales);
         if (in.rounds()) {
-            byte_products(p.bits, p.scaling, block, to - from, in.rounded(first, from, p.scaling == MULTIPLES_16), rows, sums);
+            RoundedBlock rounded = in.rounded(first, from, p.scaling == MULTIPLES_16);
+            byte_products(p.bits, p.scaling, levels, block.scales, to - from, rounded, rows, sums, block.levels);
         } else {
+            decode_levels(p.bits, levels, to - from, block.levels);
             decode_floats(p.bits, p.scaling, block, to - from, room.data());
             int64_t depth = to < p.depth ? to - from : p.depth - from;
             float_tiles<float>(room.data(), in.x + first * in.stride + from, in.stride, rows, depth, sums);
@@ -91,7 +95,8 @@ inline void read_row(const Product &p, int64_t output, float *out) {
     const uint8_t *scales = static_cast<const uint8_t *>(p.scales) + panel * scale_bytes(p.scaling, whole);
     for (int64_t from = 0; from < p.depth; from += SUPER) {
         int64_t to = from + SUPER < whole ? from + SUPER : whole;
-        decode(p.bits, p.scaling, weights, scales, from, to, block);
+        decode_scales(p.bits, p.scaling, scales, from, to - from, block.scales);
+        decode_levels(p.bits, weights + level_bytes(p.bits, from), to - from, block.levels);
         decode_floats(p.bits, p.scaling, block, to - from, room.data());
         for (int64_t k = from; k < to && k < p.depth; k++) out[k] = room[(k - from) * PANEL + output % PANEL];
     }

@@ -12,7 +12,7 @@
 namespace foresay {
 
 #if defined(__AVX512F__)
-constexpr int MOST_BYTE_ROWS = 12, WIDEST = VECTORS; // rows and vectors of a tile
+constexpr int MOST_BYTE_ROWS = 12, WIDEST = VECTORS; // tokens and vectors of a tile
 #elif defined(__AVX2__)
 constexpr int MOST_BYTE_ROWS = 4, WIDEST = 2;
 #else
@@ -100,18 +100,17 @@ inline Integers add_shorts(Integers x, Integers y) { return _mm256_add_epi16(x, 
 inline Ints add_in_pairs(Integers x) { return reinterpret_cast<Ints>(_mm256_madd_epi16(x, _mm256_set1_epi16(1))); }
 #endif
 
-// Sum over a group of level * level, for ROWS tokens and COUNT vectors of outputs. levels: from the first of these outputs on.
-// BITS: of the levels.
-template <int BITS, int ROWS, int COUNT, int DEPTH>
-inline void group_sums(const uint8_t *levels, const int8_t *x, int64_t stride, Ints (&out)[ROWS][COUNT]) {
+// Sum over a group of level * level, for ROWS tokens and COUNT vectors of outputs from vector FIRST on. first: the group's first four
+// depths in `levels`. BITS: of the levels.
+template <int BITS, int DEPTH, int ROWS, int FIRST, int COUNT, class L>
+inline void group_sums(const L &levels, int64_t first, const int8_t *x, int64_t stride, Ints (&out)[ROWS][COUNT]) {
 #if defined(FORESAY_BYTE_DOTS) || defined(__ARM_FEATURE_DOTPROD)
     for (int r = 0; r < ROWS; r++)
         for (int v = 0; v < COUNT; v++) out[r][v] = Ints{};
-#pragma GCC unroll 8
+#pragma GCC unroll 2
     for (int k = 0; k < DEPTH; k += 4) {
         Words four[COUNT];
-#pragma GCC unroll 8
-        for (int v = 0; v < COUNT; v++) four[v] = load<Words>(levels + k * PANEL + v * LANES * 4);
+        levels.template at<FIRST, COUNT>(first + k / 4, four);
 #pragma GCC unroll 12
         for (int r = 0; r < ROWS; r++) {
             Words one = repeated(x + r * stride + k);
@@ -127,9 +126,10 @@ inline void group_sums(const uint8_t *levels, const int8_t *x, int64_t stride, I
         Integers narrow[ROWS][COUNT];
 #pragma GCC unroll 8
         for (int k = from; k < from + SAFE; k += 4) {
+            Words words[COUNT];
+            levels.template at<FIRST, COUNT>(first + k / 4, words);
             Integers four[COUNT];
-#pragma GCC unroll 4
-            for (int v = 0; v < COUNT; v++) four[v] = load<Integers>(levels + k * PANEL + v * LANES * 4);
+            for (int v = 0; v < COUNT; v++) four[v] = reinterpret_cast<Integers>(words[v]);
 #pragma GCC unroll 12
             for (int r = 0; r < ROWS; r++) {
                 Integers one = reinterpret_cast<Integers>(repeated(x + r * stride + k));
@@ -149,10 +149,11 @@ inline void group_sums(const uint8_t *levels, const int8_t *x, int64_t stride, I
     for (int r = 0; r < ROWS; r++)
         for (int v = 0; v < COUNT; v++) out[r][v] = Ints{};
     for (int k = 0; k < DEPTH; k += 4) {
+        Words four[COUNT];
+        levels.template at<FIRST, COUNT>(first + k / 4, four);
         for (int v = 0; v < COUNT; v++) {
-            Words four = load<Words>(levels + k * PANEL + v * LANES * 4);
             for (int d = 0; d < 4; d++) {
-                Words top = four << (24 - 8 * d);
+                Words top = four[v] << (24 - 8 * d);
                 Ints level = BITS == LEVELS_8 ? reinterpret_cast<Ints>(top) >> 24 : reinterpret_cast<Ints>(top >> 24);
                 for (int r = 0; r < ROWS; r++) out[r][v] += level * static_cast<int32_t>(x[r * stride + k + d]);
             }
@@ -169,15 +170,15 @@ struct RoundedBlock {
 };
 
 // sums [ROWS, 32] += products of ROWS tokens with COUNT vectors of outputs, from vector FIRST on, over `groups` groups of DEPTH.
-template <int BITS, int DEPTH, int ROWS, int FIRST, int COUNT>
-inline void byte_tile(const Decoded &block, int64_t groups, const RoundedBlock &x, float *sums) {
-    for (int64_t g = 0; g < groups; g++) {
+// scales: for each group, scales [32] and offsets [32].
+template <int BITS, int DEPTH, int ROWS, int FIRST, int COUNT, class L>
+inline void byte_tile(const L &levels, const float *scales, int64_t groups, const RoundedBlock &x, float *sums) {
+    for (int64_t g = 0; g < groups; g++, scales += 2 * PANEL) {
         Ints dots[ROWS][COUNT];
-        group_sums<BITS, ROWS, COUNT, DEPTH>(block.levels + g * DEPTH * PANEL + FIRST * LANES * 4, x.levels + g * DEPTH, x.stride, dots);
-        const float *scales = block.scales + g * 2 * PANEL + FIRST * LANES;
+        group_sums<BITS, DEPTH, ROWS, FIRST, COUNT>(levels, g * DEPTH / 4, x.levels + g * DEPTH, x.stride, dots);
 #pragma GCC unroll 8
         for (int v = 0; v < COUNT; v++) {
-            Floats scale = load<Floats>(scales + v * LANES), offset = load<Floats>(scales + PANEL + v * LANES);
+            Floats scale = load<Floats>(scales + (FIRST + v) * LANES), offset = load<Floats>(scales + PANEL + (FIRST + v) * LANES);
 #pragma GCC unroll 12
             for (int r = 0; r < ROWS; r++) {
                 float *place = sums + r * PANEL + (FIRST + v) * LANES;
@@ -190,35 +191,45 @@ inline void byte_tile(const Decoded &block, int64_t groups, const RoundedBlock &
     }
 }
 
-template <int BITS, int DEPTH, int ROWS, int FIRST = 0>
-inline void byte_tile_of_panel(const Decoded &block, int64_t groups, const RoundedBlock &x, float *sums) {
+template <int BITS, int DEPTH, int ROWS, int FIRST = 0, class L>
+inline void byte_tile_of_panel(const L &levels, const float *scales, int64_t groups, const RoundedBlock &x, float *sums) {
     if constexpr (FIRST < VECTORS) {
-        byte_tile<BITS, DEPTH, ROWS, FIRST, WIDEST>(block, groups, x, sums);
-        byte_tile_of_panel<BITS, DEPTH, ROWS, FIRST + WIDEST>(block, groups, x, sums);
+        byte_tile<BITS, DEPTH, ROWS, FIRST, WIDEST>(levels, scales, groups, x, sums);
+        byte_tile_of_panel<BITS, DEPTH, ROWS, FIRST + WIDEST>(levels, scales, groups, x, sums);
     }
 }
 
 // The same for any number of rows and a whole panel.
-template <int BITS, int DEPTH> inline void byte_tiles(const Decoded &block, int64_t groups, RoundedBlock x, int64_t rows, float *sums) {
+template <int BITS, int DEPTH, class L>
+inline void byte_tiles(const L &levels, const float *scales, int64_t depth, RoundedBlock x, int64_t rows, float *sums) {
 #define TILE(N)                                                                                                      \
     if constexpr (N <= MOST_BYTE_ROWS) {                                                                             \
         while (rows >= N) {                                                                                          \
-            byte_tile_of_panel<BITS, DEPTH, N>(block, groups, x, sums);                                              \
+            byte_tile_of_panel<BITS, DEPTH, N>(levels, scales, depth / DEPTH, x, sums);                              \
             x.levels += N * x.stride, x.scales += N * x.scale_stride, x.sums += N * x.sum_stride;                    \
             sums += N * PANEL, rows -= N;                                                                            \
         }                                                                                                            \
     }
-    TILE(12) TILE(8) TILE(4) TILE(3) TILE(2) TILE(1)
+    TILE(12) TILE(8) TILE(6) TILE(4) TILE(3) TILE(2) TILE(1)
 #undef TILE
 }
 
-inline void byte_products(int64_t bits, int64_t scaling, const Decoded &block, int64_t depth, const RoundedBlock &x, int64_t rows, float *sums) {
-    if (scaling == MULTIPLES_16) return byte_tiles<FORESAY_DOTS(LEVELS_6), 16>(block, depth / 16, x, rows, sums);
-    int64_t groups = depth / GROUP;
+// sums [rows, 32] += products of `depth` depths, at most SUPER. weights: of the first depth. With one tile of rows, levels are decoded in
+// registers where they are used; with several, they are decoded once to `room` [SUPER * PANEL].
+template <int BITS, int DEPTH>
+inline void byte_products(const uint8_t *weights, const float *scales, int64_t depth, const RoundedBlock &x, int64_t rows, float *sums, uint8_t *room) {
+    if (rows <= MOST_BYTE_ROWS) return byte_tiles<BITS, DEPTH>(Packed<BITS>{weights}, scales, depth, x, rows, sums);
+    decode_levels<BITS>(weights, depth, room);
+    byte_tiles<FORESAY_DOTS(BITS), DEPTH>(Plain{room}, scales, depth, x, rows, sums);
+}
+
+inline void byte_products(int64_t bits, int64_t scaling, const uint8_t *weights, const float *scales, int64_t depth, const RoundedBlock &x,
+                          int64_t rows, float *sums, uint8_t *room) {
+    if (scaling == MULTIPLES_16) return byte_products<LEVELS_6, 16>(weights, scales, depth, x, rows, sums, room);
     switch (bits) {
-        case LEVELS_4: return byte_tiles<FORESAY_DOTS(LEVELS_4), 32>(block, groups, x, rows, sums);
-        case LEVELS_6: return byte_tiles<FORESAY_DOTS(LEVELS_6), 32>(block, groups, x, rows, sums);
-        default: return byte_tiles<FORESAY_DOTS(LEVELS_8), 32>(block, groups, x, rows, sums);
+        case LEVELS_4: return byte_products<LEVELS_4, 32>(weights, scales, depth, x, rows, sums, room);
+        case LEVELS_6: return byte_products<LEVELS_6, 32>(weights, scales, depth, x, rows, sums, room);
+        default: return byte_products<LEVELS_8, 32>(weights, scales, depth, x, rows, sums, room);
     }
 }
 

@@ -30,6 +30,17 @@ template <class F> void each(int64_t count, int threads, const F &body) {
     pool().run([](const void *what, int64_t i) { (*static_cast<const F *>(what))(i); }, &body, count, threads);
 }
 
+// The same, where a thread takes a run of consecutive i, so that it reads a long piece of memory: first long runs, then ever shorter ones.
+template <class F> void each_in_runs(int64_t count, int threads, const F &body) {
+    static thread_local std::vector<int64_t> kept;
+    std::vector<int64_t> &ends = kept; // the caller's, not a worker's
+    ends.assign(1, 0);
+    while (ends.back() < count) ends.push_back(ends.back() + std::max<int64_t>(1, (count - ends.back()) / (2 * threads)));
+    each(static_cast<int64_t>(ends.size()) - 1, threads, [&, bounds = ends.data()](int64_t run) {
+        for (int64_t i = bounds[run]; i < bounds[run + 1]; i++) body(i);
+    });
+}
+
 constexpr int64_t TOKENS_AT_ONCE = 8;
 
 // Runs body(n) for all tokens, in blocks of TOKENS_AT_ONCE.
@@ -52,7 +63,7 @@ inline int64_t panels_of(const Product &p) { return (p.outputs + PANEL - 1) / PA
 void multiply_rounded(const Product &p, const Inputs &in, float *out, int threads) {
     int64_t blocks = (in.rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE, panels = 0, width = all_outputs(p);
     for (const Product *part = &p; part != nullptr; part = part->next) panels += panels_of(*part);
-    each(panels * blocks, threads, [&](int64_t i) {
+    each_in_runs(panels * blocks, threads, [&](int64_t i) {
         int64_t panel = i / blocks, first = i % blocks * ROWS_AT_ONCE, left = in.rows - first;
         const Product *part = &p;
         float *place = out;

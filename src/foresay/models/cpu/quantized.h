@@ -49,38 +49,58 @@ constexpr bool SIGNED_8 = false;
 constexpr bool SIGNED_8 = true;
 #endif
 
-typedef uint32_t Unit __attribute__((vector_size(64), may_alias, aligned(4)));
+// Levels of a panel, from a first unit on, which need decoding.
+template <int BITS> struct Packed {
+    const uint8_t *weights;
 
-// Decodes `depth` depths, a multiple of 8; `weights` is the first unit. Prefetches those of the next SUPER depths.
-template <int BITS> inline void decode_levels(const uint8_t *weights, int64_t depth, uint8_t *out) {
-    if constexpr (BITS == LEVELS_4) {
-        for (int64_t k = 0; k < depth; k += 4, weights += 64, out += 128) {
-            __builtin_prefetch(weights + level_bytes(BITS, SUPER));
-            Unit both = load<Unit>(weights);
-            store(out, both & 0x0f0f0f0fu), store(out + 64, both >> 4 & 0x0f0f0f0fu);
+    // Decodes the levels of four depths for COUNT vectors of outputs from vector FIRST on. Prefetches those of SUPER depths further on.
+    template <int FIRST, int COUNT> inline void at(int64_t four, Words (&out)[COUNT]) const {
+        constexpr int HALVES = 16 / LANES; // vectors of 16 outputs
+        const uint8_t *unit = BITS == LEVELS_4 ? weights + four * 64 : BITS == LEVELS_6 ? weights + four / 2 * 192 + four % 2 * 64 : weights + four * 128;
+        const uint8_t *upper = weights + four / 2 * 192 + 128; // of 6 bits
+        if constexpr (FIRST == 0) {
+            __builtin_prefetch(unit + level_bytes(BITS, SUPER));
+            if constexpr (BITS == LEVELS_6) if (four % 2 == 0) __builtin_prefetch(upper + level_bytes(BITS, SUPER));
+            if constexpr (BITS == LEVELS_8) __builtin_prefetch(unit + 64 + level_bytes(BITS, SUPER));
         }
-    } else if constexpr (BITS == LEVELS_6) {
-        for (int64_t k = 0; k < depth; k += 8, weights += 192, out += 256) {
-            for (int line = 0; line < 3; line++) __builtin_prefetch(weights + 64 * line + level_bytes(BITS, SUPER));
-            Unit first = load<Unit>(weights), second = load<Unit>(weights + 64), upper = load<Unit>(weights + 128);
-            store(out, (first & 0x0f0f0f0fu) | (upper << 4 & 0x30303030u));
-            store(out + 64, (first >> 4 & 0x0f0f0f0fu) | (upper << 2 & 0x30303030u));
-            store(out + 128, (second & 0x0f0f0f0fu) | (upper & 0x30303030u));
-            store(out + 192, (second >> 4 & 0x0f0f0f0fu) | (upper >> 2 & 0x30303030u));
-        }
-    } else {
-        for (int64_t k = 0; k < depth; k += 4, weights += 128, out += 128) {
-            for (int half = 0; half < 128; half += 64) {
-                __builtin_prefetch(weights + half + level_bytes(BITS, SUPER));
-                Unit some = load<Unit>(weights + half);
-                store(out + half, SIGNED_8 ? some ^ 0x80808080u : some);
+        for (int i = 0; i < COUNT; i++) {
+            int v = FIRST + i, high = v / HALVES;
+            if constexpr (BITS == LEVELS_8) {
+                out[i] = load<Words>(unit + v * LANES * 4);
+                if (SIGNED_8) out[i] ^= 0x80808080u;
+            } else {
+                out[i] = load<Words>(unit + v % HALVES * LANES * 4) >> (4 * high) & 0x0f0f0f0fu;
             }
+            if constexpr (BITS == LEVELS_6) {
+                Words two = load<Words>(upper + v % HALVES * LANES * 4) >> static_cast<uint32_t>(2 * high + four % 2 * 4);
+                out[i] |= (two & 0x03030303u) << 4;
+            }
+        }
+    }
+};
+
+// Levels that were decoded before.
+struct Plain {
+    const uint8_t *levels;
+
+    template <int FIRST, int COUNT> inline void at(int64_t four, Words (&out)[COUNT]) const {
+        for (int i = 0; i < COUNT; i++) out[i] = load<Words>(levels + four * 128 + (FIRST + i) * LANES * 4);
+    }
+};
+
+template <int BITS> inline void decode_levels(const uint8_t *weights, int64_t depth, uint8_t *out) {
+    for (int64_t four = 0; four < depth / 4; four += 2) {
+        for (int64_t i = four; i < four + 2; i++) {
+            Words levels[VECTORS];
+            Packed<BITS>{weights}.template at<0, VECTORS>(i, levels);
+            for (int v = 0; v < VECTORS; v++) store(out + i * 128 + v * LANES * 4, levels[v]);
         }
     }
 }
 
-// Decodes the scales and offsets of `depth` depths, a multiple of 32. records: those of the first, a multiple of SUPER.
-template <int SCALING> inline void decode_scales(const uint8_t *records, int64_t depth, float minus, float *out) {
+// Decodes the scales and offsets of `depth` depths from depth `from` of the panel on, a multiple of SUPER; depth is a multiple of 32.
+template <int SCALING> inline void decode_scales(const uint8_t *records, int64_t from, int64_t depth, float minus, float *out) {
+    records += scale_bytes(SCALING, from);
     auto half_at = [&](int64_t byte, int v) { return halves(reinterpret_cast<const uint16_t *>(records + byte) + v * LANES); };
     if constexpr (SCALING == SCALE || SCALING == SCALE_OFFSET) {
         for (int64_t k = 0; k < depth; k += GROUP, out += 2 * PANEL, records += SCALING == SCALE ? 64 : 128) {
@@ -115,22 +135,22 @@ template <int SCALING> inline void decode_scales(const uint8_t *records, int64_t
     }
 }
 
-// Decodes depths [from, to) of a panel, at most SUPER of them; `from` is a multiple of SUPER, `to` of 32.
-// weights, scales: those of the panel.
-inline void decode(int64_t bits, int64_t scaling, const uint8_t *weights, const uint8_t *scales, int64_t from, int64_t to, Decoded &out) {
-    weights += level_bytes(bits, from), scales += scale_bytes(scaling, from);
-    int64_t depth = to - from;
-    switch (bits) {
-        case LEVELS_4: decode_levels<LEVELS_4>(weights, depth, out.levels); break;
-        case LEVELS_6: decode_levels<LEVELS_6>(weights, depth, out.levels); break;
-        default: decode_levels<LEVELS_8>(weights, depth, out.levels);
-    }
+inline void decode_scales(int64_t bits, int64_t scaling, const uint8_t *scales, int64_t from, int64_t depth, float *out) {
     float minus = bits == LEVELS_8 && SIGNED_8 ? 0.0f : -static_cast<float>(1 << (bits - 1));
     switch (scaling) {
-        case SCALE: decode_scales<SCALE>(scales, depth, minus, out.scales); break;
-        case SCALE_OFFSET: decode_scales<SCALE_OFFSET>(scales, depth, minus, out.scales); break;
-        case MULTIPLES: decode_scales<MULTIPLES>(scales, depth, minus, out.scales); break;
-        default: decode_scales<MULTIPLES_16>(scales, depth, minus, out.scales);
+        case SCALE: return decode_scales<SCALE>(scales, from, depth, minus, out);
+        case SCALE_OFFSET: return decode_scales<SCALE_OFFSET>(scales, from, depth, minus, out);
+        case MULTIPLES: return decode_scales<MULTIPLES>(scales, from, depth, minus, out);
+        default: return decode_scales<MULTIPLES_16>(scales, from, depth, minus, out);
+    }
+}
+
+// weights: of the first depth.
+inline void decode_levels(int64_t bits, const uint8_t *weights, int64_t depth, uint8_t *out) {
+    switch (bits) {
+        case LEVELS_4: return decode_levels<LEVELS_4>(weights, depth, out);
+        case LEVELS_6: return decode_levels<LEVELS_6>(weights, depth, out);
+        default: return decode_levels<LEVELS_8>(weights, depth, out);
     }
 }
 

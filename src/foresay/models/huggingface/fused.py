@@ -21,7 +21,7 @@ from foresay.models.cpu.gated_layer import GatedLayer, Norm, Product
 from foresay.models.cpu.layers import FlatTokens, NativeLayers
 from foresay.models.cpu.product import CompiledProduct
 from foresay.models.huggingface.linears import product_of
-from foresay.models.huggingface.operations import attend, causal_mask, feed_forward, rotary_of
+from foresay.models.huggingface.operations import RotaryTable, attend, causal_mask, feed_forward, rotary_of
 
 logger = logging.getLogger("foresay")
 
@@ -57,6 +57,7 @@ class FusedDecoder:
         self._head = product_of(model.get_output_embeddings())
         self._by_kind = config.model_type == "gemma3_text"  # its rotary embedding depends on the layer type
         self._windows = {layer.kind: layer.window for layer in self._layers}
+        self._tables = {kind: RotaryTable(self._rotary, kind if self._by_kind else None) for kind in self._windows}
         self._embedding_scale = float(getattr(config, "embedding_multiplier", 1.0))
         self._residual_scale = float(getattr(config, "residual_multiplier", 1.0))
         self._logits_scale = float(getattr(config, "logits_scaling", 1.0))
@@ -121,8 +122,7 @@ class FusedDecoder:
         x = self._embed(token_ids.reshape(-1) if real is None else token_ids[real]).float()
         if self._embedding_scale != 1.0:
             x = x * self._embedding_scale
-        rotary = {kind: self._cos_sin(x[:0], tokens.positions[None], kind) for kind in self._windows}
-        turns = {kind: (cos[0].contiguous(), sin[0].contiguous()) for kind, (cos, sin) in rotary.items()}
+        turns = {kind: table(tokens.positions) for kind, table in self._tables.items()}
         normed, hidden = native.run(x, tokens, cache, turns, model_input.hidden_layers)
         states = {n: padded(state.to(self._dtype), real, shape) for n, state in hidden.items()}
         if model_input.logits is Logits.NONE:

@@ -67,9 +67,11 @@ class RotaryTable:
     STATIC = frozenset({"default", "linear", "llama3", "yarn"})
     """RoPE types whose frequencies do not depend on the sequence length."""
 
-    def __init__(self, rotary: Any) -> None:
-        """rotary: a rotary embedding module of transformers with its buffers on the CPU."""
-        self._rotary, self._static = rotary, getattr(rotary, "rope_type", "") in self.STATIC
+    def __init__(self, rotary: Any, kind: str | None = None) -> None:
+        """rotary: a rotary embedding module of transformers with its buffers on the CPU. kind: of its layers, if it needs one."""
+        types = getattr(rotary, "rope_type", "")
+        self._rotary, self._kind = rotary, [] if kind is None else [kind]
+        self._static = (types.get(kind) if isinstance(types, dict) else types) in self.STATIC
         self._table = torch.empty(0, 0), torch.empty(0, 0)
 
     def __call__(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -78,12 +80,12 @@ class RotaryTable:
             return self._compute(positions)
         needed = int(positions.max()) + 1
         if needed > len(self._table[0]):
-            self._table = self._compute(torch.arange(max(1024, 2 * needed)))
+            self._table = self._compute(torch.arange(needed + 2048))
         cos, sin = self._table
         return cos[positions], sin[positions]
 
     def _compute(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        cos, sin = self._rotary(torch.empty(0), positions[None])
+        cos, sin = self._rotary(torch.empty(0), positions[None], *self._kind)
         return cos[0].contiguous(), sin[0].contiguous()
 
 

@@ -259,10 +259,11 @@ def test_scales_are_widened_alike_without_instructions_for_it(monkeypatch: pytes
 BROKEN = {
     "rows beyond the first four are added in parts": (
         "inputs.h",
-        "in.rounded(first, from, p.scaling == MULTIPLES_16), rows, sums);",
-        """in.rounded(first, from, p.scaling == MULTIPLES_16), rows < 5 ? rows : 4, sums);
-            float part[ROWS_AT_ONCE * PANEL] = {};
-            if (rows > 4) byte_products(p.bits, p.scaling, block, to - from, in.rounded(first + 4, from, false), rows - 4, part);
+        "byte_products(p.bits, p.scaling, levels, block.scales, to - from, rounded, rows, sums, block.levels);",
+        """float part[ROWS_AT_ONCE * PANEL] = {};
+            RoundedBlock more = in.rounded(first + (rows > 4 ? 4 : 0), from, false);
+            byte_products(p.bits, p.scaling, levels, block.scales, to - from, rounded, rows < 5 ? rows : 4, sums, block.levels);
+            if (rows > 4) byte_products(p.bits, p.scaling, levels, block.scales, to - from, more, rows - 4, part, block.levels);
             for (int64_t i = 0; i < (rows - 4) * PANEL; i++) sums[4 * PANEL + i] += part[i];""",
     ),
     "inputs are rounded for the whole row": (
