@@ -1,10 +1,11 @@
 // Attention of a Llama-like layer: head norms, rotary positions, writing the cache, and attention over it.
 //
-// A token's sums run over positions in a fixed order, so its bits depend neither on the batch, nor on the other columns, nor on the
-// number of threads. Scores are sums over the dimensions, in order. A token's weights are summed by position modulo the lanes of a
-// vector, then over the lanes. Values are summed position by position. Tokens of one row can therefore share keys and values that are
-// read, converted and transposed once, a block of positions at a time: a position that a token does not attend to has weight zero, and
-// adding zero changes no bit. Numbers are float32; T is the type of the cache in memory, float32 or bfloat16.
+// A token's sums have a fixed order, so its bits depend neither on the batch, nor on the other columns, nor on the number of threads. A
+// score is a sum over the dimensions by lanes of a vector, then over the lanes. A token's weights are summed by position modulo the
+// lanes, then over the lanes. Values are summed position by position. Tokens of one row can therefore share the keys and values that
+// are read, a block of positions at a time: a position that a token does not attend to has weight zero, and adding zero changes no bit.
+// T is the type of the cache in memory, float32 or bfloat16; queries are rounded to bfloat16 with a cache of bfloat16 if the processor
+// multiplies such numbers.
 // Shapes: N tokens, Q query heads, K key heads, D dimensions of a head.
 
 #pragma once
@@ -14,6 +15,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <type_traits>
 #include <vector>
 
 namespace foresay {
@@ -87,8 +89,8 @@ void place(const Attention &a, const float *joint, float *queries, int64_t n) {
     for (int64_t i = 0; i < k; i++) write(values[i], source[q + k + i]);
 }
 
-constexpr int VECTORS_AT_ONCE = 4, QUERIES_AT_ONCE = LANES == 16 ? 4 : 2;
-constexpr int64_t POSITIONS = VECTORS_AT_ONCE * LANES; // positions processed as a block
+constexpr int QUERIES_AT_ONCE = LANES == 16 ? 4 : 2;
+constexpr int64_t POSITIONS = 4 * LANES; // positions processed as a block
 constexpr int64_t MOST_TOKENS = 16, MOST_SCORES = 1 << 16; // of a span, and of all its heads
 
 // Consecutive tokens of one row that share the reading of the cache; a token of a tree forms its own span.
@@ -124,93 +126,85 @@ inline void slots_of_path(const Attention &a, int64_t n, std::vector<int64_t> &p
     }
 }
 
-// Lane indices that exchange blocks of SIZE lanes between two vectors, one step of a transposition.
-template <int SIZE> struct Exchange {
-    int32_t low[LANES], high[LANES];
-    constexpr Exchange() : low{}, high{} {
-        for (int l = 0; l < LANES; l++) {
-            low[l] = l & SIZE ? LANES + l - SIZE : l;
-            high[l] = l & SIZE ? LANES + l : l + SIZE;
+// Keys and values of a head are read as numbers of this type: as they are, or widened to float32 first, where the processor has no dot
+// products of bfloat16 numbers. Queries are rounded to the same type.
+template <class T> struct Working { typedef float type; };
+#if defined(FORESAY_BF16_DOTS)
+template <> struct Working<bf16> { typedef bf16 type; };
+#endif
+
+template <class W> constexpr int64_t STEP = 4 * LANES / sizeof(W); // numbers of a vector
+
+inline Floats add_products(Floats sum, const float *x, Floats y) { return sum + load<Floats>(x) * y; }
+
+inline Floats add_products(Floats sum, const bf16 *x, Floats y) { return add_pairs(sum, load<Words>(x), reinterpret_cast<Words>(y)); }
+
+// Rows of keys or values at consecutive positions, [., stride], each of `padded` numbers.
+template <class W> struct Rows {
+    const W *first;
+    int64_t stride;
+};
+
+// The keys or the values of one head and row of the cache.
+template <class T> struct Source {
+    typedef typename Working<T>::type W;
+    const T *first;
+    int64_t stride, dim, padded, start;
+    const int64_t *path; // slots of the positions from `start` on; null for chains, where slot = position
+    W *room;             // [POSITIONS, padded], zero in padding
+
+    // Positions [from, to), at most POSITIONS of them: in the cache itself if they lie there as they are read, else copied.
+    Rows<W> rows(int64_t from, int64_t to) const {
+        if constexpr (std::is_same_v<T, W>) {
+            if (path == nullptr && padded == dim) {
+                for (int64_t p = to; p < to + POSITIONS; p++) fetch(first + p * stride);
+                return {first + from * stride, stride};
+            }
         }
+        for (int64_t p = from; p < to; p++) {
+            const T *row = first + (path == nullptr || p < start ? p : path[p - start]) * stride;
+            W *out = room + (p - from) * padded;
+            if constexpr (std::is_same_v<T, W>) {
+                std::memcpy(out, row, dim * sizeof(T));
+            } else {
+                int64_t d = 0;
+                for (; d + LANES <= dim; d += LANES) store(out + d, vector_of(row + d));
+                for (; d < dim; d++) out[d] = foresay::read(row[d]);
+            }
+        }
+        return {room, padded};
+    }
+
+    // The rows of one head are too far apart for the hardware prefetcher.
+    void fetch(const T *row) const {
+        for (int64_t d = 0; d < dim; d += 64 / sizeof(T)) __builtin_prefetch(row + d);
     }
 };
 
-// Transposes LANES vectors of LANES lanes.
-template <int SIZE = 1> inline void turned(Floats *v) {
-    static constexpr Exchange<SIZE> at;
-    Ints low = load<Ints>(at.low), high = load<Ints>(at.high);
+// scores[j] = query [padded] times row j, for j < LANES; of fewer rows the last one is repeated.
+template <class W> inline void row_dots(const W *query, Rows<W> rows, int64_t count, int64_t padded, float *scores) {
+    Floats sums[LANES] = {};
+    const W *at[LANES];
 #pragma GCC unroll 16
-    for (int i = 0; i < LANES; i++) {
-        if (i & SIZE) continue;
-        Floats one = v[i], two = v[i + SIZE];
-        v[i] = chosen(one, two, low), v[i + SIZE] = chosen(one, two, high);
+    for (int64_t j = 0; j < LANES; j++) at[j] = rows.first + (j < count ? j : count - 1) * rows.stride;
+    for (int64_t d = 0; d < padded; d += STEP<W>) {
+        Floats some = load<Floats>(query + d);
+#pragma GCC unroll 16
+        for (int j = 0; j < LANES; j++) sums[j] = add_products(sums[j], at[j] + d, some);
     }
-    if constexpr (2 * SIZE < LANES) turned<2 * SIZE>(v);
+    store(scores, together(sums));
 }
 
-// A block of the cache read once for all heads and tokens of a span: keys [D, POSITIONS] and values [POSITIONS, padded D], float32.
-template <class T> struct Read {
-    const T *keys, *values; // of the row and head
-    int64_t stride, dim, padded, start;
-    const int64_t *path; // slots of the positions from `start` on; null for chains
-    float *out;          // [POSITIONS, padded], zero where dimensions are padded
-    const T *zeros;      // [padded]
-
-    int64_t slot(int64_t position) const { return path == nullptr || position < start ? position : path[position - start]; }
-
-    // Prefetches the next block: the rows of one head are too far apart for the hardware prefetcher.
-    void ahead(const T *place, int64_t from, int64_t to) const {
-        for (int64_t p = from; p < to; p++) {
-            const char *row = reinterpret_cast<const char *>(place + slot(p) * stride);
-            for (int64_t byte = 0; byte < dim * static_cast<int64_t>(sizeof(T)); byte += 64) __builtin_prefetch(row + byte);
-        }
-    }
-
-    // Keys of positions [from, to), at most POSITIONS of them, padded with zeros.
-    const float *keys_of(int64_t from, int64_t to) const {
-        int64_t whole = dim / LANES * LANES;
-        for (int64_t v = 0; v < VECTORS_AT_ONCE; v++) {
-            const T *places[LANES];
-            for (int64_t j = 0; j < LANES; j++) {
-                int64_t position = from + v * LANES + j;
-                places[j] = position < to ? keys + slot(position) * stride : zeros;
-            }
-            for (int64_t d = 0; d < whole; d += LANES) {
-                Floats block[LANES];
-                for (int j = 0; j < LANES; j++) block[j] = vector_of(places[j] + d);
-                turned(block);
-                for (int64_t i = 0; i < LANES; i++) std::memcpy(out + (d + i) * POSITIONS + v * LANES, &block[i], sizeof(Floats));
-            }
-            for (int64_t d = whole; d < dim; d++)
-                for (int64_t j = 0; j < LANES; j++) out[d * POSITIONS + v * LANES + j] = foresay::read(places[j][d]);
-        }
-        return out;
-    }
-
-    const float *values_of(int64_t from, int64_t to) const {
-        for (int64_t p = from; p < to; p++) {
-            const T *place = values + slot(p) * stride;
-            float *row = out + (p - from) * padded;
-            int64_t d = 0;
-            for (; d + LANES <= dim; d += LANES) {
-                Floats some = vector_of(place + d);
-                std::memcpy(row + d, &some, sizeof some);
-            }
-            for (; d < dim; d++) row[d] = foresay::read(place[d]);
-        }
-        return out;
-    }
-};
-
-// sums[r] [V vectors] += weights[r] [count] times rows [count, stride]. Used for queries times keys and for weights times values.
-template <int R, int V> inline void add_rows(const float *const *weights, const float *rows, int64_t stride, int64_t count, float *const *sums) {
+// sums[r] [V vectors] += weights[r] [count] times rows [count, stride], from dimension d on.
+template <int R, int V, class W>
+inline void add_rows(const float *const *weights, Rows<W> rows, int64_t d, int64_t count, float *const *sums) {
     Floats sum[R][V];
     for (int r = 0; r < R; r++)
-        for (int v = 0; v < V; v++) sum[r][v] = load<Floats>(sums[r] + v * LANES);
+        for (int v = 0; v < V; v++) sum[r][v] = load<Floats>(sums[r] + d + v * LANES);
     for (int64_t p = 0; p < count; p++) {
         Floats row[V];
 #pragma GCC unroll 4
-        for (int v = 0; v < V; v++) row[v] = load<Floats>(rows + p * stride + v * LANES);
+        for (int v = 0; v < V; v++) row[v] = vector_of(rows.first + p * rows.stride + d + v * LANES);
 #pragma GCC unroll 4
         for (int r = 0; r < R; r++) {
             float weight = weights[r][p];
@@ -219,17 +213,15 @@ template <int R, int V> inline void add_rows(const float *const *weights, const 
         }
     }
     for (int r = 0; r < R; r++)
-        for (int v = 0; v < V; v++) std::memcpy(sums[r] + v * LANES, &sum[r][v], sizeof(Floats));
+        for (int v = 0; v < V; v++) store(sums[r] + d + v * LANES, sum[r][v]);
 }
 
-template <int R> inline void add_all_values(const float *const *weights, const float *values, int64_t padded, int64_t count, float *const *sums) {
-    float *place[R];
+template <int R, class W> inline void add_all_values(const float *const *weights, Rows<W> rows, int64_t padded, int64_t count, float *const *sums) {
     for (int64_t d = 0; d < padded;) {
-        for (int r = 0; r < R; r++) place[r] = sums[r] + d;
         int64_t left = (padded - d) / LANES;
-        if (left >= 4) add_rows<R, 4>(weights, values + d, padded, count, place), d += 4 * LANES;
-        else if (left >= 2) add_rows<R, 2>(weights, values + d, padded, count, place), d += 2 * LANES;
-        else add_rows<R, 1>(weights, values + d, padded, count, place), d += LANES;
+        if (left >= 4) add_rows<R, 4>(weights, rows, d, count, sums), d += 4 * LANES;
+        else if (left >= 2) add_rows<R, 2>(weights, rows, d, count, sums), d += 2 * LANES;
+        else add_rows<R, 1>(weights, rows, d, count, sums), d += LANES;
     }
 }
 
@@ -270,50 +262,49 @@ template <class F> inline void some_queries(int64_t count, const F &body) {
 // Computes attention of the query heads that share one key head for the tokens of a span, out [N, Q * D].
 template <class T>
 void gather(const Attention &a, const float *queries, float *out, Span span, int64_t head) {
-    static thread_local std::vector<float> kept, block;
-    static thread_local std::vector<T> zeros;
+    typedef typename Working<T>::type W;
+    static thread_local std::vector<float> kept;
+    static thread_local std::vector<W> kept_rows;
     static thread_local std::vector<int64_t> kept_path;
-    static thread_local std::vector<float *> rows;
+    static thread_local std::vector<float *> pointers;
     int64_t n = span.first, group = a.queries / a.keys, count = span.count * group;
     int64_t last = a.positions[n + span.count - 1], from = first_in_sight(a, n) / POSITIONS * POSITIONS;
-    int64_t padded = (a.dim + LANES - 1) / LANES * LANES, width = (last - from) / POSITIONS * POSITIONS + POSITIONS;
+    int64_t padded = (a.dim + STEP<W> - 1) / STEP<W> * STEP<W>, width = (last - from) / POSITIONS * POSITIONS + POSITIONS;
     slots_of_path(a, n, kept_path);
-    block.assign(POSITIONS * padded, 0.0f), zeros.assign(padded, T{});
-    kept.assign(count * (width + padded), 0.0f), rows.resize(3 * count);
+    kept.assign(count * (width + padded), 0.0f), kept_rows.assign((POSITIONS + count) * padded, W{}), pointers.resize(2 * count);
     // addresses, so that no loop below looks up a variable of the thread
-    float *room = kept.data(), **scores = rows.data(), **sums = scores + count;
-    const float **asked = const_cast<const float **>(sums + count);
-    const T *keys_at = keys_of_row<T>(a, a.rows[n]) + head * a.dim;
-    const Read<T> source{keys_at, keys_at + to_values(a, a.rows[n]), a.keys * a.dim, a.dim, padded, a.starts[n],
-                         kept_path.empty() ? nullptr : kept_path.data(), block.data(), zeros.data()};
+    float **scores = pointers.data(), **sums = scores + count;
+    W *asked = kept_rows.data() + POSITIONS * padded;
     for (int64_t r = 0; r < count; r++) {
-        asked[r] = queries + ((n + r / group) * a.queries + head * group + r % group) * a.dim;
-        scores[r] = room + r * width, sums[r] = room + count * width + r * padded;
+        const float *query = queries + ((n + r / group) * a.queries + head * group + r % group) * a.dim;
+        for (int64_t d = 0; d < a.dim; d++) write(asked[r * padded + d], query[d]);
+        scores[r] = kept.data() + r * width, sums[r] = kept.data() + count * width + r * padded;
     }
+    const T *keys = keys_of_row<T>(a, a.rows[n]) + head * a.dim;
+    Source<T> source{keys, a.keys * a.dim, a.dim, padded, a.starts[n], kept_path.empty() ? nullptr : kept_path.data(), kept_rows.data()};
     for (int64_t p = from; p <= last; p += POSITIONS) {
-        source.ahead(source.keys, std::min(p + POSITIONS, last + 1), std::min(p + 2 * POSITIONS, last + 1));
-        const float *keys = source.keys_of(p, std::min(p + POSITIONS, last + 1));
-        some_queries(count, [&](auto some, int64_t r) {
-            constexpr int R = decltype(some)::value;
-            float *place[R];
-            for (int i = 0; i < R; i++) place[i] = scores[r + i] + (p - from);
-            add_rows<R, VECTORS_AT_ONCE>(asked + r, keys, POSITIONS, a.dim, place);
-        });
+        int64_t end = std::min(p + POSITIONS, last + 1);
+        Rows<W> rows = source.rows(p, end);
+        for (int64_t r = 0; r < count; r++) {
+            float *place = scores[r] + (p - from);
+            for (int64_t j = 0; j < end - p; j += LANES) {
+                row_dots(asked + r * padded, {rows.first + j * rows.stride, rows.stride}, end - p - j, padded, place + j);
+            }
+        }
     }
     for (int64_t r = 0; r < count; r++) {
         int64_t token = n + r / group;
         weights_of(scores[r], first_in_sight(a, token) - from, a.positions[token] - from, width, a.scaling, a.softcap);
     }
-    std::memset(source.out, 0, POSITIONS * padded * sizeof(float)); // clear keys in the padding of values
+    source.first += to_values(a, a.rows[n]);
     for (int64_t p = from; p <= last; p += POSITIONS) {
         int64_t end = std::min(p + POSITIONS, last + 1);
-        source.ahead(source.values, end, std::min(end + POSITIONS, last + 1));
-        const float *values = source.values_of(p, end);
+        Rows<W> rows = source.rows(p, end);
         some_queries(count, [&](auto some, int64_t r) {
             constexpr int R = decltype(some)::value;
             const float *weights[R];
             for (int i = 0; i < R; i++) weights[i] = scores[r + i] + (p - from);
-            add_all_values<R>(weights, values, padded, end - p, sums + r);
+            add_all_values<R>(weights, rows, padded, end - p, sums + r);
         });
     }
     for (int64_t r = 0; r < count; r++) {
