@@ -45,11 +45,9 @@ def described() -> Iterator[str]:
 def _kernels() -> str:
     if os.environ.get(build.SWITCH) == "0":
         return f"off ({build.SWITCH}=0)"
-    return (
-        f"compiled, {build.library_path()}"
-        if build.is_compiled()
-        else "not compiled yet; foresay prepare compiles them"
-    )
+    if not build.is_compiled():
+        return "not compiled yet; foresay prepare compiles them"
+    return f"{build.instructions() or build.failure_reason()}; {build.library_path()}"
 
 
 def _hub_cache() -> str:

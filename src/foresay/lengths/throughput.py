@@ -44,7 +44,7 @@ from foresay.lengths.token_rate import TokenRate
 
 DEFAULT_HIGH = 16
 """Default longest draft."""
-_CHEAP = 0.05
+_CHEAP = 0.01
 """Share of a plain pass below which n-gram drafting counts as free."""
 _REMEASURE_PLAIN = 64
 """Steps with drafts after which a plain pass is measured again, since costs are relative to it."""

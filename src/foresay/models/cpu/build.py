@@ -68,6 +68,10 @@ Lake), GCC would fuse multiply and add in one copy of a loop and round between t
 _TIMEOUT_S = 300.0
 SWITCH = "FORESAY_NATIVE"
 """Environment variable: "0" disables the compiled kernels."""
+ISA = "FORESAY_ISA"
+"""Environment variable: compile the kernels for fewer instructions than this processor has, to measure or test them."""
+_ISAS = {"avx512": "x86-64-v4", "avx2": "x86-64-v3", "sse": "x86-64"}
+"""Values of the variable on x86-64, and GCC's names of them; VNNI and BF16 instructions belong to none."""
 
 
 _reasons: list[str] = []
@@ -143,14 +147,14 @@ def library_path() -> Path:
 
     Raises BuildError if there are none and no compiler.
     """
-    processor = _processor()
-    if (found := levels.precompiled(_digest(), processor)) is not None:
+    processor, isa = _processor(), os.environ.get(ISA, "")
+    if not isa and (found := levels.precompiled(_digest(), processor)) is not None:
         return found
     try:
         compiler = _compiler()
     except BuildError as error:
         raise BuildError("; ".join(filter(None, (str(error), levels.unmatched())))) from None
-    return _folder() / f"kernels-{_digest(processor, _version(tuple(compiler)), *compiler)}.so"
+    return _folder() / f"kernels-{_digest(processor, isa, _version(tuple(compiler)), *compiler)}.so"
 
 
 def _folder() -> Path:
@@ -208,8 +212,19 @@ def _processor() -> str:
 
 
 def _native() -> str:
-    """The compiler's argument for all instructions of this processor."""
-    return "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
+    """The compiler's argument for the instructions of $FORESAY_ISA, or for all of this processor. Raises BuildError."""
+    isa, is_x86 = os.environ.get(ISA, ""), platform.machine() in ("x86_64", "AMD64")
+    if isa and (not is_x86 or isa not in _ISAS):
+        raise BuildError(f"{ISA}={isa} must be {', '.join(_ISAS)}, on an x86-64 processor")
+    if isa:
+        return f"-march={_ISAS[isa]}"
+    return "-march=native" if is_x86 else "-mcpu=native"
+
+
+def instructions() -> str:
+    """Return the instructions that the kernels use, such as "AVX-512, VNNI, BF16"; "" without kernels."""
+    found = library()
+    return "" if found is None else found.foresay_instructions().decode()
 
 
 def _compile(path: Path, machine: str) -> None:

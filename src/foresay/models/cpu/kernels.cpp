@@ -400,6 +400,29 @@ extern "C" int64_t foresay_rows(const Product *p, const int64_t *ids, int64_t co
     });
 }
 
+// The instructions that the kernels were compiled for.
+extern "C" const char *foresay_instructions() {
+    return
+#if defined(__AVX512F__)
+        "AVX-512"
+#elif defined(__AVX2__)
+        "AVX2"
+#elif defined(__ARM_NEON)
+        "NEON"
+#else
+        "no vectors of more than 16 bytes"
+#endif
+#if defined(FORESAY_BYTE_DOTS)
+        ", VNNI"
+#elif defined(__ARM_FEATURE_DOTPROD)
+        ", dot products"
+#endif
+#if defined(FORESAY_BF16_DOTS)
+        ", BF16"
+#endif
+        ;
+}
+
 // 1 if products with bfloat16 weights and activations use instructions for them.
 extern "C" int64_t foresay_bf16_dots() { return BF16_DOTS; }
 

@@ -116,6 +116,7 @@ def declare_functions(library: ctypes.CDLL) -> ctypes.CDLL:
         "attend": [ctypes.POINTER(Attention), p, p, p, n, n],
     }
     library.foresay_bf16_dots.argtypes, library.foresay_bf16_dots.restype = [], n
+    library.foresay_instructions.argtypes, library.foresay_instructions.restype = [], ctypes.c_char_p
     library.foresay_message.argtypes, library.foresay_message.restype = [], ctypes.c_char_p
 
     def check_status(status: int, function: Any, arguments: Any) -> None:

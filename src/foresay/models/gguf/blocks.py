@@ -63,6 +63,10 @@ class _File:
             return DenseWeight(weight.dense(torch.float32) - 1)  # transformers adds the 1 in the norm
         return weight
 
+    def release_pages(self) -> None:
+        """See `GgufHeader`."""
+        self._header.release_pages()
+
     def dense(self, name: str) -> torch.Tensor | None:
         """Return a parameter in `dtype`, or None if the file lacks it."""
         weight = self.get(name)
@@ -79,6 +83,7 @@ def _fill(model: Any, file: _File) -> None:
     model.tie_weights = lambda *args, **kwargs: None  # tied layers may use two representations of one weight
     _fill_embeddings(model, file)
     for name, module in list(model.named_modules()):
+        file.release_pages()  # of the weights that were packed
         for joint in JOINT_LAYERS:
             _fill_joint(module, name, joint, file)
         for short, child in list(module.named_children()):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import mmap
 import struct
 from collections import Counter
 from collections.abc import Mapping
@@ -65,6 +66,14 @@ class GgufHeader:
     tensors: Mapping[str, StoredTensor]
     short_values: bytes
     """A complete GGUF file with only the short values and no tensors; transformers reads the configuration from it."""
+
+    def release_pages(self) -> None:
+        """Take the file's pages out of this process's memory; they are read again when they are used."""
+        for tensor in self.tensors.values():
+            mapped = getattr(tensor.data, "_mmap", None)
+            if mapped is not None and hasattr(mmap, "MADV_DONTNEED"):
+                mapped.madvise(mmap.MADV_DONTNEED)
+            return  # all tensors are parts of one map
 
     @property
     def architecture(self) -> str:

@@ -127,8 +127,8 @@ def _warn_rounded(kind: str) -> None:
 def _scales_are_finite(tensor: StoredTensor) -> bool:
     first, end = _SCALES.get(tensor.kind, (0, 4))
     blocks = tensor.data.reshape(len(tensor.data), -1, BLOCKS[tensor.kind][1])
-    numbers = np.ascontiguousarray(blocks[..., first:end]).view(np.float16)
-    return bool(np.isfinite(numbers).all())
+    bits = np.ascontiguousarray(blocks[..., first:end]).view(np.uint16)
+    return not bool((bits & 0x7C00 == 0x7C00).any())  # the exponent of infinite numbers and NaN
 
 
 def _dequantized(tensor: StoredTensor) -> Iterable[torch.Tensor]:

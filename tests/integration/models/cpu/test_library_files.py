@@ -17,7 +17,19 @@ import pytest
 from foresay.models.cpu import build, levels
 from helpers import tiny
 
-FUNCTIONS = ("message", "check", "pass", "multiply", "pack", "rows", "bf16_dots", "add_norm", "gate", "attend")
+FUNCTIONS = (
+    "message",
+    "check",
+    "pass",
+    "multiply",
+    "pack",
+    "rows",
+    "bf16_dots",
+    "instructions",
+    "add_norm",
+    "gate",
+    "attend",
+)
 SMALL = '#define FORESAY(name) extern "C" long foresay_##name() { return 0; }\n'
 STRANGER = 12345
 TORN = """
