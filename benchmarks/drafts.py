@@ -86,7 +86,7 @@ def cost(target: foresay.Generator, drafter: str) -> float:
     cache: Any = model.new_cache()
     cache.add_rows(1)
     hidden = model.forward(ModelInput(ids, [CONTEXT], logits=Logits.NONE, hidden_layers=layers), cache).hidden
-    features = head.features(hidden)
+    features = head.features(head.joined(hidden))
     one = ModelInput(ids[:, :1], [1], logits=Logits.LAST, features=features[:, -1:].contiguous())
     head_cache = filled(head, ids, features=features)
     target_s, head_s = pass_seconds([(model, cache, ModelInput(ids[:, :1], [1])), (head, head_cache, one)])

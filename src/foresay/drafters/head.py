@@ -24,10 +24,14 @@ if TYPE_CHECKING:  # at run time this would import transformers
     from foresay.models.heads.model import HeadModel
 
 
+_MAX_STATES = 64
+"""Passes whose hidden states are kept before their features are computed: a product in every pass costs time without drafts."""
+
+
 class _RowFeatures:
     """Features of one row, computed from the target's hidden states. Pair i is position i's features and token i + 1."""
 
-    __slots__ = ("cached", "last", "pending")
+    __slots__ = ("cached", "last", "pending", "states")
 
     def __init__(self, features: torch.Tensor) -> None:
         """features: [n, D], of the first n positions."""
@@ -35,13 +39,15 @@ class _RowFeatures:
         """Number of cached pairs with the target's features."""
         self.pending = features
         """[n, D], features of the following positions, which are not cached yet."""
+        self.states: list[torch.Tensor] = []
+        """[1, L * H] each, or more positions: the target's hidden states after those, whose features are not computed yet."""
         self.last = features[:0]
         """[1, D], features of the last cached pair; [0, D] if there is none."""
 
     @property
     def count(self) -> int:
         """Number of positions with known features."""
-        return self.cached + len(self.pending)
+        return self.cached + len(self.pending) + sum(map(len, self.states))
 
     def mark_cached(self, count: int) -> None:
         """Record that the first `count` pending pairs are cached."""
@@ -74,7 +80,7 @@ class HeadCache(DraftCache):
             return _RowFeatures(torch.empty(0, self.head.width, device=self.head.device, dtype=self.head.dtype))
         if any(layer not in hidden or len(hidden[layer]) != count for layer in self.head.hidden_layers):
             return None
-        return _RowFeatures(self.head.features(hidden))
+        return _RowFeatures(self.head.features(self.head.joined(hidden)))
 
     def rearrange(self, moves: Sequence[Move], count: int) -> None:
         """Apply the engine's moves to the cache rows and their features."""
@@ -106,10 +112,21 @@ class HeadCache(DraftCache):
         rows = torch.cat([torch.full((n,), i, device=device) for i, n in enumerate(missing)])
         at = torch.cat([one.to(device) for one in positions])
         hidden = {layer: target.hidden[layer].to(device)[rows, at] for layer in self.head.hidden_layers}
-        features = self.head.features(hidden)
-        for one, new in zip(self._features, torch.split(features, list(missing)), strict=True):
+        for one, new in zip(self._features, torch.split(self.head.joined(hidden), list(missing)), strict=True):
             if one is not None and len(new):
-                one.pending = torch.cat([one.pending, new])
+                one.states.append(new)
+        if any(one is not None and len(one.states) >= _MAX_STATES for one in self._features):
+            self._compute(self._features)
+
+    def _compute(self, features: Sequence[_RowFeatures | None]) -> None:
+        """Compute the features of all hidden states of these rows, in one product."""
+        parts = [one for one in features if one is not None and one.states]
+        if not parts:
+            return
+        states = [torch.cat(one.states) for one in parts]
+        found = self.head.features(torch.cat(states))
+        for one, new in zip(parts, torch.split(found, list(map(len, states))), strict=True):
+            one.pending, one.states = torch.cat([one.pending, new]), []
 
     def _rewind(self) -> None:
         self.cache.truncate([0 if one is None else one.cached for one in self._features])
@@ -126,6 +143,7 @@ class HeadCache(DraftCache):
     def prepare(self, rows: Rows, wanted: Sequence[bool]) -> None:
         """Prefill long contexts in separate passes, until at most MAX_CATCH_UP pairs are pending."""
         self._rewind()
+        self._compute([one if on else None for one, on in zip(self._features, wanted, strict=True)])
         for index, (row, one) in enumerate(zip(rows, self._features, strict=True)):
             while one is not None and wanted[index] and len(one.pending) > MAX_CATCH_UP:
                 count = min(self.head.capabilities.prefill_chunk, len(one.pending) - 1)
@@ -150,6 +168,7 @@ class HeadCache(DraftCache):
     def _feed_pending(self, rows: Rows, fed: Sequence[bool]) -> ModelOutput:
         """Run a pass over the pending pairs; a row without any feeds its last pair again."""
         parts = [one if on else None for one, on in zip(self._features, fed, strict=True)]
+        self._compute(parts)
         for index, one in enumerate(parts):
             if one is not None and not len(one.pending):
                 one.pending, one.cached = one.last, one.cached - 1

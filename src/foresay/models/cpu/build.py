@@ -15,6 +15,7 @@ import platform
 import shlex
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 from foresay.files import cache_dir
@@ -69,9 +70,7 @@ _TIMEOUT_S = 300.0
 SWITCH = "FORESAY_NATIVE"
 """Environment variable: "0" disables the compiled kernels."""
 ISA = "FORESAY_ISA"
-"""Environment variable: compile the kernels for fewer instructions than this processor has, to measure or test them."""
-_ISAS = {"avx512": "x86-64-v4", "avx2": "x86-64-v3", "sse": "x86-64"}
-"""Values of the variable on x86-64, and GCC's names of them; VNNI and BF16 instructions belong to none."""
+"""Environment variable: compile the kernels for an instruction set of levels.py instead of all that this processor has."""
 
 
 _reasons: list[str] = []
@@ -170,7 +169,7 @@ def precompile(folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     paths = {level: levels.path_of(folder, level, _digest()) for level in levels.levels()}
     for level, path in paths.items():
-        _compile(path, f"-march={level}")
+        _compile(path, levels.arguments(level))
     return list(paths.values())
 
 
@@ -211,14 +210,16 @@ def _processor() -> str:
         return f"{platform.machine()} {platform.processor()}"
 
 
-def _native() -> str:
-    """The compiler's argument for the instructions of $FORESAY_ISA, or for all of this processor. Raises BuildError."""
-    isa, is_x86 = os.environ.get(ISA, ""), platform.machine() in ("x86_64", "AMD64")
-    if isa and (not is_x86 or isa not in _ISAS):
-        raise BuildError(f"{ISA}={isa} must be {', '.join(_ISAS)}, on an x86-64 processor")
-    if isa:
-        return f"-march={_ISAS[isa]}"
-    return "-march=native" if is_x86 else "-mcpu=native"
+def _native() -> list[str]:
+    """The compiler's arguments for the instructions of $FORESAY_ISA, or for all of this processor. Raises BuildError."""
+    isa = os.environ.get(ISA, "")
+    if not isa:
+        return ["-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"]
+    if isa not in levels.levels():
+        raise BuildError(f"{ISA}={isa} must be one of {', '.join(levels.levels()) or 'none'} on this machine")
+    if not levels.supported(isa, _processor()):
+        raise BuildError(f"{ISA}={isa} needs instructions that this processor does not have")
+    return levels.arguments(isa)
 
 
 def instructions() -> str:
@@ -227,12 +228,12 @@ def instructions() -> str:
     return "" if found is None else found.foresay_instructions().decode()
 
 
-def _compile(path: Path, machine: str) -> None:
-    """Compile the kernels to a path. machine: the compiler's argument that selects the instruction set."""
+def _compile(path: Path, machine: Sequence[str]) -> None:
+    """Compile the kernels to a path. machine: the compiler's arguments that select the instruction set."""
     compiler = _compiler()
     more = () if "clang" in _version(tuple(compiler)).lower() else _GCC_FLAGS
     with write_library(path) as output:
-        done = _run([*compiler, *_FLAGS, machine, *more, "-o", str(output), str(SOURCES[0])])
+        done = _run([*compiler, *_FLAGS, *machine, *more, "-o", str(output), str(SOURCES[0])])
         if done.returncode != 0:
             first = next(iter(done.stderr.strip().splitlines()), "no message")
             raise BuildError(f"{' '.join(compiler)} failed: {first}")

@@ -12,14 +12,21 @@ from pathlib import Path
 FOLDER = "FORESAY_KERNELS"
 """Environment variable: a folder of precompiled kernels, which are used if they match the source and the processor."""
 _AVX2 = frozenset({"abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"})
-_LEVELS: dict[str, dict[str, frozenset[str]]] = {
+_AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+_LEVELS: dict[str, dict[str, tuple[str, frozenset[str]]]] = {
     "x86_64": {
-        "x86-64-v4": _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
-        "x86-64-v3": _AVX2,
+        "avx512-bf16": ("-march=x86-64-v4 -mavx512vnni -mavx512bf16", _AVX512 | {"avx512_vnni", "avx512_bf16"}),
+        "avx512-vnni": ("-march=x86-64-v4 -mavx512vnni", _AVX512 | {"avx512_vnni"}),
+        "avx512": ("-march=x86-64-v4", _AVX512),
+        "avx2-vnni": ("-march=x86-64-v3 -mavxvnni", _AVX2 | {"avx_vnni"}),
+        "avx2": ("-march=x86-64-v3", _AVX2),
     },
-    "aarch64": {"armv8-a": frozenset({"asimd"})},
+    "aarch64": {
+        "dotprod": ("-march=armv8.2-a+dotprod", frozenset({"asimd", "asimddp"})),
+        "neon": ("-march=armv8-a", frozenset({"asimd"})),
+    },
 }
-"""By machine: values of GCC's -march, the best first, and the flags in /proc/cpuinfo that each requires."""
+"""Instruction sets by machine, the best first: the compiler's arguments, and the flags in /proc/cpuinfo that each requires."""
 
 
 def levels() -> list[str]:
@@ -27,9 +34,14 @@ def levels() -> list[str]:
     return list(_LEVELS.get(platform.machine(), {}))
 
 
+def arguments(level: str) -> list[str]:
+    """Return the compiler's arguments for an instruction set of this kind of machine."""
+    return _LEVELS[platform.machine()][level][0].split()
+
+
 def supported(level: str, processor: str) -> bool:
     """Return True if a processor can run an instruction set. processor: its line of flags in /proc/cpuinfo."""
-    return _LEVELS.get(platform.machine(), {})[level] <= set(processor.split())
+    return _LEVELS[platform.machine()][level][1] <= set(processor.split())
 
 
 def precompiled(source: str, processor: str) -> Path | None:

@@ -147,9 +147,13 @@ class HeadModel(LanguageModel):
         assert isinstance(cache, SlotCache)
         cache.add_rows(len(rows) - first)
 
-    def features(self, hidden: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """Return the features [..., D] of the target's hidden states, given as layer -> [..., H]."""
-        joint = torch.cat([hidden[layer].to(self.device, self.dtype) for layer in self.hidden_layers], -1)
+    def joined(self, hidden: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        """Return the target's hidden states, given as layer -> [..., H], as one vector for each position, [..., L * H]."""
+        return torch.cat([hidden[layer].to(self.device, self.dtype) for layer in self.hidden_layers], -1)
+
+    @torch.inference_mode()
+    def features(self, joint: torch.Tensor) -> torch.Tensor:
+        """Return the features [..., D] of the target's hidden states, [..., L * H]; see `joined`."""
         if self._native is not None or self.device.type != "cpu":
             out: torch.Tensor = self._fc(joint)
             return out

@@ -248,7 +248,8 @@ def test_they_are_compiled_once_or_where_damaged_and_may_be_left_alone(
 
 # -- compiled beforehand ---------------------------------------------------------------------------------------------
 
-ALL = "avx512f avx512bw avx512cd avx512dq avx512vl abm avx avx2 bmi1 bmi2 f16c fma movbe asimd"
+ALL = "avx512f avx512bw avx512cd avx512dq avx512vl avx512_vnni avx512_bf16 avx_vnni abm avx avx2 bmi1 bmi2 f16c fma movbe"
+ALL += " asimd asimddp"
 
 
 @pytest.fixture
@@ -271,10 +272,28 @@ def test_kernels_compiled_beforehand_need_no_compiler(prepared: list[Path], tmp_
 def test_a_processor_gets_the_best_kernels_that_it_can_run(
     prepared: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build, "_processor", lambda: f"flags : {ALL.replace('avx512', '')} asimd")
+    monkeypatch.setattr(build, "_processor", lambda: f"flags : {ALL.replace('avx512', '').replace('vnni', '').replace('dp', '')}")
     assert build.library_path() == prepared[-1]
     monkeypatch.setattr(build, "_processor", lambda: "flags : sse2 fp")
     assert build.library() is None and "no C++ compiler (no-such-compiler)" in build.failure_reason()
+
+
+def test_an_instruction_set_is_chosen_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """If this processor has it; $FORESAY_KERNELS is not read then."""
+    monkeypatch.setenv("FORESAY_KERNELS", str(tmp_path / "none"))
+    monkeypatch.setenv("FORESAY_ISA", "mmx")
+    assert again() is None and build.failure_reason().startswith("FORESAY_ISA=mmx must be one of ")
+    paths = set()
+    for level in levels.levels():
+        monkeypatch.setenv("FORESAY_ISA", level)
+        if levels.supported(level, build._processor()):
+            assert again() is not None, build.failure_reason()
+            paths.add(build.library_path())
+        else:
+            assert again() is None and "needs instructions that this processor does not have" in build.failure_reason()
+    assert paths and all(path.is_file() for path in paths)
+    monkeypatch.setattr(build, "_processor", lambda: "flags : sse2")
+    assert again() is None and "needs instructions" in build.failure_reason()
 
 
 def test_kernels_of_another_source_are_not_used(prepared: list[Path]) -> None:

@@ -52,7 +52,7 @@ def shown(model: CausalModel, tokens: torch.Tensor) -> dict[int, torch.Tensor]:
 
 def chain(model: CausalModel, head: HeadModel, text: torch.Tensor, drafts: torch.Tensor) -> list[torch.Tensor]:
     """Scores after a text and after each guess, [V] each, by passes of the head."""
-    features = head.features(shown(model, text))[:, :-1]
+    features = head.features(head.joined(shown(model, text)))[:, :-1]
     cache = head.new_cache()
     cache.add_rows(1)
     count = len(text) - 1
@@ -176,7 +176,9 @@ def test_a_rows_draft_is_the_same_alone_and_in_a_batch(kernels: bool) -> None:
         head._native = None
     generator = torch.Generator().manual_seed(4)
     tokens = torch.randint(2, VOCAB, (5, 3), generator=generator)
-    features = head.features({layer: torch.randn(5, 3, 32, generator=generator) for layer in head.hidden_layers})
+    features = head.features(
+        head.joined({layer: torch.randn(5, 3, 32, generator=generator) for layer in head.hidden_layers})
+    )
     counts = [3, 1, 2, 3, 1]
 
     def scores(rows: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
