@@ -127,7 +127,7 @@ def main() -> int:
                 cells[-1] = f"{of_llama_cpp(args.llamacpp, model, windows):.3f}"
             rows.append([f"{Path(model).stem}, {name}", *cells])
             log("  " + ", ".join(rows[-1]))
-            figures |= {f"{rows[-1][0]}: {key}": value for key, value in one.items()}
+            figures |= {f"kl: {rows[-1][0]}": one["kl"]}
     models = f"{args.tokens} tokens of {args.text.name} in windows of {args.window}"
     return publish("accuracy", figures, args, legend={}, model=models, text=[table(HEADING, rows)])
 

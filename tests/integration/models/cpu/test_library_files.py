@@ -248,7 +248,9 @@ def test_they_are_compiled_once_or_where_damaged_and_may_be_left_alone(
 
 # -- compiled beforehand ---------------------------------------------------------------------------------------------
 
-ALL = "avx512f avx512bw avx512cd avx512dq avx512vl avx512_vnni avx512_bf16 avx_vnni abm avx avx2 bmi1 bmi2 f16c fma movbe"
+ALL = (
+    "avx512f avx512bw avx512cd avx512dq avx512vl avx512_vnni avx512_bf16 avx_vnni abm avx avx2 bmi1 bmi2 f16c fma movbe"
+)
 ALL += " asimd asimddp"
 
 
@@ -272,7 +274,9 @@ def test_kernels_compiled_beforehand_need_no_compiler(prepared: list[Path], tmp_
 def test_a_processor_gets_the_best_kernels_that_it_can_run(
     prepared: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build, "_processor", lambda: f"flags : {ALL.replace('avx512', '').replace('vnni', '').replace('dp', '')}")
+    monkeypatch.setattr(
+        build, "_processor", lambda: f"flags : {ALL.replace('avx512', '').replace('vnni', '').replace('dp', '')}"
+    )
     assert build.library_path() == prepared[-1]
     monkeypatch.setattr(build, "_processor", lambda: "flags : sse2 fp")
     assert build.library() is None and "no C++ compiler (no-such-compiler)" in build.failure_reason()
