@@ -400,6 +400,12 @@ extern "C" int64_t foresay_rows(const Product *p, const int64_t *ids, int64_t co
     });
 }
 
+// Sizes of the structs that Python passes, in the order of structs.py: Product, Attention, Vector, Layer, Model, Pass.
+extern "C" int64_t foresay_struct_size(int64_t index) {
+    constexpr size_t sizes[] = {sizeof(Product), sizeof(Attention), sizeof(Vector), sizeof(Layer), sizeof(Model), sizeof(Pass)};
+    return index >= 0 && index < 6 ? static_cast<int64_t>(sizes[index]) : 0;
+}
+
 // The instructions that the kernels were compiled for.
 extern "C" const char *foresay_instructions() {
     return

@@ -30,9 +30,10 @@ inline void write(bf16 &place, float value) {  // rounds to nearest, ties to eve
     place.bits = static_cast<uint16_t>((wide & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
 }
 
-// e^x as 2^n (1 + f + ...), without a function call, so that loops over it are vectorized. Relative error below 3e-7.
-inline float exponential(float x) {
-    x = x < -87.0f ? -87.0f : (x > 88.0f ? 88.0f : x);
+// e^x as 2^n (1 + f + ...), without a function call, so that loops over it are vectorized. Relative error below 3e-7. NaN stays NaN.
+inline float exponential(float given) {
+    float x = given > -87.0f ? given : -87.0f; // also for NaN, which has no integer part
+    x = x < 88.0f ? x : 88.0f;
     float n = std::nearbyintf(x * 1.44269504088896341f);
     float f = x - n * 0.693359375f + n * 2.12194440e-4f;
     float p = 1.9875691500e-4f;
@@ -45,7 +46,7 @@ inline float exponential(float x) {
     int32_t power = (static_cast<int32_t>(n) + 127) << 23;
     float scale;
     std::memcpy(&scale, &power, sizeof scale);
-    return p * scale;
+    return given == given ? p * scale : given;
 }
 
 } // namespace foresay

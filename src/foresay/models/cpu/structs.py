@@ -99,7 +99,9 @@ _OUT_OF_MEMORY, _BAD_SIZE = 1, 2
 
 
 def declare_functions(library: ctypes.CDLL) -> ctypes.CDLL:
-    """Declare the types of the library's functions and return it. Raises AttributeError if a function is missing.
+    """Declare the types of the library's functions and return it.
+
+    Raises AttributeError if a function is missing, or if a struct has another size than here.
 
     The functions raise OutOfMemoryError if memory runs out, ValueError for inconsistent sizes, and RuntimeError for any other
     failure.
@@ -116,6 +118,10 @@ def declare_functions(library: ctypes.CDLL) -> ctypes.CDLL:
         "attend": [ctypes.POINTER(Attention), p, p, p, n, n],
     }
     library.foresay_bf16_dots.argtypes, library.foresay_bf16_dots.restype = [], n
+    library.foresay_struct_size.argtypes, library.foresay_struct_size.restype = [n], n
+    for index, struct in enumerate((Product, Attention, Vector, Layer, Model, Pass)):
+        if library.foresay_struct_size(index) != ctypes.sizeof(struct):
+            raise AttributeError(f"its struct {struct.__name__} has another size")
     library.foresay_instructions.argtypes, library.foresay_instructions.restype = [], ctypes.c_char_p
     library.foresay_message.argtypes, library.foresay_message.restype = [], ctypes.c_char_p
 

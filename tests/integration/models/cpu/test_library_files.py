@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import logging
 import os
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from foresay.models.cpu import build, levels
+from foresay.models.cpu import build, levels, structs
 from helpers import tiny
 
 FUNCTIONS = (
@@ -49,9 +50,17 @@ print("mended")
 """
 
 
-def source(*names: str) -> str:
-    """A library that compiles at once, of these functions."""
-    return SMALL + "\n".join(f"FORESAY({name})" for name in names)
+def source(*names: str, larger: int = 0) -> str:
+    """A library that compiles at once, of these functions. larger: bytes that its structs have more than ours."""
+    kinds = (structs.Product, structs.Attention, structs.Vector, structs.Layer, structs.Model, structs.Pass)
+    sizes = ", ".join(str(ctypes.sizeof(kind) + larger) for kind in kinds)
+    size_of = f'extern "C" long foresay_struct_size(long i) {{ long sizes[] = {{{sizes}}}; return sizes[i]; }}\n'
+    return SMALL + size_of + "\n".join(f"FORESAY({name})" for name in names)
+
+
+def test_structs_of_another_size_are_noticed() -> None:
+    build.SOURCES[0].write_text(source(*FUNCTIONS, larger=8))
+    assert again() is None and build.failure_reason() == "its struct Product has another size"
 
 
 @pytest.fixture(autouse=True)

@@ -259,6 +259,20 @@ def test_numbers_are_rounded_as_pytorch_rounds_them() -> None:
     assert torch.equal(out.nan_to_num(7), x.to(torch.bfloat16).nan_to_num(7))
 
 
+@pytest.mark.parametrize("kind", [0, 1, 2])
+def test_activations_of_numbers_that_are_none(kind: int) -> None:
+    """NaN stays NaN, and its neighbours stay as they are."""
+    found = build.library()
+    assert found is not None
+    gates, out = torch.cat([numbers(40), torch.ones(40)]), torch.empty(40)
+    found.foresay_gate(gates.data_ptr(), out.data_ptr(), 1, 40, kind)
+    before = out.clone()
+    gates[7], gates[33] = math.nan, -math.nan
+    found.foresay_gate(gates.data_ptr(), out.data_ptr(), 1, 40, kind)
+    assert out.isnan().nonzero().flatten().tolist() == [7, 33]
+    assert torch.equal(out[~out.isnan()], before[~out.isnan()])
+
+
 def test_a_token_shares_what_is_read_and_nothing_else(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Long rows, by tokens that look together or alone. Control: sums that begin anew wherever a span looks next."""
 
