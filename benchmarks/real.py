@@ -26,6 +26,7 @@ from common import (
     MODEL,
     Figures,
     arguments,
+    environment,
     filled,
     log,
     measured,
@@ -195,7 +196,9 @@ def main() -> int:
             text = table(("", "foresay", "llama.cpp"), rows)
             log(text)
             about = f"{Path(args.file).stem}, {Path(args.file).stat().st_size / 1e9:.2f} GB; kernels: {instructions()}"
-            return publish("real", figures, args, legend=LEGEND, model=about, text=[text])
+            return publish(
+                "real", figures, args, legend=LEGEND, model=about, text=[f"The times: {environment(about)}", text]
+            )
 
         return measured(parts, args.only, finish)
 
