@@ -115,7 +115,8 @@ def run(
         tuner.search(named, sizes)
     size = _finish(tuner, latency, finalists)
     _show(tuner.tuning)
-    return _write(tuner.tuning, size, target, output, data.name if recording is None else recording.name)
+    prompts = data.name if recording is None else recording.name
+    return _write(tuner.tuning, size, target, output, prompts, machine.activations)
 
 
 def _agree(expected: Estimate, *, yes: bool) -> None:
@@ -178,7 +179,7 @@ def _relative_name(output: Path, name: str) -> str:
     return os.path.relpath(name, output.parent) if Path(name).exists() and not Path(name).is_absolute() else name
 
 
-def _write(tuning: Tuning, batch_size: int, target: Generator, output: Path, prompts: str) -> int:
+def _write(tuning: Tuning, batch_size: int, target: Generator, output: Path, prompts: str, activations: str) -> int:
     best = tuning.best
     origin = provenance()
     measured: dict[str, Any] = {"prompts": prompts, "processor": origin["machine"]["processor"], "time": origin["time"]}
@@ -189,6 +190,7 @@ def _write(tuning: Tuning, batch_size: int, target: Generator, output: Path, pro
         "max_batch_size": batch_size,
         "dtype": dtype,
         "weights": target.target.weights if target.target.weights in WEIGHTS else None,
+        "activations": None if activations == "auto" else activations,
         "backend": target.target.weights if target.target.weights == LLAMA_CPP else None,
     }
     if best is None:

@@ -35,6 +35,8 @@ def llm_arguments(settings: Settings, folder: str) -> dict[str, Any]:
     drafter = settings.drafter or "suffix"
     if settings.weights not in (None, "auto", "bf16"):
         raise ConfigError(f"weights={settings.weights!r}: vLLM has its own quantization options; remove it")
+    if settings.activations not in (None, "auto"):
+        raise ConfigError(f"activations={settings.activations!r}: vLLM has its own kernels; remove it")
     if settings.backend not in (None, TRANSFORMERS):
         raise ConfigError(f"backend={settings.backend!r}: vLLM runs the model itself; remove it")
     out: dict[str, Any] = {"model": folder}

@@ -595,6 +595,9 @@ def test_tune_from_a_recording(
     assert 'prompts = "r.jsonl"' in Path("foresay.toml").read_text()
     for more in (["--count", "3"], ["-n", "20"]):
         assert "contradict: a recording has its own prompts" in shell.refused("tune", *which, *args, *more, "-o", "x")
+    assert shell("tune", *which, *args, "--activations", "float32", "-o", "rounded.toml")[0] == 0
+    assert 'activations = "float32"' in Path("rounded.toml").read_text()
+    assert "activations" not in Path("foresay.toml").read_text()
     other = tiny.save(here / "other")
     assert "the recording is of " in shell.refused("tune", "--model", str(other), *args, "-o", "x.toml")
     assert "--batch-size 1,2 has several sizes, and without --latency it takes one" in shell.refused(

@@ -138,6 +138,7 @@ def test_a_head_and_a_draft_model_are_vllms_own() -> None:
         ({"drafter": "head(x, sample=true)"}, "sample"),
         ({"dtype": "bf61"}, "bf61"),
         ({"weights": "int4"}, "its own quantization options"),
+        ({"activations": "float32"}, "its own kernels"),
     ],
 )
 def test_what_vllm_cannot_have_is_an_error(settings: dict[str, Any], said: str) -> None:

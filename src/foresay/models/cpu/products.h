@@ -11,7 +11,7 @@
 
 namespace foresay {
 
-// MOST_ROWS_AT_ONCE: most rows whose sums are kept in registers. From SPLIT rows on a tile is half a panel wide, because the sums of a
+// MOST_TILE_ROWS: most rows whose sums are kept in registers. From SPLIT rows on a tile is half a panel wide, because the sums of a
 // whole width would leave none of 16 registers for the weights.
 #if defined(__AVX512F__)
 constexpr int MOST_TILE_ROWS = 12, SPLIT = 1 << 20;

@@ -101,6 +101,10 @@ class LoadOptions:
                 raise ConfigError(f"tp_plan={self.tp_plan!r} and {name} contradict; give one of them")
         if self.bits is not None:
             raise ConfigError(f"tp_plan={self.tp_plan!r} and weights={self.weights!r} contradict; give one of them")
+        if self.activations != "auto":
+            raise ConfigError(
+                f"tp_plan={self.tp_plan!r} and activations={self.activations!r} contradict; give one of them"
+            )
         if int(os.environ.get("WORLD_SIZE", "1")) < 2:
             raise ConfigError(
                 f"tp_plan={self.tp_plan!r} needs several processes, and there is only this one; "

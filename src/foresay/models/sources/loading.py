@@ -74,6 +74,8 @@ def load_weights(name: str | os.PathLike[str], options: LoadOptions | None = Non
     options = options or LoadOptions()
     if options.bits is not None:
         raise ConfigError(f"weights={options.weights!r} are for decoding only; leave it out")
+    if options.activations != "auto":
+        raise ConfigError(f"activations={options.activations!r} is for decoding only; leave it out")
     location, device = locate(name, options), device_of(options)
     with quiet_transformers(), load_errors(location.name, location.is_conversion):
         check_configuration(location, options)

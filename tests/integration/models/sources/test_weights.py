@@ -13,6 +13,7 @@ import torch
 
 import foresay
 from foresay.errors import ConfigError, UnknownNameError
+from foresay.models.huggingface import linears
 from foresay.models.huggingface.linears import activations_of
 from foresay.models.sources import loading, reading
 from foresay.models.sources.load_options import LoadOptions
@@ -189,9 +190,20 @@ def test_inputs_are_rounded_as_requested(folder: Path, activations: str) -> None
         ),
         ({"dtype": "fp32", "activations": "int8"}, "activations='int8' must be 'float32' for these weights"),
         ({"activations": "int9"}, "unknown activations 'int9'"),
+        ({"tp_plan": "auto", "activations": "int8"}, "tp_plan='auto' and activations='int8' contradict"),
         ({"backend": "llama.cpp", "activations": "int8"}, "activations='int8' has no effect with llama.cpp"),
     ],
 )
 def test_a_rounding_that_is_not_possible_is_refused(folder: Path, options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(said)):
         foresay.load(folder, drafter="none", **options)
+
+
+def test_a_rounding_without_kernels_or_for_training_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="activations='float32' is for decoding only"):
+        loading.load_weights(folder, LoadOptions(activations="float32"))
+    monkeypatch.setattr(linears, "library", lambda: None)
+    with pytest.raises(
+        ConfigError, match="activations='float32' applies to the compiled CPU kernels, which do not run"
+    ):
+        foresay.load(folder, drafter="none", activations="float32")

@@ -204,7 +204,7 @@ def test_inputs_of_any_size(scale: float) -> None:
 
 
 WITHOUT = [["avx512vnni", "avx512bf16"], ["avx512f"], ["avx512f", "avxvnni"], ["avx512f", "avxvnni", "avx2"]]
-"""Instruction sets that a processor may lack, beside those of this machine."""
+"""Instructions of this machine that other processors may lack."""
 
 
 @pytest.mark.usefixtures("_threads_as_before")
