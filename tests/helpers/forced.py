@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from foresay.decoding.protocols import DraftStep
 from foresay.decoding.rows import Rows
 from foresay.lengths import ThroughputLength
-from foresay.lengths.early_stopping import TokenCost
+from foresay.lengths.throughput import _Draft
 
 
 class Forced(ThroughputLength):
@@ -21,8 +22,9 @@ class Forced(ThroughputLength):
         self.ended = 0
         """Drafts that were told to end."""
 
-    def _choose(self, rows: Rows, fixed: Sequence[int | None]) -> list[int]:
-        return [self._any(8) if n is None else n for n in fixed]
+    def _budgets(self, rows: Rows) -> list[int]:
+        super()._budgets(rows)
+        return [self._any(8) if n is None else n for n in self._fixed_lengths(rows)]
 
     def num_to_score(self, rows: Rows, counts: Sequence[int], matched: Sequence[int]) -> list[int]:
         return self._changed(rows, super().num_to_score(rows, counts, matched), counts)
@@ -32,8 +34,11 @@ class Forced(ThroughputLength):
 
     def keep_drafting(self, step: DraftStep) -> torch.Tensor | None:
         assert step.rows is not None
-        price, batch = TokenCost(0.0, float(torch.rand(1, generator=self.random))), len(step.token_ids)
-        self._model_drafter.early_stopping.begin(step.rows, price, [self.high] * batch)
+        drafter, batch = self._fallback if self._is_hybrid else self._primary, len(step.token_ids)
+        draft = drafter.draft.find(step.rows) or _Draft([], np.zeros((batch, self.high), np.int64))
+        draft.budgets, draft.active, draft.accept_prob = [self.high] * batch, np.ones(batch, bool), np.ones(batch)
+        draft.shared, draft.per_row = 0.0, float(torch.rand(1, generator=self.random))
+        drafter.draft.put(step.rows, draft)
         found = super().keep_drafting(step)
         if found is not None:
             self.ended += int((~found).sum())

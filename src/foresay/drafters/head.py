@@ -7,7 +7,9 @@ tokens are cached with the head's own output instead, and are rewound once the t
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,30 +26,32 @@ if TYPE_CHECKING:  # at run time this would import transformers
     from foresay.models.heads.model import HeadModel
 
 
-_MAX_STATES = 64
-"""Passes whose hidden states are kept before their features are computed: a product in every pass costs time without drafts."""
+_MAX_BYTES = 1 << 28
+"""Size of the hidden states that are kept before their features are computed: work for rows without drafts is lost time."""
 
 
 class _RowFeatures:
     """Features of one row, computed from the target's hidden states. Pair i is position i's features and token i + 1."""
 
-    __slots__ = ("cached", "last", "pending", "states")
+    __slots__ = ("cached", "count", "last", "pending", "states")
 
-    def __init__(self, features: torch.Tensor) -> None:
-        """features: [n, D], of the first n positions."""
+    def __init__(self, none: torch.Tensor) -> None:
+        """none: [0, D]."""
+        self.count = 0
+        """Number of positions with known hidden states."""
         self.cached = 0
         """Number of cached pairs with the target's features."""
-        self.pending = features
+        self.pending = none
         """[n, D], features of the following positions, which are not cached yet."""
         self.states: list[torch.Tensor] = []
-        """[1, L * H] each, or more positions: the target's hidden states after those, whose features are not computed yet."""
-        self.last = features[:0]
+        """[n, L * H] each, the target's hidden states after those, whose features are not computed yet."""
+        self.last = none
         """[1, D], features of the last cached pair; [0, D] if there is none."""
 
-    @property
-    def count(self) -> int:
-        """Number of positions with known features."""
-        return self.cached + len(self.pending) + sum(map(len, self.states))
+    def add(self, states: torch.Tensor) -> None:
+        """Add the target's hidden states of the next positions, [n, L * H]."""
+        self.states.append(states)
+        self.count += len(states)
 
     def mark_cached(self, count: int) -> None:
         """Record that the first `count` pending pairs are cached."""
@@ -56,13 +60,31 @@ class _RowFeatures:
         self.cached += count
 
 
+@dataclass(frozen=True, slots=True)
+class _TargetPass:
+    """The hidden states of a target pass, not yet distributed to its rows."""
+
+    features: Sequence[_RowFeatures | None]
+    """[B], the batch."""
+    missing: Sequence[int]
+    """[B], number of new positions of each row."""
+    positions: Sequence[torch.Tensor] | None
+    """Indices of the new positions in each row of the pass; None if each row has one."""
+    hidden: Mapping[int, torch.Tensor]
+    """Layer -> [B, T, H]."""
+
+
 class HeadCache(DraftCache):
     """A head's cache over ragged rows, fed with the target's hidden states."""
 
     def __init__(self, head: HeadModel, vocab_size: int) -> None:
         self.head = head
         self._features: list[_RowFeatures | None] = []
-        """[B]; None for rows with unknown hidden states, which get no drafts."""
+        """[B]; None for rows with unknown hidden states, which get no drafts. A list per batch: changes make another one."""
+        self._passes: list[_TargetPass] = []
+        """The latest target passes, whose positions are counted in `_RowFeatures.count`."""
+        self._kept_bytes = 0
+        """Size of the hidden states whose features are not computed, at most."""
         self._last_output: torch.Tensor | None = None
         """[B, 1, D], the head's output for each row's last token, which the next pass reads."""
         self._outputs: torch.Tensor | None = None
@@ -72,27 +94,38 @@ class HeadCache(DraftCache):
     def admit(self, rows: Rows, first: int) -> None:
         """Admit new rows with the target's hidden states of their prompts, except for the last position."""
         super().admit(rows, first)
-        self._features += [self._prompt_features(row) for row in rows.rows[first:]]
+        self._features = [*self._features, *(self._prompt_features(row) for row in rows.rows[first:])]
+        self._count_bytes(sum(one.states[0].nbytes for one in self._features[first:] if one is not None and one.states))
 
     def _prompt_features(self, row: Row) -> _RowFeatures | None:
         hidden, count = row.prompt_hidden, row.size - 1
+        out = _RowFeatures(torch.empty(0, self.head.width, device=self.head.device, dtype=self.head.dtype))
         if count == 0:
-            return _RowFeatures(torch.empty(0, self.head.width, device=self.head.device, dtype=self.head.dtype))
+            return out
         if any(layer not in hidden or len(hidden[layer]) != count for layer in self.head.hidden_layers):
             return None
-        return _RowFeatures(self.head.features(self.head.joined(hidden)))
+        out.add(self.head.joined(hidden))
+        return out
+
+    def _count_bytes(self, added: int) -> None:
+        """Count kept hidden states; compute the features of all if they are too many."""
+        self._kept_bytes += added
+        if self._kept_bytes > _MAX_BYTES:
+            self._compute(self._features)
+            self._kept_bytes = 0
 
     def rearrange(self, moves: Sequence[Move], count: int) -> None:
         """Apply the engine's moves to the cache rows and their features."""
         super().rearrange(moves, count)
+        features = list(self._features)
         for source, target in moves:
-            self._features[target] = self._features[source]
-        del self._features[count:]
+            features[target] = features[source]
+        self._features = features[:count]
 
     def reset(self) -> None:
         """Forget every row."""
         super().reset()
-        self._features = []
+        self._features, self._passes, self._kept_bytes = [], [], 0
 
     def add_target(self, rows: Rows, verification: Verification | None, target: ModelOutput | None) -> None:
         """Add the hidden states of a target pass at committed positions, and rewind draft tokens."""
@@ -103,23 +136,49 @@ class HeadCache(DraftCache):
             if target is None or any(layer not in target.hidden for layer in self.head.hidden_layers):
                 self._features = [None if n else one for n, one in zip(missing, self._features, strict=True)]
             else:
-                self._add(missing, _pass_positions(missing, verification, target), target)
+                self._keep(missing, verification, target)
         self._rewind()
 
-    def _add(self, missing: Sequence[int], positions: Sequence[torch.Tensor], target: ModelOutput) -> None:
-        """Add features. missing: [B], counts of new positions. positions: their indices in each row of the target's pass."""
-        device = self.head.device
-        rows = torch.cat([torch.full((n,), i, device=device) for i, n in enumerate(missing)])
-        at = torch.cat([one.to(device) for one in positions])
-        hidden = {layer: target.hidden[layer].to(device)[rows, at] for layer in self.head.hidden_layers}
-        for one, new in zip(self._features, torch.split(self.head.joined(hidden), list(missing)), strict=True):
-            if one is not None and len(new):
-                one.states.append(new)
-        if any(one is not None and len(one.states) >= _MAX_STATES for one in self._features):
-            self._compute(self._features)
+    def _keep(self, missing: Sequence[int], verification: Verification | None, target: ModelOutput) -> None:
+        """Keep the hidden states of a target pass. missing: [B], numbers of new positions."""
+        hidden = {layer: target.hidden[layer] for layer in self.head.hidden_layers}
+        is_plain = all(n == 1 or one is None for n, one in zip(missing, self._features, strict=True))
+        positions = None if is_plain else _pass_positions(missing, verification, target)
+        self._passes.append(_TargetPass(self._features, missing, positions, hidden))
+        for features, n in zip(self._features, missing, strict=True):
+            if features is not None:
+                features.count += n
+        self._count_bytes(sum(states.nbytes for states in hidden.values()))
+
+    def _distribute(self) -> None:
+        """Add the hidden states of the kept passes to their rows: those of successive plain passes at once."""
+        for is_plain, group in itertools.groupby(self._passes, lambda one: one.positions is None and id(one.features)):
+            passes = list(group)
+            if is_plain:
+                hidden = {n: torch.cat([one.hidden[n][:, :1] for one in passes], 1) for n in self.head.hidden_layers}
+                for features, states in zip(passes[0].features, self.head.joined(hidden), strict=True):
+                    if features is not None:
+                        features.states.append(states)
+            else:
+                for one in passes:
+                    self._gather(one)
+        self._passes = []
+
+    def _gather(self, one: _TargetPass) -> None:
+        """Add the hidden states of a pass to its rows."""
+        assert one.positions is not None
+        rows = torch.cat([torch.full((n,), i, device=self.head.device) for i, n in enumerate(one.missing)])
+        at = torch.cat([index.to(self.head.device) for index in one.positions])
+        hidden = {n: states.to(self.head.device)[rows, at] for n, states in one.hidden.items()}
+        for features, states in zip(
+            one.features, torch.split(self.head.joined(hidden), list(one.missing)), strict=True
+        ):
+            if features is not None and len(states):
+                features.states.append(states)
 
     def _compute(self, features: Sequence[_RowFeatures | None]) -> None:
         """Compute the features of all hidden states of these rows, in one product."""
+        self._distribute()
         parts = [one for one in features if one is not None and one.states]
         if not parts:
             return

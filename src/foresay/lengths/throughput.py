@@ -1,33 +1,34 @@
 """The throughput policy: draft lengths of the most tokens per second, measured while decoding; 0 where no draft pays.
 
-Measures how long a target pass takes by batch size and number of draft tokens, how long drafting takes, and how often k tokens
-are drafted and accepted in each row. In every step it chooses the budgets k_i that maximise
+A pass over B rows that scores n draft tokens takes 1 + s n plain passes. Over many steps the throughput is highest if every step
+maximises E[tokens] - price E[plain passes], where price is the number of tokens that the batch generates per plain pass
+(Dinkelbach's condition for the maximum of a ratio). So token k of row i is drafted and scored while
 
-    E[tokens] - rate E[seconds],   E[tokens] = sum_i (1 + sum_{k <= k_i} P_i(k tokens are drafted and accepted))
+    P_i(tokens 1..k are accepted) > price (s + d)
 
-where rate is the tokens per second of these rows (see token_rate.py for the reason).
+d: plain passes that drafting one more token takes, shared by the rows that draft it; 0 for tokens that an n-gram drafter found.
+In padded passes n is the length of the longest draft, and the rows share both s and d.
 
-N-gram drafters cost next to nothing, so they get the largest budget, and the policy selects how many of the found tokens are
-worth scoring: the continuation of a nine-token match is nearly always accepted, that of a single token seldom. In ragged passes,
-whose time depends on the real tokens alone, each row has its own budget, so that a row with many rejections drafts less without
-shortening the drafts of others. In padded passes, whose time depends on the longest row, all rows share one length.
+The acceptance probability a of a token is counted by what is known of it: the length of the n-gram match that it continues, the
+draft model's confidence, or its depth in the draft. A row whose tokens fail e times as often as these counts predict has
+P_i = (a_1 ... a_k)^e.
 
-After two plain passes for comparison, a trial of a few steps drafts. If no draft pays, trials are repeated only as often as their
-loss allows: at most a hundredth of the time in between, and less with every failed trial, until new requests join.
-
-The fallback drafter of a hybrid, which costs time where the n-gram drafter costs none, has its own measurements and trials: it
-drafts for rows without an n-gram match if that pays in addition to the n-gram drafter's tokens.
+A drafter that does not pay spends a credit: it may lose two plain passes, which grow again by an allowance, a share of the time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from statistics import fmean, median_low
 from threading import Lock
 from time import perf_counter
+from typing import Generic, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from foresay.checks import check_int
@@ -35,59 +36,373 @@ from foresay.decoding.outcome import Step
 from foresay.decoding.protocols import DraftStep, LengthPolicy
 from foresay.decoding.rows import Rows
 from foresay.decoding.state import StateKey
-from foresay.lengths.budgets import StepContext, best_row_lengths, best_shared_length
 from foresay.lengths.constant import MAX_DRAFT_TOKENS
-from foresay.lengths.costs import Curve, PassCosts
-from foresay.lengths.draft_statistics import match_bucket
-from foresay.lengths.measured_drafter import MeasuredDrafter, Situation
-from foresay.lengths.token_rate import TokenRate
+
+FloatArray = npt.NDArray[np.float64]
+T = TypeVar("T")
 
 DEFAULT_HIGH = 16
 """Default longest draft."""
-_CHEAP = 0.01
-"""Share of a plain pass below which n-gram drafting counts as free."""
+_WINDOW = 32
+"""Latest measurements of which a median is taken."""
 _REMEASURE_PLAIN = 64
 """Steps with drafts after which a plain pass is measured again, since costs are relative to it."""
-_REMEASURE_DRAFT = 128
-"""Plain passes after which a draft is scored regardless of its value, to measure the cost of draft tokens again."""
-_MAX_SKIPPED = 4
-"""First drafts in a row whose time is skipped; with requests joining in every step there are no other drafts to measure."""
 _INITIAL_SLOPE = 0.06
-"""Cost of one more draft token, in plain passes, until it is measured."""
+"""s, the cost of one more draft token in plain passes, until it is measured."""
+_SLOPE_WEIGHT = 8
+"""Weight of the initial slope, in draft tokens, and most of one measurement."""
+_DECAY, _ROW_DECAY = 0.98, 0.95
+"""Factors per step of all counts and of a row's own, so that failures are forgotten and tried again."""
+_PRIOR_WEIGHT = 3.0
+"""Weight of priors, in tokens or drafts."""
+_ROW_WEIGHT = 1.0
+"""Weight of all rows' failures in the estimate of one row, in failures."""
+_MARGIN = 1.1
+"""Least gain over cost: a row that ends early saves less than its share of the remaining passes, and costs are estimates."""
+_LOAN, _ALLOWANCE = 2.0, 0.0075
+"""Plain passes that a drafter may lose before it stops, and the share of the time by which that credit grows again."""
+
+_MATCH, _DEPTH, _CONFIDENCE = slice(0, 6), slice(6, 12), slice(12, 22)
+"""Kinds of tokens: by match length (unknown, 1, 2, 3-4, 5-8, more), by depth (1, 2, 3, 4, 5-8, more), by tenths of confidence."""
+_PRIORS = np.array([0.5, 0.2, 0.5, 0.7, 0.85, 0.95, *[0.7] * 6, *[(i + 0.5) / 10 for i in range(10)]])
+"""Prior acceptance probability by kind; those of matches were measured on chats, code, edits and extractions."""
+_KIND = np.array([0, 1, 2, 3, 3, *[4] * 4, *[5] * (2 * MAX_DRAFT_TOKENS)])
+"""Kind of a token that continues a match of this length."""
+_DEPTH_KIND = _DEPTH.start + np.array([0, 1, 2, 3, *[4] * 4, *[5] * MAX_DRAFT_TOKENS])
+"""Kind of the token at this index of a draft."""
+
+
+class _ByBatch(Generic[T]):
+    """One value for each batch size."""
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        self._values: dict[int, T] = {}
+
+    def of(self, batch: int) -> T:
+        if batch not in self._values:
+            self._values[batch] = self._make()
+        return self._values[batch]
+
+    def nearest(self, batch: int) -> T | None:
+        """Return the value of the nearest batch size; None if none is within a factor of two."""
+        near = [size for size in self._values if size <= 2 * batch and batch <= 2 * size]
+        return self._values[min(near, key=lambda size: (abs(size - batch), size))] if near else None
+
+
+class _PassCosts:
+    """Times of target passes over one batch size: plain_s (1 + slope n) seconds for n draft tokens.
+
+    Machines are shared, so each time is taken relative to the plain pass of its moment, and slope is a weighted median.
+    """
+
+    def __init__(self) -> None:
+        self._plain: deque[float] = deque(maxlen=_WINDOW // 4)
+        self._slopes: deque[tuple[float, int]] = deque(maxlen=_WINDOW)
+        self.plain_s = self.slope = 0.0
+
+    def add(self, tokens: int, seconds: float, initial: float) -> None:
+        """Add the time of a pass that scored `tokens` draft tokens (per row if padded). initial: slope until it is measured."""
+        if not tokens or not self._plain:
+            self._plain.append(max(seconds, 1e-9) / (1 + (self.slope or initial) * tokens))
+            self.plain_s = median_low(self._plain)
+        if tokens:
+            self._slopes.append(((seconds / self.plain_s - 1) / tokens, min(tokens, _SLOPE_WEIGHT)))
+        weighted = [*self._slopes, (initial, _SLOPE_WEIGHT)] if len(self._slopes) > 1 else [(initial, 1)]
+        self.slope = max(_weighted_median(weighted), initial / 16)
+
+
+def _weighted_median(weighted: Sequence[tuple[float, int]]) -> float:
+    values, weights = np.array(sorted(weighted)).T
+    return float(values[weights.cumsum().searchsorted(weights.sum() / 2)])
+
+
+class _DraftCosts:
+    """Times of drafting for one number of rows, by the length of the longest draft."""
+
+    def __init__(self) -> None:
+        self._times: deque[tuple[int, float]] = deque(maxlen=_WINDOW)
+
+    def add(self, length: int, seconds: float) -> None:
+        self._times.append((length, seconds))
+
+    @property
+    def seconds(self) -> float:
+        """Median; 0 until it is known."""
+        return median_low(s for _, s in self._times) if self.is_known else 0.0
+
+    @property
+    def is_known(self) -> bool:
+        """True once there are two measurements: the first one may include the prefill of a prompt."""
+        return len(self._times) > 1
+
+    @property
+    def width(self) -> float:
+        """Mean length of the longest draft."""
+        return fmean(length for length, _ in self._times) if self._times else 0.0
+
+    def line(self) -> tuple[float, float]:
+        """Return (seconds of a draft without tokens, seconds per token), through the medians of the shorter and longer drafts."""
+        ordered, half = sorted(self._times), len(self._times) // 2
+        if not half:
+            return 0.0, ordered[0][1] / max(ordered[0][0], 1)
+        (x0, y0), (x1, y1) = (
+            (median_low(n for n, _ in part), median_low(s for _, s in part))
+            for part in (ordered[:half], ordered[half:])
+        )
+        per_token = min(max((y1 - y0) / (x1 - x0), 0.0) if x1 > x0 else np.inf, y1 / max(x1, 1))
+        return y1 - per_token * x1, per_token
 
 
 @dataclass(slots=True)
-class _StepState:
-    """The policy's decisions in the current step."""
+class _Credit:
+    """Plain passes that drafts which do not pay may still lose."""
+
+    passes: float = _LOAN
+    is_active: bool = True
+    """False once they are lost, until they have grown again."""
+
+    def add(self, passes: float) -> None:
+        self.passes = min(max(self.passes + passes, -_LOAN), _LOAN)
+        self.is_active = self.is_active or self.passes >= _LOAN
+
+
+@dataclass(slots=True)
+class _Draft:
+    """The draft of one drafter in the current step."""
 
     budgets: list[int]
-    batch_changed: bool
-    """True in the first step of these rows."""
-    is_selected: bool
-    """True if found tokens are selected by match length; the number drafted is then not the number found."""
-    buckets: list[int]
-    """Match buckets; 0 for rows without a match."""
-    num_selected: list[int]
-    """Tokens of the n-gram drafter that are scored."""
-    fallback_budgets: list[int]
-    """Budgets of the fallback drafter."""
-    fallback_candidates: int = 0
-    """Rows that the fallback drafter could draft for."""
-    model_drafted: bool = False
-    """True if a model drafted token by token."""
-    policy_s: float = 0.0
-    """Seconds of the drafting time that the policy itself took."""
+    """[B]; 0 for rows that it does not draft for."""
+    kinds: npt.NDArray[np.int64]
+    """[B, high], kind of each token."""
+    shared: float = 0.0
+    per_row: float = 0.0
+    """Cost of one more token for n rows that stop by confidence: it pays if their accept_prob add up to shared + n per_row."""
+    active: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, bool))
+    """[B], rows that continue."""
+    scored: Sequence[int] = ()
+    """[B], tokens of an n-gram drafter that are scored."""
+    accept_prob: FloatArray = field(default_factory=lambda: np.zeros(0))
+    """[B], P(all tokens so far are accepted)."""
 
 
-_STATE = StateKey[_StepState | None](lambda: None)
-"""State of the current step; not kept in the policy, which several engines may share."""
+@dataclass(frozen=True, slots=True)
+class _Situation:
+    """What the drafts of a step are worth and cost."""
+
+    rows: Rows
+    fixed: Sequence[int | None]
+    """[B], a row's fixed draft length; None for a length to choose."""
+    price: float
+    """Tokens that all rows together generate per plain pass."""
+    plain_s: float
+    slope: float
+    base: int = 0
+    """Draft tokens that a padded pass scores in any case."""
+
+    @property
+    def token_price(self) -> float:
+        """Tokens that the batch loses by one more draft token in a ragged pass, or by one more for all rows in a padded one."""
+        return self.price * self.slope
+
+
+class _Drafter:
+    """The measurements of one drafter, and the budgets that follow from them."""
+
+    def __init__(self, start: int, high: int) -> None:
+        self.start, self.high = start, high
+        self.costs = _ByBatch(_DraftCosts)
+        self._accepted, self._tested = np.zeros(len(_PRIORS)), np.zeros(len(_PRIORS))
+        """Accepted and tested tokens by kind."""
+        self.sums = np.zeros(5)
+        """Rows asked for a draft, rows with one, with an accepted first token; accepted tokens, scored tokens."""
+        self.hazards = -np.log(_PRIORS)
+        """-log a by kind."""
+        self._row = StateKey[tuple[float, float, int]](lambda: (0.0, 0.0, 0))
+        """Failed tokens of a row, those that `hazards` predicted, and the step of these counts."""
+        self._num_steps = 0
+        self.draft = StateKey[_Draft | None](lambda: None)
+        self._credits: defaultdict[int, _Credit] = defaultdict(_Credit)
+        """By the bit length of the batch size: what pays for few rows does not for many."""
+        self.selects = False
+        """True for an n-gram drafter: of the tokens that it finds, `selected` are scored."""
+        self.stops_early = False
+        """True if each token comes with a confidence that is cheap to read."""
+
+    def choose(self, now: _Situation, eligible: Sequence[bool]) -> list[int]:
+        """Return the budgets that pay; those of a trial while that has credit; else 0. Rows with a fixed length keep it."""
+        free = np.array([on and n is None for on, n in zip(eligible, now.fixed, strict=True)])
+        fixed = np.array([(n or 0) * on for on, n in zip(eligible, now.fixed, strict=True)])
+        draft = _Draft([], np.tile(_DEPTH_KIND[: self.high], (len(free), 1)))
+        self.draft.put(now.rows, draft)
+        draft.budgets = fixed.tolist()
+        credit = self.credit(len(free))
+        if credit.is_active:
+            find = self._best_drafts if self.selects or self.stops_early else self._best_lengths
+            pays, best = find(now, free, fixed, draft)
+            credit.is_active = pays or credit.passes > 0
+            draft.budgets = np.where(free, best * credit.is_active, fixed).tolist()
+        draft.active, draft.accept_prob = np.array(draft.budgets) > 0, np.ones(len(free))
+        return draft.budgets
+
+    def credit(self, batch: int) -> _Credit:
+        """Return the credit of drafts for about as many rows."""
+        return self._credits[batch.bit_length()]
+
+    def _best_lengths(
+        self, now: _Situation, free: npt.NDArray[np.bool_], fixed: npt.NDArray[np.int64], draft: _Draft
+    ) -> tuple[bool, npt.NDArray[np.int64]]:
+        """Return whether drafts pay, and their best lengths; those that lose least if not."""
+        costs = self.costs.nearest(int(free.sum()))
+        if costs is None:
+            return False, self.start * free
+        probs = self.accept_probs(now.rows, draft.kinds) * free[:, None]
+        depths, sunk = np.arange(1, self.high + 1), int(fixed.max())
+        start, per_token = costs.line()
+        drafting = now.price / now.plain_s * (start * (not sunk) + per_token * np.maximum(depths - sunk, 0))
+        if now.rows.capabilities.ragged:
+            gains = np.maximum(probs - now.token_price, 0.0).sum(0)
+        else:
+            gains = probs.sum(0) - now.token_price * (depths > max(sunk, now.base))
+        values = self._mean(1, 1.0) * gains.cumsum() - drafting
+        length = int(values.argmax()) + 1
+        if values[length - 1] <= 0 or not costs.is_known:
+            return False, min(length, self.start) * free
+        pays = probs[:, :length] > (now.token_price if now.rows.capabilities.ragged else -1)
+        return True, pays.sum(1)
+
+    def _best_drafts(
+        self, now: _Situation, free: npt.NDArray[np.bool_], fixed: npt.NDArray[np.int64], draft: _Draft
+    ) -> tuple[bool, npt.NDArray[np.int64]]:
+        """Return whether drafts pay whose lengths are chosen later, by what earlier ones were worth, and their limits."""
+        costs, ragged = self.costs.nearest(int(free.sum())), now.rows.capabilities.ragged
+        accepted = self._mean(3, 1.0) / (1.0 if self.selects else self._exponents(now.rows))
+        scored = self._mean(4, 2.0)
+        seconds, per_token, width = (
+            (0.0, 0.0, scored) if costs is None else (costs.seconds, costs.line()[1], costs.width)
+        )
+        worth = (accepted - (now.token_price * scored if ragged else 0.0)) * free
+        shared = now.price * seconds / now.plain_s * (not fixed.any()) + (0.0 if ragged else now.token_price * width)
+        further = (self._accepted.sum() + _PRIOR_WEIGHT * 0.6) / (self._tested.sum() + _PRIOR_WEIGHT)
+        draft.shared = now.price * per_token / now.plain_s / further
+        draft.per_row = now.token_price / further if ragged else 0.0
+        draft.shared += 0.0 if ragged else now.token_price / further
+        chosen = free & (worth > 0) if ragged and not self.selects else free
+        if (worth * chosen).sum() > shared:
+            return True, self.high * chosen
+        return False, (self.high if self.selects else self.start) * free
+
+    def accept_probs(self, rows: Rows, kinds: npt.NDArray[np.int64]) -> FloatArray:
+        """Return P(the tokens up to k are accepted), [B, K], for tokens of these kinds, [B, K]."""
+        out: FloatArray = np.exp(-self._exponents(rows)[:, None] * self.hazards[kinds].cumsum(1))
+        return out
+
+    def _exponents(self, rows: Rows) -> FloatArray:
+        """Return e, [B]: how many times as often as predicted a row's tokens fail."""
+        failed, expected, step = np.array([self._row.of(row) for row in rows]).T
+        decay = _ROW_DECAY ** (self._num_steps - step)
+        out: FloatArray = (failed * decay + _ROW_WEIGHT) / (expected * decay + _ROW_WEIGHT)
+        return out
+
+    def selected(self, now: _Situation, counts: Sequence[int], matched: Sequence[int]) -> Sequence[int]:
+        """Return how many of the found tokens pay. counts: [B] tokens found. matched: [B] length of the match, 0 if unknown."""
+        lengths, draft = np.array(matched)[:, None], self.draft.find(now.rows)
+        if draft is None:
+            return list(counts)
+        draft.budgets = [max(n, m) for n, m in zip(draft.budgets, counts, strict=True)]
+        draft.kinds = _KIND[np.minimum(lengths + np.arange(self.high) * (lengths > 0), len(_KIND) - 1)]
+        found = np.arange(self.high) < np.array(counts)[:, None]
+        probs = self.accept_probs(now.rows, draft.kinds) * found
+        if now.rows.capabilities.ragged:
+            out = (probs > now.token_price).sum(1)
+        else:
+            values = (probs.sum(0) - now.token_price * found.any(0)).cumsum()
+            out = np.minimum(counts, int(values.argmax()) + 1 if values.max() > 0 else 0)
+        if (
+            not out.any() and self.credit(len(counts)).passes >= _LOAN
+        ):  # else a slope that was measured too high would never be corrected
+            surest = int(probs[:, 0].argmax())
+            out[surest] = min(counts[surest], self.start)
+        draft.scored = [
+            n if length is not None else int(m) for n, m, length in zip(counts, out, now.fixed, strict=True)
+        ]
+        return draft.scored
+
+    def continuing(self, draft: _Draft, index: npt.NDArray[np.int64], confidence: FloatArray) -> npt.NDArray[np.bool_]:
+        """Return the rows that draft one more token, [B] bool.
+
+        index: [B], draft positions of the tokens just drawn. confidence: [B], their probabilities under the draft model.
+        """
+        kinds = _CONFIDENCE.start + np.clip((confidence * 10).astype(np.int64), 0, 9)
+        draft.kinds[np.arange(len(kinds)), np.minimum(index, self.high - 1)] = kinds
+        draft.accept_prob = draft.accept_prob * np.exp(-self.hazards[kinds])
+        able = draft.active & (index + 1 < np.array(draft.budgets))  # only these rows share the cost of a draft pass
+        probs = np.where(able, draft.accept_prob, 0.0)
+        best = np.sort(probs)[::-1]
+        values = best.cumsum() - draft.shared - draft.per_row * np.arange(1, len(best) + 1)
+        count = int(values.argmax())
+        draft.active = able & (probs >= best[count]) & bool(values[count] > 0)
+        return draft.active
+
+    def observe(self, rows: Rows, steps: Sequence[Step], draft: _Draft) -> None:
+        """Count the tokens of a step in which this drafter was asked for a draft."""
+        for row, step, kinds, budget in zip(rows, steps, draft.kinds, draft.budgets, strict=True):
+            if not budget:
+                continue
+            drafted, accepted = step.num_drafted, step.num_accepted
+            self.sums += (1, drafted > 0, accepted > 0, accepted, drafted)
+            if drafted:
+                tested = kinds[: min(accepted + 1, drafted)]
+                np.add.at(self._tested, tested, 1.0)
+                np.add.at(self._accepted, tested[:accepted], 1.0)
+                failed, expected, at = self._row.of(row)
+                decay, predicted = (
+                    _ROW_DECAY ** (self._num_steps - at),
+                    float((1 - np.exp(-self.hazards[tested])).sum()),
+                )
+                new = failed * decay + (accepted < drafted), expected * decay + predicted, self._num_steps
+                self._row.put(row, new)
+
+    def advance(self, batch: int, lost: float, passed: float) -> None:
+        """End a step that took `passed` plain passes, of which this drafter's drafts lost `lost` (negative if they paid)."""
+        self.credit(batch).add(_ALLOWANCE * passed - lost)
+        for counts in (self.sums, self._accepted, self._tested):
+            counts *= _DECAY
+        self._num_steps += 1
+        priors = _PRIORS.copy()
+        for kind in range(
+            _DEPTH.start + 1, _DEPTH.stop
+        ):  # deeper tokens are expected to hold as often as the last known
+            priors[kind] = self._estimate(kind - 1, float(priors[kind - 1]))
+        self.hazards = -np.log(
+            np.clip((self._accepted + _PRIOR_WEIGHT * priors) / (self._tested + _PRIOR_WEIGHT), 0.02, 0.98)
+        )
+
+    def _estimate(self, kind: int, prior: float) -> float:
+        return float((self._accepted[kind] + _PRIOR_WEIGHT * prior) / (self._tested[kind] + _PRIOR_WEIGHT))
+
+    def _mean(self, which: int, prior: float) -> float:
+        """Return one of `sums` per row asked."""
+        return float((self.sums[which] + _PRIOR_WEIGHT * prior) / (self.sums[0] + _PRIOR_WEIGHT))
+
+
+@dataclass(slots=True)
+class _Policy:
+    """The policy's own part in the current step."""
+
+    seconds: float = 0.0
+    """Part of the drafting time that the policy itself took."""
+    fallback: bool = False
+    """True if the fallback drafter was asked."""
+
+
+_STATE = StateKey[_Policy](_Policy)
+"""Not kept in the policy, which several engines may share."""
 
 
 def exclude_policy_time(rows: Rows) -> None:
     """Exclude the policy's own run time from the current step. For simulated step times, which do not include it."""
-    state = _STATE.find(rows)
-    if state is not None:
-        state.policy_s = 0.0
+    _STATE.of(rows).seconds = 0.0
 
 
 class ThroughputLength(LengthPolicy):
@@ -106,67 +421,124 @@ class ThroughputLength(LengthPolicy):
         self.sampled = None if sampled is None else check_int("sampled", sampled, 0, self.high)
         self.remembers = self.sampled is None
         self._lock = Lock()
-        self._passes, self._token_rate = PassCosts(_INITIAL_SLOPE), TokenRate()
-        self._primary = MeasuredDrafter(self.start, self.high)
-        """Measurements of the drafter, or of a hybrid's n-gram drafter."""
-        self._fallback = MeasuredDrafter(self.start, self.high)
-        """Measurements of a hybrid's drafter for rows without an n-gram match."""
-        self._steps_since_plain = self._num_plain = self._steps_since_selected = 0
-        self._model_drafter = self._primary
-        """The drafter that drafts token by token, `_primary` or `_fallback`."""
-        self._reports_matches = False
-        """True if the drafter calls `num_to_score`, so that found tokens can be selected."""
-        self._num_skipped = 0
-        """Drafts in a row whose time was skipped because it included the prefill of a prompt."""
-        self._stops_early = False
-        """True if the drafter reports its confidence in each token."""
+        self._passes = _ByBatch(_PassCosts)
+        self._primary, self._fallback = (_Drafter(self.start, self.high) for _ in range(2))
+        """The drafter, or a hybrid's n-gram drafter; and a hybrid's drafter for rows without an n-gram match."""
+        self._is_hybrid = False
+        self._rate = np.array([_PRIOR_WEIGHT, _PRIOR_WEIGHT])
+        """Tokens per row, and plain passes."""
+        self._steps_since_plain = self._num_plain = 0
 
     def budget(self, rows: Rows) -> list[int]:
         """Return each row's own budget in ragged passes, else the same one for all rows."""
-        nothing = [0] * len(rows)
-        state = _StepState(nothing, _STATE.find(rows) is None, False, nothing, nothing, nothing)
-        _STATE.put(rows, state)
+        _STATE.put(rows, _Policy())
         with self._timed(rows):
-            state.is_selected, fixed = self._selects(len(rows)), self._fixed_lengths(rows)
-            state.budgets = (
-                [int(n or 0) for n in fixed] if all(n is not None for n in fixed) else self._choose(rows, fixed)
-            )
-            return list(state.budgets)
+            for drafter in (self._primary, self._fallback):
+                drafter.draft.drop(rows)
+            return self._budgets(rows)
+
+    def _budgets(self, rows: Rows) -> list[int]:
+        now, every = self._situation(rows), [True] * len(rows)
+        is_due = self._num_plain < 2 or self._steps_since_plain >= _REMEASURE_PLAIN
+        if now is None or (is_due and not any(now.fixed)):
+            return [n or 0 for n in self._fixed_lengths(rows)]
+        out = self._primary.choose(now, every)
+        if not any(out) and self._is_hybrid:  # the n-gram drafter does not pay, but the fallback drafter may
+            out = self._fallback.choose(now, every)
+            self._fallback.draft.drop(rows)
+        return list(out)
 
     def num_to_score(self, rows: Rows, counts: Sequence[int], matched: Sequence[int]) -> list[int]:
         """Return how many of the found tokens pay, by the length of their match; see `LengthPolicy.num_to_score`."""
         with self._timed(rows):
-            self._reports_matches, state = True, self._state(rows)
-            state.buckets, state.num_selected = [match_bucket(n) for n in matched], list(counts)
-            passes = self._passes.curve(len(rows))
-            state.is_selected = passes is not None and self._is_cheap(len(rows))
-            if passes is None or not state.is_selected:
-                return list(counts)
-            self._primary.trials.steps_left = 0
-            fixed = self._fixed_lengths(rows)
-            out = self._select(rows, counts, state.buckets, fixed, passes)
-            self._steps_since_selected = 0 if any(out) else self._steps_since_selected + 1
-            if self._steps_since_selected >= _REMEASURE_DRAFT:
-                surest = max(range(len(rows)), key=lambda i: (counts[i] > 0, state.buckets[i]))
-                out[surest], self._steps_since_selected = min(counts[surest], self.start), 0
-            state.num_selected = [n if length is None else m for n, length, m in zip(out, fixed, counts, strict=True)]
-            return list(state.num_selected)
+            self._primary.selects, now = True, self._situation(rows)
+            return list(counts if now is None else self._primary.selected(now, counts, matched))
 
     def fallback_budget(self, rows: Rows, most: Sequence[int]) -> list[int]:
         """Return how many tokens of the fallback drafter pay; see `LengthPolicy.fallback_budget`."""
         with self._timed(rows):
-            self._reports_matches, self._model_drafter, state = True, self._fallback, self._state(rows)
-            if self._is_cheap(len(rows)):  # a cheap n-gram drafter needs no trials: it drafts in every step
-                state.is_selected, self._primary.trials.steps_left = True, 0
-            eligible = [n > 0 for n in most]
-            fixed = [n if n and f is not None else None for n, f in zip(most, self._fixed_lengths(rows), strict=True)]
-            chosen = self._choose_fallback(rows, eligible, fixed)
-            state.fallback_budgets, state.fallback_candidates = (
-                [min(n, m) for n, m in zip(chosen, most, strict=True)],
-                sum(eligible),
-            )
-            self._fallback.early_stopping.limit(rows, state.fallback_budgets)
-            return list(state.fallback_budgets)
+            self._is_hybrid, self._primary.selects, now = True, True, self._situation(rows)
+            if now is None:
+                return [min(n or 0, m) for n, m in zip(self._fixed_lengths(rows), most, strict=True)]
+            selected = self._primary.draft.find(rows)
+            base = 0 if selected is None else max(selected.scored, default=0)
+            self._fallback.choose(replace(now, base=base), [n > 0 for n in most])
+            draft = self._fallback.draft.find(rows)
+            assert draft is not None
+            draft.budgets = [min(n, m) for n, m in zip(draft.budgets, most, strict=True)]
+            return list(draft.budgets)
+
+    def keep_drafting(self, step: DraftStep) -> torch.Tensor | None:
+        """Return the rows whose next token pays, by the confidence in their draft so far; rows with a fixed length continue."""
+        drafter, rows = self._fallback if self._is_hybrid else self._primary, step.rows
+        draft = None if rows is None else drafter.draft.find(rows)
+        if rows is None or draft is None:  # a tree, or rows without a budget from this policy
+            return None
+        # on other devices, reading the confidence would synchronize
+        drafter.stops_early = step.distributions.scores is not None and step.distributions.scores.device.type == "cpu"
+        if not drafter.stops_early:
+            return None
+        confidence = step.distributions.confidence(step.token_ids[:, None])[:, 0]
+        continuing = torch.from_numpy(drafter.continuing(draft, step.index.numpy(), confidence.numpy()))
+        is_fixed = [length is not None for length in self._fixed_lengths(rows)]
+        return continuing | torch.tensor(is_fixed) if any(is_fixed) else continuing
+
+    def observe(self, rows: Rows, steps: Sequence[Step]) -> None:
+        """Measure a step: its times, its generated tokens and the acceptance of its drafts."""
+        with self._lock:
+            one, drafted = steps[0], [step.num_drafted for step in steps]
+            size = sum(drafted) if rows.capabilities.ragged else max(drafted)
+            self._passes.of(len(rows)).add(size, one.total_s - one.draft_s, self._initial_slope(rows))
+            self._steps_since_plain = self._steps_since_plain + 1 if size else 0
+            self._num_plain += not size
+            now = self._situation(rows)
+            assert now is not None
+            passed = one.total_s / now.plain_s
+            self._rate = self._rate * _DECAY + (fmean(len(step.token_ids) for step in steps), passed)
+            for drafter in (self._primary, self._fallback):
+                draft = drafter.draft.find(rows)
+                lost = 0.0 if draft is None else self._count(drafter, draft, now, steps)
+                drafter.advance(len(rows), lost, passed)
+
+    def _count(self, drafter: _Drafter, draft: _Draft, now: _Situation, steps: Sequence[Step]) -> float:
+        """Count one drafter's part in a step; return the plain passes that its drafts lost, or gained if negative."""
+        fallback = self._fallback.draft.find(now.rows)
+        others = [0] * len(steps) if fallback is None or drafter is self._fallback else fallback.budgets
+        draft.budgets = [n * (not other) for n, other in zip(draft.budgets, others, strict=True)]
+        if not any(draft.budgets):
+            return 0.0
+        drafter.observe(now.rows, steps, draft)
+        own = [(s.num_drafted, s.num_accepted) for s, n in zip(steps, draft.budgets, strict=True) if n]
+        count = sum(n > 0 for n in draft.budgets)
+        if not any(others):
+            spent = _STATE.of(now.rows).seconds
+            if drafter is self._fallback:
+                lookup = self._primary.costs.nearest(len(steps))
+                spent += lookup.seconds if lookup else 0.0
+            drafter.costs.of(count).add(max(n for n, _ in own), max(0.0, steps[0].draft_s - spent))
+        costs = drafter.costs.nearest(count)
+        size = sum(n for n, _ in own) if now.rows.capabilities.ragged else max(n for n, _ in own)
+        start, per_token = costs.line() if costs and costs.is_known else (0.0, 0.0)
+        spent_s = start + per_token * max(n for n, _ in own)
+        return now.slope * size + spent_s / now.plain_s - sum(n for _, n in own) / len(steps)
+
+    def _situation(self, rows: Rows) -> _Situation | None:
+        """Return the worth and costs of this step's tokens; None before a pass over about as many rows was measured."""
+        passes = self._passes.nearest(len(rows))
+        if passes is None:
+            return None
+        price = _MARGIN * len(rows) * max(1.0, float(self._rate[0] / self._rate[1]))
+        return _Situation(rows, self._fixed_lengths(rows), price, passes.plain_s, passes.slope)
+
+    @staticmethod
+    def _initial_slope(rows: Rows) -> float:
+        """Cost of one more token: c / (1 + (n - 1) c) plain passes of n rows, which take 1 + (n - 1) c passes of one row."""
+        alone = rows.capabilities.column_cost
+        return _INITIAL_SLOPE if alone is None else alone / (1 + (len(rows) - 1) * alone)
+
+    def _fixed_lengths(self, rows: Rows) -> list[int | None]:
+        """Return `sampled` for rows whose text depends on the draft length, else None."""
+        return [None if row.params.greedy or rows.needs.ignores_drafts else self.sampled for row in rows]
 
     @contextmanager
     def _timed(self, rows: Rows) -> Iterator[None]:
@@ -174,153 +546,10 @@ class ThroughputLength(LengthPolicy):
         with self._lock:
             start = perf_counter()
             yield
-            self._state(rows).policy_s += perf_counter() - start
-
-    def _state(self, rows: Rows) -> _StepState:
-        state = _STATE.find(rows)
-        assert state is not None
-        return state
-
-    def _choose_fallback(self, rows: Rows, eligible: Sequence[bool], fixed: Sequence[int | None]) -> list[int]:
-        now = Situation(rows, eligible, fixed, self._passes.curve(len(rows)), self._context(rows))
-        changed = self._state(rows).batch_changed
-        return self._fallback.choose(now, batch_changed=changed, stops_early=self._stops_early)
-
-    def keep_drafting(self, step: DraftStep) -> torch.Tensor | None:
-        """Return the rows whose next token pays, by the confidence in their draft so far; rows with a fixed length continue."""
-        distributions, stopping, rows = step.distributions, self._model_drafter.early_stopping, step.rows
-        state = None if rows is None else _STATE.find(rows)
-        if rows is None or state is None:  # a tree, or rows without a budget from this policy
-            return None
-        state.model_drafted = True
-        # on other devices, reading the confidence would synchronize
-        self._stops_early = distributions.scores is not None and distributions.scores.device.type == "cpu"
-        if not self._stops_early or not stopping.is_active(rows):
-            return None
-        confidence = distributions.confidence(step.token_ids[:, None])[:, 0]
-        continuing = torch.from_numpy(stopping.continuing(rows, step.index.numpy(), confidence.numpy()))
-        is_fixed = [length is not None for length in self._fixed_lengths(rows)]
-        return continuing | torch.tensor(is_fixed) if any(is_fixed) else continuing
-
-    def _context(self, rows: Rows) -> StepContext:
-        """Return the context of the fallback drafter's choice: the rate, and the n-gram drafter's tokens."""
-        state = self._state(rows)
-        return StepContext(
-            self._rate(rows), sum(state.num_selected) if rows.capabilities.ragged else max(state.num_selected)
-        )
-
-    def _rate(self, rows: Rows) -> float:
-        """Return the tokens per second of these rows; 0 before a pass was measured."""
-        passes = self._passes.curve(len(rows))
-        return 0.0 if passes is None else self._token_rate.rate(rows, float(passes.at(0)))
-
-    def _fixed_lengths(self, rows: Rows) -> list[int | None]:
-        """Return `sampled` for rows whose text depends on the draft length, else None."""
-        return [None if row.params.greedy or rows.needs.ignores_drafts else self.sampled for row in rows]
-
-    def _choose(self, rows: Rows, fixed: Sequence[int | None]) -> list[int]:
-        passes, may_be_plain = self._passes.curve(len(rows)), not any(fixed) and not self._primary.trials.steps_left
-        if may_be_plain and (passes is None or self._num_plain < 2 or self._steps_since_plain >= _REMEASURE_PLAIN):
-            return [0] * len(rows)
-        if self._selects(len(rows)) and not self._primary.trials.steps_left:
-            return [self.high if n is None else n for n in fixed]  # `num_to_score` selects from the found tokens
-        all_rows, stops_early = [True] * len(rows), self._stops_early and self._model_drafter is self._primary
-        now, changed = (
-            Situation(rows, all_rows, fixed, passes, StepContext(self._rate(rows))),
-            self._state(rows).batch_changed,
-        )
-        out = self._primary.choose(now, batch_changed=changed, stops_early=stops_early)
-        if any(out) or self._model_drafter is self._primary:
-            return out
-        return self._choose_fallback(rows, all_rows, fixed)  # even if the n-gram drafter does not pay
-
-    def _selects(self, batch: int) -> bool:
-        """Return True if the drafter gets the largest budget, and the found tokens are selected afterwards."""
-        return self._reports_matches and self._is_cheap(batch)
-
-    def _is_cheap(self, batch: int) -> bool:
-        """Return True if n-gram drafting takes a negligible share of a pass, or no pass was measured."""
-        passes = self._passes.curve(batch)
-        return passes is None or bool(self._primary.costs.longest_s(batch) < _CHEAP * passes.at(0))
-
-    def _select(
-        self, rows: Rows, counts: Sequence[int], buckets: Sequence[int], fixed: Sequence[int | None], passes: Curve
-    ) -> list[int]:
-        """Return how many of each row's found tokens give the highest throughput."""
-        most = max(counts)
-        index = np.arange(1, most + 1)
-        drafted = (index <= np.array(counts)[:, None]).astype(np.float64)
-        accept_probs = self._primary.statistics.accept_probs(rows, buckets)[:, 1 : most + 1]
-        no_cost, context = np.zeros(most), StepContext(self._rate(rows))
-        if rows.capabilities.ragged:
-            found = best_row_lengths(accept_probs, drafted, passes, no_cost, fixed, context) or [0] * len(rows)
-        else:
-            found = [
-                best_shared_length((drafted * accept_probs).sum(0), drafted.max(0), passes, no_cost, context)
-            ] * len(rows)
-        return [min(n, most) for n, most in zip(found, counts, strict=True)]
-
-    def observe(self, rows: Rows, steps: Sequence[Step]) -> None:
-        """Measure a step: its times, its generated tokens and the acceptance of its drafts."""
-        with self._lock:
-            self._count_pass(rows, steps)
-            state = _STATE.find(rows)
-            if state is not None and any(state.budgets):
-                self._count_drafts(rows, steps, state)
-
-    def _count_pass(self, rows: Rows, steps: Sequence[Step]) -> None:
-        one, drafted = steps[0], [step.num_drafted for step in steps]
-        self._passes.column_cost = rows.capabilities.column_cost
-        self._passes.add(
-            len(steps), sum(drafted) if rows.capabilities.ragged else max(drafted), one.total_s - one.draft_s
-        )
-        passes = self._passes.curve(len(rows))
-        if passes is not None:
-            self._token_rate.add(rows, steps, float(passes.at(0)))
-        self._steps_since_plain = 0 if max(drafted) == 0 else self._steps_since_plain + 1
-        self._num_plain += max(drafted) == 0
-        for each in (self._primary, self._fallback):
-            each.trials.advance(one.total_s)
-
-    def _count_drafts(self, rows: Rows, steps: Sequence[Step], state: _StepState) -> None:
-        one, batch, fallback = steps[0], len(steps), state.fallback_budgets
-        draft_s = max(0.0, one.draft_s - state.policy_s)
-        primary = [0 if other else n for n, other in zip(state.budgets, fallback, strict=True)]
-        budgets = fallback if any(fallback) else state.budgets
-        which = self._fallback if any(fallback) else self._primary
-        drafted = [step.num_drafted if n else 0 for step, n in zip(steps, budgets, strict=True)]
-        longest = max(drafted) if state.model_drafted else 0
-        self._num_skipped = (
-            self._num_skipped + 1 if state.model_drafted and which.early_stopping.is_first_draft(rows, drafted) else 0
-        )
-        if not 0 < self._num_skipped <= _MAX_SKIPPED:
-            which.costs.add(state.fallback_candidates if any(fallback) else batch, longest or max(budgets), draft_s)
-        if any(fallback):
-            self._fallback.observe(rows, fallback, steps, [0] * batch, self._lost_s(rows, steps, fallback))
-        if state.is_selected:
-            self._primary.statistics.add(rows, None, state.buckets, steps, [not n for n in fallback])
-        elif any(primary):
-            self._primary.observe(rows, primary, steps, state.buckets, self._lost_s(rows, steps, primary))
-
-    def _lost_s(self, rows: Rows, steps: Sequence[Step], budgets: Sequence[int]) -> float | None:
-        """Return the seconds that a step took longer than its tokens take without the drafts of `budgets`.
-
-        None if no pass was measured or all of these drafts have fixed lengths.
-        """
-        curve, one = self._passes.curve(len(steps)), steps[0]
-        if curve is None or not any(n for n, f in zip(budgets, self._fixed_lengths(rows), strict=True) if f is None):
-            return None
-        others = [step.num_drafted for step, n in zip(steps, budgets, strict=True) if not n]
-        without_s = float(curve.at(sum(others) if rows.capabilities.ragged else max(others, default=0)))
-        gained = sum(step.num_accepted for step, n in zip(steps, budgets, strict=True) if n)
-        rate = self._rate(rows)
-        return one.total_s - without_s - (gained / rate if rate else 0.0)
+            _STATE.of(rows).seconds += perf_counter() - start
 
     @property
     def estimates(self) -> Mapping[str, float]:
         """Estimates for reports: seconds of a plain pass at batch size 1, and the acceptance rate of first draft tokens."""
-        curve = self._passes.curve(1)
-        return {
-            "plain_pass_s": float(curve.at(0)) if curve else 0.0,
-            "first_accepted": self._primary.statistics.first_accepted,
-        }
+        passes, (_, drafts, first, *_) = self._passes.nearest(1), self._primary.sums.tolist()
+        return {"plain_pass_s": passes.plain_s if passes else 0.0, "first_accepted": first / drafts if drafts else 0.0}

@@ -1,73 +1,67 @@
-"""What drafts cost, as it is measured."""
+"""What passes and drafts cost, as it is measured."""
 
 from __future__ import annotations
 
 import pytest
 
-from foresay.lengths.costs import DraftCosts, PassCosts
+from foresay.lengths.throughput import _ByBatch, _DraftCosts, _PassCosts
 
 
-def at(costs: DraftCosts, size: float, batch: int = 1) -> float:
-    curve = costs.curve(batch)
-    assert curve is not None
-    return float(curve.at(size))
+def costs(*measured: tuple[int, float]) -> _DraftCosts:
+    out = _DraftCosts()
+    for length, seconds in measured:
+        out.add(length, seconds)
+    return out
 
 
-def test_begin_and_slope_are_told_apart() -> None:
-    costs = DraftCosts()
-    for _ in range(5):
-        for size in (1, 2, 4):
-            costs.add(1, size, 0.3 + 0.1 * size)
-    for size in (1, 2, 3, 4, 9):
-        assert at(costs, size) == pytest.approx(0.3 + 0.1 * size)
-    assert at(costs, 0) == 0, "who drafts nothing pays nothing"
+def test_start_and_slope_are_told_apart() -> None:
+    start, per_token = costs(*((size, 0.3 + 0.1 * size) for size in (1, 2, 4) * 5)).line()
+    assert per_token == pytest.approx(0.1) and start == pytest.approx(0.3)
 
 
-def test_of_one_size_a_draft_is_thought_to_cost_in_proportion() -> None:
-    costs = DraftCosts()
-    costs.add(1, 4, 0.8)
-    assert [at(costs, size) for size in (1, 2, 4, 8)] == pytest.approx([0.2, 0.4, 0.8, 1.6])
+def test_one_length_is_taken_to_cost_in_proportion() -> None:
+    assert costs((4, 0.8), (4, 0.8)).line() == pytest.approx((0.0, 0.2))
 
 
-def test_a_first_draft_that_took_the_prompt_along_is_soon_no_more_than_chance() -> None:
-    costs = DraftCosts()
-    costs.add(1, 4, 30.0)
-    for _ in range(3):
-        costs.add(1, 1, 0.4)
-    assert at(costs, 1) < 0.5 and at(costs, 4) < 2
-    for _ in range(6):
-        costs.add(1, 1, 0.4)
-        costs.add(1, 2, 0.5)
-    assert at(costs, 3) == pytest.approx(0.6)
+def test_a_prompt_in_the_first_draft_is_soon_forgotten() -> None:
+    first = costs((4, 30.0))
+    assert not first.is_known and first.seconds == 0
+    assert costs((4, 30.0), (1, 0.4)).seconds == 0.4
+    start, per_token = costs((4, 30.0), *[(1, 0.4), (2, 0.5)] * 6).line()
+    assert start + 3 * per_token == pytest.approx(0.6)
 
 
-def test_the_longest_that_was_measured() -> None:
-    costs = DraftCosts()
-    assert costs.longest_s(1) == 0
-    costs.add(1, 2, 0.5)
-    costs.add(1, 16, 0.7)
-    assert costs.longest_s(1) == 0.7
-    assert costs.longest_s(2) == 0.7, "of the nearest batch size"
-    assert costs.longest_s(8) == 0
+def test_less_time_for_more_tokens_is_noise() -> None:
+    start, per_token = costs(*[(1, 0.5), (4, 0.4)] * 4).line()
+    assert per_token == 0 and 0.3 < start <= 0.5
 
 
-def test_less_for_more_is_noise() -> None:
-    costs = DraftCosts()
-    for _ in range(4):
-        costs.add(1, 1, 0.5)
-        costs.add(1, 4, 0.4)
-    assert at(costs, 8) >= at(costs, 1) > 0.3
+def passes(*measured: tuple[int, float], initial: float = 0.1) -> _PassCosts:
+    out = _PassCosts()
+    for tokens, seconds in measured:
+        out.add(tokens, seconds, initial)
+    return out
 
 
-def test_what_is_known_of_columns_beforehand_is_what_is_thought() -> None:
-    """Of a row alone, and of rows together, whose own pass is longer by as much; measurements count all the same."""
-    for known, batch, wanted in ((None, 1, 0.1), (None, 8, 0.1), (0.5, 1, 0.5), (0.5, 8, 0.5 / 4.5)):
-        costs = PassCosts(0.1)
-        costs.column_cost = known
-        costs.add(batch, 0, 2.0)
-        curve = costs.curve(batch)
-        assert curve is not None and curve.at([0, 4, 20]) == pytest.approx([2.0 * (1 + n * wanted) for n in (0, 4, 20)])
-        for _ in range(9):
-            costs.add(batch, 4, 2.0 * (1 + 4 * 0.02))
-        seen = costs.curve(batch)
-        assert seen is not None and seen.at(4) == pytest.approx(2.0 * 1.08)
+def test_slopes_are_relative_to_the_plain_pass_of_their_moment() -> None:
+    """A machine that gets four times slower changes seconds, not slopes. Control: one plain pass for all would."""
+    one = passes(*[(0, 1.0), (4, 1.2)] * 20, *[(0, 4.0), (4, 4.8)] * 20)
+    assert one.plain_s == 4.0 and one.slope == pytest.approx(0.05)
+    assert passes(*[(0, 1.0)] * 9, *[(4, 4.8)] * 20).slope > 0.5
+
+
+def test_one_slow_pass_is_no_slope() -> None:
+    assert passes((0, 1.0), (16, 30.0)).slope == 0.1, "one measurement is none"
+    assert passes((0, 1.0), (16, 30.0), (4, 1.2)).slope == 0.1
+    assert passes((0, 1.0), (16, 30.0), *[(4, 1.2)] * 4).slope == pytest.approx(0.05)
+
+
+def test_a_batch_size_without_a_plain_pass_gets_one_from_its_drafts() -> None:
+    assert passes((4, 1.4)).plain_s == pytest.approx(1.0)
+
+
+def test_the_nearest_batch_size_within_a_factor_of_two() -> None:
+    by_batch = _ByBatch(_PassCosts)
+    one, eight = by_batch.of(1), by_batch.of(8)
+    assert by_batch.nearest(2) is one and by_batch.nearest(5) is eight and by_batch.nearest(16) is eight
+    assert by_batch.nearest(3) is None and by_batch.nearest(17) is None

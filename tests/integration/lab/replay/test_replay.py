@@ -340,10 +340,13 @@ def test_a_foreign_prompt_is_refused(plain: Recording) -> None:
 
 
 def test_throughput_is_told_the_targets_times(plain: Recording) -> None:
-    """With passes that cost the same however wide they are it drafts; where each column costs a pass it does not."""
+    """With passes that cost the same however wide they are it drafts; where each draft token costs three passes it does not."""
     wide = replay(plain, Oracle(plain), ThroughputLength(start=4, high=8), profile=profile(lambda columns: 1e3))
     dear = replay(
-        plain, Oracle(plain), ThroughputLength(start=4, high=8), profile=profile(lambda columns: 1e4 * columns)
+        plain,
+        Oracle(plain),
+        ThroughputLength(start=4, high=8),
+        profile=profile(lambda columns: 1e4 * (3 * columns - 2)),
     )
     assert wide.stats.num_drafted > 3 * max(1, dear.stats.num_drafted)
     assert wide.efficiency()[0] > 2.5 and wide.efficiency()[0] > 1.5 * dear.efficiency()[0]

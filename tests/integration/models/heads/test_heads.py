@@ -14,6 +14,8 @@ from foresay.decoding.acceptance import Speculative
 from foresay.decoding.protocols import Logits, ModelInput
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import Cascade, HeadDrafter, HeadTreeDrafter, PromptLookup
+from foresay.drafters import head as head_drafter
+from foresay.drafters.head import HeadCache
 from foresay.engine import Engine
 from foresay.engine.prefixes import PrefixStore
 from foresay.errors import ConfigError, ModelLoadError, ModelNotFoundError, UnsupportedModelError
@@ -165,6 +167,48 @@ def test_each_guess_is_that_of_a_pass_over_the_whole_text() -> None:
     _, steps, engine = run(model, PROMPTS, params, drafter=drafter, gamma=4, join_later=2, max_batch_size=3)
     assert engine.draft_failures == 0, engine.drafter and engine.drafter.last_error
     assert drafter.compared > 150 and len({step.num_accepted for step in steps}) > 2
+
+
+class _Pausing(ConstantLength):
+    """Drafts in every fifth step only."""
+
+    def __init__(self, num_draft_tokens: int) -> None:
+        super().__init__(num_draft_tokens)
+        self.steps = 0
+
+    def budget(self, rows: Any) -> list[int]:
+        self.steps += 1
+        return [0 if self.steps % 5 else n for n in super().budget(rows)]
+
+
+def _paused() -> _Reference:
+    model = target(vocab=SMALL)
+    drafter = _Reference(HeadModel(random_head(model, seed=2), model), SMALL)
+    params = [SamplingParams(max_new_tokens=40 + 6 * i, ignore_eos=True) for i in range(len(PROMPTS))]
+    policy = _Pausing(4)
+    _, _, engine = run(model, PROMPTS, params, drafter=drafter, policy=policy, join_later=2, max_batch_size=3)
+    assert engine.draft_failures == 0, engine.drafter and engine.drafter.last_error
+    return drafter
+
+
+@pytest.mark.parametrize("kept", [0, 2000, head_drafter._MAX_BYTES])
+def test_hidden_states_that_wait_for_a_draft_give_the_same(kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether their features are computed in each pass, after some, or when they are read; while rows join and leave."""
+    monkeypatch.setattr(head_drafter, "_MAX_BYTES", kept)
+    assert _paused().compared > 60
+
+
+def test_a_pass_that_is_lost_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    distribute = HeadCache._distribute
+
+    def losing(self: HeadCache) -> None:
+        if len(self._passes) > 3:
+            self._passes[1] = self._passes[0]
+        distribute(self)
+
+    monkeypatch.setattr(HeadCache, "_distribute", losing)
+    with pytest.raises(AssertionError):
+        _paused()
 
 
 @pytest.mark.parametrize("kernels", [True, False])
