@@ -1,10 +1,10 @@
 """The throughput policy: draft lengths of the most tokens per second, measured while decoding; 0 where no draft pays.
 
 A pass over B rows that scores n draft tokens takes 1 + s n plain passes. Over many steps the throughput is highest if every step
-maximises E[tokens] - price E[plain passes], where price is the number of tokens that the batch generates per plain pass
+maximises E[tokens] - rate E[plain passes], where rate is the number of tokens that the batch generates per plain pass
 (Dinkelbach's condition for the maximum of a ratio). So token k of row i is drafted and scored while
 
-    P_i(tokens 1..k are accepted) > price (s + d)
+    P_i(tokens 1..k are accepted) > rate (s + d)
 
 d: plain passes that drafting one more token takes, shared by the rows that draft it; 0 for tokens that an n-gram drafter found.
 In padded passes n is the length of the longest draft, and the rows share both s and d.
@@ -188,12 +188,12 @@ class _Draft:
 
 @dataclass(frozen=True, slots=True)
 class _Situation:
-    """What the drafts of a step are worth and cost."""
+    """The worth and the costs of tokens in a step."""
 
     rows: Rows
     fixed: Sequence[int | None]
     """[B], a row's fixed draft length; None for a length to choose."""
-    price: float
+    rate: float
     """Tokens that all rows together generate per plain pass."""
     plain_s: float
     slope: float
@@ -201,9 +201,9 @@ class _Situation:
     """Draft tokens that a padded pass scores in any case."""
 
     @property
-    def token_price(self) -> float:
+    def token_cost(self) -> float:
         """Tokens that the batch loses by one more draft token in a ragged pass, or by one more for all rows in a padded one."""
-        return self.price * self.slope
+        return self.rate * self.slope
 
 
 class _Drafter:
@@ -215,7 +215,7 @@ class _Drafter:
         self._accepted, self._tested = np.zeros(len(_PRIORS)), np.zeros(len(_PRIORS))
         """Accepted and tested tokens by kind."""
         self.sums = np.zeros(5)
-        """Rows asked for a draft, rows with one, with an accepted first token; accepted tokens, scored tokens."""
+        """Rows whose budget was not 0, rows with a draft, with an accepted first token; accepted tokens, scored tokens."""
         self.hazards = -np.log(_PRIORS)
         """-log a by kind."""
         self._row = StateKey[tuple[float, float, int]](lambda: (0.0, 0.0, 0))
@@ -259,16 +259,16 @@ class _Drafter:
         probs = self.accept_probs(now.rows, draft.kinds) * free[:, None]
         depths, sunk = np.arange(1, self.high + 1), int(fixed.max())
         start, per_token = costs.line()
-        drafting = now.price / now.plain_s * (start * (not sunk) + per_token * np.maximum(depths - sunk, 0))
+        drafting = now.rate / now.plain_s * (start * (not sunk) + per_token * np.maximum(depths - sunk, 0))
         if now.rows.capabilities.ragged:
-            gains = np.maximum(probs - now.token_price, 0.0).sum(0)
+            gains = np.maximum(probs - now.token_cost, 0.0).sum(0)
         else:
-            gains = probs.sum(0) - now.token_price * (depths > max(sunk, now.base))
+            gains = probs.sum(0) - now.token_cost * (depths > max(sunk, now.base))
         values = self._mean(1, 1.0) * gains.cumsum() - drafting
         length = int(values.argmax()) + 1
         if values[length - 1] <= 0 or not costs.is_known:
             return False, min(length, self.start) * free
-        pays = probs[:, :length] > (now.token_price if now.rows.capabilities.ragged else -1)
+        pays = probs[:, :length] > (now.token_cost if now.rows.capabilities.ragged else -1)
         return True, pays.sum(1)
 
     def _best_drafts(
@@ -281,12 +281,12 @@ class _Drafter:
         seconds, per_token, width = (
             (0.0, 0.0, scored) if costs is None else (costs.seconds, costs.line()[1], costs.width)
         )
-        worth = (accepted - (now.token_price * scored if ragged else 0.0)) * free
-        shared = now.price * seconds / now.plain_s * (not fixed.any()) + (0.0 if ragged else now.token_price * width)
+        worth = (accepted - (now.token_cost * scored if ragged else 0.0)) * free
+        shared = now.rate * seconds / now.plain_s * (not fixed.any()) + (0.0 if ragged else now.token_cost * width)
         further = (self._accepted.sum() + _PRIOR_WEIGHT * 0.6) / (self._tested.sum() + _PRIOR_WEIGHT)
-        draft.shared = now.price * per_token / now.plain_s / further
-        draft.per_row = now.token_price / further if ragged else 0.0
-        draft.shared += 0.0 if ragged else now.token_price / further
+        draft.shared = now.rate * per_token / now.plain_s / further
+        draft.per_row = now.token_cost / further if ragged else 0.0
+        draft.shared += 0.0 if ragged else now.token_cost / further
         chosen = free & (worth > 0) if ragged and not self.selects else free
         if (worth * chosen).sum() > shared:
             return True, self.high * chosen
@@ -314,9 +314,9 @@ class _Drafter:
         found = np.arange(self.high) < np.array(counts)[:, None]
         probs = self.accept_probs(now.rows, draft.kinds) * found
         if now.rows.capabilities.ragged:
-            out = (probs > now.token_price).sum(1)
+            out = (probs > now.token_cost).sum(1)
         else:
-            values = (probs.sum(0) - now.token_price * found.any(0)).cumsum()
+            values = (probs.sum(0) - now.token_cost * found.any(0)).cumsum()
             out = np.minimum(counts, int(values.argmax()) + 1 if values.max() > 0 else 0)
         if (
             not out.any() and self.credit(len(counts)).passes >= _LOAN
@@ -345,7 +345,7 @@ class _Drafter:
         return draft.active
 
     def observe(self, rows: Rows, steps: Sequence[Step], draft: _Draft) -> None:
-        """Count the tokens of a step in which this drafter was asked for a draft."""
+        """Count the tokens of a step in which this drafter had a budget."""
         for row, step, kinds, budget in zip(rows, steps, draft.kinds, draft.budgets, strict=True):
             if not budget:
                 continue
@@ -382,27 +382,17 @@ class _Drafter:
         return float((self._accepted[kind] + _PRIOR_WEIGHT * prior) / (self._tested[kind] + _PRIOR_WEIGHT))
 
     def _mean(self, which: int, prior: float) -> float:
-        """Return one of `sums` per row asked."""
+        """Return one of `sums` per row with a budget."""
         return float((self.sums[which] + _PRIOR_WEIGHT * prior) / (self.sums[0] + _PRIOR_WEIGHT))
 
 
-@dataclass(slots=True)
-class _Policy:
-    """The policy's own part in the current step."""
-
-    seconds: float = 0.0
-    """Part of the drafting time that the policy itself took."""
-    fallback: bool = False
-    """True if the fallback drafter was asked."""
-
-
-_STATE = StateKey[_Policy](_Policy)
-"""Not kept in the policy, which several engines may share."""
+_POLICY_S = StateKey[float](lambda: 0.0)
+"""Seconds of the current step's drafting time that the policy itself took; not kept in it, since engines may share it."""
 
 
 def exclude_policy_time(rows: Rows) -> None:
     """Exclude the policy's own run time from the current step. For simulated step times, which do not include it."""
-    _STATE.of(rows).seconds = 0.0
+    _POLICY_S.put(rows, 0.0)
 
 
 class ThroughputLength(LengthPolicy):
@@ -431,7 +421,7 @@ class ThroughputLength(LengthPolicy):
 
     def budget(self, rows: Rows) -> list[int]:
         """Return each row's own budget in ragged passes, else the same one for all rows."""
-        _STATE.put(rows, _Policy())
+        _POLICY_S.put(rows, 0.0)
         with self._timed(rows):
             for drafter in (self._primary, self._fallback):
                 drafter.draft.drop(rows)
@@ -511,7 +501,7 @@ class ThroughputLength(LengthPolicy):
         own = [(s.num_drafted, s.num_accepted) for s, n in zip(steps, draft.budgets, strict=True) if n]
         count = sum(n > 0 for n in draft.budgets)
         if not any(others):
-            spent = _STATE.of(now.rows).seconds
+            spent = _POLICY_S.of(now.rows)
             if drafter is self._fallback:
                 lookup = self._primary.costs.nearest(len(steps))
                 spent += lookup.seconds if lookup else 0.0
@@ -527,8 +517,8 @@ class ThroughputLength(LengthPolicy):
         passes = self._passes.nearest(len(rows))
         if passes is None:
             return None
-        price = _MARGIN * len(rows) * max(1.0, float(self._rate[0] / self._rate[1]))
-        return _Situation(rows, self._fixed_lengths(rows), price, passes.plain_s, passes.slope)
+        rate = _MARGIN * len(rows) * max(1.0, float(self._rate[0] / self._rate[1]))
+        return _Situation(rows, self._fixed_lengths(rows), rate, passes.plain_s, passes.slope)
 
     @staticmethod
     def _initial_slope(rows: Rows) -> float:
@@ -546,7 +536,7 @@ class ThroughputLength(LengthPolicy):
         with self._lock:
             start = perf_counter()
             yield
-            _STATE.of(rows).seconds += perf_counter() - start
+            _POLICY_S.put(rows, _POLICY_S.of(rows) + perf_counter() - start)
 
     @property
     def estimates(self) -> Mapping[str, float]:
