@@ -62,11 +62,12 @@ _MARGIN = 1.1
 _LOAN, _ALLOWANCE = 2.0, 0.0075
 """Plain passes that a drafter may lose before it stops, and the share of the time by which that credit grows again."""
 
-_MATCH, _DEPTH, _CONFIDENCE = slice(0, 6), slice(6, 12), slice(12, 22)
-"""Kinds of tokens: by match length (unknown, 1, 2, 3-4, 5-8, more), by depth (1, 2, 3, 4, 5-8, more), by tenths of confidence."""
+_DEPTH, _CONFIDENCE = slice(6, 12), slice(12, 22)
+"""Kinds of tokens: the first six by match length (unknown, 1, 2, 3-4, 5-8, more), then by depth (1, 2, 3, 4, 5-8, more), then
+by tenths of confidence."""
 _PRIORS = np.array([0.5, 0.2, 0.5, 0.7, 0.85, 0.95, *[0.7] * 6, *[(i + 0.5) / 10 for i in range(10)]])
 """Prior acceptance probability by kind; those of matches were measured on chats, code, edits and extractions."""
-_KIND = np.array([0, 1, 2, 3, 3, *[4] * 4, *[5] * (2 * MAX_DRAFT_TOKENS)])
+_MATCH_KIND = np.array([0, 1, 2, 3, 3, *[4] * 4, *[5] * (2 * MAX_DRAFT_TOKENS)])
 """Kind of a token that continues a match of this length."""
 _DEPTH_KIND = _DEPTH.start + np.array([0, 1, 2, 3, *[4] * 4, *[5] * MAX_DRAFT_TOKENS])
 """Kind of the token at this index of a draft."""
@@ -310,7 +311,7 @@ class _Drafter:
         if draft is None:
             return list(counts)
         draft.budgets = [max(n, m) for n, m in zip(draft.budgets, counts, strict=True)]
-        draft.kinds = _KIND[np.minimum(lengths + np.arange(self.high) * (lengths > 0), len(_KIND) - 1)]
+        draft.kinds = _MATCH_KIND[np.minimum(lengths + np.arange(self.high) * (lengths > 0), len(_MATCH_KIND) - 1)]
         found = np.arange(self.high) < np.array(counts)[:, None]
         probs = self.accept_probs(now.rows, draft.kinds) * found
         if now.rows.capabilities.ragged:
@@ -318,9 +319,8 @@ class _Drafter:
         else:
             values = (probs.sum(0) - now.token_cost * found.any(0)).cumsum()
             out = np.minimum(counts, int(values.argmax()) + 1 if values.max() > 0 else 0)
-        if (
-            not out.any() and self.credit(len(counts)).passes >= _LOAN
-        ):  # else a slope that was measured too high would never be corrected
+        if not out.any() and self.credit(len(counts)).passes >= _LOAN:
+            # else a slope that was measured too high would never be corrected
             surest = int(probs[:, 0].argmax())
             out[surest] = min(counts[surest], self.start)
         draft.scored = [
@@ -356,10 +356,8 @@ class _Drafter:
                 np.add.at(self._tested, tested, 1.0)
                 np.add.at(self._accepted, tested[:accepted], 1.0)
                 failed, expected, at = self._row.of(row)
-                decay, predicted = (
-                    _ROW_DECAY ** (self._num_steps - at),
-                    float((1 - np.exp(-self.hazards[tested])).sum()),
-                )
+                decay = _ROW_DECAY ** (self._num_steps - at)
+                predicted = float((1 - np.exp(-self.hazards[tested])).sum())
                 new = failed * decay + (accepted < drafted), expected * decay + predicted, self._num_steps
                 self._row.put(row, new)
 
@@ -370,16 +368,12 @@ class _Drafter:
             counts *= _DECAY
         self._num_steps += 1
         priors = _PRIORS.copy()
+        weights = self._tested + _PRIOR_WEIGHT
         for kind in range(
             _DEPTH.start + 1, _DEPTH.stop
-        ):  # deeper tokens are expected to hold as often as the last known
-            priors[kind] = self._estimate(kind - 1, float(priors[kind - 1]))
-        self.hazards = -np.log(
-            np.clip((self._accepted + _PRIOR_WEIGHT * priors) / (self._tested + _PRIOR_WEIGHT), 0.02, 0.98)
-        )
-
-    def _estimate(self, kind: int, prior: float) -> float:
-        return float((self._accepted[kind] + _PRIOR_WEIGHT * prior) / (self._tested[kind] + _PRIOR_WEIGHT))
+        ):  # a deeper token is expected to be accepted as often as the last
+            priors[kind] = (self._accepted[kind - 1] + _PRIOR_WEIGHT * priors[kind - 1]) / weights[kind - 1]
+        self.hazards = -np.log(np.clip((self._accepted + _PRIOR_WEIGHT * priors) / weights, 0.02, 0.98))
 
     def _mean(self, which: int, prior: float) -> float:
         """Return one of `sums` per row with a budget."""

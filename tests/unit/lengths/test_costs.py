@@ -1,4 +1,4 @@
-"""What passes and drafts cost, as it is measured."""
+"""Measured costs of target passes and of drafts."""
 
 from __future__ import annotations
 
