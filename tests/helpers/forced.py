@@ -10,7 +10,7 @@ import torch
 from foresay.decoding.protocols import DraftStep
 from foresay.decoding.rows import Rows
 from foresay.lengths import ThroughputLength
-from foresay.lengths.throughput import _Draft
+from foresay.lengths.measured_drafter import Draft
 
 
 class Forced(ThroughputLength):
@@ -35,7 +35,7 @@ class Forced(ThroughputLength):
     def keep_drafting(self, step: DraftStep) -> torch.Tensor | None:
         assert step.rows is not None
         drafter, batch = self._fallback if self._is_hybrid else self._primary, len(step.token_ids)
-        draft = drafter.draft.find(step.rows) or _Draft([], np.zeros((batch, self.high), np.int64))
+        draft = drafter.draft.find(step.rows) or Draft([], np.zeros((batch, self.high), np.int64))
         draft.budgets, draft.active, draft.accept_prob = [self.high] * batch, np.ones(batch, bool), np.ones(batch)
         draft.shared, draft.per_row = 0.0, float(torch.rand(1, generator=self.random))
         drafter.draft.put(step.rows, draft)

@@ -13,7 +13,7 @@ from foresay.decoding.capabilities import Capabilities
 from foresay.decoding.protocols import LengthPolicy
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import Hybrid, MaxGram, ModelDrafter, PastRequests, SuffixDrafter
-from foresay.lengths import ThroughputLength, throughput
+from foresay.lengths import ThroughputLength, measured_drafter
 from foresay.models.table import TableModel
 from helpers.distribution_cells import ALPHA, DRAFT, LENGTH, PARAMS, PROMPT, SIZE, TARGET
 from helpers.reference import joint, p_value
@@ -71,7 +71,7 @@ def test_rows_none_of_which_may_choose(monkeypatch: pytest.MonkeyPatch) -> None:
     def empty(*args: object, **kwargs: object) -> None:
         np.zeros(0).argmax()
 
-    monkeypatch.setattr(throughput._Drafter, "_best_lengths", empty)
-    monkeypatch.setattr(throughput._Drafter, "_best_drafts", empty)
+    monkeypatch.setattr(measured_drafter.MeasuredDrafter, "_best_lengths", empty)
+    monkeypatch.setattr(measured_drafter.MeasuredDrafter, "_best_drafts", empty)
     with pytest.raises(ValueError, match="empty"):
         value("max_gram", "speculative", DEFAULTS["fixed for sampled rows"]())

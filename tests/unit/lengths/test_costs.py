@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from foresay.lengths.throughput import _ByBatch, _DraftCosts, _PassCosts
+from foresay.lengths.costs import ByBatch, DraftCosts, PassCosts
 
 
-def costs(*measured: tuple[int, float]) -> _DraftCosts:
-    out = _DraftCosts()
+def costs(*measured: tuple[int, float]) -> DraftCosts:
+    out = DraftCosts()
     for length, seconds in measured:
         out.add(length, seconds)
     return out
@@ -36,8 +36,8 @@ def test_less_time_for_more_tokens_is_noise() -> None:
     assert per_token == 0 and 0.3 < start <= 0.5
 
 
-def passes(*measured: tuple[int, float], initial: float = 0.1) -> _PassCosts:
-    out = _PassCosts()
+def passes(*measured: tuple[int, float], initial: float = 0.1) -> PassCosts:
+    out = PassCosts()
     for tokens, seconds in measured:
         out.add(tokens, seconds, initial)
     return out
@@ -61,7 +61,7 @@ def test_a_batch_size_without_a_plain_pass_gets_one_from_its_drafts() -> None:
 
 
 def test_the_nearest_batch_size_within_a_factor_of_two() -> None:
-    by_batch = _ByBatch(_PassCosts)
+    by_batch = ByBatch(PassCosts)
     one, eight = by_batch.of(1), by_batch.of(8)
     assert by_batch.nearest(2) is one and by_batch.nearest(5) is eight and by_batch.nearest(16) is eight
     assert by_batch.nearest(3) is None and by_batch.nearest(17) is None

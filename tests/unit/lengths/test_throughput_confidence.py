@@ -15,7 +15,7 @@ from foresay.decoding.distributions import Distributions
 from foresay.decoding.outcome import Step
 from foresay.decoding.protocols import DraftStep
 from foresay.decoding.rows import Rows
-from foresay.lengths import ConstantLength, ThroughputLength, throughput
+from foresay.lengths import ConstantLength, ThroughputLength, measured_drafter
 from helpers.making import make_row
 
 SURE, UNSURE = 0.95, 0.2
@@ -105,9 +105,9 @@ def test_what_a_draft_says_of_itself_is_not_believed(monkeypatch: pytest.MonkeyP
         globals(), "distributions", lambda says, **more: known([SURE + UNSURE - q for q in says], **more)
     )
     assert rate(settled(), 1, True, 800) > 0.97 * honest
-    believed = -np.log(throughput._PRIORS)
+    believed = -np.log(measured_drafter._PRIORS)
     monkeypatch.setattr(
-        throughput._Drafter, "hazards", property(lambda self: believed, lambda self, value: None), False
+        measured_drafter.MeasuredDrafter, "hazards", property(lambda self: believed, lambda self, value: None), False
     )
     assert rate(settled(), 1, True, 800) < 0.9 * honest
 
@@ -124,7 +124,7 @@ def test_a_drafter_whose_guesses_fail_is_left_alone(monkeypatch: pytest.MonkeyPa
     policy = ThroughputLength()
     rate(policy, 1, True, 400, **world)
     assert rate(policy, 1, True, 800, **world) > 0.97
-    monkeypatch.setattr(throughput._Drafter, "_best_drafts", lambda self, now, free, *_: (True, 4 * free))
+    monkeypatch.setattr(measured_drafter.MeasuredDrafter, "_best_drafts", lambda self, now, free, *_: (True, 4 * free))
     assert rate(ThroughputLength(), 1, True, 800, **world) < 0.9
 
 

@@ -13,7 +13,7 @@ import pytest
 from foresay.decoding.capabilities import Capabilities
 from foresay.decoding.outcome import Step
 from foresay.decoding.rows import Rows, RuleNeeds
-from foresay.lengths import ConstantLength, ThroughputLength, throughput
+from foresay.lengths import ConstantLength, ThroughputLength, measured_drafter
 from helpers.making import make_row
 
 FOUND = 8
@@ -171,9 +171,11 @@ class Unlucky(World):
 def test_a_few_failures_are_chance(monkeypatch: pytest.MonkeyPatch) -> None:
     """A first trial whose tokens all fail goes on while it has credit; control: without any it drafts nothing for long."""
     drafted = {}
-    for credit in (throughput._LOAN, 0.0):
-        monkeypatch.setattr(throughput, "_LOAN", credit)
-        monkeypatch.setattr(throughput._Credit, "__init__", partialmethod(throughput._Credit.__init__, credit))
+    for credit in (measured_drafter._LOAN, 0.0):
+        monkeypatch.setattr(measured_drafter, "_LOAN", credit)
+        monkeypatch.setattr(
+            measured_drafter.Credit, "__init__", partialmethod(measured_drafter.Credit.__init__, credit)
+        )
         world = Unlucky(0.0, 0.75, 0.05, 0.05)
         world.rate(ThroughputLength(), 100, most=2)
         drafted[credit] = sum(n > 0 for n in world.asked)
@@ -204,8 +206,8 @@ def test_a_drafter_that_never_pays_loses_its_credit_and_its_allowance(monkeypatc
     """Whatever its tokens cost; control: an allowance of a tenth of the time is lost as well."""
     for token_s, column in ((0.02, 0.0), (0.1, 0.05), (0.5, 0.1)):
         world, policy = World(0.0, 0.0, token_s, column), ThroughputLength()
-        assert world.rate(policy, 3000, most=4) > 1 - 2 * throughput._ALLOWANCE, token_s
-    monkeypatch.setattr(throughput, "_ALLOWANCE", 0.1)
+        assert world.rate(policy, 3000, most=4) > 1 - 2 * measured_drafter._ALLOWANCE, token_s
+    monkeypatch.setattr(measured_drafter, "_ALLOWANCE", 0.1)
     world, policy = World(0.0, 0.0, 0.1, 0.05), ThroughputLength()
     assert world.rate(policy, 3000, most=4) < 0.95
 
