@@ -6,6 +6,7 @@ import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
+os.environ.setdefault("FORESAY_PACKED_GB", "0")  # tests load hundreds of small files; test_packed.py removes it
 # beside another process of the same run, the programs that tests start share the cores too
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"

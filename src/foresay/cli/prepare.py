@@ -12,6 +12,7 @@ from foresay.cli.info import passes
 from foresay.cli.options import DeviceOption, DtypeOption, ModelChoice, TrustOption, WeightsOption
 from foresay.cli.progress import loading
 from foresay.models.cpu import build
+from foresay.models.gguf.packed import settle
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.seq2seq import Seq2SeqModel
 from foresay.models.sources.loading import load_model
@@ -40,6 +41,7 @@ def run(
         progress(f"Loading {model}")
         began = perf_counter()
         scorer = load_model(model, replace(options, progress=progress)).model
+        settle()
     assert isinstance(scorer, CausalModel | Seq2SeqModel)
     state = "cached" if cached else f"compiled in {took:.1f} s, cached"
     typer.echo(model)

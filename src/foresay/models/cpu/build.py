@@ -173,6 +173,11 @@ def precompile(folder: Path) -> list[Path]:
     return list(paths.values())
 
 
+def source_digest() -> str:
+    """Return a digest of the sources of the kernels, on which the layout of packed weights depends."""
+    return _digest()
+
+
 def _digest(*more: str) -> str:
     """Digest of the sources, the compiler's arguments and further strings."""
     key = "\n".join([*(one.read_text(encoding="utf-8") for one in SOURCES), *more, *_FLAGS, *_GCC_FLAGS])

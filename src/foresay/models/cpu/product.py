@@ -7,7 +7,8 @@ same alone, in any batch, and with any number of threads. Knows nothing of model
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+import mmap
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +44,32 @@ _SCALE_BYTES = {_SCALE: (32, 64), _SCALE_OFFSET: (32, 128), _MULTIPLES: (256, 64
 """Depths that share a record of scales of a panel, and its bytes, by scaling; see quantized.h."""
 _DENSE = 1 << 21
 """Number of weights dequantized at once."""
+Packed = tuple[torch.Tensor, torch.Tensor]
+"""Packed levels and scales, each [panels, bytes] uint8; see quantized.h."""
+Allocate = Callable[[str, int, int], Packed]
+"""Returns memory for weights to be packed, filled with zeros: (type in BLOCKS, number of rows, weights in a row) -> Packed."""
+
+
+def packed_shapes(kind: str, rows: int, depth: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return the shapes of packed levels and scales of a type in BLOCKS."""
+    _, _, bits, scaling = BLOCKS[kind]
+    step, size = _SCALE_BYTES[scaling]
+    panels = -(-rows // PANEL)
+    return (panels, depth * PANEL * bits // 8), (panels, depth // step * size)
+
+
+def packed_views(memory: mmap.mmap, at: int, kind: str, rows: int, depth: int) -> Packed:
+    """Return levels and scales, which follow each other from byte `at` of mapped memory on."""
+    levels, scales = packed_shapes(kind, rows, depth)
+    middle, end = at + levels[0] * levels[1], at + levels[0] * levels[1] + scales[0] * scales[1]
+    data = np.frombuffer(memory, np.uint8)
+    return torch.from_numpy(data[at:middle]).view(levels), torch.from_numpy(data[middle:end]).view(scales)
+
+
+def in_memory(kind: str, rows: int, depth: int) -> Packed:
+    """Allocate packed weights outside any file."""
+    levels, scales = packed_shapes(kind, rows, depth)
+    return torch.zeros(levels, dtype=torch.uint8), torch.zeros(scales, dtype=torch.uint8)
 
 
 class CompiledProduct:
@@ -123,7 +150,12 @@ class NativeProduct(CompiledProduct):
 
     @classmethod
     def of_blocks(
-        cls, kind: str, stored: Sequence[Bytes], bias: torch.Tensor | None = None, depth: int | None = None
+        cls,
+        kind: str,
+        stored: Sequence[Bytes],
+        bias: torch.Tensor | None = None,
+        depth: int | None = None,
+        allocate: Allocate = in_memory,
     ) -> NativeProduct:
         """Pack blocks of a type in BLOCKS. stored: vertically stacked arrays [rows, bytes] uint8.
 
@@ -138,18 +170,25 @@ class NativeProduct(CompiledProduct):
             if len({data.shape[1] for data in stored}) == 1
             else {_uneven(kind, stored)}
         )
-        _, _, bits, scaling = BLOCKS[kind]
-        step, size = _SCALE_BYTES[scaling]
         addresses = torch.cat([row_addresses(data.ctypes.data, data.strides[0], len(data)) for data in stored])
-        rows, panels = len(addresses), -(-len(addresses) // PANEL)
-        weights = torch.zeros(panels, whole * PANEL * bits // 8, dtype=torch.uint8)
-        scales = torch.zeros(panels, whole // step * size, dtype=torch.uint8)
+        rows = len(addresses)
+        weights, scales = allocate(kind, rows, whole)
         number = list(BLOCKS).index(kind)
         found.foresay_pack(
             number, addresses.data_ptr(), rows, whole, weights.data_ptr(), scales.data_ptr(), num_threads()
         )
-        struct = structs.Product(_QUANTIZED, rows, whole if depth is None else depth, bits, scaling)
-        return cls(struct, weights, scales, bias)
+        return cls.of_packed(kind, rows, whole if depth is None else depth, (weights, scales), bias)
+
+    @classmethod
+    def of_packed(
+        cls, kind: str, rows: int, depth: int, packed: Packed, bias: torch.Tensor | None = None
+    ) -> NativeProduct:
+        """Return the product of weights that were packed by `of_blocks`, of a type in BLOCKS, [rows, depth].
+
+        Raises LookupError without compiled kernels.
+        """
+        _, _, bits, scaling = BLOCKS[kind]
+        return cls(structs.Product(_QUANTIZED, rows, depth, bits, scaling), *packed, bias)
 
     @classmethod
     def int8(cls, weight: torch.Tensor, bias: torch.Tensor | None) -> NativeProduct:

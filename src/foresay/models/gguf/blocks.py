@@ -7,16 +7,18 @@ are rearranged in ways unknown here. types.py decides the representation of each
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from foresay.models.cpu.product import NativeProduct
-from foresay.models.gguf.header import GgufHeader
+from foresay.models.cpu.product import NativeProduct, StackedProduct
+from foresay.models.gguf.header import GgufHeader, StoredTensor
+from foresay.models.gguf.packed import PackedWeights, packed_weights
 from foresay.models.gguf.positions import scale_positions
 from foresay.models.gguf.shapes import Name, check_tensors, empty_model, gguf_namer
-from foresay.models.gguf.types import BlockWeight, DenseWeight, Weight, concatenated, read_weight
+from foresay.models.gguf.types import DenseWeight, Weight, concatenated, is_quantized, read_weight
 from foresay.models.gguf.values import invalid_tensor
 from foresay.models.huggingface.linears import (
     JOINT_LAYERS,
@@ -36,7 +38,8 @@ def model_of_blocks(header: GgufHeader, config: Any, dtype: torch.dtype) -> Any:
     """
     model, name = empty_model(config, dtype), gguf_namer(header, config)
     check_tensors(header, model, name)
-    _fill(model, _File(header, config, dtype, name))
+    with packed_weights(header) as packed:
+        _fill(model, _File(header, config, dtype, name, packed))
     scale_positions(model, header)
     return model.eval()
 
@@ -44,14 +47,20 @@ def model_of_blocks(header: GgufHeader, config: Any, dtype: torch.dtype) -> Any:
 class _File:
     """The tensors of a file, by transformers' parameter names."""
 
-    def __init__(self, header: GgufHeader, config: Any, dtype: torch.dtype, name: Name) -> None:
-        self._header, self._name, self.dtype = header, name, dtype
+    def __init__(self, header: GgufHeader, config: Any, dtype: torch.dtype, name: Name, packed: PackedWeights) -> None:
+        self._header, self._name, self.dtype, self._packed = header, name, dtype, packed
         self._heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+
+    def _stored(self, name: str) -> StoredTensor | None:
+        return self._header.tensors.get(self._name(name))
+
+    def contains(self, name: str) -> bool:
+        """True if the file has a parameter."""
+        return self._stored(name) is not None
 
     def get(self, name: str) -> Weight | None:
         """Return a parameter, or None if the file lacks it. Raises ModelLoadError for numbers that are not finite."""
-        tensor_name = self._name(name)
-        tensor = self._header.tensors.get(tensor_name)
+        tensor_name, tensor = self._name(name), self._stored(name)
         if tensor is None:
             return None
         weight, kind = read_weight(tensor), tensor_name.split(".")[-2]
@@ -62,6 +71,21 @@ class _File:
         if self._header.architecture.startswith("gemma") and "norm" in tensor_name:
             return DenseWeight(weight.dense(torch.float32) - 1)  # transformers adds the 1 in the norm
         return weight
+
+    def product(self, names: Sequence[str], bias: torch.Tensor | None) -> NativeProduct | StackedProduct | None:
+        """Return one product of parameters whose rows are concatenated; None unless the kernels multiply all of them.
+
+        Raises as `get` does, and ModelLoadError for rows of different lengths.
+        """
+        stored = [one for one in map(self._stored, names) if one is not None]
+        if not compiled() or len(stored) < len(names) or not all(map(is_quantized, stored)):
+            return None
+        kept = self._packed.find(names[0], sum(one.shape[0] for one in stored), stored[0].shape[-1], bias)
+        if kept is not None:
+            return kept
+        weight = concatenated([self.get(name) for name in names])
+        assert weight is not None
+        return weight.product(bias, partial(self._packed.allocate, names[0]))
 
     def release_pages(self) -> None:
         """See `GgufHeader`."""
@@ -89,7 +113,7 @@ def _fill(model: Any, file: _File) -> None:
         for short, child in list(module.named_children()):
             if isinstance(child, nn.Linear) and child.weight.device.type == "meta":
                 path = f"{name}.{short}" if name else short
-                _fill_linear(module, short, file.get(path + ".weight"), file.dense(path + ".bias"), file.dtype)
+                _fill_linear(module, short, path + ".weight", file.dense(path + ".bias"), file)
         if isinstance(module, nn.Linear):
             continue  # replaced through its parent
         for short, parameter in list(module.named_parameters(recurse=False)):
@@ -103,32 +127,30 @@ def _fill_embeddings(model: Any, file: _File) -> None:
     """Load the embedding and the output layer, which share one product if they are tied and its rows can be read."""
     output, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     names = {module: name for name, module in model.named_modules()}
-    output_weight, embedding_weight = file.get(names[output] + ".weight"), file.get(names[embedding] + ".weight")
-    if embedding_weight is None:
+    output_name, embedding_name = (names[module] + ".weight" for module in (output, embedding))
+    if not file.contains(embedding_name):
         return
     parent, _, short = names[output].rpartition(".")
-    table = None
-    if isinstance(embedding_weight, BlockWeight) and type(embedding) is nn.Embedding and compiled():
-        table = embedding_weight.product(None)
+    table = file.product([embedding_name], None) if type(embedding) is nn.Embedding else None
+    if table is not None:
         assert isinstance(table, NativeProduct)  # of a single tensor
         model.set_input_embeddings(FrozenEmbedding(table, file.dtype))
-    if output_weight is None and table is not None:
+    if not file.contains(output_name) and table is not None:
         setattr(model.get_submodule(parent), short, FrozenLinear(table))
     else:
-        weight = embedding_weight if output_weight is None else output_weight
-        _fill_linear(model.get_submodule(parent), short, weight, None, file.dtype)
+        source = output_name if file.contains(output_name) else embedding_name
+        _fill_linear(model.get_submodule(parent), short, source, None, file)
 
 
-def _fill_linear(
-    parent: nn.Module, name: str, weight: Weight | None, bias: torch.Tensor | None, dtype: torch.dtype
-) -> None:
-    """Load a linear layer: as a product if the kernels read the file's blocks, else as a plain layer."""
-    if weight is None:
+def _fill_linear(parent: nn.Module, name: str, source: str, bias: torch.Tensor | None, file: _File) -> None:
+    """Load a linear layer with the parameter `source`: as a product if the kernels read its blocks, else as a plain layer."""
+    product = file.product([source], bias)
+    if product is not None:
+        setattr(parent, name, FrozenLinear(product))
         return
-    if isinstance(weight, BlockWeight) and compiled():
-        setattr(parent, name, FrozenLinear(weight.product(bias)))
+    values = file.dense(source)
+    if values is None:
         return
-    values = weight.dense(dtype)
     layer = nn.Linear(values.shape[1], values.shape[0], bias=bias is not None, device="meta")
     layer.weight = nn.Parameter(values, requires_grad=False)
     if bias is not None:
@@ -143,9 +165,10 @@ def _fill_joint(parent: Any, path: str, names: Sequence[str], file: _File) -> No
         isinstance(layer, nn.Linear) and layer.weight.device.type == "meta" for layer in layers
     ):
         return
-    weight = concatenated([file.get(f"{path}.{name}.weight") for name in names])
     biases = [file.dense(f"{path}.{name}.bias") for name in names]
-    if weight is None or len({bias is None for bias in biases}) > 1:
+    if len({bias is None for bias in biases}) > 1:
         return
     bias = None if biases[0] is None else torch.cat([one for one in biases if one is not None])
-    replace_jointly(parent, names, weight.product(bias))
+    product = file.product([f"{path}.{name}.weight" for name in names], bias)
+    if product is not None:
+        replace_jointly(parent, names, product)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from foresay.errors import ModelLoadError
-from foresay.models.cpu.product import BLOCKS, NativeProduct, StackedProduct
+from foresay.models.cpu.product import BLOCKS, Allocate, NativeProduct, StackedProduct, in_memory
 from foresay.models.cpu.rounding import q8_0_blocks
 from foresay.models.gguf.header import Bytes, StoredTensor
 
@@ -47,7 +47,7 @@ class BlockWeight:
         """True if no weight is infinite or NaN."""
         return all(_scales_are_finite(one) for one in self.stored)
 
-    def product(self, bias: torch.Tensor | None) -> NativeProduct | StackedProduct:
+    def product(self, bias: torch.Tensor | None, allocate: Allocate = in_memory) -> NativeProduct | StackedProduct:
         """Return the product with these weights: of parts, if several types are concatenated.
 
         Raises LookupError without compiled kernels.
@@ -56,7 +56,8 @@ class BlockWeight:
         for kind, group in groupby(self.stored, lambda one: one.kind):
             data = [one.data for one in group]
             end = first + sum(map(len, data))
-            parts.append(NativeProduct.of_blocks(kind, data, None if bias is None else bias[first:end]))
+            part = NativeProduct.of_blocks(kind, data, None if bias is None else bias[first:end], allocate=allocate)
+            parts.append(part)
             first = end
         return parts[0] if len(parts) == 1 else StackedProduct(parts)
 
@@ -81,16 +82,25 @@ class DenseWeight:
 
 
 Weight = BlockWeight | DenseWeight
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def is_quantized(tensor: StoredTensor) -> bool:
+    """True if the tensor's weights are quantized; warns once if the kernels do not read their type."""
+    if tensor.kind in _DTYPES:
+        return False
+    if tensor.kind not in BLOCKS:
+        _warn_rounded(tensor.kind)
+    return True
 
 
 def read_weight(tensor: StoredTensor) -> Weight:
     """Return a tensor's weights in the representation of its type."""
-    dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}.get(tensor.kind)
-    if dtype is not None:
-        numbers = torch.from_numpy(np.array(tensor.data)).view(dtype)  # a copy, since the file is mapped read-only
+    if not is_quantized(tensor):
+        # a copy, since the file is mapped read-only
+        numbers = torch.from_numpy(np.array(tensor.data)).view(_DTYPES[tensor.kind])
         return DenseWeight(numbers.reshape(tensor.shape))
     if tensor.kind not in BLOCKS:
-        _warn_rounded(tensor.kind)
         data = np.concatenate([q8_0_blocks(piece) for piece in _dequantized(tensor)])
         tensor = dataclasses.replace(tensor, kind="Q8_0", data=data)
     return BlockWeight((tensor,))

@@ -6,7 +6,10 @@ Each function resolves a name once (location.py), reads its files once (reading.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from foresay.errors import ConfigError
@@ -44,6 +47,23 @@ def load_model(name: str | os.PathLike[str], options: LoadOptions | None = None)
     location = locate(name, options)
     if options.backend == LLAMA_CPP:
         return _load_llama_cpp(location, options)
+    with _without_collections():
+        return _load(location, options)
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Pause garbage collection: loading creates a million objects, and hardly any garbage."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _load(location: Location, options: LoadOptions) -> LoadedModel:
     device = device_of(options)
     with quiet_transformers(), load_errors(location.name, location.is_conversion):
         found, weights_format = read_blocks(location, options, device), "GGUF"
