@@ -3,8 +3,8 @@
 # make check  what CI runs: lint, types, tests
 # make docs   build the documentation into build/docs, strictly: a broken link or reference fails
 # make test-browser   the server's page in a headless Chromium, which must be there (Debian: apt install chromium)
-# make test-kernels   the native tests of the CPU kernels under AddressSanitizer and UndefinedBehaviorSanitizer (g++), then for each
-#                     instruction set that this processor has
+# make test-kernels   the tests of the CPU kernels with sanitizers, with clang, for each instruction set that this processor has, and for
+#                     ARM in an emulator (Debian: apt install clang g++-aarch64-linux-gnu qemu-user-static)
 # make test-engines   install vLLM into an environment of its own, lm-evaluation-harness and llama.cpp (compiled) into ours, and run the tests that need them
 
 PYTHON ?= python3

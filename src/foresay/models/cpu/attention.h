@@ -236,9 +236,13 @@ inline void weights_of(float *scores, int64_t first, int64_t last, int64_t width
     std::memset(scores + to, 0, (width - to) * sizeof(float));
     for (int64_t p = from; p < first; p++) scores[p] = std::numeric_limits<float>::lowest();
     for (int64_t p = last + 1; p < to; p++) scores[p] = std::numeric_limits<float>::lowest();
-    float top = std::numeric_limits<float>::lowest();
-#pragma omp simd reduction(max : top)
-    for (int64_t p = from; p < to; p++) top = scores[p] > top ? scores[p] : top;
+    Floats tops = load<Floats>(scores + from);
+    for (int64_t p = from + LANES; p < to; p += LANES) {
+        Floats some = load<Floats>(scores + p);
+        tops = some > tops ? some : tops;
+    }
+    float top = tops[0];
+    for (int i = 1; i < LANES; i++) top = tops[i] > top ? tops[i] : top;
 #pragma omp simd
     for (int64_t p = from; p < to; p++) scores[p] = exponential(scores[p] - top);
     for (int64_t p = from; p < first; p++) scores[p] = 0.0f;

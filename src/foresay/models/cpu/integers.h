@@ -15,6 +15,8 @@ namespace foresay {
 constexpr int MOST_BYTE_ROWS = 12, WIDEST = VECTORS; // tokens and vectors of a tile
 #elif defined(__AVX2__)
 constexpr int MOST_BYTE_ROWS = 4, WIDEST = 2;
+#elif defined(__ARM_NEON)
+constexpr int MOST_BYTE_ROWS = 4, WIDEST = 4; // 32 registers
 #else
 constexpr int MOST_BYTE_ROWS = 2, WIDEST = 4;
 #endif
