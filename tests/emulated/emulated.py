@@ -35,9 +35,9 @@ class Processor:
         arguments = levels._LEVELS["aarch64"][level][0].split()
         flags = [flag for flag in build._FLAGS if flag not in ("-shared", "-fPIC")]
         driver = Path(__file__).with_name("driver.cpp")
+        output = ["-static", "-o", str(folder / "driver")]
         subprocess.run(
-            [COMPILER, *flags, *arguments, *build._GCC_FLAGS, "-static", f"-I{build.SOURCES[0].parent}", str(driver)]
-            + ["-o", str(folder / "driver")],
+            [COMPILER, *flags, *arguments, *build._GCC_FLAGS, *output, f"-I{build.SOURCES[0].parent}", str(driver)],
             check=True,
         )
         pipe = subprocess.PIPE

@@ -44,6 +44,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", _base()),
     "mistral": ("mistral", _base(sliding_window=8)),
     "mixtral": ("mixtral", _base(num_local_experts=4, num_experts_per_tok=2)),
+    "mixtral_sliding": ("mixtral", _base(num_local_experts=4, num_experts_per_tok=1, sliding_window=8)),
+    "qwen3_moe": (
+        "qwen3_moe",
+        _base(
+            head_dim=8,
+            num_experts=8,
+            num_experts_per_tok=3,
+            moe_intermediate_size=24,
+            norm_topk_prob=True,
+            mlp_only_layers=[1],
+        ),
+    ),
+    "qwen3_moe_unnormalized": (
+        "qwen3_moe",
+        _base(head_dim=8, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24, norm_topk_prob=False),
+    ),
     "qwen2": ("qwen2", _base(use_sliding_window=True, sliding_window=8, max_window_layers=1)),
     "qwen3": ("qwen3", _base(head_dim=8)),
     "gemma": ("gemma", _base(head_dim=8)),

@@ -18,7 +18,7 @@ import torch
 
 from foresay.models.cache.slot_cache import Placement
 from foresay.models.cpu import build, structs
-from foresay.models.cpu.gated_layer import GatedLayer, Norm
+from foresay.models.cpu.gated_layer import Experts, GatedLayer, Norm
 from foresay.models.cpu.layers import FlatTokens, NativeLayers
 from foresay.models.cpu.product import NativeProduct
 
@@ -186,13 +186,23 @@ def whole(sizes: Sizes, library: Any) -> None:
     def norm(width: int) -> Norm:
         return Norm(torch.ones(width + (1 if sizes.often(0.02) else 0)), 1e-5)
 
+    def experts() -> Experts | None:
+        if sizes.often(0.6):
+            return None
+        count, wide = sizes.one(1, 4, 9, odd=0), sizes.one(8, 12, odd=0)
+        count_of_down = count if sizes.often(0.97) else 1
+        return Experts(
+            weights(count, hidden), [weights(2 * wide, hidden) for _ in range(count)],
+            [weights(hidden, wide) for _ in range(count_of_down)], sizes.one(1, count, odd=0.05), sizes.often(0.5),
+        )  # fmt: skip
+
     layers = [
         GatedLayer(
             kind="full_attention", before_attention=norm(hidden), qkv=weights((queries + 2 * keys) * dim, hidden),
             heads=(queries, keys), dim=dim, q_norm=norm(dim), k_norm=norm(dim), wide_norm=False, rotates=sizes.often(0.8),
             window=None, scaling=0.3, softcap=None, output=weights(hidden, queries * dim), after_attention=None,
             before_mlp=norm(hidden), gate_up=weights(2 * inner, hidden), activation=torch.nn.functional.silu,
-            down=weights(hidden, inner), after_mlp=None,
+            down=weights(hidden, inner), after_mlp=None, experts=experts(),
         )
         for _ in range(2)
     ]  # fmt: skip

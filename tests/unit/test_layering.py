@@ -67,6 +67,8 @@ INSIDE = {
         {"attention"},
         {"operations"},
         {"products"},
+        {"frozen"},
+        {"experts"},
         {"linears"},
         {"model", "fused", "graphs"},
         {"causal"},

@@ -16,7 +16,7 @@
 namespace foresay {
 
 constexpr int64_t MOST = (int64_t{1} << 31) - 1; // of a width: the product of two does not overflow
-constexpr int64_t MOST_ROWS = 1 << 26, MOST_LAYERS = 1 << 16, MOST_THREADS = 1 << 12;
+constexpr int64_t MOST_ROWS = 1 << 26, MOST_LAYERS = 1 << 16, MOST_EXPERTS = 1 << 16, MOST_THREADS = 1 << 12;
 
 [[noreturn, gnu::cold, gnu::noinline]] inline void refuse(const char *name, int64_t value, const char *allowed) {
     char text[200];

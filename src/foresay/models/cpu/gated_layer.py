@@ -6,7 +6,7 @@ huggingface/operations.py and cpu/layers.py compute them. Knows no family.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,6 +37,21 @@ class Norm:
 
 
 @dataclass(frozen=True, slots=True)
+class Experts:
+    """A mixture of experts in place of one gated feed-forward.
+
+    The router's scores [N, experts] select the `active` highest of a token; their weights are the softmax of all scores, divided
+    by the sum over the selected ones if `renormalized`.
+    """
+
+    router: Product
+    gate_up: Sequence[Product]
+    down: Sequence[Product]
+    active: int
+    renormalized: bool
+
+
+@dataclass(frozen=True, slots=True)
 class GatedLayer:
     """A layer of attention and a gated feed-forward, each with a norm before it, after it, or both."""
 
@@ -59,10 +74,12 @@ class GatedLayer:
     output: Product
     after_attention: Norm | None
     before_mlp: Norm | None
-    gate_up: Product
+    gate_up: Product | None
+    """None, as `down`, for a layer of experts."""
     activation: Callable[[torch.Tensor], torch.Tensor]
-    down: Product
+    down: Product | None
     after_mlp: Norm | None
+    experts: Experts | None = None
 
     @property
     def norms(self) -> tuple[Norm, ...]:

@@ -3,8 +3,8 @@
 #include "attention.h"
 #include "blocks.h"
 #include "checks.h"
-#include "inputs.h"
-#include "pool.h"
+#include "experts.h"
+#include "multiply.h"
 
 #include <cstdio>
 #include <new>
@@ -25,62 +25,6 @@ Pool &pool() {
     return *threads_of_this_process;
 }
 
-// Runs body(i) for all i < count.
-template <class F> void each(int64_t count, int threads, const F &body) {
-    pool().run([](const void *what, int64_t i) { (*static_cast<const F *>(what))(i); }, &body, count, threads);
-}
-
-// The same, where a thread takes a run of consecutive i, so that it reads a long piece of memory: first long runs, then ever shorter ones.
-template <class F> void each_in_runs(int64_t count, int threads, const F &body) {
-    static thread_local std::vector<int64_t> kept;
-    std::vector<int64_t> &ends = kept; // the caller's, not a worker's
-    ends.assign(1, 0);
-    while (ends.back() < count) ends.push_back(ends.back() + std::max<int64_t>(1, (count - ends.back()) / (2 * threads)));
-    each(static_cast<int64_t>(ends.size()) - 1, threads, [&, bounds = ends.data()](int64_t run) {
-        for (int64_t i = bounds[run]; i < bounds[run + 1]; i++) body(i);
-    });
-}
-
-constexpr int64_t TOKENS_AT_ONCE = 8;
-
-// Runs body(n) for all tokens, in blocks of TOKENS_AT_ONCE.
-template <class F> void each_token(int64_t tokens, int threads, const F &body) {
-    each((tokens + TOKENS_AT_ONCE - 1) / TOKENS_AT_ONCE, threads, [&](int64_t block) {
-        int64_t first = block * TOKENS_AT_ONCE, last = first + TOKENS_AT_ONCE < tokens ? first + TOKENS_AT_ONCE : tokens;
-        for (int64_t n = first; n < last; n++) body(n);
-    });
-}
-
-inline int64_t all_outputs(const Product &p) {
-    int64_t outputs = 0;
-    for (const Product *part = &p; part != nullptr; part = part->next) outputs += part->outputs;
-    return outputs;
-}
-
-inline int64_t panels_of(const Product &p) { return (p.outputs + PANEL - 1) / PANEL; }
-
-// out [rows, all outputs] = inputs times the weights. The inputs are rounded already if the product rounds them.
-void multiply_rounded(const Product &p, const Inputs &in, float *out, int threads) {
-    int64_t blocks = (in.rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE, panels = 0, width = all_outputs(p);
-    for (const Product *part = &p; part != nullptr; part = part->next) panels += panels_of(*part);
-    each_in_runs(panels * blocks, threads, [&](int64_t i) {
-        int64_t panel = i / blocks, first = i % blocks * ROWS_AT_ONCE, left = in.rows - first;
-        const Product *part = &p;
-        float *place = out;
-        for (; panel >= panels_of(*part); part = part->next) panel -= panels_of(*part), place += part->outputs;
-        panel_product(*part, in, first, left < ROWS_AT_ONCE ? left : ROWS_AT_ONCE, panel, place, width);
-    });
-}
-
-// out [rows, all outputs] = x [rows, stride] times the weights
-void multiply(const Product &p, const float *x, int64_t stride, int64_t rows, float *out, int threads) {
-    static thread_local Inputs kept;
-    Inputs &in = kept; // the caller's, not a worker's
-    in.describe(p, x, stride, rows);
-    if (in.rounds()) each_token(rows, threads, [&](int64_t n) { in.round(n); });
-    multiply_rounded(p, in, out, threads);
-}
-
 // A norm's weight in the model's own memory.
 struct Vector {
     const void *values; // null without a norm
@@ -92,6 +36,7 @@ struct Layer {
     Vector before_attention, after_attention, before_mlp, after_mlp, query_norm, key_norm;
     Attention attention; // fields that are the same in all passes
     int64_t turn;        // index of its cosines and sines; -1 for none
+    const Experts *experts; // instead of gate_up and down; null for none
 };
 
 // Weights of a layer's norms as float32 factors.
@@ -178,20 +123,18 @@ inline void check_norm(const char *name, const Vector &v, int64_t width) {
     require(v.size == (v.values == nullptr ? 0 : width), name, v.size, "the size of the normalized vector");
 }
 
-inline void check_shape(const char *name, const Product &p, int64_t outputs, int64_t depth) {
-    check(p);
-    require(all_outputs(p) == outputs, name, all_outputs(p), "the width of the next input");
-    require(p.depth == depth, name, p.depth, "the width of its input");
-}
-
 inline void check(const Layer &layer, int64_t hidden, int64_t inner, int64_t read) {
     const Attention &a = layer.attention;
     check_heads(a);
     int64_t q = a.queries * a.dim, k = a.keys * a.dim;
     check_shape("qkv", layer.qkv, q + 2 * k, read);
     check_shape("output", layer.output, hidden, q);
-    check_shape("gate_up", layer.gate_up, 2 * inner, hidden);
-    check_shape("down", layer.down, hidden, inner);
+    if (layer.experts == nullptr) {
+        check_shape("gate_up", layer.gate_up, 2 * inner, hidden);
+        check_shape("down", layer.down, hidden, inner);
+    } else {
+        check(*layer.experts, hidden);
+    }
     for (const Vector *one : {&layer.before_attention, &layer.after_attention, &layer.before_mlp, &layer.after_mlp}) {
         check_norm("norm", *one, hidden);
     }
@@ -290,11 +233,15 @@ void run(const Model &model, const Pass &pass) {
         attend(at_layer(layer, norms, pass, i), joint, queries, seen, pass.cache_is_bf16 != 0, threads);
         multiply(layer.output, seen, layer.output.depth, tokens, more, threads);
         norm(more, norms.after_attention, norms.before_mlp);
-        multiply(layer.gate_up, normed, hidden, tokens, joint, threads);
-        each_token(tokens, threads, [&](int64_t n) {
-            gate(joint + n * 2 * model.inner, gated + n * model.inner, model.inner, model.activation);
-        });
-        multiply(layer.down, gated, model.inner, tokens, more, threads);
+        if (layer.experts != nullptr) {
+            multiply_experts(*layer.experts, normed, hidden, tokens, model.activation, more, threads);
+        } else {
+            multiply(layer.gate_up, normed, hidden, tokens, joint, threads);
+            each_token(tokens, threads, [&](int64_t n) {
+                gate(joint + n * 2 * model.inner, gated + n * model.inner, model.inner, model.activation);
+            });
+            multiply(layer.down, gated, model.inner, tokens, more, threads);
+        }
         norm(more, norms.after_mlp, next);
     }
 }
@@ -400,10 +347,10 @@ extern "C" int64_t foresay_rows(const Product *p, const int64_t *ids, int64_t co
     });
 }
 
-// Sizes of the structs that Python passes, in the order of structs.py: Product, Attention, Vector, Layer, Model, Pass.
+// Sizes of the structs that Python passes, in the order of structs.py: Product, Experts, Attention, Vector, Layer, Model, Pass.
 extern "C" int64_t foresay_struct_size(int64_t index) {
-    constexpr size_t sizes[] = {sizeof(Product), sizeof(Attention), sizeof(Vector), sizeof(Layer), sizeof(Model), sizeof(Pass)};
-    return index >= 0 && index < 6 ? static_cast<int64_t>(sizes[index]) : 0;
+    constexpr size_t sizes[] = {sizeof(Product), sizeof(Experts), sizeof(Attention), sizeof(Vector), sizeof(Layer), sizeof(Model), sizeof(Pass)};
+    return index >= 0 && index < 7 ? static_cast<int64_t>(sizes[index]) : 0;
 }
 
 // The instructions that the kernels were compiled for.

@@ -19,7 +19,7 @@ from foresay.models.cache.slot_cache import Placement, SlotCache
 from foresay.models.cache.stores import RowStores
 from foresay.models.cpu import structs
 from foresay.models.cpu.build import library
-from foresay.models.cpu.gated_layer import GatedLayer, Norm
+from foresay.models.cpu.gated_layer import Experts, GatedLayer, Norm
 from foresay.models.cpu.product import CompiledProduct
 
 CACHES = {torch.float32: 0, torch.bfloat16: 1}
@@ -129,8 +129,7 @@ class NativeLayers:
         self._caches: WeakKeyDictionary[SlotCache, _Addresses] = WeakKeyDictionary()
         self._referenced: list[Any] = []
         """Objects whose memory the structs point to."""
-        gate = _native(layers[0].gate_up)
-        self._hidden, self._inner = gate.in_features, gate.out_features // 2
+        self._hidden, self._inner = _native(layers[0].output).out_features, _inner(layers)
         self._first_norms = first_norms
         structs_ = [self._struct(layer, last_norm.eps) for layer in layers]
         self._model = structs.Model(
@@ -231,7 +230,8 @@ class NativeLayers:
         return found
 
     def _struct(self, layer: GatedLayer, eps: float) -> structs.Layer:
-        products = {name: _native(getattr(layer, name)) for name in ("qkv", "output", "gate_up", "down")}
+        names = ("qkv", "output") if layer.experts is not None else ("qkv", "output", "gate_up", "down")
+        products = {name: _native(getattr(layer, name)) for name in names}
         self._referenced.extend(products.values())
         sizes = dict.fromkeys(_NORMS, self._hidden)
         for name, heads in zip(("query_norm", "key_norm"), layer.heads, strict=True):
@@ -254,7 +254,23 @@ class NativeLayers:
         )
         turn = self._turns.index(layer.kind) if layer.rotates else -1
         fields = {name: product.struct for name, product in products.items()}
-        return structs.Layer(**fields, **norms, attention=attention, turn=turn)
+        experts = None if layer.experts is None else ctypes.pointer(self._experts(layer.experts))
+        return structs.Layer(**fields, **norms, attention=attention, turn=turn, experts=experts)
+
+    def _experts(self, experts: Experts) -> structs.Experts:
+        router = _native(experts.router)
+        gate_up, down = (list(map(_native, products)) for products in (experts.gate_up, experts.down))
+        arrays = [(structs.Product * len(one))(*(product.struct for product in one)) for one in (gate_up, down)]
+        self._referenced += [router, gate_up, down, arrays]
+        return structs.Experts(
+            count=len(gate_up),
+            active=experts.active,
+            inner=gate_up[0].out_features // 2,
+            renormalized=int(experts.renormalized),
+            router=router.struct,
+            gate_up=arrays[0],
+            down=arrays[1],
+        )
 
     def _vector(self, norm: Norm | None, size: int) -> structs.Vector:
         """Return a struct that points to a norm's weight."""
@@ -268,6 +284,13 @@ class NativeLayers:
             raise LookupError(f"the kernels do not support these norms: {error}") from None
         self._referenced.append(norm.weight)
         return structs.Vector(values, size, norm.weight.dtype is torch.bfloat16, norm.from_one)
+
+
+def _inner(layers: Sequence[GatedLayer]) -> int:
+    """Return the width between the two products of the feed-forward, or that of experts if all layers consist of them."""
+    layer = next((layer for layer in layers if layer.experts is None), layers[0])
+    product = layer.gate_up if layer.experts is None else layer.experts.gate_up[0]
+    return _native(product).out_features // 2
 
 
 def _native(product: Any) -> CompiledProduct:

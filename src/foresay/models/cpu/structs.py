@@ -29,6 +29,16 @@ class Product(ctypes.Structure):
     ]
 
 
+class Experts(ctypes.Structure):
+    """The struct of the same name in experts.h."""
+
+    _fields_ = [
+        *_fields(_NUMBER, "count active inner renormalized"),
+        ("router", Product),
+        *_fields(ctypes.POINTER(Product), "gate_up down"),
+    ]
+
+
 class Attention(ctypes.Structure):
     """The struct of the same name in attention.h."""
 
@@ -53,6 +63,7 @@ class Layer(ctypes.Structure):
         *_fields(Vector, "before_attention after_attention before_mlp after_mlp query_norm key_norm"),
         ("attention", Attention),
         ("turn", _NUMBER),
+        ("experts", ctypes.POINTER(Experts)),
     ]
 
 
@@ -78,6 +89,10 @@ class Pass(ctypes.Structure):
         *_fields(_POINTER, "cosines sines rotated blocks capacities"),
         *_fields(_POINTER, "x normed states read"),
     ]
+
+
+STRUCTS = (Product, Experts, Attention, Vector, Layer, Model, Pass)
+"""All structs, in the order of `foresay_struct_size`."""
 
 
 def address(tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> int:
@@ -119,7 +134,7 @@ def declare_functions(library: ctypes.CDLL) -> ctypes.CDLL:
     }
     library.foresay_bf16_dots.argtypes, library.foresay_bf16_dots.restype = [], n
     library.foresay_struct_size.argtypes, library.foresay_struct_size.restype = [n], n
-    for index, struct in enumerate((Product, Attention, Vector, Layer, Model, Pass)):
+    for index, struct in enumerate(STRUCTS):
         if library.foresay_struct_size(index) != ctypes.sizeof(struct):
             raise AttributeError(f"its struct {struct.__name__} has another size")
     library.foresay_instructions.argtypes, library.foresay_instructions.restype = [], ctypes.c_char_p

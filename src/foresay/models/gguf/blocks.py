@@ -20,14 +20,8 @@ from foresay.models.gguf.positions import scale_positions
 from foresay.models.gguf.shapes import Name, check_tensors, empty_model, gguf_namer
 from foresay.models.gguf.types import DenseWeight, Weight, concatenated, is_quantized, read_weight
 from foresay.models.gguf.values import invalid_tensor
-from foresay.models.huggingface.linears import (
-    JOINT_LAYERS,
-    FrozenEmbedding,
-    FrozenLinear,
-    compiled,
-    freeze_linears,
-    replace_jointly,
-)
+from foresay.models.huggingface.frozen import FrozenEmbedding, FrozenLinear
+from foresay.models.huggingface.linears import JOINT_LAYERS, compiled, freeze_linears, replace_jointly
 
 
 def model_of_blocks(header: GgufHeader, config: Any, dtype: torch.dtype) -> Any:

@@ -19,6 +19,7 @@ from foresay.decoding.distributions import VocabularySubset
 from foresay.errors import ConfigError, UnsupportedModelError
 from foresay.models.huggingface import linears
 from foresay.models.huggingface.causal import CausalModel
+from foresay.models.huggingface.frozen import FrozenLinear
 from foresay.models.huggingface.seq2seq import Seq2SeqModel, layers_within
 
 
@@ -83,7 +84,7 @@ def trimmed_head(model: CausalModel, ids: Sequence[int] | torch.Tensor) -> Causa
             )
     path: str = next(name for name, module in model.model.named_modules() if module is head)
     short = _copy_path(model.model, path.split(".")[:-1])
-    rows, frozen = weight[columns].to(model.model.dtype), isinstance(head, linears.FrozenLinear)
+    rows, frozen = weight[columns].to(model.model.dtype), isinstance(head, FrozenLinear)
     _replace(short, path, _linear(rows, None if head.bias is None else head.bias[columns], frozen=frozen))
     return _wrap(model, short, VocabularySubset.of(kept, model.vocab_size))
 
@@ -100,7 +101,7 @@ def _wrap(model: CausalModel, part: Any, subset: VocabularySubset | None) -> Cau
 def _linear(weight: torch.Tensor, bias: torch.Tensor | None, *, frozen: bool) -> nn.Module:
     """Return a linear layer with these weights."""
     if frozen:
-        return linears.FrozenLinear(linears.unquantized(weight, bias))
+        return FrozenLinear(linears.unquantized(weight, bias))
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     layer.weight = nn.Parameter(weight.detach(), requires_grad=False)
     if bias is not None:

@@ -17,19 +17,22 @@ import torch
 
 from foresay.decoding.protocols import Logits, ModelInput
 from foresay.models.cache.slot_cache import Placement, SlotCache
-from foresay.models.cpu.gated_layer import GatedLayer, Norm, Product
+from foresay.models.cpu.gated_layer import Experts, GatedLayer, Norm, Product
+from foresay.models.cpu.in_place import InPlaceProduct
 from foresay.models.cpu.layers import FlatTokens, NativeLayers
 from foresay.models.cpu.product import CompiledProduct
-from foresay.models.huggingface.linears import product_of
+from foresay.models.huggingface.linears import expert_products, product_of
 from foresay.models.huggingface.operations import RotaryTable, attend, causal_mask, feed_forward, rotary_of
 
 logger = logging.getLogger("foresay")
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 _BY_LAYER = frozenset({"qwen2", "qwen3", "gemma2", "gemma3_text", "smollm3"})
-_ALL_SLIDING = frozenset({"mistral", "phi3"})
+_ALL_SLIDING = frozenset({"mistral", "phi3", "mixtral", "qwen3_moe"})
 """Families in which every layer uses a sliding window if the configuration has one."""
-FAMILIES = _BY_LAYER | _ALL_SLIDING | {"llama", "gemma", "olmo2", "granite"}
+OF_EXPERTS = frozenset({"mixtral", "qwen3_moe"})
+"""Families of mixtures of experts, which the compiled kernels alone compute."""
+FAMILIES = _BY_LAYER | _ALL_SLIDING | OF_EXPERTS | {"llama", "gemma", "olmo2", "granite"}
 """model_type of the supported families; the tests compare each with its own code."""
 _TRUSTED_PACKAGES = ("transformers.", "torch.nn.", "foresay.")
 """Packages whose modules are known to compute what their family defines."""
@@ -65,6 +68,8 @@ class FusedDecoder:
         self._dtype = model.dtype
         self._check_rotary(model)
         self._native = self._compiled(config)
+        if self._native is None and any(layer.experts is not None for layer in self._layers):
+            raise NotFusedError("layers of experts are fused by the compiled kernels only, which do not run this model")
 
     def __call__(
         self, token_ids: torch.Tensor, at: Placement, cache: SlotCache, model_input: ModelInput
@@ -250,6 +255,7 @@ def _kinds(config: Any) -> list[str]:
 
 def _read(layer: Any, kind: str, config: Any) -> GatedLayer:
     attn, mlp = layer.self_attn, layer.mlp
+    experts = _experts(mlp, config)
     four_norms = hasattr(layer, "pre_feedforward_layernorm")
     first = getattr(layer, "input_layernorm", None)
     after = four_norms or first is None  # norms after attention and feed-forward
@@ -271,11 +277,33 @@ def _read(layer: Any, kind: str, config: Any) -> GatedLayer:
         before_mlp=_norm_of(layer.pre_feedforward_layernorm if four_norms else layer.post_attention_layernorm)
         if four_norms or not after
         else None,
-        gate_up=_joint(mlp, "gate_up_proj", ("gate_proj", "up_proj")),
-        activation=getattr(mlp, "act_fn", None) or mlp.activation_fn,
-        down=product_of(mlp.down_proj),
+        gate_up=None if experts is not None else _joint(mlp, "gate_up_proj", ("gate_proj", "up_proj")),
+        activation=_activation(mlp),
+        down=None if experts is not None else product_of(mlp.down_proj),
         after_mlp=_norm_of(layer.post_feedforward_layernorm) if after else None,
+        experts=experts,
     )
+
+
+def _activation(mlp: Any) -> Any:
+    part = getattr(mlp, "experts", mlp)
+    return getattr(part, "act_fn", None) or part.activation_fn
+
+
+def _experts(mlp: Any, config: Any) -> Experts | None:
+    """Read a mixture-of-experts layer; None for a gated feed-forward."""
+    if not hasattr(mlp, "experts"):
+        return None
+    parts = expert_products(mlp.experts)
+    if parts is None:
+        raise NotFusedError(f"its {type(mlp.experts).__name__} are in another layout than the kernels read")
+    try:
+        router = InPlaceProduct([mlp.gate.weight], [None])
+    except LookupError as error:
+        raise NotFusedError(str(error)) from None
+    # Mixtral always normalizes the weights
+    normalizes = bool(getattr(config, "norm_topk_prob", config.model_type == "mixtral"))
+    return Experts(router, *parts, int(config.num_experts_per_tok), normalizes)
 
 
 def _joint(parent: Any, whole: str, parts: Sequence[str]) -> Product:

@@ -18,93 +18,15 @@ from foresay.models.cpu.build import library
 from foresay.models.cpu.in_place import InPlaceProduct
 from foresay.models.cpu.product import CompiledProduct, NativeProduct
 from foresay.models.cpu.rounding import GROUP
+from foresay.models.huggingface.experts import active_share, expert_weights, is_experts
+from foresay.models.huggingface.frozen import FrozenEmbedding, FrozenExperts, FrozenLinear, Joint, JointLinear
 from foresay.models.huggingface.products import Int4Product, Int8Product, PackedProduct, Product
 
 JOINT_LAYERS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q", "k", "v"), ("wi_0", "wi_1"))
 """Names of layers that most families apply to the same input."""
 _CROSS = ("encoder_attn", "EncDecAttention")
 """Names of cross-attention modules, whose query layer reads another input than the key and value layers."""
-Table = Int8Product | NativeProduct
-"""A product whose weight rows can be read, as an embedding needs."""
 MakeProduct = Callable[[torch.Tensor, torch.Tensor | None], Product]
-
-
-class FrozenLinear(nn.Module):
-    """A linear layer computed by a frozen product."""
-
-    weight: torch.Tensor | None = None
-    """None, so that T5 does not read a dtype from it."""
-
-    def __init__(self, product: Product) -> None:
-        super().__init__()
-        self.in_features, self.out_features = product.in_features, product.out_features
-        self.product, self.bias = product, product.bias
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Multiply x [..., in] -> [..., out]."""
-        return self.product(x)
-
-
-class FrozenEmbedding(nn.Module):
-    """An embedding over a frozen product, which decodes rows when they are read. The output head may share the product."""
-
-    def __init__(self, product: Table, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.num_embeddings, self.embedding_dim, self.product = product.out_features, product.in_features, product
-        self._dtype = dtype
-
-    @property
-    def weight(self) -> torch.Tensor:
-        """An empty tensor [V, H] on the meta device, for callers that read the shape."""
-        return torch.empty(self.num_embeddings, self.embedding_dim, dtype=self._dtype, device="meta")
-
-    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Return embeddings, token_ids [...] -> [..., H]."""
-        return self.product.rows(token_ids, self._dtype)
-
-
-class _Joint:
-    """Linear layers that read the same input, multiplied jointly: fewer, wider products reach more of the memory bandwidth.
-
-    The first layer called with an input computes the outputs of all layers and keeps them until the others are called. A layer
-    called with another input, or twice, computes again, so results do not depend on the order of the calls.
-    """
-
-    def __init__(self, product: Product, sizes: Sequence[int]) -> None:
-        self.product, self._sizes = product, list(sizes)
-        # (input, outputs not taken yet); a single attribute, so that threads read both consistently
-        self._pending: tuple[torch.Tensor, dict[int, torch.Tensor]] | None = None
-
-    def joins(self, layers: Sequence[nn.Module]) -> bool:
-        """True if these are all its layers, in order."""
-        indices = [layer._index for layer in layers if isinstance(layer, JointLinear) and layer._joint is self]
-        return indices == list(range(len(self._sizes)))
-
-    def output(self, x: torch.Tensor, index: int) -> torch.Tensor:
-        pending = self._pending
-        if pending is None or pending[0] is not x or index not in pending[1]:
-            pending = (x, dict(enumerate(torch.split(self.product(x), self._sizes, -1))))
-        out = pending[1].pop(index)
-        self._pending = pending if pending[1] else None
-        return out
-
-
-class JointLinear(nn.Module):
-    """One of several linear layers that are multiplied jointly."""
-
-    def __init__(self, joint: _Joint, index: int, linear: nn.Linear) -> None:
-        super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self._joint, self._index = joint, index
-
-    @property
-    def product(self) -> Product:
-        """The product of all joint layers."""
-        return self._joint.product
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Multiply x [..., in] -> [..., out]."""
-        return self._joint.output(x, self._index)
 
 
 def product_of(*layers: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -124,6 +46,20 @@ def product_of(*layers: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda x: torch.cat([layer(x) for layer in layers], -1)
 
 
+def expert_products(module: nn.Module) -> tuple[Sequence[Callable[..., Any]], Sequence[Callable[..., Any]]] | None:
+    """Return the two products of each expert, frozen or in the model's own memory; None for experts of another layout.
+
+    Raises LookupError for weights that the kernels do not read.
+    """
+    if isinstance(module, FrozenExperts):
+        return [one.product for one in module.gate_up], [one.product for one in module.down]  # type: ignore[misc]
+    weights = expert_weights(module)
+    if weights is None:
+        return None
+    gate_up, down = weights
+    return [InPlaceProduct([one], [None]) for one in gate_up], [InPlaceProduct([one], [None]) for one in down]
+
+
 def weight_of(layer: nn.Module) -> torch.Tensor | None:
     """Return a linear layer's weight in plain layout, [out, in]; None for a layer of another kind.
 
@@ -140,12 +76,15 @@ def weight_of(layer: nn.Module) -> torch.Tensor | None:
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Return the bytes of weights that one forward pass reads: all except embeddings, of which it reads only a few rows.
+    """Return the bytes of weights that a forward pass over one token reads.
 
-    An embedding tied to the output head counts once.
+    These are all except embeddings, of which it reads only a few rows, and except experts that are not selected. An embedding
+    tied to the output head counts once.
     """
     sizes, embeddings = _sizes(model)
-    return sum(size for key, size in sizes.items() if key not in embeddings or _is_head(model, key))
+    total = sum(size for key, size in sizes.items() if key not in embeddings or _is_head(model, key))
+    experts = [sum(_sizes(part)[0].values()) for part in model.modules() if is_experts(part)]
+    return total - round(sum(experts) * (1 - active_share(model))) if experts else total
 
 
 def resident_bytes(model: nn.Module) -> int:
@@ -262,16 +201,17 @@ def quantizer(bits: int) -> MakeProduct:
 
 
 def freeze_linears(model: nn.Module, make: MakeProduct = unquantized, *, all_dtypes: bool = False) -> int:
-    """Replace every `nn.Linear` of `model` on a CPU by a frozen product, and free weights that nothing else uses.
+    """Replace each linear layer and each expert of `model` on a CPU by frozen products, and free weights that nothing else uses.
 
     all_dtypes: replace also layers whose dtype packing does not speed up. Returns the number of replaced layers. A weight tied
     to an embedding stays in memory, since the embedding reads it in plain layout.
     """
 
     def replaceable(module: object) -> TypeGuard[nn.Linear]:
-        if type(module) is not nn.Linear or module.weight.device.type != "cpu":
-            return False
-        return all_dtypes or available(module.weight.dtype, module.weight.device)
+        return type(module) is nn.Linear and replaceable_weight(module.weight)
+
+    def replaceable_weight(weight: torch.Tensor) -> bool:
+        return weight.device.type == "cpu" and (all_dtypes or available(weight.dtype, weight.device))
 
     count = 0
     for path, parent in list(model.named_modules()):
@@ -279,7 +219,11 @@ def freeze_linears(model: nn.Module, make: MakeProduct = unquantized, *, all_dty
             layers = [getattr(parent, name, None) for name in names]
             count += _join(parent, names, [layer for layer in layers if replaceable(layer)], make)
         for name, child in list(parent.named_children()):
-            if replaceable(child):
+            if (weights := expert_weights(child)) is not None and replaceable_weight(weights[0][0]):
+                products = [[make(one, None) for one in stack] for stack in weights]
+                setattr(parent, name, FrozenExperts(products[0], products[1], child.act_fn))
+                count += 2 * len(weights[0])
+            elif replaceable(child):
                 bias = None if child.bias is None else child.bias.detach().clone()
                 setattr(parent, name, FrozenLinear(make(child.weight.detach(), bias)))
                 count += 1
@@ -331,7 +275,7 @@ def replace_jointly(parent: nn.Module, names: Sequence[str], product: Product) -
             f"the weights of {', '.join(names)} are {product.out_features} x {product.in_features} together, and the "
             f"configuration has {' + '.join(map(str, sizes))} x {' or '.join(map(str, sorted(depths)))}"
         )
-    joint = _Joint(product, sizes)
+    joint = Joint(product, sizes)
     for i, (name, layer) in enumerate(zip(names, layers, strict=True)):
         assert isinstance(layer, nn.Linear)
         setattr(parent, name, JointLinear(joint, i, layer))

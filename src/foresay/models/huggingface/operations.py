@@ -51,6 +51,7 @@ def attend(
 
 def feed_forward(layer: GatedLayer, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
     """Return x [B, T, H] plus `scale` times the feed-forward output."""
+    assert layer.gate_up is not None and layer.down is not None
     gate, up = layer.gate_up(x if layer.before_mlp is None else layer.before_mlp(x)).chunk(2, -1)
     return _add_residual(x, layer.down(layer.activation(gate) * up), layer.after_mlp, scale)
 

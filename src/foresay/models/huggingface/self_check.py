@@ -27,6 +27,7 @@ VERIFIED = frozenset(
         "mixtral",
         "qwen2",
         "qwen3",
+        "qwen3_moe",
         "gemma",
         "gemma2",
         "gemma3",

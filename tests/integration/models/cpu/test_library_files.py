@@ -52,8 +52,7 @@ print("mended")
 
 def source(*names: str, larger: int = 0) -> str:
     """A library that compiles at once, of these functions. larger: bytes that its structs have more than ours."""
-    kinds = (structs.Product, structs.Attention, structs.Vector, structs.Layer, structs.Model, structs.Pass)
-    sizes = ", ".join(str(ctypes.sizeof(kind) + larger) for kind in kinds)
+    sizes = ", ".join(str(ctypes.sizeof(kind) + larger) for kind in structs.STRUCTS)
     size_of = f'extern "C" long foresay_struct_size(long i) {{ long sizes[] = {{{sizes}}}; return sizes[i]; }}\n'
     return SMALL + size_of + "\n".join(f"FORESAY({name})" for name in names)
 

@@ -345,7 +345,7 @@ def compiled(family: str, dtype: torch.dtype = torch.float32, **changes: Any) ->
 
 
 @pytest.mark.parametrize("dtype", CACHES)
-@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3", "olmo2"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3", "olmo2", "mixtral", "qwen3_moe"])
 def test_a_token_has_its_bits_in_any_pass(family: str, dtype: torch.dtype) -> None:
     """Alone, in a ragged batch with pads, in a block, by any number of threads."""
     model = compiled(family, dtype)

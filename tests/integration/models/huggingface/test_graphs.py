@@ -24,7 +24,7 @@ from foresay.models.huggingface.graphs import MAX_RECORDINGS, SWITCH, GraphedPas
 from helpers.families import FAMILIES, VOCAB, make
 from helpers.support import Sometimes, run
 
-READ = sorted(name for name, (kind, _) in FAMILIES.items() if kind in fused.FAMILIES)
+READ = sorted(name for name, (kind, _) in FAMILIES.items() if kind in fused.FAMILIES - fused.OF_EXPERTS)
 PROMPTS = [[5, 9, 17, 5, 9], [7], [3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13]]
 PARAMS = SamplingParams(max_new_tokens=24)
 

@@ -323,8 +323,8 @@ def test_packed_weights_are_in_memory_once(tmp_path: Path, weights: str, tied: b
 
 
 def test_a_model_of_mostly_other_weights_stays_where_it_is(tmp_path: Path) -> None:
-    """Experts are no linear layers: a copy of them is more than what is gained."""
-    folder = tiny.save(tmp_path / "tiny", make("mixtral", vocab_size=264, intermediate_size=512).to(torch.bfloat16))
+    """gpt-oss's experts are not frozen: a copy of them is more than what is gained."""
+    folder = tiny.save(tmp_path / "tiny", make("gpt_oss", vocab_size=264, intermediate_size=512).to(torch.bfloat16))
     loaded: Any = load_model(folder, LoadOptions(dtype="bf16"))
     assert str(folder / "model.safetensors") in Path("/proc/self/maps").read_text()
     assert loaded.model.model.get_input_embeddings().weight.dtype == torch.bfloat16

@@ -1,0 +1,139 @@
+// Mixture of experts: instead of one feed-forward, each token passes through a few of many, which its router selects.
+//
+// A token's bits depend neither on other tokens nor on the number of threads: the rows of an expert are products of their own, and a
+// token's experts are added in the order of their indices. Only the weights of selected experts are read.
+
+#pragma once
+
+#include "checks.h"
+#include "layer.h"
+#include "multiply.h"
+
+namespace foresay {
+
+struct Experts {
+    int64_t count, active, inner, renormalized; // renormalized: nonzero if the weights of a token's experts add up to 1
+    Product router;                             // [count, hidden]
+    const Product *gate_up, *down;              // [count] each, [2 * inner, hidden] and [hidden, inner]
+};
+
+inline void check_shape(const char *name, const Product &p, int64_t outputs, int64_t depth) {
+    check(p);
+    int64_t found = 0;
+    for (const Product *part = &p; part != nullptr; part = part->next) found += part->outputs;
+    require(found == outputs, name, found, "the width of the next input");
+    require(p.depth == depth, name, p.depth, "the width of its input");
+}
+
+inline void check(const Experts &e, int64_t hidden) {
+    require(e.count > 0 && e.count <= MOST_EXPERTS, "experts", e.count, "in [1, 2^16]");
+    require(e.active > 0 && e.active <= e.count, "active", e.active, "at most the number of experts");
+    check_width("inner", e.inner);
+    check_shape("router", e.router, e.count, hidden);
+    check_pointer("gate_up", e.gate_up);
+    check_pointer("down", e.down);
+    for (int64_t i = 0; i < e.count; i++) {
+        check_shape("gate_up", e.gate_up[i], 2 * e.inner, hidden);
+        check_shape("down", e.down[i], hidden, e.inner);
+        for (const Product *all : {e.gate_up, e.down}) {
+            require(all[i].activations == all[0].activations, "activations", all[i].activations, "the same in all experts");
+        }
+    }
+}
+
+// Selects the experts of a token, `active` of them in ascending order, and their weights: the softmax of all scores, of the highest ones.
+// Of equal scores the first is selected.
+inline void route(const Experts &e, const float *scores, int64_t *chosen, float *weights) {
+    for (int64_t j = 0; j < e.active; j++) {
+        int64_t best = -1;
+        for (int64_t i = 0; i < e.count; i++) {
+            bool is_free = std::find(chosen, chosen + j, i) == chosen + j;
+            if (is_free && (best < 0 || scores[i] > scores[best])) best = i;
+        }
+        chosen[j] = best;
+    }
+    float top = scores[chosen[0]], sum = 0.0f;
+    std::sort(chosen, chosen + e.active);
+    if (e.renormalized) {
+        for (int64_t j = 0; j < e.active; j++) sum += exponential(scores[chosen[j]] - top);
+    } else {
+        for (int64_t i = 0; i < e.count; i++) sum += exponential(scores[i] - top);
+    }
+    for (int64_t j = 0; j < e.active; j++) weights[j] = exponential(scores[chosen[j]] - top) / sum;
+}
+
+// The rows of a few tokens, each repeated for each of its experts, sorted by expert.
+struct Routed {
+    std::vector<float> scores, weights, rows, joint, gated, out;
+    std::vector<int64_t> chosen, first, place; // place [tokens, active]: the row of a token and expert
+    std::vector<Job> jobs;
+    Inputs inputs;
+};
+
+constexpr int64_t ROUTED_ROWS = 4096; // rows at a time, which bounds the memory for them
+
+// Fills the jobs of the experts that some token selected.
+inline void sort_by_expert(const Experts &e, const Product *products, int64_t assigned, Routed &at) {
+    at.first.assign(e.count + 1, 0);
+    at.place.resize(assigned);
+    for (int64_t i = 0; i < assigned; i++) at.first[at.chosen[i] + 1]++;
+    for (int64_t i = 0; i < e.count; i++) at.first[i + 1] += at.first[i];
+    at.jobs.clear();
+    for (int64_t i = 0; i < e.count; i++) {
+        int64_t count = at.first[i + 1] - at.first[i];
+        if (count > 0) at.jobs.push_back({products + i, at.first[i], count});
+    }
+    for (int64_t i = 0; i < assigned; i++) at.place[i] = at.first[at.chosen[i]]++;
+}
+
+inline void multiply_jobs(Routed &at, const float *x, int64_t depth, int64_t rows, float *out, int64_t width, int threads) {
+    at.inputs.describe(*at.jobs[0].product, x, depth, rows);
+    if (at.inputs.rounds()) each_token(rows, threads, [&](int64_t n) { at.inputs.round(n); });
+    multiply_rounded(at.jobs.data(), static_cast<int64_t>(at.jobs.size()), at.inputs, out, width, threads);
+}
+
+// out [tokens, hidden] = the weighted sum of the experts' outputs for x [tokens, hidden]; at most ROUTED_ROWS rows.
+inline void multiply_some(const Experts &e, const float *x, int64_t hidden, int64_t tokens, int64_t activation, float *out, Routed &at, int threads) {
+    int64_t assigned = tokens * e.active;
+    at.scores.resize(tokens * e.count);
+    at.chosen.resize(assigned), at.weights.resize(assigned);
+    multiply(e.router, x, hidden, tokens, at.scores.data(), threads);
+    each_token(tokens, threads, [&](int64_t n) {
+        route(e, at.scores.data() + n * e.count, at.chosen.data() + n * e.active, at.weights.data() + n * e.active);
+    });
+    sort_by_expert(e, e.gate_up, assigned, at);
+    at.rows.resize(assigned * hidden), at.out.resize(assigned * hidden);
+    at.joint.resize(assigned * 2 * e.inner), at.gated.resize(assigned * e.inner);
+    each_token(assigned, threads, [&](int64_t i) {
+        std::memcpy(at.rows.data() + at.place[i] * hidden, x + i / e.active * hidden, hidden * sizeof(float));
+    });
+    multiply_jobs(at, at.rows.data(), hidden, assigned, at.joint.data(), 2 * e.inner, threads);
+    each_token(assigned, threads, [&](int64_t i) {
+        gate(at.joint.data() + i * 2 * e.inner, at.gated.data() + i * e.inner, e.inner, activation);
+    });
+    for (Job &job : at.jobs) job.product = e.down + (job.product - e.gate_up);
+    multiply_jobs(at, at.gated.data(), e.inner, assigned, at.out.data(), hidden, threads);
+    each_token(tokens, threads, [&](int64_t n) {
+        float *sum = out + n * hidden;
+        std::memset(sum, 0, hidden * sizeof(float));
+        for (int64_t j = n * e.active; j < (n + 1) * e.active; j++) {
+            const float *part = at.out.data() + at.place[j] * hidden;
+            float weight = at.weights[j];
+#pragma omp simd
+            for (int64_t i = 0; i < hidden; i++) sum[i] += weight * part[i];
+        }
+    });
+}
+
+// The same for any number of tokens.
+inline void multiply_experts(const Experts &e, const float *x, int64_t hidden, int64_t tokens, int64_t activation, float *out, int threads) {
+    static thread_local Routed kept;
+    Routed &at = kept; // the caller's, not a worker's
+    int64_t most = std::max<int64_t>(1, ROUTED_ROWS / e.active);
+    for (int64_t first = 0; first < tokens; first += most) {
+        int64_t some = std::min(most, tokens - first);
+        multiply_some(e, x + first * hidden, hidden, some, activation, out + first * hidden, at, threads);
+    }
+}
+
+} // namespace foresay
