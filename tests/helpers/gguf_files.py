@@ -23,7 +23,7 @@ def write_gguf(path: Path, model: PreTrainedModel, kinds: Mapping[str, str] | No
 
     kinds: by the last word of a tensor's name ("attn_q", "output"), the type its weights are rounded to; float32 otherwise.
     """
-    family = model.config.model_type.removesuffix("_text")
+    family = {"qwen3_moe": "qwen3moe"}.get(model.config.model_type, model.config.model_type.removesuffix("_text"))
     writer = gguf.GGUFWriter(path, family)
     _add_values(writer, model)
     for name, weight in _tensors(model, family).items():
@@ -55,6 +55,10 @@ def _add_values(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
     if head_dim != config.hidden_size // heads:
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
+    if config.model_type == "qwen3_moe":
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     if config.model_type == "llama":
         writer.add_rope_dimension_count(head_dim)
     if config.model_type.startswith("gemma"):
@@ -77,7 +81,7 @@ def _tensors(model: PreTrainedModel, family: str) -> dict[str, torch.Tensor]:
     names = gguf.get_tensor_name_map(known[family], config.num_hidden_layers)
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     tensors = {}
-    for name, weight in model.state_dict().items():
+    for name, weight in _split_experts(model.state_dict()).items():
         stem, _, suffix = name.rpartition(".")
         own = str(names.get_name(stem))
         if own == "output" and config.tie_word_embeddings:
@@ -89,3 +93,17 @@ def _tensors(model: PreTrainedModel, family: str) -> dict[str, torch.Tensor]:
             weight = weight + 1
         tensors[f"{own}.{suffix}"] = weight
     return tensors
+
+
+def _split_experts(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A file has a tensor for each of the three parts of a layer's experts."""
+    split = {}
+    for name, weight in weights.items():
+        stem, _, kind = name.rpartition(".")
+        if kind == "gate_up_proj" and weight.dim() == 3:
+            split[f"{stem}.gate_proj.weight"], split[f"{stem}.up_proj.weight"] = weight.chunk(2, 1)
+        elif kind == "down_proj" and weight.dim() == 3:
+            split[f"{stem}.down_proj.weight"] = weight
+        else:
+            split[name] = weight
+    return split

@@ -17,10 +17,11 @@ from foresay.models.cpu.product import NativeProduct, StackedProduct
 from foresay.models.gguf.header import GgufHeader, StoredTensor
 from foresay.models.gguf.packed import PackedWeights, packed_weights
 from foresay.models.gguf.positions import scale_positions
-from foresay.models.gguf.shapes import Name, check_tensors, empty_model, gguf_namer
-from foresay.models.gguf.types import DenseWeight, Weight, concatenated, is_quantized, read_weight
+from foresay.models.gguf.shapes import EXPERTS, Name, check_tensors, empty_model, gguf_namer
+from foresay.models.gguf.types import BlockWeight, DenseWeight, Weight, concatenated, is_quantized, read_weight
 from foresay.models.gguf.values import invalid_tensor
-from foresay.models.huggingface.frozen import FrozenEmbedding, FrozenLinear
+from foresay.models.huggingface.experts import is_experts
+from foresay.models.huggingface.frozen import FrozenEmbedding, FrozenExperts, FrozenLinear
 from foresay.models.huggingface.linears import JOINT_LAYERS, compiled, freeze_linears, replace_jointly
 
 
@@ -81,6 +82,24 @@ class _File:
         assert weight is not None
         return weight.product(bias, partial(self._packed.allocate, names[0]))
 
+    def expert_products(self, names: Sequence[str], count: int) -> list[NativeProduct | StackedProduct] | None:
+        """Return the product of each expert, of parameters [experts, out, in] whose rows are concatenated; see `product`."""
+        stored = [one for one in map(self._stored, names) if one is not None]
+        if not compiled() or not all(map(is_quantized, stored)):
+            return None
+        rows, depth = sum(one.shape[1] for one in stored), stored[0].shape[-1]
+        found = [self._packed.find(f"{names[0]}.{i}", rows, depth, None) for i in range(count)]
+        kept = [one for one in found if one is not None]
+        if len(kept) == count:
+            return kept
+        weights = [one for one in map(self.get, names) if isinstance(one, BlockWeight)]
+        products = []
+        for i in range(count):
+            weight = concatenated([one.part(i, count) for one in weights])
+            assert weight is not None
+            products.append(weight.product(None, partial(self._packed.allocate, f"{names[0]}.{i}")))
+        return products
+
     def release_pages(self) -> None:
         """See `GgufHeader`."""
         self._header.release_pages()
@@ -105,9 +124,11 @@ def _fill(model: Any, file: _File) -> None:
         for joint in JOINT_LAYERS:
             _fill_joint(module, name, joint, file)
         for short, child in list(module.named_children()):
+            path = f"{name}.{short}" if name else short
             if isinstance(child, nn.Linear) and child.weight.device.type == "meta":
-                path = f"{name}.{short}" if name else short
                 _fill_linear(module, short, path + ".weight", file.dense(path + ".bias"), file)
+            elif is_experts(child):
+                setattr(module, short, _filled_experts(child, path, file))
         if isinstance(module, nn.Linear):
             continue  # replaced through its parent
         for short, parameter in list(module.named_parameters(recurse=False)):
@@ -150,6 +171,22 @@ def _fill_linear(parent: nn.Module, name: str, source: str, bias: torch.Tensor |
     if bias is not None:
         layer.bias = nn.Parameter(bias, requires_grad=False)
     setattr(parent, name, layer)
+
+
+def _filled_experts(experts: Any, path: str, file: _File) -> Any:
+    """Return the experts of a layer: with products if the kernels read the file's blocks, else with numbers."""
+    gate, up, down = (f"{path}.{short}.weight" for short in EXPERTS)
+    gate_up = file.expert_products([gate, up], experts.num_experts)
+    products = file.expert_products([down], experts.num_experts)
+    if gate_up is not None and products is not None:
+        return FrozenExperts(gate_up, products, experts.act_fn)
+    shape = (experts.num_experts, -1, experts.hidden_dim)
+    gate_weight, up_weight, down_weight = (file.dense(name) for name in (gate, up, down))
+    assert gate_weight is not None and up_weight is not None and down_weight is not None
+    joint = torch.cat([gate_weight.view(shape), up_weight.view(shape)], 1)
+    experts.gate_up_proj = nn.Parameter(joint, requires_grad=False)
+    experts.down_proj = nn.Parameter(down_weight.view(shape[0], shape[2], -1), requires_grad=False)
+    return experts
 
 
 def _fill_joint(parent: Any, path: str, names: Sequence[str], file: _File) -> None:

@@ -19,7 +19,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -43,8 +43,12 @@ logger = logging.getLogger("foresay")
 LIMIT = "FORESAY_PACKED_GB"
 """Environment variable: most gigabytes of packed weights that are kept; 0 keeps none."""
 _DEFAULT_LIMIT_GB = 20.0
+_MAP_BYTES = 1 << 26
+"""Bytes of new weights that are mapped at a time. A process may have some 65,000 maps, and a model as many experts."""
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
 """Parts of a file that identify it, along with its size, its time of modification and its header."""
+_ALIGNMENT = 64
+"""Multiple of bytes at which weights begin: a line of the processor's cache."""
 _WEIGHTS, _INDEX = "weights.bin", "index.json"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -99,7 +103,8 @@ class NewWeights:
         """folder: None keeps nothing."""
         self._folder = folder
         self._parts: dict[str, list[Part]] = {}
-        self._end = 0
+        self._end = self._mapped = self._start = 0
+        self._memory: mmap.mmap | None = None
         self._file = None if folder is None else (folder / _WEIGHTS).open("w+b")
 
     def find(self, name: str, rows: int, depth: int, bias: torch.Tensor | None) -> None:
@@ -109,19 +114,27 @@ class NewWeights:
         """Allocate a part of the weights called `name`."""
         if self._file is None:
             return in_memory(kind, rows, depth)
-        part = Part(kind, rows, depth, -(-self._end // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY)
-        size = part.end - part.at
-        try:
-            # with its blocks allocated now, a full disk is an error here instead of a signal at the first write to the map
-            os.posix_fallocate(self._file.fileno(), part.at, size)
-            memory = mmap.mmap(self._file.fileno(), size, offset=part.at)
-        except (OSError, AttributeError) as error:  # AttributeError: no such call on this system
-            logger.info("packed weights are not kept: %s", error)
-            self.close()
-            return in_memory(kind, rows, depth)
+        part = Part(kind, rows, depth, -(-self._end // _ALIGNMENT) * _ALIGNMENT)
+        if self._memory is None or part.end > self._mapped:
+            part = Part(kind, rows, depth, self._mapped)
+            try:
+                self._memory = self._map(self._file, part.end - part.at)
+            except (OSError, AttributeError) as error:  # AttributeError: no such call on this system
+                logger.info("packed weights are not kept: %s", error)
+                self.close()
+                return in_memory(kind, rows, depth)
         self._parts.setdefault(name, []).append(part)
         self._end = part.end
-        return packed_views(memory, 0, kind, rows, depth)
+        return packed_views(self._memory, part.at - self._start, kind, rows, depth)
+
+    def _map(self, file: BinaryIO, size: int) -> mmap.mmap:
+        """Map further bytes of the file, at least `size`. Raises OSError, also for a full disk."""
+        size = -(-max(size, _MAP_BYTES) // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+        # with its blocks allocated now, a full disk is an error here instead of a signal at the first write to the map
+        os.posix_fallocate(file.fileno(), self._mapped, size)
+        memory = mmap.mmap(file.fileno(), size, offset=self._mapped)
+        self._start, self._mapped = self._mapped, self._mapped + size
+        return memory
 
     def close(self) -> None:
         """Stop keeping what is packed."""
@@ -136,6 +149,7 @@ class NewWeights:
         shutil.rmtree(folder, ignore_errors=True)  # a damaged one
         if not self._make_room(folder.parent):
             return
+        os.ftruncate(self._file.fileno(), self._end)
         self.close()
         _write_index(self._folder, _boot_id(), self._parts, self._end)
         self._folder.rename(folder)
@@ -271,7 +285,7 @@ def _part(stored: Any, size: int) -> Part:
     if kind not in BLOCKS or any(type(number) is not int or number < 0 for number in (rows, depth, at, size)):
         raise ValueError(f"the index has an invalid part {stored!r}")
     part = Part(kind, rows, depth, at)
-    if rows == 0 or depth == 0 or depth % BLOCKS[kind][0] or at % mmap.ALLOCATIONGRANULARITY or part.end > size:
+    if rows == 0 or depth == 0 or depth % BLOCKS[kind][0] or at % _ALIGNMENT or part.end > size:
         raise ValueError(f"the index has an invalid part {stored!r}")
     return part
 

@@ -18,7 +18,7 @@ _FACTORS = "rope_freqs.weight"
 """Tensor [D / 2] of divisors, one for each frequency (Llama 3.1 and later)."""
 _RANGE = (1e-3, 1e6)
 """Smallest and largest divisor that is accepted."""
-_LINEAR = {"llama": "", "qwen2": "", "qwen3": "", "gemma3": "full_attention_"}
+_LINEAR = {"llama": "", "qwen2": "", "qwen3": "", "qwen3moe": "", "gemma3": "full_attention_"}
 """Architectures with linear scaling -> prefix of the scaled frequencies' buffers (in Gemma 3, of the full-attention layers)."""
 
 

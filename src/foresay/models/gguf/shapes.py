@@ -18,6 +18,7 @@ from foresay.models.gguf.header import GgufHeader, StoredTensor
 from foresay.models.gguf.positions import refuse_unread
 from foresay.models.gguf.tokenizer import config_of
 from foresay.models.gguf.values import ARCHITECTURES, invalid_tensor, invalid_value
+from foresay.models.huggingface.experts import expert_weights
 
 PLAIN = ("F32", "F16", "BF16")
 """Types that are not quantized."""
@@ -30,6 +31,9 @@ _REQUIRED = (
     "attention.layer_norm_rms_epsilon",
 )
 """Values that transformers would replace by those of some model of the family if they were missing."""
+_REQUIRED_OF_EXPERTS = ("expert_count", "expert_used_count", "expert_feed_forward_length")
+EXPERTS = ("gate_proj", "up_proj", "down_proj")
+"""Parts of the experts of a layer, each a tensor [experts, out, in] of a file."""
 _POSITIONS = ("rope_freqs", "rope_factors")
 """Prefixes of tensors that positions.py reads or rejects."""
 Name = Callable[[str], str]
@@ -113,8 +117,13 @@ def _parameters(model: Any) -> list[tuple[str, tuple[int, ...], bool]]:
     """Return (name, shape, whether it is required) of each parameter and of each linear layer's optional bias."""
     tied = model.config.tie_word_embeddings
     output = model.get_output_embeddings()
-    found = []
+    found: list[tuple[str, tuple[int, ...], bool]] = []
     for path, module in model.named_modules():
+        if (weights := expert_weights(module)) is not None:
+            inner, hidden = weights[1][0].shape[::-1]
+            for short, shape in zip(EXPERTS, ((inner, hidden), (inner, hidden), (hidden, inner)), strict=True):
+                found.append((f"{path}.{short}.weight", (len(weights[0]), *shape), True))
+            continue
         for short, one in module.named_parameters(recurse=False):
             found.append((f"{path}.{short}", tuple(one.shape), not (tied and module is output)))
         if isinstance(module, nn.Linear) and module.bias is None and module is not output:
@@ -144,7 +153,8 @@ def _check_tensor(
 
 def _check_unread_values(header: GgufHeader, config: Any) -> None:
     """Raise ModelLoadError if a value that transformers ignores differs from the one it assumes."""
-    for name in _REQUIRED:
+    required = (*_REQUIRED, *_REQUIRED_OF_EXPERTS) if header.architecture.endswith("moe") else _REQUIRED
+    for name in required:
         if f"{header.architecture}.{name}" not in header.values:
             raise invalid_value(header, f"{header.architecture}.{name}", "a number; it has no default")
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

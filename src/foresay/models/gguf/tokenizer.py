@@ -36,6 +36,9 @@ def config_of(header: GgufHeader) -> Any:
     if f"{header.architecture}.attention.key_length" in header.values and hasattr(config, "head_dim"):
         # transformers reads this value for some families only
         config.head_dim = header.values[f"{header.architecture}.attention.key_length"]
+    if f"{header.architecture}.expert_feed_forward_length" in header.values:
+        # which transformers does not read
+        config.moe_intermediate_size = header.values[f"{header.architecture}.expert_feed_forward_length"]
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         # a missing id defaults to that of some model of the family, which may exceed this vocabulary
         one = getattr(config, name, None)

@@ -39,6 +39,13 @@ class BlockWeight:
         [one] = self.stored
         return BlockWeight((dataclasses.replace(one, data=one.data[order.numpy()]),))
 
+    def part(self, number: int, count: int) -> BlockWeight:
+        """Return one of `count` equal parts of the rows of a single tensor."""
+        [one] = self.stored
+        rows = len(one.data) // count
+        data = one.data[number * rows : (number + 1) * rows]
+        return BlockWeight((dataclasses.replace(one, shape=(rows, one.shape[-1]), data=data),))
+
     def dense(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the weights as [out, in] in `dtype`."""
         return torch.cat([piece.to(dtype) for one in self.stored for piece in _dequantized(one)])

@@ -13,7 +13,7 @@ from pathlib import Path
 from foresay.errors import ModelLoadError
 from foresay.models.gguf.header import FLOATS, INTEGERS, STRING, GgufHeader, read_header, shortened
 
-ARCHITECTURES = frozenset({"llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3"})
+ARCHITECTURES = frozenset({"llama", "qwen2", "qwen3", "qwen3moe", "gemma2", "gemma3", "phi3"})
 """Families whose weights can stay in the file's blocks. transformers dequantizes the others, where a size of 0 means unused."""
 _MAX_LAYERS, _MAX_WIDTH, _MAX_LENGTH = 1024, 1 << 20, (1 << 31) - 1
 _MAX_HEADS = 1 << 16

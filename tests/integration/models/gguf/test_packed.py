@@ -171,7 +171,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "half a block": part(2, 40),
     "a fraction": part(2, 64.5),
     "a place beyond the end": part(3, 1 << 30),
-    "a place between pages": part(3, 64),
+    "a place between lines of the cache": part(3, 32),
     "a negative place": part(3, -4096),
     "another start of the machine, before the disk had them": edited(lambda index: index.update(boot="earlier")),
 }
@@ -272,6 +272,7 @@ def test_a_disk_that_refuses(
             return allocates(*args)
         raise OSError(errno.ENOSPC, "No space left on device")
 
+    monkeypatch.setattr(packed, "_MAP_BYTES", 4096)
     if call == "disk_usage":
         monkeypatch.setattr(shutil, call, lambda _: type("Usage", (), {"free": 10_000}))
     else:
