@@ -28,7 +28,6 @@ from foresay.models.cpu.library_files import (
     open_library,
     write_library,
 )
-from foresay.models.cpu.structs import declare_functions
 
 logger = logging.getLogger("foresay")
 
@@ -90,6 +89,10 @@ def library() -> ctypes.CDLL | None:
         return None
     try:
         path = library_path()
+        if path.parent == levels.PREBUILT and (found := _prebuilt(path)) is not None:
+            return found
+        if path.parent == levels.PREBUILT:
+            path = library_path(prebuilt=False)
         return _precompiled(path) if path.parent != _folder() else _cached(path)
     except UntrustedLibraryError as error:
         reason = f"{error}; set FORESAY_CACHE to a folder that only you can write to"
@@ -102,11 +105,28 @@ def library() -> ctypes.CDLL | None:
     return None
 
 
+def _opened(path: Path) -> ctypes.CDLL:
+    """Open kernels and declare their functions. Raises as `open_library` and `declare_functions` do."""
+    from foresay.models.cpu.structs import declare_functions  # needs PyTorch, which compiling does not
+
+    return declare_functions(open_library(path))
+
+
+def _prebuilt(path: Path) -> ctypes.CDLL | None:
+    """Return the kernels at a path in the installed package, or None if they are damaged or others can write them."""
+    try:
+        check_folder(path.parent)
+        return _opened(path)
+    except (UntrustedLibraryError, DamagedLibraryError, AttributeError, OSError) as error:
+        logger.info("the prebuilt kernels are not used: %s", error)
+        return None
+
+
 def _precompiled(path: Path) -> ctypes.CDLL:
     """Return the kernels at a path in $FORESAY_KERNELS, which is only read. Raises BuildError if they cannot be used."""
     try:
         check_folder(path.parent)
-        return declare_functions(open_library(path))
+        return _opened(path)
     except UntrustedLibraryError as error:
         raise BuildError(f"{error}; change its owner or mode, or unset {levels.FOLDER}") from None
     except (DamagedLibraryError, AttributeError) as error:
@@ -119,7 +139,7 @@ def _cached(path: Path) -> ctypes.CDLL:
         logger.warning("%s; they are compiled for it", levels.unmatched())
     make_private(path.parent)
     try:
-        return declare_functions(open_library(path))
+        return _opened(path)
     except FileNotFoundError:
         pass
     except UntrustedLibraryError as error:
@@ -127,7 +147,7 @@ def _cached(path: Path) -> ctypes.CDLL:
     except (DamagedLibraryError, AttributeError, OSError) as error:
         logger.info("%s is damaged (%s) and compiled again", path, error)
     _compile(path, _native())
-    return declare_functions(open_library(path))
+    return _opened(path)
 
 
 def is_compiled() -> bool:
@@ -143,13 +163,13 @@ def failure_reason() -> str:
     return _reasons[-1] if _reasons else ""
 
 
-def library_path() -> Path:
+def library_path(*, prebuilt: bool = True) -> Path:
     """Return the path of the kernels: precompiled ones in $FORESAY_KERNELS, else those of this machine's compiler in the cache.
 
-    Raises BuildError if there are none and no compiler.
+    prebuilt: prefer kernels in the installed package to the compiler's. Raises BuildError if there are none and no compiler.
     """
     processor, isa = _processor(), os.environ.get(ISA, "")
-    if not isa and (found := levels.precompiled(_digest(), processor)) is not None:
+    if not isa and (found := levels.precompiled(_digest(), processor, prebuilt=prebuilt)) is not None:
         return found
     try:
         compiler = _compiler()
@@ -162,14 +182,16 @@ def _folder() -> Path:
     return cache_dir() / "native"
 
 
-def precompile(folder: Path) -> list[Path]:
-    """Compile the kernels into a folder for each named instruction set of this kind of machine. Raises BuildError."""
+def precompile(folder: Path, names: Sequence[str] = ()) -> list[Path]:
+    """Compile the kernels into a folder for these instruction sets of this kind of machine, or for all. Raises BuildError."""
     if not levels.levels():
         raise BuildError(
             f"no instruction sets are named for a {platform.machine()} machine; a compiler makes the kernels there"
         )
+    if unknown := sorted(set(names) - set(levels.levels())):
+        raise BuildError(f"{', '.join(unknown)}: the instruction sets are {', '.join(levels.levels())}")
     folder.mkdir(parents=True, exist_ok=True)
-    paths = {level: levels.path_of(folder, level, _digest()) for level in levels.levels()}
+    paths = {level: levels.path_of(folder, level, _digest()) for level in names or levels.levels()}
     for level, path in paths.items():
         _compile(path, levels.arguments(level))
     return list(paths.values())

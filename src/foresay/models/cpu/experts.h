@@ -65,7 +65,7 @@ inline void route(const Experts &e, const float *scores, int64_t *chosen, float 
 // The rows of a few tokens, each repeated for each of its experts, sorted by expert.
 struct Routed {
     std::vector<float> scores, weights, rows, joint, gated, out;
-    std::vector<int64_t> chosen, first, place; // place [tokens, active]: the row of a token and expert
+    std::vector<int64_t> chosen, first, row_of; // row_of [tokens, active]: the row of a token and expert
     std::vector<Job> jobs;
     Inputs inputs;
 };
@@ -75,7 +75,7 @@ constexpr int64_t ROUTED_ROWS = 4096; // rows at a time, which bounds the memory
 // Fills the jobs of the experts that some token selected.
 inline void sort_by_expert(const Experts &e, const Product *products, int64_t assigned, Routed &at) {
     at.first.assign(e.count + 1, 0);
-    at.place.resize(assigned);
+    at.row_of.resize(assigned);
     for (int64_t i = 0; i < assigned; i++) at.first[at.chosen[i] + 1]++;
     for (int64_t i = 0; i < e.count; i++) at.first[i + 1] += at.first[i];
     at.jobs.clear();
@@ -83,7 +83,7 @@ inline void sort_by_expert(const Experts &e, const Product *products, int64_t as
         int64_t count = at.first[i + 1] - at.first[i];
         if (count > 0) at.jobs.push_back({products + i, at.first[i], count});
     }
-    for (int64_t i = 0; i < assigned; i++) at.place[i] = at.first[at.chosen[i]]++;
+    for (int64_t i = 0; i < assigned; i++) at.row_of[i] = at.first[at.chosen[i]]++;
 }
 
 inline void multiply_jobs(Routed &at, const float *x, int64_t depth, int64_t rows, float *out, int64_t width, int threads) {
@@ -105,7 +105,7 @@ inline void multiply_some(const Experts &e, const float *x, int64_t hidden, int6
     at.rows.resize(assigned * hidden), at.out.resize(assigned * hidden);
     at.joint.resize(assigned * 2 * e.inner), at.gated.resize(assigned * e.inner);
     each_token(assigned, threads, [&](int64_t i) {
-        std::memcpy(at.rows.data() + at.place[i] * hidden, x + i / e.active * hidden, hidden * sizeof(float));
+        std::memcpy(at.rows.data() + at.row_of[i] * hidden, x + i / e.active * hidden, hidden * sizeof(float));
     });
     multiply_jobs(at, at.rows.data(), hidden, assigned, at.joint.data(), 2 * e.inner, threads);
     each_token(assigned, threads, [&](int64_t i) {
@@ -117,7 +117,7 @@ inline void multiply_some(const Experts &e, const float *x, int64_t hidden, int6
         float *sum = out + n * hidden;
         std::memset(sum, 0, hidden * sizeof(float));
         for (int64_t j = n * e.active; j < (n + 1) * e.active; j++) {
-            const float *part = at.out.data() + at.place[j] * hidden;
+            const float *part = at.out.data() + at.row_of[j] * hidden;
             float weight = at.weights[j];
 #pragma omp simd
             for (int64_t i = 0; i < hidden; i++) sum[i] += weight * part[i];

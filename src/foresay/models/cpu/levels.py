@@ -11,6 +11,8 @@ from pathlib import Path
 
 FOLDER = "FORESAY_KERNELS"
 """Environment variable: a folder of precompiled kernels, which are used if they match the source and the processor."""
+PREBUILT = Path(__file__).with_name("prebuilt")
+"""Folder of the installed package with precompiled kernels; not in every distribution."""
 _AVX2 = frozenset({"abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"})
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 _LEVELS: dict[str, dict[str, tuple[str, frozenset[str]]]] = {
@@ -45,11 +47,15 @@ def supported(level: str, processor: str) -> bool:
     return _LEVELS[platform.machine()][level][1] <= set(processor.split())
 
 
-def precompiled(source: str, processor: str) -> Path | None:
-    """Return the best kernels in $FORESAY_KERNELS for this source and processor, or None."""
-    if not (folder := os.environ.get(FOLDER)):
-        return None
-    paths = (path_of(Path(folder), level, source) for level in levels() if supported(level, processor))
+def precompiled(source: str, processor: str, *, prebuilt: bool = True) -> Path | None:
+    """Return the best kernels for this source and processor in $FORESAY_KERNELS, or None.
+
+    prebuilt: search the installed package too, if there are none.
+    """
+    given = os.environ.get(FOLDER)
+    folders = [*([Path(given)] if given else ()), *([PREBUILT] if prebuilt else ())]
+    names = [level for level in levels() if supported(level, processor)]
+    paths = (path_of(folder, level, source) for folder in folders for level in names)
     return next((path for path in paths if path.is_file()), None)
 
 

@@ -259,7 +259,7 @@ def test_they_are_compiled_once_or_where_damaged_and_may_be_left_alone(
 ALL = (
     "avx512f avx512bw avx512cd avx512dq avx512vl avx512_vnni avx512_bf16 avx_vnni abm avx avx2 bmi1 bmi2 f16c fma movbe"
 )
-ALL += " asimd asimddp"
+ALL += " asimd asimddp bf16"
 
 
 @pytest.fixture
@@ -367,3 +367,46 @@ def test_the_command_that_compiles_them_names_what_is_missing(tmp_path: Path) ->
     assert (done.returncode, done.stderr.strip()) == (1, "no C++ compiler (no-such) was found")
     done = subprocess.run(command[:-1], capture_output=True, text=True, env=tiny.environment(), check=False)
     assert done.returncode == 1 and "FOLDER" in done.stderr
+
+
+# -- in the package ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def packaged(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Kernels in the folder of the installed package, for the processor's best instruction set."""
+    made = build.precompile(tmp_path / "prebuilt", levels.levels()[:1])
+    monkeypatch.setattr(levels, "PREBUILT", tmp_path / "prebuilt")
+    monkeypatch.setattr(build, "_processor", lambda: f"flags : {ALL}")
+    return made[0]
+
+
+def test_kernels_in_the_package_need_no_compiler(
+    packaged: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert build.library_path() == packaged and build.library() is not None
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_chosen_folder_comes_before_the_package(
+    packaged: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    [own] = build.precompile(tmp_path / "chosen", levels.levels()[:1])
+    monkeypatch.setenv("FORESAY_KERNELS", str(tmp_path / "chosen"))
+    assert build.library_path() == own != packaged
+
+
+@pytest.mark.parametrize("how", ["damaged", "writable by others"])
+def test_kernels_in_the_package_that_cannot_be_used_are_compiled(packaged: Path, how: str) -> None:
+    if how == "damaged":
+        packaged.with_suffix(".sha256").write_text("0" * 64)
+    else:
+        packaged.parent.chmod(0o777)
+    assert build.library() is not None
+    assert build.library_path(prebuilt=False).is_file() and build.library_path(prebuilt=False) != packaged
+
+
+def test_unknown_instruction_sets_are_named(tmp_path: Path) -> None:
+    with pytest.raises(build.BuildError, match=f"sse9: the instruction sets are {levels.levels()[0]}, "):
+        build.precompile(tmp_path, ["sse9"])
