@@ -142,7 +142,7 @@ class MeasuredDrafter:
         """Return whether drafts pay, and their best lengths; those that lose least if not."""
         costs = self.costs.nearest(int(free.sum()))
         if costs is None:
-            return False, self.start * free
+            return False, self._trial(now, free) * free
         probs = self.accept_probs(now.rows, draft.kinds) * free[:, None]
         depths, sunk = np.arange(1, self.high + 1), int(fixed.max())
         start, per_token = costs.line()
@@ -154,7 +154,7 @@ class MeasuredDrafter:
         values = self._mean(1, 1.0) * gains.cumsum() - drafting
         length = int(values.argmax()) + 1
         if values[length - 1] <= 0 or not costs.is_known:
-            return False, min(length, self.start) * free
+            return False, min(length, self._trial(now, free)) * free
         pays = probs[:, :length] > (now.token_cost if now.rows.capabilities.ragged else -1)
         return True, pays.sum(1)
 
@@ -177,7 +177,12 @@ class MeasuredDrafter:
         chosen = free & (worth > 0) if ragged and not self.selects else free
         if (worth * chosen).sum() > shared:
             return True, self.high * chosen
-        return False, (self.high if self.selects else self.start) * free
+        return False, (self.high if self.selects else self._trial(now, free)) * free
+
+    def _trial(self, now: Situation, free: npt.NDArray[np.bool_]) -> int:
+        """Return the length of drafts that do not pay by what is known: at most one plain pass is lost if all of them fail."""
+        count = int(free.sum()) if now.rows.capabilities.ragged else 1
+        return max(1, min(self.start, int(1 / max(now.slope * count, 1e-9))))
 
     def accept_probs(self, rows: Rows, kinds: npt.NDArray[np.int64]) -> FloatArray:
         """Return P(the tokens up to k are accepted), [B, K], for tokens of these kinds, [B, K]."""

@@ -306,6 +306,23 @@ def test_ragged_passes_whose_drafts_never_pay_lose_next_to_nothing(accept: float
     assert world.run(policy, 3000)[0] > 0.98 * 8
 
 
+@pytest.mark.parametrize(("rows", "share", "first"), [(1, 0.06, 4), (8, 0.04, 3), (32, 0.03, 1), (32, 0.2, 1)])
+def test_a_first_draft_costs_at_most_about_a_plain_pass(rows: int, share: float, first: int) -> None:
+    """The column cost is measured before: many rows with long drafts would cost several."""
+    policy, world = ThroughputLength(), Ragged((0.0,) * rows, share)
+    capabilities = Capabilities(ragged=True, column_cost=share / (1 - (rows - 1) * share) if rows * share < 1 else None)
+    original = Rows
+
+    def told(*args: object, **more: object) -> Rows:
+        return original(*args, capabilities=capabilities)  # type: ignore[arg-type]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(globals(), "Rows", told)
+        _, chosen = world.run(policy, 6)
+    trial = next(budgets for budgets in chosen if any(budgets))
+    assert max(trial) == first
+
+
 def test_a_row_recovers() -> None:
     """What failed is not held against a row for ever."""
     world, policy = Ragged((0.05, 0.9), 0.1), ThroughputLength()
