@@ -5,9 +5,9 @@
 
 TEXT is a plain text file, or one packed by gzip, such as the test set of WikiText-2. It is cut into windows, whose tokens are
 scored after those before them in the same window. A GGUF model is measured as it is; another one in bf16 and rounded to 8 and 4
-bits. KL divergence (in nats per token) and agreement compare with the same weights and activations that are not rounded; for
-bf16 weights these are the numbers of float32 arithmetic. `--llamacpp` measures the perplexity of a GGUF file by llama.cpp too,
-in an environment with llama-cpp-python.
+bits; both also with keys and values in 8 bits. KL divergence (in nats per token) and agreement compare with the same weights
+and activations that are not rounded; for bf16 weights these are the numbers of float32 arithmetic. `--llamacpp` measures the
+perplexity of a GGUF file by llama.cpp too, in an environment with llama-cpp-python.
 """
 
 from __future__ import annotations
@@ -83,8 +83,10 @@ def formats(model: str) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
     """(name, options, options of the reference) of each format of a model."""
     if model.endswith(".gguf"):
         yield "blocks of the file, int8 activations", {}, {"activations": "float32"}
+        yield "the same with int8 keys and values", {"kv_cache_dtype": "int8"}, {}
         return
     yield "bf16", {"dtype": "bf16"}, {"dtype": "fp32"}
+    yield "bf16, int8 keys and values", {"dtype": "bf16", "kv_cache_dtype": "int8"}, {"dtype": "bf16"}
     for weights in ("int8", "int4"):
         yield f"{weights}, int8 activations", {"weights": weights}, {"weights": weights, "activations": "float32"}
 

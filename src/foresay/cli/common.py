@@ -88,6 +88,7 @@ def load_arguments(
         "dtype": machine.dtype,
         "weights": machine.weights,
         "activations": machine.activations,
+        "kv_cache_dtype": machine.kv_cache_dtype,
         "draft_weights": machine.draft_weights,
         "device": machine.device,
         "draft_device": machine.draft_device,

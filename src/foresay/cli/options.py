@@ -95,6 +95,14 @@ WeightsOption = Annotated[
         help="Weight format on a CPU: auto, bf16, int8 or int4. Rounded weights are another model.",
     ),
 ]
+KvCacheOption = Annotated[
+    str,
+    typer.Option(
+        metavar="DTYPE",
+        rich_help_panel=MACHINE,
+        help="Keys and values in the CPU kernels: auto, int8 (half of bf16's memory, another output).",
+    ),
+]
 ActivationsOption = Annotated[
     str,
     typer.Option(
@@ -224,6 +232,7 @@ class MachineOptions:
     dtype: DtypeOption = "auto"
     weights: WeightsOption = "auto"
     activations: ActivationsOption = "auto"
+    kv_cache_dtype: KvCacheOption = "auto"
     draft_weights: Annotated[
         str | None,
         typer.Option(metavar="FORMAT", help="Weight format of draft models; never changes the target's output."),

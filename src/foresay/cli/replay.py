@@ -115,7 +115,8 @@ def _same(
     """Settings that all results in one file share; a file is identified by its digest. data: the prompts of a log of tensors."""
     named = {name: measured[name] for name in ("profile", "costs")}
     files = {name: digest_of(path) for name, path in named.items() if path and Path(path).is_file()}
-    kept = {name: getattr(machine, name) for name in ("dtype", "weights", "activations", "draft_weights", "backend")}
+    formats = ("dtype", "weights", "activations", "kv_cache_dtype", "draft_weights", "backend")
+    kept = {name: getattr(machine, name) for name in formats}
     prompts = None if data is None else asdict(data)
     return {**measured, **files, "model": model, **kept, "prompts": prompts}
 

@@ -116,7 +116,7 @@ def run(
     size = _finish(tuner, latency, finalists)
     _show(tuner.tuning)
     prompts = data.name if recording is None else recording.name
-    return _write(tuner.tuning, size, target, output, prompts, machine.activations)
+    return _write(tuner.tuning, size, target, output, prompts, machine)
 
 
 def _agree(expected: Estimate, *, yes: bool) -> None:
@@ -179,7 +179,9 @@ def _relative_name(output: Path, name: str) -> str:
     return os.path.relpath(name, output.parent) if Path(name).exists() and not Path(name).is_absolute() else name
 
 
-def _write(tuning: Tuning, batch_size: int, target: Generator, output: Path, prompts: str, activations: str) -> int:
+def _write(
+    tuning: Tuning, batch_size: int, target: Generator, output: Path, prompts: str, machine: MachineOptions
+) -> int:
     best = tuning.best
     origin = provenance()
     measured: dict[str, Any] = {"prompts": prompts, "processor": origin["machine"]["processor"], "time": origin["time"]}
@@ -190,7 +192,10 @@ def _write(tuning: Tuning, batch_size: int, target: Generator, output: Path, pro
         "max_batch_size": batch_size,
         "dtype": dtype,
         "weights": target.target.weights if target.target.weights in WEIGHTS else None,
-        "activations": None if activations == "auto" else activations,
+        **{
+            name: None if getattr(machine, name) == "auto" else getattr(machine, name)
+            for name in ("activations", "kv_cache_dtype")
+        },
         "backend": target.target.weights if target.target.weights == LLAMA_CPP else None,
     }
     if best is None:

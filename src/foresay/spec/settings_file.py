@@ -20,6 +20,8 @@ from foresay.json_files import read_limited
 
 FILE = "foresay.toml"
 """Name of the file that commands read from the current folder."""
+_LOADED = ("dtype", "weights", "activations", "kv_cache_dtype", "backend")
+"""Settings that are options of loading a model, where "auto" means not given."""
 MAX_BYTES = 1 << 20
 """Size of the largest file that is read."""
 
@@ -40,11 +42,13 @@ class Settings:
     """A quantized weight format."""
     activations: str | None = None
     """Rounding of the inputs of linear layers in the CPU kernels."""
+    kv_cache_dtype: str | None = None
+    """Format of keys and values in the CPU kernels."""
     backend: str | None = None
     """Backend of the forward passes; None uses transformers and foresay's own kernels."""
 
     def __post_init__(self) -> None:
-        for name in ("target", "drafter", "rule", "dtype", "weights", "activations", "backend"):
+        for name in ("target", "drafter", "rule", *_LOADED):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
                 raise ConfigError(f"{name}={value!r} must be a non-empty string")
@@ -60,7 +64,7 @@ class Settings:
 
     def filled(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return load options with those of the settings where none, or "auto", is given."""
-        found = {name: getattr(self, name) for name in ("dtype", "weights", "activations", "backend")}
+        found = {name: getattr(self, name) for name in _LOADED}
         missing = {
             name: value
             for name, value in found.items()

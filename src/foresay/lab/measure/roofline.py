@@ -42,5 +42,5 @@ def floor(model: Any) -> Floor | None:
     if not isinstance(inner, torch.nn.Module):
         return None
     config: Any = inner.config
-    size = getattr(inner, "dtype", torch.float32).itemsize
-    return Floor(weight_bytes(inner), kv_bytes(config.get_text_config(decoder=True), size), bandwidth(model.device))
+    cache = kv_bytes(config.get_text_config(decoder=True), model.cache_dtype)
+    return Floor(weight_bytes(inner), cache, bandwidth(model.device))

@@ -18,13 +18,13 @@ _RESERVED_SHARE = 0.1
 """Share of the free memory that caches may not use: a forward pass needs room for its activations."""
 
 
-def kv_bytes(config: Any, element_size: int) -> int:
-    """Return the bytes of one token's keys and values over all layers."""
+def kv_bytes(config: Any, dtype: torch.dtype) -> int:
+    """Return the bytes of one token's keys and values over all layers; in int8 each head has a scale."""
     layers = int(getattr(config, "num_hidden_layers", 0))
     heads = int(getattr(config, "num_attention_heads", 1))
     kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
     size = int(getattr(config, "head_dim", None) or math.ceil(getattr(config, "hidden_size", 0) / heads))
-    return 2 * layers * kv_heads * size * element_size
+    return 2 * layers * kv_heads * (size + 4 if dtype is torch.int8 else size * dtype.itemsize)
 
 
 def free_bytes(device: torch.device) -> int:

@@ -4,8 +4,8 @@
 // score is a sum over the dimensions by lanes of a vector, then over the lanes. A token's weights are summed by position modulo the
 // lanes, then over the lanes. Values are summed position by position. Tokens of one row can therefore share the keys and values that
 // are read, a block of positions at a time: a position that a token does not attend to has weight zero, and adding zero changes no bit.
-// T is the type of the cache in memory, float32 or bfloat16; queries are rounded to bfloat16 with a cache of bfloat16 if the processor
-// multiplies such numbers.
+// T is the type of the cache in memory: float32, bfloat16, or int8 for levels of 8 bits, where the float32 scale of a head's key or value
+// follows its levels. Queries are rounded to bfloat16 with a cache of bfloat16 if the processor multiplies such numbers.
 // Shapes: N tokens, Q query heads, K key heads, D dimensions of a head.
 
 #pragma once
@@ -37,12 +37,29 @@ struct Attention {
     float eps, scaling, softcap; // softcap 0 for none
 };
 
-// The keys of a layer in a row of the cache, [slots, K, D]; its values follow them.
+// Elements of a head's key or value.
+template <class T> inline int64_t head_size(const Attention &a) { return a.dim + (std::is_same_v<T, int8_t> ? sizeof(float) : 0); }
+
+// The keys of a layer in a row of the cache, [slots, K, head_size]; its values follow them.
 template <class T> inline T *keys_of_row(const Attention &a, int64_t row) {
-    return static_cast<T *>(a.blocks[row]) + 2 * a.layer * a.capacities[row] * a.keys * a.dim;
+    return static_cast<T *>(a.blocks[row]) + 2 * a.layer * a.capacities[row] * a.keys * head_size<T>(a);
 }
 
-inline int64_t to_values(const Attention &a, int64_t row) { return a.capacities[row] * a.keys * a.dim; }
+template <class T> inline int64_t to_values(const Attention &a, int64_t row) { return a.capacities[row] * a.keys * head_size<T>(a); }
+
+template <class T> inline void write_head(T *out, const float *x, int64_t dim) {
+    for (int64_t d = 0; d < dim; d++) write(out[d], x[d]);
+}
+
+// Rounds to levels in [-127, 127]. A number that is not finite makes the scale NaN, and so the head.
+inline void write_head(int8_t *out, const float *x, int64_t dim) {
+    float top = 0.0f, finite = 0.0f;
+    for (int64_t d = 0; d < dim; d++) top = std::fabs(x[d]) > top ? std::fabs(x[d]) : top, finite += x[d] * 0.0f;
+    float scale = top / 127.0f + finite, inverse = 127.0f / top;
+    bool rounds = scale - scale == 0.0f && inverse - inverse == 0.0f; // finite, and not too small to divide by
+    for (int64_t d = 0; d < dim; d++) out[d] = rounds ? static_cast<int8_t>(std::nearbyintf(x[d] * inverse)) : int8_t{0};
+    std::memcpy(out + dim, &scale, sizeof scale);
+}
 
 inline void norm_in_place(float *x, const float *weight, int64_t width, float eps) {
     float unit = 1.0f / std::sqrt(mean_square(x, width) + eps);
@@ -84,9 +101,11 @@ void place(const Attention &a, const float *joint, float *queries, int64_t n) {
     norm_heads(key.data(), a.key_norm, a.keys, a);
     rotate_heads(query, a.queries, a, n);
     rotate_heads(key.data(), a.keys, a, n);
-    T *keys = keys_of_row<T>(a, a.rows[n]) + a.slots[n] * k, *values = keys + to_values(a, a.rows[n]);
-    for (int64_t i = 0; i < k; i++) write(keys[i], key[i]);
-    for (int64_t i = 0; i < k; i++) write(values[i], source[q + k + i]);
+    T *keys = keys_of_row<T>(a, a.rows[n]) + a.slots[n] * a.keys * head_size<T>(a), *values = keys + to_values<T>(a, a.rows[n]);
+    for (int64_t h = 0; h < a.keys; h++) {
+        write_head(keys + h * head_size<T>(a), key.data() + h * a.dim, a.dim);
+        write_head(values + h * head_size<T>(a), source + q + k + h * a.dim, a.dim);
+    }
 }
 
 constexpr int QUERIES_AT_ONCE = LANES == 16 ? 4 : 2;
@@ -166,6 +185,11 @@ template <class T> struct Source {
             W *out = room + (p - from) * padded;
             if constexpr (std::is_same_v<T, W>) {
                 std::memcpy(out, row, dim * sizeof(T));
+            } else if constexpr (std::is_same_v<T, int8_t>) {
+                float scale;
+                std::memcpy(&scale, row + dim, sizeof scale);
+#pragma omp simd
+                for (int64_t d = 0; d < dim; d++) out[d] = scale * static_cast<float>(row[d]);
             } else {
                 int64_t d = 0;
                 for (; d + LANES <= dim; d += LANES) store(out + d, vector_of(row + d));
@@ -284,8 +308,8 @@ void gather(const Attention &a, const float *queries, float *out, Span span, int
         for (int64_t d = 0; d < a.dim; d++) write(asked[r * padded + d], query[d]);
         scores[r] = kept.data() + r * width, sums[r] = kept.data() + count * width + r * padded;
     }
-    const T *keys = keys_of_row<T>(a, a.rows[n]) + head * a.dim;
-    Source<T> source{keys, a.keys * a.dim, a.dim, padded, a.starts[n], kept_path.empty() ? nullptr : kept_path.data(), kept_rows.data()};
+    const T *keys = keys_of_row<T>(a, a.rows[n]) + head * head_size<T>(a);
+    Source<T> source{keys, a.keys * head_size<T>(a), a.dim, padded, a.starts[n], kept_path.empty() ? nullptr : kept_path.data(), kept_rows.data()};
     for (int64_t p = from; p <= last; p += POSITIONS) {
         int64_t end = std::min(p + POSITIONS, last + 1);
         Rows<W> rows = source.rows(p, end);
@@ -300,7 +324,7 @@ void gather(const Attention &a, const float *queries, float *out, Span span, int
         int64_t token = n + r / group;
         weights_of(scores[r], first_in_sight(a, token) - from, a.positions[token] - from, width, a.scaling, a.softcap);
     }
-    source.first += to_values(a, a.rows[n]);
+    source.first += to_values<T>(a, a.rows[n]);
     for (int64_t p = from; p <= last; p += POSITIONS) {
         int64_t end = std::min(p + POSITIONS, last + 1);
         Rows<W> rows = source.rows(p, end);

@@ -102,7 +102,8 @@ inline void check_store(const Attention &a, int64_t layers) {
         int64_t slots = a.capacities[row];
         require(slots >= 0 && slots <= MOST, "capacity", slots, "in [0, 2^31)");
         require(slots == 0 || a.blocks[row] != nullptr, "capacity", slots, "0 for a row without a block");
-        require(!__builtin_mul_overflow(2 * layers * slots, a.keys * a.dim, &end), "capacity", slots, "smaller: the block is too large to address");
+        int64_t widest = a.keys * (a.dim + static_cast<int64_t>(sizeof(float)));
+        require(!__builtin_mul_overflow(2 * layers * slots, widest, &end), "capacity", slots, "smaller: the block is too large to address");
     }
 }
 

@@ -76,7 +76,7 @@ struct Model {
 };
 
 struct Pass {
-    int64_t tokens, columns, threads, cache_is_bf16, turns, store_rows, store_layers;
+    int64_t tokens, columns, threads, cache_kind, turns, store_rows, store_layers; // cache_kind: see CacheKind
     const int64_t *rows, *slots, *starts, *positions;
     const uint8_t *ancestors;
     const float *const *cosines; // for each turn, [N, rotated]
@@ -101,10 +101,15 @@ void attend(const Attention &a, const float *joint, float *queries, float *out, 
     });
 }
 
-void attend(const Attention &a, const float *joint, float *queries, float *out, bool is_bf16, int threads) {
-    if (is_bf16) return attend<bf16>(a, joint, queries, out, threads);
+enum CacheKind { FLOAT32_CACHE = 0, BFLOAT16_CACHE = 1, INT8_CACHE = 2 };
+
+void attend(const Attention &a, const float *joint, float *queries, float *out, int64_t kind, int threads) {
+    if (kind == BFLOAT16_CACHE) return attend<bf16>(a, joint, queries, out, threads);
+    if (kind == INT8_CACHE) return attend<int8_t>(a, joint, queries, out, threads);
     return attend<float>(a, joint, queries, out, threads);
 }
+
+inline void check_cache(int64_t kind) { require(kind >= FLOAT32_CACHE && kind <= INT8_CACHE, "cache", kind, "in [0, 2]"); }
 
 Attention at_layer(const Layer &layer, const Norms &norms, const Pass &pass, int64_t index) {
     Attention a = layer.attention;
@@ -163,6 +168,7 @@ inline void check(const Model &model) {
 
 inline void check(const Model &model, const Pass &pass) {
     check_threads(pass.threads);
+    check_cache(pass.cache_kind);
     require((pass.read != nullptr) == (model.beside[0].values != nullptr), "read", pass.read != nullptr, "given if and only if its norms are");
     require(pass.turns >= 0 && pass.turns <= MOST_LAYERS, "turns", pass.turns, "in [0, 2^16]");
     check_pointer("x", pass.x);
@@ -230,7 +236,7 @@ void run(const Model &model, const Pass &pass) {
         }
         if (pass.states[i] != nullptr) std::memcpy(pass.states[i], pass.x, tokens * hidden * sizeof(float));
         multiply(layer.qkv, i == 0 ? first : normed, layer.qkv.depth, tokens, joint, threads);
-        attend(at_layer(layer, norms, pass, i), joint, queries, seen, pass.cache_is_bf16 != 0, threads);
+        attend(at_layer(layer, norms, pass, i), joint, queries, seen, pass.cache_kind, threads);
         multiply(layer.output, seen, layer.output.depth, tokens, more, threads);
         norm(more, norms.after_attention, norms.before_mlp);
         if (layer.experts != nullptr) {
@@ -401,11 +407,12 @@ extern "C" int64_t foresay_gate(const float *joint, float *out, int64_t tokens, 
 }
 
 // Attention over a cache of one layer.
-extern "C" int64_t foresay_attend(const Attention *a, const float *joint, float *queries, float *out, int64_t is_bf16, int64_t threads) {
+extern "C" int64_t foresay_attend(const Attention *a, const float *joint, float *queries, float *out, int64_t kind, int64_t threads) {
     return guarded([&] {
         check_heads(*a);
         check_store(*a, 1);
         check_tokens(*a);
-        attend(*a, joint, queries, out, is_bf16 != 0, check_threads(threads));
+        check_cache(kind);
+        attend(*a, joint, queries, out, kind, check_threads(threads));
     });
 }

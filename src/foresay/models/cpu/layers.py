@@ -22,8 +22,11 @@ from foresay.models.cpu.build import library
 from foresay.models.cpu.gated_layer import Experts, GatedLayer, Norm
 from foresay.models.cpu.product import CompiledProduct
 
-CACHES = {torch.float32: 0, torch.bfloat16: 1}
-"""Supported dtypes of a cache, and their numbers in the kernels."""
+CACHES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+"""Supported dtypes of a cache, and their numbers in the kernels. In int8 each head of a key or value has a scale."""
+_NUMBERS = (torch.float32, torch.bfloat16)
+"""Supported dtypes of norms."""
+_SCALE_BYTES = 4
 ACTIVATIONS = {"silu": 0, "swish": 0, "gelu_pytorch_tanh": 1, "gelu_tanh": 1, "gelu_new": 1, "gelu": 2}
 """transformers' names of the supported activations, and their numbers in the kernels."""
 _NORMS = ("before_attention", "after_attention", "before_mlp", "after_mlp")
@@ -98,6 +101,11 @@ class _Addresses:
         ]
         self.blocks = (ctypes.c_void_p * self.rows)(*addresses)
         self.capacities = (ctypes.c_int64 * self.rows)(*capacities)
+
+
+def head_size(dim: int, dtype: torch.dtype) -> int:
+    """Return the number of elements that a head's key or value of `dim` numbers has in a cache of a dtype."""
+    return dim + _SCALE_BYTES if dtype is torch.int8 else dim
 
 
 class NativeLayers:
@@ -190,7 +198,7 @@ class NativeLayers:
             tokens=count,
             columns=tokens.columns,
             threads=threads.num_threads(),
-            cache_is_bf16=CACHES[self._dtype],
+            cache_kind=CACHES[self._dtype],
             turns=len(rotary),
             store_rows=stores.rows,
             store_layers=stores.layers,
@@ -213,7 +221,7 @@ class NativeLayers:
     def new_cache(self) -> SlotCache:
         """Return a cache without rows, in the layout of the kernels."""
         one = self._layers[0]
-        return SlotCache(RowStores(len(self._layers), one.heads[1], one.dim, self._dtype))
+        return SlotCache(RowStores(len(self._layers), one.heads[1], head_size(one.dim, self._dtype), self._dtype))
 
     def _stores_of(self, cache: SlotCache) -> _Addresses:
         """Return the addresses in a cache, collected again whenever it allocated or freed blocks."""
@@ -222,7 +230,8 @@ class NativeLayers:
         if cached is not None and cached.version == stores.version:
             return cached
         fits = isinstance(stores, RowStores) and stores.num_layers >= len(self._layers)
-        if not isinstance(stores, RowStores) or not fits or (stores.heads, stores.dim) != (one.heads[1], one.dim):
+        shape = (one.heads[1], head_size(one.dim, self._dtype))
+        if not isinstance(stores, RowStores) or not fits or (stores.heads, stores.dim) != shape:
             raise ValueError(
                 "the cache was not created by new_cache() of these layers or of a model that contains them"
             )
@@ -276,7 +285,7 @@ class NativeLayers:
         """Return a struct that points to a norm's weight."""
         if norm is None:
             return structs.Vector(None, 0, 0, 0)
-        if norm.weight.dtype not in CACHES:
+        if norm.weight.dtype not in _NUMBERS:
             raise LookupError(f"the kernels do not support norms in {norm.weight.dtype}")
         try:
             values = structs.address(norm.weight, (size,), norm.weight.dtype)

@@ -84,7 +84,7 @@ class Pass(ctypes.Structure):
     """The struct of the same name in kernels.cpp."""
 
     _fields_ = [
-        *_fields(_NUMBER, "tokens columns threads cache_is_bf16 turns store_rows store_layers"),
+        *_fields(_NUMBER, "tokens columns threads cache_kind turns store_rows store_layers"),
         *_fields(_POINTER, "rows slots starts positions ancestors"),
         *_fields(_POINTER, "cosines sines rotated blocks capacities"),
         *_fields(_POINTER, "x normed states read"),

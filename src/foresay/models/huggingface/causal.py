@@ -125,11 +125,19 @@ class CausalModel(TransformersModel):
         # ALiBi is computed from slots, not from positions
         self.takes_trees = self._takes_positions and not getattr(config, "alibi", False)
 
-    def use_fused(self) -> None:
-        """Run passes through `FusedDecoder`. Raises NotFusedError, and keeps the family's own code, for an unsupported model."""
-        self.fused = FusedDecoder(self.model)
+    def use_fused(self, cache_dtype: torch.dtype | None = None) -> None:
+        """Run passes through `FusedDecoder`. Raises NotFusedError, and keeps the family's own code, for an unsupported model.
+
+        cache_dtype: of keys and values; None for the model's.
+        """
+        self.fused = FusedDecoder(self.model, cache_dtype)
         if self.device.type == "cuda":
             self.graphs = GraphedPasses(self.fused.by_operations, cuda_graphs(self.device), self.device)
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """See TransformersModel."""
+        return (None if self.fused is None else self.fused.cache_dtype) or super().cache_dtype
 
     def watch_for_changes(self) -> None:
         """Compare the model with its current state at each new cache: a caller who owns it may change it in between."""

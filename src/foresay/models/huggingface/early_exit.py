@@ -94,7 +94,7 @@ def _wrap(model: CausalModel, part: Any, subset: VocabularySubset | None) -> Cau
     out = CausalModel(part)
     out.subset = subset
     if model.fused is not None:
-        out.use_fused()
+        out.use_fused(model.fused.cache_dtype)
     return out
 
 

@@ -41,9 +41,9 @@ _TRUSTED_PACKAGES = ("transformers.", "torch.nn.", "foresay.")
 class FusedDecoder:
     """The layers and output head of a Llama-like model, over the weights of its modules."""
 
-    def __init__(self, model: Any) -> None:
-        """Raises NotFusedError if the model is not supported."""
-        config = model.config
+    def __init__(self, model: Any, cache_dtype: torch.dtype | None = None) -> None:
+        """cache_dtype: of keys and values; None for the model's. Raises NotFusedError if the model is not supported."""
+        config, self.cache_dtype = model.config, cache_dtype
         if config.model_type not in FAMILIES:
             raise NotFusedError(f"fused layers do not support the family {config.model_type!r}")
         for part in model.modules():
@@ -163,7 +163,8 @@ class FusedDecoder:
             return None
         activation = getattr(config, "hidden_activation", None) or config.hidden_act
         try:
-            native = NativeLayers(self._layers, self._norm, str(activation), self._residual_scale, self._dtype)
+            cache_dtype = self.cache_dtype or self._dtype
+            native = NativeLayers(self._layers, self._norm, str(activation), self._residual_scale, cache_dtype)
             if not isinstance(self._head, CompiledProduct):  # its bits would depend on the other rows
                 raise LookupError(f"the kernels do not support an output head of type {type(self._head).__name__}")
             return native

@@ -120,7 +120,13 @@ class TransformersModel:
         config = self.model.config.get_text_config(decoder=True)
         longest = visible_width(max(lengths, default=0), self.device)
         slots = sum(lengths) if self.batch_invariant else len(lengths) * longest
-        return slots * kv_bytes(config, self.model.dtype.itemsize)
+        return slots * kv_bytes(config, self.cache_dtype)
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """The dtype of keys and values."""
+        dtype: torch.dtype = self.model.dtype
+        return dtype
 
     def free_bytes(self) -> int:
         """See LanguageModel. The sum over all devices that the model is spread over."""

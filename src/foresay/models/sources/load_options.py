@@ -22,6 +22,7 @@ WEIGHTS = {"auto": None, "bf16": None, "int8": 8, "int4": 4}
 """Weight formats, and the number of bits of rounded ones."""
 ACTIVATIONS = ("float32", "bf16", "int8")
 """Roundings of the inputs of linear layers in the CPU kernels."""
+KV_CACHE_DTYPES = ("auto", "int8")
 DEVICES = ("cpu", "cuda", "mps", "xpu")
 TRANSFORMERS, LLAMA_CPP = BACKENDS = ("transformers", "llama.cpp")
 """Engines that compute the forward passes."""
@@ -46,6 +47,9 @@ class LoadOptions:
     """Rounding of the inputs of linear layers in the compiled CPU kernels: "float32" for none; "bf16", the default for bf16
     weights if the processor multiplies in it; "int8" (in groups of 32), the default for weights of 8 bits and fewer, as in other
     engines. Does not apply to draft models."""
+    kv_cache_dtype: str = "auto"
+    """Format of keys and values: "auto" for the model's dtype; "int8" for 8 bits with a scale per head and token, in the compiled
+    CPU kernels: about half of bf16's memory, and another output. Does not apply to draft models."""
     draft_weights: str | None = None
     """`weights` of draft models loaded by name; None: as the target's. Does not change the output, which is the target's."""
     device_map: str | Mapping[str, Any] | None = None
@@ -86,6 +90,8 @@ class LoadOptions:
                 check_device(getattr(self, name), name)
         if self.activations not in ("auto", *ACTIVATIONS):
             raise UnknownNameError("activations", self.activations, ("auto", *ACTIVATIONS))
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise UnknownNameError("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         self._check_plan()
         for name, weights in (("weights", self.weights), ("draft_weights", self.draft_weights)):
             if weights is not None:
@@ -101,10 +107,11 @@ class LoadOptions:
                 raise ConfigError(f"tp_plan={self.tp_plan!r} and {name} contradict; give one of them")
         if self.bits is not None:
             raise ConfigError(f"tp_plan={self.tp_plan!r} and weights={self.weights!r} contradict; give one of them")
-        if self.activations != "auto":
-            raise ConfigError(
-                f"tp_plan={self.tp_plan!r} and activations={self.activations!r} contradict; give one of them"
-            )
+        for name in ("activations", "kv_cache_dtype"):
+            if getattr(self, name) != "auto":
+                raise ConfigError(
+                    f"tp_plan={self.tp_plan!r} and {name}={getattr(self, name)!r} contradict; give one of them"
+                )
         if int(os.environ.get("WORLD_SIZE", "1")) < 2:
             raise ConfigError(
                 f"tp_plan={self.tp_plan!r} needs several processes, and there is only this one; "
@@ -122,7 +129,15 @@ class LoadOptions:
             check_int("gpu_layers", self.gpu_layers, 0)
         if self.gpu_layers and self.device is not None and torch.device(self.device).type == "cpu":
             raise ConfigError(f"gpu_layers={self.gpu_layers} and device={str(self.device)!r} contradict; drop one")
-        for name in ("dtype", "weights", "activations", "device_map", "quantization_config", "tp_plan"):
+        for name in (
+            "dtype",
+            "weights",
+            "activations",
+            "kv_cache_dtype",
+            "device_map",
+            "quantization_config",
+            "tp_plan",
+        ):
             value = getattr(self, name)
             if value not in (None, "auto") or (name == "device_map" and value is not None):
                 raise ConfigError(f"{name}={value!r} has no effect with llama.cpp, which follows the file; drop it")
@@ -165,6 +180,7 @@ class LoadOptions:
     def for_draft(self, *, gguf: bool = True) -> LoadOptions:
         """Return the options of a draft model. gguf: True if llama.cpp can read it; otherwise transformers computes it."""
         changes: dict[str, Any] = {"revision": None, "draft_weights": None, "draft_device": None, "activations": "auto"}
+        changes["kv_cache_dtype"] = "auto"
         if self.draft_device is not None:
             changes |= dict.fromkeys(("device_map", "max_memory", "offload_folder", "tp_plan", "gpu_layers"))
             changes |= {"device": self.draft_device}
@@ -182,6 +198,7 @@ class LoadKeywords(TypedDict, total=False):
     device: str | torch.device | None
     weights: str
     activations: str
+    kv_cache_dtype: str
     draft_weights: str | None
     device_map: str | Mapping[str, Any] | None
     max_memory: Mapping[int | str, int | str] | None

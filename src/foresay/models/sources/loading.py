@@ -72,7 +72,8 @@ def _load(location: Location, options: LoadOptions) -> LoadedModel:
             found = read_weights(location, options, decoding_dtype(location, options, device), device)
             weights_format = "" if options.bits is None else options.weights
     with load_errors(location.name, location.is_conversion):
-        loaded = wrap(location.name, *found, optimise=True, bits=options.bits, activations=options.activations)
+        formats = {"activations": options.activations, "kv_cache_dtype": options.kv_cache_dtype}
+        loaded = wrap(location.name, *found, optimise=True, bits=options.bits, **formats)
         check_scores(location.name, loaded.model)
     trim()  # memory of the weights before they were packed
     return dataclasses.replace(loaded, weights=weights_format)

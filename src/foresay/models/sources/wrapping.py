@@ -14,7 +14,7 @@ import torch
 from foresay.decoding.protocols import LanguageModel, ModelInput
 from foresay.decoding.rows import Row, Rows
 from foresay.decoding.sampling_params import SamplingParams
-from foresay.errors import ForesayError, ModelLoadError
+from foresay.errors import ConfigError, ForesayError, ModelLoadError
 from foresay.models.huggingface import linears
 from foresay.text.tokenizer import Tokenizer
 
@@ -49,14 +49,21 @@ class LoadedModel:
 
 
 def wrap(
-    name: str, weights: Any, tokenizer: Any, *, optimise: bool, bits: int | None = None, activations: str = "auto"
+    name: str,
+    weights: Any,
+    tokenizer: Any,
+    *,
+    optimise: bool,
+    bits: int | None = None,
+    activations: str = "auto",
+    kv_cache_dtype: str = "auto",
 ) -> LoadedModel:
     """Wrap a transformers model as a LanguageModel; it uses foresay's attention until `model.release()`.
 
     optimise: arrange the linear layers for the processor, in `bits` bits and with `activations` (see LoadOptions) if given, and
     fuse the layers; only for a model that nothing else uses. Otherwise the weights stay where they are, and layers are fused
-    where kernels can read them there. Raises UnsupportedModelError for a model that cannot be decoded exactly, which is then
-    restored.
+    where kernels can read them there. kv_cache_dtype: see LoadOptions. Raises UnsupportedModelError for a model that cannot be
+    decoded exactly, which is then restored, and ConfigError for a format that the model's passes do not support.
     """
     from foresay.models.huggingface.causal import CausalModel
     from foresay.models.huggingface.self_check import check
@@ -81,6 +88,12 @@ def wrap(
         _fuse(name, model, optimise=optimise)
         if not optimise:
             model.watch_for_changes()
+    if kv_cache_dtype != "auto":
+        if not isinstance(model, CausalModel) or not model.batch_invariant:
+            raise ConfigError(
+                f"kv_cache_dtype={kv_cache_dtype!r} applies to the compiled CPU kernels, which do not run this model"
+            )
+        model.use_fused(torch.int8)
     return loaded
 
 
