@@ -5,6 +5,7 @@ the kernels are compiled when they are first used.
 """
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -20,10 +21,11 @@ class WithKernels(build_py):
     """Adds compiled kernels to the package."""
 
     def run(self) -> None:
+        package = Path(self.build_lib).resolve() / "foresay"
+        shutil.rmtree(package / "models" / "cpu" / "prebuilt", ignore_errors=True)  # of an earlier build
         super().run()
         if not PREBUILD or self.editable_mode:
             return
-        package = Path(self.build_lib).resolve() / "foresay"
         names = [] if PREBUILD == ["all"] else PREBUILD
         command = [sys.executable, "-m", "foresay.models.cpu", str(package / "models" / "cpu" / "prebuilt"), *names]
         subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(package.parent)})

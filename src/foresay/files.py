@@ -50,7 +50,7 @@ def work_folder(name: str, parent: Path | None = None) -> Iterator[Path]:
     The folder of a killed process is removed by the next call with the same name and parent.
     """
     parent = Path(tempfile.gettempdir()) if parent is None else parent
-    _remove_stale(name, parent)
+    remove_stale(parent, f".{name}-")
     with tempfile.TemporaryDirectory(prefix=f".{name}-", suffix=_WORK, dir=parent, ignore_cleanup_errors=True) as made:
         lock = os.open(made, os.O_RDONLY) if fcntl is not None else None
         try:
@@ -110,12 +110,12 @@ def usual_modes(folder: Path) -> None:
         path.chmod(mode)
 
 
-def _remove_stale(name: str, parent: Path) -> None:
-    """Remove this user's work folders of that name that no process has locked."""
+def remove_stale(parent: Path, prefix: str = ".") -> None:
+    """Remove this user's work folders in `parent`, with names that begin so, that no process has locked."""
     if fcntl is None:
         return
     for entry in os.scandir(parent):
-        if entry.name.startswith(f".{name}-") and entry.name.endswith(_WORK) and entry.is_dir(follow_symlinks=False):
+        if entry.name.startswith(prefix) and entry.name.endswith(_WORK) and entry.is_dir(follow_symlinks=False):
             with suppress(OSError):  # another user's, locked or already removed
                 _remove_unlocked(entry)
 

@@ -75,7 +75,7 @@ INSIDE = {
         {"seq2seq"},
         {"early_exit", "self_check"},
     ],
-    "models/gguf": [{"header"}, {"values", "packed"}, {"tokenizer", "types", "positions"}, {"shapes"}, {"blocks"}],
+    "models/gguf": [{"header"}, {"values"}, {"tokenizer", "types", "positions"}, {"packed"}, {"shapes"}, {"blocks"}],
     "models/sources": [
         {"load_options", "transformers_errors"},
         {"packaged", "config_checks", "llama_cpp"},

@@ -105,20 +105,21 @@ def library() -> ctypes.CDLL | None:
     return None
 
 
-def _opened(path: Path) -> ctypes.CDLL:
+def _opened(path: Path, *, any_owner: bool = False) -> ctypes.CDLL:
     """Open kernels and declare their functions. Raises as `open_library` and `declare_functions` do."""
     from foresay.models.cpu.structs import declare_functions  # needs PyTorch, which compiling does not
 
-    return declare_functions(open_library(path))
+    return declare_functions(open_library(path, any_owner=any_owner))
 
 
 def _prebuilt(path: Path) -> ctypes.CDLL | None:
-    """Return the kernels at a path in the installed package, or None if they are damaged or others can write them."""
+    """Return the kernels at a path in the installed package, or None if they are damaged."""
+    if levels.unmatched():
+        logger.warning("%s; those of the package are used", levels.unmatched())
     try:
-        check_folder(path.parent)
-        return _opened(path)
+        return _opened(path, any_owner=True)
     except (UntrustedLibraryError, DamagedLibraryError, AttributeError, OSError) as error:
-        logger.info("the prebuilt kernels are not used: %s", error)
+        logger.warning("the kernels in the package are not used: %s", error)
         return None
 
 

@@ -51,17 +51,18 @@ def check_folder(folder: Path) -> None:
         raise UntrustedLibraryError(_writable(folder, found.st_mode))
 
 
-def open_library(path: Path) -> ctypes.CDLL:
+def open_library(path: Path, *, any_owner: bool = False) -> ctypes.CDLL:
     """Open the compiled library at a path.
 
-    Raises FileNotFoundError if there is none, UntrustedLibraryError if another user could have written it, DamagedLibraryError if
-    its digest differs, and OSError as the operating system does.
+    any_owner: for a library in the installed package, whose Python files have the same owner and mode. Raises
+    FileNotFoundError if there is none, UntrustedLibraryError if another user could have written it, DamagedLibraryError if its
+    digest differs, and OSError as the operating system does.
     """
-    file = _checked(path)
+    file = _checked(path, any_owner)
     try:
         with open(file, "rb", closefd=False) as binary:
             found = hashlib.file_digest(binary, "sha256").hexdigest()
-        if found != _digest(path):
+        if found != _digest(path, any_owner):
             raise DamagedLibraryError(f"{path} does not match its digest")
         # open the checked file by its descriptor, since another file may have its name by now; the descriptor stays open
         # because the loader identifies libraries by name
@@ -90,22 +91,27 @@ def _digest_path(path: Path) -> Path:
     return path.with_suffix(".sha256")
 
 
-def _digest(path: Path) -> str:
+def _digest(path: Path, any_owner: bool) -> str:
     try:
-        file = _checked(_digest_path(path))
+        file = _checked(_digest_path(path), any_owner)
     except FileNotFoundError:
         raise DamagedLibraryError(f"{path} has no digest") from None
     with open(file, encoding="ascii", errors="replace") as text:
         return text.read(64)
 
 
-def _checked(path: Path) -> int:
-    """Open a file for reading and return its descriptor. Raises UntrustedLibraryError if others could have written it."""
+def _checked(path: Path, any_owner: bool) -> int:
+    """Open a file for reading and return its descriptor.
+
+    Raises UntrustedLibraryError if it is not a regular file, or, unless `any_owner`, if others could have written it.
+    """
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     found = os.fstat(file)
     reason = None
     if not stat.S_ISREG(found.st_mode):
         reason = f"{path} is not a regular file and is not used"
+    elif any_owner:
+        pass
     elif found.st_uid not in (os.getuid(), 0):
         reason = _wrong_owner(path, found.st_uid)
     elif found.st_mode & _OTHERS:

@@ -8,9 +8,11 @@ a tensor.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
 import mmap
+import os
 import struct
 from collections import Counter
 from collections.abc import Mapping
@@ -32,6 +34,8 @@ _MAX_SHORT_BYTES = 1 << 16
 """Largest entry, key and value, in bytes, that `GgufHeader.short_values` includes."""
 _MAX_ENTRIES = 1 << 16
 """Most values or tensors of a file; the largest models have a few thousand."""
+_SAMPLES, _SAMPLE_BYTES = 64, 4096
+"""Parts of a file that identify it, besides its size and time of modification."""
 _MAX_DIMS = 4
 """Most dimensions of a tensor in ggml."""
 
@@ -66,6 +70,15 @@ class GgufHeader:
     tensors: Mapping[str, StoredTensor]
     short_values: bytes
     """A complete GGUF file with only the short values and no tensors; transformers reads the configuration from it."""
+    identity: str
+    """The file's size, time of modification, and a digest of samples of its bytes, when it was mapped."""
+
+    def is_unchanged(self) -> bool:
+        """True if the path still names the file that was mapped, as it was then."""
+        try:
+            return _state(self.path.stat()) == self.identity.rpartition(" ")[0]
+        except OSError:
+            return False
 
     def release_pages(self) -> None:
         """Take the file's pages out of this process's memory; they are read again when they are used."""
@@ -90,12 +103,26 @@ class GgufHeader:
 def read_header(path: Path) -> GgufHeader:
     """Map a file and read its header. Raises ModelLoadError if it is damaged, truncated or of an unsupported version."""
     try:
-        return _Reader(np.memmap(path, dtype=np.uint8, mode="r")).read(path)
+        with path.open("rb") as file:
+            data, state = np.memmap(file, dtype=np.uint8, mode="r"), _state(os.fstat(file.fileno()))
+        return _Reader(data).read(path, f"{state} {_sampled(data)}")
     except (struct.error, ValueError) as error:
         reason = "it ends within its header" if isinstance(error, struct.error) else str(error)
         raise ModelLoadError(
             f"{str(path)!r} cannot be read: it is damaged or truncated ({reason}); download it again"
         ) from error
+
+
+def _state(found: os.stat_result) -> str:
+    return f"{found.st_size} {found.st_mtime_ns}"
+
+
+def _sampled(data: Bytes) -> str:
+    digest = hashlib.sha256()
+    for i in range(_SAMPLES):
+        start = i * max(0, len(data) - _SAMPLE_BYTES) // (_SAMPLES - 1)
+        digest.update(data[start : start + _SAMPLE_BYTES].tobytes())
+    return digest.hexdigest()
 
 
 class _Reader:
@@ -104,7 +131,7 @@ class _Reader:
     def __init__(self, data: Bytes) -> None:
         self._data, self._view, self._at = data, data.data, 0
 
-    def read(self, path: Path) -> GgufHeader:
+    def read(self, path: Path, identity: str) -> GgufHeader:
         magic, version, num_tensors, num_values = self._numbers("4sIQQ")
         if magic != b"GGUF" or version not in (2, 3):
             raise ValueError(f"it begins with {magic!r}, version {version}; b'GGUF' of version 2 or 3 is supported")
@@ -126,7 +153,7 @@ class _Reader:
                 short.append(bytes(self._view[start : self._at]))
         tensors = self._tensors(num_tensors, _alignment(values))
         header = struct.pack("<4sIQQ", magic, version, 0, len(short))
-        return GgufHeader(path, values, lists, tensors, b"".join([header, *short]))
+        return GgufHeader(path, values, lists, tensors, b"".join([header, *short]), identity)
 
     def _check_count(self, name: str, count: int, size: int, limit: int | None = None) -> None:
         """Raise ValueError for a count of items of at least `size` bytes that exceeds `limit` or the rest of the file."""

@@ -8,7 +8,9 @@ The least recently used folders are removed to stay within a limit. Knows nothin
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
+import importlib.metadata
 import json
 import logging
 import math
@@ -19,13 +21,13 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
 from foresay import __version__
 from foresay.errors import ConfigError
-from foresay.files import atomic_write, cache_dir, work_folder
+from foresay.files import atomic_write, cache_dir, remove_stale, work_folder
 from foresay.models.cpu.build import source_digest
 from foresay.models.cpu.product import (
     BLOCKS,
@@ -37,16 +39,13 @@ from foresay.models.cpu.product import (
     packed_views,
 )
 from foresay.models.gguf.header import GgufHeader
+from foresay.models.gguf.types import is_quantized
 
 logger = logging.getLogger("foresay")
 
 LIMIT = "FORESAY_PACKED_GB"
 """Environment variable: most gigabytes of packed weights that are kept; 0 keeps none."""
 _DEFAULT_LIMIT_GB = 20.0
-_MAP_BYTES = 1 << 26
-"""Bytes of new weights that are mapped at a time. A process may have some 65,000 maps, and a model as many experts."""
-_SAMPLES, _SAMPLE_BYTES = 64, 4096
-"""Parts of a file that identify it, along with its size, its time of modification and its header."""
 _ALIGNMENT = 64
 """Multiple of bytes at which weights begin: a line of the processor's cache."""
 _WEIGHTS, _INDEX = "weights.bin", "index.json"
@@ -97,76 +96,52 @@ class KeptWeights:
 
 
 class NewWeights:
-    """The weights of a file as they are packed: in a file of `folder` while the disk has room, else in memory."""
+    """The weights of a file as they are packed: in a mapped file of `folder`, or in memory."""
 
-    def __init__(self, folder: Path | None) -> None:
-        """folder: None keeps nothing."""
+    def __init__(self, folder: Path | None, size: int) -> None:
+        """folder: None keeps nothing. size: most bytes of all weights. Raises OSError if the disk has no room for them."""
         self._folder = folder
         self._parts: dict[str, list[Part]] = {}
-        self._end = self._mapped = self._start = 0
+        self._end = 0
         self._memory: mmap.mmap | None = None
-        self._file = None if folder is None else (folder / _WEIGHTS).open("w+b")
+        if folder is None:
+            return
+        with (folder / _WEIGHTS).open("w+b") as file:
+            # with its blocks allocated now, a full disk is an error here instead of a signal at the first write to the map
+            os.posix_fallocate(file.fileno(), 0, size)
+            self._memory = mmap.mmap(file.fileno(), size)
 
     def find(self, name: str, rows: int, depth: int, bias: torch.Tensor | None) -> None:
         """Return None: nothing was packed before."""
 
     def allocate(self, name: str, kind: str, rows: int, depth: int) -> Packed:
         """Allocate a part of the weights called `name`."""
-        if self._file is None:
-            return in_memory(kind, rows, depth)
         part = Part(kind, rows, depth, -(-self._end // _ALIGNMENT) * _ALIGNMENT)
-        if self._memory is None or part.end > self._mapped:
-            part = Part(kind, rows, depth, self._mapped)
-            try:
-                self._memory = self._map(self._file, part.end - part.at)
-            except (OSError, AttributeError) as error:  # AttributeError: no such call on this system
-                logger.info("packed weights are not kept: %s", error)
-                self.close()
-                return in_memory(kind, rows, depth)
+        if self._memory is None or part.end > len(self._memory):
+            return in_memory(kind, rows, depth)
         self._parts.setdefault(name, []).append(part)
         self._end = part.end
-        return packed_views(self._memory, part.at - self._start, kind, rows, depth)
-
-    def _map(self, file: BinaryIO, size: int) -> mmap.mmap:
-        """Map further bytes of the file, at least `size`. Raises OSError, also for a full disk."""
-        size = -(-max(size, _MAP_BYTES) // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
-        # with its blocks allocated now, a full disk is an error here instead of a signal at the first write to the map
-        os.posix_fallocate(file.fileno(), self._mapped, size)
-        memory = mmap.mmap(file.fileno(), size, offset=self._mapped)
-        self._start, self._mapped = self._mapped, self._mapped + size
-        return memory
-
-    def close(self) -> None:
-        """Stop keeping what is packed."""
-        if self._file is not None:
-            self._file.close()
-        self._file = None
+        return packed_views(self._memory, part.at, kind, rows, depth)
 
     def keep(self, folder: Path) -> None:
-        """Make this the content of a folder in the cache, unless it exceeds the limit. Raises OSError."""
-        if self._file is None or self._folder is None:
+        """Make this the content of a folder in the cache, unless another process did. Raises OSError."""
+        if self._memory is None or self._folder is None or _kept(folder) is not None:
             return
+        os.truncate(self._folder / _WEIGHTS, self._end)
         shutil.rmtree(folder, ignore_errors=True)  # a damaged one
-        if not self._make_room(folder.parent):
-            return
-        os.ftruncate(self._file.fileno(), self._end)
-        self.close()
-        _write_index(self._folder, _boot_id(), self._parts, self._end)
+        _make_room(folder.parent, self._end)
+        _write_index(self._folder, _boot_id() or "unknown", self._parts, self._end)
         self._folder.rename(folder)
         _settle(folder, self._parts, self._end)
 
-    def _make_room(self, root: Path) -> bool:
-        """Remove the least recently used folders; return False if these weights alone exceed the limit."""
-        limit = _limit_bytes()
-        if self._end > limit:
-            logger.info("packed weights of %d bytes are not kept: %s allows %d", self._end, LIMIT, limit)
-            return False
-        total = self._end
-        for _, size, folder in sorted(map(_use, root.glob("[!.]*")), reverse=True):
-            total += size
-            if total > limit:
-                shutil.rmtree(folder, ignore_errors=True)
-        return True
+
+def _make_room(root: Path, size: int) -> None:
+    """Remove the least recently used folders until `size` more bytes stay within the limit."""
+    limit = _limit_bytes()
+    for _, one, folder in sorted(map(_use, root.glob("[!.]*")), reverse=True):
+        size += one
+        if size > limit:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _use(folder: Path) -> tuple[float, int, Path]:
@@ -184,23 +159,33 @@ PackedWeights = KeptWeights | NewWeights
 def packed_weights(header: GgufHeader) -> Iterator[PackedWeights]:
     """Yield the packed weights of a file, which are kept at the end of the block if they are new.
 
-    Without room on the disk, a writable cache folder, or a limit above zero they are in memory only. Raises ConfigError for an
+    Without room on the disk or within the limit, or a writable cache folder, they are in memory only. Raises ConfigError for an
     invalid $FORESAY_PACKED_GB.
     """
-    folder = _root() / _key(header) if _limit_bytes() else None
+    limit, size = _limit_bytes(), _most_bytes(header)
+    folder = _root() / _key(header) if 0 < size <= limit else None
     kept = None if folder is None else _kept(folder)
     if kept is not None:
         yield kept
         return
     with contextlib.ExitStack() as stack:
-        new = NewWeights(None if folder is None else _new_folder(folder, header, stack))
-        stack.callback(new.close)
+        new = NewWeights(None, 0)
+        if folder is not None:
+            with _unkept():
+                new = NewWeights(_new_folder(folder, size, stack), size)
         yield new
-        try:
-            if folder is not None:
+        if folder is not None and header.is_unchanged():
+            with _unkept():
                 new.keep(folder)
-        except (OSError, ConfigError) as error:
-            logger.info("packed weights are not kept: %s", error)
+
+
+@contextlib.contextmanager
+def _unkept() -> Iterator[None]:
+    """Log why the file system keeps no weights, which is no error. AttributeError: a system without `posix_fallocate`."""
+    try:
+        yield
+    except (OSError, AttributeError, ConfigError) as error:
+        logger.info("packed weights are not kept: %s", error)
 
 
 def settle() -> None:
@@ -228,32 +213,47 @@ def _limit_bytes() -> int:
 
 
 def _key(header: GgufHeader) -> str:
-    """Return the name of a file's folder: a digest of the file's identity and of this version of the kernels."""
-    state = header.path.stat()
-    digest = hashlib.sha256(f"{__version__} {source_digest()} {state.st_size} {state.st_mtime_ns}".encode())
+    """Return the name of a file's folder: a digest of the file's identity and of the code that packs it."""
+    digest = hashlib.sha256(f"{__version__} {source_digest()} {_code_digest()} {header.identity}".encode())
     digest.update(header.short_values)
     for name, tensor in header.tensors.items():
         digest.update(f"{name} {tensor.kind} {tensor.shape}".encode())
-    with header.path.open("rb") as file:
-        for i in range(_SAMPLES):
-            file.seek(i * max(0, state.st_size - _SAMPLE_BYTES) // (_SAMPLES - 1))
-            digest.update(file.read(_SAMPLE_BYTES))
     return digest.hexdigest()[:32]
 
 
-def _new_folder(folder: Path, header: GgufHeader, stack: contextlib.ExitStack) -> Path | None:
-    """Return a folder for new weights, or None if it cannot be made or the disk has no room for twice the file."""
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        if shutil.disk_usage(folder.parent).free < 2 * header.path.stat().st_size:
-            logger.info("packed weights are not kept: the disk of %s is almost full", folder.parent)
-            return None
-        made = stack.enter_context(work_folder(folder.name, folder.parent)) / folder.name
-        made.mkdir()
-        return made
-    except OSError as error:
-        logger.info("packed weights are not kept: %s", error)
-        return None
+@functools.cache
+def _code_digest() -> str:
+    """Return a digest of the Python code on which the packed bits depend: names, orders of rows, rounding of other types."""
+    here = Path(__file__).parent
+    files = [here / name for name in ("blocks.py", "packed.py", "types.py")]
+    files += [here.parent / "cpu" / name for name in ("product.py", "rounding.py")]
+    digest = hashlib.sha256(importlib.metadata.version("gguf").encode())
+    for file in files:
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def _most_bytes(header: GgufHeader) -> int:
+    """Return the most bytes that a file's packed weights can have; products of several tensors have fewer."""
+    total = 0
+    for tensor in header.tensors.values():
+        if len(tensor.shape) > 1 and is_quantized(tensor):
+            kind, [*experts, rows, depth] = tensor.kind if tensor.kind in BLOCKS else "Q8_0", tensor.shape
+            part = Part(kind, rows, depth, 0).end
+            total += math.prod(experts) * (part + _ALIGNMENT)
+    return total
+
+
+def _new_folder(folder: Path, size: int, stack: contextlib.ExitStack) -> Path:
+    """Return a folder for new weights. Raises OSError if it cannot be made, or if the disk would be almost full."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    remove_stale(folder.parent)
+    free = shutil.disk_usage(folder.parent).free
+    if free < 2 * size:
+        raise OSError(f"of {free} free bytes {size} would be used")
+    made = stack.enter_context(work_folder(folder.name, folder.parent)) / folder.name
+    made.mkdir(mode=0o700)
+    return made
 
 
 def _kept(folder: Path) -> KeptWeights | None:
@@ -264,7 +264,7 @@ def _kept(folder: Path) -> KeptWeights | None:
         parts = {str(name): [_part(one, size) for one in found] for name, found in index["parts"].items()}
         if (folder / _WEIGHTS).stat().st_size < size:
             raise ValueError(f"{_WEIGHTS} is shorter than {size} bytes")
-        if boot and boot != _boot_id():
+        if boot and boot != _boot_id():  # also where nobody knows
             raise ValueError("the machine was restarted before they had reached the disk")
         kept = KeptWeights(folder, parts)
     except FileNotFoundError:
@@ -298,21 +298,30 @@ def _write_index(folder: Path, boot: str, parts: Mapping[str, Sequence[Part]], s
 
 
 def _boot_id() -> str:
-    """Return a string that differs from one start of the machine to the next."""
+    """Return a string that differs from one start of the machine to the next; "" if there is none."""
     try:
         return _BOOT_ID.read_text(encoding="ascii").strip()
     except OSError:
-        return "unknown"
+        return ""
 
 
 def _settle(folder: Path, parts: Mapping[str, Sequence[Part]], size: int) -> None:
-    """Write the weights to the disk in a thread, then mark them as valid after a restart of the machine."""
+    """Write the weights to the disk in a thread, then mark them as valid after a restart of the machine.
+
+    If they cannot be written, the folder is removed: pages that the system drops would come back as something else.
+    """
 
     def work() -> None:
-        with contextlib.suppress(OSError, ConfigError):  # of a folder that was removed meanwhile
+        try:
             with (folder / _WEIGHTS).open("r+b") as file:
                 os.fsync(file.fileno())
-            _write_index(folder, "", parts, size)
+                if os.path.samestat(os.fstat(file.fileno()), (folder / _WEIGHTS).stat()):
+                    _write_index(folder, "", parts, size)
+        except (FileNotFoundError, PermissionError, ConfigError):  # removed meanwhile, or only to be read
+            pass
+        except OSError as error:
+            logger.info("packed weights are not kept: %s", error)
+            shutil.rmtree(folder, ignore_errors=True)
 
     thread = threading.Thread(target=work, name="foresay-packed-weights", daemon=True)
     _settling.append(thread)

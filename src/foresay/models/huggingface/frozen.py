@@ -115,7 +115,7 @@ class FrozenExperts(nn.Module):
     ) -> torch.Tensor:
         """Return the weighted sum of each token's experts. hidden_states: [N, H]; top_k_index, top_k_weights: [N, k]."""
         out = torch.zeros_like(hidden_states)
-        for i in sorted(set(top_k_index.flatten().tolist())):
+        for i in sorted(set(top_k_index.flatten().tolist()) & set(range(self.num_experts))):  # others are masked
             tokens, places = torch.where(top_k_index == i)
             gate, up = self.gate_up[i](hidden_states[tokens]).chunk(2, -1)
             part = self.down[i](self.act_fn(gate) * up) * top_k_weights[tokens, places, None]

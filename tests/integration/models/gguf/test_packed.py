@@ -259,20 +259,16 @@ def test_the_least_recently_used_are_removed(
 def test_a_disk_that_refuses(
     cache: Path, path: Path, packs: list[str], monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    """It is full at the third part, the folder cannot be made or renamed, or has little room: all is in memory."""
+    """It is full, the folder cannot be made or renamed, or has little room: all is in memory."""
     wanted, count = scores(path), 0
     for folder in folders(cache):
         shutil.rmtree(folder)
-    allocates = os.posix_fallocate
 
     def fails(*args: Any, **kwargs: Any) -> None:
         nonlocal count
         count += 1
-        if call == "posix_fallocate" and count < 3:
-            return allocates(*args)
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(packed, "_MAP_BYTES", 4096)
     if call == "disk_usage":
         monkeypatch.setattr(shutil, call, lambda _: type("Usage", (), {"free": 10_000}))
     else:
@@ -326,3 +322,106 @@ def test_processes_that_load_together(path: Path, tmp_path: Path) -> None:
     texts = {out for out, _ in outputs}
     assert len(texts) == 1 and "[" in next(iter(texts)), outputs
     assert len([one for one in (tmp_path / "cache" / "packed").iterdir() if not one.name.startswith(".")]) == 1
+
+
+def test_a_limit_below_the_weights_writes_nothing(
+    cache: Path, path: Path, packs: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = scores(path)
+    size = (folders(cache)[0] / "weights.bin").stat().st_size
+    shutil.rmtree(cache)
+    monkeypatch.setenv("FORESAY_PACKED_GB", str(0.9 * size / 1e9))
+    packs.clear()
+    assert torch.equal(scores(path), wanted) and len(packs) == PARTS and not cache.exists()
+
+
+def test_a_load_keeps_no_descriptors(cache: Path, path: Path) -> None:
+    """But for the map of the weights: a server needs them for its clients."""
+    count = len(os.listdir("/proc/self/fd"))
+    kept = [load_model(path), load_model(path)]
+    packed.settle()
+    assert len(os.listdir("/proc/self/fd")) <= count + 2 * len(kept)
+
+
+def test_a_file_replaced_while_it_loads_is_not_kept(cache: Path, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The old file's weights must not become the new file's."""
+    fill = blocks._fill
+
+    def replaced(*args: Any) -> None:
+        fill(*args)
+        os.utime(path, ns=(0, 5))
+
+    monkeypatch.setattr(blocks, "_fill", replaced)
+    scores(path)
+    assert folders(cache) == []
+    monkeypatch.setattr(blocks, "_fill", fill)
+    scores(path)
+    assert len(folders(cache)) == 1
+
+
+def test_weights_that_another_process_kept_meanwhile_stay(
+    cache: Path, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill = blocks._fill
+
+    def slower(*args: Any) -> None:
+        monkeypatch.setattr(blocks, "_fill", fill)
+        load_model(path)
+        packed.settle()
+        fill(*args)
+
+    monkeypatch.setattr(blocks, "_fill", slower)
+    kept: list[int] = []
+    rename = Path.rename
+
+    def counted(self: Path, target: Path) -> Path:
+        kept.append(1)
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", counted)
+    scores(path)
+    assert len(folders(cache)) == 1 and len(kept) == 1
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
+def test_weights_that_cannot_be_written_are_not_trusted(
+    cache: Path, path: Path, packs: list[str], monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(packed.os, "fsync", lambda _: (_ for _ in ()).throw(OSError(code, "not written")))
+        scores(path)
+        assert folders(cache) == []
+    packs.clear()
+    scores(path)
+    assert len(packs) == PARTS and len(folders(cache)) == 1
+
+
+def test_a_machine_that_does_not_say_when_it_started(
+    cache: Path, path: Path, packs: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights are trusted once they have reached the disk, and not before."""
+    monkeypatch.setattr(packed, "_BOOT_ID", cache / "none")
+    scores(path)
+    [folder] = folders(cache)
+    packs.clear()
+    scores(path)
+    assert packs == []
+    edited(lambda index: index.update(boot="unknown"))(folder)
+    scores(path)
+    assert len(packs) == PARTS
+
+
+def test_folders_of_killed_loads_are_removed(cache: Path, path: Path) -> None:
+    stale = cache / ".another-file-1234.work"
+    stale.mkdir(parents=True)
+    os.utime(stale, (0, 0))
+    scores(path)
+    assert not stale.exists() and len(folders(cache)) == 1
+
+
+def test_other_code_packs_again(cache: Path, path: Path, packs: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    scores(path)
+    monkeypatch.setattr(packed, "_code_digest", lambda: "another order of rows")
+    packs.clear()
+    scores(path)
+    assert len(packs) == PARTS
