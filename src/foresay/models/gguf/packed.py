@@ -21,6 +21,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
+from time import time
 from typing import Any
 
 import torch
@@ -46,6 +47,8 @@ logger = logging.getLogger("foresay")
 LIMIT = "FORESAY_PACKED_GB"
 """Environment variable: most gigabytes of packed weights that are kept; 0 keeps none."""
 _DEFAULT_LIMIT_GB = 20.0
+_QUIET_S = 20.0
+"""Age of weights from which they are written to the disk: while they were, the rest of a load took twice as long."""
 _ALIGNMENT = 64
 """Multiple of bytes at which weights begin: a line of the processor's cache."""
 _WEIGHTS, _INDEX = "weights.bin", "index.json"
@@ -190,11 +193,14 @@ def _unkept() -> Iterator[None]:
 
 def settle() -> None:
     """Wait until all kept weights have reached the disk, so that they survive a crash of the machine."""
+    _hurry.set()
     while _settling:
         _settling.pop().join()
+    _hurry.clear()
 
 
 _settling: list[threading.Thread] = []
+_hurry = threading.Event()
 
 
 def _root() -> Path:
@@ -313,6 +319,8 @@ def _settle(folder: Path, parts: Mapping[str, Sequence[Part]], size: int) -> Non
 
     def work() -> None:
         try:
+            age = time() - (folder / _WEIGHTS).stat().st_mtime
+            _hurry.wait(_QUIET_S - age)
             with (folder / _WEIGHTS).open("r+b") as file:
                 os.fsync(file.fileno())
                 if os.path.samestat(os.fstat(file.fileno()), (folder / _WEIGHTS).stat()):
