@@ -43,6 +43,7 @@ SOURCES = tuple(
         "inputs.h",
         "integers.h",
         "layer.h",
+        "model.h",
         "multiply.h",
         "numbers.h",
         "pool.h",

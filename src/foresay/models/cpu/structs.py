@@ -50,13 +50,13 @@ class Attention(ctypes.Structure):
 
 
 class Vector(ctypes.Structure):
-    """The struct of the same name in kernels.cpp."""
+    """The struct of the same name in model.h."""
 
     _fields_ = [("values", _POINTER), *_fields(_NUMBER, "size is_bf16 from_one")]
 
 
 class Layer(ctypes.Structure):
-    """The struct of the same name in kernels.cpp."""
+    """The struct of the same name in model.h."""
 
     _fields_ = [
         *_fields(Product, "qkv output gate_up down"),
@@ -68,7 +68,7 @@ class Layer(ctypes.Structure):
 
 
 class Model(ctypes.Structure):
-    """The struct of the same name in kernels.cpp."""
+    """The struct of the same name in model.h."""
 
     _fields_ = [
         *_fields(_NUMBER, "layers hidden inner activation"),
@@ -81,7 +81,7 @@ class Model(ctypes.Structure):
 
 
 class Pass(ctypes.Structure):
-    """The struct of the same name in kernels.cpp."""
+    """The struct of the same name in model.h."""
 
     _fields_ = [
         *_fields(_NUMBER, "tokens columns threads cache_kind turns store_rows store_layers"),

@@ -270,7 +270,7 @@ def _kept(folder: Path) -> KeptWeights | None:
         parts = {str(name): [_part(one, size) for one in found] for name, found in index["parts"].items()}
         if (folder / _WEIGHTS).stat().st_size < size:
             raise ValueError(f"{_WEIGHTS} is shorter than {size} bytes")
-        if boot and boot != _boot_id():  # also where nobody knows
+        if boot and boot != _boot_id():  # also without a boot id
             raise ValueError("the machine was restarted before they had reached the disk")
         kept = KeptWeights(folder, parts)
     except FileNotFoundError:

@@ -1,0 +1,152 @@
+// The structs of a model and of a pass, and the checks of their sizes.
+
+#pragma once
+
+#include "checks.h"
+#include "experts.h"
+
+namespace foresay {
+
+// A norm's weight in the model's own memory.
+struct Vector {
+    const void *values; // null without a norm
+    int64_t size, is_bf16, from_one;
+};
+
+struct Layer {
+    Product qkv, output, gate_up, down;
+    Vector before_attention, after_attention, before_mlp, after_mlp, query_norm, key_norm;
+    Attention attention; // fields that are the same in all passes
+    int64_t turn;        // index of its cosines and sines; -1 for none
+    const Experts *experts; // instead of gate_up and down; null for none
+};
+
+// Weights of a layer's norms as float32 factors.
+struct Norms {
+    const float *before_attention, *after_attention, *before_mlp, *after_mlp, *query_norm, *key_norm;
+    std::vector<float> room;
+
+    void read_from(const Layer &layer) {
+        const Vector *const kept[] = {&layer.before_attention, &layer.after_attention, &layer.before_mlp, &layer.after_mlp,
+                                      &layer.query_norm, &layer.key_norm};
+        const float **const found[] = {&before_attention, &after_attention, &before_mlp, &after_mlp, &query_norm, &key_norm};
+        int64_t size = 0, at = 0;
+        for (const Vector *one : kept) size += one->size;
+        room.resize(size);
+        for (int i = 0; i < 6; i++) {
+            *found[i] = kept[i]->values == nullptr ? nullptr : widened(*kept[i], room.data() + at);
+            at += kept[i]->size;
+        }
+    }
+
+    static const float *widened(const Vector &kept, float *out) {
+        for (int64_t i = 0; i < kept.size; i++) {
+            float value = kept.is_bf16 ? read(static_cast<const bf16 *>(kept.values)[i]) : static_cast<const float *>(kept.values)[i];
+            out[i] = kept.from_one ? 1.0f + value : value;
+        }
+        return out;
+    }
+};
+
+struct Model {
+    int64_t layers, hidden, inner, activation;
+    float eps, residual_scale;
+    Vector last_norm;
+    const Layer *layer;
+    Vector beside[2]; // norms of the two vectors that the first layer reads; null if it reads x normalized
+    int64_t from_beside; // nonzero if x starts as the second of these vectors, normalized
+};
+
+struct Pass {
+    int64_t tokens, columns, threads, cache_kind, turns, store_rows, store_layers; // cache_kind: see CacheKind
+    const int64_t *rows, *slots, *starts, *positions;
+    const uint8_t *ancestors;
+    const float *const *cosines; // for each turn, [N, rotated]
+    const float *const *sines;
+    const int64_t *rotated;
+    void *const *blocks; // for each row of the cache; see Attention
+    const int64_t *capacities;
+    float *x;             // [N, H], overwritten
+    float *normed;        // [N, H]
+    float *const *states; // hidden states before each layer, [N, H]; null if not requested
+    const float *read;    // [N, 2 H] input of the first layer before its norms; null for x normalized
+};
+
+enum CacheKind { FLOAT32_CACHE = 0, BFLOAT16_CACHE = 1, INT8_CACHE = 2 };
+
+inline void check_cache(int64_t kind) { require(kind >= FLOAT32_CACHE && kind <= INT8_CACHE, "cache", kind, "in [0, 2]"); }
+
+inline Attention at_layer(const Layer &layer, const Norms &norms, const Pass &pass, int64_t index) {
+    Attention a = layer.attention;
+    a.query_norm = norms.query_norm, a.key_norm = norms.key_norm;
+    a.tokens = pass.tokens, a.columns = pass.columns;
+    a.rows = pass.rows, a.slots = pass.slots, a.starts = pass.starts, a.positions = pass.positions, a.ancestors = pass.ancestors;
+    a.layer = index, a.store_rows = pass.store_rows, a.blocks = pass.blocks, a.capacities = pass.capacities;
+    if (layer.turn >= 0) {
+        a.cosines = pass.cosines[layer.turn], a.sines = pass.sines[layer.turn], a.rotated = pass.rotated[layer.turn];
+    }
+    return a;
+}
+
+// Checks of a model and a pass; see checks.h.
+inline void check_norm(const char *name, const Vector &v, int64_t width) {
+    require(v.size == (v.values == nullptr ? 0 : width), name, v.size, "the size of the normalized vector");
+}
+
+inline void check(const Layer &layer, int64_t hidden, int64_t inner, int64_t read) {
+    const Attention &a = layer.attention;
+    check_heads(a);
+    int64_t q = a.queries * a.dim, k = a.keys * a.dim;
+    check_shape("qkv", layer.qkv, q + 2 * k, read);
+    check_shape("output", layer.output, hidden, q);
+    if (layer.experts == nullptr) {
+        check_shape("gate_up", layer.gate_up, 2 * inner, hidden);
+        check_shape("down", layer.down, hidden, inner);
+    } else {
+        check(*layer.experts, hidden);
+    }
+    for (const Vector *one : {&layer.before_attention, &layer.after_attention, &layer.before_mlp, &layer.after_mlp}) {
+        check_norm("norm", *one, hidden);
+    }
+    check_norm("query_norm", layer.query_norm, a.wide ? q : a.dim);
+    check_norm("key_norm", layer.key_norm, a.wide ? k : a.dim);
+}
+
+inline void check(const Model &model) {
+    require(model.layers > 0 && model.layers <= MOST_LAYERS, "layers", model.layers, "in [1, 2^16]");
+    check_width("hidden", model.hidden);
+    check_width("inner", model.inner);
+    require(model.activation >= SILU && model.activation <= GELU, "activation", model.activation, "in [0, 2]");
+    check_pointer("last_norm", model.last_norm.values);
+    check_norm("last_norm", model.last_norm, model.hidden);
+    bool two = model.beside[0].values != nullptr;
+    for (const Vector &one : model.beside) {
+        check_norm("beside", one, model.hidden);
+        require((one.values != nullptr) == two, "beside", one.size, "given for both vectors or for neither");
+    }
+    for (int64_t i = 0; i < model.layers; i++) {
+        check(model.layer[i], model.hidden, model.inner, i == 0 && two ? 2 * model.hidden : model.hidden);
+        const Attention &a = model.layer[i].attention, &first = model.layer[0].attention;
+        require(a.keys == first.keys && a.dim == first.dim, "keys", a.keys, "the same in all layers, as dim");
+    }
+}
+
+inline void check(const Model &model, const Pass &pass) {
+    check_threads(pass.threads);
+    check_cache(pass.cache_kind);
+    require((pass.read != nullptr) == (model.beside[0].values != nullptr), "read", pass.read != nullptr, "given if and only if its norms are");
+    require(pass.turns >= 0 && pass.turns <= MOST_LAYERS, "turns", pass.turns, "in [0, 2^16]");
+    check_pointer("x", pass.x);
+    check_pointer("normed", pass.normed);
+    const Norms none{};
+    for (int64_t i = 0; i < model.layers; i++) {
+        int64_t turn = model.layer[i].turn;
+        require(turn >= -1 && turn < pass.turns, "turn", turn, "in [-1, turns)");
+        Attention a = at_layer(model.layer[i], none, pass, i);
+        check_heads(a);
+        check_store(a, pass.store_layers);
+        if (i == 0) check_tokens(a);
+    }
+}
+
+} // namespace foresay
