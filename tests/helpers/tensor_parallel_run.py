@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import foresay
 
 PROMPTS = ["the number 7", "hello hello hello", "a b c a b c a", "some words, and some more words"]
@@ -66,6 +68,7 @@ def main() -> None:
         return
     found = written(target, draft, tp_plan="auto") | {"unseeded": unseeded(target, tp_plan="auto")}
     (Path(out) / f"{rank}.json").write_text(json.dumps(found))
+    torch.distributed.destroy_process_group()  # else its threads may abort a process that exits
 
 
 if __name__ == "__main__":

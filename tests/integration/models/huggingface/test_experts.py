@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from foresay.decoding.protocols import ModelInput
 from foresay.models.cpu import structs
@@ -81,6 +83,38 @@ def test_experts_are_rounded_as_all_weights_are(family: str, bits: int) -> None:
             for first, end in ((0, 7), (7, 8), (8, 30)):
                 part = model.forward(ModelInput(ids[row : row + 1, first:end], [end - first]), alone).scores()
                 assert torch.equal(part[0], whole[row, first:end])
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "olmoe": {"num_experts": 4},
+    "qwen2_moe": {"num_experts": 4, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24},
+    "glm4_moe": {"n_routed_experts": 4, "moe_intermediate_size": 24, "first_k_dense_replace": 0, "head_dim": 8},
+    "granitemoe": {"num_local_experts": 4},
+    "phimoe": {"num_local_experts": 4},
+    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24},
+    "minimax": {"num_local_experts": 4},
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_families_that_are_not_fused_compute_the_same_with_frozen_experts(kind: str) -> None:
+    """Their experts have the common layout, so the rounding of weights applies to them as well."""
+    sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "eos_token_id": 0}
+    config = CONFIG_MAPPING[kind](**sizes, **{"num_experts_per_tok": 2, "pad_token_id": 0, **OTHERS[kind]})
+
+    def made() -> Any:
+        model = AutoModelForCausalLM.from_config(config).float().eval()
+        generator = torch.Generator().manual_seed(0)
+        for weight in model.parameters():
+            weight.data = 0.2 * torch.randn(weight.shape, generator=generator)
+        return model
+
+    model, other = made(), made()
+    freeze_linears(model)
+    assert any(isinstance(part, FrozenExperts) for part in model.modules())
+    ids = tokens(2, 30)
+    torch.testing.assert_close(model(ids).logits, other(ids).logits, atol=1e-4, rtol=1e-4)
 
 
 def test_many_tokens_are_routed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -206,9 +206,12 @@ def test_where_profiles_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_key_and_value_bytes() -> None:
     grouped = SimpleNamespace(num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, hidden_size=32)
-    assert kv_bytes(grouped, 4) == 2 * 3 * 2 * 8 * 4
-    assert kv_bytes(SimpleNamespace(**vars(grouped) | {"num_key_value_heads": None}), 2) == 2 * 3 * 4 * 8 * 2
-    assert kv_bytes(SimpleNamespace(**vars(grouped), head_dim=16), 2) == 2 * 3 * 2 * 16 * 2
+    assert kv_bytes(grouped, torch.float32) == 2 * 3 * 2 * 8 * 4
+    assert (
+        kv_bytes(SimpleNamespace(**vars(grouped) | {"num_key_value_heads": None}), torch.bfloat16) == 2 * 3 * 4 * 8 * 2
+    )
+    assert kv_bytes(SimpleNamespace(**vars(grouped), head_dim=16), torch.float16) == 2 * 3 * 2 * 16 * 2
+    assert kv_bytes(grouped, torch.int8) == 2 * 3 * 2 * (8 + 4), "with a scale"
 
 
 # -- what to expect ------------------------------------------------------------------------------------------------------

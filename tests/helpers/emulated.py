@@ -1,6 +1,6 @@
 """A pytest plugin: the compiled kernels of another kind of processor, in an emulator that pages this process's memory.
 
-FORESAY_EMULATED names an instruction set of levels.py for "aarch64". See driver.cpp.
+FORESAY_EMULATED names an instruction set of levels.py for "aarch64". See emulated_driver.cpp.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Processor:
         folder = Path(tempfile.mkdtemp(prefix="foresay-emulated-"))
         arguments = levels._LEVELS["aarch64"][level][0].split()
         flags = [flag for flag in build._FLAGS if flag not in ("-shared", "-fPIC")]
-        driver = Path(__file__).with_name("driver.cpp")
+        driver = Path(__file__).with_name("emulated_driver.cpp")
         output = ["-static", "-o", str(folder / "driver")]
         subprocess.run(
             [COMPILER, *flags, *arguments, *build._GCC_FLAGS, *output, f"-I{build.SOURCES[0].parent}", str(driver)],
