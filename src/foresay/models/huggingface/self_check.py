@@ -19,6 +19,7 @@ from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.config_sizes import check_sizes
 from foresay.models.huggingface.experts import is_experts
 from foresay.models.huggingface.fused import NotFusedError
+from foresay.models.huggingface.linears import activations_of
 from foresay.models.huggingface.seq2seq import Seq2SeqModel
 
 VERIFIED = frozenset(
@@ -122,7 +123,7 @@ def fused_difference(model: CausalModel) -> float:
             scores.append(model.forward(ModelInput(fed, (_DRAFT,) * 2), cache).scores().float())
     finally:
         model.fused = fused
-    if model.model.dtype == torch.float32 or not any(map(is_experts, model.model.modules())):
+    if _is_precise(model) or not any(map(is_experts, model.model.modules())):
         return _difference(scores[0], scores[1])
     # rounded otherwise, a near tie between experts may be decided otherwise, which shows in single tokens
     spread = float(scores[0].max() - scores[0].min())
@@ -165,7 +166,12 @@ def use_fused_layers(model: CausalModel, *, compiled: bool = False) -> UnfusedRe
 
 
 def _allowed(model: CausalModel | Seq2SeqModel) -> float:
-    return 1e-3 if model.model.dtype == torch.float32 else 5e-2
+    return 1e-3 if _is_precise(model) else 5e-2
+
+
+def _is_precise(model: CausalModel | Seq2SeqModel) -> bool:
+    """True if numbers are float32 throughout; rounded to 8 bits, the last digits of inputs decide between two levels."""
+    return model.model.dtype == torch.float32 and "int8" not in activations_of(model.model)
 
 
 def _row(index: int, source: torch.Tensor | None) -> Row:
