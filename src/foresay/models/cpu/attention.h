@@ -51,14 +51,10 @@ template <class T> inline void write_head(T *out, const float *x, int64_t dim) {
     for (int64_t d = 0; d < dim; d++) write(out[d], x[d]);
 }
 
-// Rounds to levels in [-127, 127]. A number that is not finite makes the scale NaN, and so the head.
 inline void write_head(int8_t *out, const float *x, int64_t dim) {
-    float top = 0.0f, finite = 0.0f;
-    for (int64_t d = 0; d < dim; d++) top = std::fabs(x[d]) > top ? std::fabs(x[d]) : top, finite += x[d] * 0.0f;
-    float scale = top / 127.0f + finite, inverse = 127.0f / top;
-    bool rounds = scale - scale == 0.0f && inverse - inverse == 0.0f; // finite, and not too small to divide by
-    for (int64_t d = 0; d < dim; d++) out[d] = rounds ? static_cast<int8_t>(std::nearbyintf(x[d] * inverse)) : int8_t{0};
-    std::memcpy(out + dim, &scale, sizeof scale);
+    Rounding by = rounding_of(x, dim);
+    for (int64_t d = 0; d < dim; d++) out[d] = static_cast<int8_t>(by.level(x[d]));
+    std::memcpy(out + dim, &by.scale, sizeof by.scale);
 }
 
 inline void norm_in_place(float *x, const float *weight, int64_t width, float eps) {

@@ -28,29 +28,40 @@ struct RoundedRow {
     float *scales, *sums, *half_sums;
 };
 
-// Rounds 32 numbers. A NaN or an infinite number makes the scale NaN, and so every product.
-inline void round_group(const float *x, int64_t group, const RoundedRow &out) {
+// Levels of numbers in 8 bits, in [-127, 127], times a scale. A NaN or an infinite number makes the scale NaN, and so every product.
+struct Rounding {
+    float scale, inverse;
+    bool rounds; // false if the numbers are not finite, or too small to divide by
+
+    int32_t level(float x) const { return rounds ? static_cast<int32_t>(std::nearbyintf(x * inverse)) : 0; }
+};
+
+inline Rounding rounding_of(const float *x, int64_t count) {
     float top = 0.0f, finite = 0.0f;
 #pragma omp simd reduction(max : top) reduction(+ : finite)
-    for (int i = 0; i < GROUP; i++) top = std::fabs(x[i]) > top ? std::fabs(x[i]) : top, finite += x[i] * 0.0f;
+    for (int64_t i = 0; i < count; i++) top = std::fabs(x[i]) > top ? std::fabs(x[i]) : top, finite += x[i] * 0.0f;
     float scale = top / 127.0f + finite, inverse = 127.0f / top;
-    bool rounds = scale - scale == 0.0f && inverse - inverse == 0.0f; // finite, and not too small to divide by
+    return {scale, inverse, scale - scale == 0.0f && inverse - inverse == 0.0f};
+}
+
+// Rounds 32 numbers.
+inline void round_group(const float *x, int64_t group, const RoundedRow &out) {
+    Rounding by = rounding_of(x, GROUP);
     int8_t *levels = out.levels + group * GROUP;
     int32_t sums[2] = {0, 0};
     for (int half = 0; half < 2; half++) {
         int32_t sum = 0;
 #pragma omp simd reduction(+ : sum)
         for (int i = 0; i < GROUP / 2; i++) {
-            float value = std::nearbyintf(x[half * 16 + i] * inverse);
-            int32_t level = rounds ? static_cast<int32_t>(value) : 0;
+            int32_t level = by.level(x[half * 16 + i]);
             levels[half * 16 + i] = static_cast<int8_t>(level);
             sum += level;
         }
         sums[half] = sum;
-        out.half_sums[2 * group + half] = scale * static_cast<float>(sum);
+        out.half_sums[2 * group + half] = by.scale * static_cast<float>(sum);
     }
-    out.scales[group] = scale;
-    out.sums[group] = scale * static_cast<float>(sums[0] + sums[1]);
+    out.scales[group] = by.scale;
+    out.sums[group] = by.scale * static_cast<float>(sums[0] + sums[1]);
 }
 
 inline void round_row(const float *x, int64_t depth, const RoundedRow &out) {
