@@ -42,17 +42,17 @@ void attend(const Attention &a, const float *joint, float *queries, float *out, 
 }
 
 // Input of the first layer instead of x normalized, [N, 2 H]: two vectors, each normalized by its own weights.
-const float *beside(const Model &model, const Pass &pass, std::vector<float> &room) {
+const float *normed_inputs(const Model &model, const Pass &pass, std::vector<float> &room) {
     int64_t hidden = model.hidden;
     room.resize((pass.tokens * 2 + 2) * hidden);
     float *out = room.data(), *weights[2] = {out + pass.tokens * 2 * hidden, out + (pass.tokens * 2 + 1) * hidden};
-    for (int part = 0; part < 2; part++) Norms::widened(model.beside[part], weights[part]);
+    for (int part = 0; part < 2; part++) Norms::widened(model.input_norms[part], weights[part]);
     each_token(pass.tokens, static_cast<int>(pass.threads), [&](int64_t n) {
         for (int64_t part = 0; part < 2; part++) {
             float *read = const_cast<float *>(pass.read) + (2 * n + part) * hidden; // read only: nothing is added to it
             add_norm(read, nullptr, nullptr, 1.0f, weights[part], out + (2 * n + part) * hidden, hidden, model.eps);
         }
-        if (model.from_beside) std::memcpy(pass.x + n * hidden, out + (2 * n + 1) * hidden, hidden * sizeof(float));
+        if (model.second_is_residual) std::memcpy(pass.x + n * hidden, out + (2 * n + 1) * hidden, hidden * sizeof(float));
     });
     return out;
 }
@@ -78,7 +78,7 @@ void run(const Model &model, const Pass &pass) {
     static thread_local std::vector<float> last;
     last.resize(hidden);
     static thread_local std::vector<float> apart;
-    const float *first = pass.read == nullptr ? normed : beside(model, pass, apart);
+    const float *first = pass.read == nullptr ? normed : normed_inputs(model, pass, apart);
     of_layers[0].read_from(model.layer[0]);
     norm(nullptr, nullptr, of_layers[0].before_attention);
     for (int64_t i = 0; i < model.layers; i++) {

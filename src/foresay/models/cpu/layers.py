@@ -149,10 +149,10 @@ class NativeLayers:
             residual_scale=residual_scale,
             last_norm=self._vector(last_norm, self._hidden),
             layer=(structs.Layer * len(layers))(*structs_),
-            beside=(structs.Vector * 2)(
+            input_norms=(structs.Vector * 2)(
                 *(self._vector(one, self._hidden) for one in (first_norms.norms if first_norms else (None, None)))
             ),
-            from_beside=int(first_norms is not None and first_norms.is_input),
+            second_is_residual=int(first_norms is not None and first_norms.is_input),
         )
         try:
             found.foresay_check(ctypes.byref(self._model))

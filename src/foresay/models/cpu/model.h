@@ -53,8 +53,8 @@ struct Model {
     float eps, residual_scale;
     Vector last_norm;
     const Layer *layer;
-    Vector beside[2]; // norms of the two vectors that the first layer reads; null if it reads x normalized
-    int64_t from_beside; // nonzero if x starts as the second of these vectors, normalized
+    Vector input_norms[2]; // of the two vectors that the first layer reads; null if it reads x normalized
+    int64_t second_is_residual; // nonzero if x starts as the second of these vectors, normalized
 };
 
 struct Pass {
@@ -119,13 +119,13 @@ inline void check(const Model &model) {
     require(model.activation >= SILU && model.activation <= GELU, "activation", model.activation, "in [0, 2]");
     check_pointer("last_norm", model.last_norm.values);
     check_norm("last_norm", model.last_norm, model.hidden);
-    bool two = model.beside[0].values != nullptr;
-    for (const Vector &one : model.beside) {
-        check_norm("beside", one, model.hidden);
-        require((one.values != nullptr) == two, "beside", one.size, "given for both vectors or for neither");
+    bool given = model.input_norms[0].values != nullptr;
+    for (const Vector &one : model.input_norms) {
+        check_norm("input_norms", one, model.hidden);
+        require((one.values != nullptr) == given, "input_norms", one.size, "given for both vectors or for neither");
     }
     for (int64_t i = 0; i < model.layers; i++) {
-        check(model.layer[i], model.hidden, model.inner, i == 0 && two ? 2 * model.hidden : model.hidden);
+        check(model.layer[i], model.hidden, model.inner, i == 0 && given ? 2 * model.hidden : model.hidden);
         const Attention &a = model.layer[i].attention, &first = model.layer[0].attention;
         require(a.keys == first.keys && a.dim == first.dim, "keys", a.keys, "the same in all layers, as dim");
     }
@@ -134,7 +134,7 @@ inline void check(const Model &model) {
 inline void check(const Model &model, const Pass &pass) {
     check_threads(pass.threads);
     check_cache(pass.cache_kind);
-    require((pass.read != nullptr) == (model.beside[0].values != nullptr), "read", pass.read != nullptr, "given if and only if its norms are");
+    require((pass.read != nullptr) == (model.input_norms[0].values != nullptr), "read", pass.read != nullptr, "given if and only if its norms are");
     require(pass.turns >= 0 && pass.turns <= MOST_LAYERS, "turns", pass.turns, "in [0, 2^16]");
     check_pointer("x", pass.x);
     check_pointer("normed", pass.normed);

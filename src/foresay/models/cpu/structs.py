@@ -75,8 +75,8 @@ class Model(ctypes.Structure):
         *_fields(_REAL, "eps residual_scale"),
         ("last_norm", Vector),
         ("layer", ctypes.POINTER(Layer)),
-        ("beside", Vector * 2),
-        ("from_beside", _NUMBER),
+        ("input_norms", Vector * 2),
+        ("second_is_residual", _NUMBER),
     ]
 
 

@@ -398,7 +398,7 @@ def test_a_chosen_folder_comes_before_the_package(
 
 
 def test_kernels_in_the_package_may_have_any_mode(packaged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As an installation under the mask 002 leaves them; whoever can write them can write the package."""
+    """An installation with umask 002 makes them writable for the group, like the Python files of the package."""
     monkeypatch.setenv("CXX", "no-such-compiler")
     for path in (packaged, packaged.with_suffix(".sha256"), packaged.parent):
         path.chmod(path.stat().st_mode | 0o020)

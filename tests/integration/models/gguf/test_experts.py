@@ -51,7 +51,7 @@ def scores(model: Any) -> torch.Tensor:
     "kinds", [("Q4_0", "Q4_0", "Q8_0"), ("Q5_1", "Q8_0", "Q4_1"), ("F16", "F16", "F16"), ("Q8_0", "F16", "Q8_0")]
 )
 def test_experts_are_those_of_the_file(tmp_path: Path, kinds: tuple[str, str, str]) -> None:
-    """Of one type, of two in one product, unquantized, and of a quantized and an unquantized part."""
+    """Gate and up projections of the same type, of two types, unquantized, and mixed."""
     path = write_gguf(
         tmp_path / "tiny.gguf", qwen3_moe(), {**dict.fromkeys(LAYERS, "Q8_0"), **dict(zip(EXPERTS, kinds, strict=True))}
     )

@@ -210,7 +210,7 @@ def test_weights_that_reached_the_disk_survive_a_restart(
 
 
 def test_another_file_in_the_same_place_is_packed(cache: Path, path: Path, packs: list[str]) -> None:
-    """Of the same size and time of modification, but with other weights; and with another time alone."""
+    """The second file has other weights but the same size and modification time; the third only another modification time."""
     first, state = scores(path), path.stat()
     write(path, 1.25)
     assert path.stat().st_size == state.st_size
@@ -224,9 +224,12 @@ def test_another_file_in_the_same_place_is_packed(cache: Path, path: Path, packs
     assert len(folders(cache)) == 3
 
 
-def test_other_kernels_pack_again(cache: Path, path: Path, packs: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["source_digest", "_code_digest"])
+def test_other_kernels_or_code_pack_again(
+    cache: Path, path: Path, packs: list[str], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     scores(path)
-    monkeypatch.setattr(packed, "source_digest", lambda: "another layout")
+    monkeypatch.setattr(packed, name, lambda: "another layout or order of rows")
     packs.clear()
     scores(path)
     assert len(packs) == PARTS
@@ -417,11 +420,3 @@ def test_folders_of_killed_loads_are_removed(cache: Path, path: Path) -> None:
     os.utime(stale, (0, 0))
     scores(path)
     assert not stale.exists() and len(folders(cache)) == 1
-
-
-def test_other_code_packs_again(cache: Path, path: Path, packs: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    scores(path)
-    monkeypatch.setattr(packed, "_code_digest", lambda: "another order of rows")
-    packs.clear()
-    scores(path)
-    assert len(packs) == PARTS
