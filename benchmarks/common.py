@@ -14,7 +14,7 @@ import os
 import statistics
 import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -58,6 +58,29 @@ Figures = dict[str, Any]
 Part = Callable[[], Figures]
 Legend = Mapping[str, tuple[str, str]]
 """Key of a figure -> (description, wanted value such as ">= 1.2" or "")."""
+
+
+class Peer:
+    """Another engine in a process of its own."""
+
+    def __init__(self, stack: ExitStack, python: str, code: str, *given: str) -> None:
+        command = [python, "-c", code, given[0], str(torch.get_num_threads()), *given[1:]]
+        pipe = subprocess.PIPE
+        self._process = stack.enter_context(
+            subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True)
+        )
+        stack.callback(self._process.stdin.close)  # type: ignore[union-attr]
+
+    def line(self) -> str:
+        """Return the next line that it prints."""
+        assert self._process.stdout is not None
+        return self._process.stdout.readline()
+
+    def seconds(self, *request: Any) -> float:
+        """Send a request and return the seconds that it took."""
+        assert self._process.stdin is not None
+        print(json.dumps(request), file=self._process.stdin, flush=True)
+        return float(self.line())
 
 
 def log(text: str) -> None:

@@ -10,7 +10,6 @@ the memory bandwidth measured here. `FORESAY_ISA=avx2` measures the kernels for 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import statistics
@@ -27,6 +26,7 @@ import torch
 from common import (
     CONTEXT,
     Figures,
+    Peer,
     arguments,
     environment,
     filled,
@@ -93,22 +93,6 @@ print(seconds, int(sizes["VmHWM:"]) * 1024, int(sizes["RssAnon:"]) * 1024)
 from foresay.models.gguf.packed import settle
 settle()
 """
-
-
-class Peer:
-    """llama.cpp in a process of its own, which times one evaluation at a time."""
-
-    def __init__(self, python: str, path: str, stack: ExitStack) -> None:
-        command = [python, "-c", _PEER, path, str(torch.get_num_threads())]
-        pipe = subprocess.PIPE
-        self._process = stack.enter_context(subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True))
-        stack.callback(self._process.stdin.close)  # type: ignore[union-attr]
-
-    def seconds(self, before: int, count: int) -> float:
-        """Seconds of evaluating `count` tokens after `before` others."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        print(json.dumps([before, count]), file=self._process.stdin, flush=True)
-        return float(self._process.stdout.readline())
 
 
 def passes(model: Any, peer: Peer | None, args: argparse.Namespace, rows: list[list[str]]) -> Figures:
@@ -217,7 +201,7 @@ def main() -> int:
     model: Any = foresay.load(args.file, drafter="none").target.model
     rows: list[list[str]] = []
     with ExitStack() as stack:
-        peer = Peer(args.llamacpp, args.file, stack) if args.llamacpp else None
+        peer = Peer(stack, args.llamacpp, _PEER, args.file) if args.llamacpp else None
         parts = {
             "passes": partial(passes, model, peer, args, rows),
             "prompts": partial(prompts, model, peer, args, rows),

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -21,8 +20,19 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-import torch
-from common import Figures, arguments, environment, filled, log, parsed, pass_seconds, publish, random_prompt, table
+from common import (
+    Figures,
+    Peer,
+    arguments,
+    environment,
+    filled,
+    log,
+    parsed,
+    pass_seconds,
+    publish,
+    random_prompt,
+    table,
+)
 
 import foresay
 from foresay.decoding.protocols import ModelInput
@@ -127,29 +137,6 @@ for line in sys.stdin:
     for s in range(sequences):
         c.llama_memory_seq_rm(c.llama_get_memory(context), s, before, -1)
 """
-
-
-class Peer:
-    """Another engine in a process of its own."""
-
-    def __init__(self, stack: ExitStack, python: str, code: str, *given: str) -> None:
-        command = [python, "-c", code, given[0], str(torch.get_num_threads()), *given[1:]]
-        pipe = subprocess.PIPE
-        self._process = stack.enter_context(
-            subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True)
-        )
-        stack.callback(self._process.stdin.close)  # type: ignore[union-attr]
-
-    def line(self) -> str:
-        """Return the next line that it prints."""
-        assert self._process.stdout is not None
-        return self._process.stdout.readline()
-
-    def seconds(self, *request: Any) -> float:
-        """Send a request and return the seconds that it took."""
-        assert self._process.stdin is not None
-        print(json.dumps(request), file=self._process.stdin, flush=True)
-        return float(self.line())
 
 
 def of_peer(name: str, peer: Peer) -> dict[str, Callable[[list[int]], float]]:
