@@ -103,7 +103,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("olmo2", _base()),
     "granite": ("granite", _base(logits_scaling=2.0, residual_multiplier=0.8, attention_multiplier=0.3)),
     "starcoder2": ("starcoder2", _base(sliding_window=8)),
-    "gpt_oss": ("gpt_oss", _base(head_dim=8, sliding_window=8, num_local_experts=4, num_experts_per_tok=2)),
+    "gpt_oss": (
+        "gpt_oss",
+        _base(head_dim=8, sliding_window=8, num_local_experts=4, num_experts_per_tok=2, swiglu_limit=0.05),
+    ),
     "deepseek_v3": (
         "deepseek_v3",
         _base(

@@ -18,7 +18,7 @@ import torch
 
 from foresay.models.cache.slot_cache import Placement
 from foresay.models.cpu import build, structs
-from foresay.models.cpu.gated_layer import Experts, GatedLayer, Norm
+from foresay.models.cpu.gated_layer import ClampedGate, Experts, GatedLayer, Norm
 from foresay.models.cpu.layers import FlatTokens, NativeLayers
 from foresay.models.cpu.product import NativeProduct
 
@@ -131,7 +131,8 @@ def gate(sizes: Sizes, library: Any) -> None:
     joint, out = sizes.floats(2, max(tokens, 1), width), sizes.floats(max(tokens, 1), width)
     if joint is None or out is None:
         width = -1
-    library.foresay_gate(joint, out, tokens, width, sizes.one(0, 1, 2))
+    kind = structs.Gate(sizes.one(0, 1, 2, 3), 1.7, sizes.one(7, 0, odd=0.05))
+    library.foresay_gate(ctypes.byref(kind), joint, out, tokens, width)
 
 
 def attend(sizes: Sizes, library: Any) -> None:
@@ -181,7 +182,7 @@ def whole(sizes: Sizes, library: Any) -> None:
 
     def weights(outputs: int, depth: int) -> NativeProduct:
         extra = [sizes.one(-1, 1, 4, odd=0) if sizes.often(0.04) else 0 for _ in range(2)]
-        return NativeProduct.of_numbers(torch.randn(outputs + extra[0], depth + extra[1]), None)
+        return NativeProduct.of_numbers(torch.randn(max(1, outputs + extra[0]), depth + extra[1]), None)
 
     def norm(width: int) -> Norm:
         return Norm(torch.ones(width + (1 if sizes.often(0.02) else 0)), 1e-5)
@@ -194,6 +195,7 @@ def whole(sizes: Sizes, library: Any) -> None:
         return Experts(
             weights(count, hidden), [weights(2 * wide, hidden) for _ in range(count)],
             [weights(hidden, wide) for _ in range(count_of_down)], sizes.one(1, count, odd=0.05), sizes.often(0.5),
+            ClampedGate(1.7, sizes.one(7, 1, odd=0.05)) if sizes.often(0.3) else None,
         )  # fmt: skip
 
     layers = [
@@ -203,6 +205,7 @@ def whole(sizes: Sizes, library: Any) -> None:
             window=None, scaling=0.3, softcap=None, output=weights(hidden, queries * dim), after_attention=None,
             before_mlp=norm(hidden), gate_up=weights(2 * inner, hidden), activation=torch.nn.functional.silu,
             down=weights(hidden, inner), after_mlp=None, experts=experts(),
+            sinks=torch.rand(queries + (1 if sizes.often(0.05) else 0)) if sizes.often(0.3) else None,
         )
         for _ in range(2)
     ]  # fmt: skip

@@ -34,6 +34,7 @@ struct Attention {
     const float *sines;       // [N, rotated]
     const float *query_norm;  // [D], or [Q * D] if all heads are one vector (wide); null for none
     const float *key_norm;
+    const float *sinks; // [Q] a further score of each head, which takes weight and has no value; null for none
     float eps, scaling, softcap; // softcap 0 for none
 };
 
@@ -245,8 +246,8 @@ template <int R, class W> inline void add_all_values(const float *const *weights
     }
 }
 
-// Replaces the scores of positions [first, last] by their softmax; all others in [0, width) get weight zero.
-inline void weights_of(float *scores, int64_t first, int64_t last, int64_t width, float scaling, float softcap) {
+// Replaces the scores of positions [first, last] by their softmax; all others in [0, width) get weight zero. sink: see Attention.
+inline void weights_of(float *scores, int64_t first, int64_t last, int64_t width, float scaling, float softcap, const float *sink) {
     for (int64_t p = first; p <= last; p++) scores[p] *= scaling;
     if (softcap > 0.0f) {
         for (int64_t p = first; p <= last; p++) scores[p] = softcap * std::tanh(scores[p] / softcap);
@@ -263,13 +264,14 @@ inline void weights_of(float *scores, int64_t first, int64_t last, int64_t width
     }
     float top = tops[0];
     for (int i = 1; i < LANES; i++) top = tops[i] > top ? tops[i] : top;
+    if (sink != nullptr && *sink > top) top = *sink;
 #pragma omp simd
     for (int64_t p = from; p < to; p++) scores[p] = exponential(scores[p] - top);
     for (int64_t p = from; p < first; p++) scores[p] = 0.0f;
     for (int64_t p = last + 1; p < to; p++) scores[p] = 0.0f;
     Floats sums[LANES] = {};
     for (int64_t p = from; p < to; p += LANES) sums[0] += load<Floats>(scores + p);
-    float inverse = 1.0f / together(sums)[0];
+    float inverse = 1.0f / (together(sums)[0] + (sink == nullptr ? 0.0f : exponential(*sink - top)));
 #pragma omp simd
     for (int64_t p = from; p < to; p++) scores[p] *= inverse;
 }
@@ -318,7 +320,8 @@ void gather(const Attention &a, const float *queries, float *out, Span span, int
     }
     for (int64_t r = 0; r < count; r++) {
         int64_t token = n + r / group;
-        weights_of(scores[r], first_in_sight(a, token) - from, a.positions[token] - from, width, a.scaling, a.softcap);
+        const float *sink = a.sinks == nullptr ? nullptr : a.sinks + head * group + r % group;
+        weights_of(scores[r], first_in_sight(a, token) - from, a.positions[token] - from, width, a.scaling, a.softcap, sink);
     }
     source.first += to_values<T>(a, a.rows[n]);
     for (int64_t p = from; p <= last; p += POSITIONS) {

@@ -13,6 +13,7 @@ namespace foresay {
 
 struct Experts {
     int64_t count, active, inner, renormalized; // renormalized: nonzero if the weights of a token's experts add up to 1
+    Gate gate;
     Product router;                             // [count, hidden]
     const Product *gate_up, *down;              // [count] each, [2 * inner, hidden] and [hidden, inner]
 };
@@ -25,7 +26,13 @@ inline void check_shape(const char *name, const Product &p, int64_t outputs, int
     require(p.depth == depth, name, p.depth, "the width of its input");
 }
 
+inline void check(const Gate &gate) {
+    require(gate.kind >= SILU && gate.kind <= CLAMPED, "gate", gate.kind, "in [0, 3]");
+    require(gate.kind != CLAMPED || gate.limit >= 0.0f, "limit", static_cast<int64_t>(gate.limit), "at least 0");
+}
+
 inline void check(const Experts &e, int64_t hidden) {
+    check(e.gate);
     require(e.count > 0 && e.count <= MOST_EXPERTS, "experts", e.count, "in [1, 2^16]");
     require(e.active > 0 && e.active <= e.count, "active", e.active, "at most the number of experts");
     check_width("inner", e.inner);
@@ -93,7 +100,7 @@ inline void multiply_jobs(Routed &at, const float *x, int64_t depth, int64_t row
 }
 
 // out [tokens, hidden] = the weighted sum of the experts' outputs for x [tokens, hidden]; at most ROUTED_ROWS rows.
-inline void multiply_some(const Experts &e, const float *x, int64_t hidden, int64_t tokens, int64_t activation, float *out, Routed &at, int threads) {
+inline void multiply_some(const Experts &e, const float *x, int64_t hidden, int64_t tokens, float *out, Routed &at, int threads) {
     int64_t assigned = tokens * e.active;
     at.scores.resize(tokens * e.count);
     at.chosen.resize(assigned), at.weights.resize(assigned);
@@ -109,7 +116,7 @@ inline void multiply_some(const Experts &e, const float *x, int64_t hidden, int6
     });
     multiply_jobs(at, at.rows.data(), hidden, assigned, at.joint.data(), 2 * e.inner, threads);
     each_token(assigned, threads, [&](int64_t i) {
-        gate(at.joint.data() + i * 2 * e.inner, at.gated.data() + i * e.inner, e.inner, activation);
+        apply(e.gate, at.joint.data() + i * 2 * e.inner, at.gated.data() + i * e.inner, e.inner);
     });
     for (Job &job : at.jobs) job.product = e.down + (job.product - e.gate_up);
     multiply_jobs(at, at.gated.data(), e.inner, assigned, at.out.data(), hidden, threads);
@@ -126,13 +133,13 @@ inline void multiply_some(const Experts &e, const float *x, int64_t hidden, int6
 }
 
 // The same for any number of tokens.
-inline void multiply_experts(const Experts &e, const float *x, int64_t hidden, int64_t tokens, int64_t activation, float *out, int threads) {
+inline void multiply_experts(const Experts &e, const float *x, int64_t hidden, int64_t tokens, float *out, int threads) {
     static thread_local Routed kept;
     Routed &at = kept; // the caller's, not a worker's
     int64_t most = std::max<int64_t>(1, ROUTED_ROWS / e.active);
     for (int64_t first = 0; first < tokens; first += most) {
         int64_t some = std::min(most, tokens - first);
-        multiply_some(e, x + first * hidden, hidden, some, activation, out + first * hidden, at, threads);
+        multiply_some(e, x + first * hidden, hidden, some, out + first * hidden, at, threads);
     }
 }
 

@@ -37,6 +37,19 @@ class Norm:
 
 
 @dataclass(frozen=True, slots=True)
+class ClampedGate:
+    """gpt-oss's gate: min(gate, limit) * sigmoid(alpha * the same) * (1 + up), with up clamped to [-limit, limit]."""
+
+    alpha: float
+    limit: float
+
+    def __call__(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """Combine gate and up, [..., inner] each."""
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return gate * torch.sigmoid(self.alpha * gate) * (up + 1)
+
+
+@dataclass(frozen=True, slots=True)
 class Experts:
     """A mixture of experts in place of one gated feed-forward.
 
@@ -49,6 +62,8 @@ class Experts:
     down: Sequence[Product]
     active: int
     renormalized: bool
+    clamped: ClampedGate | None = None
+    """None for the activation of the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +90,13 @@ class GatedLayer:
     after_attention: Norm | None
     before_mlp: Norm | None
     gate_up: Product | None
-    """None, as `down`, for a layer of experts."""
-    activation: Callable[[torch.Tensor], torch.Tensor]
+    """None, as `activation` and `down`, for a layer of experts."""
+    activation: Callable[[torch.Tensor], torch.Tensor] | None
     down: Product | None
     after_mlp: Norm | None
     experts: Experts | None = None
+    sinks: torch.Tensor | None = None
+    """A further score of each query head, [heads], which takes weight and has no value. Only the kernels compute it."""
 
     @property
     def norms(self) -> tuple[Norm, ...]:

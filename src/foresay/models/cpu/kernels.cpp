@@ -97,11 +97,11 @@ void run(const Model &model, const Pass &pass) {
         multiply(layer.output, seen, layer.output.depth, tokens, more, threads);
         norm(more, norms.after_attention, norms.before_mlp);
         if (layer.experts != nullptr) {
-            multiply_experts(*layer.experts, normed, hidden, tokens, model.activation, more, threads);
+            multiply_experts(*layer.experts, normed, hidden, tokens, more, threads);
         } else {
             multiply(layer.gate_up, normed, hidden, tokens, joint, threads);
             each_token(tokens, threads, [&](int64_t n) {
-                gate(joint + n * 2 * model.inner, gated + n * model.inner, model.inner, model.activation);
+                apply(model.gate, joint + n * 2 * model.inner, gated + n * model.inner, model.inner);
             });
             multiply(layer.down, gated, model.inner, tokens, more, threads);
         }
@@ -210,10 +210,11 @@ extern "C" int64_t foresay_rows(const Product *p, const int64_t *ids, int64_t co
     });
 }
 
-// Sizes of the structs that Python passes, in the order of structs.py: Product, Experts, Attention, Vector, Layer, Model, Pass.
+// Sizes of the structs that Python passes, in the order of structs.py.
 extern "C" int64_t foresay_struct_size(int64_t index) {
-    constexpr size_t sizes[] = {sizeof(Product), sizeof(Experts), sizeof(Attention), sizeof(Vector), sizeof(Layer), sizeof(Model), sizeof(Pass)};
-    return index >= 0 && index < 7 ? static_cast<int64_t>(sizes[index]) : 0;
+    constexpr int64_t sizes[] = {sizeof(Product), sizeof(Gate),  sizeof(Experts), sizeof(Attention),
+                                 sizeof(Vector),  sizeof(Layer), sizeof(Model),   sizeof(Pass)};
+    return index >= 0 && index < 8 ? sizes[index] : 0;
 }
 
 // The instructions that the kernels were compiled for.
@@ -254,12 +255,12 @@ extern "C" int64_t foresay_add_norm(float *x, const float *added, const float *a
     });
 }
 
-extern "C" int64_t foresay_gate(const float *joint, float *out, int64_t tokens, int64_t width, int64_t kind) {
+extern "C" int64_t foresay_gate(const Gate *gate, const float *joint, float *out, int64_t tokens, int64_t width) {
     return guarded([&] {
         check_rows("tokens", tokens);
         check_width("width", width);
-        require(kind >= SILU && kind <= GELU, "kind", kind, "in [0, 2]");
-        for (int64_t n = 0; n < tokens; n++) gate(joint + 2 * n * width, out + n * width, width, kind);
+        check(*gate);
+        for (int64_t n = 0; n < tokens; n++) apply(*gate, joint + 2 * n * width, out + n * width, width);
     });
 }
 

@@ -36,12 +36,28 @@ inline void add_norm(float *x, const float *added, const float *after, float sca
     for (int64_t i = 0; i < width; i++) out[i] = x[i] * unit * before[i];
 }
 
-enum Activation { SILU = 0, GELU_TANH = 1, GELU = 2 };
+enum Activation { SILU = 0, GELU_TANH = 1, GELU = 2, CLAMPED = 3 };
 
-// One token: out[i] = activation(gates[i]) * gates[width + i]
-inline void gate(const float *gates, float *out, int64_t width, int64_t kind) {
+// How a gated feed-forward combines its gates and its other inputs. alpha and limit: of CLAMPED.
+struct Gate {
+    int64_t kind;
+    float alpha, limit;
+};
+
+// One token: out[i] = activation(gates[i]) * gates[width + i]. CLAMPED: min(gate, limit) * sigmoid(alpha * the same) * (1 + up), with
+// up clamped to [-limit, limit].
+inline void apply(const Gate &gate, const float *gates, float *out, int64_t width) {
     const float *ups = gates + width;
-    if (kind == SILU) {
+    int64_t kind = gate.kind;
+    if (kind == CLAMPED) {
+        float alpha = gate.alpha, limit = gate.limit;
+#pragma omp simd
+        for (int64_t i = 0; i < width; i++) {
+            float one = gates[i] > limit ? limit : gates[i], up = ups[i] > limit ? limit : ups[i];
+            up = up < -limit ? -limit : up;
+            out[i] = one / (1.0f + exponential(-alpha * one)) * (up + 1.0f);
+        }
+    } else if (kind == SILU) {
 #pragma omp simd
         for (int64_t i = 0; i < width; i++) out[i] = gates[i] / (1.0f + exponential(-gates[i])) * ups[i];
     } else if (kind == GELU_TANH) {

@@ -29,6 +29,8 @@ _NUMBERS = (torch.float32, torch.bfloat16)
 _SCALE_BYTES = 4
 ACTIVATIONS = {"silu": 0, "swish": 0, "gelu_pytorch_tanh": 1, "gelu_tanh": 1, "gelu_new": 1, "gelu": 2}
 """transformers' names of the supported activations, and their numbers in the kernels."""
+_CLAMPED = 3
+"""Number of ClampedGate in the kernels."""
 _NORMS = ("before_attention", "after_attention", "before_mlp", "after_mlp")
 
 
@@ -133,6 +135,7 @@ class NativeLayers:
                 f"the kernels do not support a {dtype} cache with the activation {activation!r}, or norms with different eps"
             )
         self._run, self._dtype, self._layers = found.foresay_pass, dtype, list(layers)
+        self._gate = structs.Gate(ACTIVATIONS[activation], 0.0, 0.0)
         self._turns = sorted({layer.kind for layer in layers})
         self._caches: WeakKeyDictionary[SlotCache, _Addresses] = WeakKeyDictionary()
         self._referenced: list[Any] = []
@@ -144,7 +147,7 @@ class NativeLayers:
             layers=len(layers),
             hidden=self._hidden,
             inner=self._inner,
-            activation=ACTIVATIONS[activation],
+            gate=self._gate,
             eps=last_norm.eps,
             residual_scale=residual_scale,
             last_norm=self._vector(last_norm, self._hidden),
@@ -251,6 +254,7 @@ class NativeLayers:
             **{name: getattr(layer, name) for name in _NORMS},
         }
         norms = {name: self._vector(parts[name], size) for name, size in sizes.items()}
+        sinks = None if layer.sinks is None else Norm(layer.sinks, eps)
         attention = structs.Attention(
             queries=layer.heads[0],
             keys=layer.heads[1],
@@ -264,18 +268,27 @@ class NativeLayers:
         turn = self._turns.index(layer.kind) if layer.rotates else -1
         fields = {name: product.struct for name, product in products.items()}
         experts = None if layer.experts is None else ctypes.pointer(self._experts(layer.experts))
-        return structs.Layer(**fields, **norms, attention=attention, turn=turn, experts=experts)
+        return structs.Layer(
+            **fields,
+            **norms,
+            sinks=self._vector(sinks, layer.heads[0]),
+            attention=attention,
+            turn=turn,
+            experts=experts,
+        )
 
     def _experts(self, experts: Experts) -> structs.Experts:
         router = _native(experts.router)
         gate_up, down = (list(map(_native, products)) for products in (experts.gate_up, experts.down))
         arrays = [(structs.Product * len(one))(*(product.struct for product in one)) for one in (gate_up, down)]
         self._referenced += [router, gate_up, down, arrays]
+        clamped = experts.clamped
         return structs.Experts(
             count=len(gate_up),
             active=experts.active,
             inner=gate_up[0].out_features // 2,
             renormalized=int(experts.renormalized),
+            gate=self._gate if clamped is None else structs.Gate(_CLAMPED, clamped.alpha, clamped.limit),
             router=router.struct,
             gate_up=arrays[0],
             down=arrays[1],

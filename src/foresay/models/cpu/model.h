@@ -15,25 +15,25 @@ struct Vector {
 
 struct Layer {
     Product qkv, output, gate_up, down;
-    Vector before_attention, after_attention, before_mlp, after_mlp, query_norm, key_norm;
+    Vector before_attention, after_attention, before_mlp, after_mlp, query_norm, key_norm, sinks;
     Attention attention; // fields that are the same in all passes
     int64_t turn;        // index of its cosines and sines; -1 for none
     const Experts *experts; // instead of gate_up and down; null for none
 };
 
-// Weights of a layer's norms as float32 factors.
+// A layer's vectors in float32: the factors of its norms, and its sinks.
 struct Norms {
-    const float *before_attention, *after_attention, *before_mlp, *after_mlp, *query_norm, *key_norm;
+    const float *before_attention, *after_attention, *before_mlp, *after_mlp, *query_norm, *key_norm, *sinks;
     std::vector<float> room;
 
     void read_from(const Layer &layer) {
         const Vector *const kept[] = {&layer.before_attention, &layer.after_attention, &layer.before_mlp, &layer.after_mlp,
-                                      &layer.query_norm, &layer.key_norm};
-        const float **const found[] = {&before_attention, &after_attention, &before_mlp, &after_mlp, &query_norm, &key_norm};
+                                      &layer.query_norm, &layer.key_norm, &layer.sinks};
+        const float **const found[] = {&before_attention, &after_attention, &before_mlp, &after_mlp, &query_norm, &key_norm, &sinks};
         int64_t size = 0, at = 0;
         for (const Vector *one : kept) size += one->size;
         room.resize(size);
-        for (int i = 0; i < 6; i++) {
+        for (int i = 0; i < 7; i++) {
             *found[i] = kept[i]->values == nullptr ? nullptr : widened(*kept[i], room.data() + at);
             at += kept[i]->size;
         }
@@ -49,7 +49,8 @@ struct Norms {
 };
 
 struct Model {
-    int64_t layers, hidden, inner, activation;
+    int64_t layers, hidden, inner;
+    Gate gate;
     float eps, residual_scale;
     Vector last_norm;
     const Layer *layer;
@@ -78,7 +79,7 @@ inline void check_cache(int64_t kind) { require(kind >= FLOAT32_CACHE && kind <=
 
 inline Attention at_layer(const Layer &layer, const Norms &norms, const Pass &pass, int64_t index) {
     Attention a = layer.attention;
-    a.query_norm = norms.query_norm, a.key_norm = norms.key_norm;
+    a.query_norm = norms.query_norm, a.key_norm = norms.key_norm, a.sinks = norms.sinks;
     a.tokens = pass.tokens, a.columns = pass.columns;
     a.rows = pass.rows, a.slots = pass.slots, a.starts = pass.starts, a.positions = pass.positions, a.ancestors = pass.ancestors;
     a.layer = index, a.store_rows = pass.store_rows, a.blocks = pass.blocks, a.capacities = pass.capacities;
@@ -110,13 +111,14 @@ inline void check(const Layer &layer, int64_t hidden, int64_t inner, int64_t rea
     }
     check_norm("query_norm", layer.query_norm, a.wide ? q : a.dim);
     check_norm("key_norm", layer.key_norm, a.wide ? k : a.dim);
+    check_norm("sinks", layer.sinks, a.queries);
 }
 
 inline void check(const Model &model) {
     require(model.layers > 0 && model.layers <= MOST_LAYERS, "layers", model.layers, "in [1, 2^16]");
     check_width("hidden", model.hidden);
     check_width("inner", model.inner);
-    require(model.activation >= SILU && model.activation <= GELU, "activation", model.activation, "in [0, 2]");
+    check(model.gate);
     check_pointer("last_norm", model.last_norm.values);
     check_norm("last_norm", model.last_norm, model.hidden);
     bool given = model.input_norms[0].values != nullptr;

@@ -29,11 +29,18 @@ class Product(ctypes.Structure):
     ]
 
 
+class Gate(ctypes.Structure):
+    """The struct of the same name in layer.h."""
+
+    _fields_ = [("kind", _NUMBER), *_fields(_REAL, "alpha limit")]
+
+
 class Experts(ctypes.Structure):
     """The struct of the same name in experts.h."""
 
     _fields_ = [
         *_fields(_NUMBER, "count active inner renormalized"),
+        ("gate", Gate),
         ("router", Product),
         *_fields(ctypes.POINTER(Product), "gate_up down"),
     ]
@@ -44,7 +51,9 @@ class Attention(ctypes.Structure):
 
     _fields_ = [
         *_fields(_NUMBER, "tokens columns queries keys dim rotated wide window layer store_rows"),
-        *_fields(_POINTER, "blocks capacities rows slots starts positions ancestors cosines sines query_norm key_norm"),
+        *_fields(
+            _POINTER, "blocks capacities rows slots starts positions ancestors cosines sines query_norm key_norm sinks"
+        ),
         *_fields(_REAL, "eps scaling softcap"),
     ]
 
@@ -60,7 +69,7 @@ class Layer(ctypes.Structure):
 
     _fields_ = [
         *_fields(Product, "qkv output gate_up down"),
-        *_fields(Vector, "before_attention after_attention before_mlp after_mlp query_norm key_norm"),
+        *_fields(Vector, "before_attention after_attention before_mlp after_mlp query_norm key_norm sinks"),
         ("attention", Attention),
         ("turn", _NUMBER),
         ("experts", ctypes.POINTER(Experts)),
@@ -71,7 +80,8 @@ class Model(ctypes.Structure):
     """The struct of the same name in model.h."""
 
     _fields_ = [
-        *_fields(_NUMBER, "layers hidden inner activation"),
+        *_fields(_NUMBER, "layers hidden inner"),
+        ("gate", Gate),
         *_fields(_REAL, "eps residual_scale"),
         ("last_norm", Vector),
         ("layer", ctypes.POINTER(Layer)),
@@ -91,7 +101,7 @@ class Pass(ctypes.Structure):
     ]
 
 
-STRUCTS = (Product, Experts, Attention, Vector, Layer, Model, Pass)
+STRUCTS = (Product, Gate, Experts, Attention, Vector, Layer, Model, Pass)
 """All structs, in the order of `foresay_struct_size`."""
 
 
@@ -129,7 +139,7 @@ def declare_functions(library: ctypes.CDLL) -> ctypes.CDLL:
         "pack": [n, p, n, n, p, p, n],
         "rows": [ctypes.POINTER(Product), p, n, p],
         "add_norm": [p, p, p, r, p, p, n, n, r],
-        "gate": [p, p, n, n, n],
+        "gate": [ctypes.POINTER(Gate), p, p, n, n],
         "attend": [ctypes.POINTER(Attention), p, p, p, n, n],
     }
     library.foresay_bf16_dots.argtypes, library.foresay_bf16_dots.restype = [], n

@@ -21,7 +21,7 @@ from foresay.models.gguf.shapes import EXPERTS, Name, check_tensors, empty_model
 from foresay.models.gguf.types import BlockWeight, DenseWeight, Weight, concatenated, is_quantized, read_weight
 from foresay.models.gguf.values import invalid_tensor
 from foresay.models.huggingface.experts import is_experts
-from foresay.models.huggingface.frozen import FrozenEmbedding, FrozenExperts, FrozenLinear
+from foresay.models.huggingface.frozen import FrozenEmbedding, FrozenExperts, FrozenLinear, UsualGate
 from foresay.models.huggingface.linears import JOINT_LAYERS, compiled, freeze_linears, replace_jointly
 
 
@@ -179,7 +179,7 @@ def _filled_experts(experts: Any, path: str, file: _File) -> Any:
     gate_up = file.expert_products([gate, up], experts.num_experts)
     products = file.expert_products([down], experts.num_experts)
     if gate_up is not None and products is not None:
-        return FrozenExperts(gate_up, products, experts.act_fn)
+        return FrozenExperts(gate_up, products, UsualGate(experts.act_fn))
     shape = (experts.num_experts, -1, experts.hidden_dim)
     gate_weight, up_weight, down_weight = (file.dense(name) for name in (gate, up, down))
     assert gate_weight is not None and up_weight is not None and down_weight is not None

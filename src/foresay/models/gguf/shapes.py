@@ -120,9 +120,9 @@ def _parameters(model: Any) -> list[tuple[str, tuple[int, ...], bool]]:
     found: list[tuple[str, tuple[int, ...], bool]] = []
     for path, module in model.named_modules():
         if (weights := expert_weights(module)) is not None:
-            inner, hidden = weights[1][0].shape[::-1]
+            hidden, inner = weights.down(0)[0].shape
             for short, shape in zip(EXPERTS, ((inner, hidden), (inner, hidden), (hidden, inner)), strict=True):
-                found.append((f"{path}.{short}.weight", (len(weights[0]), *shape), True))
+                found.append((f"{path}.{short}.weight", (weights.count, *shape), True))
             continue
         for short, one in module.named_parameters(recurse=False):
             found.append((f"{path}.{short}", tuple(one.shape), not (tied and module is output)))

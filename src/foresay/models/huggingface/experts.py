@@ -1,27 +1,41 @@
-"""Mixture-of-experts layers of transformers models: which ones have the common layout, and their weights.
+"""Mixture-of-experts layers of transformers models: the layouts that can be read, and their weights.
 
-The common layout is two parameters, gate_up_proj [experts, 2 * inner, hidden] and down_proj [experts, hidden, inner], without
-biases, and the usual gate: down(activation(gate) * up).
+In the common layout there are two parameters, gate_up_proj [experts, 2 * inner, hidden] and down_proj [experts, hidden, inner],
+without biases, and the usual gate: down(activation(gate) * up). gpt-oss's are transposed, with biases, alternating rows of gate
+and up, and a clamped gate.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from foresay.models.huggingface.frozen import FrozenExperts
+from foresay.models.cpu.gated_layer import ClampedGate
+from foresay.models.huggingface.frozen import FrozenExperts, UsualGate
 
-_LAYOUT = {
-    "has_gate": True,
-    "is_concatenated": True,
-    "is_transposed": False,
-    "has_bias": False,
-    "has_post_expert_norm": False,
-}
-"""Attributes that transformers gives the experts of the common layout."""
+Linear = tuple[torch.Tensor, torch.Tensor | None]
+"""A weight [out, in] and its bias [out]."""
+_ATTRIBUTES = ("has_gate", "is_concatenated", "is_transposed", "has_bias", "has_post_expert_norm")
+_COMMON, _GPT_OSS = (True, True, False, False, False), (True, False, True, True, False)
+"""Values that transformers gives these attributes of experts, by layout."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """The weights of a layer's experts."""
+
+    count: int
+    in_place: bool
+    """True if the weights are those of the model; False for copies of them in another order."""
+    gate_up: Callable[[int], Linear]
+    """An expert's weights by its index, [2 * inner, hidden]: rows of the gate, then those of up."""
+    down: Callable[[int], Linear]
+    """The same, [hidden, inner]."""
+    gate: UsualGate | ClampedGate
 
 
 def is_experts(module: Any) -> bool:
@@ -29,20 +43,50 @@ def is_experts(module: Any) -> bool:
     return isinstance(module, FrozenExperts) or expert_weights(module) is not None
 
 
-def expert_weights(module: Any) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]] | None:
-    """Return the weights of each expert, [2 * inner, hidden] and [hidden, inner]; None for a module of another kind."""
+def expert_weights(module: Any) -> ExpertWeights | None:
+    """Return the weights of a layer's experts; None for a module of another kind."""
     gate_up, down = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
-    if not isinstance(gate_up, nn.Parameter) or not isinstance(down, nn.Parameter) or gate_up.dim() != 3:
+    gate = getattr(type(module), "_apply_gate", None)
+    if (
+        not isinstance(gate_up, nn.Parameter)
+        or not isinstance(down, nn.Parameter)
+        or gate_up.dim() != 3
+        or gate is None
+    ):
         return None
+    layout = tuple(getattr(module, name, common) for name, common in zip(_ATTRIBUTES, _COMMON, strict=True))
+    if layout == _COMMON and gate.__module__ == "transformers.integrations.moe" and hasattr(module, "act_fn"):
+        return _common(module, gate_up.detach(), down.detach())
+    if layout == _GPT_OSS and gate.__module__ == "transformers.models.gpt_oss.modeling_gpt_oss":
+        return _gpt_oss(module, gate_up.detach(), down.detach())
+    return None
+
+
+def _common(module: Any, gate_up: torch.Tensor, down: torch.Tensor) -> ExpertWeights | None:
     experts, outputs, hidden = gate_up.shape
     if down.shape != (experts, hidden, outputs // 2) or outputs % 2:
         return None
-    if any(getattr(module, name, None) is not value for name, value in _LAYOUT.items() if hasattr(module, name)):
+    return ExpertWeights(
+        experts, True, lambda i: (gate_up[i], None), lambda i: (down[i], None), UsualGate(module.act_fn)
+    )
+
+
+def _gpt_oss(module: Any, gate_up: torch.Tensor, down: torch.Tensor) -> ExpertWeights | None:
+    experts, hidden, outputs = gate_up.shape
+    biases = module.gate_up_proj_bias.detach(), module.down_proj_bias.detach()
+    if down.shape != (experts, outputs // 2, hidden) or outputs % 2:
         return None
-    gate = getattr(type(module), "_apply_gate", None)
-    if gate is None or gate.__module__ != "transformers.integrations.moe" or not hasattr(module, "act_fn"):
-        return None
-    return list(gate_up.detach()), list(down.detach())
+
+    def ordered(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x[::2], x[1::2]])
+
+    return ExpertWeights(
+        experts,
+        False,
+        lambda i: (ordered(gate_up[i].T), ordered(biases[0][i])),
+        lambda i: (down[i].T.contiguous(), biases[1][i]),
+        ClampedGate(float(module.alpha), float(module.limit)),
+    )
 
 
 def active_share(model: Any) -> float:

@@ -6,10 +6,12 @@ Knows nothing of models except the arguments of these modules.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from foresay.models.cpu.gated_layer import ClampedGate
 from foresay.models.cpu.product import NativeProduct
 from foresay.models.huggingface.products import Int8Product, Product
 
@@ -96,18 +98,24 @@ class JointLinear(nn.Module):
         return self._joint.output(x, self._index)
 
 
+@dataclass(frozen=True, slots=True)
+class UsualGate:
+    """activation(gate) * up."""
+
+    activation: Callable[[torch.Tensor], torch.Tensor]
+
+    def __call__(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """Combine gate and up, [..., inner] each."""
+        return self.activation(gate) * up
+
+
 class FrozenExperts(nn.Module):
     """The experts of a mixture-of-experts layer, each with products of its own, so that only selected ones are read."""
 
-    def __init__(
-        self,
-        gate_up: Sequence[Product],
-        down: Sequence[Product],
-        activation: Callable[[torch.Tensor], torch.Tensor],
-    ) -> None:
-        """gate_up: of each expert, [2 * inner, hidden]. down: of each expert, [hidden, inner]."""
+    def __init__(self, gate_up: Sequence[Product], down: Sequence[Product], gate: UsualGate | ClampedGate) -> None:
+        """gate_up: of each expert, [2 * inner, hidden], the rows of the gate first. down: of each expert, [hidden, inner]."""
         super().__init__()
-        self.num_experts, self.act_fn = len(gate_up), activation
+        self.num_experts, self.gate = len(gate_up), gate
         self.gate_up, self.down = (nn.ModuleList(map(FrozenLinear, products)) for products in (gate_up, down))
 
     def forward(
@@ -118,6 +126,6 @@ class FrozenExperts(nn.Module):
         for i in sorted(set(top_k_index.flatten().tolist()) & set(range(self.num_experts))):  # others are masked
             tokens, places = torch.where(top_k_index == i)
             gate, up = self.gate_up[i](hidden_states[tokens]).chunk(2, -1)
-            part = self.down[i](self.act_fn(gate) * up) * top_k_weights[tokens, places, None]
+            part = self.down[i](self.gate(gate, up)) * top_k_weights[tokens, places, None]
             out.index_add_(0, tokens, part.to(out.dtype))
         return out

@@ -17,7 +17,7 @@ import torch
 
 from foresay.decoding.protocols import Logits, ModelInput
 from foresay.models.cache.slot_cache import Placement, SlotCache
-from foresay.models.cpu.gated_layer import Experts, GatedLayer, Norm, Product
+from foresay.models.cpu.gated_layer import ClampedGate, Experts, GatedLayer, Norm, Product
 from foresay.models.cpu.in_place import InPlaceProduct
 from foresay.models.cpu.layers import FlatTokens, NativeLayers
 from foresay.models.cpu.product import CompiledProduct
@@ -27,10 +27,10 @@ from foresay.models.huggingface.operations import RotaryTable, attend, causal_ma
 logger = logging.getLogger("foresay")
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-_BY_LAYER = frozenset({"qwen2", "qwen3", "gemma2", "gemma3_text", "smollm3"})
+_BY_LAYER = frozenset({"qwen2", "qwen3", "gemma2", "gemma3_text", "smollm3", "gpt_oss"})
 _ALL_SLIDING = frozenset({"mistral", "phi3", "mixtral", "qwen3_moe"})
 """Families in which every layer uses a sliding window if the configuration has one."""
-OF_EXPERTS = frozenset({"mixtral", "qwen3_moe"})
+OF_EXPERTS = frozenset({"mixtral", "qwen3_moe", "gpt_oss"})
 """Families of mixtures of experts, which the compiled kernels alone compute."""
 FAMILIES = _BY_LAYER | _ALL_SLIDING | OF_EXPERTS | {"llama", "gemma", "olmo2", "granite"}
 """model_type of the supported families; the tests compare each with its own code."""
@@ -60,7 +60,11 @@ class FusedDecoder:
         self._head = product_of(model.get_output_embeddings())
         self._by_kind = config.model_type == "gemma3_text"  # its rotary embedding depends on the layer type
         self._windows = {layer.kind: layer.window for layer in self._layers}
-        self._tables = {kind: RotaryTable(self._rotary, kind if self._by_kind else None) for kind in self._windows}
+        self._half_turns = config.model_type == "gpt_oss"  # its rotary embedding gives each angle once
+        self._tables = {
+            kind: RotaryTable(self._rotary, kind if self._by_kind else None, halves=self._half_turns)
+            for kind in self._windows
+        }
         self._embedding_scale = float(getattr(config, "embedding_multiplier", 1.0))
         self._residual_scale = float(getattr(config, "residual_multiplier", 1.0))
         self._logits_scale = float(getattr(config, "logits_scaling", 1.0))
@@ -184,10 +188,8 @@ class FusedDecoder:
 
     def _cos_sin(self, like: torch.Tensor, positions: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cosines and sines of positions [B, T] for a kind of layer, [B, T, R] in the dtype of `like`."""
-        found: tuple[torch.Tensor, torch.Tensor] = (
-            self._rotary(like, positions, kind) if self._by_kind else self._rotary(like, positions)
-        )
-        return found
+        cos, sin = self._rotary(like, positions, kind) if self._by_kind else self._rotary(like, positions)
+        return (torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)) if self._half_turns else (cos, sin)
 
     def _scores(self, x: torch.Tensor) -> torch.Tensor:
         logits = self._head(x)
@@ -283,12 +285,12 @@ def _read(layer: Any, kind: str, config: Any) -> GatedLayer:
         down=None if experts is not None else product_of(mlp.down_proj),
         after_mlp=_norm_of(layer.post_feedforward_layernorm) if after else None,
         experts=experts,
+        sinks=attn.sinks.detach() if hasattr(attn, "sinks") else None,
     )
 
 
 def _activation(mlp: Any) -> Any:
-    part = getattr(mlp, "experts", mlp)
-    return getattr(part, "act_fn", None) or part.activation_fn
+    return None if hasattr(mlp, "experts") else getattr(mlp, "act_fn", None) or mlp.activation_fn
 
 
 def _experts(mlp: Any, config: Any) -> Experts | None:
@@ -297,14 +299,17 @@ def _experts(mlp: Any, config: Any) -> Experts | None:
         return None
     parts = expert_products(mlp.experts)
     if parts is None:
-        raise NotFusedError(f"its {type(mlp.experts).__name__} are in another layout than the kernels read")
+        raise NotFusedError(f"the kernels do not read {type(mlp.experts).__name__} in their current layout")
+    gate_up, down, gate = parts
+    router = getattr(mlp, "router", None) or mlp.gate
     try:
-        router = InPlaceProduct([mlp.gate.weight], [None])
+        scores = InPlaceProduct([router.weight], [getattr(router, "bias", None)])
     except LookupError as error:
         raise NotFusedError(str(error)) from None
-    # Mixtral always normalizes the weights
-    normalizes = bool(getattr(config, "norm_topk_prob", config.model_type == "mixtral"))
-    return Experts(router, *parts, int(config.num_experts_per_tok), normalizes)
+    # Mixtral and gpt-oss always normalize the weights
+    normalizes = bool(getattr(config, "norm_topk_prob", True))
+    clamped = gate if isinstance(gate, ClampedGate) else None
+    return Experts(scores, gate_up, down, int(config.num_experts_per_tok), normalizes, clamped)
 
 
 def _joint(parent: Any, whole: str, parts: Sequence[str]) -> Product:

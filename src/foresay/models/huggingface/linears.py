@@ -15,11 +15,19 @@ from torch import nn
 
 from foresay.errors import ConfigError, UnsupportedModelError
 from foresay.models.cpu.build import library
+from foresay.models.cpu.gated_layer import ClampedGate
 from foresay.models.cpu.in_place import InPlaceProduct
 from foresay.models.cpu.product import CompiledProduct, NativeProduct
 from foresay.models.cpu.rounding import GROUP
 from foresay.models.huggingface.experts import active_share, expert_weights, is_experts
-from foresay.models.huggingface.frozen import FrozenEmbedding, FrozenExperts, FrozenLinear, Joint, JointLinear
+from foresay.models.huggingface.frozen import (
+    FrozenEmbedding,
+    FrozenExperts,
+    FrozenLinear,
+    Joint,
+    JointLinear,
+    UsualGate,
+)
 from foresay.models.huggingface.products import Int4Product, Int8Product, PackedProduct, Product
 
 JOINT_LAYERS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q", "k", "v"), ("wi_0", "wi_1"))
@@ -46,18 +54,21 @@ def product_of(*layers: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda x: torch.cat([layer(x) for layer in layers], -1)
 
 
-def expert_products(module: nn.Module) -> tuple[Sequence[Callable[..., Any]], Sequence[Callable[..., Any]]] | None:
-    """Return the two products of each expert, frozen or in the model's own memory; None for experts of another layout.
+def expert_products(module: nn.Module) -> tuple[list[Any], list[Any], UsualGate | ClampedGate] | None:
+    """Return the two products of each expert, frozen or in the model's own memory, and the gate; None for another layout.
 
     Raises LookupError for weights that the kernels do not read.
     """
     if isinstance(module, FrozenExperts):
-        return [one.product for one in module.gate_up], [one.product for one in module.down]  # type: ignore[misc]
+        return [one.product for one in module.gate_up], [one.product for one in module.down], module.gate
     weights = expert_weights(module)
-    if weights is None:
+    if weights is None or not weights.in_place:
         return None
-    gate_up, down = weights
-    return [InPlaceProduct([one], [None]) for one in gate_up], [InPlaceProduct([one], [None]) for one in down]
+    gate_up, down = (
+        [InPlaceProduct([weight], [bias]) for weight, bias in map(of, range(weights.count))]
+        for of in (weights.gate_up, weights.down)
+    )
+    return gate_up, down, weights.gate
 
 
 def weight_of(layer: nn.Module) -> torch.Tensor | None:
@@ -219,10 +230,10 @@ def freeze_linears(model: nn.Module, make: MakeProduct = unquantized, *, all_dty
             layers = [getattr(parent, name, None) for name in names]
             count += _join(parent, names, [layer for layer in layers if replaceable(layer)], make)
         for name, child in list(parent.named_children()):
-            if (weights := expert_weights(child)) is not None and replaceable_weight(weights[0][0]):
-                products = [[make(one, None) for one in stack] for stack in weights]
-                setattr(parent, name, FrozenExperts(products[0], products[1], child.act_fn))
-                count += 2 * len(weights[0])
+            if (weights := expert_weights(child)) is not None and replaceable_weight(child.down_proj):
+                gate_up, down = ([make(*of(i)) for i in range(weights.count)] for of in (weights.gate_up, weights.down))
+                setattr(parent, name, FrozenExperts(gate_up, down, weights.gate))
+                count += 2 * weights.count
             elif replaceable(child):
                 bias = None if child.bias is None else child.bias.detach().clone()
                 setattr(parent, name, FrozenLinear(make(child.weight.detach(), bias)))

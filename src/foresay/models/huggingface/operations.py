@@ -51,7 +51,7 @@ def attend(
 
 def feed_forward(layer: GatedLayer, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
     """Return x [B, T, H] plus `scale` times the feed-forward output."""
-    assert layer.gate_up is not None and layer.down is not None
+    assert layer.gate_up is not None and layer.activation is not None and layer.down is not None
     gate, up = layer.gate_up(x if layer.before_mlp is None else layer.before_mlp(x)).chunk(2, -1)
     return _add_residual(x, layer.down(layer.activation(gate) * up), layer.after_mlp, scale)
 
@@ -68,11 +68,15 @@ class RotaryTable:
     STATIC = frozenset({"default", "linear", "llama3", "yarn"})
     """RoPE types whose frequencies do not depend on the sequence length."""
 
-    def __init__(self, rotary: Any, kind: str | None = None) -> None:
-        """rotary: a rotary embedding module of transformers with its buffers on the CPU. kind: of its layers, if it needs one."""
+    def __init__(self, rotary: Any, kind: str | None = None, *, halves: bool = False) -> None:
+        """rotary: a rotary embedding module of transformers with its buffers on the CPU. kind: of its layers, if it needs one.
+
+        halves: True if it returns the R / 2 different cosines and sines only.
+        """
         types = getattr(rotary, "rope_type", "")
         self._rotary, self._kind = rotary, [] if kind is None else [kind]
         self._static = (types.get(kind) if isinstance(types, dict) else types) in self.STATIC
+        self._repeats = 2 if halves else 1
         self._table = torch.empty(0, 0), torch.empty(0, 0)
 
     def __call__(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -87,7 +91,7 @@ class RotaryTable:
 
     def _compute(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         cos, sin = self._rotary(torch.empty(0), positions[None], *self._kind)
-        return cos[0].contiguous(), sin[0].contiguous()
+        return cos[0].repeat(1, self._repeats), sin[0].repeat(1, self._repeats)
 
 
 def causal_mask(window: int | None, dtype: torch.dtype) -> torch.Tensor:

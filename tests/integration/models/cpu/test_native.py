@@ -19,11 +19,13 @@ from foresay.decoding.protocols import Logits, ModelInput
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.models.cache.stores import RowStores
 from foresay.models.cpu import build, structs
+from foresay.models.cpu.gated_layer import ClampedGate
 from foresay.models.cpu.layers import CACHES
 from foresay.models.cpu.product import NativeProduct
 from foresay.models.huggingface.causal import CausalModel
 from foresay.models.huggingface.linears import freeze_linears
 from foresay.models.huggingface.self_check import use_fused_layers
+from helpers.broken_kernels import broken_kernels
 from helpers.families import make
 from helpers.support import run
 
@@ -71,18 +73,43 @@ def test_add_and_norm(added: int, after: int, before: int) -> None:
     close(out, rms(wanted, two.double(), 1e-5) if before else wanted)
 
 
-@pytest.mark.parametrize("kind", [0, 1, 2])
+def gated(kind: int, joint: torch.Tensor) -> torch.Tensor:
+    out = torch.empty(joint.shape[0], joint.shape[1] // 2)
+    kernel("gate")(ctypes.byref(structs.Gate(kind, 1.7, 2.5)), joint.data_ptr(), out.data_ptr(), *out.shape)
+    return out
+
+
+@pytest.mark.parametrize("kind", [0, 1, 2, 3])
 def test_gates(kind: int) -> None:
-    joint, out = numbers(3, 100) * 6, torch.empty(3, 50)
+    joint = numbers(3, 100) * 6
     joint[0, :4] = torch.tensor([-1e4, 1e4, -90.0, 90.0])
-    kernel("gate")(joint.data_ptr(), out.data_ptr(), 3, 50, kind)
     gates, ups = joint.double().chunk(2, -1)
     names: list[Any] = [
         torch.nn.functional.silu,
         lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
         torch.nn.functional.gelu,
     ]
-    torch.testing.assert_close(out.double(), names[kind](gates) * ups, atol=1e-4, rtol=1e-4)
+    wanted = names[kind](gates) * ups if kind < 3 else ClampedGate(1.7, 2.5)(gates, ups)
+    torch.testing.assert_close(gated(kind, joint).double(), wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_the_clamped_gate() -> None:
+    """gpt-oss's, by hand: each clamp alone, and neither."""
+    for gate, up, wanted in [
+        (9.0, 1.0, 2.5 / (1 + math.exp(-1.7 * 2.5)) * 2),
+        (-9.0, 1.0, -9.0 / (1 + math.exp(1.7 * 9)) * 2),
+        (1.0, 9.0, 1 / (1 + math.exp(-1.7)) * 3.5),
+        (1.0, -9.0, 1 / (1 + math.exp(-1.7)) * -1.5),
+        (1.0, 0.5, 1 / (1 + math.exp(-1.7)) * 1.5),
+    ]:
+        assert gated(3, torch.tensor([[gate, up]])).item() == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.parametrize(("kind", "limit"), [(4, 1.0), (-1, 1.0), (3, -1.0), (3, math.nan)])
+def test_gates_that_are_none(kind: int, limit: float) -> None:
+    joint, out = torch.ones(1, 8), torch.ones(1, 4)
+    with pytest.raises(ValueError, match="gate" if kind != 3 else "limit"):
+        kernel("gate")(ctypes.byref(structs.Gate(kind, 1.0, limit)), joint.data_ptr(), out.data_ptr(), 1, 4)
 
 
 def in_8_bits(x: torch.Tensor) -> torch.Tensor:
@@ -103,6 +130,7 @@ def attend(
     threads: int = 1,
     only: int | None = None,
     dim: int = D,
+    sinks: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What the kernel gathers after rows of some lengths, and what the definition does, [rows, columns, Q * D] each.
 
@@ -115,6 +143,7 @@ def attend(
     joint = numbers(rows, columns, (Q + 2 * K) * dim)
     cos, sin = numbers(rows, columns, dim // 2), numbers(rows, columns, dim // 2)
     norms = (numbers(Q * dim), numbers(K * dim)) if wide else (numbers(dim), numbers(dim))
+    sink = torch.linspace(-3, 30, Q) if sinks else None
     slots = torch.tensor(lengths)[:, None] + torch.arange(columns)
     positions = slots if ancestors is None else torch.tensor(lengths)[:, None] + ancestors.sum(-1) - 1
     reference = _gathered(
@@ -130,6 +159,7 @@ def attend(
         softcap,
         ancestors,
         dim,
+        sink,
     )
     some = slice(None) if only is None else slice(only, only + 1)
     place = torch.arange(rows)[some, None].expand(-1, columns).contiguous()
@@ -146,7 +176,7 @@ def attend(
         starts=held[5].data_ptr(),
         ancestors=None if seen is None else seen.data_ptr(), cosines=held[2].data_ptr(), sines=held[3].data_ptr(),
         query_norm=None if wide is None else norms[0].data_ptr(), key_norm=None if wide is None else norms[1].data_ptr(),
-        eps=1e-5, scaling=0.3, softcap=softcap,
+        sinks=None if sink is None else sink.data_ptr(), eps=1e-5, scaling=0.3, softcap=softcap,
     )  # fmt: skip
     out, scratch = torch.empty(tokens, Q * dim), torch.empty(tokens, Q * dim)
     kernel("attend")(
@@ -168,6 +198,7 @@ def _gathered(
     softcap: float,
     ancestors: torch.Tensor | None,
     dim: int,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attention by its definition, one token and head at a time."""
     keys, values = stores[0].clone(), stores[1].clone()
@@ -202,7 +233,9 @@ def _gathered(
                 scores = 0.3 * keys[i, seen, h // (Q // K)] @ query[i, t, h]
                 if softcap:
                     scores = softcap * torch.tanh(scores / softcap)
-                out[i, t, h] = scores.softmax(0) @ values[i, seen, h // (Q // K)]
+                if sinks is not None:
+                    scores = torch.cat([scores, sinks[h : h + 1]])
+                out[i, t, h] = scores.softmax(0)[: len(seen)] @ values[i, seen, h // (Q // K)]
     return out.flatten(-2)
 
 
@@ -211,6 +244,7 @@ CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "a window": {"window": 5},
     "a soft cap": {"softcap": 2.0},
+    "sinks": {"sinks": True},
     "norms of heads": {"wide": False},
     "norms of all heads": {"wide": True},
     "a tree": {"ancestors": TREE},
@@ -267,21 +301,18 @@ def test_numbers_are_rounded_as_pytorch_rounds_them() -> None:
     assert torch.equal(out.nan_to_num(7), x.to(torch.bfloat16).nan_to_num(7))
 
 
-@pytest.mark.parametrize("kind", [0, 1, 2])
+@pytest.mark.parametrize("kind", [0, 1, 2, 3])
 def test_activations_of_numbers_that_are_none(kind: int) -> None:
     """NaN stays NaN, and its neighbours stay as they are."""
-    found = build.library()
-    assert found is not None
-    gates, out = torch.cat([numbers(40), torch.ones(40)]), torch.empty(40)
-    found.foresay_gate(gates.data_ptr(), out.data_ptr(), 1, 40, kind)
-    before = out.clone()
-    gates[7], gates[33] = math.nan, -math.nan
-    found.foresay_gate(gates.data_ptr(), out.data_ptr(), 1, 40, kind)
+    gates = torch.cat([numbers(40), torch.ones(40)])[None]
+    before = gated(kind, gates)[0]
+    gates[0, 7], gates[0, 33] = math.nan, -math.nan
+    out = gated(kind, gates)[0]
     assert out.isnan().nonzero().flatten().tolist() == [7, 33]
     assert torch.equal(out[~out.isnan()], before[~out.isnan()])
 
 
-def test_a_token_shares_what_is_read_and_nothing_else(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_token_shares_what_is_read_and_nothing_else(tmp_path: Path) -> None:
     """Long rows, by tokens that look together or alone. Control: sums that begin anew wherever a span looks next."""
 
     def different() -> int:
@@ -299,28 +330,16 @@ def test_a_token_shares_what_is_read_and_nothing_else(monkeypatch: pytest.Monkey
         return count
 
     assert different() == 0
-    for source in build.SOURCES:
-        text = source.read_text()
-        if source.name == "attention.h":
-            for right, wrong in (
-                ("from = first_in_sight(a, n) / POSITIONS * POSITIONS", "from = first_in_sight(a, n)"),
-                ("sum[r][v] = load<Floats>(sums[r] + d + v * LANES)", "sum[r][v] = Floats{}"),
-                (
-                    "store(sums[r] + d + v * LANES, sum[r][v]);",
-                    "for (int l = 0; l < LANES; l++) sums[r][d + v * LANES + l] += sum[r][v][l];",
-                ),
-            ):
-                assert right in text
-                text = text.replace(right, wrong)
-        (tmp_path / source.name).write_text(text)
-    monkeypatch.setattr(build, "SOURCES", tuple(tmp_path / source.name for source in build.SOURCES))
-    monkeypatch.setattr(build, "_FLAGS", tuple(flag.replace("-O3", "-O0") for flag in build._FLAGS))
-    monkeypatch.setenv("FORESAY_CACHE", str(tmp_path / "cache"))
-    build.library.cache_clear()
-    try:
+    changes = (
+        ("from = first_in_sight(a, n) / POSITIONS * POSITIONS", "from = first_in_sight(a, n)"),
+        ("sum[r][v] = load<Floats>(sums[r] + d + v * LANES)", "sum[r][v] = Floats{}"),
+        (
+            "store(sums[r] + d + v * LANES, sum[r][v]);",
+            "for (int l = 0; l < LANES; l++) sums[r][d + v * LANES + l] += sum[r][v][l];",
+        ),
+    )
+    with broken_kernels(tmp_path, "attention.h", *changes, level="-O0"):
         assert different() > 0
-    finally:
-        build.library.cache_clear()
 
 
 def test_a_branch_of_a_tree_has_the_bits_of_a_chain() -> None:
@@ -353,7 +372,7 @@ def compiled(family: str, dtype: torch.dtype = torch.float32, **changes: Any) ->
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3", "olmo2", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3", "olmo2", "mixtral", "qwen3_moe", "gpt_oss"])
 def test_a_token_has_its_bits_in_any_pass(family: str, dtype: torch.dtype) -> None:
     """Alone, in a ragged batch with pads, in a block, by any number of threads."""
     model = compiled(family, dtype)

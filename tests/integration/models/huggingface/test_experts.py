@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,9 +28,10 @@ from foresay.models.huggingface.linears import (
 )
 from foresay.models.huggingface.self_check import use_fused_layers
 from foresay.models.sources.wrapping import wrap
+from helpers.broken_kernels import broken_kernels
 from helpers.families import make
 
-MOE = pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "qwen3_moe_unnormalized"])
+MOE = pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "qwen3_moe_unnormalized", "gpt_oss"])
 
 
 def passes(model: CausalModel, tokens: torch.Tensor) -> torch.Tensor:
@@ -61,14 +63,17 @@ def test_frozen_experts_compute_what_the_model_computes(family: str) -> None:
 def test_experts_are_rounded_as_all_weights_are(family: str, bits: int) -> None:
     """And a token keeps its bits whatever else a pass holds, with rounded inputs and without."""
     changes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
-    if family != "mixtral":
+    if family.startswith("qwen3"):
         changes["moe_intermediate_size"] = 32
     weights = make(family, **changes)
-    before = weights.model.layers[0].mlp.experts.gate_up_proj.detach().clone()
+    before = expert_weights(weights.model.layers[0].mlp.experts)
+    assert before is not None
     freeze_linears(weights, quantizer(bits), all_dtypes=True)
     experts = weights.model.layers[0].mlp.experts
     for i, one in enumerate(experts.gate_up):
-        error = (one.product.dense() - before[i]).abs().max() / before[i].abs().max()
+        wanted, bias = before.gate_up(i)
+        assert (one.bias is None and bias is None) or torch.equal(one.bias, bias)
+        error = (one.product.dense() - wanted).abs().max() / wanted.abs().max()
         assert 0 < error < 1.2 * 2.0**-bits and one.product.bits <= bits + 2
     model = CausalModel(weights)
     assert use_fused_layers(model) is None and model.fused is not None and model.fused.compiled
@@ -83,6 +88,26 @@ def test_experts_are_rounded_as_all_weights_are(family: str, bits: int) -> None:
             for first, end in ((0, 7), (7, 8), (8, 30)):
                 part = model.forward(ModelInput(ids[row : row + 1, first:end], [end - first]), alone).scores()
                 assert torch.equal(part[0], whole[row, first:end])
+
+
+FAULTS = {
+    "rows of other experts": ("mixtral", "experts.h", "{products + i, at.first[i], count}", "{products + i, 0, count}"),
+    "weights that are not divided by their sum": ("qwen3_moe", "experts.h", "if (e.renormalized)", "if (false)"),
+    "weights that are": ("qwen3_moe_unnormalized", "experts.h", "if (e.renormalized)", "if (true)"),
+    "no clamped gate": ("gpt_oss", "layer.h", "if (kind == CLAMPED)", "if (false)"),
+    "a gate without its limit": ("gpt_oss", "layer.h", "limit = gate.limit;", "limit = 1e9f;"),
+    "no sinks": ("gpt_oss", "attention.h", "sink == nullptr ? 0.0f", "true ? 0.0f"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_broken_kernels_of_experts_are_not_used(fault: str, tmp_path: Path) -> None:
+    """The comparison when a model is loaded notices each of these faults."""
+    family, file, right, wrong = FAULTS[fault]
+    with broken_kernels(tmp_path, file, (right, wrong)):
+        model = make(family)
+        freeze_linears(model)
+        assert "its scores differ from its own code's" in str(use_fused_layers(CausalModel(model)))
 
 
 OTHERS: dict[str, dict[str, Any]] = {
@@ -117,7 +142,7 @@ def test_families_that_are_not_fused_compute_the_same_with_frozen_experts(kind: 
     torch.testing.assert_close(model(ids).logits, other(ids).logits, atol=1e-4, rtol=1e-4)
 
 
-def test_many_tokens_are_routed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_tokens_are_routed_in_parts() -> None:
     """A prompt of more rows than are sorted at once has the bits of its pieces."""
     weights = make("qwen3_moe", max_position_embeddings=4096)
     freeze_linears(weights)

@@ -26,6 +26,7 @@ from foresay.models.huggingface.linears import (
     weight_bytes,
 )
 from foresay.models.huggingface.products import Int4Product, Int8Product, PackedProduct
+from helpers.broken_kernels import broken_kernels
 
 SEEDED = torch.Generator()
 KINDS: dict[str, tuple[Any, float]] = {
@@ -276,24 +277,11 @@ BROKEN = {
 
 @pytest.mark.usefixtures("_threads_as_before")
 @pytest.mark.parametrize("fault", BROKEN)
-def test_broken_kernels_are_noticed(fault: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_broken_kernels_are_noticed(fault: str, tmp_path: Path) -> None:
     """Control: the same sources with one fault."""
     file, intact, broken = BROKEN[fault]
-    for source in build.SOURCES:
-        text = source.read_text()
-        if source.name == file:
-            assert intact in text
-            text = text.replace(intact, broken)
-        (tmp_path / source.name).write_text(text)
-    monkeypatch.setenv("FORESAY_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(build, "SOURCES", tuple(tmp_path / source.name for source in build.SOURCES))
-    monkeypatch.setattr(build, "_FLAGS", tuple(flag.replace("-O3", "-O1") for flag in build._FLAGS))
-    build.library.cache_clear()
-    try:
-        with pytest.raises(AssertionError):
-            check_exactly(NativeProduct.int4(weights(200, 576), None), torch.randn(300, 576, generator=SEEDED))
-    finally:
-        build.library.cache_clear()
+    with broken_kernels(tmp_path, file, (intact, broken)), pytest.raises(AssertionError):
+        check_exactly(NativeProduct.int4(weights(200, 576), None), torch.randn(300, 576, generator=SEEDED))
 
 
 @pytest.mark.parametrize("kind", ["int8", "native int8", "native int4", "native"])
