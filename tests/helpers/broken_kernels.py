@@ -1,4 +1,4 @@
-"""The compiled kernels with a fault, for negative controls."""
+"""The compiled kernels with other sources: with a fault, for negative controls, or over emulated instructions."""
 
 from __future__ import annotations
 
@@ -14,11 +14,23 @@ from foresay.models.cpu import build
 @contextmanager
 def broken_kernels(folder: Path, file: str, *changes: tuple[str, str], level: str = "-O1") -> Iterator[None]:
     """Replace the kernels by those whose file has each (right, wrong) change. folder: for sources and library."""
+    with changed_kernels(folder, {file: changes}, level=level):
+        yield
+
+
+@contextmanager
+def changed_kernels(
+    folder: Path,
+    changes: dict[str, tuple[tuple[str, str], ...]],
+    replaced: dict[str, Path] | None = None,
+    level: str = "-O1",
+) -> Iterator[None]:
+    """Replace the kernels by those with (old, new) changes by file, and with other files by name."""
     for source in build.SOURCES:
-        text = source.read_text()
-        for right, wrong in changes if source.name == file else ():
-            assert right in text
-            text = text.replace(right, wrong)
+        text = (replaced or {}).get(source.name, source).read_text()
+        for old, new in changes.get(source.name, ()):
+            assert old in text
+            text = text.replace(old, new)
         (folder / source.name).write_text(text)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FORESAY_CACHE", str(folder / "cache"))

@@ -115,6 +115,7 @@ int main() {
             case 9: finish(foresay_struct_size(a[0])); break;
             case 10: finish(foresay_instructions()); break;
             case 11: finish(foresay_message()); break;
+            case 12: finish(foresay_tiles()); break;
             default: return 7;
         }
     }

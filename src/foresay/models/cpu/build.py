@@ -35,6 +35,7 @@ SOURCES = tuple(
     Path(__file__).with_name(name)
     for name in (
         "kernels.cpp",
+        "amx.h",
         "attention.h",
         "blocks.h",
         "checks.h",
@@ -49,6 +50,8 @@ SOURCES = tuple(
         "pool.h",
         "products.h",
         "quantized.h",
+        "rounded.h",
+        "tiles.h",
         "vectors.h",
     )
 )
@@ -256,7 +259,7 @@ def _native() -> list[str]:
 def instructions() -> str:
     """Return the instructions that the kernels use, such as "AVX-512, VNNI, BF16"; "" without kernels."""
     found = library()
-    return "" if found is None else found.foresay_instructions().decode()
+    return "" if found is None else found.foresay_instructions().decode() + (", AMX" if found.foresay_tiles() else "")
 
 
 def _compile(path: Path, machine: Sequence[str]) -> None:

@@ -1,13 +1,16 @@
 // Products of quantized weights with activations that are rounded to 8 bits: sums of a group are exact integers, in any order.
 //
-// Activations of a token are rounded per group of 32: x = scale * level with levels in [-127, 127]. Then the sum over a group of
-// weight * x is (weight scale) * (x scale) * (sum of level * level) + (weight offset) * (sum of x). Groups are added in order, in float32.
+// The sum over a group of weight * x is (weight scale) * (x scale) * (sum of level * level) + (weight offset) * (sum of x). Groups are
+// added in order, in float32.
 
 #pragma once
 
 #include "quantized.h"
+#include "rounded.h"
+#include "tiles.h"
 
-#include <cmath>
+#include <algorithm>
+#include <chrono>
 
 namespace foresay {
 
@@ -20,58 +23,6 @@ constexpr int MOST_BYTE_ROWS = 4, WIDEST = 4; // 32 registers
 #else
 constexpr int MOST_BYTE_ROWS = 2, WIDEST = 4;
 #endif
-
-// Rounded activations of one token: levels [depth], scales [depth / 32], sums of the rounded numbers for each 32, [depth / 32], and for
-// each 16, [depth / 16]. depth is a multiple of 32.
-struct RoundedRow {
-    int8_t *levels;
-    float *scales, *sums, *half_sums;
-};
-
-// Levels of numbers in 8 bits, in [-127, 127], times a scale. A NaN or an infinite number makes the scale NaN, and so every product.
-struct Rounding {
-    float scale, inverse;
-    bool rounds; // false if the numbers are not finite, or too small to divide by
-
-    int32_t level(float x) const { return rounds ? static_cast<int32_t>(std::nearbyintf(x * inverse)) : 0; }
-};
-
-inline Rounding rounding_of(const float *x, int64_t count) {
-    float top = 0.0f, finite = 0.0f;
-#pragma omp simd reduction(max : top) reduction(+ : finite)
-    for (int64_t i = 0; i < count; i++) top = std::fabs(x[i]) > top ? std::fabs(x[i]) : top, finite += x[i] * 0.0f;
-    float scale = top / 127.0f + finite, inverse = 127.0f / top;
-    return {scale, inverse, scale - scale == 0.0f && inverse - inverse == 0.0f};
-}
-
-// Rounds 32 numbers.
-inline void round_group(const float *x, int64_t group, const RoundedRow &out) {
-    Rounding by = rounding_of(x, GROUP);
-    int8_t *levels = out.levels + group * GROUP;
-    int32_t sums[2] = {0, 0};
-    for (int half = 0; half < 2; half++) {
-        int32_t sum = 0;
-#pragma omp simd reduction(+ : sum)
-        for (int i = 0; i < GROUP / 2; i++) {
-            int32_t level = by.level(x[half * 16 + i]);
-            levels[half * 16 + i] = static_cast<int8_t>(level);
-            sum += level;
-        }
-        sums[half] = sum;
-        out.half_sums[2 * group + half] = by.scale * static_cast<float>(sum);
-    }
-    out.scales[group] = by.scale;
-    out.sums[group] = by.scale * static_cast<float>(sums[0] + sums[1]);
-}
-
-inline void round_row(const float *x, int64_t depth, const RoundedRow &out) {
-    int64_t groups = depth / GROUP, rest = depth % GROUP;
-    for (int64_t g = 0; g < groups; g++) round_group(x + g * GROUP, g, out);
-    if (rest == 0) return;
-    float padded[GROUP] = {};
-    std::memcpy(padded, x + groups * GROUP, rest * sizeof(float));
-    round_group(padded, groups, out);
-}
 
 // Adds the products of four levels each to the lanes of a sum of 32-bit integers.
 #if defined(FORESAY_BYTE_DOTS)
@@ -175,13 +126,6 @@ inline void group_sums(const L &levels, int64_t first, const int8_t *x, int64_t 
 #endif
 }
 
-// A block of tokens' rounded activations, from the first depth of a block on. Strides are those between tokens.
-struct RoundedBlock {
-    const int8_t *levels;
-    const float *scales, *sums;
-    int64_t stride, scale_stride, sum_stride;
-};
-
 // sums [ROWS, 32] += products of ROWS tokens with COUNT vectors of outputs, from vector FIRST on, over `groups` groups of DEPTH.
 // scales: for each group, scales [32] and offsets [32].
 template <int BITS, int DEPTH, int ROWS, int FIRST, int COUNT, class L>
@@ -194,11 +138,8 @@ inline void byte_tile(const L &levels, const float *scales, int64_t groups, cons
             Floats scale = load<Floats>(scales + (FIRST + v) * LANES), offset = load<Floats>(scales + PANEL + (FIRST + v) * LANES);
 #pragma GCC unroll 12
             for (int r = 0; r < ROWS; r++) {
-                float *place = sums + r * PANEL + (FIRST + v) * LANES;
-                Floats sum = load<Floats>(place);
-                sum += __builtin_convertvector(dots[r][v], Floats) * scale * x.scales[r * x.scale_stride + g * DEPTH / GROUP];
-                sum += offset * x.sums[r * x.sum_stride + g];
-                store(place, sum);
+                float by = x.scales[r * x.scale_stride + g * DEPTH / GROUP], plus = x.sums[r * x.sum_stride + g];
+                add_group(sums + r * PANEL + (FIRST + v) * LANES, dots[r][v], scale, offset, by, plus);
             }
         }
     }
@@ -227,12 +168,49 @@ inline void byte_tiles(const L &levels, const float *scales, int64_t depth, Roun
 #undef TILE
 }
 
+#if defined(FORESAY_TILES)
+// True if this processor multiplies TILE_ROWS rows faster by matrix instructions. The first call measures it.
+inline bool tiles_are_faster() {
+    static const bool faster = tiles_allowed() && [] {
+        static Decoded block{};
+        static int8_t levels[TILE_ROWS * SUPER]{};
+        static float numbers[TILE_ROWS * SUPER / GROUP]{}, sums[TILE_ROWS * PANEL]{};
+        RoundedBlock x{levels, numbers, numbers, SUPER, SUPER / GROUP, SUPER / GROUP};
+        auto seconds = [&](auto &&body) {
+            double best = 1.0;
+            for (int i = 0; i < 20; i++) {
+                auto start = std::chrono::steady_clock::now();
+                for (int j = 0; j < 10; j++) body();
+                best = std::min(best, std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
+            }
+            return best;
+        };
+        double by_tiles = seconds([&] { bytes_by_tiles<GROUP>(block.levels, block.scales, SUPER, x, TILE_ROWS, sums); });
+        return by_tiles < seconds([&] { byte_tiles<LEVELS_8, GROUP>(Plain{block.levels}, block.scales, SUPER, x, TILE_ROWS, sums); });
+    }();
+    return faster;
+}
+
+// Multiplies whole blocks of TILE_ROWS rows, if matrix instructions are faster, and advances x, rows and sums to those that are left.
+template <int DEPTH>
+inline void some_by_tiles(const uint8_t *levels, const float *scales, int64_t depth, RoundedBlock &x, int64_t &rows, float *&sums) {
+    int64_t whole = rows / TILE_ROWS * TILE_ROWS;
+    if (whole == 0 || !tiles_are_faster()) return;
+    bytes_by_tiles<DEPTH>(levels, scales, depth, x, whole, sums);
+    x.levels += whole * x.stride, x.scales += whole * x.scale_stride, x.sums += whole * x.sum_stride;
+    rows -= whole, sums += whole * PANEL;
+}
+#else
+template <int DEPTH> inline void some_by_tiles(const uint8_t *, const float *, int64_t, RoundedBlock &, int64_t &, float *&) {}
+#endif
+
 // sums [rows, 32] += products of `depth` depths, at most SUPER. weights: of the first depth. With one tile of rows, levels are decoded in
 // registers where they are used; with several, they are decoded once to `room` [SUPER * PANEL].
 template <int BITS, int DEPTH>
-inline void byte_products(const uint8_t *weights, const float *scales, int64_t depth, const RoundedBlock &x, int64_t rows, float *sums, uint8_t *room) {
+inline void byte_products(const uint8_t *weights, const float *scales, int64_t depth, RoundedBlock x, int64_t rows, float *sums, uint8_t *room) {
     if (rows <= MOST_BYTE_ROWS) return byte_tiles<BITS, DEPTH>(Packed<BITS>{weights}, scales, depth, x, rows, sums);
     decode_levels<BITS>(weights, depth, room);
+    some_by_tiles<DEPTH>(room, scales, depth, x, rows, sums);
     byte_tiles<FORESAY_DOTS(BITS), DEPTH>(Plain{room}, scales, depth, x, rows, sums);
 }
 

@@ -240,6 +240,9 @@ extern "C" const char *foresay_instructions() {
         ;
 }
 
+// 1 if products use matrix instructions.
+extern "C" int64_t foresay_tiles() { return tiles_allowed(); }
+
 // 1 if products with bfloat16 weights and activations use instructions for them.
 extern "C" int64_t foresay_bf16_dots() { return BF16_DOTS; }
 

@@ -15,9 +15,14 @@ PREBUILT = Path(__file__).with_name("prebuilt")
 """Folder of the installed package with precompiled kernels; not in every distribution."""
 _AVX2 = frozenset({"abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"})
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+_AVX512_BF16 = _AVX512 | {"avx512_vnni", "avx512_bf16"}
 _LEVELS: dict[str, dict[str, tuple[str, frozenset[str]]]] = {
     "x86_64": {
-        "avx512-bf16": ("-march=x86-64-v4 -mavx512vnni -mavx512bf16", _AVX512 | {"avx512_vnni", "avx512_bf16"}),
+        "avx512-amx": (
+            "-march=x86-64-v4 -mavx512vnni -mavx512bf16 -mamx-tile -mamx-int8 -mamx-bf16",
+            _AVX512_BF16 | {"amx_tile", "amx_int8", "amx_bf16"},
+        ),
+        "avx512-bf16": ("-march=x86-64-v4 -mavx512vnni -mavx512bf16", _AVX512_BF16),
         "avx512-vnni": ("-march=x86-64-v4 -mavx512vnni", _AVX512 | {"avx512_vnni"}),
         "avx512": ("-march=x86-64-v4", _AVX512),
         "avx2-vnni": ("-march=x86-64-v3 -mavxvnni", _AVX2 | {"avx_vnni"}),

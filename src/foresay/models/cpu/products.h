@@ -135,6 +135,13 @@ template <class T> void float_tiles(const T *panel, const float *x, int64_t stri
 }
 
 inline void pair_tiles(const bf16 *panel, const bf16 *x, int64_t stride, int64_t rows, int64_t depth, float *sums) {
+#if defined(FORESAY_TILES)
+    if (tiles_allowed()) {
+        int64_t whole = depth / TILE_DEPTH * TILE_DEPTH;
+        pairs_by_tiles(panel, x, stride, rows, whole, sums);
+        panel += whole * PANEL, x += whole, depth -= whole;
+    }
+#endif
     row_tiles(rows, [&](auto count, int64_t first) {
         constexpr int N = decltype(count)::value;
         if constexpr (N < SPLIT) {

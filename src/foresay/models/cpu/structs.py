@@ -143,6 +143,7 @@ def declare_functions(library: ctypes.CDLL) -> ctypes.CDLL:
         "attend": [ctypes.POINTER(Attention), p, p, p, n, n],
     }
     library.foresay_bf16_dots.argtypes, library.foresay_bf16_dots.restype = [], n
+    library.foresay_tiles.argtypes, library.foresay_tiles.restype = [], n
     library.foresay_struct_size.argtypes, library.foresay_struct_size.restype = [n], n
     for index, struct in enumerate(STRUCTS):
         if library.foresay_struct_size(index) != ctypes.sizeof(struct):

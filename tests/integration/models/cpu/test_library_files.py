@@ -26,6 +26,7 @@ FUNCTIONS = (
     "pack",
     "rows",
     "bf16_dots",
+    "tiles",
     "instructions",
     "add_norm",
     "gate",
@@ -33,6 +34,7 @@ FUNCTIONS = (
 )
 SMALL = '#define FORESAY(name) extern "C" long foresay_##name() { return 0; }\n'
 STRANGER = 12345
+USABLE = [level for level in levels.levels() if levels.supported(level, build._processor())]
 TORN = """
 import sys
 from pathlib import Path
@@ -259,7 +261,7 @@ def test_they_are_compiled_once_or_where_damaged_and_may_be_left_alone(
 ALL = (
     "avx512f avx512bw avx512cd avx512dq avx512vl avx512_vnni avx512_bf16 avx_vnni abm avx avx2 bmi1 bmi2 f16c fma movbe"
 )
-ALL += " asimd asimddp bf16"
+ALL += " amx_tile amx_int8 amx_bf16 asimd asimddp bf16"
 
 
 @pytest.fixture
@@ -375,7 +377,7 @@ def test_the_command_that_compiles_them_names_what_is_missing(tmp_path: Path) ->
 @pytest.fixture
 def packaged(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Kernels in the folder of the installed package, for the processor's best instruction set."""
-    made = build.precompile(tmp_path / "prebuilt", levels.levels()[:1])
+    made = build.precompile(tmp_path / "prebuilt", USABLE[:1])
     monkeypatch.setattr(levels, "PREBUILT", tmp_path / "prebuilt")
     monkeypatch.setattr(build, "_processor", lambda: f"flags : {ALL}")
     return made[0]
@@ -392,7 +394,7 @@ def test_kernels_in_the_package_need_no_compiler(
 def test_a_chosen_folder_comes_before_the_package(
     packaged: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    [own] = build.precompile(tmp_path / "chosen", levels.levels()[:1])
+    [own] = build.precompile(tmp_path / "chosen", USABLE[:1])
     monkeypatch.setenv("FORESAY_KERNELS", str(tmp_path / "chosen"))
     assert build.library_path() == own != packaged
 

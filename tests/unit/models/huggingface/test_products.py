@@ -268,7 +268,7 @@ BROKEN = {
             for (int64_t i = 0; i < (rows - 4) * PANEL; i++) sums[4 * PANEL + i] += part[i];""",
     ),
     "inputs are rounded for the whole row": (
-        "integers.h",
+        "rounded.h",
         "for (int64_t g = 0; g < groups; g++) round_group(x + g * GROUP, g, out);",
         "for (int64_t g = 0; g < groups; g++) round_group(x + g * GROUP, g, out), out.scales[g] = out.scales[0];",
     ),

@@ -1,0 +1,175 @@
+"""Products by matrix instructions (AMX), emulated: the bits of those without them, or bits that depend on the depth alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from foresay.decoding.protocols import ModelInput
+from foresay.models.cpu import build
+from foresay.models.cpu.product import BLOCKS, NativeProduct
+from foresay.models.huggingface.causal import CausalModel
+from foresay.models.huggingface.linears import freeze_linears
+from foresay.models.huggingface.self_check import use_fused_layers
+from helpers.broken_kernels import changed_kernels
+from helpers.families import make
+
+HEADER = Path(__file__).parents[3] / "helpers" / "emulated_amx.h"
+ALWAYS = ("static const bool faster = tiles_allowed() &&", "static const bool faster = true ||")
+ROWS = (1, 2, 7, 15, 16, 17, 31, 32, 33, 48, 63, 96, 97, 130)
+Changes = dict[str, tuple[tuple[str, str], ...]]
+
+
+def numbers(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(7))
+
+
+def blocks(kind: str) -> NativeProduct:
+    """A product of random blocks of a GGUF type: 70 outputs, 768 deep."""
+    weights, size, _, _ = BLOCKS[kind]
+    stored = np.random.default_rng(3).integers(0, 256, (70, 768 // weights * size), np.uint8)
+    stored.reshape(70, -1, size)[:, :, 1::2] &= 0x3F  # so that scales are finite wherever they lie
+    return NativeProduct.of_blocks(kind, [stored])
+
+
+INTEGERS: dict[str, Callable[[], NativeProduct]] = {
+    **{kind: (lambda kind=kind: blocks(kind)) for kind in BLOCKS},
+    "int8": lambda: NativeProduct.int8(numbers(70, 75), None),
+    "int4": lambda: NativeProduct.int4(numbers(70, 544), numbers(70)),
+}
+
+
+def outputs(product: NativeProduct) -> dict[int, torch.Tensor]:
+    """The product of different numbers of rows, the same ones first."""
+    x = numbers(max(ROWS), product.in_features)
+    return {rows: product(x[:rows]) for rows in ROWS}
+
+
+if "VNNI" not in build.instructions():  # levels of 8 bits are signed there, as on no processor with matrix instructions
+    INTEGERS = {kind: one for kind, one in INTEGERS.items() if kind not in ("Q8_0", "int8")}
+
+
+def emulated(folder: Path, changes: Changes | None = None, level: str = "-O3") -> Iterator[None]:
+    """Kernels over emulated instructions, which are used wherever they can be."""
+    whole: Changes = {"integers.h": (ALWAYS,)}
+    for file, more in (changes or {}).items():
+        whole[file] = (*whole.get(file, ()), *more)
+    with changed_kernels(folder, whole, {"amx.h": HEADER}, level=level):
+        library = build.library()
+        assert library is not None and library.foresay_tiles()
+        yield
+
+
+@pytest.fixture(scope="module")
+def without() -> dict[str, dict[int, torch.Tensor]]:
+    """Outputs by the kernels of this machine."""
+    return {kind: outputs(make_product()) for kind, make_product in INTEGERS.items()}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the kernels are compiled once."""
+    return tmp_path_factory.mktemp("emulated")
+
+
+@pytest.fixture
+def tiles(folder: Path, without: dict[str, dict[int, torch.Tensor]]) -> Iterator[None]:
+    yield from emulated(folder)
+
+
+@pytest.mark.usefixtures("tiles")
+@pytest.mark.parametrize("kind", INTEGERS)
+def test_products_of_integers_have_the_bits_that_they_have_without(
+    kind: str, without: dict[str, dict[int, torch.Tensor]]
+) -> None:
+    for rows, out in outputs(INTEGERS[kind]()).items():
+        assert out.isfinite().all() and torch.equal(out, without[kind][rows]), rows
+
+
+def pairs(weight: torch.Tensor) -> NativeProduct:
+    product = NativeProduct.of_numbers(weight, None)
+    product.activations = "bf16"
+    return product
+
+
+@pytest.mark.parametrize("depth", [1, 2, 31, 32, 33, 64, 75, 576])
+def test_bits_of_bfloat16_products_do_not_depend_on_the_rows(depth: int, request: pytest.FixtureRequest) -> None:
+    """Where the processor has the instructions, they are also those that it computes."""
+    weight, library = numbers(70, depth).to(torch.bfloat16), build.library()
+    weight[:, ::7] *= 1e-30  # sums of the smallest numbers too
+    real = outputs(pairs(weight)) if library is not None and library.foresay_tiles() else None
+    request.getfixturevalue("tiles")
+    found = outputs(pairs(weight))
+    whole = found[max(ROWS)]
+    for rows, out in found.items():
+        assert torch.equal(out, whole[:rows]), rows
+        assert real is None or torch.equal(out, real[rows]), rows
+    x = numbers(max(ROWS), depth).to(torch.bfloat16)
+    torch.testing.assert_close(whole.double(), x.double() @ weight.double().t(), atol=2e-4, rtol=2e-5)
+
+
+@pytest.mark.usefixtures("tiles")
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_token_has_its_bits_in_any_pass(threads: int) -> None:
+    weights = make("llama").to(torch.bfloat16)
+    freeze_linears(weights)
+    model = CausalModel(weights)
+    assert use_fused_layers(model) is None
+    ids, cache, before = torch.randint(2, 90, (2, 70), generator=torch.Generator().manual_seed(1)), model.new_cache(), 0
+    cache.add_rows(2)
+    torch.set_num_threads(threads)
+    try:
+        whole = model.forward(ModelInput(ids, (70, 70)), cache).scores()
+        for row in range(2):
+            alone, before = model.new_cache(), 0
+            alone.add_rows(1)
+            for count in (1, 33, 4, 32):
+                part = model.forward(ModelInput(ids[row : row + 1, before : before + count], (count,)), alone).scores()
+                assert torch.equal(part[0], whole[row, before : before + count])
+                before += count
+    finally:
+        torch.set_num_threads(2)
+
+
+FAULTS: dict[str, tuple[str, str, str]] = {
+    "the second block of rows is the first": ("pairs", "tile_load<5>(more + k,", "tile_load<5>(some + k,"),
+    "depths of two panels": ("pairs", "tile_load<7>(weights + k * PANEL + PANEL,", "tile_load<7>(weights + k * PANEL,"),
+    "every group reads the first": ("bytes", "x.stride + g * DEPTH, x.stride", "x.stride, x.stride"),
+    "scales of the first block": ("bytes", "x.scales[(first + r) *", "x.scales[r *"),
+    "a group adds to the one before": (
+        "bytes",
+        "tile_zero<0>(), tile_zero<1>();",
+        "if (g == 0) tile_zero<0>(), tile_zero<1>();",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_noticed(fault: str, tmp_path: Path, without: dict[str, dict[int, torch.Tensor]]) -> None:
+    """Control: the same comparisons with one fault in tiles.h."""
+    kind, right, wrong = FAULTS[fault]
+    for _ in emulated(tmp_path, {"tiles.h": ((right, wrong),)}, level="-O0"):
+        if kind == "bytes":
+            assert (outputs(INTEGERS["Q4_1"]())[33] - without["Q4_1"][33]).abs().max() > 0.1
+        else:
+            weight, x = numbers(70, 64).to(torch.bfloat16), numbers(40, 64).to(torch.bfloat16)
+            assert (pairs(weight)(x.float()).double() - x.double() @ weight.double().t()).abs().max() > 0.1
+
+
+def test_a_process_that_may_not_use_them(tmp_path: Path, without: dict[str, dict[int, torch.Tensor]]) -> None:
+    """The bits of bfloat16 products are those of a machine without them, too."""
+    weight, x, library = numbers(70, 576).to(torch.bfloat16), numbers(40, 576), build.library()
+    wanted = None if library is None or library.foresay_tiles() else pairs(weight)(x)
+    header = tmp_path / "amx.h"
+    header.write_text(
+        HEADER.read_text().replace("tiles_allowed() { return true; }", "tiles_allowed() { return false; }")
+    )
+    (tmp_path / "sources").mkdir()
+    with changed_kernels(tmp_path / "sources", {}, {"amx.h": header}, level="-O3"):
+        assert "AMX" not in build.instructions()
+        assert torch.equal(outputs(INTEGERS["int4"]())[33], without["int4"][33])
+        assert wanted is None or torch.equal(pairs(weight)(x), wanted)
