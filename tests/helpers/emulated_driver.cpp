@@ -109,7 +109,7 @@ int main() {
                 break;
             case 4: finish(foresay_rows(product(), reinterpret_cast<const int64_t *>(a[1]), a[2], at(3))); break;
             case 5: finish(foresay_add_norm(at(0), at(1), at(2), real(a[3]), at(4), at(5), a[6], a[7], real(a[8]))); break;
-            case 6: finish(foresay_gate(at(0), at(1), at(2), a[3], a[4])); break;
+            case 6: finish(foresay_gate(reinterpret_cast<const Gate *>(a[0]), at(1), at(2), a[3], a[4])); break;
             case 7: finish(foresay_attend(reinterpret_cast<const Attention *>(a[0]), at(1), at(2), at(3), a[4], a[5])); break;
             case 8: finish(foresay_bf16_dots()); break;
             case 9: finish(foresay_struct_size(a[0])); break;

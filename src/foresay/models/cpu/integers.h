@@ -64,10 +64,42 @@ inline Integers add_shorts(Integers x, Integers y) { return _mm256_add_epi16(x, 
 inline Ints add_in_pairs(Integers x) { return reinterpret_cast<Ints>(_mm256_madd_epi16(x, _mm256_set1_epi16(1))); }
 #endif
 
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+// group_sums below for two tokens and more: an instruction multiplies two tokens by two outputs at 8 depths.
+template <int DEPTH, int ROWS, int FIRST, int COUNT, class L>
+inline void sums_of_pairs(const L &levels, int64_t first, const int8_t *x, int64_t stride, Ints (&out)[ROWS][COUNT]) {
+    int32x4_t sums[(ROWS + 1) / 2][COUNT][2] = {};
+#pragma GCC unroll 4
+    for (int k = 0; k < DEPTH; k += 8) {
+        Words low[COUNT], high[COUNT];
+        levels.template at<FIRST, COUNT>(first + k / 4, low), levels.template at<FIRST, COUNT>(first + k / 4 + 1, high);
+#pragma GCC unroll 2
+        for (int r = 0; r < ROWS; r += 2) {
+            const int8_t *one = x + r * stride + k, *other = r + 1 < ROWS ? one + stride : one;
+            int8x16_t both = vcombine_s8(vld1_s8(one), vld1_s8(other));
+#pragma GCC unroll 4
+            for (int v = 0; v < COUNT; v++) {
+                uint32x4_t a = reinterpret_cast<uint32x4_t>(low[v]), b = reinterpret_cast<uint32x4_t>(high[v]);
+                sums[r / 2][v][0] = vmmlaq_s32(sums[r / 2][v][0], both, vreinterpretq_s8_u32(vzip1q_u32(a, b)));
+                sums[r / 2][v][1] = vmmlaq_s32(sums[r / 2][v][1], both, vreinterpretq_s8_u32(vzip2q_u32(a, b)));
+            }
+        }
+    }
+    for (int r = 0; r < ROWS; r++)
+        for (int v = 0; v < COUNT; v++) {
+            int64x2_t a = vreinterpretq_s64_s32(sums[r / 2][v][0]), b = vreinterpretq_s64_s32(sums[r / 2][v][1]);
+            out[r][v] = reinterpret_cast<Ints>(r % 2 == 0 ? vzip1q_s64(a, b) : vzip2q_s64(a, b));
+        }
+}
+#endif
+
 // Sum over a group of level * level, for ROWS tokens and COUNT vectors of outputs from vector FIRST on. first: the group's first four
 // depths in `levels`. BITS: of the levels.
 template <int BITS, int DEPTH, int ROWS, int FIRST, int COUNT, class L>
 inline void group_sums(const L &levels, int64_t first, const int8_t *x, int64_t stride, Ints (&out)[ROWS][COUNT]) {
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+    if constexpr (ROWS > 1) return sums_of_pairs<DEPTH, ROWS, FIRST, COUNT>(levels, first, x, stride, out);
+#endif
 #if defined(FORESAY_BYTE_DOTS) || defined(__ARM_FEATURE_DOTPROD)
     for (int r = 0; r < ROWS; r++)
         for (int v = 0; v < COUNT; v++) out[r][v] = Ints{};

@@ -234,6 +234,9 @@ extern "C" const char *foresay_instructions() {
 #elif defined(__ARM_FEATURE_DOTPROD)
         ", dot products"
 #endif
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+        ", I8MM"
+#endif
 #if defined(FORESAY_BF16_DOTS)
         ", BF16"
 #endif

@@ -29,6 +29,7 @@ _LEVELS: dict[str, dict[str, tuple[str, frozenset[str]]]] = {
         "avx2": ("-march=x86-64-v3", _AVX2),
     },
     "aarch64": {
+        "i8mm-bf16": ("-march=armv8.2-a+dotprod+bf16+i8mm", frozenset({"asimd", "asimddp", "bf16", "i8mm"})),
         "dotprod-bf16": ("-march=armv8.2-a+dotprod+bf16", frozenset({"asimd", "asimddp", "bf16"})),
         "dotprod": ("-march=armv8.2-a+dotprod", frozenset({"asimd", "asimddp"})),
         "neon": ("-march=armv8-a", frozenset({"asimd"})),

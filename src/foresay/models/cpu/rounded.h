@@ -26,12 +26,12 @@ struct Rounding {
 inline Rounding rounding_of(const float *x, int64_t count) {
     Floats tops{}, zeros{};
     float top = 0.0f, finite = 0.0f;
-    int64_t i = 0;
-    for (; i + LANES <= count; i += LANES) {
+    int64_t whole = count / LANES * LANES;
+    for (int64_t i = 0; i < whole; i += LANES) {
         Floats some = load<Floats>(x + i), size = some < 0.0f ? -some : some;
         tops = size > tops ? size : tops, zeros += some * 0.0f;
     }
-    for (; i < count; i++) top = std::fabs(x[i]) > top ? std::fabs(x[i]) : top, finite += x[i] * 0.0f;
+    for (int64_t i = whole; i < count; i++) top = std::fabs(x[i]) > top ? std::fabs(x[i]) : top, finite += x[i] * 0.0f;
     for (int lane = 0; lane < LANES; lane++) top = tops[lane] > top ? tops[lane] : top, finite += zeros[lane];
     float scale = top / 127.0f + finite, inverse = 127.0f / top;
     return {scale, inverse, scale - scale == 0.0f && inverse - inverse == 0.0f};

@@ -261,7 +261,7 @@ def test_they_are_compiled_once_or_where_damaged_and_may_be_left_alone(
 ALL = (
     "avx512f avx512bw avx512cd avx512dq avx512vl avx512_vnni avx512_bf16 avx_vnni abm avx avx2 bmi1 bmi2 f16c fma movbe"
 )
-ALL += " amx_tile amx_int8 amx_bf16 asimd asimddp bf16"
+ALL += " amx_tile amx_int8 amx_bf16 asimd asimddp bf16 i8mm"
 
 
 @pytest.fixture
