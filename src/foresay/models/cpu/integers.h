@@ -117,11 +117,14 @@ inline void group_sums(const L &levels, int64_t first, const int8_t *x, int64_t 
 #elif defined(FORESAY_SHORT_SUMS)
     // levels of 4 bits cannot overflow 16 bits within 32 depths, nor those of 6 bits within 8
     constexpr int SAFE = BITS == LEVELS_4 ? DEPTH : BITS == LEVELS_6 ? 8 : 4;
-#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; r++)
+        for (int v = 0; v < COUNT; v++) out[r][v] = Ints{};
+        // loops over depths are not unrolled, because the compiler would interleave their steps and run out of registers
+#pragma GCC unroll 1
     for (int from = 0; from < DEPTH; from += SAFE) {
-        Integers narrow[ROWS][COUNT];
-#pragma GCC unroll 8
-        for (int k = from; k < from + SAFE; k += 4) {
+        Integers narrow[ROWS][COUNT] = {};
+#pragma GCC unroll 4
+        for (int64_t k = from; k < from + SAFE; k += 4) {
             Words words[COUNT];
             levels.template at<FIRST, COUNT>(first + k / 4, words);
             Integers four[COUNT];
@@ -132,14 +135,14 @@ inline void group_sums(const L &levels, int64_t first, const int8_t *x, int64_t 
 #pragma GCC unroll 4
                 for (int v = 0; v < COUNT; v++) {
                     Integers two = BITS == LEVELS_8 ? two_products_signed(four[v], one) : two_products(four[v], one);
-                    narrow[r][v] = k == from ? two : add_shorts(narrow[r][v], two);
+                    narrow[r][v] = add_shorts(narrow[r][v], two);
                 }
             }
         }
 #pragma GCC unroll 12
         for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
-            for (int v = 0; v < COUNT; v++) out[r][v] = from == 0 ? add_in_pairs(narrow[r][v]) : out[r][v] + add_in_pairs(narrow[r][v]);
+            for (int v = 0; v < COUNT; v++) out[r][v] += add_in_pairs(narrow[r][v]);
     }
 #else
     for (int r = 0; r < ROWS; r++)
