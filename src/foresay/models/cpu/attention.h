@@ -105,7 +105,13 @@ void place(const Attention &a, const float *joint, float *queries, int64_t n) {
     }
 }
 
-constexpr int QUERIES_AT_ONCE = LANES == 16 ? 4 : 2;
+// Sums of values in registers: queries times vectors of dimensions, half as many where there are 16 registers.
+constexpr int QUERIES_AT_ONCE = 4;
+#if defined(__AVX512F__) || defined(__ARM_NEON)
+constexpr int MOST_VECTORS = 4;
+#else
+constexpr int MOST_VECTORS = 2;
+#endif
 constexpr int64_t POSITIONS = 4 * LANES; // positions processed as a block
 constexpr int64_t MOST_TOKENS = 16, MOST_SCORES = 1 << 16; // of a span, and of all its heads
 
@@ -240,7 +246,7 @@ inline void add_rows(const float *const *weights, Rows<W> rows, int64_t d, int64
 template <int R, class W> inline void add_all_values(const float *const *weights, Rows<W> rows, int64_t padded, int64_t count, float *const *sums) {
     for (int64_t d = 0; d < padded;) {
         int64_t left = (padded - d) / LANES;
-        if (left >= 4) add_rows<R, 4>(weights, rows, d, count, sums), d += 4 * LANES;
+        if (left >= MOST_VECTORS) add_rows<R, MOST_VECTORS>(weights, rows, d, count, sums), d += MOST_VECTORS * LANES;
         else if (left >= 2) add_rows<R, 2>(weights, rows, d, count, sums), d += 2 * LANES;
         else add_rows<R, 1>(weights, rows, d, count, sums), d += LANES;
     }
@@ -280,7 +286,7 @@ inline void weights_of(float *scores, int64_t first, int64_t last, int64_t width
 template <class F> inline void some_queries(int64_t count, const F &body) {
     int64_t r = 0;
     for (; r + QUERIES_AT_ONCE <= count; r += QUERIES_AT_ONCE) body(std::integral_constant<int, QUERIES_AT_ONCE>(), r);
-    if (r + 3 <= count && QUERIES_AT_ONCE > 3) body(std::integral_constant<int, 3>(), r), r += 3;
+    if (r + 3 <= count) body(std::integral_constant<int, 3>(), r), r += 3;
     for (; r + 2 <= count; r += 2) body(std::integral_constant<int, 2>(), r);
     for (; r < count; r++) body(std::integral_constant<int, 1>(), r);
 }
