@@ -96,7 +96,7 @@ INSIDE = {
     ],
     "text": [
         {"tokenizer", "text_files", "formatting", "grammar_library"},
-        {"prompts", "stream", "cross_tokenizer", "grammar", "grammar_process"},
+        {"prompts", "stream", "cross_tokenizer", "grammar", "grammar_process", "tool_calls"},
         {"schema_compiler"},
     ],
     "spec": [{"expressions", "settings_file"}, {"recipe"}, {"third_party", "ngram_recipes"}, {"recipes"}],
@@ -104,9 +104,11 @@ INSIDE = {
     "server": [
         {"errors", "metrics", "settings"},
         {"fields", "logprobs", "guards", "connections"},
+        {"tool_fields"},
         {"requests"},
         {"responses", "drafting_choice"},
         {"service"},
+        {"message_kind"},
         {"generating"},
         {"app"},
         {"running"},

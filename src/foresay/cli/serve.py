@@ -23,6 +23,7 @@ from foresay.cli.options import (
 )
 from foresay.errors import ConfigError
 from foresay.server.settings import ServerSettings, read_keys
+from foresay.text.tool_calls.formats import FORMATS
 
 DEFAULTS = ServerSettings()
 
@@ -57,6 +58,12 @@ class ServingOptions:
         list[str] | None,
         typer.Option(metavar="NAME", help="Name of the model in the API; may be repeated.  [default: the model's]"),
     ] = None
+    tool_format: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME", help=f"Format of the model's tool calls: auto (by its chat template), {', '.join(FORMATS)}."
+        ),
+    ] = DEFAULTS.tool_format
     max_waiting: Annotated[
         int, typer.Option(help="Requests that may wait; further ones are answered with status 429.")
     ] = DEFAULTS.max_waiting
@@ -88,6 +95,7 @@ class ServingOptions:
             open_to_all=self.open_to_all,
             cors=tuple(self.cors or ()),
             hosts=tuple(self.allow_host or ()),
+            tool_format=self.tool_format,
             max_waiting=self.max_waiting,
             timeout_s=self.timeout,
             prefill_wait_s=self.prefill_wait,

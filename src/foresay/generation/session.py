@@ -35,8 +35,9 @@ class _Request:
             )
         params = prepared.params
         self.ids, self.prepared, self._tokenizer = list(ids), prepared, tokenizer
-        self.stop = StopStrings(tokenizer, params.stop, params.min_new_tokens) if params.stop else None
-        self._stream = TextStream(tokenizer, params.stop) if text and tokenizer is not None else None
+        visible = params.visible_token_ids
+        self.stop = StopStrings(tokenizer, params.stop, params.min_new_tokens, visible) if params.stop else None
+        self._stream = TextStream(tokenizer, params.stop, visible) if text and tokenizer is not None else None
         self.steps: list[Step] = []
         self.seed: int | None = None
 
@@ -74,7 +75,7 @@ class _Request:
         if self.stop is not None and self.stop.cut_at is not None:
             return self.stop.text[: self.stop.cut_at]
         # as the stream decodes it: `decode` of all ids may turn complete characters before an incomplete one into U+FFFD
-        return Detokenizer(self._tokenizer).all(ids)
+        return Detokenizer(self._tokenizer, self.prepared.params.visible_token_ids).all(ids)
 
 
 class Session:

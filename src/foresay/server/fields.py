@@ -20,6 +20,8 @@ from foresay.server.errors import ApiError
 T = TypeVar("T", bound=BaseModel)
 Neutral = Mapping[str, Sequence[Any]]
 """Field -> values without effect: the API's defaults, and requests for behaviour that this server always has."""
+MAX_ITEMS = 1024
+"""Limit on the items of a list or the entries of an object."""
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _LONE = re.compile("[\ud800-\udfff]")
 _DEPTH = 8

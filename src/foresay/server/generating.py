@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,11 +23,13 @@ from foresay.generation.result import Chunk
 from foresay.server.drafting_choice import DraftingChoice
 from foresay.server.errors import CLIENT_CLOSED, ApiError, as_api_error, as_api_errors
 from foresay.server.logprobs import Logprobs, of_prompt
+from foresay.server.message_kind import MessageKind
 from foresay.server.requests import ChatRequest, CompletionRequest, Drafting, PredictRequest
 from foresay.server.responses import CompletionShape, Echo, Output, ResponseFields, Shape, encode_event, usage
 from foresay.server.service import Service
-from foresay.text.grammar import JsonSchema
+from foresay.text.grammar import Grammar
 from foresay.text.stream import Detokenizer
+from foresay.text.tool_calls.message import MessageParser
 
 MAX_ECHOED_SCORES = 1 << 20
 """Limit on the prompt log-probabilities of one response: about 300 MB while it is built."""
@@ -44,8 +46,10 @@ class PreparedRequest:
     params: SamplingParams
     n: int = 1
     drafting: DraftingChoice = field(default_factory=DraftingChoice)
-    schema: JsonSchema | None = None
-    """Schema that every output follows."""
+    grammar: Grammar | None = None
+    """Grammar that every output follows."""
+    parsers: Callable[[int], MessageParser | None] = lambda _: None
+    """Returns the parser of an output by its index."""
 
     def pairs(self) -> list[tuple[list[int], SamplingParams]]:
         """Return the prompt and parameters of every output."""
@@ -54,9 +58,9 @@ class PreparedRequest:
         ]
 
     def _pair(self, prompt: list[int], params: SamplingParams) -> tuple[list[int], SamplingParams]:
-        if self.schema is None:
+        if self.grammar is None:
             return prompt, params
-        return prompt, replace(params, processors=(self.schema.mask_after(len(prompt)),))
+        return prompt, replace(params, processors=(self.grammar.mask_after(len(prompt)),))
 
 
 async def generate(
@@ -94,6 +98,7 @@ async def _outputs(
             request.foresay or Drafting(),
             None if top is None else Logprobs(tokenizer),
             echoes[index // prepared.n],
+            prepared.parsers(index),
         )
         for index in range(len(prepared.prompts) * prepared.n)
     ]
@@ -150,7 +155,8 @@ class _ResponseBuilder:
                 for one in self.outputs if self.request.echoes else ():
                     yield self._event(one.echoed(alone=self.request.only_prompt))
                 async for index, chunk in _chained(first, chunks):
-                    yield self._event(self.outputs[index].take(chunk))
+                    for choice in self.outputs[index].take(chunk):
+                        yield self._event(choice)
             if self.request.with_usage:
                 yield self._event()
             yield encode_event("[DONE]")
@@ -180,11 +186,22 @@ async def _prepare(service: Service, request: ChatRequest | CompletionRequest) -
     """Validate and tokenize a request before it is queued."""
     prompts, n = request.prompts(), 1 if request.n is None else request.n
     _check(service, request, len(prompts), n)
-    drafting, schema_json = DraftingChoice.of(request.foresay), request.requested_schema()
-    ids = await service.encoded(prompts)
-    params = request.params(service.generator.target.model.max_length - max(len(one) for one in ids))
-    schema = None if schema_json is None else await service.json_schema(schema_json)
-    return PreparedRequest(ids, params, n, drafting, schema)
+    drafting, schema = DraftingChoice.of(request.foresay), request.requested_schema()
+    if isinstance(request, CompletionRequest):
+        ids = await service.encoded(prompts)
+        return PreparedRequest(ids, _params(service, request, ids), n, drafting)
+    message = MessageKind.of(service, request)
+    ids = await service.encoded(prompts, message.tools)
+    params = replace(_params(service, request, ids), visible_token_ids=message.visible_ids)
+    message = message.after(ids[0])
+    source = schema if schema is not None else message.grammar_source()
+    param = "tools" if schema is None else "response_format"
+    grammar = None if source is None else await service.grammar(source, param=param)
+    return PreparedRequest(ids, params, n, drafting, grammar, lambda _: message.parser())
+
+
+def _params(service: Service, request: ChatRequest | CompletionRequest, ids: Sequence[Sequence[int]]) -> SamplingParams:
+    return request.params(service.generator.target.model.max_length - max(len(one) for one in ids))
 
 
 def _check(service: Service, request: ChatRequest | CompletionRequest, prompts: int, n: int) -> None:

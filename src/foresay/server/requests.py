@@ -5,19 +5,19 @@ Owns the API's field names and their conversion to sampling parameters. Knows no
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, StrictBool, StrictInt, StrictStr
+from pydantic import BeforeValidator, Field, StrictBool, StrictInt, StrictStr, model_validator
+from pydantic_core import PydanticCustomError
 
 from foresay.checks import check_float
 from foresay.decoding.sampling_params import SamplingParams
 from foresay.server.errors import ApiError
-from foresay.server.fields import Fields, Neutral, at_most, check_count
+from foresay.server.fields import MAX_ITEMS, Fields, Neutral, at_most, check_count
+from foresay.server.tool_fields import SentCall, ToolFields
 from foresay.text.grammar import ANY_OBJECT
 
-MAX_ITEMS = 1024
-"""Limit on the items of a list or the entries of an object."""
 MAX_MESSAGES = 4096
 """Limit on a chat's messages plus their parts."""
 MAX_TOKEN_IDS = 1 << 20
@@ -30,8 +30,6 @@ _MAX_BIAS = 100.0
 
 _BOTH_NEUTRAL: Neutral = {
     "best_of": (1,),
-    "store": (False,),
-    "service_tier": ("auto", "default"),
     "top_k": (-1,),
     "use_beam_search": (False,),
     "early_stopping": (False,),
@@ -51,9 +49,6 @@ _BOTH_NEUTRAL: Neutral = {
 }
 """Unsupported fields of OpenAI's API and of other engines, with the values that have no effect here."""
 _CHAT_NEUTRAL: Neutral = {
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
@@ -65,7 +60,7 @@ _CHAT_NEUTRAL: Neutral = {
     "chat_template_kwargs": ({},),
     "documents": ([],),
 }
-"""The same for chat completions. Tools are not supported, so a tool choice has no effect."""
+"""The same for chat completions."""
 
 
 class TextPart(Fields):
@@ -81,13 +76,32 @@ class ChatMessage(Fields):
     neutral: ClassVar[Neutral] = {"type": ("text", "message"), "tool_calls": ([],), "annotations": ([],)}
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: StrictStr | Annotated[list[TextPart], Field(fail_fast=True), at_most(MAX_MESSAGES)]
+    content: StrictStr | Annotated[list[TextPart], Field(fail_fast=True), at_most(MAX_MESSAGES)] | None = None
+    """Absent or null only in a message of the assistant that has tool calls."""
     name: StrictStr | None = None
+    tool_calls: Annotated[list[SentCall], Field(fail_fast=True), at_most(MAX_ITEMS)] | None = None
+    tool_call_id: StrictStr | None = None
+    reasoning_content: StrictStr | None = None
 
-    def plain(self) -> dict[str, str]:
+    @model_validator(mode="after")
+    def _has_content(self) -> ChatMessage:
+        if self.content is None and not self.tool_calls:
+            raise PydanticCustomError("missing", "a message needs content, or tool_calls of the assistant")
+        if self.tool_calls and self.role != "assistant":
+            raise PydanticCustomError("tool_calls", "only messages of the assistant have tool_calls")
+        return self
+
+    def plain(self) -> dict[str, Any]:
         """Return the message in the form that chat templates read."""
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": self.role, "content": text} | ({"name": self.name} if self.name else {})
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
+        calls = [one.plain() for one in self.tool_calls or ()]
+        more = {
+            "name": self.name,
+            "tool_calls": calls,
+            "tool_call_id": self.tool_call_id,
+            "reasoning_content": self.reasoning_content,
+        }
+        return {"role": self.role, "content": text, **{name: value for name, value in more.items() if value}}
 
 
 def _limit_messages(messages: Any) -> Any:
@@ -160,8 +174,10 @@ class _Sampled(Fields):
     user: StrictStr | None = None
     safety_identifier: StrictStr | None = None
     prompt_cache_key: StrictStr | None = None
+    store: StrictBool | None = None
+    service_tier: StrictStr | None = None
     metadata: Annotated[dict[str, Any], at_most(MAX_ITEMS)] | None = None
-    """These four fields label a request. Any value is accepted and ignored."""
+    """These six fields label a request. Any value is accepted and ignored."""
     foresay: Drafting | None = None
 
     def sampling(self, default_max_tokens: int, logprobs: int | None, max_tokens: int | None) -> SamplingParams:
@@ -247,7 +263,7 @@ class ResponseFormat(Fields):
         return ANY_OBJECT if self.type == "json_object" else None
 
 
-class ChatRequest(_Sampled):
+class ChatRequest(ToolFields, _Sampled):
     """POST /v1/chat/completions."""
 
     neutral: ClassVar[Neutral] = {**_BOTH_NEUTRAL, **_CHAT_NEUTRAL}
@@ -271,9 +287,12 @@ class ChatRequest(_Sampled):
     def requested_schema(self) -> Mapping[str, Any] | None:
         """Return the schema of the outputs, or None for free text. Raises ApiError for contradicting fields."""
         schema = None if self.response_format is None else self.response_format.requested_schema()
-        if schema is not None and self.min_tokens:
+        if (schema is not None or self.must_call) and self.min_tokens:
             text = "min_tokens cannot be combined with a schema, whose output ends once it is complete"
             raise ApiError(400, text, param="min_tokens")
+        if schema is not None and self.used_tools:
+            text = "response_format cannot be combined with tools; send tool_choice='none' for an output by the schema"
+            raise ApiError(400, text, param="response_format")
         return schema
 
     def prompts(self) -> list[Any]:
@@ -316,6 +335,10 @@ class CompletionRequest(_Sampled):
     def params(self, default_max_tokens: int) -> SamplingParams:
         """Return the sampling parameters. The API generates 16 tokens by default, regardless of the context's length."""
         return self.sampling(min(16, default_max_tokens), self.logprobs, 1 if self.only_prompt else self.max_tokens)
+
+    used_tools: ClassVar[Sequence[Any]] = ()
+    """The API has no tools here."""
+    must_call: ClassVar[bool] = False
 
     def requested_schema(self) -> None:
         """Return None: the API has no schema here."""

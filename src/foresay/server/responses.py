@@ -16,8 +16,48 @@ from foresay.decoding.outcome import FinishReason, Step
 from foresay.generation.result import Chunk, Generation
 from foresay.server.logprobs import Entry, Logprobs, as_chat, as_completion
 from foresay.server.requests import Drafting
+from foresay.text.tool_calls.calls import CallPiece, Pieces
+from foresay.text.tool_calls.message import MessageParser
 
 _REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.CANCELLED: "stop"}
+
+
+class Message:
+    """The message that an output has become so far."""
+
+    def __init__(self, parser: MessageParser | None) -> None:
+        """parser: splits the text into reasoning, content and calls; None for content alone."""
+        self._parser = parser
+        self.content = self.reasoning = ""
+        self.calls: list[tuple[str, list[str]]] = []
+        """Name and pieces of the arguments of each call."""
+        self.ids: list[str] = []
+        """Id of each call."""
+
+    def add(self, text: str, *, ended: bool) -> Pieces:
+        """Add text; return what it adds. ended: True if no more follows."""
+        if self._parser is None:
+            new = Pieces(text)
+        else:
+            new = self._parser.push(text)
+            if ended:
+                new.add(self._parser.finish())
+        self.content += new.content
+        self.reasoning += new.reasoning
+        for one in new.calls:
+            if one.name is not None:
+                self.calls.append((one.name, []))
+                self.ids.append(f"call_{uuid4().hex[:24]}")
+            self.calls[one.index][1].append(one.arguments)
+        return new
+
+    def identity(self, piece: CallPiece) -> dict[str, str]:
+        """Return the id and type of a call, for its first piece."""
+        return {} if piece.name is None else {"id": self.ids[piece.index], "type": "function"}
+
+
+def _function(name: str | None, arguments: str) -> dict[str, str]:
+    return ({} if name is None else {"name": name}) | {"arguments": arguments}
 
 
 class Shape(Protocol):
@@ -30,12 +70,15 @@ class Shape(Protocol):
     event: str
     """Object name of a stream event."""
 
-    def piece(self, text: str, *, first: bool) -> dict[str, Any]:
-        """Return the text's field of an event. first: True for the output's first event."""
+    ends_apart: bool
+    """True if an output's stream begins with an event of its role alone and ends with one of its finish reason alone."""
+
+    def piece(self, message: Message, new: Pieces) -> dict[str, Any]:
+        """Return the field of an event that adds to a message."""
         ...
 
-    def answer(self, text: str) -> dict[str, Any]:
-        """Return the text's field of a whole response."""
+    def answer(self, message: Message) -> dict[str, Any]:
+        """Return the field of a whole response."""
         ...
 
     def logprobs(self, entries: Sequence[Entry]) -> dict[str, Any]:
@@ -47,14 +90,27 @@ class ChatShape:
     """Chat completions."""
 
     prefix, whole, event = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    ends_apart = True
 
-    def piece(self, text: str, *, first: bool) -> dict[str, Any]:
+    def piece(self, message: Message, new: Pieces) -> dict[str, Any]:
         """See Shape."""
-        return {"delta": ({"role": "assistant"} if first else {}) | ({"content": text} if text or first else {})}
+        calls = [
+            {"index": one.index, **message.identity(one), "function": _function(one.name, one.arguments)}
+            for one in new.calls
+        ]
+        fields = {"content": new.content, "reasoning_content": new.reasoning, "tool_calls": calls}
+        return {"delta": {name: value for name, value in fields.items() if value}}
 
-    def answer(self, text: str) -> dict[str, Any]:
+    def answer(self, message: Message) -> dict[str, Any]:
         """See Shape."""
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+        calls = [
+            {"id": message.ids[i], "type": "function", "function": _function(name, "".join(parts))}
+            for i, (name, parts) in enumerate(message.calls)
+        ]
+        content = None if calls and not message.content.strip() else message.content
+        fields = {"tool_calls": calls, "reasoning_content": message.reasoning}
+        more = {name: value for name, value in fields.items() if value}
+        return {"message": {"role": "assistant", "content": content, "refusal": None, **more}}
 
     def logprobs(self, entries: Sequence[Entry]) -> dict[str, Any]:
         """See Shape."""
@@ -65,14 +121,15 @@ class CompletionShape:
     """Completions, whose events and whole responses have the same format."""
 
     prefix, whole, event = "cmpl", "text_completion", "text_completion"
+    ends_apart = False
 
-    def piece(self, text: str, *, first: bool) -> dict[str, Any]:
+    def piece(self, message: Message, new: Pieces) -> dict[str, Any]:
         """See Shape."""
-        return {"text": text}
+        return {"text": new.content}
 
-    def answer(self, text: str) -> dict[str, Any]:
+    def answer(self, message: Message) -> dict[str, Any]:
         """See Shape."""
-        return {"text": text}
+        return {"text": message.content}
 
     def logprobs(self, entries: Sequence[Entry]) -> dict[str, Any]:
         """See Shape."""
@@ -91,11 +148,20 @@ class Output:
     """One growing choice."""
 
     def __init__(
-        self, index: int, shape: Shape, options: Drafting, logprobs: Logprobs | None, echo: Echo | None = None
+        self,
+        index: int,
+        shape: Shape,
+        options: Drafting,
+        logprobs: Logprobs | None,
+        echo: Echo | None = None,
+        parser: MessageParser | None = None,
     ) -> None:
-        """options: statistics to report. logprobs: collector of log-probabilities, if requested. echo: the repeated prompt."""
+        """options: statistics to report. logprobs: collector of log-probabilities, if requested. echo: the repeated prompt.
+
+        parser: see Message.
+        """
         self._index, self._shape, self._options, self._logprobs = index, shape, options, logprobs
-        self._echo = echo or Echo()
+        self._echo, self._message = echo or Echo(), Message(parser)
         self._entries: list[Entry] = list(self._echo.entries)
         self.num_tokens = 0
         """Tokens generated so far."""
@@ -105,10 +171,10 @@ class Output:
     def echoed(self, *, alone: bool) -> dict[str, Any]:
         """Return the prompt as a choice of the first stream event. alone: True if no token is generated after it."""
         ended = FinishReason.LENGTH if alone else None
-        return self._choice(self._shape.piece(self._echo.text, first=True), self._echo.entries, ended, {})
+        return self._choice({"text": self._echo.text}, self._echo.entries, ended, {})
 
-    def take(self, chunk: Chunk) -> dict[str, Any]:
-        """Add a step's chunk, and return it as a choice of an event."""
+    def take(self, chunk: Chunk) -> list[dict[str, Any]]:
+        """Add a step's chunk, and return it as choices of successive events."""
         first = not self.steps
         self.steps.append(chunk.step)
         self.generation = chunk.generation
@@ -125,20 +191,31 @@ class Output:
                 "tokens": len(chunk.step.token_ids),
                 "drafted": chunk.step.num_drafted,
             }
-        return self._choice(self._shape.piece(chunk.text, first=first), new, chunk.finish_reason, extension)
+        ended = chunk.finish_reason
+        pieces = self._message.add(chunk.text, ended=ended is not None)
+        field = self._shape.piece(self._message, pieces)
+        if not self._shape.ends_apart:
+            return [self._choice(field, new, ended, extension)]
+        out = [self._choice({"delta": {"role": "assistant", "content": ""}}, (), None, {})] if first else []
+        if pieces or new or extension:
+            out.append(self._choice(field, new, None, extension))
+        return out if ended is None else [*out, self._choice({"delta": {}}, (), ended, {})]
 
     def whole(self) -> dict[str, Any]:
         """Return the output as a choice of a whole response. Without a generation it contains the prompt alone."""
-        done = self.generation
-        text, ended = (done.text, done.finish_reason) if done is not None else ("", FinishReason.LENGTH)
-        return self._choice(self._shape.answer(self._echo.text + text), self._entries, ended, {})
+        ended = self.generation.finish_reason if self.generation is not None else FinishReason.LENGTH
+        if self._echo.text:
+            return self._choice({"text": self._echo.text + self._message.content}, self._entries, ended, {})
+        return self._choice(self._shape.answer(self._message), self._entries, ended, {})
 
     def _choice(
         self, content: dict[str, Any], entries: Sequence[Entry], ended: FinishReason | None, extension: dict[str, Any]
     ) -> dict[str, Any]:
         logprobs = None if self._logprobs is None else self._shape.logprobs(entries)
         reason = None if ended is None else _REASONS[ended]
-        if self._options.stats and self.generation is not None:
+        if ended is FinishReason.STOP and self._message.calls:
+            reason = "tool_calls"
+        if self._options.stats and ended is not None and self.generation is not None:
             extension = extension | statistics(self.generation)
         extra = {"foresay": extension} if extension else {}
         return {"index": self._index, **content, "logprobs": logprobs, "finish_reason": reason, **extra}

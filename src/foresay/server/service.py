@@ -29,7 +29,7 @@ from foresay.server.drafting_choice import DraftingChoice
 from foresay.server.errors import ApiError
 from foresay.server.metrics import Clock, Metrics
 from foresay.server.settings import ServerSettings
-from foresay.text.grammar import JsonSchema
+from foresay.text.grammar import Grammar, Source
 from foresay.text.prompts import encode
 from foresay.text.schema_compiler import PROCESSES, SchemaCompiler
 
@@ -94,31 +94,35 @@ class Service:
                 code="model_not_found",
             )
 
-    async def encoded(self, prompts: Sequence[Any]) -> list[list[int]]:
-        """Return the token ids of each prompt. Raises PromptError, and ContextLengthError for a prompt that fills the context."""
-        return await self.prepare(lambda: [self._encoded(one) for one in prompts])
+    async def encoded(self, prompts: Sequence[Any], tools: Sequence[Mapping[str, Any]] = ()) -> list[list[int]]:
+        """Return the token ids of each prompt. tools: see `encode`.
 
-    def _encoded(self, prompt: Any) -> list[int]:
-        ids, context_length = encode(prompt, self.generator.tokenizer), self.generator.target.model.max_length
+        Raises PromptError, and ContextLengthError for a prompt that fills the context.
+        """
+        return await self.prepare(lambda: [self._encoded(one, tools) for one in prompts])
+
+    def _encoded(self, prompt: Any, tools: Sequence[Mapping[str, Any]]) -> list[int]:
+        ids, context_length = encode(prompt, self.generator.tokenizer, tools), self.generator.target.model.max_length
         if len(ids) >= context_length:
             raise ContextLengthError(f"the prompt has {len(ids)} tokens, and the model's context is {context_length}")
         return ids
 
-    async def json_schema(self, schema: Mapping[str, Any]) -> JsonSchema:
-        """Compile a schema within limits. Cancelling the coroutine cancels the compilation.
+    async def grammar(self, source: Source, *, param: str) -> Grammar:
+        """Compile a schema or grammar within limits. Cancelling the coroutine cancels the compilation.
 
-        Raises ApiError for a rejected schema, and for a model that does not support structured output.
+        param: the field that requests it. Raises ApiError for a rejected schema, and for a model that does not support structured
+        output.
         """
         target = self.generator.target
         if target.model.capabilities.reads_source:
-            raise ApiError(400, "structured output needs a decoder-only model", param="response_format")
+            raise ApiError(400, "structured output needs a decoder-only model", param=param)
         if self._compiler is None:
             self._compiler = SchemaCompiler(self.tokenizer, target.model.vocab_size, sorted(target.eos_token_ids))
         compiler, cancelled = self._compiler, threading.Event()
         try:
-            return await self._run_on(self._schema_workers, lambda: compiler.compile(schema, cancelled))
+            return await self._run_on(self._schema_workers, lambda: compiler.compile(source, cancelled))
         except ConfigError as error:
-            raise ApiError(400, str(error), param="response_format") from None
+            raise ApiError(400, str(error), param=param) from None
         except ForesayError:
             if self.draining:
                 raise _shutdown_error() from None

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from foresay.checks import check_float, check_int
 from foresay.errors import ConfigError
+from foresay.text.tool_calls.formats import FORMATS
 
 KEYS_VARIABLE = "FORESAY_API_KEYS"
 """Accepted API keys, separated by commas."""
@@ -31,6 +32,8 @@ class ServerSettings:
     """Origins whose pages may call the API."""
     hosts: tuple[str, ...] = ()
     """Further host names of a server without keys, such as the name of a reverse proxy."""
+    tool_format: str = "auto"
+    """Format of the model's tool calls, a name in FORMATS; "auto": by its chat template."""
     max_waiting: int = 128
     """Requests that may wait for a row; further requests are answered with status 429."""
     max_body_bytes: int = 4 << 20
@@ -67,6 +70,8 @@ class ServerSettings:
         ):
             check_int(name, getattr(self, name), low)
         check_int("max_stops", self.max_stops, 0)
+        if self.tool_format not in ("auto", *FORMATS):
+            raise ConfigError(f"tool_format={self.tool_format!r} must be auto, {', '.join(FORMATS)}")
         if self.hosts and (self.keys or self.host not in LOOPBACK):
             raise ConfigError("host names are checked only on a loopback address without keys; drop --allow-host")
         for name in self.hosts:

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from decimal import Decimal
-from typing import Any
+from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -21,7 +21,10 @@ from foresay.text.grammar_library import compiled, one_line, vocabulary
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 """The schema of any JSON object."""
+Source: TypeAlias = Mapping[str, Any] | str
+"""A JSON schema, or a grammar in Lark's syntax, whose schemas were checked."""
 MAX_BYTES, MAX_DEPTH = 1 << 16, 32
+MAX_GRAMMAR_BYTES = 1 << 18
 MAX_MULTIPLE = 10_000
 """The largest `multipleOf`, ignoring powers of ten: the library makes one automaton state for each remainder."""
 _DATA = ("enum", "const", "default", "examples")
@@ -29,18 +32,18 @@ _DATA = ("enum", "const", "default", "examples")
 _tokenizers: WeakKeyDictionary[Any, dict[tuple[int, tuple[int, ...]], Any]] = WeakKeyDictionary()
 
 
-class JsonSchema:
-    """A JSON schema compiled for a tokenizer. `mask_after` masks the logits of one output; call it once per output."""
+class Grammar:
+    """A JSON schema or grammar, compiled for a tokenizer. Call `mask_after` once per output; the result masks its logits."""
 
-    def __init__(self, schema: Mapping[str, Any], tokenizer: Any, vocab_size: int, eos: Sequence[int]) -> None:
-        """Compile a schema.
+    def __init__(self, source: Source, tokenizer: Any, vocab_size: int, eos: Sequence[int]) -> None:
+        """Compile a schema or grammar.
 
         vocab_size: width of the scores. eos: token ids that end an output, allowed where the grammar may end. Time and memory
         are not bounded: use `schema_compiler.SchemaCompiler` for untrusted schemas. Raises ConfigError for a schema that is too
         large, that the library does not support or that matches no text, and if the library is not installed.
         """
-        text = checked(schema)
-        self._matcher = compiled(_library_tokenizer(tokenizer, vocab_size, tuple(sorted(eos))), text)
+        library_tokenizer = _library_tokenizer(tokenizer, vocab_size, tuple(sorted(eos)))
+        self._matcher = compiled(library_tokenizer, checked(source), is_lark=isinstance(source, str))
         self._vocab_size = vocab_size
 
     def mask_after(self, prompt_length: int) -> JsonMask:
@@ -49,7 +52,7 @@ class JsonSchema:
 
 
 class JsonMask:
-    """A LogitsProcessor that constrains the tokens after the prompt to a schema."""
+    """A LogitsProcessor that constrains the tokens after the prompt to a grammar."""
 
     def __init__(self, matcher: Any, vocab_size: int, prompt_length: int) -> None:
         """matcher: a library matcher before its first token, not shared with another output."""
@@ -88,8 +91,18 @@ class JsonMask:
         return len(self._consumed) == len(output)
 
 
-def checked(schema: Mapping[str, Any]) -> str:
-    """Return a schema as JSON text. Raises ConfigError if it is too large or deep, or has a `multipleOf` above MAX_MULTIPLE."""
+def checked(source: Source) -> str:
+    """Return a schema as JSON text, or a grammar as it is.
+
+    Raises ConfigError for a source that is too large, and for a schema that is too deep or has a `multipleOf` above MAX_MULTIPLE.
+    """
+    if isinstance(source, str):
+        if len(source) > MAX_GRAMMAR_BYTES:
+            raise ConfigError(
+                f"the schemas have {len(source)} bytes together; at most {MAX_GRAMMAR_BYTES} bytes are allowed"
+            )
+        return source
+    schema = source
     text = json.dumps(schema)
     depth = _depth(schema)
     if len(text) > MAX_BYTES or depth > MAX_DEPTH:

@@ -1,4 +1,4 @@
-"""Calls to the grammar library: a tokenizer's vocabulary in its form, and a schema compiled for it.
+"""Calls to the grammar library: a tokenizer's vocabulary in its form, and a schema or grammar compiled for it.
 
 Owns the limits that the library enforces itself. Imports neither torch nor transformers, so that the processes that compile
 schemas on trial start fast.
@@ -6,7 +6,9 @@ schemas on trial start fast.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from foresay.errors import ConfigError
@@ -33,8 +35,13 @@ def vocabulary(tokenizer_json: str, vocab_size: int, eos: Sequence[int]) -> Any:
         raise ConfigError(f"this tokenizer cannot be used for structured output: {one_line(error)}") from None
 
 
-def compiled(tokenizer: Any, schema: str) -> Any:
-    """Compile a schema and compute its first mask. tokenizer: from `vocabulary`. schema: JSON text.
+def json_rule(schema: Mapping[str, Any]) -> str:
+    """Return the part of a grammar in Lark's syntax that matches a schema."""
+    return "%json " + json.dumps({**schema, "x-guidance": _STYLE})
+
+
+def compiled(tokenizer: Any, text: str, *, is_lark: bool = False) -> Any:
+    """Compile a schema and compute its first mask. tokenizer: from `vocabulary`. text: JSON, or a grammar in Lark's syntax.
 
     Neither the library's limits nor ours bound time and memory here; see grammar_process.py.
     Raises ConfigError for a schema that the library does not support, and for one that matches no text.
@@ -43,7 +50,9 @@ def compiled(tokenizer: Any, schema: str) -> Any:
 
     limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
     try:
-        matcher = LLMatcher(tokenizer, LLMatcher.grammar_from_json_schema(schema, defaults=_STYLE), limits=limits)
+        make = LLMatcher.grammar_from_lark if is_lark else partial(LLMatcher.grammar_from_json_schema, defaults=_STYLE)
+        grammar = make(text)
+        matcher = LLMatcher(tokenizer, grammar, limits=limits)
     except ValueError as error:
         raise ConfigError(f"the schema is not supported: {one_line(error)}") from None
     if matcher.is_error():

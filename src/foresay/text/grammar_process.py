@@ -2,9 +2,9 @@
 
     python -m foresay.text.grammar_process
 
-The first input line is {"tokenizer": text, "vocab_size": n, "eos": [...]}; each later line is {"schema": text, "cpu_s": s,
-"wall_s": s, "memory_bytes": n}. The reply to each is {"ok": true}, with "refused": reason for a schema that cannot be used. The
-process ends when its input ends.
+The first input line is {"tokenizer": text, "vocab_size": n, "eos": [...]}; each later line is {"schema": text, "is_lark": flag,
+"cpu_s": s, "wall_s": s, "memory_bytes": n}. The reply to each is {"ok": true}, with "refused": reason for a schema that cannot be
+used. The process ends when its input ends.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def try_schema(tokenizer: Any, job: Mapping[str, Any]) -> dict[str, Any]:
     if pid == 0:
         try:
             _limit(job)
-            os.write(write, json.dumps(_outcome(tokenizer, job["schema"])).encode())
+            os.write(write, json.dumps(_outcome(tokenizer, job["schema"], job["is_lark"])).encode())
         finally:
             os._exit(1)  # immediately, even after an error: no cleanup code of the parent may run here
     os.close(write)
@@ -45,9 +45,9 @@ def try_schema(tokenizer: Any, job: Mapping[str, Any]) -> dict[str, Any]:
     return {"ok": True, "refused": _limit_reached(os.WTERMSIG(status) if os.WIFSIGNALED(status) else None, job)}
 
 
-def _outcome(tokenizer: Any, schema: str) -> dict[str, Any]:
+def _outcome(tokenizer: Any, schema: str, is_lark: bool) -> dict[str, Any]:
     try:
-        compiled(tokenizer, schema)
+        compiled(tokenizer, schema, is_lark=is_lark)
     except ConfigError as error:
         return {"ok": True, "refused": str(error)}
     return {"ok": True}

@@ -37,11 +37,12 @@ def is_batch(prompt: Any) -> bool:
     return isinstance(prompt[0], str | Sequence | torch.Tensor | np.ndarray)
 
 
-def encode(prompt: Any, tokenizer: Any) -> list[int]:
+def encode(prompt: Any, tokenizer: Any, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
     """Return one prompt's token ids. A text is encoded unchanged, messages use the chat template, token ids are [T] integers.
 
-    Raises PromptError for an empty prompt, ids of another shape or type, messages that are malformed or that the template
-    refuses, and texts or messages without a tokenizer or template.
+    tools: functions that the messages' template describes, in OpenAI's format. Raises PromptError for an empty prompt, ids of
+    another shape or type, messages that are malformed or that the template refuses, and texts or messages without a tokenizer
+    or template.
     """
     if isinstance(prompt, str):
         if not prompt:
@@ -60,14 +61,14 @@ def encode(prompt: Any, tokenizer: Any) -> list[int]:
     if not items:
         raise PromptError("the prompt is empty; give a text, messages or token ids")
     if all(isinstance(item, Mapping) for item in items):
-        return _chat(items, _require(tokenizer, "chat messages"))
+        return _chat(items, _require(tokenizer, "chat messages"), tools)
     for item in items:
         if isinstance(item, bool) or not isinstance(item, int | np.integer):
             raise PromptError(f"prompt item {item!r} of type {type(item).__name__} must be a token id or a message")
     return [int(item) for item in items]
 
 
-def _chat(messages: Sequence[Message], tokenizer: Any) -> list[int]:
+def _chat(messages: Sequence[Message], tokenizer: Any, tools: Sequence[Mapping[str, Any]]) -> list[int]:
     for i, message in enumerate(messages):
         if "role" not in message or "content" not in message:
             raise PromptError(f"message {i} has the keys {sorted(message)}; it needs 'role' and 'content'")
@@ -76,7 +77,8 @@ def _chat(messages: Sequence[Message], tokenizer: Any) -> list[int]:
     if not getattr(tokenizer, "chat_template", None):
         raise PromptError("this tokenizer has no chat template; pass a text instead of messages")
     try:
-        out = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=True)
+        more = {"tools": list(tools)} if tools else {}
+        out = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=True, **more)
     except Exception as error:  # a template is a program and may raise anything
         raise PromptError(f"the chat template refused the messages: {error}") from error
     ids: list[int] = out["input_ids"]

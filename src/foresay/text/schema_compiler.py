@@ -18,7 +18,7 @@ from typing import Any
 
 from foresay.child_process import ChildProcess
 from foresay.errors import ConfigError, ForesayError
-from foresay.text.grammar import JsonSchema, checked, tokenizer_json
+from foresay.text.grammar import Grammar, Source, checked, tokenizer_json
 
 PROCESSES = 2
 """Concurrent trials: one slow schema delays no other, two slow ones delay others until their time limit."""
@@ -44,7 +44,7 @@ class SchemaCompiler:
     """Compiler of schemas for one model's outputs. At most PROCESSES threads may call `compile` at a time."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos: Sequence[int], limits: TrialLimits | None = None) -> None:
-        """See JsonSchema for the arguments. Processes start with the first schema."""
+        """See Grammar for the arguments. Processes start with the first schema."""
         self._tokenizer, self._vocab_size, self._eos = tokenizer, vocab_size, list(eos)
         self._limits = TrialLimits() if limits is None else limits
         self._closed = threading.Event()
@@ -53,17 +53,17 @@ class SchemaCompiler:
         self._known_good: OrderedDict[bytes, None] = OrderedDict()
         """Digests of schemas that passed, in order of last use."""
 
-    def compile(self, schema: Mapping[str, Any], cancelled: threading.Event | None = None) -> JsonSchema:
-        """Compile a schema in this process once it has passed its trial. cancelled: ends the trial when set.
+    def compile(self, source: Source, cancelled: threading.Event | None = None) -> Grammar:
+        """Compile a schema or grammar in this process once it has passed its trial. cancelled: ends the trial when set.
 
-        Raises ConfigError for a schema that is refused (see JsonSchema) or reaches a limit, ForesayError when cancelled.
+        Raises ConfigError for a schema that is refused (see Grammar) or reaches a limit, ForesayError when cancelled.
         """
-        text = checked(schema)
+        text = checked(source)
         key = sha256(text.encode()).digest()
         if not self._passed(key):
-            self._try(text, cancelled or threading.Event())
+            self._try(text, isinstance(source, str), cancelled or threading.Event())
             self._remember(key)
-        return JsonSchema(schema, self._tokenizer, self._vocab_size, self._eos)
+        return Grammar(source, self._tokenizer, self._vocab_size, self._eos)
 
     def close(self) -> None:
         """Cancel running trials and end the processes; later schemas are refused."""
@@ -85,14 +85,20 @@ class SchemaCompiler:
             if len(self._known_good) > _CACHE_SIZE:
                 self._known_good.popitem(last=False)
 
-    def _try(self, text: str, cancelled: threading.Event) -> None:
+    def _try(self, text: str, is_lark: bool, cancelled: threading.Event) -> None:
         if self._closed.is_set():
             raise ForesayError("the schema was not compiled: the compiler is closed")
         with self._lock:
             child = self._idle.pop() if self._idle else None
         child = child or self._start_process(cancelled)
         limits = self._limits
-        job = {"schema": text, "cpu_s": limits.cpu_s, "wall_s": limits.wall_s, "memory_bytes": limits.memory_bytes}
+        job = {
+            "schema": text,
+            "is_lark": is_lark,
+            "cpu_s": limits.cpu_s,
+            "wall_s": limits.wall_s,
+            "memory_bytes": limits.memory_bytes,
+        }
         reply = self._request(child, job, limits.wall_s + _GRACE_S, cancelled)
         with self._lock:
             if not self._closed.is_set():

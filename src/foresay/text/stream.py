@@ -5,7 +5,7 @@ Decides when text is final. Knows nothing about models or about how tokens were 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,8 +24,9 @@ class Piece(NamedTuple):
 class Detokenizer:
     """Decoder of one token at a time, which withholds characters whose bytes are incomplete."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, visible: Collection[int] = ()) -> None:
+        """visible: special tokens that are part of the text."""
+        self._tokenizer, self._visible = tokenizer, frozenset(visible)
         self._ids: list[int] = []
         self._prefix = self._read = 0
 
@@ -37,6 +38,11 @@ class Detokenizer:
 
     def push(self, token_id: int) -> str:
         """Return the text that this token completes, possibly empty."""
+        if token_id in self._visible:
+            before = self.flush()
+            self._ids.append(token_id)
+            self._prefix = self._read = len(self._ids)
+            return before + str(self._tokenizer.decode([token_id], skip_special_tokens=False))
         self._ids.append(token_id)
         known = self._decode(self._prefix, self._read)
         text = self._decode(self._prefix, len(self._ids))
@@ -68,6 +74,7 @@ class StopStrings:
     tokenizer: Any
     strings: tuple[str, ...]
     min_new_tokens: int = 0
+    visible: tuple[int, ...] = ()
     text: str = ""
     cut_at: int | None = None
     _count: int = 0
@@ -76,7 +83,7 @@ class StopStrings:
     def __call__(self, token_ids: Sequence[int]) -> int | None:
         """Return how many of these uncommitted tokens to keep if the output ends within them, else None."""
         if self._detokenizer is None:
-            self._detokenizer = Detokenizer(self.tokenizer)
+            self._detokenizer = Detokenizer(self.tokenizer, self.visible)
         for i, token in enumerate(token_ids):
             before = len(self.text)
             self.text += self._detokenizer.push(token)
@@ -97,8 +104,9 @@ class TextStream:
     With stop strings, characters that may begin one are withheld until it is clear that they do not.
     """
 
-    def __init__(self, tokenizer: Any, stops: Sequence[str] = ()) -> None:
-        self._detokenizer = Detokenizer(tokenizer)
+    def __init__(self, tokenizer: Any, stops: Sequence[str] = (), visible: Collection[int] = ()) -> None:
+        """stops: stop strings. visible: see Detokenizer."""
+        self._detokenizer = Detokenizer(tokenizer, visible)
         self._stops = tuple(stops)
         self._pending: list[Piece] = []
         self._last = Origin.BONUS

@@ -101,7 +101,7 @@ def test_a_schema_that_passed_is_not_tried_again(make: Make) -> None:
 def test_passed_schemas_are_forgotten_in_the_order_of_their_use(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schema_compiler, "_CACHE_SIZE", 2)
     compiler, tried = make(), list[str]()
-    monkeypatch.setattr(compiler, "_try", lambda text, cancelled: tried.append(text))
+    monkeypatch.setattr(compiler, "_try", lambda text, is_lark, cancelled: tried.append(text))
     for number in (1, 2, 1, 3, 1, 2):
         compiler.compile({"enum": [number]})
     assert [text[-3] for text in tried] == list("1232")

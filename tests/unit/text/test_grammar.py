@@ -9,7 +9,7 @@ import torch
 from transformers import ByT5Tokenizer
 
 from foresay.errors import ConfigError
-from foresay.text.grammar import ANY_OBJECT, JsonMask, JsonSchema
+from foresay.text.grammar import ANY_OBJECT, Grammar, JsonMask
 from helpers import tiny
 
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 12, "x"]}, "b": {"type": "boolean"}}, "required": ["a"]}
@@ -17,7 +17,7 @@ PROMPT = [5, 6, 7]
 
 
 def make(tokenizer: object, schema: object = SCHEMA) -> JsonMask:
-    return JsonSchema(schema, tokenizer, len(tokenizer), [0]).mask_after(len(PROMPT))  # type: ignore[arg-type]
+    return Grammar(schema, tokenizer, len(tokenizer), [0]).mask_after(len(PROMPT))  # type: ignore[arg-type]
 
 
 def mask(processor: JsonMask, written: list[int]) -> list[bool]:
@@ -65,7 +65,7 @@ def test_an_end_is_allowed_where_it_may_end() -> None:
 
 def test_scores_wider_than_the_vocabulary() -> None:
     tokenizer = tiny.tokenizer()
-    wide = JsonSchema(SCHEMA, tokenizer, len(tokenizer) + 60, [0]).mask_after(len(PROMPT))
+    wide = Grammar(SCHEMA, tokenizer, len(tokenizer) + 60, [0]).mask_after(len(PROMPT))
     found = mask(wide, [])
     assert found[: len(tokenizer)] == mask(make(tokenizer), []) and not any(found[len(tokenizer) :])
 

@@ -1,0 +1,87 @@
+"""How a request's chat messages are written by the model: with which tools, in which format, with reasoning or without.
+
+Owns the link between the request's tool fields and the formats of tool calls. Knows no route.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from foresay.errors import ConfigError
+from foresay.server.errors import ApiError
+from foresay.server.requests import ChatRequest
+from foresay.server.service import Service
+from foresay.text.grammar import checked
+from foresay.text.tool_calls.calls import Tool
+from foresay.text.tool_calls.formats import ToolFormat, format_of, grammar_of, visible_ids
+from foresay.text.tool_calls.message import MessageParser, has_reasoning, is_open
+
+
+@dataclass(frozen=True, slots=True)
+class MessageKind:
+    """The kind of a request's messages."""
+
+    tokenizer: Any
+    tools: Sequence[Mapping[str, Any]]
+    """Tools that the chat template describes."""
+    callable: Sequence[Tool]
+    """Tools that the output may call."""
+    format: ToolFormat | None
+    """None without tools."""
+    must_call: bool
+    parallel: bool
+    reasons: bool
+    is_open: bool = False
+    """True if the prompt ends inside reasoning."""
+
+    @staticmethod
+    def of(service: Service, request: ChatRequest) -> MessageKind:
+        """Return the kind of a request's messages. Raises ApiError for tools that the model or the server does not support."""
+        tools, tokenizer = request.used_tools, service.generator.tokenizer
+        chosen = None
+        if tools:
+            try:
+                chosen = format_of(service.tokenizer, service.settings.tool_format)
+                for one in tools:
+                    checked(one.function.parameters or {})
+            except ConfigError as error:
+                raise ApiError(400, str(error), param="tools") from None
+        return MessageKind(
+            tokenizer,
+            [one.plain() for one in tools],
+            request.callable_tools(),
+            chosen,
+            request.must_call,
+            request.parallel_tool_calls is True,
+            has_reasoning(tokenizer),
+        )
+
+    def after(self, prompt: list[int]) -> MessageKind:
+        """Return the kind of the output after a prompt."""
+        return replace(self, is_open=self.reasons and is_open(self.tokenizer, prompt))
+
+    @property
+    def visible_ids(self) -> tuple[int, ...]:
+        """Special tokens that stay in the text of an output."""
+        return () if self.format is None else visible_ids(self.format, self.tokenizer)
+
+    def grammar_source(self) -> str | None:
+        """Return the grammar of an output that must call a tool, else None. Raises ApiError for a format without one."""
+        if not self.must_call or self.format is None:
+            return None
+        try:
+            return grammar_of(
+                self.format, self.callable, self.tokenizer, parallel=self.parallel, after_reasoning=self.is_open
+            )
+        except ConfigError as error:
+            raise ApiError(400, str(error), param="tool_choice") from None
+
+    def parser(self) -> MessageParser | None:
+        """Return the parser of one output; None if all of its text is content."""
+        if self.format is None and not self.reasons:
+            return None
+        names = frozenset(one["function"]["name"] for one in self.tools)
+        calls = None if self.format is None else self.format.parser(self.tokenizer, names)
+        return MessageParser(calls, reasons=self.reasons, is_open=self.is_open)

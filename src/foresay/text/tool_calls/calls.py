@@ -1,0 +1,64 @@
+"""Tools that a client offers, and calls of them in a growing output.
+
+Owns the types that formats, parsers and the server share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that the model may call."""
+
+    name: str
+    parameters: Mapping[str, Any]
+    """JSON schema of its arguments, an object."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallPiece:
+    """A piece of a call."""
+
+    index: int
+    """Number of the call in the output."""
+    name: str | None
+    """The function, in the first piece of a call; else None."""
+    arguments: str
+    """The next part of the arguments, a JSON object as text."""
+
+
+@dataclass(slots=True)
+class Pieces:
+    """The parts that a piece of text adds to an output."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[CallPiece] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.content or self.reasoning or self.calls)
+
+    def add(self, other: Pieces) -> None:
+        """Add what follows."""
+        self.content += other.content
+        self.reasoning += other.reasoning
+        self.calls += other.calls
+
+
+class Parser(Protocol):
+    """A parser of one output."""
+
+    num_calls: int
+    """Calls so far."""
+
+    def push(self, text: str) -> Pieces:
+        """Return what the next text adds; text that may belong to a call is withheld until it is clear."""
+        ...
+
+    def finish(self) -> Pieces:
+        """Return what is left at the end of the output. Text of a call that cannot be read becomes content."""
+        ...

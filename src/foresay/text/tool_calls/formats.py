@@ -1,0 +1,215 @@
+"""The formats in which model families write tool calls: which one a chat template has, its parser, and its grammar.
+
+Owns the texts around calls, as the families' templates show them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from foresay.errors import ConfigError
+from foresay.text.grammar_library import json_rule
+from foresay.text.tool_calls.calls import Parser, Tool
+from foresay.text.tool_calls.message import END
+from foresay.text.tool_calls.parsers import MarkedParser, MistralReader, ObjectReader, PythonReader, WholeParser
+from foresay.text.tool_calls.response_schema import ResponseSchemaParser
+
+Terminal = Callable[[str], str]
+"""Returns the grammar's terminals for a text."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """The format of one family's calls."""
+
+    name: str
+    is_in: Callable[[str], bool]
+    """True for a chat template of this format."""
+    parser: Callable[[Any, Collection[str]], Parser]
+    """Returns a parser of one output for a tokenizer and the names of the tools."""
+    around: tuple[str, str, str] | None = None
+    """Texts before the first call, between calls and after the last; None if calls cannot be constrained."""
+    call: tuple[str, str, str] = ("", "", "")
+    """Texts before a call's name, between name and arguments, and after the arguments."""
+    markers: tuple[str, ...] = ()
+    """Texts that may be special tokens."""
+    is_python: bool = False
+    """True if arguments are keyword arguments of Python."""
+    parallel: bool = True
+    """True if an output may have several calls."""
+
+
+def _json_call(arguments: str, before: str = "", after: str = "") -> tuple[str, str, str]:
+    return f'{before}{{"name": "', f'", "{arguments}": ', f"}}{after}"
+
+
+def _hermes(_: Any, names: Collection[str]) -> Parser:
+    """Return a parser of Hermes' calls. Some Qwen models write them in blocks of code, where only names of tools are calls."""
+    in_code = partial(ObjectReader, end="```", names=names)
+    return MarkedParser(
+        {"<tool_call>": partial(ObjectReader, end="</tool_call>"), "```json\n": in_code, "```\n": in_code}
+    )
+
+
+FORMATS = {
+    one.name: one
+    for one in (
+        ToolFormat(
+            "response_schema", lambda _: False, lambda tokenizer, _: ResponseSchemaParser(tokenizer)
+        ),  # chosen by the tokenizer, not by its template
+        ToolFormat(
+            "mistral_named",
+            lambda template: "[TOOL_CALLS]" in template and ("[ARGS]" in template or "[CALL_ID]" in template),
+            lambda *_: MarkedParser({"[TOOL_CALLS]": MistralReader}),
+            ("", "", ""),
+            ("[TOOL_CALLS]", "[ARGS]", ""),
+            ("[TOOL_CALLS]", "[ARGS]"),
+        ),
+        ToolFormat(
+            "mistral",
+            lambda template: "[TOOL_CALLS]" in template,
+            lambda *_: MarkedParser({"[TOOL_CALLS]": MistralReader}),
+            ("[TOOL_CALLS] [", ", ", "]"),
+            _json_call("arguments"),
+            ("[TOOL_CALLS]",),
+        ),
+        ToolFormat(
+            "hermes",
+            lambda template: "<tool_call>" in template and "<function=" not in template,
+            _hermes,
+            ("", "\n", ""),
+            _json_call("arguments", "<tool_call>\n", "\n</tool_call>"),
+            ("<tool_call>", "</tool_call>"),
+        ),
+        ToolFormat(
+            "pythonic",
+            lambda template: "<|python_start|>" in template or "func_name1(params_name1" in template,
+            lambda *_: WholeParser("[", PythonReader(0), ("<|python_start|>", "<|python_end|>")),
+            ("[", ", ", "]"),
+            ("", "(", ")"),
+            ("<|python_start|>", "<|python_end|>"),
+            is_python=True,
+        ),
+        ToolFormat(
+            "llama3_json",
+            lambda template: "<|python_tag|>" in template or '"parameters": dictionary of argument' in template,
+            lambda *_: WholeParser("{", ObjectReader(0, separators=";"), ("<|python_tag|>",)),
+            ("", "; ", ""),
+            _json_call("parameters"),
+            ("<|python_tag|>",),
+            parallel=False,
+        ),
+    )
+}
+"""The formats by name; of several that a template has, the first is chosen."""
+
+
+def format_of(tokenizer: Any, name: str = "auto") -> ToolFormat:
+    """Return the format of a tokenizer's tool calls. name: one of FORMATS, or "auto".
+
+    Raises ConfigError for a model without a chat template for tools, or with an unknown format.
+    """
+    if name != "auto":
+        return FORMATS[name]
+    if getattr(tokenizer, "response_schema", None):
+        return FORMATS["response_schema"]
+    template = _template(tokenizer)
+    if "tools" not in template:
+        raise ConfigError("the chat template of this model does not describe tools")
+    found = next((one for one in FORMATS.values() if one.is_in(template)), None)
+    if found is None:
+        names = ", ".join(FORMATS)
+        raise ConfigError(f"the format of this model's tool calls is not known; choose it by --tool-format: {names}")
+    return found
+
+
+def _template(tokenizer: Any) -> str:
+    """Return the chat template that is used with tools."""
+    if not getattr(tokenizer, "chat_template", None):
+        return ""
+    try:
+        return str(tokenizer.get_chat_template(tools=[{}]))
+    except ValueError:  # several templates, none of them the default
+        return ""
+
+
+def visible_ids(chosen: ToolFormat, tokenizer: Any) -> tuple[int, ...]:
+    """Return the special tokens of a format, which must stay in the text of an output."""
+    special = set(tokenizer.all_special_ids)
+    special |= {index for index, one in tokenizer.added_tokens_decoder.items() if one.special}
+    return tuple(
+        sorted(special & {index for index in map(partial(_id, tokenizer), chosen.markers) if index is not None})
+    )
+
+
+def _id(tokenizer: Any, text: str) -> int | None:
+    """Return the id of a text that is one added token, else None."""
+    index = tokenizer.convert_tokens_to_ids(text)
+    return index if isinstance(index, int) and index in tokenizer.added_tokens_decoder else None
+
+
+def grammar_of(
+    chosen: ToolFormat, tools: Sequence[Tool], tokenizer: Any, *, parallel: bool, after_reasoning: bool = False
+) -> str:
+    """Return the grammar, in Lark's syntax, of an output that calls one of the tools, or several if `parallel`.
+
+    after_reasoning: True if the output begins inside reasoning. Raises ConfigError for a format without a grammar.
+    """
+    if chosen.around is None:
+        raise ConfigError(f"calls in the format {chosen.name!r} cannot be constrained; use tool_choice='auto'")
+    terminal = partial(_terminals, tokenizer, chosen.markers)
+    begin, between, end = map(terminal, chosen.around)
+    more = f"({between} call)*" if parallel and chosen.parallel else ""
+    rules = [f"start: {begin} call {more} {end}", "call: " + " | ".join(f"call_{i}" for i in range(len(tools)))]
+    if after_reasoning:
+        rules[0] = f"start: reasoning /\\n*/ {begin} call {more} {end}"
+        index = _id(tokenizer, END)
+        rules.append(
+            f"reasoning[stop={json.dumps(END)}]: /(.|\\n)*/" if index is None else f"reasoning: /(.|\\n)*/ <[{index}]>"
+        )
+    for i, tool in enumerate(tools):
+        before, middle, after = chosen.call
+        rules.append(f"call_{i}: {terminal(before + tool.name + middle)} args_{i} {terminal(after)}")
+        if chosen.is_python:
+            rules += _keywords(f"args_{i}", tool.parameters)
+        else:
+            rules.append(f"args_{i}: {json_rule({'type': 'object', **tool.parameters})}")
+    return "\n".join(rules) + "\n"
+
+
+def _terminals(tokenizer: Any, markers: Sequence[str], text: str) -> str:
+    """Return the terminals of a text: markers that are tokens as such, the rest as strings."""
+    for marker in markers:
+        index, at = _id(tokenizer, marker), text.find(marker)
+        if index is not None and at >= 0:
+            before, after = text[:at], text[at + len(marker) :]
+            rest = (_terminals(tokenizer, markers, part) for part in (before, after))
+            return f" <[{index}]> ".join(rest)
+    return json.dumps(text) if text else ""
+
+
+def _keywords(rule: str, schema: Mapping[str, Any]) -> list[str]:
+    """Return the rules of keyword arguments: the required ones, then others, in the order of the schema."""
+    properties: Mapping[str, Any] = schema.get("properties") or {}
+    needed = [name for name in properties if name in schema.get("required", ())]
+    names = needed + [name for name in properties if name not in needed]
+    shared = {"$defs": schema["$defs"]} if "$defs" in schema else {}
+    rules = [
+        f"{rule}_{i}: {json.dumps(name + '=')} {json_rule({**shared, **_object(properties[name])})}"
+        for i, name in enumerate(names)
+    ]
+    tails = [f'{rule}_tail_{i}: (", " {rule}_{i})? {rule}_tail_{i + 1}' for i in range(len(needed), len(names))]
+    last = f"{rule}_tail_{len(names)}: "
+    if needed:
+        whole = ' ", " '.join(f"{rule}_{i}" for i in range(len(needed))) + f" {rule}_tail_{len(needed)}"
+    else:
+        whole = " | ".join(['""', *(f"{rule}_{i} {rule}_tail_{i + 1}" for i in range(len(names)))])
+    return [f"{rule}: {whole}", *rules, *tails, last + '""']
+
+
+def _object(schema: Any) -> Mapping[str, Any]:
+    return schema if isinstance(schema, Mapping) else {}

@@ -1,0 +1,78 @@
+"""A chat message as it is generated: its reasoning, its content and its tool calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from foresay.text.tool_calls.calls import Parser, Pieces
+from foresay.text.tool_calls.parsers import overlap
+
+BEGIN, END = "<think>", "</think>"
+_LAST_TOKENS = 8
+
+
+def has_reasoning(tokenizer: Any) -> bool:
+    """True if the chat template marks reasoning."""
+    return END in str(getattr(tokenizer, "chat_template", None) or "")
+
+
+def is_open(tokenizer: Any, prompt: list[int]) -> bool:
+    """True if a prompt ends inside reasoning, so that the output begins there."""
+    return str(tokenizer.decode(prompt[-_LAST_TOKENS:])).rstrip().endswith(BEGIN)
+
+
+class MessageParser:
+    """Splits an output into reasoning, content and calls."""
+
+    def __init__(self, calls: Parser | None, *, reasons: bool = False, is_open: bool = False) -> None:
+        """calls: parser of tool calls, if there are tools. reasons, is_open: see `has_reasoning` and `is_open`."""
+        self._calls = calls
+        self._text, self._is_inside, self._is_first = "", is_open, reasons and not is_open
+        self._trims = True
+        """True while white space at the beginning of reasoning or content is dropped."""
+        self._reasons = reasons
+
+    @property
+    def num_calls(self) -> int:
+        """Calls so far."""
+        return self._calls.num_calls if self._calls else 0
+
+    def push(self, text: str) -> Pieces:
+        """Return what the next text adds to the message."""
+        if not self._reasons:
+            return self._content(text)
+        self._text += text
+        if self._is_first:
+            start = self._text.lstrip()
+            if BEGIN.startswith(start):
+                return Pieces()
+            self._is_first, self._is_inside = False, start.startswith(BEGIN)
+            self._text = start.removeprefix(BEGIN) if self._is_inside else self._text
+            self._trims = self._is_inside
+        out = Pieces()
+        if self._is_inside:
+            at = self._text.find(END)
+            end = at if at >= 0 else len(self._text) - overlap(self._text, END)
+            out.reasoning, self._text = self._trimmed(self._text[:end]), self._text[end:]
+            if at < 0:
+                return out
+            self._is_inside, self._trims, self._text = False, True, self._text[len(END) :]
+        text, self._text = self._trimmed(self._text), ""
+        out.add(self._content(text))
+        return out
+
+    def finish(self) -> Pieces:
+        """Return what is left at the end of the output."""
+        text, self._text = self._text, ""
+        out = Pieces(reasoning=text) if self._is_inside else self._content(text)
+        if self._calls is not None:
+            out.add(self._calls.finish())
+        return out
+
+    def _trimmed(self, text: str) -> str:
+        text = text.lstrip() if self._trims else text
+        self._trims = self._trims and not text
+        return text
+
+    def _content(self, text: str) -> Pieces:
+        return self._calls.push(text) if self._calls is not None else Pieces(text)

@@ -1,0 +1,378 @@
+"""Parsers of tool calls, one for each kind of format.
+
+A parser looks for the marker before a call, reads the call, and continues after it. Owns which text is a call; knows no model.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from foresay.text.tool_calls.calls import CallPiece, Pieces
+from foresay.text.tool_calls.json_object import JsonObject
+
+_ARGUMENTS = ("arguments", "parameters")
+_KEYS = {*_ARGUMENTS, "name", "function", "type", "id"}
+"""Members of an object that is a call."""
+
+
+class _Call:
+    """A call that is read from a JSON object of a name and arguments."""
+
+    def __init__(self, index: int, names: Collection[str] | None) -> None:
+        """names: possible names; None for any."""
+        self.object, self._index, self._names = JsonObject(), index, names
+        self._name: str | None = None
+        self._sent = 0
+
+    @property
+    def is_known(self) -> bool:
+        """True once the name was read, so that the call was announced."""
+        return self._name is not None
+
+    @property
+    def may_be_one(self) -> bool:
+        """True while the object may still be a call."""
+        return not self.object.done and self.object.members.keys() <= _KEYS
+
+    def pieces(self) -> list[CallPiece]:
+        """Return what the object adds to the call since the last time."""
+        first = not self.is_known
+        if first and not self._read_name():
+            return []
+        new = self._new_arguments()
+        return [CallPiece(self._index, self._name if first else None, new)] if first or new else []
+
+    def _read_name(self) -> bool:
+        for key in ("name", "function"):
+            if key in self.object.complete:
+                try:
+                    name = self.object.value(key)
+                except ValueError:
+                    name = None
+                is_one = isinstance(name, str) and name and (self._names is None or name in self._names)
+                self._name = name if is_one else None
+        return self.is_known
+
+    def _new_arguments(self) -> str:
+        key = next((key for key in _ARGUMENTS if key in self.object.members), None)
+        if key is None:
+            text = "{}" if self.object.done else ""
+        else:
+            text = self.object.members[key]
+            if not text.startswith("{"):  # some models write the object as a string
+                text = self._as_object(key) if key in self.object.complete else ""
+        new, self._sent = text[self._sent :], max(self._sent, len(text))
+        return new
+
+    def _as_object(self, key: str) -> str:
+        try:
+            value = self.object.value(key)
+            value = json.loads(value) if isinstance(value, str) else value
+        except ValueError:
+            return "{}"
+        return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else "{}"
+
+
+class MarkedParser:
+    """Calls after a marker, such as Hermes' <tool_call>: text before and between them is content."""
+
+    def __init__(self, readers: Mapping[str, Callable[[int], Reader]]) -> None:
+        """readers: for each marker a function from the number of calls so far to the reader of what follows."""
+        self.num_calls = 0
+        self._readers = readers
+        self._text = self._begin = ""
+        self._trims = False
+        """True while white space after a call is dropped."""
+        self._reader: Reader | None = None
+
+    def push(self, text: str) -> Pieces:
+        """See Parser."""
+        out = Pieces()
+        self._text += text
+        while self._text:
+            if self._reader is None:
+                found = [(at, marker) for marker in self._readers if (at := self._text.find(marker)) >= 0]
+                rest = max(overlap(self._text, marker) for marker in self._readers)
+                end, self._begin = min(found, default=(len(self._text) - rest, ""))
+                out.content += self._trimmed(self._text[:end])
+                self._text = self._text[end + len(self._begin) :]
+                if not found:
+                    break
+                self._reader = self._readers[self._begin](self.num_calls)
+            self._text, pieces = self._reader.push(self._text)
+            out.calls += pieces
+            if not self._reader.ended:
+                break
+            self._end(out)
+        return out
+
+    def finish(self) -> Pieces:
+        """See Parser."""
+        out, text = Pieces(), self._text
+        self._text = ""
+        if self._reader is not None:
+            self._end(out)
+        out.content += self._trimmed(text)
+        return out
+
+    def _trimmed(self, text: str) -> str:
+        text = text.lstrip() if self._trims else text
+        self._trims = self._trims and not text
+        return text
+
+    def _end(self, out: Pieces) -> None:
+        """End the calls after a marker; if there are none, all of their text is content."""
+        assert self._reader is not None
+        if self._reader.num_calls == 0:
+            out.content += self._trimmed(self._begin + self._reader.text)
+        self._trims = self._trims or self._reader.num_calls > 0
+        self.num_calls += self._reader.num_calls
+        self._reader = None
+
+
+class Reader:
+    """Reader of the calls after one marker. Subclasses read the text."""
+
+    def __init__(self, first: int) -> None:
+        """first: number of earlier calls of the output."""
+        self.first, self.num_calls = first, 0
+        self.ended = False
+        self.text = ""
+        """All text so far."""
+
+    def push(self, text: str) -> tuple[str, list[CallPiece]]:
+        """Read text; return the rest after the last call, and what was read. All text is read until `ended`."""
+        raise NotImplementedError
+
+
+class ObjectReader(Reader):
+    """JSON objects of a name and arguments, with separators around them, up to `end`, or to the first other text."""
+
+    def __init__(
+        self, first: int, *, separators: str = "", end: str = "", names: Collection[str] | None = None
+    ) -> None:
+        """separators: characters besides white space around objects. end: the marker after the last call, if there is one.
+
+        names: possible names of calls; None for any.
+        """
+        super().__init__(first)
+        self._separators, self._end, self._names = separators, end, names
+        self._call: _Call | None = None
+        self._unread = ""
+
+    def push(self, text: str) -> tuple[str, list[CallPiece]]:
+        """See Reader."""
+        self.text += text
+        self._unread += text
+        out: list[CallPiece] = []
+        while self._unread and not self.ended:
+            if self._call is None and not self._find_object():
+                break
+            assert self._call is not None
+            was_known = self._call.is_known
+            self._unread = self._call.object.push(self._unread)
+            out += self._call.pieces()
+            self.num_calls += self._call.is_known and not was_known
+            if self._call.object.broken or not (self._call.is_known or self._call.may_be_one):
+                self.ended = True
+            elif self._call.object.done:
+                self._call = None
+        rest, self._unread = (self._unread, "") if self.ended else ("", self._unread)
+        self.text = self.text[: len(self.text) - len(rest)]
+        return rest, out
+
+    def _find_object(self) -> bool:
+        """Skip what is around objects; return True at the beginning of one. Ends at the marker or at other text."""
+        text = self._unread.lstrip(" \t\r\n" + self._separators)
+        if self._end and text.startswith(self._end):
+            self.ended, self._unread = True, text[len(self._end) :]
+        elif text and not (self._end and self._end.startswith(text)):
+            if text[0] == "{":
+                self._unread, self._call = text, _Call(self.first + self.num_calls, self._names)
+                return True
+            self.ended = True
+        return False
+
+
+class NamedReader(Reader):
+    """Mistral's newer form: a name, optional markers, and an object of arguments."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__(first)
+        self._head, self._object, self._sent = "", JsonObject(), 0
+
+    def push(self, text: str) -> tuple[str, list[CallPiece]]:
+        """See Reader."""
+        self.text += text
+        if not self.num_calls:
+            head, brace, text = text.partition("{")
+            self._head += head
+            if not brace:
+                return "", []
+            text = brace + text
+        rest = self._object.push(text)
+        name = self._head.partition("[")[0].strip() if not self.num_calls else None
+        self.num_calls, self.ended = 1, self._object.done
+        new, self._sent = self._object.text[self._sent :], len(self._object.text)
+        return rest, [CallPiece(self.first, name, new)] if new else []
+
+
+class MistralReader(Reader):
+    """A list of objects, or the newer form: the first character decides."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__(first)
+        self._inner: Reader | None = None
+
+    def push(self, text: str) -> tuple[str, list[CallPiece]]:
+        """See Reader."""
+        if self._inner is None:
+            text = (self.text + text).lstrip()
+            self.text = ""
+            if not text:
+                return "", []
+            is_list = text[0] in "[{"
+            self._inner = ObjectReader(self.first, separators="[,", end="]") if is_list else NamedReader(self.first)
+        rest, pieces = self._inner.push(text)
+        self.text, self.num_calls, self.ended = self._inner.text, self._inner.num_calls, self._inner.ended
+        return rest, pieces
+
+
+class WholeParser:
+    """An output that is all calls or all content: the first characters decide, after an optional marker."""
+
+    def __init__(self, opening: str, reader: Reader, markers: Sequence[str] = ()) -> None:
+        """opening: the character that begins calls. markers: texts before or after calls that are dropped."""
+        self.num_calls = 0
+        self._opening, self._reader, self._markers = opening, reader, markers
+        self._text = ""
+        self._is_content = False
+        self._trims = True
+
+    def push(self, text: str) -> Pieces:
+        """See Parser."""
+        if self._is_content:
+            return Pieces(text)
+        if self._reader.ended:
+            return Pieces(self._behind(text))
+        self._text += text
+        start = self._text.lstrip()
+        for marker in self._markers:
+            start = start.removeprefix(marker).lstrip()
+        if not start or any(marker.startswith(start) for marker in self._markers):
+            return Pieces()
+        if start[0] != self._opening:
+            return self._as_content()
+        rest, pieces = self._reader.push(text if self._reader.text else start)
+        self.num_calls = self._reader.num_calls
+        if self._reader.ended and not self.num_calls:
+            return self._as_content()
+        if self._reader.ended:
+            self._text = ""
+            return Pieces(self._behind(rest), calls=pieces)
+        return Pieces(calls=pieces)
+
+    def _behind(self, text: str) -> str:
+        """Return text after the calls, without markers."""
+        self._text += text
+        for marker in self._markers:
+            self._text = self._text.replace(marker, "")
+        end = len(self._text) - max((overlap(self._text, marker) for marker in self._markers), default=0)
+        out, self._text = self._text[:end].lstrip() if self._trims else self._text[:end], self._text[end:]
+        self._trims = self._trims and not out
+        return out
+
+    def finish(self) -> Pieces:
+        """See Parser."""
+        if self._reader.ended and self.num_calls:
+            return Pieces(self._text.lstrip() if self._trims else self._text)
+        return Pieces() if self._is_content or self.num_calls else self._as_content()
+
+    def _as_content(self) -> Pieces:
+        text, self._text, self._is_content = self._text, "", True
+        return Pieces(text)
+
+
+class PythonReader(Reader):
+    """A Python list of function calls with keyword arguments, read when it is complete."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__(first)
+        self._depth, self._quote, self._escaped = 0, "", False
+
+    def push(self, text: str) -> tuple[str, list[CallPiece]]:
+        """See Reader."""
+        for i, char in enumerate(text):
+            self._count(char)
+            if self._depth == 0:
+                self.text += text[: i + 1]
+                return text[i + 1 :], self._calls()
+        self.text += text
+        return "", []
+
+    def _count(self, char: str) -> None:
+        """Count open brackets outside strings."""
+        if self._quote:
+            if char == self._quote and not self._escaped:
+                self._quote = ""
+            self._escaped = char == "\\" and not self._escaped
+        elif char in "'\"":
+            self._quote = char
+        else:
+            self._depth += (char in "[({") - (char in "])}")
+
+    def _calls(self) -> list[CallPiece]:
+        calls = python_calls(self.text) or []
+        self.ended, self.num_calls = True, len(calls)
+        return [
+            CallPiece(self.first + i, name, json.dumps(arguments, ensure_ascii=False))
+            for i, (name, arguments) in enumerate(calls)
+        ]
+
+
+_CONSTANTS = {"true": True, "false": False, "null": None}
+
+
+def python_calls(text: str) -> list[tuple[str, dict[str, Any]]] | None:
+    """Return the calls in a text such as "[f(x=1), g()]"; None if it is another text."""
+    try:
+        node = ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    if not isinstance(node, ast.List) or not node.elts:
+        return None
+    try:
+        return [_python_call(one) for one in node.elts]
+    except (ValueError, RecursionError):
+        return None
+
+
+def _python_call(node: ast.expr) -> tuple[str, dict[str, Any]]:
+    if not isinstance(node, ast.Call) or node.args or any(one.arg is None for one in node.keywords):
+        raise ValueError("no call with keyword arguments")
+    return ast.unparse(node.func), {str(one.arg): _constant(one.value) for one in node.keywords}
+
+
+def _constant(node: ast.expr) -> Any:
+    """Return the value of a literal, in Python's or JSON's words. Raises ValueError for another expression."""
+    if isinstance(node, ast.Name) and node.id in _CONSTANTS:
+        return _CONSTANTS[node.id]
+    if isinstance(node, ast.List | ast.Tuple):
+        return [_constant(one) for one in node.elts]
+    if isinstance(node, ast.Dict):
+        keys = [None if key is None else _constant(key) for key in node.keys]
+        if not all(isinstance(key, str) for key in keys):
+            raise ValueError("a key that is no string")
+        return dict(zip(keys, map(_constant, node.values), strict=True))
+    value = ast.literal_eval(node)
+    if not isinstance(value, str | int | float | bool | None):
+        raise ValueError("no JSON value")
+    return value
+
+
+def overlap(text: str, marker: str) -> int:
+    """Return how many characters at the end of a text may begin a marker."""
+    return next((n for n in range(min(len(marker) - 1, len(text)), 0, -1) if text.endswith(marker[:n])), 0)

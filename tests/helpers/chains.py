@@ -1,0 +1,39 @@
+"""A model that writes one text: each token's successor is fixed, so a text of different tokens comes out as it was given."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from tokenizers import AddedToken
+
+from helpers import tiny
+from helpers.families import make
+
+
+def save(folder: Path, pieces: Sequence[str], template: str, *, special: Sequence[str] = ()) -> Path:
+    """A folder of a model that writes these pieces, each a token of its own, after `<assistant>`, and ends.
+
+    special: the pieces that are special tokens.
+    """
+    assert len(set(pieces)) == len(pieces)
+    tokenizer = tiny.tokenizer()
+    tokenizer.add_tokens([AddedToken(one, special=one in special, normalized=False) for one in pieces])
+    tokenizer.chat_template = template
+    model = make("llama", vocab_size=len(tokenizer), hidden_size=128, max_position_embeddings=2048)
+    generator = torch.Generator().manual_seed(0)
+    table = torch.randn(len(tokenizer), 128, generator=generator)
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight.data.zero_()
+        layer.mlp.down_proj.weight.data.zero_()
+    model.model.norm.weight.data.fill_(1.0)
+    model.model.embed_tokens.weight.data = table
+    chain = tokenizer.convert_tokens_to_ids(["<assistant>", *pieces, "<eos>"])
+    model.lm_head.weight.data = torch.zeros_like(table)
+    for before, after in itertools.pairwise(chain):
+        model.lm_head.weight.data[after] = table[before]
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder

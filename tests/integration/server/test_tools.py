@@ -1,0 +1,250 @@
+"""Tools over HTTP: calls that a model writes, calls that it must write, and the messages that follow them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+import foresay
+from helpers import chains, tiny
+from helpers.serving import Running
+
+TEMPLATE = (
+    "<bos>{% if tools %}{{ tools | tojson }}{% endif %}{% for message in messages %}<user>{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}<tool_call>\n{{ call.function | tojson }}\n</tool_call>{% endfor %}"
+    "{% if message.tool_call_id %}{{ message.tool_call_id }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+PIECES = (
+    *("<think>", "\nWhat is", " asked?", "</think>", "\n\n", "Let me look", "."),
+    *("<tool_call>", '\n{"name": "wea', 'ther", "arg', 'uments": {"ci', 'ty": "Rome"', "}}\n", "</tool_call>"),
+    *("\n<tool_call>\n", '{"name": "time", "arguments": ', "{}", "}\n </tool_call>"),
+)
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather of a city",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "pattern": "^[a-z]{1,8}$"}, "days": {"enum": [1, 2, 3]}},
+            "required": ["city", "days"],
+            "additionalProperties": False,
+        },
+    },
+}
+TIME: dict[str, Any] = {"type": "function", "function": {"name": "time"}}
+TALK: list[Any] = [{"role": "user", "content": "hello there"}]
+
+
+@pytest.fixture(scope="module")
+def chain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A model that reasons, says something, and makes two calls."""
+    folder = chains.save(tmp_path_factory.mktemp("chain"), PIECES, TEMPLATE + "{# </think> #}", special=["<tool_call>"])
+    running = Running(foresay.load(str(folder), num_draft_tokens=3))
+    yield running
+    running.close()
+
+
+@pytest.fixture(scope="module")
+def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tiny.save(tmp_path_factory.mktemp("random"))
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(random_model: Path) -> Iterator[Running]:
+    running = Running(foresay.load(str(random_model), drafter="suffix", num_draft_tokens=3))
+    yield running
+    running.close()
+
+
+def client(running: Running) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
+
+
+def post(running: Running, **body: Any) -> httpx.Response:
+    return httpx.post(f"{running.url}/v1/chat/completions", json={"messages": TALK, **body}, timeout=60)
+
+
+def calls_of(message: Any) -> list[tuple[str, Any]]:
+    return [(one.function.name, json.loads(one.function.arguments)) for one in message.tool_calls or ()]
+
+
+def test_calls_of_a_whole_answer(chain: Running) -> None:
+    done = client(chain).chat.completions.create(model="tiny", messages=TALK, tools=[WEATHER, TIME], temperature=0)
+    message: Any = done.choices[0].message
+    assert done.choices[0].finish_reason == "tool_calls"
+    assert message.content == "Let me look." and message.reasoning_content == "What is asked?"
+    assert calls_of(message) == [("weather", {"city": "Rome"}), ("time", {})]
+    assert len({one.id for one in message.tool_calls}) == 2
+    assert all(one.type == "function" and one.id.startswith("call_") for one in message.tool_calls)
+
+
+def test_calls_of_a_stream(chain: Running) -> None:
+    """The role alone, pieces of arguments, and the finish reason alone; the client puts them together."""
+    body = {"model": "tiny", "messages": TALK, "tools": [WEATHER, TIME], "temperature": 0, "stream": True}
+    with httpx.stream("POST", f"{chain.url}/v1/chat/completions", json=body, timeout=60) as answer:
+        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+    choices = [json.loads(line)["choices"][0] for line in lines[:-1]]
+    assert choices[0]["delta"] == {"role": "assistant", "content": ""} and choices[0]["finish_reason"] is None
+    assert choices[-1]["delta"] == {} and choices[-1]["finish_reason"] == "tool_calls"
+    assert all(one["delta"] and one["finish_reason"] is None for one in choices[1:-1])
+    pieces = [one for choice in choices for one in choice["delta"].get("tool_calls", [])]
+    first = [one for one in pieces if "id" in one]
+    assert [(one["index"], one["type"], one["function"]["name"]) for one in first] == [
+        (0, "function", "weather"),
+        (1, "function", "time"),
+    ]
+    assert len([one for one in pieces if one["index"] == 0]) > 1, "arguments arrive in pieces"
+    assert "".join(one["function"]["arguments"] for one in pieces if one["index"] == 0) == '{"city": "Rome"}'
+    assert "".join(one["delta"].get("content", "") for one in choices).strip() == "Let me look."
+    assert "".join(one["delta"].get("reasoning_content", "") for one in choices) == "What is asked?"
+    with client(chain).chat.completions.stream(
+        model="tiny", messages=TALK, tools=[WEATHER, TIME], temperature=0
+    ) as stream:
+        message = stream.get_final_completion().choices[0].message
+    assert calls_of(message) == [("weather", {"city": "Rome"}), ("time", {})]
+
+
+def test_without_tools_the_text_is_content(chain: Running) -> None:
+    for more in ({}, {"tools": [WEATHER], "tool_choice": "none"}):
+        choice = post(chain, temperature=0, **more).json()["choices"][0]
+        assert choice["finish_reason"] == "stop" and "tool_calls" not in choice["message"]
+        assert '{"name": "weather", "arguments"' in choice["message"]["content"]
+
+
+def test_an_output_that_is_cut_within_a_call(chain: Running) -> None:
+    choice = post(chain, temperature=0, tools=[WEATHER], max_tokens=11).json()["choices"][0]
+    assert choice["finish_reason"] == "length"
+    assert choice["message"]["tool_calls"][0]["function"] == {"name": "weather", "arguments": '{"ci'}
+
+
+def test_each_output_has_its_own_calls(chain: Running) -> None:
+    choices = post(chain, temperature=0, tools=[WEATHER], n=2).json()["choices"]
+    ids = [call["id"] for choice in choices for call in choice["message"]["tool_calls"]]
+    assert len(ids) == len(set(ids)) == 4
+
+
+@pytest.mark.parametrize("temperature", [0, 1.5])
+@pytest.mark.parametrize("tool_format", ["auto", "hermes", "mistral", "mistral_named", "llama3_json", "pythonic"])
+def test_required_calls_follow_their_schemas(tool_format: str, temperature: float, random_model: Path) -> None:
+    """By a model that writes noise, with drafts: without the grammar, no output is a call."""
+    running = Running(foresay.load(str(random_model), drafter="suffix", num_draft_tokens=3), tool_format=tool_format)
+    try:
+        for seed in range(3):
+            body = {"tools": [WEATHER, TIME], "temperature": temperature, "seed": seed, "max_tokens": 400}
+            named = {"type": "function", "function": {"name": "weather"}}
+            for choice, single in (("required", True), (named, False)):
+                done = post(running, tool_choice=choice, parallel_tool_calls=not single, **body).json()["choices"][0]
+                if done["finish_reason"] == "length":  # noise may go on calling
+                    assert not single
+                    continue
+                calls = [one["function"] for one in done["message"]["tool_calls"]]
+                assert done["finish_reason"] == "tool_calls" and done["message"]["content"] is None
+                assert len(calls) == 1 or not single
+                for call in calls:
+                    arguments = json.loads(call["arguments"])
+                    assert call["name"] in ("weather", "time") if single else call["name"] == "weather"
+                    if call["name"] == "weather":
+                        assert set(arguments) == {"city", "days"} and arguments["days"] in (1, 2, 3)
+                        assert 1 <= len(arguments["city"]) <= 8 and arguments["city"].isalpha()
+            free = post(running, **body).json()["choices"][0]["message"]
+            assert not free.get("tool_calls"), "control"
+    finally:
+        running.close()
+
+
+def test_drafts_do_not_change_a_required_call(server: Running) -> None:
+    body = {
+        "tools": [WEATHER],
+        "tool_choice": "required",
+        "temperature": 0,
+        "max_tokens": 200,
+        "parallel_tool_calls": False,
+    }
+    plain, drafted = (
+        post(server, foresay={"drafter": drafter, "stats": True}, **body).json()["choices"][0]
+        for drafter in ("none", "suffix")
+    )
+    arguments = [one["message"]["tool_calls"][0]["function"]["arguments"] for one in (plain, drafted)]
+    assert arguments[0] == arguments[1] and plain["foresay"]["drafted"] == 0
+
+
+def test_a_talk_goes_on_after_calls(server: Running) -> None:
+    """Messages as a client sends them back: without content, with results; their order and ids reach the template."""
+    call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+    talk = [
+        *TALK,
+        {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None, "reasoning_content": "hm"},
+        {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
+    ]
+    ids = httpx.post(f"{server.url}/tokenize", json={"messages": talk}).json()["tokens"]
+    text = httpx.post(f"{server.url}/detokenize", json={"tokens": ids}).json()["prompt"]
+    assert '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>' in text
+    assert text.endswith("<user>sunnycall_1<assistant>")
+    assert post(server, messages=talk, tools=[WEATHER], max_tokens=4).status_code == 200
+    done = client(server).chat.completions.create(
+        model="tiny", messages=TALK, tools=[WEATHER], tool_choice="required", parallel_tool_calls=False, max_tokens=300
+    )
+    result = {"role": "tool", "tool_call_id": done.choices[0].message.tool_calls[0].id, "content": "sunny"}  # type: ignore[index]
+    again = client(server).chat.completions.create(
+        model="tiny",
+        messages=[*TALK, done.choices[0].message, result],
+        tools=[WEATHER],
+        max_tokens=4,  # type: ignore[list-item]
+    )
+    assert again.choices[0].finish_reason == "length"
+
+
+SENT = "messages.0.tool_calls.0.function.arguments"
+
+
+def function(**changes: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", **changes}}
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ({"tools": [{"type": "function"}]}, "tools.0.function", "required"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0.type", "function"),
+        ({"tools": [function(name="a b")]}, "tools.0.function.name", "1 to 64 letters"),
+        ({"tools": [function(), function()]}, "tools", "same name"),
+        ({"tools": [function()] * 129}, "tools", "at most 128"),
+        ({"tools": [function(parameters=7)]}, "tools.0.function.parameters", "dictionary"),
+        ({"tools": [function(parameters={"a": {"multipleOf": 12345677}})]}, "tools", "multipleOf"),
+        ({"tools": [function(parameters={"properties": {"a": {"pattern": "("}}})], "tool_choice": "required"}, "tools", "schema"),
+        ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+        ({"tool_choice": function(name="g"), "tools": [function()]}, "tool_choice", "no tool is named 'g'"),
+        ({"tools": [function()], "response_format": {"type": "json_object"}}, "response_format", "tool_choice='none'"),
+        ({"tools": [function()], "tool_choice": "required", "min_tokens": 3}, "min_tokens", "schema"),
+        ({"messages": [{"role": "assistant", "content": None}]}, "messages.0", "content"),
+        ({"messages": [{"role": "user", "content": "x", "tool_calls": [function()]}]}, "messages.0", "assistant"),
+        ({"messages": [{"role": "assistant", "tool_calls": [function(arguments=7)]}]}, SENT, "string"),
+        ({"functions": [{"name": "f"}]}, "functions", "not supported"),
+    ],
+)  # fmt: skip
+def test_refusals(body: dict[str, Any], param: str, message: str, server: Running) -> None:
+    answer = post(server, max_tokens=2, **body)
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["param"] == param and message in error["message"], answer.text
+
+
+def test_a_model_without_a_template_for_tools(tmp_path: Path) -> None:
+    running = Running(foresay.load(str(tiny.save(tmp_path, chat=True))))
+    try:
+        answer = post(running, tools=[TIME])
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "tools"
+        assert "does not describe tools" in answer.json()["error"]["message"]
+    finally:
+        running.close()

@@ -1,0 +1,150 @@
+"""Which format a model has, and grammars of outputs that must call a tool."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken
+
+from foresay.errors import ConfigError
+from foresay.text.grammar import Grammar
+from foresay.text.tool_calls.calls import Tool
+from foresay.text.tool_calls.formats import FORMATS, format_of, grammar_of, visible_ids
+from helpers import tiny
+
+TEMPLATES = {
+    "hermes": "{% if tools %}{{ tools }}{% endif %}<tool_call>",
+    "mistral": "{{ tools }}[TOOL_CALLS] [{{ calls }}]",
+    "mistral_named": "{{ tools }}[TOOL_CALLS]{{ name }}[ARGS]{{ arguments }}",
+    "pythonic": "{{ tools }}[func_name1(params_name1=params_value1)]",
+    "llama3_json": "{{ tools }}<|python_tag|>",
+}
+WEATHER = Tool(
+    "weather",
+    {
+        "type": "object",
+        "properties": {"days": {"type": "integer"}, "city": {"enum": ["Rome", "Oslo"]}, "when": {"$ref": "#/$defs/w"}},
+        "required": ["city"],
+        "additionalProperties": False,
+        "$defs": {"w": {"type": "boolean"}},
+    },
+)
+TIME = Tool("time", {"type": "object", "properties": {}, "additionalProperties": False})
+
+
+def tokenizer(template: str | None, *added: str, special: bool = True) -> Any:
+    one = tiny.tokenizer()
+    one.add_tokens([AddedToken(text, special=special, normalized=False) for text in added])
+    one.chat_template = template
+    return one
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_template_has_a_format(name: str) -> None:
+    assert format_of(tokenizer(TEMPLATES[name])).name == name
+    assert format_of(tokenizer(TEMPLATES[name]), "hermes").name == "hermes", "the choice of a user comes first"
+
+
+def test_templates_of_several_names() -> None:
+    one = tokenizer(None)
+    one.chat_template = {"default": "{{ messages }}", "tool_use": TEMPLATES["mistral"]}
+    assert format_of(one).name == "mistral"
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (None, "does not describe tools"),
+        ("{{ messages }}", "does not describe tools"),
+        ("{{ tools }}", "choose it by --tool-format: "),
+    ],
+)
+def test_models_without_tools(template: str | None, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        format_of(tokenizer(template))
+
+
+def test_only_special_tokens_have_to_be_made_visible() -> None:
+    chosen = FORMATS["mistral_named"]
+    one = tokenizer(None, "[TOOL_CALLS]")
+    assert visible_ids(chosen, one) == (one.convert_tokens_to_ids("[TOOL_CALLS]"),)
+    assert (
+        visible_ids(chosen, tokenizer(None, "[TOOL_CALLS]", special=False))
+        == visible_ids(chosen, tokenizer(None))
+        == ()
+    )
+
+
+def accepts(grammar: str, text: str, one: Any) -> bool:
+    """True if an output may be exactly this text."""
+    compiled = Grammar(grammar, one, len(one), [0])
+    ids = one(text).input_ids
+    matcher = compiled.mask_after(0)._matcher
+    return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
+
+
+def output(name: str, *calls: tuple[str, dict[str, Any]]) -> str:
+    one = FORMATS[name]
+    assert one.around is not None
+    texts = []
+    for function, arguments in calls:
+        inside = (
+            ", ".join(f"{k}={json.dumps(v)}" for k, v in arguments.items()) if one.is_python else json.dumps(arguments)
+        )
+        texts.append(one.call[0] + function + one.call[1] + inside + one.call[2])
+    return one.around[0] + one.around[1].join(texts) + one.around[2]
+
+
+ROME, OSLO = ("weather", {"city": "Rome"}), ("weather", {"city": "Oslo", "when": True})
+
+
+@pytest.mark.parametrize("name", [name for name, one in FORMATS.items() if one.around is not None])
+@pytest.mark.parametrize("added", [False, True])
+def test_grammars(name: str, added: bool) -> None:
+    """With markers that are tokens, special ones too, and with markers that are texts."""
+    chosen = FORMATS[name]
+    one = tokenizer(None, *(chosen.markers if added else ()))
+    both = grammar_of(chosen, [WEATHER, TIME], one, parallel=True)
+    single = grammar_of(chosen, [WEATHER, TIME], one, parallel=False)
+    for good in ([ROME], [OSLO], [("time", {})]):
+        assert accepts(both, output(name, *good), one) and accepts(single, output(name, *good), one)
+    several = output(name, ROME, ("time", {}))
+    assert accepts(both, several, one) == chosen.parallel and not accepts(single, several, one)
+    wrong: list[tuple[str, dict[str, Any]]] = [
+        ("weather", {}), ("weather", {"city": "Bonn"}), ("other", {}), ("time", {"city": "Rome"}),
+        ("weather", {"city": "Rome", "when": 1}), ("weather", {"city": "Rome", "more": 1}),
+    ]  # fmt: skip
+    for bad in wrong:
+        assert not accepts(both, output(name, bad), one), bad
+    assert not accepts(both, "", one) and not accepts(both, "text " + output(name, ROME), one)
+
+
+@pytest.mark.parametrize("added", [False, True])
+def test_a_grammar_after_reasoning(added: bool) -> None:
+    one = tokenizer(None, *(("</think>",) if added else ()))
+    grammar = grammar_of(FORMATS["hermes"], [TIME], one, parallel=True, after_reasoning=True)
+    call = output("hermes", ("time", {}))
+    assert accepts(grammar, f"so, the time\n</think>\n\n{call}", one)
+    assert not accepts(grammar, call, one)
+
+
+@pytest.mark.parametrize("names", [[], ["a"], ["a", "b"], ["b", "c"], ["a", "b", "c"]])
+@pytest.mark.parametrize("required", [[], ["b"], ["a", "c"]])
+def test_keyword_arguments_are_complete_and_given_once(names: list[str], required: list[str]) -> None:
+    """Required ones come first."""
+    one = tokenizer(None)
+    tool = Tool("f", {"properties": {key: {"type": "integer"} for key in "abc"}, "required": required})
+    grammar = grammar_of(FORMATS["pythonic"], [tool], one, parallel=False)
+    ordered = required + [name for name in names if name not in required]
+    inside = ", ".join(f"{name}=1" for name in ordered)
+    assert accepts(grammar, f"[f({inside})]", one)
+    if required:
+        assert not accepts(grammar, "[f()]", one)
+    assert not accepts(grammar, "[f(a=1, a=1)]", one) and not accepts(grammar, f"[f({inside}, )]", one)
+
+
+def test_a_format_without_a_grammar() -> None:
+    with pytest.raises(ConfigError, match="cannot be constrained"):
+        grammar_of(FORMATS["response_schema"], [TIME], tokenizer(None), parallel=True)

@@ -1,0 +1,56 @@
+"""An object that arrives in pieces: its end and its members, wherever it is cut."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+
+from foresay.text.tool_calls.json_object import JsonObject
+
+
+def anything(chance: random.Random, depth: int = 0) -> Any:
+    texts = ['a"b', "}]{[", "\\", '\\\\"', "ü\n😀", ",:", ""]
+    kind = chance.randrange(7 if depth < 3 else 5)
+    if kind == 5:
+        return [anything(chance, depth + 1) for _ in range(chance.randrange(4))]
+    if kind == 6:
+        return {f"{chance.choice(texts)}{i}": anything(chance, depth + 1) for i in range(chance.randrange(4))}
+    return [chance.choice(texts), chance.random(), chance.randrange(-9, 99), True, None][kind]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_members_of_any_object_cut_anywhere(seed: int) -> None:
+    chance = random.Random(seed)
+    value = {f"k{i}": anything(chance) for i in range(chance.randrange(5))}
+    text = " \n" + json.dumps(value, ensure_ascii=chance.random() < 0.5, indent=chance.choice([None, 2])) + " rest {"
+    found, at, grown = JsonObject(), 0, dict.fromkeys(value, "")
+    rest = ""
+    while at < len(text):
+        step = chance.randrange(1, 9)
+        if found.done:
+            rest += text[at : at + step]
+        else:
+            rest += found.push(text[at : at + step])
+        for name, now in found.members.items():
+            assert now.startswith(grown[name].rstrip()), "a member only grows"
+            grown[name] = now
+        at += step
+    assert rest == " rest {" and found.done and not found.broken
+    assert {name: found.value(name) for name in found.members} == value == json.loads(found.text)
+    assert found.complete == set(value)
+
+
+@pytest.mark.parametrize("text", ["x", "[1]", '"a"', "{1: 2}", "{a: 1}", '{"a" "b": 1}'])
+def test_what_is_no_object(text: str) -> None:
+    found = JsonObject()
+    found.push(text)
+    assert found.broken and not found.done
+
+
+def test_an_object_that_is_cut_short() -> None:
+    found = JsonObject()
+    assert found.push('{"a": "x}", "b": [1, {') == ""
+    assert not found.done and found.complete == {"a"} and found.members["b"] == "[1, {"

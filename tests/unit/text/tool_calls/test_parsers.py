@@ -1,0 +1,167 @@
+"""Calls in every format, however the text is cut."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from foresay.text.tool_calls.formats import FORMATS, ToolFormat
+from foresay.text.tool_calls.message import MessageParser
+from foresay.text.tool_calls.parsers import python_calls
+
+Found = tuple[str, str, list[tuple[str, str]]]
+CALLS = [
+    ("weather", {"city": "Rome", "days": 3}),
+    ("m.time-now", {}),
+    ("find", {"what": "a \"}]' x", "in": ["b", {"c": None}]}),
+]
+
+
+def parsed(name: str, text: str, cuts: int | random.Random, *, reasons: bool = False, is_open: bool = False) -> Found:
+    """Content, reasoning and calls of an output."""
+    calls_of = FORMATS[name].parser(None, {"w", "v"}) if name else None
+    parser = MessageParser(calls_of, reasons=reasons, is_open=is_open)
+    content = reasoning = ""
+    calls: list[tuple[str, str]] = []
+    at = 0
+    while True:
+        step = cuts if isinstance(cuts, int) else cuts.randrange(1, 12)
+        ended = at >= len(text)
+        pieces = parser.finish() if ended else parser.push(text[at : at + step])
+        content, reasoning, at = content + pieces.content, reasoning + pieces.reasoning, at + step
+        for one in pieces.calls:
+            if one.name is not None:
+                assert one.index == len(calls), "calls are numbered in order"
+                calls.append((one.name, ""))
+            calls[one.index] = (calls[one.index][0], calls[one.index][1] + one.arguments)
+        if ended:
+            assert parser.num_calls == len(calls)
+            return content, reasoning, calls
+
+
+def written(one: ToolFormat, calls: list[tuple[str, dict[str, object]]]) -> str:
+    """Calls as the family writes them."""
+    assert one.around is not None
+    (begin, between, end), (before, middle, behind) = one.around, one.call
+    texts = []
+    for name, arguments in calls:
+        inside = ", ".join(f"{k}={v!r}" for k, v in arguments.items()) if one.is_python else json.dumps(arguments)
+        texts.append(before + name + middle + inside + behind)
+    return begin + between.join(texts) + end
+
+
+CONSTRAINED = [name for name, one in FORMATS.items() if one.around is not None]
+
+
+@pytest.mark.parametrize("name", CONSTRAINED)
+@pytest.mark.parametrize("seed", range(6))
+def test_what_a_family_writes(name: str, seed: int) -> None:
+    chance, one = random.Random(seed), FORMATS[name]
+    calls = [chance.choice(CALLS[: 1 if one.is_python and seed else 3]) for _ in range(chance.randrange(1, 4))]
+    calls = [(n.replace("-", "_"), a) for n, a in calls if not (one.is_python and "in" in a)] or CALLS[:1]
+    content, reasoning, found = parsed(name, written(one, calls), chance)
+    assert (content.strip(), reasoning) == ("", "")
+    assert [(n, json.loads(a)) for n, a in found] == calls
+
+
+HERMES = '<tool_call>\n{"name": "w", "arguments": {"a": 1}}\n</tool_call>'
+CASES: dict[str, tuple[str, str, Found]] = {
+    "text before a call": ("hermes", f"I look.\n{HERMES}", ("I look.\n", "", [("w", '{"a": 1}')])),
+    "text behind a call": ("hermes", f"{HERMES}\nDone.", ("Done.", "", [("w", '{"a": 1}')])),
+    "text between calls": ("hermes", f"{HERMES} and {HERMES}", ("and ", "", [("w", '{"a": 1}')] * 2)),
+    "arguments first": ("hermes", '<tool_call>{"arguments": {"a": 1}, "name": "w"}</tool_call>', ("", "", [("w", '{"a": 1}')])),
+    "arguments as a string": (
+        "hermes",
+        '<tool_call>{"name": "w", "arguments": "{\\"a\\": 1}"}</tool_call>',
+        ("", "", [("w", '{"a": 1}')]),
+    ),
+    "no arguments": ("hermes", '<tool_call>{"name": "w"}</tool_call>', ("", "", [("w", "{}")])),
+    "two calls in one marker": (
+        "hermes",
+        '<tool_call>{"name": "w", "arguments": {}}\n{"name": "v", "arguments": {}}</tool_call>',
+        ("", "", [("w", "{}"), ("v", "{}")]),
+    ),
+    "no call behind the marker": ("hermes", "<tool_call>none</tool_call> x", ("<tool_call>none</tool_call> x", "", [])),
+    "an object that is no call": ("hermes", '<tool_call>{"x": 1}</tool_call>', ('<tool_call>{"x": 1}</tool_call>', "", [])),
+    "a name that is none": ("hermes", '<tool_call>{"name": 7}</tool_call>', ('<tool_call>{"name": 7}</tool_call>', "", [])),
+    "cut within a call": ("hermes", HERMES[:-16], ("", "", [("w", '{"a":')])),
+    "cut before the name": ("hermes", HERMES[:20], (HERMES[:20], "", [])),
+    "a block of code": (
+        "hermes",
+        'So:\n```json\n{\n "name": "w",\n "arguments": {"a": 1}\n}\n```\nDone.',
+        ("So:\nDone.", "", [("w", '{"a": 1}')]),
+    ),
+    "a block of other JSON": ("hermes", '```json\n{"name": "Bob"}\n```', ('```json\n{"name": "Bob"}\n```', "", [])),
+    "a block of code in between": ("hermes", f"```\nx\n```\n{HERMES}", ("```\nx\n```\n", "", [("w", '{"a": 1}')])),
+    "nearly a marker": ("hermes", "a < b <tool", ("a < b <tool", "", [])),
+    "a JSON answer": ("llama3_json", '{"answer": {"name": "w"}}', ('{"answer": {"name": "w"}}', "", [])),
+    "a marker and two calls": (
+        "llama3_json",
+        '<|python_tag|>{"name": "w", "parameters": {"a": 1}}; {"name": "v", "parameters": {}}',
+        ("", "", [("w", '{"a": 1}'), ("v", "{}")]),
+    ),
+    "an answer with an object": ("llama3_json", 'It is {"name": "w"}', ('It is {"name": "w"}', "", [])),
+    "the older form": (
+        "mistral",
+        '[TOOL_CALLS] [{"name": "w", "arguments": {"a": [1]}}, {"name": "v", "arguments": {}}]',
+        ("", "", [("w", '{"a": [1]}'), ("v", "{}")]),
+    ),
+    "the newer form": (
+        "mistral_named",
+        'x[TOOL_CALLS]w[CALL_ID]12[ARGS]{"a": 1}[TOOL_CALLS]v{}',
+        ("x", "", [("w", '{"a": 1}'), ("v", "{}")]),
+    ),
+    "words of JSON": ("pythonic", "[w(a=true, b=null, c=-1.5)]", ("", "", [("w", '{"a": true, "b": null, "c": -1.5}')])),
+    "brackets in strings": ("pythonic", "[w(a='])', b=\"\\\"]\")] x", ("x", "", [("w", '{"a": "])", "b": "\\"]"}')])),
+    "markers around": ("pythonic", "<|python_start|>[w()]<|python_end|>", ("", "", [("w", "{}")])),
+    "a list": ("pythonic", "[1, 2] is a list", ("[1, 2] is a list", "", [])),
+    "a link": ("pythonic", "[see](http://x) y", ("[see](http://x) y", "", [])),
+    "code that is no call": ("pythonic", "[w(1)] y", ("[w(1)] y", "", [])),
+    "an unfinished list": ("pythonic", "[w(a=1), ", ("[w(a=1), ", "", [])),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("step", [1, 2, 3, 7, 1000])
+def test_outputs(case: str, step: int) -> None:
+    name, text, wanted = CASES[case]
+    assert parsed(name, text, step) == wanted
+
+
+@pytest.mark.parametrize("step", [1, 3, 1000])
+def test_reasoning(step: int) -> None:
+    for text, is_open, wanted in (
+        (f"<think>\nhm <b>\n</think>\n\nyes {HERMES}", False, ("yes ", "hm <b>\n", [("w", '{"a": 1}')])),
+        (f"hm\n</think>\n\n{HERMES}", True, ("", "hm\n", [("w", '{"a": 1}')])),
+        (" plain </think> text", False, (" plain </think> text", "", [])),
+        ("<think> for ever </thin", False, ("", "for ever </thin", [])),
+        ("<thi", False, ("<thi", "", [])),
+    ):
+        assert parsed("hermes", text, step, reasons=True, is_open=is_open) == wanted
+    assert parsed("", "<think>a</think>\nb", step, reasons=True) == ("b", "a", [])
+    assert parsed("", "<think>a</think>\nb", step) == ("<think>a</think>\nb", "", []), (
+        "control: a model without reasoning"
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "x",
+        "[]",
+        "[f]",
+        "[f(1)]",
+        "[f(**a)]",
+        "[f(a=g())]",
+        "[f(a=b)]",
+        "[f(a={1: 2})]",
+        "[f(a=1j)]",
+        "[f(a=...)]",
+        "(" * 9999,
+    ],
+)
+def test_no_code_is_evaluated(text: str) -> None:
+    assert python_calls(text) is None
