@@ -20,7 +20,7 @@ from foresay.decoding.sampling_params import SamplingParams
 from foresay.drafters import ModelDrafter
 from foresay.lengths import ConstantLength
 from foresay.models.table import TableModel
-from foresay.text.grammar import JsonMask, JsonSchema
+from foresay.text.grammar import Grammar, JsonMask
 from helpers.distribution_cells import ALPHA, DRAFTERS, RULES
 from helpers.reference import p_value
 from helpers.support import Mixed, run
@@ -41,7 +41,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>")
 
 
-SCHEMA = JsonSchema({"enum": [text.strip('"') for text in WANTED]}, tokenizer(), SIZE, [EOS])
+SCHEMA = Grammar({"enum": [text.strip('"') for text in WANTED]}, tokenizer(), SIZE, [EOS])
 
 
 def may_come(written: tuple[int, ...], token: int) -> bool:

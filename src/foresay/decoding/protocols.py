@@ -202,6 +202,15 @@ class DraftStep:
     rows: Rows | None = None
 
 
+@runtime_checkable
+class ForcesTokens(Protocol):
+    """A logits processor that may leave one continuation, such as a grammar."""
+
+    def forced_tokens(self, token_ids: Sequence[int]) -> list[int]:
+        """Return the only possible next tokens after prompt and output [L], as far as they are known; often none."""
+        ...
+
+
 class LengthPolicy(Protocol):
     """Number of tokens to draft."""
 

@@ -98,6 +98,11 @@ class Row:
         return token in self.eos and num_new > self.params.min_new_tokens
 
     @property
+    def knows_text(self) -> bool:
+        """True if the request has a prediction, or a processor that may force tokens."""
+        return bool(self.params.prediction) or any(hasattr(one, "forced_tokens") for one in self.params.processors)
+
+    @property
     def full_context(self) -> IntArray:
         """Encoder source (if any), then prompt and output."""
         if self.source is None:

@@ -63,6 +63,8 @@ class SamplingParams:
     """Tokens that end the output, in addition to the model's end-of-sequence tokens; the stop token stays in the ids."""
     stop: tuple[str, ...] = ()
     """Strings that end the output; the text is cut before the first of them."""
+    prediction: tuple[int, ...] = ()
+    """Tokens that the output probably repeats, from its beginning or in parts: n-gram drafters draft them."""
     visible_token_ids: tuple[int, ...] = ()
     """Special tokens that are part of the text; others are left out of it."""
     ignore_eos: bool = False
@@ -103,6 +105,7 @@ class SamplingParams:
         put(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
         put(self, "banned_token_ids", _token_ids("banned_token_ids", self.banned_token_ids))
         put(self, "visible_token_ids", _token_ids("visible_token_ids", self.visible_token_ids))
+        put(self, "prediction", _token_ids("prediction", self.prediction))
         put(self, "processors", self._items("processors"))
         if self.allowed_token_ids is not None:
             allowed = _token_ids("allowed_token_ids", self.allowed_token_ids)

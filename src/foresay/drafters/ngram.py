@@ -16,6 +16,7 @@ import torch
 from foresay.decoding.proposal import Proposal, Verification
 from foresay.decoding.protocols import Drafter, LengthPolicy, ModelOutput, Move
 from foresay.decoding.rows import Row, Rows
+from foresay.drafters.known_text import MATCH_LENGTH, known_tokens
 
 State = TypeVar("State")
 
@@ -69,12 +70,16 @@ class NgramDrafter(Drafter, Generic[State]):
         """Do nothing: `draft_tokens` reads the committed tokens."""
 
     def propose(self, rows: Rows, budget: Sequence[int], policy: LengthPolicy) -> Proposal:
-        """Draft for each row, and keep the tokens that the policy selects."""
-        each = zip(rows, self._states, budget, strict=True)
-        drafts = [self.draft_tokens(row, state, max(0, n))[: max(0, n)] for row, state, n in each]
+        """Draft for each row, known tokens first, and keep the tokens that the policy selects."""
+        known = [known_tokens(row, n) for row, n in zip(rows, budget, strict=True)]
+        wanted = [0 if given else max(0, n) for given, n in zip(known, budget, strict=True)]
+        each = zip(rows, self._states, wanted, strict=True)
+        found_by_row = [self.draft_tokens(row, state, n)[:n] for row, state, n in each]
+        drafts = [given or own for given, own in zip(known, found_by_row, strict=True)]
         if not any(drafts):
             return Proposal.empty(len(rows), self._device)
-        matched = [int(getattr(state, "matched", 0)) for state in self._states]
+        found = zip(known, self._states, strict=True)
+        matched = [MATCH_LENGTH if given else int(getattr(state, "matched", 0)) for given, state in found]
         kept = policy.num_to_score(rows, [len(draft_tokens) for draft_tokens in drafts], matched)
         drafts = [draft_tokens[:n] for draft_tokens, n in zip(drafts, kept, strict=True)]
         return dataclasses.replace(as_proposal(drafts, self._device), matched=matched)

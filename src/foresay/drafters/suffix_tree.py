@@ -14,6 +14,7 @@ from foresay.checks import check_int
 from foresay.decoding.proposal import Proposal
 from foresay.decoding.protocols import LengthPolicy
 from foresay.decoding.rows import Row, Rows
+from foresay.drafters.known_text import known_tokens
 from foresay.drafters.suffix import PastRequests, SuffixDrafter, SuffixState
 
 MAX_BRANCHES = 16
@@ -54,7 +55,10 @@ class SuffixTreeDrafter(SuffixDrafter):
         )
 
     def _continuations(self, row: Row, state: SuffixState, count: int) -> list[list[int]]:
-        """Return at most `branches` continuations of at most `count` tokens, that of the longest match first."""
+        """Return known tokens, or at most `branches` continuations of at most `count` tokens, that of the longest match first."""
+        if known := known_tokens(row, count):
+            self.draft_tokens(row, state, 0)
+            return [known]
         first = self.draft_tokens(row, state, count)
         if not first:
             return []

@@ -97,7 +97,10 @@ class ThroughputLength(LengthPolicy):
         if not any(out) and self._is_hybrid:  # the n-gram drafter does not pay, but the fallback drafter may
             out = self._fallback.choose(now, every)
             self._fallback.draft.drop(rows)
-        return list(out)
+        return [
+            self.high if fixed is None and row.knows_text else n
+            for n, fixed, row in zip(out, now.fixed, rows, strict=True)
+        ]
 
     def num_to_score(self, rows: Rows, counts: Sequence[int], matched: Sequence[int]) -> list[int]:
         """Return how many of the found tokens pay, by the length of their match; see `LengthPolicy.num_to_score`."""

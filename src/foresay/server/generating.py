@@ -135,7 +135,8 @@ class _ResponseBuilder:
 
     def usage(self) -> dict[str, Any]:
         """Return the token counts so far."""
-        return usage([len(ids) for ids in self.prepared.prompts], self.outputs)
+        is_predicted = bool(self.prepared.params.prediction)
+        return usage([len(ids) for ids in self.prepared.prompts], self.outputs, is_predicted=is_predicted)
 
     def response(self) -> Response:
         """Return the response body of complete outputs."""
@@ -192,7 +193,9 @@ async def _prepare(service: Service, request: ChatRequest | CompletionRequest) -
         return PreparedRequest(ids, _params(service, request, ids), n, drafting)
     message = MessageKind.of(service, request)
     ids = await service.encoded(prompts, message.tools)
-    params = replace(_params(service, request, ids), visible_token_ids=message.visible_ids)
+    predicted = await service.encoded_prediction(request.prediction.text) if request.prediction else ()
+    params = replace(_params(service, request, ids), visible_token_ids=message.visible_ids, prediction=predicted)
+    drafting = service.with_lookup(drafting) if predicted else drafting
     message = message.after(ids[0])
     source = schema if schema is not None else message.grammar_source()
     param = "tools" if schema is None else "response_format"

@@ -263,6 +263,18 @@ class ResponseFormat(Fields):
         return ANY_OBJECT if self.type == "json_object" else None
 
 
+class Prediction(Fields):
+    """A text that the output probably repeats."""
+
+    type: Literal["content"]
+    content: StrictStr | Annotated[list[TextPart], Field(fail_fast=True), at_most(MAX_MESSAGES)]
+
+    @property
+    def text(self) -> str:
+        """The predicted text."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
 class ChatRequest(ToolFields, _Sampled):
     """POST /v1/chat/completions."""
 
@@ -274,6 +286,7 @@ class ChatRequest(ToolFields, _Sampled):
     logprobs: StrictBool | None = None
     top_logprobs: Annotated[StrictInt, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
+    prediction: Prediction | None = None
 
     def params(self, default_max_tokens: int) -> SamplingParams:
         """Return the sampling parameters. Raises ApiError for contradicting fields."""

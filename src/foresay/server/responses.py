@@ -263,21 +263,31 @@ class ResponseFields:
         }
 
 
-def usage(prompts: Sequence[int], outputs: Sequence[Output]) -> dict[str, Any]:
+def usage(prompts: Sequence[int], outputs: Sequence[Output], *, is_predicted: bool = False) -> dict[str, Any]:
     """Return the usage: prompt tokens, generated tokens, and prompt tokens read from cached slots.
 
     prompts: token count of each prompt, counted once for all its outputs. Output i * n + j is the j-th output of prompt i.
+    is_predicted: count accepted and rejected draft tokens as those of a prediction.
     """
     n = len(outputs) // len(prompts)
     generated = sum(one.num_tokens for one in outputs)
     cached_per_output = [one.steps[0].num_cached if one.steps else 0 for one in outputs]
     cached = sum(min(cached_per_output[i * n : (i + 1) * n]) for i in range(len(prompts)))
-    return {
+    out = {
         "prompt_tokens": sum(prompts),
         "completion_tokens": generated,
         "total_tokens": sum(prompts) + generated,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
+    if is_predicted:
+        steps = [step for one in outputs for step in one.steps]
+        accepted = sum(step.num_accepted for step in steps)
+        rejected = sum(step.num_drafted for step in steps) - accepted
+        out["completion_tokens_details"] = {
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": rejected,
+        }
+    return out
 
 
 def encode_event(body: dict[str, Any] | str) -> bytes:

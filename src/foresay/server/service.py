@@ -11,6 +11,7 @@ import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeVar
@@ -29,6 +30,8 @@ from foresay.server.drafting_choice import DraftingChoice
 from foresay.server.errors import ApiError
 from foresay.server.metrics import Clock, Metrics
 from foresay.server.settings import ServerSettings
+from foresay.spec.expressions import parse
+from foresay.spec.recipes import named
 from foresay.text.grammar import Grammar, Source
 from foresay.text.prompts import encode
 from foresay.text.schema_compiler import PROCESSES, SchemaCompiler
@@ -106,6 +109,20 @@ class Service:
         if len(ids) >= context_length:
             raise ContextLengthError(f"the prompt has {len(ids)} tokens, and the model's context is {context_length}")
         return ids
+
+    async def encoded_prediction(self, text: str) -> tuple[int, ...]:
+        """Return the token ids of a predicted text, at most as many as the context holds."""
+        tokenizer, most = self.tokenizer, self.generator.target.model.max_length
+
+        def encoded() -> tuple[int, ...]:
+            return tuple(tokenizer(text, add_special_tokens=False).input_ids[:most])
+
+        return await self.prepare(encoded)
+
+    def with_lookup(self, drafting: DraftingChoice) -> DraftingChoice:
+        """Return a drafting method that drafts known tokens: this one, or "suffix" if it has no n-gram drafter."""
+        name = parse(drafting.drafter or self.generator.drafter_name).name
+        return drafting if name == "hybrid" or name in named("lookup") else replace(drafting, drafter="suffix")
 
     async def grammar(self, source: Source, *, param: str) -> Grammar:
         """Compile a schema or grammar within limits. Cancelling the coroutine cancels the compilation.

@@ -73,6 +73,12 @@ class JsonMask:
         out[:, len(mask) :] = -torch.inf
         return out
 
+    def forced_tokens(self, token_ids: Sequence[int]) -> list[int]:
+        """Return the tokens that the grammar leaves after token_ids [L], prompt and output; see ForcesTokens."""
+        if not self._advance(list(token_ids[self._prompt_length :])) or self._matcher.is_error():
+            return []
+        return [int(token) for token in self._matcher.compute_ff_tokens()]
+
     def _check(self) -> None:
         """Raise ConfigError if the matcher stopped at one of its own limits: the output would no longer follow the grammar."""
         if self._matcher.is_error():

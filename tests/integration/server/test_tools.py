@@ -248,3 +248,45 @@ def test_a_model_without_a_template_for_tools(tmp_path: Path) -> None:
         assert "does not describe tools" in answer.json()["error"]["message"]
     finally:
         running.close()
+
+
+class TestPrediction:
+    @pytest.mark.parametrize("drafter", ["suffix", "none"])
+    def test_a_prediction_that_comes_true(self, drafter: str, chain: Running) -> None:
+        """Whatever the drafting method: one without lookups is replaced."""
+        length = {"length": 8} if drafter == "suffix" else {}
+        body: dict[str, Any] = {"temperature": 0, "foresay": {"drafter": drafter, "stats": True, **length}}
+        plain = post(chain, **body).json()
+        done = post(chain, prediction={"type": "content", "content": "".join(PIECES)}, **body).json()
+        assert done["choices"][0]["message"] == plain["choices"][0]["message"]
+        passes = [one["choices"][0]["foresay"]["passes"] for one in (done, plain)]
+        assert passes[0] < passes[1] / (4 if length else 1.2)
+        details = done["usage"]["completion_tokens_details"]
+        assert details["accepted_prediction_tokens"] == done["usage"]["completion_tokens"] - passes[0]
+        assert details["rejected_prediction_tokens"] == 0 and "completion_tokens_details" not in plain["usage"]
+
+    def test_a_prediction_that_does_not(self, chain: Running) -> None:
+        plain = post(chain, temperature=0).json()
+        parts = [{"type": "text", "text": "hello "}, {"type": "text", "text": "there"}]
+        done = post(chain, temperature=0, prediction={"type": "content", "content": parts}).json()
+        assert done["choices"][0]["message"] == plain["choices"][0]["message"]
+        assert done["usage"]["completion_tokens_details"]["rejected_prediction_tokens"] > 0
+
+    @pytest.mark.parametrize(
+        "prediction", [{"type": "text", "content": "x"}, {"type": "content"}, "x", {"type": "content", "content": 7}]
+    )
+    def test_refusals(self, prediction: Any, chain: Running) -> None:
+        answer = post(chain, prediction=prediction)
+        assert answer.status_code == 400 and answer.json()["error"]["param"].startswith("prediction")
+
+
+def test_forced_tokens_are_drafted(server: Running) -> None:
+    """Most of a required call is fixed by its grammar, and takes few passes."""
+    body = {"tools": [WEATHER], "tool_choice": "required", "temperature": 0, "max_tokens": 200}
+    forced, plain = (
+        post(server, foresay={"stats": True, **one}, **body).json()["choices"][0]
+        for one in ({"drafter": "suffix", "length": 16}, {"drafter": "none"})
+    )
+    functions = [one["message"]["tool_calls"][0]["function"] for one in (forced, plain)]
+    assert functions[0] == functions[1]
+    assert forced["foresay"]["passes"] < plain["foresay"]["passes"] / 3

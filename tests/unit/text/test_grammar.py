@@ -103,3 +103,25 @@ def test_multiples_with_few_remainders_and_what_only_has_the_name_are_taken(sche
 def test_a_tokenizer_without_a_fast_version_is_named() -> None:
     with pytest.raises(ConfigError, match=r"\(ByT5Tokenizer\) cannot be used for structured output"):
         make(ByT5Tokenizer())
+
+
+def test_forced_tokens_are_what_only_may_come() -> None:
+    tokenizer = tiny.tokenizer()
+    schema = {
+        "type": "object",
+        "properties": {"hello": {"enum": ["hello", "hell"]}},
+        "required": ["hello"],
+        "additionalProperties": False,
+    }
+    one, written, forced = make(tokenizer, schema), list[int](), 0
+    while not written or written[-1] != 0:
+        found = one.forced_tokens(PROMPT + written)
+        assert make(tokenizer, schema).forced_tokens(PROMPT + written) == found, "however it was come by"
+        allowed = [i for i, good in enumerate(mask(one, written)) if good]
+        assert not found or found[0] in allowed
+        forced += len(found) > 1
+        wrong = next(i for i in range(4, 250) if i not in allowed)
+        assert one.forced_tokens([*PROMPT, *written, wrong]) == []
+        written += found or [allowed[-1]]
+        assert len(written) < 200
+    assert forced > 0 and '"hello"' in tokenizer.decode(written)

@@ -1,0 +1,77 @@
+"""Tokens that a row's next ones are known to be, or are predicted to be by the request: no drafter has to find them.
+
+A grammar may leave one continuation; a request may bring a text that its output probably repeats, such as a file to edit. After a
+difference the prediction is continued where the last tokens of the output occur in it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from foresay.decoding.protocols import ForcesTokens
+from foresay.decoding.rows import Row
+from foresay.decoding.state import StateKey
+
+MATCH_LENGTH = 1 << 10
+"""Length of the match that known tokens count as, for policies that select tokens by it."""
+_LONG, _SHORT, _NEAR = 3, 2, 32
+"""Output tokens that continue a prediction anywhere, and those that continue it at most _NEAR tokens further on."""
+
+
+class _Prediction:
+    """The place in a predicted text that a row's output has reached."""
+
+    __slots__ = ("_after", "_next", "_reached", "_read", "_tokens")
+
+    def __init__(self, tokens: Sequence[int], start: int) -> None:
+        """start: length of the row's prompt."""
+        self._tokens, self._read = tokens, start
+        self._next: int | None = 0
+        """Index of the token that is predicted next; None after a difference."""
+        self._reached = 0
+        self._after: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        """Indices after each run of _LONG or _SHORT tokens."""
+        for length in (_SHORT, _LONG):
+            for end in range(length, len(tokens) + 1):
+                self._after[tuple(tokens[end - length : end])].append(end)
+
+    def following(self, row: Row) -> Sequence[int]:
+        """Return the predicted tokens after a row's output."""
+        new = row.tokens[self._read :].tolist()
+        for i, token in enumerate(new):
+            if self._next is not None and self._next < len(self._tokens) and self._tokens[self._next] == token:
+                self._next += 1
+                self._reached = self._next
+            else:
+                self._next = self._found(
+                    row.tokens[max(row.prompt_length, self._read + i + 1 - _LONG) : self._read + i + 1].tolist()
+                )
+        self._read = row.size
+        return () if self._next is None else self._tokens[self._next :]
+
+    def _found(self, last: list[int]) -> int | None:
+        """Return the index after the last tokens of the output: the next one that was not reached, else the latest."""
+        places = self._after.get(tuple(last), []) if len(last) == _LONG else []
+        further = next((place for place in places if place > self._reached), None)
+        if further is None:
+            near = self._after.get(tuple(last[-_SHORT:]), [])
+            further = next((place for place in near if self._reached < place <= self._reached + _NEAR), None)
+        return further if further is not None else places[-1] if places else None
+
+
+_PREDICTION = StateKey[_Prediction | None](lambda: None)
+
+
+def known_tokens(row: Row, count: int) -> list[int]:
+    """Return up to `count` known next tokens of a committed row: those that its grammar forces, else those that are predicted."""
+    if count <= 0 or row is not row.committed or not row.knows_text:
+        return []
+    for processor in row.params.processors:
+        if isinstance(processor, ForcesTokens) and (forced := processor.forced_tokens(row.tokens.tolist())):
+            return forced[:count]
+    if not row.params.prediction:
+        return []
+    prediction = _PREDICTION.find(row) or _PREDICTION.put(row, _Prediction(row.params.prediction, row.prompt_length))
+    assert prediction is not None
+    return list(prediction.following(row)[:count])

@@ -1,0 +1,143 @@
+"""Known tokens: predictions that are continued after differences, tokens that a grammar forces, and who drafts them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from foresay.decoding.proposal import Proposal
+from foresay.decoding.rows import Row, Rows
+from foresay.decoding.sampling_params import SamplingParams
+from foresay.drafters import MaxGram, PastRequests, PromptLookup, SuffixDrafter
+from foresay.drafters.known_text import MATCH_LENGTH, known_tokens
+from foresay.drafters.ngram import NgramDrafter
+from foresay.drafters.suffix_tree import SuffixTreeDrafter
+from foresay.lengths import ConstantLength, ThroughputLength
+from foresay.models.table import TableModel
+from helpers.support import run
+
+PROMPT = [7, 7]
+TEXT = random.Random(3).choices(range(40), k=300)
+
+
+def row_of(*, prediction: Sequence[int] = TEXT, processors: Sequence[Any] = ()) -> Row:
+    params = SamplingParams(max_new_tokens=1000, prediction=tuple(prediction), processors=tuple(processors))
+    return Row(0, PROMPT, params, limit=2000)
+
+
+def steps(row: Row, output: Sequence[int], most: int = 16) -> int:
+    """How many passes an output takes if every pass verifies what is known."""
+    count = at = 0
+    while at < len(output):
+        drafted, right = known_tokens(row, most), 0
+        while right < len(drafted) and at + right < len(output) and drafted[right] == output[at + right]:
+            right += 1
+        new = output[at : at + right + 1]
+        row.extend(new)
+        at, count = at + len(new), count + 1
+    return count
+
+
+def test_a_prediction_that_comes_true() -> None:
+    assert steps(row_of(), TEXT) == -(-len(TEXT) // 17)
+    assert steps(row_of(prediction=()), TEXT) == len(TEXT), "control"
+
+
+EDITS = {
+    "tokens replaced": [*TEXT[:100], 91, 92, *TEXT[102:200], 93, *TEXT[201:]],
+    "tokens inserted": [*TEXT[:100], 91, 92, 93, *TEXT[100:]],
+    "tokens deleted": [*TEXT[:100], *TEXT[120:]],
+    "a beginning of its own": [95, 96, 97, *TEXT],
+    "a part moved": [*TEXT[:50], *TEXT[200:], *TEXT[50:200]],
+    "a part twice": [*TEXT[:200], *TEXT[100:]],
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_a_prediction_goes_on_after_a_difference(edit: str) -> None:
+    output = EDITS[edit]
+    assert steps(row_of(), output) < len(output) / 17 + 16
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_places_are_those_of_a_plain_search(seed: int) -> None:
+    """With few different tokens, so that runs occur often."""
+    chance = random.Random(seed)
+    text = [chance.randrange(3) for _ in range(60)]
+    row, reached, following = row_of(prediction=text), 0, 0
+    for _ in range(80):
+        token = chance.randrange(3) if following is None or chance.random() < 0.3 else [*text, 0][following]
+        output = [*row.tokens[len(PROMPT) :].tolist(), token]
+        row.extend([token])
+        if following is not None and following < len(text) and text[following] == token:
+            following = reached = following + 1
+        else:
+            long = [end for end in range(3, 61) if len(output) >= 3 and text[end - 3 : end] == output[-3:]]
+            short = [end for end in range(2, 61) if len(output) >= 2 and text[end - 2 : end] == output[-2:]]
+            ahead = [end for end in long if end > reached] or [end for end in short if reached < end <= reached + 32]
+            following = ahead[0] if ahead else long[-1] if long else None
+        assert known_tokens(row, 5) == ([] if following is None else text[following : following + 5])
+
+
+class Forces:
+    """A grammar that leaves certain tokens after an output of some length."""
+
+    def __init__(self, tokens: dict[int, list[int]]) -> None:
+        self.tokens = tokens
+
+    def __call__(self, token_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores
+
+    def forced_tokens(self, token_ids: Sequence[int]) -> list[int]:
+        return self.tokens.get(len(token_ids) - len(PROMPT), [])
+
+
+def test_a_grammar_comes_before_a_prediction() -> None:
+    row = row_of(processors=[Forces({0: [4, 5, 6], 3: []})])
+    assert known_tokens(row, 2) == [4, 5] and known_tokens(row, 9) == [4, 5, 6]
+    row.extend([4, 5, 6])
+    assert known_tokens(row, 2) == [] and not row_of(prediction=()).knows_text
+    row.extend(TEXT[:3])
+    assert known_tokens(row, 2) == TEXT[3:5]
+
+
+def test_a_row_with_drafts_gets_none() -> None:
+    row = row_of()
+    assert known_tokens(row.with_draft([1], 0), 4) == [] and known_tokens(row, 0) == []
+
+
+LOOKUPS: dict[str, Any] = {
+    "suffix": lambda: SuffixDrafter(PastRequests(512)),
+    "max_gram": MaxGram,
+    "prompt_lookup": PromptLookup,
+    "suffix_tree": lambda: SuffixTreeDrafter(PastRequests(512), branches=2),
+}
+
+
+@pytest.mark.parametrize("name", LOOKUPS)
+def test_every_lookup_drafts_known_tokens_first(name: str) -> None:
+    drafter: NgramDrafter[Any] = LOOKUPS[name]()
+    rows = Rows([row_of(), row_of(prediction=())])
+    drafter.admit(rows, 0)
+    proposal: Proposal = drafter.propose(rows, [4, 4], ConstantLength(4))
+    assert proposal.token_ids[0, : proposal.num_tokens[0]].tolist() == TEXT[:4]
+    if proposal.matched is not None:
+        assert proposal.matched[0] == MATCH_LENGTH and proposal.matched[1] < 3
+
+
+def test_the_adaptive_length_drafts_them_though_its_drafter_does_not_pay() -> None:
+    """A target that repeats nothing: lookups are given up, and predictions are not."""
+    target = TableModel.random(40, seed=1, concentration=0.05)
+    params = SamplingParams(max_new_tokens=60)
+    policy = ThroughputLength()
+    prompts = [[i, i + 1] for i in range(20)]
+    plain, _, _ = run(target, prompts, params, drafter=SuffixDrafter(), policy=policy)
+    again = [SamplingParams.of(params, prediction=tuple(output)) for output in plain]
+    outputs, taken, _ = run(target, prompts, again, drafter=SuffixDrafter(), policy=policy)
+    without = run(target, prompts, params, drafter=SuffixDrafter(), policy=policy)
+    assert outputs == plain == without[0]
+    assert len(taken) < 0.7 * len(without[1])
