@@ -2,9 +2,9 @@
 
     python benchmarks/known_text.py FILE [--repeats 2] [--write] [--section NAME]
 
-FILE: a GGUF file of real size. Greedy, batch 1, drafter `suffix` with adaptive lengths, all methods in turns at each prompt; times
-include prompts, and medians over repeats are compared. Edits rename a variable in functions of Python's library; JSON outputs
-describe the same functions.
+FILE: a GGUF file of real size. Greedy, batch 1, drafter `suffix` with adaptive lengths, all methods in turns at each prompt;
+medians over repeats are compared, without the time until the first token. Edits rename a variable in functions of Python's
+library; JSON outputs describe the same functions.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ import inspect
 import statistics
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from common import Figures, arguments, log, parsed, publish, table
+from common import Figures, arguments, environment, log, parsed, publish, table
 
 import foresay
 from foresay.decoding.sampling_params import SamplingParams
@@ -57,8 +59,12 @@ LEGEND = {
 }
 
 
+Result = tuple[float, list[int], int]
+"""Seconds after the first token, output and passes."""
+
+
 class Unforced(JsonMask):
-    """A mask of a schema that tells no forced tokens."""
+    """A mask of a schema without forced tokens."""
 
     forced_tokens = None  # type: ignore[assignment]
 
@@ -68,16 +74,14 @@ class Unforced(JsonMask):
         return super().__getattribute__(name)
 
 
-def seconds(generator: foresay.Generator, prompt: Any, params: SamplingParams) -> tuple[float, list[int], int]:
-    """Seconds, output and passes of a request."""
-    began = perf_counter()
-    done = generator.generate(prompt, params)
-    return perf_counter() - began, list(done.token_ids), done.stats.num_passes
+def seconds(generator: foresay.Generator, prompt: Any, params: SamplingParams) -> Result:
+    """Seconds after the first token, output and passes of a request."""
+    first: list[float] = []
+    done = generator.generate(prompt, params, on_chunk=lambda _: first.append(perf_counter()) if not first else None)
+    return perf_counter() - first[0], list(done.token_ids), done.stats.num_passes
 
 
-def compared(
-    methods: dict[str, Callable[[], tuple[float, list[int], int]]], repeats: int
-) -> dict[str, tuple[float, list[int], int]]:
+def compared(methods: Mapping[str, Callable[[], Result]], repeats: int) -> dict[str, Result]:
     """Median seconds, output and passes of each method, measured in turns."""
     found = [{name: method() for name, method in methods.items()} for _ in range(repeats)]
     return {name: (statistics.median(one[name][0] for one in found), *found[0][name][1:]) for name in methods}
@@ -87,11 +91,9 @@ def chat(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
 
 
-def edits(
-    plain: foresay.Generator, suffix: foresay.Generator, repeats: int
-) -> list[dict[str, tuple[float, list[int], int]]]:
-    out, tokenizer = [], plain.tokenizer
-    assert tokenizer is not None
+def edits(plain: foresay.Generator, suffix: foresay.Generator, repeats: int) -> list[dict[str, Result]]:
+    out: list[dict[str, Result]] = []
+    tokenizer: Any = plain.tokenizer
     for function, old, new in EDITS:
         code = f"```python\n{textwrap.dedent(inspect.getsource(function))}```"
         prompt = chat(f"Rename the variable `{old}` to `{new}` in this code. Answer with the whole code only.\n{code}")
@@ -99,46 +101,45 @@ def edits(
         params = SamplingParams(max_new_tokens=len(ids) * 6 // 5)
         predicted = SamplingParams.of(params, prediction=ids)
         methods = {
-            "plain": lambda p=params, q=prompt: seconds(plain, q, p),
-            "suffix": lambda p=params, q=prompt: seconds(suffix, q, p),
-            "known text": lambda p=predicted, q=prompt: seconds(suffix, q, p),
+            "plain": partial(seconds, plain, prompt, params),
+            "suffix": partial(seconds, suffix, prompt, params),
+            "known text": partial(seconds, suffix, prompt, predicted),
         }
         out.append(compared(methods, repeats))
         log(f"  {function.__name__}: {shown(out[-1])}")
     return out
 
 
-def structured(
-    plain: foresay.Generator, suffix: foresay.Generator, repeats: int
-) -> list[dict[str, tuple[float, list[int], int]]]:
-    out, tokenizer, model = [], plain.tokenizer, plain.target.model
+def structured(plain: foresay.Generator, suffix: foresay.Generator, repeats: int) -> list[dict[str, Result]]:
+    out: list[dict[str, Result]] = []
+    tokenizer: Any = plain.tokenizer
+    model = plain.target.model
     grammar = Grammar(SCHEMA, tokenizer, model.vocab_size, sorted(plain.target.eos_token_ids))
-    assert tokenizer is not None
+
+    def masked(generator: foresay.Generator, prompt: Any, kind: type[JsonMask]) -> Result:
+        length = len(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"])
+        mask = kind(grammar.mask_after(length)._matcher, model.vocab_size, length)
+        return seconds(generator, prompt, SamplingParams(max_new_tokens=160, processors=(mask,)))
+
     for function, *_ in EDITS:
         prompt = chat(f"Describe this function as JSON.\n```python\n{textwrap.dedent(inspect.getsource(function))}```")
-        length = len(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"])
-
-        def params(kind: type[JsonMask], length: int = length) -> SamplingParams:
-            mask = kind(grammar.mask_after(length)._matcher, model.vocab_size, length)
-            return SamplingParams(max_new_tokens=160, processors=(mask,))
-
         methods = {
-            "plain": lambda q=prompt, of=params: seconds(plain, q, of(Unforced)),
-            "suffix": lambda q=prompt, of=params: seconds(suffix, q, of(Unforced)),
-            "known text": lambda q=prompt, of=params: seconds(suffix, q, of(JsonMask)),
+            "plain": partial(masked, plain, prompt, Unforced),
+            "suffix": partial(masked, suffix, prompt, Unforced),
+            "known text": partial(masked, suffix, prompt, JsonMask),
         }
         out.append(compared(methods, repeats))
         log(f"  {function.__name__}: {shown(out[-1])}")
     return out
 
 
-def shown(one: dict[str, tuple[float, list[int], int]]) -> str:
+def shown(one: dict[str, Result]) -> str:
     return ", ".join(
         f"{name} {s:.1f} s, {passes} passes for {len(ids)} tokens" for name, (s, ids, passes) in one.items()
     )
 
 
-def total(found: Sequence[dict[str, tuple[float, list[int], int]]], name: str) -> float:
+def total(found: Sequence[dict[str, Result]], name: str) -> float:
     return sum(one[name][0] for one in found)
 
 
@@ -169,7 +170,10 @@ def main() -> int:
         for name in found[0]
     ]
     text = table(["outputs", "method", "seconds", "passes", "tokens"], rows)
-    return publish("known_text", figures, args, legend=LEGEND, model=args.file, text=[text])
+    about = f"{Path(args.file).name}, {Path(args.file).stat().st_size / 1e9:.2f} GB"
+    return publish(
+        "known_text", figures, args, legend=LEGEND, model=about, text=[f"The times: {environment(about)}", text]
+    )
 
 
 if __name__ == "__main__":

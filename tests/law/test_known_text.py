@@ -25,8 +25,10 @@ class Claims:
     def __call__(self, token_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         return scores
 
-    def forced_tokens(self, token_ids: Sequence[int]) -> list[int]:
-        return [len(token_ids) % SIZE, 1] if len(token_ids) % 2 else []
+    def forced_tokens(self, output: Sequence[int]) -> list[int] | None:
+        if 2 in output[-1:] and len(output) % 3 == 0:
+            return None
+        return [len(output) % SIZE, 1] if len(output) % 2 == 0 else []
 
 
 def outputs(drafter: Any, rule: str, **changes: Any) -> tuple[list[list[int]], int]:

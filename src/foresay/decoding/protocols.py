@@ -206,8 +206,11 @@ class DraftStep:
 class ForcesTokens(Protocol):
     """A logits processor that may leave one continuation, such as a grammar."""
 
-    def forced_tokens(self, token_ids: Sequence[int]) -> list[int]:
-        """Return the only possible next tokens after prompt and output [L], as far as they are known; often none."""
+    def forced_tokens(self, output: Sequence[int]) -> list[int] | None:
+        """Return the only possible next tokens after the tokens of an output, as far as they are known; often none.
+
+        None if they are no beginning of an output.
+        """
         ...
 
 

@@ -6,8 +6,9 @@ difference the prediction is continued where the last tokens of the output occur
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from foresay.decoding.protocols import ForcesTokens
 from foresay.decoding.rows import Row
@@ -20,7 +21,7 @@ _LONG, _SHORT, _NEAR = 3, 2, 32
 
 
 class _Prediction:
-    """The place in a predicted text that a row's output has reached."""
+    """The position in a predicted text that a row's output has reached."""
 
     __slots__ = ("_after", "_next", "_reached", "_read", "_tokens")
 
@@ -52,26 +53,66 @@ class _Prediction:
 
     def _found(self, last: list[int]) -> int | None:
         """Return the index after the last tokens of the output: the next one that was not reached, else the latest."""
-        places = self._after.get(tuple(last), []) if len(last) == _LONG else []
-        further = next((place for place in places if place > self._reached), None)
+        ends = self._after.get(tuple(last), []) if len(last) == _LONG else []
+        further = self._further(ends)
         if further is None:
-            near = self._after.get(tuple(last[-_SHORT:]), [])
-            further = next((place for place in near if self._reached < place <= self._reached + _NEAR), None)
-        return further if further is not None else places[-1] if places else None
+            near = self._further(self._after.get(tuple(last[-_SHORT:]), []))
+            further = near if near is not None and near <= self._reached + _NEAR else None
+        return further if further is not None else ends[-1] if ends else None
+
+    def _further(self, ends: list[int]) -> int | None:
+        """Return the first of some ends, in order, that was not reached."""
+        at = bisect_right(ends, self._reached)
+        return ends[at] if at < len(ends) else None
 
 
+Lookup = Callable[[Row, int], list[int]]
+"""Returns up to a number of tokens that may follow a row's tokens."""
 _PREDICTION = StateKey[_Prediction | None](lambda: None)
 
 
-def known_tokens(row: Row, count: int) -> list[int]:
-    """Return up to `count` known next tokens of a committed row: those that its grammar forces, else those that are predicted."""
+def known_tokens(row: Row, count: int, lookup: Lookup) -> list[int]:
+    """Return up to `count` known next tokens of a committed row: those that its grammar forces, else those that are predicted.
+
+    lookup: finds what may be between forced tokens, such as white space, where there is no prediction.
+    """
     if count <= 0 or row is not row.committed or not row.knows_text:
         return []
-    for processor in row.params.processors:
-        if isinstance(processor, ForcesTokens) and (forced := processor.forced_tokens(row.tokens.tolist())):
-            return forced[:count]
-    if not row.params.prediction:
-        return []
-    prediction = _PREDICTION.find(row) or _PREDICTION.put(row, _Prediction(row.params.prediction, row.prompt_length))
-    assert prediction is not None
-    return list(prediction.following(row)[:count])
+    predicted: list[int] = []
+    if row.params.prediction:
+        prediction = _PREDICTION.find(row) or _PREDICTION.put(
+            row, _Prediction(row.params.prediction, row.prompt_length)
+        )
+        assert prediction is not None
+        predicted = list(prediction.following(row)[:count])
+    grammar = _grammar(row)
+    if grammar is None:
+        return predicted
+    forced = grammar.forced_tokens(row.tokens[row.prompt_length :].tolist())
+    return predicted if predicted and not forced else _completed(row, grammar, count, lookup)[:count]
+
+
+def _grammar(row: Row) -> ForcesTokens | None:
+    processors: tuple[object, ...] = row.params.processors
+    return next((one for one in processors if isinstance(one, ForcesTokens)), None)
+
+
+def _completed(row: Row, grammar: ForcesTokens, count: int, lookup: Lookup) -> list[int]:
+    """Return forced tokens, and between them those that a lookup finds; [] if none are forced."""
+    before, draft = row.tokens[row.prompt_length :].tolist(), list[int]()
+    num_known, found, has_looked = 0, list[int](), False
+    while len(draft) < count:
+        forced = grammar.forced_tokens(before + draft)
+        if forced is None:  # the last token cannot come
+            return draft[: max(len(draft) - 1, 0)] if num_known else []
+        if forced:
+            draft += forced
+            num_known, found, has_looked = num_known + len(forced), [], False
+            continue
+        if not found and not has_looked:
+            found, has_looked = lookup(row.with_draft(draft, row.rng_key) if draft else row, count - len(draft)), True
+        if not found:
+            break
+        draft.append(found[0])
+        found = found[1:]
+    return draft if num_known else []

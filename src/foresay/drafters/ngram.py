@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from abc import abstractmethod
 from collections.abc import Sequence
+from functools import partial
 from typing import Generic, TypeVar
 
 import torch
@@ -71,7 +72,10 @@ class NgramDrafter(Drafter, Generic[State]):
 
     def propose(self, rows: Rows, budget: Sequence[int], policy: LengthPolicy) -> Proposal:
         """Draft for each row, known tokens first, and keep the tokens that the policy selects."""
-        known = [known_tokens(row, n) for row, n in zip(rows, budget, strict=True)]
+        known = [
+            known_tokens(row, n, partial(self._lookup, state))
+            for row, state, n in zip(rows, self._states, budget, strict=True)
+        ]
         wanted = [0 if given else max(0, n) for given, n in zip(known, budget, strict=True)]
         each = zip(rows, self._states, wanted, strict=True)
         found_by_row = [self.draft_tokens(row, state, n)[:n] for row, state, n in each]
@@ -83,6 +87,9 @@ class NgramDrafter(Drafter, Generic[State]):
         kept = policy.num_to_score(rows, [len(draft_tokens) for draft_tokens in drafts], matched)
         drafts = [draft_tokens[:n] for draft_tokens, n in zip(drafts, kept, strict=True)]
         return dataclasses.replace(as_proposal(drafts, self._device), matched=matched)
+
+    def _lookup(self, state: State, row: Row, count: int) -> list[int]:
+        return self.draft_tokens(row, state, count)[:count]
 
 
 def as_proposal(drafts: Sequence[Sequence[int]], device: torch.device) -> Proposal:

@@ -56,7 +56,7 @@ class SuffixTreeDrafter(SuffixDrafter):
 
     def _continuations(self, row: Row, state: SuffixState, count: int) -> list[list[int]]:
         """Return known tokens, or at most `branches` continuations of at most `count` tokens, that of the longest match first."""
-        if known := known_tokens(row, count):
+        if known := known_tokens(row, count, lambda row, count: self.draft_tokens(row, state, count)[:count]):
             self.draft_tokens(row, state, 0)
             return [known]
         first = self.draft_tokens(row, state, count)

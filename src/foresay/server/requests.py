@@ -17,6 +17,7 @@ from foresay.server.errors import ApiError
 from foresay.server.fields import MAX_ITEMS, Fields, Neutral, at_most, check_count
 from foresay.server.tool_fields import SentCall, ToolFields
 from foresay.text.grammar import ANY_OBJECT
+from foresay.text.prompts import FillIn
 
 MAX_MESSAGES = 4096
 """Limit on a chat's messages plus their parts."""
@@ -325,15 +326,14 @@ class CompletionRequest(_Sampled):
     prompt_field = "prompt"
 
     prompt: Annotated[
-        StrictStr
-        | TokenIds
-        | Annotated[list[StrictStr], Field(min_length=1, fail_fast=True)]
-        | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)],
+        StrictStr | TokenIds | Annotated[list[StrictStr | TokenIds], Field(min_length=1, fail_fast=True)],
         BeforeValidator(_limit_prompts),
     ]
     logprobs: Annotated[StrictInt, Field(ge=0, le=20)] | None = None
     echo: StrictBool = False
     """True if the response's text and log-probabilities start with the prompt's."""
+    suffix: StrictStr | None = None
+    """Text after the output: the model fills in the text between prompt and suffix."""
 
     @property
     def echoes(self) -> bool:
@@ -357,10 +357,14 @@ class CompletionRequest(_Sampled):
         """Return None: the API has no schema here."""
 
     def prompts(self) -> list[Any]:
-        """Return the prompts as a list."""
-        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
-            return [self.prompt]
-        return list(self.prompt)
+        """Return the prompts as a list. Raises ApiError for a suffix that cannot be used."""
+        single = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        prompts: list[Any] = [self.prompt] if single else list(self.prompt)
+        if not self.suffix:
+            return prompts
+        if self.echo or not all(isinstance(one, str) for one in prompts):
+            raise ApiError(400, "suffix needs prompts that are texts, without echo", param="suffix")
+        return [FillIn(one, self.suffix) for one in prompts]
 
 
 class PredictRequest(Fields):

@@ -73,10 +73,10 @@ class JsonMask:
         out[:, len(mask) :] = -torch.inf
         return out
 
-    def forced_tokens(self, token_ids: Sequence[int]) -> list[int]:
-        """Return the tokens that the grammar leaves after token_ids [L], prompt and output; see ForcesTokens."""
-        if not self._advance(list(token_ids[self._prompt_length :])) or self._matcher.is_error():
-            return []
+    def forced_tokens(self, output: Sequence[int]) -> list[int] | None:
+        """Return the tokens that the grammar leaves after an output's tokens; see ForcesTokens."""
+        if not self._advance(list(output)) or self._matcher.is_error():
+            return None
         return [int(token) for token in self._matcher.compute_ff_tokens()]
 
     def _check(self) -> None:

@@ -7,6 +7,7 @@ Owns the checks of prompts and the use of the chat template. Does not know the m
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -17,6 +18,23 @@ from foresay.errors import PromptError
 Message: TypeAlias = Mapping[str, Any]
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Message] | torch.Tensor
 _ROLES = ("system", "user", "assistant", "tool", "developer")
+
+
+_FILL_IN = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen, CodeGemma
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder
+    ("<\uff5cfim\u2581begin\uff5c>", "<\uff5cfim\u2581hole\uff5c>", "<\uff5cfim\u2581end\uff5c>"),  # DeepSeek
+    ("\u2581<PRE>", "\u2581<SUF>", "\u2581<MID>"),  # Code Llama
+)
+"""Tokens before the text before a gap, before the text after it, and before the text that fills it, by family."""
+
+
+@dataclass(frozen=True, slots=True)
+class FillIn:
+    """A prompt for the text between two texts (fill-in-the-middle)."""
+
+    prefix: str
+    suffix: str
 
 
 def is_batch(prompt: Any) -> bool:
@@ -44,6 +62,8 @@ def encode(prompt: Any, tokenizer: Any, tools: Sequence[Mapping[str, Any]] = ())
     another shape or type, messages that are malformed or that the template refuses, and texts or messages without a tokenizer
     or template.
     """
+    if isinstance(prompt, FillIn):
+        return _fill_in(prompt, _require(tokenizer, "a text prompt"))
     if isinstance(prompt, str):
         if not prompt:
             raise PromptError("the prompt is empty; give at least one character")
@@ -66,6 +86,18 @@ def encode(prompt: Any, tokenizer: Any, tools: Sequence[Mapping[str, Any]] = ())
         if isinstance(item, bool) or not isinstance(item, int | np.integer):
             raise PromptError(f"prompt item {item!r} of type {type(item).__name__} must be a token id or a message")
     return [int(item) for item in items]
+
+
+def _fill_in(prompt: FillIn, tokenizer: Any) -> list[int]:
+    added = {one.content: index for index, one in tokenizer.added_tokens_decoder.items()}
+    marks = next((marks for marks in _FILL_IN if all(mark in added for mark in marks)), None)
+    if marks is None:
+        raise PromptError("this model's tokenizer has no tokens for filling in text between two texts")
+    before, after, middle = (added[mark] for mark in marks)
+    prefix, suffix = (
+        tokenizer(text, add_special_tokens=False).input_ids if text else [] for text in (prompt.prefix, prompt.suffix)
+    )
+    return [before, *prefix, after, *suffix, middle]
 
 
 def _chat(messages: Sequence[Message], tokenizer: Any, tools: Sequence[Mapping[str, Any]]) -> list[int]:

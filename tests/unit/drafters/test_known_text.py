@@ -12,8 +12,8 @@ import torch
 from foresay.decoding.proposal import Proposal
 from foresay.decoding.rows import Row, Rows
 from foresay.decoding.sampling_params import SamplingParams
-from foresay.drafters import MaxGram, PastRequests, PromptLookup, SuffixDrafter
-from foresay.drafters.known_text import MATCH_LENGTH, known_tokens
+from foresay.drafters import MaxGram, PastRequests, PromptLookup, SuffixDrafter, known_text
+from foresay.drafters.known_text import MATCH_LENGTH
 from foresay.drafters.ngram import NgramDrafter
 from foresay.drafters.suffix_tree import SuffixTreeDrafter
 from foresay.lengths import ConstantLength, ThroughputLength
@@ -22,6 +22,11 @@ from helpers.support import run
 
 PROMPT = [7, 7]
 TEXT = random.Random(3).choices(range(40), k=300)
+
+
+def known_tokens(row: Row, count: int) -> list[int]:
+    """Those of a drafter that finds nothing itself."""
+    return known_text.known_tokens(row, count, lambda row, count: [])
 
 
 def row_of(*, prediction: Sequence[int] = TEXT, processors: Sequence[Any] = ()) -> Row:
@@ -92,8 +97,8 @@ class Forces:
     def __call__(self, token_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         return scores
 
-    def forced_tokens(self, token_ids: Sequence[int]) -> list[int]:
-        return self.tokens.get(len(token_ids) - len(PROMPT), [])
+    def forced_tokens(self, output: Sequence[int]) -> list[int] | None:
+        return None if 99 in output else self.tokens.get(len(output), [])
 
 
 def test_a_grammar_comes_before_a_prediction() -> None:
@@ -103,6 +108,34 @@ def test_a_grammar_comes_before_a_prediction() -> None:
     assert known_tokens(row, 2) == [] and not row_of(prediction=()).knows_text
     row.extend(TEXT[:3])
     assert known_tokens(row, 2) == TEXT[3:5]
+
+
+@pytest.mark.parametrize(
+    ("found", "wanted"),
+    [
+        ([], [4, 5]),
+        ([8], [4, 5, 8, 6, 7]),
+        ([8, 9], [4, 5, 8, 6, 7]),  # found again after the forced ones
+        ([99], [4, 5]),
+        ([8, 99], [4, 5, 8, 6, 7, 8]),
+    ],
+)
+def test_a_lookup_fills_the_gaps_between_forced_tokens(found: list[int], wanted: list[int]) -> None:
+    """White space, for example, which a grammar allows and an output repeats. A token that cannot come ends the draft."""
+    row = row_of(prediction=(), processors=[Forces({0: [4, 5], 3: [6, 7]})])
+    asked: list[list[int]] = []
+
+    def lookup(row: Row, count: int) -> list[int]:
+        asked.append(row.tokens[len(PROMPT) :].tolist())
+        return found if len(asked) <= 2 else []
+
+    drafted = known_text.known_tokens(row, 6, lookup)
+    assert drafted[: len(wanted)] == wanted and len(drafted) <= 6
+    assert asked[0] == [4, 5]
+    nothing = row_of(prediction=(), processors=[Forces({})])
+    assert known_text.known_tokens(nothing, 6, lambda row, count: [1, 2]) == [], (
+        "without forced tokens the drafter drafts"
+    )
 
 
 def test_a_row_with_drafts_gets_none() -> None:

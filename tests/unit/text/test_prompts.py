@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from foresay.errors import PromptError
-from foresay.text.prompts import encode, is_batch
+from foresay.text.prompts import FillIn, encode, is_batch
 from helpers.making import byte_level
 
 USER = {"role": "user", "content": "the cat"}
@@ -168,3 +168,26 @@ def test_text_and_messages_need_a_tokenizer(prompt: Any, what: str) -> None:
         PromptError, match=f"{what} needs a tokenizer, and this model was loaded without one; pass token"
     ):
         encode(prompt, None)
+
+
+@pytest.mark.parametrize(
+    "marks",
+    [
+        ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
+        ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+        ("<\uff5cfim\u2581begin\uff5c>", "<\uff5cfim\u2581hole\uff5c>", "<\uff5cfim\u2581end\uff5c>"),
+        ("\u2581<PRE>", "\u2581<SUF>", "\u2581<MID>"),
+    ],
+)
+def test_a_gap_between_two_texts(marks: tuple[str, str, str], tokenizer: Any) -> None:
+    tokenizer.add_tokens(list(marks), special_tokens=True)
+    before, after, middle = tokenizer.convert_tokens_to_ids(list(marks))
+    ids = tokenizer("the cat", add_special_tokens=False).input_ids
+    assert encode(FillIn("the cat", "the cat"), tokenizer) == [before, *ids, after, *ids, middle]
+    assert encode(FillIn("", "the cat"), tokenizer) == [before, after, *ids, middle]
+
+
+def test_a_model_that_fills_no_gaps(tokenizer: Any) -> None:
+    tokenizer.add_tokens(["<fim_prefix>", "<fim_middle>"], special_tokens=True)
+    with pytest.raises(PromptError, match="no tokens for filling in"):
+        encode(FillIn("a", "b"), tokenizer)

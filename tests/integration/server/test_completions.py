@@ -1,0 +1,55 @@
+"""Completions: gaps between two texts, and prompts of several kinds in one list."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+import foresay
+from helpers import tiny
+from helpers.families import make
+from helpers.serving import Running
+
+
+@pytest.fixture(scope="module")
+def filling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    folder = tmp_path_factory.mktemp("filling")
+    tokenizer = tiny.tokenizer()
+    tokenizer.add_tokens(["<fim_prefix>", "<fim_suffix>", "<fim_middle>"], special_tokens=True)
+    make("llama", vocab_size=len(tokenizer)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    running = Running(foresay.load(str(folder)))
+    yield running
+    running.close()
+
+
+def test_a_gap_is_filled(filling: Running) -> None:
+    def complete(**body: Any) -> httpx.Response:
+        return httpx.post(f"{filling.url}/v1/completions", json={"max_tokens": 8, "temperature": 0, **body}, timeout=60)
+
+    ids = [httpx.post(f"{filling.url}/tokenize", json={"prompt": text}).json()["tokens"] for text in ("hello", " you")]
+    base = len(tiny.tokenizer())
+    given = complete(prompt=[base, *ids[0], base + 1, *ids[1], base + 2]).json()["choices"][0]["text"]
+    done = complete(prompt=["hello", "hello"], suffix=" you").json()
+    assert [one["text"] for one in done["choices"]] == [given, given]
+    assert complete(prompt="hello", suffix="").json()["choices"] == complete(prompt="hello").json()["choices"]
+    for wrong in ({"prompt": ids[0], "suffix": "x"}, {"prompt": "x", "suffix": "x", "echo": True}):
+        answer = complete(**wrong)
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "suffix"
+
+
+def test_texts_and_token_ids_in_one_list(filling: Running) -> None:
+    ids = httpx.post(f"{filling.url}/tokenize", json={"prompt": "hello"}).json()["tokens"]
+    body = {"prompt": ["hello", ids], "max_tokens": 6, "temperature": 0}
+    done = httpx.post(f"{filling.url}/v1/completions", json=body, timeout=60).json()
+    assert done["choices"][0]["text"] == done["choices"][1]["text"]
+    refused = httpx.post(f"{filling.url}/v1/completions", json={**body, "prompt": ["hello", 5]}, timeout=60)
+    assert refused.status_code == 400
+
+
+def test_a_model_that_fills_no_gaps(serve: Any) -> None:
+    answer = httpx.post(f"{serve().url}/v1/completions", json={"prompt": "a", "suffix": "b"}, timeout=60)
+    assert answer.status_code == 400 and "no tokens for filling in" in answer.json()["error"]["message"]
