@@ -319,7 +319,6 @@ class CompletionRequest(_Sampled):
 
     neutral: ClassVar[Neutral] = {
         **_BOTH_NEUTRAL,
-        "suffix": ("",),
         "add_special_tokens": (True,),
         "response_format": ({"type": "text"},),
     }
