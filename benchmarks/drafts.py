@@ -21,6 +21,7 @@ from common import (
     MODEL,
     arguments,
     compared,
+    environment,
     filled,
     log,
     opened,
@@ -135,7 +136,10 @@ def main() -> int:
         for name in dict.fromkeys((*passes, *speeds))
         if name != PLAIN
     ]
-    text = f"{len(asks)} prompts for tokens per pass, {len(few.asks)} for speeds, {params.max_new_tokens} tokens each."
+    text = (
+        f"{len(asks)} prompts for tokens per pass, {len(few.asks)} for speeds, {params.max_new_tokens} tokens each. "
+        f"{environment(f'{MODEL} in bf16')}"
+    )
     methods = table(("method or engine", "tokens per pass", "over plain"), rows)
     return publish("drafts", figures, args, legend=LEGEND, text=[text, methods])
 

@@ -120,6 +120,7 @@ PAGES = {
 """Pages that run from top to bottom, and parts of what they print."""
 OTHERS = {
     "docs/start/serve.md": "tests/integration/server/test_api.py",
+    "docs/how-to/tools.md": "tests/integration/server/test_tools.py",
     "docs/how-to/vllm.md": "test_vllms_arguments_are_those_of_the_page",
     "docs/how-to/several-machines.md": "test_the_page_of_workers",
     "docs/how-to/reproduce-a-benchmark.md": "test_the_tour_of_measurements",

@@ -18,13 +18,21 @@ LogitsProcessor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 MAX_SEED = 2**63 - 1
 
 
+class _TokenIds(tuple[int, ...]):
+    """Token ids that were checked, which may be many."""
+
+    __slots__ = ()
+
+
 def _token_ids(name: str, value: Any) -> tuple[int, ...]:
+    if isinstance(value, _TokenIds):
+        return value
     if isinstance(value, str | bytes) or not hasattr(value, "__iter__"):
         raise ConfigError(f"{name}={value!r} must be a sequence of token ids")
     ids = tuple(value)
     for token in ids:
         check_int(name, token, 0)
-    return ids
+    return _TokenIds(ids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
+from functools import lru_cache
 
 from foresay.decoding.protocols import ForcesTokens
 from foresay.decoding.rows import Row
@@ -20,25 +21,31 @@ _LONG, _SHORT, _NEAR = 3, 2, 32
 """Output tokens that continue a prediction anywhere, and those that continue it at most _NEAR tokens further on."""
 
 
+@lru_cache(maxsize=8)
+def _ends(tokens: tuple[int, ...]) -> Mapping[tuple[int, ...], list[int]]:
+    """Return the indices after each run of _LONG or _SHORT tokens. The outputs of a request share them."""
+    found: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for length in (_SHORT, _LONG):
+        for end in range(length, len(tokens) + 1):
+            found[tokens[end - length : end]].append(end)
+    return dict(found)
+
+
 class _Prediction:
     """The position in a predicted text that a row's output has reached."""
 
     __slots__ = ("_after", "_next", "_reached", "_read", "_tokens")
 
-    def __init__(self, tokens: Sequence[int], start: int) -> None:
+    def __init__(self, tokens: tuple[int, ...], start: int) -> None:
         """start: length of the row's prompt."""
         self._tokens, self._read = tokens, start
         self._next: int | None = 0
         """Index of the token that is predicted next; None after a difference."""
         self._reached = 0
-        self._after: dict[tuple[int, ...], list[int]] = defaultdict(list)
-        """Indices after each run of _LONG or _SHORT tokens."""
-        for length in (_SHORT, _LONG):
-            for end in range(length, len(tokens) + 1):
-                self._after[tuple(tokens[end - length : end])].append(end)
+        self._after = _ends(tokens)
 
-    def following(self, row: Row) -> Sequence[int]:
-        """Return the predicted tokens after a row's output."""
+    def following(self, row: Row, count: int) -> list[int]:
+        """Return up to `count` predicted tokens after a row's output."""
         new = row.tokens[self._read :].tolist()
         for i, token in enumerate(new):
             if self._next is not None and self._next < len(self._tokens) and self._tokens[self._next] == token:
@@ -49,7 +56,7 @@ class _Prediction:
                     row.tokens[max(row.prompt_length, self._read + i + 1 - _LONG) : self._read + i + 1].tolist()
                 )
         self._read = row.size
-        return () if self._next is None else self._tokens[self._next :]
+        return [] if self._next is None else list(self._tokens[self._next : self._next + count])
 
     def _found(self, last: list[int]) -> int | None:
         """Return the index after the last tokens of the output: the next one that was not reached, else the latest."""
@@ -84,7 +91,7 @@ def known_tokens(row: Row, count: int, lookup: Lookup) -> list[int]:
             row, _Prediction(row.params.prediction, row.prompt_length)
         )
         assert prediction is not None
-        predicted = list(prediction.following(row)[:count])
+        predicted = prediction.following(row, count)
     grammar = _grammar(row)
     if grammar is None:
         return predicted

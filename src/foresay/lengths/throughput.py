@@ -97,6 +97,8 @@ class ThroughputLength(LengthPolicy):
         if not any(out) and self._is_hybrid:  # the n-gram drafter does not pay, but the fallback drafter may
             out = self._fallback.choose(now, every)
             self._fallback.draft.drop(rows)
+        if not self._primary.selects:  # only n-gram drafters draft known text
+            return list(out)
         return [
             self.high if fixed is None and row.knows_text else n
             for n, fixed, row in zip(out, now.fixed, rows, strict=True)

@@ -96,7 +96,7 @@ async def _outputs(
             index,
             shape,
             request.foresay or Drafting(),
-            None if top is None else Logprobs(tokenizer),
+            None if top is None else Logprobs(tokenizer, prepared.params.visible_token_ids),
             echoes[index // prepared.n],
             prepared.parsers(index),
         )

@@ -6,7 +6,7 @@ OpenAI's API. Knows no route.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,8 +66,9 @@ def of_prompt(tokenizer: Any, token_ids: Sequence[int], logprobs: Sequence[Token
 class Logprobs:
     """Entries of one output that wait for their text to be sent."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer, self._detokenizer = tokenizer, Detokenizer(tokenizer)
+    def __init__(self, tokenizer: Any, visible: Collection[int] = ()) -> None:
+        """visible: see Detokenizer."""
+        self._tokenizer, self._detokenizer = tokenizer, Detokenizer(tokenizer, visible)
         self._waiting: list[Entry] = []
         self._generated = self._sent = 0
 

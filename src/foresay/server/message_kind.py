@@ -55,7 +55,7 @@ class MessageKind:
             chosen,
             request.must_call,
             request.parallel_tool_calls is True,
-            has_reasoning(tokenizer),
+            has_reasoning(tokenizer) and not (chosen is not None and chosen.reads_tokens),
         )
 
     def after(self, prompt: list[int]) -> MessageKind:
@@ -65,7 +65,7 @@ class MessageKind:
     @property
     def visible_ids(self) -> tuple[int, ...]:
         """Special tokens that stay in the text of an output."""
-        return () if self.format is None else visible_ids(self.format, self.tokenizer)
+        return () if self.tokenizer is None else visible_ids(self.format, self.tokenizer, reasons=self.reasons)
 
     def grammar_source(self) -> str | None:
         """Return the grammar of an output that must call a tool, else None. Raises ApiError for a format without one."""

@@ -94,7 +94,7 @@ class SentCall(Fields):
         given = self.function.arguments
         arguments: Any = given
         if isinstance(given, str):
-            with suppress(ValueError):
+            with suppress(ValueError, RecursionError):
                 arguments = json.loads(given or "{}")
             arguments = arguments if isinstance(arguments, dict) else given
         identity = {} if self.id is None else {"id": self.id}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,8 @@ TALK: list[Any] = [{"role": "user", "content": "hello there"}]
 @pytest.fixture(scope="module")
 def chain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """A model that reasons, says something, and makes two calls."""
-    folder = chains.save(tmp_path_factory.mktemp("chain"), PIECES, TEMPLATE + "{# </think> #}", special=["<tool_call>"])
+    special = ["<tool_call>", "<think>", "</think>"]
+    folder = chains.save(tmp_path_factory.mktemp("chain"), PIECES, TEMPLATE + "{# </think> #}", special=special)
     running = Running(foresay.load(str(folder), num_draft_tokens=3))
     yield running
     running.close()
@@ -114,6 +116,25 @@ def test_calls_of_a_stream(chain: Running) -> None:
     ) as stream:
         message = stream.get_final_completion().choices[0].message
     assert calls_of(message) == [("weather", {"city": "Rome"}), ("time", {})]
+
+
+def test_the_page_of_the_docs(chain: Running, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "how-to" / "tools.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    block = block.replace("http://127.0.0.1:8000", chain.url).replace("qwen2.5-0.5b", "tiny")
+    exec(compile(block, "docs/how-to/tools.md", "exec"), {})
+    assert capsys.readouterr().out.startswith('weather {"city": "Rome"}\n')
+
+
+def test_log_probabilities_end_with_the_text(chain: Running) -> None:
+    """Before a stop string, though special tokens are part of the text."""
+    body = {"temperature": 0, "logprobs": True, "stop": "look", "tools": [WEATHER]}
+    choice = post(chain, **body).json()["choices"][0]
+    assert choice["message"]["content"] == "Let me "
+    tokens = [one["token"] for one in choice["logprobs"]["content"]]
+    assert tokens[-1] == "Let me look" and "".join(tokens).startswith("<think>\nWhat is asked?</think>")
+    whole = post(chain, temperature=0, logprobs=True, tools=[WEATHER]).json()["choices"][0]["logprobs"]["content"]
+    assert "".join(one["token"] for one in whole).startswith("".join(PIECES))
 
 
 def test_without_tools_the_text_is_content(chain: Running) -> None:
@@ -204,6 +225,17 @@ def test_a_talk_goes_on_after_calls(server: Running) -> None:
         max_tokens=4,  # type: ignore[list-item]
     )
     assert again.choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("arguments", ["[" * 50_000, '{"a": 1', "", '{"a": "\\ud83d"}'])
+def test_arguments_that_a_model_wrote_badly_come_back(arguments: str, server: Running) -> None:
+    sent = {
+        "role": "assistant",
+        "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": arguments}}],
+    }
+    answer = post(server, messages=[*TALK, sent], max_tokens=2)
+    assert answer.status_code in (200, 400) and "traceback" not in answer.text.lower(), answer.text
+    assert answer.status_code == 200 or answer.json()["error"]["param"] == "messages"
 
 
 SENT = "messages.0.tool_calls.0.function.arguments"

@@ -12,7 +12,7 @@ import torch
 from foresay.decoding.proposal import Proposal
 from foresay.decoding.rows import Row, Rows
 from foresay.decoding.sampling_params import SamplingParams
-from foresay.drafters import MaxGram, PastRequests, PromptLookup, SuffixDrafter, known_text
+from foresay.drafters import MaxGram, ModelDrafter, PastRequests, PromptLookup, SuffixDrafter, known_text
 from foresay.drafters.known_text import MATCH_LENGTH
 from foresay.drafters.ngram import NgramDrafter
 from foresay.drafters.suffix_tree import SuffixTreeDrafter
@@ -86,6 +86,21 @@ def test_places_are_those_of_a_plain_search(seed: int) -> None:
             ahead = [end for end in long if end > reached] or [end for end in short if reached < end <= reached + 32]
             following = ahead[0] if ahead else long[-1] if long else None
         assert known_tokens(row, 5) == ([] if following is None else text[following : following + 5])
+
+
+def test_other_drafters_draft_no_more_than_pays() -> None:
+    """A draft model does not know the text, and never pays here."""
+    target, draft = (TableModel.random(40, seed=seed, concentration=0.05) for seed in (1, 2))
+    params = SamplingParams(max_new_tokens=60)
+    drafted = []
+    for prediction in ((), tuple(TEXT)):
+        policy = ThroughputLength()
+        given = [SamplingParams.of(params, prediction=prediction)] * 12
+        _, taken, _ = run(
+            target, [[i, i + 1] for i in range(12)], given, drafter=ModelDrafter(draft, 40), policy=policy
+        )
+        drafted.append(sum(step.num_drafted for step in taken))
+    assert drafted[1] < 1.5 * drafted[0] + 20
 
 
 class Forces:

@@ -9,12 +9,13 @@ import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from keyword import iskeyword
 from typing import Any
 
 from foresay.errors import ConfigError
 from foresay.text.grammar_library import json_rule
 from foresay.text.tool_calls.calls import Parser, Tool
-from foresay.text.tool_calls.message import END
+from foresay.text.tool_calls.message import BEGIN, END
 from foresay.text.tool_calls.parsers import MarkedParser, MistralReader, ObjectReader, PythonReader, WholeParser
 from foresay.text.tool_calls.response_schema import ResponseSchemaParser
 
@@ -41,6 +42,8 @@ class ToolFormat:
     """True if arguments are keyword arguments of Python."""
     parallel: bool = True
     """True if an output may have several calls."""
+    reads_tokens: bool = False
+    """True if the parser reads all special tokens, and reasoning too."""
 
 
 def _json_call(arguments: str, before: str = "", after: str = "") -> tuple[str, str, str]:
@@ -59,8 +62,11 @@ FORMATS = {
     one.name: one
     for one in (
         ToolFormat(
-            "response_schema", lambda _: False, lambda tokenizer, _: ResponseSchemaParser(tokenizer)
-        ),  # chosen by the tokenizer, not by its template
+            "response_schema",
+            lambda _: False,  # chosen by the tokenizer, not by its template
+            lambda tokenizer, _: ResponseSchemaParser(tokenizer),
+            reads_tokens=True,
+        ),
         ToolFormat(
             "mistral_named",
             lambda template: "[TOOL_CALLS]" in template and ("[ARGS]" in template or "[CALL_ID]" in template),
@@ -137,19 +143,19 @@ def _template(tokenizer: Any) -> str:
         return ""
 
 
-def visible_ids(chosen: ToolFormat, tokenizer: Any) -> tuple[int, ...]:
-    """Return the special tokens of a format, which must stay in the text of an output."""
-    special = set(tokenizer.all_special_ids)
-    special |= {index for index, one in tokenizer.added_tokens_decoder.items() if one.special}
-    return tuple(
-        sorted(special & {index for index in map(partial(_id, tokenizer), chosen.markers) if index is not None})
-    )
+def visible_ids(chosen: ToolFormat | None, tokenizer: Any, *, reasons: bool = False) -> tuple[int, ...]:
+    """Return the special tokens that must stay in the text of an output: those of a format, and the marks of reasoning."""
+    special = {index: one.content for index, one in tokenizer.added_tokens_decoder.items() if one.special}
+    if chosen is not None and chosen.reads_tokens:
+        return tuple(sorted(special.keys() - {tokenizer.eos_token_id}))
+    markers = {*(chosen.markers if chosen is not None else ()), *((BEGIN, END) if reasons else ())}
+    return tuple(sorted(index for index, text in special.items() if text in markers))
 
 
-def _id(tokenizer: Any, text: str) -> int | None:
-    """Return the id of a text that is one added token, else None."""
-    index = tokenizer.convert_tokens_to_ids(text)
-    return index if isinstance(index, int) and index in tokenizer.added_tokens_decoder else None
+def _ids(tokenizer: Any, markers: Sequence[str]) -> dict[str, int]:
+    """Return the ids of the markers that are added tokens."""
+    added = {one.content: index for index, one in tokenizer.added_tokens_decoder.items()}
+    return {marker: added[marker] for marker in markers if marker in added}
 
 
 def grammar_of(
@@ -161,16 +167,17 @@ def grammar_of(
     """
     if chosen.around is None:
         raise ConfigError(f"calls in the format {chosen.name!r} cannot be constrained; use tool_choice='auto'")
-    terminal = partial(_terminals, tokenizer, chosen.markers)
+    if chosen.is_python:
+        _check_python(tools)
+    terminal = partial(_terminals, _ids(tokenizer, chosen.markers))
     begin, between, end = map(terminal, chosen.around)
     more = f"({between} call)*" if parallel and chosen.parallel else ""
     rules = [f"start: {begin} call {more} {end}", "call: " + " | ".join(f"call_{i}" for i in range(len(tools)))]
     if after_reasoning:
         rules[0] = f"start: reasoning /\\n*/ {begin} call {more} {end}"
-        index = _id(tokenizer, END)
-        rules.append(
-            f"reasoning[stop={json.dumps(END)}]: /(.|\\n)*/" if index is None else f"reasoning: /(.|\\n)*/ <[{index}]>"
-        )
+        index = _ids(tokenizer, (END,)).get(END)
+        by_text = f"reasoning[suffix={json.dumps(END)}]: /(.|\\n)*/"
+        rules.append(by_text if index is None else f"reasoning: /(.|\\n)*/ <[{index}]>")
     for i, tool in enumerate(tools):
         before, middle, after = chosen.call
         rules.append(f"call_{i}: {terminal(before + tool.name + middle)} args_{i} {terminal(after)}")
@@ -181,14 +188,25 @@ def grammar_of(
     return "\n".join(rules) + "\n"
 
 
-def _terminals(tokenizer: Any, markers: Sequence[str], text: str) -> str:
-    """Return the terminals of a text: markers that are tokens as such, the rest as strings."""
-    for marker in markers:
-        index, at = _id(tokenizer, marker), text.find(marker)
-        if index is not None and at >= 0:
-            before, after = text[:at], text[at + len(marker) :]
-            rest = (_terminals(tokenizer, markers, part) for part in (before, after))
-            return f" <[{index}]> ".join(rest)
+def _check_python(tools: Sequence[Tool]) -> None:
+    """Raise ConfigError for tools that cannot be written as Python calls with keyword arguments."""
+    for tool in tools:
+        properties, required = tool.parameters.get("properties", {}), tool.parameters.get("required", [])
+        if not isinstance(properties, Mapping) or not isinstance(required, list):
+            raise ConfigError(f"the parameters of {tool.name!r} are no JSON schema of an object")
+        for name in (*tool.name.split("."), *properties):
+            if not name.isidentifier() or iskeyword(name):
+                raise ConfigError(
+                    f"this model writes Python calls, in which {name!r} cannot be a name; use tool_choice='auto'"
+                )
+
+
+def _terminals(ids: Mapping[str, int], text: str) -> str:
+    """Return the terminals of a text: markers that are tokens as such, the rest as strings. ids: of those markers."""
+    for marker, index in ids.items():
+        before, found, rest = text.partition(marker)
+        if found:
+            return f" <[{index}]> ".join(_terminals(ids, part) for part in (before, rest))
     return json.dumps(text) if text else ""
 
 
@@ -197,7 +215,7 @@ def _keywords(rule: str, schema: Mapping[str, Any]) -> list[str]:
     properties: Mapping[str, Any] = schema.get("properties") or {}
     needed = [name for name in properties if name in schema.get("required", ())]
     names = needed + [name for name in properties if name not in needed]
-    shared = {"$defs": schema["$defs"]} if "$defs" in schema else {}
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     rules = [
         f"{rule}_{i}: {json.dumps(name + '=')} {json_rule({**shared, **_object(properties[name])})}"
         for i, name in enumerate(names)

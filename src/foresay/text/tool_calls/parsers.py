@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import ast
 import json
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from foresay.text.tool_calls.calls import CallPiece, Pieces
@@ -25,6 +27,8 @@ class _Call:
         """names: possible names; None for any."""
         self.object, self._index, self._names = JsonObject(), index, names
         self._name: str | None = None
+        self._key: str | None = None
+        """The member that has the arguments, once it is known."""
         self._sent = 0
 
     @property
@@ -50,14 +54,15 @@ class _Call:
             if key in self.object.complete:
                 try:
                     name = self.object.value(key)
-                except ValueError:
+                except (ValueError, RecursionError):
                     name = None
-                is_one = isinstance(name, str) and name and (self._names is None or name in self._names)
+                is_one = isinstance(name, str) and name and not has_surrogates(name)
+                is_one = is_one and (self._names is None or name in self._names)
                 self._name = name if is_one else None
         return self.is_known
 
     def _new_arguments(self) -> str:
-        key = next((key for key in _ARGUMENTS if key in self.object.members), None)
+        key = self._key = self._key or next((key for key in self.object.members if key in _ARGUMENTS), None)
         if key is None:
             text = "{}" if self.object.done else ""
         else:
@@ -71,9 +76,9 @@ class _Call:
         try:
             value = self.object.value(key)
             value = json.loads(value) if isinstance(value, str) else value
-        except ValueError:
+            return as_json(value) if isinstance(value, dict) else "{}"
+        except (ValueError, RecursionError):
             return "{}"
-        return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else "{}"
 
 
 class MarkedParser:
@@ -176,7 +181,9 @@ class ObjectReader(Reader):
             self._unread = self._call.object.push(self._unread)
             out += self._call.pieces()
             self.num_calls += self._call.is_known and not was_known
-            if self._call.object.broken or not (self._call.is_known or self._call.may_be_one):
+            if not self._call.is_known and (self._call.object.broken or not self._call.may_be_one):
+                self.ended, self._unread = True, self._call.object.text + self._unread
+            elif self._call.object.broken:
                 self.ended = True
             elif self._call.object.done:
                 self._call = None
@@ -215,9 +222,13 @@ class NamedReader(Reader):
             text = brace + text
         rest = self._object.push(text)
         name = self._head.partition("[")[0].strip() if not self.num_calls else None
-        self.num_calls, self.ended = 1, self._object.done
+        self.ended = self._object.done or self._object.broken
+        self.text = self.text[: len(self.text) - len(rest)]
         new, self._sent = self._object.text[self._sent :], len(self._object.text)
-        return rest, [CallPiece(self.first, name, new)] if new else []
+        if not new or name == "" or (name and has_surrogates(name)):
+            return rest, []
+        self.num_calls = 1
+        return rest, [CallPiece(self.first, name, new)]
 
 
 class MistralReader(Reader):
@@ -327,50 +338,60 @@ class PythonReader(Reader):
     def _calls(self) -> list[CallPiece]:
         calls = python_calls(self.text) or []
         self.ended, self.num_calls = True, len(calls)
-        return [
-            CallPiece(self.first + i, name, json.dumps(arguments, ensure_ascii=False))
-            for i, (name, arguments) in enumerate(calls)
-        ]
+        return [CallPiece(self.first + i, name, arguments) for i, (name, arguments) in enumerate(calls)]
 
 
 _CONSTANTS = {"true": True, "false": False, "null": None}
 
 
-def python_calls(text: str) -> list[tuple[str, dict[str, Any]]] | None:
-    """Return the calls in a text such as "[f(x=1), g()]"; None if it is another text."""
+def python_calls(text: str) -> list[tuple[str, str]] | None:
+    """Return names and arguments, as JSON, of the calls in a text such as "[f(x=1), g()]"; None if it is another text."""
+    text = text.strip()
     try:
-        node = ast.parse(text.strip(), mode="eval").body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return None
-    if not isinstance(node, ast.List) or not node.elts:
-        return None
-    try:
-        return [_python_call(one) for one in node.elts]
-    except (ValueError, RecursionError):
+        with warnings.catch_warnings(action="ignore"):  # escapes of JSON that Python does not have
+            node = ast.parse(text, mode="eval").body
+        if not isinstance(node, ast.List) or not node.elts:
+            return None
+        return [_python_call(one, text) for one in node.elts]
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return None
 
 
-def _python_call(node: ast.expr) -> tuple[str, dict[str, Any]]:
+def _python_call(node: ast.expr, text: str) -> tuple[str, str]:
     if not isinstance(node, ast.Call) or node.args or any(one.arg is None for one in node.keywords):
         raise ValueError("no call with keyword arguments")
-    return ast.unparse(node.func), {str(one.arg): _constant(one.value) for one in node.keywords}
+    return ast.unparse(node.func), as_json({str(one.arg): _constant(one.value, text) for one in node.keywords})
 
 
-def _constant(node: ast.expr) -> Any:
+def _constant(node: ast.expr, text: str) -> Any:
     """Return the value of a literal, in Python's or JSON's words. Raises ValueError for another expression."""
     if isinstance(node, ast.Name) and node.id in _CONSTANTS:
         return _CONSTANTS[node.id]
     if isinstance(node, ast.List | ast.Tuple):
-        return [_constant(one) for one in node.elts]
+        return [_constant(one, text) for one in node.elts]
     if isinstance(node, ast.Dict):
-        keys = [None if key is None else _constant(key) for key in node.keys]
+        keys = [None if key is None else _constant(key, text) for key in node.keys]
         if not all(isinstance(key, str) for key in keys):
             raise ValueError("a key that is no string")
-        return dict(zip(keys, map(_constant, node.values), strict=True))
+        return dict(zip(keys, (_constant(one, text) for one in node.values), strict=True))
     value = ast.literal_eval(node)
     if not isinstance(value, str | int | float | bool | None):
         raise ValueError("no JSON value")
+    if isinstance(value, str) and "\\" in (written := ast.get_source_segment(text, node) or ""):
+        with suppress(ValueError):  # a grammar makes the model write JSON, whose escapes differ
+            return json.loads(written)
     return value
+
+
+def as_json(value: Any) -> str:
+    """Return a value as JSON. Raises ValueError for one that JSON does not have, such as an infinite number."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return json.dumps(value, allow_nan=False) if has_surrogates(text) else text
+
+
+def has_surrogates(text: str) -> bool:
+    """True if a text contains code points that are no characters, and cannot be sent."""
+    return any("\ud800" <= char <= "\udfff" for char in text)
 
 
 def overlap(text: str, marker: str) -> int:

@@ -75,6 +75,10 @@ def test_only_special_tokens_have_to_be_made_visible() -> None:
         == visible_ids(chosen, tokenizer(None))
         == ()
     )
+    both = tokenizer(None, "[TOOL_CALLS]", "</think>")
+    assert len(visible_ids(chosen, both)) == len(visible_ids(None, both, reasons=True)) == 1
+    assert len(visible_ids(chosen, both, reasons=True)) == 2 and visible_ids(None, both) == ()
+    assert both.eos_token_id not in (every := visible_ids(FORMATS["response_schema"], both)) and len(every) > 2
 
 
 def accepts(grammar: str, text: str, one: Any) -> bool:
@@ -128,6 +132,28 @@ def test_a_grammar_after_reasoning(added: bool) -> None:
     call = output("hermes", ("time", {}))
     assert accepts(grammar, f"so, the time\n</think>\n\n{call}", one)
     assert not accepts(grammar, call, one)
+
+
+@pytest.mark.parametrize("added", [False, True])
+def test_a_draft_in_reasoning_is_taken_back(added: bool) -> None:
+    one = tokenizer(None, *(("</think>",) if added else ()))
+    grammar = grammar_of(FORMATS["hermes"], [TIME], one, parallel=True, after_reasoning=True)
+    mask = Grammar(grammar, one, len(one), [0]).mask_after(0)
+    before, draft = one("so, the ").input_ids, one("time\n</think>\n").input_ids
+    assert mask.forced_tokens(before) is not None and mask.forced_tokens(before + draft) is not None
+    assert mask.forced_tokens(before + one("x").input_ids) is not None and not mask._matcher.is_error()
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("get-w", {}), ("2f", {}), ("f", {"properties": {"from": {}}}), ("f", {"properties": {"a-b": {}}}), ("class", {}),
+        ("f", {"properties": {"a": {}}, "required": None}), ("f", {"properties": ["a"]}), ("f", {"required": 5}),
+    ],
+)  # fmt: skip
+def test_tools_that_are_no_python_calls(name: str, parameters: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"cannot be a name|no JSON schema"):
+        grammar_of(FORMATS["pythonic"], [Tool(name, parameters)], tokenizer(None), parallel=True)
 
 
 @pytest.mark.parametrize("names", [[], ["a"], ["a", "b"], ["b", "c"], ["a", "b", "c"]])
