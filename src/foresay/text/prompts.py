@@ -89,7 +89,7 @@ def encode(prompt: Any, tokenizer: Any, tools: Sequence[Mapping[str, Any]] = ())
 
 
 def _fill_in(prompt: FillIn, tokenizer: Any) -> list[int]:
-    added = {one.content: index for index, one in tokenizer.added_tokens_decoder.items()}
+    added = {one.content: index for index, one in getattr(tokenizer, "added_tokens_decoder", {}).items()}
     marks = next((marks for marks in _FILL_IN if all(mark in added for mark in marks)), None)
     if marks is None:
         raise PromptError("this model's tokenizer has no tokens for filling in text between two texts")

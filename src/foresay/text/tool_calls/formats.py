@@ -139,22 +139,27 @@ def _template(tokenizer: Any) -> str:
         return ""
     try:
         return str(tokenizer.get_chat_template(tools=[{}]))
-    except ValueError:  # several templates, none of them the default
+    except (ValueError, AttributeError):  # several templates, none of them the default; not a transformers tokenizer
         return ""
 
 
 def visible_ids(chosen: ToolFormat | None, tokenizer: Any, *, reasons: bool = False) -> tuple[int, ...]:
     """Return the special tokens that must stay in the text of an output: those of a format, and the marks of reasoning."""
-    special = {index: one.content for index, one in tokenizer.added_tokens_decoder.items() if one.special}
+    special = {index: one.content for index, one in _added(tokenizer).items() if one.special}
     if chosen is not None and chosen.reads_tokens:
         return tuple(sorted(special.keys() - {tokenizer.eos_token_id}))
     markers = {*(chosen.markers if chosen is not None else ()), *((BEGIN, END) if reasons else ())}
     return tuple(sorted(index for index, text in special.items() if text in markers))
 
 
+def _added(tokenizer: Any) -> Mapping[int, Any]:
+    """Return the added tokens by id; none for a tokenizer of another library."""
+    return getattr(tokenizer, "added_tokens_decoder", None) or {}
+
+
 def _ids(tokenizer: Any, markers: Sequence[str]) -> dict[str, int]:
     """Return the ids of the markers that are added tokens."""
-    added = {one.content: index for index, one in tokenizer.added_tokens_decoder.items()}
+    added = {one.content: index for index, one in _added(tokenizer).items()}
     return {marker: added[marker] for marker in markers if marker in added}
 
 

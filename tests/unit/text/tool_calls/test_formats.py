@@ -81,6 +81,18 @@ def test_only_special_tokens_have_to_be_made_visible() -> None:
     assert both.eos_token_id not in (every := visible_ids(FORMATS["response_schema"], both)) and len(every) > 2
 
 
+def test_a_tokenizer_of_another_library() -> None:
+    """With what foresay needs for texts alone."""
+
+    class Small:
+        chat_template = TEMPLATES["hermes"]
+        eos_token_id = 0
+
+    assert visible_ids(FORMATS["mistral"], Small(), reasons=True) == ()
+    with pytest.raises(ConfigError, match="does not describe tools"):
+        format_of(Small())
+
+
 def accepts(grammar: str, text: str, one: Any) -> bool:
     """True if an output may be exactly this text."""
     compiled = Grammar(grammar, one, len(one), [0])
