@@ -21,7 +21,7 @@ _LONG, _SHORT, _NEAR = 3, 2, 32
 """Output tokens that continue a prediction anywhere, and those that continue it at most _NEAR tokens further on."""
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=2)
 def _ends(tokens: tuple[int, ...]) -> Mapping[tuple[int, ...], list[int]]:
     """Return the indices after each run of _LONG or _SHORT tokens. The outputs of a request share them."""
     found: dict[tuple[int, ...], list[int]] = defaultdict(list)

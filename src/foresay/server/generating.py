@@ -48,8 +48,8 @@ class PreparedRequest:
     drafting: DraftingChoice = field(default_factory=DraftingChoice)
     grammar: Grammar | None = None
     """Grammar that every output follows."""
-    parsers: Callable[[int], MessageParser | None] = lambda _: None
-    """Returns the parser of an output by its index."""
+    parser: Callable[[], MessageParser | None] = lambda: None
+    """Returns a parser of one output."""
 
     def pairs(self) -> list[tuple[list[int], SamplingParams]]:
         """Return the prompt and parameters of every output."""
@@ -98,7 +98,7 @@ async def _outputs(
             request.foresay or Drafting(),
             None if top is None else Logprobs(tokenizer, prepared.params.visible_token_ids),
             echoes[index // prepared.n],
-            prepared.parsers(index),
+            prepared.parser(),
         )
         for index in range(len(prepared.prompts) * prepared.n)
     ]
@@ -200,7 +200,7 @@ async def _prepare(service: Service, request: ChatRequest | CompletionRequest) -
     source = schema if schema is not None else message.grammar_source()
     param = "tools" if schema is None else "response_format"
     grammar = None if source is None else await service.grammar(source, param=param)
-    return PreparedRequest(ids, params, n, drafting, grammar, lambda _: message.parser())
+    return PreparedRequest(ids, params, n, drafting, grammar, message.parser)
 
 
 def _params(service: Service, request: ChatRequest | CompletionRequest, ids: Sequence[Sequence[int]]) -> SamplingParams:

@@ -31,7 +31,8 @@ class MessageKind:
     format: ToolFormat | None
     """None without tools."""
     must_call: bool
-    parallel: bool
+    parallel: bool | None
+    """False for at most one call; None for the default, which is one where calls are required."""
     reasons: bool
     is_open: bool = False
     """True if the prompt ends inside reasoning."""
@@ -54,8 +55,8 @@ class MessageKind:
             request.callable_tools(),
             chosen,
             request.must_call,
-            request.parallel_tool_calls is True,
-            has_reasoning(tokenizer) and not (chosen is not None and chosen.reads_tokens),
+            request.parallel_tool_calls,
+            has_reasoning(tokenizer),
         )
 
     def after(self, prompt: list[int]) -> MessageKind:
@@ -68,12 +69,12 @@ class MessageKind:
         return () if self.tokenizer is None else visible_ids(self.format, self.tokenizer, reasons=self.reasons)
 
     def grammar_source(self) -> str | None:
-        """Return the grammar of an output that must call a tool, else None. Raises ApiError for a format without one."""
+        """Return the grammar of an output that must call a tool, else None. Raises ApiError for tools that have none."""
         if not self.must_call or self.format is None:
             return None
         try:
             return grammar_of(
-                self.format, self.callable, self.tokenizer, parallel=self.parallel, after_reasoning=self.is_open
+                self.format, self.callable, self.tokenizer, parallel=bool(self.parallel), after_reasoning=self.is_open
             )
         except ConfigError as error:
             raise ApiError(400, str(error), param="tool_choice") from None
@@ -84,4 +85,6 @@ class MessageKind:
             return None
         names = frozenset(one["function"]["name"] for one in self.tools)
         calls = None if self.format is None else self.format.parser(self.tokenizer, names)
-        return MessageParser(calls, reasons=self.reasons, is_open=self.is_open)
+        return MessageParser(
+            calls, reasons=self.reasons, is_open=self.is_open, most=1 if self.parallel is False else None
+        )

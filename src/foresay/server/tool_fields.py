@@ -108,7 +108,7 @@ class ToolFields(Fields):
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     """None is "auto". "required" and a name constrain the output to calls whose arguments follow their schemas."""
     parallel_tool_calls: StrictBool | None = None
-    """True allows several calls where calls are required; small models would go on and on."""
+    """False limits the output to one call. None is True, except where calls are required: small models would go on and on."""
 
     @property
     def used_tools(self) -> Sequence[OfferedTool]:

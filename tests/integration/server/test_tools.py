@@ -144,6 +144,14 @@ def test_without_tools_the_text_is_content(chain: Running) -> None:
         assert '{"name": "weather", "arguments"' in choice["message"]["content"]
 
 
+def test_one_call_at_most(chain: Running) -> None:
+    choice = post(chain, temperature=0, tools=[WEATHER, TIME], parallel_tool_calls=False).json()["choices"][0]
+    assert [one["function"]["name"] for one in choice["message"]["tool_calls"]] == ["weather"]
+    assert choice["finish_reason"] == "tool_calls"
+    whole = post(chain, temperature=0, tools=[WEATHER, TIME], parallel_tool_calls=True).json()["choices"][0]
+    assert len(whole["message"]["tool_calls"]) == 2, "control"
+
+
 def test_an_output_that_is_cut_within_a_call(chain: Running) -> None:
     choice = post(chain, temperature=0, tools=[WEATHER], max_tokens=11).json()["choices"][0]
     assert choice["finish_reason"] == "length"

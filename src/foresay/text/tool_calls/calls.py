@@ -49,6 +49,20 @@ class Pieces:
         self.calls += other.calls
 
 
+class Start:
+    """The beginning of a text that arrives in pieces."""
+
+    def __init__(self, *, trims: bool) -> None:
+        """trims: True if white space at the beginning is dropped."""
+        self._trims = trims
+
+    def trimmed(self, text: str) -> str:
+        """Return the next piece, without white space at the beginning of the text."""
+        text = text.lstrip() if self._trims else text
+        self._trims = self._trims and not text
+        return text
+
+
 class Parser(Protocol):
     """A parser of one output."""
 

@@ -17,7 +17,6 @@ from foresay.text.grammar_library import json_rule
 from foresay.text.tool_calls.calls import Parser, Tool
 from foresay.text.tool_calls.message import BEGIN, END
 from foresay.text.tool_calls.parsers import MarkedParser, MistralReader, ObjectReader, PythonReader, WholeParser
-from foresay.text.tool_calls.response_schema import ResponseSchemaParser
 
 Terminal = Callable[[str], str]
 """Returns the grammar's terminals for a text."""
@@ -32,9 +31,9 @@ class ToolFormat:
     """True for a chat template of this format."""
     parser: Callable[[Any, Collection[str]], Parser]
     """Returns a parser of one output for a tokenizer and the names of the tools."""
-    around: tuple[str, str, str] | None = None
-    """Texts before the first call, between calls and after the last; None if calls cannot be constrained."""
-    call: tuple[str, str, str] = ("", "", "")
+    around: tuple[str, str, str]
+    """Texts before the first call, between calls and after the last."""
+    call: tuple[str, str, str]
     """Texts before a call's name, between name and arguments, and after the arguments."""
     markers: tuple[str, ...] = ()
     """Texts that may be special tokens."""
@@ -42,8 +41,6 @@ class ToolFormat:
     """True if arguments are keyword arguments of Python."""
     parallel: bool = True
     """True if an output may have several calls."""
-    reads_tokens: bool = False
-    """True if the parser reads all special tokens, and reasoning too."""
 
 
 def _json_call(arguments: str, before: str = "", after: str = "") -> tuple[str, str, str]:
@@ -61,12 +58,6 @@ def _hermes(_: Any, names: Collection[str]) -> Parser:
 FORMATS = {
     one.name: one
     for one in (
-        ToolFormat(
-            "response_schema",
-            lambda _: False,  # chosen by the tokenizer, not by its template
-            lambda tokenizer, _: ResponseSchemaParser(tokenizer),
-            reads_tokens=True,
-        ),
         ToolFormat(
             "mistral_named",
             lambda template: "[TOOL_CALLS]" in template and ("[ARGS]" in template or "[CALL_ID]" in template),
@@ -119,13 +110,12 @@ def format_of(tokenizer: Any, name: str = "auto") -> ToolFormat:
 
     Raises ConfigError for a model without a chat template for tools, or with an unknown format.
     """
-    if name != "auto":
-        return FORMATS[name]
-    if getattr(tokenizer, "response_schema", None):
-        return FORMATS["response_schema"]
     template = _template(tokenizer)
     if "tools" not in template:
         raise ConfigError("the chat template of this model does not describe tools")
+    if name != "auto":
+        return FORMATS[name]
+
     found = next((one for one in FORMATS.values() if one.is_in(template)), None)
     if found is None:
         names = ", ".join(FORMATS)
@@ -146,8 +136,7 @@ def _template(tokenizer: Any) -> str:
 def visible_ids(chosen: ToolFormat | None, tokenizer: Any, *, reasons: bool = False) -> tuple[int, ...]:
     """Return the special tokens that must stay in the text of an output: those of a format, and the marks of reasoning."""
     special = {index: one.content for index, one in _added(tokenizer).items() if one.special}
-    if chosen is not None and chosen.reads_tokens:
-        return tuple(sorted(special.keys() - {tokenizer.eos_token_id}))
+
     markers = {*(chosen.markers if chosen is not None else ()), *((BEGIN, END) if reasons else ())}
     return tuple(sorted(index for index, text in special.items() if text in markers))
 
@@ -168,10 +157,9 @@ def grammar_of(
 ) -> str:
     """Return the grammar, in Lark's syntax, of an output that calls one of the tools, or several if `parallel`.
 
-    after_reasoning: True if the output begins inside reasoning. Raises ConfigError for a format without a grammar.
+    after_reasoning: True if the output begins inside reasoning. Raises ConfigError for tools that the format cannot express.
     """
-    if chosen.around is None:
-        raise ConfigError(f"calls in the format {chosen.name!r} cannot be constrained; use tool_choice='auto'")
+
     if chosen.is_python:
         _check_python(tools)
     terminal = partial(_terminals, _ids(tokenizer, chosen.markers))

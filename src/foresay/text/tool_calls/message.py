@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from foresay.text.tool_calls.calls import Parser, Pieces
+from foresay.text.tool_calls.calls import Parser, Pieces, Start
 from foresay.text.tool_calls.parsers import overlap
 
 BEGIN, END = "<think>", "</think>"
@@ -24,18 +24,24 @@ def is_open(tokenizer: Any, prompt: list[int]) -> bool:
 class MessageParser:
     """Splits an output into reasoning, content and calls."""
 
-    def __init__(self, calls: Parser | None, *, reasons: bool = False, is_open: bool = False) -> None:
-        """calls: parser of tool calls, if there are tools. reasons, is_open: see `has_reasoning` and `is_open`."""
-        self._calls = calls
+    def __init__(
+        self, calls: Parser | None, *, reasons: bool = False, is_open: bool = False, most: int | None = None
+    ) -> None:
+        """calls: parser of tool calls, if there are tools. reasons, is_open: see `has_reasoning` and `is_open`.
+
+        most: number of calls after which further ones are dropped; None for no limit.
+        """
+        self._calls, self._most = calls, most
         self._text, self._is_inside, self._is_first = "", is_open, reasons and not is_open
-        self._trims = True
-        """True while white space at the beginning of reasoning or content is dropped."""
+        self._start = Start(trims=True)
+        """The beginning of reasoning or content."""
         self._reasons = reasons
 
     @property
     def num_calls(self) -> int:
-        """Calls so far."""
-        return self._calls.num_calls if self._calls else 0
+        """Calls of the message so far."""
+        count = self._calls.num_calls if self._calls else 0
+        return count if self._most is None else min(count, self._most)
 
     def push(self, text: str) -> Pieces:
         """Return what the next text adds to the message."""
@@ -48,16 +54,16 @@ class MessageParser:
                 return Pieces()
             self._is_first, self._is_inside = False, start.startswith(BEGIN)
             self._text = start.removeprefix(BEGIN) if self._is_inside else self._text
-            self._trims = self._is_inside
+            self._start = Start(trims=self._is_inside)
         out = Pieces()
         if self._is_inside:
             at = self._text.find(END)
             end = at if at >= 0 else len(self._text) - overlap(self._text, END)
-            out.reasoning, self._text = self._trimmed(self._text[:end]), self._text[end:]
+            out.reasoning, self._text = self._start.trimmed(self._text[:end]), self._text[end:]
             if at < 0:
                 return out
-            self._is_inside, self._trims, self._text = False, True, self._text[len(END) :]
-        text, self._text = self._trimmed(self._text), ""
+            self._is_inside, self._start, self._text = False, Start(trims=True), self._text[len(END) :]
+        text, self._text = self._start.trimmed(self._text), ""
         out.add(self._content(text))
         return out
 
@@ -66,13 +72,13 @@ class MessageParser:
         text, self._text = self._text, ""
         out = Pieces(reasoning=text) if self._is_inside else self._content(text)
         if self._calls is not None:
-            out.add(self._calls.finish())
+            out.add(self._limited(self._calls.finish()))
         return out
 
-    def _trimmed(self, text: str) -> str:
-        text = text.lstrip() if self._trims else text
-        self._trims = self._trims and not text
-        return text
-
     def _content(self, text: str) -> Pieces:
-        return self._calls.push(text) if self._calls is not None else Pieces(text)
+        return self._limited(self._calls.push(text)) if self._calls is not None else Pieces(text)
+
+    def _limited(self, pieces: Pieces) -> Pieces:
+        if self._most is not None:
+            pieces.calls = [one for one in pieces.calls if one.index < self._most]
+        return pieces

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from foresay.text.tool_calls.calls import CallPiece, Pieces
+from foresay.text.tool_calls.calls import CallPiece, Pieces, Start
 from foresay.text.tool_calls.json_object import JsonObject
 
 _ARGUMENTS = ("arguments", "parameters")
@@ -89,8 +89,8 @@ class MarkedParser:
         self.num_calls = 0
         self._readers = readers
         self._text = self._begin = ""
-        self._trims = False
-        """True while white space after a call is dropped."""
+        self._start = Start(trims=False)
+        """The beginning of the content; white space after a call is dropped."""
         self._reader: Reader | None = None
 
     def push(self, text: str) -> Pieces:
@@ -102,7 +102,7 @@ class MarkedParser:
                 found = [(at, marker) for marker in self._readers if (at := self._text.find(marker)) >= 0]
                 rest = max(overlap(self._text, marker) for marker in self._readers)
                 end, self._begin = min(found, default=(len(self._text) - rest, ""))
-                out.content += self._trimmed(self._text[:end])
+                out.content += self._start.trimmed(self._text[:end])
                 self._text = self._text[end + len(self._begin) :]
                 if not found:
                     break
@@ -120,20 +120,16 @@ class MarkedParser:
         self._text = ""
         if self._reader is not None:
             self._end(out)
-        out.content += self._trimmed(text)
+        out.content += self._start.trimmed(text)
         return out
-
-    def _trimmed(self, text: str) -> str:
-        text = text.lstrip() if self._trims else text
-        self._trims = self._trims and not text
-        return text
 
     def _end(self, out: Pieces) -> None:
         """End the calls after a marker; if there are none, all of their text is content."""
         assert self._reader is not None
         if self._reader.num_calls == 0:
-            out.content += self._trimmed(self._begin + self._reader.text)
-        self._trims = self._trims or self._reader.num_calls > 0
+            out.content += self._start.trimmed(self._begin + self._reader.text)
+        else:
+            self._start = Start(trims=True)
         self.num_calls += self._reader.num_calls
         self._reader = None
 
@@ -261,7 +257,7 @@ class WholeParser:
         self._opening, self._reader, self._markers = opening, reader, markers
         self._text = ""
         self._is_content = False
-        self._trims = True
+        self._start = Start(trims=True)
 
     def push(self, text: str) -> Pieces:
         """See Parser."""
@@ -292,14 +288,13 @@ class WholeParser:
         for marker in self._markers:
             self._text = self._text.replace(marker, "")
         end = len(self._text) - max((overlap(self._text, marker) for marker in self._markers), default=0)
-        out, self._text = self._text[:end].lstrip() if self._trims else self._text[:end], self._text[end:]
-        self._trims = self._trims and not out
+        out, self._text = self._start.trimmed(self._text[:end]), self._text[end:]
         return out
 
     def finish(self) -> Pieces:
         """See Parser."""
         if self._reader.ended and self.num_calls:
-            return Pieces(self._text.lstrip() if self._trims else self._text)
+            return Pieces(self._start.trimmed(self._text))
         return Pieces() if self._is_content or self.num_calls else self._as_content()
 
     def _as_content(self) -> Pieces:
