@@ -84,7 +84,7 @@ class MessageKind:
         if self.format is None and not self.reasons:
             return None
         names = frozenset(one["function"]["name"] for one in self.tools)
-        calls = None if self.format is None else self.format.parser(self.tokenizer, names)
+        calls = None if self.format is None else self.format.parser(names)
         return MessageParser(
             calls, reasons=self.reasons, is_open=self.is_open, most=1 if self.parallel is False else None
         )

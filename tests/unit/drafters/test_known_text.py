@@ -25,7 +25,7 @@ TEXT = random.Random(3).choices(range(40), k=300)
 
 
 def known_tokens(row: Row, count: int) -> list[int]:
-    """Those of a drafter that finds nothing itself."""
+    """Known tokens without a lookup."""
     return known_text.known_tokens(row, count, lambda row, count: [])
 
 

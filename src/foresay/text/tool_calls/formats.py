@@ -29,8 +29,8 @@ class ToolFormat:
     name: str
     is_in: Callable[[str], bool]
     """True for a chat template of this format."""
-    parser: Callable[[Any, Collection[str]], Parser]
-    """Returns a parser of one output for a tokenizer and the names of the tools."""
+    parser: Callable[[Collection[str]], Parser]
+    """Returns a parser of one output for the names of the tools."""
     around: tuple[str, str, str]
     """Texts before the first call, between calls and after the last."""
     call: tuple[str, str, str]
@@ -47,7 +47,7 @@ def _json_call(arguments: str, before: str = "", after: str = "") -> tuple[str, 
     return f'{before}{{"name": "', f'", "{arguments}": ', f"}}{after}"
 
 
-def _hermes(_: Any, names: Collection[str]) -> Parser:
+def _hermes(names: Collection[str]) -> Parser:
     """Return a parser of Hermes' calls. Some Qwen models write them in blocks of code, where only names of tools are calls."""
     in_code = partial(ObjectReader, end="```", names=names)
     return MarkedParser(
@@ -61,7 +61,7 @@ FORMATS = {
         ToolFormat(
             "mistral_named",
             lambda template: "[TOOL_CALLS]" in template and ("[ARGS]" in template or "[CALL_ID]" in template),
-            lambda *_: MarkedParser({"[TOOL_CALLS]": MistralReader}),
+            lambda _: MarkedParser({"[TOOL_CALLS]": MistralReader}),
             ("", "", ""),
             ("[TOOL_CALLS]", "[ARGS]", ""),
             ("[TOOL_CALLS]", "[ARGS]"),
@@ -69,7 +69,7 @@ FORMATS = {
         ToolFormat(
             "mistral",
             lambda template: "[TOOL_CALLS]" in template,
-            lambda *_: MarkedParser({"[TOOL_CALLS]": MistralReader}),
+            lambda _: MarkedParser({"[TOOL_CALLS]": MistralReader}),
             ("[TOOL_CALLS] [", ", ", "]"),
             _json_call("arguments"),
             ("[TOOL_CALLS]",),
@@ -85,7 +85,7 @@ FORMATS = {
         ToolFormat(
             "pythonic",
             lambda template: "<|python_start|>" in template or "func_name1(params_name1" in template,
-            lambda *_: WholeParser("[", PythonReader(0), ("<|python_start|>", "<|python_end|>")),
+            lambda _: WholeParser("[", PythonReader(0), ("<|python_start|>", "<|python_end|>")),
             ("[", ", ", "]"),
             ("", "(", ")"),
             ("<|python_start|>", "<|python_end|>"),
@@ -94,7 +94,7 @@ FORMATS = {
         ToolFormat(
             "llama3_json",
             lambda template: "<|python_tag|>" in template or '"parameters": dictionary of argument' in template,
-            lambda *_: WholeParser("{", ObjectReader(0, separators=";"), ("<|python_tag|>",)),
+            lambda _: WholeParser("{", ObjectReader(0, separators=";"), ("<|python_tag|>",)),
             ("", "; ", ""),
             _json_call("parameters"),
             ("<|python_tag|>",),

@@ -21,7 +21,7 @@ CALLS = [
 
 def parsed(name: str, text: str, cuts: int | random.Random, *, reasons: bool = False, is_open: bool = False) -> Found:
     """Content, reasoning and calls of an output."""
-    calls_of = FORMATS[name].parser(None, {"w", "v"}) if name else None
+    calls_of = FORMATS[name].parser({"w", "v"}) if name else None
     parser = MessageParser(calls_of, reasons=reasons, is_open=is_open)
     content = reasoning = ""
     calls: list[tuple[str, str]] = []
@@ -43,11 +43,11 @@ def parsed(name: str, text: str, cuts: int | random.Random, *, reasons: bool = F
 
 def written(one: ToolFormat, calls: list[tuple[str, dict[str, object]]]) -> str:
     """Calls as the family writes them."""
-    (begin, between, end), (before, middle, behind) = one.around, one.call
+    (begin, between, end), (before, middle, after) = one.around, one.call
     texts = []
     for name, arguments in calls:
-        inside = ", ".join(f"{k}={v!r}" for k, v in arguments.items()) if one.is_python else json.dumps(arguments)
-        texts.append(before + name + middle + inside + behind)
+        given = ", ".join(f"{k}={v!r}" for k, v in arguments.items()) if one.is_python else json.dumps(arguments)
+        texts.append(before + name + middle + given + after)
     return begin + between.join(texts) + end
 
 
@@ -68,7 +68,7 @@ def test_what_a_family_writes(name: str, seed: int) -> None:
 HERMES = '<tool_call>\n{"name": "w", "arguments": {"a": 1}}\n</tool_call>'
 CASES: dict[str, tuple[str, str, Found]] = {
     "text before a call": ("hermes", f"I look.\n{HERMES}", ("I look.\n", "", [("w", '{"a": 1}')])),
-    "text behind a call": ("hermes", f"{HERMES}\nDone.", ("Done.", "", [("w", '{"a": 1}')])),
+    "text after a call": ("hermes", f"{HERMES}\nDone.", ("Done.", "", [("w", '{"a": 1}')])),
     "text between calls": ("hermes", f"{HERMES} and {HERMES}", ("and ", "", [("w", '{"a": 1}')] * 2)),
     "arguments first": ("hermes", '<tool_call>{"arguments": {"a": 1}, "name": "w"}</tool_call>', ("", "", [("w", '{"a": 1}')])),
     "arguments as a string": (
@@ -82,7 +82,7 @@ CASES: dict[str, tuple[str, str, Found]] = {
         '<tool_call>{"name": "w", "arguments": {}}\n{"name": "v", "arguments": {}}</tool_call>',
         ("", "", [("w", "{}"), ("v", "{}")]),
     ),
-    "no call behind the marker": ("hermes", "<tool_call>none</tool_call> x", ("<tool_call>none</tool_call> x", "", [])),
+    "no call after the marker": ("hermes", "<tool_call>none</tool_call> x", ("<tool_call>none</tool_call> x", "", [])),
     "an object that is no call": ("hermes", '<tool_call>{"x": 1}</tool_call>', ('<tool_call>{"x": 1}</tool_call>', "", [])),
     "a name that is none": ("hermes", '<tool_call>{"name": 7}</tool_call>', ('<tool_call>{"name": 7}</tool_call>', "", [])),
     "cut within a call": ("hermes", HERMES[:-16], ("", "", [("w", '{"a":')])),
