@@ -91,7 +91,7 @@ def short(value: Any) -> str:
 def _explained(error: ErrorDetails) -> str:
     """Return one error of pydantic as one line: the field, what is allowed, and the value."""
     field = ".".join(str(part) for part in error["loc"])
-    text = error["msg"].removeprefix("Value error, ")
+    text = " ".join(error["msg"].removeprefix("Value error, ").split())
     if error["type"] == "too_short":
         text = f"Input should have at least {error['ctx']['min_length']} item"
     if text.startswith("Input should"):

@@ -309,6 +309,11 @@ def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         ("weights.safetensors", {"more": torch.zeros(3)}, "has more, which it should not have"),
         (
             "optimiser.safetensors",
+            {"0.0.exp_avg": torch.zeros(())},
+            "'0.0.exp_avg' of shape [], which fits no parameter",
+        ),
+        (
+            "optimiser.safetensors",
             {"0.0.exp_avg": torch.zeros(7)},
             "'0.0.exp_avg' of shape [7], which fits no parameter",
         ),

@@ -319,7 +319,8 @@ def _write(path: Path, tensors: dict[str, npt.NDArray[Any]], metadata: dict[str,
 
 
 def _refuse(path: Path, problem: str, cause: Exception | None = None) -> NoReturn:
-    raise ModelLoadError(f"{str(path)!r} cannot be read as an n-gram table: {problem}") from cause
+    in_one_line = " ".join(problem.split())  # a library's error may repeat the file's line breaks
+    raise ModelLoadError(f"{str(path)!r} cannot be read as an n-gram table: {in_one_line}") from cause
 
 
 def _read_json(path: Path) -> TokenArray:
@@ -354,8 +355,9 @@ def _read_safetensors(path: Path) -> dict[str, Any]:
                 _refuse(path, f"it is not a valid safetensors file: {error}", error)
     except (SafetensorError, TypeError, KeyError, AttributeError) as error:
         _refuse(path, f"it is not a valid safetensors file: {error}", error)
-    if len(arrays["successor"]) != facts["vocab_size"]:
-        _refuse(path, f"successor has {len(arrays['successor'])} entries, vocab_size is {facts['vocab_size']}")
+    entries = len(np.atleast_1d(arrays["successor"]))
+    if entries != facts["vocab_size"]:
+        _refuse(path, f"successor has {entries} entries, vocab_size is {facts['vocab_size']}")
     return {
         "successor": arrays["successor"],
         "counts": arrays.get("counts"),

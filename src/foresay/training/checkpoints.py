@@ -173,8 +173,9 @@ def _fill(optimisers: Sequence[torch.optim.Optimizer], tensors: Mapping[str, Sto
 
 
 def _fits(tensor: StoredTensor, weights: Sequence[Sequence[torch.Tensor]]) -> bool:
-    """True if the name is "optimiser.parameter.field" of an existing parameter, and the shape is its own or a scalar's."""
+    """True if the name is "optimiser.parameter.field" of a parameter, and the shape is its own (of a "step", a scalar's)."""
     match = re.fullmatch(r"([0-9]{1,9})\.([0-9]{1,9})\.(\w+)", tensor.name, re.ASCII)
     if match is None or int(match[1]) >= len(weights) or int(match[2]) >= len(weights[int(match[1])]):
         return False
-    return tensor.floats and tensor.shape in ((), tuple(weights[int(match[1])][int(match[2])].shape))
+    shape = () if match[3] == "step" else tuple(weights[int(match[1])][int(match[2])].shape)
+    return tensor.floats and tensor.shape == shape

@@ -118,6 +118,7 @@ BROKEN: list[tuple[Change, str]] = [
     (lambda arrays, facts: arrays.pop("successor"), "these arrays are missing or unexpected: successor"),
     (put("extra", [1]), "these arrays are missing or unexpected: extra"),
     (say(vocab_size=7), "successor has 6 entries, vocab_size is 7"),
+    (put("successor", 5), "successor has 1 entries, vocab_size is 6"),
     (say(vocab_size=0), "vocab_size=0 must be an integer in [1, 2097152]"),
     (say(fingerprint="abc"), "fingerprint='abc' must be 64 hexadecimal digits"),
     (say(fingerprint=5), "fingerprint=5 must be 64 hexadecimal digits"),

@@ -204,10 +204,10 @@ class _Reader:
                 [size] = struct.unpack_from("<Q", self._view, self._at)
                 longest = max(longest, size)
                 self._at += 8 + size
-            if self._at > len(self._data):
-                raise ValueError(
-                    f"it ends within its header: the last string of the list {shortened(key)} exceeds the file"
-                )
+                if self._at > len(self._data):
+                    raise ValueError(
+                        f"it ends within its header: a string of the list {shortened(key)} exceeds the file"
+                    )
         else:
             raise ValueError(f"the list {shortened(key)} is of type {inner}; lists of numbers or strings are supported")
         return StoredList(inner, count, longest)

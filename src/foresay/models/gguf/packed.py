@@ -194,12 +194,12 @@ def _unkept() -> Iterator[None]:
 def settle() -> None:
     """Wait until all kept weights have reached the disk, so that they survive a crash of the machine."""
     _hurry.set()
-    while _settling:
-        _settling.pop().join()
+    for thread in list(_settling):
+        thread.join()
     _hurry.clear()
 
 
-_settling: list[threading.Thread] = []
+_settling: set[threading.Thread] = set()
 _hurry = threading.Event()
 
 
@@ -330,7 +330,9 @@ def _settle(folder: Path, parts: Mapping[str, Sequence[Part]], size: int) -> Non
         except OSError as error:
             logger.info("packed weights are not kept: %s", error)
             shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            _settling.discard(threading.current_thread())
 
     thread = threading.Thread(target=work, name="foresay-packed-weights", daemon=True)
-    _settling.append(thread)
+    _settling.add(thread)
     thread.start()

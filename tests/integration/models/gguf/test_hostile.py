@@ -227,6 +227,14 @@ def test_a_tokenizer_alone_needs_sound_values_and_no_tensors(tmp_path: Path) -> 
         load_tokenizer(path)
 
 
+def test_a_string_longer_than_its_file(tmp_path: Path) -> None:
+    """The last but one string of a list has a length that no file has."""
+    parts = image()
+    stored = struct.pack("<QQ", LARGE, 1) + b"a"
+    put(parts, "tokenizer.ggml.tokens", (LIST, struct.pack("<IQ", TEXT, 2) + stored))
+    assert "a string of the list 'tokenizer.ggml.tokens' exceeds the file" in refusal(tmp_path / "x.gguf", parts)
+
+
 def test_a_token_of_a_megabyte(tmp_path: Path) -> None:
     """Merges that a file lacks are looked for by cutting each token everywhere."""
     path, parts = tmp_path / "x.gguf", image()
